@@ -34,7 +34,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "gpu": ("gpu.command:GpuOptions", "Forerun on this machine's GPU: exactness, bandwidth, passes, long contexts."),
     "offload": ("studies.offload_command:OffloadOptions", "Decoding with keys and values that are not on the device."),
     "replay": ("studies.replay_command:ReplayOptions", "Drafts on recorded answers, without a model."),
-    "attention": ("studies.attention_speed:AttentionOptions", "Attention of few queries over many keys, beside the roofline."),
     "exact-texts": ("studies.exact_texts:ExactTextsOptions", "How many texts differ, bit for bit, between any drafter and none."),
     "constants": ("studies.constants:ConstantsOptions", "How much each hand-set constant matters."),
     "proposers": ("studies.proposers:ProposersOptions", "Forerun's proposer for vLLM beside prompt lookup, replayed."),

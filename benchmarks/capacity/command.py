@@ -16,19 +16,10 @@ from benchmarks.capacity.forecast import Drafting
 from benchmarks.capacity.published import add_published
 from benchmarks.capacity.shapes import SHAPES, ModelShape
 from benchmarks.reporting.delivery import deliver
-from benchmarks.reporting.options import (
-    list_option,
-    numbers,
-)
+from benchmarks.reporting.options import list_option, numbers
 from benchmarks.reporting.tables import Report
 from forerun.bench.machine import plain_values
-from forerun.cli.options import (
-    LONG_PANEL,
-    Out,
-    OutputOptions,
-    option,
-    size_of,
-)
+from forerun.cli.options import LONG_PANEL, Out, OutputOptions, option, size_option
 from forerun.core.long_context import LongContextConfig, Sparse
 from forerun.models.loading.load import find
 
@@ -61,15 +52,13 @@ class CapacityOptions(OutputOptions):
     devices: Annotated[str, list_option("--devices", _DEVICE, "How many hold the model together.")] = "1,8"
     device_kind: Annotated[str, option("--device-kind", panel=_DEVICE, help=f"Of {', '.join(DEVICES)}.")] = "a100-80gb"
     kv_memory: Annotated[
-        str | None, option("--kv-memory", panel=_DEVICE, metavar="SIZE", help="Of one device for keys and values; by "
-                           "default all that is left. The rest is in the host's memory.")
-    ] = None  # fmt: skip
+        int | None, size_option(panel=_DEVICE, help="Of one device for keys and values; by default all that is left.")
+    ] = None
     acceptance: Annotated[
         float, option("--acceptance", panel=LONG_PANEL, help="Rate of the sparse cache's drafts.", min=0, max=1)
     ] = 0.9
     small_acceptance: Annotated[
-        float,
-        option("--small-acceptance", panel=LONG_PANEL, help="Rate of the small model's drafts.", min=0, max=1),
+        float, option("--small-acceptance", panel=LONG_PANEL, help="Rate of the small model's drafts.", min=0, max=1)
     ] = 0.45
     draft_shape: Annotated[
         str, option("--draft-shape", panel=LONG_PANEL, metavar="NAME|SIZES|none", help="Of the small model.")
@@ -79,12 +68,10 @@ class CapacityOptions(OutputOptions):
     )
     sparse: Annotated[Sparse, option("--sparse", panel=LONG_PANEL, help="The target's sparse cache.")] = "retrieval"
     gamma1: Annotated[
-        int | None,
-        option("--gamma1", panel=LONG_PANEL, help="Tokens drafted at a time; default: the best.", min=1),
+        int | None, option("--gamma1", panel=LONG_PANEL, help="Tokens drafted at a time; default: the best.", min=1)
     ] = None
     gamma2: Annotated[
-        int | None,
-        option("--gamma2", panel=LONG_PANEL, help="Tokens verified at a time; default: the best.", min=1),
+        int | None, option("--gamma2", panel=LONG_PANEL, help="Tokens verified at a time; default: the best.", min=1)
     ] = None
     published: Annotated[
         bool, option("--published", panel="Output", help="Compare with figures that others published.")
@@ -102,8 +89,6 @@ class CapacityOptions(OutputOptions):
             ModelShape.parse(self.draft_shape)
         if self.device_kind not in DEVICES:
             raise ValueError(f"a device is {self.device_kind!r}; known are {', '.join(DEVICES)}")
-        if self.kv_memory is not None:
-            size_of(self.kv_memory, "--kv-memory")
         for name in ("weight_bytes", "kv_bytes"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name):g}; it must be above 0")
@@ -154,9 +139,8 @@ def _typed(shape: ModelShape, options: CapacityOptions) -> ModelShape:
 
 
 def _machines(options: CapacityOptions) -> list[Machine]:
-    room = None if options.kv_memory is None else size_of(options.kv_memory, "--kv-memory")
     counts = numbers("--devices", options.devices, int, 1)
-    return [Machine(DEVICES[options.device_kind], count, room) for count in counts]
+    return [Machine(DEVICES[options.device_kind], count, options.kv_memory) for count in counts]
 
 
 def _drafting(options: CapacityOptions) -> Drafting:

@@ -36,11 +36,7 @@ class Claim(NamedTuple):
     predicted: float
 
 
-TABLE_2 = {
-    0.0: (2.31, 0.9234, 1.56, 0.4649),
-    0.6: (2.19, 0.9137, 1.42, 0.4036),
-    1.2: (2.02, 0.8902, 1.27, 0.2664),
-}
+TABLE_2 = {0.0: (2.31, 0.9234, 1.56, 0.4649), 0.6: (2.19, 0.9137, 1.42, 0.4036), 1.2: (2.02, 0.8902, 1.27, 0.2664)}
 """By temperature: TriForce's speed-up and acceptance rate, the naive policy's speed-up and acceptance rate."""
 ALONE = (1.80, 0.9126)
 """Retrieval without a hierarchy, temperature 0.6: speed-up, acceptance rate."""
@@ -52,10 +48,7 @@ TABLE_3 = (
 )
 """Model, RTX 4090s, part of KV on them, budget, gamma, seconds a token of TriForce and of plain decoding. A part of
 None is all that fits. On one device the paper's baseline is another system, which attends on the CPU."""
-GPT_FAST = {
-    "llama-2-7b": {1: 104.9, 2: 168.84, 4: 254.02, 8: 328.43},
-    "llama-2-70b": {2: 21.32, 4: 38.01, 8: 62.50},
-}
+GPT_FAST = {"llama-2-7b": {1: 104.9, 2: 168.84, 4: 254.02, 8: 328.43}, "llama-2-70b": {2: 21.32, 4: 38.01, 8: 62.50}}
 """Tokens a second by devices."""
 SHORT = 128
 """Tokens of context in gpt-fast's table: a prompt of five and the middle of what follows."""

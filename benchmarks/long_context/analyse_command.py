@@ -30,13 +30,7 @@ from benchmarks.reporting.tables import Report
 from forerun.bench.machine import plain_values
 from forerun.cli.models import encoder, load_stretched
 from forerun.cli.models import settings as settings_for
-from forerun.cli.options import (
-    LONG_PANEL,
-    LongOptions,
-    ModelOptions,
-    Out,
-    OutputOptions,
-)
+from forerun.cli.options import LONG_PANEL, LongOptions, ModelOptions, Out, OutputOptions
 from forerun.cli.terminal import say
 from forerun.engine.engine import Engine
 from forerun.models.forward.inputs import position_limit

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.papers.recipes import build_drafter
+from benchmarks.papers.recipes import RECIPES
 from benchmarks.reporting.progress import Say, quietly, telling
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.core.stats import Stats
+from forerun.drafting.recipes import build_drafter
 from forerun.engine.engine import Engine
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.level import read
@@ -235,7 +236,7 @@ class LongBench:
             self._once(rows, name, settings, make)
 
     def _once(self, rows: Sequence[Prefilled], name: str, settings: LongContextConfig, make: RequestMaker) -> LongRun:
-        self.engine.set_drafter(build_drafter(name, settings))
+        self.engine.set_drafter(build_drafter(name, settings, RECIPES))
         for row in rows:
             row.rewind()
         requests = [make(self.engine, row.tokens, name) for row in rows]

@@ -14,13 +14,7 @@ from benchmarks.papers.lookahead_methods import Lengths
 from benchmarks.papers.variants import Track
 from benchmarks.reporting import plots
 from benchmarks.reporting.delivery import Delivery
-from benchmarks.reporting.options import (
-    SourceOptions,
-    check_positions,
-    list_option,
-    names,
-    numbers,
-)
+from benchmarks.reporting.options import SourceOptions, check_positions, list_option, names, numbers
 from benchmarks.reporting.tables import Report
 from benchmarks.tasks import graded
 from benchmarks.tasks.contestants import TaskBench
@@ -33,12 +27,7 @@ from forerun.bench.prompts_file import TemplateEncoder
 from forerun.bench.rounds import PromptSet, Tokens
 from forerun.cli.models import encoder as plain_encoder
 from forerun.cli.models import load_target
-from forerun.cli.options import (
-    ModelOptions,
-    Out,
-    OutputOptions,
-    option,
-)
+from forerun.cli.options import ModelOptions, Out, OutputOptions, option
 from forerun.cli.terminal import say
 from forerun.engine.engine import Engine
 from forerun.models.forward.inputs import position_limit

@@ -10,7 +10,6 @@ from benchmarks.papers.lookahead_trie import LookaheadTrieDrafter
 from benchmarks.papers.token_recycling import TokenRecyclingDrafter
 from forerun.core.long_context import LongContextConfig
 from forerun.drafting import recipes
-from forerun.drafting.drafter import Drafter
 from forerun.drafting.recipes import Recipe, long_context, self_drafting
 from forerun.models.forward.level import CacheFactory
 
@@ -35,18 +34,3 @@ RECIPES: dict[str, Recipe] = {
 """Forerun's recipes and the baselines: ``lookahead-trie`` is the paper's trie, all of whose drafts are scored,
 ``jacobi`` is lookahead decoding, ``streaming-hierarchy`` is TriForce with a
 streaming cache in the middle; ``streaming-self``, ``h2o`` and ``topk`` let the target draft over that cache alone."""
-
-
-def check_drafter(name: str) -> None:
-    """Raise a ``ValueError`` for an unknown name."""
-    recipes.check_drafter(name, RECIPES)
-
-
-def build_drafter(name: str, settings: LongContextConfig | None = None) -> Drafter:
-    """A drafter of this name; see ``forerun.drafting.recipes.build_drafter``."""
-    return recipes.build_drafter(name, settings, RECIPES)
-
-
-def buildable(settings: LongContextConfig) -> list[str]:
-    """Names of the drafters that these settings suffice for, without ``none``."""
-    return recipes.buildable(settings, RECIPES)

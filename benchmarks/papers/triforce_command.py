@@ -11,7 +11,7 @@ from typing import Annotated
 from benchmarks.long_context import needles
 from benchmarks.long_context.long_bench import LongBench, Prefilled, RequestMaker, prefill, sampled
 from benchmarks.long_context.texts import Texts
-from benchmarks.papers.recipes import RECIPES, buildable, check_drafter
+from benchmarks.papers.recipes import RECIPES
 from benchmarks.papers.simulated_acceptance import (
     SIMULATED,
     SimulatedModels,
@@ -38,19 +38,12 @@ from benchmarks.reporting.options import (
 )
 from benchmarks.reporting.tables import Report
 from forerun.bench.machine import plain_values
-from forerun.cli.models import encoder, load_stretched
+from forerun.cli.models import check_drafters, encoder, load_stretched
 from forerun.cli.models import settings as settings_for
-from forerun.cli.options import (
-    LONG_PANEL,
-    LongOptions,
-    ModelOptions,
-    Out,
-    OutputOptions,
-    Rounds,
-    option,
-)
+from forerun.cli.options import LONG_PANEL, LongOptions, ModelOptions, Out, OutputOptions, Rounds, option
 from forerun.cli.terminal import say
 from forerun.core.long_context import LongContextConfig
+from forerun.drafting.recipes import buildable
 from forerun.engine.engine import Engine
 from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.stored_weights import dtype_name
@@ -185,8 +178,7 @@ def _check_texts(sizes: TriforceSizes, texts: Texts, parts: Sequence[str]) -> No
 def _named(options: TriforceOptions) -> list[str]:
     """The drafters named on the command line, if any."""
     named = [] if options.drafters is None else [name.strip() for name in options.drafters.split(",")]
-    for name in named:
-        check_drafter(name)
+    check_drafters(named, options, RECIPES)
     if set(named) == {"none"}:
         raise ValueError("--drafters is 'none', which is measured in any case; name others to compare with it")
     return named
@@ -204,7 +196,7 @@ def _real(options: TriforceOptions, named: list[str]) -> MeasuredModel:
     check_positions(longest, _room(options), position_limit(model))
     texts = Texts.read(options.text or (), encoder(tokenizer))
     settings = settings_for(options, named or DRAFTERS, model, tokenizer, RECIPES)
-    drafters = named or [name for name in DRAFTERS if name in buildable(settings)]
+    drafters = named or [name for name in DRAFTERS if name in buildable(settings, RECIPES)]
     engine = Engine(model, "none", tokenizer=tokenizer)
 
     def read(index: int, length: int) -> Prefilled:

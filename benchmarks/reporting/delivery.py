@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from benchmarks.reporting.tables import Report
-from forerun.cli.terminal import stderr, stdout
+from forerun.cli.terminal import show_report, stdout
 
 
 class Delivery:
@@ -43,11 +42,7 @@ class Delivery:
     def end(self) -> None:
         """Print the remaining parts, and the machine and settings."""
         self.part()
-        if self._as_json:
-            print(json.dumps(self._report.json), flush=True)
-            return
-        _print(self._report.footer)
-        stderr().print(f"written: {', '.join(map(str, self._written))}")
+        show_report(self._report.json if self._as_json else self._report.footer, self._written)
 
 
 def deliver(report: Report, folder: Path, name: str, as_json: bool) -> None:

@@ -21,9 +21,7 @@ def list_option(flag: str, panel: str, help: str) -> object:  # noqa: A002
 Text = Annotated[
     list[Path] | None,
     option(
-        "--text",
-        panel="Text",
-        help="A text file or a folder of .txt and .md files; may be repeated. Else invented.",
+        "--text", panel="Text", help="A text file or a folder of .txt and .md files; may be repeated. Else invented."
     ),
 ]
 
@@ -31,8 +29,7 @@ Text = Annotated[
 Contexts = Annotated[str, list_option("--contexts", "Text", "Prompt tokens.")]
 Temperatures = Annotated[str, list_option("--temperatures", "Text", "0 is greedy.")]
 Yarn = Annotated[
-    float | None,
-    option("--yarn", panel="Model", metavar="FACTOR", help="Factor on the model's positions, by YaRN."),
+    float | None, option("--yarn", panel="Model", metavar="FACTOR", help="Factor on the model's positions, by YaRN.")
 ]
 ContextPrompts = Annotated[int, option("--prompts", panel="Text", help="For each context.", min=1)]
 Needles = Annotated[int, option("--needles", panel="Text", help="Facts asked from one text.", min=1)]
@@ -44,11 +41,9 @@ class SourceOptions:
     """What tasks are drawn from."""
 
     raw: Raw = False
-    books: Annotated[Path | None, option("--books", panel="Text", help="A folder of books not trained on.")] = None
-    maths: Annotated[Path | None, option("--maths", panel="Text", help="JSON lines of {prompt, answer}.")] = None
-    code: Annotated[
-        Path | None, option("--code", panel="Text", help="JSON lines of {prompt} with functions to complete.")
-    ] = None
+    books: Annotated[Path | None, option(panel="Text", help="A folder of books not trained on.")] = None
+    maths: Annotated[Path | None, option(panel="Text", help="JSON lines of {prompt, answer}.")] = None
+    code: Annotated[Path | None, option(panel="Text", help="JSON lines of {prompt} with functions to complete.")] = None
 
 
 def numbers(name: str, text: str, kind: Callable[[str], N], least: N) -> list[N]:

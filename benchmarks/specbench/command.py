@@ -24,13 +24,13 @@ from benchmarks.specbench.questions import prompt_set, read_questions
 from benchmarks.tasks.questions import Files
 from benchmarks.tasks.task_prompts import Counts, build_jobs
 from benchmarks.tasks.task_sets import tasks_for
-from forerun.bench.contestants import LOOKUP_TOKENS, Bench, check_drafters
+from forerun.bench.contestants import LOOKUP_TOKENS, Bench
 from forerun.bench.journal import Journal, TurnKey, about
-from forerun.bench.machine import plain_values
+from forerun.bench.machine import Row, plain_values
 from forerun.bench.prompts_file import TemplateEncoder
-from forerun.bench.report import Row, pivot, summarise
+from forerun.bench.report import pivot, summarise
 from forerun.bench.rounds import BASELINE, PLAIN, Contestant, PromptSet, Rows, Run, Series, Tokens, measure
-from forerun.cli.models import load_target
+from forerun.cli.models import check_drafters, load_target
 from forerun.cli.options import Drafters, ModelOptions, Out, OutputOptions, option
 from forerun.cli.terminal import say
 from forerun.drafting.drafter import Drafter
@@ -145,7 +145,7 @@ class SpecBench:
 def run(options: SpecBenchOptions) -> None:
     """Measure, print the tables, and write JSON, Markdown and plots after each category."""
     plots.check()
-    check_drafters(options.drafter or DRAFTERS, False, RECIPES)
+    check_drafters(options.drafter or DRAFTERS, options, RECIPES)
     questions = read_questions(options.questions, options.limit) if options.questions else {}
     model, tokenizer = load_target(options)
     encoder, positions = TemplateEncoder(tokenizer, options.raw), position_limit(model)

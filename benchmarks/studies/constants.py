@@ -148,12 +148,7 @@ def _drafted(right: Callable[[int], float]) -> float:
 
     levels = Levels()
     rows = [Recorded([1, 2], [7] * 400)] * 3
-    return _run(
-        AdaptiveDrafter(levels, chains=levels, max_length=12, weight=0.2),
-        rows,
-        world,
-        Request,
-    )
+    return _run(AdaptiveDrafter(levels, chains=levels, max_length=12, weight=0.2), rows, world, Request)
 
 
 def asking(replay: Path | None) -> dict[str, float]:

@@ -11,33 +11,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.long_context.long_bench import RequestMaker, sampled
 from benchmarks.long_context.texts import Texts
-from benchmarks.papers.recipes import RECIPES, check_drafter
+from benchmarks.papers.recipes import RECIPES
 from benchmarks.papers.simulated_acceptance import SimulatedModels, SimulationOptions, check_simulated, random_prompt
 from benchmarks.reporting import plots
 from benchmarks.reporting.delivery import Delivery
-from benchmarks.reporting.options import (
-    Contexts,
-    GeneratedTokens,
-    Temperatures,
-    Text,
-    Yarn,
-    check_positions,
-    numbers,
-)
+from benchmarks.reporting.options import Contexts, GeneratedTokens, Temperatures, Text, Yarn, check_positions, numbers
 from benchmarks.reporting.tables import Report
 from benchmarks.studies.offload import OffloadBench, slow_link
 from forerun.bench.machine import plain_values
-from forerun.cli.models import encoder, load_stretched
+from forerun.cli.models import check_drafters, encoder, load_stretched
 from forerun.cli.models import settings as settings_for
-from forerun.cli.options import (
-    LongOptions,
-    MemoryOptions,
-    ModelOptions,
-    Out,
-    OutputOptions,
-    Rounds,
-    option,
-)
+from forerun.cli.options import LongOptions, MemoryOptions, ModelOptions, Out, OutputOptions, Rounds, option
 from forerun.cli.terminal import say
 from forerun.core.long_context import LongContextConfig
 from forerun.engine.engine import Engine
@@ -71,27 +55,27 @@ class OffloadOptions(SimulationOptions, OutputOptions, MemoryOptions, LongOption
     def __post_init__(self) -> None:
         numbers("--contexts", self.contexts, int, 64)
         numbers("--temperatures", self.temperatures, float, 0.0)
-        self.sizes()
+        self.check_memory()
 
 
 def run(options: OffloadOptions) -> None:
     """Measure, print the tables, and write JSON, Markdown and a plot."""
     plots.check()
     drafters = [name.strip() for name in options.drafters.split(",")]
-    for name in drafters:
-        check_drafter(name)
+    check_drafters(drafters, options, RECIPES)
     contexts = sorted(numbers("--contexts", options.contexts, int, 64))
     subject = (_real if options.simulate_acceptance is None else _simulated)(options, drafters, contexts)
-    sizes, model = options.sizes(), subject.model
+    model = subject.model
     shape = gate.admit(model).kv
-    bandwidth = sizes.get("simulate_bandwidth") or slow_link(model.device)
+    bandwidth = options.simulate_bandwidth or slow_link(model.device)
     settings = plain_values(options) | {"dtype": dtype_name(model), "bandwidth": bandwidth}
     report = Report("Keys and values off the device", settings, subject.label)
     delivery = Delivery(report, options.out, "offload", options.json)
     bench = OffloadBench(drafters, subject.settings, options.rounds, report, delivery.save, say)
     for context in contexts:
-        device = sizes.get("kv_memory", min_device_bytes(shape, context + _room(options)))
-        memory = KVMemory(device, sizes.get("kv_host_memory"), options.kv_folder, bandwidth)
+        least = min_device_bytes(shape, context + _room(options))
+        device = least if options.kv_memory is None else options.kv_memory
+        memory = KVMemory(device, options.kv_host_memory, options.kv_folder, bandwidth)
         engine = Engine(model, "none", tokenizer=subject.tokenizer, kv_memory=memory)
         subject.read(bench, engine, context)
         for temperature in [0.0] if subject.label else numbers("--temperatures", options.temperatures, float, 0.0):

@@ -8,23 +8,13 @@ from typing import Annotated, get_args
 
 from benchmarks.reporting import plots
 from benchmarks.reporting.delivery import deliver
-from benchmarks.reporting.options import (
-    names,
-    numbers,
-)
+from benchmarks.reporting.options import names, numbers
 from benchmarks.reporting.tables import Report
 from benchmarks.studies import passes
 from benchmarks.studies.passes import PassSizes
 from benchmarks.studies.passes_report import add_passes
 from forerun.bench.machine import plain_values
-from forerun.cli.options import (
-    AnyTypeModelOptions,
-    Dtype,
-    Out,
-    OutputOptions,
-    Rounds,
-    option,
-)
+from forerun.cli.options import AnyTypeModelOptions, Dtype, Out, OutputOptions, Rounds, option
 from forerun.cli.terminal import progress_bar, stderr
 from forerun.models.loading.load import load
 
@@ -39,17 +29,16 @@ class PassesOptions(OutputOptions, AnyTypeModelOptions):
     plot.
     """
 
-    dtypes: Annotated[
-        str,
-        option("--dtypes", panel="Model", help=f"Of {', '.join(DTYPES)}. Commas between.", metavar="LIST"),
-    ] = "auto"
-    passes: Annotated[
-        str, option("--passes", panel="Text", help="Tokens of the passes. Commas between.", metavar="LIST")
-    ] = "1,2,4,8,16,32,64"
-    context: Annotated[int, option("--context", panel="Text", help="Tokens in the cache.", min=0)] = 512
-    prompt_tokens: Annotated[
-        str, option("--prompt-tokens", panel="Text", help="Lengths of prompts to read, or 0.", metavar="LIST")
-    ] = "512,2048"
+    dtypes: Annotated[str, option(panel="Model", help=f"Of {', '.join(DTYPES)}. Commas between.", metavar="LIST")] = (
+        "auto"
+    )
+    passes: Annotated[str, option(panel="Text", help="Tokens of the passes. Commas between.", metavar="LIST")] = (
+        "1,2,4,8,16,32,64"
+    )
+    context: Annotated[int, option(panel="Text", help="Tokens in the cache.", min=0)] = 512
+    prompt_tokens: Annotated[str, option(panel="Text", help="Lengths of prompts to read, or 0.", metavar="LIST")] = (
+        "512,2048"
+    )
     rounds: Rounds = 7
     out: Out = Path("runs/passes")
 

@@ -3,7 +3,6 @@ engines."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,21 +15,17 @@ from transformers import PreTrainedModel
 from benchmarks.papers.recipes import RECIPES
 from benchmarks.peers.known import Loaded, PeerSubject, check, loaded
 from benchmarks.reporting import plots
-from benchmarks.reporting.options import (
-    SourceOptions,
-    numbers,
-)
+from benchmarks.reporting.options import SourceOptions, numbers
 from benchmarks.tasks.contestants import PADDED, TaskBench
 from benchmarks.tasks.questions import Files
 from benchmarks.tasks.task_prompts import Counts, build_jobs
 from benchmarks.tasks.task_sets import tasks_for
-from forerun.bench.contestants import check_drafters
 from forerun.bench.journal import Journal, about
-from forerun.bench.machine import footer, plain_values
+from forerun.bench.machine import Row, footer, plain_values
 from forerun.bench.prompts_file import PromptLine, TemplateEncoder, encode_lines, prompt_sets, read_prompts_file
-from forerun.bench.report import BenchResult, Row, equality_table, pivot, speed_table, summarise, warnings, write
+from forerun.bench.report import BenchResult, equality_table, pivot, speed_table, summarise, warnings, write
 from forerun.bench.rounds import Decode, PromptSet, Tokens
-from forerun.cli.models import load_target
+from forerun.cli.models import check_drafters, load_target
 from forerun.cli.options import (
     DRAFTER_HELP,
     MaxNewTokens,
@@ -42,7 +37,7 @@ from forerun.cli.options import (
     Skip,
     option,
 )
-from forerun.cli.terminal import progress_bar, stderr, stdout
+from forerun.cli.terminal import progress_bar, show_report, stderr
 from forerun.core.long_context import LongContextConfig
 from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load_draft
@@ -69,10 +64,7 @@ class TaskOptions(OutputOptions, SourceOptions, ModelOptions):
     drafter: Annotated[
         list[str] | None,
         option(
-            "--drafter",
-            "-d",
-            panel="Model",
-            help=f"{DRAFTER_HELP} May be repeated; default: {', '.join(DRAFTERS)}.",
+            "--drafter", "-d", panel="Model", help=f"{DRAFTER_HELP} May be repeated; default: {', '.join(DRAFTERS)}."
         ),
     ] = None
     task: Annotated[
@@ -80,21 +72,20 @@ class TaskOptions(OutputOptions, SourceOptions, ModelOptions):
         option("--task", "-k", panel="Text", help="One of those above; may be repeated; default: all."),
     ] = None
     prompts_file: Annotated[
-        Path | None,
-        option("--prompts-file", panel="Text", help="JSON lines of {task, prompt} or {task, messages}, for --task."),
+        Path | None, option(panel="Text", help="JSON lines of {task, prompt} or {task, messages}, for --task.")
     ] = None
     prompts: Annotated[
-        int | None, option("--prompts", panel="Text", help=f"Per task; default {PROMPTS}, or all of a file.", min=1)
+        int | None, option(panel="Text", help=f"Per task; default {PROMPTS}, or all of a file.", min=1)
     ] = None
-    warm_prompts: Annotated[int, option("--warm-prompts", panel="Text", help="Answered before when warm.", min=0)] = 20
+    warm_prompts: Annotated[int, option(panel="Text", help="Answered before when warm.", min=0)] = 20
     rounds: Rounds = 5
     max_new_tokens: MaxNewTokens = 160
-    batch: Annotated[
-        str | None, option("--batch", panel="Text", help="Measure batches of so many rows, too.", metavar="LIST")
-    ] = None
+    batch: Annotated[str | None, option(panel="Text", help="Measure batches of so many rows, too.", metavar="LIST")] = (
+        None
+    )
     peers: Annotated[bool, option("--peers", panel=_OTHERS, help="openvino-genai and llama.cpp as well.")] = False
     gguf: Annotated[
-        Path | None, option("--gguf", panel=_OTHERS, help="The GGUF file that the model came from, for the peers.")
+        Path | None, option(panel=_OTHERS, help="The GGUF file that the model came from, for the peers.")
     ] = None
     skip: Skip = None
     out: Out = Path("runs/bench")
@@ -155,7 +146,7 @@ def batch_table(rows: Sequence[Row]) -> str:
 def run(options: TaskOptions) -> None:
     """Measure, print the tables, and write JSON, Markdown and plots."""
     plots.check()
-    check_drafters(options.drafter or DRAFTERS, options.model == BUNDLED, RECIPES)
+    check_drafters(options.drafter or DRAFTERS, options, RECIPES)
     console = stderr()
     lines = read_prompts_file(options.prompts_file) if options.prompts_file else []
     target, tokenizer = load_target(options)
@@ -186,7 +177,7 @@ def run(options: TaskOptions) -> None:
             for rows, batches in _measured(bench, options, jobs, batched, journal, decode, progress):
                 result = replace(result, rows=[*result.rows, *rows], batches=[*result.batches, *batches])
                 paths = _write(result, options.out)
-    _show(options, result, paths)
+    show_report(result.json if options.json else result.markdown, paths)
 
 
 def _measured(
@@ -273,11 +264,3 @@ def _write(result: TaskResult, folder: Path) -> list[Path]:
         paths.append(folder / "speed-batches.png")
         plots.lines(paths[-1], frame, lines)
     return paths
-
-
-def _show(options: TaskOptions, result: TaskResult, paths: Sequence[Path]) -> None:
-    if options.json:
-        print(json.dumps(result.json))
-        return
-    stdout().print(result.markdown, soft_wrap=True, markup=False)
-    stderr().print(f"written: {', '.join(map(str, paths))}")

@@ -59,7 +59,7 @@ def test_a_plot_is_drawn_only_if_matplotlib_is_there(
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (("-d", "triforce"), "contestant triforce needs a small model: --draft-model"),
+        (("-d", "triforce"), "drafter triforce needs a small model: --draft-model"),
         (("-d", "magic"), "drafter is 'magic'"),
         (("--skip", "forerun magic"), "--skip has 'forerun magic'"),
         (("--prompts-file", "nowhere.jsonl"), "--prompts-file is nowhere.jsonl; there is no such file"),
@@ -149,15 +149,15 @@ def test_never_slower_says_which_cells_it_leaves_out_and_why(model: str, tmp_pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--kind", "prose"], "--kind has 'prose'; known are tasks, novel, random"),
+        (["--kind", "prose"], "'prose' is not one of 'tasks', 'novel'"),
         (["--yarn", "1"], "--yarn is 1; it must be above 1"),
-        (["--text", "none.txt"], "--text is none.txt; there is no such file"),
+        (["--text", "none.txt"], "'none.txt' does not exist"),
         (["-d", "fast"], "drafter is 'fast'"),
     ],
 )
 def test_never_slower_refuses_wrong_options(model: str, tmp_path: Path, options: list[str], message: str) -> None:
     done = never_slower(model, tmp_path, *options)
-    assert done.exit_code == 2 and message in done.stderr
+    assert done.exit_code == 2 and message in " ".join(done.stderr.replace("│", "").split())  # typer draws a box
 
 
 def test_options_before_the_name_of_a_command_below_are_refused() -> None:

@@ -243,7 +243,6 @@ def test_wrong_values_are_named(make: Any, message: str) -> None:
         (("--model-shape", "llama-2-7b", "-m", "x"), "give --model or --model-shape"),
         (("-m", "nowhere"), "nowhere"),
         (("--device-kind", "abacus"), "a device is 'abacus'; known are a100-80gb"),
-        (("--kv-memory", "much"), "--kv-memory is 'much'"),
         (("--weight-bytes", "0"), "--weight-bytes is 0; it must be above 0"),
     ],
 )

@@ -90,6 +90,11 @@ def test_texts_that_are_too_short_are_refused_before_anything_is_read(saved: str
     assert "1.txt gives" in done.stderr and "for prompt 2; 200 are needed" in done.stderr
 
 
+def test_a_drafter_without_the_small_model_it_needs_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    done = measured("./nowhere", [], tmp_path / "out", "--drafters", "low-rank,streaming")
+    assert done.exit_code == 2 and "drafter streaming needs a small model: --draft-model" in done.stderr
+
+
 def test_what_was_measured_is_written_when_a_later_prompt_or_part_fails(
     saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

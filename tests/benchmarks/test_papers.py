@@ -12,7 +12,7 @@ from support.tiny import PROMPTS, tiny
 
 from benchmarks.papers.h2o import HeavyHitterCache
 from benchmarks.papers.lookahead_decoding import JacobiConfig, JacobiDrafter
-from benchmarks.papers.recipes import RECIPES, SPARSE, build_drafter, buildable, check_drafter
+from benchmarks.papers.recipes import RECIPES, SPARSE
 from benchmarks.papers.topk import TopKCache
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
@@ -47,7 +47,7 @@ def test_the_text_is_that_without_drafts_and_some_drafts_are_right(name: str, ho
     options = {"max_new_tokens": 60, "eos_token_id": None, **HOW[how]}
     engine = Engine(model, "none", prune_drafts=False)
     wanted = engine.generate([*PROMPTS], **options).generated
-    engine.set_drafter(build_drafter(name, settings(draft_model=copy.deepcopy(model))))
+    engine.set_drafter(recipes.build_drafter(name, settings(draft_model=copy.deepcopy(model)), RECIPES))
     result = engine.generate([*PROMPTS], **options)
     assert result.generated == wanted
     assert sum(sum(stats.accepted) for stats in result.stats) > 0
@@ -57,9 +57,9 @@ def test_the_names_are_those_of_the_package_and_of_the_baselines() -> None:
     published = {"lookahead-trie", "token-recycling", "jacobi", "streaming-hierarchy", "streaming-self", "h2o", "topk"}
     assert set(BASELINES) == published
     assert set(SPARSE) - set(recipes.SPARSE) == {"topk", "streaming", "h2o"}
-    assert not {"streaming-hierarchy", "none"} & set(buildable(settings(draft_model=None)))
+    assert not {"streaming-hierarchy", "none"} & set(recipes.buildable(settings(draft_model=None), RECIPES))
     with pytest.raises(ValueError, match=r"drafter is 'none at all'; known are .*jacobi"):
-        check_drafter("none at all")
+        recipes.check_drafter("none at all", RECIPES)
     with pytest.raises(ValueError, match="drafter is 'jacobi'; known are "):
         recipes.check_drafter("jacobi")
 
@@ -67,7 +67,7 @@ def test_the_names_are_those_of_the_package_and_of_the_baselines() -> None:
 @pytest.mark.parametrize("name", ["streaming-self", "h2o"])
 @torch.inference_mode()
 def test_drafts_longer_than_the_recent_tokens_can_be_rejected(name: str) -> None:
-    drafter = build_drafter(name, settings(gamma2=200, cache_budget=8))
+    drafter = recipes.build_drafter(name, settings(gamma2=200, cache_budget=8), RECIPES)
     request = Request(list(range(6, 18)), 300)
     drafter.bind(Scorer(tiny("llama")), default_runtime())
     drafter.begin(request)

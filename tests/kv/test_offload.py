@@ -362,7 +362,7 @@ def test_the_commands_know_it(tmp_path: Path) -> None:
     assert json.loads(plain.stdout)["text"] == json.loads(away.stdout)["text"]
     for wrong, why in (
         (["--kv-folder", "x"], "--kv-folder is of what does not fit on the device; add --kv-memory"),
-        (["--kv-memory", "much"], "--kv-memory is 'much'"),
+        (["--kv-memory", "much"], "Invalid value for '--kv-memory': 'much'"),
     ):
         result = CliRunner().invoke(app, ["generate", "-p", "Hi", *wrong])
         assert result.exit_code == 2 and why in result.output

@@ -21,7 +21,7 @@ from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.core.verify import Outcome
 from forerun.drafting.drafter import Drafter, NoDrafter, OuterDrafter
-from forerun.drafting.recipes import DRAFTERS, buildable
+from forerun.drafting.recipes import buildable, check_drafter
 from forerun.engine.engine import BUDGET, Engine
 from forerun.models.forward.exactness import Exactness
 from forerun.models.forward.runtime import default_runtime, without_folder
@@ -54,9 +54,8 @@ class Plan:
     def __post_init__(self) -> None:
         if not self.drafters:
             object.__setattr__(self, "drafters", tuple(buildable(self.settings)))
-        unknown = [name for name in self.drafters if name not in DRAFTERS]
-        if unknown:
-            raise ValueError(f"drafters are {list(self.drafters)}; known are {', '.join(DRAFTERS)}")
+        for name in self.drafters:
+            check_drafter(name)
         if self.max_new_tokens < 1 or self.seeds < 0 or self.temperature <= 0:
             raise ValueError(f"{self} needs max_new_tokens of at least 1, seeds of at least 0, temperature above 0")
 
@@ -114,11 +113,8 @@ class Report:
     @property
     def never_drafted(self) -> list[str]:
         """Drafters that drafted for no text."""
-        names = dict.fromkeys(comparison.drafter for comparison in self.comparisons)
-        return [name for name in names if name != "none" and not self._drafted(name)]
-
-    def _drafted(self, name: str) -> bool:
-        return any(comparison.drafted for comparison in self.comparisons if comparison.drafter == name)
+        drafted = {comparison.drafter for comparison in self.comparisons if comparison.drafted} | {"none"}
+        return list(dict.fromkeys(each.drafter for each in self.comparisons if each.drafter not in drafted))
 
 
 def audit(

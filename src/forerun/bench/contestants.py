@@ -20,7 +20,7 @@ from forerun.bench.journal import Journal
 from forerun.bench.rounds import BASELINE, PLAIN, Contestant, PromptSet, Rows, Run, Series, Tokens, measure
 from forerun.core.long_context import LongContextConfig
 from forerun.drafting.drafter import Drafter
-from forerun.drafting.recipes import DRAFTERS, Recipe, build_drafter, check_drafter
+from forerun.drafting.recipes import DRAFTERS, Recipe, build_drafter
 from forerun.engine.engine import Engine
 
 LOOKUP_TOKENS = 10
@@ -31,23 +31,6 @@ Generate = Callable[[Rows, int], tuple[list[Tokens], int]]
 
 Makers = Mapping[str, Callable[[], Contestant]]
 """What builds each contestant, by its name."""
-
-
-def check_drafters(names: Sequence[str], small_model: bool, recipes: Mapping[str, Recipe] = DRAFTERS) -> None:
-    """Refuse what cannot be measured, before any work.
-
-    Args:
-        names: of the drafters.
-        small_model: whether there is one.
-        recipes: the known drafters.
-
-    Raises:
-        ValueError: for an unknown name, or a drafter without the small model that it needs.
-    """
-    for name in names:
-        check_drafter(name, recipes)
-        if recipes[name].small and not small_model:
-            raise ValueError(f"contestant {name} needs a small model: --draft-model")
 
 
 class Bench:

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from statistics import geometric_mean, median
-from typing import Any
 
 import numpy as np
 
 from forerun.bench.journal import Journal, TurnKey
-from forerun.bench.machine import footer, machine
+from forerun.bench.machine import Row, footer, machine
+from forerun.bench.report import BenchResult
 from forerun.bench.rounds import UNTIMED_TOKENS, Rows, Tokens
 from forerun.drafting.drafter import Drafter
 from forerun.engine.engine import Engine
@@ -39,7 +39,6 @@ TEXT_KINDS = (TASKS, NOVEL, RANDOM)
 LEAST_MEDIAN, LEAST_SINGLE, LEAST_OF_BEST = 0.97, 0.93, 0.95
 """What is promised: the least median of a cell and the least single ratio to plain decoding, and the least part of the
 median of the best other drafter."""
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -241,22 +240,18 @@ COLUMNS = ("cell", "median", "worst", "best other", "tokens a step", "plain agai
 
 
 @dataclass(frozen=True)
-class SlownessTable:
-    """The table: rows of measured cells, cells left out with the reason, and the settings of the measurement."""
+class SlownessTable(BenchResult):
+    """The table: rows of measured cells, the settings of the measurement, and cells left out with the reason."""
 
-    rows: Sequence[Row]
-    left_out: Mapping[str, str]
-    settings: Row
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def json(self) -> Row:
-        """Everything as plain values."""
         rows = [row | {"broken": broken(row)} for row in self.rows]
         return {"machine": machine(), "settings": self.settings, "rows": rows, "left_out": dict(self.left_out)}
 
     @property
     def markdown(self) -> str:
-        """The table, what the promise is and where it is broken, and the machine."""
         lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *map(_line, self.rows)]
         noise = [value for row in self.rows for value in row["plain_against_itself"]]
         count = sum(bool(broken(row)) for row in self.rows)
@@ -269,6 +264,9 @@ class SlownessTable:
             *(f"Left out: {cell}: {why}." for cell, why in self.left_out.items()),
         ]
         return "\n".join([*lines, "", *(f"{note}\n" for note in notes), footer(self.settings)])
+
+    def plot(self, path: Path) -> None:
+        plot(self.rows, path)
 
 
 def _line(row: Row) -> str:

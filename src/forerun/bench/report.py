@@ -10,14 +10,13 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from forerun.bench.machine import footer, machine
+import numpy as np
+
+from forerun.bench.machine import Row, footer, machine
 from forerun.bench.rounds import BASELINE, PLAIN, Decode, Series
 
-Row = dict[str, Any]
 MEAN = "geometric mean"
 """The column over all tasks."""
-GREYS, COLOURS, REDS = "Greys", "viridis", "autumn"
-"""Colour maps of transformers, Forerun and all others."""
 SURE_ROUNDS = 5
 """Fewer rounds than this rank nothing: one that was disturbed moves the median."""
 
@@ -124,7 +123,7 @@ def changed(rows: Sequence[Row]) -> list[str]:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """What a bench measured: rows of single prompts, and the settings of the measurement."""
+    """What a bench measured, rows of single prompts or what a class below it says, and the measurement's settings."""
 
     rows: Sequence[Row]
     settings: Row
@@ -145,6 +144,10 @@ class BenchResult:
         """All tables, the notes, and the machine and settings."""
         notes = [f"{note}\n" for note in warnings(self.rows)]
         return "\n".join([speed_table(self.rows), equality_table(self.rows), *notes, footer(self.settings)])
+
+    def plot(self, path: Path) -> None:
+        """Draw the rows into a file."""
+        plot(self.rows, path)
 
 
 def warnings(rows: Sequence[Row]) -> list[str]:
@@ -169,7 +172,7 @@ def write(result: BenchResult, folder: Path, name: str) -> list[Path]:
     paths = [replace_file(folder / f"{name}.{suffix}", text) for suffix, text in texts.items()]
     if find_spec("matplotlib") is not None and result.rows:
         paths.append(folder / f"{name}.png")
-        plot(result.rows, paths[-1])
+        result.plot(paths[-1])
     return paths
 
 
@@ -241,13 +244,9 @@ def _bars(axes: Any, places: dict[float, Row], width: float, label: str, colour:
 
 def _colours(contestants: Sequence[str], maps: Any) -> dict[str, Any]:
     """Colours of contestants: shades of one colour map per library."""
-    makers = {"transformers": (GREYS, 0.7, 0.3), "forerun": (COLOURS, 0.9, 0.1), "": (REDS, 0.0, 0.7)}
+    makers = {"transformers": ("Greys", 0.7, 0.3), "forerun": ("viridis", 0.9, 0.1), "": ("autumn", 0.0, 0.7)}
     colours: dict[str, Any] = {}
     for maker, (name, first, last) in makers.items():
         mine = [one for one in contestants if one.startswith(maker) and one not in colours]
-        colours |= dict(zip(mine, maps(name)(_spaced(len(mine), first, last)), strict=True))
+        colours |= dict(zip(mine, maps(name)(np.linspace(first, last, len(mine))), strict=True))
     return {name: colours[name] for name in contestants}
-
-
-def _spaced(count: int, first: float, last: float) -> list[float]:
-    return [first + (last - first) * i / max(count - 1, 1) for i in range(count)]

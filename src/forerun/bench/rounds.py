@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Any
 
 from forerun.bench.journal import Journal, TurnKey
+from forerun.bench.machine import Row
 
 BASELINE = "transformers greedy"
 PLAIN = "forerun none"
@@ -21,7 +21,6 @@ UNTIMED_TOKENS = 8
 Tokens = list[int]
 Rows = Sequence[Tokens]
 """One prompt, or those of a batch."""
-Row = dict[str, Any]
 Decode = Callable[[Tokens], str]
 
 

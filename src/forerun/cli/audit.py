@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from itertools import groupby
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,11 +18,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun import __version__
 from forerun.audit.audit import Comparison, Plan, Report, audit
-from forerun.cli.models import load_target, settings
+from forerun.cli.models import check_drafters, load_target, settings
 from forerun.cli.options import AuditOptions
 from forerun.cli.prompt_input import read_prompts
 from forerun.cli.terminal import progress_bar, stderr, stdout
-from forerun.drafting.recipes import DRAFTERS, check_drafter
+from forerun.drafting.recipes import DRAFTERS
 from forerun.engine.engine import BUDGET
 from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, quiet
 from forerun.models.text.prompts import encode
@@ -45,8 +45,7 @@ def run(options: AuditOptions) -> None:
     texts = read_prompts(options.prompt, options.prompt_file)
     if not texts and options.model == BUNDLED:
         texts = [prompt["prompt"] for prompt in demo_prompts()]
-    for name in options.drafter or []:
-        check_drafter(name)
+    check_drafters(options.drafter or [], options)
     with quiet():
         model, tokenizer = _load(options)
         plan = _plan(options, model, tokenizer)
@@ -122,13 +121,9 @@ def _table(report: Report) -> Table:
 
 def _grouped(comparisons: Sequence[Comparison]) -> list[tuple[tuple[str, str], list[Comparison]]]:
     """Comparisons by drafter and check, in the order of the table."""
-    drafters = list(dict.fromkeys(comparison.drafter for comparison in comparisons))
-
-    def key(comparison: Comparison) -> tuple[int, int]:
-        return drafters.index(comparison.drafter), list(REFERENCES).index(comparison.check)
-
-    groups = [list(group) for _, group in groupby(sorted(comparisons, key=key), key)]
-    return [((group[0].drafter, group[0].check), group) for group in groups]
+    keys = product(dict.fromkeys(comparison.drafter for comparison in comparisons), REFERENCES)
+    groups = [(key, [each for each in comparisons if (each.drafter, each.check) == key]) for key in keys]
+    return [(key, group) for key, group in groups if group]
 
 
 def _verdicts(group: Sequence[Comparison]) -> dict[str, int]:

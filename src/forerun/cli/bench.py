@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import typer
 
-from forerun.bench.contestants import Bench, check_drafters
+from forerun.bench.contestants import Bench
 from forerun.bench.journal import Journal, about
-from forerun.bench.machine import plain_values
+from forerun.bench.machine import Row, plain_values
 from forerun.bench.prompts_file import PromptLine, TemplateEncoder, encode_lines, prompt_sets, read_prompts_file
-from forerun.bench.report import BenchResult, Row, changed, summarise, write
+from forerun.bench.report import BenchResult, changed, summarise, write
 from forerun.bench.rounds import PromptSet
-from forerun.cli.models import load_target, settings
+from forerun.cli.models import check_drafters, load_target, settings
 from forerun.cli.options import BENCH_DRAFTERS, BenchOptions
-from forerun.cli.terminal import progress_bar, say, stderr, stdout
+from forerun.cli.terminal import progress_bar, say, show_report, stderr
 from forerun.models.forward.inputs import position_limit
-from forerun.models.loading.load import BUNDLED, quiet
+from forerun.models.loading.load import quiet
 from forerun.models.loading.stored_weights import dtype_name
 from forerun.reference import demo_prompts
 
@@ -29,7 +28,7 @@ TEXTS_DIFFER = 1
 def run(options: BenchOptions) -> None:
     """Measure, print the tables, and write JSON, Markdown and a plot; exit status 1 if a text differs."""
     drafters = ["none", *(options.drafter or BENCH_DRAFTERS)]
-    check_drafters(drafters, small_model=options.draft_model is not None or options.model == BUNDLED)
+    check_drafters(drafters, options)
     lines = _demo_lines() if options.prompts_file is None else read_prompts_file(options.prompts_file)
     with quiet():
         target, tokenizer = load_target(options)
@@ -47,7 +46,7 @@ def run(options: BenchOptions) -> None:
                 paths = write(result, options.out, "speed")
     finally:
         if result.rows:  # also if a later round failed or was interrupted
-            _show(result, paths, options.json)
+            show_report(result.json if options.json else result.markdown, paths)
     _check_texts(bench, result)
 
 
@@ -75,14 +74,6 @@ def _measured(
             progress(i * rounds + turn, len(sets) * rounds)
             yield before + rows
         before += rows
-
-
-def _show(result: BenchResult, paths: Sequence[Path], as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(result.json))
-        return
-    stdout().print(result.markdown, soft_wrap=True, markup=False)
-    say(f"written: {', '.join(map(str, paths))}")
 
 
 def _check_texts(bench: Bench, result: BenchResult) -> None:

@@ -15,13 +15,12 @@ import typer
 from forerun import __version__
 from forerun.cli.commands import one_line
 from forerun.cli.generate import Output, following, nothing, sampling, seed_of
-from forerun.cli.models import make_engine
+from forerun.cli.models import check_drafters, make_engine
 from forerun.cli.options import ChatOptions
 from forerun.cli.prompt_input import check_text
 from forerun.cli.rank_check import followed, leading
 from forerun.cli.stats_tables import stats_table
 from forerun.cli.terminal import PrefillBar, TextWriter, stderr
-from forerun.drafting.recipes import check_drafter
 from forerun.engine.conversation import Conversation, ConversationTurn
 from forerun.models.loading.load import quiet
 from forerun.models.text.detokenize import Detokenizer
@@ -39,7 +38,7 @@ def run(options: ChatOptions) -> None:
     """Run the conversation."""
     if followed(lambda: make_engine(following(options))):
         return
-    check_drafter(options.drafter)
+    check_drafters([options.drafter], options)
     system = None if options.system is None else check_text(options.system, "--system")
     began = time.perf_counter()
     with quiet(), leading(engine := make_engine(options)):
@@ -130,7 +129,7 @@ class Chat:
             output.finish(turn.request)
         if not self.options.json:
             writer.end()
-        self.turns.append(_summary(turn, output))
+        self.turns.append({"message": turn.message, **output.summary(turn.request), "cached_tokens": turn.cached})
         if self.options.stats:
             self._show_stats(turn)
 
@@ -169,17 +168,3 @@ def _piped() -> Iterator[str]:
             yield line.decode().removesuffix("\n").removesuffix("\r")
         except UnicodeDecodeError as error:
             raise ValueError(f"line {number} is not UTF-8 text (byte {error.start})") from None
-
-
-def _summary(turn: ConversationTurn, output: Output) -> dict[str, Any]:
-    return {
-        "message": turn.message,
-        "text": "".join(output.pieces),
-        "token_ids": turn.request.generated.tolist(),
-        "drafted": output.drafted,
-        "finish_reason": turn.request.finish_reason or "interrupted",
-        "seed": seed_of(turn.request),
-        "prompt_tokens": turn.request.prompt_length,
-        "cached_tokens": turn.cached,
-        "stats": turn.request.stats.summary(),
-    }

@@ -8,15 +8,17 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
+import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, get_type_hints
 
 import typer
 
 from forerun.cli.log import shown_log
+from forerun.cli.options import flag_of
 
 USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
@@ -55,6 +57,7 @@ def _invoker(options: type[Any], module: str, with_context: bool = False) -> Cal
             if click_context is not None and _only_below(click_context):
                 return
         with user_errors(values["debug"]), shown_log():
+            _check_finite(values)
             valid = options(**values)
             with _no_collection():
                 imported = importlib.import_module(module)
@@ -70,6 +73,18 @@ def _invoker(options: type[Any], module: str, with_context: bool = False) -> Cal
     invoke.__annotations__ = {}  # typer would believe them rather than the signature
     invoke.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return invoke
+
+
+def _check_finite(values: Mapping[str, Any]) -> None:
+    """Refuse ``nan`` and infinities, which pass every comparison of a range or none.
+
+    Raises:
+        ValueError: naming the first of them.
+    """
+    for name, value in values.items():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, float) and not math.isfinite(each):
+                raise ValueError(f"{flag_of(name)} is {each}; it must be a finite number")
 
 
 @contextmanager

@@ -13,14 +13,13 @@ import typer
 
 from forerun import __version__
 from forerun.cli.commands import INTERRUPTED
-from forerun.cli.models import make_engine, memory_of
-from forerun.cli.options import GenerateOptions, WriterOptions, size_of
+from forerun.cli.models import check_drafters, make_engine, memory_of
+from forerun.cli.options import GenerateOptions, WriterOptions
 from forerun.cli.prompt_input import check_text, read_prompt
 from forerun.cli.rank_check import followed, leading
 from forerun.cli.stats_tables import levels, stats_table
 from forerun.cli.terminal import PrefillBar, TextWriter, stderr
 from forerun.core.request import Request
-from forerun.drafting.recipes import check_drafter
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import quiet
 from forerun.models.text.detokenize import Detokenizer
@@ -49,6 +48,18 @@ class Output:
         self.extend(request.generated[len(self.drafted) :].tolist(), 0)
         self._show(self.detokenizer.flush())
 
+    def summary(self, request: Request) -> dict[str, Any]:
+        """The finished request, for JSON."""
+        return {
+            "text": "".join(self.pieces),
+            "token_ids": request.generated.tolist(),
+            "drafted": self.drafted,
+            "finish_reason": request.finish_reason or "interrupted",
+            "seed": seed_of(request),
+            "prompt_tokens": request.prompt_length,
+            "stats": request.stats.summary(),
+        }
+
     def _show(self, pieces: Iterator[Any]) -> None:
         for piece in pieces:
             self.pieces.append(piece.text)
@@ -60,7 +71,7 @@ def run(options: GenerateOptions) -> None:
     if followed(lambda: make_engine(following(options), lambda _: kept_texts(options))):
         return
     prompt = check_text(options.prompt) if options.prompt is not None else read_prompt(options.prompt_file or "-")
-    check_drafter(options.drafter)
+    check_drafters([options.drafter], options)
     prediction = None if options.prediction is None else read_prompt(str(options.prediction))
     known = [read_prompt(str(path)) for path in options.warm or []]
     kept = kept_texts(options)
@@ -109,7 +120,8 @@ def _generate(options: GenerateOptions, engine: Engine, request: Request, loadin
     elif request.stats.middle is not None and not options.json:
         stderr().print(levels(request.stats))
     if options.json:
-        typer.echo(json.dumps(_report(options, request, output), ensure_ascii=False))
+        asked = {"forerun": __version__, "model": options.model, "drafter": options.drafter}
+        typer.echo(json.dumps(asked | output.summary(request), ensure_ascii=False))
     return interrupted
 
 
@@ -130,15 +142,9 @@ def sampling(options: WriterOptions) -> dict[str, Any]:
 
 
 def kept_texts(options: GenerateOptions) -> dict[str, Any]:
-    """The engine's settings of where keys and values lie.
-
-    Raises:
-        ValueError: for a wrong size.
-    """
-    limit = None if options.kv_store_limit is None else size_of(options.kv_store_limit, "--kv-store-limit")
-    if limit is not None and options.kv_store is None:
-        raise ValueError("--kv-store-limit is of a store; add --kv-store")
-    return {"kv_store": options.kv_store, "kv_store_limit": limit, "kv_memory": memory_of(options)}
+    """The engine's settings of where keys and values lie."""
+    memory = memory_of(options)
+    return {"kv_store": options.kv_store, "kv_store_limit": options.kv_store_limit, "kv_memory": memory}
 
 
 def following(options: OptionsT) -> OptionsT:
@@ -175,21 +181,6 @@ def _stream(engine: Engine, request: Request, output: Output) -> bool:
         bar.close()
         output.finish(request)
     return False
-
-
-def _report(options: GenerateOptions, request: Request, output: Output) -> dict[str, Any]:
-    return {
-        "forerun": __version__,
-        "model": options.model,
-        "drafter": options.drafter,
-        "seed": seed_of(request),
-        "prompt_tokens": request.prompt_length,
-        "text": "".join(output.pieces),
-        "token_ids": request.generated.tolist(),
-        "drafted": output.drafted,
-        "finish_reason": request.finish_reason or "interrupted",
-        "stats": request.stats.summary(),
-    }
 
 
 def seed_of(request: Request) -> int | None:

@@ -12,7 +12,7 @@ from forerun.cli.options import LongOptions, MemoryOptions
 from forerun.cli.rank_check import ranks
 from forerun.cli.terminal import stderr, working
 from forerun.core.long_context import LongContextConfig
-from forerun.drafting.recipes import DRAFTERS, Recipe
+from forerun.drafting.recipes import DRAFTERS, Recipe, check_drafter
 from forerun.engine.engine import BUDGET, Engine
 from forerun.kv.kv_tiers import KVMemory
 from forerun.models.heads.loading import is_head, load_head
@@ -32,10 +32,29 @@ def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
 
 def memory_of(options: MemoryOptions) -> KVMemory | None:
     """How much keys and values may take, if that is given."""
-    sizes = options.sizes()
-    if "kv_memory" not in sizes:
+    if options.kv_memory is None:
         return None
-    return KVMemory(sizes["kv_memory"], sizes.get("kv_host_memory"), options.kv_folder, sizes.get("simulate_bandwidth"))
+    return KVMemory(options.kv_memory, options.kv_host_memory, options.kv_folder, options.simulate_bandwidth)
+
+
+def check_drafters(names: Sequence[str], options: Any, recipes: Mapping[str, Recipe] = DRAFTERS) -> None:
+    """Refuse drafters that are unknown, or lack the small model or the head that they need, before any work.
+
+    Args:
+        names: of the drafters.
+        options: of the target, and ``LongOptions`` if there are any.
+        recipes: the known drafters.
+
+    Raises:
+        ValueError: naming the first of them.
+    """
+    given = getattr(options, "draft_model", None)
+    for name in names:
+        check_drafter(name, recipes)
+        if recipes[name].small and given is None and options.model != BUNDLED:
+            raise ValueError(f"drafter {name} needs a small model: --draft-model")
+        if name == "head" and given is None:
+            raise ValueError("drafter head needs --draft-model, the folder of a trained head, or mtp")
 
 
 def load_target(options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -11,7 +12,9 @@ import typer
 
 from forerun.core.long_context import LongContextConfig, Policy, Sparse
 
-LONG_PANEL = "Long contexts"
+LONG_PANEL, LONG = "Long contexts", LongContextConfig()
+TextKind = StrEnum("TextKind", "tasks novel random")
+DemoKind = StrEnum("DemoKind", "rag code json maths prose")
 Dtype = Literal["auto", "float32", "bfloat16", "float64", "stored"]
 
 DRAFTER_HELP = (
@@ -19,10 +22,16 @@ DRAFTER_HELP = (
     "head or mtp; see docs/usage.md."
 )
 MODEL_HELP = "A model's folder, a GGUF file, a hub name that is in the local cache, or 'bundled'."
+DRAFT_MODEL_HELP = (
+    "The small model, like --model; with bundled, the bundled one. Or the folder of an EAGLE-3 or DFlash head; mtp for "
+    "those in the model's own files."
+)
+SPARSE_HELP = (
+    "The target's cache in triforce, triforce-trie and triforce-auto; by default low-rank, and retrieval on a GPU."
+)
 DTYPE_HELP = "Of the weights; auto is the file's, and float32 for GGUF files, which stored leaves as they are."
 BENCH_DRAFTERS = ("auto", "trie", "lookup")
 """Those that ``forerun bench`` measures unless others are named."""
-SIZE_OPTIONS = ("kv_memory", "kv_host_memory", "simulate_bandwidth")
 SIZE_UNITS = (
     {"": 1, "B": 1}
     | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
@@ -40,21 +49,23 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def size_of(text: str, flag: str) -> int:
-    """Bytes of a size such as ``4GiB``, ``500MB`` or ``1048576``.
-
-    Raises:
-        ValueError: if it is none, with the option's flag.
-    """
+def parsed_size(text: str) -> int:
+    """Bytes of a size such as ``4GiB``, ``500MB`` or ``1048576``."""
     parts = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
     if parts is None or parts[2].upper() not in SIZE_UNITS:
-        raise ValueError(f"{flag} is {text!r}; it must be a number of bytes, or such as 500MB or 4GiB")
+        raise typer.BadParameter(f"{text!r}; it must be a number of bytes, or such as 500MB or 4GiB")
     return int(float(parts[1]) * SIZE_UNITS[parts[2].upper()])
+
+
+def size_option(*, panel: str, help: str) -> Any:  # noqa: A002
+    """An option that is a number of bytes."""
+    return option(panel=panel, help=help, metavar="SIZE", parser=parsed_size)
 
 
 Model = Annotated[str, option("--model", "-m", panel="Model", help=MODEL_HELP, metavar="PATH|NAME")]
 AnyDtype = Annotated[Dtype, option("--dtype", panel="Model", help=DTYPE_HELP)]
 Budget = Annotated[int | None, option("--budget", panel="Model", help="Most drafted tokens a step.", min=1)]
+DrafterName = Annotated[str, option("--drafter", "-d", panel="Model", help=DRAFTER_HELP)]
 Drafters = Annotated[
     list[str] | None, option("--drafter", "-d", panel="Model", help=f"{DRAFTER_HELP} May be repeated.")
 ]
@@ -63,8 +74,7 @@ Rounds = Annotated[int, option("--rounds", panel="Text", help="Times each is mea
 Raw = Annotated[bool, option("--raw", panel="Text", help="Leave the chat template out.")]
 Out = Annotated[Path, option("--out", panel="Output", help="Where the report goes.")]
 Resume = Annotated[
-    bool,
-    option("--resume", panel="Output", help="Go on with the journal in --out: what is in it is not run again."),
+    bool, option("--resume", panel="Output", help="Go on with the journal in --out: what is in it is not run again.")
 ]
 Skip = Annotated[
     list[str] | None,
@@ -97,7 +107,7 @@ class AnyTypeModelOptions:
     """The target, but for the type of its weights."""
 
     model: Model = "bundled"
-    device: Annotated[str, option("--device", panel="Model", help="auto, cpu, cuda, cuda:1, ...")] = "auto"
+    device: Annotated[str, option(panel="Model", help="auto, cpu, cuda, cuda:1, ...")] = "auto"
     trust_remote_code: Annotated[
         bool, option("--trust-remote-code", panel="Model", help="Run code that comes with the model.")
     ] = False
@@ -114,50 +124,20 @@ class ModelOptions(AnyTypeModelOptions):
 class LongOptions:
     """Options of the drafters for long contexts; other drafters ignore them."""
 
-    draft_model: Annotated[
-        str | None,
-        option(
-            "--draft-model",
-            panel=LONG_PANEL,
-            help="The small model, like --model; with bundled, the bundled one. Or the folder of "
-            "an EAGLE-3 or DFlash head; mtp for those in the model's own files.",
-        ),
-    ] = None
-    gamma1: Annotated[
-        int, option("--gamma1", panel=LONG_PANEL, help="Tokens the small model drafts at a time.", min=1)
-    ] = LongContextConfig.gamma1
-    gamma2: Annotated[
-        int, option("--gamma2", panel=LONG_PANEL, help="Tokens the target verifies at a time.", min=1)
-    ] = LongContextConfig.gamma2
-    paced: Paced = LongContextConfig.paced
-    sparse: Annotated[
-        Sparse | None,
-        option(
-            "--sparse",
-            panel=LONG_PANEL,
-            help="The target's cache in triforce, triforce-trie and triforce-auto; by "
-            "default low-rank, and retrieval on a GPU.",
-        ),
-    ] = LongContextConfig.sparse
-    cache_budget: Annotated[
-        int, option("--cache-budget", panel=LONG_PANEL, help="Tokens in a sparse cache of the target.", min=1)
-    ] = LongContextConfig.cache_budget
-    chunk: Annotated[int, option("--chunk", panel=LONG_PANEL, help="Tokens retrieved together.", min=1)] = (
-        LongContextConfig.chunk
-    )
-    refresh: Annotated[Policy, option("--refresh", panel=LONG_PANEL, help="When chunks are chosen anew.")] = (
-        LongContextConfig.refresh
-    )
-    sinks: Annotated[int, option("--sinks", panel=LONG_PANEL, help="First tokens a streaming cache keeps.", min=0)] = (
-        LongContextConfig.sinks
-    )
-    window: Annotated[int, option("--window", panel=LONG_PANEL, help="Last tokens the small model sees.", min=1)] = (
-        LongContextConfig.window
-    )
+    draft_model: Annotated[str | None, option(panel=LONG_PANEL, help=DRAFT_MODEL_HELP)] = None
+    gamma1: Annotated[int, option(panel=LONG_PANEL, help="Tokens the small model drafts at once.", min=1)] = LONG.gamma1
+    gamma2: Annotated[int, option(panel=LONG_PANEL, help="Tokens the target verifies at a time.", min=1)] = LONG.gamma2
+    paced: Paced = LONG.paced
+    sparse: Annotated[Sparse | None, option(panel=LONG_PANEL, help=SPARSE_HELP)] = LONG.sparse
+    cache_budget: Annotated[int, option(panel=LONG_PANEL, help="Tokens of a sparse cache.", min=1)] = LONG.cache_budget
+    chunk: Annotated[int, option(panel=LONG_PANEL, help="Tokens retrieved together.", min=1)] = LONG.chunk
+    refresh: Annotated[Policy, option(panel=LONG_PANEL, help="When chunks are chosen anew.")] = LONG.refresh
+    sinks: Annotated[int, option(panel=LONG_PANEL, help="First tokens a streaming cache keeps.", min=0)] = LONG.sinks
+    window: Annotated[int, option(panel=LONG_PANEL, help="Last tokens the small model sees.", min=1)] = LONG.window
 
     def settings(self, draft_model: Any = None) -> LongContextConfig:
         """The options as ``LongContextConfig``."""
-        names = ("gamma1", "gamma2", "paced", "sparse", "cache_budget", "chunk", "refresh", "sinks", "window")
+        names = [field.name for field in fields(LongContextConfig) if field.name != "draft_model"]
         return LongContextConfig(draft_model, **{name: getattr(self, name) for name in names})
 
 
@@ -169,62 +149,46 @@ class MemoryOptions:
     """Options that may be given without ``--kv-memory``."""
 
     kv_memory: Annotated[
-        str | None,
-        option("--kv-memory", panel="Memory", metavar="SIZE", help="For keys and values on the device, such as "
-               "20GiB; the rest lies in the host's memory."),
-    ] = None  # fmt: skip
-    kv_host_memory: Annotated[
-        str | None,
-        option("--kv-host-memory", panel="Memory", metavar="SIZE", help="For that rest; by default no limit."),
+        int | None, size_option(panel="Memory", help="Of keys and values on the device, such as 20GiB.")
     ] = None
-    kv_folder: Annotated[
-        Path | None,
-        option("--kv-folder", panel="Memory", help="For a file with what does not fit there either."),
-    ] = None
+    kv_host_memory: Annotated[int | None, size_option(panel="Memory", help="Of the rest, in the host's memory.")] = None
+    kv_folder: Annotated[Path | None, option(panel="Memory", help="For what does not fit there either.")] = None
     simulate_bandwidth: Annotated[
-        str | None,
-        option("--simulate-bandwidth", panel="Memory", metavar="SIZE", help="Bring in this many bytes a second, "
-               "such as 1GB, and no more; on a CPU."),
-    ] = None  # fmt: skip
+        int | None, size_option(panel="Memory", help="Bring in no more bytes a second than this; on a CPU.")
+    ] = None
 
-    def sizes(self) -> dict[str, int]:
-        """The options that are sizes, in bytes, as far as they are given.
+    def check_memory(self) -> None:
+        """Refuse the others without ``--kv-memory``, and a folder that is not there.
 
         Raises:
-            ValueError: for something that is no size, or others without ``--kv-memory``.
+            ValueError: naming the first of them.
         """
-        values = {name: getattr(self, name) for name in (*SIZE_OPTIONS, "kv_folder") if getattr(self, name) is not None}
-        rest = [name for name in values if name not in self.ALONE]
+        names = ("kv_host_memory", "kv_folder", "simulate_bandwidth")
+        rest = [name for name in names if name not in self.ALONE and getattr(self, name) is not None]
         if rest and self.kv_memory is None:
             raise ValueError(f"{flag_of(rest[0])} is of what does not fit on the device; add --kv-memory")
-        return {name: size_of(values[name], flag_of(name)) for name in SIZE_OPTIONS if name in values}
+        if self.kv_folder is not None and not self.kv_folder.is_dir():
+            raise ValueError(f"--kv-folder is {self.kv_folder}; there is no such folder")
 
 
 @dataclass(frozen=True)
 class WriterOptions(LongOptions, ModelOptions):
     """Options of a text that one engine generates for a user."""
 
-    drafter: Annotated[str, option("--drafter", "-d", panel="Model", help=DRAFTER_HELP)] = "auto"
+    drafter: DrafterName = "auto"
     budget: Budget = None
-    namespace: Annotated[str, option("--namespace", panel="Model", help="Whose outputs may be drafted.")] = "default"
-    system: Annotated[str | None, option("--system", panel="Text", help="The chat model's system message.")] = None
+    namespace: Annotated[str, option(panel="Model", help="Whose outputs may be drafted.")] = "default"
+    system: Annotated[str | None, option(panel="Text", help="The chat model's system message.")] = None
     max_new_tokens: Annotated[int, option("--max-new-tokens", "-n", panel="Text", help="Most tokens.", min=1)] = 256
-    stop: Annotated[list[str] | None, option("--stop", panel="Text", help="End behind this text; may be repeated.")] = (
-        None
-    )
-    repetition_penalty: Annotated[
-        float | None, option("--repetition-penalty", panel="Text", help="Above 1: repeat less.")
-    ] = None
+    stop: Annotated[list[str] | None, option(panel="Text", help="End behind this text; may be repeated.")] = None
+    repetition_penalty: Annotated[float | None, option(panel="Text", help="Above 1: repeat less.")] = None
     temperature: Annotated[float, option("--temperature", "-t", panel="Sampling", help="0 is greedy.", min=0.0)] = 0.0
-    top_k: Annotated[int | None, option("--top-k", panel="Sampling", help="Keep the k likeliest.", min=0)] = None
-    top_p: Annotated[float | None, option("--top-p", panel="Sampling", help="Keep the likeliest with mass p.")] = None
-    min_p: Annotated[float | None, option("--min-p", panel="Sampling", help="Keep p times the best and up.")] = None
-    seed: Annotated[
-        int | None, option("--seed", panel="Sampling", help="Of the noise; drawn and reported by default.")
-    ] = None
+    top_k: Annotated[int | None, option(panel="Sampling", help="Keep the k likeliest.", min=0)] = None
+    top_p: Annotated[float | None, option(panel="Sampling", help="Keep those with mass p.", min=0, max=1)] = None
+    min_p: Annotated[float | None, option(panel="Sampling", help="Keep p times the best and up.", min=0, max=1)] = None
+    seed: Annotated[int | None, option(panel="Sampling", help="Of the noise; drawn and reported by default.")] = None
     verification: Annotated[
-        Literal["coupled", "rejection"],
-        option("--verification", panel="Sampling", help="How samples are verified."),
+        Literal["coupled", "rejection"], option(panel="Sampling", help="How samples are verified.")
     ] = "coupled"
     stats: Annotated[
         bool, option("--stats", panel="Output", help="A table of steps and times for each text, on stderr.")
@@ -232,6 +196,8 @@ class WriterOptions(LongOptions, ModelOptions):
     color: Colour = None
 
     def __post_init__(self) -> None:
+        if self.repetition_penalty is not None and self.repetition_penalty <= 0:
+            raise ValueError(f"--repetition-penalty is {self.repetition_penalty:g}; it must be above 0")
         sampling = [name for name in ("top_k", "top_p", "min_p", "seed") if getattr(self, name) is not None]
         if self.temperature == 0 and sampling:
             flags = ", ".join(map(flag_of, sampling))
@@ -246,42 +212,34 @@ class GenerateOptions(OutputOptions, MemoryOptions, WriterOptions):
     """
 
     trie_file: Annotated[
-        Path | None,
-        option("--trie-file", panel="Model", help="Load the trie, if the file is there; save it after."),
+        Path | None, option(panel="Model", help="Load the trie, if the file is there; save it after.")
     ] = None
-    warm: Annotated[
-        list[Path] | None, option("--warm", panel="Model", help="A text file to draft from; may be repeated.")
-    ] = None
-    kv_store: Annotated[
-        Path | None, option("--kv-store", panel="Model", help="A folder that keeps what was read of prompts.")
-    ] = None
-    kv_store_limit: Annotated[
-        str | None, option("--kv-store-limit", panel="Model", help="Of bytes there, such as 20GiB.", metavar="SIZE")
-    ] = None
+    warm: Annotated[list[Path] | None, option(panel="Model", help="A text file to draft from; may be repeated.")] = None
+    kv_store: Annotated[Path | None, option(panel="Model", help="A folder that keeps what was read of prompts.")] = None
+    kv_store_limit: Annotated[int | None, size_option(panel="Model", help="Of bytes there, such as 20GiB.")] = None
     prompt: Annotated[str | None, option("--prompt", "-p", panel="Text", help="The text to continue or answer.")] = None
     prompt_file: Annotated[
         str | None,
         option("--prompt-file", "-f", panel="Text", help="Its file, or - for stdin; a final newline is dropped."),
     ] = None
-    prediction: Annotated[
-        Path | None, option("--prediction", panel="Text", help="A file that the answer is expected to resemble.")
-    ] = None
+    prediction: Annotated[Path | None, option(panel="Text", help="A file that the answer should resemble.")] = None
     chat: Annotated[
         bool | None,
-        option("--chat/--raw", panel="Text", help="Answer, or continue; by default answer if the model has a chat "
-               "template."),
-    ] = None  # fmt: skip
-    context: Annotated[
-        int | None, option("--context", panel="Text", help="Keep this many tokens of the prompt, the last.", min=1)
+        option("--chat/--raw", panel="Text", help="Answer, or continue; by its chat template if not given."),
     ] = None
+    context: Annotated[int | None, option(panel="Text", help="Last tokens of the prompt to keep.", min=1)] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.prompt is None) == (self.prompt_file is None):
             raise ValueError("give either --prompt or --prompt-file (- reads stdin)")
+        if self.prompt == "":
+            raise ValueError("--prompt is empty; give some text")
         if self.system is not None and self.chat is False:
             raise ValueError("--system is for chat models, and --raw turns that off")
-        self.sizes()
+        self.check_memory()
+        if self.kv_store_limit is not None and self.kv_store is None:
+            raise ValueError("--kv-store-limit is of a store; add --kv-store")
         path = self.trie_file
         if path is not None and self.drafter != "auto" and not self.drafter.startswith("trie"):
             raise ValueError(f"--trie-file needs a trie drafter, and --drafter is {self.drafter!r}")
@@ -317,18 +275,16 @@ class AuditOptions(OutputOptions, LongOptions, AnyTypeModelOptions):
     """
 
     dtype: Annotated[
-        Dtype | None,
-        option("--dtype", panel="Model", help="Default: float64 under 100 million parameters, else the file's."),
+        Dtype | None, option(panel="Model", help="Default: float64 under 100 million parameters, else the file's.")
     ] = None
     drafter: Drafters = None
     budget: Budget = None
     prompt: Annotated[list[str] | None, option("--prompt", "-p", panel="Text", help="May be repeated.")] = None
     prompt_file: Annotated[
-        list[str] | None,
-        option("--prompt-file", "-f", panel="Text", help="A file with one prompt; may be repeated."),
+        list[str] | None, option("--prompt-file", "-f", panel="Text", help="A file with one prompt; may be repeated.")
     ] = None
     max_new_tokens: MaxNewTokens = 64
-    seeds: Annotated[int, option("--seeds", panel="Sampling", help="Sampled texts per prompt.", min=0)] = 1
+    seeds: Annotated[int, option(panel="Sampling", help="Sampled texts per prompt.", min=0)] = 1
     temperature: Annotated[float, option("--temperature", "-t", panel="Sampling", help="Of these, above 0.")] = 1.0
     paced: Paced = False
 
@@ -351,15 +307,11 @@ class BenchOptions(OutputOptions, LongOptions, ModelOptions):
 
     drafter: Drafters = None
     prompts_file: Annotated[
-        Path | None,
-        option("--prompts-file", panel="Text", help="JSON lines of {task, prompt} or {task, messages}; default: the "
-               "demo's."),
-    ] = None  # fmt: skip
+        Path | None, option(panel="Text", help="JSON lines of {task, prompt} or {task, messages}; default: the demo's.")
+    ] = None
     raw: Raw = False
-    prompts: Annotated[int | None, option("--prompts", panel="Text", help="Per task; default: all.", min=1)] = None
-    warm_prompts: Annotated[
-        int, option("--warm-prompts", panel="Text", help="Of the rest, answered before by a warm trie.", min=0)
-    ] = 20
+    prompts: Annotated[int | None, option(panel="Text", help="Per task; default: all.", min=1)] = None
+    warm_prompts: Annotated[int, option(panel="Text", help="Of the rest, answered before by a warm trie.", min=0)] = 20
     rounds: Rounds = 5
     max_new_tokens: MaxNewTokens = 160
     skip: Skip = None
@@ -377,38 +329,32 @@ class NeverSlowerOptions(OutputOptions, LongOptions, ModelOptions):
     plot.
     """
 
-    drafter: Annotated[str, option("--drafter", "-d", panel="Model", help=DRAFTER_HELP)] = "auto"
+    drafter: DrafterName = "auto"
     against: Annotated[
-        list[str] | None,
-        option("--against", panel="Model", help="Others to compare with; may be repeated; by default all."),
+        list[str] | None, option(panel="Model", help="Others to compare with; may be repeated; by default all.")
     ] = None
-    yarn: Annotated[
-        float | None, option("--yarn", panel="Model", metavar="FACTOR", help="Factor on the model's positions.")
-    ] = None
+    yarn: Annotated[float | None, option(panel="Model", metavar="FACTOR", help="On the model's positions.")] = None
     batch: Annotated[
-        list[int] | None, option("--batch", panel="Text", help="Rows; may be repeated. Default: 1, 4, 16.", min=1)
+        list[int] | None, option(panel="Text", help="Rows; may be repeated. Default: 1, 4, 16.", min=1)
     ] = None
     context: Annotated[
-        list[int] | None,
-        option("--context", panel="Text", help="Tokens of a prompt; may be repeated. Default: 100, 2000.", min=2),
+        list[int] | None, option(panel="Text", help="Tokens of a prompt; may be repeated. Default: 100, 2000.", min=2)
     ] = None
     temperature: Annotated[
         list[float] | None,
         option("--temperature", "-t", panel="Text", help="0 is greedy; may be repeated. Default: 0, 0.8, 1.", min=0.0),
     ] = None
     kind: Annotated[
-        list[str] | None,
-        option("--kind", "-k", panel="Text", help="tasks, novel or random; may be repeated. Default: all."),
+        list[TextKind] | None, option("--kind", "-k", panel="Text", help="May be repeated. Default: all.")
     ] = None
     prompts_file: Annotated[
-        Path | None,
-        option("--prompts-file", panel="Text", help="The tasks: JSON lines as for forerun bench; default: the demo's."),
+        Path | None, option(panel="Text", help="The tasks: JSON lines as for forerun bench; default: the demo's.")
     ] = None
     text: Annotated[
-        Path | None, option("--text", panel="Text", help="The novel: a text file; default: the demo's prompts.")
+        Path | None, option(panel="Text", help="The novel; default: the demo's prompts.", exists=True, dir_okay=False)
     ] = None
     raw: Raw = False
-    draws: Annotated[int, option("--draws", panel="Text", help="Of each cell.", min=1)] = 5
+    draws: Annotated[int, option(panel="Text", help="Of each cell.", min=1)] = 5
     max_new_tokens: MaxNewTokens = 64
     out: Out = Path("runs/never-slower")
     resume: Resume = False
@@ -416,8 +362,6 @@ class NeverSlowerOptions(OutputOptions, LongOptions, ModelOptions):
     def __post_init__(self) -> None:
         if self.yarn is not None and not self.yarn > 1:
             raise ValueError(f"--yarn is {self.yarn:g}; it must be above 1")
-        if self.text is not None and not self.text.is_file():
-            raise ValueError(f"--text is {self.text}; there is no such file")
 
 
 @dataclass(frozen=True)
@@ -425,13 +369,12 @@ class DemoOptions(OutputOptions):
     """Decode one prompt of each kind plainly and with the trie: the same text, timed side by side."""
 
     kind: Annotated[
-        list[str] | None,
-        option("--kind", "-k", panel="Text", help="rag, code, json, maths or prose; default: all."),
+        list[DemoKind] | None, option("--kind", "-k", panel="Text", help="May be repeated. Default: all.")
     ] = None
     max_new_tokens: Annotated[
         int | None, option("--max-new-tokens", "-n", panel="Text", help="Most tokens for each.", min=1)
     ] = None
-    repeats: Annotated[int, option("--repeats", panel="Text", help="Runs; the medians count.", min=1)] = 3
+    repeats: Annotated[int, option(panel="Text", help="Runs; the medians count.", min=1)] = 3
     warm: Annotated[
         bool, option("--warm", panel="Text", help="Let the trie remember earlier runs; else each starts empty.")
     ] = False

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 
 import typer
 from transformers import PreTrainedTokenizerBase
 
 from forerun.bench import never_slower
-from forerun.bench.contestants import check_drafters
 from forerun.bench.journal import Journal, about
 from forerun.bench.machine import plain_values
 from forerun.bench.never_slower import TASKS, TEXT_KINDS, UNDRAFTED, Material, SlownessTable, TableCell
 from forerun.bench.prompts_file import TemplateEncoder, read_prompts_file
-from forerun.bench.report import replace_file
-from forerun.cli.models import encoder, load_stretched, settings
+from forerun.bench.report import write
+from forerun.cli.models import check_drafters, encoder, load_stretched, settings
 from forerun.cli.options import NeverSlowerOptions
-from forerun.cli.terminal import progress_bar, say, stderr, stdout
+from forerun.cli.terminal import progress_bar, show_report, stderr
 from forerun.drafting.recipes import build_drafter, buildable
 from forerun.engine.engine import Engine
 from forerun.models.forward.inputs import position_limit
-from forerun.models.loading.load import BUNDLED, quiet
+from forerun.models.loading.load import quiet
 from forerun.models.loading.stored_weights import dtype_name
 from forerun.reference import demo_prompts
 
@@ -34,14 +30,11 @@ BATCHES, CONTEXTS, TEMPERATURES = (1, 4, 16), (100, 2_000), (0.0, 0.8, 1.0)
 
 def run(options: NeverSlowerOptions) -> None:
     """Measure, print the table, write JSON, Markdown and a plot; exit status 1 if the promise is broken."""
-    if unknown := sorted(set(options.kind or ()) - set(TEXT_KINDS)):
-        raise ValueError(f"--kind has {', '.join(map(repr, unknown))}; known are {', '.join(TEXT_KINDS)}")
-    check_drafters([options.drafter], small_model=options.draft_model is not None or options.model == BUNDLED)
+    check_drafters([options.drafter, *(options.against or ())], options)
     with quiet():
         target, tokenizer = load_stretched(options)
         long = settings(options, [options.drafter, *(options.against or ())], target, tokenizer)
         names = list(dict.fromkeys([options.drafter, *(options.against or buildable(long))]))
-        check_drafters(names, small_model=long.draft_model is not None)
         drafters = {name: partial(build_drafter, name, long) for name in (*names, UNDRAFTED)}
         engine = Engine(target, UNDRAFTED, tokenizer=tokenizer)
     material = _material(options, tokenizer)
@@ -60,18 +53,14 @@ def run(options: NeverSlowerOptions) -> None:
         about(options.model, dtype_name(target), str(target.device)) | {"yarn": options.yarn},
         options.resume,
     )
-    result = SlownessTable([], left_out, plain_values(options) | {"dtype": dtype_name(target)})
+    result = SlownessTable([], plain_values(options) | {"dtype": dtype_name(target)}, left_out)
     with quiet(), progress_bar(stderr(), "measuring") as progress:
         rows = never_slower.measure(engine, drafters, material, kept, options.draws, options.max_new_tokens, journal)
         for row in rows:
             result = replace(result, rows=[*result.rows, row])
-            paths = _write(result, options.out)
+            paths = write(result, options.out, "never-slower")
             progress(len(result.rows), len(kept))
-    if options.json:
-        typer.echo(json.dumps(result.json))
-    else:
-        stdout().print(result.markdown, soft_wrap=True, markup=False)
-        say(f"written: {', '.join(map(str, paths))}")
+    show_report(result.json if options.json else result.markdown, paths)
     if any(map(never_slower.broken, result.rows)):
         raise typer.Exit(BROKEN)
 
@@ -97,12 +86,3 @@ def _left_out(
         elif not material.has(cell, options.draws):
             reasons[str(cell)] = f"the text has {len(material.text):,} tokens; give a longer one by --text"
     return reasons
-
-
-def _write(result: SlownessTable, folder: Path) -> list[Path]:
-    texts = {"json": json.dumps(result.json, indent=1) + "\n", "md": result.markdown}
-    paths = [replace_file(folder / f"never-slower.{suffix}", text) for suffix, text in texts.items()]
-    if find_spec("matplotlib") is not None:
-        paths.append(folder / "never-slower.png")
-        never_slower.plot(result.rows, paths[-1])
-    return paths

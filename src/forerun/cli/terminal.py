@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.style import Style
 
 PATIENCE = 2.0
@@ -49,6 +46,15 @@ def stderr() -> Console:
 def say(line: str) -> None:
     """Print a progress line on stderr, without wrapping."""
     stderr().print(line, soft_wrap=True, markup=False)
+
+
+def show_report(report: str | dict[str, Any], written: Iterable[Path]) -> None:
+    """Print a report, Markdown or values as one JSON object; after Markdown, on stderr, the files with all of it."""
+    if isinstance(report, dict):
+        typer.echo(json.dumps(report))
+    else:
+        stdout().print(report, soft_wrap=True, markup=False)
+        say(f"written: {', '.join(map(str, written))}")
 
 
 def _no_colour(colour: bool | None) -> bool:
