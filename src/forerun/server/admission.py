@@ -12,7 +12,7 @@ from typing import Literal
 
 from forerun.core.request import Request
 from forerun.engine.result import Commit
-from forerun.kv.kv_tiers import NoRoomError, Tiers, min_device_bytes
+from forerun.kv.kv_tiers import DeviceReserve, NoRoomError, Tiers, min_device_bytes
 
 log = logging.getLogger(__name__)
 
@@ -311,6 +311,10 @@ class Admission:
         rounds, place = divmod(self._places.of(tenant), max(1, len(left)))
         return max(1, math.ceil(left[place] + rounds * left[-1])) if left else 1
 
+    def reserve(self, request: ScheduledRequest) -> DeviceReserve | None:
+        """What the request from ``next`` leaves free on the device, where the engine's tiers count its cache."""
+        return None if self._tiers is None else DeviceReserve(wanted=self._tiers.wanted(request))
+
     def started(self) -> None:
         """The request from ``next`` has its cache now, or has ended."""
         self._starting = False
@@ -348,19 +352,18 @@ class TieredRoom:
         self._limits = {tier: size for tier, size in tiers.memory.limits.items() if size != math.inf}
         self.capacity = math.inf if len(self._limits) < len(tiers.memory.limits) else sum(self._limits.values())
         self.charge = tiers.charge
-        tiers.device_reserve = self._left_to_others
 
     def check(self, request: ScheduledRequest) -> None:
         """Refuse a request that can never fit; see ``Admission.check``."""
         try:
-            self._tiers.placement(request.tokens, request.drafting, empty=True)
+            self._tiers.placement(request.tokens, DeviceReserve(request.drafting), empty=True)
         except NoRoomError as error:
             raise ValueError(f"{error}; {SMALLER_REQUEST}") from None
 
     def fits(self, request: ScheduledRequest) -> bool:
         """Whether there is room now."""
         try:
-            self._tiers.placement(request.tokens, request.drafting)
+            self._tiers.placement(request.tokens, DeviceReserve(request.drafting, self.wanted(request)))
         except NoRoomError:
             return False
         return True
@@ -371,8 +374,8 @@ class TieredRoom:
         used = self._tiers.taken
         return sum(used[tier] for tier in self._limits) / max(1.0, sum(self._limits.values()))
 
-    def _left_to_others(self, tokens: int) -> int:
-        """Device bytes that a new text leaves free: the buffers of later texts of the same length."""
-        each = min_device_bytes(self._tiers.shape, tokens)
+    def wanted(self, request: ScheduledRequest) -> int:
+        """Device bytes that a request leaves free if it can: the buffers of later texts of the same length."""
+        each = min_device_bytes(self._tiers.shape, request.tokens)
         reserved = int(RESERVED_DEVICE_FRACTION * self._tiers.memory.device) // each
         return each * max(0, min(self._places() - 1, reserved))
