@@ -23,7 +23,7 @@ from forerun.core.block import Block
 from forerun.core.sampling import Salt, gumbel
 from forerun.core.tree import DraftTree
 from forerun.kv.cache import Cache
-from forerun.kv.full_cache import View
+from forerun.kv.view import View
 from forerun.models.forward.level import CacheFactory, counting, read
 from forerun.models.forward.scorer import Scorer
 

@@ -23,10 +23,10 @@ from forerun.kernels.attention.attention import AttentionSpec
 from forerun.kernels.attention.topk_attention import MARGIN_NATS
 from forerun.kernels.attention.topk_rank import CHUNK_KEYS
 from forerun.kv.cache import Cache
-from forerun.kv.full_cache import View
 from forerun.kv.low_rank import LowRankCache
 from forerun.kv.retrieval import RetrievalCache
 from forerun.kv.streaming import StreamingCache
+from forerun.kv.view import View
 from forerun.models.forward.level import CacheFactory, read
 from forerun.models.forward.scorer import Scorer
 

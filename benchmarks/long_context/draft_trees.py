@@ -19,7 +19,7 @@ from forerun.core.long_context import LongContextConfig
 from forerun.core.tree import DraftTree
 from forerun.drafting.recipes import sparse_cache
 from forerun.engine.engine import Engine
-from forerun.kv.full_cache import View
+from forerun.kv.view import View
 from forerun.models.forward.level import read
 from forerun.models.forward.scorer import Scorer
 

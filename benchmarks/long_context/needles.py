@@ -26,7 +26,8 @@ from forerun.core.long_context import LongContextConfig
 from forerun.core.tree import DraftTree
 from forerun.engine.engine import Engine
 from forerun.kv.cache import Cache
-from forerun.kv.full_cache import FullCache, View
+from forerun.kv.full_cache import FullCache
+from forerun.kv.view import View
 from forerun.models.forward.level import read
 from forerun.models.forward.scorer import Scorer
 

@@ -17,7 +17,7 @@ from forerun.core.long_context import LongContextConfig
 from forerun.core.tree import DraftTree
 from forerun.drafting.recipes import small_cache, small_model, sparse_cache
 from forerun.kv.cache import Cache
-from forerun.kv.full_cache import View
+from forerun.kv.view import View
 from forerun.models.forward.level import read
 from forerun.models.forward.scorer import Scorer
 

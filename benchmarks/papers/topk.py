@@ -13,7 +13,8 @@ from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
 from forerun.kernels.attention.attention import AttentionSpec
 from forerun.kv.cache import KVShape
-from forerun.kv.full_cache import FullCache, View
+from forerun.kv.full_cache import FullCache
+from forerun.kv.view import View
 from forerun.models.forward.level import CacheFactory
 
 SPECULATIVE_TOKENS = 64

@@ -27,8 +27,9 @@ from forerun.core.request import Request
 from forerun.core.sampling import Method
 from forerun.core.stats import Stats
 from forerun.drafting.drafter import Drafter
-from forerun.engine.engine import BUDGET, PREFILL_BLOCK, Engine
+from forerun.engine.engine import BUDGET, Engine
 from forerun.engine.result import GenerationResult, feed
+from forerun.kv.cache import READ_BLOCK
 from forerun.kv.kv_tiers import KVMemory
 from forerun.models.forward.inputs import check_inputs, check_prompt
 from forerun.models.text.prompts import Prompts
@@ -52,7 +53,7 @@ def generate(
     settings: LongContextConfig | None = None,
     budget: int = BUDGET,
     prune_drafts: bool = True,
-    prefill_block: int = PREFILL_BLOCK,
+    prefill_block: int = READ_BLOCK,
     prefix_cache: int = 0,
     kv_store: str | Path | None = None,
     kv_store_limit: int | None = None,

@@ -23,7 +23,8 @@ from forerun.drafting import recipes
 from forerun.engine.engine import Engine
 from forerun.kernels.attention.attention import AttentionSpec, attend
 from forerun.kv.cache import Cache
-from forerun.kv.full_cache import FullCache, View
+from forerun.kv.full_cache import FullCache
+from forerun.kv.view import View
 from forerun.models.forward.level import read
 from forerun.models.forward.runtime import default_runtime
 from forerun.models.forward.scorer import Scorer

@@ -251,9 +251,8 @@ def test_a_copy_that_fails_ends_its_request_alone(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(CopyEngine, "fetch", failing)
     with away.batch() as batch:
-        with away.tiers.expecting([batch.tokens(bad), batch.tokens(good)]):
-            batch.admit(bad)
-            batch.admit(good)
+        batch.admit(bad, reserve=away.tiers.room_for([batch.tokens(good)]))
+        batch.admit(good)
         while batch:
             batch.step()
     assert isinstance(bad.error, OSError) and good.error is None
@@ -279,16 +278,6 @@ def test_rows_are_moved_at_home_whatever_mode_the_caller_is_in() -> None:
     assert isinstance(cache, OffloadedCache) and cache.length == 2
     for layer in cache.offloaded_layers:
         assert cache._layers[layer][0][0, 0, :2, 0].tolist() == [0.0, 2.0]
-
-
-@NATIVE
-def test_what_was_expected_in_vain_is_forgotten() -> None:
-    kv = Engine(model(), "none").target.kv
-    away = Engine(model(), "none", kv_memory=KVMemory(kv.nbytes * 512, host=0))
-    assert away.tiers is not None
-    with pytest.raises(NoRoomError), away.tiers.expecting([1 << 20, 512]):
-        away.tiers.cache(1 << 20)
-    assert not isinstance(away.tiers.cache(512), OffloadedCache)
 
 
 @NATIVE

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.kernels.attention.attention import AttentionSpec
-from forerun.kv.full_cache import FullCache, View
+from forerun.kv.full_cache import FullCache
 from forerun.kv.low_rank import LowRankCache, LowRankConfig
 from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
+from forerun.kv.view import View
 
 SPEC = AttentionSpec(scaling=0.35)
 HEADS, KV_HEADS, DIM, LAYERS = 4, 2, 8, 2

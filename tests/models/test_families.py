@@ -21,10 +21,11 @@ from forerun.core.tree import DraftTree
 from forerun.drafting.recipes import RECIPES
 from forerun.kernels.attention.attention import AttentionSpec, attend, merge
 from forerun.kv.cache import Cache
-from forerun.kv.full_cache import FullCache, View
+from forerun.kv.full_cache import FullCache
 from forerun.kv.low_rank import LowRankCache, LowRankConfig
 from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
 from forerun.kv.streaming import StreamingCache
+from forerun.kv.view import View
 from forerun.models.forward import gate
 from forerun.models.forward.exactness import Exactness, probe
 from forerun.models.forward.inputs import position_limit

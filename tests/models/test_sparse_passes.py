@@ -18,10 +18,11 @@ from forerun.core.tree import DraftTree
 from forerun.kernels.attention import topk_attention
 from forerun.kernels.runtime import vector_ir
 from forerun.kv.cache import Cache
-from forerun.kv.full_cache import FullCache, View
+from forerun.kv.full_cache import FullCache
 from forerun.kv.low_rank import LowRankCache, LowRankConfig
 from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
 from forerun.kv.streaming import StreamingCache
+from forerun.kv.view import View
 from forerun.models.forward.compiled_scorer import CompiledScorer
 from forerun.models.forward.gate import admit
 from forerun.models.forward.level import read

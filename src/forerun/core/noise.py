@@ -1,4 +1,4 @@
-"""The best tokens under Gumbel noise, without working out the noise of all others.
+"""The best token under Gumbel noise, without working out the noise of all others.
 
 Noise comes from a uniform number u: g = -log(-log u). Two logarithms a token take longer than a small model's pass. But
 hardly any token can win: -log u is at least 1 - u, so g is at most -log(1 - u), and log2 of a float is at least what
@@ -31,23 +31,20 @@ _SLACK = 1e-6  # more than the bound's own rounding
 _BLOCK = 512  # tokens whose bounds are worked out together, so that the loop is vectorised
 
 
-def best(scores: npt.NDArray[Any], key: int, count: int) -> list[int]:
-    """The tokens with the highest sum of score and noise, best first.
+def best(scores: npt.NDArray[Any], key: int) -> int:
+    """The token with the highest sum of score and noise; 0 where none can come.
 
     Args:
         scores: float ``[V]``; minus infinity for tokens that cannot come.
         key: of the noise; 64 bits.
-        count: maximum number of tokens.
     """
-    tokens, sums = np.empty(count, np.int64), np.empty(count, np.float64)
-    size = _search(scores, np.uint64(key), np.empty(_BLOCK, np.float64), tokens, sums)
-    return tokens[:size].tolist()  # type: ignore[no-any-return]
+    return int(_search(scores, np.uint64(key), np.empty(_BLOCK, np.float64)))
 
 
 def warm_up() -> None:
     """Compile this, or load it from an earlier process."""
     if COMPILES:
-        best(np.zeros(1, np.float32), 0, 1)
+        best(np.zeros(1, np.float32), 0)
 
 
 @compiled
@@ -71,15 +68,9 @@ def gumbel_of(mixed_seed: np.uint64, position: int, token: int) -> float:
 
 
 @compiled
-def _search(
-    scores: npt.NDArray[Any],
-    key: np.uint64,
-    bounds: npt.NDArray[np.float64],
-    tokens: npt.NDArray[np.int64],
-    sums: npt.NDArray[np.float64],
-) -> int:
-    """Fill ``tokens`` and ``sums``; returns how many there are."""
-    raw, size, least = bounds.view(np.int64), 0, -np.inf
+def _search(scores: npt.NDArray[Any], key: np.uint64, bounds: npt.NDArray[np.float64]) -> int:
+    """``best``, with memory for the bounds of a block."""
+    raw, token, most = bounds.view(np.int64), 0, -np.inf
     for first in range(0, len(scores), len(bounds)):
         count = min(len(bounds), len(scores) - first)
         for i in range(count):
@@ -87,16 +78,9 @@ def _search(
         for i in range(count):
             bounds[i] = scores[first + i] + _LOG2 * (_EXPONENT - raw[i] * _UNIT) + _SLACK
         for i in range(count):
-            if bounds[i] > least:
+            if bounds[i] > most:
                 u = (float(_hash(key, first + i)) + 0.5) * _UNIT
                 value = float(scores[first + i]) - math.log(-math.log(u))
-                if value > least:
-                    at = min(size, len(tokens) - 1)
-                    while at > 0 and sums[at - 1] < value:
-                        sums[at], tokens[at] = sums[at - 1], tokens[at - 1]
-                        at -= 1
-                    sums[at], tokens[at] = value, first + i
-                    size = min(size + 1, len(tokens))
-                    if size == len(tokens):
-                        least = sums[size - 1]
-    return size
+                if value > most:
+                    token, most = first + i, value
+    return token

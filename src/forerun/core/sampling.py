@@ -181,26 +181,11 @@ class Sampler:
         return Salt.DRAFT if self.method == "rejection" else Salt.TARGET
 
 
-def _best(scores: torch.Tensor, seed: int, position: int, salt: Salt, count: int) -> list[int]:
-    """The best tokens with noise, best first."""
-    if COMPILES and scores.device.type == "cpu" and scores.dtype == torch.float32:
-        return noise.best(scores.detach().contiguous().numpy(), _key(seed, position, salt), count)
-    return _highest(scores.double() + gumbel(seed, position, scores.shape[-1], salt, scores.device), count)
-
-
 def _sample(scores: torch.Tensor, seed: int, position: int, salt: Salt) -> int:
     """The best token with noise; 0 where none can come."""
-    return next(iter(_best(scores, seed, position, salt, 1)), 0)
-
-
-def _highest(scores: torch.Tensor, count: int) -> list[int]:
-    return [token for token in _top(scores, count).tolist() if token >= 0]
-
-
-def _top(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """The best tokens, best first, on the scores' device, and -1 in place of those that cannot come."""
-    best = scores.topk(min(count, scores.shape[-1]))
-    return best.indices.where(best.values > -torch.inf, -1)
+    if COMPILES and scores.device.type == "cpu" and scores.dtype == torch.float32:
+        return noise.best(scores.detach().contiguous().numpy(), _key(seed, position, salt))
+    return int(highest_of_rows(scores[None], seed, [position], salt))
 
 
 def highest_of_rows(scores: torch.Tensor, seed: int, positions: Sequence[int], salt: Salt) -> torch.Tensor:
@@ -220,8 +205,7 @@ def uniform(seed: int, position: int, salt: Salt) -> float:
 
 def gumbel(seed: int, position: int, size: int, salt: Salt, device: torch.device | str = "cpu") -> torch.Tensor:
     """Standard Gumbel noise for token ids 0..size-1, float64 ``[size]``; entries do not depend on ``size``."""
-    bits = torch.arange(size, dtype=torch.int64, device=device)
-    return _gumbel(bits.mul_(_signed(GOLDEN)).add_(_signed(_key(seed, position, salt))))
+    return _gumbel_of_rows(seed, [position], size, salt, device)[0]
 
 
 def _gumbel_of_rows(
@@ -230,18 +214,12 @@ def _gumbel_of_rows(
     """``gumbel`` at each of these positions, ``[n, size]``; nothing waits for the device."""
     distinct, rows = np.unique(positions, return_inverse=True)
     keys = torch.tensor([_signed(_key(seed, position, salt)) for position in distinct.tolist()])
-    bits = torch.arange(size, dtype=torch.int64, device=device).mul_(_signed(GOLDEN))
-    noise = _gumbel(bits + brought(keys, device)[:, None])
-    return noise.index_select(0, brought(torch.from_numpy(rows), device))
-
-
-def _gumbel(bits: torch.Tensor) -> torch.Tensor:
-    """Noise by keys plus multiples of ``GOLDEN``, which are overwritten."""
+    bits = torch.arange(size, dtype=torch.int64, device=device).mul_(_signed(GOLDEN)) + brought(keys, device)[:, None]
     for shift, factor in ((30, MIX1), (27, MIX2)):
         bits.bitwise_xor_(_shift_right(bits, shift)).mul_(_signed(factor))
     bits.bitwise_xor_(_shift_right(bits, 31))
     u = _shift_right(bits, 64 - BITS).double().add_(0.5).mul_(2.0**-BITS)
-    return u.log_().neg_().log_().neg_()
+    return u.log_().neg_().log_().neg_().index_select(0, brought(torch.from_numpy(rows), device))
 
 
 def draw(probability: torch.Tensor, seed: int, position: int, salt: Salt) -> int:

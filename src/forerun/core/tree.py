@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -124,13 +124,7 @@ class DraftTree:
 
     def behind(self, count: int) -> DraftTree:
         """The tree under a chain of its first ``count`` nodes: undoes ``under``."""
-        return DraftTree(
-            self.tokens[count:],
-            self.parents[count:] - count,
-            q=None if self.q is None else self.q[count:],
-            probability=None if self.probability is None else self.probability[count:],
-            origins=None if self.origins is None else self.origins[count:],
-        )
+        return self._part(slice(count, None), self.parents[count:] - count)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -188,13 +182,12 @@ class DraftTree:
         if not keep[parents[inner]].all():
             raise ValueError("a kept node's parent is not kept")
         parents[inner] = new_index[parents[inner]]
-        return DraftTree(
-            self.tokens[keep],
-            parents,
-            q=None if self.q is None else self.q[np.flatnonzero(keep).tolist()],
-            probability=None if self.probability is None else self.probability[keep],
-            origins=None if self.origins is None else self.origins[keep],
-        )
+        return self._part(np.flatnonzero(keep).tolist(), parents)
+
+    def _part(self, nodes: slice | list[int], parents: IntArray) -> DraftTree:
+        """The tree of some nodes, with their parents' indices in it."""
+        known: list[Any] = [self.q, self.probability, self.origins]
+        return DraftTree(self.tokens[nodes], parents, *(None if each is None else each[nodes] for each in known))
 
     def first(self, count: int) -> DraftTree:
         """The tree of the first ``count`` nodes."""

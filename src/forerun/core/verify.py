@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch.nn.functional import pad
@@ -18,7 +17,7 @@ from torch.nn.functional import pad
 from forerun.core.origin import Origin
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, draw, uniform
-from forerun.core.transfers import BestTokens, Trial, elsewhere, foresee, tested
+from forerun.core.transfers import BestTokens, Trial, elsewhere, foresee, foretell, tested
 from forerun.core.tree import ROOT, DraftTree, IntArray
 
 
@@ -78,25 +77,16 @@ def verify(tree: DraftTree, logits: torch.Tensor, request: Request, choices: Int
             logits, q = logits.cpu(), q if q is None else q.cpu()
     if q is not None:
         return _rejection(tree, _OneByOne(q, logits, request) if choices is None else Trial.of(choices), request)
-    return _walk(tree, _chooser(logits, request) if choices is None else _chosen(choices), request)
-
-
-def _chosen(choices: IntArray) -> Callable[[int], int]:
-    """A function from a node to the token that was chosen there already."""
+    if choices is None and request.sampler.takes_best:
+        choices = foretell(tree, logits, request).numpy(force=True)
+    if choices is None:
+        return _walk(tree, lambda node: request.choose(logits[node + 1]), request)
     tokens: list[int] = choices.tolist()
-    return lambda node: tokens[node + 1]
-
-
-def _chooser(logits: torch.Tensor, request: Request) -> Callable[[int], int]:
-    """A function from a node to the token chosen there; called along the walked path only."""
-    if request.sampler.takes_best:
-        rounded = logits.float() if logits.dtype == torch.float64 else logits
-        best: list[int] = rounded.argmax(-1).tolist()
-        return lambda node: best[node + 1]
-    return lambda node: request.choose(logits[node + 1])
+    return _walk(tree, lambda node: tokens[node + 1], request)
 
 
 def _walk(tree: DraftTree, choose: Callable[[int], int], request: Request) -> Verdict:
+    """Follow the choices; ``choose`` is called with each node of the walked path."""
     path: list[int] = []
     tokens: list[int] = []
     node: int | None = ROOT
@@ -111,17 +101,7 @@ def _walk(tree: DraftTree, choose: Callable[[int], int], request: Request) -> Ve
     return Verdict(path, tokens)
 
 
-class _Test(Protocol):
-    """The choices in a chain's test by rejection; see ``Trial``."""
-
-    def chances(self, node: int, token: int) -> tuple[float, float]: ...
-
-    def residual(self, node: int) -> int: ...
-
-    def after(self) -> int: ...
-
-
-def _rejection(tree: DraftTree, test: _Test, request: Request) -> Verdict:
+def _rejection(tree: DraftTree, test: Trial | _OneByOne, request: Request) -> Verdict:
     tokens: list[int] = []
     for node, token in enumerate(tree.tokens.tolist()):
         p, q = test.chances(node, token)
@@ -138,7 +118,7 @@ def _rejection(tree: DraftTree, test: _Test, request: Request) -> Verdict:
 
 
 class _OneByOne:
-    """A chain's test, worked out node by node while the request comes by."""
+    """A ``Trial`` that is worked out node by node while the request comes by."""
 
     def __init__(self, q: torch.Tensor, logits: torch.Tensor, request: Request) -> None:
         self._q = pad(q, (0, logits.shape[-1] - q.shape[-1]))  # a draft model may know fewer tokens

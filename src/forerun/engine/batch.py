@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from types import MappingProxyType, TracebackType
+from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,7 +21,8 @@ from forerun.engine.result import Commit
 from forerun.engine.step import DecodingStep, Row
 from forerun.kv.full_cache import FullCache
 
-NO_BUDGETS: Mapping[int, int] = MappingProxyType({})
+if TYPE_CHECKING:
+    from forerun.kv.kv_tiers import DeviceReserve
 
 
 class Batch:
@@ -36,7 +38,8 @@ class Batch:
             of one prompt is read in any case, so that every prompt is read some day. The fewer, the sooner rows that
             decode get their next token while another row reads its prompt.
         sharing: keeps what prompts begin with; its chunks are no longer than those of reading.
-        make: makes a cache with room for a number of tokens, and says whether its memory can be shared.
+        make: makes a cache with room for a number of tokens; whether its memory can be shared, and what it leaves free
+            on the device, comes with that.
         free: lets go of such a cache's memory when its row ends; by default it goes with the cache.
         offloaded_chunks: maximum chunks of a prompt off the device that one pass reads; None for all, as each pass
             brings in what lies before.
@@ -46,7 +49,8 @@ class Batch:
 
     def __init__(
         self, step: DecodingStep, lock: FairLock, chunk: int, limit: int, sharing: PrefixSharing,
-        make: Callable[[int, bool], FullCache] = FullCache, free: Callable[[FullCache], None] | None = None,
+        make: Callable[[int, bool, DeviceReserve | None], FullCache],
+        free: Callable[[FullCache], None] | None = None,
         offloaded_chunks: int | None = None, pacing: PrefillPacing | None = None,
     ) -> None:  # fmt: skip
         self._step, self._lock, self._sharing, self._make, self._free = step, lock, sharing, make, free
@@ -78,12 +82,13 @@ class Batch:
         """Tokens of prompts that are read before their rows' first steps."""
         return sum(row.unread for row in self._rows.values())
 
-    def admit(self, request: Request, cache: FullCache | None = None) -> None:
+    def admit(self, request: Request, cache: FullCache | None = None, reserve: DeviceReserve | None = None) -> None:
         """Let a request take part from the next step on.
 
         Args:
             request: a fresh one.
             cache: holds the first tokens of its prompt, and goes on to hold what is generated; by default a new one.
+            reserve: what a new cache leaves free on the device for other texts, where ``kv_memory`` bounds it.
 
         Raises:
             ValueError: if the cache holds as many tokens as the prompt has, or more; or the request is in the batch.
@@ -96,7 +101,7 @@ class Batch:
             raise ValueError(f"a cache holds {cache.length} tokens; it may hold at most {request.prompt_length - 1}")
         own = cache is None
         if cache is None:
-            cache = self._make(self.tokens(request), self._sharing.shares(request))
+            cache = self._make(self.tokens(request), self._sharing.shares(request), reserve)
         pass_tokens = None if self._offloaded_chunks is None else self._offloaded_chunks * self.chunk
         row = Row(request, cache, self.chunk, self._step.target.reads_whole(cache), pass_tokens, self._fixed, own)
         self._rows[request.id] = row
@@ -128,7 +133,7 @@ class Batch:
         """Maximum bytes that all draft levels take for a request."""
         return self._step.drafter.needs(self.tokens(request)) if request.drafts else 0
 
-    def step(self, resting: Collection[int] = (), budgets: Mapping[int, int] = NO_BUDGETS) -> list[Commit]:
+    def step(self, resting: Collection[int] = (), budgets: Mapping[int, int] | None = None) -> list[Commit]:
         """Take one step with all rows.
 
         Args:
@@ -148,7 +153,7 @@ class Batch:
             commits = [Commit(row.request, [], 0) for row in failed]
             decoding, reading = self._schedule(beside, working, resting)
             if decoding or reading:
-                commits += self._timed(decoding, reading, beside, worked, budgets)
+                commits += self._timed(decoding, reading, beside, worked, budgets or {})
             for row in (*decoding, *reading):
                 self._sharing.read(row)
         for commit in commits:
@@ -270,12 +275,9 @@ class Batch:
         """Let go of all that a request has, whatever of that fails."""
         row = self._rows.pop(request.id)
         with ExitStack() as last:
-            last.callback(self._let_go, row)
+            if row.own and self._free is not None:
+                last.callback(self._free, row.cache)
             last.enter_context(self._lock)
             if request.drafts:
                 last.callback(self._step.drafter.finish, request)
             self._sharing.leave(row)
-
-    def _let_go(self, row: Row) -> None:
-        if row.own and self._free is not None:
-            self._free(row.cache)

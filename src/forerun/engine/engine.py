@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -24,6 +25,7 @@ from forerun.engine.prefix_sharing import SHARED_CHUNK_TOKENS, PrefixCache, Pref
 from forerun.engine.result import Commit, GenerationInterrupted, GenerationResult, ends, feed, padding
 from forerun.engine.step import DecodingStep, StepSeconds
 from forerun.kernels.attention.attention import warm_up
+from forerun.kv.cache import READ_BLOCK
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.gate import admit
 from forerun.models.forward.inputs import position_limit
@@ -36,13 +38,11 @@ from forerun.models.text.requests import GenerationOptions, RowOptions, build_re
 
 if TYPE_CHECKING:
     from forerun.engine.kv_store import KVStore
-    from forerun.kv.kv_tiers import KVMemory, Tiers
+    from forerun.kv.kv_tiers import DeviceReserve, KVMemory, Tiers
     from forerun.models.text.grammar import Grammars
 
 BUDGET = 64
 """Maximum number of nodes of a tree."""
-PREFILL_BLOCK = 512
-"""Prompt tokens in one pass."""
 
 
 class Engine:
@@ -85,7 +85,7 @@ class Engine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         budget: int = BUDGET,
         prune_drafts: bool = True,
-        prefill_block: int = PREFILL_BLOCK,
+        prefill_block: int = READ_BLOCK,
         prefix_cache: int = 0,
         kv_store: str | Path | None = None,
         kv_store_limit: int | None = None,
@@ -171,9 +171,12 @@ class Engine:
         self.drafter = drafter
         self._spell()
 
-    def _cache(self, tokens: int, shareable: bool = False) -> FullCache:
-        """A cache with room for ``tokens`` tokens; ``shareable`` if others may begin with its text."""
-        return self.target.adopt((FullCache if self.tiers is None else self.tiers.cache)(tokens, shareable))
+    def _cache(self, tokens: int, shareable: bool = False, reserve: DeviceReserve | None = None) -> FullCache:
+        """A cache with room for ``tokens`` tokens; ``shareable`` if others may begin with its text. It leaves
+        ``reserve`` free where memory is bounded."""
+        if self.tiers is None:
+            return self.target.adopt(FullCache(tokens, shareable))
+        return self.target.adopt(self.tiers.cache(tokens, shareable, reserve))
 
     def _bind(self, drafter: Drafter) -> None:
         drafter.bind(self.target, self._runtime)
@@ -327,21 +330,23 @@ class Engine:
             ValueError: if a cache holds as many tokens as the prompt has, or more.
             Exception: a request's own error, once the others have ended; it is ``Request.error``, too.
         """
+        commits = self._run(requests, on_prefill, caches)
         if not is_sharded(self.target.model):
-            return self._run(requests, on_prefill, caches)
+            return commits
         from forerun.engine.rank_sync import on_all_ranks  # only a model in several processes needs it
 
-        return on_all_ranks(Engine._run)(self, requests, on_prefill, caches)
+        return on_all_ranks(self.target, requests, commits)
 
     def _run(
         self, requests: Sequence[Request], on_prefill: Progress | None, caches: Sequence[FullCache] | None
     ) -> Generator[Commit, None, None]:
         each_cache = [None] * len(requests) if caches is None else caches
         with self.batch() as batch:
-            texts = [batch.tokens(each) for each, cache in zip(requests, each_cache, strict=True) if not cache]
-            with nullcontext() if self.tiers is None else self.tiers.expecting(texts):
-                for request, cache in zip(requests, each_cache, strict=True):
-                    batch.admit(request, cache)
+            texts = deque(batch.tokens(each) for each, cache in zip(requests, each_cache, strict=True) if not cache)
+            for request, cache in zip(requests, each_cache, strict=True):
+                if cache is None:
+                    texts.popleft()
+                batch.admit(request, cache, None if self.tiers is None else self.tiers.room_for(texts))
             total = unread = batch.unread
             while batch:
                 yield from batch.step()

@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from forerun.core.fair_eviction import eviction, owner_of
 from forerun.engine.prefix_sharing import KEY_BYTES, Keys, common
@@ -57,13 +57,6 @@ MAX_PENDING_FILES = 8
 
 StoredText = tuple[str, int]
 """The name of a text that is kept, and how many of a prompt's chunks it holds."""
-
-
-class StoredPrefix(NamedTuple):
-    """A text that shares chunks with a prompt."""
-
-    prefix: SharedPrefix
-    chunks: int
 
 
 @dataclass(frozen=True)
@@ -129,16 +122,16 @@ class KVStore:
         """Bytes on disk."""
         return self._files.nbytes
 
-    def find(self, keys: Keys, namespace: str, least: int = 0) -> StoredPrefix | None:
-        """The text that shares the most chunks with a prompt, if more than ``least`` of them."""
+    def find(self, keys: Keys, namespace: str, least: int = 0) -> tuple[SharedPrefix, int] | None:
+        """The text that shares the most chunks with a prompt, if more than ``least`` of them, and how many."""
         return _safely("no kept text can be looked for", lambda: self._find(keys, namespace, least))
 
-    def _find(self, keys: Keys, namespace: str, least: int) -> StoredPrefix | None:
+    def _find(self, keys: Keys, namespace: str, least: int) -> tuple[SharedPrefix, int] | None:
         for name, count in self._matches(keys, self._folder(namespace)):
             if count <= least:
                 break
             if (beginning := self._open(name)) is not None:
-                return StoredPrefix(beginning, count)
+                return beginning, count
         return None
 
     def keep(self, keys: Keys, namespace: str, chunk: int, cache: FullCache) -> StoredText | None:

@@ -211,7 +211,7 @@ class PrefixSharing:
                 )
                 return
         length = len(keys) * self.chunk
-        if length * row.cache.token_bytes <= self._prefixes.limit:
+        if length * row.cache.shape.nbytes <= self._prefixes.limit:
             try:
                 self._prefixes.keep(keys, row.cache.share(length), row.request.namespace)
             except (OSError, MemoryError) as error:
@@ -254,8 +254,7 @@ class PrefixSharing:
         prefix, most = self._prefixes.find(keys)
         if self._store is None:
             return prefix, most
-        stored = self._store.find(keys, row.request.namespace, max(0, most - 1))
-        return (prefix, most) if stored is None else (stored.prefix, stored.chunks)
+        return self._store.find(keys, row.request.namespace, max(0, most - 1)) or (prefix, most)
 
     def _begin(self, row: Row, leader: Row, count: int) -> None:
         self._leaders.pop(row, None)

@@ -2,44 +2,41 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, astuple, replace
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from forerun.core.logprobs import Logprob
 from forerun.core.request import Request
 from forerun.core.stats import Stats
 from forerun.engine.result import Commit
+from forerun.models.forward.scorer import Scorer
 from forerun.tensor_parallel.channel import ParallelError
 from forerun.tensor_parallel.rank_mirror import Entry
 from forerun.tensor_parallel.ranks import Follower, Leader
 
-Run = TypeVar("Run", bound=Callable[..., Generator[Commit, None, None]])
-"""``Engine.run``."""
 
-
-def on_all_ranks(run: Run) -> Run:
-    """Let a run be the same on all ranks: rank 0 decides tokens, ends, statistics and seeds.
+def on_all_ranks(
+    target: Scorer, requests: Sequence[Request], commits: Generator[Commit, None, None]
+) -> Generator[Commit, None, None]:
+    """A run that is the same on all ranks: rank 0 decides tokens, ends, statistics and seeds.
 
     On other ranks a commit comes when rank 0 makes its next pass. If rank 0 is interrupted, or its run fails, theirs
     do, too.
+
+    Args:
+        target: this rank's scorer.
+        requests: alike on all ranks.
+        commits: this rank's own run; it is not begun where rank 0's is followed.
     """
-
-    @functools.wraps(run)
-    def shared(engine: Any, requests: Sequence[Request], *args: Any, **kwargs: Any) -> Generator[Commit, None, None]:
-        target = engine.target
-        if isinstance(target, Follower):
-            yield from _follow(target, requests)
-        elif isinstance(target, Leader):
-            with closing(run(engine, requests, *args, **kwargs)) as commits:
-                yield from _lead(target, requests, commits)
-        else:
-            yield from run(engine, requests, *args, **kwargs)
-
-    return cast(Run, shared)
+    if isinstance(target, Follower):
+        yield from _follow(target, requests)
+    else:
+        assert isinstance(target, Leader)
+        with closing(commits):
+            yield from _lead(target, requests, commits)
 
 
 def _lead(target: Leader, requests: Sequence[Request], commits: Iterator[Commit]) -> Iterator[Commit]:

@@ -138,6 +138,4 @@ def ends(config: GenerationConfig) -> list[int]:
 
 def padding(config: GenerationConfig) -> int:
     """The token that fills up shorter texts: a model's own, else one that ends its texts, else 0."""
-    eos = config.eos_token_id
-    pad = config.pad_token_id if config.pad_token_id is not None else (eos[0] if isinstance(eos, list) else eos)
-    return int(pad or 0)
+    return int(next(iter(ends(config)), 0) if config.pad_token_id is None else config.pad_token_id)

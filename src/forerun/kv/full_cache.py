@@ -1,10 +1,10 @@
-"""The full cache, which decides what is generated, and the base class of sparse caches that see a part of it."""
+"""The full cache, which decides what is generated."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import numpy as np
@@ -17,13 +17,13 @@ from forerun.kv.cache import Addresses, Cache, KVShape, LayerShape, append, comp
 from forerun.kv.recurrent import RECURRENT_STATES, RecurrentStates
 from forerun.kv.shared_prefix import Layout, SharedMemory, SharedPrefix, Tensors
 
+if TYPE_CHECKING:
+    from forerun.kv.view import View
+
 MIN_GROWTH_TOKENS = 256
 """The cache grows by at least this many tokens."""
 SAMPLED_QUERIES = 128
 """The most queries of a text that are sampled: as many as a wide head has dimensions."""
-KEYS_PER_READ_TOKEN = 32
-"""Keys that a view indexes in about the time in which the target reads one token of a long text. A rough figure: steps
-that read 256 tokens then index 8,192 keys. Where the time of a step is bounded, it is measured instead."""
 
 
 class FullCache(Cache):
@@ -69,6 +69,10 @@ class FullCache(Cache):
         self.record_queries(layer, q, spec)
         end = self.length + len(block)
         return keys[:, :, :end], values[:, :, :end]
+
+    def begin_pass(self, specs: Mapping[int, AttentionSpec]) -> None:
+        """Keep each layer's attention parameters in a pass without ``store``. Queries that are wanted follow."""
+        self.specs, self.queries = dict(specs), {}
 
     def record_queries(self, layer: int, q: torch.Tensor, spec: AttentionSpec | None = None) -> None:
         """Keep a pass's queries ``[1, H, n, d]`` of a layer, and its attention parameters if they are new."""
@@ -218,13 +222,9 @@ class FullCache(Cache):
             raise ValueError("keys and values must be given for every layer, for as many tokens in each")
         if self._recurrent:
             raise ValueError("keys and values alone do not continue a text for recurrent layers")
-        end = self.length + max(count)
-        if self._store is not None:
-            self.reserve(len(self._store), self._store[0, :1], max(count))
-        self._capacity = max(self._capacity, end)
-        for layer, pair in layers.items():
-            self._layers[layer] = append(self._layers.get(layer), pair, self.length, self._capacity)
-        self.length = end
+        for layer, (keys, values) in layers.items():
+            self.append(layer, keys, values)
+        self.length += max(count)
 
     def share(self, length: int) -> SharedPrefix:
         """The first ``length`` committed tokens, for other caches to begin with. This cache continues in the same
@@ -236,13 +236,10 @@ class FullCache(Cache):
         if not 0 < length <= self.length:
             raise ValueError(f"length is {length}; it must be between 1 and {self.length}")
         if self._prefix_length < length:
-            queries, shared = self.queries, self._shared
-            if shared is None:
-                whole = SharedPrefix.of(self._layers, self.length, self._capacity)
-            else:
-                whole = shared.prefix(self.length)
-            whole.add_state(RECURRENT_STATES, self._recurrent.saved_state(self.length))
-            self._take_over(whole, self.length)
+            queries, shared, length = self.queries, self._shared, self.length
+            whole = shared.prefix(length) if shared else SharedPrefix.of(self._layers, length, self._capacity)
+            whole.add_state(RECURRENT_STATES, self._recurrent.saved_state(length))
+            self._take_over(whole, length)
             self.queries = queries  # of the same text
         assert self._prefix is not None
         return self._prefix
@@ -323,7 +320,7 @@ class FullCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of the tokens that there is room for, and of recurrent layers' states."""
-        return self.token_bytes * self._capacity + self._recurrent.nbytes
+        return self.shape.nbytes * self._capacity + self._recurrent.nbytes
 
     def needs(self, shape: KVShape, tokens: int) -> int:
         return shape.nbytes * max(tokens, self._capacity) + shape.state_bytes
@@ -336,119 +333,3 @@ class FullCache(Cache):
             for layer, (k, v) in self._layers.items()
         }
         return KVShape(shapes, self._recurrent.max_bytes)
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token's keys and values in all layers that a pass has filled."""
-        return self.shape.nbytes
-
-
-class View(Cache):
-    """A sparse view of one row's full cache, for the same model.
-
-    Tokens committed here are speculative. ``sync`` drops them and takes over what the full cache has committed since,
-    so that all settled keys come from full attention.
-
-    Args:
-        source: the target's cache; read, never changed.
-    """
-
-    state_name: str | None = None
-    """Under this name ``saved_state`` is kept with a text; None if the state is cheap to compute again."""
-
-    uses_queries = False
-    """True if it chooses by the queries of the source's last pass."""
-
-    copies = False
-    """True if it copies the chunks it chooses. A view that reads the source's memory in each pass cannot work over an
-    offloaded cache."""
-
-    def __init__(self, source: FullCache) -> None:
-        if source.offloaded and not self.copies:
-            raise ValueError(
-                f"a {type(self).__name__} reads all keys in each of its passes, and some are not on the device; "
-                "allowed is one that copies what it chooses: low-rank or retrieval, or a small model of its own"
-            )
-        self.source = source
-        source.views.add(self)
-        self.length = 0
-        self.settled = 0
-        """Tokens that the source had committed at the last ``sync``; later ones are speculative."""
-        self._states: RecurrentStates | None = None
-        self._states_from = 0  # what was settled when they were forked
-
-    def recurrent(self) -> RecurrentStates:
-        """The source's states, forked at the last ``sync``: recurrent layers see all of the text."""
-        states = self._states
-        if states is None or self._states_from != self.settled or states.length != self.length:
-            states = self._states = self.source.recurrent().fork()
-            self._states_from = self.settled
-        return states
-
-    @property
-    def ready(self) -> bool:
-        """True if the source has read enough for this view to work."""
-        return bool(self.source.layers)
-
-    @property
-    def whole(self) -> bool:
-        """True if the view holds all tokens of the source. Reading through it then saves nothing."""
-        return False
-
-    def prepare(self, tokens: int) -> bool:
-        """Do a part of the work of the first ``sync``, in about the time in which the target reads ``tokens`` tokens.
-
-        Returns:
-            True if all is done.
-        """
-        return True
-
-    def saved_state(self, length: int) -> Tensors:
-        """State for the text's first ``length`` tokens that is expensive to compute, as tensors that must not be
-        changed. A later view with the same ``state_name``, over a text with the same beginning, reads it from the
-        source's ``saved_state``."""
-        return {}
-
-    @abstractmethod
-    def sync(self) -> None:
-        """Drop speculative tokens and follow the source."""
-
-    def _window_rows(self, layer: int, window: int, tail: int, near: Rows) -> Rows:
-        """Rows of a layer with a sliding window, which chooses nothing: it sees its whole window.
-
-        Args:
-            window: as in ``AttentionSpec``.
-            tail: position of the first of the rows ``near``, which end with the block being scored.
-        """
-        first = max(0, self.length - window + 1)
-        before = self.source.read(layer, min(first, tail), tail)
-        return tuple(
-            torch.cat((old, new[:, :, max(0, first - tail) :]), 2) for old, new in zip(before, near, strict=True)
-        )
-
-    def verified(self, rows: Sequence[int], drafted: int, accepted: int) -> None:
-        """Called when the source has verified and committed a draft that was made with this view.
-
-        Args:
-            rows: indices of the accepted tokens' queries in ``source.queries``.
-            drafted, accepted: number of tokens.
-        """
-
-    def commit(self, block: Block, path: Sequence[int]) -> None:
-        start = self.length + len(block.pending)
-        self._compact(start, path)
-        if self._states:
-            self._states.commit(block, path)
-        self.length = start + len(path)
-
-    def truncate(self, length: int) -> None:
-        """Only speculative tokens can be dropped."""
-        if not self.settled <= length <= self.length:
-            raise ValueError(f"length is {length}; it must be between {self.settled} and {self.length}")
-        if self._states:
-            self._states.truncate(length)
-        self.length = length
-
-    @abstractmethod
-    def _compact(self, start: int, path: Sequence[int]) -> None:
-        """Move the nodes of ``path``, of a tree at position ``start``, side by side; all are speculative."""

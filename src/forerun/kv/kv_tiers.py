@@ -13,10 +13,10 @@ import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -87,6 +87,21 @@ class Placement:
     nbytes: Mapping[str, int]
 
 
+class DeviceReserve(NamedTuple):
+    """Device bytes that a new text leaves free.
+
+    Attributes:
+        needed: without which it has no room itself.
+        wanted: further ones that stay free if it can be offloaded. Its buffers may take of them.
+    """
+
+    needed: int = 0
+    wanted: int = 0
+
+
+NO_RESERVE = DeviceReserve()
+
+
 def min_device_bytes(shape: KVShape, tokens: int) -> int:
     """Device bytes without which a text of ``tokens`` tokens cannot be offloaded: two buffers for its largest layer."""
     return BUFFERS * max(each.nbytes for each in shape.layers.values()) * _rounded(tokens)
@@ -98,7 +113,7 @@ def layer_bytes(shape: KVShape, tokens: int) -> dict[int, int]:
 
 
 def place(
-    memory: KVMemory, taken: Mapping[str, int], shape: KVShape, tokens: int, needed: int = 0, wanted: int = 0
+    memory: KVMemory, taken: Mapping[str, int], shape: KVShape, tokens: int, reserve: DeviceReserve = NO_RESERVE
 ) -> Placement:
     """Which tiers hold the layers of a text of ``tokens`` tokens.
 
@@ -107,14 +122,13 @@ def place(
         taken: bytes of it, by tier.
         shape: of a token's keys and values.
         tokens: of the text at its longest, drafts included.
-        needed: device bytes that must stay free.
-        wanted: further device bytes that should stay free if the text can be offloaded. Its buffers may take of them.
+        reserve: what it leaves free on the device.
 
     Raises:
         NoRoomError: if it fits nowhere; with the numbers.
     """
-    left = memory.device - taken["device"] - needed
-    for spare in dict.fromkeys((wanted, 0)):
+    left = memory.device - taken["device"] - reserve.needed
+    for spare in dict.fromkeys((reserve.wanted, 0)):
         if shape.nbytes * tokens <= left - spare:
             return Placement(tokens, True, {}, {"device": shape.nbytes * tokens, "host": 0, "file": 0})
         if min_device_bytes(shape, tokens) > left:
@@ -191,15 +205,12 @@ class Tiers:
         self.memory = memory if isinstance(memory, KVMemory) else KVMemory(memory)
         self.shape, self.dtype = shape, dtype
         self.copy_engine = CopyEngine(device, self.memory.bandwidth)
-        self.device_reserve: Callable[[int], int] = _nothing
-        """From a new text's tokens to device memory kept free for later requests, if the text can be offloaded."""
         self._lock = threading.Lock()
         self._taken = dict.fromkeys(TIERS, 0)
         self._released: deque[Mapping[str, int]] = deque()  # by finalizers, which must not wait for a lock
         self._finalizers: weakref.WeakKeyDictionary[FullCache, weakref.finalize[..., FullCache]] = (
             weakref.WeakKeyDictionary()
         )
-        self._thread = threading.local()  # each thread expects its own caches
 
     @property
     def taken(self) -> dict[str, int]:
@@ -207,24 +218,15 @@ class Tiers:
         with self._lock:
             return dict(self._collect())
 
-    @contextmanager
-    def expecting(self, texts: Sequence[int]) -> Iterator[None]:
-        """A context in which this thread makes caches of these lengths, in order. Each leaves device memory for the
-        rest."""
-        self._thread.expected = [
-            min(self.shape.nbytes * tokens, min_device_bytes(self.shape, tokens)) for tokens in texts
-        ]
-        try:
-            yield
-        finally:
-            self._thread.expected = []
+    def room_for(self, texts: Iterable[int]) -> DeviceReserve:
+        """What a text leaves free for others of these lengths, without which they have no room."""
+        return DeviceReserve(sum(min(self.shape.nbytes * n, min_device_bytes(self.shape, n)) for n in texts))
 
-    def placement(self, tokens: int, beside: int = 0, empty: bool = False) -> Placement:
+    def placement(self, tokens: int, reserve: DeviceReserve = NO_RESERVE, empty: bool = False) -> Placement:
         """Where a cache would be placed now; nothing is allocated.
 
         Args:
-            tokens: as for ``cache``.
-            beside: device bytes that are needed besides it; see ``charge``.
+            tokens, reserve: as for ``cache``.
             empty: as if no memory were in use.
 
         Raises:
@@ -232,23 +234,27 @@ class Tiers:
         """
         with self._lock:
             taken = dict.fromkeys(TIERS, 0) if empty else self._collect()
-            return place(self.memory, taken, self.shape, tokens, beside, 0 if empty else self.device_reserve(tokens))
+            return place(self.memory, taken, self.shape, tokens, reserve)
 
     def charge(self, nbytes: int) -> None:
         """Count device bytes for something else than a full cache; a negative number releases them."""
         with self._lock:
             self._taken["device"] += nbytes
 
-    def cache(self, tokens: int, shareable: bool = False) -> FullCache:
-        """A cache with room for ``tokens`` tokens; ``shareable`` as for ``FullCache``.
+    def cache(self, tokens: int, shareable: bool = False, reserve: DeviceReserve | None = None) -> FullCache:
+        """A cache with room for ``tokens`` tokens.
+
+        Args:
+            tokens: of the text at its longest, drafts included.
+            shareable: as for ``FullCache``.
+            reserve: what it leaves free on the device.
 
         Raises:
             NoRoomError: if it fits nowhere.
             OffloadError: if its file cannot be made.
         """
-        self._thread.expected = others = getattr(self._thread, "expected", [])[1:]
         with self._lock:
-            placed = place(self.memory, self._collect(), self.shape, tokens, sum(others), self.device_reserve(tokens))
+            placed = place(self.memory, self._collect(), self.shape, tokens, reserve or NO_RESERVE)
             for tier, size in placed.nbytes.items():
                 self._taken[tier] += size
         try:
@@ -279,6 +285,7 @@ class Tiers:
         return self._taken
 
     def _offloaded(self, placed: Placement) -> OffloadedCache:
+        device = self.copy_engine.device
         kinds: dict[int, tuple[Kind, ...]] = {
             layer: ((each.heads, each.dim, self.dtype), (each.heads, each.out_dim, self.dtype))
             for layer, each in self.shape.layers.items()
@@ -287,19 +294,17 @@ class Tiers:
             tier: Layout({layer: kinds[layer] for layer in layers}, placed.tokens)
             for tier, layers in placed.layers.items()
         }
-        home = cut["host"].cut(self._host_memory(placed.nbytes["host"]))
+        pinned = device.type == "cuda"
+        home = cut["host"].cut(torch.empty(placed.nbytes["host"], dtype=torch.uint8, pin_memory=pinned))
         home |= cut["file"].cut(self._file_memory(placed.nbytes["file"]))
         largest = max(layer_bytes(self.shape, placed.tokens).values())
-        spare = [torch.empty(largest, dtype=torch.uint8, device=self.copy_engine.device) for _ in range(BUFFERS)]
+        spare = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
         buffers: dict[int, Rows] = {}
         for number, layer in enumerate(sorted(home)):
             one = Layout({layer: kinds[layer]}, placed.tokens)
             buffers |= one.cut(spare[number % BUFFERS][: one.size])
-        resident = cut["device"].cut(torch.empty(cut["device"].size, dtype=torch.uint8, device=self.copy_engine.device))
+        resident = cut["device"].cut(torch.empty(cut["device"].size, dtype=torch.uint8, device=device))
         return OffloadedCache(placed.tokens, resident, home, buffers, self.copy_engine)
-
-    def _host_memory(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self.copy_engine.device.type == "cuda")
 
     def _file_memory(self, size: int) -> torch.Tensor:
         """Memory mapped from an unnamed file. Its disk space is allocated here, so that a full disk is an error now."""
@@ -312,7 +317,3 @@ class Tiers:
         except OSError as error:
             message = f"{size:,} bytes of keys and values cannot be kept in {self.memory.folder}"
             raise OffloadError(error.errno, f"{message}: {error.strerror}") from error
-
-
-def _nothing(tokens: int) -> int:
-    return 0

@@ -43,8 +43,9 @@ from forerun.kernels.attention.topk_rank import (
 from forerun.kernels.runtime.addresses import head_rows
 from forerun.kernels.runtime.vector_ir import fused
 from forerun.kv.cache import ROLLBACK_TOKENS, Addresses, KVShape, addresses_of, compact, reserve
-from forerun.kv.full_cache import KEYS_PER_READ_TOKEN, FullCache, View
+from forerun.kv.full_cache import FullCache
 from forerun.kv.shared_prefix import Tensors
+from forerun.kv.view import ChunkedView
 
 BUDGET_DIVISOR, LENGTH_DIVISOR = 4, 60
 """A query chooses tokens for 1/4 of the budget, or for 1/60 of the text if that is more: in a long text the target's
@@ -97,7 +98,7 @@ class LowRankConfig:
         )
 
 
-class LowRankCache(View):
+class LowRankCache(ChunkedView):
     """Over one row's full cache.
 
     Args:
@@ -105,12 +106,9 @@ class LowRankCache(View):
         config: what a query sees.
     """
 
-    copies = True
-
     def __init__(self, source: FullCache, config: LowRankConfig) -> None:
-        super().__init__(source)
+        super().__init__(source, config.budget, CHUNK_KEYS, config.recent)
         self.config = config
-        self._tail = 0  # position of the first recent token; the chunks before it are indexed
         self.state_name = f"low-rank-{config.rank}"
         self._indexes = self._kept()
         self._near: dict[int, Rows] = {}  # recent and speculative tokens
@@ -121,20 +119,6 @@ class LowRankCache(View):
     def ready(self) -> bool:
         """Finding the dimensions takes queries."""
         return bool(self.source.specs and (self._indexes or self.source.sample))
-
-    @property
-    def whole(self) -> bool:
-        return self.source.length <= self.config.budget
-
-    def prepare(self, tokens: int) -> bool:
-        end, piece, done = self._far(self.source.length), KEYS_PER_READ_TOKEN * tokens, True
-        for layer in self.source.layers:
-            if self.source.specs[layer].window is None:
-                index = self._index(layer)
-                last = min(end, index.known + piece)
-                index.extend(self._keys(layer), last)
-                done = done and last == end
-        return done
 
     def sync(self) -> None:
         self.length = self.settled = self.source.length
@@ -159,15 +143,7 @@ class LowRankCache(View):
             parts.setdefault(int(layer), {})[part] = t
         return {layer: ShortKeys.of_tensors(each, length) for layer, each in parts.items()}
 
-    def _far(self, length: int) -> int:
-        """Tokens of a text that are chosen among: all but the most recent."""
-        return max(0, length - self.config.recent) // CHUNK_KEYS * CHUNK_KEYS
-
-    def _keys(self, layer: int) -> Callable[[int, int], torch.Tensor]:
-        return lambda first, last: self.source.read(layer, first, last)[0][0]
-
     def _index(self, layer: int) -> ShortKeys:
-        """A layer's index, made at the first call."""
         if layer not in self._indexes:
             keys, queries = sampled(self.source, layer), self.source.sample[layer][0]
             self._indexes[layer] = ShortKeys.of(keys, queries, self.config.rank)
@@ -399,11 +375,6 @@ class ShortKeys:
         return index
 
     def extend(self, read: Callable[[int, int], torch.Tensor], length: int) -> None:
-        """Index a text's keys up to ``length``, a multiple of ``CHUNK_KEYS``.
-
-        Args:
-            read: gives the keys of some positions, ``[Hkv, m, d]``.
-        """
         count = length // CHUNK_KEYS
         groups = -(-count // GROUP_CHUNKS)
         if self._short.shape[1] < groups:
@@ -438,7 +409,6 @@ class ShortKeys:
 
     @property
     def known(self) -> int:
-        """Keys that it has taken in."""
         return self._known * CHUNK_KEYS
 
     @property

@@ -232,7 +232,8 @@ class RecurrentStates:
         }
         fork._states = {layer: _State(state.now) for layer, state in self._states.items()}
         if self._position > self._origin:
-            fork._snapshots = {self._position: self._windows(self._position) | self._now()}
+            now = {(layer, STATE_KIND): each.now for layer, each in self._states.items() if each.now is not None}
+            fork._snapshots = {self._position: self._windows(self._position) | now}
         self._owned = False
         return fork
 
@@ -304,9 +305,6 @@ class RecurrentStates:
     def _windows(self, position: int) -> dict[Key, torch.Tensor]:
         """What convolutions need at a position."""
         return {key: inputs.window(position) for key, inputs in self._inputs.items() if key[1] == CONVOLUTION_KIND}
-
-    def _now(self) -> dict[Key, torch.Tensor]:
-        return {(layer, STATE_KIND): state.now for layer, state in self._states.items() if state.now is not None}
 
     def _restore(self, position: int, length: int) -> None:
         """Go back to a snapshot, or to zeros; inputs are replaced if none are to be read from there on."""

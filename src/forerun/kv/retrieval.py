@@ -10,7 +10,7 @@ grows, and only those that changed are copied.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,8 @@ from forerun.core.long_context import Policy
 from forerun.core.transfers import elsewhere
 from forerun.kernels.attention.attention import AttentionSpec, Rows
 from forerun.kv.cache import ROLLBACK_TOKENS, Addresses, KVShape, addresses_of, append, compact, reserve
-from forerun.kv.full_cache import KEYS_PER_READ_TOKEN, FullCache, View
+from forerun.kv.full_cache import FullCache
+from forerun.kv.view import ChunkedView
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ ACCEPTANCE_DECAY = 0.7
 """Decay of the rolling acceptance rate per verification."""
 
 
-class RetrievalCache(View):
+class RetrievalCache(ChunkedView):
     """Over one row's full cache.
 
     Args:
@@ -90,38 +91,20 @@ class RetrievalCache(View):
     """
 
     uses_queries = True
-    copies = True
 
     def __init__(self, source: FullCache, config: RetrievalConfig) -> None:
-        super().__init__(source)
+        super().__init__(source, config.budget, config.chunk, config.recent)
         self.config = config
         self.refreshes = 0
         """Choices made so far."""
         self._layers: dict[int, ChosenChunks] = {}
         self._chunks = 0  # chosen, in each layer
-        self._tail = 0  # position of the first of the recent tokens
         self._acceptance = 1.0
 
     @property
     def ready(self) -> bool:
         """The first choice needs the queries of a pass."""
         return bool(self._layers or self.source.queries)
-
-    @property
-    def whole(self) -> bool:
-        return self.source.length <= self.config.budget
-
-    def prepare(self, tokens: int) -> bool:
-        """Means of a piece of chunks."""
-        size, done = self.config.chunk, True
-        end, piece = self._far(self.source.length), max(1, KEYS_PER_READ_TOKEN * tokens // size) * size
-        for index in self.source.layers:
-            if self.source.specs[index].window is None:
-                layer = self._layers.setdefault(index, ChosenChunks(size))
-                last = min(end, layer.known + piece)
-                layer.extend(self.source.read(index, layer.known, last)[0])
-                done = done and last == end
-        return done
 
     def sync(self) -> None:
         known, self.length = self.settled, self.source.length
@@ -149,21 +132,19 @@ class RetrievalCache(View):
         Args:
             rows: which queries of the last pass to choose by; by default the last one.
         """
-        size = self.config.chunk
         self._tail = self._far(self.length)
-        complete = self._tail // size
-        self._chunks = min(complete, self.config.slots)
-        for index in self.source.layers:
-            layer = self._layers.setdefault(index, ChosenChunks(size))
-            if self.source.specs[index].window is None:
-                query = self.source.queries[index][:, :, list(rows)].sum(2)
-                layer.choose(query, self.source, index, self._tail, self._chunks)
-            layer.write(self._chunks * size, *self.source.read(index, self._tail, self.length))
+        self._chunks = min(self._tail // self._chunk, self.config.slots)
+        for layer in self.source.layers:
+            mine = self._index(layer)
+            if self.source.specs[layer].window is None:
+                query = self.source.queries[layer][:, :, list(rows)].sum(2)
+                mine.extend(self._keys(layer), self._tail)
+                mine.choose(query, self.source, layer, self._chunks)
+            mine.write(self._chunks * self._chunk, *self.source.read(layer, self._tail, self.length))
         self.refreshes += 1
 
-    def _far(self, length: int) -> int:
-        """Tokens of a text that are chosen among: all but the most recent."""
-        return max(0, length - self.config.recent) // self.config.chunk * self.config.chunk
+    def _index(self, layer: int) -> ChosenChunks:
+        return self._layers.setdefault(layer, ChosenChunks(self._chunk))
 
     def store(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
@@ -188,7 +169,7 @@ class RetrievalCache(View):
 
     def _place(self, position: int) -> int:
         """Index in the buffers of a recent position."""
-        return self._chunks * self.config.chunk + position - self._tail
+        return self._chunks * self._chunk + position - self._tail
 
     @property
     def held(self) -> int:
@@ -224,9 +205,8 @@ class ChosenChunks:
         self._known = 0  # number of means so far
         self._chosen = torch.empty(0, 0, dtype=torch.int64)  # [Hkv, slots], the chunk in each slot
 
-    def choose(self, query: torch.Tensor, source: FullCache, layer: int, end: int, count: int) -> None:
-        """Hold the ``count`` best chunks of a layer's first ``end`` tokens for the query ``[1, H, d]``."""
-        self.extend(source.read(layer, self.known, end)[0])
+    def choose(self, query: torch.Tensor, source: FullCache, layer: int, count: int) -> None:
+        """Hold the ``count`` best of a layer's known chunks for the query ``[1, H, d]``."""
         held = self._chosen.shape[1]
         if held < count:  # all chunks so far are held, in order: append the next ones
             first = held * self._chunk
@@ -236,14 +216,22 @@ class ChosenChunks:
         if count < self._known:
             self._replace(self._best(query, count), source, layer)
 
-    def extend(self, keys: torch.Tensor) -> None:
-        """Add the means of the next keys, ``[1, Hkv, m * chunk, d]``."""
-        if keys.shape[2]:
-            self._extend_means(self._in_chunks(keys[0]))
+    def extend(self, read: Callable[[int, int], torch.Tensor], length: int) -> None:
+        count = length // self._chunk
+        if count <= self._known:
+            return
+        chunks = self._in_chunks(read(self.known, length))
+        heads, _, _, d = chunks.shape
+        if not self._known or self._means.shape[1] < count:
+            room = chunks.new_empty(heads, count + count // 8 + BUFFER_GROWTH_TOKENS, d, dtype=torch.bfloat16)
+            if self._known:
+                room[:, : self._known] = self._means[:, : self._known]
+            self._means = room
+        self._means[:, self._known : count] = chunks.mean(2)
+        self._known = count
 
     @property
     def known(self) -> int:
-        """Tokens whose means are known."""
         return self._known * self._chunk
 
     def write(self, place: int, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -285,17 +273,6 @@ class ChosenChunks:
     def _in_chunks(self, rows: torch.Tensor) -> torch.Tensor:
         """A view of ``[Hkv, m * chunk, d]`` as ``[Hkv, m, chunk, d]``."""
         return rows.view(rows.shape[0], -1, self._chunk, rows.shape[2])
-
-    def _extend_means(self, chunks: torch.Tensor) -> None:
-        heads, new, _, d = chunks.shape
-        count = self._known + new
-        if not self._known or self._means.shape[1] < count:
-            room = chunks.new_empty(heads, count + count // 8 + BUFFER_GROWTH_TOKENS, d, dtype=torch.bfloat16)
-            if self._known:
-                room[:, : self._known] = self._means[:, : self._known]
-            self._means = room
-        self._means[:, self._known : count] = chunks.mean(2)
-        self._known = count
 
     def _best(self, query: torch.Tensor, count: int) -> torch.Tensor:
         """The chunks with the best scores, ``[Hkv, count]``; the first chunk always comes first.

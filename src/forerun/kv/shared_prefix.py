@@ -123,8 +123,9 @@ class SharedPrefix:
         if self._file is not None and capacity <= self.layout.capacity:
             return self.layout.cut(map_private(self._file, self.layout.size, self._offset))
         held = self._held if self._file is None else self.layers(0)
-        grown = {layer: tuple(_room(t, capacity) for t in rows) for layer, rows in held.items()}
+        grown: dict[int, Rows] = {}
         for layer, rows in held.items():
+            grown[layer] = tuple(t.new_empty(*t.shape[:2], capacity, t.shape[3]) for t in rows)
             for new, old in zip(grown[layer], rows, strict=True):
                 new[:, :, : self.length] = old[:, :, : self.length]
         return grown
@@ -181,7 +182,3 @@ def map_private(file: int, size: int, offset: int) -> torch.Tensor:
     """A part of a file as memory, uint8 ``[size]``; what is written there stays in this process."""
     flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
     return torch.frombuffer(mmap.mmap(file, size, flags=flags, offset=offset), dtype=torch.uint8)
-
-
-def _room(like: torch.Tensor, capacity: int) -> torch.Tensor:
-    return like.new_empty(*like.shape[:2], capacity, like.shape[3])

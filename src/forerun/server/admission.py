@@ -12,7 +12,7 @@ from typing import Literal
 
 from forerun.core.request import Request
 from forerun.engine.result import Commit
-from forerun.kv.kv_tiers import NoRoomError, Tiers, min_device_bytes
+from forerun.kv.kv_tiers import DeviceReserve, NoRoomError, Tiers, min_device_bytes
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +189,6 @@ class Admission:
         self._tiers, memory = tiers, float(limits.memory)
         if tiers is not None:
             memory = sum(tiers.memory.limits.values())
-            tiers.device_reserve = self._left_to_others
         self._memory = FairShare(memory, limits.tenants, kept=memory / limits.rows)
 
     @property
@@ -217,7 +216,7 @@ class Admission:
         """
         if self._tiers is not None:
             try:
-                self._tiers.placement(request.tokens, request.drafting, empty=True)
+                self._tiers.placement(request.tokens, DeviceReserve(request.drafting), empty=True)
             except NoRoomError as error:
                 raise ValueError(f"{error}; {SMALLER_REQUEST}") from None
         elif request.needs > self._memory.capacity:
@@ -319,6 +318,10 @@ class Admission:
         rounds, place = divmod(self._places.of(tenant), max(1, len(left)))
         return max(1, math.ceil(left[place] + rounds * left[-1])) if left else 1
 
+    def reserve(self, request: ScheduledRequest) -> DeviceReserve | None:
+        """What the request from ``next`` leaves free on the device, where the engine's tiers count its cache."""
+        return None if self._tiers is None else DeviceReserve(wanted=self._wanted(self._tiers, request))
+
     def started(self) -> None:
         """The request from ``next`` has its cache now, or has ended."""
         self._starting = False
@@ -331,11 +334,10 @@ class Admission:
         if self._tiers is not None:
             self._tiers.charge(request.drafting)
 
-    def _left_to_others(self, tokens: int) -> int:
-        """Device bytes that a new text leaves free: the buffers of later texts of the same length."""
-        assert self._tiers is not None
-        each = min_device_bytes(self._tiers.shape, tokens)
-        reserved = int(RESERVED_DEVICE_FRACTION * self._tiers.memory.device) // each
+    def _wanted(self, tiers: Tiers, request: ScheduledRequest) -> int:
+        """Device bytes that a request leaves free if it can: the buffers of later texts of the same length."""
+        each = min_device_bytes(tiers.shape, request.tokens)
+        reserved = int(RESERVED_DEVICE_FRACTION * tiers.memory.device) // each
         return each * max(0, min(self.limits.rows - len(self.running) + self._starting - 1, reserved))
 
     def _has_room(self, request: ScheduledRequest) -> bool:
@@ -343,7 +345,7 @@ class Admission:
         if self._tiers is None:
             return self._memory.used + request.needs <= self._memory.capacity
         try:
-            self._tiers.placement(request.tokens, request.drafting)
+            self._tiers.placement(request.tokens, DeviceReserve(request.drafting, self._wanted(self._tiers, request)))
         except NoRoomError:
             return False
         return True

@@ -243,7 +243,7 @@ class Scheduler:
             if scheduled is None:
                 return
             try:
-                self._batch.admit(scheduled.request)
+                self._batch.admit(scheduled.request, reserve=self._admission.reserve(scheduled))
             except NoRoomError:  # another thread has used the engine meanwhile
                 with self._changed:
                     self._admission.postpone(scheduled)

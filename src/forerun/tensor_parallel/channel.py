@@ -111,13 +111,8 @@ class Channel:
         length = int(frame[:LENGTH_BYTES].view(np.int64)[0])
         text = frame[LENGTH_BYTES : LENGTH_BYTES + length].tobytes()
         if length > FRAME_BYTES - LENGTH_BYTES:
-            text += (
-                self._broadcast_bytes(
-                    torch.empty(length + LENGTH_BYTES - FRAME_BYTES, dtype=torch.uint8), RANK_TIMEOUT_SECONDS
-                )
-                .numpy()
-                .tobytes()
-            )
+            rest = torch.empty(length + LENGTH_BYTES - FRAME_BYTES, dtype=torch.uint8)
+            text += self._broadcast_bytes(rest, RANK_TIMEOUT_SECONDS).numpy().tobytes()
         return text.decode()
 
     def _broadcast(self, message: str, timeout: float) -> None:

@@ -2,7 +2,7 @@
 
 All caches change by the same few operations (``CACHE_OPERATIONS``). On rank 0 a cache logs them; on the other ranks a
 cache of the same kind, with the keys and values of other heads, repeats them. A sparse cache chooses for each head by
-itself, so its choice needs no message. A log entry is JSON; ``MirroredCaches`` reads it.
+itself, so its choice needs no message. A log entry is JSON.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from abc import ABCMeta
 from collections import deque
 from collections.abc import Callable
 from dataclasses import astuple
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.kv.cache import Cache
-from forerun.kv.full_cache import FullCache, View
+from forerun.kv.full_cache import FullCache
 from forerun.kv.low_rank import LowRankCache, LowRankConfig
 from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
 from forerun.kv.shared_prefix import SharedPrefix
 from forerun.kv.streaming import Rotation, StreamingCache
+from forerun.kv.view import View
 
 CACHE_OPERATIONS = ("begin_with", "blank", "commit", "prepare", "share", "skip", "sync", "truncate", "verified")
 """Methods that change a cache between passes."""
@@ -65,8 +66,11 @@ class RankMirror:
             self.adopt(cache.source)
         if cache.length:
             raise ValueError(f"this cache holds {cache.length} tokens that other ranks do not know; use an empty one")
-        kind = _kind(cache)
-        self.note("make", self._number(cache), kind, _parts(cache))
+        kind = next((name for name, known in _KINDS.items() if type(cache) is known.cache), None)
+        if kind is None:
+            allowed = ", ".join(_KINDS)
+            raise ValueError(f"a {type(cache).__name__} cannot lie in several processes; allowed are {allowed}")
+        self.note("make", self._number(cache), kind, _KINDS[kind].parts(cache))
         cache.__class__ = _logging_class(type(cache))
         cache.__dict__["_mirror"] = self
 
@@ -98,14 +102,9 @@ class MirroredCaches:
     def __init__(self) -> None:
         self._things: dict[int, Any] = {}
 
-    def read(self, message: str) -> list[Entry]:
-        """A message's entries."""
-        entries: list[Entry] = json.loads(message)
-        return entries
-
     def make(self, number: int, kind: str, parts: list[Any], rotation: Rotation | None) -> None:
         """Make a cache as rank 0 did."""
-        self._things[number] = _MAKE[kind]([self.value(part) for part in parts], rotation)
+        self._things[number] = _KINDS[kind].make([self.value(part) for part in parts], rotation)
 
     def do(self, number: int, operation: str, arguments: list[Any], result: int | None) -> None:
         """Repeat an operation of rank 0."""
@@ -128,36 +127,12 @@ class MirroredCaches:
         return self._things[plain["number"]] if isinstance(plain, dict) else plain
 
 
-def _kind(cache: Cache) -> str:
-    kind = next((name for name, known in _KINDS.items() if type(cache) is known), None)
-    if kind is None:
-        raise ValueError(f"a {type(cache).__name__} cannot lie in several processes; allowed are {', '.join(_KINDS)}")
-    return kind
+class _CacheKind(NamedTuple):
+    """A kind of cache; what it is made of on rank 0, in plain values; and how it is made of that on another rank."""
 
-
-def _parts(cache: Any) -> list[Any]:
-    """The arguments with which ``_MAKE`` makes the same cache."""
-    match cache:
-        case RetrievalCache() | LowRankCache():
-            return [cache.source, *astuple(cache.config)]
-        case StreamingCache():
-            return [cache.window, cache.sinks, cache.slack, cache.rotation is not None]
-    return [cache.capacity]
-
-
-_KINDS: dict[str, type[Cache]] = {
-    "full": FullCache,
-    "retrieval": RetrievalCache,
-    "low-rank": LowRankCache,
-    "streaming": StreamingCache,
-}
-
-_MAKE: dict[str, Callable[[list[Any], Rotation | None], Cache]] = {
-    "full": lambda parts, rotation: FullCache(*parts),
-    "retrieval": lambda parts, rotation: RetrievalCache(parts[0], RetrievalConfig(*parts[1:])),
-    "low-rank": lambda parts, rotation: LowRankCache(parts[0], LowRankConfig(*parts[1:])),
-    "streaming": lambda parts, rotation: _streaming(parts, rotation),
-}
+    cache: type[Cache]
+    parts: Callable[[Any], list[Any]]
+    make: Callable[[list[Any], Rotation | None], Cache]
 
 
 def _streaming(parts: list[Any], rotation: Rotation | None) -> StreamingCache:
@@ -165,6 +140,26 @@ def _streaming(parts: list[Any], rotation: Rotation | None) -> StreamingCache:
     if rotated and rotation is None:
         raise ValueError("rank 0 knows the rotation of the model's keys, and this rank does not")
     return StreamingCache(window, sinks, slack, rotation if rotated else None)
+
+
+_KINDS = {
+    "full": _CacheKind(FullCache, lambda cache: [cache.capacity], lambda parts, rotation: FullCache(*parts)),
+    "retrieval": _CacheKind(
+        RetrievalCache,
+        lambda cache: [cache.source, *astuple(cache.config)],
+        lambda parts, rotation: RetrievalCache(parts[0], RetrievalConfig(*parts[1:])),
+    ),
+    "low-rank": _CacheKind(
+        LowRankCache,
+        lambda cache: [cache.source, *astuple(cache.config)],
+        lambda parts, rotation: LowRankCache(parts[0], LowRankConfig(*parts[1:])),
+    ),
+    "streaming": _CacheKind(
+        StreamingCache,
+        lambda cache: [cache.window, cache.sinks, cache.slack, cache.rotation is not None],
+        _streaming,
+    ),
+}
 
 
 @functools.cache

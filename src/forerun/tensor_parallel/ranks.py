@@ -5,6 +5,7 @@ The leader is used as any scorer. A follower's engine runs ``follow`` in place o
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -139,7 +140,7 @@ class Follower(Scorer):
         depth = 0
         while True:
             if not self._entries:
-                self._entries.extend(self._caches.read(self._channel.receive(not depth)))
+                self._entries.extend(json.loads(self._channel.receive(not depth)))
                 continue
             name, *parts = self._entries.popleft()
             if name in (LEAD_BEGIN, LEAD_END):

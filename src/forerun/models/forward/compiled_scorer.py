@@ -131,6 +131,7 @@ class CompiledScorer(Scorer):
         counts = [len(block) for block in blocks]
         for cache, count in zip(caches, counts, strict=True):
             cache.addressed(len(decoder.layers), decoder.like, count)  # makes room
+            cache.begin_pass({number: layer.spec for number, layer in enumerate(decoder.layers)})
         for piece in pieces:
             self._run_stage(compiled, 0, piece, bytearray(8))
         for layer in range(len(decoder.layers)):
@@ -154,8 +155,6 @@ class CompiledScorer(Scorer):
                 self._run_stage(compiled, -1, piece, bytearray(8), **_outputs(wanted, logits))
                 split = torch.split(decoder.finished(logits), [len(block.tree) + 1 for block in piece.packed.blocks])
                 found |= {row: t for row, t, ends in zip(piece.rows, split, piece.ends, strict=True) if ends}
-        for cache in caches:
-            cache.specs = {number: layer.spec for number, layer in enumerate(decoder.layers)}
         logits = torch.cat([found[row] for row in range(len(blocks))])
         return PassResult(logits, _states_by_row(pieces, len(blocks)) if states_of else None)
 
@@ -214,7 +213,7 @@ class CompiledScorer(Scorer):
         first, ours = 0, self.keeps_queries
         for cache, block, count in zip(caches, packed.blocks, packed.counts, strict=True):
             if isinstance(cache, FullCache):
-                cache.specs, cache.queries = dict(specs), {}
+                cache.begin_pass(specs)
                 if ours and cache.wants_queries(block):
                     (queries,) = _queries(decoder, compiled.qkv[:, first : first + count], [count])
                     for layer, each in enumerate(queries):

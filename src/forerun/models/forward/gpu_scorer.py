@@ -220,10 +220,10 @@ class GpuScorer(Scorer):
         for block, cache, _ in rows:
             last = first + len(block)
             if isinstance(cache, FullCache):
-                cache.specs, cache.queries = dict(layers.specs), {}
-            if isinstance(cache, FullCache) and self.keeps_queries and cache.wants_queries(block):
-                for layer, queries in layers.queries.items():
-                    cache.record_queries(layer, queries[:, :, first:last].clone())
+                cache.begin_pass(layers.specs)
+                if self.keeps_queries and cache.wants_queries(block):
+                    for layer, queries in layers.queries.items():
+                        cache.record_queries(layer, queries[:, :, first:last].clone())
             first = last
 
 

@@ -13,7 +13,8 @@ from forerun.core.request import Request
 from forerun.core.tree import DraftTree, IntArray
 from forerun.core.verify import Outcome
 from forerun.kv.cache import READ_BLOCK, Cache
-from forerun.kv.full_cache import FullCache, View
+from forerun.kv.full_cache import FullCache
+from forerun.kv.view import View
 from forerun.models.forward.scorer import Scorer
 
 UNLIMITED = 1 << 30
