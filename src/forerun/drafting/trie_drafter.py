@@ -108,7 +108,8 @@ class TrieDrafter(Drafter):
         tree, text, end = outcome.tree, request.tokens, len(request) - len(outcome.verdict.tokens)
         last, before = np.empty(len(tree) + 1, np.int64), np.empty(len(tree) + 1, np.int64)
         last[0], before[0] = text[end - 1], text[end - 2] if end > 1 else -1
-        last[1:], before[1:] = tree.tokens, last[tree.parents + 1]
+        last[1:] = tree.tokens
+        before[1:] = last[tree.parents + 1]
         tokens, scores = outcome.best or best_of_rows(outcome.logits)
         self._rows.setdefault(request.id, []).append((len(request), RecycledRows(before, last, tokens, scores)))
 

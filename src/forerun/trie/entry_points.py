@@ -8,15 +8,15 @@ from __future__ import annotations
 from functools import partial
 
 from forerun.core.compiling import compiled
-from forerun.core.tree import IntArray
+from forerun.core.tree import Int8Array, IntArray
 from forerun.trie import best_first, learning, recycled, text_cursor
 from forerun.trie.array_handles import reader
-from forerun.trie.arrays import Index
+from forerun.trie.arrays import FloatArray, Index, Int32Array
 from forerun.trie.draft_workspace import Draft, DraftWorkspace
 from forerun.trie.learning import OWN_ROOM
 from forerun.trie.logistic_mixer import untrained
 from forerun.trie.namespace import PIECE_TOKENS
-from forerun.trie.recycled import RecycledRows
+from forerun.trie.recycled import Float32Array, RecycledRows
 from forerun.trie.tables import RecordArray
 from forerun.trie.text_cursor import TextCursor
 
@@ -91,28 +91,36 @@ def step(
     steps: RecordArray,
     tokens: IntArray,
     behind: IntArray,
-    lists: RecycledRows,
+    before: IntArray,
+    last: IntArray,
+    best: Int32Array,
+    scores: Float32Array,
     workspace: int,
     scratch: int,
     rate: float,
-    draft: Draft,
+    drafted: IntArray,
+    parents: IntArray,
+    probability: FloatArray,
+    origins: Int8Array,
 ) -> tuple[int, int]:
     """Learn the new tokens of all texts, then draft what may follow each.
+
+    Numba takes vectors faster than named tuples of them.
 
     Args:
         steps: one for each text; ``TEXT_STEP`` ``[n]``. It says how far the call came.
         tokens: of all texts, one text after the other, the new ones before those on trial.
         behind: the place in ``tokens`` behind which each list is kept, rising in each text.
-        lists: of all texts, one text after the other.
+        before, last, best, scores: the lists of all texts, one text after the other; see ``RecycledRows``.
         workspace, scratch: addresses.
         rate: of learning.
-        draft: filled with one text's nodes after the other's.
+        drafted, parents, probability, origins: filled with one text's nodes after the other's; see ``Draft``.
 
     Returns:
         Which text needs something before the call is repeated, and what, as a sum of the names in ``learning``; two
         zeros when all is done.
     """
-    memory = workspace_at(workspace)
+    memory, lists = workspace_at(workspace), RecycledRows(before, last, best, scores)
     for number in range(len(steps)):
         needs = _learn(steps, number, tokens, behind, lists, memory, rate)
         if needs:
@@ -122,12 +130,7 @@ def step(
         text = steps[number]
         if text.budget > 0 and text.deepest > 0:
             end = begin + text.budget
-            part = Draft(
-                draft.tokens[begin:end],
-                draft.parents[begin:end],
-                draft.probability[begin:end],
-                draft.origins[begin:end],
-            )
+            part = Draft(drafted[begin:end], parents[begin:end], probability[begin:end], origins[begin:end])
             text.nodes = _draft(steps, number, tokens, memory, cursor_at(scratch), part)
             begin += text.nodes
     return 0, 0

@@ -236,23 +236,24 @@ class Trie(TrieStore):
         for live, update in zip(lives, updates, strict=True):
             if len(update.new):
                 self._shared.open(live.namespace)
-        steps, whole = self._table(lives, updates), [live.cursor.cut for live in lives]
+        steps, before = self._table(lives, updates), [live.cursor.cut for live in lives]
         workspace, scratch = self._handles
         memory = workspace.at(self._workspace), scratch.at(self._scratch)
         rate = float(self.config.learning_rate)
         while True:
-            number, needs = entry_points.step(steps, tokens, behind, lists, *memory, rate, draft)
+            number, needs = entry_points.step(steps, tokens, behind, *lists, *memory, rate, *draft)
             if not needs:
                 break
             self._supply(lives[number], needs, steps[number])
             for live, text in zip(lives, steps, strict=True):
                 text.own, text.shared, text.cursor, text.mixer = self._addresses(live)
-        for live, update, cut in zip(lives, updates, whole, strict=True):
+        for live, update, cut in zip(lives, updates, before, strict=True):
+            if not len(update.new):
+                continue
             if live.cursor.cut and not cut:
                 log.warning("namespace %r is full of live texts: the rest of an output is not kept", live.namespace)
             live.length += len(update.new)
-            if len(update.new):
-                self._shared.note_change(self._shared[live.namespace])
+            self._shared.note_change(self._shared[live.namespace])
         return steps
 
     def _table(self, lives: Sequence[_Live], updates: Sequence[TextUpdate]) -> RecordArray:
@@ -371,5 +372,7 @@ def _gathered(updates: Sequence[TextUpdate]) -> tuple[IntArray, RecycledRows]:
         begin += len(update.new) + len(update.pending)
     if not parts:
         return NO_LISTS
-    lists = parts[0] if len(parts) == 1 else RecycledRows(*map(np.concatenate, zip(*parts, strict=True)))
+    if len(parts) == 1:
+        return np.full(counts[0], behind[0]), parts[0]
+    lists = RecycledRows(*map(np.concatenate, zip(*parts, strict=True)))
     return np.repeat(behind, counts), lists
