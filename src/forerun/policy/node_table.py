@@ -104,17 +104,6 @@ def _add_tree(table: NodeTable, calibration: CalibrationTable, row: int, trees: 
 
 
 @compiled
-def add_trees(table: NodeTable, calibration: CalibrationTable, trees: Trees, vocabulary: int) -> None:
-    """Fill the table.
-
-    Args:
-        vocabulary: number of the target's tokens. Other tokens, and what is below them, cannot be accepted.
-    """
-    for row in range(len(trees.deepest)):
-        _add_tree(table, calibration, row, trees, vocabulary)
-
-
-@compiled
 def _sort(table: NodeTable, end: int, looks: FloatArray, cached: IntArray, rate: float) -> int:
     """Sort the nodes that can be accepted by their worth, parents before children; returns how many there are."""
     order, worth, size = table.order, table.worth, 0
@@ -133,9 +122,32 @@ def _sort(table: NodeTable, end: int, looks: FloatArray, cached: IntArray, rate:
 
 
 @compiled
-def select_nodes(
+def _extract(table: NodeTable, trees: Trees, sizes: IntArray) -> None:
+    """Leave of each row's tree what is kept, from its first place on; ``sizes`` are the numbers of nodes."""
+    for row in range(len(sizes)):
+        begin, size = trees.begins[row], 0
+        for node in range(begin, trees.begins[row + 1]):
+            if table.kept[node] >= 0:
+                above = table.parents[node]
+                trees.tokens[begin + size] = table.tokens[node]
+                trees.parents[begin + size] = ROOT if above == ROOT else table.kept[above]
+                table.kept[node] = size
+                size += 1
+        sizes[row] = size
+
+
+@compiled
+def prune(
     table: NodeTable,
-    end: int,
+    calibration: CalibrationTable,
+    tokens: IntArray,
+    parents: IntArray,
+    stated: FloatArray,
+    begins: IntArray,
+    deepest: IntArray,
+    states: IntArray,
+    vocabulary: int,
+    sizes: IntArray,
     curve: FloatArray,
     looks: FloatArray,
     fed: int,
@@ -150,7 +162,9 @@ def select_nodes(
     """Keep the nodes that maximise expected tokens over cost.
 
     Args:
-        end: number of nodes in the table.
+        tokens, parents, stated, begins, deepest, states: see ``Trees``. What is kept of a tree is written over it.
+        vocabulary: number of the target's tokens. Other tokens, and what is below them, cannot be accepted.
+        sizes: written over with the number of nodes that are kept of each tree.
         curve: costs of passes over 0, 1, ... tokens with empty caches.
         looks: what rows of 0, 1, ... tokens pay for each cached token.
         fed: tokens of the pass besides nodes: one per row, more where prompts are read.
@@ -165,40 +179,29 @@ def select_nodes(
     Returns:
         How many are kept, how many tokens they are expected to give, and what they add to the pass by the curve.
     """
-    size, rows = _sort(table, end, looks, cached, rate), len(cached)
+    trees, rows = Trees(tokens, parents, stated, begins, deepest, states), len(cached)
+    for row in range(rows):
+        _add_tree(table, calibration, row, trees, vocabulary)
+    size = _sort(table, begins[rows], looks, cached, rate)
     decoding = fed == rows
     best, best_tokens, best_added = 0, 0.0, 0.0
     most = rows / (spent + plain) if decoding else -rate * lift * plain
-    tokens, looking = 0.0, 0.0
+    expected, looking = 0.0, 0.0
     for number in range(size):
         node = table.order[number]
         row = table.rows[node]
-        tokens += table.chances[node]
+        expected += table.chances[node]
         looking += cached[row] * (looks[counts[row] + 1] - looks[counts[row]])
         counts[row] += 1
         added = curve[fed + number + 1] - curve[fed] + looking
         cost = lift * plain + slope * added
-        value = (rows + tokens) / (spent + cost) if decoding else tokens - rate * cost
+        value = (rows + expected) / (spent + cost) if decoding else expected - rate * cost
         if value > most:
-            most, best, best_tokens, best_added = value, number + 1, tokens, added
+            most, best, best_tokens, best_added = value, number + 1, expected, added
     for number in range(best):
         table.kept[table.order[number]] = 0
+    _extract(table, trees, sizes)
     return best, best_tokens, best_added
-
-
-@compiled
-def extract(table: NodeTable, trees: Trees, sizes: IntArray) -> None:
-    """Leave of each row's tree what is kept, from its first place on; ``sizes`` are the numbers of nodes."""
-    for row in range(len(sizes)):
-        begin, size = trees.begins[row], 0
-        for node in range(begin, trees.begins[row + 1]):
-            if table.kept[node] >= 0:
-                above = table.parents[node]
-                trees.tokens[begin + size] = table.tokens[node]
-                trees.parents[begin + size] = ROOT if above == ROOT else table.kept[above]
-                table.kept[node] = size
-                size += 1
-        sizes[row] = size
 
 
 @compiled
@@ -245,7 +248,6 @@ def warm_up() -> None:
     """Compile what choosing nodes runs, or load it from an earlier process."""
     table, calibration, ones = NodeTable.allocate(1), CalibrationTable.empty(), np.ones(1, np.int64)
     trees = Trees(ones.copy(), np.full(1, ROOT, np.int64), np.ones(1), np.arange(2), ones, ones)
-    add_trees(table, calibration, trees, 1)
-    select_nodes(table, 1, np.arange(3.0), np.arange(3.0), 1, ones, ones.copy(), 1.0, 0.0, 1.0, 1.0, 1.0)
-    extract(table, trees, ones.copy())
+    curves, costs = (np.arange(3.0), np.arange(3.0)), (1.0, 0.0, 1.0, 1.0, 1.0)
+    prune(table, calibration, *trees, 1, ones.copy(), *curves, 1, ones, ones.copy(), *costs)
     learn(table, calibration, np.zeros((1, 4), np.int64), ones)

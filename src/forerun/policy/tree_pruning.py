@@ -95,16 +95,20 @@ class TreePruner:
             spent: what the step has cost already, in the curve's units. The more, the more nodes are worth scoring.
             correction: of the curve, for passes with trees; see ``PassModel``.
         """
-        flat = self._add(context, trees)
+        flat = self._flat(context, trees)
         if flat is None:
             return self.keep_all(context, trees, correction)
         rows, tokens, cached, plain = len(context), context.tokens, context.cached, self.plain(context)
         alone = plain if context.decodes else self.cost([1] * rows, cached)
         end = self._begins[-1]
         curves, rate = self._curves(tokens + end + 1), rows * self._tokens / self._spent / alone
-        kept, expected, added = node_table.select_nodes(
+        sizes = np.empty(rows, np.int64)
+        kept, expected, added = node_table.prune(
             self._nodes,
-            end,
+            self._calibration,
+            *flat,
+            self._vocabulary,
+            sizes,
             *curves,
             tokens,
             np.array(cached),
@@ -114,19 +118,19 @@ class TreePruner:
             *correction,
             rate,
         )
-        parts = self._parts(trees, flat) if kept else [DraftTree.empty()] * rows
+        parts = self._parts(trees, flat, sizes.tolist()) if kept else [DraftTree.empty()] * rows
         cost = _corrected(correction, plain, added, kept)
         return TreeSelection(context, parts, kept, rows + expected, plain, added, cost)
 
-    def _add(self, context: PassContext, trees: Sequence[DraftTree]) -> Trees | None:
-        """Put the trees into the table; None if they have no nodes."""
+    def _flat(self, context: PassContext, trees: Sequence[DraftTree]) -> Trees | None:
+        """The trees one after the other, for whose nodes the table has room; None if they have no nodes."""
         self._begins, self._outcomes, self._committed = [0, *accumulate(map(len, trees))], [], []
         if not (size := self._begins[-1]):
             return None
         if size > len(self._nodes.tokens):
             self._nodes = NodeTable.allocate(2 * size)
         stated = [None if tree.q is not None else tree.probability for tree in trees]
-        flat = Trees(
+        return Trees(
             np.concatenate([tree.tokens for tree in trees]),
             np.concatenate([tree.parents for tree in trees]),
             np.concatenate([np.ones(len(tree)) if p is None else p for tree, p in zip(trees, stated, strict=True)]),
@@ -134,14 +138,11 @@ class TreePruner:
             np.array([request.max_draft_depth for request in context.rows]),
             np.array([int(p is not None) for p in stated]),
         )
-        node_table.add_trees(self._nodes, self._calibration, flat, self._vocabulary)
-        return flat
 
-    def _parts(self, trees: Sequence[DraftTree], flat: Trees) -> list[DraftTree]:
+    def _parts(self, trees: Sequence[DraftTree], flat: Trees, sizes: Sequence[int]) -> list[DraftTree]:
         """The parts of the trees that are kept."""
-        parts, sizes = list(trees), np.empty(len(trees), np.int64)
-        node_table.extract(self._nodes, flat, sizes)
-        for row, (tree, size) in enumerate(zip(trees, sizes.tolist(), strict=True)):
+        parts = list(trees)
+        for row, (tree, size) in enumerate(zip(trees, sizes, strict=True)):
             begin, end = self._begins[row : row + 2]
             if size == len(tree):
                 continue

@@ -238,10 +238,11 @@ class Trie(TrieStore):
                 self._shared.open(live.namespace)
         steps, before = self._table(lives, updates), [live.cursor.cut for live in lives]
         workspace, scratch = self._handles
-        memory = workspace.at(self._workspace), scratch.at(self._scratch)
+        given, memory = (steps, tokens, behind, *lists), (workspace.at(self._workspace), scratch.at(self._scratch))
+        filled = draft.tokens, draft.parents, draft.probability, draft.origins
         rate = float(self.config.learning_rate)
         while True:
-            number, needs = entry_points.step(steps, tokens, behind, *lists, *memory, rate, *draft)
+            number, needs = entry_points.step(*given, *memory, rate, *filled)
             if not needs:
                 break
             self._supply(lives[number], needs, steps[number])
