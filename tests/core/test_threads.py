@@ -159,16 +159,16 @@ def test_no_thread_exchanges_arrays_that_another_is_reading(
         "load": lambda: trie.load(tmp_path / "trie"),
         "finish": lambda: trie.finish(1),
     }
-    grow, other = entry_points.grow, threading.Thread(target=changes[change])
+    step, other = entry_points.step, threading.Thread(target=changes[change])
 
-    def slow(*args: Any) -> int:
+    def slow(*args: Any) -> tuple[int, int]:
         if threading.current_thread() is not other:
             other.start()
             other.join(0.3)
             assert other.is_alive()
-        return grow(*args)
+        return step(*args)
 
-    monkeypatch.setattr(entry_points, "grow", slow)
+    monkeypatch.setattr(entry_points, "step", slow)
     assert trie.retrieve(0, 8, 4).tokens[0] == 3
     other.join(PATIENCE)
     assert not other.is_alive()

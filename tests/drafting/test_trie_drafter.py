@@ -162,8 +162,8 @@ def test_after_warm_up_nothing_is_compiled_and_nothing_is_indexed() -> None:
     drafter = TrieDrafter(TrieConfig(capacity=1 << 16, learning_rate=0))
     drafter.warm_up()
     assert drafter.trie.nbytes == 0
-    functions = [entry_points.grow, entry_points.extend, arrays.valid, arrays.tight]
-    functions += [text_cursor.ingest, text_cursor.publish, text_cursor.withdraw, text_cursor.peek]
+    functions = [entry_points.step, arrays.valid, arrays.tight]
+    functions += [text_cursor.ingest, text_cursor.publish, text_cursor.withdraw]
     before = [len(function.signatures) for function in functions]  # type: ignore[attr-defined]
     for _ in range(60):
         generate(drafter, [1, 2, 3, 1], list(range(1, 30)), 40)
@@ -192,8 +192,8 @@ def run(script: str, *path: Path) -> str:
 @pytest.mark.matrix
 def test_the_machine_code_of_the_index_is_kept() -> None:
     TrieDrafter().warm_up()
-    stamp = entry_points.grow._cache._cache_file._source_stamp  # type: ignore[attr-defined]
+    stamp = entry_points.step._cache._cache_file._source_stamp  # type: ignore[attr-defined]
     assert stamp == stamp_of(Path(forerun.__file__).parent, "trie")
     script = "from forerun.drafting.trie_drafter import TrieDrafter; TrieDrafter().warm_up()"
-    script += "; from forerun.trie import entry_points; print(sum(entry_points.grow.stats.cache_hits.values()))"
+    script += "; from forerun.trie import entry_points; print(sum(entry_points.step.stats.cache_hits.values()))"
     assert run(script, Path(forerun.__file__).parents[1]) == "1\n"

@@ -187,6 +187,8 @@ def test_a_drawn_node_that_was_not_scored_teaches_nothing() -> None:
     tree = DraftTree(np.arange(4), np.arange(-1, 3), q=torch.full((4, 5), 0.2))
     for drawn, shown in ((True, 2), (False, 3)):
         pruner = TreePruner(CostCurve.linear(2))
-        (kept,) = prune(pruner, [tree]).trees
+        selection = prune(pruner, [tree])
+        (kept,) = selection.trees
         assert len(kept) == 2
-        assert pruner.learn(0, Outcome(kept, Verdict([0, 1], [0, 1, 2]), NO_LOGITS), drawn) == shown
+        pruner.learn(0, Outcome(kept, Verdict([0, 1], [0, 1, 2]), NO_LOGITS), drawn)
+        assert pruner.end(selection, 3) == shown

@@ -20,7 +20,7 @@ from forerun.trie.arrays import RECYCLED_SHARE
 from forerun.trie.known_noise import EULER, noise_of
 from forerun.trie.recycled import RecycledRows
 from forerun.trie.tables import LISTED, NOISE
-from forerun.trie.trie import SamplingNoise, Trie, TrieConfig
+from forerun.trie.trie import SamplingNoise, TextUpdate, Trie, TrieConfig
 
 
 def rows(before: int, last: int, tokens: list[int], gap: float = 3.0) -> RecycledRows:
@@ -104,19 +104,31 @@ def test_no_other_namespace_is_drafted_from_a_list_or_learns_what_one_was_worth(
     assert [part.tolist() for part in used.retrieve(1, 16, 8)] == [part.tolist() for part in fresh.retrieve(1, 16, 8)]
 
 
-def test_a_steps_lists_are_kept_after_its_tokens_were_learned(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    extend, recycle = Trie.extend, Trie.recycle
-    monkeypatch.setattr(Trie, "extend", lambda *call: (calls.append("extend"), extend(*call))[1])
-    monkeypatch.setattr(Trie, "recycle", lambda *call: (calls.append("recycle"), recycle(*call))[1])
+def test_a_steps_lists_are_kept_after_its_tokens_were_learned() -> None:
+    at_once, after, before = tries = Trie(), Trie(), Trie()
+    for trie in tries:
+        trie.begin(0, "n", [1, 2, 3, 4])
+    steps = [(5, rows(3, 4, [5, 6])), (6, rows(4, 5, [6, 7]))]
+    at_once.step([TextUpdate(0, [5, 6], [(1, steps[0][1]), (2, steps[1][1])])])
+    for token, lists in steps:
+        after.extend(0, [token])
+        after.recycle(0, lists)
+        before.recycle(0, lists)
+        before.extend(0, [token])
+    learned = [trie.snapshot("n")[1] for trie in tries]
+    assert (learned[0] == learned[1]).all() and (learned[0] != learned[2]).any()
+    assert drafted(at_once, 0) == drafted(after, 0)
+
+
+def test_a_step_is_learned_when_a_draft_is_wanted() -> None:
     drafter, request = TrieDrafter(), Request([1, 2, 3, 4], 8)
     drafter.begin(request)
     for _ in range(2):
         logits = torch.zeros(1, 100)
         drafter.observe(request, Outcome(DraftTree.empty(), verify(DraftTree.empty(), logits, request), logits))
-        assert calls == []
+    assert drafter.trie.length(request.id) == 4
     drafter.learn(request)
-    assert calls == ["extend", "recycle", "extend", "recycle"]
+    assert drafter.trie.length(request.id) == 6
 
 
 def test_rows_of_a_tree_are_kept_by_the_tokens_on_the_path_to_them() -> None:

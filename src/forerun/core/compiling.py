@@ -28,27 +28,27 @@ COMPILES = not numba.config.DISABLE_JIT
 PACKAGE = Path(__file__).parents[1]
 
 
-def compiled(function: Function) -> Function:
+def compiled(function: Function, nogil: bool = False) -> Function:
     """Compile on the first call.
 
     The machine code of this package's functions is kept beside the module. Where no file can be written there, and for
     functions of others, it is kept for this process. With ``NUMBA_DISABLE_JIT`` the function stays Python. It is
     compiled without numba's reference counts (``_nrt``), which took more time than the work, so it may not allocate
-    anything.
+    anything. With ``nogil`` other threads run Python meanwhile.
     """
     if not COMPILES:
         return np.errstate(over="ignore")(function)  # hashes are meant to overflow
     package, _, module = function.__module__.partition(".")
     if package == PACKAGE.name:
         try:
-            dispatcher = numba.njit(cache=True, _nrt=False, error_model="numpy")(function)
+            dispatcher = numba.njit(cache=True, nogil=nogil, _nrt=False, error_model="numpy")(function)
         except RuntimeError:  # no folder for the cache can be written
             pass
         else:
             kept, stamp = dispatcher._cache, stamp_of(PACKAGE, module.partition(".")[0])
             kept._cache_file = MachineCodeFile(kept.cache_path, kept._impl.filename_base, stamp)
             return cast(Function, dispatcher)
-    return cast(Function, numba.njit(function, _nrt=False, error_model="numpy"))
+    return cast(Function, numba.njit(function, nogil=nogil, _nrt=False, error_model="numpy"))
 
 
 @functools.cache

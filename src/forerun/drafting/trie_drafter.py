@@ -19,7 +19,7 @@ from forerun.trie import recycled
 from forerun.trie.arrays import Int32Array
 from forerun.trie.recycled import Float32Array, RecycledRows
 from forerun.trie.tables import LISTED
-from forerun.trie.trie import SamplingNoise, Trie, TrieConfig
+from forerun.trie.trie import SamplingNoise, TextUpdate, Trie, TrieConfig
 
 TOKENS_A_READ = 8
 """Tokens that are indexed where a model reads one. Indexing one takes 3 us."""
@@ -78,14 +78,17 @@ class TrieDrafter(Drafter):
 
     def propose(self, context: PassContext) -> list[DraftTree]:
         """Draft the likeliest branches, merged. The texts of all rows are learned first."""
-        for request in context.rows:
-            self.learn(request)
-        return [self._tree(request, budget) for request, budget in context]
+        drafts = self.trie.step([self._update(request, budget) for request, budget in context])
+        return [
+            DraftTree(each.tokens, each.parents, probability=each.probability, origins=each.origins) for each in drafts
+        ]
 
-    def _tree(self, request: Request, budget: int) -> DraftTree:
-        on_trial = request.tokens[self._committed[request.id] :]
-        draft = self.trie.retrieve(request.id, budget, request.max_draft_depth, on_trial)
-        return DraftTree(draft.tokens, draft.parents, probability=draft.probability, origins=draft.origins)
+    def _update(self, request: Request, budget: int = 0) -> TextUpdate:
+        """What is not learned yet of a request's text: each step's lists are kept once its tokens are learned."""
+        number, tokens = request.id, request.tokens
+        known, committed = self.trie.length(number), self._committed[number]
+        lists = [(length - known, rows) for length, rows in self._rows.pop(number, ())]
+        return TextUpdate(number, tokens[known:committed], lists, tokens[committed:], budget, request.max_draft_depth)
 
     def observe(self, request: Request, outcome: Outcome) -> None:
         """Note what was committed, to be learned before the next draft at the latest."""
@@ -105,21 +108,14 @@ class TrieDrafter(Drafter):
         tree, text, end = outcome.tree, request.tokens, len(request) - len(outcome.verdict.tokens)
         last, before = np.empty(len(tree) + 1, np.int64), np.empty(len(tree) + 1, np.int64)
         last[0], before[0] = text[end - 1], text[end - 2] if end > 1 else -1
-        last[1:], before[1:] = tree.tokens, last[tree.parents + 1]
+        last[1:] = tree.tokens
+        before[1:] = last[tree.parents + 1]
         tokens, scores = outcome.best or best_of_rows(outcome.logits)
         self._rows.setdefault(request.id, []).append((len(request), RecycledRows(before, last, tokens, scores)))
 
     def learn(self, request: Request) -> None:
-        """Learn all of a request's text now, and keep each step's lists once the step's tokens are learned."""
-        for length, rows in self._rows.pop(request.id, ()):
-            self._extend(request, length)
-            self.trie.recycle(request.id, rows)
-        self._extend(request, self._committed[request.id])
-
-    def _extend(self, request: Request, length: int) -> None:
-        known = self.trie.length(request.id)
-        if known < length:
-            self.trie.extend(request.id, request.tokens[known:length])
+        """Learn all of a request's text now."""
+        self.trie.step([self._update(request)])
 
     def finish(self, request: Request) -> None:
         """Free the prompt's index; what was generated stays."""

@@ -27,6 +27,25 @@ from forerun.policy.calibration import (
 from forerun.policy.cost_curve import FloatArray
 
 
+class Trees(NamedTuple):
+    """The trees of all rows, one after the other.
+
+    Attributes:
+        tokens, parents: of ``DraftTree``; int64 ``[n]``.
+        stated: the stated probability that a node is accepted; float64 ``[n]``.
+        begins: the place of each row's first node, and behind the last; int64 ``[rows + 1]``.
+        deepest: the maximum depth of an accepted node; int64 ``[rows]``.
+        states: 1 if the drafter states probabilities; int64 ``[rows]``.
+    """
+
+    tokens: IntArray
+    parents: IntArray
+    stated: FloatArray
+    begins: IntArray
+    deepest: IntArray
+    states: IntArray
+
+
 class NodeTable(NamedTuple):
     """The nodes of all rows' trees, one tree after the other; each column ``[n]``.
 
@@ -63,38 +82,24 @@ class NodeTable(NamedTuple):
 
 
 @compiled
-def add_tree(
-    table: NodeTable,
-    calibration: CalibrationTable,
-    row: int,
-    begin: int,
-    tokens: IntArray,
-    parents: IntArray,
-    stated: FloatArray,
-    deepest: int,
-    vocabulary: int,
-) -> None:
-    """Add a row's tree, from ``begin`` on, with each node's chance.
-
-    Args:
-        stated: the stated probability that a node is accepted; empty if the drafter states none.
-        deepest: the maximum depth of an accepted node.
-        vocabulary: number of the target's tokens. Other tokens, and what is below them, cannot be accepted.
-    """
-    for node in range(len(tokens)):
-        at, above = begin + node, begin + parents[node] if parents[node] != ROOT else ROOT
+def _add_tree(table: NodeTable, calibration: CalibrationTable, row: int, trees: Trees, vocabulary: int) -> None:
+    """Add a row's tree, with each node's chance."""
+    tokens, parents, stated, deepest = trees.tokens, trees.parents, trees.stated, trees.deepest[row]
+    begin = trees.begins[row]
+    for at in range(begin, trees.begins[row + 1]):
+        above = begin + parents[at] if parents[at] != ROOT else ROOT
         depth = 1 if above == ROOT else table.depths[above] + 1
         chance = 1.0 if above == ROOT else table.chances[above]
-        table.tokens[at], table.parents[at], table.rows[at], table.depths[at] = tokens[node], above, row, depth
+        table.tokens[at], table.parents[at], table.rows[at], table.depths[at] = tokens[at], above, row, depth
         table.odds[at], table.groups[at], table.kept[at] = 0.0, ODDS_GROUPS + min(depth, DEPTH_GROUPS) - 1, -1
-        if len(stated):
-            before = 1.0 if above == ROOT else max(stated[parents[node]], 1e-12)
-            table.odds[at] = odds_of(stated[node] / before)
+        if trees.states[row]:
+            before = 1.0 if above == ROOT else max(stated[above], 1e-12)
+            table.odds[at] = odds_of(stated[at] / before)
             table.groups[at] = group_of(table.odds[at])
             chance *= calibrated(calibration, table.odds[at])
         else:
             chance *= chance_at_depth(calibration, depth)
-        possible = depth <= deepest and 0 <= tokens[node] < vocabulary
+        possible = depth <= deepest and 0 <= tokens[at] < vocabulary
         table.chances[at] = chance if possible else 0.0
 
 
@@ -117,9 +122,32 @@ def _sort(table: NodeTable, end: int, looks: FloatArray, cached: IntArray, rate:
 
 
 @compiled
-def select_nodes(
+def _extract(table: NodeTable, trees: Trees, sizes: IntArray) -> None:
+    """Leave of each row's tree what is kept, from its first place on; ``sizes`` are the numbers of nodes."""
+    for row in range(len(sizes)):
+        begin, size = trees.begins[row], 0
+        for node in range(begin, trees.begins[row + 1]):
+            if table.kept[node] >= 0:
+                above = table.parents[node]
+                trees.tokens[begin + size] = table.tokens[node]
+                trees.parents[begin + size] = ROOT if above == ROOT else table.kept[above]
+                table.kept[node] = size
+                size += 1
+        sizes[row] = size
+
+
+@compiled
+def prune(
     table: NodeTable,
-    end: int,
+    calibration: CalibrationTable,
+    tokens: IntArray,
+    parents: IntArray,
+    stated: FloatArray,
+    begins: IntArray,
+    deepest: IntArray,
+    states: IntArray,
+    vocabulary: int,
+    sizes: IntArray,
     curve: FloatArray,
     looks: FloatArray,
     fed: int,
@@ -134,7 +162,9 @@ def select_nodes(
     """Keep the nodes that maximise expected tokens over cost.
 
     Args:
-        end: number of nodes in the table.
+        tokens, parents, stated, begins, deepest, states: see ``Trees``. What is kept of a tree is written over it.
+        vocabulary: number of the target's tokens. Other tokens, and what is below them, cannot be accepted.
+        sizes: written over with the number of nodes that are kept of each tree.
         curve: costs of passes over 0, 1, ... tokens with empty caches.
         looks: what rows of 0, 1, ... tokens pay for each cached token.
         fed: tokens of the pass besides nodes: one per row, more where prompts are read.
@@ -149,52 +179,38 @@ def select_nodes(
     Returns:
         How many are kept, how many tokens they are expected to give, and what they add to the pass by the curve.
     """
-    size, rows = _sort(table, end, looks, cached, rate), len(cached)
+    trees, rows = Trees(tokens, parents, stated, begins, deepest, states), len(cached)
+    for row in range(rows):
+        _add_tree(table, calibration, row, trees, vocabulary)
+    size = _sort(table, begins[rows], looks, cached, rate)
     decoding = fed == rows
     best, best_tokens, best_added = 0, 0.0, 0.0
     most = rows / (spent + plain) if decoding else -rate * lift * plain
-    tokens, looking = 0.0, 0.0
+    expected, looking = 0.0, 0.0
     for number in range(size):
         node = table.order[number]
         row = table.rows[node]
-        tokens += table.chances[node]
+        expected += table.chances[node]
         looking += cached[row] * (looks[counts[row] + 1] - looks[counts[row]])
         counts[row] += 1
         added = curve[fed + number + 1] - curve[fed] + looking
         cost = lift * plain + slope * added
-        value = (rows + tokens) / (spent + cost) if decoding else tokens - rate * cost
+        value = (rows + expected) / (spent + cost) if decoding else expected - rate * cost
         if value > most:
-            most, best, best_tokens, best_added = value, number + 1, tokens, added
+            most, best, best_tokens, best_added = value, number + 1, expected, added
     for number in range(best):
         table.kept[table.order[number]] = 0
+    _extract(table, trees, sizes)
     return best, best_tokens, best_added
 
 
 @compiled
-def extract(table: NodeTable, begin: int, end: int, tokens: IntArray, parents: IntArray) -> int:
-    """Copy the nodes of a row's tree that are kept; returns how many there are."""
-    size = 0
-    for node in range(begin, end):
-        if table.kept[node] >= 0:
-            above = table.parents[node]
-            tokens[size] = table.tokens[node]
-            parents[size] = ROOT if above == ROOT else table.kept[above]
-            table.kept[node] = size
-            size += 1
-    return size
-
-
-@compiled
-def learn(table: NodeTable, calibration: CalibrationTable, begin: int, end: int, tokens: IntArray, scored: bool) -> int:
+def _learn(
+    table: NodeTable, calibration: CalibrationTable, begin: int, end: int, tokens: IntArray, scored: bool
+) -> int:
     """Count the nodes of a row's tree that its committed tokens show to be right or wrong: the children of the root and
-    of right nodes, as far as the text is known.
-
-    Args:
-        scored: whether only nodes that were scored count.
-
-    Returns:
-        How many were right.
-    """
+    of right nodes, as far as the text is known; only nodes that were scored if ``scored``. Returns how many were
+    right."""
     depths, right = table.order, 0  # the depth of each node that was right, else 0
     for node in range(begin, end):
         above = table.parents[node]
@@ -209,19 +225,29 @@ def learn(table: NodeTable, calibration: CalibrationTable, begin: int, end: int,
     return right
 
 
-def warm_up() -> None:
-    """Compile what choosing nodes runs, or load it from an earlier process."""
-    table, calibration, tokens, parents = (
-        NodeTable.allocate(1),
-        CalibrationTable.empty(),
-        np.zeros(1, np.int64),
-        np.full(1, ROOT, np.int64),
-    )
-    for stated in (np.empty(0), np.ones(1)):
-        add_tree(table, calibration, 0, 0, tokens, parents, stated, 1, 1)
-    ones = np.ones(1, np.int64)
-    select_nodes(table, 1, np.arange(3.0), np.arange(3.0), 1, ones, ones.copy(), 1.0, 0.0, 1.0, 1.0, 1.0)
-    extract(table, 0, 1, tokens, parents)
-    learn(table, calibration, 0, 1, tokens, False)
+@compiled
+def learn(table: NodeTable, calibration: CalibrationTable, outcomes: IntArray, tokens: IntArray) -> int:
+    """Learn from the outcomes of a step's trees; returns how many nodes were right.
+
+    Args:
+        outcomes: first node, the place behind the last, number of committed tokens, and whether only scored nodes
+            count; ``[rows, 4]``.
+        tokens: committed of all rows, one row after the other.
+    """
+    right, at = 0, 0
+    for row in range(len(outcomes)):
+        begin, end, length, scored = outcomes[row, 0], outcomes[row, 1], outcomes[row, 2], outcomes[row, 3] != 0
+        right += _learn(table, calibration, begin, end, tokens[at : at + length], scored)
+        at += length
     settle(calibration)
     forget(calibration)
+    return right
+
+
+def warm_up() -> None:
+    """Compile what choosing nodes runs, or load it from an earlier process."""
+    table, calibration, ones = NodeTable.allocate(1), CalibrationTable.empty(), np.ones(1, np.int64)
+    trees = Trees(ones.copy(), np.full(1, ROOT, np.int64), np.ones(1), np.arange(2), ones, ones)
+    curves, costs = (np.arange(3.0), np.arange(3.0)), (1.0, 0.0, 1.0, 1.0, 1.0)
+    prune(table, calibration, *trees, 1, ones.copy(), *curves, 1, ones, ones.copy(), *costs)
+    learn(table, calibration, np.zeros((1, 4), np.int64), ones)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -24,12 +25,10 @@ from forerun.core.pass_context import PassContext
 from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome
 from forerun.policy import node_table
-from forerun.policy.calibration import MEMORY, CalibrationTable, forget, settle
+from forerun.policy.calibration import MEMORY, CalibrationTable
 from forerun.policy.cost_curve import CostCurve, FloatArray
-from forerun.policy.node_table import NodeTable
+from forerun.policy.node_table import NodeTable, Trees
 from forerun.policy.step_timer import AS_THE_CURVE_SAYS, LinearCost
-
-_UNSTATED = np.empty(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,9 @@ class TreePruner:
     def __init__(self, costs: CostCurve, vocabulary: int = 1 << 31) -> None:
         self._vocabulary = vocabulary
         self._calibration, self._nodes = CalibrationTable.empty(), NodeTable.allocate(64)
-        self._places: list[tuple[int, int]] = []  # where each row's tree is in the table of nodes
+        self._begins = [0]  # where each row's tree begins in the table of nodes, and where the last ends
+        self._outcomes: list[tuple[int, int, int, bool]] = []  # see ``node_table.learn``
+        self._committed: list[int] = []  # tokens of these
         self._tokens = self._spent = 1.0  # of recent passes: tokens of a row, and cost in passes without trees
         self.fit(costs)
 
@@ -94,15 +95,20 @@ class TreePruner:
             spent: what the step has cost already, in the curve's units. The more, the more nodes are worth scoring.
             correction: of the curve, for passes with trees; see ``PassModel``.
         """
-        end = self._add(context, trees)
-        if not end:
+        flat = self._flat(context, trees)
+        if flat is None:
             return self.keep_all(context, trees, correction)
         rows, tokens, cached, plain = len(context), context.tokens, context.cached, self.plain(context)
         alone = plain if context.decodes else self.cost([1] * rows, cached)
+        end = self._begins[-1]
         curves, rate = self._curves(tokens + end + 1), rows * self._tokens / self._spent / alone
-        kept, expected, added = node_table.select_nodes(
+        sizes = np.empty(rows, np.int64)
+        kept, expected, added = node_table.prune(
             self._nodes,
-            end,
+            self._calibration,
+            *flat,
+            self._vocabulary,
+            sizes,
             *curves,
             tokens,
             np.array(cached),
@@ -112,45 +118,45 @@ class TreePruner:
             *correction,
             rate,
         )
-        parts = list(trees)
-        for row, tree in enumerate(trees):
-            begin, end = self._places[row]
-            if end > begin:
-                parts[row] = self._part(tree, begin, end) if kept else DraftTree.empty()
+        parts = self._parts(trees, flat, sizes.tolist()) if kept else [DraftTree.empty()] * rows
         cost = _corrected(correction, plain, added, kept)
         return TreeSelection(context, parts, kept, rows + expected, plain, added, cost)
 
-    def _add(self, context: PassContext, trees: Sequence[DraftTree]) -> int:
-        """Put the trees into the table; returns the number of nodes."""
-        size = sum(map(len, trees))
+    def _flat(self, context: PassContext, trees: Sequence[DraftTree]) -> Trees | None:
+        """The trees one after the other, for whose nodes the table has room; None if they have no nodes."""
+        self._begins, self._outcomes, self._committed = [0, *accumulate(map(len, trees))], [], []
+        if not (size := self._begins[-1]):
+            return None
         if size > len(self._nodes.tokens):
             self._nodes = NodeTable.allocate(2 * size)
-        self._places, begin = [], 0
-        for row, (request, tree) in enumerate(zip(context.rows, trees, strict=True)):
-            end = begin + len(tree)
-            if end > begin:
-                stated = _UNSTATED if tree.probability is None or tree.q is not None else tree.probability
-                deepest = request.max_draft_depth
-                node_table.add_tree(
-                    self._nodes, self._calibration, row, begin, tree.tokens, tree.parents, stated, deepest,
-                    self._vocabulary,
-                )  # fmt: skip
-            self._places.append((begin, end))
-            begin = end
-        return begin
+        stated = [None if tree.q is not None else tree.probability for tree in trees]
+        return Trees(
+            np.concatenate([tree.tokens for tree in trees]),
+            np.concatenate([tree.parents for tree in trees]),
+            np.concatenate([np.ones(len(tree)) if p is None else p for tree, p in zip(trees, stated, strict=True)]),
+            np.array(self._begins),
+            np.array([request.max_draft_depth for request in context.rows]),
+            np.array([int(p is not None) for p in stated]),
+        )
 
-    def _part(self, tree: DraftTree, begin: int, end: int) -> DraftTree:
-        """The part of a tree that is kept."""
-        tokens, parents = np.empty(end - begin, np.int64), np.empty(end - begin, np.int64)
-        size = node_table.extract(self._nodes, begin, end, tokens, parents)
-        if size == len(tree):
-            return tree
-        if not size:
-            return DraftTree.empty()
-        if tree.q is None:
-            origins = None if tree.origins is None else tree.origins[self._nodes.kept[begin:end] >= 0]
-            return DraftTree(tokens[:size], parents[:size], origins=origins)
-        return tree.select(self._nodes.kept[begin:end] >= 0)
+    def _parts(self, trees: Sequence[DraftTree], flat: Trees, sizes: Sequence[int]) -> list[DraftTree]:
+        """The parts of the trees that are kept."""
+        parts = list(trees)
+        for row, (tree, size) in enumerate(zip(trees, sizes, strict=True)):
+            begin, end = self._begins[row : row + 2]
+            if size == len(tree):
+                continue
+            if not size:
+                parts[row] = DraftTree.empty()
+                continue
+            keep = self._nodes.kept[begin:end] >= 0
+            if tree.q is not None:
+                parts[row] = tree.select(keep)
+            else:
+                origins = None if tree.origins is None else tree.origins[keep]
+                own = slice(begin, begin + size)
+                parts[row] = DraftTree(flat.tokens[own], flat.parents[own], origins=origins)
+        return parts
 
     def keep_all(
         self, context: PassContext, trees: Sequence[DraftTree], correction: LinearCost = AS_THE_CURVE_SAYS
@@ -164,33 +170,32 @@ class TreePruner:
         cost = _corrected(correction, plain, added, nodes)
         return TreeSelection(context, list(trees), nodes, len(context), plain, added, cost)
 
-    def learn(self, row: int, outcome: Outcome, drawn: bool) -> int:
-        """Learn which nodes of a row's tree were right, whether they were scored or not.
+    def learn(self, row: int, outcome: Outcome, drawn: bool) -> None:
+        """Note which nodes of a row's tree were right, whether they were scored or not; ``end`` learns it.
 
         Args:
             row: its number in the last ``prune``.
             outcome: of the row.
             drawn: whether the tree carries ``q``, so that only accepted and rejected nodes count.
-
-        Returns:
-            How many nodes were right.
         """
-        begin, end = self._places[row]
+        begin, end = self._begins[row : row + 2]
         if begin == end:
-            return 0
-        tokens = np.array(outcome.verdict.tokens, np.int64)
-        if drawn:
-            tokens[len(outcome.verdict.path) :] = ROOT
-        return node_table.learn(self._nodes, self._calibration, begin, end, tokens, drawn)
+            return
+        tokens, accepted = outcome.verdict.tokens, len(outcome.verdict.path)
+        self._outcomes.append((begin, end, len(tokens), drawn))
+        self._committed += [*tokens[:accepted], *[ROOT] * (len(tokens) - accepted)] if drawn else tokens
 
-    def end(self, selection: TreeSelection, tokens: int) -> None:
-        """Every row of a step was learned from; together they gave ``tokens`` tokens."""
-        if self._places and self._places[-1][1]:
-            settle(self._calibration)
-            forget(self._calibration)
+    def end(self, selection: TreeSelection, tokens: int) -> int:
+        """Learn from a step's trees; together all rows gave ``tokens`` tokens. Returns how many nodes were right."""
+        right = 0
+        if self._begins[-1]:
+            outcomes = np.array(self._outcomes, np.int64).reshape(-1, 4)
+            right = node_table.learn(self._nodes, self._calibration, outcomes, np.array(self._committed, np.int64))
+            self._outcomes, self._committed = [], []
         if selection.context.decodes:
             self._tokens = MEMORY * self._tokens + tokens / len(selection.context)
             self._spent = MEMORY * self._spent + selection.cost / selection.plain
+        return right
 
     def plain(self, context: PassContext) -> float:
         """Cost of a pass without trees."""

@@ -82,9 +82,11 @@ class Draft(NamedTuple):
         """Room for so many nodes."""
         return cls(np.empty(budget, np.int64), np.empty(budget, np.int64), np.empty(budget), np.empty(budget, np.int8))
 
-    def cut(self, size: int) -> Draft:
-        """The first nodes."""
-        return Draft(self.tokens[:size], self.parents[:size], self.probability[:size], self.origins[:size])
+    def cut(self, end: int, begin: int = 0) -> Draft:
+        """The nodes before ``end``, from ``begin`` on."""
+        return Draft(
+            self.tokens[begin:end], self.parents[begin:end], self.probability[begin:end], self.origins[begin:end]
+        )
 
 
 @compiled

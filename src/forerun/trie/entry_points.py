@@ -1,15 +1,23 @@
-"""The functions that are called at every step. They take addresses of handles, not arrays, which is faster."""
+"""The function that is called at every step, once for all texts.
+
+It takes addresses of handles, not arrays, which is faster, and lets other threads run Python meanwhile.
+"""
 
 from __future__ import annotations
 
+from functools import partial
+
 from forerun.core.compiling import compiled
-from forerun.core.tree import IntArray
+from forerun.core.tree import Int8Array, IntArray
 from forerun.trie import best_first, learning, recycled, text_cursor
 from forerun.trie.array_handles import reader
-from forerun.trie.arrays import Index, Int32Array
+from forerun.trie.arrays import FloatArray, Index, Int32Array
 from forerun.trie.draft_workspace import Draft, DraftWorkspace
+from forerun.trie.learning import OWN_ROOM
 from forerun.trie.logistic_mixer import untrained
-from forerun.trie.recycled import Float32Array
+from forerun.trie.namespace import PIECE_TOKENS
+from forerun.trie.recycled import Float32Array, RecycledRows
+from forerun.trie.tables import RecordArray
 from forerun.trie.text_cursor import TextCursor
 
 index_at = reader(Index.allocate(0, 0, 0))
@@ -21,28 +29,108 @@ _grow, _extend, _peek, _keep = best_first.grow, learning.extend, text_cursor.pee
 
 
 @compiled
-def grow(own: int, shared: int, cursor: int, mixer: int, workspace: int, draft: Draft, deepest: int) -> int:
-    """See ``best_first.grow``."""
-    return _grow(
-        index_at(own), index_at(shared), cursor_at(cursor), mixer_at(mixer), workspace_at(workspace), draft, deepest
-    )
+def _set_noise(workspace: DraftWorkspace, steps: RecordArray, number: int, ahead: int) -> None:
+    """Let the workspace know the noise of a text's tokens, from ``ahead`` tokens behind its position on."""
+    noise, text = workspace.noise[0], steps[number]
+    noise.seed, noise.temperature, noise.position = text.seed, text.temperature, text.position + ahead
 
 
 @compiled
-def extend(own: int, shared: int, cursor: int, mixer: int, workspace: int, tokens: IntArray, rate: float) -> int:
-    """See ``learning.extend``."""
-    return _extend(
-        index_at(own), index_at(shared), cursor_at(cursor), mixer_at(mixer), workspace_at(workspace), tokens, rate
-    )
+def _learn(
+    steps: RecordArray,
+    number: int,
+    tokens: IntArray,
+    behind: IntArray,
+    lists: RecycledRows,
+    workspace: DraftWorkspace,
+    rate: float,
+) -> int:
+    """Learn a text's new tokens and keep its lists; what is needed before it can go on, or 0."""
+    text = steps[number]
+    own, shared = index_at(text.own), index_at(text.shared)
+    if own.state[0].tokens + text.new_end - text.at > text.room:
+        return OWN_ROOM
+    while True:
+        while text.list_at < text.list_end and behind[text.list_at] <= text.at:
+            _keep(shared, lists, text.list_at)
+            text.list_at += 1
+        if text.at == text.new_end:
+            return 0
+        first, end = text.at, min(text.at + PIECE_TOKENS, text.new_end)
+        if text.list_at < text.list_end:
+            end = min(end, behind[text.list_at])
+        _set_noise(workspace, steps, number, 0)
+        needs = _extend(own, shared, cursor_at(text.cursor), mixer_at(text.mixer), workspace, tokens[first:end], rate)
+        text.position += end - first
+        text.at, text.piece = end, end - first
+        if needs:
+            return needs
 
 
 @compiled
-def keep(shared: int, before: IntArray, last: IntArray, tokens: Int32Array, scores: Float32Array) -> None:
-    """See ``recycled.keep``."""
-    _keep(index_at(shared), before, last, tokens, scores)
+def _draft(
+    steps: RecordArray,
+    number: int,
+    tokens: IntArray,
+    workspace: DraftWorkspace,
+    scratch: TextCursor,
+    draft: Draft,
+) -> int:
+    """Fill a draft of what may follow a text; the number of its nodes."""
+    text = steps[number]
+    own, shared, cursor = index_at(text.own), index_at(text.shared), cursor_at(text.cursor)
+    if text.pending_end > text.new_end:
+        _peek(own, shared, cursor, scratch, tokens[text.new_end : text.pending_end])
+        cursor = scratch
+    _set_noise(workspace, steps, number, text.pending_end - text.new_end)
+    return _grow(own, shared, cursor, mixer_at(text.mixer), workspace, draft, text.deepest)
 
 
-@compiled
-def peek(own: int, shared: int, cursor: int, scratch: int, tokens: IntArray) -> None:
-    """See ``text_cursor.peek``."""
-    _peek(index_at(own), index_at(shared), cursor_at(cursor), cursor_at(scratch), tokens)
+@partial(compiled, nogil=True)
+def step(
+    steps: RecordArray,
+    tokens: IntArray,
+    behind: IntArray,
+    before: IntArray,
+    last: IntArray,
+    best: Int32Array,
+    scores: Float32Array,
+    workspace: int,
+    scratch: int,
+    rate: float,
+    drafted: IntArray,
+    parents: IntArray,
+    probability: FloatArray,
+    origins: Int8Array,
+) -> tuple[int, int]:
+    """Learn the new tokens of all texts, then draft what may follow each.
+
+    Numba takes vectors faster than named tuples of them.
+
+    Args:
+        steps: one for each text; ``TEXT_STEP`` ``[n]``. It says how far the call came.
+        tokens: of all texts, one text after the other, the new ones before those on trial.
+        behind: the place in ``tokens`` behind which each list is kept, rising in each text.
+        before, last, best, scores: the lists of all texts, one text after the other; see ``RecycledRows``.
+        workspace, scratch: addresses.
+        rate: of learning.
+        drafted, parents, probability, origins: filled with one text's nodes after the other's; see ``Draft``.
+
+    Returns:
+        Which text needs something before the call is repeated, and what, as a sum of the names in ``learning``; two
+        zeros when all is done.
+    """
+    memory, lists = workspace_at(workspace), RecycledRows(before, last, best, scores)
+    for number in range(len(steps)):
+        needs = _learn(steps, number, tokens, behind, lists, memory, rate)
+        if needs:
+            return number, needs
+    begin = 0
+    for number in range(len(steps)):
+        text = steps[number]
+        if text.budget > 0 and text.deepest > 0:
+            end = begin + text.budget
+            part = Draft(drafted[begin:end], parents[begin:end], probability[begin:end], origins[begin:end])
+            text.nodes = _draft(steps, number, tokens, memory, cursor_at(scratch), part)
+            begin += text.nodes
+    return 0, 0

@@ -35,8 +35,9 @@ def learn(
     teach(mixer, table, evidence.inputs[0], token, rate)
 
 
-OWN_HINTS, SHARED_TIGHT, SHARED_HINTS = 1, 2, 4
-"""What ``extend`` may ask for: more hints for the own text, room in the namespace, more hints for the namespace."""
+OWN_HINTS, SHARED_TIGHT, SHARED_HINTS, OWN_ROOM = 1, 2, 4, 8
+"""What learning may ask for: more hints for the own text, room in the namespace, more hints for the namespace, and room
+for the own text."""
 
 
 @compiled
@@ -52,7 +53,7 @@ def extend(
     """Take in generated tokens: learn from them if ``rate`` is above 0, then write them in both sources.
 
     Returns:
-        What is needed before the next call, as a sum of the three names above.
+        What is needed before the next call, as a sum of the first three names above.
     """
     for token in tokens:
         if rate > 0:

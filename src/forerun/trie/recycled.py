@@ -48,6 +48,10 @@ class RecycledRows(NamedTuple):
     scores: Float32Array
 
 
+NO_ROWS = RecycledRows(
+    np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, LISTED), np.int32), np.empty((0, LISTED), np.float32)
+)
+
 BLOCK = 64
 """Logits that are compared with the worst of the best together."""
 
@@ -116,22 +120,14 @@ def _keep(index: Index, hashed: np.uint64, tokens: Int32Array, scores: Float32Ar
 
 
 @compiled
-def keep(index: Index, before: IntArray, last: IntArray, tokens: Int32Array, scores: Float32Array) -> None:
-    """Keep the best tokens of rows of logits.
-
-    Args:
-        index: a namespace's.
-        before, last: the last two tokens before each row; ``before`` is -1 where there is one only. ``[n]``.
-        tokens, scores: as ``best_of_rows`` gives them, ``[n, LISTED]``.
-    """
-    if len(index.recycled) < 2:
+def keep(index: Index, rows: RecycledRows, row: int) -> None:
+    """Keep the best tokens of one of the rows, in a namespace's index."""
+    if len(index.recycled) < 2 or rows.tokens[row, 0] < 0:
         return
-    for row in range(len(last)):
-        if tokens[row, 0] < 0:
-            continue
-        _keep(index, mix(np.uint64(0), last[row]), tokens, scores, row)
-        if before[row] >= 0:
-            _keep(index, mix(mix(np.uint64(0), before[row]), last[row]), tokens, scores, row)
+    last, before = rows.last[row], rows.before[row]
+    _keep(index, mix(np.uint64(0), last), rows.tokens, rows.scores, row)
+    if before >= 0:
+        _keep(index, mix(mix(np.uint64(0), before), last), rows.tokens, rows.scores, row)
 
 
 @compiled

@@ -194,5 +194,26 @@ NOISE = _records(("seed", np.uint64), ("position", np.int64), ("temperature", np
 - ``temperature``: 0 where noise is not known, or there is none.
 """
 
+TEXT_STEP = _records(
+    *((name, np.int64) for name in ("own", "shared", "cursor", "mixer")),
+    ("seed", np.uint64),
+    ("temperature", np.float64),
+    *((name, np.int64) for name in ("position", "room", "at", "new_end", "pending_end", "list_at", "list_end")),
+    *((name, np.int64) for name in ("budget", "deepest", "piece", "nodes")),
+)
+"""What one compiled call does for one text: learn new tokens, keep lists of recycled logits, then draft.
+
+- ``own``, ``shared``, ``cursor``, ``mixer``: addresses; see ``array_handles``.
+- ``seed``, ``temperature``: of ``NOISE``.
+- ``position``: of the next token in the text.
+- ``room``: tokens that fit the own index.
+- ``at``: the next token to learn, in the vector of all texts' tokens. Those before ``new_end`` are to be learned; those
+  from there to ``pending_end`` are on trial.
+- ``list_at``, ``list_end``: its lists, in the table of all texts' lists.
+- ``budget``, ``deepest``: maximum number of nodes, and their maximum depth.
+- ``piece``: tokens that were learned last.
+- ``nodes``: how many were drafted.
+"""
+
 SPAN = _records(("head", np.int64), ("tail", np.int64))
 """``Frontier.span``: the frontier's entries are those from ``head`` to before ``tail``."""

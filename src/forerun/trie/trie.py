@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from forerun.core.fair_lock import locked
 from forerun.core.tree import IntArray
@@ -20,12 +23,11 @@ from forerun.trie import entry_points, text_cursor
 from forerun.trie.array_handles import ArrayHandles
 from forerun.trie.arrays import Index
 from forerun.trie.draft_workspace import Draft, DraftWorkspace
-from forerun.trie.learning import OWN_HINTS
+from forerun.trie.learning import OWN_HINTS, OWN_ROOM
 from forerun.trie.logistic_mixer import Mixer
-from forerun.trie.namespace import PIECE_TOKENS, Namespace
-from forerun.trie.recycled import RecycledRows
+from forerun.trie.recycled import NO_ROWS, RecycledRows
 from forerun.trie.spelling import spellings
-from forerun.trie.tables import CHUNK_TOKENS
+from forerun.trie.tables import CHUNK_TOKENS, TEXT_STEP, RecordArray
 from forerun.trie.text_cursor import TextCursor
 from forerun.trie.trie_config import TrieConfig
 from forerun.trie.trie_file import TrieFileError
@@ -34,7 +36,7 @@ from forerun.trie.trie_store import Tokens, TrieStore, checked
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["Draft", "Trie", "TrieConfig", "TrieFileError"]
+__all__ = ["Draft", "TextUpdate", "Trie", "TrieConfig", "TrieFileError"]
 
 
 log = logging.getLogger(__name__)
@@ -57,6 +59,28 @@ class SamplingNoise(NamedTuple):
 
 NO_NOISE = SamplingNoise(0, 0.0)
 """Of a greedy text, or of one whose noise no draft may know."""
+
+NO_TOKENS = np.empty(0, np.int64)
+NO_LISTS = NO_TOKENS, NO_ROWS
+
+
+class TextUpdate(NamedTuple):
+    """What a step brings for one request, and what it wants.
+
+    Attributes:
+        request_id: a live request.
+        new: generated tokens to take in.
+        lists: best tokens of rows of logits, each with the number of new tokens behind which they are kept.
+        pending: tokens on trial behind these, which are not taken in.
+        budget, max_depth: of the draft, in nodes and tokens; see ``Trie.retrieve``.
+    """
+
+    request_id: int
+    new: Tokens = ()
+    lists: Sequence[tuple[int, RecycledRows]] = ()
+    pending: Tokens = ()
+    budget: int = 0
+    max_depth: int = 0
 
 
 @dataclass
@@ -97,7 +121,6 @@ class Trie(TrieStore):
 
     def __init__(self, config: TrieConfig | None = None, mixer: Mixer | None = None) -> None:
         super().__init__(config or TrieConfig(), mixer)
-        self._nothing = Namespace(1 << 16, self._shared.mixer)
         self._live: dict[int, _Live] = {}
         self._workspace = DraftWorkspace.allocate(64)
         self._scratch = TextCursor.start()
@@ -180,57 +203,100 @@ class Trie(TrieStore):
         while self._of(request_id).unread:
             self.catch_up(request_id, PROMPT_PIECE_TOKENS)
 
+    def step(self, updates: Sequence[TextUpdate]) -> list[Draft]:
+        """Learn what is new in the texts of several requests, then draft for each, in one compiled call.
+
+        Returns:
+            A draft for each; see ``retrieve``.
+
+        Raises:
+            ValueError: if a request is not live, or a token is not in [0, 2**31); nothing is learned then.
+        """
+        for update in updates:
+            self._read_prompt(update.request_id)
+        parts = [part for update in updates for part in (update.new, update.pending) if len(part)]
+        tokens = NO_TOKENS if not parts else checked(parts[0] if len(parts) == 1 else np.concatenate(parts))
+        behind, lists = _gathered(updates)
+        draft = Draft.allocate(sum(max(update.budget, 0) for update in updates))
+        with self.lock:
+            steps = self._step(updates, tokens, behind, lists, draft)
+        drafts, begin = [], 0
+        for nodes in steps["nodes"].tolist():
+            drafts.append(draft.cut(begin + nodes, begin))
+            begin += nodes
+        return drafts
+
+    def _step(
+        self, updates: Sequence[TextUpdate], tokens: IntArray, behind: IntArray, lists: RecycledRows, draft: Draft
+    ) -> RecordArray:
+        """Run the compiled call, again and again if a text needs room first."""
+        lives = [self._of(update.request_id) for update in updates]
+        if not self._workspace.holds(most := max((update.budget for update in updates), default=0)):
+            self._workspace = DraftWorkspace.allocate(most)
+        for live, update in zip(lives, updates, strict=True):
+            if len(update.new):
+                self._shared.open(live.namespace)
+        steps, before = self._table(lives, updates), [live.cursor.cut for live in lives]
+        workspace, scratch = self._handles
+        given, memory = (steps, tokens, behind, *lists), (workspace.at(self._workspace), scratch.at(self._scratch))
+        filled = draft.tokens, draft.parents, draft.probability, draft.origins
+        rate = float(self.config.learning_rate)
+        while True:
+            number, needs = entry_points.step(*given, *memory, rate, *filled)
+            if not needs:
+                break
+            self._supply(lives[number], needs, steps[number])
+            for live, text in zip(lives, steps, strict=True):
+                text.own, text.shared, text.cursor, text.mixer = self._addresses(live)
+        for live, update, cut in zip(lives, updates, before, strict=True):
+            if not len(update.new):
+                continue
+            if live.cursor.cut and not cut:
+                log.warning("namespace %r is full of live texts: the rest of an output is not kept", live.namespace)
+            live.length += len(update.new)
+            self._shared.note_change(self._shared[live.namespace])
+        return steps
+
+    def _table(self, lives: Sequence[_Live], updates: Sequence[TextUpdate]) -> RecordArray:
+        """A row of ``TEXT_STEP`` for each text."""
+        rows, token, row = [], 0, 0
+        for live, update in zip(lives, updates, strict=True):
+            new = token + len(update.new)
+            pending, end = new + len(update.pending), row + sum(len(rows.last) for _, rows in update.lists)
+            noise = live.noise or NO_NOISE
+            limits = max(update.budget, 0), update.max_depth
+            rows.append(
+                (*self._addresses(live), *noise, live.length, live.room, token, new, pending, row, end, *limits, 0, 0)
+            )
+            token, row = pending, end
+        return np.array(rows, TEXT_STEP)
+
+    def _supply(self, live: _Live, needs: int, text: np.record) -> None:
+        """Make the room that learning asked for."""
+        if needs & OWN_ROOM:
+            while live.room < live.own.tokens + text.new_end - text.at:
+                live.own, live.room = live.own.grown(), 2 * live.room
+            text.room = live.room
+            return
+        if needs & OWN_HINTS:
+            live.own = live.own.with_hints()
+        self._shared[live.namespace].make_room(text.piece)
+
     def extend(self, request_id: int, tokens: Tokens) -> None:
         """Take in generated ``tokens``: learn from them, count them.
 
         Raises:
             ValueError: if the request is not live, or a token is not in [0, 2**31); nothing is counted then.
         """
-        new = checked(tokens)
-        self._read_prompt(request_id)
-        with self.lock:
-            self._extend(self._of(request_id), new)
+        self.step([TextUpdate(request_id, tokens)])
 
-    def _extend(self, live: _Live, new: IntArray) -> None:
-        space = self._shared.open(live.namespace)
-        rate, was_cut = float(self.config.learning_rate), live.cursor.cut
-        self._note_noise(live, live.length)
-        while live.room < live.own.tokens + len(new):
-            live.own, live.room = live.own.grown(), 2 * live.room
-        for start in range(0, len(new), PIECE_TOKENS):
-            piece = new[start : start + PIECE_TOKENS]
-            needs = entry_points.extend(*self._addresses(live, space, live.cursor), piece, rate)
-            if needs:
-                self._supply(live, space, needs, len(piece))
-        if live.cursor.cut and not was_cut:
-            log.warning("namespace %r is full of live texts: the rest of an output is not kept", live.namespace)
-        live.length += len(new)
-        if len(new):
-            self._shared.note_change(space)
-
-    def _note_noise(self, live: _Live, position: int) -> None:
-        """Let the workspace know the noise at a position of a text."""
-        noise = live.noise or NO_NOISE
-        self._workspace.noise[0] = (noise.mixed_seed, position, noise.temperature)
-
-    def _supply(self, live: _Live, space: Namespace, needs: int, tokens: int) -> None:
-        """Make the room that ``entry_points.extend`` asked for."""
-        if needs & OWN_HINTS:
-            live.own = live.own.with_hints()
-        space.make_room(tokens)
-
-    @locked
     def recycle(self, request_id: int, rows: RecycledRows) -> None:
         """Keep the best tokens of rows of logits, for what is drafted in the request's namespace.
 
         Raises:
             ValueError: if the request is not live, or its arrays do not have as many rows.
         """
-        counts = [len(each) for each in rows]
-        if len(set(counts)) > 1:
-            raise ValueError(f"rows have {counts} entries; all arrays must have as many")
-        space = self._shared.open(self._of(request_id).namespace)
-        entry_points.keep(space.handles[0].at(space.index), *rows)
+        self.step([TextUpdate(request_id, lists=[(0, rows)])])
 
     def retrieve(self, request_id: int, budget: int, max_depth: int, pending: Tokens = ()) -> Draft:
         """What may follow the request's text.
@@ -248,37 +314,13 @@ class Trie(TrieStore):
         Raises:
             ValueError: if the request is not live, or a token is not in [0, 2**31).
         """
-        budget, size = max(budget, 0), 0
-        draft = Draft.allocate(budget)
-        self._read_prompt(request_id)
-        if budget and max_depth >= 1:
-            with self.lock:
-                size = self._grow(self._of(request_id), draft, max_depth, pending)
-        return draft.cut(size) if size < budget else draft
+        return self.step([TextUpdate(request_id, pending=pending, budget=budget, max_depth=max_depth)])[0]
 
-    def _grow(self, live: _Live, draft: Draft, max_depth: int, pending: Tokens) -> int:
-        """Fill a draft; the number of its nodes."""
-        budget = len(draft.tokens)
-        if not self._workspace.holds(budget):
-            self._workspace = DraftWorkspace.allocate(budget)
-        space = self._shared.get(live.namespace, self._nothing)
-        addresses = self._addresses(live, space, self._moved(live, pending))
-        self._note_noise(live, live.length + len(pending))
-        return int(entry_points.grow(*addresses, draft, max_depth))
-
-    def _addresses(self, live: _Live, space: Namespace, where: TextCursor) -> tuple[int, int, int, int, int]:
-        """Addresses for the functions of ``entry_points``: own and shared index, cursor, mixer, workspace."""
-        own, text_cursor = live.handles
+    def _addresses(self, live: _Live) -> tuple[int, int, int, int]:
+        """Addresses for ``entry_points.step``: own and shared index, cursor, mixer."""
+        (own, cursor), space = live.handles, self._shared[live.namespace]
         shared, mixer = space.handles
-        workspace, scratch = self._handles
-        stands = (text_cursor if where is live.cursor else scratch).at(where)
-        return (
-            own.at(live.own),
-            shared.at(space.index),
-            stands,
-            mixer.at(space.mixer),
-            workspace.at(self._workspace),
-        )
+        return own.at(live.own), shared.at(space.index), cursor.at(live.cursor), mixer.at(space.mixer)
 
     @locked
     def finish(self, request_id: int) -> None:
@@ -293,7 +335,6 @@ class Trie(TrieStore):
         """Bytes in use for the texts of all namespaces and live requests, which is what grows."""
         return self._shared.nbytes + sum(live.own.nbytes for live in self._live.values())
 
-    @locked
     def length(self, request_id: int) -> int:
         """Tokens of a live request that were taken in, its prompt included."""
         return self._of(request_id).length
@@ -303,15 +344,6 @@ class Trie(TrieStore):
         if live is None:
             raise ValueError(f"request {request_id} is not live; begin it first")
         return live
-
-    def _moved(self, live: _Live, pending: Tokens) -> TextCursor:
-        """Where the text stands behind ``pending``, which is not taken in."""
-        if not len(pending):
-            return live.cursor
-        space = self._shared.get(live.namespace, self._nothing)
-        own, shared, here, *_ = self._addresses(live, space, live.cursor)
-        entry_points.peek(own, shared, here, self._handles[1].at(self._scratch), checked(pending))
-        return self._scratch
 
 
 def _read(live: _Live, tokens: int) -> None:
@@ -325,3 +357,23 @@ def _read(live: _Live, tokens: int) -> None:
             live.unread.appendleft((cursor, rest))
         elif cursor is live.cursor and live.predicted:
             cursor.expect_copy(CHUNK_TOKENS)  # the position of the index's first token
+
+
+def _gathered(updates: Sequence[TextUpdate]) -> tuple[IntArray, RecycledRows]:
+    """The lists of all texts, and the place in the vector of all texts' tokens behind which each is kept."""
+    behind, counts, parts, begin = list[int](), list[int](), list[RecycledRows](), 0
+    for update in updates:
+        for at, rows in update.lists:
+            lengths = [len(each) for each in rows]
+            if len(set(lengths)) > 1:
+                raise ValueError(f"rows have {lengths} entries; all arrays must have as many")
+            behind.append(begin + at)
+            counts.append(lengths[0])
+            parts.append(rows)
+        begin += len(update.new) + len(update.pending)
+    if not parts:
+        return NO_LISTS
+    if len(parts) == 1:
+        return np.full(counts[0], behind[0]), parts[0]
+    lists = RecycledRows(*map(np.concatenate, zip(*parts, strict=True)))
+    return np.repeat(behind, counts), lists
