@@ -238,11 +238,11 @@ class Trie(TrieStore):
                 self._shared.open(live.namespace)
         steps, before = self._table(lives, updates), [live.cursor.cut for live in lives]
         workspace, scratch = self._handles
-        given, memory = (steps, tokens, behind, *lists), (workspace.at(self._workspace), scratch.at(self._scratch))
-        filled = draft.tokens, draft.parents, draft.probability, draft.origins
-        rate = float(self.config.learning_rate)
+        memory = workspace.at(self._workspace), scratch.at(self._scratch)
+        best = lists.before, lists.last, lists.tokens, lists.scores
+        given = steps, tokens, behind, *best, *memory, float(self.config.learning_rate)
         while True:
-            number, needs = entry_points.step(*given, *memory, rate, *filled)
+            number, needs = entry_points.step(*given, draft.tokens, draft.parents, draft.probability, draft.origins)
             if not needs:
                 break
             self._supply(lives[number], needs, steps[number])
