@@ -20,6 +20,7 @@ from forerun.core.request import Request
 from forerun.drafting.drafter import NoDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.result import Commit
+from forerun.kv.kv_tiers import DeviceReserve
 from forerun.server import scheduler
 from forerun.server.admission import Admission, Ending, FairShare, QueueFullError, ScheduledRequest, SchedulerLimits
 from forerun.server.calls import LoopDispatcher
@@ -291,7 +292,7 @@ def test_the_lock_is_free_while_a_prompt_is_admitted(servers: list[SchedulerSetu
     one, client, free = server(servers), Client(), list[bool]()
     admit = one.scheduler._batch.admit
 
-    def seen(request: Request) -> None:
+    def seen(request: Request, reserve: DeviceReserve | None) -> None:
         def look() -> None:
             free.append(one.scheduler._changed.acquire(timeout=1))
             one.scheduler._changed.release()
@@ -299,7 +300,7 @@ def test_the_lock_is_free_while_a_prompt_is_admitted(servers: list[SchedulerSetu
         other = threading.Thread(target=look)
         other.start()
         other.join()
-        admit(request)
+        admit(request, reserve=reserve)
 
     one.scheduler._batch.admit = seen  # type: ignore[method-assign, assignment]
     one.submit(client)

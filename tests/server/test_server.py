@@ -488,8 +488,10 @@ def test_a_queue_that_is_full_is_found_before_any_work(engine: Engine, servers: 
     held.gate.clear()
     asked: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 2}
     with ThreadPoolExecutor(2) as pool:
-        first = [pool.submit(one.post, asked) for _ in range(2)]
-        until(lambda: (one.scheduler.running, one.scheduler.waiting) == (1, 1))
+        first = [pool.submit(one.post, asked)]
+        until(lambda: one.scheduler.running == 1)
+        first.append(pool.submit(one.post, asked))
+        until(lambda: one.scheduler.waiting == 1)
         assert error_of(one.post(asked), 429)["code"] == "queue_full" and len(encoded) == 2
         assert error_of(one.post({**asked, "max_tokens": 10_000}), 400)["code"] == "max_tokens_exceeded"
         held.gate.set()

@@ -25,7 +25,7 @@ from forerun.kv.kv_tiers import TIERS, KVMemory, NoRoomError, layer_bytes, min_d
 from forerun.kv.offloaded import CopyEngine, OffloadedCache, OffloadError, Parts
 from forerun.models.loading.load import load
 from forerun.server import settings as settings_of
-from forerun.server.admission import SchedulerLimits, TieredRoom
+from forerun.server.admission import Admission, SchedulerLimits
 from forerun.server.scheduler import OFFLOADED_CHUNKS
 from forerun.server.settings import ServerSettings, read_settings
 
@@ -252,7 +252,7 @@ def test_a_long_prompt_off_the_device_is_read_in_pieces_while_others_go_on(
     servers.append(LiveServer(one, SchedulerLimits(1, rows=2, step=16), max_tokens=200))
     scheduler, unread = servers[0].scheduler, list[int]()
     assert one.tiers is not None
-    monkeypatch.setattr(TieredRoom, "wanted", lambda room, request: 1 << 40)  # no layer stays on the device
+    monkeypatch.setattr(Admission, "_wanted", lambda *_: 1 << 40)  # no layer stays on the device
     step = scheduler._step
     scheduler._step = lambda: (unread.append(scheduler._batch.unread), step())  # type: ignore
     with ThreadPoolExecutor(2) as pool:
@@ -310,7 +310,7 @@ def test_copies_that_fail_end_one_request_and_no_other(
     servers.append(LiveServer(one, SchedulerLimits(1, rows=3)))
     server, write, broken = servers[0], CopyEngine.write, threading.Event()
     assert one.tiers is not None
-    monkeypatch.setattr(TieredRoom, "wanted", lambda room, request: 1 << 40)  # no layer stays on the device
+    monkeypatch.setattr(Admission, "_wanted", lambda *_: 1 << 40)  # no layer stays on the device
 
     def failing(copy_engine: CopyEngine, parts: Parts) -> Any:
         def fail() -> None:
@@ -352,7 +352,7 @@ def test_a_draft_that_cannot_be_made_ends_the_request_whose_keys_are_lost(
     one = engine(model, "low-rank", 1 << 26, None)
     servers.append(LiveServer(one, SchedulerLimits(1, rows=3)))
     assert one.tiers is not None
-    monkeypatch.setattr(TieredRoom, "wanted", lambda room, request: 1 << 40)  # no layer stays on the device
+    monkeypatch.setattr(Admission, "_wanted", lambda *_: 1 << 40)  # no layer stays on the device
     caches: list[OffloadedCache] = []
     chunks, urgent, propose = OffloadedCache.chunks, CopyEngine.fetch_now, one.drafter.propose
     drafting = failing = False
