@@ -1,4 +1,4 @@
-"""The trie drafter through the engine's eyes: begin, propose and observe in current_substitute_hash, finish."""
+"""The trie drafter through the engine's eyes: begin, propose and observe in turn, finish."""
 
 from __future__ import annotations
 
@@ -139,6 +139,20 @@ def test_drafts_on_trial_are_not_learned() -> None:
     draft(drafter, twin, 4)
     assert drafter.trie.length(request.id) == 3
     drafter.finish(request)
+
+
+def test_a_nodes_runners_up_are_kept_under_the_two_tokens_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, request, kept = TrieDrafter(), Request([4, 5], 20), []
+    drafter.begin(request)
+    tree = DraftTree(np.array([7, 8, 9, 3]), np.array([-1, 0, 1, 0]))  # 7 -> (8 -> 9, 3)
+    logits = torch.zeros(5, VOCABULARY)
+    logits[0, 7] = logits[1, 2] = 1.0
+    drafter.observe(request, Outcome(tree, verify(tree, logits, request), logits))
+    learn = drafter.trie.step
+    monkeypatch.setattr(drafter.trie, "step", lambda updates: kept.extend(updates) or learn(updates))
+    draft(drafter, request, 4)
+    [(_, rows)] = kept[0].lists
+    assert list(zip(rows.before, rows.last, strict=True)) == [(4, 5), (5, 7), (7, 8), (8, 9), (7, 3)]
 
 
 def test_warming_teaches_one_namespace_an_answer() -> None:

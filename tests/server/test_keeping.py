@@ -432,14 +432,15 @@ def test_a_tenant_is_proposed_anothers_text_only_where_that_is_switched_on(
     long = ASKED | {"prompt": "one two three four five six seven\n" * 60}  # longer than a chunk
     servers.append(LiveServer(engine, api_keys=("key-of-a", "key-of-b"), share=share))
     trie, origins = trie_of(engine.drafter), []
-    retrieve = trie.retrieve
+    step = trie.step
 
     def watched(*given: Any) -> Any:
-        draft = retrieve(*given)
-        origins.extend(draft.origins.tolist())
-        return draft
+        drafts = step(*given)
+        for draft in drafts:
+            origins.extend(draft.origins.tolist())
+        return drafts
 
-    monkeypatch.setattr(trie, "retrieve", watched)
+    monkeypatch.setattr(trie, "step", watched)
     told = [{"authorization": f"Bearer key-of-{name}"} for name in "ab"]
     for asked in (ASKED, long):
         first = servers[0].post(asked, headers=told[0])
