@@ -174,7 +174,7 @@ class Engine:
         ``reserve`` free where memory is bounded."""
         if self.tiers is None:
             return self.target.adopt(FullCache(tokens, shareable))
-        return self.target.adopt(self.tiers.cache(tokens, shareable, reserve or self.tiers.room_for(())))
+        return self.target.adopt(self.tiers.cache(tokens, shareable, reserve))
 
     def _bind(self, drafter: Drafter) -> None:
         drafter.bind(self.target, self._runtime)

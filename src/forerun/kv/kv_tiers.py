@@ -241,7 +241,7 @@ class Tiers:
         with self._lock:
             self._taken["device"] += nbytes
 
-    def cache(self, tokens: int, shareable: bool = False, reserve: DeviceReserve = NO_RESERVE) -> FullCache:
+    def cache(self, tokens: int, shareable: bool = False, reserve: DeviceReserve | None = None) -> FullCache:
         """A cache with room for ``tokens`` tokens.
 
         Args:
@@ -254,7 +254,7 @@ class Tiers:
             OffloadError: if its file cannot be made.
         """
         with self._lock:
-            placed = place(self.memory, self._collect(), self.shape, tokens, reserve)
+            placed = place(self.memory, self._collect(), self.shape, tokens, reserve or NO_RESERVE)
             for tier, size in placed.nbytes.items():
                 self._taken[tier] += size
         try:
