@@ -26,8 +26,9 @@ from forerun.engine.engine import Engine
 from forerun.kernels import gpu
 from forerun.kernels.gpu import attend, decoder_ops, linear
 from forerun.kv.full_cache import FullCache
-from forerun.models.forward import cuda_graphs, gate, gpu_forward, gpu_scorer
+from forerun.models.forward import cuda_graphs, gate, gpu_scorer
 from forerun.models.forward.gate import admit
+from forerun.models.forward.gpu_forward import library_product
 from forerun.models.forward.gpu_scorer import GpuScorer
 from forerun.models.forward.scorer import Scorer
 
@@ -233,8 +234,8 @@ def test_a_prompt_is_read_by_libraries_and_its_bits_do_not_depend_on_drafts(
 ) -> None:
     """Whole chunks are read alone; also where chunks of two prompts and a decoding row share a step."""
     monkeypatch.setattr(gpu_scorer, "PROMPT_CHUNK_TOKENS", 4)
-    read, product = [], gpu_forward.library_product
-    monkeypatch.setattr(gpu_scorer, "library_product", lambda x, w: (read.append(len(x)), product(x, w))[1])
+    read: list[int] = []
+    monkeypatch.setattr(gpu_scorer, "library_product", lambda x, w: (read.append(len(x)), library_product(x, w))[1])
     prompts = [torch.tensor(TEXT[None, :11]), torch.tensor(TEXT[None, [3, 4, 5] * 2])]
     texts = {}
     for drafter in ("none", "trie"):
