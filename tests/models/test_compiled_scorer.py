@@ -198,6 +198,32 @@ def test_a_change_is_seen_in_the_next_pass(change: str) -> None:
     assert torch.equal(scored(scorer, [1, 19]), scored(scorer, [1, 19]))
 
 
+SETTINGS: dict[str, tuple[str, str, Any]] = {
+    "layers that run": ("llama", "num_hidden_layers", 2),
+    "soft cap": ("gemma2", "final_logit_softcapping", 0.7),
+    "layers that run, with images": ("gemma3, with images", "num_hidden_layers", 2),
+    "divisor of logits": ("granite", "logits_scaling", 7.0),
+    "window": ("mistral", "sliding_window", 5),
+    "read once": ("llama", "rms_norm_eps", 0.5),
+    "rotary positions, read once": ("llama", "rope_parameters", {"rope_type": "default", "rope_theta": 7.0}),
+    "attention": ("llama", "_attn_implementation", "eager"),
+}
+"""Changes of a configuration: a model, a key and its new value."""
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_change_of_the_configuration_counts_as_far_as_the_model_reads_it(setting: str) -> None:
+    name, key, value = SETTINGS[setting]
+    model = build(name)
+    scorer, before = fastest_scorer(Scorer(model)), own(model, 60)
+    assert error(scored(scorer, [60]), before) < 1e-5
+    setattr(model.config.get_text_config(decoder=True), key, value)
+    after = own(model, 60)
+    assert error(scored(scorer, [60]), after) < 1e-5
+    assert (error(after, before) > 0.1) == (not setting.endswith("read once") and setting != "attention")
+    assert isinstance(fastest_scorer(Scorer(model)), CompiledScorer) == ("layers" not in setting)
+
+
 HOOKS = {
     "on a module": lambda model: model.model.layers[0].register_forward_hook(lambda module, args, out: out * 2),
     "on all modules": lambda model: register_module_forward_hook(

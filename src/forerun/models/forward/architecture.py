@@ -6,6 +6,7 @@ its layers are attention and a gated linear unit on a residual stream.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -180,6 +181,8 @@ def _described(model: PreTrainedModel, device: str) -> bool:
         return False
     if not hasattr(decoder, "layers") or not hasattr(model, "lm_head"):
         return False
+    if config.num_hidden_layers != len(decoder.layers):  # the model then runs some of them
+        return False
     return _plain(model, device) and "dynamic" not in scalings(decoder.rotary_emb)
 
 
@@ -272,17 +275,20 @@ def _added(hooks: dict[int, Any]) -> list[Any]:
 
 
 class WeightWatch:
-    """Remembers a model as it is when this is made: its modules, their hooks, and the addresses of its weights.
+    """Remembers a model as it is when this is made: its modules, their hooks, its configuration, and the addresses of
+    its weights.
 
-    A program of kernels holds addresses of weights. Weights may change in place. But it must not run if weights moved
-    (another type, another parameter, another module), or if there are hooks, which it would not call.
+    A program of kernels holds addresses of weights, and numbers that the model reads from its configuration in each
+    pass (soft caps, windows). Weights may change in place. But it must not run if weights moved (another type, another
+    parameter, another module), if the configuration changed, or if there are hooks, which it would not call.
 
     Args:
         model: the model. Its dictionaries of modules, weights, buffers and hooks are kept, because finding them again
             takes longer than a small model's pass.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self._settings = model, copy.deepcopy(vars(model.config))
         modules = list(model.modules())
         self._parents = [module._modules for module in modules if module._modules]
         self._owners = [held for module in modules for held in (module._parameters, module._buffers) if held]
@@ -298,6 +304,7 @@ class WeightWatch:
             self._weights == self._places()
             and self._modules == self._children()
             and self._strange == self._is_strange()
+            and self._settings == vars(self._model.config)
         )
 
     def _is_strange(self) -> bool:
