@@ -1,4 +1,4 @@
-"""The optimizers: Muon for the matrices inside the layers, AdamW for embeddings and norms.
+"""The optimizers: Muon for the matrices inside the layers, AdamW for embeddings, heads and norms.
 
 Muon (Jordan, 2024, https://kellerjordan.github.io/posts/muon/) is torch's own.
 """
@@ -9,16 +9,14 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Muon
 
-from benchmarks.training.recipe import Recipe
 
-
-def build(model: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
+def build(model: nn.Module, muon_rate: float, adam_rate: float) -> list[torch.optim.Optimizer]:
     """Return the two optimizers; each parameter group keeps its full learning rate as `peak`."""
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    named = [(p.ndim == 2 and "embed" not in name and "lm_head" not in name, p) for name, p in model.named_parameters()]
+    matrices, others = [p for inside, p in named if inside], [p for inside, p in named if not inside]
     optimizers: list[torch.optim.Optimizer] = [
-        Muon(matrices, lr=recipe.muon_rate, weight_decay=0.01),
-        AdamW(others, lr=recipe.adam_rate, betas=(0.9, 0.95), weight_decay=0.0, foreach=True),
+        Muon(matrices, lr=muon_rate, weight_decay=0.01),
+        AdamW(others, lr=adam_rate, betas=(0.9, 0.95), weight_decay=0.0, foreach=True),
     ]
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -68,7 +68,7 @@ class TrainingRun:
     teacher: PreTrainedModel | None = None
 
     def __post_init__(self) -> None:
-        self.optimizers = optim.build(self.model, self.plan)
+        self.optimizers = optim.build(self.model, self.plan.muon_rate, self.plan.adam_rate)
         self.losses = torch.compile(token_losses, dynamic=False) if self.plan.compiled else token_losses
         self.done = checkpoint.load(self.folder, self.model, self.optimizers)
         self.recent: dict[str, list[float]] = defaultdict(list)

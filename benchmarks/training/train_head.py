@@ -45,7 +45,8 @@ from forerun.models.loading.load import load
 DECAY = 0.8
 """Weight of a step's loss, less than that of the step before; the authors' value."""
 MUON_RATE = 0.02
-"""Learning rate at first of the layer's matrices, without a unit: Muon's steps are orthogonal matrices."""
+"""Learning rate at first of the layer's matrices, without a unit: Muon's steps are orthogonal matrices. SmolLM2's loss
+after 60 steps was 15.6 at half of it, 14.2 here with three times AdamW's rate, and 14.7 with AdamW alone."""
 CHECKPOINT_SECONDS = 120
 HELD_OUT = 20
 """One text of so many is held out."""
@@ -69,7 +70,7 @@ class HeadOptions(DebugOptions):
     ahead: Annotated[int, typer.Option(help="Steps of training-time test.")] = 3
     length: Annotated[int, typer.Option(help="Tokens of a text that are used.")] = 384
     batch: Annotated[int, typer.Option(help="Texts of a step.")] = 4
-    rate: Annotated[float, typer.Option(help="Learning rate at first.")] = 3e-3
+    rate: Annotated[float, typer.Option(help="Learning rate at first, of the head and norms.")] = 3e-3
     answer_tokens: Annotated[int, typer.Option(help="Tokens of an answer that is written first.")] = 256
     check: Annotated[int, typer.Option(help="Held-out prompts for the figures at the end.")] = 6
 
@@ -223,16 +224,7 @@ class HeadTraining:
     def __init__(self, target: Scorer, model: EagleModel, texts: Sequence[Text], options: HeadOptions) -> None:
         self.target, self.model, self.texts, self.options = target, model, texts, options
         self.head = target.model.get_output_embeddings().weight[model.known].detach().float()
-        named = list(model.named_parameters())
-        inner = [weight for name, weight in named if weight.ndim == 2 and "lm_head" not in name]
-        others = [weight for name, weight in named if weight.ndim != 2 or "lm_head" in name]
-        self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(inner, lr=MUON_RATE, weight_decay=0.0),
-            torch.optim.AdamW(others, lr=options.rate, betas=(0.9, 0.95), weight_decay=0.0),
-        ]
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["peak"] = group["lr"]
+        self.optimizers = optim.build(model, MUON_RATE, options.rate)
         self.done = checkpoint.load(self.folder, model, self.optimizers)
         self.recent: list[list[float]] = []
 
