@@ -110,9 +110,15 @@ def in_pairs(ours: str, rows: np.ndarray, known: str) -> np.ndarray:
     return np.ascontiguousarray(rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape))
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, PreTrainedModel]:
-    return store(tmp_path_factory.mktemp("stored") / "m.gguf", "llama", MIXED)
+EITHER = [pytest.param(MIXED, marks=pytest.mark.matrix), "Q4_1"]
+"""Each kind compiles code of its own."""
+
+
+@pytest.fixture(scope="module", params=EITHER)
+def pair(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    return store(tmp_path_factory.mktemp("stored") / "m.gguf", "llama", request.param)
 
 
 EVERY_FILE = [(name, kind) for name in NAMES for kind in (MIXED, "Q4_1")]
@@ -136,9 +142,10 @@ def test_logits_have_the_bits_of_the_dequantised_model_in_every_pass(tmp_path: P
 
 
 @pytest.mark.one_in(3)
+@pytest.mark.parametrize("kind", EITHER)
 @pytest.mark.parametrize("name", NAMES)
-def test_the_model_s_own_forward_pass_is_near_the_dequantised_one_s(tmp_path: Path, name: str) -> None:
-    model, exact = store(tmp_path / "m.gguf", name, MIXED)
+def test_the_model_s_own_forward_pass_is_near_the_dequantised_one_s(tmp_path: Path, name: str, kind: str) -> None:
+    model, exact = store(tmp_path / "m.gguf", name, kind)
     ids = torch.arange(40)[None]
     with torch.inference_mode():
         found, expected = model(ids).logits, exact(ids).logits
@@ -170,7 +177,7 @@ def test_texts_with_drafts_equal_those_without(pair: tuple[PreTrainedModel, PreT
         )
 
 
-@pytest.mark.parametrize("kind", [pytest.param(MIXED, marks=pytest.mark.matrix), "Q4_1"])
+@pytest.mark.parametrize("kind", EITHER)
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_have_the_bits_of_the_dequantised_model_in_every_pass(tmp_path: Path, name: str, kind: str) -> None:
     model, exact = store(tmp_path / "m.gguf", name, kind)

@@ -68,7 +68,7 @@ def cells() -> list[Any]:
     return [*dict.fromkeys(found), *(pytest.param(*cell, marks=pytest.mark.matrix) for cell in rest)]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "drafter"), cells())
 def test_output_equals_transformers(name: str, drafter: str) -> None:
     settings = LongContextConfig(
