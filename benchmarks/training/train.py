@@ -1,7 +1,8 @@
 """Trains the two bundled models: `python -m benchmarks train-bundled --books DIR --maths FILE --out DIR`.
 
-It makes the tokenizer, the target and the draft, in this order. Finished ones are skipped, unfinished ones continued;
-the same command resumes an interrupted run. The draft learns from the target's distributions (Hinton et al., 2015).
+It makes the tokenizer, the target and the draft, in this order; with `--family lfm2` a hybrid target and no draft.
+Finished ones are skipped, unfinished ones continued; the same command resumes an interrupted run. The draft learns from
+the target's distributions (Hinton et al., 2015).
 Progress goes to `<out>/<name>/log.jsonl`, and to stderr if that is a terminal. A model is exported to `--weights`
 halfway through its schedule and at the end.
 """
@@ -20,7 +21,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from torch.nn.functional import cross_entropy
-from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import forerun.reference
 from benchmarks.training import checkpoint, corpus, material, optim, recipe, tasks, tokenizer
@@ -28,7 +29,7 @@ from benchmarks.training.checkpoint import Progress
 from benchmarks.training.corpus import Batch, Corpus
 from benchmarks.training.export import export
 from benchmarks.training.progress import Display
-from benchmarks.training.recipe import Recipe
+from benchmarks.training.recipe import Family, Recipe
 from benchmarks.training.tasks import Material
 from forerun.cli.options import DebugOptions
 
@@ -144,7 +145,8 @@ def fit(run: TrainingRun, weights: Path, stop_after: int | None = None) -> PreTr
 def fresh(plan: Recipe) -> PreTrainedModel:
     """Return a model with seeded random weights."""
     torch.manual_seed(plan.seed)
-    return LlamaForCausalLM(plan.shape.config())
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(plan.shape.config(), dtype=torch.float32)
+    return model
 
 
 def shared_tokenizer(texts: Material, out: Path, vocabulary: int) -> PreTrainedTokenizerFast:
@@ -156,33 +158,39 @@ def shared_tokenizer(texts: Material, out: Path, vocabulary: int) -> PreTrainedT
     return tokenizer.load(folder)
 
 
-def train_both(texts: Material, target: Recipe, draft: Recipe, out: Path, weights: Path) -> None:
-    """Train the target, then the draft on the target's distributions."""
+def train_all(texts: Material, target: Recipe, draft: Recipe | None, out: Path, weights: Path) -> None:
+    """Train the target, then the draft, if there is to be one, on the target's distributions."""
     data = corpus.build(texts, shared_tokenizer(texts, out, target.shape.vocabulary))
     teacher = fit(TrainingRun("target", target, data, out, fresh(target)), weights).eval()
-    fit(TrainingRun("draft", draft, data, out, fresh(draft), teacher), weights)
+    if draft is not None:
+        fit(TrainingRun("draft", draft, data, out, fresh(draft), teacher), weights)
 
 
-def train_quick(out: Path, weights: Path, stop_after: int | None = None) -> None:
+def train_quick(out: Path, weights: Path, stop_after: int | None = None, family: Family = "llama") -> None:
     """Train a tiny target for a few steps on invented tasks: it shows that the recipe runs, not that it works."""
     rng = Random(0)
     texts = Material(tuple(tasks.paragraph(rng, Material()) for _ in range(200)))
-    plan = Recipe(recipe.TINY, stages=recipe.QUICK, steps=8, half=False, log_every=2)
+    shape = recipe.TINY if family == "llama" else recipe.TINY_HYBRID
+    plan = Recipe(shape, stages=recipe.QUICK, steps=8, half=False, log_every=2)
     data = corpus.build(texts, shared_tokenizer(texts, out, plan.shape.vocabulary))
     fit(TrainingRun("target", plan, data, out, fresh(plan)), weights, stop_after)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(DebugOptions):
-    """Train the bundled target and draft."""
+    """Train the bundled target and draft, or a hybrid of the target's size."""
 
+    family: Annotated[
+        Family, typer.Option(help="llama: target and draft; lfm2: a target with short convolutions, alone.")
+    ] = "llama"
     books: Annotated[Path | None, typer.Option(help="A folder of .txt books.")] = None
     maths: Annotated[Path | None, typer.Option(help="A JSON-lines file of {prompt, answer}.")] = None
     out: Annotated[
         Path | None, typer.Option(help=f"Where checkpoints and logs go; default {OUT}, if quick {OUT}/quick.")
     ] = None
     weights: Annotated[
-        Path | None, typer.Option(help="Where models are exported to; default the package, if quick weights in --out.")
+        Path | None,
+        typer.Option(help="Where models are exported to; default the package, if quick or lfm2 weights in --out."),
     ] = None
     minutes: Annotated[float, typer.Option(help="Minutes for the target, of all threads.")] = 60.0
     draft_minutes: Annotated[float, typer.Option(help="Minutes for the draft.")] = 12.0
@@ -194,14 +202,15 @@ class TrainOptions(DebugOptions):
 def run(options: TrainOptions) -> None:
     """Train."""
     torch.set_num_threads(options.threads)
+    hybrid = options.family != "llama"
+    out = options.out or OUT / ("quick" if options.quick else options.family if hybrid else "")
+    weights = options.weights or (out / "weights" if options.quick or hybrid else WEIGHTS)
     if options.quick:
-        out = options.out or OUT / "quick"
-        train_quick(out, options.weights or out / "weights")
+        train_quick(out, weights, family=options.family)
         return
     if options.books is None or options.maths is None:
         raise ValueError("give --books and --maths, or --quick")
-    target = Recipe(recipe.TARGET, minutes=options.minutes, compiled=options.compiled)
+    shape = replace(recipe.TARGET, family=options.family)
+    target = Recipe(shape, minutes=options.minutes, compiled=options.compiled)
     draft = replace(target, shape=recipe.DRAFT, stages=recipe.DRAFT_STAGES, minutes=options.draft_minutes, seed=1)
-    train_both(
-        material.read(options.books, options.maths), target, draft, options.out or OUT, options.weights or WEIGHTS
-    )
+    train_all(material.read(options.books, options.maths), target, None if hybrid else draft, out, weights)

@@ -259,6 +259,18 @@ def test_exports_load_with_transformers(quick: Path) -> None:
     assert made.shape[1] > len(loaded(text).input_ids)
 
 
+def test_a_hybrid_is_trained_and_exported(tmp_path: Path) -> None:
+    train.train_quick(tmp_path / "out", tmp_path / "weights", family="lfm2")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "weights" / "target", dtype=torch.float32)
+    assert model.config.layer_types == ["conv", "full_attention"]
+    assert model.config.intermediate_size == recipe.TINY_HYBRID.intermediate
+    untrained = train.fresh(Recipe(recipe.TINY_HYBRID, steps=8))
+    learned = [
+        not torch.allclose(a, b, atol=1e-3) for a, b in zip(model.parameters(), untrained.parameters(), strict=True)
+    ]
+    assert all(learned)  # norms, convolutions and matrices
+
+
 def test_the_command_line_explains_what_it_lacks() -> None:
     result = CliRunner().invoke(app, ["train-bundled", "--threads", "1"])
     assert result.exit_code == 2 and "--quick" in result.output
@@ -268,6 +280,7 @@ def test_the_command_line_explains_what_it_lacks() -> None:
     ("given", "out", "weights"),
     [
         ((), "runs/reference/quick", "runs/reference/quick/weights"),
+        (("--family", "lfm2"), "runs/reference/quick", "runs/reference/quick/weights"),
         (("--out", "a"), "a", "a/weights"),
         (("--out", "a", "--weights", "b"), "a", "b"),
     ],
@@ -276,7 +289,7 @@ def test_a_quick_run_replaces_neither_the_bundled_models_nor_a_real_run(
     monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], out: str, weights: str
 ) -> None:
     called: list[tuple[Path, Path]] = []
-    monkeypatch.setattr(train, "train_quick", lambda out, weights: called.append((out, weights)))
+    monkeypatch.setattr(train, "train_quick", lambda out, weights, **_: called.append((out, weights)))
     arguments = ["train-bundled", "--quick", "--threads", str(torch.get_num_threads()), *given]
     assert CliRunner().invoke(app, arguments).exit_code == 0
     assert called == [(Path(out), Path(weights))]
