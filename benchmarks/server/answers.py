@@ -88,13 +88,13 @@ def understand(reply: Reply) -> Answer:
 
 
 def events(reads: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, dict[str, Any]]]:
-    """The server-sent events, each with the time at which the last of it came."""
+    """The server-sent events but for comments, each with the time at which the last of it came."""
     rest = b""
     for at, part in reads:
         *whole, rest = (rest + part).split(b"\n\n")
         for event in whole:
             told = event.removeprefix(b"data:").strip()
-            if told and told != b"[DONE]":
+            if told and told != b"[DONE]" and not told.startswith(b":"):
                 yield at, json.loads(told)
 
 

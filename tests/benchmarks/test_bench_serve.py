@@ -95,7 +95,8 @@ def test_a_stream_is_understood_wherever_it_is_cut() -> None:
         {"choices": [{"text": "", "finish_reason": "stop"}]},
         {"choices": [], "usage": {"completion_tokens": 3}},
     ]
-    stream = b"".join(b"data: " + json.dumps(each, ensure_ascii=False).encode() + b"\n\n" for each in told)
+    stream = b": ping\n\n"  # comes while a stream is silent
+    stream += b"".join(b"data: " + json.dumps(each, ensure_ascii=False).encode() + b"\n\n" for each in told)
     stream += b"data: [DONE]\n\n"
     (ask,) = asks(1)
     for size in (1, 7, len(stream)):
