@@ -59,7 +59,10 @@ def test_wrong_settings_are_named(saved: Path) -> None:
 
 def test_a_missing_folder_and_one_without_a_model_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nowhere' is neither a folder nor in the Hugging Face cache"):
-        find(str(tmp_path / "nowhere"))
+        find("of/nowhere")
+    for folder in (str(tmp_path / "nowhere"), "./nowhere", "~/nowhere"):
+        with pytest.raises(ValueError, match=f"^there is no folder {folder}$"):
+            find(folder)
     with pytest.raises(ValueError, match=r"it has no config\.json"):
         load(str(tmp_path))
 

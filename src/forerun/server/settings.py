@@ -22,6 +22,10 @@ FREE_MEMORY_FRACTION = 0.5
 """Part of the free memory at the start that keys and values take by default. The rest is for indexes, for kept prefixes
 and for other programs."""
 MIB = 1 << 20
+ALLOWED = dict.fromkeys(
+    ("byte_size", "byte_size_unit"), "allowed is a number of bytes, or one with a unit, such as 4GiB"
+)
+"""What is allowed, by the type of pydantic's error, where its message does not say so."""
 
 
 class ServerSettings(BaseSettings):
@@ -144,7 +148,10 @@ def read_settings(flags: Mapping[str, Any], file: Path | None = None) -> ServerS
     try:
         return ServerSettings(**{**unset, **flags})
     except ValidationError as error:
-        wrong = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_input=False)]
+        wrong = [
+            f"{'.'.join(map(str, each['loc']))}: {ALLOWED.get(each['type'], each['msg'])}"
+            for each in error.errors(include_input=False)
+        ]
         raise ValueError(f"settings: {'; '.join(wrong)}") from None
 
 

@@ -139,6 +139,8 @@ def find(name_or_path: str) -> Path:
     if folder.suffix == gguf.GGUF_SUFFIX and not folder.is_dir():
         raise ValueError(f"there is no file {folder}")
     if not folder.is_dir():
+        if name_or_path.startswith((".", "~")) or folder.is_absolute():  # no hub repository has such a name
+            raise ValueError(f"there is no folder {name_or_path}")
         folder = _cached(name_or_path)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no model: it has no config.json")
