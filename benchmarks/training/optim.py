@@ -1,20 +1,65 @@
 """The optimizers: Muon for the matrices inside the layers, AdamW for embeddings, heads and norms.
 
-Muon (Jordan, 2024, https://kellerjordan.github.io/posts/muon/) is torch's own.
+Muon is by Jordan (2024, https://kellerjordan.github.io/posts/muon/). torch's own multiplies in bfloat16, which took 50
+times as long as float32 on a CPU without such instructions: 7.5 of a step's 10 seconds for the bundled target.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
-from torch.optim import AdamW, Muon
+from torch.optim import AdamW, Optimizer
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Coefficients of the polynomial that takes singular values towards 1 (Jordan, 2024); five rounds reach 0.7 to 1.2."""
+ROUNDS = 5
+MOMENTUM = 0.95
 
 
-def build(model: nn.Module, muon_rate: float, adam_rate: float) -> list[torch.optim.Optimizer]:
+class Muon(Optimizer):
+    """Steps along the orthogonal matrix nearest to the momentum, in the type of the parameters.
+
+    Args:
+        params: matrices.
+        lr: learning rate, for a square matrix; taller ones take the root of their ratio more.
+        weight_decay: share of ``lr`` by which weights fade.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Take a step."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                momentum.lerp_(p.grad, 1 - MOMENTUM)
+                direction = orthogonal(p.grad.lerp(momentum, MOMENTUM))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(direction, alpha=-group["lr"] * max(1.0, p.shape[0] / p.shape[1]) ** 0.5)
+
+
+def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix ``[m, n]`` with all singular values taken near 1."""
+    a, b, c = NEWTON_SCHULZ
+    x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(ROUNDS):
+        square = x @ x.T
+        x = a * x + (b * square + c * square @ square) @ x
+    return x if matrix.shape[0] <= matrix.shape[1] else x.T
+
+
+def build(model: nn.Module, muon_rate: float, adam_rate: float) -> list[Optimizer]:
     """Return the two optimizers; each parameter group keeps its full learning rate as `peak`."""
     named = [(p.ndim == 2 and "embed" not in name and "lm_head" not in name, p) for name, p in model.named_parameters()]
     matrices, others = [p for inside, p in named if inside], [p for inside, p in named if not inside]
-    optimizers: list[torch.optim.Optimizer] = [
+    optimizers: list[Optimizer] = [
         Muon(matrices, lr=muon_rate, weight_decay=0.01),
         AdamW(others, lr=adam_rate, betas=(0.9, 0.95), weight_decay=0.0, foreach=True),
     ]
@@ -24,7 +69,7 @@ def build(model: nn.Module, muon_rate: float, adam_rate: float) -> list[torch.op
     return optimizers
 
 
-def apply(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
+def apply(optimizers: list[Optimizer], factor: float) -> None:
     """Take one step at `factor` times the peak rates and clear the gradients."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -33,7 +78,7 @@ def apply(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
         optimizer.zero_grad(set_to_none=True)
 
 
-def state(optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+def state(optimizers: list[Optimizer]) -> dict[str, torch.Tensor]:
     """Return all state as flat tensors named '<optimizer>.<parameter>.<entry>'."""
     flat: dict[str, torch.Tensor] = {}
     for i, optimizer in enumerate(optimizers):
@@ -42,7 +87,7 @@ def state(optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
     return flat
 
 
-def restore(optimizers: list[torch.optim.Optimizer], flat: dict[str, torch.Tensor]) -> None:
+def restore(optimizers: list[Optimizer], flat: dict[str, torch.Tensor]) -> None:
     """Restore the state that `state` returned."""
     for i, optimizer in enumerate(optimizers):
         full = optimizer.state_dict()

@@ -128,7 +128,7 @@ class Recipe:
     adam_rate: float = 3e-3
     warm_up: float = 0.01
     decay: float = 0.45
-    half: bool = True
+    half: bool = False
     compiled: bool = False
     checkpoint_every: float = field(default=180.0)
     log_every: int = 20

@@ -171,7 +171,7 @@ def train_quick(out: Path, weights: Path, stop_after: int | None = None, family:
     rng = Random(0)
     texts = Material(tuple(tasks.paragraph(rng, Material()) for _ in range(200)))
     shape = recipe.TINY if family == "llama" else recipe.TINY_HYBRID
-    plan = Recipe(shape, stages=recipe.QUICK, steps=8, half=False, log_every=2)
+    plan = Recipe(shape, stages=recipe.QUICK, steps=8, log_every=2)
     data = corpus.build(texts, shared_tokenizer(texts, out, plan.shape.vocabulary))
     fit(TrainingRun("target", plan, data, out, fresh(plan)), weights, stop_after)
 
@@ -211,6 +211,9 @@ def run(options: TrainOptions) -> None:
     if options.books is None or options.maths is None:
         raise ValueError("give --books and --maths, or --quick")
     shape = replace(recipe.TARGET, family=options.family)
-    target = Recipe(shape, minutes=options.minutes, compiled=options.compiled)
+    half = bool(torch.cpu.get_capabilities().get("avx512_bf16"))  # elsewhere ten times as slow as float32
+    target = Recipe(shape, minutes=options.minutes, half=half, compiled=options.compiled)
+    if hybrid:
+        target = replace(target, stages=recipe.DRAFT_STAGES)  # convolutions learn to copy early
     draft = replace(target, shape=recipe.DRAFT, stages=recipe.DRAFT_STAGES, minutes=options.draft_minutes, seed=1)
     train_all(material.read(options.books, options.maths), target, None if hybrid else draft, out, weights)

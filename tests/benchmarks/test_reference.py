@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.training import corpus, crowding, material, positions, recipe, tasks, tokenizer, train
+from benchmarks.training.optim import Muon
 from benchmarks.training.recipe import Recipe, Stage
 from benchmarks.training.tasks import Material
 from forerun import reference
@@ -234,6 +235,22 @@ def test_the_rate_rises_stays_and_falls_to_nothing() -> None:
     plan = Recipe(recipe.TINY, steps=100)
     assert 0 < plan.rate(0.0) < 0.2 and plan.rate(0.4) == 1.0
     assert plan.rate(0.991) == pytest.approx(0.02) and plan.rate(1.0) == 0.0
+
+
+@pytest.mark.parametrize("shape", [(32, 48), (48, 32)])
+def test_muon_takes_the_steps_of_torchs_own(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    begin, gradients = torch.randn(shape), torch.randn(5, *shape)
+    ends = []
+    for kind in (Muon, torch.optim.Muon):
+        weight = torch.nn.Parameter(begin.clone())
+        optimizer = kind([weight], lr=0.02, weight_decay=0.01)
+        for gradient in gradients:
+            weight.grad = gradient
+            optimizer.step()
+        ends.append(weight.detach())
+    torch.testing.assert_close(*ends, atol=1e-3, rtol=0)  # torch's own rounds to bfloat16
+    assert (ends[0] - begin).abs().max() > 0.02
 
 
 def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(quick: Path, tmp_path: Path) -> None:
