@@ -1,7 +1,7 @@
 """Clients that nobody here wrote, against a running server: each row of the table in docs/serving.md.
 
     forerun serve --model FOLDER --port 20500
-    pip install openai openai-agents langchain-openai litellm   # in an environment of its own
+    pip install openai openai-agents langchain-openai litellm anthropic   # in an environment of its own
     python benchmarks/server/real_clients.py --url http://127.0.0.1:20500/v1
 
 A row whose client is not installed is skipped, and says so. The status is the number of rows that failed. Answers may
@@ -313,6 +313,60 @@ def _litellm_chat(url: str, model: str) -> None:
             **fields, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, max_tokens=200
         )
         assert json.loads(answer.choices[0].message.tool_calls[0].function.arguments)
+
+
+def anthropic_client(url: str) -> Any:
+    """Anthropic's own client."""
+    import anthropic
+
+    return anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="none", max_retries=0, timeout=120)
+
+
+@row("anthropic", "messages, whole and in a stream, stop sequences, counted tokens")
+def _messages(url: str, model: str) -> None:
+    client = anthropic_client(url)
+    system = [{"type": "text", "text": "Be short.", "cache_control": {"type": "ephemeral"}}]
+    fields: Any = {"model": model, "messages": MESSAGES, "system": system}
+    greedy: Any = {**fields, "max_tokens": 16, "extra_body": {"temperature": 0}}  # the client has no such argument
+    whole = client.messages.create(**greedy)
+    with client.messages.stream(**greedy) as stream:
+        text = "".join(stream.text_stream)
+    assert text == whole.content[0].text and whole.stop_reason == "max_tokens"
+    stop = text[len(text) // 2 :][:4]
+    ended = client.messages.create(**greedy, stop_sequences=[stop])
+    assert (ended.stop_reason, ended.stop_sequence) == ("stop_sequence", stop)
+    assert client.messages.count_tokens(**fields).input_tokens > 0
+
+
+@row("anthropic", "a tool's call, whole and in a stream, and its result")
+def _messages_tools(url: str, model: str) -> None:
+    client = anthropic_client(url)
+    tools: Any = [{"name": "get_weather", "description": "Of a city.", "input_schema": PARAMETERS}]
+    choice: Any = {"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True}
+    fields: Any = {"model": model, "tools": tools, "max_tokens": 200}
+    whole = client.messages.create(**fields, messages=MESSAGES, tool_choice=choice)
+    with client.messages.stream(**fields, messages=MESSAGES, tool_choice=choice) as stream:
+        streamed = stream.get_final_message()
+    for answer in (whole, streamed):
+        (call,) = [block for block in answer.content if block.type == "tool_use"]
+        assert answer.stop_reason == "tool_use" and set(call.input) == {"city", "days"}
+    result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
+    turns = [*MESSAGES, {"role": "assistant", "content": whole.content}, {"role": "user", "content": [result]}]
+    assert client.messages.create(**{**fields, "max_tokens": 8}, messages=turns).content
+
+
+@row("anthropic", "errors by their types")
+def _messages_errors(url: str, model: str) -> None:
+    import anthropic
+
+    client = anthropic_client(url)
+    for wrong, kind in ((model, anthropic.BadRequestError), ("another", anthropic.NotFoundError)):
+        try:
+            client.messages.create(model=wrong, messages=MESSAGES, max_tokens=0 if wrong == model else 1)
+        except kind as error:
+            assert error.message
+        else:
+            raise AssertionError(f"{wrong}: nothing was refused")
 
 
 def run(url: str, model: str, only: str | None = None) -> int:

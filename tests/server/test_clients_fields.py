@@ -543,6 +543,26 @@ def test_a_message_is_the_chats_answer(server: LiveServer) -> None:
     assert "".join(texts) == whole["content"][0]["text"]
 
 
+def test_a_message_says_which_stop_string_ended_it_and_how_many_tokens_a_request_has(server: LiveServer) -> None:
+    text = server.post(messages(), "messages").json()["content"][0]["text"]
+    stop = text[len(text) // 2 :][:3]
+    asked = messages(stop_sequences=["\u2603", stop])
+    whole = server.post(asked, "messages").json()
+    assert (whole["stop_reason"], whole["stop_sequence"]) == ("stop_sequence", stop)
+    assert whole["content"][0]["text"] == text.partition(stop)[0]
+    (delta,) = [
+        each["delta"]
+        for each in events_of(server.post({**asked, "stream": True}, "messages").text)
+        if each["type"] == "message_delta"
+    ]
+    assert delta == {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    del asked["max_tokens"]
+    usage = whole["usage"]
+    counted = server.post(asked, "messages/count_tokens").json()
+    assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+    assert server.post({**asked, "model": "another"}, "messages/count_tokens").status_code == 404
+
+
 def test_a_message_calls_a_tool_and_takes_its_result(server: LiveServer) -> None:
     tool = {
         "name": "weather",

@@ -50,6 +50,7 @@ class Delta:
 
     ``logprobs``: tokens that begin in it, where log-probabilities are wanted. ``trace``: its step, where that is
     wanted. ``reasoning`` and ``calls``: of a message that was taken apart; ``text`` is its content then.
+    ``stop_string``: the one that ended it.
     """
 
     index: int
@@ -59,6 +60,7 @@ class Delta:
     trace: dict[str, Any] | None = None
     reasoning: str = ""
     calls: Sequence[CallDelta] = ()
+    stop_string: str | None = None
 
 
 class StopStrings:
@@ -69,25 +71,26 @@ class StopStrings:
 
     Args:
         strings: none of them empty.
+
+    Attributes:
+        found: the stop string that counted; None as long as there was none.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = strings
         self._pending = ""
-        self.stopped = False
+        self.found: str | None = None
 
     def add(self, text: str) -> str:
         """The text that may be sent now."""
-        if self.stopped:
+        if self.found is not None:
             return ""
         text = self._pending + text
-        found = [(at + len(string), at) for string in self._strings if (at := text.find(string)) >= 0]
-        self.stopped = bool(found)
-        cut = (
-            min(found)[1]
-            if found
-            else len(text) - max((self._overlap(text, each) for each in self._strings), default=0)
-        )
+        found = [(at + len(string), at, string) for string in self._strings if (at := text.find(string)) >= 0]
+        if found:
+            _, cut, self.found = min(found)
+        else:
+            cut = len(text) - max((self._overlap(text, each) for each in self._strings), default=0)
         self._pending = "" if found else text[cut:]
         return text[:cut]
 
@@ -139,9 +142,9 @@ class AnswerText:
         self.goes_on = echo is None or echo.goes_on
 
     @property
-    def stopped(self) -> bool:
-        """Whether a stop string has come."""
-        return self._stops.stopped
+    def stop_string(self) -> str | None:
+        """The stop string that has come."""
+        return self._stops.found
 
     def add(self, tokens: Iterable[int]) -> list[str]:
         """The text that each token adds; empty while a character is incomplete or may begin a stop string."""
@@ -175,7 +178,7 @@ class StopStringCriterion:
     def __call__(self, ids: torch.Tensor) -> bool:
         """Whether the text ends with the last of ids ``[1, t]``; called after every token."""
         self._answer.add([int(ids[0, -1])])
-        return self._answer.stopped
+        return self._answer.stop_string is not None
 
 
 class LogprobStreamer:

@@ -26,8 +26,9 @@ from forerun.server.admission import SchedulerLimits
 from forerun.server.api_errors import ApiError, validation_error
 from forerun.server.calls import Call, ClientGoneError
 from forerun.server.learned_texts import restore_index
-from forerun.server.messages_api import MessagesFormat, MessagesRequest
+from forerun.server.messages_api import CountTokensRequest, MessagesFormat, MessagesRequest
 from forerun.server.middleware import OPEN_ADDRESSES, GuardMiddleware
+from forerun.server.prompt_encoder import EncodedPrompt
 from forerun.server.replies import ChatFormat, CompletionFormat, ReplyFormat
 from forerun.server.responses_api import ResponsesFormat, ResponsesRequest
 from forerun.server.schema import (
@@ -240,21 +241,29 @@ async def disconnected(receive: Receive) -> None:
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
-    """vLLM's addresses for tokens."""
+    """vLLM's addresses for tokens, and Anthropic's."""
+
+    async def of_chat(body: ChatRequest | TokenizeRequest) -> EncodedPrompt:
+        try:
+            return await asyncio.to_thread(service.encode.chat, body)
+        except (ValueError, TypeError) as error:
+            raise ApiError(400, str(error), "invalid_value") from error
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         service.check_model(body.model)
-        try:
-            if body.prompt is None:
-                prompt = await asyncio.to_thread(service.encode.chat, body)
-            else:
-                prompt = await asyncio.to_thread(service.encode.text, body.prompt, body.add_special_tokens)
-        except (ValueError, TypeError) as error:
-            raise ApiError(400, str(error), "invalid_value") from error
+        if body.prompt is None:
+            prompt = await of_chat(body)
+        else:
+            prompt = await asyncio.to_thread(service.encode.text, body.prompt, body.add_special_tokens)
         words = service.tokenizer.convert_ids_to_tokens(prompt.ids) if body.return_token_strs else None
         count = {"count": len(prompt.ids), "max_model_len": service.positions}
         return {**count, "tokens": prompt.ids, "token_strs": words}
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(body: CountTokensRequest) -> dict[str, int]:
+        service.check_model(body.model)
+        return {"input_tokens": len((await of_chat(body.chat())).ids)}
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:

@@ -84,10 +84,11 @@ class AnswerRow:
         self, index: int, text: str, finish: Finish | None = None, trace: Json | None = None, tokens: int = 0
     ) -> Delta | None:
         """New text of a step's ``tokens``, as it is sent; None if nothing of it can be sent yet."""
-        rest = finish is not None and not self.answer.stopped
+        stop = None if finish is None else self.answer.stop_string
+        rest = finish is not None and stop is None
         logprobs = None if self.logprobs is None else self.logprobs.take(len(text), rest)
         if self.parser is None:
-            return Delta(index, text, finish, logprobs, trace)
+            return Delta(index, text, finish, logprobs, trace, stop_string=stop)
         parts = self.parser.feed(text, finish is not None)
         if parts.reasoning:
             self.reasoning_tokens += round(tokens * len(parts.reasoning) / len(parts.reasoning + parts.content))
@@ -95,7 +96,7 @@ class AnswerRow:
             finish = "tool_calls"
         if not (parts.content or parts.reasoning or parts.calls or finish or logprobs or trace):
             return None
-        return Delta(index, parts.content, finish, logprobs, trace, parts.reasoning, parts.calls)
+        return Delta(index, parts.content, finish, logprobs, trace, parts.reasoning, parts.calls, stop)
 
 
 @dataclass(frozen=True)

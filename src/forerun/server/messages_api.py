@@ -71,6 +71,12 @@ class MessagesRequest(TranslatedRequest):
         }
 
 
+class CountTokensRequest(MessagesRequest):
+    """To ``/v1/messages/count_tokens``."""
+
+    max_tokens: Count = 1
+
+
 def _tool(number: int, tool: Json) -> Json:
     if tool.get("type", "custom") != "custom":
         message = f"tool {number} is run by Anthropic's servers; this one takes tools with an input_schema"
@@ -126,8 +132,9 @@ class MessagesFormat(BlockFormat):
 
     @property
     def _message(self) -> Json:
-        reason = STOP_REASONS.get(self._reason)
-        return {**self._head, "content": self._blocks, "stop_reason": reason, "stop_sequence": None}
+        stop = self._stop_string if self._reason == "stop" else None
+        reason = STOP_REASONS.get(self._reason) if stop is None else "stop_sequence"
+        return {**self._head, "content": self._blocks, "stop_reason": reason, "stop_sequence": stop}
 
     def _ended(self, usage: Json, metrics: Json) -> Json:
         return {**self._message, "usage": _usage(usage), "metrics": metrics}

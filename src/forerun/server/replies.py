@@ -178,6 +178,7 @@ class BlockFormat(ABC):
         self._blocks: list[Json] = []
         self._kind, self._text, self._call = "", "", -1
         self._reason: Finish | None = None
+        self._stop_string: str | None = None
 
     @abstractmethod
     def _ended(self, usage: Json, metrics: Json) -> Json:
@@ -208,7 +209,7 @@ class BlockFormat(ABC):
             if call.arguments:
                 events.append(self._grow(call.arguments))
         if delta.finish_reason is not None:
-            self._reason = delta.finish_reason
+            self._reason, self._stop_string = delta.finish_reason, delta.stop_string
             events += self._finish()
         return "".join(events)
 
