@@ -487,6 +487,13 @@ def test_settings_say_where_keys_and_values_go(tmp_path: Path, monkeypatch: pyte
     monkeypatch.delenv("FORERUN_KV_MEMORY")
     assert read_settings({}).limits(cpu).memory == 2 * read_settings({"ray": True, "replicas": 2}).limits(cpu).memory
     assert found.file is not None and found.file > 0
+    for flags in (
+        {},
+        {"ray": True, "replicas": 2},
+    ):  # of what is free there are four parts for texts, and one for prefixes
+        told = read_settings(flags)
+        assert told.limits(cpu).memory == 4 * told.prefix_limit(cpu) > 0
+    assert [read_settings({"prefix_cache": size}).prefix_limit(cpu) for size in (0, "1MiB")] == [0, 1 << 20]
 
 
 @pytest.mark.parametrize(

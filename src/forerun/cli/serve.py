@@ -90,7 +90,7 @@ def build_engine(settings: ServerSettings) -> Engine:
     return make_engine(
         settings,
         lambda device: {
-            "prefix_cache": int(settings.prefix_cache),
+            "prefix_cache": settings.prefix_limit(device),
             "kv_store": settings.kv_store,
             "kv_store_limit": None if limit is None else int(limit),
             "kv_store_expiry": settings.kv_store_expiry,
@@ -107,7 +107,7 @@ def _serve_engine(engine: Engine, settings: ServerSettings, sockets: list[socket
     limits = settings.limits(engine.target.device)
     memory = _memory(engine, limits.memory)
     log.info("%s as %r: %s rows, %s", settings.model, settings.served_name, limits.rows, memory)
-    if engine.tiers is not None and (settings.prefix_cache or settings.kv_store):
+    if engine.tiers is not None and (settings.prefix_cache != 0 or settings.kv_store):
         log.warning("texts that are not on the device as a whole share no beginnings: each reads its whole prompt")
     app = create_app(engine, settings, limits)
     server = DrainingServer(app, settings.drain, settings.connections, settings.page)

@@ -66,7 +66,10 @@ class ServeOptions(DebugOptions):
         str | None, option(panel=_MUCH, help=f"Of these files: half of what is free there, or {_SIZE}")
     ] = None
     prefix_cache: Annotated[
-        str | None, option(panel=_MUCH, help=f"For beginnings of prompts, kept for later ones; {_SIZE}")
+        str | None,
+        option(
+            panel=_MUCH, help=f"For beginnings of prompts, kept for later ones: an eighth of what is free, or {_SIZE}"
+        ),
     ] = None
     kv_store: Annotated[
         Path | None, option(panel=_MUCH, help="A folder that keeps beginnings of long prompts.", metavar="DIR")

@@ -19,8 +19,10 @@ from forerun.server.admission import SchedulerLimits
 
 ENVIRONMENT_PREFIX = "FORERUN_"
 FREE_MEMORY_FRACTION = 0.5
-"""Part of the free memory at the start that keys and values take by default. The rest is for indexes, for kept prefixes
+"""Part of the free memory at the start that keys and values take by default. The rest is for kept prefixes, for indexes
 and for other programs."""
+PREFIX_FRACTION = 0.125
+"""The same for kept prefixes. With both, three eighths of the free memory are left."""
 MIB = 1 << 20
 ALLOWED = dict.fromkeys(
     ("byte_size", "byte_size_unit"), "allowed is a number of bytes, or one with a unit, such as 4GiB"
@@ -54,7 +56,7 @@ class ServerSettings(BaseSettings):
     kv_host_memory: Annotated[ByteSize, Field(ge=0)] | None = None
     kv_folder: Path | None = None
     kv_folder_limit: Annotated[ByteSize, Field(ge=0)] | None = None
-    prefix_cache: Annotated[ByteSize, Field(ge=0)] = ByteSize(256 * MIB)
+    prefix_cache: Annotated[ByteSize, Field(ge=0)] | None = None
     kv_store: Path | None = None
     kv_store_limit: Annotated[ByteSize, Field(ge=0)] | None = None
     kv_store_expiry: Annotated[float, Field(gt=0)] | None = None
@@ -113,20 +115,26 @@ class ServerSettings(BaseSettings):
         here, host, file = int(self.kv_memory), self.kv_host_memory, 0
         if host is None:
             free = free_memory(torch.device("cpu")) - (here if device.type == "cpu" else 0)
-            host = ByteSize(max(0, int(self._share(torch.device("cpu")) * free)))
+            host = ByteSize(max(0, int(self._share(FREE_MEMORY_FRACTION, torch.device("cpu")) * free)))
         if self.kv_folder is not None:
             limit, free = self.kv_folder_limit, free_disk(self.kv_folder)
-            file = int(self._share(torch.device("cpu")) * free) if limit is None else int(limit)
+            file = int(self._share(FREE_MEMORY_FRACTION, torch.device("cpu")) * free) if limit is None else int(limit)
         return KVMemory(here, int(host), self.kv_folder, file=file)
 
     def limits(self, device: torch.device) -> SchedulerLimits:
         """The scheduler's limits; memory without a limit is a part of the device's free memory."""
-        memory = self.kv_memory or int(self._share(device) * free_memory(device))
+        memory = self.kv_memory or int(self._share(FREE_MEMORY_FRACTION, device) * free_memory(device))
         return SchedulerLimits(int(memory), self.rows, self.waiting, self.step, max(1, len(self.api_keys)))
 
-    def _share(self, device: torch.device) -> float:
+    def prefix_limit(self, device: torch.device) -> int:
+        """Bytes for kept prefixes; without a limit a part of the device's free memory."""
+        if self.prefix_cache is not None:
+            return int(self.prefix_cache)
+        return int(self._share(PREFIX_FRACTION, device) * free_memory(device))
+
+    def _share(self, fraction: float, device: torch.device) -> float:
         """This process's part of the free memory: replicas may share a machine, but each has a GPU of its own."""
-        return FREE_MEMORY_FRACTION / self.replicas if device.type == "cpu" else FREE_MEMORY_FRACTION
+        return fraction / self.replicas if device.type == "cpu" else fraction
 
 
 def read_settings(flags: Mapping[str, Any], file: Path | None = None) -> ServerSettings:
