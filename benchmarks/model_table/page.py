@@ -93,10 +93,12 @@ def _together(results: Sequence[tuple[str, str]]) -> str:
 
 def _also(kind: str) -> str:
     """What tests of their own run a family as, by their lists."""
-    from test_as_stored import NAMES
+    from test_as_stored import MIXTURES, NAMES
     from test_parallel import RECIPE_CASES
+    from test_stored_hybrids import FAMILIES
 
-    return ", ".join(name for name, families in (("stored", NAMES), ("ranks", RECIPE_CASES)) if kind in families)
+    stored = {*NAMES, *MIXTURES, *FAMILIES}
+    return ", ".join(name for name, families in (("stored", stored), ("ranks", RECIPE_CASES)) if kind in families)
 
 
 def page(rows: Sequence[Row], refused: Mapping[str, str]) -> str:

@@ -68,7 +68,7 @@ def write(file: Path, kind: str = "F32", change: Callable[[Any], None] | None = 
     writer.add_rope_dimension_count(32 // HEADS)
     writer.add_layer_norm_rms_eps(1e-6)
     if more.get("tokenizer", True):
-        _add_tokenizer(writer, more.get("pre", "gpt-2"))
+        add_tokenizer(writer, more.get("pre", "gpt-2"))
     if change is not None:
         change(writer)
     quantisation = gguf.GGMLQuantizationType[kind]
@@ -86,7 +86,7 @@ def write(file: Path, kind: str = "F32", change: Callable[[Any], None] | None = 
     return file
 
 
-def _add_tokenizer(writer: Any, pre: str) -> None:
+def add_tokenizer(writer: Any, pre: str) -> None:
     tokenizer = small_tokenizer()
     vocabulary = tokenizer.get_vocab()
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)

@@ -2,8 +2,8 @@
 
 The model is built without weights. Linear layers, embeddings and experts become the modules of ``stored_weights.py``
 over the file's own bytes. Rows that GGUF keeps in another order than transformers (queries and keys of Llama) are
-copied into transformers' order. Norms, biases and routers become float32. Tensor names come from gguf's own table, row
-orders from transformers' code for each architecture.
+copied into transformers' order; where it is columns (Qwen3.5), the layer's inputs are put in the file's. Norms, biases,
+routers and kernels of convolutions become float32. What differs is known from ``gguf_layout.py``.
 """
 
 from __future__ import annotations
@@ -16,24 +16,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, dequantize, get_tensor_name_map
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import _default_apply_gate
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from forerun.kernels.linear.gguf_formats import GGUF_FORMATS
 from forerun.kernels.runtime.vector_ir import unusable
 from forerun.models.loading.gguf import Header, Progress, Tensor, counted, is_mixtral
-from forerun.models.loading.stored_weights import StoredEmbedding, StoredExperts, StoredLinear
+from forerun.models.loading.gguf_layout import EXPERTS, layout_of
+from forerun.models.loading.stored_weights import InputOrder, StoredEmbedding, StoredExperts, StoredLinear
 
 BLOCK_COLUMNS = {each.name: each.words for each in GGUF_FORMATS}
 """Columns per block, by the name of a format that there is a kernel for."""
 INSTEAD = "--dtype bfloat16 dequantises it"
-EXPERTS = ("gate_proj", "up_proj", "down_proj")
-"""Matrices of experts, each stacked in one tensor."""
-ROUTER = ".ffn_gate_inp"
-"""Part of the names of routers, small matrices of modules that compute with floats."""
+FLOAT_TENSORS = (".ffn_gate_inp", ".shortconv.conv", ".ssm_conv1d")
+"""Parts of the names of small matrices of modules that compute with floats: routers, and kernels of convolutions."""
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -49,7 +47,7 @@ def check_formats(file: Path, header: Header) -> None:
         raise ValueError(f"there is no kernel for stored weights here: {reason}; {INSTEAD}")
     for name, tensor in header.tensors.items():
         kind, columns = GGMLQuantizationType(tensor.kind).name, tensor.shape[0]
-        if len(tensor.shape) == 1 or ROUTER in name:
+        if _is_floats(name, tensor):
             continue
         if kind not in BLOCK_COLUMNS:
             raise ValueError(
@@ -61,6 +59,11 @@ def check_formats(file: Path, header: Header) -> None:
                 f"{file}: rows of tensor {name} have {columns} numbers, and the kernel for {kind} takes them "
                 f"{BLOCK_COLUMNS[kind]} at a time; {INSTEAD}"
             )
+
+
+def _is_floats(name: str, tensor: Tensor) -> bool:
+    """Whether a tensor becomes float32: vectors, and small matrices."""
+    return len(tensor.shape) == 1 or any(part in name for part in FLOAT_TENSORS)
 
 
 def load_as_stored(
@@ -119,17 +122,16 @@ class _Filler:
     model: PreTrainedModel
 
     def __post_init__(self) -> None:
-        kind = TENSOR_PROCESSORS.get(self.header.architecture, TensorProcessor)
-        self._processor = kind(config=self.model.config.to_dict())
-        self._names = self._names_of_tensors()
+        self._layout = layout_of(self.header.architecture, self.model)
         self._data = np.memmap(self.file, np.uint8, "c")
         self._matrices: dict[str, tuple[nn.Parameter, str, int]] = {}
+        self._orders: dict[str, torch.Tensor] = {}  # of the inputs of linear layers, by their names
 
     def fill(self, progress: Progress) -> None:
         """Place all tensors, then exchange the modules that hold stored weights."""
         for name, tensor in counted([*self.header.tensors.items()], progress):
-            if name in self._names:
-                self._take(name, self._names[name], tensor)
+            if (ours := self._layout.name(name)) is not None:
+                self._take(name, ours, tensor)
         for name, module in [*self.model.named_modules()]:
             if isinstance(module, nn.Linear | nn.Embedding):
                 self._exchange(name, module)
@@ -140,19 +142,10 @@ class _Filler:
             listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             raise ValueError(f"the weights in {self.file} are incomplete and would be random: {listed}")
 
-    def _names_of_tensors(self) -> dict[str, str]:
-        """The model's name for each of the file's tensors."""
-        arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == self.header.architecture)
-        table = get_tensor_name_map(arch, self.model.config.num_hidden_layers)
-        ours = [each for name, _ in self.model.named_parameters() for each in _separate(name)]
-        theirs = [table.get_name(name, (".weight", ".bias")) for name in ours]
-        theirs = [f"{name}.weight" if name is not None and name.endswith("_exps") else name for name in theirs]
-        return {there: here for there, here in zip(theirs, ours, strict=True) if there is not None}
-
     def _take(self, name: str, ours: str, tensor: Tensor) -> None:
         owner, _, leaf = ours.rpartition(".")
         module: Any = self.model.get_submodule(owner)
-        if len(tensor.shape) == 1 or ROUTER in name:
+        if _is_floats(name, tensor):
             weights = self._floats(name, tensor)
             self._check_shape(name, weights.shape, getattr(module, leaf).shape)
             setattr(module, leaf, nn.Parameter(torch.from_numpy(weights), requires_grad=False))
@@ -167,12 +160,14 @@ class _Filler:
         rows = torch.from_numpy(self._in_order(name, self._rows(tensor))).view(*expected[:-1], -1)
         kind = GGMLQuantizationType(tensor.kind).name
         self._matrices[ours] = nn.Parameter(rows, requires_grad=False), kind, tensor.shape[0]
+        columns = self._layout.columns(name)
+        if columns is not None and not np.array_equal(columns, np.arange(len(columns))):
+            self._orders[owner] = torch.from_numpy(columns)
 
     def _floats(self, name: str, tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
         """A tensor dequantised, with the shape that transformers gives it."""
         floats = dequantize(self._rows(tensor), GGMLQuantizationType(tensor.kind)).astype(np.float32)
-        weights = self._processor.process(floats.reshape(tensor.shape[::-1]), name).weights
-        return np.array(weights, np.float32, order="C")
+        return self._layout.floats(name, floats.reshape(tensor.shape[::-1]))
 
     def _shape_of_experts(self, name: str, module: Any, leaf: str) -> torch.Size:
         """The shape ``[E, O, K]`` of one matrix of experts; refuses those that are more than three matrices each."""
@@ -198,12 +193,11 @@ class _Filler:
         return self._data[begin : begin + count * row].reshape(count, row)
 
     def _in_order(self, name: str, rows: Bytes) -> Bytes:
-        """The rows in transformers' order; the order is found by running transformers' code on row numbers."""
-        numbers = np.arange(len(rows))
-        order = self._processor.process(numbers[:, None], name).weights
-        if order.shape != (len(rows), 1) or not np.array_equal(np.sort(order[:, 0]), numbers):
+        """The rows in transformers' order."""
+        order = self._layout.rows(name, len(rows))
+        if order is None:
             raise ValueError(f"{self.file}: tensor {name} is more than rows in another order; {INSTEAD}")
-        return rows if np.array_equal(order[:, 0], numbers) else np.ascontiguousarray(rows[order[:, 0]])
+        return rows if np.array_equal(order, np.arange(len(rows))) else np.ascontiguousarray(rows[order])
 
     def _exchange(self, name: str, module: nn.Linear | nn.Embedding) -> None:
         """Replace a module by one over stored weights; a head without weights shares the embedding's."""
@@ -215,6 +209,8 @@ class _Filler:
         rows, kind, columns = matrix
         if isinstance(module, nn.Linear):
             made: nn.Module = StoredLinear(rows, kind, columns, module.bias)
+            if (order := self._orders.get(name)) is not None:
+                made = nn.Sequential(InputOrder(order), made)
         else:
             made = StoredEmbedding(rows, kind, columns, getattr(module, "embed_scale", None))
         self.model.set_submodule(name, made)
@@ -229,9 +225,3 @@ class _Filler:
         """The name of the input embedding's weights."""
         inputs = self.model.get_input_embeddings()
         yield from (f"{name}.weight" for name, module in self.model.named_modules() if module is inputs)
-
-
-def _separate(name: str) -> tuple[str, ...]:
-    """The names of the matrices that a parameter of transformers stacks: gates and ups of experts are one."""
-    owner, _, leaf = name.rpartition(".")
-    return tuple(f"{owner}.{part}" for part in EXPERTS[:2]) if leaf == "gate_up_proj" else (name,)

@@ -289,6 +289,8 @@ def _check_content(file: Path, header: Header) -> None:
             f"{file} has {bias}, which transformers leaves out of GGUF files of {header.architecture}: the model would "
             "be another one; give the folder of its safetensors"
         )
+    if metadata.get(f"{header.architecture}.attention.causal") is False:
+        raise ValueError(f"{file} holds no decoder: its attention sees the tokens after each one, too")
     scaling = metadata.get(f"{header.architecture}.rope.scaling.type", "none")
     factors = next((name for name in header.tensors if name.startswith(("rope_freqs", "rope_factors"))), None)
     if header.architecture != "gpt-oss" and (scaling != "none" or factors is not None):

@@ -23,6 +23,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    GgufConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -210,6 +211,8 @@ def _from_folder(
 
 def _from_file(file: Path, dtype: str, progress: gguf.Progress) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     header = gguf.check(file)
+    from forerun.models.loading.gguf_layout import has_operations  # needs gguf, which may not be installed
+
     if dtype == STORED:
         from forerun.models.loading.as_stored import check_formats, load_as_stored  # need gguf, maybe not installed
 
@@ -228,9 +231,9 @@ def _from_file(file: Path, dtype: str, progress: gguf.Progress) -> tuple[PreTrai
         if dtype == STORED:
             model = load_as_stored(file, header, config, progress)
         else:
-            model = _model(
-                source, dtype, config.model_type, config=config
-            )  # transformers takes seconds to read it again
+            more = {"quantization_config": GgufConfig(dequantize=True)} if has_operations(header.architecture) else {}
+            # transformers takes seconds to read the configuration again
+            model = _model(source, dtype, config.model_type, config=config, **more)
     gguf.finish(file, model, tokenizer, header)
     return model, tokenizer
 

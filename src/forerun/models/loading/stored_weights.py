@@ -46,6 +46,23 @@ class StoredLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, kind={self.kind}"
 
 
+class InputOrder(nn.Module):
+    """Puts the inputs of a linear layer in the order of its stored columns.
+
+    Args:
+        order: where each column's input is, ``[K]``.
+    """
+
+    order: torch.Tensor
+
+    def __init__(self, order: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("order", order, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[..., self.order]
+
+
 class StoredEmbedding(nn.Module):
     """An embedding over stored weights; a lookup gives float32 rows.
 

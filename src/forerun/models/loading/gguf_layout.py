@@ -1,0 +1,157 @@
+"""What GGUF files have otherwise than transformers: names of tensors, orders of rows and columns, and values.
+
+All of it comes from libraries. Since version 5.23 transformers has a list of operations for each new architecture, and
+names as well; for the others it has processors, and gguf has the names.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+from transformers import PreTrainedModel
+from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, rename_source_key
+from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
+from transformers.integrations.gguf.utils import get_gguf_conversion_mapping
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+EXPERTS = ("gate_proj", "up_proj", "down_proj")
+"""Matrices of experts, each stacked in one tensor."""
+
+PREDICTORS = "mtp."
+"""Begins transformers' names of a checkpoint's heads for several tokens, which are no part of the decoder."""
+
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class GgufLayout(ABC):
+    """How a file of one architecture differs from transformers' model."""
+
+    @abstractmethod
+    def name(self, name: str) -> str | None:
+        """The model's name for one of the file's tensors; None for one that it does not need. Gates and ups of experts
+        are named apart.
+
+        Raises:
+            ValueError: for a tensor that it should not leave out.
+        """
+
+    @abstractmethod
+    def floats(self, name: str, values: Floats) -> Floats:
+        """A tensor's values as the model has them."""
+
+    @abstractmethod
+    def rows(self, name: str, count: int) -> Numbers | None:
+        """The order of the file's rows that gives the model's; None for a matrix that is more than rows in another
+        order, but for its columns."""
+
+    def columns(self, name: str) -> Numbers | None:
+        """The order of a matrix's inputs that suits the file's columns; None if it is the model's."""
+        return None
+
+
+def layout_of(architecture: str, model: PreTrainedModel) -> GgufLayout:
+    """The layout of files of an architecture, by llama.cpp's name."""
+    return (
+        OperationsLayout(architecture, model) if has_operations(architecture) else ProcessorLayout(architecture, model)
+    )
+
+
+def has_operations(architecture: str) -> bool:
+    """Whether transformers has a list of operations for it."""
+    return architecture in GGUF_CONFIG_ARCHS
+
+
+class ProcessorLayout(GgufLayout):
+    """By transformers' processors, and gguf's names."""
+
+    def __init__(self, architecture: str, model: PreTrainedModel) -> None:
+        self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
+        arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
+        table = get_tensor_name_map(arch, model.config.num_hidden_layers)
+        ours = [each for name, _ in model.named_parameters() for each in _separate(name)]
+        theirs = [table.get_name(name, (".weight", ".bias")) for name in ours]
+        theirs = [f"{name}.weight" if name is not None and name.endswith("_exps") else name for name in theirs]
+        self._names = {there: here for there, here in zip(theirs, ours, strict=True) if there is not None}
+
+    def name(self, name: str) -> str | None:
+        return self._names.get(name)
+
+    def floats(self, name: str, values: Floats) -> Floats:
+        return np.array(self._processor.process(values, name).weights, np.float32, order="C")
+
+    def rows(self, name: str, count: int) -> Numbers | None:
+        """Found by running transformers' code on row numbers."""
+        numbers = np.arange(count)
+        order = self._processor.process(numbers[:, None], name).weights
+        whole = order.shape == (count, 1) and np.array_equal(np.sort(order[:, 0]), numbers)
+        return order[:, 0] if whole else None
+
+
+class OperationsLayout(GgufLayout):
+    """By transformers' lists of operations."""
+
+    def __init__(self, architecture: str, model: PreTrainedModel) -> None:
+        mapping = deepcopy(get_gguf_conversion_mapping(architecture, model.config))
+        self._renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+        self._converters = [each for each in mapping if isinstance(each, WeightConverter)]
+        self._parameters = {each for name, _ in model.named_parameters() for each in _separate(name)}
+
+    def name(self, name: str) -> str | None:
+        found, pattern = rename_source_key(name, self._renamings, self._converters)
+        if pattern is not None and found.endswith("gate_up_proj"):
+            part = EXPERTS[self._converter(pattern).source_patterns.index(pattern)]
+            found = f"{found.removesuffix('gate_up_proj')}{part}"
+        if found not in self._parameters and not found.startswith(PREDICTORS):
+            raise ValueError(f"tensor {name} has no place in the model, which would be another one without it")
+        return found if found in self._parameters else None
+
+    def floats(self, name: str, values: Floats) -> Floats:
+        tensor = torch.from_numpy(values)
+        for operation in self._operations(name):
+            tensor = _applied(operation, tensor)
+        return tensor.contiguous().numpy()
+
+    def rows(self, name: str, count: int) -> Numbers | None:
+        """Found by running transformers' operations on row numbers."""
+        numbers = torch.arange(count)[:, None]
+        order = numbers
+        for operation in self._operations(name):
+            if not getattr(operation, "supports_packed", False):
+                return None
+            if not hasattr(operation, "input_permutation"):
+                order = _applied(operation, order)
+        whole = order.shape == numbers.shape and torch.equal(order[:, 0].sort().values, numbers[:, 0])
+        return order[:, 0].numpy() if whole else None
+
+    def columns(self, name: str) -> Numbers | None:
+        orders = [each.input_permutation for each in self._operations(name) if hasattr(each, "input_permutation")]
+        if len(orders) > 1:
+            raise ValueError(f"tensor {name} has its columns in another order twice")
+        return orders[0].numpy() if orders else None
+
+    def _operations(self, name: str) -> list[Any]:
+        """What is done to a tensor, but for the stacking of experts."""
+        _, pattern = rename_source_key(name, self._renamings, self._converters)
+        found = [] if pattern is None else self._converter(pattern).operations
+        return [each for each in found if not isinstance(each, Concatenate)]
+
+    def _converter(self, pattern: str) -> Any:
+        return next(each for each in self._converters if pattern in each.source_patterns)
+
+
+def _applied(operation: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """The result of one of transformers' operations on a single tensor."""
+    (made,) = operation.convert({"x": [tensor]}, source_patterns=["x"], target_patterns=["x"]).values()
+    return made  # type: ignore[no-any-return]
+
+
+def _separate(name: str) -> tuple[str, ...]:
+    """The names of the matrices that a parameter of transformers stacks: gates and ups of experts are one."""
+    owner, _, leaf = name.rpartition(".")
+    return tuple(f"{owner}.{part}" for part in EXPERTS[:2]) if leaf == "gate_up_proj" else (name,)
