@@ -11,10 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from transformers import PreTrainedTokenizerBase
 
 from benchmarks.long_context.texts import Texts
+from benchmarks.peers.weights import check as check_weights
+from benchmarks.peers.weights import write as write_weights
 from benchmarks.reporting.delivery import Delivery
 from benchmarks.reporting.options import (
     SourceOptions,
@@ -49,13 +52,17 @@ from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.load import find
 from forerun.models.loading.stored_weights import dtype_name
 
-TRANSFORMERS, DEFAULT = "transformers", "default"
+TRANSFORMERS, LLAMA, DEFAULT = "transformers", "llama.cpp", "default"
+GGUF, ROWS = "model.gguf", 16
+"""The file that is written for llama.cpp's server, and its slots where clients come by chance."""
+SPARE = 64
+"""Tokens of a text in llama.cpp's server beyond its prompt and the longest answer: its own template may have more."""
 _LOAD = "Load"
 
 
 @dataclass(frozen=True)
 class ServingOptions(OutputOptions, SourceOptions, ModelOptions):
-    """Servers under load: forerun serve with and without drafts, and transformers serve with continuous batching.
+    """Servers under load: forerun serve with and without drafts, and those of transformers and llama.cpp.
 
     Each has a process of its own on a free port of this computer, one at a time; the clients are in this process. All
     answer the same requests; rounds take turns and medians count. Texts under load must equal the texts alone, or the
@@ -64,7 +71,11 @@ class ServingOptions(OutputOptions, SourceOptions, ModelOptions):
 
     contestants: Annotated[
         str,
-        list_option("--contestants", "Model", f"Drafters of forerun serve, {DEFAULT} for its own, and {TRANSFORMERS}."),
+        list_option(
+            "--contestants",
+            "Model",
+            f"Drafters of forerun serve, {DEFAULT} for its own, {TRANSFORMERS} (with continuous batching) and {LLAMA}.",
+        ),
     ] = f"none,{DEFAULT},{TRANSFORMERS}"
     concurrency: Annotated[
         str, list_option("--concurrency", _LOAD, "Clients that wait for their answers; 0 for none.")
@@ -135,9 +146,11 @@ def run(options: ServingOptions) -> None:
     if missing:
         raise ValueError(f"server load needs {', '.join(missing)}; install them by: pip install 'forerun[serve,bench]'")
     for name in options.drafters:
-        if name not in (DEFAULT, TRANSFORMERS):
+        if name not in (DEFAULT, TRANSFORMERS, LLAMA):
             check_drafter(name)
-    subject, rounds = _prepared(options)
+    if LLAMA in options.drafters and importlib.util.find_spec("xllamacpp") is None:
+        raise ValueError(f"{LLAMA} is not installed; pip install 'forerun[peers]'")
+    subject, rounds, longest = _prepared(options)
     report = Report("Servers under load", plain_values(options) | {"dtype": subject.dtype})
     delivery = Delivery(report, options.out, "serve", options.json)
 
@@ -147,7 +160,7 @@ def run(options: ServingOptions) -> None:
 
     shared = about(options.model, subject.dtype, subject.device)
     journal = Journal(options.out / "serve-turns.jsonl", shared, options.resume)
-    contestants = _contestants(options, subject)
+    contestants = _contestants(options, subject, longest)
 
     def start(contestant: ServerContestant) -> AbstractContextManager[Door]:
         log = options.out / "logs" / f"{contestant.name.replace(' ', '-')}.log"
@@ -160,9 +173,14 @@ def run(options: ServingOptions) -> None:
         raise typer.Exit(FAILED)
 
 
-def _prepared(options: ServingOptions) -> tuple[ServedModel, list[Round]]:
-    """What is served, and all that is asked; the model is read to be checked, and forgotten."""
+def _prepared(options: ServingOptions) -> tuple[ServedModel, list[Round], int]:
+    """What is served, all that is asked, and the tokens of the longest text. The model is read to be checked, and to be
+    written for llama.cpp; then it is forgotten."""
     model, tokenizer = load_target(options)
+    if LLAMA in options.drafters:
+        check_weights(model, tokenizer, None)
+        options.out.mkdir(parents=True, exist_ok=True)
+        write_weights(model, tokenizer, options.out / GGUF)
     encoder = TemplateEncoder(tokenizer, options.raw)
     subject = ServedModel(
         options.model,
@@ -175,7 +193,9 @@ def _prepared(options: ServingOptions) -> tuple[ServedModel, list[Round]]:
     limit = position_limit(model)
     del model
     gc.collect()
-    return subject, _rounds(options, encoder, limit)
+    rounds = _rounds(options, encoder, limit)
+    longest = max(len(encoder(ask.prompt)) + ask.tokens for each in rounds for ask in each.asks)
+    return subject, rounds, longest
 
 
 def _rounds(options: ServingOptions, encoder: TemplateEncoder, limit: int | None) -> list[Round]:
@@ -253,12 +273,16 @@ def _check(what: str, tokens: int, limit: int | None, new: int) -> None:
         raise ValueError(f"{what}: {error}") from None
 
 
-def _contestants(options: ServingOptions, subject: ServedModel) -> list[ServerContestant]:
+def _contestants(options: ServingOptions, subject: ServedModel, longest: int) -> list[ServerContestant]:
     """In the order of the options."""
     found = []
     for name in options.drafters:
-        if name != TRANSFORMERS:
-            found.append(servers.forerun(subject, None if name == DEFAULT else name))
-        else:
+        if name == TRANSFORMERS:
             found.append(servers.transformers(subject))
+        elif name == LLAMA:
+            slots = max(options.clients or [ROWS])
+            threads = torch.get_num_threads()
+            found.append(servers.llama(subject, options.out / GGUF, slots, longest + SPARE, threads))
+        else:
+            found.append(servers.forerun(subject, None if name == DEFAULT else name))
     return found

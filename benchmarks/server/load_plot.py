@@ -13,7 +13,12 @@ from benchmarks.server.figures import TIMES
 Row = dict[str, Any]
 Draw = Callable[[Path], None]
 PANELS = ("first", "gap", "each")
-COLOURS = {"forerun none": "tab:blue", "forerun": "tab:orange", "transformers serve": "tab:green"}
+COLOURS = {
+    "forerun none": "tab:blue",
+    "forerun": "tab:orange",
+    "transformers serve": "tab:green",
+    "llama-server": "tab:red",
+}
 """The usual contestants; others take what is left of matplotlib's."""
 OTHERS = ("tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan", "tab:grey")
 

@@ -29,7 +29,7 @@ TAIL = 400
 MANY = 1 << 20
 """Namespaces that Forerun's server may keep apart: each load has one of its own."""
 TRANSFORMERS = "transformers serve"
-PLAIN = "forerun none"
+PLAIN, LLAMA = "forerun none", "llama-server"
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
 """What ``transformers serve`` imports beyond transformers."""
 
@@ -95,6 +95,21 @@ def transformers(subject: ServedModel) -> ServerContestant:
     command += ["--dtype", subject.dtype, "--device", subject.device, "--host", "127.0.0.1"]
     command += ["--trust-remote-code"] * subject.trust_remote_code
     return ServerContestant(TRANSFORMERS, command, model, False, why_not(subject))
+
+
+def llama(subject: ServedModel, file: Path, slots: int, positions: int, threads: int) -> ServerContestant:
+    """llama.cpp's server over a GGUF file of the same weights, keys and values in their type.
+
+    Args:
+        subject: the model.
+        file: the GGUF file.
+        slots: texts at once.
+        positions: tokens of a text at its longest, its prompt included.
+        threads: as many as Forerun has.
+    """
+    command = [sys.executable, "-m", "benchmarks.server.llama_server", str(file), "--dtype", subject.dtype]
+    command += ["--slots", str(slots), "--context", str(slots * positions), "--threads", str(threads)]
+    return ServerContestant(LLAMA, command, "measured", False)
 
 
 def why_not(subject: ServedModel) -> str | None:

@@ -300,8 +300,11 @@ def test_commands_serve_the_same_files_in_the_same_type() -> None:
     ours, theirs = servers.forerun(subject, None), servers.transformers(subject)
     assert "--drafter" not in ours.command and ours.name == "forerun"
     assert servers.forerun(subject, "none").command[-2:] == ["--drafter", "none"]
+    other = servers.llama(subject, Path("model.gguf"), 4, 100, 2)
+    assert not other.ours and " ".join(other.command).endswith("--slots 4 --context 400 --threads 2")
+    assert " model.gguf --dtype float32 " in " ".join(other.command)
     assert str(find("bundled")) in theirs.command and "--continuous-batching" in theirs.command
-    assert all(one.command[one.command.index("--dtype") + 1] == "float32" for one in (ours, theirs))
+    assert all(one.command[one.command.index("--dtype") + 1] == "float32" for one in (ours, theirs, other))
     file = dataclasses.replace(subject, folder=Path(__file__))
     assert "GGUF" in str(servers.why_not(file)) and servers.transformers(file).lacking == servers.why_not(file)
     assert "FORERUN_DRAFTER" not in servers.environment({"FORERUN_DRAFTER": "none", "HOME": "/"})
