@@ -9,55 +9,45 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
 
-from transformers import Lfm2Config, LlamaConfig, PreTrainedConfig
+from transformers import LlamaConfig
 
 from benchmarks.training.tasks import KINDS
 
 ROW_KINDS = frozenset(KINDS) | {"spans"}
-Family = Literal["llama", "lfm2"]
 
 
 @dataclass(frozen=True)
 class TrainingShape:
-    """The dimensions of a model with tied embeddings and heads of 64.
-
-    In a hybrid of the family lfm2 every layer with an even index is a short convolution in place of attention.
-    """
+    """The dimensions of a Llama model with tied embeddings and heads of 64."""
 
     layers: int
     hidden: int
     intermediate: int
     vocabulary: int = 4096
-    family: Family = "llama"
 
     def __post_init__(self) -> None:
         if self.hidden % 64:
             raise ValueError(f"hidden must be a multiple of 64, not {self.hidden}")
-        if self.layers < 1 or (self.family == "lfm2" and self.layers < 2):
-            raise ValueError(f"layers must be at least 1, of lfm2 at least 2, not {self.layers}")
+        if self.layers < 1:
+            raise ValueError(f"layers must be at least 1, not {self.layers}")
 
-    def config(self) -> PreTrainedConfig:
+    def config(self) -> LlamaConfig:
         """Return the configuration that transformers builds the model from."""
-        common: dict[str, Any] = {
-            "vocab_size": self.vocabulary,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.hidden // 64,
-            "num_key_value_heads": self.hidden // 64,
-            "max_position_embeddings": 131_072,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-            "tie_word_embeddings": True,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-            "pad_token_id": 0,
-        }
-        if self.family == "llama":
-            return LlamaConfig(**common)
-        attention = list(range(1, self.layers, 2))
-        return Lfm2Config(**common, full_attn_idxs=attention, block_auto_adjust_ff_dim=False)
+        return LlamaConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.hidden // 64,
+            num_key_value_heads=self.hidden // 64,
+            max_position_embeddings=131_072,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+            tie_word_embeddings=True,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=0,
+        )
 
 
 @dataclass(frozen=True)
@@ -109,6 +99,11 @@ DRAFT_STAGES = (
     Stage("spans", 0.40, length=512, rows=8, mix={"spans": 1.0}),
     Stage("mix", 1.00, length=512, rows=8, mix=MIX),
 )
+HYBRID_STAGES = (
+    Stage("spans", 0.15, length=256, rows=8, mix={"prose": 0.3, "code": 0.2, "spans": 0.5}),
+    Stage("mix", 0.85, length=512, rows=8, mix=MIX),
+    Stage("long", 1.00, length=2048, rows=2, mix=LONG, crowd=16),
+)
 QUICK = (
     Stage("text", 0.5, length=64, rows=2, mix={"prose": 0.5, "table": 0.5}),
     Stage("spans", 1.0, length=64, rows=2, mix={"spans": 1.0}),
@@ -157,4 +152,3 @@ class Recipe:
 TARGET = TrainingShape(layers=4, hidden=256, intermediate=704)
 DRAFT = TrainingShape(layers=2, hidden=192, intermediate=512)
 TINY = TrainingShape(layers=1, hidden=64, intermediate=96, vocabulary=512)
-TINY_HYBRID = TrainingShape(layers=2, hidden=64, intermediate=96, vocabulary=512, family="lfm2")

@@ -1,8 +1,8 @@
 """Trains the two bundled models: `python -m benchmarks train-bundled --books DIR --maths FILE --out DIR`.
 
-It makes the tokenizer, the target and the draft, in this order; with `--family lfm2` a hybrid target and no draft.
-Finished ones are skipped, unfinished ones continued; the same command resumes an interrupted run. The draft learns from
-the target's distributions (Hinton et al., 2015).
+It makes the tokenizer, the target and the draft, in this order. Finished ones are skipped, unfinished ones continued;
+the same command resumes an interrupted run. The draft learns from the target's distributions (Hinton et al., 2015).
+With `--hybrid` it makes none of these, but a hybrid out of the bundled target (`hybrid.py`).
 Progress goes to `<out>/<name>/log.jsonl`, and to stderr if that is a terminal. A model is exported to `--weights`
 halfway through its schedule and at the end.
 """
@@ -21,15 +21,16 @@ from typing import Annotated, Any
 import torch
 import typer
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import forerun.reference
 from benchmarks.training import checkpoint, corpus, material, optim, recipe, tasks, tokenizer
 from benchmarks.training.checkpoint import Progress
 from benchmarks.training.corpus import Batch, Corpus
 from benchmarks.training.export import export
+from benchmarks.training.hybrid import hybrid_of
 from benchmarks.training.progress import Display
-from benchmarks.training.recipe import Family, Recipe
+from benchmarks.training.recipe import Recipe
 from benchmarks.training.tasks import Material
 from forerun.cli.options import DebugOptions
 
@@ -145,8 +146,7 @@ def fit(run: TrainingRun, weights: Path, stop_after: int | None = None) -> PreTr
 def fresh(plan: Recipe) -> PreTrainedModel:
     """Return a model with seeded random weights."""
     torch.manual_seed(plan.seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(plan.shape.config(), dtype=torch.float32)
-    return model
+    return LlamaForCausalLM(plan.shape.config())
 
 
 def shared_tokenizer(texts: Material, out: Path, vocabulary: int) -> PreTrainedTokenizerFast:
@@ -158,31 +158,38 @@ def shared_tokenizer(texts: Material, out: Path, vocabulary: int) -> PreTrainedT
     return tokenizer.load(folder)
 
 
-def train_all(texts: Material, target: Recipe, draft: Recipe | None, out: Path, weights: Path) -> None:
-    """Train the target, then the draft, if there is to be one, on the target's distributions."""
+def train_both(texts: Material, target: Recipe, draft: Recipe, out: Path, weights: Path) -> None:
+    """Train the target, then the draft on the target's distributions."""
     data = corpus.build(texts, shared_tokenizer(texts, out, target.shape.vocabulary))
     teacher = fit(TrainingRun("target", target, data, out, fresh(target)), weights).eval()
-    if draft is not None:
-        fit(TrainingRun("draft", draft, data, out, fresh(draft), teacher), weights)
+    fit(TrainingRun("draft", draft, data, out, fresh(draft), teacher), weights)
 
 
-def train_quick(out: Path, weights: Path, stop_after: int | None = None, family: Family = "llama") -> None:
+def train_hybrid(texts: Material, plan: Recipe, out: Path, weights: Path) -> PreTrainedModel:
+    """Train a hybrid on the bundled target's distributions."""
+    folder = forerun.reference.bundled("target")
+    teacher: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    data = corpus.build(texts, tokenizer.load(folder))
+    text = torch.tensor([corpus.window(data, "prose", 256, Random(i)) for i in range(8)])
+    return fit(TrainingRun("hybrid", plan, data, out, hybrid_of(teacher, text), teacher), weights)
+
+
+def train_quick(out: Path, weights: Path, stop_after: int | None = None) -> None:
     """Train a tiny target for a few steps on invented tasks: it shows that the recipe runs, not that it works."""
     rng = Random(0)
     texts = Material(tuple(tasks.paragraph(rng, Material()) for _ in range(200)))
-    shape = recipe.TINY if family == "llama" else recipe.TINY_HYBRID
-    plan = Recipe(shape, stages=recipe.QUICK, steps=8, log_every=2)
+    plan = Recipe(recipe.TINY, stages=recipe.QUICK, steps=8, log_every=2)
     data = corpus.build(texts, shared_tokenizer(texts, out, plan.shape.vocabulary))
     fit(TrainingRun("target", plan, data, out, fresh(plan)), weights, stop_after)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(DebugOptions):
-    """Train the bundled target and draft, or a hybrid of the target's size."""
+    """Train the bundled target and draft, or a hybrid out of the target."""
 
-    family: Annotated[
-        Family, typer.Option(help="llama: target and draft; lfm2: a target with short convolutions, alone.")
-    ] = "llama"
+    hybrid: Annotated[bool, typer.Option(help="Make a hybrid (LFM2) out of the bundled target, and nothing else.")] = (
+        False
+    )
     books: Annotated[Path | None, typer.Option(help="A folder of .txt books.")] = None
     maths: Annotated[Path | None, typer.Option(help="A JSON-lines file of {prompt, answer}.")] = None
     out: Annotated[
@@ -190,7 +197,7 @@ class TrainOptions(DebugOptions):
     ] = None
     weights: Annotated[
         Path | None,
-        typer.Option(help="Where models are exported to; default the package, if quick or lfm2 weights in --out."),
+        typer.Option(help="Where models are exported to; default the package, if quick or hybrid weights in --out."),
     ] = None
     minutes: Annotated[float, typer.Option(help="Minutes for the target, of all threads.")] = 60.0
     draft_minutes: Annotated[float, typer.Option(help="Minutes for the draft.")] = 12.0
@@ -202,18 +209,18 @@ class TrainOptions(DebugOptions):
 def run(options: TrainOptions) -> None:
     """Train."""
     torch.set_num_threads(options.threads)
-    hybrid = options.family != "llama"
-    out = options.out or OUT / ("quick" if options.quick else options.family if hybrid else "")
-    weights = options.weights or (out / "weights" if options.quick or hybrid else WEIGHTS)
+    out = options.out or OUT / ("quick" if options.quick else "hybrid" if options.hybrid else "")
+    weights = options.weights or (out / "weights" if options.quick or options.hybrid else WEIGHTS)
     if options.quick:
-        train_quick(out, weights, family=options.family)
+        train_quick(out, weights)
         return
     if options.books is None or options.maths is None:
         raise ValueError("give --books and --maths, or --quick")
-    shape = replace(recipe.TARGET, family=options.family)
     half = bool(torch.cpu.get_capabilities().get("avx512_bf16"))  # elsewhere ten times as slow as float32
-    target = Recipe(shape, minutes=options.minutes, half=half, compiled=options.compiled)
-    if hybrid:
-        target = replace(target, stages=recipe.DRAFT_STAGES)  # convolutions learn to copy early
+    target = Recipe(recipe.TARGET, minutes=options.minutes, half=half, compiled=options.compiled)
+    texts = material.read(options.books, options.maths)
+    if options.hybrid:
+        train_hybrid(texts, replace(target, stages=recipe.HYBRID_STAGES), out, weights)
+        return
     draft = replace(target, shape=recipe.DRAFT, stages=recipe.DRAFT_STAGES, minutes=options.draft_minutes, seed=1)
-    train_all(material.read(options.books, options.maths), target, None if hybrid else draft, out, weights)
+    train_both(texts, target, draft, out, weights)
