@@ -43,10 +43,11 @@ def token_losses(model: PreTrainedModel, batch: Batch, teacher: PreTrainedModel 
     """Return the loss of every token but the first of each row: [rows, length - 1]."""
     logits = _logits(model, batch)[:, :-1].float()
     if teacher is None:
-        return cross_entropy(logits.transpose(1, 2), batch.tokens[:, 1:], reduction="none")
-    with torch.no_grad():
-        p = _logits(teacher, batch)[:, :-1].float().softmax(-1)
-    return cross_entropy(logits.transpose(1, 2), p.transpose(1, 2), reduction="none")
+        wanted = batch.tokens[:, 1:].flatten()
+    else:
+        with torch.no_grad():
+            wanted = _logits(teacher, batch)[:, :-1].float().softmax(-1).flatten(0, 1)
+    return cross_entropy(logits.flatten(0, 1), wanted, reduction="none").view(logits.shape[:2])
 
 
 def _logits(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
