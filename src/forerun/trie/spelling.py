@@ -42,7 +42,7 @@ def spellings(tokenizer: Tokenizer) -> Int32Array:
     words = [word.lstrip(" ") for word in tokenizer.decode_batch([[number] for number in spaced])]
     try:
         quote = tokenizer.encode(QUOTE, add_special_tokens=False).ids
-        quoted = tokenizer.encode_batch([QUOTE + word for word in words], add_special_tokens=False)
+        quoted = tokenizer.encode_batch_fast([QUOTE + word for word in words], add_special_tokens=False)
     except Exception:  # tokenizers raises nothing more special
         return table
     for number, word, encoding in zip(spaced, words, quoted, strict=True):
