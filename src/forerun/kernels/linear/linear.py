@@ -162,11 +162,11 @@ def _format_code(which: int) -> tuple[int, int, int]:
         unpack(which, w, row, last, blocks, ahead, to)
 
     @compiled
-    def products_in_rows(w: int, row: int, last: int, x: int, steps: int, ahead: int, sums: int) -> None:
-        many_in_rows(which, w, row, last, x, steps, ahead, sums)
+    def products_in_rows(tokens: int, w: int, row: int, last: int, x: int, steps: int, ahead: int, sums: int) -> None:
+        many_in_rows(which, tokens, w, row, last, x, steps, ahead, sums)
 
     if which < len(PLAIN_FORMATS):
-        return address_of(products_of_few, 11), 0, address_of(products_in_rows, 7)
+        return address_of(products_of_few, 11), 0, address_of(products_in_rows, 8)
     return address_of(products_of_few, 11), address_of(columns_of, 6), 0
 
 
@@ -346,7 +346,8 @@ def _in_groups(
             few_rows = x + t * op.x_row
             call(matrix.few, n - t, w, w, row, last, last, few_rows, op.x_row, steps, ahead, sums + t * LINE)
             return
-        call(matrix.many_in_rows, w, row, last, tokens + t // lanes * _group_bytes(op), steps, ahead, sums + t * LINE)
+        some, words_of_group = min(lanes, n - t), tokens + t // lanes * _group_bytes(op)
+        call(matrix.many_in_rows, some, w, row, last, words_of_group, steps, ahead, sums + t * LINE)
         t += lanes
 
 

@@ -16,7 +16,7 @@ of a panel, which is repeated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,12 +32,21 @@ from forerun.kernels.linear.weight_format import (
     WeightFormat,
     transposed,
 )
-from forerun.kernels.runtime.vector_ir import I64, LANES, LINE, Code, Emitter, intrinsic, intrinsic_code
+from forerun.kernels.runtime.vector_ir import I64, LANES, LINE, Code, Emitter, intrinsic, intrinsic_code, wide
 
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = (*PLAIN_FORMATS, *GGUF_FORMATS)
 MANY_TOKENS = (4, 6, 8, 10, 12)
 """Token counts with code of their own in ``many``: up to the most whose sums over two panels fit in registers beside
 one column of each."""
+
+
+NARROW_ROWS = 4
+"""Rows whose sums over as many tokens as a line has words fit in 16 registers of half a line, beside a column of words
+and a weight."""
+
+
+NARROW_TOKENS = 6
+"""Tokens whose sums with a panel's column fit in them."""
 
 
 def by_constant(function: Callable[..., Code]) -> Any:
@@ -182,31 +191,49 @@ def _many(
     e: Emitter, size: int, columns: ir.Value, other: ir.Value, count: ir.Value, x: ir.Value, sums: ir.Value,
     other_sums: ir.Value,
 ) -> None:  # fmt: skip
-    b, places = e.builder, (sums, other_sums)
-    totals = [[e.variable(e.load(e.at(place, t * LINE))) for t in range(size)] for place in places]
+    at_once = size if wide() else NARROW_TOKENS
+    panels = [(sums, columns), (other_sums, other)]
+    for some in [panels] if wide() else [[panel] for panel in panels]:
+        for first in range(0, size, at_once):
+            _products(e, range(first, min(size, first + at_once)), some, count, x)
+
+
+def _products(
+    e: Emitter, tokens: range, panels: Sequence[tuple[ir.Value, ir.Value]], count: ir.Value, x: ir.Value
+) -> None:
+    """Of some of these tokens with some of these panels, each its sums and its columns."""
+    b = e.builder
+    totals = [[e.variable(e.load(e.at(place, t * LINE))) for t in tokens] for place, _ in panels]
     with e.loop(count) as i:
         here = e.times(i, LINE)
-        weights = [e.load(e.at(start, here)) for start in (columns, other)]
-        words = e.at(x, here)
-        for t in range(size):
+        weights, words = [e.load(e.at(columns, here)) for _, columns in panels], e.at(x, here)
+        for at, t in enumerate(tokens):
             word = e.load(e.at(words, t * FLOAT32.bytes), FLOAT32.word)
             for some, column in zip(totals, weights, strict=True):
-                b.store(FLOAT32.add(e, column, word, b.load(some[t])), some[t])
-    for place, some in zip(places, totals, strict=True):
-        for t, total in enumerate(some):
+                b.store(FLOAT32.add(e, column, word, b.load(some[at])), some[at])
+    for (place, _), some in zip(panels, totals, strict=True):
+        for t, total in zip(tokens, some, strict=True):
             e.store(b.load(total), e.at(place, t * LINE))
 
 
 @by_constant
 def many_in_rows(
-    typing: Any, kind: Any, w: Any, row: Any, last: Any, x: Any, steps: Any, ahead: Any, sums: Any
+    typing: Any, kind: Any, tokens: Any, w: Any, row: Any, last: Any, x: Any, steps: Any, ahead: Any, sums: Any
 ) -> Code:  # fmt: skip
-    """Add to the sums ``[lanes][lanes]`` of a panel in rows its products with the words of ``lanes`` tokens.
+    """Add to the sums ``[lanes][lanes]`` of a panel in rows its products with the words of up to ``lanes`` tokens.
 
     The words of all tokens for one column are one cache line. Meanwhile prefetches the panel ``ahead`` bytes after.
     """
     each = PLAIN_FORMATS[kind.literal_value]
-    return intrinsic_code(8, lambda e, _, *rest: _many_in_rows(e, each, *rest), constant=kind)
+    lanes = each.numbers.lanes
+
+    def emit(e: Emitter, _: ir.Value, tokens: ir.Value, *rest: ir.Value) -> None:
+        if wide():
+            _many_in_rows(e, each, *rest)
+        else:
+            _least_that_suffices(e, tokens, (lanes // 2, lanes), lambda size: _some_rows_at_once(e, each, size, *rest))
+
+    return intrinsic_code(9, emit, constant=kind)
 
 
 def _many_in_rows(
@@ -236,6 +263,37 @@ def _many_in_rows(
                 weight = e.load(e.at(weights, r * LINE), numbers.word)
                 b.store(numbers.add(e, line, weight, b.load(total)), total)
     for t, total in enumerate(transposed(e, [b.load(total) for total in totals])):
+        e.store(total, e.at(sums, t * LINE))
+
+
+def _some_rows_at_once(
+    e: Emitter, each: WeightFormat, size: int, w: ir.Value, row: ir.Value, last: ir.Value, x: ir.Value,
+    steps: ir.Value, ahead: ir.Value, sums: ir.Value,
+) -> None:  # fmt: skip
+    """The same with half as many registers of half the width: the rows whose sums fit in them, then the next ones."""
+    b, numbers, rows = e.builder, each.numbers, _rows(e, each, w, row, last)
+    lanes, at_once = numbers.lanes, NARROW_ROWS * numbers.lanes // size
+    vector = ir.VectorType(numbers.vector.element, size)
+    kept = b.ptrtoint(cgutils.alloca_once(b, ir.ArrayType(numbers.vector, lanes)), I64)
+    for r, total in enumerate(transposed(e, [e.load(e.at(sums, t * LINE), numbers.vector) for t in range(lanes)])):
+        e.store(total, e.at(kept, r * LINE))
+    for first in range(0, lanes, at_once):
+        places = [e.at(kept, r * LINE) for r in range(first, first + at_once)]
+        totals = [e.variable(e.load(place, vector)) for place in places]
+        with e.loop(steps) as step:
+            if not first:
+                _prefetch(e, each, e.at(w, ahead), row, step, I64(0))
+            words, here = e.at(x, e.times(step, lanes * LINE)), e.times(step, LINE)
+            weights = [e.at(address, here) for address in rows[first : first + at_once]]
+            with e.loop(I64(lanes)) as column:
+                line, at = e.load(e.at(words, e.times(column, LINE)), vector), e.times(column, numbers.bytes)
+                for address, total in zip(weights, totals, strict=True):
+                    weight = e.load(e.at(address, at), numbers.word)
+                    b.store(numbers.add(e, line, weight, b.load(total)), total)
+        for total, place in zip(totals, places, strict=True):
+            e.store(b.load(total), place)
+    done = [e.load(e.at(kept, r * LINE), numbers.vector) for r in range(lanes)]
+    for t, total in enumerate(transposed(e, done)):
         e.store(total, e.at(sums, t * LINE))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from forerun.kernels.runtime.vector_ir import F32, F64, FLOATS, I32, LANES, LINE, WORDS, Emitter, features, words_of
+from forerun.kernels.runtime.vector_ir import F32, F64, FLOATS, I32, LANES, LINE, Emitter, features, wide
 
 Rows = Sequence[ir.Value]
 """Addresses of the same place in each row of a panel."""
@@ -52,28 +52,29 @@ class NumberType:
     def __init__(self, word: ir.Type, lane: ir.Type, lanes: int) -> None:
         self.word, self.lanes, self.bytes, self.vector = word, lanes, LINE // lanes, ir.VectorType(lane, lanes)
 
-    def broadcast(self, e: Emitter, word: ir.Value) -> ir.Value:
+    def broadcast(self, e: Emitter, word: ir.Value, lanes: int) -> ir.Value:
         """A word in every lane."""
-        one = e.builder.insert_element(ir.VectorType(self.word, self.lanes)(ir.Undefined), word, I32(0))
-        return e.builder.shuffle_vector(one, one, ir.VectorType(I32, self.lanes)([0] * self.lanes))
+        one = e.builder.insert_element(ir.VectorType(self.word, lanes)(ir.Undefined), word, I32(0))
+        return e.builder.shuffle_vector(one, one, ir.VectorType(I32, lanes)([0] * lanes))
 
     def add(self, e: Emitter, line: ir.Value, word: ir.Value, total: ir.Value) -> ir.Value:
-        """``total`` plus the products of a vector of words and a broadcast word."""
-        return _fma(e, line, self.broadcast(e, word), total)
+        """``total`` plus the products of a vector of words and a broadcast word; the vector may be a part of one."""
+        return _fma(e, line, self.broadcast(e, word, total.type.count), total)
 
 
 class _Pairs(NumberType):
     """Pairs of bfloat16, summed as floats: the first of each pair, then the second."""
 
     def add(self, e: Emitter, line: ir.Value, word: ir.Value, total: ir.Value) -> ir.Value:
-        b, w, x = e.builder, e.builder.bitcast(line, WORDS), self.broadcast(e, word)
+        b, lanes = e.builder, total.type.count
+        w, x = b.bitcast(line, ir.VectorType(I32, lanes)), self.broadcast(e, word, lanes)
         if multiplies_pairs():
             kind = ir.FunctionType(FLOATS, (FLOATS, BFLOATS, BFLOATS))
             function = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
             return b.call(function, (total, b.bitcast(w, BFLOATS), b.bitcast(x, BFLOATS)))
-        sixteen, high = words_of(16), words_of(0xFFFF0000)
+        sixteen, high = (ir.VectorType(I32, lanes)([value] * lanes) for value in (16, 0xFFFF0000))
         for one, other in ((b.shl(w, sixteen), b.shl(x, sixteen)), (b.and_(w, high), b.and_(x, high))):
-            total = e.fma(b.bitcast(one, FLOATS), b.bitcast(other, FLOATS), total)
+            total = _fma(e, b.bitcast(one, total.type), b.bitcast(other, total.type), total)
         return total
 
 
@@ -82,7 +83,7 @@ FLOAT32, BFLOAT16, FLOAT64 = NumberType(F32, F32, 16), _Pairs(I32, F32, 16), Num
 
 def _fma(e: Emitter, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
     kind = ir.FunctionType(a.type, (a.type,) * 3)
-    name = "llvm.fma.v16f32" if a.type == FLOATS else "llvm.fma.v8f64"
+    name = f"llvm.fma.v{a.type.count}f{32 if a.type.element == F32 else 64}"
     return e.builder.call(cgutils.get_or_insert_function(e.builder.module, kind, name), (a, b, c))
 
 
@@ -118,7 +119,7 @@ class Plain(WeightFormat):
     """Words side by side; a block is one vector of them."""
 
     panels = 1
-    few_tokens = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
+    few_tokens = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12) if wide() else (1, 2, 3, 4, 5)
 
     def __init__(self, name: str, numbers: NumberType) -> None:
         super().__init__(name, numbers, numbers.lanes, LINE)
