@@ -14,7 +14,7 @@ from benchmarks.studies.constants import CONSTANTS, _set
 
 WRONG = [
     (("tasks", "--batch", "1,2"), "--batch is '1,2'; no number may be below 2"),
-    (("passes", "--model", "./nowhere"), "'./nowhere' is neither a folder"),
+    (("passes", "--model", "./nowhere"), "there is no folder ./nowhere"),
     (("specbench",), "there is nothing to measure; give --questions, --tasks or both"),
     (("specbench", "--questions", "nowhere.jsonl"), "--questions is nowhere.jsonl; there is no such file"),
     (("specbench", "--tasks", "--budget", "0"), "--budget is '0'; no number may be below 1"),

@@ -134,7 +134,7 @@ def test_an_error_of_the_user_is_one_line_and_status_2(model: str, arguments: tu
 def test_a_missing_model_is_an_error_and_debug_raises_it() -> None:
     result = call("generate", "-m", "./nowhere", "-p", "a")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "'./nowhere' is neither a folder" in result.stderr
+    assert "there is no folder ./nowhere" in result.stderr
     assert isinstance(call("generate", "-m", "./nowhere", "-p", "a", "--debug").exception, ValueError)
 
 
