@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from support.triton_bfloat16 import interpret_bfloat16
+from support.triton_products import interpret_products
 
 from forerun.core.block import Block
 from forerun.core.tree import ROOT, DraftTree
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.matrix  # Triton's interpreter is slow
 
 @pytest.fixture(autouse=True)
 def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret_bfloat16(monkeypatch)
+    interpret_products(monkeypatch)
 
 
 CPU = torch.device("cpu")

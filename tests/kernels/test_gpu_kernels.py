@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from support.triton_bfloat16 import interpret_bfloat16
+from support.triton_products import interpret_products
 
 from forerun.kernels import gpu
 from forerun.kernels.attention import topk_rank
@@ -27,7 +27,7 @@ TYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 @pytest.fixture(autouse=True)
 def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret_bfloat16(monkeypatch)
+    interpret_products(monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from support import tiny
 from support.away import READS
-from support.triton_bfloat16 import interpret_bfloat16
+from support.triton_products import interpret_products
 
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
@@ -108,7 +108,7 @@ CELLS = [(kind, torch.float32) for kind in FAMILIES | OTHERS] + [
 def test_logits_are_the_models(
     on_gpu: list[int], kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    interpret_bfloat16(monkeypatch)
+    interpret_products(monkeypatch)
     own = model(kind, dtype)
     scorer = admit(own)
     assert type(scorer) is GpuScorer
