@@ -46,6 +46,7 @@ TEXT = np.random.default_rng(0).integers(0, 61, 24)
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Take the way of GPUs on a CPU; the passes that were recorded."""
     recorded: list[int] = []
+    interpret_products(monkeypatch)
 
     class Again:
         def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
@@ -105,10 +106,7 @@ CELLS = [(kind, torch.float32) for kind in FAMILIES | OTHERS] + [
 
 @pytest.mark.parametrize(("kind", "dtype"), CELLS)
 @torch.inference_mode()
-def test_logits_are_the_models(
-    on_gpu: list[int], kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interpret_products(monkeypatch)
+def test_logits_are_the_models(on_gpu: list[int], kind: str, dtype: torch.dtype) -> None:
     own = model(kind, dtype)
     scorer = admit(own)
     assert type(scorer) is GpuScorer
