@@ -192,7 +192,9 @@ def _tree_error(scorer: Scorer, text: int) -> float:
     with _naming("a pass over two packed texts"):
         scored = _score(scorer, prompts, tree)
     with _naming("the model's own forward pass"), use_implementations(scorer.model, experts=experts(scorer.model)):
-        return max(_row_error(scorer.model, *row) for row in zip(prompts, [tree] * 2, scored, strict=True))
+        return _branches_error(scorer.model, [
+            each for prompt, logits in zip(prompts, scored, strict=True) for each in _branches(prompt, tree, logits)
+        ])  # fmt: skip
 
 
 def _score(scorer: Scorer, prompts: Sequence[Sequence[int]], tree: DraftTree) -> list[torch.Tensor]:
@@ -227,28 +229,28 @@ def _check_windows(model: PreTrainedModel, cache: FullCache) -> None:
             raise _PassError(f"layer {layer} sees {window} tokens by its mask alone, and masks are not looked at")
 
 
-def _row_error(model: PreTrainedModel, prompt: Sequence[int], tree: DraftTree, logits: torch.Tensor) -> float:
-    """The largest error of the tree's logits against the model's own, over each branch as plain text."""
-    errors = []
+def _branches(prompt: Sequence[int], tree: DraftTree, logits: torch.Tensor) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Each branch of a tree as plain text behind the prompt, and the logits of its nodes, ``[nodes, V]``."""
     for leaf in sorted(set(range(len(tree))) - set(tree.parents.tolist())):
         path = tree.ancestors[leaf].nonzero()[0]
-        ids = torch.tensor([[*prompt, *tree.tokens[path].tolist()]], device=model.device)
-        errors.append(_branch_error(model, ids, logits[[0, *(path + 1).tolist()]]))
-    return max(errors)
+        yield [*prompt, *tree.tokens[path].tolist()], logits[[0, *(path + 1).tolist()]]
 
 
-def _branch_error(model: PreTrainedModel, ids: torch.Tensor, scored: torch.Tensor) -> float:
-    """Relative error of the logits at the last tokens of ``ids``.
+def _branches_error(model: PreTrainedModel, branches: Sequence[tuple[list[int], torch.Tensor]]) -> float:
+    """The largest relative error of logits at the last tokens of texts, against the model's own.
 
     In 16 bits the model's own logits are rounded as much as ours. If the two differ, both are compared with float32
-    logits, and the model's own error is subtracted from ours.
+    logits, and the largest error of the model's own is subtracted from ours. It is the largest of all texts, not of the
+    same one, because rounding hits another text in each form of the pass.
     """
-    own = _own(model, ids, len(scored))
-    error = relative_error(scored, own)
+    ids = [torch.tensor([tokens], device=model.device) for tokens, _ in branches]
+    scored = [logits for _, logits in branches]
+    own = [_own(model, each, len(logits)) for each, logits in zip(ids, scored, strict=True)]
+    error = max(map(relative_error, scored, own))
     if model.dtype in SIXTEEN_BIT and error > TOLERANCE[model.dtype]:
         with Float32View():
-            wide = _own(model, ids, len(scored))
-        error = relative_error(scored, wide) - relative_error(own, wide)
+            wide = [_own(model, each, len(logits)) for each, logits in zip(ids, scored, strict=True)]
+        error = max(map(relative_error, scored, wide)) - max(map(relative_error, own, wide))
     return error
 
 
