@@ -24,6 +24,7 @@ from forerun.kernels.attention.ordered_attention import COMBINE, SCAN, AttendOp
 from forerun.kernels.attention.packed_pass import HeadShape, PackedPass, TopkTables
 from forerun.kernels.attention.topk_attention import ATTEND_TOPK
 from forerun.kernels.attention.topk_rank import PROJECT_QUERIES, RANK_CHUNKS, TOPK_BYTES
+from forerun.kernels.linear.ordered_modules import unwatched
 from forerun.kernels.runtime import addresses, executor, vector_ir
 from forerun.kernels.runtime.addresses import address_of, head_rows
 from forerun.kernels.runtime.executor import Operation, Program
@@ -98,7 +99,8 @@ def attend_in_order(
         packed = known[heads, places] = PackedPass(placed, heads, torch.get_num_threads())
     if takes(q, *rows[0]):
         operations = (SCAN, COMBINE) if fast(*rows[0]) else (ATTEND_FLOAT64,)
-        return _run(operations, q, rows, packed, spec, packed)
+        with unwatched():
+            return _run(operations, q, rows, packed, spec, packed)
     split = torch.split(q, packed.counts, 2)
     parts = [states_in_order(*each, spec) for each in zip(split, rows, packed.blocks, strict=True)]
     return torch.cat([merge(*states, sinks=spec.sinks) for states in parts], 2)

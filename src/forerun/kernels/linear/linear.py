@@ -38,6 +38,8 @@ from forerun.kernels.runtime.vector_ir import LANES, LINE
 FORMAT_NAMES = [each.name for each in WEIGHT_FORMATS]
 NUMBER_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
 """Types of inputs, by their number in operations."""
+PLAIN_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in NUMBER_KINDS}
+"""The format of plain weights by their type."""
 UNPACKED_COLUMNS = 256
 """Columns of two panels that are unpacked at once: 32 KiB; a multiple of every format's block."""
 TASKS_PER_THREAD = 8
@@ -62,7 +64,7 @@ class Weights(NamedTuple):
 
 def plain(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Weights:
     """A matrix of a type of ``NUMBER_KINDS``."""
-    return Weights(weight, str(weight.dtype).removeprefix("torch."), bias)
+    return Weights(weight, PLAIN_NAMES[weight.dtype], bias)
 
 
 class Matrix(NamedTuple):
@@ -207,25 +209,27 @@ KEPT_PROGRAMS = 1 << 16
 
 def product(x: torch.Tensor, weights: Weights) -> torch.Tensor:
     """``x @ weights.T + bias`` for rows of x ``[..., K]`` on a CPU, in x's type, which is that of plain weights."""
-    rows = x.detach().reshape(-1, x.shape[-1])
-    rows = rows if weights.rows.dtype in NUMBER_KINDS else rows.float()
-    n, width = len(rows), rows.element_size()
-    y = rows.new_empty(n, len(weights.rows))
-    if not n:
-        return y.view(*x.shape[:-1], len(weights.rows)).to(x.dtype)
-    if rows.shape[1] % (LINE // width) or rows.stride(1) != 1:
-        rows = pad(rows, (0, -rows.shape[1] % (LINE // width))).contiguous()
-    words = x.shape[-1] * width // PLAIN_FORMATS[NUMBER_KINDS[rows.dtype]].numbers.bytes
-    program = _program(weights, NUMBER_KINDS[rows.dtype], words, rows.stride(0) * width, y.stride(0) * width)
-    program.run_in_scratch(scratch_bytes(n, words), n=n, x=rows.data_ptr(), y=y.data_ptr())
-    return y.view(*x.shape[:-1], len(weights.rows)).to(x.dtype)
+    dtype, outs, columns = x.dtype, weights.rows.shape[0], x.shape[-1]
+    n = x.numel() // columns
+    if weights.rows.dtype not in NUMBER_KINDS:
+        x = x.float()
+    kind, width = NUMBER_KINDS[x.dtype], x.element_size()
+    if columns % (LINE // width):
+        x = pad(x, (0, -columns % (LINE // width)))
+    x = x.contiguous()
+    y = x.new_empty(*x.shape[:-1], outs)
+    if n:
+        words = columns * width // PLAIN_FORMATS[kind].numbers.bytes
+        program = _program(weights, kind, words, x.shape[-1] * width, outs * width)
+        program.run_in_scratch(scratch_bytes(n, words), n=n, x=x.data_ptr(), y=y.data_ptr())
+    return y if dtype == y.dtype else y.to(dtype)
 
 
 def _program(weights: Weights, kind: int, words: int, x_row: int, y_row: int) -> Program:
     """A program of one operation, cached for later calls with the same weights."""
     kept: dict[Any, tuple[Program, MatrixTable]] = _local.__dict__.setdefault("programs", {})
     bias, threads = 0 if weights.bias is None else weights.bias.data_ptr(), torch.get_num_threads()
-    key = (weights.rows.data_ptr(), weights.rows.shape, weights.format, bias, x_row, y_row, threads)
+    key = (weights.rows.data_ptr(), weights.rows.shape, weights.format, bias, kind, threads)
     if key not in kept:
         if len(kept) >= KEPT_PROGRAMS:
             del kept[next(iter(kept))]

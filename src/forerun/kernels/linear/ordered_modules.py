@@ -45,6 +45,9 @@ class Ordered(TorchFunctionMode):
         return func(*args, **(kwargs or {})) if result is None else result
 
 
+unwatched = torch._C.DisableTorchFunction
+"""A context inside ``Ordered()`` for code that sums in a fixed order by itself: none of its calls is looked at."""
+
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], torch.Tensor | None]
 
 
@@ -94,9 +97,9 @@ def _mean(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _multiply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     a, b = args
-    if kwargs or not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+    if not (isinstance(a, torch.Tensor) and a.dtype.is_complex and a.is_cpu) or kwargs:
         return None
-    return times(a, b) if a.is_complex() and b.is_complex() and a.device.type == "cpu" else None
+    return times(a, b) if isinstance(b, torch.Tensor) and b.dtype.is_complex else None
 
 
 def _fill(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -127,15 +130,15 @@ HANDLERS: dict[Callable[..., Any], Handler] = {
 
 def takes(x: Any, weight: Any) -> bool:
     """Whether the kernel can read these: on a CPU, of one of its types, each row of weights contiguous."""
+    dtype = weight.dtype
     return bool(
-        weight.dim() == 2
-        and weight.dtype in NUMBER_KINDS
-        and x.dtype == weight.dtype
-        and weight.device.type == "cpu"
-        and weight.stride(1) == 1
-        and weight.stride(0) == weight.shape[1]
+        weight.is_cpu
+        and dtype in NUMBER_KINDS
+        and x.dtype == dtype
+        and weight.dim() == 2
+        and weight.is_contiguous()
         and fused()
-        and weight.shape[1] * weight.element_size() % 4 == 0
+        and weight.shape[1] * dtype.itemsize % 4 == 0
     )
 
 

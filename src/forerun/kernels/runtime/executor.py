@@ -172,13 +172,18 @@ class _ScratchMemory(threading.local):
     """Memory for threads and for attention's states; each calling thread has its own."""
 
     def __init__(self) -> None:
-        self.bytes = np.zeros(1 << 16, np.uint8)
+        self.size = 0
+        self._grow(1 << 16)
 
     def claim(self, size: int) -> int:
         """The address of ``size`` bytes. If the memory has to grow, its old contents are lost."""
-        if self.bytes.nbytes < size:
-            self.bytes = np.zeros(size, np.uint8)
-        return int(self.bytes.ctypes.data)
+        if self.size < size:
+            self._grow(size)
+        return self.address
+
+    def _grow(self, size: int) -> None:
+        self.bytes = np.zeros(size, np.uint8)
+        self.size, self.address = size, int(self.bytes.ctypes.data)
 
 
 _scratch = _ScratchMemory()
@@ -195,19 +200,22 @@ class Program:
 
     def __init__(self, operations: Sequence[tuple[Operation, Any]]) -> None:
         records = [kind.record(fields) for kind, fields in operations]
-        self._count, self._size = len(records), LINE * -(-max(map(len, records)) // LINE)
-        self._records = _aligned(self._count * self._size)
+        count, size = len(records), LINE * -(-max(map(len, records)) // LINE)
+        self._memory = _aligned(PASS_LAYOUT.size + count * (COUNTER_BYTES + size))
+        self._counters = self._memory[PASS_LAYOUT.size :][: count * COUNTER_BYTES]
+        self._address = int(self._memory.ctypes.data)
+        counters = self._address + PASS_LAYOUT.size
+        first = PASS_LAYOUT.size + count * COUNTER_BYTES
         for i, record in enumerate(records):
-            self._records[i * self._size :][: len(record)] = np.frombuffer(record, np.uint8)
-        self._counters = _aligned(self._count * COUNTER_BYTES)
-        self._header = _aligned(PASS_LAYOUT.size)
+            self._memory[first + i * size :][: len(record)] = np.frombuffer(record, np.uint8)
+        self._own = (0, count, self._address + first, size, counters)
+        self._buffer = self._memory.data
 
     def run(self, threads: int, **fields: int) -> None:
         """Run all operations on this many of torch's threads; ``fields`` are those of ``PassFields``."""
-        self._counters[:] = 0
-        own = (0, self._count, self._records.ctypes.data, self._size, self._counters.ctypes.data)
-        PASS_LAYOUT.layout.pack_into(self._header.data, 0, *PassFields(*own, **fields))
-        run_on_threads(address_of(work), self._header.ctypes.data, threads)
+        self._counters.fill(0)
+        PASS_LAYOUT.layout.pack_into(self._buffer, 0, *PassFields(*self._own, **fields))
+        run_on_threads(address_of(work), self._address, threads)
 
     def run_in_scratch(self, slot_bytes: int, states_bytes: int = 0, **fields: int) -> None:
         """The same in memory that later runs overwrite, of these sizes: for each thread, and for attention's states."""

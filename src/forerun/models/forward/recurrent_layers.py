@@ -24,6 +24,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
+from forerun.kernels.linear.ordered_modules import unwatched
 from forerun.kernels.recurrent.gated_states import GatedShape
 from forerun.models.forward.scorer import STATELESS_LAYERS, Pass, is_recurrent, is_sharded, running
 
@@ -47,15 +48,16 @@ def causal_convolution(
 ) -> torch.Tensor:
     """transformers' ``causal_conv1d_fn``: ``[1, C, n]`` in and out, with weights ``[C, K]``."""
     rows, layer = _mixer.get()
-    x, taps = _wide(hidden_states[0].t()), _wide(weight.t())
-    offset = None if bias is None else _wide(bias)
-    out = torch.cat(
-        [
-            cache.recurrent().convolve(layer, part, taps, offset, block)
-            for cache, part, block in zip(rows.caches, _split(rows, x), rows.blocks, strict=True)
-        ]
-    )
-    result = out.to(weight.dtype).t()[None]
+    with unwatched():
+        x, taps = _wide(hidden_states[0].t()), _wide(weight.t())
+        offset = None if bias is None else _wide(bias)
+        out = torch.cat(
+            [
+                cache.recurrent().convolve(layer, part, taps, offset, block)
+                for cache, part, block in zip(rows.caches, _split(rows, x), rows.blocks, strict=True)
+            ]
+        )
+        result = out.to(weight.dtype).t()[None]
     return (result if activation is None else ACT2FN[activation](result)).to(hidden_states.dtype)
 
 
@@ -113,8 +115,11 @@ UNSUPPORTED = {"mamba_selective_scan": "Mamba-1's selective scan"}
 
 def _advance(shape: GatedShape, inputs: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     rows, layer = _mixer.get()
-    parts = zip(rows.caches, _split(rows, inputs), _split(rows, q), rows.blocks, strict=True)
-    return torch.cat([cache.recurrent().advance(layer, shape, own, query, block) for cache, own, query, block in parts])
+    with unwatched():
+        parts = zip(rows.caches, _split(rows, inputs), _split(rows, q), rows.blocks, strict=True)
+        return torch.cat(
+            [cache.recurrent().advance(layer, shape, own, query, block) for cache, own, query, block in parts]
+        )
 
 
 def _split(rows: Pass, x: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -64,9 +64,10 @@ class Pass:
     ) -> torch.Tensor:
         layer = next(self.unnumbered) if layer < 0 else layer
         sizes = [len(block) for block in self.blocks]
-        split = (torch.split(t, sizes, 2) for t in (q, k, v))
-        rows = list(zip(self.caches, *split, self.blocks, strict=True))
-        stored = [cache.store(layer, *qkv, block, spec) for cache, *qkv, block in rows]
+        with ordered_modules.unwatched():
+            split = (torch.split(t, sizes, 2) for t in (q, k, v))
+            rows = list(zip(self.caches, *split, self.blocks, strict=True))
+            stored = [cache.store(layer, *qkv, block, spec) for cache, *qkv, block in rows]
         known = [each for each in stored if each is not None]
         if len(known) == len(stored):
             return attend_in_order(q, known, self.blocks, spec, self.packings)
