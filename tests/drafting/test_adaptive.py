@@ -68,10 +68,10 @@ class World:
     def take(self, seconds: float) -> None:
         self.now += seconds * self.slowness(self.steps)
 
-    def verify(self, drafted: int) -> None:
+    def verify(self, drafted: int, beside: int = 0) -> None:
         self.quiet = 0 if drafted else self.quiet + 1
         plain = self.settled if self.settled is not None and self.quiet > 1 else self.plain
-        self.take(plain + drafted * self.each)
+        self.take(plain + (drafted + beside) * self.each)
         self.now += self.held.get(self.steps, 0.0)
         self.steps += 1
         self.nodes += drafted
@@ -117,9 +117,15 @@ class Target:
 
 
 def decode(
-    world: World, tokens: int, rows: int = 1, most: int = 12, weight: float = 0.2, **sources: bool
+    world: World,
+    tokens: int,
+    rows: int = 1,
+    most: int = 12,
+    weight: float = 0.2,
+    beside: Callable[[int], int] = lambda step: 0,
+    **sources: bool,
 ) -> tuple[float, AdaptiveDrafter]:
-    """Seconds for a text of so many tokens, all of them 7, and the chooser."""
+    """Seconds for a text of so many tokens, all of them 7, and the chooser; ``beside``: what a step reads of prompts."""
     trees = Branches(world) if sources.get("trees", True) else None
     chains = Levels(world) if sources.get("chains", True) else None
     curve = CostCurve((1, 2), (1.0, 1 + world.each / world.plain), unit=world.loaded)
@@ -132,8 +138,9 @@ def decode(
         chooser.begin(request)
     live = list(requests)
     while live:
-        trees_ = chooser.propose(PassContext.decoding(live, 64))
-        world.verify(sum(map(len, trees_)))
+        others = beside(world.steps)
+        trees_ = chooser.propose(PassContext(live, [64] * len(live), [1] * len(live), others))
+        world.verify(sum(map(len, trees_)), others)
         for request, tree in zip(live, trees_, strict=True):
             path: list[int] = []
             while len(path) < len(tree) and tree.tokens[len(path)] == RIGHT:
@@ -157,6 +164,16 @@ def test_where_nothing_can_be_foreseen_next_to_nothing_is_lost(
 ) -> None:
     now, _ = decode(World(asking=asking, loaded=loaded), tokens, rows)
     assert tokens / now >= 0.98
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("asking", [0.001, 0.05])
+def test_under_load_what_is_lost_beside_prompts_counts_as_well(rows: int, asking: float) -> None:
+    """One step in thirty only decodes."""
+    world = World(asking=asking, loaded=1.0)
+    now, _ = decode(world, 1000, rows, beside=lambda step: 20 if step % 30 else 0)
+    reading = sum(20 * world.each for step in range(world.steps) if step % 30)
+    assert 1000 / (now - reading) >= 0.98
 
 
 def test_a_text_that_is_foreseen_goes_by_the_tree() -> None:

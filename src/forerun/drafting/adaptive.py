@@ -185,11 +185,11 @@ class AdaptiveDrafter(OuterDrafter):
     def propose(self, context: PassContext) -> list[DraftTree]:
         """The best part of each tree, or chains, or nothing, whichever gives the most tokens a second."""
         tree_cost, correction = len(context) * self._timer.tree_cost, self._timer.correction
-        plain = self._pruner.plain(context)
-        affordable = self._budget.affords("tree", tree_cost / plain)
+        alone = self._pruner.alone(context)
+        affordable = self._budget.affords("tree", tree_cost / alone)
         trees = self.trees if affordable else None
         began = self._clock()
-        proposed = _propose(trees, context.within(self._allowed(context, plain)) if trees else context)
+        proposed = _propose(trees, context.within(self._allowed(context, alone)) if trees else context)
         extra = trees.extra_seconds if trees else 0.0
         unit = self._timer.unit
         spent = tree_cost + (extra / unit if unit else 0.0) if trees else 0.0
@@ -215,13 +215,13 @@ class AdaptiveDrafter(OuterDrafter):
         )
         return selection.trees
 
-    def _allowed(self, context: PassContext, plain: float) -> int:
+    def _allowed(self, context: PassContext, alone: float) -> int:
         """Nodes of a row's tree. While trees have saved nothing they stay small, so that there are more of them."""
         if self._budget.proven("tree"):
             return self._nodes
         passes = self._pruner.chain_passes(context, self._nodes, self._timer.correction)
         stake = self._budget.stake("tree", 0.0)
-        return max(1, int(np.searchsorted(passes, (1.0 + stake) * plain, side="right")))
+        return max(1, int(np.searchsorted(passes, self._pruner.plain(context) + stake * alone, side="right")))
 
     def _length(self, selection: TreeSelection, spent: float) -> int | None:
         """Length of the chains to draft; 0 if the trees are better, None if a plain step has to be measured."""
@@ -299,19 +299,16 @@ class AdaptiveDrafter(OuterDrafter):
         """Learn the step's times, and book what it saved."""
         selection, timer, context = step.selection, self._timer, step.selection.context
         self._pruner.end(selection, step.tokens)
-        if not context.decodes:
-            return
-        rows = len(context)
+        rows, steps = len(context), selection.steps
         size = self._draft_size(context) * selection.nodes / rows if step.chain_seconds else 0.0
-        timer.record_step(selection.plain, selection.added, step.pass_seconds, not selection.nodes)
+        if context.decodes:
+            timer.record_step(selection.plain, selection.added, step.pass_seconds, not selection.nodes)
+            if timer.unit:
+                steps = min(steps, step.pass_seconds / timer.unit / selection.plain)  # disturbances only ever slow it
         timer.record_trees(rows, step.tree_seconds)
         timer.record_chains(size, step.chain_seconds)
-        proposing = rows * timer.tree_cost / selection.plain if step.tree_seconds else 0.0
-        drafting = timer.chain_cost.at(size) if size else 0.0
-        cost = selection.cost
-        if timer.unit:
-            cost = min(cost, step.pass_seconds / timer.unit)  # disturbances only ever slow it
-        steps = (cost + drafting) / selection.plain
+        proposing = rows * timer.tree_cost / selection.alone if step.tree_seconds else 0.0
+        steps += timer.chain_cost.at(size) / selection.alone if size else 0.0
         self._budget.add_time(steps + proposing)
         self._budget.record("tree", -proposing)
         if selection.nodes:

@@ -154,6 +154,7 @@ def prune(
     cached: IntArray,
     counts: IntArray,
     plain: float,
+    alone: float,
     spent: float,
     lift: float,
     slope: float,
@@ -171,8 +172,10 @@ def prune(
         cached: tokens that each row looks back on.
         counts: tokens of each row besides its nodes; written over.
         plain: cost of the pass without nodes.
+        alone: the same without what it reads of prompts.
         spent: what the step has cost already.
-        lift, slope: a pass with nodes costs ``lift`` times ``plain``, and ``slope`` times what the nodes add.
+        lift, slope: nodes cost ``slope`` times what they add by the curve, and all of them ``lift - 1`` times
+            ``alone``.
         rate: recent tokens per cost. A pass that reads a prompt has to be made anyway; there, nodes are kept that give
             more tokens for their cost than this.
 
@@ -185,7 +188,7 @@ def prune(
     size = _sort(table, begins[rows], looks, cached, rate)
     decoding = fed == rows
     best, best_tokens, best_added = 0, 0.0, 0.0
-    most = rows / (spent + plain) if decoding else -rate * lift * plain
+    most = rows / (spent + plain) if decoding else -rate * plain
     expected, looking = 0.0, 0.0
     for number in range(size):
         node = table.order[number]
@@ -194,7 +197,7 @@ def prune(
         looking += cached[row] * (looks[counts[row] + 1] - looks[counts[row]])
         counts[row] += 1
         added = curve[fed + number + 1] - curve[fed] + looking
-        cost = lift * plain + slope * added
+        cost = plain + (lift - 1.0) * alone + slope * added
         value = (rows + expected) / (spent + cost) if decoding else expected - rate * cost
         if value > most:
             most, best, best_tokens, best_added = value, number + 1, expected, added
@@ -248,6 +251,6 @@ def warm_up() -> None:
     """Compile what choosing nodes runs, or load it from an earlier process."""
     table, calibration, ones = NodeTable.allocate(1), CalibrationTable.empty(), np.ones(1, np.int64)
     trees = Trees(ones.copy(), np.full(1, ROOT, np.int64), np.ones(1), np.arange(2), ones, ones)
-    curves, costs = (np.arange(3.0), np.arange(3.0)), (1.0, 0.0, 1.0, 1.0, 1.0)
+    curves, costs = (np.arange(3.0), np.arange(3.0)), (1.0, 1.0, 0.0, 1.0, 1.0, 1.0)
     prune(table, calibration, *trees, 1, ones.copy(), *curves, 1, ones, ones.copy(), *costs)
     learn(table, calibration, np.zeros((1, 4), np.int64), ones)

@@ -41,7 +41,8 @@ class TreeSelection:
         nodes: number of nodes in all of them.
         tokens: expected of the step, over all rows.
         plain: cost of the pass without trees, by the curve.
-        added: what the trees add to that, by the curve.
+        alone: cost of a pass that only decodes these rows, without trees.
+        added: what the trees add to the pass, by the curve.
         cost: of the pass with the trees, by the curve and its correction.
     """
 
@@ -50,8 +51,14 @@ class TreeSelection:
     nodes: int
     tokens: float
     plain: float
+    alone: float
     added: float
     cost: float
+
+    @property
+    def steps(self) -> float:
+        """The cost in steps that only decode these rows, if what the pass reads of prompts is left out."""
+        return 1.0 + (self.cost - self.plain) / self.alone
 
 
 class TreePruner:
@@ -99,7 +106,7 @@ class TreePruner:
         if flat is None:
             return self.keep_all(context, trees, correction)
         rows, tokens, cached, plain = len(context), context.tokens, context.cached, self.plain(context)
-        alone = plain if context.decodes else self.cost([1] * rows, cached)
+        alone = self.alone(context)
         end = self._begins[-1]
         curves, rate = self._curves(tokens + end + 1), rows * self._tokens / self._spent / alone
         sizes = np.empty(rows, np.int64)
@@ -114,13 +121,14 @@ class TreePruner:
             np.array(cached),
             np.array(context.pending),
             plain,
+            alone,
             spent,
             *correction,
             rate,
         )
         parts = self._parts(trees, flat, sizes.tolist()) if kept else [DraftTree.empty()] * rows
-        cost = _corrected(correction, plain, added, kept)
-        return TreeSelection(context, parts, kept, rows + expected, plain, added, cost)
+        cost = _corrected(correction, plain, alone, added, kept)
+        return TreeSelection(context, parts, kept, rows + expected, plain, alone, added, cost)
 
     def _flat(self, context: PassContext, trees: Sequence[DraftTree]) -> Trees | None:
         """The trees one after the other, for whose nodes the table has room; None if they have no nodes."""
@@ -163,12 +171,13 @@ class TreePruner:
     ) -> TreeSelection:
         """All of each tree."""
         plain, nodes = self.plain(context), sum(map(len, trees))
+        alone = self.alone(context)
         if not nodes:
-            return TreeSelection(context, list(trees), 0, len(context), plain, 0.0, plain)
+            return TreeSelection(context, list(trees), 0, len(context), plain, alone, 0.0, plain)
         tokens = [pending + len(tree) for pending, tree in zip(context.pending, trees, strict=True)]
         added = self.cost(tokens, context.cached, context.beside) - plain
-        cost = _corrected(correction, plain, added, nodes)
-        return TreeSelection(context, list(trees), nodes, len(context), plain, added, cost)
+        cost = _corrected(correction, plain, alone, added, nodes)
+        return TreeSelection(context, list(trees), nodes, len(context), plain, alone, added, cost)
 
     def learn(self, row: int, outcome: Outcome, drawn: bool) -> None:
         """Note which nodes of a row's tree were right, whether they were scored or not; ``end`` learns it.
@@ -192,14 +201,17 @@ class TreePruner:
             outcomes = np.array(self._outcomes, np.int64).reshape(-1, 4)
             right = node_table.learn(self._nodes, self._calibration, outcomes, np.array(self._committed, np.int64))
             self._outcomes, self._committed = [], []
-        if selection.context.decodes:
-            self._tokens = MEMORY * self._tokens + tokens / len(selection.context)
-            self._spent = MEMORY * self._spent + selection.cost / selection.plain
+        self._tokens = MEMORY * self._tokens + tokens / len(selection.context)
+        self._spent = MEMORY * self._spent + selection.steps
         return right
 
     def plain(self, context: PassContext) -> float:
         """Cost of a pass without trees."""
         return self.cost(context.pending, context.cached, context.beside)
+
+    def alone(self, context: PassContext) -> float:
+        """Cost of a pass that reads a token of each row, and nothing of prompts."""
+        return self.cost([1] * len(context), context.cached)
 
     def cost(self, tokens: Sequence[int], cached: Sequence[int], beside: int = 0) -> float:
         """``CostCurve.of``, quickly, for a pass that may read tokens of other rows, too."""
@@ -215,7 +227,8 @@ class TreePruner:
         curve, looks = self._curves(tokens + rows * length + 1)
         looking = np.array(context.cached) @ looks[np.add.outer(np.array(context.pending), np.arange(length + 1))]
         added = curve[tokens + rows * lengths] - curve[tokens] + looking[1:] - looking[0]
-        return np.asarray(correction.start * self.plain(context) + correction.each * added)
+        start = self.plain(context) + (correction.start - 1.0) * self.alone(context)
+        return np.asarray(start + correction.each * added)
 
     def _curves(self, count: int) -> tuple[FloatArray, FloatArray]:
         """Costs of passes over 0 to at least ``count`` - 1 tokens with empty caches, and for each cached token."""
@@ -224,6 +237,7 @@ class TreePruner:
         return self._known, self._known_cached
 
 
-def _corrected(correction: LinearCost, plain: float, added: float, nodes: int) -> float:
-    """Cost of a pass with trees; without nodes nothing is corrected."""
-    return correction.start * plain + correction.each * added if nodes else plain
+def _corrected(correction: LinearCost, plain: float, alone: float, added: float, nodes: int) -> float:
+    """Cost of a pass with trees; without nodes nothing is corrected. What drafting displaces in the processor's caches
+    does not depend on what the pass reads of prompts."""
+    return plain + (correction.start - 1.0) * alone + correction.each * added if nodes else plain
