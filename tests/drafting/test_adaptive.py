@@ -125,7 +125,7 @@ def decode(
     beside: Callable[[int], int] = lambda step: 0,
     **sources: bool,
 ) -> tuple[float, AdaptiveDrafter]:
-    """Seconds for a text of so many tokens, all of them 7, and the chooser; ``beside``: what a step reads of prompts."""
+    """Seconds for a text of so many tokens, all of them 7, and the chooser; ``beside``: tokens of prompts in a step."""
     trees = Branches(world) if sources.get("trees", True) else None
     chains = Levels(world) if sources.get("chains", True) else None
     curve = CostCurve((1, 2), (1.0, 1 + world.each / world.plain), unit=world.loaded)
