@@ -5,16 +5,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from support.tiny import FAMILIES, PROMPTS, build, tiny
+from support.tiny import ARCHITECTURES, FAMILIES, HYBRIDS, PROMPTS, build, tiny
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
 from forerun.kernels.linear import ordered_modules
 from forerun.kernels.linear.ordered_modules import Ordered
+from forerun.kv.full_cache import FullCache
 from forerun.models.forward.gate import lay_out
+from forerun.models.forward.recurrent_layers import adapt
+from forerun.models.forward.scorer import Scorer
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sigmoid": lambda x: x.sigmoid(),
@@ -104,3 +111,23 @@ def test_a_model_generates_and_is_saved_as_before_its_weights_are_laid_out(name:
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert all(torch.equal(loaded.state_dict()[key], value) for key, value in weights.items())
     assert torch.equal(loaded.generate(ids, **options), before)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "lfm2"])
+def test_what_sums_in_order_by_itself_is_not_looked_at(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels take addresses of tensors; a look at each such call takes microseconds."""
+    looked = set[object]()
+
+    class Recorded(Ordered):
+        def __torch_function__(self, func: object, *call: Any, **more: Any) -> Any:
+            looked.add(func)
+            return super().__torch_function__(func, *call, **more)  # type: ignore[arg-type]
+
+    model = build(*{**ARCHITECTURES, **HYBRIDS}[name], seed=1).float()
+    scorer, block = Scorer(model), Block(np.arange(5), DraftTree.empty(), 0)
+    adapt(model)
+    monkeypatch.setattr(ordered_modules, "Ordered", Recorded)
+    with torch.inference_mode():
+        scorer.score([block], [scorer.adopt(FullCache())])
+    assert functional.linear in looked
+    assert torch.Tensor.data_ptr not in looked
