@@ -34,6 +34,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 """A chat template for the bundled model, which has none."""
+CHECKOUT = str(Path(__file__).parents[2])
+"""Where ``benchmarks`` is found, whatever folder a command was called in."""
 PATIENCE = 300.0
 """Seconds that a server may take to start (the first start compiles kernels), and to end."""
 
@@ -56,7 +58,8 @@ class ServerProcess:
         self._log = (log or Path(os.devnull)).open("w")
         started = time.monotonic()
         self.process = subprocess.Popen(
-            [sys.executable, __file__, *told],
+            [sys.executable, "-m", "benchmarks.server.server_process", *told],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([CHECKOUT, os.environ.get("PYTHONPATH", "")])},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

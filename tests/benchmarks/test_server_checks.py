@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from benchmarks.server import attack, fuzz, kill, many_streams, soak
 from benchmarks.server.malformed_requests import Shot
 from benchmarks.server.response_checks import RawAnswer, wrong
+from benchmarks.server.server_process import ServerProcess
 
 SHOT = Shot("posted", (b"",))
 GOOD = b'{"error": {"message": "no", "type": "x", "param": null, "code": null}}'
@@ -91,3 +93,11 @@ def test_what_an_attack_breaks_is_found(change: dict[str, Any], faults: int) -> 
     alone = {"gaps": [0.01] * 50, "first": [0.1], "statuses": {"200": 5, "error event": 0}}
     result = attack.summary(alone, {**alone, "gaps": [0.019] * 50, **change}, {"many texts": {"429": 3}})
     assert len(result["faults"]) == faults and "| beside |" in attack.markdown(result)
+
+
+@pytest.mark.matrix
+def test_the_server_of_the_trials_starts_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    with ServerProcess() as served:
+        assert served.look()["threads"] > 0
