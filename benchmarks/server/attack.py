@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+import os
 import random
 import time
 from collections import Counter
@@ -168,7 +169,9 @@ async def _read(port: int, seconds: float, namespace: str) -> Json:
 
 
 def _attack(port: int, names: list[str], seconds: float, seed: int, counts: Any) -> None:
-    """In a process of its own."""
+    """In a process of its own, with the lowest priority: a real attacker does not take this computer's processors."""
+    if hasattr(os, "nice"):
+        os.nice(19)
     counts.put(asyncio.run(_flood(port, names, seconds, seed)))
 
 

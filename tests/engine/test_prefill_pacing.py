@@ -127,3 +127,27 @@ def test_a_short_prompt_beside_a_long_one_does_not_let_it_read_more() -> None:
             took.append(clock.now - before)
     far = took[len(took) // 2 :]
     assert max(far) <= 1.5 * (1 + 0.001 * MIN_CHUNK_TOKENS * 2000)
+
+
+def test_short_prompts_one_after_the_other_are_paced_like_a_long_one() -> None:
+    """A new one begins with what a step read of the last one, not with a whole chunk."""
+    clock = Clock()
+    engine = Engine(build("LlamaForCausalLM", {"max_position_embeddings": 4096}, 0), "none", prefill_block=64)
+    score = engine.target.score
+
+    def timed(blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
+        clock.now += 1.0 + 0.1 * sum(len(block.pending) - 1 for block in blocks)
+        return score(blocks, caches)
+
+    engine.target.score = timed  # type: ignore[method-assign]
+    took = []
+    with engine.batch(pacing=PrefillPacing(clock)) as batch:
+        batch.admit(Request([5] * 9, max_new_tokens=3000, eos_token_ids=()))
+        batch.step()
+        for _ in range(60):
+            if len(batch) < 2:
+                batch.admit(Request([6] * 60, max_new_tokens=1))
+            before = clock.now
+            batch.step()
+            took.append(clock.now - before)
+    assert max(took[6:]) <= STEPS_BESIDE

@@ -104,6 +104,8 @@ class Batch:
             cache = self._make(self.tokens(request), self._sharing.shares(request), reserve)
         pass_tokens = None if self._offloaded_chunks is None else self._offloaded_chunks * self.chunk
         row = Row(request, cache, self.chunk, self._step.target.reads_whole(cache), pass_tokens, self._fixed, own)
+        if self._pacing is not None and self._pacing.first is not None:
+            row.reads = min(row.chunk, self._pacing.first)
         self._rows[request.id] = row
         try:
             with self._lock, self._step.seconds.reading():
@@ -219,7 +221,7 @@ class Batch:
         seconds = self._pacing.clock() - began
         self._pacing.learn(seconds, worked or bool(read))
         for row, tokens in read.items():
-            row.reads = self._pacing.adjusted(row.reads, seconds, row.chunk, tokens == row.reads)
+            row.reads = self._pacing.first = self._pacing.adjusted(row.reads, seconds, row.chunk, tokens == row.reads)
         return commits
 
     def _pass(self, decoding: list[Row], reading: dict[Row, int], budgets: Mapping[int, int]) -> list[Commit]:

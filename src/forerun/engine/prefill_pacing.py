@@ -33,10 +33,15 @@ class PrefillPacing:
     Args:
         clock: gives seconds.
         beside: how many times as long as a step that only decodes one may take that also reads prompts.
+
+    Attributes:
+        first: tokens of a new prompt that a step reads at first: as many as it read of the last one. None before any.
+            Else many short prompts, one after the other, would be read whole.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, beside: float = STEPS_BESIDE) -> None:
         self.clock, self._beside = clock, beside
+        self.first: int | None = None
         self._decoding: deque[float] = deque(maxlen=RECENT_STEPS)
         self._since = RECENT_STEPS  # steps that worked
 
