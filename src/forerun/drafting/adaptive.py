@@ -185,11 +185,12 @@ class AdaptiveDrafter(OuterDrafter):
     def propose(self, context: PassContext) -> list[DraftTree]:
         """The best part of each tree, or chains, or nothing, whichever gives the most tokens a second."""
         tree_cost, correction = len(context) * self._timer.tree_cost, self._timer.correction
-        alone = self._pruner.alone(context)
+        plain = self._pruner.plain(context)
+        alone = self._pruner.alone(context, plain)
         affordable = self._budget.affords("tree", tree_cost / alone)
         trees = self.trees if affordable else None
         began = self._clock()
-        proposed = _propose(trees, context.within(self._allowed(context, alone)) if trees else context)
+        proposed = _propose(trees, context.within(self._allowed(context, plain, alone)) if trees else context)
         extra = trees.extra_seconds if trees else 0.0
         unit = self._timer.unit
         spent = tree_cost + (extra / unit if unit else 0.0) if trees else 0.0
@@ -215,13 +216,13 @@ class AdaptiveDrafter(OuterDrafter):
         )
         return selection.trees
 
-    def _allowed(self, context: PassContext, alone: float) -> int:
+    def _allowed(self, context: PassContext, plain: float, alone: float) -> int:
         """Nodes of a row's tree. While trees have saved nothing they stay small, so that there are more of them."""
         if self._budget.proven("tree"):
             return self._nodes
         passes = self._pruner.chain_passes(context, self._nodes, self._timer.correction)
         stake = self._budget.stake("tree", 0.0)
-        return max(1, int(np.searchsorted(passes, self._pruner.plain(context) + stake * alone, side="right")))
+        return max(1, int(np.searchsorted(passes, plain + stake * alone, side="right")))
 
     def _length(self, selection: TreeSelection, spent: float) -> int | None:
         """Length of the chains to draft; 0 if the trees are better, None if a plain step has to be measured."""

@@ -106,7 +106,7 @@ class TreePruner:
         if flat is None:
             return self.keep_all(context, trees, correction)
         rows, tokens, cached, plain = len(context), context.tokens, context.cached, self.plain(context)
-        alone = self.alone(context)
+        alone = self.alone(context, plain)
         end = self._begins[-1]
         curves, rate = self._curves(tokens + end + 1), rows * self._tokens / self._spent / alone
         sizes = np.empty(rows, np.int64)
@@ -171,7 +171,7 @@ class TreePruner:
     ) -> TreeSelection:
         """All of each tree."""
         plain, nodes = self.plain(context), sum(map(len, trees))
-        alone = self.alone(context)
+        alone = self.alone(context, plain)
         if not nodes:
             return TreeSelection(context, list(trees), 0, len(context), plain, alone, 0.0, plain)
         tokens = [pending + len(tree) for pending, tree in zip(context.pending, trees, strict=True)]
@@ -209,9 +209,9 @@ class TreePruner:
         """Cost of a pass without trees."""
         return self.cost(context.pending, context.cached, context.beside)
 
-    def alone(self, context: PassContext) -> float:
-        """Cost of a pass that reads a token of each row, and nothing of prompts."""
-        return self.cost([1] * len(context), context.cached)
+    def alone(self, context: PassContext, plain: float) -> float:
+        """Cost of a pass that only decodes these rows; ``plain`` is the cost of the whole pass without trees."""
+        return plain if context.decodes else self.cost([1] * len(context), context.cached)
 
     def cost(self, tokens: Sequence[int], cached: Sequence[int], beside: int = 0) -> float:
         """``CostCurve.of``, quickly, for a pass that may read tokens of other rows, too."""
@@ -227,8 +227,8 @@ class TreePruner:
         curve, looks = self._curves(tokens + rows * length + 1)
         looking = np.array(context.cached) @ looks[np.add.outer(np.array(context.pending), np.arange(length + 1))]
         added = curve[tokens + rows * lengths] - curve[tokens] + looking[1:] - looking[0]
-        start = self.plain(context) + (correction.start - 1.0) * self.alone(context)
-        return np.asarray(start + correction.each * added)
+        plain = self.plain(context)
+        return np.asarray(plain + (correction.start - 1.0) * self.alone(context, plain) + correction.each * added)
 
     def _curves(self, count: int) -> tuple[FloatArray, FloatArray]:
         """Costs of passes over 0 to at least ``count`` - 1 tokens with empty caches, and for each cached token."""
