@@ -21,7 +21,7 @@ from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, Verdict, verify
 from forerun.drafting.trie_drafter import LEARN_TOKENS, TrieDrafter
 from forerun.trie import arrays, entry_points, text_cursor
-from forerun.trie.trie import Trie, TrieConfig
+from forerun.trie.trie import TextUpdate, Trie, TrieConfig
 
 VOCABULARY = 32
 
@@ -104,15 +104,19 @@ def test_finish_forgets_the_prompt_and_may_come_unannounced() -> None:
     assert drafter.nbytes < 4096
 
 
-def test_a_text_is_learned_whole_whenever_it_is_learned() -> None:
-    """Where nobody asks for drafts, it is learned in pieces, and the rest at its end; drafts are then the same."""
+def test_a_text_is_written_whole_and_learned_from_only_where_drafts_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where nobody asks it is written in pieces, and the rest at its end; later texts find it all the same."""
     answer = [5, 9, 2, 7, 11, 3, 8]
-    asked, unasked = TrieDrafter(), TrieDrafter()
-    for drafter, budget in ((asked, 8), (unasked, 0)):
+    asked, unasked, kept = TrieDrafter(), TrieDrafter(), []
+    for drafter, asks in ((asked, True), (unasked, False)):
+        updates, learn = list[TextUpdate](), drafter.trie.step
+        monkeypatch.setattr(drafter.trie, "step", lambda new, u=updates, f=learn: u.extend(new) or f(new))
         request = Request([1, 2, 3], 40)
         drafter.begin(request)
         while not request.finish_reason:
-            if budget:
+            if asks:
                 step(drafter, request, answer, 0)
             else:
                 token = answer[len(request.generated) % len(answer)]
@@ -121,13 +125,32 @@ def test_a_text_is_learned_whole_whenever_it_is_learned() -> None:
                 drafter.observe(request, Outcome(DraftTree.empty(), Verdict([], [token]), logits))
                 assert len(request) - drafter.trie.length(request.id) < LEARN_TOKENS
         drafter.finish(request)
-    found = []
+        kept.append(updates)
+    for updates, taught in zip(kept, (40, 0), strict=True):
+        assert sum(len(update.new) for update in updates) == 40
+        assert sum(len(update.new) - update.untaught for update in updates) == taught
+        assert sum(len(update.lists) for update in updates) == taught
     for drafter in (asked, unasked):
         request = Request([4, 5, 9], 20)
         drafter.begin(request)
-        found.append(draft(drafter, request, 12))
-    assert found[0].tokens.tolist() == found[1].tokens.tolist() and len(found[0]) > 4
-    assert found[0].probability.tolist() == found[1].probability.tolist()  # type: ignore[union-attr]
+        tree = draft(drafter, request, 12)
+        node, path = -1, []
+        while (node, token := answer[(2 + len(path)) % 7]) in tree.children:
+            node = tree.children[node, token]
+            path.append(token)
+        assert len(path) > 1
+
+
+def test_texts_of_all_rows_are_written_together() -> None:
+    drafter, requests = TrieDrafter(), [Request([1, 2, n], 40) for n in range(4)]
+    for request in requests:
+        drafter.begin(request)
+    for token in range(LEARN_TOKENS):
+        for request in requests:
+            request.append(token)
+            drafter.observe(request, Outcome(DraftTree.empty(), Verdict([], [token]), torch.eye(VOCABULARY)[[token]]))
+    assert drafter.trie.length(requests[0].id) == 3 + LEARN_TOKENS
+    assert {drafter.trie.length(request.id) for request in requests[1:]} == {2 + LEARN_TOKENS}
 
 
 def test_drafts_on_trial_are_not_learned() -> None:
@@ -144,6 +167,7 @@ def test_drafts_on_trial_are_not_learned() -> None:
 def test_a_nodes_runners_up_are_kept_under_the_two_tokens_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, request, kept = TrieDrafter(), Request([4, 5], 20), []
     drafter.begin(request)
+    draft(drafter, request, 4)
     tree = DraftTree(np.array([7, 8, 9, 3]), np.array([-1, 0, 1, 0]))  # 7 -> (8 -> 9, 3)
     logits = torch.zeros(5, VOCABULARY)
     logits[0, 7] = logits[1, 2] = 1.0

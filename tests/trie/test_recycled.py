@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from forerun.core.origin import Origin
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, Sampler, gumbel, mixed
 from forerun.core.tree import DraftTree
@@ -134,6 +135,7 @@ def test_a_step_is_learned_when_a_draft_is_wanted() -> None:
 def test_rows_of_a_tree_are_kept_by_the_tokens_on_the_path_to_them() -> None:
     drafter, request = TrieDrafter(), Request([1, 2, 3, 4], 8)
     drafter.begin(request)
+    drafter.propose(PassContext.decoding([request], 4))
     tree = DraftTree(np.array([10, 11, 12]), np.array([-1, 0, 0]))
     logits = torch.zeros(4, 100)
     logits[0, 10] = logits[1, 12] = logits[2, 90] = logits[3, 91] = 20.0

@@ -138,7 +138,7 @@ class AdaptiveDrafter(OuterDrafter):
         if max(context.cached) < self.beyond or length < 1:
             return False
         passes = self._pruner.chain_passes(context, length, self._timer.correction)
-        plain = self._pruner.plain(context)
+        plain, _ = self._pruner.price(context)
         best = self._acceptance.best([request], self._draft_cost(context), passes)
         saved = request.remaining * (plain - 1 / best.rate)
         return saved > self._timer.preparing_cost * len(request)
@@ -184,11 +184,13 @@ class AdaptiveDrafter(OuterDrafter):
 
     def propose(self, context: PassContext) -> list[DraftTree]:
         """The best part of each tree, or chains, or nothing, whichever gives the most tokens a second."""
-        tree_cost, correction = len(context) * self._timer.tree_cost, self._timer.correction
-        plain = self._pruner.plain(context)
-        alone = self._pruner.alone(context, plain)
-        affordable = self._budget.affords("tree", tree_cost / alone)
-        trees = self.trees if affordable else None
+        tree_cost = len(context) * self._timer.tree_cost
+        plain, alone = self._pruner.price(context)
+        trees = self.trees if self._budget.affords("tree", tree_cost / alone) else None
+        chains = self.chains is not None and context.decodes and max(context.cached) >= self.beyond
+        if trees is None and not chains:
+            return self._rest(context)
+        correction = self._timer.correction
         began = self._clock()
         proposed = _propose(trees, context.within(self._allowed(context, plain, alone)) if trees else context)
         extra = trees.extra_seconds if trees else 0.0
@@ -197,13 +199,13 @@ class AdaptiveDrafter(OuterDrafter):
         selection = self._pruner.prune(context, proposed, spent, correction)
         self._nodes = max(LEAST_NODES, self._nodes // 2, NODE_GROWTH * max(map(len, selection.trees)))
         tree_end = self._clock()
-        length = self._length(selection, spent)
+        length = self._length(selection, spent) if chains else 0
         if length and not self._prepared(context.rows):
             length = 0
         prepared = ended = self._clock()
         if length != 0:
-            chains = replace(context.within(length or 0), stop=self._acceptance.stop)
-            selection = self._pruner.keep_all(context, _propose(self.chains if length else None, chains), correction)
+            within = replace(context.within(length or 0), stop=self._acceptance.stop)
+            selection = self._pruner.keep_all(context, _propose(self.chains if length else None, within), correction)
             ended = self._clock()
         self._step = _StepRecord(
             {request.id: row for row, request in enumerate(context.rows)},
@@ -214,6 +216,13 @@ class AdaptiveDrafter(OuterDrafter):
             ended - prepared if length else 0.0,
             ended,
         )
+        return selection.trees
+
+    def _rest(self, context: PassContext) -> list[DraftTree]:
+        """Draft nothing in this step, because nothing can pay for it."""
+        selection = self._pruner.skip(context)
+        rows = {request.id: row for row, request in enumerate(context.rows)}
+        self._step = _StepRecord(rows, [], selection, None, 0.0, 0.0, self._clock())
         return selection.trees
 
     def _allowed(self, context: PassContext, plain: float, alone: float) -> int:
@@ -228,8 +237,6 @@ class AdaptiveDrafter(OuterDrafter):
         """Length of the chains to draft; 0 if the trees are better, None if a plain step has to be measured."""
         context, rate = selection.context, selection.tokens / (spent + selection.cost)
         rows = len(context)
-        if self.chains is None or not context.decodes or max(context.cached) < self.beyond:
-            return 0
         longest = min(self.max_length, max(context.budgets), max(row.max_draft_depth for row in context.rows))
         if longest < 1:
             return 0
@@ -269,15 +276,19 @@ class AdaptiveDrafter(OuterDrafter):
 
     def observe(self, request: Request, outcome: Outcome) -> None:
         """Learn how long the step took, and what was accepted."""
-        if (step := self._step) is not None and (row := step.rows.pop(request.id, None)) is not None:
-            began = self._clock()
-            if not step.observed:
-                step.pass_seconds = began - step.ended
-            self._count(step, row, request, outcome)
-            if step.tree_seconds:
-                step.tree_seconds += self._clock() - began
-            self._close(step)
+        began, step = self._clock(), self._step
+        row = None if step is None else step.rows.pop(request.id, None)
         super().observe(request, outcome)
+        if step is None or row is None:
+            return
+        if not step.observed:
+            step.pass_seconds = began - step.ended
+        self._count(step, row, request, outcome)
+        if step.source == "chain":
+            step.chain_seconds += self._clock() - began
+        elif step.tree_seconds:
+            step.tree_seconds += self._clock() - began
+        self._close(step)
 
     def _close(self, step: _StepRecord) -> None:
         """Learn from a step when the outcome of every remaining row is known."""
@@ -293,23 +304,26 @@ class AdaptiveDrafter(OuterDrafter):
         step.tokens += len(outcome.verdict.tokens)
         if chain:
             self._acceptance.record(request, len(outcome.verdict.path), len(outcome.tree))
-        if not (chain and step.drawn[row]):
+        if step.source is not None and not (chain and step.drawn[row]):
             self._pruner.learn(row, outcome, step.drawn[row])
 
     def _learn(self, step: _StepRecord) -> None:
         """Learn the step's times, and book what it saved."""
         selection, timer, context = step.selection, self._timer, step.selection.context
         self._pruner.end(selection, step.tokens)
-        rows, steps = len(context), selection.steps
-        size = self._draft_size(context) * selection.nodes / rows if step.chain_seconds else 0.0
+        steps = selection.steps
         if context.decodes:
             timer.record_step(selection.plain, selection.added, step.pass_seconds, not selection.nodes)
             if timer.unit:
                 steps = min(steps, step.pass_seconds / timer.unit / selection.plain)  # disturbances only ever slow it
-        timer.record_trees(rows, step.tree_seconds)
-        timer.record_chains(size, step.chain_seconds)
-        proposing = rows * timer.tree_cost / selection.alone if step.tree_seconds else 0.0
-        steps += timer.chain_cost.at(size) / selection.alone if size else 0.0
+        proposing = 0.0
+        if step.source is not None:
+            rows = len(context)
+            size = self._draft_size(context) * selection.nodes / rows if step.chain_seconds else 0.0
+            timer.record_trees(rows, step.tree_seconds)
+            timer.record_chains(size, step.chain_seconds)
+            proposing = rows * timer.tree_cost / selection.alone if step.tree_seconds else 0.0
+            steps += timer.chain_cost.at(size) / selection.alone if size else 0.0
         self._budget.add_time(steps + proposing)
         self._budget.record("tree", -proposing)
         if selection.nodes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -25,11 +26,34 @@ TOKENS_A_READ = 8
 """Tokens that are indexed where a model reads one. Indexing one takes 3 us."""
 
 LEARN_TOKENS = 16
-"""Index lazily: at the next draft, or after 16 tokens. So a step without drafts does not pay for a call."""
+"""Index lazily: at the next draft, or after 16 tokens of a text, those of all texts in one call. So a step without
+drafts does not pay for a call."""
+
+
+@dataclass(slots=True)
+class _Text:
+    """What is not learned yet of a request's text.
+
+    Attributes:
+        request: the request.
+        committed: its length; what a request has beyond that is a draft.
+        taught: its length at the last step that a draft was asked for.
+        asked: whether one is asked for in the step under way.
+        rows: for each such step since ``learn``, the text's length behind it, and the best tokens of its rows.
+    """
+
+    request: Request
+    committed: int
+    taught: int = 0
+    asked: bool = False
+    rows: list[tuple[int, RecycledRows]] = field(default_factory=list)
 
 
 class TrieDrafter(Drafter):
     """Drafts from the request's prompt and from all that was generated in its namespace.
+
+    Where no draft is asked for, because drafts do not pay, the text is only written down: neither what evidence is
+    worth nor the best tokens of the model's logits are learned. So such a step costs little more than a plain one.
 
     Args:
         config: of the trie that is made here.
@@ -45,10 +69,7 @@ class TrieDrafter(Drafter):
         if config is not None and trie is not None:
             raise ValueError("config and trie are both given; a trie brings its own configuration")
         self.trie = trie or Trie(config)
-        self._committed: dict[int, int] = {}
-        """Length of each request's text; what a request has beyond that is a draft."""
-        self._rows: dict[int, list[tuple[int, RecycledRows]]] = {}
-        """For each step since ``learn``, by request: the text's length behind it, and the best tokens of its rows."""
+        self._texts: dict[int, _Text] = {}  # by request
 
     def warm(self, namespace: str, sequences: Iterable[Sequence[int]]) -> None:
         self.trie.warm(namespace, sequences)
@@ -70,7 +91,7 @@ class TrieDrafter(Drafter):
         self.trie.begin(
             request.id, request.drafts_from, request.prompt, request.max_new_tokens, request.prediction, noise
         )
-        self._committed[request.id] = request.prompt_length
+        self._texts[request.id] = _Text(request, request.prompt_length)
 
     def catch_up(self, request: Request, tokens: int) -> bool:
         """Index a piece of the prompt: ``TOKENS_A_READ`` where a model reads one token."""
@@ -78,6 +99,8 @@ class TrieDrafter(Drafter):
 
     def propose(self, context: PassContext) -> list[DraftTree]:
         """Draft the likeliest branches, merged. The texts of all rows are learned first."""
+        for request in context.rows:
+            self._texts[request.id].asked = True
         drafts = self.trie.step([self._update(request, budget) for request, budget in context])
         return [
             DraftTree(each.tokens, each.parents, probability=each.probability, origins=each.origins) for each in drafts
@@ -85,19 +108,23 @@ class TrieDrafter(Drafter):
 
     def _update(self, request: Request, budget: int = 0) -> TextUpdate:
         """What is not learned yet of a request's text: each step's lists are kept once its tokens are learned."""
-        number, tokens = request.id, request.tokens
-        known, committed = self.trie.length(number), self._committed[number]
-        lists = [(length - known, rows) for length, rows in self._rows.pop(number, ())]
-        return TextUpdate(number, tokens[known:committed], lists, tokens[committed:], budget, request.max_draft_depth)
+        number, tokens, text = request.id, request.tokens, self._texts[request.id]
+        known, end = self.trie.length(number), text.committed
+        lists, text.rows = [(length - known, rows) for length, rows in text.rows], []
+        untaught, depth = end - max(known, text.taught), request.max_draft_depth
+        return TextUpdate(number, tokens[known:end], lists, tokens[end:], budget, depth, untaught)
 
     def observe(self, request: Request, outcome: Outcome) -> None:
         """Note what was committed, to be learned before the next draft at the latest."""
-        self._recycle(request, outcome)
-        self._committed[request.id] = len(request)
-        if len(request) - self.trie.length(request.id) >= LEARN_TOKENS:
-            self.learn(request)
+        text, length = self._texts[request.id], len(request)
+        if text.asked:
+            self._recycle(text, request, outcome)
+            text.taught, text.asked = length, False
+        text.committed = length
+        if length - self.trie.length(request.id) >= LEARN_TOKENS:
+            self.trie.step([self._update(each.request) for each in self._texts.values()])
 
-    def _recycle(self, request: Request, outcome: Outcome) -> None:
+    def _recycle(self, noted: _Text, request: Request, outcome: Outcome) -> None:
         """Note the best tokens of the scored rows.
 
         They are kept once the step's tokens are learned. Otherwise the mixer would judge lists made from the answer.
@@ -111,7 +138,7 @@ class TrieDrafter(Drafter):
         last[1:] = tree.tokens
         before[1:] = last[tree.parents + 1]
         tokens, scores = outcome.best or best_of_rows(outcome.logits)
-        self._rows.setdefault(request.id, []).append((len(request), RecycledRows(before, last, tokens, scores)))
+        noted.rows.append((len(request), RecycledRows(before, last, tokens, scores)))
 
     def learn(self, request: Request) -> None:
         """Learn all of a request's text now."""
@@ -119,9 +146,9 @@ class TrieDrafter(Drafter):
 
     def finish(self, request: Request) -> None:
         """Free the prompt's index; what was generated stays."""
-        if request.id in self._committed:
+        if request.id in self._texts:
             self.learn(request)
-            del self._committed[request.id]
+            del self._texts[request.id]
         self.trie.finish(request.id)
 
 

@@ -75,12 +75,13 @@ class TreePruner:
         self._begins = [0]  # where each row's tree begins in the table of nodes, and where the last ends
         self._outcomes: list[tuple[int, int, int, bool]] = []  # see ``node_table.learn``
         self._committed: list[int] = []  # tokens of these
+        self._priced: tuple[PassContext, float, float] | None = None  # the last pass, with what ``price`` says
         self._tokens = self._spent = 1.0  # of recent passes: tokens of a row, and cost in passes without trees
         self.fit(costs)
 
     def fit(self, costs: CostCurve) -> None:
         """Go by other costs from now on."""
-        self.costs = costs
+        self.costs, self._priced = costs, None
         self._know(128)
 
     def _know(self, count: int) -> None:
@@ -105,8 +106,7 @@ class TreePruner:
         flat = self._flat(context, trees)
         if flat is None:
             return self.keep_all(context, trees, correction)
-        rows, tokens, cached, plain = len(context), context.tokens, context.cached, self.plain(context)
-        alone = self.alone(context, plain)
+        rows, tokens, cached, (plain, alone) = len(context), context.tokens, context.cached, self.price(context)
         end = self._begins[-1]
         curves, rate = self._curves(tokens + end + 1), rows * self._tokens / self._spent / alone
         sizes = np.empty(rows, np.int64)
@@ -166,14 +166,22 @@ class TreePruner:
                 parts[row] = DraftTree(flat.tokens[own], flat.parents[own], origins=origins)
         return parts
 
+    def skip(self, context: PassContext) -> TreeSelection:
+        """No trees, and none to learn from: none were proposed."""
+        self._begins = [0]
+        return self._none(context)
+
+    def _none(self, context: PassContext) -> TreeSelection:
+        (plain, alone), rows = self.price(context), len(context)
+        return TreeSelection(context, [DraftTree.empty()] * rows, 0, rows, plain, alone, 0.0, plain)
+
     def keep_all(
         self, context: PassContext, trees: Sequence[DraftTree], correction: LinearCost = AS_THE_CURVE_SAYS
     ) -> TreeSelection:
         """All of each tree."""
-        plain, nodes = self.plain(context), sum(map(len, trees))
-        alone = self.alone(context, plain)
-        if not nodes:
-            return TreeSelection(context, list(trees), 0, len(context), plain, alone, 0.0, plain)
+        if not (nodes := sum(map(len, trees))):
+            return self._none(context)
+        plain, alone = self.price(context)
         tokens = [pending + len(tree) for pending, tree in zip(context.pending, trees, strict=True)]
         added = self.cost(tokens, context.cached, context.beside) - plain
         cost = _corrected(correction, plain, alone, added, nodes)
@@ -205,19 +213,22 @@ class TreePruner:
         self._spent = MEMORY * self._spent + selection.steps
         return right
 
-    def plain(self, context: PassContext) -> float:
-        """Cost of a pass without trees."""
-        return self.cost(context.pending, context.cached, context.beside)
-
-    def alone(self, context: PassContext, plain: float) -> float:
-        """Cost of a pass that only decodes these rows; ``plain`` is the cost of the whole pass without trees."""
-        return plain if context.decodes else self.cost([1] * len(context), context.cached)
+    def price(self, context: PassContext) -> tuple[float, float]:
+        """Cost of a pass without trees, and of one that only decodes these rows."""
+        if self._priced is None or self._priced[0] is not context:
+            plain = self.cost(context.pending, context.cached, context.beside)
+            alone = plain if context.decodes else self.cost([1] * len(context), context.cached)
+            self._priced = context, plain, alone
+        return self._priced[1:]
 
     def cost(self, tokens: Sequence[int], cached: Sequence[int], beside: int = 0) -> float:
         """``CostCurve.of``, quickly, for a pass that may read tokens of other rows, too."""
         count = sum(tokens) + beside
         curve, looks = self._curves(count + 1)
-        looking = sum(float(looks[n]) * length for n, length in zip(tokens, cached, strict=True))
+        if count == len(tokens):
+            looking = float(looks[1]) * sum(cached)
+        else:
+            looking = sum(float(looks[n]) * length for n, length in zip(tokens, cached, strict=True))
         return float(curve[count]) + self.costs.per_row * (len(tokens) - 1) + looking
 
     def chain_passes(self, context: PassContext, length: int, correction: LinearCost = AS_THE_CURVE_SAYS) -> FloatArray:
@@ -227,8 +238,8 @@ class TreePruner:
         curve, looks = self._curves(tokens + rows * length + 1)
         looking = np.array(context.cached) @ looks[np.add.outer(np.array(context.pending), np.arange(length + 1))]
         added = curve[tokens + rows * lengths] - curve[tokens] + looking[1:] - looking[0]
-        plain = self.plain(context)
-        return np.asarray(plain + (correction.start - 1.0) * self.alone(context, plain) + correction.each * added)
+        plain, alone = self.price(context)
+        return np.asarray(plain + (correction.start - 1.0) * alone + correction.each * added)
 
     def _curves(self, count: int) -> tuple[FloatArray, FloatArray]:
         """Costs of passes over 0 to at least ``count`` - 1 tokens with empty caches, and for each cached token."""

@@ -59,8 +59,11 @@ def _learn(
         first, end = text.at, min(text.at + PIECE_TOKENS, text.new_end)
         if text.list_at < text.list_end:
             end = min(end, behind[text.list_at])
+        taught = first < text.taught_end
+        end = min(end, text.taught_end) if taught else end
         _set_noise(workspace, steps, number, 0)
-        needs = _extend(own, shared, cursor_at(text.cursor), mixer_at(text.mixer), workspace, tokens[first:end], rate)
+        cursor, mixer = cursor_at(text.cursor), mixer_at(text.mixer)
+        needs = _extend(own, shared, cursor, mixer, workspace, tokens[first:end], rate if taught else 0.0)
         text.position += end - first
         text.at, text.piece = end, end - first
         if needs:

@@ -198,8 +198,8 @@ TEXT_STEP = _records(
     *((name, np.int64) for name in ("own", "shared", "cursor", "mixer")),
     ("seed", np.uint64),
     ("temperature", np.float64),
-    *((name, np.int64) for name in ("position", "room", "at", "new_end", "pending_end", "list_at", "list_end")),
-    *((name, np.int64) for name in ("budget", "deepest", "piece", "nodes")),
+    *((name, np.int64) for name in ("position", "room", "at", "taught_end", "new_end", "pending_end")),
+    *((name, np.int64) for name in ("list_at", "list_end", "budget", "deepest", "piece", "nodes")),
 )
 """What one compiled call does for one text: learn new tokens, keep lists of recycled logits, then draft.
 
@@ -208,7 +208,7 @@ TEXT_STEP = _records(
 - ``position``: of the next token in the text.
 - ``room``: tokens that fit the own index.
 - ``at``: the next token to learn, in the vector of all texts' tokens. Those before ``new_end`` are to be learned; those
-  from there to ``pending_end`` are on trial.
+  from there to ``pending_end`` are on trial. Evidence learns from those before ``taught_end``.
 - ``list_at``, ``list_end``: its lists, in the table of all texts' lists.
 - ``budget``, ``deepest``: maximum number of nodes, and their maximum depth.
 - ``piece``: tokens that were learned last.

@@ -73,6 +73,7 @@ class TextUpdate(NamedTuple):
         lists: best tokens of rows of logits, each with the number of new tokens behind which they are kept.
         pending: tokens on trial behind these, which are not taken in.
         budget, max_depth: of the draft, in nodes and tokens; see ``Trie.retrieve``.
+        untaught: how many of the new tokens, the last ones, are only written: no evidence learns from them.
     """
 
     request_id: int
@@ -81,6 +82,7 @@ class TextUpdate(NamedTuple):
     pending: Tokens = ()
     budget: int = 0
     max_depth: int = 0
+    untaught: int = 0
 
 
 @dataclass
@@ -264,10 +266,9 @@ class Trie(TrieStore):
             new = token + len(update.new)
             pending, end = new + len(update.pending), row + sum(len(rows.last) for _, rows in update.lists)
             noise = live.noise or NO_NOISE
+            text, lists = (live.length, live.room, token, new - update.untaught, new, pending), (row, end)
             limits = max(update.budget, 0), update.max_depth
-            rows.append(
-                (*self._addresses(live), *noise, live.length, live.room, token, new, pending, row, end, *limits, 0, 0)
-            )
+            rows.append((*self._addresses(live), *noise, *text, *lists, *limits, 0, 0))
             token, row = pending, end
         return np.array(rows, TEXT_STEP)
 
