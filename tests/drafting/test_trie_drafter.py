@@ -131,14 +131,14 @@ def test_a_text_is_written_whole_and_learned_from_only_where_drafts_were_asked_f
         assert sum(len(update.new) - update.untaught for update in updates) == taught
         assert sum(len(update.lists) for update in updates) == taught
     for drafter in (asked, unasked):
-        request = Request([4, 5, 9], 20)
+        request = Request([4, 6], 20)
         drafter.begin(request)
         tree = draft(drafter, request, 12)
         node, path = -1, []
-        while (node, token := answer[(2 + len(path)) % 7]) in tree.children:
+        while (node, token := answer[len(path) % 7]) in tree.children:  # outputs begin alike
             node = tree.children[node, token]
             path.append(token)
-        assert len(path) > 1
+        assert len(path) > 4
 
 
 def test_texts_of_all_rows_are_written_together() -> None:
