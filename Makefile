@@ -16,8 +16,8 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 test: $(READY) ## all tests but for the matrix, of which a few cells in which every two values meet
 	$(PYTEST) -m "not matrix and not alone" --ignore tests/benchmarks
 
-matrix: $(READY) ## the exactness matrix, many examples of what is tested by examples, and what takes long
-	$(PYTEST) -m "(matrix or hypothesis) and not alone" --hypothesis-profile many
+matrix: $(READY) ## the exactness matrix, many examples of what is tested by examples, and what takes long; PART=1/4 for a quarter
+	$(PYTEST) -m "(matrix or hypothesis) and not alone" --hypothesis-profile many $(if $(PART),--part $(PART))
 
 alone: $(READY) ## what wants the whole machine: a model in two processes, and two replicas on Ray, which it installs
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[ray]"

@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before torch, which imports Triton: its kernels run without a GPU
 
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -25,9 +26,14 @@ settings.register_profile("many", max_examples=200, deadline=None)
 settings.load_profile("few")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="0/1", metavar="K/N", help="run the k-th of n parts of the tests")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test that is marked ``one_in(n)``, leave all but every n-th set of parameters to ``make matrix``."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test that is marked ``one_in(n)``, leave all but every n-th set of parameters to ``make matrix``. Then keep
+    the part that is asked for: each test belongs to one by its name."""
     seen: Counter[object] = Counter()
     for item in items:
         if (mark := item.get_closest_marker("one_in")) is not None and item.get_closest_marker("matrix") is None:
@@ -35,6 +41,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if seen[test] % mark.args[0]:
                 item.add_marker(pytest.mark.matrix)
             seen[test] += 1
+    part, parts = map(int, config.getoption("--part").split("/"))
+    others = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts != part % parts]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part % parts]
 
 
 @pytest.fixture

@@ -276,19 +276,15 @@ class AdaptiveDrafter(OuterDrafter):
 
     def observe(self, request: Request, outcome: Outcome) -> None:
         """Learn how long the step took, and what was accepted."""
-        began, step = self._clock(), self._step
-        row = None if step is None else step.rows.pop(request.id, None)
+        if (step := self._step) is not None and (row := step.rows.pop(request.id, None)) is not None:
+            began = self._clock()
+            if not step.observed:
+                step.pass_seconds = began - step.ended
+            self._count(step, row, request, outcome)
+            if step.tree_seconds:
+                step.tree_seconds += self._clock() - began
+            self._close(step)
         super().observe(request, outcome)
-        if step is None or row is None:
-            return
-        if not step.observed:
-            step.pass_seconds = began - step.ended
-        self._count(step, row, request, outcome)
-        if step.source == "chain":
-            step.chain_seconds += self._clock() - began
-        elif step.tree_seconds:
-            step.tree_seconds += self._clock() - began
-        self._close(step)
 
     def _close(self, step: _StepRecord) -> None:
         """Learn from a step when the outcome of every remaining row is known."""

@@ -20,6 +20,7 @@ from forerun.engine.prefix_sharing import PrefixSharing
 from forerun.engine.result import Commit
 from forerun.engine.step import DecodingStep, Row
 from forerun.kv.full_cache import FullCache
+from forerun.kv.released_rows import MIN_SLACK_TOKENS, releases
 
 if TYPE_CHECKING:
     from forerun.kv.kv_tiers import DeviceReserve
@@ -38,8 +39,8 @@ class Batch:
             of one prompt is read in any case, so that every prompt is read some day. The fewer, the sooner rows that
             decode get their next token while another row reads its prompt.
         sharing: keeps what prompts begin with; its chunks are no longer than those of reading.
-        make: makes a cache with room for a number of tokens; whether its memory can be shared, and what it leaves free
-            on the device, comes with that.
+        make: makes a cache with room for a number of tokens; whether its memory can be shared, whether it releases what
+            nobody reads any more, and what it leaves free on the device, comes with that.
         free: lets go of such a cache's memory when its row ends; by default it goes with the cache.
         offloaded_chunks: maximum chunks of a prompt off the device that one pass reads; None for all, as each pass
             brings in what lies before.
@@ -49,7 +50,7 @@ class Batch:
 
     def __init__(
         self, step: DecodingStep, lock: FairLock, chunk: int, limit: int, sharing: PrefixSharing,
-        make: Callable[[int, bool, DeviceReserve | None], FullCache],
+        make: Callable[[int, bool, bool, DeviceReserve | None], FullCache],
         free: Callable[[FullCache], None] | None = None,
         offloaded_chunks: int | None = None, pacing: PrefillPacing | None = None,
     ) -> None:  # fmt: skip
@@ -101,7 +102,8 @@ class Batch:
             raise ValueError(f"a cache holds {cache.length} tokens; it may hold at most {request.prompt_length - 1}")
         own = cache is None
         if cache is None:
-            cache = self._make(self.tokens(request), self._sharing.shares(request), reserve)
+            shares, gives_back = self._sharing.shares(request), self._releases(request)
+            cache = self._make(self.tokens(request), shares, gives_back, reserve)
         pass_tokens = None if self._offloaded_chunks is None else self._offloaded_chunks * self.chunk
         row = Row(request, cache, self.chunk, self._step.target.reads_whole(cache), pass_tokens, self._fixed, own)
         if self._pacing is not None and self._pacing.first is not None:
@@ -129,7 +131,16 @@ class Batch:
         """Maximum bytes of keys and values that a request takes once it is admitted: those of the target and of all
         draft levels. What it shares with others is counted as if it were alone."""
         tokens = self.tokens(request)
-        return FullCache(tokens).needs(self._step.target.kv, tokens) + self.drafting(request)
+        cache = FullCache(tokens, releases=self._releases(request))
+        return cache.needs(self._step.target.kv, tokens) + self.drafting(request)
+
+    def _releases(self, request: Request) -> bool:
+        """Whether a request's cache gives back what layers with windows see no more: its prompt is not kept for others,
+        and blocks of it are no longer than what is kept behind a window."""
+        target = self._step.target
+        if not releases(target.device.type) or self.chunk > MIN_SLACK_TOKENS:
+            return False
+        return not self._sharing.keeps(request, target.kv.nbytes)
 
     def drafting(self, request: Request) -> int:
         """Maximum bytes that all draft levels take for a request."""

@@ -171,12 +171,14 @@ class Engine:
         self.drafter = drafter
         self._spell()
 
-    def _cache(self, tokens: int, shareable: bool = False, reserve: DeviceReserve | None = None) -> FullCache:
-        """A cache with room for ``tokens`` tokens; ``shareable`` if others may begin with its text. It leaves
-        ``reserve`` free where memory is bounded."""
+    def _cache(
+        self, tokens: int, shareable: bool = False, releases: bool = False, reserve: DeviceReserve | None = None
+    ) -> FullCache:
+        """A cache with room for ``tokens`` tokens; see ``FullCache``. It leaves ``reserve`` free where memory is
+        bounded."""
         if self.tiers is None:
-            return self.target.adopt(FullCache(tokens, shareable))
-        return self.target.adopt(self.tiers.cache(tokens, shareable, reserve))
+            return self.target.adopt(FullCache(tokens, shareable, releases))
+        return self.target.adopt(self.tiers.cache(tokens, shareable, releases, reserve))
 
     def _bind(self, drafter: Drafter) -> None:
         drafter.bind(self.target, self._runtime)

@@ -172,6 +172,12 @@ class PrefixSharing:
         """Whether other rows are likely to begin with a request's prompt, read from its cache."""
         return self._store is None and self._prefixes.limit > 0 and request.prompt_length > self.chunk
 
+    def keeps(self, request: Request, token_bytes: int) -> bool:
+        """Whether a request's prompt may be kept for later ones, with so many bytes of keys and values a token."""
+        if self._store is not None:
+            return True
+        return request.prompt_length > self.chunk and request.prompt_length * token_bytes <= self._prefixes.limit
+
     def verify(self, request: Request) -> None:
         """Verify the file that a request's prompt may begin with; from any thread."""
         if self._store is not None:

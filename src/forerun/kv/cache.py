@@ -15,6 +15,7 @@ from forerun.core.tree import IntArray
 from forerun.kernels.attention.attention import AttentionSpec, Rows, attend_in_order
 from forerun.kernels.runtime.addresses import head_rows
 from forerun.kv.recurrent import RecurrentStates
+from forerun.kv.released_rows import most_rows
 
 READ_BLOCK = 512
 """The most tokens of a prompt that are read in one pass."""
@@ -30,12 +31,14 @@ class LayerShape:
         heads: KV heads.
         dim, out_dim: numbers of a head's key, and of its value.
         width: bytes of a number.
+        window: as in ``AttentionSpec``.
     """
 
     heads: int
     dim: int
     out_dim: int
     width: int
+    window: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -55,6 +58,13 @@ class KVShape:
     def nbytes(self) -> int:
         """Bytes of a token's keys and values."""
         return sum(layer.nbytes for layer in self.layers.values())
+
+    def released(self, tokens: int) -> int:
+        """Maximum bytes of so many tokens' keys and values, if layers with windows release what they see no more."""
+        rows = (
+            tokens if layer.window is None else min(tokens, most_rows(layer.window)) for layer in self.layers.values()
+        )
+        return sum(layer.nbytes * count for layer, count in zip(self.layers.values(), rows, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,23 +188,24 @@ class Cache(ABC):
         return shape.nbytes * tokens
 
 
-def append(rows: Rows | None, new: Rows, held: int, capacity: int) -> Rows:
-    """Write ``new`` after the first ``held`` rows; if they do not fit, move to a buffer for ``capacity`` tokens."""
+def append(rows: Rows | None, new: Rows, held: int, capacity: int, first: int = 0) -> Rows:
+    """Write ``new`` after the first ``held`` rows; if they do not fit, move to a buffer for ``capacity`` tokens; see
+    ``reserve``."""
     end = held + new[0].shape[2]
-    rows = reserve(rows, new, held, end, capacity)
+    rows = reserve(rows, new, held, end, capacity, first)
     for room, part in zip(rows, new, strict=True):
         room[:, :, held:end] = part
     return rows
 
 
-def reserve(rows: Rows | None, like: Rows, held: int, end: int, capacity: int) -> Rows:
+def reserve(rows: Rows | None, like: Rows, held: int, end: int, capacity: int, first: int = 0) -> Rows:
     """Rows with room for ``end`` tokens: these, or their first ``held`` in a new buffer for ``capacity`` tokens, whose
-    shape is otherwise that of ``like``."""
+    shape is otherwise that of ``like``. Rows before ``first`` are not copied: nobody reads them."""
     if rows is not None and rows[0].shape[2] >= end:
         return rows
     grown = tuple(t.new_empty(*t.shape[:2], max(capacity, end), *t.shape[3:]) for t in like)
     for old, room in zip(rows or (), grown, strict=bool(rows)):
-        room[:, :, :held] = old[:, :, :held]
+        room[:, :, first:held] = old[:, :, first:held]
     return grown
 
 

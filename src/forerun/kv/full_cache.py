@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from forerun.core.tree import IntArray
 from forerun.kernels.attention.attention import AttentionSpec, Rows
 from forerun.kv.cache import Addresses, Cache, KVShape, LayerShape, append, compact, reserve
 from forerun.kv.recurrent import RECURRENT_STATES, RecurrentStates
+from forerun.kv.released_rows import release, slack
 from forerun.kv.shared_prefix import Layout, SharedMemory, SharedPrefix, Tensors
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ class FullCache(Cache):
         capacity: initial room in tokens; memory is touched only as it fills.
         shareable: allocate memory that other caches can begin with without a copy (on a CPU): their texts are likely
             to begin with this one.
+        releases: give back the memory of keys that layers with sliding windows see no more (on a CPU, under Linux).
+            Then the text cannot be taken back to any length, and no other can begin with any part of it; see ``least``.
     """
 
     offloaded = False
@@ -41,8 +45,13 @@ class FullCache(Cache):
     stateful = False
     """True if the model has recurrent layers; see ``Scorer.adopt``."""
 
-    def __init__(self, capacity: int = 0, shareable: bool = False) -> None:
+    def __init__(self, capacity: int = 0, shareable: bool = False, releases: bool = False) -> None:
         self.length = 0
+        self.releases = releases
+        self.least = 0
+        """The least length, besides 0, whose next token still finds all that it sees."""
+        self._released: dict[int, int] = {}  # by layer, the first row that is kept
+        self._full_at = 0  # the length at which there is something to release
         self._shareable = shareable
         self._capacity = capacity
         self._layers: dict[int, Rows] = {}
@@ -95,7 +104,8 @@ class FullCache(Cache):
         if self._store is not None:
             self.reserve(len(self._store), k, k.shape[2])
         self._grow(self.length + k.shape[2])
-        self._layers[layer] = append(self._layers.get(layer), (k, v), self.length, self._capacity)
+        first = self._released.get(layer, 0)
+        self._layers[layer] = append(self._layers.get(layer), (k, v), self.length, self._capacity, first)
         keys, values = self._layers[layer]
         return keys, values
 
@@ -115,8 +125,9 @@ class FullCache(Cache):
             self._grow(end)
             store = self._memory(layers, like)
             for layer, both in enumerate(self._layers.values()):
+                kept = slice(self._released.get(layer, 0), self.length)
                 for new, old in zip(store[layer], both, strict=True):
-                    new[:, : self.length] = old[0, :, : self.length]
+                    new[:, kept] = old[0, :, kept]
             self._hold(store)
         assert self._store is not None
         return self._store
@@ -131,7 +142,8 @@ class FullCache(Cache):
         end = self.length + count
         self._grow(end)
         for layer, like in likes.items():
-            self._layers[layer] = reserve(self._layers.get(layer), like, self.length, end, self._capacity)
+            first = self._released.get(layer, 0)
+            self._layers[layer] = reserve(self._layers.get(layer), like, self.length, end, self._capacity, first)
         return self._layers
 
     def addressed(self, layers: int, like: torch.Tensor, count: int) -> Addresses | None:
@@ -183,16 +195,39 @@ class FullCache(Cache):
         if self._recurrent:
             self._recurrent.commit(block, path)
         self.length = start + len(path)
+        if self.releases and self.length >= self._full_at:
+            self._release()
+
+    def _release(self) -> None:
+        """Give back what layers with sliding windows see no more, but for some tokens behind each window."""
+        self._full_at = sys.maxsize if self.specs else 0
+        for layer, rows in self._layers.items():
+            if (spec := self.specs.get(layer)) is None or spec.window is None:
+                continue
+            spare = slack(spec.window)
+            first, last = self._released.get(layer, 0), self.length - spec.window - spare
+            if last - first >= spare:
+                release(rows, first, last, self._shared is not None)
+                self._released[layer] = first = last
+                self.least = max(self.least, last + spec.window - 1)
+            self._full_at = min(self._full_at, first + spec.window + 2 * spare)
 
     def truncate(self, length: int) -> None:
         if not 0 <= length <= self.length:
             raise ValueError(f"length is {length}; it must be between 0 and {self.length}")
         if self._recurrent:
             length = self._recurrent.truncate(length)
+        if length < self.least:
+            length = self._recurrent.truncate(0) if self._recurrent else 0
+            self._keeps_all_from(0)
         if length < self.length:
             self.queries = {}
         self._prefix_length = min(self._prefix_length, length)
         self.length = length
+
+    def _keeps_all_from(self, least: int) -> None:
+        """Nothing is released yet of what a text of ``least`` tokens sees."""
+        self._released, self._full_at, self.least = {}, 0, least
 
     def clear(self) -> None:
         """Free all memory. The cache cannot be used afterwards."""
@@ -238,6 +273,7 @@ class FullCache(Cache):
         if self._prefix_length < length:
             queries, shared, length = self.queries, self._shared, self.length
             whole = shared.prefix(length) if shared else SharedPrefix.of(self._layers, length, self._capacity)
+            whole.least = self.least
             whole.add_state(RECURRENT_STATES, self._recurrent.saved_state(length))
             self._take_over(whole, length)
             self.queries = queries  # of the same text
@@ -246,12 +282,16 @@ class FullCache(Cache):
 
     def begin_with(self, prefix: SharedPrefix, length: int) -> None:
         """Replace the content by the first ``length`` tokens of a shared prefix; with recurrent layers by as many as
-        there is a snapshot of, if that is more than the cache holds."""
+        there is a snapshot of. Nothing happens if that is no more than the cache holds, or less than the prefix's
+        ``least``."""
+        states = None
         if self.stateful:
             states = RecurrentStates.of(prefix.state(RECURRENT_STATES) or {}, length)
-            if states.length <= self.length:
-                return
-            self._recurrent, length = states, states.length
+            length = states.length
+        if length < prefix.least or (states is not None and length <= self.length):
+            return
+        if states is not None:
+            self._recurrent = states
         self._take_over(prefix, length)
 
     def _take_over(self, prefix: SharedPrefix, length: int) -> None:
@@ -261,6 +301,7 @@ class FullCache(Cache):
         self._capacity, self._store, self._shared = capacity, None, None
         self._prefix, self._prefix_length = prefix, length
         self.length, self.queries = length, {}
+        self._keeps_all_from(prefix.least)
         if self._uniform():
             first = self._layers[0][0]
             shape = torch.Size((len(self._layers), 2, *first.shape[1:]))
@@ -320,16 +361,20 @@ class FullCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of the tokens that there is room for, and of recurrent layers' states."""
-        return self.shape.nbytes * self._capacity + self._recurrent.nbytes
+        return self._most(self.shape, self._capacity) + self._recurrent.nbytes
 
     def needs(self, shape: KVShape, tokens: int) -> int:
-        return shape.nbytes * max(tokens, self._capacity) + shape.state_bytes
+        return self._most(shape, max(tokens, self._capacity)) + shape.state_bytes
+
+    def _most(self, shape: KVShape, tokens: int) -> int:
+        return shape.released(tokens) if self.releases else shape.nbytes * tokens
 
     @property
     def shape(self) -> KVShape:
         """The shape of the layers that a pass has filled."""
+        windows = {layer: spec.window for layer, spec in self.specs.items()}
         shapes = {
-            layer: LayerShape(k.shape[1], k.shape[3], v.shape[3], k.element_size())
+            layer: LayerShape(k.shape[1], k.shape[3], v.shape[3], k.element_size(), windows.get(layer))
             for layer, (k, v) in self._layers.items()
         }
         return KVShape(shapes, self._recurrent.max_bytes)

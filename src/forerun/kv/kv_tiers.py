@@ -241,12 +241,14 @@ class Tiers:
         with self._lock:
             self._taken["device"] += nbytes
 
-    def cache(self, tokens: int, shareable: bool = False, reserve: DeviceReserve | None = None) -> FullCache:
+    def cache(
+        self, tokens: int, shareable: bool = False, releases: bool = False, reserve: DeviceReserve | None = None
+    ) -> FullCache:
         """A cache with room for ``tokens`` tokens.
 
         Args:
             tokens: of the text at its longest, drafts included.
-            shareable: as for ``FullCache``.
+            shareable, releases: as for ``FullCache``; what is partly offloaded releases nothing.
             reserve: what it leaves free on the device.
 
         Raises:
@@ -258,7 +260,7 @@ class Tiers:
             for tier, size in placed.nbytes.items():
                 self._taken[tier] += size
         try:
-            made = FullCache(tokens, shareable) if placed.whole else self._offloaded(placed)
+            made = FullCache(tokens, shareable, releases) if placed.whole else self._offloaded(placed)
         except BaseException:
             self._released.append(placed.nbytes)
             raise

@@ -90,6 +90,8 @@ class SharedPrefix:
         read_state: Callable[[str], Tensors | None] = lambda name: None,
     ) -> None:
         self.layout, self.length = layout, length
+        self.least = 0
+        """The least length that a text may begin with: a shorter one would see rows that were released."""
         self._file, self._offset, self._read_state = file, offset, read_state
         self._states: dict[str, Tensors] = {}
         self._held: dict[int, Rows] = {}

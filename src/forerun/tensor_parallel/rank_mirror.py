@@ -143,7 +143,9 @@ def _streaming(parts: list[Any], rotation: Rotation | None) -> StreamingCache:
 
 
 _KINDS = {
-    "full": _CacheKind(FullCache, lambda cache: [cache.capacity], lambda parts, rotation: FullCache(*parts)),
+    "full": _CacheKind(
+        FullCache, lambda cache: [cache.capacity, False, cache.releases], lambda parts, rotation: FullCache(*parts)
+    ),
     "retrieval": _CacheKind(
         RetrievalCache,
         lambda cache: [cache.source, *astuple(cache.config)],

@@ -1,0 +1,192 @@
+"""Layers with sliding windows give memory back, and no text changes by it: what was given back is never read."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from support.batches import LONG, finish_all, prompt
+from support.compiled_models import build
+
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
+from forerun.engine.batch import Batch
+from forerun.engine.engine import Engine
+from forerun.kernels.attention.attention import AttentionSpec, Rows
+from forerun.kv import full_cache, released_rows
+from forerun.kv.full_cache import FullCache
+from forerun.kv.released_rows import MIN_SLACK_TOKENS, most_rows, release
+
+LENGTH, NEW = 1400, 24
+"""Tokens of a prompt, which is longer than all that is kept of a window of 19, and of an answer."""
+WINDOW = 19
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is given back under Linux only")
+
+
+@pytest.fixture
+def spoiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What was released, as first and last row; it is filled with NaN, so that who reads it says nonsense."""
+    found: list[tuple[int, int]] = []
+
+    def spoil(rows: Rows, first: int, last: int, file: bool) -> None:
+        found.append((first, last))
+        for t in rows:
+            t[:, :, first:last] = torch.nan
+
+    monkeypatch.setattr(full_cache, "release", spoil)
+    return found
+
+
+def answers(engine: Engine, prompts: Sequence[list[int]]) -> list[list[int]]:
+    requests = engine.requests(prompts, max_new_tokens=NEW)
+    finish_all(engine, requests)
+    return [request.generated.tolist() for request in requests]
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("drafter", ["none", "trie", "low-rank", "triforce-trie"])
+@pytest.mark.parametrize("name", ["gemma3_text", "mistral", "olmo3", "qwen2"])
+def test_what_is_released_is_never_read(
+    name: str, drafter: str, dtype: torch.dtype, spoiled: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By programs of kernels (float32 and bfloat16), by hooks (float64), and by sparse caches over the full one."""
+    engine = Engine(build(name, dtype), drafter, settings=LONG, prune_drafts=False)
+    prompts = [prompt(LENGTH), prompt(LENGTH // 2, 7), prompt(LENGTH + 700, 8)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Batch, "_releases", lambda batch, request: False)
+        wanted = answers(engine, prompts)
+    assert not spoiled
+    assert answers(engine, prompts) == wanted
+    assert len(spoiled) > 2 and all(first < last for first, last in spoiled)
+
+
+@pytest.fixture
+def cache() -> FullCache:
+    """With 2,100 tokens, read in blocks; layer 0 has a window, layer 1 has none."""
+    cache = FullCache(2200, releases=True)
+    for _ in range(21):
+        fill(cache, 100)
+    return cache
+
+
+def fill(cache: FullCache, count: int) -> None:
+    """Commit so many tokens; all numbers of a token are its position and one."""
+    specs = {0: AttentionSpec(1.0, WINDOW), 1: AttentionSpec(1.0)}
+    block = Block(torch.zeros(count, dtype=torch.int64).numpy(), DraftTree.empty(), cache.length)
+    cache.begin_pass(specs)
+    for layer in specs:
+        places = torch.arange(cache.length, cache.length + count, dtype=torch.float32) + 1
+        rows = places[None, None, :, None].expand(1, 2, count, 64)
+        cache.append(layer, rows, rows)
+    cache.commit(block, [])
+
+
+def positions(cache: FullCache, layer: int) -> list[int]:
+    """The positions whose keys a cache still holds."""
+    keys = cache.read(layer, 0, cache.length)[0][0, 0, :, 0]
+    return (keys[keys > 0] - 1).int().tolist()
+
+
+def test_all_but_the_window_and_as_many_tokens_as_may_be_taken_back_is_released(cache: FullCache) -> None:
+    """The first page of each head may hold another head's last rows, and is kept."""
+    assert positions(cache, 1) == list(range(2100))
+    held = positions(cache, 0)
+    assert held[-1] == 2099 and len(held) <= most_rows(WINDOW) + 32
+    seen = cache.length - WINDOW - MIN_SLACK_TOKENS
+    assert set(range(seen, 2100)) <= set(held)
+
+
+def test_a_text_is_taken_back_as_far_as_its_window_is_there_or_to_nothing(cache: FullCache) -> None:
+    assert 0 < cache.least <= 2100 - MIN_SLACK_TOKENS
+    cache.truncate(cache.least)
+    assert cache.length == cache.least
+    fill(cache, 300)
+    assert set(range(cache.least - WINDOW + 1, cache.length)) <= set(positions(cache, 0))
+    cache.truncate(cache.least - 1)
+    assert cache.length == cache.least == 0
+    for _ in range(12):
+        fill(cache, 100)
+    assert set(range(1200 - WINDOW, 1200)) <= set(positions(cache, 0))
+    assert positions(cache, 1) == list(range(1200))
+
+
+@pytest.mark.parametrize("shareable", [False, True])
+def test_a_text_begins_with_another_only_where_all_that_it_sees_is_there(shareable: bool) -> None:
+    cache = FullCache(2200, shareable, releases=True)
+    for _ in range(21):
+        fill(cache, 100)
+    prefix = cache.share(2000)
+    assert prefix.least == cache.least > 0
+    for length in (prefix.least - 1, 100):
+        other = FullCache(releases=True)
+        other.begin_with(prefix, length)
+        assert other.length == 0
+    other = FullCache(releases=True)
+    other.begin_with(prefix, 2000)
+    assert other.length == 2000 and other.least == prefix.least
+    assert positions(other, 1) == list(range(2000))
+    assert set(range(2000 - WINDOW, 2000)) <= set(positions(other, 0))
+    other.truncate(prefix.least - 1)
+    assert other.length == 0
+
+
+def test_a_cache_that_grows_copies_only_what_it_keeps() -> None:
+    cache = FullCache(releases=True)
+    for _ in range(60):
+        fill(cache, 100)
+    assert cache.capacity < 7000 and cache.least > 4000
+    assert set(range(cache.least - WINDOW + 1, 6000)) <= set(positions(cache, 0))
+    assert positions(cache, 1) == list(range(6000))
+
+
+def test_less_is_needed_and_held_than_for_all_keys(cache: FullCache) -> None:
+    whole = FullCache(2200)
+    for _ in range(21):
+        fill(whole, 100)
+    layer = 2 * 2 * 64 * 4  # bytes of a token
+    assert whole.needs(whole.shape, 100_000) == 100_000 * 2 * layer
+    assert cache.needs(cache.shape, 100_000) == (100_000 + most_rows(WINDOW)) * layer
+    assert whole.nbytes - cache.nbytes == (cache.capacity - most_rows(WINDOW)) * layer
+
+
+def test_memory_is_really_given_back() -> None:
+    rows = tuple(torch.ones(1, 4, 100_000, 32) for _ in range(2))
+    before = resident()
+    release(rows, 10, 90_000, False)
+    assert before - resident() > 0.8 * sum(t.nbytes for t in rows)
+    for t in rows:
+        assert (t[:, :, :10] == 1).all() and (t[:, :, 90_000:] == 1).all()
+        assert (t[:, :, 1000:89_000] == 0).all()
+
+
+def resident() -> int:
+    """Bytes of this process's memory that are not swapped out or given back."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_what_is_kept_for_other_prompts_is_kept_whole() -> None:
+    """As long as a prompt may be found again, in memory or in a store, nothing of it goes."""
+    for limit, released in ((0, True), (1 << 20, True), (1 << 30, False)):
+        engine = Engine(build("gemma3_text"), "none", prefix_cache=limit)
+        with engine.batch() as batch:
+            (request,) = engine.requests([prompt(LENGTH)], max_new_tokens=NEW)
+            batch.admit(request)
+            while request.finish_reason is None:
+                assert batch._rows[request.id].cache.releases == released
+                batch.step()
+    engine = Engine(build("gemma3_text"), "none", prefill_block=2 * MIN_SLACK_TOKENS)
+    with engine.batch() as batch:
+        (request,) = engine.requests([prompt(LENGTH)], max_new_tokens=NEW)
+        assert not batch._releases(request)
+
+
+def test_a_slack_covers_what_kernels_read_before_a_window() -> None:
+    from forerun.kernels.attention.ordered_attention import BLOCK_TOKENS, SPLIT_TOKENS
+
+    assert max(BLOCK_TOKENS, SPLIT_TOKENS) <= MIN_SLACK_TOKENS <= released_rows.slack(1)
