@@ -49,6 +49,9 @@ class Odd:
     def forced(self, ids: torch.Tensor, most: int) -> list[int]:
         return []
 
+    def certain(self, ids: torch.Tensor) -> int | None:
+        return None
+
     def complete(self, ids: torch.Tensor) -> bool:
         return False
 

@@ -177,6 +177,9 @@ class Sevens:
         ends = range(len(ids), len(ids) + most)
         return [7] * next((n for n, length in enumerate(ends) if not self._seven(length)), most)
 
+    def certain(self, ids: torch.Tensor) -> int | None:
+        return 7 if self._seven(len(ids)) else None
+
     def complete(self, ids: torch.Tensor) -> bool:
         return False
 

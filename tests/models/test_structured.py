@@ -22,7 +22,7 @@ from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import load
-from forerun.models.text.grammar import KEPT_GRAMMARS, GrammarError, Grammars
+from forerun.models.text.grammar import KEPT_GRAMMARS, GrammarError, Grammars, _Walker
 from forerun.models.text.grammar_limits import SchemaError
 from forerun.models.text.token_bytes import TokenBytes
 from forerun.server.admission import SchedulerLimits
@@ -279,6 +279,34 @@ def test_forced_chains_are_all_accepted(plain: Engine) -> None:
     assert chains > 100
 
 
+@pytest.mark.parametrize("drafter", ["none", "trie"])
+@pytest.mark.parametrize(
+    "options", [{}, {"do_sample": True, "seed": 3, "temperature": 1.0, "top_k": 0}, {"repetition_penalty": 1.1}]
+)
+def test_where_a_token_is_certain_nothing_is_masked_and_the_text_is_the_same(
+    plain: Engine, drafter: str, options: Json, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processors may see every token, so with one of them nothing is left out."""
+    engine = Engine(plain.target.model, drafter, tokenizer=plain.tokenizer, prune_drafts=False)
+    masked, mask = list[int](), _Walker.mask
+    monkeypatch.setattr(_Walker, "mask", lambda self, ids, scores: masked.append(len(ids)) or mask(self, ids, scores))
+    texts, counts = [], []
+    for certain in (True, False):
+        with monkeypatch.context() as patch:
+            if not certain:
+                patch.setattr(_Walker, "certain", lambda self, ids: None)
+            (request,) = engine.generate(PROMPT, **OPTIONS, **options).requests
+        texts.append(request.generated.tolist())
+        counts.append(len(set(masked)))
+        masked.clear()
+    assert texts[0] == texts[1]
+    forced = _certain(engine, request)
+    if request.sampler.processor is not None:
+        assert counts[0] == counts[1]
+    else:
+        assert counts[1] - counts[0] > forced / 2 > 10
+
+
 def _walk(constraint: Constraint, ids: torch.Tensor, size: int) -> torch.Tensor:
     return constraint.mask(ids, torch.zeros(size)).isfinite()
 
@@ -289,8 +317,12 @@ def test_a_constraint_depends_on_the_ids_alone(plain: Engine) -> None:
     text = plain.generate(PROMPT, **OPTIONS).requests[0].tokens
     start = len(text) - len(plain.generate(PROMPT, **OPTIONS).generated[0])
     ids, one = torch.from_numpy(text.copy()), grammar.follow(start)
+    known = 0
     ends = torch.randperm(len(ids) - start, generator=torch.Generator().manual_seed(1)).tolist()
     for end in [start + each for each in ends]:
+        if (token := one.certain(ids[:end])) is not None:
+            known += 1
+            assert _walk(grammar.follow(start), ids[:end], size).nonzero().tolist() == [[token]]
         assert torch.equal(_walk(one, ids[:end], size), _walk(grammar.follow(start), ids[:end], size))
         wrong = torch.cat([ids[:end], torch.tensor([0, 0])])
         with pytest.raises(GrammarError):
@@ -298,6 +330,7 @@ def test_a_constraint_depends_on_the_ids_alone(plain: Engine) -> None:
         assert one.forced(wrong, 8) == [] and not one.on_trial().complete(wrong)
         assert bool(_walk(one.on_trial(), wrong, size).all())
     assert one.complete(ids) and not one.complete(ids[:-1])
+    assert known > 2
 
 
 def test_the_end_token_ends_what_could_go_on(plain: Engine, engine: Engine) -> None:

@@ -21,6 +21,7 @@ from forerun.models.forward.pass_timing import (
     MAX_ROUNDS,
     MEASURING_SECONDS,
     MIN_KINDS,
+    MIN_ROUNDS,
     PASS_SIZES,
     measure,
 )
@@ -124,8 +125,27 @@ def test_the_measurement_ends_for_a_fast_model() -> None:
 def test_a_large_model_is_measured_with_few_passes() -> None:
     machine = Machine(1.0)
     curve = measure(machine, machine.clock)  # type: ignore[arg-type]
-    assert machine.passes <= MIN_KINDS + 1 + BATCH_ROWS + 1  # and those that lay the caches out
+    assert machine.passes <= MIN_ROUNDS * MIN_KINDS + 1 + BATCH_ROWS + 1  # and those that lay the caches out
     assert curve.sizes == tuple(sorted(PASS_SIZES[:MIN_KINDS]))
+
+
+@pytest.mark.parametrize("slow", [1, 2])
+def test_passes_that_meet_cold_memory_or_a_busy_machine_do_not_count(slow: int) -> None:
+    """Where a pass of 8 tokens seemed as dear as one of 16, all further ones were free, and `auto` drafted too many."""
+
+    class Cold(Machine):
+        seen = 0
+
+        def score(self, blocks: Any, caches: Any) -> list[torch.Tensor]:
+            began, held = self.now, sum(map(len, blocks)) == 8 and caches[0].length < FAR_TOKENS
+            self.seen += held
+            scored = super().score(blocks, caches)
+            self.now = began + 1.0 * (1 + 0.2 * (sum(map(len, blocks)) - 1)) * (4 if held and self.seen <= slow else 1)
+            return scored
+
+    machine = Cold(1.0)
+    curve = measure(machine, machine.clock)  # type: ignore[arg-type]
+    assert curve.passes([1, 8, 16, 32]) == pytest.approx([1, 2.4, 4, 7.2], rel=0.05)
 
 
 def test_a_model_with_few_positions_is_measured_within_them() -> None:

@@ -29,6 +29,10 @@ class Constraint(Protocol):
         It never fails."""
         ...
 
+    def certain(self, ids: torch.Tensor) -> int | None:
+        """The one token that may follow, if it is known without work; else None. It never fails."""
+        ...
+
     def complete(self, ids: torch.Tensor) -> bool:
         """Whether the text is whole, so that nothing may follow.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from traceback import format_tb
 from typing import Literal
@@ -121,7 +122,12 @@ class Request:
         return self.remaining - 1
 
     def choose(self, logits: torch.Tensor) -> int:
-        """The next token for logits ``[V]``."""
+        """The next token for logits ``[V]``. Where a grammar leaves one, nothing is masked."""
+        constraint, processor = self.sampler.constraint, self.sampler.processor
+        if constraint is not None and processor is None:
+            token = constraint.certain(self._ids[: self._end])
+            if token is not None and float(logits[token]) > -math.inf:
+                return token
         return self.sampler.choose(self.scores(logits), len(self))
 
     def scores(self, logits: torch.Tensor, after: Sequence[int] = ()) -> torch.Tensor:

@@ -102,9 +102,7 @@ class TrieDrafter(Drafter):
         for request in context.rows:
             self._texts[request.id].asked = True
         drafts = self.trie.step([self._update(request, budget) for request, budget in context])
-        return [
-            DraftTree(each.tokens, each.parents, probability=each.probability, origins=each.origins) for each in drafts
-        ]
+        return [DraftTree.trusted(each.tokens, each.parents, each.probability, each.origins) for each in drafts]
 
     def _update(self, request: Request, budget: int = 0) -> TextUpdate:
         """What is not learned yet of a request's text: each step's lists are kept once its tokens are learned."""
@@ -133,11 +131,12 @@ class TrieDrafter(Drafter):
         if outcome.best is None and not len(outcome.logits):
             return
         tree, text, end = outcome.tree, request.tokens, len(request) - len(outcome.verdict.tokens)
+        tokens, scores = outcome.best or best_of_rows(outcome.logits)
         last, before = np.empty(len(tree) + 1, np.int64), np.empty(len(tree) + 1, np.int64)
         last[0], before[0] = text[end - 1], text[end - 2] if end > 1 else -1
-        last[1:] = tree.tokens
-        before[1:] = last[tree.parents + 1]
-        tokens, scores = outcome.best or best_of_rows(outcome.logits)
+        if len(tree):
+            last[1:] = tree.tokens
+            before[1:] = last[tree.parents + 1]
         noted.rows.append((len(request), RecycledRows(before, last, tokens, scores)))
 
     def learn(self, request: Request) -> None:

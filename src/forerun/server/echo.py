@@ -36,6 +36,9 @@ class PromptConstraint:
     def forced(self, ids: torch.Tensor, most: int) -> list[int]:
         return self._prompt[len(ids) : len(ids) + most]
 
+    def certain(self, ids: torch.Tensor) -> int | None:
+        return self._prompt[len(ids)] if len(ids) < len(self._prompt) else None
+
     def complete(self, ids: torch.Tensor) -> bool:
         return False
 

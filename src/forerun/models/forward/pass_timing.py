@@ -1,13 +1,15 @@
-"""Measures what passes of a model cost on this machine: a few of each size, in turns, within about a second.
+"""Measures what passes of a model cost on this machine: a few of each size, in turns, within a second or two.
 
 The fastest pass of each size counts, because disturbances only slow passes down. If a model is so large that few passes
-fit into that time, fewer sizes are measured, each at least once.
+fit into that time, fewer sizes are measured, each at least twice: the first pass of a size meets cold memory. A larger
+pass that is faster than a smaller one shows a disturbance; then there are more.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -24,9 +26,13 @@ MIN_KINDS = 3
 """This many sizes are always measured, however long they take."""
 MAX_ROUNDS = 9
 """Maximum number of passes of each kind."""
+MIN_ROUNDS, MOST_DISTURBED = 2, 5
+"""Rounds that are always made, and as many as are made at most while larger passes seem faster than smaller ones."""
+DISTURBED = 1.05
+"""How many times as fast a larger pass is where something held the smaller one up."""
 MEASURING_SECONDS = 1.0
-"""No pass starts after this time. On a model of 135 M parameters 0.4 s are one round, whose passes meet cold memory;
-small models are done long before."""
+"""After this time no other round starts. On a model of 135 M parameters 0.4 s are one; small models are done long
+before."""
 NEAR_TOKENS, FAR_TOKENS = 64, 4096
 """Tokens in the cache: near for the cost curve, which so includes merging two attentions; far for the cost of cached
 tokens."""
@@ -59,10 +65,17 @@ def measure(scorer: Scorer, clock: Callable[[], float] = time.perf_counter) -> C
         cached: [_blank(scorer, cached) for _ in range(BATCH_ROWS if cached == near else 1)]
         for cached in {cached for _, _, cached in kinds}
     }
-    for rows, size, cached in _until(clock, clock() + MEASURING_SECONDS, kinds):
-        begin = clock()
-        _pass(scorer, caches[cached][:rows], size)
-        times[rows, size, cached].append(clock() - begin)
+    end = clock() + MEASURING_SECONDS
+    for turn in range(MAX_ROUNDS):
+        best = {kind: min(runs) for kind, runs in times.items() if runs}
+        wanted = turn < MIN_ROUNDS or (turn < MOST_DISTURBED and _disturbed(best, near))
+        for number, (rows, size, cached) in enumerate(kinds):
+            if clock() > end and (number >= MIN_KINDS if turn == 0 else not wanted):
+                break
+            begin = clock()
+            _pass(scorer, caches[cached][:rows], size)
+            times[rows, size, cached].append(clock() - begin)
+        kinds = [kind for kind in kinds if times[kind]]
     return _curve({kind: min(runs) for kind, runs in times.items() if runs}, near)
 
 
@@ -78,11 +91,10 @@ def seconds_of_passes(scorer: Scorer, sizes: Sequence[int]) -> list[float]:
     return seconds[1:]
 
 
-def _until(clock: Callable[[], float], end: float, kinds: list[Kind]) -> Iterator[Kind]:
-    for number, kind in enumerate(kinds * MAX_ROUNDS):
-        if number >= MIN_KINDS and clock() > end:
-            return
-        yield kind
+def _disturbed(seconds: dict[Kind, float], near: int) -> bool:
+    """Whether a larger pass was faster than a smaller one."""
+    by_size = [seconds[kind] for kind in sorted(seconds) if kind[::2] == (1, near)]
+    return any(larger * DISTURBED < smaller for smaller, larger in pairwise(by_size))
 
 
 def _curve(seconds: dict[Kind, float], near: int) -> CostCurve:

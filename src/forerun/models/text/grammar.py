@@ -194,6 +194,10 @@ class _Walker:
             run = self._find_run(ids)
         return [int(token) for token in run[:most]]
 
+    def certain(self, ids: torch.Tensor) -> int | None:
+        run = self._forced_run(ids)
+        return int(run[0]) if len(run) and not self._run_is_long else None
+
     def complete(self, ids: torch.Tensor) -> bool:
         self.trial_seconds = 0.0
         if len(self._forced_run(ids)):
@@ -266,6 +270,9 @@ class _SpeculativeGrammar:
 
     def forced(self, ids: torch.Tensor, most: int) -> list[int]:
         return self.walker.forced(ids, most)
+
+    def certain(self, ids: torch.Tensor) -> int | None:
+        return self.walker.certain(ids)
 
     def complete(self, ids: torch.Tensor) -> bool:
         try:
