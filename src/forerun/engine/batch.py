@@ -138,7 +138,7 @@ class Batch:
         """Whether a request's cache gives back what layers with windows see no more: its prompt is not kept for others,
         and blocks of it are no longer than what is kept behind a window."""
         target = self._step.target
-        if not releases(target.device.type) or self.chunk > MIN_SLACK_TOKENS:
+        if not target.windowed or not releases(target.device.type) or self.chunk > MIN_SLACK_TOKENS:
             return False
         return not self._sharing.keeps(request, target.kv.nbytes)
 

@@ -228,6 +228,11 @@ class Scorer:
             self.score([Block(np.zeros(1, np.int64), DraftTree.empty(), 0)], [cache])
         return cache.shape
 
+    @property
+    def windowed(self) -> bool:
+        """Whether layers may see a window of the text only, by the model's configuration."""
+        return bool(getattr(self.model.config.get_text_config(decoder=True), "sliding_window", None))
+
     def reads_whole(self, cache: Cache) -> bool:
         """Whether a text is read into this cache in one pass, which takes all of it through one layer before the next:
         what is offloaded is then brought away once."""
