@@ -65,8 +65,7 @@ class DraftTree:
         probability: npt.NDArray[np.float64] | None = None,
         origins: Int8Array | None = None,
     ) -> DraftTree:
-        """A tree of arrays that compiled code of ours has made, so that nothing is checked: checking takes as long as
-        drafting a node."""
+        """A tree of arrays that compiled code of ours has made, so that nothing is checked."""
         tree = cls.__new__(cls)
         tree.__dict__.update(tokens=tokens, parents=parents, q=None, probability=probability, origins=origins)
         return tree
