@@ -58,19 +58,6 @@ class DraftTree:
         return _EMPTY
 
     @classmethod
-    def trusted(
-        cls,
-        tokens: IntArray,
-        parents: IntArray,
-        probability: npt.NDArray[np.float64] | None = None,
-        origins: Int8Array | None = None,
-    ) -> DraftTree:
-        """A tree of arrays that compiled code of ours has made, so that nothing is checked."""
-        tree = cls.__new__(cls)
-        tree.__dict__.update(tokens=tokens, parents=parents, q=None, probability=probability, origins=origins)
-        return tree
-
-    @classmethod
     def chain(
         cls, tokens: Sequence[int] | IntArray, q: torch.Tensor | None = None, origins: Int8Array | None = None
     ) -> DraftTree:

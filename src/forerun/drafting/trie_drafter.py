@@ -102,7 +102,9 @@ class TrieDrafter(Drafter):
         for request in context.rows:
             self._texts[request.id].asked = True
         drafts = self.trie.step([self._update(request, budget) for request, budget in context])
-        return [DraftTree.trusted(each.tokens, each.parents, each.probability, each.origins) for each in drafts]
+        return [
+            DraftTree(each.tokens, each.parents, probability=each.probability, origins=each.origins) for each in drafts
+        ]
 
     def _update(self, request: Request, budget: int = 0) -> TextUpdate:
         """What is not learned yet of a request's text: each step's lists are kept once its tokens are learned."""

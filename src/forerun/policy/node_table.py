@@ -25,7 +25,6 @@ from forerun.policy.calibration import (
     settle,
 )
 from forerun.policy.cost_curve import FloatArray
-from forerun.trie.array_handles import ArrayHandles, reader
 
 
 class Trees(NamedTuple):
@@ -80,9 +79,6 @@ class NodeTable(NamedTuple):
         columns = {name: np.zeros(nodes, np.int64) for name in cls._fields}
         table = cls(**columns)  # type: ignore[arg-type]
         return table._replace(odds=np.zeros(nodes), chances=np.zeros(nodes), worth=np.zeros(nodes))
-
-
-nodes_at, calibration_at = reader(NodeTable.allocate(1)), reader(CalibrationTable.empty())
 
 
 @compiled
@@ -142,8 +138,8 @@ def _extract(table: NodeTable, trees: Trees, sizes: IntArray) -> None:
 
 @compiled
 def prune(
-    nodes_address: int,
-    calibration_address: int,
+    table: NodeTable,
+    calibration: CalibrationTable,
     tokens: IntArray,
     parents: IntArray,
     stated: FloatArray,
@@ -167,7 +163,6 @@ def prune(
     """Keep the nodes that maximise expected tokens over cost.
 
     Args:
-        nodes_address, calibration_address: of the tables; see ``array_handles``. Numba takes long for arrays.
         tokens, parents, stated, begins, deepest, states: see ``Trees``. What is kept of a tree is written over it.
         vocabulary: number of the target's tokens. Other tokens, and what is below them, cannot be accepted.
         sizes: written over with the number of nodes that are kept of each tree.
@@ -187,7 +182,6 @@ def prune(
     Returns:
         How many are kept, how many tokens they are expected to give, and what they add to the pass by the curve.
     """
-    table, calibration = nodes_at(nodes_address), calibration_at(calibration_address)
     trees, rows = Trees(tokens, parents, stated, begins, deepest, states), len(cached)
     for row in range(rows):
         _add_tree(table, calibration, row, trees, vocabulary)
@@ -235,16 +229,14 @@ def _learn(
 
 
 @compiled
-def learn(nodes_address: int, calibration_address: int, outcomes: IntArray, tokens: IntArray) -> int:
+def learn(table: NodeTable, calibration: CalibrationTable, outcomes: IntArray, tokens: IntArray) -> int:
     """Learn from the outcomes of a step's trees; returns how many nodes were right.
 
     Args:
-        nodes_address, calibration_address: as for ``prune``.
         outcomes: first node, the place behind the last, number of committed tokens, and whether only scored nodes
             count; ``[rows, 4]``.
         tokens: committed of all rows, one row after the other.
     """
-    table, calibration = nodes_at(nodes_address), calibration_at(calibration_address)
     right, at = 0, 0
     for row in range(len(outcomes)):
         begin, end, length, scored = outcomes[row, 0], outcomes[row, 1], outcomes[row, 2], outcomes[row, 3] != 0
@@ -257,10 +249,8 @@ def learn(nodes_address: int, calibration_address: int, outcomes: IntArray, toke
 
 def warm_up() -> None:
     """Compile what choosing nodes runs, or load it from an earlier process."""
-    of_nodes, of_calibration = ArrayHandles[NodeTable](), ArrayHandles[CalibrationTable]()
-    nodes, calibration = of_nodes.at(NodeTable.allocate(1)), of_calibration.at(CalibrationTable.empty())
-    ones = np.ones(1, np.int64)
+    table, calibration, ones = NodeTable.allocate(1), CalibrationTable.empty(), np.ones(1, np.int64)
     trees = Trees(ones.copy(), np.full(1, ROOT, np.int64), np.ones(1), np.arange(2), ones, ones)
     curves, costs = (np.arange(3.0), np.arange(3.0)), (1.0, 1.0, 0.0, 1.0, 1.0, 1.0)
-    prune(nodes, calibration, *trees, 1, ones.copy(), *curves, 1, ones, ones.copy(), *costs)
-    learn(nodes, calibration, np.zeros((1, 4), np.int64), ones)
+    prune(table, calibration, *trees, 1, ones.copy(), *curves, 1, ones, ones.copy(), *costs)
+    learn(table, calibration, np.zeros((1, 4), np.int64), ones)

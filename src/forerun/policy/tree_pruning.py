@@ -18,10 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from forerun.core.pass_context import PassContext
 from forerun.core.tree import ROOT, DraftTree
@@ -31,7 +29,6 @@ from forerun.policy.calibration import MEMORY, CalibrationTable
 from forerun.policy.cost_curve import CostCurve, FloatArray
 from forerun.policy.node_table import NodeTable, Trees
 from forerun.policy.step_timer import AS_THE_CURVE_SAYS, LinearCost
-from forerun.trie.array_handles import ArrayHandles
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +72,6 @@ class TreePruner:
     def __init__(self, costs: CostCurve, vocabulary: int = 1 << 31) -> None:
         self._vocabulary = vocabulary
         self._calibration, self._nodes = CalibrationTable.empty(), NodeTable.allocate(64)
-        self._handles: tuple[ArrayHandles[NodeTable], ArrayHandles[CalibrationTable]] = ArrayHandles(), ArrayHandles()
         self._begins = [0]  # where each row's tree begins in the table of nodes, and where the last ends
         self._outcomes: list[tuple[int, int, int, bool]] = []  # see ``node_table.learn``
         self._committed: list[int] = []  # tokens of these
@@ -114,10 +110,9 @@ class TreePruner:
         end = self._begins[-1]
         curves, rate = self._curves(tokens + end + 1), rows * self._tokens / self._spent / alone
         sizes = np.empty(rows, np.int64)
-        nodes, calibration = self._addresses()
         kept, expected, added = node_table.prune(
-            nodes,
-            calibration,
+            self._nodes,
+            self._calibration,
             *flat,
             self._vocabulary,
             sizes,
@@ -144,9 +139,9 @@ class TreePruner:
             self._nodes = NodeTable.allocate(2 * size)
         stated = [None if tree.q is not None else tree.probability for tree in trees]
         return Trees(
-            _joined([tree.tokens for tree in trees]),
-            _joined([tree.parents for tree in trees]),
-            _joined([np.ones(len(tree)) if p is None else p for tree, p in zip(trees, stated, strict=True)]),
+            np.concatenate([tree.tokens for tree in trees]),
+            np.concatenate([tree.parents for tree in trees]),
+            np.concatenate([np.ones(len(tree)) if p is None else p for tree, p in zip(trees, stated, strict=True)]),
             np.array(self._begins),
             np.array([request.max_draft_depth for request in context.rows]),
             np.array([int(p is not None) for p in stated]),
@@ -168,7 +163,7 @@ class TreePruner:
             else:
                 origins = None if tree.origins is None else tree.origins[keep]
                 own = slice(begin, begin + size)
-                parts[row] = DraftTree.trusted(flat.tokens[own], flat.parents[own], origins=origins)
+                parts[row] = DraftTree(flat.tokens[own], flat.parents[own], origins=origins)
         return parts
 
     def skip(self, context: PassContext) -> TreeSelection:
@@ -179,10 +174,6 @@ class TreePruner:
     def _none(self, context: PassContext) -> TreeSelection:
         (plain, alone), rows = self.price(context), len(context)
         return TreeSelection(context, [DraftTree.empty()] * rows, 0, rows, plain, alone, 0.0, plain)
-
-    def _addresses(self) -> tuple[int, int]:
-        nodes, calibration = self._handles
-        return nodes.at(self._nodes), calibration.at(self._calibration)
 
     def keep_all(
         self, context: PassContext, trees: Sequence[DraftTree], correction: LinearCost = AS_THE_CURVE_SAYS
@@ -216,7 +207,7 @@ class TreePruner:
         right = 0
         if self._begins[-1]:
             outcomes = np.array(self._outcomes, np.int64).reshape(-1, 4)
-            right = node_table.learn(*self._addresses(), outcomes, np.array(self._committed, np.int64))
+            right = node_table.learn(self._nodes, self._calibration, outcomes, np.array(self._committed, np.int64))
             self._outcomes, self._committed = [], []
         self._tokens = MEMORY * self._tokens + tokens / len(selection.context)
         self._spent = MEMORY * self._spent + selection.steps
@@ -255,11 +246,6 @@ class TreePruner:
         if len(self._known) < count:
             self._know(2 * count)
         return self._known, self._known_cached
-
-
-def _joined(columns: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Columns one after the other, in new memory."""
-    return columns[0].copy() if len(columns) == 1 else np.concatenate(columns)
 
 
 def _corrected(correction: LinearCost, plain: float, alone: float, added: float, nodes: int) -> float:

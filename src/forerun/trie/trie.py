@@ -57,6 +57,9 @@ class SamplingNoise(NamedTuple):
     temperature: float
 
 
+NO_NOISE = SamplingNoise(0, 0.0)
+"""Of a greedy text, or of one whose noise no draft may know."""
+
 NO_TOKENS = np.empty(0, np.int64)
 NO_LISTS = NO_TOKENS, NO_ROWS
 
@@ -258,18 +261,16 @@ class Trie(TrieStore):
 
     def _table(self, lives: Sequence[_Live], updates: Sequence[TextUpdate]) -> RecordArray:
         """A row of ``TEXT_STEP`` for each text."""
-        steps, token, row = np.zeros(len(lives), TEXT_STEP), 0, 0
-        numbers = steps.view(np.int64).reshape(len(lives), -1)
-        for number, (live, update) in enumerate(zip(lives, updates, strict=True)):
+        rows, token, row = [], 0, 0
+        for live, update in zip(lives, updates, strict=True):
             new = token + len(update.new)
             pending, end = new + len(update.pending), row + sum(len(rows.last) for _, rows in update.lists)
+            noise = live.noise or NO_NOISE
             text, lists = (live.length, live.room, token, new - update.untaught, new, pending), (row, end)
             limits = max(update.budget, 0), update.max_depth
-            numbers[number] = *self._addresses(live), 0, 0, *text, *lists, *limits, 0, 0  # all fields have 8 bytes
-            if live.noise is not None:
-                steps[number]["seed"], steps[number]["temperature"] = live.noise
+            rows.append((*self._addresses(live), *noise, *text, *lists, *limits, 0, 0))
             token, row = pending, end
-        return steps
+        return np.array(rows, TEXT_STEP)
 
     def _supply(self, live: _Live, needs: int, text: np.record) -> None:
         """Make the room that learning asked for."""
@@ -296,9 +297,6 @@ class Trie(TrieStore):
         Raises:
             ValueError: if the request is not live, or its arrays do not have as many rows.
         """
-        lengths = [len(each) for each in rows]
-        if len(set(lengths)) > 1:
-            raise ValueError(f"rows have {lengths} entries; all arrays must have as many")
         self.step([TextUpdate(request_id, lists=[(0, rows)])])
 
     def retrieve(self, request_id: int, budget: int, max_depth: int, pending: Tokens = ()) -> Draft:
@@ -367,8 +365,11 @@ def _gathered(updates: Sequence[TextUpdate]) -> tuple[IntArray, RecycledRows]:
     behind, counts, parts, begin = list[int](), list[int](), list[RecycledRows](), 0
     for update in updates:
         for at, rows in update.lists:
+            lengths = [len(each) for each in rows]
+            if len(set(lengths)) > 1:
+                raise ValueError(f"rows have {lengths} entries; all arrays must have as many")
             behind.append(begin + at)
-            counts.append(len(rows.last))
+            counts.append(lengths[0])
             parts.append(rows)
         begin += len(update.new) + len(update.pending)
     if not parts:
