@@ -101,7 +101,7 @@ def look(variant: Variant) -> dict[str, str]:
     model = variant.make().float()
     scorer = gate.admit(model)
     path = "recurrent" if scorer.recurrent else "program" if isinstance(scorer, CompiledScorer) else "hooks"
-    gpu = "refused" if scorer.recurrent else "program" if known_on_gpu(model) else "hooks"
+    gpu = "recurrent" if scorer.recurrent else "program" if known_on_gpu(model) else "hooks"
     return {"type": model.config.get_text_config(decoder=True).model_type, "path": path, "gpu": gpu}
 
 

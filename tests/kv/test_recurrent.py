@@ -19,6 +19,7 @@ from forerun.kv.recurrent import MAX_SNAPSHOTS, SNAPSHOT_TOKENS, RecurrentStates
 SHAPE = GatedShape(1, 2, 4, 4, 1, True, True, 0.5)
 CHANNELS, TAPS = 6, 4
 TEXT = np.random.default_rng(0).integers(0, 50, 700)
+CPU = torch.device("cpu")
 
 
 def outputs(states: RecurrentStates, block: Block) -> torch.Tensor:
@@ -132,11 +133,11 @@ def test_a_block_somewhere_else_is_refused() -> None:
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=40))
 def test_no_state_is_overwritten_before_its_last_child_has_read_it(numbers: list[int]) -> None:
     parents = np.array([number % (i + 1) - 1 for i, number in enumerate(numbers)])
-    order, held = TokenOrder.of(parents, {}), dict[int, int]()
+    order, held = TokenOrder.of(parents, {}, CPU), dict[int, int]()
     for token, (source, place, _) in enumerate(order.table.tolist()):
         parent = int(parents[token])
         assert source == BEFORE if parent < 0 else held[source] == parent
         held[place] = token
     assert order.places <= len(numbers)
-    chain: Callable[[int], TokenOrder] = lambda n: TokenOrder.of(np.arange(-1, n - 1), {})  # noqa: E731
+    chain: Callable[[int], TokenOrder] = lambda n: TokenOrder.of(np.arange(-1, n - 1), {}, CPU)  # noqa: E731
     assert chain(50).places == 1

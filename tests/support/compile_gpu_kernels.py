@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from forerun.kernels.gpu import attend, decoder_ops, linear, scan
+from forerun.kernels.gpu import attend, decoder_ops, linear, recurrent, scan
 from forerun.kernels.gpu.linear import LINEAR_TILES
 from forerun.kernels.gpu.pass_tables import (
     GPU_BLOCK_TOKENS,
@@ -48,7 +48,8 @@ def code(kernel: Any, capability: int, constants: dict[str, object], warps: int 
     attributes = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(kernel.arg_names)
-        if name not in constants and name not in UNALIGNED and "fp" not in signature[name].replace("*fp", "")
+        if not (kernel.params[place].do_not_specialize or kernel.params[place].do_not_specialize_on_alignment)
+        and name not in constants and name not in UNALIGNED and "fp" not in signature[name].replace("*fp", "")
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"enable_fp_fusion": False, "num_warps": warps, "num_stages": stages}
@@ -123,6 +124,19 @@ def all_codes(capability: int, kind: str) -> dict[str, Any]:
     return found
 
 
+def recurrences(capability: int) -> dict[str, Any]:
+    """Code of the recurrent layers' kernels, for heads of 128 in float32."""
+    taps = {"CHANNELS": 8192, "TAPS": 4, "BIAS": True, "GPU_CONVOLUTION_CHANNELS": recurrent.GPU_CONVOLUTION_CHANNELS}
+    own = {name: "*fp32" for name in ("x", "weights", "bias", "out", "rows", "q", "before", "saved", "waiting")}
+    found = {"convolve": code(recurrent._convolve, capability, taps, **own, parents="*i64")}
+    head = {"KEY_HEADS": 16, "HEADS": 32, "DIM": 128, "OUT_DIM": 128, "WIDE": 128, "SCALE": 128**-0.5, "EPSILON": 1e-6}
+    more = {"BEFORE": True, "GPU_STATE_COLUMNS": recurrent.GPU_STATE_COLUMNS, "ROW_WIDTH": 6208}
+    for name, gates, delta in (("gated delta rule", 1, True), ("a gate per channel", 128, True), ("Mamba-2", 1, False)):
+        how = head | more | {"GATES": gates, "DELTA": delta, "NORMALISE": delta}
+        found[name] = code(recurrent._run_states, capability, how, **own, order="*i64")
+    return found
+
+
 def main() -> None:
     capability = int(sys.argv[1])
     found = {kind: all_codes(capability, kind) for kind in sys.argv[2:] or ("bf16", "fp32")}
@@ -130,6 +144,7 @@ def main() -> None:
     found["bytes"] = {
         "best": code(scan._best, capability, short, rows="i32", index="*u8", q="*fp32", scale="*fp32", out="*fp32")
     }
+    found["recurrent"] = recurrences(capability)
     sys.stdout.write(json.dumps(found))
 
 

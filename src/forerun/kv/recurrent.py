@@ -102,7 +102,7 @@ class _BlockPlan:
     block: Block
     order: TokenOrder
     saved: tuple[int, ...]
-    parents: dict[int, IntArray] = field(default_factory=dict)
+    parents: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class RecurrentStates:
@@ -142,12 +142,12 @@ class RecurrentStates:
             ``[n, C]``.
         """
         before, end = len(weights) - 1, self.length + len(block)
-        key, plan = (layer, CONVOLUTION_KIND), self._planned(block)
+        key, plan = (layer, CONVOLUTION_KIND), self._planned(block, x.device)
         if key not in self._inputs:
             self._inputs[key] = _Inputs.after(x.new_zeros(before, x.shape[1]), self.length)
         self._inputs[key].append(x, self.length)
         if before not in plan.parents:
-            plan.parents[before] = _parents(block, before)
+            plan.parents[before] = torch.from_numpy(_parents(block, before)).to(x.device)
         return convolve(self._inputs[key].part(self.length - before, end), weights, bias, plan.parents[before], before)
 
     def advance(self, layer: int, shape: GatedShape, rows: torch.Tensor, q: torch.Tensor, block: Block) -> torch.Tensor:
@@ -162,7 +162,7 @@ class RecurrentStates:
         Returns:
             ``[n, heads, out_dim]``.
         """
-        key, plan = (layer, STATE_KIND), self._planned(block)
+        key, plan = (layer, STATE_KIND), self._planned(block, rows.device)
         inputs = self._inputs.setdefault(key, _Inputs.after(rows[:0], self.length))
         inputs.append(rows, self.length)
         state = self._states.setdefault(layer, _State())
@@ -274,7 +274,7 @@ class RecurrentStates:
         states = sum(next(iter(state.saved.values())).nbytes for state in self._states.values() if state.saved)
         return inputs + states * (MAX_SNAPSHOTS + 5)
 
-    def _planned(self, block: Block) -> _BlockPlan:
+    def _planned(self, block: Block, device: torch.device) -> _BlockPlan:
         if self._plan is None or self._plan.block is not block:
             if block.start != self.length:
                 raise ValueError(f"the block starts at {block.start}, and the states have read {self.length} tokens")
@@ -282,7 +282,7 @@ class RecurrentStates:
             positions = range(self._position // SNAPSHOT_TOKENS + 1, end // SNAPSHOT_TOKENS + 1)
             saved = {p * SNAPSHOT_TOKENS for p in positions if self._is_kept(p * SNAPSHOT_TOKENS, end)} | {end}
             tokens = {position - self._position - 1: i for i, position in enumerate(sorted(saved))}
-            order = TokenOrder.of(_parents(block, self.length - self._position), tokens)
+            order = TokenOrder.of(_parents(block, self.length - self._position), tokens, device)
             self._plan = _BlockPlan(block, order, tuple(sorted(saved)))
         return self._plan
 

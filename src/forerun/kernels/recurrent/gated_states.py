@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from forerun.core.compiling import compiled
+from forerun.kernels import gpu
 from forerun.kernels.recurrent.token_order import TokenOrder
 from forerun.kernels.runtime.addresses import StructLayout, doubles, floats, integers, part
 from forerun.kernels.runtime.executor import Operation, Program, Tasks
@@ -105,11 +106,15 @@ def run_states(
         saved: where the states go that ``order`` saves, ``[s, heads, dim, out_dim]``.
         order: of all n tokens.
     """
+    if gpu.runs_on(q.device):
+        from forerun.kernels.gpu import recurrent as there  # which needs Triton
+
+        return there.run_states(shape, rows, q, state, saved, order)
     out = q.new_empty(len(q), shape.heads, shape.out_dim)
     wide = q.dtype == torch.float64
     op = GatedStateOp(
         rows.data_ptr(), shape.row_width, q.data_ptr(), out.data_ptr(), 0 if state is None else state.data_ptr(),
-        saved.data_ptr(), order.table.ctypes.data, len(rows), len(rows) - len(q), order.places,
+        saved.data_ptr(), order.table.data_ptr(), len(rows), len(rows) - len(q), order.places,
         *shape[:5], int(shape.delta), int(shape.normalise), int(wide), shape.scale,
     )  # fmt: skip
     numbers = (order.places * shape.dim + 1) * shape.out_dim + 2 * shape.dim

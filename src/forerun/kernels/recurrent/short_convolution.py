@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from forerun.core.compiling import compiled
-from forerun.core.tree import IntArray
+from forerun.kernels import gpu
 from forerun.kernels.runtime.addresses import StructLayout, doubles, floats, integers, part
 from forerun.kernels.runtime.executor import Operation, Program, Tasks
 
@@ -49,7 +49,7 @@ read_convolution = CONVOLUTION_LAYOUT.reader()
 
 
 def convolve(
-    x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, parents: IntArray, first: int
+    x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, parents: torch.Tensor, first: int
 ) -> torch.Tensor:
     """Outputs ``[n - first, C]`` of the tokens from ``first`` on.
 
@@ -57,13 +57,17 @@ def convolve(
         x: inputs, contiguous, ``[n, C]``, float32 or float64 as all others.
         weights: contiguous, ``[K, C]``, the farthest tap first.
         bias: ``[C]``, or None.
-        parents: index of each token's parent, ``[n]``; the first ``first`` tokens are a chain, and at least K - 1.
+        parents: index of each token's parent, int64 ``[n]``; the first ``first`` tokens are a chain, and at least K - 1.
     """
+    if gpu.runs_on(x.device):
+        from forerun.kernels.gpu import recurrent as there  # which needs Triton
+
+        return there.convolve(x, weights, bias, parents, first)
     count, channels = x.shape
     out = x.new_empty(count - first, channels)
     op = ConvolutionOp(
         x.data_ptr(), weights.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
-        parents.ctypes.data, count, first, len(weights), channels, int(x.dtype == torch.float64),
+        parents.data_ptr(), count, first, len(weights), channels, int(x.dtype == torch.float64),
     )  # fmt: skip
     Program([(CONVOLUTION, op)]).run_in_scratch(0)
     return out

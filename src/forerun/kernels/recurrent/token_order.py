@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
+import torch
 
 from forerun.core.tree import IntArray
 
@@ -29,11 +29,11 @@ class TokenOrder:
         places: how many states exist at the same time.
     """
 
-    table: IntArray
+    table: torch.Tensor
     places: int
 
     @classmethod
-    def of(cls, parents: npt.NDArray[np.int64], saved: Mapping[int, int]) -> TokenOrder:
+    def of(cls, parents: IntArray, saved: Mapping[int, int], device: torch.device) -> TokenOrder:
         """The order for these parents ``[n]``, parents first, in which some tokens' states are saved by index."""
         children = np.bincount(parents + 1, minlength=len(parents) + 1).tolist()
         rows, places, free = [], 0, list[int]()
@@ -51,4 +51,4 @@ class TokenOrder:
             rows.append((source, place, saved.get(token, UNSAVED)))
             if not children[token + 1]:
                 free.append(place)
-        return cls(np.array(rows, np.int64), places)
+        return cls(torch.tensor(rows, dtype=torch.int64, device=device), places)

@@ -24,6 +24,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
+from forerun.kernels import gpu
 from forerun.kernels.linear.ordered_modules import unwatched
 from forerun.kernels.recurrent.gated_states import GatedShape
 from forerun.models.forward.scorer import STATELESS_LAYERS, Pass, is_recurrent, is_sharded, running
@@ -157,8 +158,8 @@ def unsupported(model: PreTrainedModel) -> str | None:
         return f"it has layers of type {sorted(set(recurrent))}"
     if not found:
         reasons.append("there is no kernel for them")
-    if model.device.type != "cpu":
-        reasons.append("their kernels run on a CPU only")
+    if model.device.type != "cpu" and not gpu.runs_on(model.device):
+        reasons.append(f"their kernels run on CPUs and on GPUs with Triton, not on {model.device.type!r}")
     if is_sharded(model):
         reasons.append("their states cannot be cut into parts for several processes")
     return f"its layers are recurrent, and {reasons[0]}" if reasons else None
