@@ -48,12 +48,16 @@ class Door:
         return "/v1/chat/completions" if self.chats else "/v1/completions"
 
     def step_seconds(self) -> dict[str, float]:
-        """Where the time of the server's steps has gone so far, in seconds; empty if it is not Forerun's."""
+        """Where the time of the server's steps has gone so far, in seconds, of all its replicas; empty if it is not
+        Forerun's."""
         if not self.ours:
             return {}
         families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=PATIENCE).text)
-        samples = [sample for family in families for sample in family.samples]
-        return {each.labels["part"]: each.value for each in samples if each.name == "forerun:step_seconds_total"}
+        seconds: dict[str, float] = {}
+        for each in (sample for family in families for sample in family.samples):
+            if each.name == "forerun:step_seconds_total":
+                seconds[each.labels["part"]] = seconds.get(each.labels["part"], 0.0) + each.value
+        return seconds
 
     def body(self, ask: Ask, extension: Extension) -> dict[str, Any]:
         """A request as JSON."""

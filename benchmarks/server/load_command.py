@@ -52,7 +52,9 @@ from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.load import find
 from forerun.models.loading.stored_weights import dtype_name
 
-TRANSFORMERS, LLAMA, DEFAULT = "transformers", "llama.cpp", "default"
+TRANSFORMERS, LLAMA, DEFAULT, RAY = "transformers", "llama.cpp", "default", "ray"
+REPLICAS = 2
+"""Of the default on Ray, in the contestant of this name."""
 GGUF, ROWS = "model.gguf", 16
 """The file that is written for llama.cpp's server, and its slots where clients come by chance."""
 SPARE = 64
@@ -74,7 +76,8 @@ class ServingOptions(OutputOptions, SourceOptions, ModelOptions):
         list_option(
             "--contestants",
             "Model",
-            f"Drafters of forerun serve, {DEFAULT} for its own, {TRANSFORMERS} (with continuous batching) and {LLAMA}.",
+            f"Drafters of forerun serve, {DEFAULT} for its own, {RAY} for that in {REPLICAS} replicas, "
+            f"{TRANSFORMERS} (with continuous batching) and {LLAMA}.",
         ),
     ] = f"none,{DEFAULT},{TRANSFORMERS}"
     concurrency: Annotated[
@@ -146,8 +149,10 @@ def run(options: ServingOptions) -> None:
     if missing:
         raise ValueError(f"server load needs {', '.join(missing)}; install them by: pip install 'forerun[serve,bench]'")
     for name in options.drafters:
-        if name not in (DEFAULT, TRANSFORMERS, LLAMA):
+        if name not in (DEFAULT, RAY, TRANSFORMERS, LLAMA):
             check_drafter(name)
+    if RAY in options.drafters and importlib.util.find_spec("ray") is None:
+        raise ValueError(f"{RAY} needs Ray Serve; pip install 'forerun[ray]'")
     if LLAMA in options.drafters and importlib.util.find_spec("xllamacpp") is None:
         raise ValueError(f"{LLAMA} is not installed; pip install 'forerun[peers]'")
     subject, rounds, longest = _prepared(options)
@@ -283,6 +288,8 @@ def _contestants(options: ServingOptions, subject: ServedModel, longest: int) ->
             slots = max(options.clients or [ROWS])
             threads = torch.get_num_threads()
             found.append(servers.llama(subject, options.out / GGUF, slots, longest + SPARE, threads))
+        elif name == RAY:
+            found.append(servers.forerun(subject, None, REPLICAS))
         else:
             found.append(servers.forerun(subject, None if name == DEFAULT else name))
     return found

@@ -78,14 +78,16 @@ class ServerContestant:
     lacking: str | None = None
 
 
-def forerun(subject: ServedModel, drafter: str | None) -> ServerContestant:
-    """``forerun serve`` with a drafter; None for its default."""
+def forerun(subject: ServedModel, drafter: str | None, replicas: int | None = None) -> ServerContestant:
+    """``forerun serve`` with a drafter, None for its default; by so many replicas on Ray, None for no Ray."""
     command = [sys.executable, "-m", "forerun.cli", "serve", "--model", subject.model, "--name", "measured"]
     command += ["--dtype", subject.dtype, "--device", subject.device, "--host", "127.0.0.1", "--no-page"]
     command += ["--namespaces", str(MANY)]
     command += ["--trust-remote-code"] * subject.trust_remote_code
     command += [] if drafter is None else ["--drafter", drafter]
-    return ServerContestant("forerun" if drafter is None else f"forerun {drafter}", command, "measured", True)
+    command += [] if replicas is None else ["--ray", "--replicas", str(replicas)]
+    names = ["forerun", *([] if drafter is None else [drafter]), *([] if replicas is None else [f"x {replicas}"])]
+    return ServerContestant(" ".join(names), command, "measured", True)
 
 
 def transformers(subject: ServedModel) -> ServerContestant:

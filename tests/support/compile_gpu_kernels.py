@@ -49,7 +49,9 @@ def code(kernel: Any, capability: int, constants: dict[str, object], warps: int 
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(kernel.arg_names)
         if not (kernel.params[place].do_not_specialize or kernel.params[place].do_not_specialize_on_alignment)
-        and name not in constants and name not in UNALIGNED and "fp" not in signature[name].replace("*fp", "")
+        and name not in constants
+        and name not in UNALIGNED
+        and "fp" not in signature[name].replace("*fp", "")
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"enable_fp_fusion": False, "num_warps": warps, "num_stages": stages}
@@ -127,7 +129,7 @@ def all_codes(capability: int, kind: str) -> dict[str, Any]:
 def recurrences(capability: int) -> dict[str, Any]:
     """Code of the recurrent layers' kernels, for heads of 128 in float32."""
     taps = {"CHANNELS": 8192, "TAPS": 4, "BIAS": True, "GPU_CONVOLUTION_CHANNELS": recurrent.GPU_CONVOLUTION_CHANNELS}
-    own = {name: "*fp32" for name in ("x", "weights", "bias", "out", "rows", "q", "before", "saved", "waiting")}
+    own = dict.fromkeys(("x", "weights", "bias", "out", "rows", "q", "before", "saved", "waiting"), "*fp32")
     found = {"convolve": code(recurrent._convolve, capability, taps, **own, parents="*i64")}
     head = {"KEY_HEADS": 16, "HEADS": 32, "DIM": 128, "OUT_DIM": 128, "WIDE": 128, "SCALE": 128**-0.5, "EPSILON": 1e-6}
     more = {"BEFORE": True, "GPU_STATE_COLUMNS": recurrent.GPU_STATE_COLUMNS, "ROW_WIDTH": 6208}

@@ -68,7 +68,8 @@ def _convolve(
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * GPU_CONVOLUTION_CHANNELS + tl.arange(0, GPU_CONVOLUTION_CHANNELS)
     inside, source = at < CHANNELS, row + first
-    total = tl.load(x + source * CHANNELS + at, inside, 0.0) * tl.load(weights + (TAPS - 1) * CHANNELS + at, inside, 0.0)
+    nearest = tl.load(weights + (TAPS - 1) * CHANNELS + at, inside, 0.0)
+    total = tl.load(x + source * CHANNELS + at, inside, 0.0) * nearest
     for back in tl.static_range(1, TAPS):
         source = tl.load(parents + source)
         weight = tl.load(weights + (TAPS - 1 - back) * CHANNELS + at, inside, 0.0)
@@ -130,10 +131,11 @@ def _run_states(
         save = tl.load(order + 2)
         if save >= 0:
             tl.store(saved + save * HEADS * DIM * OUT_DIM + place, state, inside)
-        if token + 1 < count:
-            if (tl.load(order + 3) != held) | (tl.load(order + 4) != held):  # a later token than the next may need it
-                tl.store(waiting + held.to(tl.int64) * HEADS * DIM * OUT_DIM + place, state, inside)
-                tl.debug_barrier()
+        more = token + 1 < count
+        if (tl.load(order + 3, more, held) != held) | (tl.load(order + 4, more, held) != held):
+            # A later token than the next may begin with it. What threads wrote, others read.
+            tl.store(waiting + held.to(tl.int64) * HEADS * DIM * OUT_DIM + place, state, inside)
+            tl.debug_barrier()
         rows += ROW_WIDTH
         order += 3
 

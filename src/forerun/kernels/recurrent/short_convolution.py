@@ -57,7 +57,7 @@ def convolve(
         x: inputs, contiguous, ``[n, C]``, float32 or float64 as all others.
         weights: contiguous, ``[K, C]``, the farthest tap first.
         bias: ``[C]``, or None.
-        parents: index of each token's parent, int64 ``[n]``; the first ``first`` tokens are a chain, and at least K - 1.
+        parents: index of each token's parent, int64 ``[n]``; the first ``first`` tokens are a chain, at least K - 1.
     """
     if gpu.runs_on(x.device):
         from forerun.kernels.gpu import recurrent as there  # which needs Triton
