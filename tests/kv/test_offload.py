@@ -310,7 +310,7 @@ def test_a_sparse_cache_over_it_copies_what_it_chooses(name: str) -> None:
     seen = []
     for one in (plain, away):
         one.set_drafter(_built({"RetrievalCache": "retrieval", "LowRankCache": "low-rank"}[name]))
-        one.target.keep_queries()
+        one.target.keep_queries(0)
         cache = one.prefill(prompt(700), 80)
         (request,) = one.requests(prompt(700), max_new_tokens=4)
         with one.batch() as batch, torch.inference_mode():

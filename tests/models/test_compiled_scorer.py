@@ -134,7 +134,7 @@ def test_queries_are_those_of_their_pass() -> None:
     views = [RetrievalCache(cache, RetrievalConfig()) for cache in caches]  # which choose by them
     assert all(view.uses_queries for view in views)
     for scorer, cache in zip(scorers, caches, strict=True):
-        scorer.keep_queries()
+        scorer.keep_queries(0)
         scored(scorer, [7, 5], cache)
         first = {layer: q.clone() for layer, q in cache.queries.items()}
         held = dict(cache.queries)
@@ -147,7 +147,7 @@ def test_queries_are_those_of_their_pass() -> None:
 def test_queries_that_nobody_chooses_by_are_not_copied() -> None:
     """But for those of a text that is read, and of more tokens than any pass had: of these a sample is kept."""
     scorer, cache = fastest_scorer(Scorer(kept("llama", torch.float32))), FullCache()
-    scorer.keep_queries()
+    scorer.keep_queries(0)
     for count, length, copied in ((7, 7, True), (5, 7, False), (7, 7, True), (9, 9, True), (1, 9, False)):
         scored(scorer, [count], cache)
         assert bool(cache.queries) == copied

@@ -52,7 +52,7 @@ class Counting(CompiledScorer):
 def source(model: PreTrainedModel, length: int) -> FullCache:
     """The target's cache over the text, with the queries by which sparse caches choose."""
     target, full = admit(model), FullCache()
-    target.keep_queries()
+    target.keep_queries(0)
     read(target, full, TEXT[:length], 300)
     return full
 
@@ -168,7 +168,7 @@ def test_an_index_that_moved_unused_is_found() -> None:
     """The text grows, the index with it, and nothing is drafted; then the text is cut back to where it was."""
     model = kept("llama", torch.float32)
     target, full = admit(model), FullCache(9000)  # whose memory need not move
-    target.keep_queries()
+    target.keep_queries(0)
     read(target, full, TEXT[:300], 300)
     view, own, block = CACHES["low-rank"](target, full), target, Block(TEXT[300:301], TREES[2], 300)
     follow(own, view, 300)

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from forerun.kernels.gpu import attend, decoder_ops, linear, recurrent, scan
+from forerun.kernels.gpu import attend, decoder_ops, linear, recurrences, scan
 from forerun.kernels.gpu.linear import LINEAR_TILES
 from forerun.kernels.gpu.pass_tables import (
     GPU_BLOCK_TOKENS,
@@ -126,16 +126,16 @@ def all_codes(capability: int, kind: str) -> dict[str, Any]:
     return found
 
 
-def recurrences(capability: int) -> dict[str, Any]:
+def recurrent_codes(capability: int) -> dict[str, Any]:
     """Code of the recurrent layers' kernels, for heads of 128 in float32."""
-    taps = {"CHANNELS": 8192, "TAPS": 4, "BIAS": True, "GPU_CONVOLUTION_CHANNELS": recurrent.GPU_CONVOLUTION_CHANNELS}
+    taps = {"CHANNELS": 8192, "TAPS": 4, "BIAS": True, "GPU_CONVOLUTION_CHANNELS": recurrences.GPU_CONVOLUTION_CHANNELS}
     own = dict.fromkeys(("x", "weights", "bias", "out", "rows", "q", "before", "saved", "waiting"), "*fp32")
-    found = {"convolve": code(recurrent._convolve, capability, taps, **own, parents="*i64")}
+    found = {"convolve": code(recurrences._convolve, capability, taps, **own, parents="*i64")}
     head = {"KEY_HEADS": 16, "HEADS": 32, "DIM": 128, "OUT_DIM": 128, "WIDE": 128, "SCALE": 128**-0.5, "EPSILON": 1e-6}
-    more = {"BEFORE": True, "GPU_STATE_COLUMNS": recurrent.GPU_STATE_COLUMNS, "ROW_WIDTH": 6208}
+    more = {"BEFORE": True, "GPU_STATE_COLUMNS": recurrences.GPU_STATE_COLUMNS, "ROW_WIDTH": 6208}
     for name, gates, delta in (("gated delta rule", 1, True), ("a gate per channel", 128, True), ("Mamba-2", 1, False)):
         how = head | more | {"GATES": gates, "DELTA": delta, "NORMALISE": delta}
-        found[name] = code(recurrent._run_states, capability, how, **own, order="*i64")
+        found[name] = code(recurrences._run_states, capability, how, **own, order="*i64")
     return found
 
 
@@ -146,7 +146,7 @@ def main() -> None:
     found["bytes"] = {
         "best": code(scan._best, capability, short, rows="i32", index="*u8", q="*fp32", scale="*fp32", out="*fp32")
     }
-    found["recurrent"] = recurrences(capability)
+    found["recurrent"] = recurrent_codes(capability)
     sys.stdout.write(json.dumps(found))
 
 

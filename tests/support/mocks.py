@@ -85,7 +85,7 @@ class MockScorer:
     def led(self, work: Any) -> Any:
         return work()
 
-    def keep_queries(self) -> None:
+    def keep_queries(self, beyond: int) -> None:
         pass
 
     def reads_whole(self, cache: Any) -> bool:

@@ -45,6 +45,7 @@ class HierarchyDrafter(OuterDrafter):
         gamma1: maximum number of nodes of an inner tree.
         gamma2: tokens that the middle level verifies before the target is asked.
         middle: the middle level's model; the target itself if there is none.
+        beyond: tokens of a text before which it is not asked.
 
     Raises:
         ValueError: for ``gamma1`` or ``gamma2`` under 1.
@@ -59,6 +60,7 @@ class HierarchyDrafter(OuterDrafter):
         gamma1: int,
         gamma2: int,
         middle: Scorer | None = None,
+        beyond: int = 0,
     ) -> None:
         for name, value in (("gamma1", gamma1), ("gamma2", gamma2)):
             if value < 1:
@@ -70,12 +72,12 @@ class HierarchyDrafter(OuterDrafter):
         self._pruner: TreePruner | None = None  # of trees for the middle level
         self._direct_pruner: TreePruner | None = None  # of trees that go straight to the target
         self._passes = LinearTimer()  # of the middle level, by their tokens
-        self._cache = cache
+        self._cache, self._beyond = cache, beyond
         self._direct: _DirectTrees | None = None
 
     def bind(self, target: Scorer, runtime: Runtime) -> None:
         self._clock = runtime.clock
-        self._level = Level(self.middle or target, self._cache)
+        self._level = Level(self.middle or target, self._cache, self._beyond)
         super().bind(self._level.scorer, runtime)
 
     def fit(self, costs: CostCurve) -> None:

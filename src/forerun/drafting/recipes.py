@@ -148,8 +148,8 @@ def sparse_cache(settings: LongContextConfig) -> CacheFactory:
     return made
 
 
-def _triforce(settings: LongContextConfig, inner: Drafter, nodes: int) -> Drafter:
-    return HierarchyDrafter(inner, sparse_cache(settings), nodes, settings.gamma2)
+def _triforce(settings: LongContextConfig, inner: Drafter, nodes: int, beyond: int = 0) -> Drafter:
+    return HierarchyDrafter(inner, sparse_cache(settings), nodes, settings.gamma2, beyond=beyond)
 
 
 def _auto(settings: LongContextConfig) -> Drafter:
@@ -160,14 +160,15 @@ def _auto(settings: LongContextConfig) -> Drafter:
         return _auto_with_head(settings, trie, HeadDrafter(head))
     small = settings.draft_model is not None
     inner = MergedDrafter(trie, small_drafter(settings, settings.gamma1), settings.gamma1) if small else trie
-    levels = _triforce(settings, inner, TRIE_NODES)
     budget = settings.cache_budget
     beyond = 0 if small else budget
+    levels = _triforce(settings, inner, TRIE_NODES, beyond)
     return AdaptiveDrafter(levels, trees=trie, chains=levels, max_length=settings.gamma2, reach=budget, beyond=beyond)
 
 
 def _auto_with_head(settings: LongContextConfig, trie: TrieDrafter, head: HeadDrafter) -> Drafter:
-    levels, budget = _triforce(settings, trie, TRIE_NODES), settings.cache_budget
+    budget = settings.cache_budget
+    levels = _triforce(settings, trie, TRIE_NODES, budget)
     trees = MergedTreesDrafter(levels, trie, head, CONFIDENT_NODES)
     return AdaptiveDrafter(trees, trees=trees, chains=levels, max_length=settings.gamma2, reach=budget, beyond=budget)
 

@@ -107,7 +107,7 @@ def run_states(
         order: of all n tokens.
     """
     if gpu.runs_on(q.device):
-        from forerun.kernels.gpu import recurrent as there  # which needs Triton
+        from forerun.kernels.gpu import recurrences as there  # which needs Triton
 
         return there.run_states(shape, rows, q, state, saved, order)
     out = q.new_empty(len(q), shape.heads, shape.out_dim)

@@ -60,7 +60,7 @@ def convolve(
         parents: index of each token's parent, int64 ``[n]``; the first ``first`` tokens are a chain, at least K - 1.
     """
     if gpu.runs_on(x.device):
-        from forerun.kernels.gpu import recurrent as there  # which needs Triton
+        from forerun.kernels.gpu import recurrences as there  # which needs Triton
 
         return there.convolve(x, weights, bias, parents, first)
     count, channels = x.shape

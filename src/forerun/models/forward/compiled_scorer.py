@@ -55,8 +55,8 @@ class CompiledScorer(Scorer):
         self._watch = WeightWatch(self.model)
         self._inputs = self.model.get_input_embeddings()
         self._decoder = Decoder(self.model) if known(self.model) else None
-        self._compiled: dict[tuple[bool, tuple[int, ...]], CompiledForward] = {}
-        """By whether queries choose, and the layers whose states are kept."""
+        self._compiled: dict[tuple[bool, bool, tuple[int, ...]], CompiledForward] = {}
+        """By whether queries choose, whether they are kept, and the layers whose states are kept."""
 
     def reads_whole(self, cache: Cache) -> bool:
         return self._decoder is not None and isinstance(cache, FullCache) and cache.offloaded
@@ -98,7 +98,8 @@ class CompiledScorer(Scorer):
         packed = PackedPass(placed, decoder.heads, torch.get_num_threads(), positions)
         tables = [row.topk for row in rows if row.topk is not None]
         topk = TopkTables(packed, tables) if tables else None
-        compiled, wanted = self._prepare(decoder, packed, layers, topk), packed.output_indices
+        keeps = topk is None and any(map(self.keeps_queries, blocks, caches))
+        compiled, wanted = self._prepare(decoder, packed, layers, keeps, topk), packed.output_indices
         for number, row in enumerate(rows):
             compiled.kv[:, number] = row.layers
         if topk is not None:
@@ -106,7 +107,7 @@ class CompiledScorer(Scorer):
         table = packed.rows([row.strides for row in rows])
         logits = torch.empty(len(wanted), decoder.head.count, dtype=torch.float32)
         compiled.program.run(packed.threads, **_outputs(wanted, logits), **self._fields(packed, table, topk))
-        self._hand_over_queries(decoder, compiled, packed, caches)
+        self._hand_over_queries(decoder, compiled, packed, caches, keeps)
         return PassResult(decoder.finished(logits), compiled.states[: packed.n].clone() if layers else None)
 
     def _fields(self, packed: PackedPass, rows: bytearray, topk: TopkTables | None = None) -> dict[str, int]:
@@ -126,8 +127,10 @@ class CompiledScorer(Scorer):
         long prompt goes through a layer piece by piece before it goes through the next one. So its keys and values are
         brought away once, and none of them has to come back before the first token is generated.
         """
-        pieces = _pieces(decoder, blocks, len(states_of))
-        compiled = [self._prepare(decoder, piece.packed, states_of) for piece in pieces][-1]  # the largest decides
+        pieces, keeps = _pieces(decoder, blocks, len(states_of)), self.queries_from is not None
+        compiled = [self._prepare(decoder, piece.packed, states_of, keeps) for piece in pieces][
+            -1
+        ]  # the largest decides
         counts = [len(block) for block in blocks]
         for cache, count in zip(caches, counts, strict=True):
             cache.addressed(len(decoder.layers), decoder.like, count)  # makes room
@@ -141,7 +144,7 @@ class CompiledScorer(Scorer):
                 compiled.kv[layer, : len(own)] = [[keys.data_ptr(), values.data_ptr()] for keys, values in own]
                 strides = [(*head_rows(keys)[1:], *head_rows(values)[1:]) for keys, values in own]
                 self._run_stage(compiled, 1 + layer, piece, piece.packed.rows(strides))
-                if self.keeps_queries:
+                if keeps:
                     queries = _queries(decoder, compiled.qkv[layer % len(compiled.qkv)], piece.packed.counts)
                     for row, each in zip(piece.rows, queries, strict=True):
                         caches[row].record_queries(layer, each[None])
@@ -176,7 +179,12 @@ class CompiledScorer(Scorer):
             raise IndexError(f"token {wrong} is not in the vocabulary of {self.vocabulary} tokens")
 
     def _prepare(
-        self, decoder: Decoder, packed: PackedPass, layers: tuple[int, ...] = (), topk: TopkTables | None = None
+        self,
+        decoder: Decoder,
+        packed: PackedPass,
+        layers: tuple[int, ...],
+        keeps: bool,
+        topk: TopkTables | None = None,
     ) -> CompiledForward:
         """A program with memory for this pass's tokens, rows and positions. If it has to grow, it is made again.
 
@@ -194,27 +202,26 @@ class CompiledScorer(Scorer):
         if decoder.positions < packed.reach:
             decoder.grow_angles(packed.reach)
         chooses = topk is not None
-        keeps = self.keeps_queries and not chooses
         needed = PassCapacity(packed.n, len(packed.blocks), threads, keeps, chooses, layers)
-        before = self._compiled.get((chooses, layers))
+        before = self._compiled.get((chooses, keeps, layers))
         if before is None or not before.capacity.holds(needed) or before.positions != decoder.positions:
             tokens, rows = (max(LEAST_CAPACITY, 1 << (count - 1).bit_length()) for count in (packed.n, needed.rows))
             if before is not None:
                 tokens, rows = max(tokens, before.capacity.tokens), max(rows, before.capacity.rows)
             before = CompiledForward(decoder, replace(needed, tokens=tokens, rows=rows))
-            self._compiled[chooses, layers] = before
+            self._compiled[chooses, keeps, layers] = before
         return before
 
     def _hand_over_queries(
-        self, decoder: Decoder, compiled: CompiledForward, packed: PackedPass, caches: Sequence[Cache]
+        self, decoder: Decoder, compiled: CompiledForward, packed: PackedPass, caches: Sequence[Cache], kept: bool
     ) -> None:
         """Hand full caches what sparse caches read from them: queries and attention parameters."""
         specs = {number: layer.spec for number, layer in enumerate(decoder.layers)}
-        first, ours = 0, self.keeps_queries
+        first = 0
         for cache, block, count in zip(caches, packed.blocks, packed.counts, strict=True):
             if isinstance(cache, FullCache):
                 cache.begin_pass(specs)
-                if ours and cache.wants_queries(block):
+                if kept and self.keeps_queries(block, cache):
                     (queries,) = _queries(decoder, compiled.qkv[:, first : first + count], [count])
                     for layer, each in enumerate(queries):
                         cache.record_queries(layer, each[None])

@@ -177,13 +177,14 @@ class GpuScorer(Scorer):
         places.fill(batch)
         memory = [cache.read(layer, 0, cache.length + len(block)) for layer in tables.places]
         layers = LayerQueries({}, {})
-        attention = _recording(layers, self.keeps_queries, library_attention(memory))
+        attention = _recording(layers, self.keeps_queries(block, cache), library_attention(memory))
         result = self._decoder.run(places, attention, states_of, library_product)
         self._hand_over_queries(layers, [row])
         return result
 
     def _score_together(self, tables: TableLayers, rows: Sequence[_Row], states_of: tuple[int, ...]) -> PassResult:
-        batch, kept = self._description(tables, rows), (self.keeps_queries, states_of)
+        keeps = any(self.keeps_queries(block, cache) for block, cache, _ in rows)
+        batch, kept = self._description(tables, rows), (keeps, states_of)
         if kept not in self._graphs:  # a recording keeps queries and states, or it does not
             self._graphs[kept] = GraphCache(partial(self._run, tables, kept), self._spare(tables), self.device)
         (logits, states), layers = self._graphs[kept].run(batch)
@@ -221,7 +222,7 @@ class GpuScorer(Scorer):
             last = first + len(block)
             if isinstance(cache, FullCache):
                 cache.begin_pass(layers.specs)
-                if self.keeps_queries and cache.wants_queries(block):
+                if layers.queries and self.keeps_queries(block, cache):
                     for layer, queries in layers.queries.items():
                         cache.record_queries(layer, queries[:, :, first:last].clone())
             first = last

@@ -86,11 +86,12 @@ class Level:
     Args:
         scorer: the model.
         cache: makes a request's cache. A ``View`` reads the target's cache; any other cache reads the prompt itself.
+        beyond: tokens of a text before which nothing is drafted in it.
     """
 
-    def __init__(self, scorer: Scorer, cache: CacheFactory) -> None:
+    def __init__(self, scorer: Scorer, cache: CacheFactory, beyond: int = 0) -> None:
         self.scorer = scorer
-        scorer.keep_queries()
+        scorer.keep_queries(beyond)
         self._make = cache
         self._readers: dict[int, _LevelCache] = {}
 
