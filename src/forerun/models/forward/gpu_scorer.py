@@ -14,6 +14,7 @@ Its logic has run on a CPU, in Triton's interpreter. It has not run on a GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -120,11 +121,12 @@ class GpuScorer(Scorer):
             return None
         first = next(iter(shapes.values()))
         in_order = list(shapes) == list(range(len(shapes)))
+        alike = len({replace(shape, window=None) for shape in shapes.values()}) == 1
         return TableLayers(
             {layer: place for place, layer in enumerate(shapes)},
             {layer: self._no_tokens(shape) for layer, shape in shapes.items()},
             max(heads // shape.heads for shape in shapes.values()),
-            in_order and len(set(shapes.values())) == 1 and first.dim == first.out_dim,
+            in_order and alike and first.dim == first.out_dim,
         )
 
     def _no_tokens(self, shape: LayerShape) -> Rows:
