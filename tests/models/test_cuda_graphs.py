@@ -11,12 +11,12 @@ import torch
 
 from forerun.core.block import Block
 from forerun.core.tree import ROOT, DraftTree
-from forerun.kernels.gpu.pass_tables import TABLE_ALIGNMENT, PassDescription, PassTables, SpareRow
+from forerun.kernels.gpu.pass_tables import TABLE_ALIGNMENT, PassDescription, PassTables
 from forerun.models.forward import cuda_graphs
 from forerun.models.forward.cuda_graphs import GraphCache
 
 CPU = torch.device("cpu")
-SPARE = SpareRow((0, 0), (0, 0, 0, 0))
+SPARE = torch.zeros(2, TABLE_ALIGNMENT)
 LENGTHS = sorted({*range(1, 80), *(np.geomspace(80, 200_000, 60).astype(int).tolist())})
 COUNTS = (*range(1, 20), 31, 32, 33, 47, 64)
 

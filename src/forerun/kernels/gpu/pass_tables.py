@@ -123,8 +123,14 @@ class PassTables:
     rows: torch.Tensor
     tiles: torch.Tensor
 
-    def fill(self, batch: PassDescription, spare: SpareRow | None = None) -> None:
-        """Describe a pass; ``spare`` has the row of further tokens, if the tables are larger than the pass."""
+    def fill(self, batch: PassDescription, spare: torch.Tensor | None = None) -> None:
+        """Describe a pass.
+
+        Args:
+            batch: the pass.
+            spare: memory for a key and a value of the row of further tokens, ``[2, width]``, if the tables are larger than
+                the pass. All tokens, heads and layers of that row share it, and nobody reads it.
+        """
         size = batch.sizes
         if self._copied is not None:
             self._copied.synchronize()
@@ -133,8 +139,8 @@ class PassTables:
             whole[...] = 0
             whole[tuple(slice(count) for count in table.shape)] = table
         if spare is not None:
-            self._tables["addresses"][:, size.rows] = spare.addresses
-            self._tables["strides"][:, size.rows] = spare.strides
+            self._tables["addresses"][:, size.rows] = spare[0].data_ptr(), spare[1].data_ptr()
+            self._tables["strides"][:, size.rows] = 0
             self._tables["tokens"][size.tokens :] = size.rows, 0, -1, 0
             self._tables["tiles"][size.tiles :, 0] = size.rows
         if self._there is not self._host:
@@ -147,18 +153,6 @@ def _padded(shape: tuple[int, ...]) -> int:
     """Numbers of a table, so that the next one begins at a multiple of ``TABLE_ALIGNMENT`` bytes."""
     multiple = TABLE_ALIGNMENT // 8
     return -(-int(np.prod(shape)) // multiple) * multiple
-
-
-class SpareRow(NamedTuple):
-    """Memory of a row that is not read, with room for one token.
-
-    Attributes:
-        addresses: of keys and values, as in ``PassTables``, ``[2]``.
-        strides: as in ``PassTables``, ``[4]``.
-    """
-
-    addresses: tuple[int, int]
-    strides: tuple[int, int, int, int]
 
 
 class PassDescription:

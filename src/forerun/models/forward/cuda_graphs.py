@@ -16,7 +16,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from forerun.kernels.gpu.pass_tables import RECORDED_OWN_KEYS, PassDescription, PassTables, SpareRow, TableSizes
+from forerun.kernels.gpu.pass_tables import RECORDED_OWN_KEYS, PassDescription, PassTables, TableSizes
 
 Result = TypeVar("Result")
 RECORDED_TOKENS = 64
@@ -67,7 +67,7 @@ class GraphCache(Generic[Result]):
         device: where passes run.
     """
 
-    def __init__(self, run: Callable[[PassTables], Result], spare: SpareRow, device: torch.device) -> None:
+    def __init__(self, run: Callable[[PassTables], Result], spare: torch.Tensor, device: torch.device) -> None:
         self._run, self._spare, self._device = run, spare, device
         self._recorder = Recorder()
         self._kept: dict[tuple[TableSizes, bool], _Recording[Result] | None] = {}

@@ -28,7 +28,7 @@ from forerun.core.tree import IntArray
 from forerun.kernels.attention.attention import AttentionSpec, Rows
 from forerun.kernels.gpu import attend
 from forerun.kernels.gpu.linear import GPU_LINEAR_DTYPES
-from forerun.kernels.gpu.pass_tables import TABLE_ALIGNMENT, PassDescription, PassTables, SpareRow
+from forerun.kernels.gpu.pass_tables import TABLE_ALIGNMENT, PassDescription, PassTables
 from forerun.kv.cache import Cache, LayerShape
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.architecture import WeightWatch, known_on_gpu
@@ -210,12 +210,11 @@ class GpuScorer(Scorer):
         rows = TabledPass(places, tables, keeps_queries)
         return self._forward(places.ids, places.positions, rows, places.wanted, states_of), rows.layers
 
-    def _spare(self, tables: TableLayers) -> SpareRow:
-        """Memory for one token, which all heads of all layers share."""
+    def _spare(self, tables: TableLayers) -> torch.Tensor:
+        """Memory for one token; see ``PassTables.fill``."""
         most = max(t.shape[3] for rows in tables.likes.values() for t in rows)
         keys, _ = next(iter(tables.likes.values()))
-        self._spare_memory = keys.new_zeros(2, -(-most // TABLE_ALIGNMENT) * TABLE_ALIGNMENT)
-        return SpareRow((self._spare_memory[0].data_ptr(), self._spare_memory[1].data_ptr()), (0, 0, 0, 0))
+        return keys.new_zeros(2, -(-most // TABLE_ALIGNMENT) * TABLE_ALIGNMENT)
 
     def _hand_over_queries(self, layers: LayerQueries, rows: Sequence[_Row]) -> None:
         """Give full caches what sparse caches read from them."""
