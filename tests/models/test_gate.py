@@ -166,6 +166,6 @@ def test_layers_of_different_sizes_are_no_program() -> None:
 def test_a_cap_that_a_model_does_not_apply_is_not_applied() -> None:
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = build("Gemma3ForCausalLM", head_dim=16, attn_logit_softcapping=50.0, **shape)
-    assert [layer.spec.softcap for layer in architecture.layers(model)] == [None]
+    assert [layer.mixer.spec.softcap for layer in architecture.layers(model)] == [None]
     llama = build("LlamaForCausalLM", head_dim=16, final_logit_softcapping=3.0, logits_scaling=2.0, **shape).float()
     assert torch.equal(Decoder(llama).finished(torch.ones(2, 3)), torch.ones(2, 3))

@@ -33,6 +33,7 @@ from forerun.engine import kv_store
 from forerun.kv import recurrent
 from forerun.kv.recurrent import SNAPSHOT_TOKENS
 from forerun.models.forward import gate
+from forerun.models.forward.compiled_scorer import CompiledScorer
 from forerun.models.forward.exactness import Exactness, probe
 from forerun.models.forward.gate import UnsupportedModelError
 from forerun.models.forward.inputs import position_limit
@@ -40,7 +41,9 @@ from forerun.models.forward.scorer import use_implementations
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
 RECURRENCES = re.compile("torch_(chunk|recurrent)_gated_delta_rule|mamba2_(chunk|selective).*|.*_kimi_delta_attention")
-FEW = ("bamba", "lfm2", "qwen3_5")
+PROGRAM = "lfm2, whole vectors"
+"""Its passes are a program of kernels, but in float64."""
+FEW = ("bamba", PROGRAM, "qwen3_5")
 """One family of each recurrence."""
 EVERY_DRAFTER = ("qwen3_next", "lfm2_moe", "falcon_h1")
 """Others of these, with every drafter. They differ in their recurrence only, as far as drafting goes."""
@@ -141,6 +144,26 @@ def types() -> list[Any]:
 def test_a_token_has_the_same_bits_whatever_shares_its_pass(name: str, dtype: torch.dtype) -> None:
     model = hybrid(name, dtype)
     assert probe(gate.admit(model), position_limit(model)) == Exactness("bitwise")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_text_of_a_program_does_not_depend_on_drafts(dtype: torch.dtype) -> None:
+    """Greedy and sampled, alone and in a batch, over sparse caches and with drafts of which some are right."""
+    model, prompts = hybrid(PROGRAM, dtype), [list(prompt) for prompt in PROMPTS]
+    assert type(gate.admit(model)) is CompiledScorer
+    ways: list[dict[str, Any]] = [GREEDY, {"do_sample": True, "temperature": 0.8, "seed": 3, "eos_token_id": None}]
+    none = engine(model, "none")
+    for how in ways:
+        texts = [none.generate(prompt, max_new_tokens=60, **how).requests[0].tokens.tolist() for prompt in prompts]
+        for drafter in (OracleDrafter(texts), "trie", "low-rank", "retrieval", "auto"):
+            drafting = engine(model, drafter)
+            if drafter in LEARNING:
+                drafting.warm(texts[1:])
+            batch = drafting.generate(prompts, max_new_tokens=60, **how)
+            if how is GREEDY:
+                assert [request.tokens.tolist() for request in batch.requests] == texts
+                some_were_accepted(batch.requests)
+            assert drafting.generate(prompts[0], max_new_tokens=60, **how).requests[0].tokens.tolist() == texts[0]
 
 
 @pytest.mark.parametrize("name", FEW)

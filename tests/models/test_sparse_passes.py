@@ -158,7 +158,7 @@ def test_layers_whose_buffers_differ_take_the_models_own_pass(kind: str) -> None
         if broken:
             layers = cache._layers if isinstance(cache, StreamingCache) else cache._near  # type: ignore[attr-defined]
             layers[0] = tuple(torch.nn.functional.pad(t, (0, 0, 0, 99)) for t in layers[0])
-            assert cache.addressed(3, torch.empty(1, 2, 0, 16), len(block)) is None
+            assert cache.addressed(range(3), torch.empty(1, 2, 0, 16), len(block)) is None
         found.append(own.score([block], [cache])[0])
     assert difference(*found) < 2e-5
 

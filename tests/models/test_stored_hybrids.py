@@ -169,7 +169,7 @@ def test_a_file_read_as_it_is_stored_is_what_transformers_dequantises(tmp_path: 
     stored, _ = load(str(file), "stored")
     dequantised, _ = load(str(file), "float32")
     assert not torch.allclose(logits(dequantised), logits(exact), atol=1e-3)
-    torch.testing.assert_close(logits(stored), logits(dequantised), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits(stored), logits(dequantised), atol=5e-4, rtol=1e-4)  # 1.2e-4 on some processors
     assert any(isinstance(module, StoredLinear) for module in stored.modules())
     orders = [module for module in stored.modules() if isinstance(module, InputOrder)]
     assert len(orders) == (0 if architecture == "lfm2" else 3)  # columns of the outputs of each recurrent layer

@@ -72,7 +72,7 @@ class Addresses:
     """Where a program of kernels reads a cache's keys and values, and writes those of a block.
 
     Attributes:
-        layers: addresses of each layer's keys and values, int64 ``[layers, 2]``.
+        layers: addresses of the keys and values of each layer that has any, int64 ``[layers, 2]``.
         strides: in bytes: heads and rows of keys, heads and rows of values.
         place: index of the block's first token in this memory. The block sees all tokens before it.
         topk: one row of ``TopkFields`` per layer, int64, with 0 in the fields that depend on the pass. None if the
@@ -141,11 +141,11 @@ class Cache(ABC):
         """
         raise NotImplementedError(f"a {type(self).__name__} keeps no states of recurrent layers")
 
-    def addressed(self, layers: int, like: torch.Tensor, count: int) -> Addresses | None:
+    def addressed(self, layers: Sequence[int], like: torch.Tensor, count: int) -> Addresses | None:
         """Room for a block of ``count`` tokens, for kernels that write their keys and values and attend to them.
 
         Args:
-            layers: number of layers of the model.
+            layers: of the model that have keys and values.
             like: keys of any tokens, ``[1, Hkv, m, d]``; values have the same shape and type.
             count: tokens of the block.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 from weakref import WeakSet
@@ -102,14 +102,14 @@ class FullCache(Cache):
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a block's keys and values ``[1, Hkv, n, d]`` after the committed ones; returns all of the layer's."""
         if self._store is not None:
-            self.reserve(len(self._store), k, k.shape[2])
+            self.reserve(list(self._layers), k, k.shape[2])
         self._grow(self.length + k.shape[2])
         first = self._released.get(layer, 0)
         self._layers[layer] = append(self._layers.get(layer), (k, v), self.length, self._capacity, first)
         keys, values = self._layers[layer]
         return keys, values
 
-    def reserve(self, layers: int, like: torch.Tensor, count: int) -> torch.Tensor:
+    def reserve(self, layers: Sequence[int], like: torch.Tensor, count: int) -> torch.Tensor:
         """Make room for ``count`` tokens after the committed ones, for all layers; see ``Cache.addressed``.
 
         Returns:
@@ -120,15 +120,15 @@ class FullCache(Cache):
         """
         end = self.length + count
         if self._store is None or self._store.shape[3] < end:
-            if self._layers and len(self._layers) != layers:
-                raise ValueError(f"this cache holds {len(self._layers)} layers and the model has {layers}")
+            if self._layers and list(self._layers) != list(layers):
+                raise ValueError(f"this cache holds the layers {list(self._layers)} and the model has {list(layers)}")
             self._grow(end)
             store = self._memory(layers, like)
-            for layer, both in enumerate(self._layers.values()):
+            for rows, (layer, both) in zip(store, self._layers.items(), strict=bool(self._layers)):
                 kept = slice(self._released.get(layer, 0), self.length)
-                for new, old in zip(store[layer], both, strict=True):
+                for new, old in zip(rows, both, strict=True):
                     new[:, kept] = old[0, :, kept]
-            self._hold(store)
+            self._hold(layers, store)
         assert self._store is not None
         return self._store
 
@@ -146,7 +146,7 @@ class FullCache(Cache):
             self._layers[layer] = reserve(self._layers.get(layer), like, self.length, end, self._capacity, first)
         return self._layers
 
-    def addressed(self, layers: int, like: torch.Tensor, count: int) -> Addresses | None:
+    def addressed(self, layers: Sequence[int], like: torch.Tensor, count: int) -> Addresses | None:
         if self.offloaded:
             return None
         store = self.reserve(layers, like, count)
@@ -161,24 +161,24 @@ class FullCache(Cache):
     def write_back(self, layer: int, count: int) -> None:
         """Bring the ``count`` rows that were written after the committed ones to where they are kept."""
 
-    def _memory(self, layers: int, like: torch.Tensor) -> torch.Tensor:
+    def _memory(self, layers: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         """For all layers, ``[layers, 2, Hkv, >= capacity, d]``."""
         self._shared, (_, heads, _, width) = None, like.shape
         if self._shareable and like.device.type == "cpu":
-            layout = Layout.of(dict.fromkeys(range(layers), (like, like)), self._capacity)
+            layout = Layout.of(dict.fromkeys(layers, (like, like)), self._capacity)
             with suppress(OSError, MemoryError):  # without it, sharing copies
                 self._shared = SharedMemory.of(layout)
         if self._shared is None:
-            return like.new_empty(layers, 2, heads, self._capacity, width)
-        return self._shared.memory.view(like.dtype).view(layers, 2, heads, -1, width)
+            return like.new_empty(len(layers), 2, heads, self._capacity, width)
+        return self._shared.memory.view(like.dtype).view(len(layers), 2, heads, -1, width)
 
     def _grow(self, end: int) -> None:
         if end > self._capacity:
             self._capacity = end + max(MIN_GROWTH_TOKENS, end // 32)
 
-    def _hold(self, store: torch.Tensor) -> None:
+    def _hold(self, layers: Iterable[int], store: torch.Tensor) -> None:
         self._store = store
-        self._layers = {layer: (both[0][None], both[1][None]) for layer, both in enumerate(store)}
+        self._layers = {layer: (both[0][None], both[1][None]) for layer, both in zip(layers, store, strict=True)}
         step = store.stride(0) * store.element_size()
         first = store.data_ptr() + step * np.arange(len(store))
         self.addresses: IntArray = np.stack((first, first + store.stride(1) * store.element_size()), 1)
@@ -303,10 +303,10 @@ class FullCache(Cache):
         self.length, self.queries = length, {}
         self._keeps_all_from(prefix.least)
         if self._uniform():
-            first = self._layers[0][0]
+            first = next(iter(self._layers.values()))[0]
             shape = torch.Size((len(self._layers), 2, *first.shape[1:]))
             strides = torch.empty(shape, device="meta").stride()
-            self._hold(first.as_strided(shape, strides, first.storage_offset()))
+            self._hold(list(self._layers), first.as_strided(shape, strides, first.storage_offset()))
 
     def saved_state(self, name: str) -> tuple[Tensors, int]:
         """The saved state of the view of this name for the shared prefix, and how many of the prefix's tokens this
@@ -321,7 +321,7 @@ class FullCache(Cache):
             return False
         first, size = rows[0], rows[0].nbytes
         alike = all(t.shape == first.shape and t.dtype == first.dtype for t in rows)
-        in_order = list(self._layers) == list(range(len(self._layers)))
+        in_order = list(self._layers) == sorted(self._layers)
         side_by_side = all(t.data_ptr() == first.data_ptr() + i * size for i, t in enumerate(rows))
         return alike and in_order and side_by_side
 

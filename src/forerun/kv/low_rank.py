@@ -179,21 +179,21 @@ class LowRankCache(ChunkedView):
         """Whether a kernel reads what queries choose where it is."""
         return not self.source.offloaded and takes_topk(q, *near)
 
-    def addressed(self, layers: int, like: torch.Tensor, count: int) -> Addresses | None:
+    def addressed(self, layers: Sequence[int], like: torch.Tensor, count: int) -> Addresses | None:
         """Attention with windows is left to ``attend``."""
         source = self.source.addressed(layers, like, 0)
         if source is None or any(spec.window is not None for spec in self.source.specs.values()):
             return None
         place = self.near
-        near = [self._reserve(layer, self._near[layer], place, place + count) for layer in range(layers)]
-        return addresses_of(near, place, self._topk_table(source))
+        near = [self._reserve(layer, self._near[layer], place, place + count) for layer in layers]
+        return addresses_of(near, place, self._topk_table(layers, source))
 
-    def _topk_table(self, source: Addresses) -> IntArray:
+    def _topk_table(self, layers: Sequence[int], source: Addresses) -> IntArray:
         """One row of ``TopkFields`` per layer; made again when the index, or the source's memory, may have moved."""
         known = self._table
         if known is None or known[0] is not source.layers:
             k_strides, v_strides = source.strides[:2], source.strides[2:]
-            both = enumerate(source.layers.tolist())
+            both = zip(layers, source.layers.tolist(), strict=True)
             rows = [self._topk_fields(layer, (k, *k_strides), (v, *v_strides)) for layer, (k, v) in both]
             self._table = known = source.layers, np.array(rows, np.int64)
         return known[1]

@@ -330,7 +330,7 @@ class OffloadedCache(FullCache):
         found = super().chunks(layer, head.to(place), chunk.to(place), size)
         return tuple(t[0] for t in self._fetch_now([t[None] for t in found]))
 
-    def reserve(self, layers: int, like: torch.Tensor, count: int) -> torch.Tensor:
+    def reserve(self, layers: Sequence[int], like: torch.Tensor, count: int) -> torch.Tensor:
         """Not possible: an offloaded cache is not one piece of memory."""
         raise TypeError(
             "an offloaded cache is not in one piece; its passes go layer by layer (fetch_layer, write_back)"

@@ -62,14 +62,18 @@ class _Inputs:
 
     def append(self, new: torch.Tensor, end: int) -> None:
         """Write rows from position ``end`` on."""
-        place, count = end - self.first, len(new)
+        self.reserve(len(new), end, new).copy_(new)
+
+    def reserve(self, count: int, end: int, like: torch.Tensor) -> torch.Tensor:
+        """Room for ``count`` rows from position ``end`` on, such as those of ``like``."""
+        place = end - self.first
         if place + count > len(self.rows) or (len(self.rows) > MAX_INPUTS and count <= KEPT_INPUTS):
             kept = self.rows[max(0, place - self.before - KEPT_INPUTS) : place]
-            rows = new.new_empty(len(kept) + count + KEPT_INPUTS, new.shape[1])
+            rows = like.new_empty(len(kept) + count + KEPT_INPUTS, like.shape[1])
             if len(kept):
                 rows[: len(kept)] = kept
             self.rows, self.first = rows, end - len(kept)
-        self.part(end, end + count).copy_(new)
+        return self.part(end, end + count)
 
     def part(self, first: int, last: int) -> torch.Tensor:
         """Rows of the positions ``first`` to ``last`` (not included)."""
@@ -95,13 +99,20 @@ class _State:
         return like.new_empty(count, shape.heads, shape.dim, shape.out_dim)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _BlockPlan:
-    """How a pass goes over a block, alike in all layers."""
+    """How a pass goes over a block, alike in all layers.
+
+    Attributes:
+        block: of tokens.
+        saved: positions at which states are saved, ascending.
+        order: of the tokens, once a recurrence has asked.
+        parents: of the tokens, by the tokens before them that a convolution sees.
+    """
 
     block: Block
-    order: TokenOrder
     saved: tuple[int, ...]
+    order: TokenOrder | None = None
     parents: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
@@ -142,13 +153,32 @@ class RecurrentStates:
             ``[n, C]``.
         """
         before, end = len(weights) - 1, self.length + len(block)
-        key, plan = (layer, CONVOLUTION_KIND), self._planned(block, x.device)
-        if key not in self._inputs:
-            self._inputs[key] = _Inputs.after(x.new_zeros(before, x.shape[1]), self.length)
-        self._inputs[key].append(x, self.length)
+        plan, inputs = self._planned(block), self._convolved(layer, before, x)
+        inputs.append(x, self.length)
         if before not in plan.parents:
             plan.parents[before] = torch.from_numpy(_parents(block, before)).to(x.device)
-        return convolve(self._inputs[key].part(self.length - before, end), weights, bias, plan.parents[before], before)
+        return convolve(inputs.part(self.length - before, end), weights, bias, plan.parents[before], before)
+
+    def history(self, layer: int, before: int, like: torch.Tensor, block: Block) -> int:
+        """Address of a convolution's inputs: those of ``before`` tokens, and room for those of the block behind them.
+
+        Args:
+            layer: its index.
+            before: tokens before one that its output depends on.
+            like: inputs of any tokens, ``[m, C]``.
+            block: as for ``convolve``.
+        """
+        self._planned(block)
+        inputs = self._convolved(layer, before, like)
+        room = inputs.reserve(len(block), self.length, like)
+        return room.data_ptr() - before * room.stride(0) * room.element_size()
+
+    def _convolved(self, layer: int, before: int, like: torch.Tensor) -> _Inputs:
+        """A convolution's inputs; zeros before the text."""
+        key = layer, CONVOLUTION_KIND
+        if key not in self._inputs:
+            self._inputs[key] = _Inputs.after(like.new_zeros(before, like.shape[1]), self.length)
+        return self._inputs[key]
 
     def advance(self, layer: int, shape: GatedShape, rows: torch.Tensor, q: torch.Tensor, block: Block) -> torch.Tensor:
         """A recurrence over the block.
@@ -162,12 +192,15 @@ class RecurrentStates:
         Returns:
             ``[n, heads, out_dim]``.
         """
-        key, plan = (layer, STATE_KIND), self._planned(block, rows.device)
+        key, plan = (layer, STATE_KIND), self._planned(block)
         inputs = self._inputs.setdefault(key, _Inputs.after(rows[:0], self.length))
         inputs.append(rows, self.length)
         state = self._states.setdefault(layer, _State())
         saved = state.memory(len(plan.saved), q, shape)
         read = inputs.part(self._position, self.length + len(block))
+        if plan.order is None:
+            tokens = {position - self._position - 1: i for i, position in enumerate(plan.saved)}
+            plan.order = TokenOrder.of(_parents(block, self.length - self._position), tokens, rows.device)
         out = run_states(shape, read, q, state.now, saved, plan.order)
         each = [t.clone() for t in saved] if len(plan.saved) > 1 else [saved[0]]
         state.saved = dict(zip(plan.saved, each, strict=True))
@@ -274,16 +307,14 @@ class RecurrentStates:
         states = sum(next(iter(state.saved.values())).nbytes for state in self._states.values() if state.saved)
         return inputs + states * (MAX_SNAPSHOTS + 5)
 
-    def _planned(self, block: Block, device: torch.device) -> _BlockPlan:
+    def _planned(self, block: Block) -> _BlockPlan:
         if self._plan is None or self._plan.block is not block:
             if block.start != self.length:
                 raise ValueError(f"the block starts at {block.start}, and the states have read {self.length} tokens")
             end = self.length + len(block.pending)
             positions = range(self._position // SNAPSHOT_TOKENS + 1, end // SNAPSHOT_TOKENS + 1)
             saved = {p * SNAPSHOT_TOKENS for p in positions if self._is_kept(p * SNAPSHOT_TOKENS, end)} | {end}
-            tokens = {position - self._position - 1: i for i, position in enumerate(sorted(saved))}
-            order = TokenOrder.of(_parents(block, self.length - self._position), tokens, device)
-            self._plan = _BlockPlan(block, order, tuple(sorted(saved)))
+            self._plan = _BlockPlan(block, tuple(sorted(saved)))
         return self._plan
 
     def _is_kept(self, position: int, end: int) -> bool:

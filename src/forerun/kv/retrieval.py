@@ -156,12 +156,12 @@ class RetrievalCache(ChunkedView):
         tail = min(self.settled, self.length)
         return self._window_rows(layer, spec.window, tail, mine.read(self._place(tail), held + len(block)))
 
-    def addressed(self, layers: int, like: torch.Tensor, count: int) -> Addresses | None:
+    def addressed(self, layers: Sequence[int], like: torch.Tensor, count: int) -> Addresses | None:
         """A layer with a sliding window reads more than the cache's own memory."""
         if any(self.source.specs[layer].window is not None for layer in self._layers):
             return None
         held = self._place(self.length)
-        return addresses_of([self._layers[layer].reserve(held, count) for layer in range(layers)], held)
+        return addresses_of([self._layers[layer].reserve(held, count) for layer in layers], held)
 
     def _compact(self, start: int, path: Sequence[int]) -> None:
         for layer in self._layers.values():

@@ -139,11 +139,11 @@ class StreamingCache(Cache):
         self._layers[layer] = rows
         return tuple(t[:, :, : self._held + len(block)] for t in rows)
 
-    def addressed(self, layers: int, like: torch.Tensor, count: int) -> Addresses | None:
+    def addressed(self, layers: Sequence[int], like: torch.Tensor, count: int) -> Addresses | None:
         held, end, capacity = self._held, self._held + count, self._capacity(count)
-        for layer in range(layers):
+        for layer in layers:
             self._layers[layer] = reserve(self._layers.get(layer), (like, like), held, end, capacity)
-        return addresses_of([self._layers[layer] for layer in range(layers)], held)
+        return addresses_of([self._layers[layer] for layer in layers], held)
 
     def next_read(self, goal: int) -> int:
         """Reads the sinks, then skips to the last ``window`` tokens before ``goal``."""

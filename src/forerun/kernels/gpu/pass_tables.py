@@ -128,8 +128,8 @@ class PassTables:
 
         Args:
             batch: the pass.
-            spare: memory for a key and a value of the row of further tokens, ``[2, width]``, if the tables are larger than
-                the pass. All tokens, heads and layers of that row share it, and nobody reads it.
+            spare: memory for a key and a value of the row of further tokens, ``[2, width]``, if the tables are larger
+                than the pass. All tokens, heads and layers of that row share it, and nobody reads it.
         """
         size = batch.sizes
         if self._copied is not None:

@@ -1,7 +1,7 @@
 """The short causal convolution in front of recurrent layers, over a draft tree: each channel, a few tokens back.
 
-A token's output is a weighted sum of its own input and of those of its nearest ancestors, the farthest first. So its
-bits depend on these alone.
+A token's output is a weighted sum of its own input and of those of its nearest ancestors, in one order. So its bits
+depend on these alone.
 """
 
 from __future__ import annotations
@@ -13,11 +13,16 @@ import torch
 
 from forerun.core.compiling import compiled
 from forerun.kernels import gpu
+from forerun.kernels.attention.ordered_attention import ROW_BYTES, read_row
+from forerun.kernels.linear.rowwise import widen, words
 from forerun.kernels.runtime.addresses import StructLayout, doubles, floats, integers, part
-from forerun.kernels.runtime.executor import Operation, Program, Tasks
+from forerun.kernels.runtime.executor import Operation, Program, Tasks, read_pass
+from forerun.kernels.runtime.vector_ir import LANES, LINE
 
 TASK_CHANNELS = 512
 """Channels of a task: enough work to hand out, and few enough to stay in the processor's cache."""
+GATED_CHANNELS = 128
+"""The same in a program, whose passes have few tokens: a layer of 1,024 channels is work for eight threads."""
 
 
 class ConvolutionOp(NamedTuple):
@@ -44,8 +49,33 @@ class ConvolutionOp(NamedTuple):
     wide: int
 
 
-CONVOLUTION_LAYOUT = StructLayout(ConvolutionOp)
-read_convolution = CONVOLUTION_LAYOUT.reader()
+class GatedConvolutionOp(NamedTuple):
+    """A layer of a program: ``gate_out * convolve(gate_in * x)``, float32.
+
+    Attributes:
+        kind: type of the weights and of a linear layer's input: 0 float32, 1 bfloat16.
+        x, x_row: rows of ``gate_in``, ``gate_out`` and x, side by side; bytes of a row.
+        weights: ``[channels, taps]``, the farthest tap first.
+        bias: ``[channels]``, or 0.
+        histories: address of a table with an address for each row: the inputs ``gate_in * x`` of the ``taps - 1``
+            tokens before the block, and room for those of the block.
+        to, to_row: where results go, as a linear layer's input.
+    """
+
+    kind: int
+    x: int
+    x_row: int
+    channels: int
+    taps: int
+    weights: int
+    bias: int
+    histories: int
+    to: int
+    to_row: int
+
+
+CONVOLUTION_LAYOUT, GATED_CONVOLUTION_LAYOUT = StructLayout(ConvolutionOp), StructLayout(GatedConvolutionOp)
+read_convolution, read_gated_convolution = CONVOLUTION_LAYOUT.reader(), GATED_CONVOLUTION_LAYOUT.reader()
 
 
 def convolve(
@@ -119,4 +149,57 @@ def run_channels(
 
 CONVOLUTION = Operation(
     CONVOLUTION_LAYOUT, lambda op: Tasks((op.channels + TASK_CHANNELS - 1) // TASK_CHANNELS), short_convolution
+)
+
+
+def scratch_bytes(taps: int) -> int:
+    """Bytes that a thread needs for ``gated_convolution``."""
+    return LINE + 4 * GATED_CHANNELS * (taps + 2)
+
+
+@compiled
+def gated_convolution(address: int, fields: int, code: int, task: int, slot: int) -> None:
+    """Some channels, for all tokens of all rows; the nearest tap is summed first."""
+    op, this = read_gated_convolution(fields), read_pass(address)
+    low, taps, before = task * GATED_CHANNELS, op.taps, op.taps - 1
+    size, width = min(GATED_CHANNELS, op.channels - low), 2 if op.kind else 4
+    ones, weights, bias, sums = slot, slot + LINE, slot + LINE + 4 * size * taps, slot + LINE + 4 * size * (taps + 1)
+    floats(ones, 1)[0] = np.float32(1.0)
+    widen(op.kind, op.weights + low * taps * width, ones, size * taps // LANES, weights)
+    if op.bias:
+        widen(op.kind, op.bias + low * width, ones, size // LANES, bias)
+    weight, offset, total = floats(weights, size * taps), floats(bias, size), floats(sums, size)
+    numbers, parents = integers(this.token_rows, this.n), integers(this.parents, this.n)
+    histories = integers(op.histories, numbers[this.n - 1] + 1)
+    for token in range(this.n):
+        number = numbers[token]
+        place = before + token - read_row(this.rows + number * ROW_BYTES).first
+        x = op.x + token * op.x_row + 4 * low
+        gate, own = floats(x, size), floats(x + 8 * op.channels, size)
+        to = floats(histories[number] + 4 * (place * op.channels + low), size)
+        for c in range(size):
+            to[c] = gate[c] * own[c]
+    for token in range(this.n):
+        number = numbers[token]
+        row = read_row(this.rows + number * ROW_BYTES)
+        source, gate = token - row.first, floats(op.x + token * op.x_row + 4 * (op.channels + low), size)
+        total[:] = 0
+        for back in range(taps):
+            inputs = floats(histories[number] + 4 * ((before + source) * op.channels + low), size)
+            for c in range(size):
+                total[c] += inputs[c] * weight[c * taps + before - back]
+            if source < row.in_order:
+                source -= 1
+            else:
+                parent = parents[row.first + source]
+                source = row.in_order + parent if parent >= 0 else row.in_order - 1
+        for c in range(size):
+            total[c] = (total[c] + offset[c] if op.bias else total[c]) * gate[c]
+        words(op.kind, sums, size // LANES, op.to + token * op.to_row + low * width)
+
+
+GATED_CONVOLUTION = Operation(
+    GATED_CONVOLUTION_LAYOUT,
+    lambda op: Tasks((op.channels + GATED_CHANNELS - 1) // GATED_CHANNELS),
+    gated_convolution,
 )

@@ -1,13 +1,12 @@
 """Which models can run as a program of kernels, and a description of their layers that the program is made from.
 
 A description names matrices, norms and numbers. So a further family needs a few lines here and no kernel, as long as
-its layers are attention and a gated linear unit on a residual stream.
+its layers are attention, or a short convolution, and a gated linear unit on a residual stream.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ from forerun.models.forward.inputs import position_limit
 FAMILIES = frozenset(
     {
         *("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "granite", "olmo2", "olmo3"),
-        *("gemma", "gemma2", "gemma3_text"),
+        *("gemma", "gemma2", "gemma3_text", "lfm2"),
     }
 )
 """Supported types of text models: root mean square norms, rotary halves, gated linear units."""
@@ -76,43 +75,79 @@ class MatrixRows:
 
 
 @dataclass(frozen=True)
-class DecoderLayer:
-    """One decoder layer.
+class AttentionPart:
+    """A layer's attention.
 
     Attributes:
         qkv: matrices of queries, keys and values.
         output: matrix after attention.
-        gate_up, down: matrices of the gated linear unit.
-        before_attention, before_mlp: norms of what a part reads, or None.
-        after_attention, after_mlp: norms of what a part adds to the residual stream, or None.
         q_norm, k_norm: norms of queries and keys, of each head or of all together, or None.
         head_dim: numbers of a head.
         spec: attention's parameters.
         rotary: the kind of layer by which rotary angles differ, or None if all have the same.
         rotates: False if keys and queries do not depend on position.
-        residual_multiplier: factor on what a part adds to the residual stream.
     """
 
     qkv: tuple[MatrixRows, ...]
     output: MatrixRows
-    gate_up: tuple[MatrixRows, ...]
-    down: MatrixRows
-    before_attention: Any
-    after_attention: Any
-    before_mlp: Any
-    after_mlp: Any
     q_norm: Any
     k_norm: Any
     head_dim: int
     spec: AttentionSpec
     rotary: str | None
     rotates: bool
+
+    @property
+    def matrices(self) -> tuple[MatrixRows, ...]:
+        """All of its matrices."""
+        return (*self.qkv, self.output)
+
+
+@dataclass(frozen=True)
+class ConvolutionPart:
+    """A layer's short convolution over tokens, between two gates (LFM2): ``gate_out * convolve(gate_in * x)``.
+
+    Attributes:
+        inputs: matrix of ``gate_in``, ``gate_out`` and x, one below the other.
+        output: matrix after that.
+        taps: module of the convolution, with weights ``[C, 1, K]``.
+    """
+
+    inputs: MatrixRows
+    output: MatrixRows
+    taps: Any
+
+    @property
+    def matrices(self) -> tuple[MatrixRows, ...]:
+        """All of its matrices."""
+        return self.inputs, self.output
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """One decoder layer.
+
+    Attributes:
+        mixer: what mixes tokens.
+        gate_up, down: matrices of the gated linear unit.
+        before_mixer, before_mlp: norms of what a part reads, or None.
+        after_mixer, after_mlp: norms of what a part adds to the residual stream, or None.
+        residual_multiplier: factor on what a part adds to the residual stream.
+    """
+
+    mixer: AttentionPart | ConvolutionPart
+    gate_up: tuple[MatrixRows, ...]
+    down: MatrixRows
+    before_mixer: Any
+    after_mixer: Any
+    before_mlp: Any
+    after_mlp: Any
     residual_multiplier: float
 
     @property
     def matrices(self) -> tuple[MatrixRows, ...]:
         """All of the layer's matrices."""
-        return (*self.qkv, self.output, *self.gate_up, self.down)
+        return (*self.mixer.matrices, *self.gate_up, self.down)
 
 
 @dataclass(frozen=True)
@@ -145,13 +180,24 @@ class DecoderDescription:
     logits_softcap: float | None
     dtype: torch.dtype
 
+    @property
+    def attention(self) -> dict[int, AttentionPart]:
+        """By layer."""
+        return {number: each.mixer for number, each in enumerate(self.layers) if isinstance(each.mixer, AttentionPart)}
+
+    @property
+    def convolutions(self) -> dict[int, ConvolutionPart]:
+        """By layer."""
+        return {n: each.mixer for n, each in enumerate(self.layers) if isinstance(each.mixer, ConvolutionPart)}
+
 
 def describe(model: PreTrainedModel) -> DecoderDescription:
     """The description of a model that is known."""
     decoder, config, embedding = decoder_of(model), text_config(model), model.get_input_embeddings()
     return DecoderDescription(
         layers=layers(model), embedding=embedding, embedding_factor=embedding_factor(decoder, embedding),
-        norm=decoder.norm, head=model.lm_head, activation=ACTIVATIONS[activation(config)], rotary=decoder.rotary_emb,
+        norm=decoder.embedding_norm if config.model_type == "lfm2" else decoder.norm, head=model.lm_head,
+        activation=ACTIVATIONS[activation(config)], rotary=decoder.rotary_emb,
         limit=position_limit(model) if "longrope" in scalings(decoder.rotary_emb) else None,
         logits_scaling=float(config.logits_scaling) if config.model_type == "granite" else 1.0,
         logits_softcap=config.final_logit_softcapping if type(model).__name__ in CAPPED_LOGITS else None,
@@ -170,7 +216,10 @@ def known_on_gpu(model: PreTrainedModel) -> bool:
         return False
     described = layers(model)
     matrices = [each.module for layer in described for each in layer.matrices] + [model.lm_head]
-    norms = [(layer.q_norm is None) == (layer.k_norm is None) for layer in described]
+    norms = [
+        isinstance(mixer, AttentionPart) and (mixer.q_norm is None) == (mixer.k_norm is None)
+        for mixer in (layer.mixer for layer in described)
+    ]
     return all(type(each) is nn.Linear for each in matrices) and model.lm_head.bias is None and all(norms)
 
 
@@ -229,6 +278,8 @@ def scalings(rotary: Any) -> set[str]:
 
 def activation(config: Any) -> str:
     """Name of the gates' activation."""
+    if config.model_type == "lfm2":  # which has it in its code
+        return "silu"
     return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None))
 
 
@@ -334,49 +385,61 @@ def _plain(model: PreTrainedModel, device: str) -> bool:
 
 
 def _fits(model: PreTrainedModel) -> bool:
-    """Whether rows are whole vectors, all layers are alike, and either all matrices are plain linear layers or all are
-    stored ones."""
+    """Whether rows are whole vectors, layers of a kind are alike, some have attention, and either all matrices are
+    plain linear layers or all are stored ones."""
     head: Any = model.lm_head
-    linears = [*_linears(model), head]
+    described = layers(model)
+    linears = [*(part.module for layer in described for part in layer.matrices), head]
     plain = type(head) is nn.Linear or (as_stored(head) and model.dtype == torch.float32)
     if not plain or head.bias is not None or any(type(module) is not type(head) for module in linears):
         return False
-    described = layers(model)
-    shapes = {tuple((part.count, part.module.in_features) for part in layer.matrices) for layer in described}
-    dims, whole = {layer.head_dim for layer in described}, LINE // model.dtype.itemsize
+    kinds = {type(layer.mixer) for layer in described}
+    shapes = {(type(layer.mixer), *((p.count, p.module.in_features) for p in layer.matrices)) for layer in described}
+    dims = {layer.mixer.head_dim for layer in described if isinstance(layer.mixer, AttentionPart)}
+    whole = LINE // model.dtype.itemsize
     return (
-        len(shapes) == len(dims) == 1
+        len(shapes) == len(kinds)
+        and len(dims) == 1
         and not any(dim % LANES for dim in dims)
         and not any(module.in_features % whole for module in linears)
     )
 
 
-def _linears(model: PreTrainedModel) -> Iterator[Any]:
-    for layer in decoder_of(model).layers:
-        for part in (layer.self_attn, layer.mlp):
-            yield from (each for name, each in part.named_children() if name.endswith("_proj"))
-
-
 def _layer(layer: Any, config: Any, kind: str | None) -> DecoderLayer:
-    part, mlp = layer.self_attn, layer.mlp
-    dim = part.head_dim
+    if config.model_type == "lfm2":
+        mlp, conv = layer.feed_forward, getattr(layer, "conv", None)
+        mixer = (
+            _attention(layer.self_attn, config, kind)
+            if conv is None
+            else ConvolutionPart(_whole(conv.in_proj), _whole(conv.out_proj), conv.conv)
+        )
+        pair = _whole(mlp.w1), _whole(mlp.w3)
+        return DecoderLayer(mixer, pair, _whole(mlp.w2), layer.operator_norm, None, layer.ffn_norm, None, 1.0)
+    mlp = layer.mlp
+    if hasattr(mlp, "gate_up_proj"):
+        gate_up = _split(mlp.gate_up_proj, *(mlp.gate_up_proj.out_features // 2,) * 2)
+    else:
+        gate_up = _whole(mlp.gate_proj), _whole(mlp.up_proj)
+    multiplier = float(getattr(layer, "residual_multiplier", 1.0))
+    mixer = _attention(layer.self_attn, config, kind)
+    return DecoderLayer(mixer, gate_up, _whole(mlp.down_proj), *_norms(layer), multiplier)
+
+
+def _attention(part: Any, config: Any, kind: str | None) -> AttentionPart:
+    dim, lfm2 = part.head_dim, config.model_type == "lfm2"
     if hasattr(part, "qkv_proj"):
         heads, kv_heads = config.num_attention_heads * dim, config.num_key_value_heads * dim
         qkv = _split(part.qkv_proj, heads, kv_heads, kv_heads)
     else:
         qkv = tuple(_whole(each) for each in (part.q_proj, part.k_proj, part.v_proj))
-    if hasattr(mlp, "gate_up_proj"):
-        gate_up = _split(mlp.gate_up_proj, *(mlp.gate_up_proj.out_features // 2,) * 2)
-    else:
-        gate_up = _whole(mlp.gate_proj), _whole(mlp.up_proj)
     every = config.sliding_window if config.model_type in ("mistral", "phi3") else None  # their window is every layer's
     softcap = part.attn_logit_softcapping if config.model_type == "gemma2" else None  # Gemma 3 has one and ignores it
-    return DecoderLayer(
-        qkv, _whole(part.o_proj), gate_up, _whole(mlp.down_proj), *_norms(layer),
-        q_norm=getattr(part, "q_norm", None), k_norm=getattr(part, "k_norm", None), head_dim=dim,
+    q_norm, k_norm = ("q_layernorm", "k_layernorm") if lfm2 else ("q_norm", "k_norm")
+    return AttentionPart(
+        qkv, _whole(part.out_proj if lfm2 else part.o_proj),
+        q_norm=getattr(part, q_norm, None), k_norm=getattr(part, k_norm, None), head_dim=dim,
         spec=AttentionSpec(part.scaling, getattr(part, "sliding_window", every), softcap), rotary=kind,
         rotates=bool(getattr(part, "use_rope", True)),
-        residual_multiplier=float(getattr(layer, "residual_multiplier", 1.0)),
     )  # fmt: skip
 
 

@@ -36,9 +36,13 @@ from forerun.kernels.linear.decoder_ops import (
 from forerun.kernels.linear.linear import ADD, GATE, PUT, matrix_of
 from forerun.kernels.linear.ordered_modules import filled
 from forerun.kernels.linear.rowwise import TO_FLOATS, TO_SUM, TO_WORDS
+from forerun.kernels.recurrent import short_convolution
+from forerun.kernels.recurrent.short_convolution import GATED_CONVOLUTION, GatedConvolutionOp
 from forerun.kernels.runtime.executor import Operation, Program
 from forerun.models.forward.architecture import (
     PROGRAM_DTYPES,
+    AttentionPart,
+    ConvolutionPart,
     DecoderLayer,
     MatrixRows,
     angles,
@@ -90,29 +94,34 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.parts = parts = describe(model)
-        self.layers = parts.layers
+        self.layers, self.attention, self.convolutions = parts.layers, parts.attention, parts.convolutions
+        self.attending = list(self.attention)
+        """Layers with keys and values."""
         self.head = MatrixRows(parts.head, 0, parts.head.out_features)
         self.kind, self.width = PROGRAM_DTYPES[parts.dtype], int(parts.dtype.itemsize)
         self.hidden = int(parts.embedding.embedding_dim)
-        first = self.layers[0]
+        first = next(iter(self.attention.values()))
         dim, (queries, keys, _) = first.head_dim, first.qkv
         self.heads = HeadShape(queries.count // dim, keys.count // dim, dim, dim)
         self.like = torch.empty(1, self.heads.kv_heads, 0, dim, dtype=parts.dtype)
         """Keys of no token; see ``Cache.addressed``."""
-        self.inner = first.down.module.in_features
+        self.inner = self.layers[0].down.module.in_features
+        self.inputs = torch.empty(0, self.hidden, dtype=torch.float32)
+        """Inputs of convolutions of no token; see ``RecurrentStates.history``."""
         self.positions = 0
 
     def scratch_bytes(self, tokens: int) -> int:
         """Bytes that a thread needs for a pass over ``tokens`` tokens."""
         longest = max(self.hidden, self.inner, self.heads.heads * self.heads.dim)
         words = longest if as_stored(self.head.module) else longest * self.width // 4
-        return linear.scratch_bytes(tokens, words)
+        taps = max((part.taps.weight.shape[2] for part in self.convolutions.values()), default=0)
+        return max(linear.scratch_bytes(tokens, words), short_convolution.scratch_bytes(taps))
 
     def grow_angles(self, count: int) -> None:
         """Make sure that there are angles for ``count`` positions."""
         goal = count + max(ANGLES_GROWTH, count // 4)
         self.positions = goal if self.parts.limit is None else max(count, min(goal, self.parts.limit))
-        kinds = {layer.rotary for layer in self.layers}
+        kinds = {part.rotary for part in self.attention.values()}
         self.angles = {kind: angles(self.parts.rotary, kind, self.positions, self.parts.limit) for kind in kinds}
 
     def finished(self, logits: torch.Tensor) -> torch.Tensor:
@@ -133,9 +142,11 @@ class CompiledForward:
         capacity: of the largest pass.
 
     Attributes:
-        kv: addresses of each layer's keys and values in each row's cache, int64 ``[layers, rows, 2]``.
-        topk: each layer's and row's ``TopkFields``, int64 ``[layers, rows, ...]``.
+        kv: addresses of keys and values in each row's cache, of each layer with attention, int64 ``[layers, rows, 2]``.
+        topk: ``TopkFields`` of these layers and of each row, int64 ``[layers, rows, ...]``.
         qkv: queries, keys and values side by side, ``[layers or 1, tokens, width]``.
+        histories: addresses of the inputs in each row's cache, of each convolution, int64 ``[layers, rows]``; see
+            ``GatedConvolutionOp``.
         x: the residual stream, ``[tokens, hidden]``.
         states: hidden states of the layers that ``capacity`` names, side by side, ``[tokens, layers * hidden]``.
         states_by_stage: their columns, by the stage that writes them.
@@ -143,7 +154,7 @@ class CompiledForward:
 
     def __init__(self, decoder: Decoder, capacity: PassCapacity) -> None:
         self.capacity, self.positions, self._decoder = capacity, decoder.positions, decoder
-        heads, n, count = decoder.heads, capacity.tokens, len(decoder.layers)
+        heads, n, count = decoder.heads, capacity.tokens, len(decoder.attention)
         width = (heads.heads + 2 * heads.kv_heads) * heads.dim
         self.x, self._output = (torch.zeros(n, decoder.hidden, dtype=torch.float32) for _ in range(2))
         self._input = torch.zeros(n, max(decoder.hidden, heads.heads * heads.dim), dtype=decoder.parts.dtype)
@@ -151,6 +162,9 @@ class CompiledForward:
         self.qkv = torch.zeros(count if capacity.keeps_queries else 1, n, width, dtype=torch.float32)
         self.kv = np.zeros((count, capacity.rows, 2), np.int64)
         self.topk = np.zeros((count, capacity.rows, TOPK_BYTES // 8), np.int64)
+        self.histories = np.zeros((len(decoder.convolutions), capacity.rows), np.int64)
+        gated = 3 * decoder.hidden if decoder.convolutions else 0
+        self._gates = torch.zeros(n, gated, dtype=torch.float32)  # two gates and an input of a convolution
         self.states = torch.zeros(n, len(capacity.states) * decoder.hidden, dtype=torch.float32)
         self.states_by_stage: dict[int, list[slice]] = {}
         self._tables: list[IntArray] = []
@@ -159,7 +173,7 @@ class CompiledForward:
         self._stages: list[list[Op]] = [
             [self._embed(), *self._keep_states(0)],
             *(
-                [*self._attention(number, layer), *self._mlp(layer), *self._keep_states(number + 1)]
+                [*self._mixer(number, layer), *self._mlp(layer), *self._keep_states(number + 1)]
                 for number, layer in enumerate(decoder.layers)
             ),
             [last, self._linear([decoder.head], self._input, PUT, logits, which=1)],
@@ -198,20 +212,33 @@ class CompiledForward:
                     ops.append((SCALED_ROWS, ScaledRowsOp(0, TO_WORDS, *x, size, *to, 1.0)))
         return ops
 
-    def _attention(self, number: int, layer: DecoderLayer) -> list[Op]:
-        qkv, kv = self.qkv[number % len(self.qkv)], self.kv[number].ctypes.data
+    def _mixer(self, number: int, layer: DecoderLayer) -> list[Op]:
+        part = layer.mixer
+        mixed = self._attention(number, part) if isinstance(part, AttentionPart) else self._convolution(number, part)
+        return [self._read(layer.before_mixer), *mixed, *self._add(layer, part.output, self._input, layer.after_mixer)]
+
+    def _convolution(self, number: int, part: ConvolutionPart) -> list[Op]:
+        decoder, taps = self._decoder, part.taps
+        place = list(decoder.convolutions).index(number)
+        op = GatedConvolutionOp(
+            decoder.kind, *_rows(self._gates), decoder.hidden, taps.weight.shape[2], taps.weight.data_ptr(),
+            0 if taps.bias is None else taps.bias.data_ptr(), self.histories[place].ctypes.data, *_rows(self._input),
+        )  # fmt: skip
+        return [self._linear([part.inputs], self._input, PUT, _rows(self._gates)), (GATED_CONVOLUTION, op)]
+
+    def _attention(self, number: int, part: AttentionPart) -> list[Op]:
+        place = self._decoder.attending.index(number)
+        qkv, kv = self.qkv[place % len(self.qkv)], self.kv[place].ctypes.data
         return [
-            self._read(layer.before_attention),
-            self._linear(layer.qkv, self._input, PUT, _rows(qkv)),
-            *self._rotate(layer, qkv, kv),
-            *self._attend(number, layer, qkv, kv),
-            *self._add(layer, layer.output, self._input, layer.after_attention),
+            self._linear(part.qkv, self._input, PUT, _rows(qkv)),
+            *self._rotate(part, qkv, kv),
+            *self._attend(place, part, qkv, kv),
         ]
 
-    def _attend(self, number: int, layer: DecoderLayer, qkv: torch.Tensor, kv: int) -> list[Op]:
+    def _attend(self, place: int, part: AttentionPart, qkv: torch.Tensor, kv: int) -> list[Op]:
         """Attention in a fixed order, over all keys or over those that each query chooses."""
-        decoder, heads, spec = self._decoder, self._decoder.heads, layer.spec
-        topk = self.topk[number].ctypes.data if self.capacity.topk else 0
+        decoder, heads, spec = self._decoder, self._decoder.heads, part.spec
+        topk = self.topk[place].ctypes.data if self.capacity.topk else 0
         op = AttendOp(
             decoder.kind, decoder.width, heads.heads, heads.kv_heads, heads.dim, heads.out_dim, spec.window or 0,
             *_rows(qkv), heads.dim * 4, kv, 0, *_rows(self._input), decoder.kind, spec.scaling / math.log(2),
@@ -220,10 +247,10 @@ class CompiledForward:
         kinds = (PROJECT_QUERIES, RANK_CHUNKS, ATTEND_TOPK) if topk else (SCAN, COMBINE)
         return [(kind, op) for kind in kinds]
 
-    def _rotate(self, layer: DecoderLayer, qkv: torch.Tensor, kv: int) -> list[Op]:
+    def _rotate(self, part: AttentionPart, qkv: torch.Tensor, kv: int) -> list[Op]:
         """Norms of queries and keys, rotary positions, and keys and values to the cache."""
         decoder, heads = self._decoder, self._decoder.heads
-        norms, (y, row) = (layer.q_norm, layer.k_norm), _rows(qkv)
+        norms, (y, row) = (part.q_norm, part.k_norm), _rows(qkv)
         per_head = [norm is not None and len(norm.weight) == heads.dim for norm in norms]
         places = (y, row), (y + 4 * heads.heads * heads.dim, row)
         whole = [
@@ -233,10 +260,10 @@ class CompiledForward:
         ]
         q_norm, k_norm = (norm.weight.data_ptr() if own else 0 for norm, own in zip(norms, per_head, strict=True))
         offset, least = (weight_offset(norms[0]), eps(norms[0])) if per_head[0] else (0, 0.0)
-        cos, sin = decoder.angles[layer.rotary]
+        cos, sin = decoder.angles[part.rotary]
         op = RotaryOp(
             decoder.kind, heads.heads, heads.kv_heads, heads.dim, y, row, q_norm, k_norm, offset, cos.data_ptr(),
-            sin.data_ptr(), cos.shape[1] if layer.rotates else 0, kv, least,
+            sin.data_ptr(), cos.shape[1] if part.rotates else 0, kv, least,
         )  # fmt: skip
         return [*whole, (ROTARY, op)]
 

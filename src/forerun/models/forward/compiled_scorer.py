@@ -75,8 +75,8 @@ class CompiledScorer(Scorer):
         full = [cache for cache in caches if isinstance(cache, FullCache)]
         if len(full) == len(caches) and any(cache.offloaded for cache in full):
             return self._run_by_layers(decoder, blocks, full, layers)
-        count = len(decoder.layers)
-        rows = [cache.addressed(count, decoder.like, len(block)) for cache, block in zip(caches, blocks, strict=True)]
+        pairs = zip(caches, blocks, strict=True)
+        rows = [cache.addressed(decoder.attending, decoder.like, len(block)) for cache, block in pairs]
         known = [row for row in rows if row is not None]
         if len(known) < len(rows) or len({row.topk is None for row in known}) > 1:
             return None
@@ -102,6 +102,12 @@ class CompiledScorer(Scorer):
         compiled, wanted = self._prepare(decoder, packed, layers, keeps, topk), packed.output_indices
         for number, row in enumerate(rows):
             compiled.kv[:, number] = row.layers
+        for place, (layer, part) in enumerate(decoder.convolutions.items()):
+            before = part.taps.weight.shape[2] - 1
+            compiled.histories[place, : len(blocks)] = [
+                cache.recurrent().history(layer, before, decoder.inputs, block)
+                for cache, block in zip(caches, blocks, strict=True)
+            ]
         if topk is not None:
             topk.fill(compiled.topk, self._states.data_ptr())
         table = packed.rows([row.strides for row in rows])
@@ -133,11 +139,11 @@ class CompiledScorer(Scorer):
         ]  # the largest decides
         counts = [len(block) for block in blocks]
         for cache, count in zip(caches, counts, strict=True):
-            cache.addressed(len(decoder.layers), decoder.like, count)  # makes room
-            cache.begin_pass({number: layer.spec for number, layer in enumerate(decoder.layers)})
+            cache.addressed(decoder.attending, decoder.like, count)  # makes room
+            cache.begin_pass({number: part.spec for number, part in decoder.attention.items()})
         for piece in pieces:
             self._run_stage(compiled, 0, piece, bytearray(8))
-        for layer in range(len(decoder.layers)):
+        for layer in decoder.attending:
             rows = [cache.fetch_layer(layer, count) for cache, count in zip(caches, counts, strict=True)]
             for piece in pieces:
                 own = [rows[row] for row in piece.rows]
@@ -216,14 +222,14 @@ class CompiledScorer(Scorer):
         self, decoder: Decoder, compiled: CompiledForward, packed: PackedPass, caches: Sequence[Cache], kept: bool
     ) -> None:
         """Hand full caches what sparse caches read from them: queries and attention parameters."""
-        specs = {number: layer.spec for number, layer in enumerate(decoder.layers)}
+        specs = {number: part.spec for number, part in decoder.attention.items()}
         first = 0
         for cache, block, count in zip(caches, packed.blocks, packed.counts, strict=True):
             if isinstance(cache, FullCache):
                 cache.begin_pass(specs)
                 if kept and self.keeps_queries(block, cache):
                     (queries,) = _queries(decoder, compiled.qkv[:, first : first + count], [count])
-                    for layer, each in enumerate(queries):
+                    for layer, each in zip(decoder.attending, queries, strict=True):
                         cache.record_queries(layer, each[None])
             first += count
 

@@ -22,7 +22,7 @@ from forerun.kernels.gpu import attend, decoder_ops, linear
 from forerun.kernels.gpu.decoder_ops import NormWeight, RotaryHeads, Summands
 from forerun.kernels.gpu.pass_tables import PassTables
 from forerun.kernels.linear.rowwise import SILU
-from forerun.models.forward.architecture import DecoderLayer, MatrixRows, describe, eps, weight_offset
+from forerun.models.forward.architecture import AttentionPart, DecoderLayer, MatrixRows, describe, eps, weight_offset
 from forerun.models.forward.scorer import PassResult
 
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -44,6 +44,7 @@ class GpuLayer(NamedTuple):
     """A layer's description, and its matrices as products read them."""
 
     parts: DecoderLayer
+    attention: AttentionPart
     qkv: JoinedMatrix
     output: JoinedMatrix
     gate_up: JoinedMatrix
@@ -92,8 +93,8 @@ class GpuForward:
     def __init__(self, model: PreTrainedModel) -> None:
         self._parts = parts = describe(model)
         self._layers = [
-            GpuLayer(each, join(each.qkv), join([each.output]), join(each.gate_up), join([each.down]))
-            for each in parts.layers
+            GpuLayer(each, part, join(part.qkv), join([part.output]), join(each.gate_up), join([each.down]))
+            for each, part in zip(parts.layers, parts.attention.values(), strict=True)
         ]
         self._norm, self._dtype = _norm(parts.norm), parts.dtype
         like, table = torch.empty(0, device=model.device), None
@@ -123,14 +124,14 @@ class GpuForward:
         after, factor = None, 1.0
         for number, layer in enumerate(self._layers):
             parts = layer.parts
-            h = decoder_ops.add_norm(x, added, after, _norm(parts.before_attention), factor, self._dtype)
+            h = decoder_ops.add_norm(x, added, after, _norm(parts.before_mixer), factor, self._dtype)
             if number in states_of:
                 states[number] = x.clone()
-            mixed = self._attend(number, layer, h, places, angles[parts.rotary], attention, product)
+            mixed = self._attend(number, layer, h, places, angles[layer.attention.rotary], attention, product)
             factor = parts.residual_multiplier
             added, after = (
                 Summands(product(mixed, layer.output.weight), layer.output.bias),
-                _norm(parts.after_attention),
+                _norm(parts.after_mixer),
             )
             h = decoder_ops.add_norm(x, added, after, _norm(parts.before_mlp), factor, self._dtype)
             gate_up = Summands(product(h, layer.gate_up.weight), layer.gate_up.bias)
@@ -146,7 +147,9 @@ class GpuForward:
         if self._table is not None:
             cos, sin = self._table
             return {None: (cos[positions], sin[positions])}
-        return {kind: self._rotated(like, positions, kind) for kind in {layer.parts.rotary for layer in self._layers}}
+        return {
+            kind: self._rotated(like, positions, kind) for kind in {layer.attention.rotary for layer in self._layers}
+        }
 
     def _rotated(self, like: torch.Tensor, positions: torch.Tensor, kind: str | None) -> Angles:
         both = (
@@ -163,7 +166,7 @@ class GpuForward:
         angles: Angles, attention: Attention, product: Product,
     ) -> torch.Tensor:  # fmt: skip
         """Attention's part of a layer, before its last product; ``[n, H * d]``."""
-        parts, qkv = layer.parts, Summands(product(h, layer.qkv.weight), layer.qkv.bias)
+        parts, qkv = layer.attention, Summands(product(h, layer.qkv.weight), layer.qkv.bias)
         dim = parts.head_dim
         heads, kv_heads = parts.qkv[0].count // dim, parts.qkv[1].count // dim
         q_norm, k_norm = _norm(parts.q_norm), _norm(parts.k_norm)

@@ -287,7 +287,7 @@ def _rows(tables: TableLayers, blocks: Sequence[Block], caches: Sequence[Cache])
             strides = np.array([_strides(rows[layer]) for layer in tables.places], np.int64)
             found.append(TableRow(addresses, strides, cache.length))
             continue
-        row = cache.addressed(len(tables.likes), next(iter(tables.likes.values()))[0], len(block))
+        row = cache.addressed(list(tables.likes), next(iter(tables.likes.values()))[0], len(block))
         if row is None or row.topk is not None:
             return None
         found.append(TableRow(row.layers, np.tile(np.array(row.strides), (len(row.layers), 1)), row.place))
