@@ -132,7 +132,7 @@ def recurrent_codes(capability: int) -> dict[str, Any]:
     own = dict.fromkeys(("x", "weights", "bias", "out", "rows", "q", "before", "saved", "waiting"), "*fp32")
     found = {"convolve": code(recurrences._convolve, capability, taps, **own, parents="*i64")}
     head = {"KEY_HEADS": 16, "HEADS": 32, "DIM": 128, "OUT_DIM": 128, "WIDE": 128, "SCALE": 128**-0.5, "EPSILON": 1e-6}
-    more = {"BEFORE": True, "GPU_STATE_COLUMNS": recurrences.GPU_STATE_COLUMNS, "ROW_WIDTH": 6208}
+    more = {"GPU_STATE_COLUMNS": recurrences.GPU_STATE_COLUMNS, "ROW_WIDTH": 6208}
     for name, gates, delta in (("gated delta rule", 1, True), ("a gate per channel", 128, True), ("Mamba-2", 1, False)):
         how = head | more | {"GATES": gates, "DELTA": delta, "NORMALISE": delta}
         found[name] = code(recurrences._run_states, capability, how, **own, order="*i64")

@@ -4,8 +4,9 @@ The recurrences are those of ``kernels/recurrent``, token by token too. A column
 So a program holds some columns of one head's state in registers and goes over all tokens. What a token sums depends on
 its ancestors alone, and the order of the sums on the layer alone: a token's bits are the same in every pass.
 
-Triton lays a kernel's numbers out by what it knows of its arguments. It is told nothing of their alignment here, so
-that there is one layout, and one order, for all passes.
+The order in which ``tl.sum`` adds depends on how Triton lays numbers out, and that on what it knows of a kernel's
+arguments. So it is told nothing of their alignment, and a text begins with a state of zeros: there is one kernel for a
+layer, and one order.
 
 This has run in Triton's interpreter only; it has not run on a GPU.
 """
@@ -49,11 +50,12 @@ def run_states(
 ) -> torch.Tensor:
     """See ``gated_states.run_states``."""
     out = q.new_empty(len(q), shape.heads, shape.out_dim)
+    before = q.new_zeros(shape.heads, shape.dim, shape.out_dim) if state is None else state
     waiting = q.new_empty(order.places, shape.heads, shape.dim, shape.out_dim)
     _run_states[(shape.heads, triton.cdiv(shape.out_dim, GPU_STATE_COLUMNS))](
-        rows, q, out, q if state is None else state, saved, waiting, order.table, len(rows), len(rows) - len(q),
+        rows, q, out, before, saved, waiting, order.table, len(rows), len(rows) - len(q),
         shape.scale, L2_EPSILON, shape.row_width, shape.key_heads, shape.heads, shape.dim, shape.out_dim, shape.gates,
-        shape.delta, shape.normalise, state is not None, triton.next_power_of_2(shape.dim), GPU_STATE_COLUMNS,
+        shape.delta, shape.normalise, triton.next_power_of_2(shape.dim), GPU_STATE_COLUMNS,
         enable_fp_fusion=False,
     )  # fmt: skip
     return out
@@ -86,7 +88,7 @@ def _convolve(
 def _run_states(
     rows, q, out, before, saved, waiting, order, count, first, SCALE: tl.constexpr, EPSILON: tl.constexpr,
     ROW_WIDTH: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, OUT_DIM: tl.constexpr,
-    GATES: tl.constexpr, DELTA: tl.constexpr, NORMALISE: tl.constexpr, BEFORE: tl.constexpr, WIDE: tl.constexpr,
+    GATES: tl.constexpr, DELTA: tl.constexpr, NORMALISE: tl.constexpr, WIDE: tl.constexpr,
     GPU_STATE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one head's state, over all tokens."""
@@ -97,9 +99,7 @@ def _run_states(
     place = head * DIM * OUT_DIM + number[:, None] * OUT_DIM + columns[None, :]
     values: tl.constexpr = KEY_HEADS * DIM
     gates: tl.constexpr = values + HEADS * OUT_DIM
-    state = tl.zeros((WIDE, GPU_STATE_COLUMNS), q.dtype.element_ty)
-    if BEFORE:
-        state = tl.load(before + place, inside, 0.0)
+    state = tl.load(before + place, inside, 0.0)
     key_at, query_at = key_head * DIM + number, q + key_head * DIM + number
     value_at, result_at = values + head * OUT_DIM + columns, out + head * OUT_DIM + columns
     held = -1  # whose state the registers hold
@@ -108,10 +108,8 @@ def _run_states(
         if source != held:
             if source >= 0:
                 state = tl.load(waiting + source.to(tl.int64) * HEADS * DIM * OUT_DIM + place, inside, 0.0)
-            elif BEFORE:
-                state = tl.load(before + place, inside, 0.0)
             else:
-                state = tl.zeros((WIDE, GPU_STATE_COLUMNS), q.dtype.element_ty)
+                state = tl.load(before + place, inside, 0.0)
         key = _vector(rows + key_at, real, EPSILON, NORMALISE)
         update = tl.load(rows + value_at, shown, 0.0)
         if GATES > 1:

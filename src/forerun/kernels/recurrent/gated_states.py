@@ -117,7 +117,7 @@ def run_states(
         saved.data_ptr(), order.table.data_ptr(), len(rows), len(rows) - len(q), order.places,
         *shape[:5], int(shape.delta), int(shape.normalise), int(wide), shape.scale,
     )  # fmt: skip
-    numbers = (order.places * shape.dim + 1) * shape.out_dim + 2 * shape.dim
+    numbers = (order.places * shape.dim + 1) * shape.out_dim + 3 * shape.dim
     Program([(GATED_STATES, op)]).run_in_scratch(numbers * (8 if wide else 4))
     return out
 
@@ -129,7 +129,7 @@ def gated_states(address: int, fields: int, code: int, task: int, slot: int) -> 
     size = op.heads * op.dim * op.out_dim
     order = integers(op.order, 3 * op.tokens)
     rows, outputs = op.tokens * op.row_width, op.tokens - op.first
-    scratch = (op.places * op.dim + 1) * op.out_dim + 2 * op.dim
+    scratch = (op.places * op.dim + 1) * op.out_dim + 3 * op.dim
     if op.wide:
         run_head(
             op, task, order, doubles(op.rows, rows), doubles(op.q, outputs * op.key_heads * op.dim),
@@ -152,7 +152,8 @@ def run_head(
     """All tokens of one head; see the module's first lines."""
     size, key_head = op.dim * op.out_dim, head // (op.heads // op.key_heads)
     key, query = part(scratch, op.places * size, op.dim), part(scratch, op.places * size + op.dim, op.dim)
-    update = part(scratch, op.places * size + 2 * op.dim, op.out_dim)
+    decays = part(scratch, op.places * size + 2 * op.dim, op.dim)
+    update = part(scratch, op.places * size + 3 * op.dim, op.out_dim)
     for token in range(op.tokens):
         source, place, save = order[3 * token], order[3 * token + 1], order[3 * token + 2]
         row = part(rows, token * op.row_width, op.row_width)
@@ -160,24 +161,34 @@ def run_head(
         gates = values + op.heads * op.out_dim
         value, gate = part(row, values + head * op.out_dim, op.out_dim), part(row, gates + head * op.gates, op.gates)
         copy_vector(op, part(row, key_head * op.dim, op.dim), key, 1.0)
+        for i in range(op.gates):
+            decays[i] = math.exp(gate[i])
+        before, in_place = own, True
         if source >= 0:
-            decay(op, part(scratch, source * size, size), gate, key, own, update)
+            before, in_place = part(scratch, source * size, size), source == place
         elif op.state:
-            decay(op, part(state, head * size, size), gate, key, own, update)
+            before, in_place = part(state, head * size, size), False
         else:
             own[:] = 0
-            update[:] = 0
-        for j in range(op.out_dim):
-            update[j] = (value[j] - update[j]) * row[gates + op.heads * op.gates + head] if op.delta else value[j]
-        for i in range(op.dim):
-            add_product(part(own, i * op.out_dim, op.out_dim), key[i], update)
-        if token >= op.first:
-            at = token - op.first
+        at, result = token - op.first, update
+        if at >= 0:
             copy_vector(op, part(q, (at * op.key_heads + key_head) * op.dim, op.dim), query, op.scale)
             result = part(out, (at * op.heads + head) * op.out_dim, op.out_dim)
             result[:] = 0
+        for j in range(op.out_dim):
+            update[j] = 0 if op.delta else value[j]
+        for i in range(op.dim):
+            line = part(own, i * op.out_dim, op.out_dim)
+            decay(part(before, i * op.out_dim, op.out_dim), decays[i if op.gates > 1 else 0], in_place, line)
+            if op.delta:
+                add_product(update, key[i], line)
+            else:
+                take_in(line, key[i], update, query[i], result, at >= 0)
+        if op.delta:
+            for j in range(op.out_dim):
+                update[j] = (value[j] - update[j]) * row[gates + op.heads * op.gates + head]
             for i in range(op.dim):
-                add_product(result, query[i], part(own, i * op.out_dim, op.out_dim))
+                take_in(part(own, i * op.out_dim, op.out_dim), key[i], update, query[i], result, at >= 0)
         if save >= 0:
             kept = part(saved, (save * op.heads + head) * size, size)
             for i in range(size):
@@ -198,20 +209,14 @@ def copy_vector(op: GatedStateOp, vector: np.ndarray, to: np.ndarray, scale: flo
 
 
 @compiled
-def decay(
-    op: GatedStateOp, source: np.ndarray, gate: np.ndarray, key: np.ndarray, own: np.ndarray, found: np.ndarray
-) -> None:
-    """Copy the parent's state, decayed, and look up the key in it."""
-    found[:] = 0
-    factor = math.exp(gate[0])
-    for i in range(op.dim):
-        if op.gates > 1:
-            factor = math.exp(gate[i])
-        row, old = part(own, i * op.out_dim, op.out_dim), part(source, i * op.out_dim, op.out_dim)
-        for j in range(op.out_dim):
-            row[j] = old[j] * factor
-        if op.delta:
-            add_product(found, key[i], row)
+def decay(before: np.ndarray, factor: float, in_place: bool, line: np.ndarray) -> None:
+    """A line of the parent's state, decayed. Compilers do not vectorise a loop whose arrays may be the same memory."""
+    if in_place:
+        for j in range(line.size):
+            line[j] *= factor
+    else:
+        for j in range(line.size):
+            line[j] = before[j] * factor
 
 
 @compiled
@@ -219,6 +224,17 @@ def add_product(total: np.ndarray, weight: float, vector: np.ndarray) -> None:
     """Add ``weight`` times a vector."""
     for j in range(total.size):
         total[j] += weight * vector[j]
+
+
+@compiled
+def take_in(line: np.ndarray, key: float, update: np.ndarray, query: float, result: np.ndarray, answers: bool) -> None:
+    """Add ``key`` times the update to a line of the state, and ``query`` times the new line to the result."""
+    if answers:
+        for j in range(line.size):
+            line[j] += key * update[j]
+            result[j] += query * line[j]
+    else:
+        add_product(line, key, update)
 
 
 GATED_STATES = Operation(GATED_LAYOUT, lambda op: Tasks(op.heads), gated_states)
