@@ -100,7 +100,7 @@ def look(variant: Variant) -> dict[str, str]:
     """Its type, its path in float32 on a CPU, and its path on a GPU."""
     model = variant.make().float()
     scorer = gate.admit(model)
-    path = "recurrent" if scorer.recurrent else "program" if isinstance(scorer, CompiledScorer) else "hooks"
+    path = "program" if isinstance(scorer, CompiledScorer) else "recurrent" if scorer.recurrent else "hooks"
     gpu = "recurrent" if scorer.recurrent else "program" if known_on_gpu(model) else "hooks"
     return {"type": model.config.get_text_config(decoder=True).model_type, "path": path, "gpu": gpu}
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from statistics import mean
 from typing import Any
 
 import httpx
@@ -48,16 +49,16 @@ class Door:
         return "/v1/chat/completions" if self.chats else "/v1/completions"
 
     def step_seconds(self) -> dict[str, float]:
-        """Where the time of the server's steps has gone so far, in seconds, of all its replicas; empty if it is not
-        Forerun's."""
+        """Where the time of the server's steps has gone so far, in seconds, in the mean of its replicas; empty if it is
+        not Forerun's."""
         if not self.ours:
             return {}
         families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=PATIENCE).text)
-        seconds: dict[str, float] = {}
+        seconds: dict[str, list[float]] = {}
         for each in (sample for family in families for sample in family.samples):
             if each.name == "forerun:step_seconds_total":
-                seconds[each.labels["part"]] = seconds.get(each.labels["part"], 0.0) + each.value
-        return seconds
+                seconds.setdefault(each.labels["part"], []).append(each.value)
+        return {part: mean(values) for part, values in seconds.items()}
 
     def body(self, ask: Ask, extension: Extension) -> dict[str, Any]:
         """A request as JSON."""

@@ -41,7 +41,7 @@ from forerun.models.forward.scorer import use_implementations
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
 RECURRENCES = re.compile("torch_(chunk|recurrent)_gated_delta_rule|mamba2_(chunk|selective).*|.*_kimi_delta_attention")
-PROGRAM = "lfm2, whole vectors"
+PROGRAM = "lfm2"
 """Its passes are a program of kernels, but in float64."""
 FEW = ("bamba", PROGRAM, "qwen3_5")
 """One family of each recurrence."""

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 import forerun
 from forerun.kernels.runtime import vector_ir
+from forerun.models.forward.compiled_scorer import CompiledScorer
 from forerun.models.loading.load import load
 from forerun.models.loading.stored_weights import InputOrder, StoredLinear
 
@@ -182,6 +183,7 @@ def test_drafts_change_nothing(tmp_path: Path, architecture: str) -> None:
     for drafter in ("none", "auto", "trie"):
         engine = forerun.Engine(load(str(file), "stored")[0], drafter)
         assert engine.exactness.level == "bitwise", engine.exactness.reason
+        assert isinstance(engine.target, CompiledScorer) == (architecture == "lfm2")
         prompts = [[3, 20, 30, 41, 7, 3, 20, 30], [9, 9, 9]]
         texts.append(engine.generate(prompts, max_new_tokens=60, eos_token_id=None).sequences.tolist())
     assert texts[0] == texts[1] == texts[2]

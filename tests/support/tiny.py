@@ -252,11 +252,11 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmo_hybrid": ("OlmoHybridForCausalLM", {**_LINEAR, "linear_num_key_heads": 4}),
-    "lfm2": ("Lfm2ForCausalLM", _LFM2),
-    "lfm2, whole vectors": (
+    "lfm2": (
         "Lfm2ForCausalLM",
         {**_LFM2, "hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "conv_bias": True},
     ),
+    "lfm2, odd sizes": ("Lfm2ForCausalLM", _LFM2),
     "lfm2_moe": ("Lfm2MoeForCausalLM", {**_LFM2, **_EXPERTS, "num_dense_layers": 1}),
     "lfm3": ("Lfm3ForCausalLM", _LFM2),
     "bamba": ("BambaForCausalLM", {**_MAMBA2, "attn_layer_indices": [1, 3]}),
