@@ -39,7 +39,7 @@ import torch
 from forerun.kv.full_cache import FullCache
 
 cache = FullCache(100, shareable=True)
-store = cache.reserve(2, torch.zeros(1, 2, 1, 8), 1)
+store = cache.reserve(range(2), torch.zeros(1, 2, 1, 8), 1)
 assert cache._shared is not None
 store.fill_(1.0)
 child = os.fork()
