@@ -51,7 +51,7 @@ class Follower:
     """
 
     def __init__(self, target: Scorer, prompt: Prefilled, readers: Readers, say: Say = quietly) -> None:
-        target.keep_queries()
+        target.keep_queries(0)
         self._say = say
         self._target = target
         self._prompt = prompt

@@ -78,7 +78,7 @@ class Prefilled:
 
 def prefill(engine: Engine, tokens: Tokens, room: int, say: Say = quietly) -> Prefilled:
     """Read a prompt, with room for ``room`` tokens after it, and keep its last queries."""
-    engine.target.keep_queries()
+    engine.target.keep_queries(0)
     read: list[tuple[int, float]] = []
     begin = time.perf_counter()
     tell = telling(say, "read")

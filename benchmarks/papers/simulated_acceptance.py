@@ -132,7 +132,7 @@ def random_prompt(
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocabulary, (length,), generator=generator)
     sample = FullCache(1)
-    scorer.keep_queries()
+    scorer.keep_queries(0)
     block = Block(tokens[:1].numpy(), DraftTree.empty(), 0)
     scorer.score([block], [sample])
     sample.commit(block, [])

@@ -134,9 +134,8 @@ class CompiledScorer(Scorer):
         brought away once, and none of them has to come back before the first token is generated.
         """
         pieces, keeps = _pieces(decoder, blocks, len(states_of)), self.queries_from is not None
-        compiled = [self._prepare(decoder, piece.packed, states_of, keeps) for piece in pieces][
-            -1
-        ]  # the largest decides
+        programs = [self._prepare(decoder, piece.packed, states_of, keeps) for piece in pieces]
+        compiled = programs[-1]  # the largest decides
         counts = [len(block) for block in blocks]
         for cache, count in zip(caches, counts, strict=True):
             cache.addressed(decoder.attending, decoder.like, count)  # makes room
