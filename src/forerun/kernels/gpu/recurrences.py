@@ -131,7 +131,9 @@ def _run_states(
             tl.store(saved + save * HEADS * DIM * OUT_DIM + place, state, inside)
         more = token + 1 < count
         if (tl.load(order + 3, more, held) != held) | (tl.load(order + 4, more, held) != held):
-            # A later token than the next may begin with it. What threads wrote, others read.
+            # A later token than the next may begin with it. One thread's numbers may be another's later on, so all have
+            # read what was there before, and all see what is there now.
+            tl.debug_barrier()
             tl.store(waiting + held.to(tl.int64) * HEADS * DIM * OUT_DIM + place, state, inside)
             tl.debug_barrier()
         rows += ROW_WIDTH
