@@ -182,12 +182,12 @@ class DecoderDescription:
 
     @property
     def attention(self) -> dict[int, AttentionPart]:
-        """By layer."""
+        """The layers with attention, by index."""
         return {number: each.mixer for number, each in enumerate(self.layers) if isinstance(each.mixer, AttentionPart)}
 
     @property
     def convolutions(self) -> dict[int, ConvolutionPart]:
-        """By layer."""
+        """The layers with a short convolution, by index."""
         return {n: each.mixer for n, each in enumerate(self.layers) if isinstance(each.mixer, ConvolutionPart)}
 
 

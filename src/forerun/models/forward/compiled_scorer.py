@@ -74,7 +74,7 @@ class CompiledScorer(Scorer):
         """All rows' logits and states; None if a program cannot read some of the caches."""
         full = [cache for cache in caches if isinstance(cache, FullCache)]
         if len(full) == len(caches) and any(cache.offloaded for cache in full):
-            return self._run_by_layers(decoder, blocks, full, layers)
+            return None if decoder.convolutions else self._run_by_layers(decoder, blocks, full, layers)
         pairs = zip(caches, blocks, strict=True)
         rows = [cache.addressed(decoder.attending, decoder.like, len(block)) for cache, block in pairs]
         known = [row for row in rows if row is not None]
