@@ -145,6 +145,21 @@ def test_hidden_states(on_gpu: list[int]) -> None:
     torch.testing.assert_close(found, torch.cat([right[layer][0] for layer in layers], -1), atol=2e-5, rtol=0)
 
 
+@torch.inference_mode()
+def test_each_kind_of_recordings_keeps_its_spare_memory(on_gpu: list[int]) -> None:
+    """Recorded tables hold its address."""
+    scorer = GpuScorer(model())
+    for _ in range(2):
+        scorer.score([Block(TEXT[:3], DraftTree.empty(), 0)], [FullCache()])
+        scorer.score_with_states([Block(TEXT[:3], DraftTree.empty(), 0)], [FullCache()], (1,))
+    plain, with_states = scorer._graphs.values()
+    assert plain._spare.data_ptr() != with_states._spare.data_ptr()
+    for graphs in (plain, with_states):
+        for recording in graphs._kept.values():
+            spare = recording.places.addresses[:, 1]  # behind the one row of the pass
+            assert spare.unique().tolist() == sorted(t.data_ptr() for t in graphs._spare)
+
+
 def test_weights_that_are_joined_stay_where_they_are(on_gpu: list[int]) -> None:
     """A second scorer of a model moves nothing, so that the first one need not begin anew."""
     own = model()
