@@ -157,6 +157,23 @@ def test_queries_that_nobody_chooses_by_are_not_copied() -> None:
     assert cache.queries[0].shape[2] == 2
 
 
+def test_queries_of_texts_that_stay_short_are_not_kept() -> None:
+    """In one batch; a text that has room to become long keeps them from the beginning."""
+    scorer = fastest_scorer(Scorer(kept("llama", torch.float32)))
+    scorer.keep_queries(600)
+    short, roomy, grows = FullCache(18), FullCache(600), FullCache()
+    caches = [short, roomy, grows]
+    with torch.inference_mode():
+        for first, last in ((0, 10), (10, 14)):
+            blocks = [Block(TEXT[first:last], DraftTree.empty(), first)] * 3
+            scorer.score(blocks, caches)
+            for cache, block in zip(caches, blocks, strict=True):
+                cache.commit(block, [])
+        assert [bool(cache.sample) for cache in caches] == [False, True, False]
+        scorer.score([Block(TEXT[14:600], DraftTree.empty(), 14)], [grows])
+    assert grows.sample
+
+
 def test_tokens_that_there_are_not_are_refused() -> None:
     scorer = fastest_scorer(Scorer(kept("llama", torch.float32)))
     for token in (75, -1, 2**40):

@@ -214,14 +214,15 @@ class Scorer:
         Prompts are then cut into chunks of this size, and into nothing smaller but the last one. None if all passes sum
         in one order."""
         self.queries_from: int | None = None
-        """Full caches keep the queries of passes that reach this many tokens of a text; None for no pass."""
+        """Full caches of texts that may become this long keep queries; None for no cache."""
 
     def keep_queries(self, beyond: int) -> None:
         """Let full caches keep queries from now on, for sparse caches that choose by them. Keeping takes 5 % of the
         time to read a prompt.
 
         Args:
-            beyond: tokens of a text; before that nothing is chosen in it.
+            beyond: tokens of a text; in a shorter one nothing is chosen. A text that has room to become so long keeps
+                them from the beginning: those of a few generated tokens are too few to choose by.
         """
         self.queries_from = beyond if self.queries_from is None else min(beyond, self.queries_from)
 
@@ -229,7 +230,8 @@ class Scorer:
         """Whether a cache is to keep the queries of a pass over this block."""
         if self.queries_from is None or not isinstance(cache, FullCache):
             return False
-        return cache.length + len(block) >= self.queries_from and cache.wants_queries(block)
+        longest = max(cache.capacity, cache.length + len(block))
+        return longest >= self.queries_from and cache.wants_queries(block)
 
     @cached_property
     def kv(self) -> KVShape:
