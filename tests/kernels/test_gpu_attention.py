@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from support.triton_products import interpret_products
 
+from forerun import kernels
 from forerun.core.block import Block
 from forerun.core.tree import ROOT, DraftTree
-from forerun.kernels.attention.attention import AttentionSpec, AttentionState, _math, merge
+from forerun.kernels.attention.attention import AttentionSpec, AttentionState, _math, attend_in_order, merge
 from forerun.kernels.gpu import attend as gpu
 from forerun.kernels.gpu import pass_tables
 from forerun.kernels.gpu.pass_tables import PassDescription, PassTables, splits_of
@@ -136,6 +137,12 @@ def test_right_and_the_same_bits(
         found = run([*rows, (Memory(text, held, held + 7), tree, q, new)], spec)[-1]
         assert torch.equal(found[:, :, own], right)
 
+    memory = Memory(text, held, held + 7)
+    memory.store[:, :, held:] = new
+    monkeypatch.setattr(kernels.gpu, "runs_on", lambda device: True)
+    row_by_row = attend_in_order(q, [(memory.store[:1], memory.store[1:])], [tree], spec)
+    assert torch.equal(row_by_row[:, :, own], right), "models without tables of addresses, such as hybrids"
+
 
 def test_another_order_has_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of another size sum in another order: the comparisons above can fail."""
@@ -159,9 +166,9 @@ def test_splits_of_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
     merges."""
     for module in (gpu, pass_tables):
         monkeypatch.setattr(module, "GPU_SHORT_SPLITS", 2)
-        monkeypatch.setattr(module, "GPU_SHORT_SPLIT_TOKENS", 32)
-        monkeypatch.setattr(module, "GPU_SPLIT_TOKENS", 64)
-    assert [splits_of(length) for length in (0, 1, 32, 33, 64, 65, 128, 129)] == [0, 1, 1, 2, 2, 3, 3, 4]
+        monkeypatch.setattr(module, "GPU_SHORT_SPLIT_TOKENS", 64)
+        monkeypatch.setattr(module, "GPU_SPLIT_TOKENS", 128)
+    assert [splits_of(length) for length in (0, 1, 64, 65, 128, 129, 256, 257)] == [0, 1, 1, 2, 2, 3, 3, 4]
     generator = torch.Generator().manual_seed(1)
     text = torch.randn(2, 1, 900, 16, generator=generator)
     q = torch.randn(1, 2, 1, 16, generator=generator)

@@ -19,6 +19,7 @@ import torch
 from forerun.core import noise, top_p
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree, IntArray
+from forerun.kernels import gpu
 from forerun.kernels.attention.float64_attention import ATTEND_FLOAT64, FLOAT64_KIND
 from forerun.kernels.attention.ordered_attention import COMBINE, SCAN, AttendOp
 from forerun.kernels.attention.packed_pass import HeadShape, PackedPass, TopkTables
@@ -34,7 +35,8 @@ CACHE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.floa
 TOPK_DTYPES = (torch.float32, torch.bfloat16)
 Rows = tuple[torch.Tensor, ...]
 """Keys, values and other tensors that a cache keeps per token; tokens are dimension 2: ``[1, Hkv, m, ...]``."""
-Packings = dict[Any, PackedPass]
+Packings = dict[Any, Any]
+"""Tables of a pass by what they depend on: a ``PackedPass``, or on a GPU a ``PassDescription``."""
 
 
 class AttentionState(NamedTuple):
@@ -93,6 +95,8 @@ def attend_in_order(
     places = tuple(keys.shape[2] - len(block) for (keys, _), block in zip(rows, blocks, strict=True))
     heads = HeadShape(q.shape[1], rows[0][0].shape[1], q.shape[3], rows[0][1].shape[3])
     known = {} if packings is None else packings
+    if gpu.runs_on(q.device) and torch.float64 != q.dtype == rows[0][0].dtype:
+        return _attend_on_gpu(q, rows, [_placed(*each) for each in zip(blocks, places, strict=True)], spec, known)
     packed = known.get((heads, places))
     if packed is None:
         placed = [_placed(*each) for each in zip(blocks, places, strict=True)]
@@ -104,6 +108,33 @@ def attend_in_order(
     split = torch.split(q, packed.counts, 2)
     parts = [states_in_order(*each, spec) for each in zip(split, rows, packed.blocks, strict=True)]
     return torch.cat([merge(*states, sinks=spec.sinks) for states in parts], 2)
+
+
+def _attend_on_gpu(
+    q: torch.Tensor, rows: Sequence[Rows], blocks: Sequence[Block], spec: AttentionSpec, known: Packings
+) -> torch.Tensor:
+    """The same on a GPU, in the order in which other passes there attend; see ``kernels/gpu/attend.py``."""
+    from forerun.kernels.gpu import attend
+    from forerun.kernels.gpu.pass_tables import PassDescription, PassTables
+
+    q, *kv = (_numbers_side_by_side(t) for t in (q, *(t for each in rows for t in each[:2])))
+    keys, values = kv[0], kv[1]
+    addresses = np.array([t.data_ptr() for t in kv], np.int64).reshape(1, len(rows), 2)
+    strides = np.array([t.stride()[1:3] for t in kv], np.int64).reshape(1, len(rows), 4)
+    group = q.shape[1] // keys.shape[1]
+    key = group, *((block.start, len(block)) for block in blocks)
+    if key not in known:
+        positions = np.concatenate([block.positions for block in blocks])
+        known[key] = PassDescription(blocks, addresses, strides, positions, group)
+    batch = known[key].moved(addresses, strides)
+    places = PassTables(batch.sizes, q.device, batch.aligned)
+    places.fill(batch)
+    how = spec.scaling, spec.window, spec.softcap, spec.sinks
+    return attend.attend(0, q, keys.shape[1], values.shape[3], places, how)
+
+
+def _numbers_side_by_side(t: torch.Tensor) -> torch.Tensor:
+    return t if t.stride(3) == 1 else t.contiguous()
 
 
 def attend_topk(q: torch.Tensor, rows: Rows, block: Block, topk: IntArray, spec: AttentionSpec) -> torch.Tensor:

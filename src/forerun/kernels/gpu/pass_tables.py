@@ -7,6 +7,7 @@ tiles are empty.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from forerun.core.block import Block
 from forerun.core.tree import IntArray
 from forerun.kernels.attention.packed_pass import wanted_tokens
 
-GPU_BLOCK_TOKENS = 32
+GPU_BLOCK_TOKENS = 64
 """Positions of a block. A tree's own keys begin at one."""
 GPU_COMBINE_QUERIES = 16
 """Queries of a small tile: the least that a tensor core takes."""
@@ -31,7 +32,7 @@ GPU_SHORT_SPLITS = 16
 GPU_SPLIT_TOKENS = 1024
 """Positions of a later split: a multiple of the others. At position 122,000 there are then 132 splits to be merged, and
 the states of a pass over 16 tokens are a sixteenth of the keys and values that it reads."""
-RECORDED_OWN_KEYS = 96
+RECORDED_OWN_KEYS = 128
 """The most keys that only one token of a recorded pass sees: those of a block, and of a draft of 64 tokens."""
 TABLE_ALIGNMENT = 16
 """Bytes. Tables and rows begin at multiples of it, as Triton compiles a kernel anew for a pointer that does not."""
@@ -176,7 +177,7 @@ class PassDescription:
         counts = np.array([len(block) for block in blocks])
         tile = GPU_COMBINE_QUERIES if counts.max() * group <= GPU_COMBINE_QUERIES else GPU_TILE_QUERIES
         self.group = group
-        self.aligned = not ((addresses % TABLE_ALIGNMENT).any() or (strides % TABLE_ALIGNMENT).any())
+        self.aligned = _are_aligned(addresses, strides)
         ends, tiles = np.cumsum(counts), -(-counts * group // tile)
         parts = [_described(row, block) for row, block in enumerate(blocks)]
         tokens = np.concatenate([part for part, _ in parts])
@@ -197,6 +198,17 @@ class PassDescription:
         self.sizes = TableSizes(
             len(addresses), len(blocks), len(tokens), int(tiles.sum()), tile, most + most % 2, count, splits
         )
+
+    def moved(self, addresses: IntArray, strides: IntArray) -> PassDescription:
+        """The same pass over rows that lie elsewhere."""
+        other = copy.copy(self)
+        other.tables = self.tables | {"addresses": addresses, "strides": strides}
+        other.aligned = _are_aligned(addresses, strides)
+        return other
+
+
+def _are_aligned(addresses: IntArray, strides: IntArray) -> bool:
+    return not ((addresses % TABLE_ALIGNMENT).any() or (strides % TABLE_ALIGNMENT).any())
 
 
 def splits_of(length: int) -> int:
