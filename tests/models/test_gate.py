@@ -111,6 +111,33 @@ def test_a_router_may_choose_otherwise_on_some_texts_only(
     assert "0.2" in str(gate._reason_in_numbers(scorer.Scorer(tiny("llama"))))
 
 
+class RoundingChunks(scorer.Scorer):
+    """Off by ``errors`` (relative) where it reads whole chunks and elsewhere."""
+
+    errors = (0.0, 0.0)
+
+    def score(self, blocks: Any, caches: Any) -> list[torch.Tensor]:
+        noise = torch.Generator().manual_seed(int(blocks[0].whole_chunk))
+        (logits,) = super().score(blocks, caches)
+        other = torch.randn(logits.shape, generator=noise, dtype=torch.float64)
+        return [logits + other * logits.norm() / other.norm() * self.errors[not blocks[0].whole_chunk]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "errors", "passes"),
+    [
+        (torch.bfloat16, (0.04, 0.04), True),  # of each other they are off by more than 5 %
+        (torch.bfloat16, (0.15, 0.04), False),
+        (torch.float32, (0.04, 0.04), False),
+    ],
+)
+def test_chunks_and_other_passes_round_as_much(dtype: torch.dtype, errors: tuple[float, float], passes: bool) -> None:
+    read = RoundingChunks(copy.deepcopy(tiny("llama")).to(dtype))
+    read.prompt_chunk, read.errors = 8, errors
+    reason = gate._reason_in_chunk(read)
+    assert (reason is None) == passes, reason
+
+
 def test_a_bidirectional_model_fails_the_self_test() -> None:
     shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
     model = build("BertLMHeadModel", initializer_range=0.3, **shape)

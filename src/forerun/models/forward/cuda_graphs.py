@@ -4,8 +4,6 @@ A recording reads its input from tables that stay where they are, so sizes are r
 tokens and of rows, and powers of four of the text's splits (``TableSizes.rounded``). All else that differs between
 passes is read on the device. So there is a bound on recordings, and none is made twice. A recording is made when a size
 comes for the second time. It takes as long as some passes; the first one compiles.
-
-The logic has run on a CPU, with a recording that runs the pass again. CUDA's graphs have not run.
 """
 
 from __future__ import annotations
@@ -108,7 +106,8 @@ class GraphCache(Generic[Result]):
         try:
             replay, result = self._recorder.record(lambda: self._run(places))
         except RuntimeError as error:
-            log.warning("this model's passes cannot be recorded as CUDA graphs, so they are slower: %s", error)
+            reason = str(error).partition("\n")[0]
+            log.warning("this model's passes cannot be recorded as CUDA graphs, so they are slower: %s", reason)
             self._refused = True
             return None
         return _Recording(places, replay, result)
