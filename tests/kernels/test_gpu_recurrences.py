@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from support.tiny import HYBRIDS, PROMPTS, build
-from support.triton_products import interpret_products
+from support.triton_products import interpret_products, interpret_quickly
 
 from forerun.engine.engine import Engine
 from forerun.kernels import gpu
@@ -36,6 +36,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret_products(monkeypatch)
+    interpret_quickly(monkeypatch)
     monkeypatch.setattr(gpu, "runs_on", lambda device: True)
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from support import tiny
 from support.away import READS
-from support.triton_products import interpret_products
+from support.triton_products import interpret_products, interpret_quickly
 
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
@@ -47,6 +47,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Take the way of GPUs on a CPU; the passes that were recorded."""
     recorded: list[int] = []
     interpret_products(monkeypatch)
+    interpret_quickly(monkeypatch)
 
     class Again:
         def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:

@@ -19,7 +19,6 @@ from triton.compiler import ASTSource
 from forerun.kernels.gpu import attend, decoder_ops, linear, recurrences, scan
 from forerun.kernels.gpu.linear import LINEAR_TILES
 from forerun.kernels.gpu.pass_tables import (
-    GPU_BLOCK_TOKENS,
     GPU_COMBINE_QUERIES,
     GPU_SHORT_SPLIT_TOKENS,
     GPU_SHORT_SPLITS,
@@ -43,7 +42,8 @@ def code(kernel: Any, capability: int, constants: dict[str, object], warps: int 
     """What a kernel's code has, given the types of its arguments that are no 32-bit integers."""
     known = TABLES | FLOATS | types
     signature = {name: known.get(name, "i32") for name in kernel.arg_names}
-    constants = constants | {name: value for name, value in SINGLE.items() if name in kernel.arg_names}
+    always = SINGLE | {"PARTS_AHEAD": decoder_ops.PARTS_AHEAD}
+    constants = constants | {name: value for name, value in always.items() if name in kernel.arg_names}
     signature |= dict.fromkeys(constants, "constexpr")
     attributes = {
         (place,): [["tt.divisibility", 16]]
@@ -99,17 +99,19 @@ def all_codes(capability: int, kind: str) -> dict[str, Any]:
                    "GPU_LINEAR_COLUMNS": linear.GPU_LINEAR_COLUMNS}  # fmt: skip
             name = f"sums {tile.tokens} {'alone' if alone else 'in turn'}"
             found[name] = code(linear._sums, capability, cut, tile.warps, 4, **own, y="*fp32")
-    wide = {"DIM": 128, "OUT_DIM": 128, "WIDE": 128, "ALIGNED": True, "GPU_BLOCK_TOKENS": GPU_BLOCK_TOKENS, **CUTS}
+    row_bytes = 128 * (4 if kind == "fp32" else 2)
+    cut = {"GPU_BLOCK_TOKENS": attend.block_tokens(row_bytes), **CUTS}
+    wide, stages = {"DIM": 128, "OUT_DIM": 128, "WIDE": 128, "ALIGNED": True, **cut}, attend.pipeline_stages(row_bytes)
     for tile in (GPU_COMBINE_QUERIES, GPU_TILE_QUERIES):
         for merging in (False, True):
             how = {"TILE": tile, "MERGING": merging, "SOFTCAP": False, **wide}
             name = f"{tile} {'merging' if merging else 'spread'}"
             found[f"scan {name}"] = code(
-                attend._scan, capability, how | {"OUT_WIDE": 128}, attend.scan_warps(tile), **own
+                attend._scan, capability, how | {"OUT_WIDE": 128}, attend.scan_warps(tile, merging), stages, **own
             )
             more = {"OUT_WIDE": attend.GPU_COMBINE_NUMBERS, "GPU_COMBINE_QUERIES": GPU_COMBINE_QUERIES,
                     "GPU_COMBINE_SPLITS": attend.GPU_COMBINE_SPLITS, "SINKS": True}  # fmt: skip
-            found[f"combine {name}"] = code(attend._combine, capability, how | more, **own, y=f"*{kind}")
+            found[f"combine {name}"] = code(attend._combine, capability, how | more, stages=stages, **own, y=f"*{kind}")
     norms = {"ADDED": True, "BIAS": False, "AFTER": True, "BEFORE": True, "AFTER_OFFSET": 1, "BEFORE_OFFSET": 0}
     kinds = {"after": f"*{kind}", "before": f"*{kind}", "y": f"*{kind}", "x": "*fp32"}
     found["add and norm"] = code(decoder_ops._add_norm, capability, norms | {"WIDE": 4096}, 8, **own | kinds)

@@ -25,3 +25,11 @@ def interpret_products(patch: pytest.MonkeyPatch) -> None:
         return TensorHandle(np.add.reduce(products, -2) + d.data, d.dtype.scalar)  # one column after the other
 
     patch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+def interpret_quickly(patch: pytest.MonkeyPatch) -> None:
+    """Let kernels load one thing after the other, which changes no bit: the interpreter does nothing ahead."""
+    from forerun.kernels.gpu import attend, decoder_ops
+
+    patch.setattr(attend, "GPU_COMBINE_SPLITS", 1)
+    patch.setattr(decoder_ops, "PARTS_AHEAD", 1)

@@ -1,7 +1,6 @@
 """Kernels for GPUs in Triton: linear layers, means and attention in one fixed order, over rows that keep their memory.
 
-They have run in Triton's interpreter, and compile for the processors that ``docs/how-it-works.md`` names. They have not
-run on a GPU.
+They run on a GPU, and for tests in Triton's interpreter. ``docs/how-it-works.md`` says which GPUs ran them.
 """
 
 from __future__ import annotations

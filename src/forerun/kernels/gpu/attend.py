@@ -11,8 +11,6 @@ rows of a batch share two calls:
   some numbers of a head's output.
 
 Rows keep their own memory: a table has its addresses.
-
-This has run in Triton's interpreter only; it has not run on a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from forerun.kernels.gpu.pass_tables import (
     PassTables,
 )
 
-GPU_ATTENTION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GPU_COMBINE_NUMBERS = 32
 """Numbers of a head's output that a program combines."""
 GPU_COMBINE_SPLITS = 8
@@ -44,11 +41,6 @@ MERGING_PROGRAMS = 512
 
 Spec = tuple[float, int | None, float | None, torch.Tensor | None]
 """Scaling, window, soft cap and sinks, as in ``AttentionSpec``."""
-
-
-def attends(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether ``attend`` can compute attention of these ``[1, H, n, d]``."""
-    return q.dtype in GPU_ATTENTION_DTYPES and q.dtype == k.dtype == v.dtype
 
 
 def store(layer: int, k: torch.Tensor, v: torch.Tensor, places: PassTables) -> None:
@@ -86,23 +78,29 @@ def attend(layer: int, q: torch.Tensor, kv_heads: int, out_dim: int, places: Pas
     queries = (q, places.addresses[layer], places.strides[layer], places.tokens, places.rows, state, sums, q.stride(1),
                q.stride(2), scaling / math.log(2), window or 0, softcap or 0.0, group, splits)  # fmt: skip
     widths = (dim, out_dim, _width(dim), _width(out_dim))
-    how = (softcap is not None, places.aligned, size.tile, GPU_BLOCK_TOKENS)
-    stages = pipeline_stages(_width(max(dim, out_dim)) * q.element_size())
+    row_bytes = _width(max(dim, out_dim)) * q.element_size()
+    how = (softcap is not None, places.aligned, size.tile, block_tokens(row_bytes))
+    stages = pipeline_stages(row_bytes)
     cuts = (GPU_SHORT_SPLIT_TOKENS, GPU_SHORT_SPLITS, GPU_SPLIT_TOKENS)
     if size.splits:
         spread = 1 if merging else min(size.splits, max(1, SCAN_PROGRAMS // (size.tiles * kv_heads)))
         _scan[(size.tiles, kv_heads, spread)](
             *queries, places.tiles, merging, *widths, *how, *cuts, enable_fp_fusion=False,
-            num_warps=scan_warps(size.tile), num_stages=stages,
+            num_warps=scan_warps(size.tile, merging), num_stages=stages,
         )  # fmt: skip
     floats = None if sinks is None else sinks.detach().float().contiguous()
     part = min(GPU_COMBINE_NUMBERS, _width(out_dim))
     _combine[(n, kv_heads * triton.cdiv(group, GPU_COMBINE_QUERIES), triton.cdiv(out_dim, part))](
         *queries, places.own, size.own, kv_heads, q if floats is None else floats, floats is not None, out, merging,
-        dim, out_dim, _width(dim), part, *how, GPU_COMBINE_QUERIES, GPU_COMBINE_SPLITS, *cuts, enable_fp_fusion=False,
-        num_stages=stages,
+        dim, out_dim, _width(dim), part, *how, GPU_COMBINE_QUERIES, GPU_COMBINE_SPLITS, *cuts,
+        enable_fp_fusion=False, num_stages=stages,
     )  # fmt: skip
     return out.transpose(0, 1)[None]
+
+
+def block_tokens(row_bytes: int) -> int:
+    """Keys of a block, given the bytes of one: fewer where they would not fit the shared memory."""
+    return GPU_BLOCK_TOKENS if row_bytes <= 256 else GPU_BLOCK_TOKENS // 2
 
 
 def pipeline_stages(row_bytes: int) -> int:
@@ -111,9 +109,10 @@ def pipeline_stages(row_bytes: int) -> int:
     return 3 if row_bytes <= 256 else 2 if row_bytes <= 512 else 1
 
 
-def scan_warps(tile: int) -> int:
-    """Warps of a scan's program: twice as many for a large tile, whose state would not fit their registers."""
-    return 4 if tile == GPU_COMBINE_QUERIES else 8
+def scan_warps(tile: int, merging: bool) -> int:
+    """Warps of a scan's program: twice as many for a large tile with two states, which would not fit their registers.
+    With one state that takes twice as long (H200, 64 queries, 122,000 keys)."""
+    return 8 if merging and tile != GPU_COMBINE_QUERIES else 4
 
 
 def _width(dim: int) -> int:
@@ -302,7 +301,8 @@ def _combine(
 ):  # fmt: skip
     """One token's heads of a group, ``OUT_WIDE`` numbers of each: its splits in order, its own keys, and the division.
 
-    ``TILE`` is that of the scan.
+    ``TILE`` is that of the scan. Maxima and sums of splits are loaded once for each number of the output: then merging
+    needs no exchange between threads.
     """
     token = tl.program_id(0).to(tl.int64)
     head, first = tl.program_id(1) % kv_heads, tl.program_id(2) * OUT_WIDE
@@ -316,7 +316,10 @@ def _combine(
     tile = tl.load(rows + row * 3 + 2) + query // TILE
     place = (tile * kv_heads + head) * splits
     numbers = (dv < OUT_DIM)[None, :]
-    top, total, out = _nothing(GPU_COMBINE_QUERIES, OUT_WIDE)
+    lane = (query % TILE)[:, None] + (dv * 0)[None, :]
+    tops = tl.full((GPU_COMBINE_QUERIES, OUT_WIDE), -3e38, tl.float32)
+    totals = tl.zeros((GPU_COMBINE_QUERIES, OUT_WIDE), tl.float32)
+    out = totals
     whole = _split_of(base, SHORT, SHORTS, LONG)
     partial = real & (member * 0 + base > tl.maximum(_split_begin(whole, SHORT, SHORTS, LONG), start))
     skipped = _split_of(start, SHORT, SHORTS, LONG)
@@ -325,11 +328,15 @@ def _combine(
         skipped, whole, after = 0, (skipped < whole).to(tl.int64), 1
     for at in range(skipped, whole, GPU_COMBINE_SPLITS):
         for i in tl.static_range(GPU_COMBINE_SPLITS):
-            here = real & (member * 0 + at + i < whole)
-            top, total, out = _merge(
-                top, total, out, *_kept(state, sums, place + at + i, query % TILE, here, dv, numbers, OUT_DIM, TILE)
-            )
-    top2, total2, out2 = _kept(state, sums, place + after, query % TILE, partial, dv, numbers, OUT_DIM, TILE)
+            here = (real & (member * 0 + at + i < whole))[:, None] & numbers
+            top2, total2, out2 = _kept(state, sums, (place + at + i)[:, None], lane, here, dv[None, :], OUT_DIM, TILE)
+            highest = tl.maximum(tops, top2)
+            one, two = tl.exp2(tops - highest), tl.exp2(top2 - highest)
+            tops, totals, out = highest, totals * one + total2 * two, out * one + out2 * two
+    top, total = tl.max(tops, 1), tl.max(totals, 1)
+    here = partial[:, None] & numbers
+    tops, totals, out2 = _kept(state, sums, (place + after)[:, None], lane, here, dv[None, :], OUT_DIM, TILE)
+    top2, total2 = tl.max(tops, 1), tl.max(totals, 1)
     if base <= position:
         queries = tl.load(
             q + (head * group + member)[:, None] * q_head + token * q_token + d[None, :],
@@ -359,8 +366,8 @@ def _combine(
 
 
 @triton.jit
-def _kept(state, sums, place, lane, mask, dv, numbers, OUT_DIM: tl.constexpr, TILE: tl.constexpr):
-    """A state that a scan kept; that of nothing where there is none."""
-    out = tl.load(state + (place * TILE + lane)[:, None] * OUT_DIM + dv[None, :], mask[:, None] & numbers, 0.0)
+def _kept(state, sums, place, lane, mask, dv, OUT_DIM: tl.constexpr, TILE: tl.constexpr):
+    """A state that a scan kept, all of it ``[queries, numbers]``; that of nothing where there is none."""
+    out = tl.load(state + (place * TILE + lane) * OUT_DIM + dv, mask, 0.0)
     top = tl.load(sums + place * 2 * TILE + lane, mask, -3e38)
     return top, tl.load(sums + place * 2 * TILE + TILE + lane, mask, 0.0), out

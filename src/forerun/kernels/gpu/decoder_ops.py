@@ -2,8 +2,6 @@
 
 Each kernel begins where a product ends: it adds the parts of the product in order (``linear.sums``), so that no kernel
 does only that. Every program works on one token, so a token's bits do not depend on what shares the pass.
-
-This has run in Triton's interpreter only; it has not run on a GPU.
 """
 
 from __future__ import annotations
@@ -20,6 +18,8 @@ GATE_COLUMNS = 1024
 """Numbers of a gated row that a program works out."""
 NORM_WARPS = 8
 """Warps of a program that norms a whole row."""
+PARTS_AHEAD = 8
+"""Parts of a product that are loaded before any of them is added: a load takes as long as hundreds of sums."""
 
 
 class Summands(NamedTuple):
@@ -89,7 +89,8 @@ def add_norm(
     _add_norm[(n,)](
         x, parts, len(parts), parts.stride(0), x if bias is None else bias, one.weight, two.weight, y, columns, factor,
         one.eps, two.eps, added is not None, bias is not None, after is not None, before is not None, one.offset,
-        two.offset, triton.next_power_of_2(columns), enable_fp_fusion=False, num_warps=NORM_WARPS,
+        two.offset, triton.next_power_of_2(columns), PARTS_AHEAD, enable_fp_fusion=False,
+        num_warps=NORM_WARPS,
     )  # fmt: skip
     return y
 
@@ -125,7 +126,7 @@ def rotate_and_store(
         parts, len(parts), parts.stride(0), width, parts if bias is None else bias, q_norm.weight, k_norm.weight,
         parts if how.cos is None else how.cos, parts if how.sin is None else how.sin, q, places.addresses[layer],
         places.strides[layer], places.tokens, q_norm.eps, how.heads, how.kv_heads, how.dim, half, q_norm.offset,
-        bias is not None, how.q_norm is not None, triton.next_power_of_2(how.dim),
+        bias is not None, how.q_norm is not None, triton.next_power_of_2(how.dim), PARTS_AHEAD,
         enable_fp_fusion=False, num_warps=1,
     )  # fmt: skip
     return q.transpose(0, 1)[None]
@@ -139,17 +140,19 @@ def gate(gate_up: Summands, silu: bool, dtype: torch.dtype) -> torch.Tensor:
     y = torch.empty(n, inner, dtype=dtype, device=parts.device)
     _gate[(n, triton.cdiv(inner, GATE_COLUMNS))](
         parts, len(parts), parts.stride(0), parts if bias is None else bias, y, inner, bias is not None,
-        silu, GATE_COLUMNS, enable_fp_fusion=False,
+        silu, GATE_COLUMNS, PARTS_AHEAD, enable_fp_fusion=False,
     )  # fmt: skip
     return y
 
 
 @triton.jit
-def _summed(parts, count, step, bias, at, inside, here, BIAS: tl.constexpr):
+def _summed(parts, count, step, bias, at, inside, here, BIAS: tl.constexpr, PARTS_AHEAD: tl.constexpr):
     """A product's numbers at columns ``at`` of the row that begins at ``here``."""
     total = at * 0.0
-    for part in range(count):
-        total += tl.load(parts + part * step + here + at, inside, 0.0).to(tl.float32)
+    for first in range(0, count, PARTS_AHEAD):
+        for i in tl.static_range(PARTS_AHEAD):
+            there = inside & (at * 0 + first + i < count)
+            total += tl.load(parts + (first + i) * step + here + at, there, 0.0).to(tl.float32)
     if BIAS:
         total += tl.load(bias + at, inside, 0.0).to(tl.float32)
     return total
@@ -165,14 +168,14 @@ def _scale(y, columns, eps):
 def _add_norm(
     x, parts, count, step, bias, after, before, y, columns, factor, after_eps, before_eps, ADDED: tl.constexpr,
     BIAS: tl.constexpr, AFTER: tl.constexpr, BEFORE: tl.constexpr, AFTER_OFFSET: tl.constexpr,
-    BEFORE_OFFSET: tl.constexpr, WIDE: tl.constexpr,
+    BEFORE_OFFSET: tl.constexpr, WIDE: tl.constexpr, PARTS_AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One token."""
     here, at = tl.program_id(0).to(tl.int64) * columns, tl.arange(0, WIDE)
     inside = at < columns
     stream = tl.load(x + here + at, inside, 0.0)
     if ADDED:
-        added = _summed(parts, count, step, bias, at, inside, here, BIAS)
+        added = _summed(parts, count, step, bias, at, inside, here, BIAS, PARTS_AHEAD)
         if AFTER:
             weight = tl.load(after + at, inside, 0.0).to(tl.float32) + AFTER_OFFSET
             added = added * _scale(added, columns, after_eps) * weight
@@ -198,18 +201,18 @@ def _norm_columns(x, w, first, row, columns, eps, OFFSET: tl.constexpr, WIDE: tl
 def _rotate_and_store(
     parts, count, step, width, bias, q_norm, k_norm, cos, sin, q, addresses, strides, tokens, eps, heads, kv_heads,
     DIM: tl.constexpr, HALF: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, PARTS_AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One head of one token: a query, a key or a value."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, WIDE)
     inside, here = at < DIM, token * width
-    number = _summed(parts, count, step, bias, head * DIM + at, inside, here, BIAS)
+    number = _summed(parts, count, step, bias, head * DIM + at, inside, here, BIAS, PARTS_AHEAD)
     if head < heads + kv_heads:
         other_at = tl.where(at < HALF, at + HALF, tl.where(at < 2 * HALF, at - HALF, at))
         other = number
         if HALF > 0:
-            other = _summed(parts, count, step, bias, head * DIM + other_at, inside, here, BIAS)
+            other = _summed(parts, count, step, bias, head * DIM + other_at, inside, here, BIAS, PARTS_AHEAD)
         if NORM:
             scale = _scale(number, DIM, eps)
             number = number * scale * _head_weight(q_norm, k_norm, at, inside, head < heads, OFFSET)
@@ -240,14 +243,15 @@ def _head_weight(q_norm, k_norm, at, inside, is_query, OFFSET: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "step"])
 def _gate(
-    parts, count, step, bias, y, inner, BIAS: tl.constexpr, SILU: tl.constexpr, GATE_COLUMNS: tl.constexpr
+    parts, count, step, bias, y, inner, BIAS: tl.constexpr, SILU: tl.constexpr, GATE_COLUMNS: tl.constexpr,
+    PARTS_AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Some numbers of one token."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * GATE_COLUMNS + tl.arange(0, GATE_COLUMNS)
     inside, here = at < inner, token * 2 * inner
-    g = _summed(parts, count, step, bias, at, inside, here, BIAS)
-    up = _summed(parts, count, step, bias, at + inner, inside, here, BIAS)
+    g = _summed(parts, count, step, bias, at, inside, here, BIAS, PARTS_AHEAD)
+    up = _summed(parts, count, step, bias, at + inner, inside, here, BIAS, PARTS_AHEAD)
     if SILU:
         active = g / (1.0 + tl.exp(-g))
     else:

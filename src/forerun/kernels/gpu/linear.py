@@ -7,8 +7,6 @@ the same. The idea is that of ``batch_invariant_ops`` (Thinking Machines, 2025).
 
 Tiles have 16, 32 or 64 tokens. All of them take the same instruction of the tensor cores, which a test reads in the
 compiled code, and so sum in the same order.
-
-This has run in Triton's interpreter only; it has not run on a GPU.
 """
 
 from __future__ import annotations
@@ -85,7 +83,8 @@ def sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     parts = x.new_empty(pieces if alone else 1, n, outs, dtype=torch.float32)
     _sums[(triton.cdiv(n, tile.tokens), triton.cdiv(outs, OUTPUTS), len(parts))](
         x, weight, parts, n, outs, columns, *x.stride(), *weight.stride(), alone, tile.tokens, OUTPUTS, STEP,
-        GPU_LINEAR_COLUMNS, enable_fp_fusion=False, num_warps=tile.warps, num_stages=4 if x.element_size() == 2 else 2,
+        GPU_LINEAR_COLUMNS, enable_fp_fusion=False, num_warps=tile.warps,
+        num_stages=4 if x.element_size() == 2 else 2,
     )  # fmt: skip
     return parts
 

@@ -7,8 +7,6 @@ its ancestors alone, and the order of the sums on the layer alone: a token's bit
 The order in which ``tl.sum`` adds depends on how Triton lays numbers out, and that on what it knows of a kernel's
 arguments. So it is told nothing of their alignment, and a text begins with a state of zeros: there is one kernel for a
 layer, and one order.
-
-This has run in Triton's interpreter only; it has not run on a GPU.
 """
 
 from __future__ import annotations
