@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -138,6 +139,7 @@ def measure(name: str, bench: GpuBench, out: Path) -> PartRecord:
                 record.write(out, name)
         record.whole = bool(record.rows)
     except Exception as error:  # whatever a library raises is no reason to lose the other parts
+        traceback.print_exc()  # to the part's log
         first = (str(error).splitlines() or [""])[0]
         bench.skipped[name] = f"{type(error).__name__}: {first}"
     record.write(out, name)
@@ -164,11 +166,17 @@ def _command(name: str, bench: GpuBench, out: Path) -> list[Row]:
         return []
     arguments = [*(command.arguments if bench.on_gpu else command.smallest), "--out", str(out / name)]
     if name.startswith(("tasks", "server")):
-        arguments += bench.sources
+        arguments += _sources(bench, chats=not name.endswith("-bundled"))
     status = app(arguments, standalone_mode=False)
     if status:
         raise RuntimeError(f"exit status {status}; see its output in {out / 'logs' / name}.log")
     return command_rows(name, out)
+
+
+def _sources(bench: GpuBench, chats: bool) -> Sequence[str]:
+    """Arguments for what tasks are drawn from; functions to complete are for models that chat."""
+    place = bench.sources.index("--code") if "--code" in bench.sources and not chats else len(bench.sources)
+    return [*bench.sources[:place], *bench.sources[place + 2 :]]
 
 
 def command_rows(name: str, out: Path) -> list[Row]:

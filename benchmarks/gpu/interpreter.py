@@ -40,7 +40,7 @@ def gpu_code(device: torch.device) -> Iterator[None]:
         yield
         return
     try:
-        from forerun.kernels.gpu import attend
+        from forerun.kernels.gpu import attend, decoder_ops
         from forerun.models.forward import cuda_graphs, gpu_scorer
     except ImportError as error:
         raise ValueError("there is no GPU, and no Triton to interpret its kernels: pip install triton") from error
@@ -58,6 +58,7 @@ def gpu_code(device: torch.device) -> Iterator[None]:
             (pass_timing, "MAX_ROUNDS", 1),
             (attend, "SCAN_PROGRAMS", 1),
             (attend, "GPU_COMBINE_SPLITS", 1),
+            (decoder_ops, "PARTS_AHEAD", 1),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         yield

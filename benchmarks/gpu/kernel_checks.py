@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,7 +12,10 @@ from torch.nn import functional
 from benchmarks.capacity.shapes import ModelShape
 from benchmarks.long_context.rows import Row
 from forerun.core.block import Block
-from forerun.core.tree import DraftTree
+from forerun.core.tree import DraftTree, IntArray
+from forerun.kernels.recurrent.gated_states import GatedShape, run_states
+from forerun.kernels.recurrent.short_convolution import convolve
+from forerun.kernels.recurrent.token_order import TokenOrder
 
 
 def product(shape: ModelShape, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Row:
@@ -45,6 +49,79 @@ def attention(shape: ModelShape, context: int, sizes: Sequence[int], dtype: torc
     seen = torch.ones(count, context + count, dtype=torch.bool, device=device).tril(context)
     right = functional.scaled_dot_product_attention(q.double(), keys, values, seen, scale=size**-0.5)
     return _row(f"attention at {context:,} tokens", dtype, whole, right, same)
+
+
+RECURRENCES = {
+    "short convolution": None,
+    "gated delta rule": GatedShape(16, 32, 128, 128, 1, True, True, 128**-0.5),
+    "gated delta rule, a gate per channel": GatedShape(16, 16, 128, 128, 128, True, True, 128**-0.5),
+    "Mamba-2": GatedShape(1, 48, 128, 64, 1, False, False, 1.0),
+}
+"""As in Qwen3.5, Kimi Linear and Granite 4 H; the convolution is LFM2's."""
+CONVOLVED_CHANNELS, CONVOLVED_TAPS = 2048, 3
+RECURRENT_TREE = np.array([-1, 0, 1, 2, 2, 1, 5, 0, 7, 3, 3, 4, 8])
+"""Parents: among them a branch, a sibling whose parent is far back, a leaf, and a parent of three."""
+
+
+def recurrence(name: str, device: torch.device, divisor: int = 1) -> Row:
+    """A recurrent layer over a tree, beside float64 on the CPU, and each node alone with its ancestors.
+
+    Args:
+        name: of ``RECURRENCES``.
+        divisor: of heads and channels, where the interpreter is too slow for all of them.
+    """
+    shape = RECURRENCES[name]
+    if shape is None:
+        inputs = _convolution_inputs(CONVOLVED_CHANNELS // divisor)
+        run = _convolve
+    else:
+        shape = shape._replace(key_heads=-(-shape.key_heads // divisor), heads=-(-shape.heads // divisor))
+        inputs = _state_inputs(shape)
+        run = partial(_run_states, shape)
+    there = [each.to(device) for each in inputs]
+    whole = run(there, RECURRENT_TREE)
+    right = run([each.double() for each in inputs], RECURRENT_TREE)
+    same = all(
+        torch.equal(run([there[0][path], there[1][path], *there[2:]], np.arange(-1, len(path) - 1))[-1], whole[node])
+        for node, path in enumerate(map(_path_to, range(len(RECURRENT_TREE))))
+    )
+    return _row(name, torch.float32, whole.cpu(), right, same)
+
+
+def _path_to(node: int) -> list[int]:
+    """A node of the tree with its ancestors, in order."""
+    path = [node]
+    while RECURRENT_TREE[path[0]] >= 0:
+        path.insert(0, int(RECURRENT_TREE[path[0]]))
+    return path
+
+
+def _state_inputs(shape: GatedShape) -> list[torch.Tensor]:
+    """Rows, queries and a state."""
+    rows = _random(len(RECURRENT_TREE), shape.row_width)
+    gates = shape.key_heads * shape.dim + shape.heads * shape.out_dim
+    rows[:, gates : gates + shape.heads * shape.gates].abs_().neg_()  # logarithms of decays
+    return [rows, _random(len(rows), shape.key_heads, shape.dim), _random(shape.heads, shape.dim, shape.out_dim)]
+
+
+def _run_states(shape: GatedShape, inputs: Sequence[torch.Tensor], parents: IntArray) -> torch.Tensor:
+    rows, q, state = inputs
+    order = TokenOrder.of(parents, {}, rows.device)
+    return run_states(shape, rows.contiguous(), q.contiguous(), state, state[None, :0], order)
+
+
+def _convolution_inputs(channels: int) -> list[torch.Tensor]:
+    """Tokens of the tree, tokens before it (those of a row are the same), and weights."""
+    n = len(RECURRENT_TREE)
+    before, weights = _random(CONVOLVED_TAPS - 1, channels), _random(CONVOLVED_TAPS, channels)
+    return [_random(n, channels), torch.zeros(n, 0), before, weights]
+
+
+def _convolve(inputs: Sequence[torch.Tensor], parents: IntArray) -> torch.Tensor:
+    tokens, _, before, weights = inputs
+    first = len(before)
+    above = torch.from_numpy(np.concatenate((np.arange(-1, first - 1), parents + first))).to(tokens.device)
+    return convolve(torch.cat((before, tokens)), weights, None, above, first)
 
 
 def _attend(q: torch.Tensor, text: torch.Tensor, context: int) -> torch.Tensor:

@@ -42,6 +42,8 @@ def kernels(bench: GpuBench) -> Iterator[Row]:
         yield kernel_checks.mean(shape, bench.passes, dtype, bench.device)
         for context in bench.contexts[:2]:
             yield kernel_checks.attention(shape, context, bench.passes, dtype, bench.device)
+    for name in kernel_checks.RECURRENCES:
+        yield kernel_checks.recurrence(name, bench.device, 1 if bench.on_gpu else 16)
 
 
 def exactness(bench: GpuBench) -> Iterator[Row]:

@@ -131,12 +131,15 @@ def random_prompt(
     given."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocabulary, (length,), generator=generator)
-    sample = FullCache(1)
+    sample, kept = FullCache(1), scorer.queries_from
     scorer.keep_queries(0)
     block = Block(tokens[:1].numpy(), DraftTree.empty(), 0)
     scorer.score([block], [sample])
     sample.commit(block, [])
+    scorer.queries_from = kept
     cache = cache or FullCache(length + room)
+    layers = list(sample.layers)
+    cache.addressed(layers, sample.read(layers[0], 0, 1)[0], 0)  # all layers' memory in one piece, as passes want it
     while cache.length < length - 1:  # in parts: all at once would take twice the memory
         count = min(READ, length - 1 - cache.length)
         cache.extend({layer: _random_rows(sample, layer, count) for layer in sample.layers})
