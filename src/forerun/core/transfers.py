@@ -5,7 +5,7 @@ are made there, whether a walk will come by or not, and read together, for all r
 needs the ids before a choice (penalties, grammars), the logits are brought to the CPU in one piece, and walked there.
 A sampler with processors that may hold something on the model's device chooses there, node by node.
 
-On a CPU nothing of this happens. It has not run on a GPU.
+On a CPU nothing of this happens.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class ModelDrafter(Drafter):
 
 
 def _extend(drafts: Sequence[_Chain], logits: Sequence[torch.Tensor]) -> None:
-    """Extend every chain by a token: on a CPU one by one, elsewhere with one transfer for all (not run on a GPU)."""
+    """Extend every chain by a token: on a CPU one by one, elsewhere with one transfer for all."""
     if not elsewhere(logits[0]):
         for draft, own in zip(drafts, logits, strict=True):
             draft.extend(own)

@@ -3,8 +3,6 @@
 The description of layers is the compiled program's (``architecture.py``). Matrices that read the same input (queries,
 keys and values; gate and up) become one product: their weights are moved once, to lie one below the other, and the
 model's modules go on with views of them. The residual stream is float32; a product's input has the weights' type.
-
-Its logic has run on a CPU, in Triton's interpreter. It has not run on a GPU.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ Caches that choose among keys (low-rank) or lie elsewhere (offloaded) take the w
 A whole chunk of a prompt has a pass of its own, in which torch's libraries compute products and attention: many times
 faster, with bits that depend on the chunk's length and place. These are the same whatever is drafted and whatever else
 is decoded, as every prompt is cut at the same places.
-
-Its logic has run on a CPU, in Triton's interpreter. It has not run on a GPU.
 """
 
 from __future__ import annotations
