@@ -22,6 +22,7 @@ from forerun.models.forward.runtime import Runtime
 from forerun.policy.calibration import LOWEST_ODDS, odds_of
 from forerun.policy.chain_acceptance import ChainAcceptance
 from forerun.policy.cost_curve import CostCurve
+from forerun.policy.exploration_budget import EXPLORATION_SHARE, EXPLORATION_START
 
 RIGHT, WRONG = 7, 9
 
@@ -40,6 +41,7 @@ class World:
         settled: what a plain pass takes behind another one.
         loaded: what one seemed to take when the model was loaded.
         slowness: by the number of the step, how many times as long everything takes.
+        said: what a drafted token adds, by the curve; by default as much as it does.
         held, stalled: passes of the target, and chains, that something else holds up, and for how long.
     """
 
@@ -58,6 +60,7 @@ class World:
     steps: int = 0
     nodes: int = 0
     quiet: int = 0
+    said: float | None = None
 
     def clock(self) -> float:
         return self.now
@@ -128,7 +131,8 @@ def decode(
     """Seconds for a text of so many tokens, all of them 7, and the chooser; ``beside``: tokens of prompts in a step."""
     trees = Branches(world) if sources.get("trees", True) else None
     chains = Levels(world) if sources.get("chains", True) else None
-    curve = CostCurve((1, 2), (1.0, 1 + world.each / world.plain), unit=world.loaded)
+    each = world.each if world.said is None else world.said
+    curve = CostCurve((1, 2), (1.0, 1 + each / world.plain), unit=world.loaded)
     inner = trees or chains
     assert inner is not None
     chooser = AdaptiveDrafter(inner, trees=trees, chains=chains, max_length=most, weight=weight)
@@ -174,6 +178,16 @@ def test_under_load_what_is_lost_beside_prompts_counts_as_well(rows: int, asking
     now, _ = decode(world, 1000, rows, beside=lambda step: 20 if step % 30 else 0)
     reading = sum(20 * world.each for step in range(world.steps) if step % 30)
     assert 1000 / (now - reading) >= 0.98
+
+
+@pytest.mark.parametrize("tokens", [48, 400])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_where_the_curve_says_too_little_the_budget_is_lost_that_many_times(tokens: int, rows: int) -> None:
+    """What drafts add is seen beside plain steps only, so these are measured first, though drafts seem to pay."""
+    said, each = 0.2, 0.5
+    world = World(each=each, said=said, loaded=1.0, hits=lambda token: uniform(0, token, Salt.ACCEPT) < 0.1)
+    now, _ = decode(world, tokens, rows, chains=False)
+    assert now - tokens <= each / said * (EXPLORATION_START + EXPLORATION_SHARE * tokens)
 
 
 def test_a_text_that_is_foreseen_goes_by_the_tree() -> None:

@@ -188,7 +188,8 @@ class AdaptiveDrafter(OuterDrafter):
         plain, alone = self._pruner.price(context)
         trees = self.trees if self._budget.affords("tree", tree_cost / alone) else None
         chains = self.chains is not None and context.decodes and max(context.cached) >= self.beyond
-        if trees is None and not chains:
+        due = context.decodes and not chains and self._timer.plain_step_due(self._pruner.gain)
+        if due or (trees is None and not chains):
             return self._rest(context)
         correction = self._timer.correction
         began = self._clock()
@@ -226,11 +227,10 @@ class AdaptiveDrafter(OuterDrafter):
         return selection.trees
 
     def _allowed(self, context: PassContext, plain: float, alone: float) -> int:
-        """Nodes of a row's tree. While trees have saved nothing they stay small, so that there are more of them."""
-        if self._budget.proven("tree"):
-            return self._nodes
+        """Nodes of a row's tree: no more than may be lost if all of them are wrong. While trees have saved nothing they
+        stay smaller, so that there are more of them."""
         passes = self._pruner.chain_passes(context, self._nodes, self._timer.correction)
-        stake = self._budget.stake("tree", 0.0)
+        stake = self._budget.left("tree") if self._budget.proven("tree") else self._budget.stake("tree", 0.0)
         return max(1, int(np.searchsorted(passes, plain + stake * alone, side="right")))
 
     def _length(self, selection: TreeSelection, spent: float) -> int | None:
@@ -310,6 +310,7 @@ class AdaptiveDrafter(OuterDrafter):
         steps = selection.steps
         if context.decodes:
             timer.record_step(selection.plain, selection.added, step.pass_seconds, not selection.nodes)
+            steps = selection.corrected(timer.correction).steps  # by what this step has shown of drafts, too
             if timer.unit:
                 steps = min(steps, step.pass_seconds / timer.unit / selection.plain)  # disturbances only ever slow it
         proposing = 0.0

@@ -16,7 +16,7 @@ Nothing here looks at a clock: for a given curve, the choice repeats exactly.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -54,6 +54,10 @@ class TreeSelection:
     alone: float
     added: float
     cost: float
+
+    def corrected(self, correction: LinearCost) -> TreeSelection:
+        """The same at what it costs by another correction."""
+        return replace(self, cost=_corrected(correction, self.plain, self.alone, self.added, self.nodes))
 
     @property
     def steps(self) -> float:
@@ -212,6 +216,11 @@ class TreePruner:
         self._tokens = MEMORY * self._tokens + tokens / len(selection.context)
         self._spent = MEMORY * self._spent + selection.steps
         return right
+
+    @property
+    def gain(self) -> float:
+        """Tokens for the cost of recent passes, by those of passes without trees."""
+        return self._tokens / self._spent
 
     def price(self, context: PassContext) -> tuple[float, float]:
         """Cost of a pass without trees, and of one that only decodes these rows."""
