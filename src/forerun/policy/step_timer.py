@@ -274,6 +274,11 @@ class StepTimer:
             self._preparing.record(tokens, seconds / self.unit)
 
     @property
+    def plain_measured(self) -> bool:
+        """Whether a plain step was measured, so that what drafts add to it can be."""
+        return self._plain_measured
+
+    @property
     def plain_known(self) -> bool:
         """Whether it is known what plain steps take."""
         return self._plain_measured or self._loaded
