@@ -159,7 +159,7 @@ def steps(bench: GpuBench) -> Iterator[Row]:
         engine = Engine(bench.shaped(name), drafter)
         prompt = np.random.default_rng(0).integers(0, engine.target.vocabulary, 12).tolist()
         options = {"max_new_tokens": 8 * bench.rounds, "eos_token_id": None}
-        for _ in range(2):  # a pass is recorded when its size comes for the second time
+        for _ in range(4):  # a pass is recorded when its size comes for the second time, and drafts grow at first
             engine.generate(prompt, **options)
         before = recordings(engine)
         with compilations() as compiled, WaitCounter(bench.device) as counter:

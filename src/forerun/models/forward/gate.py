@@ -86,7 +86,10 @@ def admit(model: PreTrainedModel, self_test: SelfTest = tested) -> Scorer:
             reason = self_test(scorer, partial(_reason_in_numbers, scorer))
             if reason is None:
                 return scorer
-            log.warning("%s does not run %s: %s", type(scorer).__name__, type(model).__name__, reason)
+            if type(scorer) is not Scorer:
+                log.warning(
+                    "%s does not run %s, so it is slower: %s", type(scorer).__name__, type(model).__name__, reason
+                )
     raise UnsupportedModelError(f"{type(model).__name__} is not supported: {reason}")
 
 
