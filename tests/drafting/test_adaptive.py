@@ -190,6 +190,14 @@ def test_where_the_curve_says_too_little_the_budget_is_lost_that_many_times(toke
     assert now - tokens <= each / said * (EXPLORATION_START + EXPLORATION_SHARE * tokens) + world.plain
 
 
+@pytest.mark.parametrize("loaded", [None, 1.0])
+def test_while_others_read_prompts_drafts_do_not_wait_for_a_plain_step(loaded: float | None) -> None:
+    """One step in thirty only decodes. The others cannot be measured as plain ones."""
+    world = World(hits=lambda token: True, loaded=loaded)
+    decode(world, 200, beside=lambda step: 20 if step % 30 else 0, chains=False)
+    assert world.steps < 30
+
+
 def test_a_text_that_is_foreseen_goes_by_the_tree() -> None:
     now, chooser = decode(World(hits=lambda token: True), 900)
     assert 900 / now > 0.97 * 9 / 1.161

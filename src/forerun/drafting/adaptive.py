@@ -188,7 +188,8 @@ class AdaptiveDrafter(OuterDrafter):
         plain, alone = self._pruner.price(context)
         trees = self.trees if self._budget.affords("tree", tree_cost / alone) else None
         chains = self.chains is not None and context.decodes and max(context.cached) >= self.beyond
-        due = not (chains or self._timer.plain_measured) and self._timer.plain_step_due(self._pruner.gain)
+        measures = context.decodes and not (chains or self._timer.plain_measured)
+        due = measures and self._timer.plain_step_due(self._pruner.gain)
         if due or (trees is None and not chains):
             return self._rest(context)
         correction = self._timer.correction
