@@ -43,8 +43,8 @@ refused with the reason.
 - **CPU**: the path in float32 and bfloat16. `program` is one [program of kernels](how-it-works.md#bits) a pass. `hooks`
   is the model's own code with Forerun's kernels inside. `recurrent` is the same, with [states that follow
   trees](how-it-works.md#recurrent-layers). Heads and layers of odd sizes take `hooks` in any family.
-- **GPU**: the path that the model's structure leads to. Tiny models of these families [ran on
-  one](how-it-works.md#on-a-gpu).
+- **GPU**: the path that the model's structure leads to. Tiny models of all but three of these
+  families [ran on one](how-it-works.md#on-a-gpu).
 - **float32**, **bfloat16**: what [the probe of exactness](how-it-works.md#bits) finds, in trees and beside another row.
 - **trie**, **draft model**: greedy text in float64, of three ragged prompts in one batch, against `generate` of
   `transformers` token for token, its recurrences in float64, too. Drafts come from the trie, and from TriForce's

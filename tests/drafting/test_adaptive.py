@@ -183,7 +183,7 @@ def test_under_load_what_is_lost_beside_prompts_counts_as_well(rows: int, asking
 @pytest.mark.parametrize("tokens", [48, 400])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_where_the_curve_says_too_little_the_budget_is_lost_that_many_times(tokens: int, rows: int) -> None:
-    """And a plain step: what drafts add is seen beside plain ones only, so one is measured."""
+    """The budget counts what the curve says. One more step is a plain one, beside which it is seen what drafts add."""
     said, each = 0.2, 0.5
     world = World(each=each, said=said, loaded=1.0, hits=lambda token: uniform(0, token, Salt.ACCEPT) < 0.1)
     now, _ = decode(world, tokens, rows, chains=False)

@@ -117,7 +117,7 @@ def _attend_on_gpu(
     from forerun.kernels.gpu import attend
     from forerun.kernels.gpu.pass_tables import PassDescription, PassTables
 
-    q, *kv = (_numbers_side_by_side(t) for t in (q, *(t for each in rows for t in each[:2])))
+    q, *kv = (contiguous_numbers(t) for t in (q, *(t for each in rows for t in each[:2])))
     keys, values = kv[0], kv[1]
     addresses = np.array([t.data_ptr() for t in kv], np.int64).reshape(1, len(rows), 2)
     strides = np.array([t.stride()[1:3] for t in kv], np.int64).reshape(1, len(rows), 4)
@@ -133,7 +133,8 @@ def _attend_on_gpu(
     return attend.attend(0, q, keys.shape[1], values.shape[3], places, how)
 
 
-def _numbers_side_by_side(t: torch.Tensor) -> torch.Tensor:
+def contiguous_numbers(t: torch.Tensor) -> torch.Tensor:
+    """Heads ``[1, H, n, d]`` whose numbers are side by side in memory; a copy, if they are not."""
     return t if t.stride(3) == 1 else t.contiguous()
 
 

@@ -83,8 +83,7 @@ def sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     parts = x.new_empty(pieces if alone else 1, n, outs, dtype=torch.float32)
     _sums[(triton.cdiv(n, tile.tokens), triton.cdiv(outs, OUTPUTS), len(parts))](
         x, weight, parts, n, outs, columns, *x.stride(), *weight.stride(), alone, tile.tokens, OUTPUTS, STEP,
-        GPU_LINEAR_COLUMNS, enable_fp_fusion=False, num_warps=tile.warps,
-        num_stages=4 if x.element_size() == 2 else 2,
+        GPU_LINEAR_COLUMNS, enable_fp_fusion=False, num_warps=tile.warps, num_stages=4 if x.element_size() == 2 else 2,
     )  # fmt: skip
     return parts
 

@@ -19,7 +19,8 @@ from forerun.core.tree import IntArray
 from forerun.kernels.attention.packed_pass import wanted_tokens
 
 GPU_BLOCK_TOKENS = 64
-"""Positions of a block. A tree's own keys begin at one."""
+"""Positions of a block. A tree's own keys begin at one. Attention of one token of Llama-3-8B's shape over 122,000 keys
+took 236, 185 and 188 us with blocks of 32, 64 and 128 (H200); with 128, some kernels run out of registers."""
 GPU_COMBINE_QUERIES = 16
 """Queries of a small tile: the least that a tensor core takes."""
 GPU_TILE_QUERIES = 32

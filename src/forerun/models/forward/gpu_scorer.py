@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from forerun.core.block import Block
 from forerun.core.fair_lock import FairLock
 from forerun.core.tree import IntArray
-from forerun.kernels.attention.attention import AttentionSpec, Rows
+from forerun.kernels.attention.attention import AttentionSpec, Rows, contiguous_numbers
 from forerun.kernels.gpu import attend
 from forerun.kernels.gpu.linear import GPU_LINEAR_DTYPES
 from forerun.kernels.gpu.pass_tables import TABLE_ALIGNMENT, PassDescription, PassTables
@@ -254,13 +254,9 @@ class TabledPass:
             self.layers.queries[layer] = q
         self.layers.specs[layer] = spec
         place = self.tables.places[layer]
-        attend.store(place, _with_numbers_side_by_side(k), _with_numbers_side_by_side(v), self.places)
+        attend.store(place, contiguous_numbers(k), contiguous_numbers(v), self.places)
         how = (spec.scaling, spec.window, spec.softcap, spec.sinks)
-        return attend.attend(place, _with_numbers_side_by_side(q), k.shape[1], v.shape[3], self.places, how)
-
-
-def _with_numbers_side_by_side(t: torch.Tensor) -> torch.Tensor:
-    return t if t.stride(3) == 1 else t.contiguous()
+        return attend.attend(place, contiguous_numbers(q), k.shape[1], v.shape[3], self.places, how)
 
 
 def _recording(layers: LayerQueries, keeps: bool, attention: Attention) -> Attention:
