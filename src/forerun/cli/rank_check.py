@@ -43,6 +43,7 @@ def leading(engine: Engine) -> Iterator[None]:
     if isinstance(engine.target, Leader):
         with engine.target.leading():
             yield
+        _leave_ranks()
     else:
         yield
 
@@ -66,4 +67,17 @@ def followed(build: Callable[[], Engine]) -> bool:
                 pass
     except LeaderError:  # which rank 0 prints
         raise typer.Exit(USER_ERROR) from None
+    _leave_ranks()
     return True
+
+
+def _leave_ranks() -> None:
+    """Leave the other processes, once the work is done.
+
+    A thread of gloo keeps the tensors of a message for a moment longer than the message takes, and aborts the process
+    if Python has ended by then. While this one waits for the others, its threads come to their end.
+    """
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
