@@ -19,6 +19,7 @@ from forerun.drafting.adaptive import AdaptiveDrafter
 from forerun.drafting.drafter import Drafter
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.runtime import Runtime
+from forerun.policy.ask_gain import MEMORY, SUFFIXES, AskGain
 from forerun.policy.calibration import LOWEST_ODDS, odds_of
 from forerun.policy.chain_acceptance import ChainAcceptance
 from forerun.policy.cost_curve import CostCurve
@@ -42,6 +43,7 @@ class World:
         loaded: what one seemed to take when the model was loaded.
         slowness: by the number of the step, how many times as long everything takes.
         said: what a drafted token adds, by the curve; by default as much as it does.
+        known: by the number of the token in its text, how long a suffix before it the trees have seen.
         held, stalled: passes of the target, and chains, that something else holds up, and for how long.
     """
 
@@ -56,6 +58,7 @@ class World:
     slowness: Callable[[int], float] = lambda step: 1.0
     held: dict[int, float] = field(default_factory=dict)
     stalled: dict[int, float] = field(default_factory=dict)
+    known: Callable[[int], int] = lambda token: 0
     now: float = 0.0
     steps: int = 0
     nodes: int = 0
@@ -85,13 +88,16 @@ class Branches(Drafter):
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.asked = 0
+        self.asked = list[int]()
+
+    def known_suffix(self, request: Request) -> int:
+        return self.world.known(len(request))
 
     def propose(self, context: PassContext) -> list[DraftTree]:
         return [self._draft(request, budget) for request, budget in context]
 
     def _draft(self, request: Request, budget: int) -> DraftTree:
-        self.asked += 1
+        self.asked.append(len(request))
         self.world.take(self.world.asking)
         tokens = [RIGHT if self.world.hits(len(request) + i) else WRONG for i in range(min(8, budget))]
         chance = (0.9 if tokens[0] == RIGHT else 0.2) ** np.arange(1, len(tokens) + 1)
@@ -196,6 +202,61 @@ def test_while_others_read_prompts_drafts_do_not_wait_for_a_plain_step(loaded: f
     world = World(hits=lambda token: True, loaded=loaded)
     decode(world, 200, beside=lambda step: 20 if step % 30 else 0, chains=False)
     assert world.steps < 30
+
+
+@pytest.mark.parametrize("asking", [0.02, 0.3, 0.7])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_passage_is_found_by_its_first_tokens_however_dear_asking_is(asking: float, rows: int) -> None:
+    """Every other passage of forty tokens repeats what was seen; elsewhere asking gives nothing."""
+    world = World(asking=asking / rows, loaded=1.0, each=0.02 / rows)
+    world.known = lambda token: token % 40 if token // 40 % 2 else 0
+    world.hits = lambda token: token // 40 % 2 == 1
+    now, chooser = decode(world, 800, rows, chains=False)
+    assert now < 800 * 0.72
+    if asking > 0.25:
+        in_vain = [length for length in chooser.trees.asked if not world.known(length)]  # type: ignore[union-attr]
+        assert len(in_vain) <= 2 * rows  # what asking takes is a guess at first
+
+
+@pytest.mark.parametrize("asking", [0.02, 0.3, 0.7])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_suffixes_that_promise_too_much_cost_no_more_than_the_budget(asking: float, rows: int) -> None:
+    world = World(asking=asking / rows, loaded=1.0, each=0.02 / rows, known=lambda token: 32)
+    now, _ = decode(world, 800, rows, chains=False)
+    assert now - 800 <= EXPLORATION_START + EXPLORATION_SHARE * 800 + 2 * asking  # their cost is a guess at first
+
+
+def test_only_rows_whose_texts_repeat_something_are_asked_for() -> None:
+    world = World(asking=0.1, loaded=1.0, hits=lambda token: True)
+    trees = Branches(world)
+    chooser = AdaptiveDrafter(trees, trees=trees)
+    chooser.bind(Target(), Runtime(world.clock, lambda target: CostCurve((1, 2), (1.0, 1.02), unit=1.0)))  # type: ignore[arg-type]
+    requests = [Request(list(range(1, 2 + n)), 100) for n in range(4)]
+    world.known = lambda length: 9 if length == 3 else 0
+    for request in requests:
+        chooser.begin(request)
+    for step in range(8):
+        if step == 4:  # what asking takes was a guess at first, and a plain step was measured
+            trees.asked.clear()
+        drafts = chooser.propose(PassContext.decoding(requests, 64))
+        world.verify(sum(map(len, drafts)))
+        for request, tree in zip(requests, drafts, strict=True):
+            path = list(range(len(tree))) if len(request) == 3 else []
+            outcome = Outcome(tree, Verdict(path, [RIGHT] * (len(path) + 1)), torch.empty(len(tree) + 1, 0))
+            chooser.observe(request, outcome)
+    assert trees.asked == [3] * 4
+    assert [len(tree) > 0 for tree in drafts] == [False, False, True, False]
+
+
+def test_what_asking_gave_is_followed_for_each_class_of_suffixes() -> None:
+    gain = AskGain()
+    before = [gain.expected(known) for known in (0, SUFFIXES[0], SUFFIXES[1], SUFFIXES[2])]
+    assert before == sorted(before)
+    for _ in range(3 * MEMORY):
+        gain.record(SUFFIXES[1] + 1, 2.0)
+    assert [gain.expected(known) for known in (0, SUFFIXES[0])] == before[:2]
+    assert gain.expected(SUFFIXES[2]) == before[3]
+    assert gain.expected(SUFFIXES[1]) == pytest.approx(2.0, abs=0.2)
 
 
 def test_a_text_that_is_foreseen_goes_by_the_tree() -> None:

@@ -349,6 +349,41 @@ def test_pending_tokens_draft_as_if_they_were_known_and_change_nothing(
         assert now.tolist() == then.tolist()
 
 
+@pytest.mark.parametrize("pending", [0, 1, 3, 4, 6])
+def test_how_long_the_end_of_a_text_was_seen_before_is_known_without_a_draft(pending: int) -> None:
+    """Whether its last tokens are learned yet or not, in the prompt and in what others of the namespace wrote."""
+    trie = Trie(SMALL)
+    trie.warm("a", [[40, 41, 42, 43, 44, 45, 46]])
+    prompt, generated = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [20, 3, 4, 5, 6, 7]
+
+    def known(tokens: list[int], namespace: str = "") -> int:
+        split = len(tokens) - pending
+        trie.begin(0, namespace, prompt)
+        trie.extend(0, tokens[:split])
+        found = trie.known_suffix(0, np.array(tokens[split:], np.int64))
+        trie.finish(0)
+        trie.withdraw(namespace) if not namespace else None
+        return found
+
+    assert known(generated) == 5
+    assert known([*generated, 21]) == 0
+    assert known([20, 20, 20, 20, 20, 3, 4]) == 0  # two tokens are too few to be looked for
+    other = [20, 21, 42, 43, 44, 45]
+    assert known(other, "a") == 4
+    assert known(other, "b") == 0
+
+
+def test_a_prompt_that_is_not_indexed_yet_has_no_known_suffix() -> None:
+    trie = Trie(SMALL)
+    trie.begin(0, "", [1, 2, 3] * 4096)
+    assert trie.known_suffix(0, np.empty(0, np.int64)) == 0
+    while not trie.catch_up(0, 4096):
+        pass
+    assert trie.known_suffix(0, np.empty(0, np.int64)) == text_cursor.MAX_AGREED
+    with pytest.raises(ValueError, match="not live"):
+        trie.known_suffix(1, np.empty(0, np.int64))
+
+
 def test_pending_tokens_lead_to_what_follows_them() -> None:
     trie = Trie()
     trie.begin(0, "a", list(range(50)))

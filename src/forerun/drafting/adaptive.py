@@ -10,9 +10,10 @@ before, and a small share of all time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -25,9 +26,10 @@ from forerun.kv.cache import READ_BLOCK, Cache
 from forerun.models.forward.runtime import Runtime
 from forerun.models.forward.scorer import Scorer
 from forerun.policy import node_table, step_timer
+from forerun.policy.ask_gain import SUFFIXES, AskGain
 from forerun.policy.chain_acceptance import ChainAcceptance, best_length
 from forerun.policy.cost_curve import CostCurve
-from forerun.policy.exploration_budget import ExplorationBudget, Source
+from forerun.policy.exploration_budget import STAKE, ExplorationBudget, Source
 from forerun.policy.step_timer import LinearCost, StepTimer
 from forerun.policy.tree_pruning import TreePruner, TreeSelection
 
@@ -49,6 +51,8 @@ class _StepRecord:
     selection: TreeSelection
     """What is scored: the trees, or the chains."""
     source: Source | None
+    asked: dict[int, int]
+    """The known suffix of each row whose tree was asked for, by the row's number."""
     tree_seconds: float
     """Time to propose trees and to learn from them; 0 where none were proposed."""
     chain_seconds: float
@@ -58,6 +62,8 @@ class _StepRecord:
     pass_seconds: float = 0.0
     observed: int = 0
     tokens: int = 0
+    outcomes: list[tuple[int, int, int]] = field(default_factory=list)
+    """Of each row whose tree was asked for: its known suffix, the tree's nodes, and the row's tokens."""
 
 
 class AdaptiveDrafter(OuterDrafter):
@@ -92,7 +98,7 @@ class AdaptiveDrafter(OuterDrafter):
         self._prompts: dict[int, Cache] = {}
         self._preparing: dict[int, float] = {}  # seconds so far
         self._nodes = LEAST_NODES
-        self._budget, self._acceptance = ExplorationBudget(), ChainAcceptance()
+        self._budget, self._acceptance, self._ask_gain = ExplorationBudget(), ChainAcceptance(), AskGain()
         self._step: _StepRecord | None = None
 
     def bind(self, target: Scorer, runtime: Runtime) -> None:
@@ -184,20 +190,19 @@ class AdaptiveDrafter(OuterDrafter):
 
     def propose(self, context: PassContext) -> list[DraftTree]:
         """The best part of each tree, or chains, or nothing, whichever gives the most tokens a second."""
-        tree_cost = len(context) * self._timer.tree_cost
         plain, alone = self._pruner.price(context)
-        trees = self.trees if self._budget.affords("tree", tree_cost / alone) else None
+        asked = self._asked(context, alone)
         chains = self.chains is not None and context.decodes and max(context.cached) >= self.beyond
         measures = context.decodes and not (chains or self._timer.plain_measured)
         due = measures and self._timer.plain_step_due(self._pruner.gain)
-        if due or (trees is None and not chains):
+        if due or not (asked or chains):
             return self._rest(context)
         correction = self._timer.correction
         began = self._clock()
-        proposed = _propose(trees, context.within(self._allowed(context, plain, alone)) if trees else context)
-        extra = trees.extra_seconds if trees else 0.0
+        proposed = self._trees(context, asked, self._allowed(context, plain, alone))
+        extra = self.trees.extra_seconds if self.trees and asked else 0.0
         unit = self._timer.unit
-        spent = tree_cost + (extra / unit if unit else 0.0) if trees else 0.0
+        spent = len(asked) * self._timer.tree_cost + (extra / unit if unit else 0.0)
         selection = self._pruner.prune(context, proposed, spent, correction)
         self._nodes = max(LEAST_NODES, self._nodes // 2, NODE_GROWTH * max(map(len, selection.trees)))
         tree_end = self._clock()
@@ -213,8 +218,9 @@ class AdaptiveDrafter(OuterDrafter):
             {request.id: row for row, request in enumerate(context.rows)},
             [tree.q is not None for tree in proposed],
             selection,
-            "chain" if length else "tree" if trees else None,
-            tree_end - began - extra if trees else 0.0,
+            "chain" if length else "tree" if asked else None,
+            asked,
+            tree_end - began - extra if asked else 0.0,
             ended - prepared if length else 0.0,
             ended,
         )
@@ -224,8 +230,28 @@ class AdaptiveDrafter(OuterDrafter):
         """Draft nothing in this step, because nothing can pay for it."""
         selection = self._pruner.skip(context)
         rows = {request.id: row for row, request in enumerate(context.rows)}
-        self._step = _StepRecord(rows, [], selection, None, 0.0, 0.0, self._clock())
+        self._step = _StepRecord(rows, [], selection, None, {}, 0.0, 0.0, self._clock())
         return selection.trees
+
+    def _asked(self, context: PassContext, alone: float) -> dict[int, int]:
+        """The rows whose trees are worth asking for, with their known suffixes.
+
+        While the budget is untouched, the others are tried, too. Those without a known suffix promise least, so they
+        are only tried if that takes a small part of the budget.
+        """
+        each, rows = self._timer.tree_cost / alone, context.rows
+        if self.trees is None or not self._budget.affords("tree", each):
+            return {}
+        price, suffixes = each * len(rows), enumerate(map(self.trees.known_suffix, rows))
+        tried = math.inf if not self._budget.full else 0 if price <= STAKE else SUFFIXES[0]
+        asked = {row: known for row, known in suffixes if known >= tried or self._ask_gain.expected(known) > price}
+        return asked if self._budget.affords("tree", len(asked) * each) else {}
+
+    def _trees(self, context: PassContext, asked: Collection[int], most: int) -> list[DraftTree]:
+        """The trees of the rows that are asked for, of ``most`` nodes each, and empty ones."""
+        rows = sorted(asked)
+        proposed = iter(_propose(self.trees, context.of(rows).within(most)) if rows else ())
+        return [next(proposed) if row in asked else DraftTree.empty() for row in range(len(context))]
 
     def _allowed(self, context: PassContext, plain: float, alone: float) -> int:
         """Nodes of a row's tree: no more than may be lost if all of them are wrong. While trees have saved nothing they
@@ -303,24 +329,31 @@ class AdaptiveDrafter(OuterDrafter):
             self._acceptance.record(request, len(outcome.verdict.path), len(outcome.tree))
         if step.source is not None and not (chain and step.drawn[row]):
             self._pruner.learn(row, outcome, step.drawn[row])
+        if row in step.asked and not chain:
+            step.outcomes.append((step.asked[row], len(outcome.tree), len(outcome.verdict.tokens)))
 
     def _learn(self, step: _StepRecord) -> None:
         """Learn the step's times, and book what it saved."""
         selection, timer, context = step.selection, self._timer, step.selection.context
         self._pruner.end(selection, step.tokens)
-        steps = selection.steps
         if context.decodes:
             timer.record_step(selection.plain, selection.added, step.pass_seconds, not selection.nodes)
-            steps = selection.corrected(timer.correction).steps  # by what this step has shown of drafts, too
-            if timer.unit:
-                steps = min(steps, step.pass_seconds / timer.unit / selection.plain)  # disturbances only ever slow it
-        proposing = 0.0
+        steps, proposing = 1.0, 0.0
+        if selection.nodes:
+            steps = selection.steps
+            if context.decodes:
+                steps = selection.corrected(timer.correction).steps  # by what this step has shown of drafts, too
+                if timer.unit:  # disturbances only ever slow a pass
+                    steps = min(steps, step.pass_seconds / timer.unit / selection.plain)
         if step.source is not None:
-            rows = len(context)
+            rows, asked = len(context), len(step.asked)
+            each = (steps - 1.0) * rows / max(selection.nodes, 1)
+            for known, nodes, tokens in step.outcomes:
+                self._ask_gain.record(known, tokens - 1.0 - nodes * each)
             size = self._draft_size(context) * selection.nodes / rows if step.chain_seconds else 0.0
-            timer.record_trees(rows, step.tree_seconds)
+            timer.record_trees(asked, step.tree_seconds)
             timer.record_chains(size, step.chain_seconds)
-            proposing = rows * timer.tree_cost / selection.alone if step.tree_seconds else 0.0
+            proposing = asked * timer.tree_cost / selection.alone if step.tree_seconds else 0.0
             steps += timer.chain_cost.at(size) / selection.alone if size else 0.0
         self._budget.add_time(steps + proposing)
         self._budget.record("tree", -proposing)

@@ -78,6 +78,13 @@ class Drafter(ABC):
         """
         return True
 
+    def known_suffix(self, request: Request) -> int:
+        """Length of the text's longest suffix that the drafter has seen before, as far as it knows without drafting.
+
+        The longer, the more a draft promises. It has to take far less time than a draft; 0 if nothing is known.
+        """
+        return 0
+
     @abstractmethod
     def propose(self, context: PassContext) -> list[DraftTree]:
         """Draft for the rows of a pass.
@@ -183,6 +190,9 @@ class OuterDrafter(Drafter):
 
     def catch_up(self, request: Request, tokens: int) -> bool:
         return self.inner.catch_up(request, tokens)
+
+    def known_suffix(self, request: Request) -> int:
+        return self.inner.known_suffix(request)
 
     def propose(self, context: PassContext) -> list[DraftTree]:
         return self.inner.propose(context)

@@ -86,6 +86,9 @@ class MergedDrafter(Drafter):
     def catch_up(self, request: Request, tokens: int) -> bool:
         return self.cheap.catch_up(request, tokens) and self.costly.catch_up(request, tokens)
 
+    def known_suffix(self, request: Request) -> int:
+        return self.cheap.known_suffix(request)
+
     def propose(self, context: PassContext) -> list[DraftTree]:
         """Draft one tree for each row; the rows share the costly drafter's passes."""
         trees = self.cheap.propose(context)

@@ -106,6 +106,9 @@ class TrieDrafter(Drafter):
             DraftTree(each.tokens, each.parents, probability=each.probability, origins=each.origins) for each in drafts
         ]
 
+    def known_suffix(self, request: Request) -> int:
+        return self.trie.known_suffix(request.id, request.tokens[self.trie.length(request.id) :])
+
     def _update(self, request: Request, budget: int = 0) -> TextUpdate:
         """What is not learned yet of a request's text: each step's lists are kept once its tokens are learned."""
         number, tokens, text = request.id, request.tokens, self._texts[request.id]

@@ -21,6 +21,9 @@ RECALL = 15
 """Measurements that are remembered. Their median ignores single slow ones, and follows a machine that slows down."""
 UNDISTURBED_QUANTILE = 0.25
 """The share of proposals that are taken to be undisturbed: this quantile of times is the time of one alone."""
+FIRST_PROPOSAL_SECONDS = 3e-4
+"""What proposing a tree is taken to take before any was: so much on two old cores. It only matters where a model's pass
+takes hardly longer: there the first trees of a text would cost all that may be lost."""
 APART = 0.1
 """Sizes that differ by a smaller share say nothing of how times grow with them; contexts make them differ a little."""
 PLAIN_STEPS_TO_MEASURE = 2
@@ -300,8 +303,9 @@ class StepTimer:
 
     @property
     def tree_cost(self) -> float:
-        """Cost of proposing a row's tree; 0 until steps have shown it."""
-        return self._trees.each or 0.0
+        """Cost of proposing a row's tree; a guess until steps have shown it, 0 if no pass was measured either."""
+        unit = self.unit
+        return self._trees.each or (FIRST_PROPOSAL_SECONDS / unit if unit else 0.0)
 
     @property
     def chain_cost(self) -> LinearCost:

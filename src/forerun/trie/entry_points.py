@@ -1,6 +1,6 @@
-"""The function that is called at every step, once for all texts.
+"""The functions that are called at every step.
 
-It takes addresses of handles, not arrays, which is faster, and lets other threads run Python meanwhile.
+They take addresses of handles, not arrays, which is faster. The longer one lets other threads run Python meanwhile.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ mixer_at = reader(untrained())
 workspace_at = reader(DraftWorkspace.allocate(1))
 
 _grow, _extend, _peek, _keep = best_first.grow, learning.extend, text_cursor.peek, recycled.keep
+_known_suffix = text_cursor.known_suffix
 
 
 @compiled
@@ -137,3 +138,9 @@ def step(
             text.nodes = _draft(steps, number, tokens, memory, cursor_at(scratch), part)
             begin += text.nodes
     return 0, 0
+
+
+@compiled
+def known_suffix(own: int, shared: int, cursor: int, scratch: int, tokens: IntArray) -> int:
+    """``text_cursor.known_suffix``, by addresses."""
+    return _known_suffix(index_at(own), index_at(shared), cursor_at(cursor), cursor_at(scratch), tokens)

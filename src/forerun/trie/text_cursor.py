@@ -36,6 +36,7 @@ from forerun.trie.token_store import (
     UNWRITTEN,
     advance,
     agreement,
+    agreement_behind,
     append,
     following,
     free,
@@ -261,3 +262,30 @@ def peek(own: Index, shared: Index, cursor: TextCursor, scratch: TextCursor, tok
         follow_copy(own, scratch.copies, 0, OWN, token, 0)
         follow_copy(shared, scratch.copies, 0, SHARED, token, 0)
         follow_matches(own, scratch.matches, 0, token)
+
+
+@compiled
+def known_suffix(own: Index, shared: Index, cursor: TextCursor, scratch: TextCursor, tokens: IntArray) -> int:
+    """Length of a text's longest suffix that was seen before, as far as hints tell; 0 if its last n-grams have none.
+
+    Args:
+        own, shared: where to look.
+        cursor: of the text.
+        scratch: is overwritten.
+        tokens: that follow the cursor and are not taken in.
+
+    Returns:
+        ``MAX_AGREED`` at most.
+    """
+    longest, end = 0, cursor.ends[OWN].position
+    for source in range(2):
+        index = own if source == OWN else shared
+        for length in range(LONG_NGRAM + 1):
+            scratch.hashes[source, length] = cursor.hashes[source, length]
+        for token in tokens:
+            advance(scratch.hashes, source, token)
+        for length in (SHORT_NGRAM, LONG_NGRAM):
+            found = hint(index, scratch.hashes[source, length])
+            if found != 0:
+                longest = max(longest, agreement_behind(index, found, own, end, tokens))
+    return longest

@@ -111,6 +111,18 @@ def agreement(index: Index, position: int, other: Index, end: int) -> int:
 
 
 @compiled
+def agreement_behind(index: Index, position: int, other: Index, end: int, tokens: IntArray) -> int:
+    """``agreement`` with a text in ``other`` that ``tokens`` follow, which are not written there yet."""
+    length = 0
+    while length < len(tokens):
+        before = preceding(index, position)
+        if before == 0 or read(index, before) != tokens[len(tokens) - 1 - length]:
+            return min(length, MAX_AGREED)
+        length, position = length + 1, before
+    return min(length + agreement(index, position, other, end), MAX_AGREED)
+
+
+@compiled
 def hint(index: Index, hashed: np.uint64) -> int:
     """The position behind what may be the latest occurrence of an n-gram, or 0."""
     return int(index.hints[np.int64(hashed >> np.uint64(20)) & (len(index.hints) - 1)])

@@ -134,6 +134,7 @@ class Trie(TrieStore):
         trie = Trie(self.config)
         trie.begin(0, "", [1, 2, 1])
         trie.extend(0, [2, 1, 2])
+        trie.known_suffix(0, NO_TOKENS)
         trie.retrieve(0, 4, 4, [1])
         trie.finish(0)
         trie.warm("", [[1, 2, 3]])
@@ -316,6 +317,26 @@ class Trie(TrieStore):
             ValueError: if the request is not live, or a token is not in [0, 2**31).
         """
         return self.step([TextUpdate(request_id, pending=pending, budget=budget, max_depth=max_depth)])[0]
+
+    @locked
+    def known_suffix(self, request_id: int, pending: IntArray) -> int:
+        """Length of the text's longest suffix that was seen before: what a draft promises, in a few microseconds.
+
+        Args:
+            request_id: a live request.
+            pending: tokens behind the text that ``extend`` was not given yet, int64 ``[n]``.
+
+        Returns:
+            0 if its last ``SHORT_NGRAM`` tokens are new or the prompt is not indexed yet, ``MAX_AGREED`` at most.
+
+        Raises:
+            ValueError: if the request is not live.
+        """
+        live = self._of(request_id)
+        if live.unread:
+            return 0
+        own, shared, cursor, _ = self._addresses(live)
+        return int(entry_points.known_suffix(own, shared, cursor, self._handles[1].at(self._scratch), pending))
 
     def _addresses(self, live: _Live) -> tuple[int, int, int, int]:
         """Addresses for ``entry_points.step``: own and shared index, cursor, mixer."""
