@@ -19,8 +19,8 @@ from forerun.core.compiling import stamp_of
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, Verdict, verify
-from forerun.drafting.trie_drafter import LEARN_TOKENS, TrieDrafter
-from forerun.trie import arrays, entry_points, text_cursor
+from forerun.drafting.trie_drafter import LEARN_TOKENS, TrieDrafter, best_of_rows
+from forerun.trie import arrays, entry_points, recycled, text_cursor
 from forerun.trie.trie import TextUpdate, Trie, TrieConfig
 
 VOCABULARY = 32
@@ -202,6 +202,7 @@ def test_after_warm_up_nothing_is_compiled_and_nothing_is_indexed() -> None:
     assert drafter.trie.nbytes == 0
     functions = [entry_points.step, arrays.valid, arrays.tight]
     functions += [text_cursor.ingest, text_cursor.publish, text_cursor.withdraw]
+    functions += [entry_points.known_suffix, recycled.best_of_rows]
     before = [len(function.signatures) for function in functions]  # type: ignore[attr-defined]
     for _ in range(60):
         generate(drafter, [1, 2, 3, 1], list(range(1, 30)), 40)
@@ -210,6 +211,11 @@ def test_after_warm_up_nothing_is_compiled_and_nothing_is_indexed() -> None:
     frozen.flags.writeable = False
     drafter.trie.begin(-1, "default", frozen)
     drafter.trie.retrieve(-1, np.int64(4), np.int64(4), frozen[::2])  # type: ignore[arg-type]
+    request = Request([1, 2, 3, 1], 8)
+    drafter.begin(request)
+    request.append(2)
+    drafter.known_suffix(request)
+    best_of_rows(torch.randn(3, 50))
     assert [len(function.signatures) for function in functions] == before  # type: ignore[attr-defined]
 
 

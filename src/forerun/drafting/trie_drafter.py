@@ -80,6 +80,7 @@ class TrieDrafter(Drafter):
         return self.trie.kept
 
     def warm_up(self) -> None:
+        best_of_rows(torch.zeros(1, LISTED))
         self.trie.warm_up()
 
     def spell(self, tokenizer: Tokenizer) -> None:
