@@ -14,9 +14,8 @@ SUFFIXES = (3, 8, 32)
 PRIOR_GAINS = (0.25, 1.0, 4.0, 8.0)
 """Tokens that asking gives in each class before any was seen; measured with the bundled model and SmolLM2, alone."""
 PRIOR_WEIGHT, MEMORY = 20, 100
-"""How many trees the prior counts for, and how many of the last ones count. What single trees give differs by some three
-times their mean, so it takes that many to know it. With 4 and 20, SmolLM2 stopped asking at temperature 0.8, where
-asking pays."""
+"""How many trees the prior counts for, and how many of the last ones count. What a tree gives varies by three times its
+mean, so it takes that many to know the mean. With 4 and 20, SmolLM2 stopped asking at temperature 0.8, where it pays."""
 
 
 class AskGain:
