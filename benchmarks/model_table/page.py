@@ -33,25 +33,24 @@ PATHS = ("program", "recurrent", "hooks", "refused")
 """Where models of one shape take different paths, as their sizes differ, the first of these is shown."""
 HEAD = """# Models
 
-Written by `python -m benchmarks models`, which builds each tiny random model of the tests and runs it, here on a CPU
-with transformers {transformers} and torch {torch}. Do not edit it: a test compares it with a fresh look. Other models
-may work, too. Every model passes a numerical [self-test](how-it-works.md#attention) when an engine is made, or is
-refused with the reason.
+Written by `python -m benchmarks models`, which runs each tiny random model of the tests, here on a CPU with
+transformers {transformers} and torch {torch}. Do not edit it: a test compares it with a fresh look. Other models may
+work, too. A model that fails the [self-test](how-it-works.md#attention) at start is refused with the reason.
 
 ## What runs
 
 - **CPU**: the path in float32 and bfloat16. `program` is one [program of kernels](how-it-works.md#bits) a pass. `hooks`
   is the model's own code with Forerun's kernels inside. `recurrent` is the same, with [states that follow
   trees](how-it-works.md#recurrent-layers). Heads and layers of odd sizes take `hooks` in any family.
-- **GPU**: the path that the model's structure leads to. Tiny models of all but three of these
-  families [ran on one](how-it-works.md#on-a-gpu).
-- **float32**, **bfloat16**: what [the probe of exactness](how-it-works.md#bits) finds, in trees and beside another row.
-- **trie**, **draft model**: greedy text in float64, of three ragged prompts in one batch, against `generate` of
-  `transformers` token for token, its recurrences in float64, too. Drafts come from the trie, and from TriForce's
-  hierarchy with a small model and a sparse cache.
-- **KV store**, **offloading**: text with keys and values that another engine stored, or that are not all on the device,
-  against the text without. `-` is not tried: the tiny model has too few layers, or no keys and values to store.
-- **tests**: what further tests run it as: with GGUF weights as `stored`, and in two `ranks`.
+- **GPU**: the path by the model's structure. All but three of these families [ran on
+  one](how-it-works.md#on-a-gpu), as tiny models.
+- **float32**, **bfloat16**: what the [test of exactness](how-it-works.md#bits) finds.
+- **trie**, **draft model**: greedy text in float64 of three prompts of different lengths in one batch, compared token
+  for token with `generate` of `transformers` (recurrences in float64, too). Drafts come from the trie, or from
+  TriForce's hierarchy with a small model and a sparse cache.
+- **KV store**, **offloading**: text with keys and values that another engine stored, or that are partly off the device,
+  compared with the text without. `-` is not tried: too few layers, or no keys and values to store.
+- **tests**: what else tests run: GGUF weights as `stored`, and two `ranks`.
 
 """
 REFUSED_HEAD = """
@@ -61,8 +60,8 @@ When an engine is made, with these words. What follows a comma names a shape of 
 
 """
 NOTES = """
-Refused is said in these words: {reasons}. Of models with pictures the text side runs; requests with pictures are not
-taken.
+The reasons for `refused`: {reasons}. Of models that take pictures the text side runs; requests with pictures are
+refused.
 """
 
 

@@ -33,11 +33,12 @@ from forerun.cli.options import DebugOptions
 CONSTANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "drafts": {
         "policy/exploration_budget.py": ("EXPLORATION_SHARE", "EXPLORATION_START", "SAVINGS", "STAKE"),
+        "policy/ask_gain.py": ("PRIOR_TREES", "RECENT_TREES"),
         "policy/calibration.py": ("FIRST_GUESS", "STATEMENT_WEIGHT", "MEMORY"),
         "policy/chain_acceptance.py": ("AGREEING",),
         "policy/step_timer.py": (
             *("RECALL", "UNDISTURBED_QUANTILE", "APART", "CREDIBLE", "DRAFT_MEMORY", "LEAST_START", "MOST_EACH"),
-            *("STEP_NOISE", "SPEED_DRIFT", "LOADED_DOUBT", "START_DOUBT", "EACH_DOUBT"),
+            *("STEP_NOISE", "SPEED_DRIFT", "LOADED_DOUBT", "START_DOUBT", "EACH_DOUBT", "FIRST_PROPOSAL_SECONDS"),
         ),
         "drafting/adaptive.py": ("LEAST_NODES", "NODE_GROWTH"),
     },

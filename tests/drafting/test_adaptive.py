@@ -19,7 +19,7 @@ from forerun.drafting.adaptive import AdaptiveDrafter
 from forerun.drafting.drafter import Drafter
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.runtime import Runtime
-from forerun.policy.ask_gain import MEMORY, SUFFIXES, AskGain
+from forerun.policy.ask_gain import RECENT_TREES, SUFFIXES, AskGain
 from forerun.policy.calibration import LOWEST_ODDS, odds_of
 from forerun.policy.chain_acceptance import ChainAcceptance
 from forerun.policy.cost_curve import CostCurve
@@ -255,7 +255,7 @@ def test_what_asking_gave_is_followed_for_each_class_of_suffixes() -> None:
     gain = AskGain()
     before = [gain.expected(known) for known in (0, SUFFIXES[0], SUFFIXES[1], SUFFIXES[2])]
     assert before == sorted(before)
-    for _ in range(3 * MEMORY):
+    for _ in range(3 * RECENT_TREES):
         gain.record(SUFFIXES[1] + 1, 2.0)
     assert [gain.expected(known) for known in (0, SUFFIXES[0])] == before[:2]
     assert gain.expected(SUFFIXES[2]) == before[3]

@@ -100,6 +100,7 @@ class AdaptiveDrafter(OuterDrafter):
         self._nodes = LEAST_NODES
         self._budget, self._acceptance, self._ask_gain = ExplorationBudget(), ChainAcceptance(), AskGain()
         self._step: _StepRecord | None = None
+        self._resting: tuple[PassContext, float] | None = None  # a step under way without drafts, and when it began
 
     def bind(self, target: Scorer, runtime: Runtime) -> None:
         super().bind(target, runtime)
@@ -214,6 +215,7 @@ class AdaptiveDrafter(OuterDrafter):
             within = replace(context.within(length or 0), stop=self._acceptance.stop)
             selection = self._pruner.keep_all(context, _propose(self.chains if length else None, within), correction)
             ended = self._clock()
+        self._resting = None
         self._step = _StepRecord(
             {request.id: row for row, request in enumerate(context.rows)},
             [tree.q is not None for tree in proposed],
@@ -227,11 +229,17 @@ class AdaptiveDrafter(OuterDrafter):
         return selection.trees
 
     def _rest(self, context: PassContext) -> list[DraftTree]:
-        """Draft nothing in this step, because nothing can pay for it."""
-        selection = self._pruner.skip(context)
-        rows = {request.id: row for row, request in enumerate(context.rows)}
-        self._step = _StepRecord(rows, [], selection, None, {}, 0.0, 0.0, self._clock())
-        return selection.trees
+        """Draft nothing in this step, because nothing can pay for it. It has to take hardly longer than a plain one."""
+        self._step, self._resting = None, (context, self._clock())
+        return [DraftTree.empty()] * len(context)
+
+    def _rested(self, context: PassContext, began: float) -> None:
+        """Learn from a step without drafts, when the first outcome is known."""
+        self._resting = None
+        if context.decodes:
+            self._timer.record_step(self._pruner.price(context)[0], 0.0, self._clock() - began, True)
+        self._pruner.rest()
+        self._budget.add_time(1.0)
 
     def _asked(self, context: PassContext, alone: float) -> dict[int, int]:
         """The rows whose trees are worth asking for, with their known suffixes.
@@ -303,7 +311,9 @@ class AdaptiveDrafter(OuterDrafter):
 
     def observe(self, request: Request, outcome: Outcome) -> None:
         """Learn how long the step took, and what was accepted."""
-        if (step := self._step) is not None and (row := step.rows.pop(request.id, None)) is not None:
+        if self._resting is not None:
+            self._rested(*self._resting)
+        elif (step := self._step) is not None and (row := step.rows.pop(request.id, None)) is not None:
             began = self._clock()
             if not step.observed:
                 step.pass_seconds = began - step.ended

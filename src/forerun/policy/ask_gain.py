@@ -13,9 +13,9 @@ SUFFIXES = (3, 8, 32)
 """Known suffixes from which a class begins, in tokens: where a copy may begin, a copy, and a long one."""
 PRIOR_GAINS = (0.25, 1.0, 4.0, 8.0)
 """Tokens that asking gives in each class before any was seen; measured with the bundled model and SmolLM2, alone."""
-PRIOR_WEIGHT, MEMORY = 20, 100
+PRIOR_TREES, RECENT_TREES = 20, 100
 """How many trees the prior counts for, and how many of the last ones count. What a tree gives varies by three times its
-mean, so it takes that many to know the mean. With 4 and 20, SmolLM2 stopped asking at temperature 0.8, where it pays."""
+mean, so it takes that many to know it. With 4 and 20, SmolLM2 stopped asking at temperature 0.8, where it pays."""
 
 
 class AskGain:
@@ -23,7 +23,7 @@ class AskGain:
 
     def __init__(self) -> None:
         self._gains = list(PRIOR_GAINS)
-        self._counts = [PRIOR_WEIGHT] * len(PRIOR_GAINS)
+        self._counts = [PRIOR_TREES] * len(PRIOR_GAINS)
 
     def expected(self, known: int) -> float:
         """Tokens that asking is expected to give where a suffix of ``known`` tokens was seen before."""
@@ -32,5 +32,5 @@ class AskGain:
     def record(self, known: int, tokens: float) -> None:
         """Asking gave ``tokens``."""
         kind = bisect(SUFFIXES, known)
-        self._counts[kind] = min(self._counts[kind] + 1, MEMORY)
+        self._counts[kind] = min(self._counts[kind] + 1, RECENT_TREES)
         self._gains[kind] += (tokens - self._gains[kind]) / self._counts[kind]

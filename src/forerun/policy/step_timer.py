@@ -21,7 +21,7 @@ RECALL = 15
 """Measurements that are remembered. Their median ignores single slow ones, and follows a machine that slows down."""
 UNDISTURBED_QUANTILE = 0.25
 """The share of proposals that are taken to be undisturbed: this quantile of times is the time of one alone."""
-FIRST_PROPOSAL_SECONDS = 3e-4
+FIRST_PROPOSAL_SECONDS = 0.0003
 """What proposing a tree is taken to take before any was: so much on two old cores. It only matters where a model's pass
 takes hardly longer: there the first trees of a text would cost all that may be lost."""
 APART = 0.1

@@ -170,11 +170,6 @@ class TreePruner:
                 parts[row] = DraftTree(flat.tokens[own], flat.parents[own], origins=origins)
         return parts
 
-    def skip(self, context: PassContext) -> TreeSelection:
-        """No trees, and none to learn from: none were proposed."""
-        self._begins = [0]
-        return self._none(context)
-
     def _none(self, context: PassContext) -> TreeSelection:
         (plain, alone), rows = self.price(context), len(context)
         return TreeSelection(context, [DraftTree.empty()] * rows, 0, rows, plain, alone, 0.0, plain)
@@ -213,9 +208,16 @@ class TreePruner:
             outcomes = np.array(self._outcomes, np.int64).reshape(-1, 4)
             right = node_table.learn(self._nodes, self._calibration, outcomes, np.array(self._committed, np.int64))
             self._outcomes, self._committed = [], []
-        self._tokens = MEMORY * self._tokens + tokens / len(selection.context)
-        self._spent = MEMORY * self._spent + selection.steps
+        self._remember(tokens / len(selection.context), selection.steps)
         return right
+
+    def rest(self) -> None:
+        """Learn from a step for which no trees were proposed."""
+        self._remember(1.0, 1.0)
+
+    def _remember(self, tokens: float, steps: float) -> None:
+        """A step gave so many tokens a row, and took as long as ``steps`` without trees."""
+        self._tokens, self._spent = MEMORY * self._tokens + tokens, MEMORY * self._spent + steps
 
     @property
     def gain(self) -> float:
