@@ -58,7 +58,7 @@ class World:
     slowness: Callable[[int], float] = lambda step: 1.0
     held: dict[int, float] = field(default_factory=dict)
     stalled: dict[int, float] = field(default_factory=dict)
-    known: Callable[[int], int] = lambda token: 0
+    known: Callable[[int], int | None] = lambda token: None
     now: float = 0.0
     steps: int = 0
     nodes: int = 0
@@ -90,7 +90,7 @@ class Branches(Drafter):
         self.world = world
         self.asked = list[int]()
 
-    def known_suffix(self, request: Request) -> int:
+    def known_suffix(self, request: Request) -> int | None:
         return self.world.known(len(request))
 
     def propose(self, context: PassContext) -> list[DraftTree]:
@@ -227,6 +227,12 @@ def test_suffixes_that_promise_too_much_cost_no_more_than_the_budget(asking: flo
         2 * asking + 8 * world.each
     )  # the budget may be overdrawn by one tree, and what asking takes is a guess at first
     assert now - 800 <= EXPLORATION_START + EXPLORATION_SHARE * 800 + last
+
+
+def test_a_drafter_that_cannot_tell_is_tried_however_dear_it_is() -> None:
+    world = World(asking=1.5, loaded=1.0, hits=lambda token: True)
+    now, _ = decode(world, 900, chains=False)
+    assert now < 300
 
 
 def test_only_rows_whose_texts_repeat_something_are_asked_for() -> None:

@@ -245,14 +245,16 @@ class AdaptiveDrafter(OuterDrafter):
         """The rows whose trees are worth asking for, with their known suffixes.
 
         While the budget is untouched, the others are tried, too. Those without a known suffix promise least, so they
-        are only tried if that takes a small part of the budget.
+        are only tried if that takes a small part of the budget. Where a drafter cannot tell, a short one is assumed.
         """
         each, rows = self._timer.tree_cost / alone, context.rows
         if self.trees is None or not self._budget.affords("tree", each):
             return {}
-        price, suffixes = each * len(rows), enumerate(map(self.trees.known_suffix, rows))
+        price, tell = each * len(rows), self.trees.known_suffix
+        suffixes = {n: SUFFIXES[0] if (known := tell(row)) is None else known for n, row in enumerate(rows)}
         tried = math.inf if not self._budget.full else 0 if price <= STAKE else SUFFIXES[0]
-        asked = {row: known for row, known in suffixes if known >= tried or self._ask_gain.expected(known) > price}
+        gain = self._ask_gain.expected
+        asked = {row: known for row, known in suffixes.items() if known >= tried or gain(known) > price}
         return asked if self._budget.affords("tree", len(asked) * each) else {}
 
     def _trees(self, context: PassContext, asked: Collection[int], most: int) -> list[DraftTree]:

@@ -78,12 +78,12 @@ class Drafter(ABC):
         """
         return True
 
-    def known_suffix(self, request: Request) -> int:
-        """Length of the text's longest suffix that the drafter has seen before, as far as it knows without drafting.
+    def known_suffix(self, request: Request) -> int | None:
+        """Length of the text's longest suffix that the drafter has seen before, found in far less time than a draft.
 
-        The longer, the more a draft promises. It has to take far less time than a draft; 0 if nothing is known.
+        The longer, the more a draft promises. None if the drafter cannot tell.
         """
-        return 0
+        return None
 
     @abstractmethod
     def propose(self, context: PassContext) -> list[DraftTree]:
@@ -191,7 +191,7 @@ class OuterDrafter(Drafter):
     def catch_up(self, request: Request, tokens: int) -> bool:
         return self.inner.catch_up(request, tokens)
 
-    def known_suffix(self, request: Request) -> int:
+    def known_suffix(self, request: Request) -> int | None:
         return self.inner.known_suffix(request)
 
     def propose(self, context: PassContext) -> list[DraftTree]:

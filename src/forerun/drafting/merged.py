@@ -86,7 +86,7 @@ class MergedDrafter(Drafter):
     def catch_up(self, request: Request, tokens: int) -> bool:
         return self.cheap.catch_up(request, tokens) and self.costly.catch_up(request, tokens)
 
-    def known_suffix(self, request: Request) -> int:
+    def known_suffix(self, request: Request) -> int | None:
         return self.cheap.known_suffix(request)
 
     def propose(self, context: PassContext) -> list[DraftTree]:
@@ -163,6 +163,10 @@ class MergedTreesDrafter(OuterDrafter):
     def catch_up(self, request: Request, tokens: int) -> bool:
         """Let the cheap drafter read on, and all that ``inner`` contains once it was told of the prompt."""
         return (self.inner if request.id in self._prepared else self.cheap).catch_up(request, tokens)
+
+    def known_suffix(self, request: Request) -> int | None:
+        """That of the cheap drafter; without one None, as the head may know what follows."""
+        return self.cheap.known_suffix(request) or None
 
     def propose(self, context: PassContext) -> list[DraftTree]:
         """Draft one tree for each row."""
