@@ -223,9 +223,7 @@ def test_a_passage_is_found_by_its_first_tokens_however_dear_asking_is(asking: f
 def test_suffixes_that_promise_too_much_cost_no_more_than_the_budget(asking: float, rows: int) -> None:
     world = World(asking=asking / rows, loaded=1.0, each=0.02 / rows, known=lambda token: 32)
     now, _ = decode(world, 800, rows, chains=False)
-    last = (
-        2 * asking + 8 * world.each
-    )  # the budget may be overdrawn by one tree, and what asking takes is a guess at first
+    last = 2 * asking + 8 * world.each  # one tree beyond the budget, and what asking takes is a guess at first
     assert now - 800 <= EXPLORATION_START + EXPLORATION_SHARE * 800 + last
 
 

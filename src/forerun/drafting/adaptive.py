@@ -1,8 +1,9 @@
 """Chooses at every step what gives the most tokens a second: a tree from texts, a chain from a model, or nothing.
 
-A tree costs next to nothing to propose, so it is proposed first, and pruned to its best part. A chain takes passes of
-its own. Its value is estimated from earlier chains, and from the time of those passes. The better of the two is taken:
-the tree where a passage is quoted, the model in the next sentence, which nobody has seen.
+A tree costs little to propose, so it is proposed first, for the rows where that gave more than it cost
+(``policy/ask_gain.py``), and pruned to its best part. A chain takes passes of its own. Its value is estimated from
+earlier chains, and from the time of those passes. The better of the two is taken: the tree where a passage is quoted,
+the model in the next sentence, which nobody has seen.
 
 Estimates can be wrong. So every source has a budget (``policy/exploration_budget.py``): it may lose what it saved
 before, and a small share of all time.
@@ -71,7 +72,7 @@ class AdaptiveDrafter(OuterDrafter):
 
     Args:
         inner: receives all events; one of the sources, or a drafter that contains both.
-        trees: proposes trees, at next to no cost.
+        trees: proposes trees, at little cost.
         chains: drafts chains with passes of a model.
         max_length: maximum length of a chain, in tokens.
         reach: maximum number of cached tokens that a drafting pass reads; None for all.

@@ -1,7 +1,7 @@
 """Whether asking for a row's tree is worth its time: what asking gave, by how much of the text's end was seen before.
 
 Asking takes a fixed time, whatever comes of it. Where a model's pass takes under a millisecond, that is a good part of
-a pass. How long a suffix of the text was seen before is known in a microsecond (``Drafter.known_suffix``), and says
+a pass. How long a suffix of the text was seen before is known in a few microseconds (``Drafter.known_suffix``). It says
 most about what asking gives: a text that repeats another one for three tokens goes on repeating it.
 """
 

@@ -170,21 +170,17 @@ class TreePruner:
                 parts[row] = DraftTree(flat.tokens[own], flat.parents[own], origins=origins)
         return parts
 
-    def _none(self, context: PassContext) -> TreeSelection:
-        (plain, alone), rows = self.price(context), len(context)
-        return TreeSelection(context, [DraftTree.empty()] * rows, 0, rows, plain, alone, 0.0, plain)
-
     def keep_all(
         self, context: PassContext, trees: Sequence[DraftTree], correction: LinearCost = AS_THE_CURVE_SAYS
     ) -> TreeSelection:
         """All of each tree."""
+        (plain, alone), rows = self.price(context), len(context)
         if not (nodes := sum(map(len, trees))):
-            return self._none(context)
-        plain, alone = self.price(context)
+            return TreeSelection(context, [DraftTree.empty()] * rows, 0, rows, plain, alone, 0.0, plain)
         tokens = [pending + len(tree) for pending, tree in zip(context.pending, trees, strict=True)]
         added = self.cost(tokens, context.cached, context.beside) - plain
         cost = _corrected(correction, plain, alone, added, nodes)
-        return TreeSelection(context, list(trees), nodes, len(context), plain, alone, added, cost)
+        return TreeSelection(context, list(trees), nodes, rows, plain, alone, added, cost)
 
     def learn(self, row: int, outcome: Outcome, drawn: bool) -> None:
         """Note which nodes of a row's tree were right, whether they were scored or not; ``end`` learns it.
