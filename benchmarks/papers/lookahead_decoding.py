@@ -24,6 +24,8 @@ from forerun.core.sampling import Salt, uniform
 from forerun.core.tree import DraftTree, IntArray
 from forerun.core.verify import Outcome
 from forerun.drafting.drafter import Drafter
+from forerun.models.forward.runtime import Runtime
+from forerun.models.forward.scorer import Scorer
 from forerun.policy.cost_curve import CostCurve
 
 
@@ -92,7 +94,7 @@ class JacobiDrafter(Drafter):
     its n-grams are found by their first token, wherever in the window they arose.
 
     Args:
-        config: the sizes; by default chosen by what passes cost (``fit``), and the paper's where that is not known.
+        config: the sizes; by default chosen by what the target's passes cost.
     """
 
     sized = True
@@ -103,10 +105,10 @@ class JacobiDrafter(Drafter):
         self._fixed = config is not None
         self._states: dict[int, _State] = {}
 
-    def fit(self, costs: CostCurve) -> None:
+    def bind(self, target: Scorer, runtime: Runtime) -> None:
         """Choose the sizes, unless they were given."""
         if not self._fixed:
-            self.config = best_config(costs)
+            self.config = best_config(runtime.costs(target))
 
     def begin(self, request: Request) -> None:
         """Fill level 0 with tokens of the prompt, enough for one column to drop out with each level that is added."""

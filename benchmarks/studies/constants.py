@@ -6,7 +6,7 @@
 
 Nothing here depends on a machine: a clock is moved by what each part of a step takes. ``drafts`` replays answers that
 were recorded through the trie, and lets a drafter whose tokens are right as often as stated stand for a model that
-drafts. ``asking``: a small model inside a hierarchy, which helps or does not. ``prompts``: a long prompt is read while
+drafts. ``asking``: a costly source beside a cheap one, which helps or does not. ``prompts``: a long prompt is read while
 others decode. Every setting runs in a process of its own, over a copy of the package in which one number is another.
 """
 
@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 import typer
 
@@ -36,19 +37,20 @@ CONSTANTS: dict[str, dict[str, tuple[str, ...]]] = {
         "policy/ask_gain.py": ("PRIOR_TREES", "RECENT_TREES"),
         "policy/calibration.py": ("FIRST_GUESS", "STATEMENT_WEIGHT", "MEMORY"),
         "policy/chain_acceptance.py": ("AGREEING",),
-        "policy/step_timer.py": (
-            *("RECALL", "UNDISTURBED_QUANTILE", "APART", "CREDIBLE", "DRAFT_MEMORY", "LEAST_START", "MOST_EACH"),
-            *("STEP_NOISE", "SPEED_DRIFT", "LOADED_DOUBT", "START_DOUBT", "EACH_DOUBT", "FIRST_PROPOSAL_SECONDS"),
+        "policy/prices.py": (
+            *("CREDIBLE", "DRAFT_MEMORY", "LEAST_START", "MOST_EACH", "FIRST_PROPOSAL_SECONDS", "STEP_NOISE"),
+            *("DRAFTING_NOISE", "SPEED_DRIFT", "LOADED_DOUBT", "START_DOUBT", "EACH_DOUBT", "GUESS_DOUBT"),
         ),
         "drafting/adaptive.py": ("LEAST_NODES", "NODE_GROWTH"),
     },
     "asking": {
-        "drafting/merged.py": ("TRIAL_ROUNDS", "ROUND_MEMORY"),
-        "policy/exploration_budget.py": ("EXPLORATION_SHARE",),
+        "policy/exploration_budget.py": ("EXPLORATION_SHARE", "EXPLORATION_START", "STAKE"),
+        "policy/ask_gain.py": ("PRIOR_TREES", "RECENT_TREES"),
+        "policy/prices.py": ("FIRST_DEEPENING", "GUESS_DOUBT"),
     },
     "prompts": {"engine/prefill_pacing.py": ("STEPS_BESIDE", "MIN_CHUNK_TOKENS", "RECENT_STEPS")},
 }
-BELOW_ONE = ("FIRST_GUESS", "MEMORY", "ROUND_MEMORY")
+BELOW_ONE = ("FIRST_GUESS", "MEMORY")
 """Of these the distance from 1 is halved and doubled."""
 FILES = {"maths": "gsm8k_train_human.jsonl", "code": "humaneval_human.jsonl", "chat": "mtbench_vicuna7b.jsonl"}
 CHECKOUT = Path(__file__).parents[2]
@@ -153,32 +155,50 @@ def _drafted(right: Callable[[int], float]) -> float:
 
 
 def asking(replay: Path | None) -> dict[str, float]:
-    """Tokens a second of a middle level that a trie and a small model draft for. A round without the model takes 1 and
-    gives 1.3 tokens. One with it takes 2, and 2 more if it has missed some; three drafted tokens are right so often."""
+    """Tokens a second where a costly source may add three tokens to the tree of a cheap one.
+
+    A plain pass takes 1, asking the costly source 0.5. Its tokens are right so often; those of the cheap one in a tenth
+    of all places.
+    """
     return {
-        "a model right in 90 %": _asked(lambda at: 0.9),
-        "a model right in 30 %": _asked(lambda at: 0.3),
-        "90 % and 30 % in turns of 200 rounds": _asked(lambda at: 0.9 if at // 200 % 2 else 0.3),
-        "90 % and 30 % in turns of 50 rounds": _asked(lambda at: 0.9 if at // 50 % 2 else 0.3),
+        "a source right in 90 %": _asked(lambda at: 0.9),
+        "a source right in 30 %": _asked(lambda at: 0.3),
+        "90 % and 30 % in turns of 200 tokens": _asked(lambda at: 0.9 if at // 200 % 2 else 0.3),
+        "90 % and 30 % in turns of 50 tokens": _asked(lambda at: 0.9 if at // 50 % 2 else 0.3),
     }
 
 
-def _asked(right: Callable[[int], float], rounds: int = 4000) -> float:
+def _asked(right: Callable[[int], float]) -> float:
+    from benchmarks.studies.replay import Recorded
+    from forerun.core.pass_context import PassContext
+    from forerun.core.request import Request
     from forerun.core.sampling import Salt, uniform
-    from forerun.drafting.merged import CostlyDrafterChoice
+    from forerun.core.tree import DraftTree
+    from forerun.drafting.adaptive import AdaptiveDrafter
+    from forerun.drafting.drafter import Drafter
+    from forerun.drafting.merged import MergedDrafter
 
-    choice, gave, spent, missed = CostlyDrafterChoice(), 0, 0.0, True
-    choice.open = True
-    for at in range(rounds):
-        drawn = [uniform(4 * at + i, 0, Salt.ACCEPT) for i in range(4)]
-        tokens, seconds = 1 + (drawn[3] < 0.3), 1.0
-        if choice.costly:
-            wrong = [i for i in range(3) if drawn[i] >= right(at)]
-            tokens, seconds = 1 + (wrong[0] if wrong else 3), 2.0 + 2.0 * missed
-        missed = not choice.costly
-        choice.record(tokens, seconds)
-        gave, spent = gave + tokens, spent + seconds
-    return gave / spent
+    world = World(1.0, 0.0, 0.0)
+
+    class Source(Drafter):
+        def __init__(self, seconds: float, length: int, chance: Callable[[int], float]) -> None:
+            self.seconds, self.length, self.chance = seconds, length, chance
+
+        def propose(self, context: PassContext) -> list[DraftTree]:
+            world.now += self.seconds
+            return [self._chain(len(request)) for request in context.rows]
+
+        def _chain(self, at: int) -> DraftTree:
+            hits = [uniform(self.length, place, Salt.ACCEPT) < self.chance(place) for place in self._places(at)]
+            chance = np.cumprod([self.chance(place) for place in self._places(at)])
+            return DraftTree(np.array([7 if hit else 9 for hit in hits]), np.arange(self.length) - 1, probability=chance)
+
+        def _places(self, at: int) -> range:
+            return range(at, at + self.length)
+
+    trees = MergedDrafter(Source(0.01, 1, lambda at: 0.1), Source(0.5, 3, right), 1.0)
+    rows = [Recorded([1, 2], [7] * 400)] * 10
+    return _run(AdaptiveDrafter(trees, trees=trees), rows, world, Request)
 
 
 def prompts(replay: Path | None) -> dict[str, float]:

@@ -17,9 +17,10 @@ from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, Verdict
 from forerun.drafting.adaptive import AdaptiveDrafter
 from forerun.drafting.drafter import Drafter
+from forerun.drafting.merged import MergedDrafter
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.runtime import Runtime
-from forerun.policy.ask_gain import RECENT_TREES, SUFFIXES, AskGain
+from forerun.policy.ask_gain import RECENT_TREES, SUFFIX_GAINS, SUFFIXES, AskGain
 from forerun.policy.calibration import LOWEST_ODDS, odds_of
 from forerun.policy.chain_acceptance import ChainAcceptance
 from forerun.policy.cost_curve import CostCurve
@@ -44,6 +45,8 @@ class World:
         slowness: by the number of the step, how many times as long everything takes.
         said: what a drafted token adds, by the curve; by default as much as it does.
         known: by the number of the token in its text, how long a suffix before it the trees have seen.
+        deepening: of asking a costly source to add to the branches.
+        deep: by the number of the token in its text, how often that source's token is right.
         held, stalled: passes of the target, and chains, that something else holds up, and for how long.
     """
 
@@ -59,6 +62,8 @@ class World:
     held: dict[int, float] = field(default_factory=dict)
     stalled: dict[int, float] = field(default_factory=dict)
     known: Callable[[int], int | None] = lambda token: None
+    deepening: float = 0.5
+    deep: Callable[[int], float] = lambda token: 0.0
     now: float = 0.0
     steps: int = 0
     nodes: int = 0
@@ -70,6 +75,9 @@ class World:
 
     def right(self, token: int) -> bool:
         return uniform(0, token, Salt.ACCEPT) < self.accepted(token)
+
+    def deep_right(self, token: int) -> bool:
+        return uniform(1, token, Salt.ACCEPT) < self.deep(token)
 
     def take(self, seconds: float) -> None:
         self.now += seconds * self.slowness(self.steps)
@@ -120,6 +128,24 @@ class Levels(Drafter):
         return [DraftTree.chain(tokens) for tokens in found]
 
 
+class Head(Drafter):
+    """A costly source that adds four tokens to branches, and is as sure of them as it is right."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.asked = list[int]()
+
+    def propose(self, context: PassContext) -> list[DraftTree]:
+        self.asked += [len(request) for request in context.rows]
+        self.world.take(self.world.deepening)
+        return [self._draft(len(request)) for request in context.rows]
+
+    def _draft(self, length: int) -> DraftTree:
+        tokens = [RIGHT if self.world.deep_right(length + i) else WRONG + 1 for i in range(4)]
+        chance = max(self.world.deep(length), 0.1) ** np.arange(1, 5)
+        return DraftTree(np.array(tokens), np.arange(-1, 3), probability=chance)
+
+
 class Target:
     vocabulary = 48
     device = torch.device("cpu")
@@ -135,7 +161,9 @@ def decode(
     **sources: bool,
 ) -> tuple[float, AdaptiveDrafter]:
     """Seconds for a text of so many tokens, all of them 7, and the chooser; ``beside``: tokens of prompts in a step."""
-    trees = Branches(world) if sources.get("trees", True) else None
+    trees: Any = Branches(world) if sources.get("trees", True) else None
+    if sources.get("head", False):
+        trees = MergedDrafter(trees, Head(world), 4.0)
     chains = Levels(world) if sources.get("chains", True) else None
     each = world.each if world.said is None else world.said
     curve = CostCurve((1, 2), (1.0, 1 + each / world.plain), unit=world.loaded)
@@ -256,7 +284,7 @@ def test_only_rows_whose_texts_repeat_something_are_asked_for() -> None:
 
 
 def test_what_asking_gave_is_followed_for_each_class_of_suffixes() -> None:
-    gain = AskGain()
+    gain = AskGain(SUFFIXES, SUFFIX_GAINS)
     before = [gain.expected(known) for known in (0, SUFFIXES[0], SUFFIXES[1], SUFFIXES[2])]
     assert before == sorted(before)
     for _ in range(3 * RECENT_TREES):
@@ -264,6 +292,38 @@ def test_what_asking_gave_is_followed_for_each_class_of_suffixes() -> None:
     assert [gain.expected(known) for known in (0, SUFFIXES[0])] == before[:2]
     assert gain.expected(SUFFIXES[2]) == before[3]
     assert gain.expected(SUFFIXES[1]) == pytest.approx(2.0, abs=0.2)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(("deepening", "deep"), [(0.3, 0.9), (0.3, 0.6), (0.6, 0.9), (1.2, 0.95)])
+def test_a_costly_source_is_asked_where_it_pays(deepening: float, deep: float, rows: int) -> None:
+    """Every other passage of a hundred tokens is in the trees; there it is left alone."""
+    world = World(deepening=deepening, deep=lambda token: deep, loaded=1.0, each=0.02 / rows)
+    world.hits = lambda token: token // 100 % 2 == 1
+    now, chooser = decode(world, 1200, rows, chains=False, head=True)
+    alone, _ = decode(World(loaded=1.0, hits=world.hits, each=0.02 / rows), 1200, rows, chains=False)
+    tokens = sum(deep**i for i in range(5))
+    late = 40  # tokens until its second trial, where the first was wrong
+    assert now < 1.1 * (alone - 600 + 600 * (1 + deepening + 4 * world.each * rows) / tokens) + late
+    in_vain = sum(length // 100 % 2 for length in chooser.trees.costly.asked)  # type: ignore[union-attr]
+    assert in_vain < 0.1 * len(chooser.trees.costly.asked)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(("deepening", "deep"), [(0.05, 0.0), (0.3, 0.0), (0.9, 0.3), (3.0, 0.5)])
+def test_a_costly_source_that_does_not_pay_costs_no_more_than_the_budget(
+    deepening: float, deep: float, rows: int
+) -> None:
+    world = World(deepening=deepening, deep=lambda token: deep, loaded=1.0, each=0.02 / rows)
+    now, _ = decode(world, 800, rows, chains=False, head=True)
+    last = 2 * deepening + 12 * world.each * rows  # one draft beyond the budget, and what it takes is a guess at first
+    assert now - 800 <= EXPLORATION_START + EXPLORATION_SHARE * 800 + last
+
+
+def test_a_costly_source_begins_to_be_asked_when_it_begins_to_pay() -> None:
+    world = World(deepening=0.3, deep=lambda token: 0.9 * (token > 600), loaded=1.0)
+    now, _ = decode(world, 2000, chains=False, head=True)
+    assert now < 600 * 1.03 + 1400 * 0.55
 
 
 def test_a_text_that_is_foreseen_goes_by_the_tree() -> None:

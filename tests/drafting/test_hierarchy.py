@@ -34,14 +34,14 @@ from forerun.core.request import Request
 from forerun.core.sampling import Processor, Sampler
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, verify
-from forerun.drafting.drafter import Drafter, NoDrafter
+from forerun.drafting.adaptive import AdaptiveDrafter
+from forerun.drafting.drafter import Drafter
 from forerun.drafting.hierarchy import HierarchyDrafter
 from forerun.drafting.merged import MergedDrafter
 from forerun.drafting.model_drafter import ModelDrafter
 from forerun.drafting.trie_drafter import TrieDrafter
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.runtime import default_runtime
-from forerun.policy.cost_curve import CostCurve
 
 TARGET = MockTarget(3, peak=1.5, seed=7)
 MIDDLE = MockTarget(3, peak=1.5, seed=8)
@@ -189,15 +189,15 @@ def inner_drafters() -> dict[str, Drafter]:
     }
 
 
-@pytest.mark.parametrize("fitted", [False, True])
+@pytest.mark.parametrize("pruned", [False, True])
 @pytest.mark.parametrize("inner", inner_drafters())
 @pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name != "rejection without q"])
-def test_any_inner_drafter_gives_the_oracles_text(sampler: str, inner: str, fitted: bool) -> None:
+def test_any_inner_drafter_gives_the_oracles_text(sampler: str, inner: str, pruned: bool) -> None:
     target, middle = MockTarget(peak=2.0, seed=1), MockTarget(peak=2.0, seed=2)
     middle.table = 0.8 * target.table + 0.2 * middle.table
     drafter = HierarchyDrafter(inner_drafters()[inner], token_cache, 6, 5, MockScorer(middle))
-    if fitted:
-        drafter.fit(CostCurve.linear(2))
+    if pruned:
+        drafter.pruned_by(lambda own: AdaptiveDrafter(own, trees=own))
     request = Request(PROMPT, 60, sampler=SAMPLERS[sampler])
     start(drafter, request, target)
     accepted = 0
@@ -274,33 +274,3 @@ def test_merging_keeps_both_trees_within_the_budget() -> None:
     }  # fmt: skip
     assert chain.merged(branches, 4).tokens.tolist() == [1, 2, 3, 4]
     assert chain.merged(branches, 2).tokens.tolist() == [1, 2]
-
-
-@pytest.mark.parametrize(("seconds", "tokens", "asked"), [((3.0, 1.0), (2, 1), False), ((1.2, 1.0), (3, 1), True)])
-def test_a_model_is_asked_while_that_gives_more_tokens_a_second(
-    seconds: tuple[float, float], tokens: tuple[int, int], asked: bool
-) -> None:
-    """Rounds with the model and without it take so long and give so much; the other way is tried now and then."""
-
-    class Nothing(NoDrafter):
-        calls = 0
-
-        def propose(self, context: PassContext) -> list[DraftTree]:
-            self.calls += 1
-            return super().propose(context)
-
-    model = Nothing()
-    merged = MergedDrafter(NoDrafter(), model, 1.0)
-    request, with_it = Request([1, 2], max_new_tokens=4), []
-    for _ in range(1000):
-        before = model.calls
-        draft(merged, request, 4)
-        with_it.append(model.calls > before)
-        choice = 0 if with_it[-1] else 1
-        merged.record_round(tokens[choice], seconds[choice])
-    assert with_it[:8] == [True] * 4 + [False] * 4
-    slower = sum(each is not asked for each in with_it[8:])
-    assert slower > 0  # tried again
-    fast, slow = (0, 1) if asked else (1, 0)
-    lost = slower * (seconds[slow] - tokens[slow] * seconds[fast] / tokens[fast])
-    assert lost < 0.02 * sum(seconds[0 if each else 1] for each in with_it)

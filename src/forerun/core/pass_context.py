@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from forerun.core.request import Request
+from forerun.core.tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class PassContext:
         pending: committed tokens of each row that the pass reads; 1 for a row that only decodes.
         beside: tokens that the pass reads for rows that are not drafted for, because they read their prompts.
         cached: tokens of each row that the target's cache holds when the context is made.
+        deepens: called by drafters that can add the draft of a costly source to a tree, with the row and the tree;
+            whether to do so. None if they decide it themselves.
         stop: called by drafters that extend chains token by token, with the row and the probability that the drafting
             model gave to the last token; the chain ends there if it returns true. None if chains end by their budget.
     """
@@ -28,6 +31,7 @@ class PassContext:
     budgets: Sequence[int]
     pending: Sequence[int]
     beside: int = 0
+    deepens: Callable[[Request, DraftTree], bool] | None = None
     stop: Callable[[Request, float], bool] | None = None
     cached: Sequence[int] = field(init=False)
 

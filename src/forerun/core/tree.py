@@ -169,6 +169,19 @@ class DraftTree:
                 mask[i, : parent + 1] |= mask[parent, : parent + 1]
         return mask
 
+    def matches(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens the tree has, from the root down."""
+        node = ROOT
+        for depth, token in enumerate(tokens):
+            if (node := self.children.get((node, token), ROOT)) == ROOT:
+                return depth
+        return len(tokens)
+
+    @property
+    def expected(self) -> float:
+        """Nodes that the drafter expects to be accepted; 0 where it estimates nothing."""
+        return 0.0 if self.probability is None else float(self.probability.sum())
+
     @property
     def is_chain(self) -> bool:
         """Whether every node hangs under the one before it."""

@@ -5,14 +5,15 @@ A tree costs little to propose, so it is proposed first, for the rows where that
 earlier chains, and from the time of those passes. The better of the two is taken: the tree where a passage is quoted,
 the model in the next sentence, which nobody has seen.
 
-Estimates can be wrong. So every source has a budget (``policy/exploration_budget.py``): it may lose what it saved
-before, and a small share of all time.
+Estimates can be wrong. So every request has a budget (``policy/exploration_budget.py``): it may lose what it saved
+before, and a small share of its time.
+
+The levels of a hierarchy decide in the same way. To the drafter below a level, the level's pass is the target's.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -26,12 +27,12 @@ from forerun.drafting.drafter import Drafter, OuterDrafter, check_trees
 from forerun.kv.cache import READ_BLOCK, Cache
 from forerun.models.forward.runtime import Runtime
 from forerun.models.forward.scorer import Scorer
-from forerun.policy import node_table, step_timer
-from forerun.policy.ask_gain import SUFFIXES, AskGain
+from forerun.policy import node_table, prices
+from forerun.policy.ask_gain import DEEPER_GAINS, EXPECTED_NODES, SUFFIX_GAINS, SUFFIXES, AskGain
 from forerun.policy.chain_acceptance import ChainAcceptance, best_length
-from forerun.policy.cost_curve import CostCurve
-from forerun.policy.exploration_budget import STAKE, ExplorationBudget, Source
-from forerun.policy.step_timer import LinearCost, StepTimer
+from forerun.policy.cost_curve import FloatArray
+from forerun.policy.exploration_budget import EXPLORATION_START, SAVINGS, STAKE, ExplorationBudget
+from forerun.policy.prices import Prices
 from forerun.policy.tree_pruning import TreePruner, TreeSelection
 
 FLOAT_TOLERANCE = 1e-6
@@ -42,29 +43,52 @@ before. Proposing takes time, whether the nodes are scored or not."""
 
 
 @dataclass(slots=True)
-class _StepRecord:
-    """A step under way, and what came of it."""
+class _DraftedRow:
+    """A row of a step with drafts, and what came of it.
 
-    rows: dict[int, int]
-    """The row number of each request whose outcome is still to come."""
-    drawn: list[bool]
-    """Whether each row's tree carries ``q``."""
-    selection: TreeSelection
-    """What is scored: the trees, or the chains."""
-    source: Source | None
-    asked: dict[int, int]
-    """The known suffix of each row whose tree was asked for, by the row's number."""
-    tree_seconds: float
-    """Time to propose trees and to learn from them; 0 where none were proposed."""
-    chain_seconds: float
-    """Time of the chains' passes."""
-    ended: float
-    """When drafting was over."""
-    pass_seconds: float = 0.0
-    observed: int = 0
+    Attributes:
+        number: of the row.
+        budget: of its request.
+        known: its known suffix, if its tree was asked for.
+        shallow: its tree before a costly source was asked to add to it; None if none was.
+        drawn: whether its tree carries ``q``.
+        nodes: scored.
+        tokens: that the step gave.
+    """
+
+    number: int
+    budget: ExplorationBudget
+    known: int | None = None
+    shallow: DraftTree | None = None
+    drawn: bool = False
+    nodes: int = 0
     tokens: int = 0
-    outcomes: list[tuple[int, int, int]] = field(default_factory=list)
-    """Of each row whose tree was asked for: its known suffix, the tree's nodes, and the row's tokens."""
+
+
+@dataclass(slots=True)
+class _StepRecord:
+    """A step under way.
+
+    Attributes:
+        waiting: the rows whose outcome is still to come, by request.
+        selection: what is scored: the trees, or the chains.
+        chained: whether it is chains.
+        asking, deepening: seconds of asking for trees and of learning from them, and of asking a costly source.
+        drafting: seconds of the chains' passes.
+        ended: when drafting was over.
+        scoring: seconds from then on to the end of the pass.
+        done: the other rows.
+    """
+
+    waiting: dict[int, _DraftedRow]
+    selection: TreeSelection
+    chained: bool
+    asking: float
+    deepening: float
+    drafting: float
+    ended: float
+    scoring: float = 0.0
+    done: list[_DraftedRow] = field(default_factory=list)
 
 
 class AdaptiveDrafter(OuterDrafter):
@@ -96,28 +120,35 @@ class AdaptiveDrafter(OuterDrafter):
         super().__init__(inner)
         self.trees, self.chains = trees, chains
         self.max_length, self.reach, self.beyond, self.weight = max_length, reach, beyond, weight
+        self._budgets: dict[int, ExplorationBudget] = {}  # by request
         self._prompts: dict[int, Cache] = {}
         self._preparing: dict[int, float] = {}  # seconds so far
+        self._saved = dict.fromkeys((False, True), EXPLORATION_START)
+        """Plain steps that trees, and chains, saved lately in all texts, and what they may lose before they did."""
         self._nodes = LEAST_NODES
-        self._budget, self._acceptance, self._ask_gain = ExplorationBudget(), ChainAcceptance(), AskGain()
+        self._acceptance = ChainAcceptance()
+        self._gain, self._deepening_gain = AskGain(SUFFIXES, SUFFIX_GAINS), AskGain(EXPECTED_NODES, DEEPER_GAINS)
         self._step: _StepRecord | None = None
         self._resting: tuple[PassContext, float] | None = None  # a step under way without drafts, and when it began
+
+    def pruned_by(self, prune: Callable[[Drafter], Drafter]) -> Drafter:
+        """Levels of chains prune what they verify themselves."""
+        if self.chains is not None:
+            self.chains.pruned_by(prune)
+        return self
 
     def bind(self, target: Scorer, runtime: Runtime) -> None:
         super().bind(target, runtime)
         self._clock, costs = runtime.clock, runtime.costs(target)
-        self._pruner, self._timer = TreePruner(costs, target.vocabulary), StepTimer(costs.unit)
-        self.inner.fit(costs)
-
-    def fit(self, costs: CostCurve) -> None:
-        """Do nothing: it has its own costs, and its inner drafters know them."""
+        self._pruner, self._prices = TreePruner(costs, target.vocabulary), Prices(costs.unit)
 
     def warm_up(self) -> None:
         node_table.warm_up()
-        step_timer.warm_up()
+        prices.warm_up()
         super().warm_up()
 
     def begin(self, request: Request) -> None:
+        self._budgets[request.id] = ExplorationBudget(request, sum(self._saved.values()))
         self._acceptance.begin(request)
         super().begin(request)
 
@@ -145,11 +176,11 @@ class AdaptiveDrafter(OuterDrafter):
         context = PassContext.decoding([request], length)
         if max(context.cached) < self.beyond or length < 1:
             return False
-        passes = self._pruner.chain_passes(context, length, self._timer.correction)
+        passes = self._pruner.chain_passes(context, length, self._prices.correction)
         plain, _ = self._pruner.price(context)
-        best = self._acceptance.best([request], self._draft_cost(context), passes)
+        best = self._acceptance.best([request], self._prices.chain(self._draft_size(context)), passes)
         saved = request.remaining * (plain - 1 / best.rate)
-        return saved > self._timer.preparing_cost * len(request)
+        return saved > self._prices.preparing * len(request)
 
     def _prepare(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -172,7 +203,7 @@ class AdaptiveDrafter(OuterDrafter):
             with self._timing(request):
                 ready = self.inner.catch_up(request, tokens)
             if ready:
-                self._timer.record_preparing(len(request), self._preparing.pop(request.id))
+                self._prices.record_preparing(len(request), self._preparing.pop(request.id))
         return request.id not in self._preparing
 
     @contextmanager
@@ -183,31 +214,28 @@ class AdaptiveDrafter(OuterDrafter):
         self._preparing[request.id] += self._clock() - began
 
     def finish(self, request: Request) -> None:
+        self._budgets.pop(request.id, None)
         self._prompts.pop(request.id, None)
         self._preparing.pop(request.id, None)
-        if self._step is not None and self._step.rows.pop(request.id, None) is not None:
+        if self._step is not None and self._step.waiting.pop(request.id, None) is not None:
             self._close(self._step)
         self._acceptance.finish(request)
         super().finish(request)
 
     def propose(self, context: PassContext) -> list[DraftTree]:
         """The best part of each tree, or chains, or nothing, whichever gives the most tokens a second."""
-        plain, alone = self._pruner.price(context)
-        asked = self._asked(context, alone)
+        drafted = self._asked(context)
         chains = self.chains is not None and context.decodes and max(context.cached) >= self.beyond
-        measures = context.decodes and not (chains or self._timer.plain_measured)
-        due = measures and self._timer.plain_step_due(self._pruner.gain)
-        if due or not (asked or chains):
+        measures = context.decodes and not (chains or self._prices.plain_measured)
+        if not (drafted or chains) or (measures and self._prices.plain_step_due(self._pruner.gain)):
             return self._rest(context)
-        correction = self._timer.correction
-        began = self._clock()
-        proposed = self._trees(context, asked, self._allowed(context, plain, alone))
-        extra = self.trees.extra_seconds if self.trees and asked else 0.0
-        unit = self._timer.unit
-        spent = len(asked) * self._timer.tree_cost + (extra / unit if unit else 0.0)
-        selection = self._pruner.prune(context, proposed, spent, correction)
+        correction, began = self._prices.correction, self._clock()
+        trees, deepening = self._trees(context, drafted)
+        deepened = sum(row.shallow is not None for row in drafted.values())
+        spent = len(drafted) * self._prices.asking + deepened * self._prices.deepening
+        selection = self._pruner.prune(context, trees, spent, correction)
         self._nodes = max(LEAST_NODES, self._nodes // 2, NODE_GROWTH * max(map(len, selection.trees)))
-        tree_end = self._clock()
+        asking = self._clock() - began - deepening if drafted else 0.0
         length = self._length(selection, spent) if chains else 0
         if length and not self._prepared(context.rows):
             length = 0
@@ -216,17 +244,9 @@ class AdaptiveDrafter(OuterDrafter):
             within = replace(context.within(length or 0), stop=self._acceptance.stop)
             selection = self._pruner.keep_all(context, _propose(self.chains if length else None, within), correction)
             ended = self._clock()
-        self._resting = None
-        self._step = _StepRecord(
-            {request.id: row for row, request in enumerate(context.rows)},
-            [tree.q is not None for tree in proposed],
-            selection,
-            "chain" if length else "tree" if asked else None,
-            asked,
-            tree_end - began - extra if asked else 0.0,
-            ended - prepared if length else 0.0,
-            ended,
-        )
+        rows = {row.id: drafted.get(n) or _DraftedRow(n, self._budgets[row.id]) for n, row in enumerate(context.rows)}
+        self._resting, drafting = None, ended - prepared if length else 0.0
+        self._step = _StepRecord(rows, selection, bool(length), asking, deepening, drafting, ended)
         return selection.trees
 
     def _rest(self, context: PassContext) -> list[DraftTree]:
@@ -238,140 +258,174 @@ class AdaptiveDrafter(OuterDrafter):
         """Learn from a step without drafts, when the first outcome is known."""
         self._resting = None
         if context.decodes:
-            self._timer.record_step(self._pruner.price(context)[0], 0.0, self._clock() - began, True)
+            self._prices.record_step(self._pruner.price(context)[0], 0.0, self._clock() - began, True)
         self._pruner.rest()
-        self._budget.add_time(1.0)
 
-    def _asked(self, context: PassContext, alone: float) -> dict[int, int]:
-        """The rows whose trees are worth asking for, with their known suffixes.
+    def _asked(self, context: PassContext) -> dict[int, _DraftedRow]:
+        """The rows whose trees are worth asking for.
 
-        While the budget is untouched, the others are tried, too. Those without a known suffix promise least, so they
-        are only tried if that takes a small part of the budget. Where a drafter cannot tell, a short one is assumed.
+        While a row's budget is untouched, it is asked all the same. Where no suffix is known a tree promises least; so
+        then it has to take a small part of the budget. Where a drafter cannot tell, a short suffix is assumed.
         """
-        each, rows = self._timer.tree_cost / alone, context.rows
-        if self.trees is None or not self._budget.affords("tree", each):
-            return {}
-        price, tell = each * len(rows), self.trees.known_suffix
-        suffixes = {n: SUFFIXES[0] if (known := tell(row)) is None else known for n, row in enumerate(rows)}
-        tried = math.inf if not self._budget.full else 0 if price <= STAKE else SUFFIXES[0]
-        gain = self._ask_gain.expected
-        asked = {row: known for row, known in suffixes.items() if known >= tried or gain(known) > price}
-        return asked if self._budget.affords("tree", len(asked) * each) else {}
+        asked: dict[int, _DraftedRow] = {}
+        if self.trees is None:
+            return asked
+        price, tell = self._prices.asking * len(context) / self._pruner.price(context)[1], self.trees.known_suffix
+        for number, request in enumerate(context.rows):
+            budget = self._budgets[request.id]
+            if not budget.affords(price):
+                continue
+            known = tell(request)
+            known = SUFFIXES[0] if known is None else known
+            tried = budget.untouched and (known >= SUFFIXES[0] or price <= STAKE)
+            if tried or self._gain.expected(known) > price:
+                asked[number] = _DraftedRow(number, budget, known)
+        return asked
 
-    def _trees(self, context: PassContext, asked: Collection[int], most: int) -> list[DraftTree]:
-        """The trees of the rows that are asked for, of ``most`` nodes each, and empty ones."""
-        rows = sorted(asked)
-        proposed = iter(_propose(self.trees, context.of(rows).within(most)) if rows else ())
-        return [next(proposed) if row in asked else DraftTree.empty() for row in range(len(context))]
+    def _trees(self, context: PassContext, drafted: dict[int, _DraftedRow]) -> tuple[list[DraftTree], float]:
+        """A tree for each row, empty for those that are not asked for, and the seconds that costly sources took."""
+        trees = [DraftTree.empty()] * len(context)
+        if not drafted:
+            return trees, 0.0
+        plain, alone = self._pruner.price(context)
+        passes = self._pruner.chain_passes(context, self._nodes, self._prices.correction)
+        price, rows = self._prices.deepening * len(context) / alone, {context.rows[n].id: n for n in drafted}
+        began = 0.0
 
-    def _allowed(self, context: PassContext, plain: float, alone: float) -> int:
-        """Nodes of a row's tree: no more than may be lost if all of them are wrong. While trees have saved nothing they
-        stay smaller, so that there are more of them."""
-        passes = self._pruner.chain_passes(context, self._nodes, self._timer.correction)
-        stake = self._budget.left("tree") if self._budget.proven("tree") else self._budget.stake("tree", 0.0)
+        def deepens(request: Request, tree: DraftTree) -> bool:
+            """Whether it is worth asking a costly source to add to a row's tree."""
+            nonlocal began
+            row = drafted[rows[request.id]]
+            worth = row.budget.untouched or self._deepening_gain.expected(tree.expected) > price
+            if not (worth and row.budget.affords(price)):
+                return False
+            row.shallow, began = tree, self._clock()
+            return True
+
+        own = context.of(list(drafted))
+        most = [
+            min(most, self._allowed(row.budget, passes, plain, alone))
+            for most, row in zip(own.budgets, drafted.values(), strict=True)
+        ]
+        proposed = _propose(self.trees, replace(own, budgets=most, deepens=deepens))
+        ended = self._clock()
+        for (number, row), tree in zip(drafted.items(), proposed, strict=True):
+            trees[number], row.drawn = tree, tree.q is not None
+        return trees, ended - began if began else 0.0
+
+    def _allowed(self, budget: ExplorationBudget, passes: FloatArray, plain: float, alone: float) -> int:
+        """Nodes of a row's tree: no more than may be lost if all of them are wrong."""
+        stake = budget.allowance(self._saved[False] > EXPLORATION_START, self._prices.deepening / alone)
         return max(1, int(np.searchsorted(passes, plain + stake * alone, side="right")))
 
     def _length(self, selection: TreeSelection, spent: float) -> int | None:
         """Length of the chains to draft; 0 if the trees are better, None if a plain step has to be measured."""
         context, rate = selection.context, selection.tokens / (spent + selection.cost)
-        rows = len(context)
+        rows, known = len(context), self._prices
         longest = min(self.max_length, max(context.budgets), max(row.max_draft_depth for row in context.rows))
         if longest < 1:
             return 0
-        draft = self._draft_cost(context)
-        passes = spent + self._pruner.chain_passes(context, longest, self._timer.correction)
+        draft = known.chain(self._draft_size(context))
+        passes = spent + self._pruner.chain_passes(context, longest, known.correction)
         hopeless = best_length([1.0] * rows, draft, passes).rate <= rate  # not even if all of it were accepted
-        if hopeless and (self._timer.chains_known or any(request.id in self._prompts for request in context.rows)):
+        if hopeless and (known.chains_known or any(request.id in self._prompts for request in context.rows)):
             return 0
         if any(
             row.id in self._prompts and not (self._short(row) or self._worth_preparing(row)) for row in context.rows
         ):
             return 0
         best = self._acceptance.best(context.rows, draft, passes)
-        gain = (best.rate if self._timer.plain_known else rate) * (spent + selection.plain) / rows
-        if self._timer.plain_step_due(gain):
+        gain = (best.rate if known.plain_known else rate) * (spent + selection.plain) / rows
+        if known.plain_step_due(gain):
             return None
-        if not self._timer.plain_known:
+        if not known.plain_known:
             return 0
         each = draft.each + (float(passes[-1]) - float(passes[0])) / max(longest - 1, 1)
-        pays = best.rate > rate
-        stake = self._budget.stake("chain", (draft.start + each) / selection.plain) * selection.plain
-        affordable = max(int((stake - draft.start) / each + FLOAT_TOLERANCE), int(self._budget.full))
+        pays, budgets = best.rate > rate, [self._budgets[row.id] for row in context.rows]
+        least, shown = (draft.start + each) / selection.plain, self._saved[True] > EXPLORATION_START
+        stake = sum(budget.allowance(shown, least) for budget in budgets) / rows
+        tokens = int((stake * selection.plain - draft.start) / each + FLOAT_TOLERANCE)
+        affordable = max(tokens, int(all(budget.untouched for budget in budgets)))
         self._acceptance.start(context.rows, best.rate * each / rows if pays else 0.0)
         if pays:
             return min(longest if self._acceptance.stops_early else best.tokens, affordable)
         return int(not selection.nodes and affordable > 0)
-
-    def _draft_cost(self, context: PassContext) -> LinearCost:
-        """Cost of drafting chains for every row by their length, in the curve's units."""
-        start, each = self._timer.chain_cost
-        return LinearCost(start, each * self._draft_size(context))
 
     def _draft_size(self, context: PassContext) -> float:
         """Estimated cost of a drafting pass, by the cached tokens that it reads."""
         read = [length if self.reach is None else min(length, self.reach) for length in context.cached]
         return self.weight * self._pruner.cost([1] * len(read), read)
 
-    def observe(self, request: Request, outcome: Outcome) -> None:
-        """Learn how long the step took, and what was accepted."""
+    def verified(self, request: Request, outcome: Outcome) -> None:
+        """Learn how long the pass took, and what was accepted."""
         if self._resting is not None:
             self._rested(*self._resting)
-        elif (step := self._step) is not None and (row := step.rows.pop(request.id, None)) is not None:
+        elif (step := self._step) is not None and (row := step.waiting.pop(request.id, None)) is not None:
             began = self._clock()
-            if not step.observed:
-                step.pass_seconds = began - step.ended
+            if not step.done:
+                step.scoring = began - step.ended
             self._count(step, row, request, outcome)
-            if step.tree_seconds:
-                step.tree_seconds += self._clock() - began
+            if step.asking:
+                step.asking += self._clock() - began
             self._close(step)
-        super().observe(request, outcome)
+        super().verified(request, outcome)
+
+    def observe(self, request: Request, outcome: Outcome) -> None:
+        """Learn the same, if it was the target that verified the draft."""
+        self.verified(request, outcome)
+        self.inner.observe(request, outcome)
 
     def _close(self, step: _StepRecord) -> None:
         """Learn from a step when the outcome of every remaining row is known."""
-        if not step.rows:
+        if not step.waiting:
             self._step = None
-            if step.observed:
+            if step.done:
                 self._learn(step)
 
-    def _count(self, step: _StepRecord, row: int, request: Request, outcome: Outcome) -> None:
+    def _count(self, step: _StepRecord, row: _DraftedRow, request: Request, outcome: Outcome) -> None:
         """Count a row's outcome; nodes of its tree count whether they were scored or not."""
-        chain = step.source == "chain"
-        step.observed += 1
-        step.tokens += len(outcome.verdict.tokens)
-        if chain:
-            self._acceptance.record(request, len(outcome.verdict.path), len(outcome.tree))
-        if step.source is not None and not (chain and step.drawn[row]):
-            self._pruner.learn(row, outcome, step.drawn[row])
-        if row in step.asked and not chain:
-            step.outcomes.append((step.asked[row], len(outcome.tree), len(outcome.verdict.tokens)))
+        verdict = outcome.verdict
+        row.nodes, row.tokens = len(outcome.tree), len(verdict.tokens)
+        step.done.append(row)
+        if step.chained:
+            self._acceptance.record(request, len(verdict.path), row.nodes)
+        elif row.shallow is not None:
+            added = len(verdict.path) - row.shallow.matches(verdict.tokens)
+            self._deepening_gain.record(row.shallow.expected, max(added, 0))
+        if (row.known is not None or step.chained) and not (step.chained and row.drawn):
+            self._pruner.learn(row.number, outcome, row.drawn)
 
     def _learn(self, step: _StepRecord) -> None:
         """Learn the step's times, and book what it saved."""
-        selection, timer, context = step.selection, self._timer, step.selection.context
-        self._pruner.end(selection, step.tokens)
+        selection, known, context = step.selection, self._prices, step.selection.context
+        rows, alone, nodes = len(context), selection.alone, selection.nodes
+        self._pruner.end(selection, sum(row.tokens for row in step.done))
+        steps = selection.steps if nodes else 1.0
         if context.decodes:
-            timer.record_step(selection.plain, selection.added, step.pass_seconds, not selection.nodes)
-        steps, proposing = 1.0, 0.0
-        if selection.nodes:
-            steps = selection.steps
-            if context.decodes:
-                steps = selection.corrected(timer.correction).steps  # by what this step has shown of drafts, too
-                if timer.unit:  # disturbances only ever slow a pass
-                    steps = min(steps, step.pass_seconds / timer.unit / selection.plain)
-        if step.source is not None:
-            rows, asked = len(context), len(step.asked)
-            each = (steps - 1.0) * rows / max(selection.nodes, 1)
-            for known, nodes, tokens in step.outcomes:
-                self._ask_gain.record(known, tokens - 1.0 - nodes * each)
-            size = self._draft_size(context) * selection.nodes / rows if step.chain_seconds else 0.0
-            timer.record_trees(asked, step.tree_seconds)
-            timer.record_chains(size, step.chain_seconds)
-            proposing = asked * timer.tree_cost / selection.alone if step.tree_seconds else 0.0
-            steps += timer.chain_cost.at(size) / selection.alone if size else 0.0
-        self._budget.add_time(steps + proposing)
-        self._budget.record("tree", -proposing)
-        if selection.nodes:
-            self._budget.record(step.source or "tree", step.tokens / step.observed - steps)
+            known.record_step(selection.plain, selection.added, step.scoring, not nodes)
+            if nodes:
+                steps = selection.corrected(known.correction).steps  # by what this step has shown of drafts, too
+                if known.unit:  # disturbances only ever slow a pass
+                    steps = min(steps, step.scoring / known.unit / selection.plain)
+        known.record_asking(sum(row.known is not None for row in step.done), step.asking)
+        known.record_deepening(sum(row.shallow is not None for row in step.done), step.deepening)
+        chain = 0.0
+        if step.drafting:
+            length, size = nodes / rows, self._draft_size(context)
+            known.record_chains(length, size, step.drafting)
+            chain = known.chain(size).at(length) / alone
+        each = (steps - 1.0) * rows / max(nodes, 1)  # all rows wait for each node, and for all that is asked
+        asking, deepening = known.asking * rows / alone, known.deepening * rows / alone
+        for row in step.done:
+            saved = row.tokens - 1.0 - row.nodes * each - chain
+            if row.shallow is not None:
+                saved -= deepening
+            if row.known is not None:
+                if not step.chained:
+                    self._gain.record(row.known, saved)
+                saved -= asking
+            row.budget.record(saved)
+            self._saved[step.chained] = min(max(self._saved[step.chained] + saved / rows, 0.0), SAVINGS)
 
 
 def _propose(source: Drafter | None, context: PassContext) -> list[DraftTree]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from tokenizers import Tokenizer
@@ -15,7 +15,6 @@ from forerun.core.verify import Outcome
 from forerun.kv.cache import Cache
 from forerun.models.forward.runtime import Runtime
 from forerun.models.forward.scorer import Scorer
-from forerun.policy.cost_curve import CostCurve
 
 
 class Drafter(ABC):
@@ -26,7 +25,8 @@ class Drafter(ABC):
     drafter can never change the output, only the speed.
 
     A drafter may serve as the inner level of a hierarchy. Then ``propose`` gets forks of the requests whose last tokens
-    are on trial: they may be gone at the next call, and ``observe`` tells which of them were accepted.
+    are on trial. They may be gone at the next call. ``verified`` tells what the level took of each draft, ``observe``
+    what the target took of the whole.
     """
 
     sized: bool = False
@@ -38,12 +38,6 @@ class Drafter(ABC):
     states: tuple[int, ...] = ()
     """Layers of the target whose hidden states it wants of every committed token; see ``Scorer.score_with_states``."""
 
-    extra_seconds: float = 0.0
-    """Time of its last proposal that was spent on what it decides itself whether it pays, as a head's passes."""
-
-    wants_costs: bool = False
-    """Whether it goes by the costs of the target's passes, and so wants ``fit``, though it is ``sized``."""
-
     def bind(self, target: Scorer, runtime: Runtime) -> None:  # noqa: B027
         """Called once, with the engine's target, its clock, and its way to measure what passes cost.
 
@@ -54,8 +48,12 @@ class Drafter(ABC):
     def spell(self, tokenizer: Tokenizer) -> None:  # noqa: B027
         """Called with the tokenizer, where there is one: a drafter may match words across different tokenizations."""
 
-    def fit(self, costs: CostCurve) -> None:  # noqa: B027
-        """Called before the first request, with the costs of the target's passes, by which it may choose its sizes."""
+    def pruned_by(self, prune: Callable[[Drafter], Drafter]) -> Drafter:
+        """This drafter, of whose trees only what pays is scored: as it is if it is ``sized``, else through ``prune``.
+
+        A level of a hierarchy does the same with the drafter below it.
+        """
+        return self if self.sized else prune(self)
 
     def begin(self, request: Request) -> None:  # noqa: B027
         """A request starts; ``request.prompt`` is known."""
@@ -112,8 +110,11 @@ class Drafter(ABC):
     def observe(self, request: Request, outcome: Outcome) -> None:  # noqa: B027
         """A step was committed; ``request.tokens`` ends with ``outcome.verdict.tokens`` already."""
 
-    def record_round(self, tokens: int, seconds: float) -> None:  # noqa: B027
-        """Feedback from the outer level: tokens and seconds of its last round, proposing included."""
+    def verified(self, request: Request, outcome: Outcome) -> None:  # noqa: B027
+        """A level of a hierarchy has verified a draft for ``request``, a fork.
+
+        ``observe`` tells later what the target took of the whole chain.
+        """
 
     def finish(self, request: Request) -> None:  # noqa: B027
         """The request ended: forget what was private to it."""
@@ -166,9 +167,6 @@ class OuterDrafter(Drafter):
     def spell(self, tokenizer: Tokenizer) -> None:
         self.inner.spell(tokenizer)
 
-    def fit(self, costs: CostCurve) -> None:
-        self.inner.fit(costs)
-
     def warm_up(self) -> None:
         self.inner.warm_up()
 
@@ -196,6 +194,9 @@ class OuterDrafter(Drafter):
 
     def propose(self, context: PassContext) -> list[DraftTree]:
         return self.inner.propose(context)
+
+    def verified(self, request: Request, outcome: Outcome) -> None:
+        self.inner.verified(request, outcome)
 
     def record_states(self, request: Request, start: int, states: torch.Tensor) -> None:
         self.inner.record_states(request, start, states)

@@ -9,7 +9,7 @@ tokens were not drawn from after a rejection.)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -26,8 +26,6 @@ from forerun.models.forward.level import CacheFactory, Level
 from forerun.models.forward.runtime import Runtime
 from forerun.models.forward.scorer import Scorer
 from forerun.policy.cost_curve import CostCurve
-from forerun.policy.step_timer import LinearTimer
-from forerun.policy.tree_pruning import TreePruner, TreeSelection
 
 
 class HierarchyDrafter(OuterDrafter):
@@ -35,9 +33,6 @@ class HierarchyDrafter(OuterDrafter):
 
     While the middle level's cache holds all of a text, it could only do what the target does: the inner drafter's trees
     go to the target then, at once.
-
-    Trees of an inner drafter that does not know how much to draft are pruned to what pays: by the costs of the target's
-    passes over few keys, until those of the middle level are known.
 
     Args:
         inner: proposes to the middle level.
@@ -69,29 +64,18 @@ class HierarchyDrafter(OuterDrafter):
         self.gamma1 = gamma1
         self.gamma2 = gamma2
         self.middle = middle
-        self._pruner: TreePruner | None = None  # of trees for the middle level
-        self._direct_pruner: TreePruner | None = None  # of trees that go straight to the target
-        self._passes = LinearTimer()  # of the middle level, by their tokens
         self._cache, self._beyond = cache, beyond
-        self._direct: _DirectTrees | None = None
+
+    def pruned_by(self, prune: Callable[[Drafter], Drafter]) -> Drafter:
+        """The middle level verifies what pays for it, too."""
+        self.inner = self.inner.pruned_by(prune)
+        return self
 
     def bind(self, target: Scorer, runtime: Runtime) -> None:
+        """To the inner drafter the middle level is the target. Its passes cost as over few keys at first."""
         self._clock = runtime.clock
         self._level = Level(self.middle or target, self._cache, self._beyond)
-        super().bind(self._level.scorer, runtime)
-
-    def fit(self, costs: CostCurve) -> None:
-        """Prune the trees of an inner drafter that does not know how much to draft by these costs; by default all of
-        each is verified."""
-        if not self.inner.sized:
-            self._direct_pruner = TreePruner(costs)
-            self._pruner = TreePruner(replace(costs, cached_sizes=(1, 2), cached_costs=(0.0, 0.0)))
-        super().fit(costs)
-
-    @property
-    def wants_costs(self) -> bool:  # type: ignore[override]
-        """Whether it prunes the trees of its inner drafter."""
-        return not self.inner.sized
+        super().bind(self._level.scorer, replace(runtime, costs=lambda scorer: over_few_keys(runtime.costs(scorer))))
 
     def prefilled(self, request: Request, cache: Cache) -> None:
         """Make the middle level's cache."""
@@ -108,29 +92,11 @@ class HierarchyDrafter(OuterDrafter):
         """Draft a chain for each row, or the inner drafter's tree; the rows share the passes of both levels."""
         direct = [n for n, row in enumerate(context.rows) if self.middle is None and self._level.whole(row)]
         long = [n for n in range(len(context)) if n not in direct]
-        trees = dict(zip(direct, self._propose_direct(context.of(direct)), strict=True))
-        trees |= zip(long, self._draft(context.of(long)), strict=True)
+        trees = dict(zip(long, self._draft(context.of(long)), strict=True))
+        if direct:  # last, as the inner drafter learns from its last proposal
+            inner = replace(context.of(direct).within(self.gamma1), stop=None)
+            trees |= zip(direct, self.inner.propose(inner), strict=True)
         return [trees[n] for n in range(len(context))]
-
-    def _propose_direct(self, context: PassContext) -> list[DraftTree]:
-        """The inner drafter's trees, for the target itself."""
-        self._direct = None
-        if not len(context):
-            return []
-        known = self._level.scorer.vocabulary
-        inner = (
-            context.within(self.gamma1) if self.inner.sized else replace(context, budgets=[self.gamma1] * len(context))
-        )
-        proposed = self.inner.propose(replace(inner, stop=None))
-        trees = [
-            tree.trim(min(budget, row.max_draft_depth), known)
-            for tree, (row, budget) in zip(proposed, context, strict=True)
-        ]
-        if self._direct_pruner is None:
-            return trees
-        selection = self._direct_pruner.prune(PassContext.decoding(context.rows, self.gamma1), trees)
-        self._direct = _DirectTrees(selection, {request.id: row for row, request in enumerate(context.rows)})
-        return selection.trees
 
     def _draft(self, context: PassContext) -> list[DraftTree]:
         """Chains that the middle level has verified."""
@@ -151,68 +117,31 @@ class HierarchyDrafter(OuterDrafter):
         known = self._level.scorer.vocabulary
         proposed = self.inner.propose(context)
         trees = [tree.trim(draft.missing - 1, known) for tree, draft in zip(proposed, drafts, strict=True)]
-        selection = None if self._pruner is None else self._prune(self._pruner, context, trees)
-        trees = trees if selection is None else selection.trees
         times.append(self._clock())
         scored = self._level.score(context.rows, trees)
         every = foresee(trees, [logits for _, logits in scored], context.rows, chances=stop is not None)
         if every[-1].choices is None:
             settle(scored[-1][1].device)
         times.append(self._clock())
-        tokens = 0
-        for row, (draft, tree, (block, logits), chosen) in enumerate(zip(drafts, trees, scored, every, strict=True)):
-            verdict = draft.extend(tree, logits, chosen.choices)
-            self._level.commit(draft.fork, block, verdict.path)
-            tokens += len(verdict.tokens)
-            if self._pruner is not None:
-                self._pruner.learn(row, Outcome(tree, verdict, logits), tree.q is not None)
-            if stop is not None and any(stop(draft.fork, p) for p in _probabilities(verdict, logits, chosen)):
+        for draft, tree, (block, logits), chosen in zip(drafts, trees, scored, every, strict=True):
+            outcome = draft.extend(tree, logits, chosen.choices)
+            self._level.commit(draft.fork, block, outcome.verdict.path)
+            self.inner.verified(draft.fork, outcome)
+            if stop is not None and any(stop(draft.fork, p) for p in _probabilities(outcome.verdict, logits, chosen)):
                 draft.length = 0
-        if self._pruner is not None and selection is not None:
-            self._pruner.end(selection, tokens)
-            self._passes.record(len(trees) + selection.nodes, times[2] - times[1])
         times.append(self._clock())
-        self.inner.record_round(tokens, times[-1] - times[0])
         for fork in context.rows:
             fork.stats.add_seconds(*np.diff(times).tolist())
 
-    def _prune(self, pruner: TreePruner, context: PassContext, trees: Sequence[DraftTree]) -> TreeSelection:
-        """The best part of each tree, by recent times of the middle level's passes. Its cache chooses keys for every
-        token, so a token may add far more to a pass than to one of the target's."""
-        if (curve := self._passes.curve) is not None and curve != pruner.costs:
-            pruner.fit(curve)
-        return pruner.prune(context, trees)
-
     def observe(self, request: Request, outcome: Outcome) -> None:
         """Let the middle level's cache choose anew, and the inner drafter learn what was committed."""
-        if self._direct is None or not self._direct.learn(self._direct_pruner, request, outcome):
-            self._level.verified(request, outcome)
+        self._level.verified(request, outcome)
         super().observe(request, outcome)
 
     def finish(self, request: Request) -> None:
         """Free the request's caches."""
         self._level.finish(request)
         super().finish(request)
-
-
-@dataclass
-class _DirectTrees:
-    """Trees that went straight to the target, and the rows whose outcome is still to come."""
-
-    selection: TreeSelection
-    rows: dict[int, int]
-    tokens: int = 0
-
-    def learn(self, pruner: TreePruner | None, request: Request, outcome: Outcome) -> bool:
-        """Learn from the outcome of a request's tree; whether there was one."""
-        row = self.rows.pop(request.id, None)
-        if row is None or pruner is None:
-            return False
-        self.tokens += len(outcome.verdict.tokens)
-        pruner.learn(row, outcome, outcome.tree.q is not None)
-        if not self.rows:
-            pruner.end(self.selection, self.tokens)
-        return True
 
 
 class _VerifiedChain:
@@ -232,7 +161,7 @@ class _VerifiedChain:
         """Tokens still wanted."""
         return self.length - len(self._tokens)
 
-    def extend(self, tree: DraftTree, logits: torch.Tensor, choices: IntArray | None) -> Verdict:
+    def extend(self, tree: DraftTree, logits: torch.Tensor, choices: IntArray | None) -> Outcome:
         """Verify a tree by the middle level's logits ``[n + 1, V]``, and keep the tokens that it commits. ``choices``
         are from ``foresee``."""
         rejecting = self.fork.sampler.method == "rejection"
@@ -242,15 +171,21 @@ class _VerifiedChain:
             self._q += distributions(verdict, logits, before)
         self.fork.stats.record(len(tree), len(verdict.path), len(verdict.tokens))
         self._tokens += verdict.tokens
-        self._origins += Outcome(tree, verdict, logits).origins
+        outcome = Outcome(tree, verdict, logits)
+        self._origins += outcome.origins
         if self.fork.finish_reason is not None:
             self.length = 0
-        return verdict
+        return outcome
 
     def tree(self) -> DraftTree:
         """What was verified."""
         origins = np.array([origin or self._own for origin in self._origins], np.int8)
         return DraftTree.chain(self._tokens, torch.stack(self._q) if self._q else None, origins)
+
+
+def over_few_keys(costs: CostCurve) -> CostCurve:
+    """Costs of passes that read few keys, however long the text."""
+    return replace(costs, cached_sizes=(1, 2), cached_costs=(0.0, 0.0))
 
 
 def _probabilities(verdict: Verdict, logits: torch.Tensor, choices: RowChoices) -> list[float]:

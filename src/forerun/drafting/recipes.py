@@ -12,7 +12,7 @@ from forerun.drafting.drafter import Drafter, NoDrafter, OuterDrafter
 from forerun.drafting.head_drafter import HeadDrafter
 from forerun.drafting.hierarchy import HierarchyDrafter
 from forerun.drafting.lookup import LookupDrafter
-from forerun.drafting.merged import MergedDrafter, MergedTreesDrafter
+from forerun.drafting.merged import MergedDrafter
 from forerun.drafting.model_drafter import ModelDrafter
 from forerun.drafting.trie_drafter import TrieDrafter
 from forerun.kv.cache import ROLLBACK_TOKENS, Cache
@@ -153,24 +153,17 @@ def _triforce(settings: LongContextConfig, inner: Drafter, nodes: int, beyond: i
 
 
 def _auto(settings: LongContextConfig) -> Drafter:
-    """All sources: a trie, a trained head, and the target over a sparse cache, which the trie and a small model draft
-    for."""
-    trie, head = TrieDrafter(), head_of(settings)
-    if head is not None:
-        return _auto_with_head(settings, trie, HeadDrafter(head))
-    small = settings.draft_model is not None
-    inner = MergedDrafter(trie, small_drafter(settings, settings.gamma1), settings.gamma1) if small else trie
-    budget = settings.cache_budget
+    """All sources: a trie, a trained head, and the target over a sparse cache, for which these or a small model draft.
+
+    Without a small model, the sparse cache is of use beyond its own size only.
+    """
+    trie, head, budget = TrieDrafter(), head_of(settings), settings.cache_budget
+    small = settings.draft_model is not None and head is None
+    trees: Drafter = trie if head is None else MergedDrafter(trie, HeadDrafter(head), CONFIDENT_NODES)
+    inner = MergedDrafter(trie, small_drafter(settings, settings.gamma1), settings.gamma1) if small else trees
     beyond = 0 if small else budget
     levels = _triforce(settings, inner, TRIE_NODES, beyond)
-    return AdaptiveDrafter(levels, trees=trie, chains=levels, max_length=settings.gamma2, reach=budget, beyond=beyond)
-
-
-def _auto_with_head(settings: LongContextConfig, trie: TrieDrafter, head: HeadDrafter) -> Drafter:
-    budget = settings.cache_budget
-    levels = _triforce(settings, trie, TRIE_NODES, budget)
-    trees = MergedTreesDrafter(levels, trie, head, CONFIDENT_NODES)
-    return AdaptiveDrafter(trees, trees=trees, chains=levels, max_length=settings.gamma2, reach=budget, beyond=budget)
+    return AdaptiveDrafter(levels, trees=trees, chains=levels, max_length=settings.gamma2, reach=budget, beyond=beyond)
 
 
 def long_context(
@@ -238,8 +231,6 @@ def trie_of(drafter: Drafter) -> Trie:
     """
     if isinstance(drafter, TrieDrafter):
         return drafter.trie
-    if isinstance(drafter, MergedDrafter):
-        return trie_of(drafter.cheap)
     if isinstance(drafter, OuterDrafter):
         return trie_of(drafter.inner)
     raise ValueError(f"{type(drafter).__name__} has no trie")

@@ -164,9 +164,9 @@ class Engine:
             TypeError: if it is no drafter.
         """
         _check_drafter(drafter)
-        if self.prune_drafts and not drafter.sized:
-            drafter = AdaptiveDrafter(drafter, trees=drafter)
-        self.target.led(lambda: self._bind(drafter))
+        if self.prune_drafts:
+            drafter = drafter.pruned_by(lambda own: AdaptiveDrafter(own, trees=own))
+        self.target.led(lambda: drafter.bind(self.target, self._runtime))
         drafter.warm_up()
         self.drafter = drafter
         self._spell()
@@ -179,11 +179,6 @@ class Engine:
         if self.tiers is None:
             return self.target.adopt(FullCache(tokens, shareable, releases))
         return self.target.adopt(self.tiers.cache(tokens, shareable, releases, reserve))
-
-    def _bind(self, drafter: Drafter) -> None:
-        drafter.bind(self.target, self._runtime)
-        if self.prune_drafts and drafter.wants_costs:
-            drafter.fit(self._runtime.costs(self.target))
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:

@@ -28,7 +28,7 @@ from forerun.policy.calibration import (
     settle,
 )
 from forerun.policy.cost_curve import FloatArray
-from forerun.policy.step_timer import LinearCost
+from forerun.policy.prices import LinearCost
 
 AGREEING = 0.2
 """At first a token of probability p is taken to be accepted with probability p to this power: where the model is

@@ -1,65 +1,66 @@
-"""A budget for drafts that do not pay.
+"""What a request may lose to drafts that do not pay.
 
-Estimates can be wrong, and only drafting shows it. The time lost that way stays under a small share of all time. So a
-text that cannot be predicted takes hardly longer than with plain decoding.
+Estimates can be wrong, and only drafting shows it. The time lost that way stays under a small share of what the text
+takes. So one that cannot be predicted takes hardly longer than with plain decoding, whatever others gave before it.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from forerun.core.request import Request
 
-Source = Literal["tree", "chain"]
 EXPLORATION_SHARE = 0.01
-"""The share of all time that drafts without success may take."""
+"""The share of a text's plain steps that drafts without success may take, and the same share of all that it may have at
+once, from the start."""
 EXPLORATION_START = 1.0
-"""The budget at first, and its maximum for a source without savings, in plain steps."""
+"""What may be lost at the start, at most, in plain steps."""
 STAKE = 0.25
-"""The share of what is left that a single draft may lose, where a lesser one is possible."""
+"""The share of what is left that a single draft may lose while its source has saved nothing."""
 SAVINGS = 16.0
-"""The maximum of a source's savings, in plain steps: how long a source is trusted after it stops paying."""
+"""The maximum of what was saved, in plain steps: how long drafts are trusted after they stop paying."""
 
 
 class ExplorationBudget:
-    """Compares the time of steps with drafts to what plain steps would have taken for the same tokens.
+    """Compares the time of a request's steps with drafts to what plain steps would have taken for the same tokens.
 
-    Each source may lose what it saved before. Beyond that, all sources share one budget, which grows with time. Amounts
-    are in plain steps, so that batches and contexts of any size share a budget.
+    It may lose what it saved before. Beyond that, it may lose an amount that grows with the text. Amounts are in plain
+    steps. In a batch the others wait for a row's drafts, so these cost the row what all rows wait together.
+
+    Args:
+        request: whose drafts these are.
+        credit: what earlier texts saved, which may be lost at the start, too.
     """
 
-    def __init__(self) -> None:
-        self._common = EXPLORATION_START
-        self._saved: dict[Source, float] = {"tree": 0.0, "chain": 0.0}
-
-    def left(self, source: Source) -> float:
-        """What this source may lose."""
-        return self._saved[source] + self._common
-
-    def affords(self, source: Source, cost: float) -> bool:
-        """Whether this source may spend ``cost``. More than ``EXPLORATION_START`` is never in the budget, so such a
-        cost is allowed when the budget is full: every source is tried now and then."""
-        return self.left(source) >= min(cost, EXPLORATION_START) and self.left(source) > 0
-
-    def stake(self, source: Source, least: float) -> float:
-        """What a single draft of this source may lose: a part of what is left, so that bad luck at first does not end
-        all trials, but as much as the least draft takes, if it is there."""
-        left = self.left(source)
-        return max(left * STAKE, min(left, least))
-
-    def proven(self, source: Source) -> bool:
-        """Whether this source has savings."""
-        return self._saved[source] > 0
+    def __init__(self, request: Request, credit: float) -> None:
+        self._request = request
+        self._start = min(EXPLORATION_START, EXPLORATION_SHARE * request.max_new_tokens + credit)
+        self._saved = self._lost = 0.0
 
     @property
-    def full(self) -> bool:
-        """Whether nothing was lost lately, so that the least draft may be tried."""
-        return self._common == EXPLORATION_START
+    def left(self) -> float:
+        """What may be lost."""
+        return self._saved + self._unspent
 
-    def add_time(self, steps: float) -> None:
-        """A step took as long as ``steps`` plain ones."""
-        self._common = min(self._common + EXPLORATION_SHARE * steps, EXPLORATION_START)
+    @property
+    def _unspent(self) -> float:
+        return self._start + EXPLORATION_SHARE * (len(self._request) - self._request.prompt_length) - self._lost
 
-    def record(self, source: Source, saved: float) -> None:
+    def affords(self, cost: float) -> bool:
+        """Whether ``cost`` may be spent. More than ``EXPLORATION_START`` may be spent if that much is left: every
+        source is tried now and then."""
+        return self.left > 0 and self.left >= min(cost, EXPLORATION_START)
+
+    def allowance(self, shown: bool, least: float = 0.0) -> float:
+        """What a single draft may lose: what is left, if its source has ``shown`` that it saves time. Else a part of
+        it, so that bad luck at first does not end all trials, but as much as the least draft takes, if it is there."""
+        return self.left if shown else max(self.left * STAKE, min(self.left, least))
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing was lost lately, so that what does not promise enough may be tried."""
+        return self._unspent >= self._start
+
+    def record(self, saved: float) -> None:
         """A step's drafts saved this; less than 0 if they lost."""
-        balance = self._saved[source] + saved
-        self._saved[source] = min(max(balance, 0.0), SAVINGS)
-        self._common += min(balance, 0.0)
+        balance = self._saved + saved
+        self._saved = min(max(balance, 0.0), SAVINGS)
+        self._lost -= min(balance, 0.0)

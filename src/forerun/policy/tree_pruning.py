@@ -28,7 +28,7 @@ from forerun.policy import node_table
 from forerun.policy.calibration import MEMORY, CalibrationTable
 from forerun.policy.cost_curve import CostCurve, FloatArray
 from forerun.policy.node_table import NodeTable, Trees
-from forerun.policy.step_timer import AS_THE_CURVE_SAYS, LinearCost
+from forerun.policy.prices import AS_THE_CURVE_SAYS, LinearCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class TreePruner:
             context: the rows.
             trees: one for each.
             spent: what the step has cost already, in the curve's units. The more, the more nodes are worth scoring.
-            correction: of the curve, for passes with trees; see ``PassModel``.
+            correction: of the curve, for passes with trees; see ``Prices``.
         """
         flat = self._flat(context, trees)
         if flat is None:

@@ -186,9 +186,10 @@ class Level:
         reader.read[place : place + len(kept)] = kept
 
     def verified(self, request: Request, outcome: Outcome) -> None:
-        """Called when the target has verified a draft; does nothing if the request has not begun here yet."""
+        """Called when the target has verified a draft. Does nothing if the request has not begun here yet, or while
+        the cache holds all of the text, so that there is nothing to choose."""
         cache = self.cache(request) if request.id in self._readers else None
-        if not isinstance(cache, View):
+        if not isinstance(cache, View) or cache.whole:
             return
         if len(outcome.tree):
             nodes = len(outcome.logits)  # the root and the tree's nodes are the pass's last rows
