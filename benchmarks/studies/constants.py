@@ -6,8 +6,8 @@
 
 Nothing here depends on a machine: a clock is moved by what each part of a step takes. ``drafts`` replays answers that
 were recorded through the trie, and lets a drafter whose tokens are right as often as stated stand for a model that
-drafts. ``asking``: a costly source beside a cheap one, which helps or does not. ``prompts``: a long prompt is read while
-others decode. Every setting runs in a process of its own, over a copy of the package in which one number is another.
+drafts. ``asking``: a costly source beside a cheap one, which helps or does not. ``prompts``: a long prompt is read
+while others decode. Every setting runs in a process of its own, over a copy of the package in which one number is another.
 """
 
 from __future__ import annotations
@@ -189,12 +189,10 @@ def _asked(right: Callable[[int], float]) -> float:
             return [self._chain(len(request)) for request in context.rows]
 
         def _chain(self, at: int) -> DraftTree:
-            hits = [uniform(self.length, place, Salt.ACCEPT) < self.chance(place) for place in self._places(at)]
-            chance = np.cumprod([self.chance(place) for place in self._places(at)])
-            return DraftTree(np.array([7 if hit else 9 for hit in hits]), np.arange(self.length) - 1, probability=chance)
-
-        def _places(self, at: int) -> range:
-            return range(at, at + self.length)
+            places = range(at, at + self.length)
+            tokens = [7 if uniform(self.length, place, Salt.ACCEPT) < self.chance(place) else 9 for place in places]
+            chances = np.cumprod([self.chance(place) for place in places])
+            return DraftTree(np.array(tokens), np.arange(self.length) - 1, probability=chances)
 
     trees = MergedDrafter(Source(0.01, 1, lambda at: 0.1), Source(0.5, 3, right), 1.0)
     rows = [Recorded([1, 2], [7] * 400)] * 10
