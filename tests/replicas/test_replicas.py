@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -24,7 +26,7 @@ from support.live_server import PATIENCE
 
 from forerun.core.request import Request
 from forerun.replicas import cluster
-from forerun.replicas.cluster import ClusterNode, Resources, shared_resources
+from forerun.replicas.cluster import Resources, shared_resources
 from forerun.replicas.exchange import (
     LEARNED_TOKENS,
     SILENT_SECONDS,
@@ -319,6 +321,10 @@ def test_after_so_many_deaths_a_request_is_given_up() -> None:
     sent = ask(replicas)
     assert sent[0]["status"] == 503 and json.loads(told(sent))["error"]["code"] == "replica_lost"
     assert len(replicas.asked) == MAX_REPLICAS_TRIED
+    kept = weakref.ref(replicas.asked[0])
+    replicas.asked.clear()
+    gc.collect()
+    assert kept() is None  # no error that is raised again holds its frames
 
 
 def test_a_request_that_took_a_replica_down_is_not_tried_again() -> None:
@@ -423,18 +429,18 @@ def test_an_applications_failure_is_raised() -> None:
 def test_each_replica_gets_as_many_processors_as_all_find_room_for(
     nodes: list[float], replicas: int, processors: float
 ) -> None:
-    assert shared_resources([ClusterNode(each, 0) for each in nodes], replicas, "auto") == Resources(processors, 0)
+    assert shared_resources([Resources(each, 0) for each in nodes], replicas, "auto") == Resources(processors, 0)
 
 
 def test_each_replica_gets_a_gpu_where_there_are_any() -> None:
-    nodes = [ClusterNode(8, 2), ClusterNode(32, 0)]
+    nodes = [Resources(8, 2), Resources(32, 0)]
     assert shared_resources(nodes, 2, "auto") == shared_resources(nodes, 2, "cuda") == Resources(4, 1)
     assert shared_resources(nodes, 2, "cpu") == Resources(16, 0)
     for device in ("auto", "cuda"):
         with pytest.raises(ValueError, match="replicas is 3 and the cluster has 2 GPUs"):
             shared_resources(nodes, 3, device)
     with pytest.raises(ValueError, match="no processors"):
-        shared_resources([ClusterNode(0, 0)], 1, "cpu")
+        shared_resources([Resources(0, 0)], 1, "cpu")
 
 
 @pytest.mark.parametrize(

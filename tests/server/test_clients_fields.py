@@ -11,7 +11,7 @@ import openai
 import pytest
 import torch
 from support.chat_models import QWEN, THINKING, TOOLS
-from support.live_server import LiveServer, PausableEngine, until
+from support.live_server import Json, LiveServer, PausableEngine, bundled_engine, error_of, until
 
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import load
@@ -26,7 +26,6 @@ from forerun.server.responses_api import ResponsesFormat, ResponsesRequest
 from forerun.server.schema import IGNORED_FIELDS, CompletionRequest
 
 pytest.importorskip("llguidance")
-Json = dict[str, Any]
 DOUBLING = "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(20)) + 'r20: "abc"'
 """Three megabytes of text without a choice."""
 MESSAGES: Any = [{"role": "user", "content": "Weather in Rome?"}]
@@ -38,9 +37,7 @@ ADD: Json = {"type": "function", "function": {"name": "add"}}
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    model, tokenizer = load("bundled", device="cpu")
-    tokenizer.chat_template = QWEN
-    return Engine(model, "trie", tokenizer=tokenizer)
+    return bundled_engine(QWEN)
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +50,6 @@ def server(engine: Engine) -> Iterator[LiveServer]:
 @pytest.fixture(scope="module")
 def client(server: LiveServer) -> openai.OpenAI:
     return server.client()
-
-
-def error_of(answer: Any, status: int = 400) -> Json:
-    assert answer.status_code == status, answer.text
-    return dict(answer.json()["error"])
 
 
 # --- tools

@@ -13,31 +13,27 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from support.live_server import PATIENCE, TEMPLATE, LiveServer, PausableEngine, tasks, until
+from support.live_server import PATIENCE, TEMPLATE, Json, LiveServer, PausableEngine, bundled_engine, tasks, until
 
 from benchmarks.server.malformed_requests import Fuzz, Shot
 from benchmarks.server.response_checks import ask_all, wrong
 from forerun.core.request import Request
 from forerun.engine.engine import BUDGET, Engine
 from forerun.kv.full_cache import FullCache
-from forerun.models.loading.load import load
 from forerun.models.text.grammar_limits import SchemaError
-from forerun.server import middleware
+from forerun.server import http_server, middleware
 from forerun.server.admission import SchedulerLimits
 from forerun.server.api_errors import ApiError
 from forerun.server.http_server import REFUSED_CONNECTIONS, BoundedConnection
 from forerun.server.prompt_encoder import PromptEncoder
 from forerun.server.schema import ChatRequest, CompletionRequest
 
-Json = dict[str, Any]
 ASKED: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 4, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    model, tokenizer = load("bundled", device="cpu")
-    tokenizer.chat_template = TEMPLATE
-    return Engine(model, "trie", tokenizer=tokenizer, prefix_cache=1 << 24)
+    return bundled_engine(prefix_cache=1 << 24)
 
 
 def head(length: int, *more: str) -> bytes:
@@ -77,6 +73,18 @@ def answered(client: socket.socket) -> bytes:
     return b"".join(lines) + read.read(length)
 
 
+def narrow(patch: pytest.MonkeyPatch, buffer: int | None = None) -> None:
+    """Little fits between a client and the server, and so much into the server's own buffer."""
+    made = BoundedConnection.connection_made
+
+    def connect(connection: BoundedConnection, transport: Any) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        transport.set_write_buffer_limits(buffer)
+        made(connection, transport)
+
+    patch.setattr(BoundedConnection, "connection_made", connect)
+
+
 def error_in(said: bytes) -> Json:
     error: Json = json.loads(said.partition(b"\r\n\r\n")[2])["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -100,7 +108,7 @@ def test_nonsense_is_refused_and_leaves_nothing_behind(engine: Engine, servers: 
     assert sum(answer.status == 200 for answer in answers) > 0.12 * count
     until(lambda: not one.scheduler.busy)
     until(lambda: tasks() <= before)
-    assert one.scheduler.memory == 0
+    assert one.scheduler.usage == 0
     assert (
         threading.active_count() <= threads + 6 + 40
     )  # the pools of asyncio and of plain functions, which are bounded
@@ -268,7 +276,7 @@ def test_connections_beyond_the_limit_are_told_so(engine: Engine, servers: list[
 def test_a_head_that_does_not_come_ends_the_connection(
     engine: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(BoundedConnection, "head_seconds", 0.05)
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.05)
     servers.append(LiveServer(engine))
     with connected(servers[0]) as silent, connected(servers[0]) as second:
         silent.sendall(b"POST /v1/comp")
@@ -282,7 +290,7 @@ def test_a_head_that_does_not_come_ends_the_connection(
 def test_a_body_that_does_not_come_is_told_so(
     engine: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(middleware.GuardMiddleware.__init__, "__defaults__", (middleware.OPEN_ADDRESSES, 0.05))
+    monkeypatch.setattr(middleware, "BODY_SECONDS", 0.05)
     servers.append(LiveServer(engine))
     with connected(servers[0]) as slow:
         slow.sendall(head(100) + b"{")
@@ -302,7 +310,7 @@ def test_who_still_sends_a_body_that_is_refused_hears_why(engine: Engine, server
 def test_a_refused_body_without_end_is_cut_off(
     engine: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(BoundedConnection, "head_seconds", 0.2)
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.2)
     servers.append(LiveServer(engine, request_bytes=1000))
     with connected(servers[0]) as endless, pytest.raises(OSError):
         endless.sendall(head(1 << 50))
@@ -314,7 +322,7 @@ def test_all_bodies_together_are_bounded(
     engine: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(middleware, "BODIES_IN_MEMORY", 2)
-    monkeypatch.setattr(BoundedConnection, "head_seconds", 0.2)
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.2)
     servers.append(LiveServer(engine, request_bytes=1000))
     waiting = [connected(servers[0]) for _ in range(3)]
     for each in waiting:
@@ -330,16 +338,8 @@ def test_all_bodies_together_are_bounded(
 def test_who_does_not_read_is_dropped(
     engine: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = BoundedConnection.connection_made
-
-    def narrow(connection: BoundedConnection, transport: Any) -> None:
-        """So that little fits in between."""
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        transport.set_write_buffer_limits(4096)
-        made(connection, transport)
-
-    monkeypatch.setattr(BoundedConnection, "connection_made", narrow)
-    monkeypatch.setattr(BoundedConnection, "reading_seconds", 0.05)
+    narrow(monkeypatch, 4096)
+    monkeypatch.setattr(http_server, "READING_SECONDS", 0.05)
     servers.append(LiveServer(engine))
     with socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -404,15 +404,9 @@ def test_texts_of_many_are_encoded_in_turn(engine: Engine) -> None:
 def test_who_reads_slowly_gets_the_whole_answer(
     engine: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = BoundedConnection.connection_made
-
-    def narrow(connection: BoundedConnection, transport: Any) -> None:
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        made(connection, transport)
-
-    monkeypatch.setattr(BoundedConnection, "connection_made", narrow)
-    monkeypatch.setattr(BoundedConnection, "head_seconds", 0.1)
-    monkeypatch.setattr(BoundedConnection, "reading_seconds", 0.1)
+    narrow(monkeypatch)
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.1)
+    monkeypatch.setattr(http_server, "READING_SECONDS", 0.1)
     servers.append(LiveServer(engine))
     told = json.dumps({**ASKED, "max_tokens": 1000, "logprobs": 5, "temperature": 1, "seed": 2})
     with socket.socket() as slow:

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from support.live_server import PATIENCE, LiveServer, free_socket, until
+from support.live_server import PATIENCE, Json, LiveServer, free_socket, ready, text_of, until
 
 from forerun.cli import serve
 from forerun.cli.serve_options import ServeOptions
@@ -37,7 +37,6 @@ from forerun.trie.trie import Trie
 from forerun.trie.trie_config import TrieConfig
 from forerun.trie.trie_folder import Folder
 
-Json = dict[str, Any]
 ASKED: Json = {"model": "bundled", "prompt": "def add(a, b):", "max_tokens": 24, "temperature": 0}
 OTHER: Json = ASKED | {"prompt": "Once upon a time"}
 
@@ -385,10 +384,6 @@ def accepted(answer: httpx.Response) -> int:
     return int(answer.json()["usage"]["forerun"]["accepted"])
 
 
-def text_of(answer: httpx.Response) -> str:
-    return str(answer.json()["choices"][0]["text"])
-
-
 def test_files_are_learned_by_every_tenant_and_not_again_after_a_restart(
     model: tuple[Any, Any], engine: Engine, tmp_path: Path, servers: list[LiveServer]
 ) -> None:
@@ -511,13 +506,6 @@ def test_a_server_goes_on_with_what_it_learned_and_keeps_it_when_it_is_killed(
     servers.append(LiveServer(Engine(engine.target.model, "trie", tokenizer=engine.tokenizer), index=tmp_path))
     again = servers[0].post(OTHER)
     assert text_of(again) == text_of(other) and accepted(again) > accepted(other) + 4
-
-
-def ready(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def post(port: int, asked: Json) -> httpx.Response:

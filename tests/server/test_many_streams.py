@@ -64,6 +64,6 @@ def test_each_of_many_streams_is_its_text_alone_and_nothing_is_left(servers: dic
                 assert count is not None or text == right, each
     until(lambda: not many.scheduler.busy)
     until(lambda: tasks() <= before)
-    assert (many.scheduler.memory, many.scheduler.waiting, many.scheduler.running) == (0, 0, 0)
+    assert (many.scheduler.usage, many.scheduler.waiting, many.scheduler.running) == (0, 0, 0)
     assert many.metric("forerun:spec_decode_num_accepted_tokens_total") > 0
     assert many.metric('forerun:request_ended_total{reason="cancelled"}') > 0

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.live_server import PATIENCE, TEMPLATE, LiveServer, PausableEngine, until
+from support.live_server import PATIENCE, LiveServer, PausableEngine, bundled_engine, until
 
 import forerun
-from forerun.engine.engine import Engine
-from forerun.models.loading.load import load
 from forerun.server.admission import SchedulerLimits
 from forerun.server.app import PAGE_FILES
 
@@ -32,9 +30,7 @@ FILES_OF_PAGE = Path(forerun.__file__).parent / "server" / "static"
 
 @pytest.fixture(scope="module")
 def held() -> PausableEngine:
-    model, tokenizer = load("bundled", device="cpu")
-    tokenizer.chat_template = TEMPLATE
-    return PausableEngine(Engine(model, "trie", tokenizer=tokenizer))
+    return PausableEngine(bundled_engine())
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +123,7 @@ def page(driver: Any, server: LiveServer) -> Iterator[Page]:
 
 def house_is_idle(server: LiveServer) -> None:
     until(lambda: not server.scheduler.busy)
-    assert server.scheduler.memory == 0
+    assert server.scheduler.usage == 0
 
 
 def alone(held: PausableEngine, prompt: str, **options: Any) -> str:
@@ -176,7 +172,7 @@ def test_counters_move_while_a_text_grows_and_escape_frees_the_server(
     before = page.figure("plain", "summary")
     until(lambda: page.figure("plain", "summary") != before)
     held.gate.clear()
-    assert server.scheduler.running == 1 and server.scheduler.memory > 0
+    assert server.scheduler.running == 1 and server.scheduler.usage > 0
     assert page.run("document.querySelector('#plain .answer').ariaBusy") == "true"
     page.keys(Keys.ESCAPE)
     until(lambda: page["status"].text == "Stopped.")

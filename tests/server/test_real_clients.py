@@ -7,19 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 from support.chat_models import QWEN
-from support.live_server import LiveServer
+from support.live_server import LiveServer, bundled_engine
 
 from benchmarks.server.real_clients import ROWS, Row
-from forerun.engine.engine import Engine
-from forerun.models.loading.load import load
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
     pytest.importorskip("llguidance")
-    model, tokenizer = load("bundled", device="cpu")
-    tokenizer.chat_template = QWEN
-    built = LiveServer(Engine(model, "trie", tokenizer=tokenizer), max_tokens=512)
+    built = LiveServer(bundled_engine(QWEN), max_tokens=512)
     yield built
     built.close()
 

@@ -27,12 +27,13 @@ from hypothesis import strategies as st
 from support.live_server import (
     PATIENCE,
     PROMPTS,
-    TEMPLATE,
     Json,
     LiveServer,
     PausableEngine,
+    bundled_engine,
     error_of,
     free_socket,
+    ready,
     until,
 )
 from typer.testing import CliRunner
@@ -43,7 +44,6 @@ from forerun.cli import serve
 from forerun.cli.log import server_log, shown_log
 from forerun.cli.serve_options import REPEATED, ServeOptions
 from forerun.engine.engine import Engine
-from forerun.models.loading.load import load
 from forerun.server.admission import SchedulerLimits
 from forerun.server.answers import StopStrings
 from forerun.server.app import create_app
@@ -59,9 +59,7 @@ NEW = 16
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    model, tokenizer = load("bundled", device="cpu")
-    tokenizer.chat_template = TEMPLATE
-    return Engine(model, "trie", tokenizer=tokenizer, prefix_cache=1 << 26)
+    return bundled_engine(prefix_cache=1 << 26)
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +207,7 @@ def test_eight_clients_at_once_each_get_the_text_they_get_alone(engine: Engine, 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(ask, range(8))) == wanted
     until(lambda: not server.scheduler.busy)
-    assert server.scheduler.memory == 0
+    assert server.scheduler.usage == 0
 
 
 # --- refusals
@@ -595,7 +593,7 @@ def test_the_command_serves_until_it_is_told_to_end(number: signal.Signals, tmp_
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     served = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        until(lambda: served.poll() is not None or _ready(port))
+        until(lambda: served.poll() is not None or ready(port))
         asked: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 4000, "n": 128, "stream": True}
         with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=asked, timeout=PATIENCE) as stream:
             lines = stream.iter_lines()
@@ -613,13 +611,6 @@ def test_the_command_serves_until_it_is_told_to_end(number: signal.Signals, tmp_
     assert "leaked" not in told  # objects of native libraries, of which nanobind tells at the end
     (file,) = tmp_path.glob("*.trie")  # saved at the end
     assert len(trie_file.read(file).namespaces["default/default"]) > 0
-
-
-def _ready(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def test_without_the_extra_the_command_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.live_server import PATIENCE, TEMPLATE, LiveServer
+from support.live_server import PATIENCE, LiveServer, bundled_engine
 
 import forerun
-from forerun.engine.engine import Engine
-from forerun.models.loading.load import load
-from forerun.server.admission import SchedulerLimits
 
 EXAMPLES = Path(forerun.__file__).parents[2] / "examples" / "server"
 SAYS = {
@@ -28,9 +25,7 @@ SAYS = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
-    model, tokenizer = load("bundled", device="cpu")
-    tokenizer.chat_template = TEMPLATE
-    built = LiveServer(Engine(model, "trie", tokenizer=tokenizer), SchedulerLimits(1 << 30))
+    built = LiveServer(bundled_engine())
     yield built
     built.close()
 

@@ -11,10 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
-from support.live_server import PATIENCE, LiveServer, PausableEngine, until
+from support.live_server import PATIENCE, Json, LiveServer, PausableEngine, error_of, text_of, until
 
 from forerun.cli import serve
 from forerun.cli.serve_options import ServeOptions
@@ -33,7 +32,6 @@ NEW = 12
 SMALL = LongContextConfig(cache_budget=64, chunk=4, gamma1=2, gamma2=4, paced=False, window=24)
 """Sparse caches that are smaller than the texts here."""
 WORDS = "the quick brown fox jumps over the lazy dog and sleeps in the sun until the rain comes back "
-Json = dict[str, Any]
 
 
 def prompt(words: int, seed: int = 0) -> str:
@@ -70,18 +68,6 @@ def asked(text: str, seed: int = 0, new: int = NEW, **more: Any) -> Json:
 def wanted(one: Engine, text: str, seed: int = 0, new: int = NEW) -> str:
     how = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": seed} if seed % 2 else {}
     return one.generate(text, max_new_tokens=new, **how).texts[0]
-
-
-def text_of(answer: httpx.Response) -> str:
-    assert answer.status_code == 200, answer.text
-    return str(answer.json()["choices"][0]["text"])
-
-
-def error_of(answer: httpx.Response, status: int) -> Json:
-    assert answer.status_code == status, answer.text
-    error = answer.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    return dict(error)
 
 
 def tiers_of(server: LiveServer) -> Any:

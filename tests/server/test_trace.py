@@ -7,22 +7,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.live_server import LiveServer
+from support.live_server import Json, LiveServer, bundled_engine
 
 from forerun.engine.engine import Engine
-from forerun.models.loading.load import load
 from forerun.server.admission import SchedulerLimits
 
 NEW = 40
 PROMPT = "one two three four five six\n" * 4
-Json = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    model, tokenizer = load("bundled", device="cpu")
     every = {"prune_drafts": False}  # on a busy machine a slow first draft could use up what drafts may lose
-    return Engine(model, "trie", tokenizer=tokenizer, budget=16, prefix_cache=1 << 24, **every)
+    return bundled_engine(None, budget=16, prefix_cache=1 << 24, **every)
 
 
 @pytest.fixture(scope="module")

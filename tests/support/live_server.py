@@ -16,6 +16,7 @@ import openai
 import uvicorn
 
 from forerun.engine.engine import Engine
+from forerun.models.loading.load import load
 from forerun.server.admission import SchedulerLimits
 from forerun.server.app import create_app
 from forerun.server.http_server import BoundedConnection
@@ -30,6 +31,12 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 """A chat template for the bundled model, which has none."""
+
+
+def bundled_engine(template: str | None = TEMPLATE, **options: Any) -> Engine:
+    model, tokenizer = load("bundled", device="cpu")
+    tokenizer.chat_template = template
+    return Engine(model, "trie", tokenizer=tokenizer, **options)
 
 
 class PausableEngine:
@@ -135,7 +142,19 @@ PROMPTS = [
 Json = dict[str, Any]
 
 
-def error_of(answer: httpx.Response, status: int) -> Json:
+def ready(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def text_of(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def error_of(answer: httpx.Response, status: int = 400) -> Json:
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["message"]

@@ -73,6 +73,13 @@ class DraftSettings:
         return cls(**(defaults | dict(values)))
 
 
+def checked_length(name: str, length: object) -> int:
+    """The length of drafts, in tokens; a ValueError if it is not 1 to 1024."""
+    if not isinstance(length, int) or not 1 <= length <= 1024:
+        raise ValueError(f"{name} is {length!r}; allowed: 1 to 1024")
+    return length
+
+
 def _between(value: object, low: float, high: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from llama_cpp.llama_speculative import LlamaDraftModel
 
 from forerun.integrations.branch_drafter import BranchDrafter
-from forerun.integrations.draft_settings import DraftSettings
+from forerun.integrations.draft_settings import DraftSettings, checked_length
 from forerun.integrations.row_texts import RowText
 
 Tokens = npt.NDArray[np.intc]
@@ -35,9 +35,7 @@ class ForerunDraft(LlamaDraftModel):  # type: ignore[misc]  # the engine may be 
     """
 
     def __init__(self, draft_tokens: int = 10, **settings: Any) -> None:
-        if not isinstance(draft_tokens, int) or not 1 <= draft_tokens <= 1024:
-            raise ValueError(f"draft_tokens is {draft_tokens!r}; allowed: 1 to 1024")
-        self._draft_tokens = draft_tokens
+        self._draft_tokens = checked_length("draft_tokens", draft_tokens)
         self._drafter = BranchDrafter(DraftSettings.from_values(settings))
         self._text = self._draft = np.empty(0, np.intc)
 

@@ -9,13 +9,14 @@ drafts are tensors on the device. vLLM itself chooses the first runner where a p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from forerun.integrations.branch_drafter import BranchDrafter
-from forerun.integrations.draft_settings import DraftSettings
+from forerun.integrations.draft_settings import DraftSettings, checked_length
 from forerun.integrations.row_texts import RowText
 
 CONFIG_SECTION = "forerun"
@@ -50,7 +51,8 @@ class ForerunProposer:
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         if model.enable_prompt_embeds:
             raise ValueError("enable_prompt_embeds is true; allowed: false, as rows are known by their prompts' tokens")
-        self._draft_tokens = _checked_length(vllm_config.speculative_config.num_speculative_tokens)
+        length = vllm_config.speculative_config.num_speculative_tokens
+        self._draft_tokens = checked_length("num_speculative_tokens", length)
         self._room, self._vocabulary = int(model.max_model_len), int(model.get_vocab_size())
         extra = vllm_config.additional_config
         values = extra.get(CONFIG_SECTION, {}) if isinstance(extra, Mapping) else {}
@@ -89,18 +91,9 @@ class ForerunProposer:
             rows.append(RowText(text, len(sampled)))
         lengths = [min(self._draft_tokens, self._room - len(row.text) - 1) for row in rows]
         drafts = self._drafter.step(rows, lengths)
-        return [self._within(draft) for draft in drafts]
+        # up to the first token that the model does not have, such as one of a trie file of another model
+        return [list(takewhile(lambda token: token < self._vocabulary, draft)) for draft in drafts]
 
     def close(self) -> None:
         """Save what is new. vLLM does not call it; it is done at the interpreter's end too."""
         self._drafter.close()
-
-    def _within(self, draft: list[int]) -> list[int]:
-        """A draft up to the first token that the model does not have, such as one of a trie file of another model."""
-        return draft[: next((at for at, token in enumerate(draft) if token >= self._vocabulary), len(draft))]
-
-
-def _checked_length(length: object) -> int:
-    if not isinstance(length, int) or not 1 <= length <= 1024:
-        raise ValueError(f"num_speculative_tokens is {length!r}; allowed: 1 to 1024")
-    return length

@@ -32,15 +32,8 @@ PROCESSOR_PARTS = 10_000
 """The parts in which Ray counts a processor."""
 
 
-class ClusterNode(NamedTuple):
-    """A machine of the cluster."""
-
-    processors: float
-    gpus: int
-
-
 class Resources(NamedTuple):
-    """The processors and GPUs of one replica."""
+    """The processors and GPUs of one machine of the cluster, or of one replica."""
 
     processors: float
     gpus: int
@@ -76,17 +69,20 @@ def serve(settings: ServerSettings, build: Callable[[ServerSettings], Engine]) -
     import ray.serve
 
     ready, ended = threading.Event(), threading.Event()
-    with suppress(KeyboardInterrupt), _signals(ready, ended), _joined(settings):
+    with suppress(KeyboardInterrupt), _signals(ready, ended), _joined(settings) as resources:
         ray.serve.start(http_options={"host": settings.host, "port": settings.port})
-        ray.serve.run(_application(settings, build), name=RAY_APP, route_prefix="/")
+        ray.serve.run(_application(settings, build, resources), name=RAY_APP, route_prefix="/")
         log.info("%d replicas answer at http://%s:%d", settings.replicas, settings.host, settings.port)
         ready.set()
         ended.wait()
 
 
 @contextmanager
-def _joined(settings: ServerSettings) -> Iterator[None]:
-    """The cluster that the environment names, or one of this machine alone; at the end nothing is served there."""
+def _joined(settings: ServerSettings) -> Iterator[Resources]:
+    """The cluster that the environment names, or one of this machine alone; at the end nothing is served there.
+
+    Yields what each replica gets.
+    """
     import ray
     import ray.serve
 
@@ -100,37 +96,29 @@ def _joined(settings: ServerSettings) -> Iterator[None]:
             raise ValueError(
                 f"the cluster serves {', '.join(served)} already, whose address and end would be this one's"
             )
-        _resources(settings)
+        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        nodes = [Resources(each.get("CPU", 0.0), int(each.get("GPU", 0))) for each in alive]
+        resources = shared_resources(nodes, settings.replicas, settings.device)
         try:
-            yield
+            yield resources
         finally:
             ray.serve.shutdown()
     finally:
         ray.shutdown()
 
 
-def _resources(settings: ServerSettings) -> Resources:
-    import ray
-
-    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    nodes = [ClusterNode(each.get("CPU", 0.0), int(each.get("GPU", 0))) for each in alive]
-    return shared_resources(nodes, settings.replicas, settings.device)
-
-
-def _application(settings: ServerSettings, build: Callable[[ServerSettings], Engine]) -> Any:
+def _application(settings: ServerSettings, build: Callable[[ServerSettings], Engine], resources: Resources) -> Any:
     import ray
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
     lasting = {"name": RAY_EXCHANGE, "namespace": RAY_APP, "max_restarts": -1, "get_if_exists": True}
     exchange = ray.remote(Exchange).options(num_cpus=0, **lasting).remote()
-    resources = _resources(settings)
     replica = serve.deployment(Replica).options(
         name=RAY_REPLICA,
         num_replicas=settings.replicas,
-        max_ongoing_requests=settings.rows
-        + settings.waiting
-        + settings.connections,  # the scheduler refuses, with its reason
+        # the scheduler refuses, with its reason
+        max_ongoing_requests=settings.rows + settings.waiting + settings.connections,
         ray_actor_options={"num_cpus": resources.processors, "num_gpus": resources.gpus},
         request_router_config=RequestRouterConfig(
             request_router_class="forerun.replicas.router:PrefixRouter", request_router_kwargs={"rows": settings.rows}
@@ -176,7 +164,7 @@ def lost_errors() -> tuple[type[BaseException], ...]:
     )  # fmt: skip
 
 
-def shared_resources(nodes: Sequence[ClusterNode], replicas: int, device: str) -> Resources:
+def shared_resources(nodes: Sequence[Resources], replicas: int, device: str) -> Resources:
     """The most processors that each replica can have while all of them fit. Above one, Ray gives whole ones.
 
     Args:
@@ -199,7 +187,7 @@ def shared_resources(nodes: Sequence[ClusterNode], replicas: int, device: str) -
     return Resources(max(fitting), gpus)
 
 
-def _count(node: ClusterNode, processors: float, gpus: int) -> int:
+def _count(node: Resources, processors: float, gpus: int) -> int:
     """Replicas that fit on a machine."""
     by_processors = int(node.processors / processors + 1 / PROCESSOR_PARTS)
     return min(by_processors, node.gpus) if gpus else by_processors

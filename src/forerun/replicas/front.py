@@ -23,11 +23,8 @@ from forerun.server.replies import event
 
 log = logging.getLogger(__name__)
 
-REPLICA_LOST = ApiError(503, "the replica that wrote this answer has died; ask again", "replica_lost")
-REPLICA_KILLED = ApiError(
-    500, "a replica died under this request, most likely of it; it is not tried again", "replica_killed",
-    headers={"x-should-retry": "false"},
-)  # fmt: skip
+REPLICA_LOST = (503, "the replica that wrote this answer has died; ask again", "replica_lost")
+"""An ``ApiError``. One that was raised again and again would keep the requests that it was raised for."""
 MAX_REPLICAS_TRIED = 3
 """Replicas that may be lost under one request before it fails."""
 REMEMBERED_SUSPECTS = 1024
@@ -130,7 +127,9 @@ class Front:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await _run_lifespan(receive, send)
+            for stage in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{stage}.complete"})
         elif scope["type"] == "http" and scope["path"] == "/health":
             await JSONResponse({"status": "ok"})(scope, receive, send)
         elif scope["type"] == "http" and scope["path"] == "/metrics":
@@ -177,10 +176,11 @@ class Front:
         digest = hashlib.blake2b(request.body, digest_size=16, key=request.tenant.encode()).digest()
         for _ in range(MAX_REPLICAS_TRIED):
             if self._suspects.blamed(digest):
-                raise REPLICA_KILLED
+                message = "a replica died under this request, most likely of it; it is not tried again"
+                raise ApiError(500, message, "replica_killed", headers={"x-should-retry": "false"})
             if await self._tried(request, digest, send):
                 return
-        raise REPLICA_LOST
+        raise ApiError(*REPLICA_LOST)
 
     async def _tried(self, request: ForwardedRequest, digest: bytes, send: Send) -> bool:
         """Send a replica's answer on; return False if the replica was lost and the client has received nothing."""
@@ -207,7 +207,7 @@ class Front:
             if not begun:
                 return False
             assert head is not None
-            last = event(REPLICA_LOST.body).encode() if _is_stream(head) else b""
+            last = event(ApiError(*REPLICA_LOST).body).encode() if _is_stream(head) else b""
             await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             if replica is not None:
@@ -222,12 +222,6 @@ async def _send_head(head: ResponseHead, send: Send) -> None:
 
 def _is_stream(head: ResponseHead) -> bool:
     return any(name.lower() == b"content-type" and b"event-stream" in value for name, value in head.headers)
-
-
-async def _run_lifespan(receive: Receive, send: Send) -> None:
-    for stage in ("startup", "shutdown"):
-        await receive()
-        await send({"type": f"lifespan.{stage}.complete"})
 
 
 def merged_metrics(metrics: Mapping[str, str]) -> bytes:

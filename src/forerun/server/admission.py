@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from forerun.core.request import Request
@@ -65,7 +65,7 @@ class ScheduledRequest:
         needs: bytes of keys and values that it takes in all.
         tokens: its text at its longest, drafts included.
         drafting: the part of ``needs`` that draft levels take.
-        submitted, admitted, ended: by ``time.monotonic``; None before.
+        admitted: when it began to run, by ``time.monotonic``; None before.
         ending: how it ended.
     """
 
@@ -77,15 +77,13 @@ class ScheduledRequest:
     needs: int = 0
     tokens: int = 0
     drafting: int = 0
-    submitted: float = field(default_factory=time.monotonic)
     admitted: float | None = None
-    ended: float | None = None
     ending: Ending | None = None
 
     def end(self, how: Ending) -> None:
         """Tell its client, once. A client that fails does not stop the others."""
         if self.ending is None:
-            self.ending, self.ended = how, time.monotonic()
+            self.ending = how
             try:
                 self.on_end(how)
             except Exception:

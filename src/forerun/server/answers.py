@@ -9,8 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import torch
-
 from forerun.core.logprobs import Logprob
 from forerun.core.origin import Origin
 from forerun.core.request import FinishReason, Request
@@ -163,22 +161,6 @@ class AnswerText:
             return ""
         rest = "".join(self._stops.add(piece.text) for piece in self._detokenizer.flush())
         return rest + self._stops.flush()
-
-
-class StopStringCriterion:
-    """Ends a request at the token that completes a stop string; for ``Request.stopping``. Prompts are not searched.
-
-    Args:
-        answer: of this request, for this criterion alone.
-    """
-
-    def __init__(self, answer: AnswerText) -> None:
-        self._answer = answer
-
-    def __call__(self, ids: torch.Tensor) -> bool:
-        """Whether the text ends with the last of ids ``[1, t]``; called after every token."""
-        self._answer.add([int(ids[0, -1])])
-        return self._answer.stop_string is not None
 
 
 class LogprobStreamer:

@@ -48,8 +48,8 @@ log = logging.getLogger(__name__)
 AnyFormat = ReplyFormat | ResponsesFormat | MessagesFormat
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Keep proxies from collecting a stream."""
-CLOSING = ApiError(503, "the server is closing, and has cancelled the request", "closing")
-"""For a client whose request was cancelled. One that cancelled it itself does not listen."""
+CLOSING = (503, "the server is closing, and has cancelled the request", "closing")
+"""An ``ApiError`` for a client whose request was cancelled. One that cancelled it itself does not listen."""
 PING = ": ping\n\n"
 """A comment, for streams that are silent."""
 SERVER_FAILED = ApiError(500, "the server failed; its log says more", "failed")
@@ -205,7 +205,7 @@ class _WholeResponse(Response):
                 if delta is not None:
                     self._form.add(delta)
         except ClientGoneError:
-            raise CLOSING from None
+            raise ApiError(*CLOSING) from None
         finally:
             self._call.cancel()
             self._watcher.cancel()
@@ -225,7 +225,7 @@ async def _events(call: Call, form: AnyFormat, watcher: asyncio.Task[None]) -> A
     except ApiError as error:
         yield form.error(error)
     except ClientGoneError:
-        yield form.error(CLOSING)
+        yield form.error(ApiError(*CLOSING))
     except Exception:
         log.exception("call %s failed", call.number)
         yield form.error(SERVER_FAILED)

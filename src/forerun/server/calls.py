@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from forerun.core.stats import Stats
 from forerun.engine.result import Commit
 from forerun.kv.offloaded import OffloadError
 from forerun.models.text.grammar import GrammarError
+from forerun.models.text.message_formats import Json
 from forerun.models.text.message_parser import MessageParser
 from forerun.server.admission import Ending, QueueFullError, ScheduledRequest
 from forerun.server.answers import FINISH, AnswerText, Delta, Finish, LogprobStreamer, step_trace
@@ -28,8 +28,6 @@ from forerun.server.metrics import RequestMeter
 from forerun.server.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
-Json = dict[str, Any]
-
 PING_SECONDS = 15.0
 """Silence of a stream after which it shows that it is alive: proxies cut those that are silent for a minute."""
 
@@ -197,8 +195,13 @@ class Call:
         """The usage of the ended requests, and what drafts were worth in the words of vLLM's ``metrics``."""
         usage = _usage(self.rows, self._prompts)
         if self._shared:
-            del usage["forerun"]
-        return usage, {} if self._shared else _speculative_metrics(self.rows, self._budget)
+            return usage, {}
+        stats = Stats()
+        for row in self.rows:
+            stats.drafted += row.request.stats.drafted
+            stats.accepted += row.request.stats.accepted
+            stats.emitted += row.request.stats.emitted
+        return {**usage, "forerun": _speculation(stats)}, _speculative_metrics(stats, self._budget)
 
     def _last_delta(self, index: int, how: Ending) -> Delta:
         row = self.rows[index]
@@ -245,19 +248,9 @@ class Call:
 
 
 def _usage(rows: Sequence[AnswerRow], prompts: int) -> Json:
-    """The usage of ended requests: equally many for each of so many prompts, one prompt after the other. ``forerun``
-    says what drafts were worth, over all texts."""
-    stats = _all_stats(rows)
+    """The usage of ended requests: equally many for each of so many prompts, one prompt after the other."""
     read = sum(row.request.prompt_length + row.answer.echoed for row in rows) // (len(rows) // prompts)
     written = sum(len(row.request.generated) - row.answer.echoed for row in rows if row.answer.goes_on)
-    speculation = {
-        "steps": stats.steps,
-        "drafted": sum(stats.drafted),
-        "accepted": sum(stats.accepted),
-        "mean_acceptance_length": round(stats.tokens_per_step, 4),
-        "acceptance_rate": round(stats.acceptance, 4),
-        "histogram": stats.histogram(),
-    }
     cached = sum(row.request.cached_tokens for row in rows[:: len(rows) // prompts])
     return {
         "prompt_tokens": read,
@@ -265,23 +258,23 @@ def _usage(rows: Sequence[AnswerRow], prompts: int) -> Json:
         "total_tokens": read + written,
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {"reasoning_tokens": sum(row.reasoning_tokens for row in rows)},
-        "forerun": speculation,
     }
 
 
-def _all_stats(rows: Sequence[AnswerRow]) -> Stats:
-    whole = Stats()
-    for stats in (row.request.stats for row in rows):
-        whole.drafted += stats.drafted
-        whole.accepted += stats.accepted
-        whole.emitted += stats.emitted
-    return whole
+def _speculation(stats: Stats) -> Json:
+    """What drafts were worth, over all texts."""
+    return {
+        "steps": stats.steps,
+        "drafted": sum(stats.drafted),
+        "accepted": sum(stats.accepted),
+        "mean_acceptance_length": round(stats.tokens_per_step, 4),
+        "acceptance_rate": round(stats.acceptance, 4),
+        "histogram": stats.histogram(),
+    }
 
 
-def _speculative_metrics(rows: Sequence[AnswerRow], budget: int) -> Json:
-    """What drafts were worth, in the words of vLLM's ``metrics``: of the steps that had a draft, of up to ``budget``
-    tokens."""
-    stats = _all_stats(rows)
+def _speculative_metrics(stats: Stats, budget: int) -> Json:
+    """The same in the words of vLLM's ``metrics``: of the steps that had a draft, of up to ``budget`` tokens."""
     steps = [accepted for drafted, accepted in zip(stats.drafted, stats.accepted, strict=False) if drafted]
     figures = {
         "mean_acceptance_length": 1 + sum(steps) / len(steps) if steps else 0.0,

@@ -42,8 +42,6 @@ class BoundedConnection(H11Protocol):
     slowly is dropped.
     """
 
-    head_seconds, reading_seconds = HEAD_SECONDS, READING_SECONDS
-
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._limit, self.limit_concurrency = self.limit_concurrency, None
@@ -56,7 +54,7 @@ class BoundedConnection(H11Protocol):
             if len(self.connections) > self._limit + REFUSED_CONNECTIONS:
                 transport.abort()
                 return
-        self._watch("head", self.head_seconds)
+        self._watch("head", HEAD_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in self._timers.values():
@@ -65,7 +63,7 @@ class BoundedConnection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._watch("reading", self.reading_seconds)
+        self._watch("reading", READING_SECONDS)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -77,7 +75,7 @@ class BoundedConnection(H11Protocol):
         answered = self.cycle
         super().on_response_complete()
         if self.cycle is answered:
-            self._watch("head", self.head_seconds)
+            self._watch("head", HEAD_SECONDS)
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn for bytes that are no HTTP. In the midst of an answer there is nothing to say."""

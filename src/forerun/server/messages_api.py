@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
+from forerun.models.text.message_formats import Json
 from forerun.models.text.message_parser import CallDelta
 from forerun.server.answers import Finish
 from forerun.server.api_errors import ApiError
-from forerun.server.replies import BlockFormat, Json, compact, event
+from forerun.server.replies import BlockFormat, compact, event
 from forerun.server.schema import (
     Count,
     Objects,
@@ -51,7 +52,7 @@ class MessagesRequest(TranslatedRequest):
     top_k: TopK | None = None
     tool_choice: ToolChoiceOptions | None = None
     thinking: Any = None
-    container: Annotated[Any, AfterValidator(only(None))] = None
+    container: Annotated[Any, only(None)] = None
 
     def _chat_fields(self) -> Json:
         choice = self.tool_choice or ToolChoiceOptions(type="auto")

@@ -87,7 +87,6 @@ class GuardMiddleware:
             None checks neither hosts nor origins.
         origins: of web pages that may ask, beside the server's own; ``*`` is any.
         open_addresses: that need no key.
-        body_seconds: time that a body may take.
     """
 
     def __init__(
@@ -98,12 +97,10 @@ class GuardMiddleware:
         hosts: Collection[str] | None = None,
         origins: Collection[str] = (),
         open_addresses: Collection[str] = OPEN_ADDRESSES,
-        body_seconds: float = BODY_SECONDS,
     ) -> None:
         self._app, self._keys, self._limit, self._open = app, keys, body_limit, frozenset(open_addresses)
         self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
         self._origins = frozenset(origins)
-        self._body_seconds = body_seconds
         self._share = FairShare(BODIES_IN_MEMORY * body_limit, len(keys.tenants), KEPT_BODIES * body_limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -180,10 +177,10 @@ class GuardMiddleware:
         if declared.isdigit():
             self._check_size(int(declared))
         try:
-            async with asyncio.timeout(self._body_seconds):
+            async with asyncio.timeout(BODY_SECONDS):
                 return await self._collect(receive, held)
         except TimeoutError:
-            message = f"the body did not come within {self._body_seconds:g} seconds"
+            message = f"the body did not come within {BODY_SECONDS:g} seconds"
             raise ApiError(408, message, "request_timeout", headers=CLOSE) from None
 
     async def _collect(self, receive: Receive, held: HeldBytes) -> Receive | None:

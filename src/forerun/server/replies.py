@@ -9,12 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from forerun.models.text.message_formats import Json
 from forerun.models.text.message_parser import CallDelta
 from forerun.server.answers import Delta, Finish, TokenLogprob
 from forerun.server.api_errors import ApiError
 from forerun.server.schema import GenerationRequest, StreamOptions
-
-Json = dict[str, Any]
 
 PADDED_BYTES = 256
 """Padded chunks are multiples of this. One with a few tokens takes it once or twice."""

@@ -6,11 +6,12 @@ import time
 import uuid
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
+from forerun.models.text.message_formats import Json
 from forerun.models.text.message_parser import CallDelta
 from forerun.server.api_errors import ApiError
-from forerun.server.replies import BlockFormat, Json, event
+from forerun.server.replies import BlockFormat, event
 from forerun.server.schema import (
     Count,
     FunctionName,
@@ -75,12 +76,12 @@ class ResponsesRequest(TranslatedRequest):
     reasoning: ReasoningOptions | None = None
     include: Any = None
     max_tool_calls: Any = None
-    truncation: Annotated[Any, AfterValidator(only(None, "disabled", "auto"))] = None
-    top_logprobs: Annotated[Any, AfterValidator(only(None, 0))] = None
-    background: Annotated[Any, AfterValidator(only(None, False))] = None
-    previous_response_id: Annotated[Any, AfterValidator(only(None))] = None
-    conversation: Annotated[Any, AfterValidator(only(None))] = None
-    prompt: Annotated[Any, AfterValidator(only(None))] = None
+    truncation: Annotated[Any, only(None, "disabled", "auto")] = None
+    top_logprobs: Annotated[Any, only(None, 0)] = None
+    background: Annotated[Any, only(None, False)] = None
+    previous_response_id: Annotated[Any, only(None)] = None
+    conversation: Annotated[Any, only(None)] = None
+    prompt: Annotated[Any, only(None)] = None
 
     def _chat_fields(self) -> Json:
         choice: Any = self.tool_choice

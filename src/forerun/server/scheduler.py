@@ -163,11 +163,6 @@ class Scheduler:
         return len(self._admission.running)
 
     @property
-    def memory(self) -> int:
-        """Bytes of keys and values that the running requests were admitted for."""
-        return sum(scheduled.needs for scheduled in list(self._admission.running.values()))
-
-    @property
     def usage(self) -> float:
         return self._admission.usage
 

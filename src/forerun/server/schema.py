@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -43,7 +43,7 @@ MIN_TEMPERATURE = 1e-6
 """Logits divided by less may not fit into a float32."""
 
 
-def only(*neutral: Any) -> Callable[[Any], Any]:
+def only(*neutral: Any) -> AfterValidator:
     """A check for a missing feature: its field may be left out or have a neutral value."""
 
     def check(value: Any) -> Any:
@@ -51,7 +51,7 @@ def only(*neutral: Any) -> Callable[[Any], Any]:
             return value
         raise PydanticCustomError("unsupported", "is not supported yet; leave it out")
 
-    return check
+    return AfterValidator(check)
 
 
 def one_error(message: str) -> WrapValidator:
@@ -80,8 +80,8 @@ def _check_temperature(temperature: float) -> float:
     return temperature
 
 
-Nothing = Annotated[Any, AfterValidator(only(None, {}, "", []))]
-One = Annotated[Any, AfterValidator(only(None, 1))]
+Nothing = Annotated[Any, only(None, {}, "", [])]
+One = Annotated[Any, only(None, 1)]
 FAIL_FAST = Field(fail_fast=True)
 """A list stops at its first error. Four million errors took half a minute and 6 GiB."""
 StopString = Annotated[str, Field(min_length=1)]
@@ -137,7 +137,7 @@ class StreamOptions(StrictModel):
 
     include_usage: bool = False
     include_obfuscation: bool | None = None
-    continuous_usage_stats: Annotated[Any, AfterValidator(only(None, False))] = None
+    continuous_usage_stats: Annotated[Any, only(None, False)] = None
 
 
 class Extension(StrictModel):
@@ -412,7 +412,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: TemplateOptions | None = None
-    modalities: Annotated[Any, AfterValidator(only(None, ["text"]))] = None
+    modalities: Annotated[Any, only(None, ["text"])] = None
 
     @property
     def token_limit(self) -> int | None:

@@ -21,7 +21,7 @@ from forerun.models.text.processors import OccurrencePenalties
 from forerun.models.text.prompts import has_template
 from forerun.models.text.token_bytes import TokenBytes
 from forerun.server.admission import QueueFullError, SchedulerLimits
-from forerun.server.answers import AnswerText, Echo, LogprobStreamer, StopStringCriterion
+from forerun.server.answers import AnswerText, Echo, LogprobStreamer
 from forerun.server.api_errors import ApiError
 from forerun.server.calls import AnswerRow, Call, LoopDispatcher, refusal
 from forerun.server.echo import scoring_prompt
@@ -215,7 +215,9 @@ class Service:
             for choice in range(body.n or 1):
                 sampling = _sampling(body, choice, len(ids))
                 (request,) = self.engine.requests([read], max_new_tokens=new, **options, **sampling)
-                self._add_stops(request, ids, body.stops)
+                if body.stops:
+                    answer = AnswerText(self.tokenizer, ids, body.stops)
+                    request.stopping = _stopping_at_string(answer, request.stopping)
                 requests.append(scoring_prompt(request, ids, tokens) if scored else request)
         return requests
 
@@ -253,11 +255,6 @@ class Service:
             raise ApiError(400, message, "context_length_exceeded")
         return min(default, room) if wanted is None else wanted
 
-    def _add_stops(self, request: Request, prompt: Sequence[int], stops: list[str]) -> None:
-        if stops:
-            criterion = StopStringCriterion(AnswerText(self.tokenizer, prompt, stops))
-            request.stopping = _either(request.stopping, criterion)
-
 
 def _hold_logprobs(held: HeldBytes, body: GenerationBody, tokens: int) -> int:
     """Hold the bytes that the log-probabilities of tokens may take, and return how many they are."""
@@ -294,11 +291,13 @@ def _sampling(body: GenerationBody, choice: int, start: int) -> dict[str, Any]:
     return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, **options}
 
 
-def _either(first: Stopping | None, second: Stopping) -> Stopping:
-    """Stop when either says so; both see every token."""
+def _stopping_at_string(answer: AnswerText, other: Stopping | None) -> Stopping:
+    """Stop at the token that completes a stop string of ``answer``, which is for this alone, or where ``other`` says
+    so; both see every token. Prompts are not searched."""
 
     def stopping(ids: torch.Tensor) -> bool:
-        stopped = second(ids)
-        return stopped if first is None else first(ids) or stopped
+        answer.add([int(ids[0, -1])])
+        stopped = answer.stop_string is not None
+        return stopped if other is None else other(ids) or stopped
 
     return stopping

@@ -112,29 +112,30 @@ class ServerSettings(BaseSettings):
         """
         if self.kv_memory is None or (self.kv_host_memory is None and self.kv_folder is None):
             return None
+        cpu = torch.device("cpu")
         here, host, file = int(self.kv_memory), self.kv_host_memory, 0
         if host is None:
-            free = free_memory(torch.device("cpu")) - (here if device.type == "cpu" else 0)
-            host = ByteSize(max(0, int(self._share(FREE_MEMORY_FRACTION, torch.device("cpu")) * free)))
+            free = free_memory(cpu) - (here if device.type == "cpu" else 0)
+            host = ByteSize(max(0, self._part(FREE_MEMORY_FRACTION, free, cpu)))
         if self.kv_folder is not None:
             limit, free = self.kv_folder_limit, free_disk(self.kv_folder)
-            file = int(self._share(FREE_MEMORY_FRACTION, torch.device("cpu")) * free) if limit is None else int(limit)
+            file = self._part(FREE_MEMORY_FRACTION, free, cpu) if limit is None else int(limit)
         return KVMemory(here, int(host), self.kv_folder, file=file)
 
     def limits(self, device: torch.device) -> SchedulerLimits:
         """The scheduler's limits; memory without a limit is a part of the device's free memory."""
-        memory = self.kv_memory or int(self._share(FREE_MEMORY_FRACTION, device) * free_memory(device))
+        memory = self.kv_memory or self._part(FREE_MEMORY_FRACTION, free_memory(device), device)
         return SchedulerLimits(int(memory), self.rows, self.waiting, self.step, max(1, len(self.api_keys)))
 
     def prefix_limit(self, device: torch.device) -> int:
         """Bytes for kept prefixes; without a limit a part of the device's free memory."""
         if self.prefix_cache is not None:
             return int(self.prefix_cache)
-        return int(self._share(PREFIX_FRACTION, device) * free_memory(device))
+        return self._part(PREFIX_FRACTION, free_memory(device), device)
 
-    def _share(self, fraction: float, device: torch.device) -> float:
+    def _part(self, fraction: float, free: int, device: torch.device) -> int:
         """This process's part of the free memory: replicas may share a machine, but each has a GPU of its own."""
-        return fraction / self.replicas if device.type == "cpu" else fraction
+        return int((fraction / self.replicas if device.type == "cpu" else fraction) * free)
 
 
 def read_settings(flags: Mapping[str, Any], file: Path | None = None) -> ServerSettings:

@@ -47,7 +47,7 @@ class Channel:
     """
 
     def __init__(self, model_group: dist.ProcessGroup, device: torch.device) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
         self._group = dist.new_group(backend="gloo")
         self._model = model_group
         self._backend = model_group._get_backend(device)

@@ -148,7 +148,10 @@ class Follower(Scorer):
                 if not depth:
                     failed, entries = parts
                     last += entries
-                    _check(failed)
+                    if failed == LEADER_INTERRUPTED:
+                        raise KeyboardInterrupt
+                    if failed is not None:
+                        raise LeaderError(f"rank 0 failed: {failed}")
                     return
             elif not self._do(name, parts):
                 yield [name, *parts]
@@ -201,11 +204,3 @@ def admit(model: PreTrainedModel, **whole: object) -> Scorer:
         channel = Channel(group_of(model), model.device)
         known[SCORER_ATTRIBUTE] = Follower(model, channel) if channel.rank else Leader(model, channel)
     return known[SCORER_ATTRIBUTE]
-
-
-def _check(failed: str | None) -> None:
-    """Fail as rank 0 did."""
-    if failed == LEADER_INTERRUPTED:
-        raise KeyboardInterrupt
-    if failed is not None:
-        raise LeaderError(f"rank 0 failed: {failed}")
