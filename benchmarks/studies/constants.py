@@ -7,7 +7,8 @@
 Nothing here depends on a machine: a clock is moved by what each part of a step takes. ``drafts`` replays answers that
 were recorded through the trie, and lets a drafter whose tokens are right as often as stated stand for a model that
 drafts. ``asking``: a costly source beside a cheap one, which helps or does not. ``prompts``: a long prompt is read
-while others decode. Every setting runs in a process of its own, over a copy of the package in which one number is another.
+while others decode. Every setting runs in a process of its own, over a copy of the package in which one number is
+another.
 """
 
 from __future__ import annotations
