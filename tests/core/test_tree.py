@@ -187,3 +187,14 @@ def test_trim_drops_tokens_that_the_vocabulary_lacks_with_all_under_them() -> No
     assert tree.trim(5, 9).tokens.tolist() == [3, 4]
     assert tree.trim(1, 10).tokens.tolist() == [3]
     assert tree.trim(5, 10).tokens.tolist() == [3, 9, 2, 4]
+
+
+def test_tokens_are_matched_from_the_root_down() -> None:
+    tree = DraftTree.from_branches([[1, 2, 3], [1, 4]], 8)
+    assert [tree.matches(tokens) for tokens in ([1, 4, 3], [1, 2, 3, 3], [2, 2], [])] == [2, 3, 0, 0]
+    assert DraftTree.empty().matches([1]) == 0
+
+
+def test_nodes_are_expected_where_the_drafter_says() -> None:
+    assert DraftTree.chain([1, 2]).expected == 0
+    assert DraftTree(np.array([1, 2]), np.array([-1, 0]), probability=np.array([0.5, 0.25])).expected == 0.75

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -29,6 +31,7 @@ from support.mocks import (
     oracle,
 )
 
+from forerun.core.block import Block
 from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.sampling import Processor, Sampler
@@ -42,6 +45,8 @@ from forerun.drafting.model_drafter import ModelDrafter
 from forerun.drafting.trie_drafter import TrieDrafter
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.runtime import default_runtime
+from forerun.policy.cost_curve import CostCurve
+from forerun.policy.exploration_budget import EXPLORATION_SHARE, EXPLORATION_START
 
 TARGET = MockTarget(3, peak=1.5, seed=7)
 MIDDLE = MockTarget(3, peak=1.5, seed=8)
@@ -274,3 +279,71 @@ def test_merging_keeps_both_trees_within_the_budget() -> None:
     }  # fmt: skip
     assert chain.merged(branches, 4).tokens.tolist() == [1, 2, 3, 4]
     assert chain.merged(branches, 2).tokens.tolist() == [1, 2]
+
+
+@dataclass
+class Clock:
+    """Seconds: a pass of the middle level takes one."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TimedScorer(MockScorer):
+    """A middle level whose passes move a clock."""
+
+    def __init__(self, target: MockTarget, clock: Clock) -> None:
+        super().__init__(target)
+        self.clock = clock
+
+    def score(self, blocks: Sequence[Block], caches: Sequence[TokenCache]) -> list[torch.Tensor]:
+        self.clock.now += 1.0 + 0.02 * (sum(map(len, blocks)) - len(blocks))
+        return super().score(blocks, caches)
+
+
+class Guesses(Drafter):
+    """The middle level's own next tokens, or wrong ones; asking takes its time."""
+
+    def __init__(self, middle: MockTarget, right: bool, asking: float, clock: Clock) -> None:
+        self.middle, self.right, self.asking, self.clock = middle, right, asking, clock
+        self.asked = 0
+
+    def propose(self, context: PassContext) -> list[DraftTree]:
+        self.asked += len(context)
+        self.clock.now += self.asking * len(context)
+        return [self._chain(row.tokens.tolist(), budget) for row, budget in context]
+
+    def _chain(self, text: list[int], budget: int) -> DraftTree:
+        tokens = [
+            best if self.right else (best + 1) % self.middle.table.shape[-1]
+            for best in oracle(self.middle, text, min(budget, 6), Sampler())
+        ]
+        return DraftTree(
+            np.array(tokens), np.arange(-1, len(tokens) - 1), probability=0.8 ** np.arange(1, len(tokens) + 1)
+        )
+
+
+@pytest.mark.parametrize("asking", [0.05, 0.3])
+@pytest.mark.parametrize("right", [True, False])
+def test_a_middle_level_asks_its_drafter_by_the_same_rule(right: bool, asking: float) -> None:
+    """What is asked in vain costs it no more than the target; what is right is asked for again and again."""
+    target, clock = MockTarget(peak=3.0, seed=1), Clock()
+    guesses = Guesses(target, right, asking, clock)
+    drafter = HierarchyDrafter(guesses, token_cache, 8, 12, TimedScorer(target, clock))
+    drafter.pruned_by(lambda own: AdaptiveDrafter(own, trees=own))
+    runtime = replace(default_runtime(), clock=clock, costs=lambda scorer: CostCurve((1, 2), (1.0, 1.02), unit=1.0))
+    request = Request(PROMPT, 300)
+    drafter.bind(MockScorer(target), runtime)
+    drafter.begin(request)
+    drafter.prefilled(request, FullCache())
+    assert drafter.catch_up(request, len(request))
+    while request.finish_reason is None:
+        one_step(drafter, request, target)
+    passes = sum(request.stats.middle.accepted) + request.stats.middle.steps  # type: ignore[union-attr]
+    if right:
+        assert clock.now < 0.5 * passes
+    else:
+        lost = EXPLORATION_START + EXPLORATION_SHARE * 300 + 2 * asking + 1.0  # and what the level reads again
+        assert clock.now <= passes + lost and guesses.asked * asking <= lost
