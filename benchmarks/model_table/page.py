@@ -33,35 +33,32 @@ PATHS = ("program", "recurrent", "hooks", "refused")
 """Where models of one shape take different paths, as their sizes differ, the first of these is shown."""
 HEAD = """# Models
 
-Written by `python -m benchmarks models`, which runs each tiny random model of the tests, here on a CPU with
-transformers {transformers} and torch {torch}. Do not edit it: a test compares it with a fresh look. Other models may
-work, too. A model that fails the [self-test](how-it-works.md#attention) at start is refused with the reason.
+`python -m benchmarks models` writes this page: it runs each tiny random model of the tests, here on a CPU with
+transformers {transformers} and torch {torch}. Other models may work, too. Forerun refuses a model that fails the
+[self-test](how-it-works.md#attention), with the reason.
 
 ## What runs
 
-- **CPU**: the path in float32 and bfloat16. `program` is one [program of kernels](how-it-works.md#bits) a pass. `hooks`
-  is the model's own code with Forerun's kernels inside. `recurrent` is the same, with [states that follow
-  trees](how-it-works.md#recurrent-layers). Heads and layers of odd sizes take `hooks` in any family.
-- **GPU**: the path by the model's structure. All but three of these families [ran on
-  one](how-it-works.md#on-a-gpu), as tiny models.
+- **CPU**: the path in float32 and bfloat16. `program` is one [program of kernels](how-it-works.md#bits) a pass, `hooks`
+  the model's own code with Forerun's kernels inside, `recurrent` the same with [states that follow
+  trees](how-it-works.md#recurrent-layers). Heads and layers of odd sizes take no `program`.
+- **GPU**: the path by the model's structure ([what ran](how-it-works.md#on-a-gpu)).
 - **float32**, **bfloat16**: what the [test of exactness](how-it-works.md#bits) finds.
-- **trie**, **draft model**: greedy text in float64 of three prompts of different lengths in one batch, compared token
-  for token with `generate` of `transformers` (recurrences in float64, too). Drafts come from the trie, or from
-  TriForce's hierarchy with a small model and a sparse cache.
-- **KV store**, **offloading**: text with keys and values that another engine stored, or that are partly off the device,
-  compared with the text without. `-` is not tried: too few layers, or no keys and values to store.
+- **trie**, **draft model**: a batch of three prompts, greedy in float64 (recurrences, too), against `generate` of
+  `transformers`. Drafts come from the trie, or from TriForce with a small model.
+- **KV store**, **offloading**: text with stored keys and values, or with some off the device, against text without. `-`
+  is not tried: too few layers, or no keys and values.
 - **tests**: what else tests run: GGUF weights as `stored`, and two `ranks`.
 
 """
 REFUSED_HEAD = """
 ## What is refused
 
-When an engine is made, with these words. What follows a comma names a shape of the family.
+The words are those of the error when an engine is made.
 
 """
 NOTES = """
-The reasons for `refused`: {reasons}. Of models that take pictures the text side runs; requests with pictures are
-refused.
+The reasons for `refused`: {reasons}. Requests with pictures are refused.
 """
 
 
