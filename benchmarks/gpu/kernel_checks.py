@@ -13,6 +13,7 @@ from benchmarks.capacity.shapes import ModelShape
 from benchmarks.long_context.rows import Row
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree, IntArray
+from forerun.kernels.attention.attention import AttentionSpec
 from forerun.kernels.recurrent.gated_states import GatedShape, run_states
 from forerun.kernels.recurrent.short_convolution import convolve
 from forerun.kernels.recurrent.token_order import TokenOrder
@@ -136,7 +137,7 @@ def _attend(q: torch.Tensor, text: torch.Tensor, context: int) -> torch.Tensor:
     batch = PassDescription([block], addresses, strides, block.positions, q.shape[1] // len(keys))
     places = PassTables(batch.sizes, q.device, batch.aligned)
     places.fill(batch)
-    return attend.attend(0, q, len(keys), q.shape[3], places, (q.shape[3] ** -0.5, None, None, None))
+    return attend.attend(0, q, len(keys), places, AttentionSpec(q.shape[3] ** -0.5))
 
 
 def _random(*shape: int) -> torch.Tensor:

@@ -60,8 +60,7 @@ def run(rows: Sequence[tuple[Memory, Block, torch.Tensor, torch.Tensor]], spec: 
     q = torch.cat([each for _, _, each, _ in rows], 2)
     new = torch.cat([each for *_, each in rows], 2)
     gpu.store(0, new[0][None], new[1][None], places)
-    how = (spec.scaling, spec.window, spec.softcap, spec.sinks)
-    out = gpu.attend(0, q, new.shape[1], new.shape[3], places, how)
+    out = gpu.attend(0, q, new.shape[1], places, spec, new.shape[3])
     return list(torch.split(out, [len(block) for _, block, _, _ in rows], 2))
 
 
@@ -187,4 +186,4 @@ def test_splits_of_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_numbers_of_a_head_must_be_contiguous() -> None:
     q = torch.randn(1, 2, 16, 4).transpose(2, 3)
     with pytest.raises(ValueError, match="contiguous"):
-        gpu.attend(0, q, 1, 16, None, (1.0, None, None, None))
+        gpu.attend(0, q, 1, None, AttentionSpec(1.0))

@@ -10,7 +10,7 @@ import torch
 
 from forerun.core.block import Block
 from forerun.core.tree import ROOT, DraftTree
-from forerun.kernels.attention.packed_pass import HeadShape, PackedPass, address
+from forerun.kernels.attention.packed_pass import HeadShape, PackedPass
 from forerun.kernels.recurrent.short_convolution import GATED_CONVOLUTION, GatedConvolutionOp, scratch_bytes
 from forerun.kernels.runtime.executor import Program
 
@@ -31,7 +31,7 @@ def run(blocks: Sequence[Block], x: torch.Tensor, histories: list[torch.Tensor],
     out = torch.full((packed.n, CHANNELS), torch.nan, dtype=conv.weight.dtype)
     op = GatedConvolutionOp(
         int(conv.weight.dtype == torch.bfloat16), x.data_ptr(), x.stride(0) * 4, CHANNELS, conv.kernel_size[0],
-        conv.weight.data_ptr(), 0 if conv.bias is None else conv.bias.data_ptr(), address(places), out.data_ptr(),
+        conv.weight.data_ptr(), 0 if conv.bias is None else conv.bias.data_ptr(), places.ctypes.data, out.data_ptr(),
         out.stride(0) * out.element_size(),
     )  # fmt: skip
     size = scratch_bytes(conv.kernel_size[0]) // 64 * 64 + 64

@@ -122,14 +122,13 @@ class PositionEvidence(NamedTuple):
     @classmethod
     def allocate(cls) -> PositionEvidence:
         """Room for the evidence of one position."""
-        absent, skips = np.zeros((2, ORDERS + 1), ABSENT), np.full((2, SKIPS + 1), NONE, np.int32)
         return cls(
-            absent,
-            skips,
-            np.zeros(2, PREDICTION),
-            np.full(2, NONE, np.int64),
-            np.zeros(1, np.int64),
-            np.full(RECYCLED_ORDERS, NONE, np.int32),
+            absent=np.zeros((2, ORDERS + 1), ABSENT),
+            skips=np.full((2, SKIPS + 1), NONE, np.int32),
+            copies=np.zeros(2, PREDICTION),
+            unpredicted=np.full(2, NONE, np.int64),
+            inputs=np.zeros(1, np.int64),
+            unlisted=np.full(RECYCLED_ORDERS, NONE, np.int32),
         )
 
 
@@ -179,14 +178,8 @@ def candidate(table: CandidateTable, token: int, fresh: bool) -> int:
     table.buckets[bucket] = number + 1
     table.size[0] += 1
     added = table.candidates[number]
-    added.token, added.longest[0], added.longest[1], added.match_class, added.listed, added.noise = (
-        token,
-        0,
-        0,
-        0,
-        0,
-        0.0,
-    )
+    added.token, added.match_class, added.listed, added.noise = token, 0, 0, 0.0
+    added.longest[0] = added.longest[1] = 0
     for at in range(BIAS):
         table.cells[number, at] = NONE
     return int(number)

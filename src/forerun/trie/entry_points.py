@@ -9,23 +9,22 @@ from functools import partial
 
 from forerun.core.compiling import compiled
 from forerun.core.tree import Int8Array, IntArray
-from forerun.trie import best_first, learning, recycled, text_cursor
+from forerun.trie import text_cursor
 from forerun.trie.array_handles import reader
 from forerun.trie.arrays import FloatArray, Index, Int32Array
+from forerun.trie.best_first import grow
 from forerun.trie.draft_workspace import Draft, DraftWorkspace
-from forerun.trie.learning import OWN_ROOM
+from forerun.trie.learning import OWN_ROOM, extend
 from forerun.trie.logistic_mixer import untrained
 from forerun.trie.namespace import PIECE_TOKENS
-from forerun.trie.recycled import Float32Array, RecycledRows
+from forerun.trie.recycled import Float32Array, RecycledRows, keep
 from forerun.trie.tables import RecordArray
-from forerun.trie.text_cursor import TextCursor
+from forerun.trie.text_cursor import TextCursor, peek
 
 index_at = reader(Index.allocate(0, 0, 0))
 cursor_at = reader(TextCursor.start())
 mixer_at = reader(untrained())
 workspace_at = reader(DraftWorkspace.allocate(1))
-
-_grow, _extend, _peek, _keep = best_first.grow, learning.extend, text_cursor.peek, recycled.keep
 _known_suffix = text_cursor.known_suffix
 
 
@@ -53,7 +52,7 @@ def _learn(
         return OWN_ROOM
     while True:
         while text.list_at < text.list_end and behind[text.list_at] <= text.at:
-            _keep(shared, lists, text.list_at)
+            keep(shared, lists, text.list_at)
             text.list_at += 1
         if text.at == text.new_end:
             return 0
@@ -64,7 +63,7 @@ def _learn(
         end = min(end, text.taught_end) if taught else end
         _set_noise(workspace, steps, number, 0)
         cursor, mixer = cursor_at(text.cursor), mixer_at(text.mixer)
-        needs = _extend(own, shared, cursor, mixer, workspace, tokens[first:end], rate if taught else 0.0)
+        needs = extend(own, shared, cursor, mixer, workspace, tokens[first:end], rate if taught else 0.0)
         text.position += end - first
         text.at, text.piece = end, end - first
         if needs:
@@ -73,21 +72,16 @@ def _learn(
 
 @compiled
 def _draft(
-    steps: RecordArray,
-    number: int,
-    tokens: IntArray,
-    workspace: DraftWorkspace,
-    scratch: TextCursor,
-    draft: Draft,
+    steps: RecordArray, number: int, tokens: IntArray, workspace: DraftWorkspace, scratch: TextCursor, draft: Draft
 ) -> int:
     """Fill a draft of what may follow a text; the number of its nodes."""
     text = steps[number]
     own, shared, cursor = index_at(text.own), index_at(text.shared), cursor_at(text.cursor)
     if text.pending_end > text.new_end:
-        _peek(own, shared, cursor, scratch, tokens[text.new_end : text.pending_end])
+        peek(own, shared, cursor, scratch, tokens[text.new_end : text.pending_end])
         cursor = scratch
     _set_noise(workspace, steps, number, text.pending_end - text.new_end)
-    return _grow(own, shared, cursor, mixer_at(text.mixer), workspace, draft, text.deepest)
+    return grow(own, shared, cursor, mixer_at(text.mixer), workspace, draft, text.deepest)
 
 
 @partial(compiled, nogil=True)

@@ -229,12 +229,9 @@ def start_match(matches: RecordArray, position: int, agreed: int) -> None:
     """Start a match where a copy stands, unless one is being followed or the copy agrees too little."""
     row = PROMPT_MATCH if position <= matches[0, PROMPT_MATCH].prompt_end else OUTPUT_MATCH
     match = matches[0, row]
-    waiting, gap = match.position, match.gap
-    if (
-        position in (0, waiting)
-        or agreed < (START_AGREED if waiting == 0 else RESTART_AGREED)
-        or (waiting != 0 and gap == 0)
-    ):
+    waiting = match.position
+    followed = waiting != 0 and match.gap == 0
+    if position in (0, waiting) or followed or agreed < (START_AGREED if waiting == 0 else RESTART_AGREED):
         return
     match.position, match.gap, match.run, match.spelled = position, 0, RESTART_AGREED, 0
     match.resumed = min(match.resumed, MIN_RESUMED) if waiting != 0 else 0

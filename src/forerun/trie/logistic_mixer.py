@@ -312,17 +312,8 @@ def _expected() -> FloatArray:
     says = np.stack([(1 - agreed) / 50, agreed], axis=-1)
     chance[COPY_CELLS:UNIGRAM_CELLS] = np.tile(says.ravel(), 2)
     matches = chance[MATCH_CELLS:RECYCLED_CELLS].reshape(MATCH_KINDS, RESUMED_CLASSES, GAP_CLASSES)
-    expected = [
-        *(0.2 * 0.4 ** np.arange(PROMPT_LOOKAHEAD)),
-        0.1,
-        0.05,
-        0.9,
-        0.02,
-        0.005,
-        0.4,
-        0.02,
-    ]  # in the order of the kinds
-    matches[:] = np.array(expected)[:, None, None]
+    ahead, others = 0.2 * 0.4 ** np.arange(PROMPT_LOOKAHEAD), [0.1, 0.05, 0.9, 0.02, 0.005, 0.4, 0.02]
+    matches[:] = np.concatenate((ahead, others))[:, None, None]  # in the order of the kinds
     matches[0, :, 0] = 0.6
     share = 1 / (1 + np.exp(CHANCE_CLASSES / 2 - 0.5 - np.arange(CHANCE_CLASSES)))
     lists = chance[RECYCLED_CELLS:CELLS].reshape(RECYCLED_ORDERS, LISTED + 1, CHANCE_CLASSES)

@@ -242,10 +242,9 @@ class Trie(TrieStore):
         steps, before = self._table(lives, updates), [live.cursor.cut for live in lives]
         workspace, scratch = self._handles
         memory = workspace.at(self._workspace), scratch.at(self._scratch)
-        best = lists.before, lists.last, lists.tokens, lists.scores
-        given = steps, tokens, behind, *best, *memory, float(self.config.learning_rate)
+        given = steps, tokens, behind, *lists, *memory, float(self.config.learning_rate), *draft
         while True:
-            number, needs = entry_points.step(*given, draft.tokens, draft.parents, draft.probability, draft.origins)
+            number, needs = entry_points.step(*given)
             if not needs:
                 break
             self._supply(lives[number], needs, steps[number])

@@ -129,8 +129,7 @@ def _attend_on_gpu(
     batch = known[key].moved(addresses, strides)
     places = PassTables(batch.sizes, q.device, batch.aligned)
     places.fill(batch)
-    how = spec.scaling, spec.window, spec.softcap, spec.sinks
-    return attend.attend(0, q, keys.shape[1], values.shape[3], places, how)
+    return attend.attend(0, q, keys.shape[1], places, spec, values.shape[3])
 
 
 def contiguous_numbers(t: torch.Tensor) -> torch.Tensor:

@@ -12,10 +12,9 @@ also prefetch: from ``ahead`` on, one line every ``pace`` bytes, spread over the
 
 from __future__ import annotations
 
-from typing import Any
-
 from llvmlite import ir
 
+from forerun.kernels.linear.rowwise import HALF_LINE, number
 from forerun.kernels.runtime.vector_ir import (
     F32,
     FLOATS,
@@ -24,11 +23,9 @@ from forerun.kernels.runtime.vector_ir import (
     I64,
     LINE,
     WORDS,
-    Code,
     Emitter,
     constant,
-    intrinsic,
-    intrinsic_code,
+    llvm_function,
     wide,
     words_of,
 )
@@ -46,86 +43,12 @@ STATE_BYTES = 3 * LINE
 FACTOR_OFFSET = 2 * LINE
 
 
-@intrinsic
-def score(typing: Any, q: Any, k: Any, row: Any, dim: Any, keys: Any, scores: Any, ahead: Any, pace: Any) -> Code:
-    """Scores of one tile."""
-    return intrinsic_code(8, lambda *arguments: _score(1, *arguments))
-
-
-@intrinsic
-def score_tiles(typing: Any, q: Any, k: Any, row: Any, dim: Any, keys: Any, scores: Any, ahead: Any, pace: Any) -> Code:
-    """Scores of ``TILES_AT_ONCE`` tiles."""
-    return intrinsic_code(8, lambda *arguments: _score(TILES_AT_ONCE, *arguments))
-
-
-@intrinsic
-def weigh(typing: Any, scores: Any, keys: Any, state: Any) -> Code:
-    """Update the running maximum, and turn scores into weights relative to it."""
-    return intrinsic_code(3, _weigh)
-
-
-@intrinsic
-def gather(
-    typing: Any, p: Any, state: Any, v: Any, row: Any, dim: Any, keys: Any, out: Any, ahead: Any, pace: Any
-) -> Code:
-    """Rescale one vector of each query's output by the last block's factor, then add the weighted values."""
-    return intrinsic_code(9, lambda *arguments: _gather(1, *arguments))
-
-
-@intrinsic
-def gather_vectors(
-    typing: Any, p: Any, state: Any, v: Any, row: Any, dim: Any, keys: Any, out: Any, ahead: Any, pace: Any
-) -> Code:
-    """The same for ``VECTORS_AT_ONCE`` vectors."""
-    return intrinsic_code(9, lambda *arguments: _gather(VECTORS_AT_ONCE, *arguments))
-
-
-@intrinsic
-def widen_bfloat16(typing: Any, halves: Any, to: Any) -> Code:
-    """Convert 16 bfloat16 numbers to floats."""
-    return intrinsic_code(2, _widen_bfloat16)
-
-
-@intrinsic
-def widen_float16(typing: Any, halves: Any, to: Any) -> Code:
-    """Convert 16 float16 numbers to floats."""
-    return intrinsic_code(2, _widen_float16)
-
-
-@intrinsic
-def copy_floats(typing: Any, floats: Any, to: Any) -> Code:
-    """Copy 16 floats."""
-    return intrinsic_code(2, lambda e, floats, to: e.store(e.load(floats), to))
-
-
-def _widen_bfloat16(e: Emitter, halves: ir.Value, to: ir.Value) -> None:
-    words = e.builder.zext(e.load(halves, HALVES), WORDS)
-    e.store(e.builder.shl(words, words_of(16)), to)
-
-
-def _widen_float16(e: Emitter, halves: ir.Value, to: ir.Value) -> None:
-    """Convert with integer operations, as not every instruction set has float16. Exact, also for infinity and NaN."""
-    b = e.builder
-    words = b.zext(e.load(halves, HALVES), WORDS)
-    sign = b.shl(b.and_(words, words_of(0x8000)), words_of(16))
-    magnitude = b.shl(b.and_(words, words_of(0x7FFF)), words_of(13))
-    finite = b.bitcast(b.fmul(b.bitcast(magnitude, FLOATS), constant(2.0**112)), WORDS)
-    special = b.icmp_unsigned(">=", magnitude, words_of(0x7C00 << 13))
-    e.store(b.or_(b.select(special, b.or_(magnitude, words_of(0x7F800000)), finite), sign), to)
-
-
-def _score(
-    tiles: int,
-    e: Emitter,
-    q: ir.Value,
-    k: ir.Value,
-    row: ir.Value,
-    dim: ir.Value,
-    keys: ir.Value,
-    scores: ir.Value,
-    ahead: ir.Value,
-    pace: ir.Value,
-) -> None:
+@llvm_function(constants=1)
+def score(
+    e: Emitter, tiles: int, q: ir.Value, k: ir.Value, row: ir.Value, dim: ir.Value, keys: ir.Value, scores: ir.Value,
+    ahead: ir.Value, pace: ir.Value,
+) -> None:  # fmt: skip
+    """Scores of some tiles, which share one read of the keys."""
     b = e.builder
     steps, fetches = b.udiv(dim, I64(4)), e.times(pace, KEYS_AT_ONCE // 4)
     with e.loop(b.udiv(keys, I64(KEYS_AT_ONCE))) as group:
@@ -154,7 +77,9 @@ def _summed(e: Emitter, parts: list[ir.Value]) -> ir.Value:
     return b.fadd(within(low, high, [0, 1, 4, 5]), within(low, high, [2, 3, 6, 7]))
 
 
-def _weigh(e: Emitter, scores: ir.Value, keys: ir.Value, state: ir.Value) -> None:
+@llvm_function()
+def weigh(e: Emitter, scores: ir.Value, keys: ir.Value, state: ir.Value) -> None:
+    """Update the running maximum, and turn scores into weights relative to it."""
     b = e.builder
     groups, before = b.udiv(keys, I64(4)), e.load(state)
     highest = e.variable(before)
@@ -175,19 +100,12 @@ def _weigh(e: Emitter, scores: ir.Value, keys: ir.Value, state: ir.Value) -> Non
     e.store(factor, e.at(state, FACTOR_OFFSET))
 
 
-def _gather(
-    vectors: int,
-    e: Emitter,
-    weights: ir.Value,
-    state: ir.Value,
-    v: ir.Value,
-    row: ir.Value,
-    dim: ir.Value,
-    keys: ir.Value,
-    out: ir.Value,
-    ahead: ir.Value,
-    pace: ir.Value,
-) -> None:
+@llvm_function(constants=1)
+def gather(
+    e: Emitter, vectors: int, weights: ir.Value, state: ir.Value, v: ir.Value, row: ir.Value, dim: ir.Value,
+    keys: ir.Value, out: ir.Value, ahead: ir.Value, pace: ir.Value,
+) -> None:  # fmt: skip
+    """Rescale some vectors of each query's output by the last block's factor, then add the weighted values."""
     b = e.builder
     places = [[e.at(out, e.times(dim, 4 * i), c * LINE) for c in range(vectors)] for i in range(TILE_QUERIES)]
     sums = [[e.variable(constant(0.0)) for _ in range(vectors)] for _ in range(TILE_QUERIES)]
@@ -206,3 +124,23 @@ def _gather(
         factor = e.everywhere(e.load(e.at(state, FACTOR_OFFSET + 16 * i), F32))
         for c in range(vectors):
             e.store(e.fma(e.load(places[i][c]), factor, b.load(sums[i][c])), places[i][c])
+
+
+@llvm_function()
+def copy_row(e: Emitter, kind: ir.Value, row: ir.Value, vectors: ir.Value, to: ir.Value) -> None:
+    """Copy a row of the cache, widened to floats: from float32, bfloat16 or float16, by the kind."""
+    for which in e.cases(kind, range(3)):
+        with e.loop(vectors) as i:
+            e.store(_float16(e, row, i) if which == 2 else number(e, which == 1, row, i), e.at(to, e.times(i, LINE)))
+
+
+def _float16(e: Emitter, row: ir.Value, index: ir.Value) -> ir.Value:
+    """The vector at an index, of float16, as floats. Exact, also for infinity and NaN; by integer operations, as not
+    every instruction set has float16."""
+    b = e.builder
+    words = b.zext(e.load(e.at(row, e.times(index, HALF_LINE)), HALVES), WORDS)
+    sign = b.shl(b.and_(words, words_of(0x8000)), words_of(16))
+    magnitude = b.shl(b.and_(words, words_of(0x7FFF)), words_of(13))
+    finite = b.bitcast(b.fmul(b.bitcast(magnitude, FLOATS), constant(2.0**112)), WORDS)
+    special = b.icmp_unsigned(">=", magnitude, words_of(0x7C00 << 13))
+    return b.bitcast(b.or_(b.select(special, b.or_(magnitude, words_of(0x7F800000)), finite), sign), FLOATS)

@@ -16,6 +16,7 @@ from forerun.kernels.attention.ordered_attention import (
     ROW_BYTES,
     AttendOp,
     RowFields,
+    kv_of,
     read_attend,
     read_row,
 )
@@ -32,13 +33,14 @@ def attend_float64(address: int, fields: int, code: int, task: int, slot: int) -
     this, op = read_pass(address), read_attend(fields)
     token, head = task // op.heads, task % op.heads
     number, position = integers(this.token_rows + 8 * token, 1)[0], integers(this.cache_positions + 8 * token, 1)[0]
-    row, parents = read_row(this.rows + number * ROW_BYTES), this.parents
+    row = read_row(this.rows + number * ROW_BYTES)
     low = max(0, position - op.window + 1) if op.window else 0
     count = position + 1 - low
     places, weights = integers(slot, count), doubles(slot + 8 * count, count)
-    _visible_keys(row, token - row.first, position, low, parents, places)
-    total = _weights(op, row, number, head, token, places, weights)
-    _weighted_sum(op, row, number, head, token, places, weights, total, slot + 16 * count)
+    _visible_keys(row, token - row.first, position, low, this.parents, places)
+    k, v = kv_of(op, row, number, head // (op.heads // op.kv_heads))
+    total = _weights(op, k, row.k_row, head, token, places, weights)
+    _weighted_sum(op, v, row.v_row, head, token, places, weights, total, slot + 16 * count)
 
 
 @compiled
@@ -58,24 +60,20 @@ def _visible_keys(row: RowFields, place: int, position: int, low: int, parents: 
 
 
 @compiled
-def _weights(
-    op: AttendOp, row: RowFields, number: int, head: int, token: int, places: np.ndarray, weights: np.ndarray
-) -> float:
+def _weights(op: AttendOp, k: int, k_row: int, head: int, token: int, places: np.ndarray, weights: np.ndarray) -> float:
     """Turn scores into weights relative to the largest; returns their sum, including a sink's."""
-    k = integers(op.kv + 16 * number, 2)[0] + head // (op.heads // op.kv_heads) * row.k_head
     query, highest = op.q + token * op.q_row + head * op.q_head, -math.inf
+    kind = FLOAT64_KIND if op.kind == FLOAT64_KIND else 0  # of queries and sinks
     for i in range(weights.size):
         score = 0.0
         for c in range(op.dim):
-            score += _number(FLOAT64_KIND if op.kind == FLOAT64_KIND else 0, query, c) * _number(
-                op.kind, k + places[i] * row.k_row, c
-            )
+            score += _number(kind, query, c) * _number(op.kind, k + places[i] * k_row, c)
         score *= op.scale
         weights[i] = op.softcap * math.tanh(score / op.softcap) if op.softcap > 0 else score
         highest = max(highest, weights[i])
     total = 0.0
     if op.sinks:
-        sink = _number(FLOAT64_KIND if op.kind == FLOAT64_KIND else 0, op.sinks, head)
+        sink = _number(kind, op.sinks, head)
         highest = max(highest, sink)
         total = math.exp(sink - highest)
     for i in range(weights.size):
@@ -86,15 +84,14 @@ def _weights(
 
 @compiled
 def _weighted_sum(
-    op: AttendOp, row: RowFields, number: int, head: int, token: int, places: np.ndarray, weights: np.ndarray,
+    op: AttendOp, v: int, v_row: int, head: int, token: int, places: np.ndarray, weights: np.ndarray,
     total: float, spare: int,
 ) -> None:  # fmt: skip
-    v = integers(op.kv + 16 * number, 2)[1] + head // (op.heads // op.kv_heads) * row.v_head
     sums = doubles(spare, op.out_dim)
     sums[:] = 0.0
     for i in range(weights.size):
         for c in range(op.out_dim):
-            sums[c] += weights[i] * _number(op.kind, v + places[i] * row.v_row, c)
+            sums[c] += weights[i] * _number(op.kind, v + places[i] * v_row, c)
     out = op.out + token * op.out_row + head * op.out_dim * (8 if op.kind == FLOAT64_KIND else 4)
     for c in range(op.out_dim):
         if op.kind == FLOAT64_KIND:

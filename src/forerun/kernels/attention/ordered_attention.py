@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -25,19 +25,15 @@ from forerun.kernels.attention.attention_tile import (
     TILE_QUERIES,
     TILES_AT_ONCE,
     VECTORS_AT_ONCE,
-    copy_floats,
+    copy_row,
     gather,
-    gather_vectors,
     score,
-    score_tiles,
     weigh,
-    widen_bfloat16,
-    widen_float16,
 )
 from forerun.kernels.linear.rowwise import LOG2E, soften, words
 from forerun.kernels.runtime.addresses import StructLayout, address_of, call, floats, integers
 from forerun.kernels.runtime.executor import PER_TOKEN, PER_UNIT, Operation, Tasks, read_pass
-from forerun.kernels.runtime.vector_ir import I32, LANES, LINE, Code, Emitter, intrinsic, intrinsic_code
+from forerun.kernels.runtime.vector_ir import I32, LANES, LINE, Emitter, llvm_function
 
 BLOCK_TOKENS = 32
 """Positions per block."""
@@ -128,21 +124,18 @@ class AttendCode(NamedTuple):
     gather: int
 
 
-ROW_LAYOUT, UNIT_LAYOUT, ATTEND_LAYOUT, ATTEND_CODE_LAYOUT = (
-    StructLayout(RowFields),
-    StructLayout(UnitFields),
-    StructLayout(AttendOp),
-    StructLayout(AttendCode),
-)
+ROW_LAYOUT, UNIT_LAYOUT, ATTEND_LAYOUT = StructLayout(RowFields), StructLayout(UnitFields), StructLayout(AttendOp)
 ROW_BYTES, UNIT_BYTES = ROW_LAYOUT.size, UNIT_LAYOUT.size
-read_row, read_unit, read_attend, read_attend_code = (
-    job.reader() for job in (ROW_LAYOUT, UNIT_LAYOUT, ATTEND_LAYOUT, ATTEND_CODE_LAYOUT)
-)
+read_row, read_unit, read_attend = ROW_LAYOUT.reader(), UNIT_LAYOUT.reader(), ATTEND_LAYOUT.reader()
+read_attend_code = StructLayout(AttendCode).reader()
 
 
 def tile_bytes(out_dim: int) -> int:
     """Bytes for a tile's output and state."""
     return TILE_QUERIES * out_dim * 4 + STATE_BYTES
+
+
+_tile_bytes = compiled(tile_bytes)
 
 
 def scratch_bytes(tiles: int, group: int, dim: int, out_dim: int) -> int:
@@ -160,9 +153,23 @@ def attend_code() -> AttendCode:
 
 
 @compiled
-def tiles_of(op: AttendOp, row: RowFields) -> int:
-    """Number of tiles of a row's queries for one KV head."""
-    return (row.n * (op.heads // op.kv_heads) + TILE_QUERIES - 1) // TILE_QUERIES
+def kv_of(op: AttendOp, row: RowFields, number: int, head: int) -> tuple[int, int]:
+    """Addresses of the keys and the values of a KV head in the row of this number."""
+    addresses = integers(op.kv + 16 * number, 2)
+    return addresses[0] + head * row.k_head, addresses[1] + head * row.v_head
+
+
+@compiled
+def _state(op: AttendOp, tile: int) -> int:
+    """Address of a tile's state, which is behind its output."""
+    return tile + TILE_QUERIES * op.out_dim * 4
+
+
+@compiled
+def _kept_tiles(op: AttendOp, row: RowFields, states: int, split: int, head: int) -> int:
+    """Address of the tiles of a split and KV head in the buffer of states; without splits they are those of split 0."""
+    tiles = (row.n * (op.heads // op.kv_heads) + TILE_QUERIES - 1) // TILE_QUERIES
+    return states + row.states + (split * op.kv_heads + head) * tiles * _tile_bytes(op.out_dim)
 
 
 @compiled
@@ -178,40 +185,34 @@ def scan_bounds(row: RowFields, place: int, position: int) -> tuple[int, int]:
 @compiled
 def clear_states(op: AttendOp, states: int, tiles: int) -> None:
     """Reset the states: no key seen yet."""
-    size = TILE_QUERIES * op.out_dim * 4 + STATE_BYTES
+    size = _tile_bytes(op.out_dim)
     for t in range(tiles):
         floats(states + t * size, size // 4)[:] = np.float32(0)
-        floats(states + t * size + TILE_QUERIES * op.out_dim * 4, LANES)[:] = np.float32(LOWEST_SCORE)
+        floats(_state(op, states + t * size), LANES)[:] = np.float32(LOWEST_SCORE)
 
 
 @compiled
-def pack_one(op: AttendOp, token: int, head: int, i: int, to: int) -> None:
-    """Write one scaled query into a tile of four; a vector of the tile holds four numbers of each query."""
-    source = floats(op.q + token * op.q_row + head * op.q_head, op.dim)
-    packed = floats(to + 16 * i, op.dim * TILE_QUERIES)
-    for c in range(0, op.dim, 4):
-        at = c * TILE_QUERIES
-        for j in range(4):
-            packed[at + j] = np.float32(source[c + j] * np.float32(op.scale))
+def _pack_tile(op: AttendOp, token: int, count: int, head: int, tile: int, to: int) -> None:
+    """Write a tile of scaled queries of a KV head, of ``count`` tokens from ``token`` on; the last one fills it up.
 
-
-@compiled
-def copy_row(op: AttendOp, source: int, dim: int, to: int) -> None:
-    """Copy a row of the cache, widened to float32."""
-    for c in range(0, dim, LANES):
-        if op.kind == 0:
-            copy_floats(source + c * 4, to + 4 * c)
-        elif op.kind == 1:
-            widen_bfloat16(source + c * 2, to + 4 * c)
-        else:
-            widen_float16(source + c * 2, to + 4 * c)
+    A vector of the tile holds four numbers of each of its queries.
+    """
+    group = op.heads // op.kv_heads
+    for i in range(TILE_QUERIES):
+        query = min(tile * TILE_QUERIES + i, count * group - 1)
+        own = op.q + (token + query // group) * op.q_row + (head * group + query % group) * op.q_head
+        source, packed = floats(own, op.dim), floats(to + 16 * i, op.dim * TILE_QUERIES)
+        for c in range(0, op.dim, 4):
+            at = c * TILE_QUERIES
+            for j in range(4):
+                packed[at + j] = np.float32(source[c + j] * np.float32(op.scale))
 
 
 @compiled
 def copy_block(op: AttendOp, rows: int, row: int, dim: int, count: int, to: int) -> None:
     """Copy ``count`` rows, widened to float32, and pad them with zeros to a whole block."""
     for i in range(count):
-        copy_row(op, rows + i * row, dim, to + 4 * i * dim)
+        copy_row(op.kind, rows + i * row, dim // LANES, to + 4 * i * dim)
     if count < BLOCK_TOKENS:
         floats(to + 4 * count * dim, (BLOCK_TOKENS - count) * dim)[:] = np.float32(0)
 
@@ -241,10 +242,10 @@ def scores_of(dim: int, width: int, low: int, high: int, q: int, k: int, k_row: 
     share = pace * (BLOCK_TOKENS * dim // LANES)
     while t < high:
         if t + TILES_AT_ONCE <= high:
-            score_tiles(q + t * tile, k, k_row, dim, BLOCK_TOKENS, scores + t * size, ahead, pace)
+            score(TILES_AT_ONCE, q + t * tile, k, k_row, dim, BLOCK_TOKENS, scores + t * size, ahead, pace)
             t += TILES_AT_ONCE
         else:
-            score(q + t * tile, k, k_row, dim, BLOCK_TOKENS, scores + t * size, ahead, pace)
+            score(1, q + t * tile, k, k_row, dim, BLOCK_TOKENS, scores + t * size, ahead, pace)
             t += 1
         ahead += share
 
@@ -254,43 +255,39 @@ def gather_tile(out_dim: int, weights: int, state: int, v: int, v_row: int, out:
     """Rescale a tile's outputs by the last block's factor, then add the weighted values."""
     c = 0
     while c + VECTORS_AT_ONCE * LANES <= out_dim:
-        gather_vectors(weights, state, v + 4 * c, v_row, out_dim, BLOCK_TOKENS, out + 4 * c, ahead, pace)
+        gather(VECTORS_AT_ONCE, weights, state, v + 4 * c, v_row, out_dim, BLOCK_TOKENS, out + 4 * c, ahead, pace)
         ahead += pace * BLOCK_TOKENS * VECTORS_AT_ONCE
         c += VECTORS_AT_ONCE * LANES
     while c < out_dim:
-        gather(weights, state, v + 4 * c, v_row, out_dim, BLOCK_TOKENS, out + 4 * c, ahead, pace)
+        gather(1, weights, state, v + 4 * c, v_row, out_dim, BLOCK_TOKENS, out + 4 * c, ahead, pace)
         ahead += pace * BLOCK_TOKENS
         c += LANES
 
 
-@intrinsic
-def merge_tile(typing: Any, running: Any, part: Any, vectors: Any) -> Code:
+@llvm_function()
+def merge_tile(e: Emitter, running: ir.Value, part: ir.Value, vectors: ir.Value) -> None:
     """Merge a tile's next split into the splits so far: maxima, sums of weights, and outputs of ``vectors`` each."""
-
-    def emit(e: Emitter, running: ir.Value, part: ir.Value, vectors: ir.Value) -> None:
-        b = e.builder
-        own = e.times(vectors, TILE_QUERIES * LINE)
-        states = [e.at(tile, own) for tile in (running, part)]
-        before, new = (e.load(state) for state in states)
-        top = e.larger(before, new)
-        factors = [e.exp2(b.fsub(each, top)) for each in (before, new)]
-        sums = [e.load(e.at(state, LINE)) for state in states]
-        e.store(top, states[0])
-        e.store(e.fma(sums[0], factors[0], b.fmul(sums[1], factors[1])), e.at(states[0], LINE))
-        for i in range(TILE_QUERIES):
-            one, two = (e.everywhere(b.extract_element(factor, I32(4 * i))) for factor in factors)
-            with e.loop(vectors) as c:
-                at = e.at(e.times(vectors, i * LINE), e.times(c, LINE))
-                here = b.add(running, at)
-                e.store(e.fma(e.load(here), one, b.fmul(e.load(b.add(part, at)), two)), here)
-
-    return intrinsic_code(3, emit)
+    b = e.builder
+    own = e.times(vectors, TILE_QUERIES * LINE)
+    states = [e.at(tile, own) for tile in (running, part)]
+    before, new = (e.load(state) for state in states)
+    top = e.larger(before, new)
+    factors = [e.exp2(b.fsub(each, top)) for each in (before, new)]
+    sums = [e.load(e.at(state, LINE)) for state in states]
+    e.store(top, states[0])
+    e.store(e.fma(sums[0], factors[0], b.fmul(sums[1], factors[1])), e.at(states[0], LINE))
+    for i in range(TILE_QUERIES):
+        one, two = (e.everywhere(b.extract_element(factor, I32(4 * i))) for factor in factors)
+        with e.loop(vectors) as c:
+            at = e.at(e.times(vectors, i * LINE), e.times(c, LINE))
+            here = b.add(running, at)
+            e.store(e.fma(e.load(here), one, b.fmul(e.load(b.add(part, at)), two)), here)
 
 
 @compiled
 def merge_tiles(op: AttendOp, running: int, part: int, tiles: int) -> None:
     """The same for several tiles."""
-    size = TILE_QUERIES * op.out_dim * 4 + STATE_BYTES
+    size = _tile_bytes(op.out_dim)
     for t in range(tiles):
         merge_tile(running + t * size, part + t * size, op.out_dim // LANES)
 
@@ -299,22 +296,20 @@ def merge_tiles(op: AttendOp, running: int, part: int, tiles: int) -> None:
 def scan(address: int, fields: int, code_address: int, task: int, slot: int) -> None:
     """One unit and KV head: tiles of queries over one split, or over all splits one after the other."""
     this, op, code = read_pass(address), read_attend(fields), read_attend_code(code_address)
-    positions, states = this.cache_positions, this.states
     unit = read_unit(this.units + task // op.kv_heads * UNIT_BYTES)
     row = read_row(this.rows + unit.row * ROW_BYTES)
-    head, tiles = task % op.kv_heads, unit.last - unit.first
-    size = TILE_QUERIES * op.out_dim * 4 + STATE_BYTES
+    head, tiles, size = task % op.kv_heads, unit.last - unit.first, _tile_bytes(op.out_dim)
     q = slot
     scores = q + tiles * TILE_QUERIES * op.dim * 4
     ranges = scores + tiles * TILE_QUERIES * BLOCK_TOKENS * 4
     state = ranges + RANGE_BYTES * tiles
     other = state + tiles * size
     spare = other + tiles * size
-    last = _visible_ranges(op, row, unit, positions, ranges)
-    _pack_tiles(op, row, unit, head, q)
-    all_tiles = tiles_of(op, row)
+    last = _visible_ranges(op, row, unit, this.cache_positions, ranges)
+    for t in range(tiles):
+        _pack_tile(op, row.first, row.n, head, unit.first + t, q + t * TILE_QUERIES * op.dim * 4)
     if unit.split != ALL_SPLITS:
-        to = states + row.states + ((unit.split * op.kv_heads + head) * all_tiles + unit.first) * size
+        to = _kept_tiles(op, row, this.states, unit.split, head) + unit.first * size
         clear_states(op, to, tiles)
         end = min(last, (unit.split + 1) * SPLIT_TOKENS)
         _scan_split(op, code, row, unit.row, head, tiles, unit.split * SPLIT_TOKENS, end, q, scores, ranges, to, spare)
@@ -328,8 +323,7 @@ def scan(address: int, fields: int, code_address: int, task: int, slot: int) -> 
         end = min(last, (split + 1) * SPLIT_TOKENS)
         _scan_split(op, code, row, unit.row, head, tiles, split * SPLIT_TOKENS, end, q, scores, ranges, other, spare)
         merge_tiles(op, state, other, tiles)
-    to = states + row.states + (head * all_tiles + unit.first) * size
-    words(0, state, tiles * size // LINE, to)
+    words(0, state, tiles * size // LINE, _kept_tiles(op, row, this.states, 0, head) + unit.first * size)
 
 
 @compiled
@@ -354,23 +348,12 @@ def _visible_ranges(op: AttendOp, row: RowFields, unit: UnitFields, positions: i
 
 
 @compiled
-def _pack_tiles(op: AttendOp, row: RowFields, unit: UnitFields, head: int, q: int) -> None:
-    group = op.heads // op.kv_heads
-    for t in range(unit.first, unit.last):
-        to = q + (t - unit.first) * TILE_QUERIES * op.dim * 4
-        for i in range(TILE_QUERIES):
-            each = min(t * TILE_QUERIES + i, row.n * group - 1)
-            pack_one(op, row.first + each // group, head * group + each % group, i, to)
-
-
-@compiled
 def _scan_split(
     op: AttendOp, code: AttendCode, row: RowFields, number: int, head: int, tiles: int, first: int, end: int, q: int,
     scores: int, ranges: int, states: int, spare: int,
 ) -> None:  # fmt: skip
     """Go over the blocks of a split, for the tiles that see any key of them."""
-    k = integers(op.kv + 16 * number, 2)[0] + head * row.k_head
-    v = integers(op.kv + 16 * number, 2)[1] + head * row.v_head
+    k, v = kv_of(op, row, number, head)
     for start in range(first, end, BLOCK_TOKENS):
         low, high = tiles, 0
         for t in range(tiles):
@@ -391,37 +374,28 @@ def _block(
     after: int, q: int, scores: int, ranges: int, states: int, spare: int,
 ) -> None:  # fmt: skip
     """Tiles ``low`` to ``high`` over one block; prefetches values while scoring, and then the next keys."""
-    size, tile_size = BLOCK_TOKENS * TILE_QUERIES * 4, TILE_QUERIES * op.out_dim * 4 + STATE_BYTES
+    size, tile_size = BLOCK_TOKENS * TILE_QUERIES * 4, _tile_bytes(op.out_dim)
     copied, k_row, v_row = count < BLOCK_TOKENS or op.kind != 0, row.k_row, row.v_row
-    v_start = v
     if copied:
         copy_block(op, k, k_row, op.dim, count, spare)
         k, k_row = spare, 4 * op.dim
-    call(code.scores, op.dim, op.width, low, high, q, k, k_row, scores, v_start)
+    call(code.scores, op.dim, op.width, low, high, q, k, k_row, scores, v)
     for t in range(low, high):
         bounds = integers(ranges + RANGE_BYTES * t, 12)
-        weights, state = scores + t * size, states + t * tile_size + TILE_QUERIES * op.out_dim * 4
+        weights = scores + t * size
         soften_tile(op, weights, spare)
         if bounds[0] < start + BLOCK_TOKENS or bounds[3] > start:
-            _hide_tile(op, ranges, t, start, weights)
-        weigh(weights, BLOCK_TOKENS, state)
+            for i in range(TILE_QUERIES):
+                hide(weights, i, bounds[8 + i] - start, bounds[4 + i] - start)
+        weigh(weights, BLOCK_TOKENS, _state(op, states + t * tile_size))
     if copied:
         copy_block(op, v, v_row, op.out_dim, count, spare)
         v, v_row = spare, 4 * op.out_dim
     pace = LANES * op.width // (high - low)
     for t in range(low, high):
         tile = states + t * tile_size
-        state = tile + TILE_QUERIES * op.out_dim * 4
-        call(code.gather, op.out_dim, scores + t * size, state, v, v_row, tile, after, pace)
+        call(code.gather, op.out_dim, scores + t * size, _state(op, tile), v, v_row, tile, after, pace)
         after += pace * BLOCK_TOKENS * (op.out_dim // LANES)
-
-
-@compiled
-def _hide_tile(op: AttendOp, ranges: int, t: int, start: int, weights: int) -> None:
-    """Set the weights to 0 of keys that a query of the tile does not see."""
-    seen = integers(ranges + RANGE_BYTES * t, 12)
-    for i in range(TILE_QUERIES):
-        hide(weights, i, seen[8 + i] - start, seen[4 + i] - start)
 
 
 SCAN = Operation(ATTEND_LAYOUT, lambda op: Tasks(op.kv_heads, PER_UNIT), scan, lambda op: attend_code())
@@ -431,39 +405,35 @@ SCAN = Operation(ATTEND_LAYOUT, lambda op: Tasks(op.kv_heads, PER_UNIT), scan, l
 def combine(address: int, fields: int, code_address: int, task: int, slot: int) -> None:
     """One token and KV head: merge its splits, add the keys that only it sees, divide, and write the output."""
     this, op, code = read_pass(address), read_attend(fields), read_attend_code(code_address)
-    positions, parents, states = this.cache_positions, this.parents, this.states
     token, head = task // op.kv_heads, task % op.kv_heads
     number = integers(this.token_rows + 8 * token, 1)[0]
     row = read_row(this.rows + number * ROW_BYTES)
     group = op.heads // op.kv_heads
     own = (group + TILE_QUERIES - 1) // TILE_QUERIES
-    size = TILE_QUERIES * op.out_dim * 4 + STATE_BYTES
     running = slot
-    part = running + own * size
-    rest = part + own * size
-    place, position = token - row.first, integers(positions + 8 * token, 1)[0]
+    part = running + own * _tile_bytes(op.out_dim)
+    rest = part + own * _tile_bytes(op.out_dim)
+    place, position = token - row.first, integers(this.cache_positions + 8 * token, 1)[0]
     base, seen = scan_bounds(row, place, position)
-    all_tiles = tiles_of(op, row)
     clear_states(op, running, own)
     low = max(0, position - op.window + 1) if op.window else 0
     full = (seen + SPLIT_TOKENS - 1) // SPLIT_TOKENS
     if row.splits == 0:
-        _copy_states(op, states + row.states + head * all_tiles * size, place * group, group, running)
+        _copy_states(op, _kept_tiles(op, row, this.states, 0, head), place * group, group, running)
     else:
         # the split that a tree node continues is merged later
         joined = full if place < row.in_order else min(full, base // SPLIT_TOKENS)
         for split in range(low // SPLIT_TOKENS, joined):
-            _copy_states(
-                op, states + row.states + (split * op.kv_heads + head) * all_tiles * size, place * group, group, part
-            )
+            _copy_states(op, _kept_tiles(op, row, this.states, split, head), place * group, group, part)
             merge_tiles(op, running, part, own)
         if place >= row.in_order:
             begun = base // SPLIT_TOKENS
             clear_states(op, part, own)
             if begun < full and begun >= low // SPLIT_TOKENS:
-                at = states + row.states + (begun * op.kv_heads + head) * all_tiles * size
-                _copy_states(op, at, place * group, group, part)
-            _attend_branch(op, code, row, number, head, token, place, position, base, low, parents, running, part, rest)
+                _copy_states(op, _kept_tiles(op, row, this.states, begun, head), place * group, group, part)
+            _attend_branch(
+                op, code, row, number, head, token, place, position, base, low, this.parents, running, part, rest
+            )
     for g in range(group):
         _divide(op, running, g, token, head * group + g, rest)
 
@@ -474,17 +444,14 @@ def _attend_branch(
     base: int, low: int, parents: int, running: int, part: int, rest: int,
 ) -> None:  # fmt: skip
     """Add a node's own keys from position ``base`` on, in order, block by block and split by split."""
-    group = op.heads // op.kv_heads
-    own = (group + TILE_QUERIES - 1) // TILE_QUERIES
-    size = TILE_QUERIES * op.out_dim * 4 + STATE_BYTES
+    own = (op.heads // op.kv_heads + TILE_QUERIES - 1) // TILE_QUERIES
     q = rest
     scores = q + own * TILE_QUERIES * op.dim * 4
     keys = scores + own * TILE_QUERIES * BLOCK_TOKENS * 4
     values = keys + BLOCK_TOKENS * op.dim * 4
     for t in range(own):
-        _pack(op, token, head * group, t * TILE_QUERIES, group, q + t * TILE_QUERIES * op.dim * 4)
-    k = integers(op.kv + 16 * number, 2)[0] + head * row.k_head
-    v = integers(op.kv + 16 * number, 2)[1] + head * row.v_head
+        _pack_tile(op, token, 1, head, t, q + t * TILE_QUERIES * op.dim * 4)
+    k, v = kv_of(op, row, number, head)
     for start in range(base, position + 1, BLOCK_TOKENS):
         if start % SPLIT_TOKENS == 0 and start > base:
             merge_tiles(op, running, part, own)
@@ -499,9 +466,9 @@ def _attend_branch(
             soften_tile(op, weights, keys)
             for i in range(TILE_QUERIES):
                 hide(weights, i, low - start, position + 1 - start)
-            state = part + t * size + TILE_QUERIES * op.out_dim * 4
-            weigh(weights, BLOCK_TOKENS, state)
-            call(code.gather, op.out_dim, weights, state, values, 4 * op.out_dim, part + t * size, values, 0)
+            to = part + t * _tile_bytes(op.out_dim)
+            weigh(weights, BLOCK_TOKENS, _state(op, to))
+            call(code.gather, op.out_dim, weights, _state(op, to), values, 4 * op.out_dim, to, values, 0)
     merge_tiles(op, running, part, own)
 
 
@@ -518,30 +485,22 @@ def _copy_branch(
     node, at = place - row.in_order, position
     while at >= start and at >= root:
         if at < end:
-            copy_row(op, source + (root + node) * width, dim, to + 4 * (at - start) * dim)
+            copy_row(op.kind, source + (root + node) * width, dim // LANES, to + 4 * (at - start) * dim)
         node = integers(parents + 8 * (row.first + row.in_order + node), 1)[0]
         at -= 1
     for p in range(start, min(end, root, position + 1)):
-        copy_row(op, source + p * width, dim, to + 4 * (p - start) * dim)
-
-
-@compiled
-def _pack(op: AttendOp, token: int, head: int, first: int, group: int, to: int) -> None:
-    """Pack one token's heads as a tile."""
-    for i in range(TILE_QUERIES):
-        pack_one(op, token, head + min(first + i, group - 1), i, to)
+        copy_row(op.kind, source + p * width, dim // LANES, to + 4 * (p - start) * dim)
 
 
 @compiled
 def _copy_states(op: AttendOp, tiles: int, first: int, count: int, to: int) -> None:
     """Copy the states of some queries into tiles of their own."""
-    size = TILE_QUERIES * op.out_dim * 4 + STATE_BYTES
-    own = TILE_QUERIES * op.out_dim * 4
+    size = _tile_bytes(op.out_dim)
     for g in range(count):
         source, place = tiles + (first + g) // TILE_QUERIES * size, to + g // TILE_QUERIES * size
         a, b = (first + g) % TILE_QUERIES, g % TILE_QUERIES
         words(0, source + 4 * a * op.out_dim, op.out_dim // LANES, place + 4 * b * op.out_dim)
-        mine, theirs = floats(place + own + 16 * b, LANES + 4), floats(source + own + 16 * a, LANES + 4)
+        mine, theirs = floats(_state(op, place) + 16 * b, LANES + 4), floats(_state(op, source) + 16 * a, LANES + 4)
         for c in range(4):
             mine[c], mine[LANES + c] = theirs[c], theirs[LANES + c]
 
@@ -549,13 +508,12 @@ def _copy_states(op: AttendOp, tiles: int, first: int, count: int, to: int) -> N
 @compiled
 def _divide(op: AttendOp, tiles: int, g: int, token: int, head: int, spare: int) -> None:
     """Write a head's output: the weighted values divided by the sum of weights, including a sink's."""
-    size = TILE_QUERIES * op.out_dim * 4 + STATE_BYTES
-    tile, i = tiles + g // TILE_QUERIES * size, g % TILE_QUERIES
-    own = tile + TILE_QUERIES * op.out_dim * 4
-    sums = floats(own + LINE + 16 * i, 4)
+    tile, i = tiles + g // TILE_QUERIES * _tile_bytes(op.out_dim), g % TILE_QUERIES
+    state = _state(op, tile) + 16 * i
+    sums = floats(state + LINE, 4)
     total = np.float32(np.float32(sums[0] + sums[1]) + np.float32(sums[2] + sums[3]))
     if op.sinks:
-        highest = floats(own + 16 * i, 1)[0]
+        highest = floats(state, 1)[0]
         total += np.float32(2.0 ** (np.float64(floats(op.sinks + 4 * head, 1)[0]) * LOG2E - highest))
     source, to = floats(tile + 4 * i * op.out_dim, op.out_dim), floats(spare, op.out_dim)
     for c in range(op.out_dim):

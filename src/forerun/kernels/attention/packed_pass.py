@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from forerun.core.block import Block
 from forerun.core.tree import IntArray
@@ -22,6 +21,7 @@ from forerun.kernels.attention.ordered_attention import (
     UNIT_LAYOUT,
     RowFields,
     UnitFields,
+    tile_bytes,
 )
 from forerun.kernels.attention.topk_rank import GROUP_CHUNKS, RANK_UNIT_BYTES, TopkFields
 from forerun.kernels.runtime.vector_ir import LINE
@@ -52,11 +52,6 @@ class HeadShape:
     def group(self) -> int:
         """Query heads per KV head."""
         return self.heads // self.kv_heads
-
-    @property
-    def tile_bytes(self) -> int:
-        """Bytes for the states of a tile, four queries."""
-        return ordered_attention.tile_bytes(self.out_dim)
 
 
 class PackedPass:
@@ -98,13 +93,12 @@ class PackedPass:
 
     def rows(self, strides: Sequence[tuple[int, int, int, int]]) -> bytearray:
         """The table of rows, given each cache's strides in bytes: heads and rows of keys, heads and rows of values."""
-        table, first = bytearray(ROW_LAYOUT.size * len(self.blocks)), 0
+        rows, first = list[RowFields](), 0
         for i, (block, count) in enumerate(zip(self.blocks, self.counts, strict=True)):
             in_order = count if block.tree.is_chain else len(block.pending)
-            fields = RowFields(first, count, in_order, block.start, *strides[i], self._states[i], self._splits[i])
-            ROW_LAYOUT.layout.pack_into(table, i * ROW_LAYOUT.size, *fields)
+            rows.append(RowFields(first, count, in_order, block.start, *strides[i], self._states[i], self._splits[i]))
             first += count
-        return table
+        return ROW_LAYOUT.table(rows)
 
     def _units(self) -> None:
         """Cut the rows into units, and assign the places of their states."""
@@ -124,12 +118,10 @@ class PackedPass:
                 units += [UnitFields(i, split, cut, min(cut + share, tiles)) for cut in cuts]
             self._states.append(self.states_bytes)
             self._splits.append(splits)
-            self.states_bytes += max(splits, 1) * tiles * self.heads.kv_heads * self.heads.tile_bytes
+            self.states_bytes += max(splits, 1) * tiles * self.heads.kv_heads * tile_bytes(self.heads.out_dim)
         self.unit_count = len(units)
         self.most_tiles = max(unit.last - unit.first for unit in units)
-        self.units = bytearray(UNIT_LAYOUT.size * len(units))
-        for i, unit in enumerate(units):
-            UNIT_LAYOUT.layout.pack_into(self.units, i * UNIT_LAYOUT.size, *unit)
+        self.units = UNIT_LAYOUT.table(units)
 
     def fields(self, rows: bytearray, work: PackedPass | TopkTables) -> dict[str, int]:
         """What operations of attention need of ``PassFields``, given the table of rows, and whose units are their work;
@@ -212,10 +204,8 @@ def wanted_tokens(blocks: Sequence[Block]) -> IntArray:
     return np.concatenate([np.arange(end - len(block.tree) - 1, end) for end, block in zip(ends, blocks, strict=True)])
 
 
-def address(table: bytearray | IntArray | torch.Tensor) -> int:
+def address(table: bytearray | IntArray) -> int:
     """A table's address."""
-    if isinstance(table, torch.Tensor):
-        return table.data_ptr()
     return int(np.frombuffer(table, np.uint8).ctypes.data) if isinstance(table, bytearray) else int(table.ctypes.data)
 
 

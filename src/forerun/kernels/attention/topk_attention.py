@@ -7,9 +7,8 @@ at a few places only, so chunks that are worth almost nothing beside the best ar
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from forerun.kernels.attention.topk_rank import CHUNK_KEYS, TOPK_BYTES, TopkFiel
 from forerun.kernels.linear.rowwise import HALF_LINE, LOG2E, by_kind, number, soften, words
 from forerun.kernels.runtime.addresses import floats, integers
 from forerun.kernels.runtime.executor import PER_TOKEN, Operation, Tasks, read_pass
-from forerun.kernels.runtime.vector_ir import F32, I64, LANES, LINE, Code, Emitter, constant, intrinsic, intrinsic_code
+from forerun.kernels.runtime.vector_ir import F32, LANES, LINE, Emitter, constant, llvm_function
 
 HEADS_AT_ONCE = 4
 """The most heads of a group that are computed at once."""
@@ -58,7 +57,6 @@ def scratch_bytes(chunks: int, most: int, near: int, dim: int) -> int:
 def attend_topk(address: int, fields: int, code: int, task: int, slot: int) -> None:
     """One token and tile of heads."""
     this, op = read_pass(address), read_attend(fields)
-    parents = this.parents
     group = op.heads // op.kv_heads
     tiles = (group + HEADS_AT_ONCE - 1) // HEADS_AT_ONCE
     token, own, tile = task // tiles // op.kv_heads, task // tiles % op.kv_heads, task % tiles
@@ -93,7 +91,7 @@ def attend_topk(address: int, fields: int, code: int, task: int, slot: int) -> N
         if op.softcap > 0:
             floats(query, 1)[0] = np.float32(op.softcap * LOG2E)  # the queries are not needed any more
             soften(weights + g * step, count + recent, query)
-        _hide(row, parents, token, weights + g * step + 4 * count * CHUNK_KEYS, recent)
+        _hide(row, this.parents, token, weights + g * step + 4 * count * CHUNK_KEYS, recent)
         exponentials(weights + g * step, count + recent, spare + LINE * g)
     for i in range(count):
         add(op.kind, heads, weights + 4 * i * CHUNK_KEYS, step, v + chosen[i] * chunk_v, topk.v_row, op.dim, sums)
@@ -169,86 +167,62 @@ def _hide(row: RowFields, parents: int, token: int, scores: int, recent: int) ->
             each[first + node] = -np.inf
 
 
-@intrinsic
-def peak(typing: Any, values: Any, vectors: Any, out: Any) -> Code:
+@llvm_function()
+def peak(e: Emitter, values: ir.Value, vectors: ir.Value, out: ir.Value) -> None:
     """The largest of a row of floats; minus infinity of none."""
-
-    def emit(e: Emitter, values: ir.Value, vectors: ir.Value, out: ir.Value) -> None:
-        b, highest = e.builder, e.variable(constant(-math.inf))
-        with e.loop(vectors) as i:
-            b.store(e.larger(e.load(e.at(values, e.times(i, LINE))), b.load(highest)), highest)
-        e.store(e.largest(b.load(highest)), out)
-
-    return intrinsic_code(3, emit)
+    b, highest = e.builder, e.variable(constant(-math.inf))
+    with e.loop(vectors) as i:
+        b.store(e.larger(e.load(e.at(values, e.times(i, LINE))), b.load(highest)), highest)
+    e.store(e.largest(b.load(highest)), out)
 
 
-@intrinsic
-def lift(typing: Any, values: Any, less: Any, to: Any, vectors: Any) -> Code:
+@llvm_function()
+def lift(e: Emitter, values: ir.Value, less: ir.Value, to: ir.Value, vectors: ir.Value) -> None:
     """Raise each number at ``to`` to that of ``values``, minus the float at ``less``, if it is larger."""
-
-    def emit(e: Emitter, values: ir.Value, less: ir.Value, to: ir.Value, vectors: ir.Value) -> None:
-        every = e.everywhere(e.load(less, F32))
-        with e.loop(vectors) as i:
-            place = e.at(to, e.times(i, LINE))
-            value = e.builder.fsub(e.load(e.at(values, e.times(i, LINE))), every)
-            e.store(e.larger(value, e.load(place)), place)
-
-    return intrinsic_code(4, emit)
+    every = e.everywhere(e.load(less, F32))
+    with e.loop(vectors) as i:
+        place = e.at(to, e.times(i, LINE))
+        value = e.builder.fsub(e.load(e.at(values, e.times(i, LINE))), every)
+        e.store(e.larger(value, e.load(place)), place)
 
 
-@intrinsic
+def _head_counts(e: Emitter, kind: ir.Value, heads: ir.Value) -> Iterator[tuple[int, bool]]:
+    """Write the code of a loop's body for each number of heads and both types of numbers."""
+    for count in e.cases(heads, range(1, HEADS_AT_ONCE + 1)):
+        for half in by_kind(e, kind):
+            yield count, half
+
+
+@llvm_function()
 def products(
-    typing: Any, kind: Any, heads: Any, q: Any, keys: Any, row: Any, dim: Any, out: Any, step: Any, ahead: Any,
-    values: Any, values_row: Any,
-) -> Code:  # fmt: skip
+    e: Emitter, kind: ir.Value, heads: ir.Value, q: ir.Value, keys: ir.Value, row: ir.Value, dim: ir.Value,
+    out: ir.Value, step: ir.Value, ahead: ir.Value, values: ir.Value, values_row: ir.Value,
+) -> None:  # fmt: skip
     """Products of each head's query with a chunk's keys, ``step`` bytes from head to head; meanwhile prefetches the
     chunks at ``ahead`` and ``values``."""
-    return intrinsic_code(11, lambda e, *arguments: _each(e, _products, *arguments))
+    b = e.builder
+    for count, half in _head_counts(e, kind, heads):
+        with e.loop(b.udiv(row.type(CHUNK_KEYS), row.type(CHUNK_KEYS_AT_ONCE))) as group:
+            first = e.times(group, CHUNK_KEYS_AT_ONCE)
+            offsets = [e.times(e.at(first, j), row) for j in range(CHUNK_KEYS_AT_ONCE)]
+            sums = [[e.variable(constant(0.0)) for _ in range(CHUNK_KEYS_AT_ONCE)] for _ in range(count)]
+            with e.loop(b.udiv(dim, row.type(LANES))) as c:
+                line = e.times(c, HALF_LINE if half else LINE)
+                parts = [e.load(e.at(q, e.times(c, LINE), e.times(dim, 4 * g))) for g in range(count)]
+                for j, offset in enumerate(offsets):
+                    e.prefetch(e.at(ahead, offset, line))
+                    e.prefetch(e.at(values, e.times(e.at(first, j), values_row), line))
+                    key = number(e, half, e.at(keys, offset), c)
+                    for part, places in zip(parts, sums, strict=True):
+                        b.store(e.fma(key, part, b.load(places[j])), places[j])
+            for g, places in enumerate(sums):
+                for j, place in enumerate(places):
+                    e.store(e.total(b.load(place)), e.at(out, e.times(step, g), e.times(first, 4), 4 * j))
 
 
-@intrinsic
-def add(typing: Any, kind: Any, heads: Any, weights: Any, step: Any, values: Any, row: Any, dim: Any, out: Any) -> Code:
-    """Add a chunk's values, weighted by each head's weights, to its output."""
-    return intrinsic_code(8, lambda e, *arguments: _each(e, _add, *arguments))
-
-
-@intrinsic
-def exponentials(typing: Any, scores: Any, vectors: Any, state: Any) -> Code:
+@llvm_function()
+def exponentials(e: Emitter, scores: ir.Value, vectors: ir.Value, state: ir.Value) -> None:
     """2 ** (score - largest score). The largest score is written to ``state``, and the sum of the results after it."""
-    return intrinsic_code(3, _exponentials)
-
-
-def _each(e: Emitter, emit: Callable[..., None], kind: ir.Value, heads: ir.Value, *rest: ir.Value) -> None:
-    """Write code for each number of heads and both types of numbers."""
-    for count in range(1, HEADS_AT_ONCE + 1):
-        with e.builder.if_then(e.builder.icmp_signed("==", heads, I64(count))):
-            by_kind(e, kind, functools.partial(emit, e, count, *rest))
-
-
-def _products(
-    e: Emitter, heads: int, q: ir.Value, keys: ir.Value, row: ir.Value, dim: ir.Value, out: ir.Value, step: ir.Value,
-    ahead: ir.Value, values: ir.Value, values_row: ir.Value, half: bool,
-) -> None:  # fmt: skip
-    b, width = e.builder, HALF_LINE if half else LINE
-    with e.loop(b.udiv(row.type(CHUNK_KEYS), row.type(CHUNK_KEYS_AT_ONCE))) as group:
-        first = e.times(group, CHUNK_KEYS_AT_ONCE)
-        offsets = [e.times(e.at(first, j), row) for j in range(CHUNK_KEYS_AT_ONCE)]
-        sums = [[e.variable(constant(0.0)) for _ in range(CHUNK_KEYS_AT_ONCE)] for _ in range(heads)]
-        with e.loop(b.udiv(dim, row.type(LANES))) as c:
-            line = e.times(c, width)
-            parts = [e.load(e.at(q, e.times(c, LINE), e.times(dim, 4 * g))) for g in range(heads)]
-            for j, offset in enumerate(offsets):
-                e.prefetch(e.at(ahead, offset, line))
-                e.prefetch(e.at(values, e.times(e.at(first, j), values_row), line))
-                key = number(e, half, e.at(keys, offset), c)
-                for part, places in zip(parts, sums, strict=True):
-                    b.store(e.fma(key, part, b.load(places[j])), places[j])
-        for g, places in enumerate(sums):
-            for j, place in enumerate(places):
-                e.store(e.total(b.load(place)), e.at(out, e.times(step, g), e.times(first, 4), 4 * j))
-
-
-def _exponentials(e: Emitter, scores: ir.Value, vectors: ir.Value, state: ir.Value) -> None:
     b = e.builder
     highest = e.variable(e.load(scores))
     with e.loop(vectors) as i:
@@ -264,25 +238,28 @@ def _exponentials(e: Emitter, scores: ir.Value, vectors: ir.Value, state: ir.Val
     e.store(e.total(b.load(total)), e.at(state, 4))
 
 
-def _add(
-    e: Emitter, heads: int, weights: ir.Value, step: ir.Value, values: ir.Value, row: ir.Value, dim: ir.Value,
-    out: ir.Value, half: bool,
+@llvm_function()
+def add(
+    e: Emitter, kind: ir.Value, heads: ir.Value, weights: ir.Value, step: ir.Value, values: ir.Value, row: ir.Value,
+    dim: ir.Value, out: ir.Value,
 ) -> None:  # fmt: skip
+    """Add a chunk's values, weighted by each head's weights, to its output."""
     b = e.builder
-    with e.loop(b.udiv(dim, row.type(LANES))) as c:
-        parts = [[e.variable(constant(0.0)) for _ in range(VALUE_SUMS)] for _ in range(heads)]
-        for key in range(CHUNK_KEYS):
-            value = number(e, half, e.at(values, e.times(row, key)), c)
+    for count, half in _head_counts(e, kind, heads):
+        with e.loop(b.udiv(dim, row.type(LANES))) as c:
+            parts = [[e.variable(constant(0.0)) for _ in range(VALUE_SUMS)] for _ in range(count)]
+            for key in range(CHUNK_KEYS):
+                value = number(e, half, e.at(values, e.times(row, key)), c)
+                for g, places in enumerate(parts):
+                    weight = e.everywhere(e.load(e.at(weights, e.times(step, g), 4 * key), F32))
+                    place = places[key % VALUE_SUMS]
+                    b.store(e.fma(value, weight, b.load(place)), place)
             for g, places in enumerate(parts):
-                weight = e.everywhere(e.load(e.at(weights, e.times(step, g), 4 * key), F32))
-                place = places[key % VALUE_SUMS]
-                b.store(e.fma(value, weight, b.load(place)), place)
-        for g, places in enumerate(parts):
-            to = e.at(out, e.times(dim, 4 * g), e.times(c, LINE))
-            found = e.load(to)
-            for place in places:
-                found = b.fadd(found, b.load(place))
-            e.store(found, to)
+                to = e.at(out, e.times(dim, 4 * g), e.times(c, LINE))
+                found = e.load(to)
+                for place in places:
+                    found = b.fadd(found, b.load(place))
+                e.store(found, to)
 
 
 @compiled
@@ -307,10 +284,8 @@ def select_topk(worth: Any, count: int, margin: float, found: int, spare: int) -
     Returns:
         Number of chunks found.
     """
-    groups, numbers = (
-        (len(worth) + SELECTION_GROUP - 1) // SELECTION_GROUP,
-        integers(found, selection_numbers(len(worth))),
-    )
+    groups = (len(worth) + SELECTION_GROUP - 1) // SELECTION_GROUP
+    numbers = integers(found, selection_numbers(len(worth)))
     maxima, copy = floats(spare, groups), floats(spare + 4 * len(worth), len(worth))
     whole = len(worth) // SELECTION_GROUP
     if whole < groups:
@@ -374,13 +349,9 @@ def nth_largest(values: Any, n: int) -> float:
     return float(values[place])
 
 
-@intrinsic
-def largest(typing: Any, values: Any, vectors: Any, out: Any) -> Code:
+@llvm_function()
+def largest(e: Emitter, values: ir.Value, vectors: ir.Value, out: ir.Value) -> None:
     """The largest float of each vector."""
-    return intrinsic_code(3, _largest)
-
-
-def _largest(e: Emitter, values: ir.Value, vectors: ir.Value, out: ir.Value) -> None:
     with e.loop(vectors) as i:
         e.store(e.largest(e.load(e.at(values, e.times(i, LINE)))), e.at(out, e.times(i, 4)))
 

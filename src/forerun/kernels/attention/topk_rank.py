@@ -9,7 +9,7 @@ hold the same integers. Over a chunk's 16 keys the maximum is kept.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,12 +30,10 @@ from forerun.kernels.runtime.vector_ir import (
     LANES,
     LINE,
     WORDS,
-    Code,
     Emitter,
     constant,
     features,
-    intrinsic,
-    intrinsic_code,
+    llvm_function,
     words_of,
 )
 
@@ -120,10 +118,7 @@ def rank_units(chunks: list[int]) -> bytearray:
         for first in range(0, math.ceil(count / GROUP_CHUNKS), UNIT_GROUPS)
     ]
     units = units or [RankUnit(0, 0, 0)]  # an operation has at least one task
-    table = bytearray(RANK_UNIT_BYTES * len(units))
-    for i, unit in enumerate(units):
-        RANK_UNIT_LAYOUT.layout.pack_into(table, i * RANK_UNIT_BYTES, *unit)
-    return table
+    return RANK_UNIT_LAYOUT.table(units)
 
 
 def by_definition(index: torch.Tensor, count: int, q: torch.Tensor) -> torch.Tensor:
@@ -221,37 +216,19 @@ def score_all(keys: int, q: int, rows: int, rank: int, groups: int, scales: int,
     while row < rows:
         query, scale, to = q + row * rank, scales + 4 * row, out + row * out_row
         if row + QUERIES_AT_ONCE <= rows:
-            score_queries(keys, query, rank, groups, scale, to, out_row)
+            score_tile(QUERIES_AT_ONCE, 1, keys, query, rank, groups, scale, to, out_row)
             row += QUERIES_AT_ONCE
         else:
-            score_query(keys, query, rank, groups, scale, to, 0)
+            score_tile(1, QUERIES_AT_ONCE, keys, query, rank, groups, scale, to, 0)
             row += 1
 
 
-@intrinsic
-def score_query(typing: Any, keys: Any, q: Any, rank: Any, groups: Any, scale: Any, out: Any, row: Any) -> Code:
-    """One query, ``QUERIES_AT_ONCE`` keys at a time."""
-    return intrinsic_code(7, lambda e, *arguments: _score(e, 1, QUERIES_AT_ONCE, *arguments))
-
-
-@intrinsic
-def score_queries(typing: Any, keys: Any, q: Any, rank: Any, groups: Any, scale: Any, out: Any, row: Any) -> Code:
-    """``QUERIES_AT_ONCE`` queries, one key at a time."""
-    return intrinsic_code(7, lambda e, *arguments: _score(e, QUERIES_AT_ONCE, 1, *arguments))
-
-
-def _score(
-    e: Emitter,
-    queries: int,
-    keys: int,
-    first: ir.Value,
-    q: ir.Value,
-    rank: ir.Value,
-    groups: ir.Value,
-    scale: ir.Value,
-    out: ir.Value,
-    row: ir.Value,
-) -> None:
+@llvm_function(constants=2)
+def score_tile(
+    e: Emitter, queries: int, keys: int, first: ir.Value, q: ir.Value, rank: ir.Value, groups: ir.Value,
+    scale: ir.Value, out: ir.Value, row: ir.Value,
+) -> None:  # fmt: skip
+    """So many queries over all keys of some groups, so many keys of each chunk at a time."""
     b, size = e.builder, e.times(rank, GROUP_CHUNKS)
     zero = words_of(0) if DOTS else constant(0.0)
     with e.loop(groups) as group:

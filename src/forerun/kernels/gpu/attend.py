@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from forerun.kernels.attention.attention import AttentionSpec
 from forerun.kernels.gpu.pass_tables import (
     GPU_BLOCK_TOKENS,
     GPU_COMBINE_QUERIES,
@@ -39,9 +40,6 @@ SCAN_PROGRAMS = 1024
 MERGING_PROGRAMS = 512
 """From this many tiles and KV heads on there are enough programs without spreading splits, and no states to keep."""
 
-Spec = tuple[float, int | None, float | None, torch.Tensor | None]
-"""Scaling, window, soft cap and sinks, as in ``AttentionSpec``."""
-
 
 def store(layer: int, k: torch.Tensor, v: torch.Tensor, places: PassTables) -> None:
     """Write a pass's keys and values ``[1, Hkv, n, d]`` to their rows' memory."""
@@ -53,21 +51,24 @@ def store(layer: int, k: torch.Tensor, v: torch.Tensor, places: PassTables) -> N
     )  # fmt: skip
 
 
-def attend(layer: int, q: torch.Tensor, kv_heads: int, out_dim: int, places: PassTables, spec: Spec) -> torch.Tensor:
+def attend(
+    layer: int, q: torch.Tensor, kv_heads: int, places: PassTables, spec: AttentionSpec, out_dim: int | None = None
+) -> torch.Tensor:
     """Attention of packed queries over their rows' keys, which are in the caches already.
 
     Args:
         layer: the layer's index.
         q: ``[1, H, n, d]``.
         kv_heads: the number of KV heads.
-        out_dim: numbers of a value.
         places: where everything lies.
         spec: the attention's parameters.
+        out_dim: numbers of a value; by default as many as of a key.
 
     Returns:
         ``[1, H, n, dv]``.
     """
-    (_, heads, n, dim), (scaling, window, softcap, sinks) = q.shape, spec
+    _, heads, n, dim = q.shape
+    out_dim, softcap, sinks = out_dim or dim, spec.softcap, spec.sinks
     _contiguous_numbers(q)
     group, size = heads // kv_heads, places.sizes
     merging = size.tiles * kv_heads >= MERGING_PROGRAMS
@@ -76,7 +77,7 @@ def attend(layer: int, q: torch.Tensor, kv_heads: int, out_dim: int, places: Pas
     sums = q.new_empty(size.tiles, kv_heads, splits, 2, size.tile, dtype=torch.float32)
     out = q.new_empty(n, heads, out_dim)
     queries = (q, places.addresses[layer], places.strides[layer], places.tokens, places.rows, state, sums, q.stride(1),
-               q.stride(2), scaling / math.log(2), window or 0, softcap or 0.0, group, splits)  # fmt: skip
+               q.stride(2), spec.scaling / math.log(2), spec.window or 0, softcap or 0.0, group, splits)  # fmt: skip
     widths = (dim, out_dim, _width(dim), _width(out_dim))
     row_bytes = _width(max(dim, out_dim)) * q.element_size()
     how = (softcap is not None, places.aligned, size.tile, block_tokens(row_bytes))
@@ -198,9 +199,8 @@ def _block(
     highest = tl.maximum(top, tl.max(scores, 1))
     weights = tl.exp2(scores - highest[:, None]).to(values.dtype.element_ty)
     before = tl.exp2(top - highest)
-    ones = tl.full(
-        (GPU_BLOCK_TOKENS, 16), 1.0, values.dtype.element_ty
-    )  # whose product sums in one order in both kernels
+    # weights times ones are summed in one order in both kernels
+    ones = tl.full((GPU_BLOCK_TOKENS, 16), 1.0, values.dtype.element_ty)
     sums = tl.max(tl.dot(weights, ones, input_precision="ieee"), 1)
     v = tl.load(values + slots[:, None] * v_row + dv[None, :], inside[:, None] & (dv < OUT_DIM)[None, :], 0.0)
     out = tl.dot(weights, v, out * before[:, None], input_precision="ieee")

@@ -168,12 +168,7 @@ class PassDescription:
     """
 
     def __init__(
-        self,
-        blocks: Sequence[Block],
-        addresses: IntArray,
-        strides: IntArray,
-        positions: IntArray,
-        group: int,
+        self, blocks: Sequence[Block], addresses: IntArray, strides: IntArray, positions: IntArray, group: int
     ) -> None:
         counts = np.array([len(block) for block in blocks])
         tile = GPU_COMBINE_QUERIES if counts.max() * group <= GPU_COMBINE_QUERIES else GPU_TILE_QUERIES

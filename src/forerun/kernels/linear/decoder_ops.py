@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from forerun.core.compiling import compiled
-from forerun.kernels.attention.ordered_attention import ROW_BYTES, read_row
+from forerun.kernels.attention.ordered_attention import ROW_BYTES, kv_of, read_row
 from forerun.kernels.linear.rowwise import TO_FLOATS, TO_WORDS, rotate, scale, squares, widen, words
 from forerun.kernels.runtime.addresses import StructLayout, call, floats, integers
 from forerun.kernels.runtime.executor import PER_OUTPUT, PER_TOKEN, Operation, Tasks, read_pass
@@ -167,8 +167,7 @@ def turn(address: int, fields: int, code: int, token: int, slot: int) -> None:
     number, position = integers(this.token_rows + 8 * token, 1)[0], integers(this.positions + 8 * token, 1)[0]
     row = read_row(this.rows + number * ROW_BYTES)
     place = row.start + token - row.first
-    addresses = integers(op.kv + 16 * number, 2)
-    width = 4 if op.kind == 0 else 2
+    keys, values = kv_of(op, row, number, 0)
     cos, sin = op.cos + 4 * position * op.half, op.sin + 4 * position * op.half
     for head in range(op.heads + 2 * op.kv_heads):
         x = op.y + token * op.y_row + head * op.dim * 4
@@ -179,11 +178,10 @@ def turn(address: int, fields: int, code: int, token: int, slot: int) -> None:
             if op.half:
                 _turn(op, x, cos, sin)
         if head >= op.heads + op.kv_heads:
-            to = addresses[1] + (head - op.heads - op.kv_heads) * row.v_head + place * row.v_row
-            words(op.kind, x, op.dim * width // (width * LANES), to)
+            to = values + (head - op.heads - op.kv_heads) * row.v_head + place * row.v_row
+            words(op.kind, x, op.dim // LANES, to)
         elif head >= op.heads:
-            to = addresses[0] + (head - op.heads) * row.k_head + place * row.k_row
-            words(op.kind, x, op.dim * width // (width * LANES), to)
+            words(op.kind, x, op.dim // LANES, keys + (head - op.heads) * row.k_head + place * row.k_row)
 
 
 @compiled

@@ -75,8 +75,8 @@ class Nibbles(GgufFormat):
 
     def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
         b, five, added = e.builder, self.name.startswith("Q5"), self.name.endswith("1")
-        scale, plus = both_halves(e, words_at(e, rows, 0)) if added else (halves_at(e, rows, 0), None)
-        highest = words_at(e, rows, self.bytes - 20) if five else None
+        scale, plus = both_halves(e, integers_at(e, rows, 0, I32)) if added else (halves_at(e, rows, 0), None)
+        highest = integers_at(e, rows, self.bytes - 20, I32) if five else None
         words = quads(e, rows, self.bytes - 16)
         for i in range(8):
             word, shift, least = words[i % 4], i // 4 * 4, 0 if added else -8
@@ -180,7 +180,7 @@ class Two(GgufFormat):
 
     def scales(self, e: Emitter, rows: Rows) -> Any:
         b, table = e.builder, VectorTable(e, 32)
-        scale, minus = both_halves(e, words_at(e, rows, 80))
+        scale, minus = both_halves(e, integers_at(e, rows, 80, I32))
         scale, minus = b.fmul(scale, constant(TOP)), b.fsub(constant(-0.0), minus)
         for j, word in enumerate(quads(e, rows, 0)):
             for k in range(4):
@@ -385,20 +385,17 @@ def quads(e: Emitter, rows: Rows, at: int) -> list[ir.Value]:
     return [e.within(ab[i], cd[i], lanes) for i in (0, 1) for lanes in (pair, other)]
 
 
-def words_at(e: Emitter, rows: Rows, at: int) -> ir.Value:
-    """One word of each row."""
-    found = WORDS(ir.Undefined)
+def integers_at(e: Emitter, rows: Rows, at: int, kind: ir.Type) -> ir.Value:
+    """One integer of each row."""
+    found = ir.VectorType(kind, LANES)(ir.Undefined)
     for i, row in enumerate(rows):
-        found = e.builder.insert_element(found, e.load(e.at(row, at), I32), I32(i))
+        found = e.builder.insert_element(found, e.load(e.at(row, at), kind), I32(i))
     return found
 
 
 def halves_at(e: Emitter, rows: Rows, at: int) -> ir.Value:
     """One float16 of each row, as floats."""
-    found = HALVES(ir.Undefined)
-    for i, row in enumerate(rows):
-        found = e.builder.insert_element(found, e.load(e.at(row, at), I16), I32(i))
-    return widened(e, found)
+    return widened(e, integers_at(e, rows, at, I16))
 
 
 def power_at(e: Emitter, rows: Rows, at: int) -> ir.Value:

@@ -20,15 +20,7 @@ import torch
 from torch.nn.functional import pad
 
 from forerun.core.compiling import compiled
-from forerun.kernels.linear.panels import (
-    MANY_TOKENS,
-    WEIGHT_FORMATS,
-    few,
-    many,
-    many_in_rows,
-    transpose,
-    unpack,
-)
+from forerun.kernels.linear.panels import MANY_TOKENS, WEIGHT_FORMATS, few, many, many_in_rows, transpose, unpack
 from forerun.kernels.linear.rowwise import gated, words
 from forerun.kernels.linear.weight_format import PLAIN_FORMATS, Plain, WeightFormat
 from forerun.kernels.runtime.addresses import StructLayout, address_of, bytes_at, call, doubles, floats
@@ -117,6 +109,17 @@ class LinearOp(NamedTuple):
     y_row: int
     table: int
     matrices: int
+
+
+class Panel(NamedTuple):
+    """A panel of a matrix: its number, the address of its first row, the index of its last one, and the address of its
+    sums."""
+
+    matrix: Matrix
+    number: int
+    w: int
+    last: int
+    sums: int
 
 
 class LinearCode(NamedTuple):
@@ -293,7 +296,8 @@ def _run(address: int, fields: int, code_address: int, task: int, slot: int) -> 
             a = read_matrix(op.table + i * MATRIX_BYTES)
         b = read_matrix(op.table + MATRIX_BYTES) if op.mode == GATE else a
         q = p if op.mode == GATE else min(p + 1, _panels(op, a) - 1)
-        _both(op, code, n, x, slot, a, b, p, q, further * (1 if op.mode == GATE else 2), sums, twin, spare)
+        ahead = further * (1 if op.mode == GATE else 2) * lanes
+        _both(op, code, n, x, slot, _begun(op, n, a, p, sums), _begun(op, n, b, q, twin), ahead, spare)
         place = y + (before + p * lanes) * number
         _finish(op, n, min(lanes, a.outs - p * lanes), sums, twin, place, number, spare)
         if q > p:
@@ -301,103 +305,105 @@ def _run(address: int, fields: int, code_address: int, task: int, slot: int) -> 
 
 
 @compiled
-def _both(
-    op: LinearOp, code: LinearCode, n: int, x: int, tokens: int, a: Matrix, b: Matrix, p: int, q: int, further: int,
-    sums: int, twin: int, spare: int,
-) -> None:  # fmt: skip
-    """Sums of all tokens with two panels, which may be of different matrices; prefetches the panels ``further`` on."""
-    lanes, blocks = _lanes(op), op.words // a.block
-    last, other_last = min(lanes, a.outs - p * lanes) - 1, min(lanes, b.outs - q * lanes) - 1
-    _begin(op, n, a.bias, p * lanes, last + 1, sums)
-    _begin(op, n, b.bias, q * lanes, other_last + 1, twin)
-    w, other, ahead = a.w + p * lanes * a.row, b.w + q * lanes * b.row, further * lanes
-    if a.unpack:
-        if n > op.few_tokens:
-            _unpacked(op, code, n, tokens, a, b, w, other, last, other_last, ahead, sums, twin, spare)
-        elif a.few == b.few:
-            call(a.few, n, w, other, a.row, last, other_last, x, op.x_row, blocks, ahead * a.row, sums)
-        else:
-            _of_two_formats(op, n, x, a, b, w, other, q, last, other_last, ahead, sums, twin, spare)
-        return
-    _plain(op, n, x, tokens, a, w, last, ahead, sums, spare)
-    if other != w:
-        _plain(op, n, x, tokens, b, other, other_last, ahead, twin, spare)
+def _begun(op: LinearOp, n: int, matrix: Matrix, number: int, sums: int) -> Panel:
+    """A panel; every token's sums start with the bias."""
+    first = number * _lanes(op)
+    last = min(_lanes(op), matrix.outs - first) - 1
+    _begin(op, n, matrix.bias, first, last + 1, sums)
+    return Panel(matrix, number, matrix.w + first * matrix.row, last, sums)
 
 
 @compiled
-def _plain(
-    op: LinearOp, n: int, x: int, tokens: int, matrix: Matrix, w: int, last: int, ahead: int, sums: int, spare: int
+def _both(
+    op: LinearOp, code: LinearCode, n: int, x: int, tokens: int, one: Panel, other: Panel, ahead: int, spare: int
 ) -> None:
+    """Sums of all tokens with two panels, which may be of different matrices; prefetches the panels ``ahead`` rows
+    after."""
+    a = one.matrix
+    if not a.unpack:
+        _plain(op, n, x, tokens, one, ahead, spare)
+        if other.w != one.w:
+            _plain(op, n, x, tokens, other, ahead, spare)
+    elif n > op.few_tokens:
+        _unpacked(op, code, n, tokens, one, other, ahead, spare)
+    elif a.few == other.matrix.few:
+        blocks = op.words // a.block
+        call(a.few, n, one.w, other.w, a.row, one.last, other.last, x, op.x_row, blocks, ahead * a.row, one.sums)
+    else:
+        _of_two_formats(op, n, x, one, other, ahead, spare)
+
+
+@compiled
+def _plain(op: LinearOp, n: int, x: int, tokens: int, panel: Panel, ahead: int, spare: int) -> None:
     """Sums with a panel that needs no unpacking: whole vectors, then the remaining columns."""
-    steps, ahead = op.words // matrix.block, ahead * matrix.row
+    matrix = panel.matrix
+    steps = op.words // matrix.block
     if steps:
-        _in_groups(op, n, x, tokens, matrix, w, matrix.row, last, steps, ahead, sums)
+        _in_groups(op, n, x, tokens, panel, panel.w, matrix.row, steps, ahead * matrix.row)
     rest = op.words - steps * matrix.block
     if rest:
         at = steps * LINE
-        _copy(w + at, matrix.row, rest * (LINE // matrix.block), last + 1, spare)
-        _in_groups(op, n, x + at, tokens + at * matrix.block, matrix, spare, LINE, last, 1, 0, sums)
+        _copy(panel.w + at, matrix.row, rest * (LINE // matrix.block), panel.last + 1, spare)
+        _in_groups(op, n, x + at, tokens + at * matrix.block, panel, spare, LINE, 1, 0)
 
 
 @compiled
 def _in_groups(
-    op: LinearOp, n: int, x: int, tokens: int, matrix: Matrix, w: int, row: int, last: int, steps: int, ahead: int,
-    sums: int,
-) -> None:  # fmt: skip
-    lanes, t = matrix.block, 0
+    op: LinearOp, n: int, x: int, tokens: int, panel: Panel, w: int, row: int, steps: int, ahead: int
+) -> None:
+    """Sums with a panel whose rows, or parts of them, are at ``w``."""
+    lanes, last, t = panel.matrix.block, panel.last, 0
     while t < n:
+        sums = panel.sums + t * LINE
         if n - t <= op.few_tokens:
             few_rows = x + t * op.x_row
-            call(matrix.few, n - t, w, w, row, last, last, few_rows, op.x_row, steps, ahead, sums + t * LINE)
+            call(panel.matrix.few, n - t, w, w, row, last, last, few_rows, op.x_row, steps, ahead, sums)
             return
-        some, words_of_group = min(lanes, n - t), tokens + t // lanes * _group_bytes(op)
-        call(matrix.many_in_rows, some, w, row, last, words_of_group, steps, ahead, sums + t * LINE)
+        words_of_group = tokens + t // lanes * _group_bytes(op)
+        call(panel.matrix.many_in_rows, min(lanes, n - t), w, row, last, words_of_group, steps, ahead, sums)
         t += lanes
 
 
 @compiled
-def _of_two_formats(
-    op: LinearOp, n: int, x: int, a: Matrix, b: Matrix, w: int, other: int, q: int, last: int, other_last: int,
-    ahead: int, sums: int, twin: int, spare: int,
-) -> None:  # fmt: skip
+def _of_two_formats(op: LinearOp, n: int, x: int, one: Panel, other: Panel, ahead: int, spare: int) -> None:
     """Sums of a few tokens with panels of two formats: each is paired with itself."""
-    kept = spare + LANES * LINE
-    call(a.few, n, w, w, a.row, last, last, x, op.x_row, op.words // a.block, ahead * a.row, sums)
-    _begin(op, n, b.bias, q * LANES, other_last + 1, twin)
-    _begin(op, n, b.bias, q * LANES, other_last + 1, kept)
+    a, b = one.matrix, other.matrix
+    call(a.few, n, one.w, one.w, a.row, one.last, one.last, x, op.x_row, op.words // a.block, ahead * a.row, one.sums)
+    other = _begun(op, n, b, other.number, other.sums)
+    kept = _begun(op, n, b, other.number, spare + LANES * LINE)
     blocks = op.words // b.block
-    call(b.few, n, other, other, b.row, other_last, other_last, x, op.x_row, blocks, ahead * b.row, kept)
+    call(b.few, n, kept.w, kept.w, b.row, kept.last, kept.last, x, op.x_row, blocks, ahead * b.row, kept.sums)
     for t in range(n):
-        words(0, kept + t * LINE, 1, twin + t * LINE)
+        words(0, kept.sums + t * LINE, 1, other.sums + t * LINE)
 
 
 @compiled
 def _unpacked(
-    op: LinearOp, code: LinearCode, n: int, tokens: int, a: Matrix, b: Matrix, w: int, other: int, last: int,
-    other_last: int, ahead: int, sums: int, twin: int, spare: int,
-) -> None:  # fmt: skip
+    op: LinearOp, code: LinearCode, n: int, tokens: int, one: Panel, other: Panel, ahead: int, spare: int
+) -> None:
     """Sums of many tokens with two panels of packed weights: columns are unpacked once for all tokens."""
     columns, size = spare + LANES * LINE, _group_bytes(op)
     others = columns + UNPACKED_COLUMNS * LINE
     for first in range(0, op.words, UNPACKED_COLUMNS):
         count = min(UNPACKED_COLUMNS, op.words - first)
-        _unpack(op, a, w, last, first, count, ahead, columns)
-        _unpack(op, b, other, other_last, first, count, ahead, others)
+        _unpack(op, one, first, count, ahead, columns)
+        _unpack(op, other, first, count, ahead, others)
         t = 0
         while t < n:
             left = min(LANES - t % LANES, n - t)
             number = left if left <= MANY_TOKENS[-1] else LANES // 2
             at = tokens + t // LANES * size + first * LINE + t % LANES * 4
-            call(code.many, number, columns, others, count, at, sums + t * LINE, twin + t * LINE)
+            call(code.many, number, columns, others, count, at, one.sums + t * LINE, other.sums + t * LINE)
             t += number
 
 
 @compiled
-def _unpack(op: LinearOp, matrix: Matrix, w: int, last: int, first: int, count: int, ahead: int, to: int) -> None:
+def _unpack(op: LinearOp, panel: Panel, first: int, count: int, ahead: int, to: int) -> None:
     """Unpack some columns of a panel; prefetches from ``ahead`` on, in memory order."""
+    matrix = panel.matrix
     at = matrix.row // (op.words // matrix.block) * (first // matrix.block)
     further = ahead * matrix.row + (LANES - 1) * at
-    call(matrix.unpack, w + at, matrix.row, last, count // matrix.block, further, to)
+    call(matrix.unpack, panel.w + at, matrix.row, panel.last, count // matrix.block, further, to)
 
 
 @compiled

@@ -16,106 +16,85 @@ of a panel, which is repeated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
-import numba.extending
 from llvmlite import ir
 from numba.core import cgutils
 
 from forerun.kernels.linear.gguf_formats import GGUF_FORMATS
-from forerun.kernels.linear.weight_format import (
-    FLOAT32,
-    PLAIN_FORMATS,
-    Rows,
-    WeightFormat,
-    transposed,
-)
-from forerun.kernels.runtime.vector_ir import I64, LANES, LINE, Code, Emitter, intrinsic, intrinsic_code, wide
+from forerun.kernels.linear.weight_format import FLOAT32, PLAIN_FORMATS, Rows, WeightFormat, transposed
+from forerun.kernels.runtime.vector_ir import I64, LANES, LINE, Emitter, llvm_function, wide
 
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = (*PLAIN_FORMATS, *GGUF_FORMATS)
 MANY_TOKENS = (4, 6, 8, 10, 12)
 """Token counts with code of their own in ``many``: up to the most whose sums over two panels fit in registers beside
 one column of each."""
-
-
 NARROW_ROWS = 4
 """Rows whose sums over as many tokens as a line has words fit in 16 registers of half a line, beside a column of words
 and a weight."""
-
-
 NARROW_TOKENS = 6
 """Tokens whose sums with a panel's column fit in them."""
 
 
-def by_constant(function: Callable[..., Code]) -> Any:
-    """Mark a function that writes code for one format or type; its first argument, a constant, says which."""
-    return numba.extending.intrinsic(prefer_literal=True)(function)
-
-
-@by_constant
+@llvm_function(constants=1)
 def few(
-    typing: Any, which: Any, tokens: Any, w: Any, other: Any, row: Any, last: Any, other_last: Any, x: Any, x_row: Any,
-    blocks: Any, ahead: Any, sums: Any,
-) -> Code:  # fmt: skip
+    e: Emitter, which: int, tokens: ir.Value, w: ir.Value, other: ir.Value, row: ir.Value, last: ir.Value,
+    other_last: ir.Value, x: ir.Value, x_row: ir.Value, blocks: ir.Value, ahead: ir.Value, sums: ir.Value,
+) -> None:  # fmt: skip
     """Add to the sums ``[panels][LANES][lanes]`` the products of one panel or two with a few tokens' words at ``x``.
 
     Meanwhile prefetches the panel ``ahead`` bytes after each. Sums after the last token's are overwritten, up to the
     next of the format's ``few_tokens``.
     """
-    each = WEIGHT_FORMATS[which.literal_value]
-
-    def emit(e: Emitter, _: ir.Value, tokens: ir.Value, *rest: ir.Value) -> None:
-        _least_that_suffices(e, tokens, each.few_tokens, lambda size: _few(e, each, size, tokens, *rest))
-
-    return intrinsic_code(12, emit, constant=which)
-
-
-def _few(
-    e: Emitter, each: WeightFormat, size: int, tokens: ir.Value, w: ir.Value, other: ir.Value, row: ir.Value,
-    last: ir.Value, other_last: ir.Value, x: ir.Value, x_row: ir.Value, blocks: ir.Value, ahead: ir.Value,
-    sums: ir.Value,
-) -> None:  # fmt: skip
+    each = WEIGHT_FORMATS[which]
     numbers, starts = each.numbers, (w, other)[: each.panels]
-    panels = [_rows(e, each, *one) for one in ((w, row, last), (other, row, other_last))[: each.panels]]
-    places = [e.at(sums, panel * LANES * LINE) for panel in range(each.panels)]
-    totals = [[e.variable(e.load(e.at(place, t * LINE), numbers.vector)) for t in range(size)] for place in places]
-    final = e.builder.sub(tokens, I64(1))
-    rows_of_x = [e.at(x, e.times(x_row, _least(e, I64(t), final))) for t in range(size)]
-    with e.loop(blocks) as block:
-        blocks_of = [[e.at(address, e.times(block, each.bytes)) for address in rows] for rows in panels]
-        scales = [each.scales(e, rows) for rows in blocks_of]
-        with _parts(e, each) as part:
-            for start in starts:
-                _prefetch(e, each, e.at(start, ahead), row, block, part)
-            words = [e.at(address, _word_bytes(e, each, block, part)) for address in rows_of_x]
-            unpacked = [each.unpack(e, rows, some, part) for rows, some in zip(blocks_of, scales, strict=True)]
-            for i, columns in enumerate(zip(*unpacked, strict=True)):
-                for t, at in enumerate(words):
-                    word = e.load(e.at(at, i * numbers.bytes), numbers.word)
-                    for some, column in zip(totals, columns, strict=True):
-                        e.builder.store(numbers.add(e, column, word, e.builder.load(some[t])), some[t])
-    for place, some in zip(places, totals, strict=True):
-        for t, total in enumerate(some):
-            e.store(e.builder.load(total), e.at(place, t * LINE))
+    for size in _least_that_suffices(e, tokens, each.few_tokens):
+        panels = [_rows(e, each, *one) for one in ((w, row, last), (other, row, other_last))[: each.panels]]
+        places = [e.at(sums, panel * LANES * LINE) for panel in range(each.panels)]
+        totals = [[e.variable(e.load(e.at(place, t * LINE), numbers.vector)) for t in range(size)] for place in places]
+        final = e.builder.sub(tokens, I64(1))
+        rows_of_x = [e.at(x, e.times(x_row, _least(e, I64(t), final))) for t in range(size)]
+        with e.loop(blocks) as block:
+            blocks_of = [[e.at(address, e.times(block, each.bytes)) for address in rows] for rows in panels]
+            scales = [each.scales(e, rows) for rows in blocks_of]
+            with _parts(e, each) as part:
+                for start in starts:
+                    _prefetch(e, each, e.at(start, ahead), row, block, part)
+                words = [e.at(address, _word_bytes(e, each, block, part)) for address in rows_of_x]
+                unpacked = [each.unpack(e, rows, some, part) for rows, some in zip(blocks_of, scales, strict=True)]
+                for i, columns in enumerate(zip(*unpacked, strict=True)):
+                    for t, at in enumerate(words):
+                        word = e.load(e.at(at, i * numbers.bytes), numbers.word)
+                        for some, column in zip(totals, columns, strict=True):
+                            e.builder.store(numbers.add(e, column, word, e.builder.load(some[t])), some[t])
+        for place, some in zip(places, totals, strict=True):
+            for t, total in enumerate(some):
+                e.store(e.builder.load(total), e.at(place, t * LINE))
 
 
-def _least_that_suffices(e: Emitter, tokens: ir.Value, sizes: tuple[int, ...], emit: Callable[[int], None]) -> None:
-    """Write code for each of the token counts; at run time the smallest sufficient one is used."""
+def _least_that_suffices(e: Emitter, tokens: ir.Value, sizes: tuple[int, ...]) -> Iterator[int]:
+    """Write the code of a loop's body for each of the token counts; at run time the smallest sufficient one is used."""
     b, before = e.builder, 0
     for size in sizes:
         fits = b.and_(b.icmp_signed(">", tokens, I64(before)), b.icmp_signed("<=", tokens, I64(size)))
         with b.if_then(fits):
-            emit(size)
+            yield size
         before = size
 
 
-@by_constant
-def unpack(typing: Any, which: Any, w: Any, row: Any, last: Any, blocks: Any, ahead: Any, to: Any) -> Code:
+@llvm_function(constants=1)
+def unpack(
+    e: Emitter, which: int, w: ir.Value, row: ir.Value, last: ir.Value, blocks: ir.Value, ahead: ir.Value, to: ir.Value
+) -> None:
     """Write the columns of a panel's blocks to ``to``, one after the other."""
-    each = WEIGHT_FORMATS[which.literal_value]
-    return intrinsic_code(7, lambda e, _, *rest: _unpack(e, each, *rest), constant=which)
+    _unpack(e, WEIGHT_FORMATS[which], w, row, last, blocks, ahead, to)
+
+
+@llvm_function(constants=1)
+def transpose(e: Emitter, kind: int, x: ir.Value, row: ir.Value, last: ir.Value, steps: ir.Value, to: ir.Value) -> None:
+    """Write the words of up to ``lanes`` tokens at ``x`` to ``to``, those of one column side by side."""
+    _unpack(e, PLAIN_FORMATS[kind], x, row, last, steps, I64(0), to)
 
 
 def _unpack(
@@ -173,29 +152,22 @@ def _parts(e: Emitter, each: WeightFormat) -> Iterator[ir.Value]:
             yield part
 
 
-@intrinsic
-def many(typing: Any, tokens: Any, columns: Any, other: Any, count: Any, x: Any, sums: Any, other_sums: Any) -> Code:
+@llvm_function()
+def many(
+    e: Emitter, tokens: ir.Value, columns: ir.Value, other: ir.Value, count: ir.Value, x: ir.Value, sums: ir.Value,
+    other_sums: ir.Value,
+) -> None:  # fmt: skip
     """Add to two panels' sums the products of ``count`` columns of each with the floats of up to 12 tokens.
 
     The floats of all tokens for one column are one cache line. Sums after the last token's are overwritten, up to the
     next of ``MANY_TOKENS``.
     """
-
-    def emit(e: Emitter, tokens: ir.Value, *rest: ir.Value) -> None:
-        _least_that_suffices(e, tokens, MANY_TOKENS, lambda size: _many(e, size, *rest))
-
-    return intrinsic_code(7, emit)
-
-
-def _many(
-    e: Emitter, size: int, columns: ir.Value, other: ir.Value, count: ir.Value, x: ir.Value, sums: ir.Value,
-    other_sums: ir.Value,
-) -> None:  # fmt: skip
-    at_once = size if wide() else NARROW_TOKENS
     panels = [(sums, columns), (other_sums, other)]
-    for some in [panels] if wide() else [[panel] for panel in panels]:
-        for first in range(0, size, at_once):
-            _products(e, range(first, min(size, first + at_once)), some, count, x)
+    for size in _least_that_suffices(e, tokens, MANY_TOKENS):
+        at_once = size if wide() else NARROW_TOKENS
+        for some in [panels] if wide() else [[panel] for panel in panels]:
+            for first in range(0, size, at_once):
+                _products(e, range(first, min(size, first + at_once)), some, count, x)
 
 
 def _products(
@@ -216,24 +188,22 @@ def _products(
             e.store(b.load(total), e.at(place, t * LINE))
 
 
-@by_constant
+@llvm_function(constants=1)
 def many_in_rows(
-    typing: Any, kind: Any, tokens: Any, w: Any, row: Any, last: Any, x: Any, steps: Any, ahead: Any, sums: Any
-) -> Code:  # fmt: skip
+    e: Emitter, kind: int, tokens: ir.Value, w: ir.Value, row: ir.Value, last: ir.Value, x: ir.Value, steps: ir.Value,
+    ahead: ir.Value, sums: ir.Value,
+) -> None:  # fmt: skip
     """Add to the sums ``[lanes][lanes]`` of a panel in rows its products with the words of up to ``lanes`` tokens.
 
     The words of all tokens for one column are one cache line. Meanwhile prefetches the panel ``ahead`` bytes after.
     """
-    each = PLAIN_FORMATS[kind.literal_value]
+    each = PLAIN_FORMATS[kind]
     lanes = each.numbers.lanes
-
-    def emit(e: Emitter, _: ir.Value, tokens: ir.Value, *rest: ir.Value) -> None:
-        if wide():
-            _many_in_rows(e, each, *rest)
-        else:
-            _least_that_suffices(e, tokens, (lanes // 2, lanes), lambda size: _some_rows_at_once(e, each, size, *rest))
-
-    return intrinsic_code(9, emit, constant=kind)
+    if wide():
+        _many_in_rows(e, each, w, row, last, x, steps, ahead, sums)
+    else:
+        for size in _least_that_suffices(e, tokens, (lanes // 2, lanes)):
+            _some_rows_at_once(e, each, size, w, row, last, x, steps, ahead, sums)
 
 
 def _many_in_rows(
@@ -295,12 +265,3 @@ def _some_rows_at_once(
     done = [e.load(e.at(kept, r * LINE), numbers.vector) for r in range(lanes)]
     for t, total in enumerate(transposed(e, done)):
         e.store(total, e.at(sums, t * LINE))
-
-
-@by_constant
-def transpose(typing: Any, kind: Any, x: Any, row: Any, last: Any, steps: Any, to: Any) -> Code:
-    """Write the words of up to ``lanes`` tokens at ``x`` to ``to``, those of one column side by side."""
-    each = PLAIN_FORMATS[kind.literal_value]
-    return intrinsic_code(
-        6, lambda e, _, x, row, last, steps, to: _unpack(e, each, x, row, last, steps, I64(0), to), constant=kind
-    )

@@ -6,9 +6,7 @@ bfloat16. All arguments are addresses, or counts of vectors of 16 numbers. A row
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
 
 from llvmlite import ir
 from numba import types
@@ -20,11 +18,9 @@ from forerun.kernels.runtime.vector_ir import (
     I64,
     LINE,
     WORDS,
-    Code,
     Emitter,
     constant,
-    intrinsic,
-    intrinsic_code,
+    llvm_function,
     words_of,
 )
 
@@ -36,115 +32,84 @@ SILU, GELU = 0, 1
 """Activations of a gate; GELU in its tanh approximation."""
 
 
-@intrinsic
-def squares(typing: Any, x: Any, vectors: Any) -> Code:
+@llvm_function(types.float32)
+def squares(e: Emitter, x: ir.Value, vectors: ir.Value) -> ir.Value:
     """The sum of a row's squares."""
-
-    def emit(e: Emitter, x: ir.Value, vectors: ir.Value) -> ir.Value:
-        total = e.variable(constant(0.0))
-        with e.loop(vectors) as i:
-            value = e.load(e.at(x, e.times(i, LINE)))
-            e.builder.store(e.fma(value, value, e.builder.load(total)), total)
-        return e.total(e.builder.load(total))
-
-    return intrinsic_code(2, emit, types.float32)
+    total = e.variable(constant(0.0))
+    with e.loop(vectors) as i:
+        value = e.load(e.at(x, e.times(i, LINE)))
+        e.builder.store(e.fma(value, value, e.builder.load(total)), total)
+    return e.total(e.builder.load(total))
 
 
-@intrinsic
-def scale(typing: Any, kind: Any, mode: Any, x: Any, weight: Any, one: Any, factor: Any, vectors: Any, to: Any) -> Code:
+@llvm_function()
+def scale(
+    e: Emitter, kind: ir.Value, mode: ir.Value, x: ir.Value, weight: ir.Value, one: ir.Value, factor: ir.Value,
+    vectors: ir.Value, to: ir.Value,
+) -> None:  # fmt: skip
     """A row, times the float at ``factor``, times a weight (plus 1 if ``one``); written as ``mode`` says."""
-
-    def emit(
-        e: Emitter, mode: int, x: Any, weight: Any, one: Any, factor: Any, vectors: Any, to: Any, half: bool
-    ) -> None:
-        b = e.builder
-        times = e.everywhere(e.load(factor, F32))
-        plus = e.everywhere(b.sitofp(one, F32))
-        with e.loop(vectors) as i:
-            value = b.fmul(e.load(e.at(x, e.times(i, LINE))), times)
-            value = b.fmul(value, b.fadd(number(e, half, weight, i), plus))
-            if mode == TO_WORDS:
-                put(e, half, value, to, i)
-            else:
-                place = e.at(to, e.times(i, LINE))
-                e.store(b.fadd(e.load(place), value) if mode == TO_SUM else value, place)
-
-    def choose(e: Emitter, kind: ir.Value, mode: ir.Value, *rest: ir.Value) -> None:
-        for which in (TO_WORDS, TO_FLOATS, TO_SUM):
-            with e.builder.if_then(e.builder.icmp_signed("==", mode, I64(which))):
-                by_kind(e, kind, functools.partial(emit, e, which, *rest))
-
-    return intrinsic_code(8, choose)
+    b = e.builder
+    for which in e.cases(mode, (TO_WORDS, TO_FLOATS, TO_SUM)):
+        for half in by_kind(e, kind):
+            times = e.everywhere(e.load(factor, F32))
+            plus = e.everywhere(b.sitofp(one, F32))
+            with e.loop(vectors) as i:
+                value = b.fmul(e.load(e.at(x, e.times(i, LINE))), times)
+                value = b.fmul(value, b.fadd(number(e, half, weight, i), plus))
+                if which == TO_WORDS:
+                    put(e, half, value, to, i)
+                else:
+                    place = e.at(to, e.times(i, LINE))
+                    e.store(b.fadd(e.load(place), value) if which == TO_SUM else value, place)
 
 
-@intrinsic
-def words(typing: Any, kind: Any, x: Any, vectors: Any, to: Any) -> Code:
+@llvm_function()
+def words(e: Emitter, kind: ir.Value, x: ir.Value, vectors: ir.Value, to: ir.Value) -> None:
     """Convert floats to the type that a linear layer reads."""
-
-    def emit(e: Emitter, half: bool, x: ir.Value, vectors: ir.Value, to: ir.Value) -> None:
+    for half in by_kind(e, kind):
         with e.loop(vectors) as i:
             put(e, half, e.load(e.at(x, e.times(i, LINE))), to, i)
 
-    return intrinsic_code(4, lambda e, kind, *rest: by_kind(e, kind, lambda half: emit(e, half, *rest)))
 
-
-@intrinsic
-def widen(typing: Any, kind: Any, source: Any, factor: Any, vectors: Any, to: Any) -> Code:
+@llvm_function()
+def widen(e: Emitter, kind: ir.Value, source: ir.Value, factor: ir.Value, vectors: ir.Value, to: ir.Value) -> None:
     """Convert a row of weights to floats, times the float at ``factor``."""
-
-    def emit(e: Emitter, half: bool, source: ir.Value, factor: ir.Value, vectors: ir.Value, to: ir.Value) -> None:
+    for half in by_kind(e, kind):
         times = e.everywhere(e.load(factor, F32))
         with e.loop(vectors) as i:
             e.store(e.builder.fmul(number(e, half, source, i), times), e.at(to, e.times(i, LINE)))
 
-    return intrinsic_code(5, lambda e, kind, *rest: by_kind(e, kind, lambda half: emit(e, half, *rest)))
 
-
-@intrinsic
-def rotate(typing: Any, x: Any, cos: Any, sin: Any, vectors: Any) -> Code:
+@llvm_function()
+def rotate(e: Emitter, x: ir.Value, cos: ir.Value, sin: ir.Value, vectors: ir.Value) -> None:
     """Rotate a head's pairs (i, i + half) by their angles. A half, the cosines and the sines are ``vectors`` each."""
-
-    def emit(e: Emitter, x: ir.Value, cos: ir.Value, sin: ir.Value, vectors: ir.Value) -> None:
-        b = e.builder
-        second = e.at(x, e.times(vectors, LINE))
-        with e.loop(vectors) as i:
-            here = e.times(i, LINE)
-            one, two, c, s = (e.load(e.at(address, here)) for address in (x, second, cos, sin))
-            e.store(b.fsub(b.fmul(one, c), b.fmul(two, s)), e.at(x, here))
-            e.store(b.fadd(b.fmul(two, c), b.fmul(one, s)), e.at(second, here))
-
-    return intrinsic_code(4, emit)
+    b = e.builder
+    second = e.at(x, e.times(vectors, LINE))
+    with e.loop(vectors) as i:
+        here = e.times(i, LINE)
+        one, two, c, s = (e.load(e.at(address, here)) for address in (x, second, cos, sin))
+        e.store(b.fsub(b.fmul(one, c), b.fmul(two, s)), e.at(x, here))
+        e.store(b.fadd(b.fmul(two, c), b.fmul(one, s)), e.at(second, here))
 
 
-@intrinsic
-def gated(typing: Any, kind: Any, activation: Any, gate: Any, up: Any, to: Any) -> Code:
+@llvm_function()
+def gated(e: Emitter, kind: ir.Value, activation: ir.Value, gate: ir.Value, up: ir.Value, to: ir.Value) -> None:
     """Multiply a vector of activated gates by ``up``, in the type that the next linear layer reads."""
-
-    def emit(e: Emitter, which: int, gate: ir.Value, up: ir.Value, to: ir.Value, half: bool) -> None:
-        g = e.load(gate)
-        active = _silu(e, g) if which == SILU else _gelu(e, g)
-        put(e, half, e.builder.fmul(active, e.load(up)), to, I64(0))
-
-    def choose(e: Emitter, kind: ir.Value, activation: ir.Value, *rest: ir.Value) -> None:
-        for which in (SILU, GELU):
-            with e.builder.if_then(e.builder.icmp_signed("==", activation, I64(which))):
-                by_kind(e, kind, functools.partial(emit, e, which, *rest))
-
-    return intrinsic_code(5, choose)
+    for which in e.cases(activation, (SILU, GELU)):
+        for half in by_kind(e, kind):
+            g = e.load(gate)
+            active = _silu(e, g) if which == SILU else _gelu(e, g)
+            put(e, half, e.builder.fmul(active, e.load(up)), to, I64(0))
 
 
-@intrinsic
-def soften(typing: Any, scores: Any, vectors: Any, cap: Any) -> Code:
+@llvm_function()
+def soften(e: Emitter, scores: ir.Value, vectors: ir.Value, cap: ir.Value) -> None:
     """cap * tanh(x / cap) of every number; ``cap`` is the address of a float."""
-
-    def emit(e: Emitter, scores: ir.Value, vectors: ir.Value, cap: ir.Value) -> None:
-        b = e.builder
-        most = e.everywhere(e.load(cap, F32))
-        with e.loop(vectors) as i:
-            place = e.at(scores, e.times(i, LINE))
-            e.store(b.fmul(_tanh(e, b.fdiv(e.load(place), most)), most), place)
-
-    return intrinsic_code(3, emit)
+    b = e.builder
+    most = e.everywhere(e.load(cap, F32))
+    with e.loop(vectors) as i:
+        place = e.at(scores, e.times(i, LINE))
+        e.store(b.fmul(_tanh(e, b.fdiv(e.load(place), most)), most), place)
 
 
 def number(e: Emitter, half: bool, address: ir.Value, index: ir.Value) -> ir.Value:
@@ -171,13 +136,13 @@ def put(e: Emitter, half: bool, value: ir.Value, address: ir.Value, index: ir.Va
     )
 
 
-def by_kind(e: Emitter, kind: ir.Value, emit: Callable[[bool], None]) -> None:
-    """Write code for bfloat16 (``emit(True)``) and for float32; the kind decides which of them runs."""
+def by_kind(e: Emitter, kind: ir.Value) -> Iterator[bool]:
+    """Write the code of a loop's body for bfloat16 (True) and for float32; the kind decides which of them runs."""
     with e.builder.if_else(e.builder.icmp_signed("==", kind, I64(1))) as (then, otherwise):
         with then:
-            emit(True)
+            yield True
         with otherwise:
-            emit(False)
+            yield False
 
 
 def _falling(e: Emitter, x: ir.Value, factor: float) -> tuple[ir.Value, ir.Value, ir.Value]:

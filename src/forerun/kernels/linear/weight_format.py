@@ -59,7 +59,7 @@ class NumberType:
 
     def add(self, e: Emitter, line: ir.Value, word: ir.Value, total: ir.Value) -> ir.Value:
         """``total`` plus the products of a vector of words and a broadcast word; the vector may be a part of one."""
-        return _fma(e, line, self.broadcast(e, word, total.type.count), total)
+        return e.fma(line, self.broadcast(e, word, total.type.count), total)
 
 
 class _Pairs(NumberType):
@@ -74,17 +74,11 @@ class _Pairs(NumberType):
             return b.call(function, (total, b.bitcast(w, BFLOATS), b.bitcast(x, BFLOATS)))
         sixteen, high = (ir.VectorType(I32, lanes)([value] * lanes) for value in (16, 0xFFFF0000))
         for one, other in ((b.shl(w, sixteen), b.shl(x, sixteen)), (b.and_(w, high), b.and_(x, high))):
-            total = _fma(e, b.bitcast(one, total.type), b.bitcast(other, total.type), total)
+            total = e.fma(b.bitcast(one, total.type), b.bitcast(other, total.type), total)
         return total
 
 
 FLOAT32, BFLOAT16, FLOAT64 = NumberType(F32, F32, 16), _Pairs(I32, F32, 16), NumberType(F64, F64, 8)
-
-
-def _fma(e: Emitter, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    kind = ir.FunctionType(a.type, (a.type,) * 3)
-    name = f"llvm.fma.v{a.type.count}f{32 if a.type.element == F32 else 64}"
-    return e.builder.call(cgutils.get_or_insert_function(e.builder.module, kind, name), (a, b, c))
 
 
 class WeightFormat:

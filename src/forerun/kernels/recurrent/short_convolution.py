@@ -135,10 +135,8 @@ def run_channels(
             source = token
             for _ in range(op.taps - 1 - tap):
                 source = parents[source]
-            inputs, weight = (
-                part(x, source * op.channels + low, high - low),
-                part(weights, tap * op.channels + low, high - low),
-            )
+            inputs = part(x, source * op.channels + low, high - low)
+            weight = part(weights, tap * op.channels + low, high - low)
             for c in range(high - low):
                 to[c] += inputs[c] * weight[c]
         if op.bias:
@@ -199,7 +197,5 @@ def gated_convolution(address: int, fields: int, code: int, task: int, slot: int
 
 
 GATED_CONVOLUTION = Operation(
-    GATED_CONVOLUTION_LAYOUT,
-    lambda op: Tasks((op.channels + GATED_CHANNELS - 1) // GATED_CHANNELS),
-    gated_convolution,
+    GATED_CONVOLUTION_LAYOUT, lambda op: Tasks((op.channels + GATED_CHANNELS - 1) // GATED_CHANNELS), gated_convolution
 )

@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast, get_type_hints
 
 import torch
@@ -26,14 +26,8 @@ from forerun.kernels.runtime.vector_ir import (
     Emitter,
     fused,
     intrinsic,
-    intrinsic_code,
+    llvm_function,
 )
-
-FLOAT_ARRAY = types.Array(types.float32, 1, "C")
-BYTE_ARRAY = types.Array(types.int8, 1, "C")
-INTEGER_ARRAY = types.Array(types.int64, 1, "C")
-DOUBLE_ARRAY = types.Array(types.float64, 1, "C")
-PLAIN_BYTE_ARRAY = types.Array(types.uint8, 1, "C")
 
 library_of = operator.attrgetter("library")
 """Gets the machine code from numba's compile result."""
@@ -51,6 +45,10 @@ class StructLayout:
         self.kind = types.NamedTuple([types.float64 if kind is float else types.int64 for kind in kinds], fields)
         self.size = LINE * math.ceil(self.layout.size / LINE)
         """Bytes reserved, in whole cache lines."""
+
+    def table(self, rows: Iterable[tuple[int | float, ...]]) -> bytearray:
+        """The data of several, one after the other, ``size`` bytes each."""
+        return bytearray().join(self.layout.pack(*row).ljust(self.size, b"\0") for row in rows)
 
     def reader(self) -> Any:
         """A compiled function that reads the fields from an address."""
@@ -114,45 +112,32 @@ def call(typing: Any, address: Any, *values: Any) -> Code:
     return types.void(types.int64, types.UniTuple(types.int64, len(values))), write
 
 
-@intrinsic
-def floats(typing: Any, address: Any, count: Any) -> Code:
-    """The floats at an address as an array."""
-    return _array(FLOAT_ARRAY, 4)
+def _array_at(kind: Any) -> Any:
+    """A compiled function that gives ``count`` numbers of this type at an address as an array."""
+    arrays, size = types.Array(kind, 1, "C"), kind.bitwidth // 8
+
+    @intrinsic
+    def array(typing: Any, address: Any, count: Any) -> Code:
+        def write(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+            found = arrayobj.make_array(arrays)(context, builder)
+            data = builder.inttoptr(values[0], found.data.type)
+            arrayobj.populate_array(found, data, [values[1]], [I64(size)], I64(size), None)
+            return found._getvalue()
+
+        return arrays(types.int64, types.int64), write
+
+    return array
 
 
-@intrinsic
-def signed_bytes(typing: Any, address: Any, count: Any) -> Code:
-    """The signed bytes at an address as an array."""
-    return _array(BYTE_ARRAY, 1)
+floats, doubles, integers = _array_at(types.float32), _array_at(types.float64), _array_at(types.int64)
+bytes_at, signed_bytes = _array_at(types.uint8), _array_at(types.int8)
 
 
-@intrinsic
-def bfloat16_at(typing: Any, address: Any) -> Code:
+@llvm_function(types.float32)
+def bfloat16_at(e: Emitter, address: ir.Value) -> ir.Value:
     """The bfloat16 at an address as a float."""
-
-    def emit(e: Emitter, address: ir.Value) -> ir.Value:
-        half = e.load(address, ir.IntType(16))
-        return e.builder.bitcast(e.builder.shl(e.builder.zext(half, I32), I32(16)), F32)
-
-    return intrinsic_code(1, emit, types.float32)
-
-
-@intrinsic
-def bytes_at(typing: Any, address: Any, count: Any) -> Code:
-    """The unsigned bytes at an address as an array."""
-    return _array(PLAIN_BYTE_ARRAY, 1)
-
-
-@intrinsic
-def doubles(typing: Any, address: Any, count: Any) -> Code:
-    """The doubles at an address as an array."""
-    return _array(DOUBLE_ARRAY, 8)
-
-
-@intrinsic
-def integers(typing: Any, address: Any, count: Any) -> Code:
-    """The 64-bit integers at an address as an array."""
-    return _array(INTEGER_ARRAY, 8)
+    half = e.load(address, ir.IntType(16))
+    return e.builder.bitcast(e.builder.shl(e.builder.zext(half, I32), I32(16)), F32)
 
 
 @intrinsic
@@ -168,13 +153,3 @@ def part(typing: Any, array: Any, first: Any, count: Any) -> Code:
         return piece._getvalue()
 
     return array(array, types.int64, types.int64), write
-
-
-def _array(kind: Any, size: int) -> Code:
-    def write(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        array = arrayobj.make_array(kind)(context, builder)
-        data = builder.inttoptr(values[0], array.data.type)
-        arrayobj.populate_array(array, data, [values[1]], [I64(size)], I64(size), None)
-        return array._getvalue()
-
-    return kind(types.int64, types.int64), write

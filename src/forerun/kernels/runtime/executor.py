@@ -27,7 +27,7 @@ from numba.core import cgutils
 
 from forerun.core.compiling import compiled
 from forerun.kernels.runtime.addresses import StructLayout, address_of, call, integers
-from forerun.kernels.runtime.vector_ir import I64, LINE, Code, Emitter, intrinsic, intrinsic_code
+from forerun.kernels.runtime.vector_ir import I32, I64, LINE, Emitter, llvm_function
 
 COUNTER_BYTES = 2 * LINE
 """Bytes of an operation's counters: tasks taken and tasks done, in separate cache lines."""
@@ -231,56 +231,39 @@ def _aligned(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return memory[begin : begin + size]
 
 
-@intrinsic
-def ticket(typing: Any, counter: Any) -> Code:
+@llvm_function(types.int64)
+def ticket(e: Emitter, counter: ir.Value) -> ir.Value:
     """Increment a counter atomically; returns its old value."""
-
-    def emit(e: Emitter, counter: ir.Value) -> ir.Value:
-        return e.builder.atomic_rmw("add", e.builder.inttoptr(counter, I64.as_pointer()), I64(1), "acq_rel")
-
-    return intrinsic_code(1, emit, types.int64)
+    return e.builder.atomic_rmw("add", e.builder.inttoptr(counter, I64.as_pointer()), I64(1), "acq_rel")
 
 
-@intrinsic
-def load_counter(typing: Any, counter: Any) -> Code:
+@llvm_function(types.int64)
+def load_counter(e: Emitter, counter: ir.Value) -> ir.Value:
     """A counter's current value (acquire): what other threads wrote before they counted is visible afterwards."""
-
-    def emit(e: Emitter, counter: ir.Value) -> ir.Value:
-        place = e.builder.inttoptr(counter, I64.as_pointer())
-        return e.builder.load_atomic(place, "acquire", 8)
-
-    return intrinsic_code(1, emit, types.int64)
+    return e.builder.load_atomic(e.builder.inttoptr(counter, I64.as_pointer()), "acquire", 8)
 
 
-@intrinsic
-def keep_denormals(typing: Any) -> Code:
+@llvm_function(types.int64)
+def keep_denormals(e: Emitter) -> ir.Value:
     """Let this thread compute with denormal numbers; returns its mode before. ``torch.set_flush_denormal`` is a setting
     of the thread that calls it, and a number must not depend on which thread computes it."""
-
-    def emit(e: Emitter) -> ir.Value:
-        if not _is_x86(e):
-            return I64(0)
-        place = cgutils.alloca_once(e.builder, ir.IntType(32))
-        _control(e, "llvm.x86.sse.stmxcsr", place)
-        before = e.builder.load(place)
-        e.builder.store(e.builder.and_(before, ir.IntType(32)(~FLUSHING & 0xFFFFFFFF)), place)
-        _control(e, "llvm.x86.sse.ldmxcsr", place)
-        return e.builder.zext(before, I64)
-
-    return intrinsic_code(0, emit, types.int64)
+    if not _is_x86(e):
+        return I64(0)
+    place = cgutils.alloca_once(e.builder, I32)
+    _control(e, "llvm.x86.sse.stmxcsr", place)
+    before = e.builder.load(place)
+    e.builder.store(e.builder.and_(before, I32(~FLUSHING & 0xFFFFFFFF)), place)
+    _control(e, "llvm.x86.sse.ldmxcsr", place)
+    return e.builder.zext(before, I64)
 
 
-@intrinsic
-def restore_mode(typing: Any, mode: Any) -> Code:
+@llvm_function()
+def restore_mode(e: Emitter, mode: ir.Value) -> None:
     """Undo ``keep_denormals``."""
-
-    def emit(e: Emitter, mode: ir.Value) -> None:
-        if _is_x86(e):
-            place = cgutils.alloca_once(e.builder, ir.IntType(32))
-            e.builder.store(e.builder.trunc(mode, ir.IntType(32)), place)
-            _control(e, "llvm.x86.sse.ldmxcsr", place)
-
-    return intrinsic_code(1, emit)
+    if _is_x86(e):
+        place = cgutils.alloca_once(e.builder, I32)
+        e.builder.store(e.builder.trunc(mode, I32), place)
+        _control(e, "llvm.x86.sse.ldmxcsr", place)
 
 
 def _is_x86(e: Emitter) -> bool:
@@ -294,20 +277,17 @@ def _control(e: Emitter, name: str, place: ir.Value) -> None:
     e.builder.call(cgutils.get_or_insert_function(e.builder.module, kind, name), (e.builder.bitcast(place, byte),))
 
 
-@intrinsic
-def pause(typing: Any) -> Code:
+@llvm_function()
+def pause(e: Emitter) -> None:
     """Let the core's other hardware thread run for a moment."""
-
-    def emit(e: Emitter) -> None:
-        _call(e, "llvm.x86.sse2.pause") if _is_x86(e) else None
-
-    return intrinsic_code(0, emit)
+    if _is_x86(e):
+        _call(e, "llvm.x86.sse2.pause")
 
 
-@intrinsic
-def yield_core(typing: Any) -> Code:
+@llvm_function()
+def yield_core(e: Emitter) -> None:
     """Yield this core to another thread."""
-    return intrinsic_code(0, lambda e: _call(e, "sched_yield", ir.IntType(32)))
+    _call(e, "sched_yield", I32)
 
 
 def _call(e: Emitter, name: str, result: ir.Type | None = None) -> None:

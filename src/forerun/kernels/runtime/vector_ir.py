@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,24 +72,28 @@ def intrinsic(function: Callable[..., Code]) -> Any:
     return numba.extending.intrinsic(function)
 
 
-def intrinsic_code(
-    arguments: int, emit: Callable[..., ir.Value | None], result: Any = types.void, constant: Any = None
-) -> Code:
-    """The return value of a function marked ``intrinsic`` that takes integers; ``emit`` writes its code.
+def llvm_function(result: Any = types.void, constants: int = 0) -> Callable[[Callable[..., ir.Value | None]], Any]:
+    """Mark a function that writes LLVM code, given an ``Emitter`` and integers, so that compiled functions can call it.
 
     Args:
-        arguments: how many integers it takes.
-        emit: called with an ``Emitter`` and their values.
         result: type of its value.
-        constant: type of the first argument, if the code depends on it. numba keeps code by the signature. Without the
-            constant in it, a function may get the code for another constant.
+        constants: how many of the first integers are constants, which it gets as they are, as its code depends on them.
+            numba keeps code by the signature, so the signature has them in it.
     """
 
-    def write(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        return emit(Emitter(builder), *values) or context.get_dummy_value()
+    def mark(emit: Callable[..., ir.Value | None]) -> Any:
+        @functools.wraps(emit)  # numba reads its parameters; the first one stands for numba's own
+        def code(typing: Any, *kinds: Any) -> Code:
+            known = [kind.literal_value for kind in kinds[:constants]]
 
-    first = () if constant is None else (constant,)
-    return result(*first, *(types.int64,) * (arguments - len(first))), write
+            def write(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+                return emit(Emitter(builder), *known, *values[constants:]) or context.get_dummy_value()
+
+            return result(*kinds[:constants], *(types.int64,) * (len(kinds) - constants)), write
+
+        return numba.extending.intrinsic(prefer_literal=constants > 0)(code)
+
+    return mark
 
 
 class Emitter:
@@ -135,11 +139,17 @@ class Emitter:
         with cgutils.for_range(self.builder, count, intp=I64) as loop:
             yield loop.index
 
+    def cases(self, number: ir.Value, values: Iterable[int]) -> Iterator[int]:
+        """Write the code of a loop's body for each of the values; the one that the number has at run time is run."""
+        for value in values:
+            with self.builder.if_then(self.builder.icmp_signed("==", number, I64(value))):
+                yield value
+
     def fma(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-        """a * b + c, rounded once."""
-        kind = ir.FunctionType(FLOATS, (FLOATS,) * 3)
-        function = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.fma.v{LANES}f32")
-        return self.builder.call(function, (a, b, c))
+        """a * b + c of vectors, rounded once."""
+        kind = ir.FunctionType(a.type, (a.type,) * 3)
+        name = f"llvm.fma.v{a.type.count}f{32 if a.type.element == F32 else 64}"
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), (a, b, c))
 
     def dots(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
         """c plus four products in each lane, of unsigned bytes of ``a`` and signed bytes of ``b`` (AVX-512)."""

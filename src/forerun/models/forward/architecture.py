@@ -6,13 +6,11 @@ its layers are attention, or a short convolution, and a gated linear unit on a r
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
 from forerun.kernels.attention.attention import AttentionSpec
@@ -20,6 +18,7 @@ from forerun.kernels.linear.linear import Weights, plain
 from forerun.kernels.linear.rowwise import GELU, SILU
 from forerun.kernels.runtime.vector_ir import LANES, LINE, fused
 from forerun.models.forward.inputs import position_limit
+from forerun.models.forward.weight_watch import added_code
 
 FAMILIES = frozenset(
     {
@@ -37,13 +36,6 @@ CHANGING = frozenset({"dynamic", "longrope"})
 positions (``inputs.position_limit``), so a program can have them."""
 SOURCES = ("transformers.", "torch.nn.modules.", "forerun.models.loading.stored_weights")
 """Modules' classes must come from these packages."""
-CAPTURING = "transformers.utils.output_capturing"
-"""Hooks of this module only take notes, and only while transformers has been asked for hidden states."""
-ALL_MODULES_HOOKS: tuple[dict[int, Any], ...] = (
-    torch_module._global_forward_pre_hooks,
-    torch_module._global_forward_hooks,
-)
-"""Where torch keeps the hooks that are called for every module of every model."""
 ANGLES_CHUNK = 256
 """Positions whose angles are computed at once. Few enough that torch uses one thread, so that the bits are fixed."""
 
@@ -253,22 +245,36 @@ def layers(model: PreTrainedModel) -> list[DecoderLayer]:
 
 
 def angles(rotary: Any, kind: str | None, count: int, limit: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of all positions for one kind of layer, ``[count, half]`` each.
+    """Cosines and sines of the first ``count`` positions, ``[count, half]`` each.
 
     Args:
-        rotary: the model's module.
-        kind: as in ``DecoderLayer.rotary``.
+        rotary, kind: as for ``angles_at``.
         count: positions.
         limit: position from which on the angles of all would change; it is not passed.
     """
     like, chunks = torch.empty(0, dtype=torch.float32), []
     for first in range(0, count, ANGLES_CHUNK):
         last = first + ANGLES_CHUNK if limit is None or count > limit else min(first + ANGLES_CHUNK, limit)
-        positions = torch.arange(first, last)[None]
-        chunks.append(rotary(like, positions) if kind is None else rotary(like, positions, kind))
-    cos, sin = (torch.cat(each, 1)[0, :count] for each in zip(*chunks, strict=True))
-    half = cos.shape[1] // 2
-    return cos[:, :half].float().contiguous(), sin[:, :half].float().contiguous()
+        chunks.append(angles_at(rotary, like, torch.arange(first, last), kind))
+    cos, sin = (torch.cat(each)[:count] for each in zip(*chunks, strict=True))
+    return cos, sin
+
+
+def angles_at(
+    rotary: Any, like: torch.Tensor, positions: torch.Tensor, kind: str | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines at positions ``[n]``, float32 ``[n, half]``.
+
+    Args:
+        rotary: the model's module.
+        like: a tensor of the type in which it computes, on its device.
+        positions: int64.
+        kind: as in ``AttentionPart.rotary``.
+    """
+    both = rotary(like, positions[None]) if kind is None else rotary(like, positions[None], kind)
+    half = both[0].shape[-1] // 2
+    cos, sin = (each[0, :, :half].float().contiguous() for each in both)
+    return cos, sin
 
 
 def scalings(rotary: Any) -> set[str]:
@@ -304,71 +310,6 @@ def embedding_factor(decoder: Any, embedding: nn.Module) -> float:
 def as_stored(module: nn.Module) -> bool:
     """Whether a module's weights are blocks, as a file stores them (``stored_weights.py``)."""
     return hasattr(type(module), "packed_weights")
-
-
-def added_code(module: nn.Module) -> list[Any]:
-    """What calling the module runs besides its class's ``forward``: hooks, and a ``forward`` of its own.
-
-    Hooks that transformers leaves on a model once it was asked for hidden states are not among them. They do nothing
-    outside such a call.
-    """
-    own = module.__dict__.get("forward")
-    found = [
-        hook
-        for hooks in (module._forward_pre_hooks, module._forward_hooks, *ALL_MODULES_HOOKS)
-        for hook in _added(hooks)
-    ]
-    return [*found, *([own] if own is not None else [])]
-
-
-def _added(hooks: dict[int, Any]) -> list[Any]:
-    return [hook for hook in hooks.values() if getattr(hook, "__module__", "") != CAPTURING]
-
-
-class WeightWatch:
-    """Remembers a model as it is when this is made: its modules, their hooks, its configuration, and the addresses of
-    its weights.
-
-    A program of kernels holds addresses of weights, and numbers that the model reads from its configuration in each
-    pass (soft caps, windows). Weights may change in place. But it must not run if weights moved (another type, another
-    parameter, another module), if the configuration changed, or if there are hooks, which it would not call.
-
-    Args:
-        model: the model. Its dictionaries of modules, weights, buffers and hooks are kept, because finding them again
-            takes longer than a small model's pass.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model, self._settings = model, copy.deepcopy(vars(model.config))
-        modules = list(model.modules())
-        self._parents = [module._modules for module in modules if module._modules]
-        self._owners = [held for module in modules for held in (module._parameters, module._buffers) if held]
-        self._hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
-        self._hooks += ALL_MODULES_HOOKS
-        self._members = [module.__dict__ for module in modules]
-        self._strange = self._is_strange()
-        self._modules, self._weights = self._children(), self._places()
-
-    def same(self) -> bool:
-        """Whether nothing has changed since, except weights in place."""
-        return (
-            self._weights == self._places()
-            and self._modules == self._children()
-            and self._strange == self._is_strange()
-            and self._settings == vars(self._model.config)
-        )
-
-    def _is_strange(self) -> bool:
-        """Whether calls would run added code."""
-        return any("forward" in members for members in self._members) or any(
-            hooks and _added(hooks) for hooks in self._hooks
-        )
-
-    def _children(self) -> list[Any]:
-        return [module for parent in self._parents for module in parent.values()]
-
-    def _places(self) -> list[int]:
-        return [weight.data_ptr() for owner in self._owners for weight in owner.values() if weight is not None]
 
 
 def _plain(model: PreTrainedModel, device: str) -> bool:

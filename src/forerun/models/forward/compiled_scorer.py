@@ -26,9 +26,10 @@ from forerun.kernels.runtime.addresses import head_rows
 from forerun.kernels.runtime.vector_ir import LINE
 from forerun.kv.cache import READ_BLOCK, Addresses, Cache
 from forerun.kv.full_cache import FullCache
-from forerun.models.forward.architecture import WeightWatch, known
+from forerun.models.forward.architecture import known
 from forerun.models.forward.compiled_forward import CompiledForward, Decoder, PassCapacity
 from forerun.models.forward.scorer import PassResult, Scorer, is_sharded
+from forerun.models.forward.weight_watch import WeightWatch
 
 SPARE_SCRATCH_BYTES = 4096
 """Extra bytes in each thread's scratch memory."""
@@ -184,12 +185,7 @@ class CompiledScorer(Scorer):
             raise IndexError(f"token {wrong} is not in the vocabulary of {self.vocabulary} tokens")
 
     def _prepare(
-        self,
-        decoder: Decoder,
-        packed: PackedPass,
-        layers: tuple[int, ...],
-        keeps: bool,
-        topk: TopkTables | None = None,
+        self, decoder: Decoder, packed: PackedPass, layers: tuple[int, ...], keeps: bool, topk: TopkTables | None = None
     ) -> CompiledForward:
         """A program with memory for this pass's tokens, rows and positions. If it has to grow, it is made again.
 

@@ -166,12 +166,8 @@ def _reason_in_chunk(scorer: Scorer) -> str | None:
                 logits = scorer.score([block], [cache])[0]
             cache.commit(block, [])
         last.append(logits)
-    model, error = scorer.model, relative_error(*last)
-    if model.dtype in SIXTEEN_BIT and error > TOLERANCE[model.dtype]:  # see _branches_error
-        with Float32View(), use_implementations(model, experts=experts(model)):
-            wide = _own(model, torch.tensor(tokens[None], device=model.device), 1)
-        error = relative_error(last[0], wide) - relative_error(last[1], wide)
-    if error <= TOLERANCE[model.dtype]:
+    error = _error(scorer.model, [torch.tensor(tokens[None], device=scorer.model.device)], last[:1], last[1:])
+    if error <= TOLERANCE[scorer.model.dtype]:
         return None
     return f"a whole chunk of a prompt gives logits that are off by {error:.2g} (relative)"
 
@@ -202,10 +198,13 @@ def _tree_error(scorer: Scorer, text: int) -> float:
     prompts = [tokens[8:15], tokens[20:31]]
     with _naming("a pass over two packed texts"):
         scored = _score(scorer, prompts, tree)
-    with _naming("the model's own forward pass"), use_implementations(scorer.model, experts=experts(scorer.model)):
-        return _branches_error(scorer.model, [
-            each for prompt, logits in zip(prompts, scored, strict=True) for each in _branches(prompt, tree, logits)
-        ])  # fmt: skip
+    model = scorer.model
+    with _naming("the model's own forward pass"), use_implementations(model, experts=experts(model)):
+        rows = zip(prompts, scored, strict=True)
+        texts, found = zip(*(each for prompt, logits in rows for each in _branches(prompt, tree, logits)), strict=True)
+        ids = [torch.tensor([tokens], device=model.device) for tokens in texts]
+        own = [_own(model, each, len(logits)) for each, logits in zip(ids, found, strict=True)]
+        return _error(model, ids, found, own)
 
 
 def _score(scorer: Scorer, prompts: Sequence[Sequence[int]], tree: DraftTree) -> list[torch.Tensor]:
@@ -247,19 +246,18 @@ def _branches(prompt: Sequence[int], tree: DraftTree, logits: torch.Tensor) -> I
         yield [*prompt, *tree.tokens[path].tolist()], logits[[0, *(path + 1).tolist()]]
 
 
-def _branches_error(model: PreTrainedModel, branches: Sequence[tuple[list[int], torch.Tensor]]) -> float:
-    """The largest relative error of logits at the last tokens of texts, against the model's own.
+def _error(
+    model: PreTrainedModel, ids: Sequence[torch.Tensor], scored: Sequence[torch.Tensor], own: Sequence[torch.Tensor]
+) -> float:
+    """The largest relative error of logits at the last tokens of texts ``[1, t]``, against the model's own.
 
     In 16 bits the model's own logits are rounded as much as ours. If the two differ, both are compared with float32
     logits, and the largest error of the model's own is subtracted from ours. It is the largest of all texts, not of the
     same one, because rounding hits another text in each form of the pass.
     """
-    ids = [torch.tensor([tokens], device=model.device) for tokens, _ in branches]
-    scored = [logits for _, logits in branches]
-    own = [_own(model, each, len(logits)) for each, logits in zip(ids, scored, strict=True)]
     error = max(map(relative_error, scored, own))
     if model.dtype in SIXTEEN_BIT and error > TOLERANCE[model.dtype]:
-        with Float32View():
+        with Float32View(), use_implementations(model, experts=experts(model)):
             wide = [_own(model, each, len(logits)) for each, logits in zip(ids, scored, strict=True)]
         error = max(map(relative_error, scored, wide)) - max(map(relative_error, own, wide))
     return error

@@ -20,7 +20,15 @@ from forerun.kernels.gpu import attend, decoder_ops, linear
 from forerun.kernels.gpu.decoder_ops import NormWeight, RotaryHeads, Summands
 from forerun.kernels.gpu.pass_tables import PassTables
 from forerun.kernels.linear.rowwise import SILU
-from forerun.models.forward.architecture import AttentionPart, DecoderLayer, MatrixRows, describe, eps, weight_offset
+from forerun.models.forward.architecture import (
+    AttentionPart,
+    DecoderLayer,
+    MatrixRows,
+    angles_at,
+    describe,
+    eps,
+    weight_offset,
+)
 from forerun.models.forward.scorer import PassResult
 
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -97,16 +105,12 @@ class GpuForward:
         self._norm, self._dtype = _norm(parts.norm), parts.dtype
         like, table = torch.empty(0, device=model.device), None
         if parts.limit is not None:  # the module looks at positions on the CPU, which waits for the device
-            table = self._rotated(like, torch.arange(parts.limit, device=model.device), None)
+            table = angles_at(parts.rotary, like, torch.arange(parts.limit, device=model.device), None)
         self._table = table
         """Angles of all positions, where the model's module cannot compute them in a recorded pass."""
 
     def run(
-        self,
-        places: PassTables,
-        attention: Attention,
-        states_of: tuple[int, ...] = (),
-        product: Product = linear.sums,
+        self, places: PassTables, attention: Attention, states_of: tuple[int, ...] = (), product: Product = linear.sums
     ) -> PassResult:
         """A pass, whose input is in the tables: float32 logits ``[wanted, V]``, and hidden states.
 
@@ -127,10 +131,8 @@ class GpuForward:
                 states[number] = x.clone()
             mixed = self._attend(number, layer, h, places, angles[layer.attention.rotary], attention, product)
             factor = parts.residual_multiplier
-            added, after = (
-                Summands(product(mixed, layer.output.weight), layer.output.bias),
-                _norm(parts.after_mixer),
-            )
+            added = Summands(product(mixed, layer.output.weight), layer.output.bias)
+            after = _norm(parts.after_mixer)
             h = decoder_ops.add_norm(x, added, after, _norm(parts.before_mlp), factor, self._dtype)
             gate_up = Summands(product(h, layer.gate_up.weight), layer.gate_up.bias)
             gated = decoder_ops.gate(gate_up, self._parts.activation == SILU, self._dtype)
@@ -145,19 +147,8 @@ class GpuForward:
         if self._table is not None:
             cos, sin = self._table
             return {None: (cos[positions], sin[positions])}
-        return {
-            kind: self._rotated(like, positions, kind) for kind in {layer.attention.rotary for layer in self._layers}
-        }
-
-    def _rotated(self, like: torch.Tensor, positions: torch.Tensor, kind: str | None) -> Angles:
-        both = (
-            self._parts.rotary(like, positions[None])
-            if kind is None
-            else self._parts.rotary(like, positions[None], kind)
-        )
-        half = both[0].shape[-1] // 2
-        cos, sin = (each[0, :, :half].float().contiguous() for each in both)
-        return cos, sin
+        kinds = {layer.attention.rotary for layer in self._layers}
+        return {kind: angles_at(self._parts.rotary, like, positions, kind) for kind in kinds}
 
     def _attend(
         self, number: int, layer: GpuLayer, h: torch.Tensor, places: PassTables,
@@ -198,14 +189,6 @@ def _norm(module: Any) -> NormWeight | None:
     return None if module is None else NormWeight(module.weight.detach(), weight_offset(module), eps(module))
 
 
-def ordered_attention(
-    layer: int, q: torch.Tensor, kv_heads: int, places: PassTables, spec: AttentionSpec
-) -> torch.Tensor:
-    """Attention in a fixed order; see ``Attention``."""
-    how = (spec.scaling, spec.window, spec.softcap, spec.sinks)
-    return attend.attend(layer, q, kv_heads, q.shape[3], places, how)
-
-
 def library_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """A product by torch's library, whose bits depend on the number of rows; see ``Product``."""
     return functional.linear(x, weight)[None]
@@ -218,7 +201,7 @@ def library_attention(rows: Sequence[Rows]) -> Attention:
     def attention(layer: int, q: torch.Tensor, kv_heads: int, places: PassTables, spec: AttentionSpec) -> torch.Tensor:
         (k, v), n = rows[layer], q.shape[2]
         if spec.softcap is not None or spec.sinks is not None or (spec.window or n + k.shape[2]) < k.shape[2]:
-            return ordered_attention(layer, q, kv_heads, places, spec)
+            return attend.attend(layer, q, kv_heads, places, spec)
         return functional.scaled_dot_product_attention(
             q, k, v, causal_lower_right(n, k.shape[2]), scale=spec.scaling, enable_gqa=True
         )

@@ -29,16 +29,11 @@ from forerun.kernels.gpu.linear import GPU_LINEAR_DTYPES
 from forerun.kernels.gpu.pass_tables import TABLE_ALIGNMENT, PassDescription, PassTables
 from forerun.kv.cache import Cache, LayerShape
 from forerun.kv.full_cache import FullCache
-from forerun.models.forward.architecture import WeightWatch, known_on_gpu
+from forerun.models.forward.architecture import known_on_gpu
 from forerun.models.forward.cuda_graphs import GraphCache
-from forerun.models.forward.gpu_forward import (
-    Attention,
-    GpuForward,
-    library_attention,
-    library_product,
-    ordered_attention,
-)
+from forerun.models.forward.gpu_forward import Attention, GpuForward, library_attention, library_product
 from forerun.models.forward.scorer import PassResult, Scorer
+from forerun.models.forward.weight_watch import WeightWatch
 
 PROMPT_CHUNK_TOKENS = 512
 """Tokens of a prompt's chunk that libraries read: enough that arithmetic, not memory, decides how long it takes."""
@@ -204,7 +199,7 @@ class GpuScorer(Scorer):
         keeps_queries, states_of = kept
         if self._decoder is not None:
             layers = LayerQueries({}, {})
-            return self._decoder.run(places, _recording(layers, keeps_queries, ordered_attention), states_of), layers
+            return self._decoder.run(places, _recording(layers, keeps_queries, attend.attend), states_of), layers
         rows = TabledPass(places, tables, keeps_queries)
         return self._forward(places.ids, places.positions, rows, places.wanted, states_of), rows.layers
 
@@ -255,8 +250,7 @@ class TabledPass:
         self.layers.specs[layer] = spec
         place = self.tables.places[layer]
         attend.store(place, contiguous_numbers(k), contiguous_numbers(v), self.places)
-        how = (spec.scaling, spec.window, spec.softcap, spec.sinks)
-        return attend.attend(place, contiguous_numbers(q), k.shape[1], v.shape[3], self.places, how)
+        return attend.attend(place, contiguous_numbers(q), k.shape[1], self.places, spec, v.shape[3])
 
 
 def _recording(layers: LayerQueries, keeps: bool, attention: Attention) -> Attention:

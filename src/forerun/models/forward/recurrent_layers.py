@@ -153,7 +153,11 @@ def unsupported(model: PreTrainedModel) -> str | None:
         return None
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     recurrent, found = [kind for kind in kinds if kind not in STATELESS_LAYERS], list(mixers(model))
-    reasons = [f"there is no kernel for {UNSUPPORTED[name]}" for name in UNSUPPORTED if any(map(_uses(name), found))]
+    reasons = [
+        f"there is no kernel for {UNSUPPORTED[name]}"
+        for name in UNSUPPORTED
+        if any(name in _names(each) for each in found)
+    ]
     if len(found) < len(recurrent):
         return f"it has layers of type {sorted(set(recurrent))}"
     if not found:
@@ -163,10 +167,6 @@ def unsupported(model: PreTrainedModel) -> str | None:
     if is_sharded(model):
         reasons.append("their states cannot be cut into parts for several processes")
     return f"its layers are recurrent, and {reasons[0]}" if reasons else None
-
-
-def _uses(name: str) -> Callable[[nn.Module], bool]:
-    return lambda module: name in _names(module)
 
 
 def _names(module: nn.Module) -> set[str]:

@@ -7,8 +7,7 @@ its keys at two positions differ by a rotation. The candidates are tried: freque
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -19,33 +18,29 @@ from forerun.core.tree import DraftTree
 from forerun.kernels.attention.attention import AttentionSpec
 from forerun.kv.cache import Cache
 from forerun.kv.streaming import LayerRotation, Rotation
+from forerun.models.forward.scorer import Scorer
 
 PROBE_POSITIONS = (1, 2, 5, 19, 61)
 """Positions whose keys are compared with those at 0; all are below any length at which models change frequencies."""
 
 PROBE_TOKENS = 4
 
-Score = Callable[[Sequence[Block], Sequence[Cache]], Any]
-"""Makes a pass; see ``Scorer.score``."""
-
 
 @torch.inference_mode()
-def find_rotation(model: PreTrainedModel, score: Score, vocabulary: int) -> Rotation | None:
+def find_rotation(scorer: Scorer) -> Rotation | None:
     """How the keys of each layer rotate with position.
 
     Args:
-        model: a decoder that ``forerun.models.forward.gate`` admits.
-        score: makes its passes.
-        vocabulary: tokens that it can read.
+        scorer: makes passes through ``Cache.attend``.
 
     Returns:
         The rotation of each layer, or none for layers whose keys do not depend on position. None if the keys of some
         layer fit no rotation, because positions are learned (GPT-2, OPT) or encoded in an unknown way; such keys cannot
         be moved.
     """
-    limit = getattr(model.config, "max_position_embeddings", None) or PROBE_POSITIONS[-1] + 1
-    at = {position: _keys(score, vocabulary, position) for position in (0, *PROBE_POSITIONS) if position < limit}
-    frequencies = _frequencies(model)
+    limit = getattr(scorer.model.config, "max_position_embeddings", None) or PROBE_POSITIONS[-1] + 1
+    at = {position: _keys(scorer, position) for position in (0, *PROBE_POSITIONS) if position < limit}
+    frequencies = _frequencies(scorer.model)
     layers: dict[int, LayerRotation | None] = {}
     for layer, keys in at[0].items():
         moved = {position: found[layer] for position, found in at.items() if position}
@@ -82,11 +77,11 @@ class _Probe(Cache):
         return 0
 
 
-def _keys(score: Score, vocabulary: int, position: int) -> dict[int, torch.Tensor]:
+def _keys(scorer: Scorer, position: int) -> dict[int, torch.Tensor]:
     """The keys of the same few tokens, each alone at ``position``, by layer; ``[PROBE_TOKENS, Hkv, 1, d]``."""
-    tokens = np.random.default_rng(0).integers(0, vocabulary, (PROBE_TOKENS, 1))
+    tokens = np.random.default_rng(0).integers(0, scorer.vocabulary, (PROBE_TOKENS, 1))
     probes = [_Probe(position) for _ in range(PROBE_TOKENS)]
-    score([Block(token, DraftTree.empty(), position) for token in tokens], probes)
+    scorer.score([Block(token, DraftTree.empty(), position) for token in tokens], probes)
     return {layer: torch.cat([probe.keys[layer] for probe in probes]) for layer in sorted(probes[0].keys)}
 
 

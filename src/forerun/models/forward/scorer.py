@@ -266,8 +266,7 @@ class Scorer:
         """How the model's keys rotate with position; see ``find_rotation``."""
         from forerun.models.forward.rotary_probe import find_rotation  # imported only where keys are moved
 
-        plain = Scorer(self.model)
-        return find_rotation(self.model, plain.score, plain.vocabulary)
+        return find_rotation(Scorer(self.model))
 
     def led(self, work: Callable[[], Result]) -> Result:
         """Run ``work``, which makes passes, on the process that leads; the others return its result (plain values)."""
