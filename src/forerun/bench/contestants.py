@@ -22,6 +22,7 @@ from forerun.core.long_context import LongContextConfig
 from forerun.drafting.drafter import Drafter
 from forerun.drafting.recipes import DRAFTERS, Recipe, build_drafter
 from forerun.engine.engine import Engine
+from forerun.engine.result import ends
 
 LOOKUP_TOKENS = 10
 """Draft length of transformers' prompt lookup, as in its documentation."""
@@ -64,13 +65,10 @@ class Bench:
         self.skip = list(skip)
         self.engine = Engine(model, "none", tokenizer=tokenizer)
         for name in self.drafters:
-            self._check(name)
-
-    def _check(self, name: str) -> None:
-        try:
-            self.engine.set_drafter(self._drafter(name))
-        except ValueError as error:
-            raise ValueError(f"contestant {name}: {error}") from error
+            try:
+                self.engine.set_drafter(self._drafter(name))
+            except ValueError as error:
+                raise ValueError(f"contestant {name}: {error}") from error
 
     def run(self, prompts: PromptSet, rounds: int, journal: Journal | None = None) -> Iterator[list[Series]]:
         """Continue each prompt by every contestant, one at a time; yields what is measured so far after each round."""
@@ -121,8 +119,8 @@ class Bench:
 
         def generate(rows: Rows, max_new_tokens: int) -> tuple[list[Tokens], int]:
             ids, mask = padded(rows, self.model)
-            ends = end_tokens(self.model)
-            more = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": (ends or [0])[0], **options}
+            pad = (end_tokens(self.model) or [0])[0]
+            more = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": pad, **options}
             with counting_passes(self.model) as passes:
                 out = self.model.generate(ids, attention_mask=mask, **more)
             return [until_end(row, self.model) for row in out[:, ids.shape[1] :].tolist()], len(passes)
@@ -155,14 +153,13 @@ def padded(rows: Rows, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tens
 
 def end_tokens(model: PreTrainedModel) -> list[int]:
     """The tokens that end the model's texts."""
-    ends = model.generation_config.eos_token_id
-    return [] if ends is None else [int(end) for end in (ends if isinstance(ends, list) else [ends])]
+    return ends(model.generation_config)
 
 
 def until_end(row: Tokens, model: PreTrainedModel) -> Tokens:
     """A row without the padding after its end token."""
-    ends = end_tokens(model)
-    at = next((i for i, token in enumerate(row) if token in ends), len(row) - 1)
+    last = end_tokens(model)
+    at = next((i for i, token in enumerate(row) if token in last), len(row) - 1)
     return [int(token) for token in row[: at + 1]]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -27,30 +29,23 @@ def machine() -> Row:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "system": platform.platform(),
         "python": platform.python_version(),
-        **versions(REPORTED_PACKAGES),
+        **_versions(),
     }
 
 
-def versions(packages: tuple[str, ...]) -> dict[str, str]:
-    """The versions of those packages that are installed."""
+def _versions() -> dict[str, str]:
+    """The versions of ``REPORTED_PACKAGES`` that are installed."""
     known = {}
-    for package in packages:
-        try:
+    for package in REPORTED_PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
             known[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return known
 
 
 def plain_values(options: Any) -> Row:
     """A dataclass of options as plain values, for JSON."""
-    return {name: _plain_value(value) for name, value in asdict(options).items()}
-
-
-def _plain_value(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_plain_value(each) for each in value]
-    return str(value) if isinstance(value, Path) else value
+    values: Row = json.loads(json.dumps(asdict(options), default=str))  # a path becomes its text
+    return values
 
 
 def footer(settings: Row) -> str:

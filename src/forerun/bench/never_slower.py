@@ -266,7 +266,33 @@ class SlownessTable(BenchResult):
         return "\n".join([*lines, "", *(f"{note}\n" for note in notes), footer(self.settings)])
 
     def plot(self, path: Path) -> None:
-        plot(self.rows, path)
+        """Each cell's median and worst ratio, and the best other drafter's median, beside what is promised."""
+        import matplotlib as mpl
+
+        mpl.use("Agg")
+        import matplotlib.pyplot as plt
+
+        names = [str(TableCell(row["batch"], row["context"], row["temperature"], row["kind"])) for row in self.rows]
+        figure, axis = plt.subplots(figsize=(9, 1.2 + 0.26 * len(self.rows)), layout="constrained")
+        places = np.arange(len(self.rows))
+        medians, worst = ([row[name] for row in self.rows] for name in ("median", "worst"))
+        best = [max(row["medians"].values()) for row in self.rows]
+        axis.hlines(places, worst, medians, color="0.6", lw=1)
+        axis.plot(best, places, "d", color="0.75", label="best drafter, median")
+        axis.plot(worst, places, "|", color="black", label="worst draw")
+        axis.plot(medians, places, "o", color="tab:blue", ms=5, label=f"{self.rows[0]['drafter']}, median")
+        axis.axvline(1, color="0.3", lw=0.8)
+        axis.axvline(LEAST_SINGLE, color="tab:red", lw=0.8, ls=":", label=f"least single draw, {LEAST_SINGLE}")
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda x, _: f"{x:g}x"))
+        axis.set_yticks(places, names, fontsize=8)
+        axis.invert_yaxis()
+        axis.set_xlabel("times as fast as plain decoding")
+        axis.grid(axis="x", alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+        figure.legend(fontsize=8, loc="outside upper center", ncols=4, frameon=False)
+        figure.savefig(path, dpi=130)
+        plt.close(figure)
 
 
 def _line(row: Row) -> str:
@@ -279,34 +305,3 @@ def _line(row: Row) -> str:
         f"{row['tokens_per_step']:.2f}", f"{min(noise):.2f} to {max(noise):.2f}", "; ".join(broken(row)) or "-",
     )  # fmt: skip
     return f"| {' | '.join(values)} |"
-
-
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """Each cell's median and worst ratio, and the best other drafter's median, beside what is promised."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    names = [str(TableCell(row["batch"], row["context"], row["temperature"], row["kind"])) for row in rows]
-    figure, axis = plt.subplots(figsize=(9, 1.2 + 0.26 * len(rows)), layout="constrained")
-    places = np.arange(len(rows))
-    best = [max(row["medians"].values()) for row in rows]
-    axis.hlines(places, [row["worst"] for row in rows], [row["median"] for row in rows], color="0.6", lw=1)
-    axis.plot(best, places, "d", color="0.75", label="best drafter, median")
-    axis.plot([row["worst"] for row in rows], places, "|", color="black", label="worst draw")
-    axis.plot(
-        [row["median"] for row in rows], places, "o", color="tab:blue", ms=5, label=f"{rows[0]['drafter']}, median"
-    )
-    axis.axvline(1, color="0.3", lw=0.8)
-    axis.axvline(LEAST_SINGLE, color="tab:red", lw=0.8, ls=":", label=f"least single draw, {LEAST_SINGLE}")
-    axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda x, _: f"{x:g}x"))
-    axis.set_yticks(places, names, fontsize=8)
-    axis.invert_yaxis()
-    axis.set_xlabel("times as fast as plain decoding")
-    axis.grid(axis="x", alpha=0.3)
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(fontsize=8, loc="outside upper center", ncols=4, frameon=False)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)

@@ -36,7 +36,7 @@ def summarise(series: Sequence[Series], baseline: str = BASELINE, decode: Decode
 def _row(one: Series, baseline: Series, plain: Series | None, decode: Decode) -> Row:
     slow, fast = one.spread
     passes = one.tokens_per_pass
-    ours = one.contestant.startswith("forerun") and plain is not None
+    ours = one.contestant.startswith("forerun")
     return {
         "task": one.task,
         "contestant": one.contestant,

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun import __version__
 from forerun.audit.audit import Comparison, Plan, Report, audit
+from forerun.cli.commands import FAILED
 from forerun.cli.models import check_drafters, load_target, settings
 from forerun.cli.options import AuditOptions
 from forerun.cli.prompt_input import read_prompts
@@ -37,7 +38,6 @@ REFERENCES = {
     "coupled": "plain sampling",
     "batch": "each prompt alone",
 }
-FAILED = 1
 
 
 def run(options: AuditOptions) -> None:
@@ -151,11 +151,11 @@ def _describe(comparison: Comparison, texts: Sequence[str], tokenizer: PreTraine
     assert divergence is not None
     verdict = "[bold red]different[/]" if comparison.failed else "[yellow]rounding[/]"
     seed = "" if comparison.seed is None else f", seed {comparison.seed}"
-    tokens = (_token(tokenizer, token) for token in (divergence.expected, divergence.got))
+    expected, got = (escape(_token(tokenizer, token)) for token in (divergence.expected, divergence.got))
     return (
         f"{verdict}  {comparison.drafter}, {comparison.check}{seed}, prompt {comparison.prompt + 1} "
         f"[dim]({escape(_shortened(texts[comparison.prompt]))})[/], token {divergence.position + 1}: "
-        f"expected {escape(next(tokens))}, got {escape(next(tokens))}\n"
+        f"expected {expected}, got {got}\n"
         f"          [dim]margin {divergence.margin:.3g} (rounding allows {divergence.allowance:.2g}), "
         f"scores off by {divergence.error:.2g} relative ({divergence.tolerance:g} is allowed)[/]"
     )

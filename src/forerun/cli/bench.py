@@ -14,6 +14,7 @@ from forerun.bench.machine import Row, plain_values
 from forerun.bench.prompts_file import PromptLine, TemplateEncoder, encode_lines, prompt_sets, read_prompts_file
 from forerun.bench.report import BenchResult, changed, summarise, write
 from forerun.bench.rounds import PromptSet
+from forerun.cli.commands import FAILED
 from forerun.cli.models import check_drafters, load_target, settings
 from forerun.cli.options import BENCH_DRAFTERS, BenchOptions
 from forerun.cli.terminal import progress_bar, say, show_report, stderr
@@ -21,8 +22,6 @@ from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.load import quiet
 from forerun.models.loading.stored_weights import dtype_name
 from forerun.reference import demo_prompts
-
-TEXTS_DIFFER = 1
 
 
 def run(options: BenchOptions) -> None:
@@ -85,4 +84,4 @@ def _check_texts(bench: Bench, result: BenchResult) -> None:
         say(f"{', '.join(different)}: some texts differ from plain Forerun's by rounding ({exactness.reason})")
         return
     say(f"{', '.join(different)}: some texts differ from plain Forerun's, and none may")
-    raise typer.Exit(TEXTS_DIFFER)
+    raise typer.Exit(FAILED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,16 +14,15 @@ import typer
 
 from forerun import __version__
 from forerun.cli.commands import one_line
-from forerun.cli.generate import Output, following, nothing, sampling, seed_of
+from forerun.cli.generate import following, sampling, show_text
 from forerun.cli.models import check_drafters, make_engine
 from forerun.cli.options import ChatOptions
 from forerun.cli.prompt_input import check_text
 from forerun.cli.rank_check import followed, leading
 from forerun.cli.stats_tables import stats_table
-from forerun.cli.terminal import PrefillBar, TextWriter, stderr
+from forerun.cli.terminal import PrefillBar, stderr
 from forerun.engine.conversation import Conversation, ConversationTurn
 from forerun.models.loading.load import quiet
-from forerun.models.text.detokenize import Detokenizer
 
 PROMPT = "> "
 COMMANDS = {
@@ -76,7 +75,7 @@ class Chat:
         words = line.split()
         if not words:
             return
-        if words[0] in COMMANDS or (words[0].startswith("/") and words[0][1:].isalpha()):
+        if words[0].startswith("/") and words[0][1:].isalpha():
             self._command(words[0])
             return
         try:
@@ -113,29 +112,16 @@ class Chat:
 
     def _answer(self, message: str) -> None:
         """Show an answer while it is generated; Ctrl-C ends it."""
-        bar, writer = PrefillBar(stderr()), TextWriter(self.options.color)
+        bar = PrefillBar(stderr())
         turn = self.last = self.conversation.send(message, bar)
-        show = nothing if self.options.json else writer.write
-        output = Output(Detokenizer(self.conversation.engine.tokenizer, turn.request.prompt.tolist()), show)
-        try:
-            for commit in turn:
-                bar.close()
-                output.extend(commit.tokens, commit.drafted)
-        except KeyboardInterrupt:
-            pass
-        finally:
-            turn.close()
-            bar.close()
-            output.finish(turn.request)
-        if not self.options.json:
-            writer.end()
+        output = show_text(self.options, self.conversation.engine, turn.request, turn, bar)
         self.turns.append({"message": turn.message, **output.summary(turn.request), "cached_tokens": turn.cached})
         if self.options.stats:
             self._show_stats(turn)
 
     def _show_stats(self, turn: ConversationTurn) -> None:
-        level, seed = self.conversation.engine.exactness.level, seed_of(turn.request)
-        stderr().print(stats_table(turn.request.stats, self.options.drafter, level, self.loading, seed))
+        level = self.conversation.engine.exactness.level
+        stderr().print(stats_table(turn.request, self.options.drafter, level, self.loading))
         typer.echo(
             f"conversation: {turn.request.prompt_length} tokens, of which {turn.read} were read "
             f"and {turn.cached} came from the cache",
@@ -149,17 +135,12 @@ def _typed() -> Iterator[str]:
         import readline  # noqa: F401 - gives ``input`` a history and editing
     while True:
         try:
-            yield check_text(_ask(), "the message")
+            yield check_text(input(PROMPT), "the message")
         except KeyboardInterrupt:
             typer.echo("\n(Ctrl-D or /exit leaves)", err=True)
-
-
-def _ask(read: Callable[[str], str] = input) -> str:
-    try:
-        return read(PROMPT)
-    except EOFError:
-        typer.echo(err=True)
-        raise
+        except EOFError:
+            typer.echo(err=True)
+            raise
 
 
 def _piped() -> Iterator[str]:

@@ -20,7 +20,8 @@ import typer
 from forerun.cli.log import shown_log
 from forerun.cli.options import flag_of
 
-USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+FAILED, USER_ERROR, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
+"""Exit statuses. What has failed is what a command checks, or a server at work."""
 
 
 def command(app: typer.Typer, name: str, options: type[Any], module: str) -> None:
@@ -53,10 +54,9 @@ def _only_below(context: typer.Context) -> bool:
 
 def _invoker(options: type[Any], module: str, with_context: bool = False) -> Callable[..., None]:
     def invoke(click_context: typer.Context | None = None, **values: Any) -> None:
-        with user_errors(values["debug"]):
+        with user_errors(values["debug"]), shown_log():
             if click_context is not None and _only_below(click_context):
                 return
-        with user_errors(values["debug"]), shown_log():
             _check_finite(values)
             valid = options(**values)
             with _no_collection():
@@ -105,8 +105,8 @@ def user_errors(debug: bool = False) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    except BrokenPipeError:
-        close_quietly()
+    except BrokenPipeError:  # stdout's reader is gone: what is buffered goes nowhere, instead of failing at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(BROKEN_PIPE) from None
     except (ValueError, NotImplementedError, OSError) as error:
         if debug:
@@ -121,8 +121,3 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         message = f"{error.filename}: {error.strerror}"
     return " ".join(message.split()) or type(error).__name__
-
-
-def close_quietly() -> None:
-    """Discard buffered output when stdout's reader is gone, instead of failing at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun import __version__
+from forerun.cli.commands import FAILED
 from forerun.cli.options import DemoOptions
 from forerun.cli.terminal import DRAFTED, printable, progress_bar, stderr, stdout, working
 from forerun.core.request import Request
@@ -30,7 +31,6 @@ from forerun.models.loading.load import BUNDLED, load, quiet
 from forerun.models.text.detokenize import Detokenizer, Piece
 from forerun.reference import DemoPrompt, demo_prompts
 
-DIFFERENT = 1
 WARM_UP_TOKENS = 8
 WIDE = 96
 """Columns from which two texts fit side by side."""
@@ -86,10 +86,11 @@ class Pair:
 class Stage:
     """The bundled model with two engines."""
 
-    def __init__(self, engines: tuple[Engine, Engine], warm: bool, repeats: int) -> None:
-        self.plain, self.trie = engines
-        self.warm = warm
-        self.repeats = repeats
+    def __init__(self, warm: bool, repeats: int) -> None:
+        model, tokenizer = load(BUNDLED)
+        self.plain = Engine(model, NoDrafter(), tokenizer=tokenizer)
+        self.trie = Engine(model, TrieDrafter(), tokenizer=tokenizer)
+        self.warm, self.repeats = warm, repeats
 
     def warm_up(self, prompt: str) -> None:
         """Compile and allocate before anything is timed."""
@@ -138,7 +139,7 @@ def run(options: DemoOptions) -> None:
     pairs = []
     with quiet():
         with working(stderr(), "loading the bundled model"):
-            stage = make_stage(options)
+            stage = Stage(options.warm, options.repeats)
             stage.warm_up(prompts[0]["prompt"])
         for prompt in prompts:
             pairs.append(stage.decode(prompt))
@@ -149,7 +150,7 @@ def run(options: DemoOptions) -> None:
     else:
         show_summary(out, pairs, options.repeats, options.warm)
     if not all(pair.equal for pair in pairs):
-        raise typer.Exit(DIFFERENT)
+        raise typer.Exit(FAILED)
 
 
 def chosen(options: DemoOptions) -> list[DemoPrompt]:
@@ -158,13 +159,6 @@ def chosen(options: DemoOptions) -> list[DemoPrompt]:
     for prompt in selection:
         prompt["max_new_tokens"] = min(prompt["max_new_tokens"], options.max_new_tokens or prompt["max_new_tokens"])
     return selection
-
-
-def make_stage(options: DemoOptions) -> Stage:
-    """The bundled model, loaded."""
-    model, tokenizer = load(BUNDLED)
-    engines = Engine(model, NoDrafter(), tokenizer=tokenizer), Engine(model, TrieDrafter(), tokenizer=tokenizer)
-    return Stage(engines, options.warm, options.repeats)
 
 
 def show_prompt(console: Console, pair: Pair) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -13,14 +13,17 @@ import typer
 
 from forerun import __version__
 from forerun.cli.commands import INTERRUPTED
-from forerun.cli.models import check_drafters, make_engine, memory_of
-from forerun.cli.options import GenerateOptions, WriterOptions
+from forerun.cli.models import check_drafters, make_engine
+from forerun.cli.options import ChatOptions, GenerateOptions, WriterOptions
 from forerun.cli.prompt_input import check_text, read_prompt
 from forerun.cli.rank_check import followed, leading
 from forerun.cli.stats_tables import levels, stats_table
 from forerun.cli.terminal import PrefillBar, TextWriter, stderr
 from forerun.core.request import Request
+from forerun.engine.conversation import ConversationTurn
 from forerun.engine.engine import Engine
+from forerun.engine.result import Commit
+from forerun.kv.kv_tiers import KVMemory
 from forerun.models.loading.load import quiet
 from forerun.models.text.detokenize import Detokenizer
 from forerun.models.text.prompts import Prompts, encode, has_template
@@ -30,12 +33,13 @@ OptionsT = TypeVar("OptionsT", bound=WriterOptions)
 
 @dataclass
 class Output:
-    """The text of one request, passed to ``show`` as it grows."""
+    """The text of one request, which a writer shows as it grows; None shows nothing."""
 
     detokenizer: Detokenizer
-    show: Callable[[str, bool], None]
+    writer: TextWriter | None
     drafted: list[bool] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
+    interrupted: bool = False
 
     def extend(self, tokens: list[int], drafted: int) -> None:
         """Add tokens, of which the first ``drafted`` were accepted drafts."""
@@ -55,7 +59,7 @@ class Output:
             "token_ids": request.generated.tolist(),
             "drafted": self.drafted,
             "finish_reason": request.finish_reason or "interrupted",
-            "seed": seed_of(request),
+            "seed": request.seed,
             "prompt_tokens": request.prompt_length,
             "stats": request.stats.summary(),
         }
@@ -63,7 +67,33 @@ class Output:
     def _show(self, pieces: Iterator[Any]) -> None:
         for piece in pieces:
             self.pieces.append(piece.text)
-            self.show(piece.text, piece.drafted)
+            if self.writer is not None:
+                self.writer.write(piece.text, piece.drafted)
+
+
+def show_text(
+    options: GenerateOptions | ChatOptions,
+    engine: Engine,
+    request: Request,
+    commits: Generator[Commit, None, None] | ConversationTurn,
+    bar: PrefillBar,
+) -> Output:
+    """Show a text while it is generated, to its end or until Ctrl-C; with ``--json`` nothing is shown."""
+    writer = None if options.json else TextWriter(options.color)
+    output = Output(Detokenizer(engine.tokenizer, request.prompt.tolist()), writer)
+    try:
+        with closing(commits):
+            for commit in commits:
+                bar.close()
+                output.extend(commit.tokens, commit.drafted)
+    except KeyboardInterrupt:
+        output.interrupted = True
+    finally:
+        bar.close()
+        output.finish(request)
+    if writer is not None:
+        writer.end()
+    return output
 
 
 def run(options: GenerateOptions) -> None:
@@ -98,31 +128,23 @@ def _prompt(options: GenerateOptions, text: str, engine: Engine) -> Prompts:
         raise ValueError(f"{options.model} has no chat template; leave --chat out to continue the prompt as it is")
     if options.context is not None:
         raise ValueError("--context would cut the chat template's beginning off; add --raw")
-    return conversation(text, options.system)
-
-
-def conversation(text: str, system: str | None) -> list[dict[str, str]]:
-    """A text as the user's first message, after the system message if there is one."""
+    system = options.system
     first = [] if system is None else [{"role": "system", "content": check_text(system, "--system")}]
     return [*first, {"role": "user", "content": text}]
 
 
 def _generate(options: GenerateOptions, engine: Engine, request: Request, loading: float) -> bool:
     """Generate and print; true if interrupted."""
-    writer = TextWriter(options.color)
-    output = Output(Detokenizer(engine.tokenizer, request.prompt.tolist()), nothing if options.json else writer.write)
-    interrupted = _stream(engine, request, output)
-    if not options.json:
-        writer.end()
+    bar = PrefillBar(stderr())
+    output = show_text(options, engine, request, engine.run([request], bar), bar)
     if options.stats:
-        level = engine.exactness.level
-        stderr().print(stats_table(request.stats, options.drafter, level, loading, seed_of(request)))
+        stderr().print(stats_table(request, options.drafter, engine.exactness.level, loading))
     elif request.stats.middle is not None and not options.json:
         stderr().print(levels(request.stats))
     if options.json:
         asked = {"forerun": __version__, "model": options.model, "drafter": options.drafter}
         typer.echo(json.dumps(asked | output.summary(request), ensure_ascii=False))
-    return interrupted
+    return output.interrupted
 
 
 def sampling(options: WriterOptions) -> dict[str, Any]:
@@ -143,7 +165,9 @@ def sampling(options: WriterOptions) -> dict[str, Any]:
 
 def kept_texts(options: GenerateOptions) -> dict[str, Any]:
     """The engine's settings of where keys and values lie."""
-    memory = memory_of(options)
+    memory = None
+    if options.kv_memory is not None:
+        memory = KVMemory(options.kv_memory, options.kv_host_memory, options.kv_folder, options.simulate_bandwidth)
     return {"kv_store": options.kv_store, "kv_store_limit": options.kv_store_limit, "kv_memory": memory}
 
 
@@ -165,28 +189,3 @@ def _trie_kept(options: GenerateOptions, engine: Engine) -> Iterator[None]:
         yield
     finally:
         engine.save_trie(path)
-
-
-def _stream(engine: Engine, request: Request, output: Output) -> bool:
-    """Generate to the end, or until Ctrl-C; true if interrupted."""
-    bar = PrefillBar(stderr())
-    try:
-        with closing(engine.run([request], bar)) as commits:
-            for commit in commits:
-                bar.close()
-                output.extend(commit.tokens, commit.drafted)
-    except KeyboardInterrupt:
-        return True
-    finally:
-        bar.close()
-        output.finish(request)
-    return False
-
-
-def seed_of(request: Request) -> int | None:
-    """The seed of a sampled text."""
-    return None if request.sampler.method == "greedy" else request.sampler.seed
-
-
-def nothing(text: str, drafted: bool) -> None:
-    """Show nothing."""

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from forerun.cli.options import LongOptions, MemoryOptions
+from forerun.cli.options import LongOptions
 from forerun.cli.rank_check import ranks
 from forerun.cli.terminal import stderr, working
 from forerun.core.long_context import LongContextConfig
 from forerun.drafting.recipes import DRAFTERS, Recipe, check_drafter
 from forerun.engine.engine import BUDGET, Engine
-from forerun.kv.kv_tiers import KVMemory
 from forerun.models.heads.loading import is_head, load_head
 from forerun.models.heads.mtp import MTP
 from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load, load_draft
@@ -28,13 +27,6 @@ def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
         return [int(token) for token in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
 
     return encode
-
-
-def memory_of(options: MemoryOptions) -> KVMemory | None:
-    """How much keys and values may take, if that is given."""
-    if options.kv_memory is None:
-        return None
-    return KVMemory(options.kv_memory, options.kv_host_memory, options.kv_folder, options.simulate_bandwidth)
 
 
 def check_drafters(names: Sequence[str], options: Any, recipes: Mapping[str, Recipe] = DRAFTERS) -> None:

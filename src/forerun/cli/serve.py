@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from forerun.cli.commands import FAILED
 from forerun.cli.log import server_log
 from forerun.cli.models import make_engine
 from forerun.cli.rank_check import followed, leading, ranks
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 SERVE_PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "pydantic_settings", "llguidance")
-SERVE_FAILED = 1
 
 
 def run(options: ServeOptions) -> None:
@@ -119,7 +119,7 @@ def _serve_engine(engine: Engine, settings: ServerSettings, sockets: list[socket
     finally:
         signal.signal(signal.SIGTERM, previous)
     if app.state.service.scheduler.failed:
-        raise typer.Exit(SERVE_FAILED)
+        raise typer.Exit(FAILED)
 
 
 def _memory(engine: Engine, device: int) -> str:

@@ -14,6 +14,7 @@ from forerun.bench.machine import plain_values
 from forerun.bench.never_slower import TASKS, TEXT_KINDS, UNDRAFTED, Material, SlownessTable, TableCell
 from forerun.bench.prompts_file import TemplateEncoder, read_prompts_file
 from forerun.bench.report import write
+from forerun.cli.commands import FAILED
 from forerun.cli.models import check_drafters, encoder, load_stretched, settings
 from forerun.cli.options import NeverSlowerOptions
 from forerun.cli.terminal import progress_bar, show_report, stderr
@@ -24,16 +25,16 @@ from forerun.models.loading.load import quiet
 from forerun.models.loading.stored_weights import dtype_name
 from forerun.reference import demo_prompts
 
-BROKEN = 1
 BATCHES, CONTEXTS, TEMPERATURES = (1, 4, 16), (100, 2_000), (0.0, 0.8, 1.0)
 
 
 def run(options: NeverSlowerOptions) -> None:
     """Measure, print the table, write JSON, Markdown and a plot; exit status 1 if the promise is broken."""
-    check_drafters([options.drafter, *(options.against or ())], options)
+    named = [options.drafter, *(options.against or ())]
+    check_drafters(named, options)
     with quiet():
         target, tokenizer = load_stretched(options)
-        long = settings(options, [options.drafter, *(options.against or ())], target, tokenizer)
+        long = settings(options, named, target, tokenizer)
         names = list(dict.fromkeys([options.drafter, *(options.against or buildable(long))]))
         drafters = {name: partial(build_drafter, name, long) for name in (*names, UNDRAFTED)}
         engine = Engine(target, UNDRAFTED, tokenizer=tokenizer)
@@ -62,7 +63,7 @@ def run(options: NeverSlowerOptions) -> None:
             progress(len(result.rows), len(kept))
     show_report(result.json if options.json else result.markdown, paths)
     if any(map(never_slower.broken, result.rows)):
-        raise typer.Exit(BROKEN)
+        raise typer.Exit(FAILED)
 
 
 def _material(options: NeverSlowerOptions, tokenizer: PreTrainedTokenizerBase) -> Material:

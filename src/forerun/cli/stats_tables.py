@@ -7,21 +7,22 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from forerun.core.request import Request
 from forerun.core.stats import Stats
 
 BAR_WIDTH = 28
 
 
-def stats_table(stats: Stats, drafter: str, exactness: str, loading: float, seed: int | None = None) -> RenderableType:
-    """One generation's times, and the tokens of its steps.
+def stats_table(request: Request, drafter: str, exactness: str, loading: float) -> RenderableType:
+    """A request's times, and the tokens of its steps.
 
     Args:
-        stats: the generation's.
+        request: has ended, or was interrupted.
         drafter: its name.
         exactness: how exact the model's passes are.
         loading: seconds until the engine was ready: the model was loaded and tested.
-        seed: of a sampled text.
     """
+    stats = request.stats
     table = Table(
         box=box.SIMPLE_HEAD, show_header=False, pad_edge=False, title=f"drafter {drafter}", title_style="bold"
     )
@@ -29,7 +30,7 @@ def stats_table(stats: Stats, drafter: str, exactness: str, loading: float, seed
     table.add_column(justify="right")
     table.add_column(style="dim")
     table.add_column(justify="right")
-    rows = [("exactness", exactness), ("loading", seconds(loading)), *_rows(stats, seed)]
+    rows = [("exactness", exactness), ("loading", seconds(loading)), *_rows(stats, request.seed)]
     for left, right in zip(rows[::2], rows[1::2], strict=True):
         table.add_row(*left, *right)
     parts = [table, *([levels(stats)] if stats.middle else []), *([histogram(stats)] if stats.steps else [])]

@@ -32,7 +32,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 def stdout(colour: bool | None = None) -> Console:
     """The console for results; by default coloured in a terminal unless ``NO_COLOR`` is set."""
-    console = Console(force_terminal=colour, no_color=_no_colour(colour), highlight=False)
+    no_colour = bool(os.environ.get("NO_COLOR")) if colour is None else not colour
+    console = Console(force_terminal=colour, no_color=no_colour, highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = FILE_WIDTH
     return console
@@ -55,10 +56,6 @@ def show_report(report: str | dict[str, Any], written: Iterable[Path]) -> None:
     else:
         stdout().print(report, soft_wrap=True, markup=False)
         say(f"written: {', '.join(map(str, written))}")
-
-
-def _no_colour(colour: bool | None) -> bool:
-    return not colour if colour is not None else bool(os.environ.get("NO_COLOR"))
 
 
 def printable(text: str) -> str:
@@ -126,14 +123,13 @@ class PrefillBar:
 
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=console, transient=True)
+        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._task = self._bar.add_task("reading the prompt", total=None)
         self._begin = time.monotonic()
-        self._shows = console.is_terminal
 
     def __call__(self, done: int, total: int) -> None:
         """Show the progress, once ``PATIENCE`` is over."""
-        if self._shows and time.monotonic() - self._begin > PATIENCE:
+        if time.monotonic() - self._begin > PATIENCE:
             self._bar.start()
             self._bar.update(self._task, completed=done, total=total)
 

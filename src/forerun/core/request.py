@@ -121,6 +121,11 @@ class Request:
         """The deepest node that fits in what remains; a step always adds one token after the accepted drafts."""
         return self.remaining - 1
 
+    @property
+    def seed(self) -> int | None:
+        """The seed of a sampled text; None for a greedy one."""
+        return None if self.sampler.method == "greedy" else self.sampler.seed
+
     def choose(self, logits: torch.Tensor) -> int:
         """The next token for logits ``[V]``. Where a grammar leaves one, nothing is masked."""
         constraint, processor = self.sampler.constraint, self.sampler.processor

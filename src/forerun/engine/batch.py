@@ -189,8 +189,7 @@ class Batch:
 
         A row whose prompt is not read yet takes part if there is room for its chunk; who waited longest comes first.
         """
-        awake = [row for row in self._rows.values() if row.request.id not in resting]
-        rows = [row for row in awake if row.request.error is None]
+        rows = [row for row in self._rows.values() if row.request.id not in resting and row.request.error is None]
         decoding: list[Row] = [row for row in rows if row.begun]
         reading: dict[Row, int] = {}
         paced = self._pacing is not None and beside
@@ -219,10 +218,8 @@ class Batch:
         """Take a step with these rows. Its time decides how much of prompts the next ones read.
 
         Args:
-            decoding, reading: see ``_schedule``.
             beside: whether it holds other rows up.
             worked: whether drafts for a prompt were prepared before.
-            budgets: see ``step``.
         """
         if self._pacing is None or not beside:
             return self._pass(decoding, reading, budgets)

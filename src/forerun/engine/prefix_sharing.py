@@ -211,10 +211,8 @@ class PrefixSharing:
         if self._store is not None:
             text = self._store.keep(keys, row.request.namespace, self.chunk, row.cache)
             if text is not None:
-                self._stored[row] = text
-                self._store.add_state(
-                    text[0], RECURRENT_STATES, row.cache.recurrent().saved_state(text[1] * self.chunk)
-                )
+                self._stored[row] = name, chunks = text
+                self._store.add_state(name, RECURRENT_STATES, row.cache.recurrent().saved_state(chunks * self.chunk))
                 return
         length = len(keys) * self.chunk
         if length * row.cache.shape.nbytes <= self._prefixes.limit:
@@ -233,9 +231,8 @@ class PrefixSharing:
                 continue
             if self._store is not None and text is not None:
                 name, chunks = text
-                self._store.add_state(
-                    name, view.state_name, view.saved_state(min(row.cache.length, chunks * self.chunk))
-                )
+                length = min(row.cache.length, chunks * self.chunk)
+                self._store.add_state(name, view.state_name, view.saved_state(length))
             elif row.cache.length >= len(keys) * self.chunk:
                 self._prefixes.add_state(keys, view.state_name, view.saved_state(len(keys) * self.chunk))
 

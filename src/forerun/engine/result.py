@@ -86,7 +86,7 @@ class GenerationResult:
     @property
     def seeds(self) -> list[int | None]:
         """The seed of each sampled sequence, None for greedy ones."""
-        return [None if r.sampler.method == "greedy" else r.sampler.seed for r in self.requests]
+        return [request.seed for request in self.requests]
 
     @property
     def sequences(self) -> torch.Tensor:

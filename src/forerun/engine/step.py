@@ -226,7 +226,7 @@ class DecodingStep:
 
     @torch.inference_mode()
     def __call__(
-        self, decoding: Sequence[Row], reading: Mapping[Row, int], budgets: Mapping[int, int] | None = None
+        self, decoding: Sequence[Row], reading: Mapping[Row, int], budgets: Mapping[int, int] = {}
     ) -> list[Commit]:
         """Take the step.
 
@@ -239,7 +239,7 @@ class DecodingStep:
             A commit for each row that decodes and each row that failed.
         """
         began = time.perf_counter()
-        limits = [min(self.budget, (budgets or {}).get(row.request.id, self.budget)) for row in decoding]
+        limits = [min(self.budget, budgets.get(row.request.id, self.budget)) for row in decoding]
         most = [row.request.allowed(limit) for row, limit in zip(decoding, limits, strict=True)]
         forced = [self._forced(row.request, length) for row, length in zip(decoding, most, strict=True)]
         trees = self._propose(decoding, forced, most, sum(reading.values())) if decoding else []

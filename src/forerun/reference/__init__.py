@@ -25,14 +25,11 @@ class DemoPrompt(TypedDict):
 
 
 def bundled(name: Literal["target", "draft"]) -> Path:
-    """Return the folder of a bundled model, to be loaded with transformers' `from_pretrained`.
+    """The folder of a bundled model, to be loaded with transformers' `from_pretrained`.
 
-    Raises
-    ------
-    ValueError
-        If `name` is neither 'target' nor 'draft'.
-    FileNotFoundError
-        If the weights are missing, as in a source tree where they have not been trained.
+    Raises:
+        ValueError: if `name` is neither 'target' nor 'draft'.
+        FileNotFoundError: if the weights are missing, as in a source tree where they have not been trained.
     """
     if name not in ("target", "draft"):
         raise ValueError(f"name must be 'target' or 'draft', not {name!r}")
@@ -45,6 +42,6 @@ def bundled(name: Literal["target", "draft"]) -> Path:
 
 
 def demo_prompts() -> list[DemoPrompt]:
-    """Return one prompt of each kind (rag, code, json, maths, prose), none of which the models were trained on."""
+    """One prompt of each kind (rag, code, json, maths, prose), none of which the models were trained on."""
     prompts: list[DemoPrompt] = json.loads((_HERE / "demo.json").read_text(encoding="utf-8"))
     return prompts
