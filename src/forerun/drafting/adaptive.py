@@ -357,7 +357,15 @@ class AdaptiveDrafter(OuterDrafter):
         return self.weight * self._pruner.cost([1] * len(read), read)
 
     def verified(self, request: Request, outcome: Outcome) -> None:
-        """Learn how long the pass took, and what was accepted."""
+        self._note(request, outcome)
+        self.inner.verified(request, outcome)
+
+    def observe(self, request: Request, outcome: Outcome) -> None:
+        self._note(request, outcome)
+        self.inner.observe(request, outcome)
+
+    def _note(self, request: Request, outcome: Outcome) -> None:
+        """Learn how long the pass took that verified a draft, and what was accepted."""
         if self._resting is not None:
             self._rested(*self._resting)
         elif (step := self._step) is not None and (row := step.waiting.pop(request.id, None)) is not None:
@@ -368,12 +376,6 @@ class AdaptiveDrafter(OuterDrafter):
             if step.asking:
                 step.asking += self._clock() - began
             self._close(step)
-        super().verified(request, outcome)
-
-    def observe(self, request: Request, outcome: Outcome) -> None:
-        """Learn the same, if it was the target that verified the draft."""
-        self.verified(request, outcome)
-        self.inner.observe(request, outcome)
 
     def _close(self, step: _StepRecord) -> None:
         """Learn from a step when the outcome of every remaining row is known."""
