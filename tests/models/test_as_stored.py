@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.compiled_models import SHAPE, TEXT, kept, scored
 from support.gguf_blocks import blocks
-from support.gguf_files import logits, write
+from support.gguf_files import logits, separated, write
 from torch import nn
 from transformers import GptOssConfig, LlamaConfig, PreTrainedModel
 from typer.testing import CliRunner
@@ -60,7 +60,7 @@ def store(file: Path, name: str, kind: str) -> tuple[PreTrainedModel, PreTrained
         writer.add_expert_used_count(2)
     arch = next(arch for arch, theirs in gguf.MODEL_ARCH_NAMES.items() if theirs == known)
     names = gguf.get_tensor_name_map(arch, SHAPE["num_hidden_layers"])
-    for i, (ours, weight) in enumerate(named(exact)):
+    for i, (ours, weight) in enumerate(separated(exact)):
         array, theirs = weight.detach().numpy(), names.get_name(ours, (".weight", ".bias"))
         theirs += ".weight" * theirs.endswith("_exps")
         if array.ndim == 1 or ".mlp.gate." in ours:
@@ -82,16 +82,6 @@ def store(file: Path, name: str, kind: str) -> tuple[PreTrainedModel, PreTrained
     if name == "mixtral":  # transformers reads Llama's configuration from its files
         config = LlamaConfig(**{**SHAPE, "rms_norm_eps": config.rms_norm_eps, "rope_theta": 1e6})
     return as_stored.load_as_stored(file, header, config).eval(), exact
-
-
-def named(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters as GGUF has them: gates and ups of experts apart."""
-    for name, weight in model.named_parameters():
-        if name.endswith("gate_up_proj"):
-            for part, rows in zip(("gate_proj", "up_proj"), weight.chunk(2, 1), strict=True):
-                yield name.replace("gate_up_proj", part), rows
-        else:
-            yield name, weight
 
 
 def quantised(array: np.ndarray, kind: Any, at_random: bool) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from support.gguf_files import add_tokenizer, gguf
+from support.gguf_files import add_tokenizer, gguf, separated
 from support.saved_models import small_tokenizer
 from transformers import PreTrainedModel
 
@@ -98,7 +98,7 @@ def write(file: Path, architecture: str, kind: str, **more: Any) -> Path:
         writer.add_bool(f"{architecture}.{key}", value)
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, SHAPE["num_hidden_layers"])
-    for ours, weight in _separate(model):
+    for ours, weight in separated(model):
         theirs = names.get_name(ours, (".weight", ".bias"))
         theirs = theirs or ours.replace("model.layers", "blk").replace("linear_attn.dt_bias", "ssm_dt.bias")
         theirs += ".weight" * theirs.endswith("_exps")
@@ -114,16 +114,6 @@ def write(file: Path, architecture: str, kind: str, **more: Any) -> Path:
         finish()
     writer.close()
     return file
-
-
-def _separate(model: PreTrainedModel) -> Any:
-    """The parameters, gates and ups of experts apart, and a head that is the embedding left out."""
-    for name, weight in model.named_parameters():
-        if name.endswith("gate_up_proj"):
-            for part, rows in zip(("gate_proj", "up_proj"), weight.chunk(2, 1), strict=True):
-                yield name.replace("gate_up_proj", part), rows
-        else:
-            yield name, weight
 
 
 def _add_metadata(writer: Any, architecture: str) -> None:

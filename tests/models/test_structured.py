@@ -366,7 +366,7 @@ def test_what_llguidance_cannot_use_is_named(plain: Engine, monkeypatch: pytest.
     for tokenizer, message in ((None, "there is none"), (object.__new__(Slow), "there is Slow")):
         with pytest.raises(ValueError, match=f"needs a fast tokenizer.*{message}"):
             Grammars(tokenizer, 100, []).of(FORMAT)
-    monkeypatch.setitem(__import__("sys").modules, "llguidance.hf", None)
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'forerun\[grammar\]'"):
         Grammars(plain.tokenizer, plain.target.vocabulary, []).of(FORMAT)
 

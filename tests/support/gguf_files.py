@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,16 @@ def model() -> PreTrainedModel:
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": HEADS}
     config = LlamaConfig(vocab_size=len(small_tokenizer()), initializer_range=0.3, tie_word_embeddings=True, **shape)
     return LlamaForCausalLM(config).eval()
+
+
+def separated(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """A model's parameters as GGUF has them: gates and ups of experts are apart."""
+    for name, weight in model.named_parameters():
+        if name.endswith("gate_up_proj"):
+            for part, rows in zip(("gate_proj", "up_proj"), weight.chunk(2, 1), strict=True):
+                yield name.replace("gate_up_proj", part), rows
+        else:
+            yield name, weight
 
 
 def turned(weight: np.ndarray) -> np.ndarray:

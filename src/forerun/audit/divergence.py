@@ -3,8 +3,8 @@
 The scores of the diverging step are compared with those of the model's own forward pass over the same tokens:
 
 - ``error`` is the relative error of the step's logits (norms over the vocabulary, as in
-  ``forerun.models.forward.gate``). The
-  reference is the model's own logits; in 16-bit types these are rounded as much, so it is the model's in float32.
+  ``forerun.models.forward.gate``). The reference is the model's own logits; in 16-bit types these are rounded as much,
+  so it is the model's in float32.
 - ``margin`` is the gap between the two tokens in the model's own processed scores, including noise if sampled.
 - ``allowance`` is four times d, the largest difference between the two sets of scores, or one unit of rounding at their
   magnitude if that is larger. (A token that is best by scores with an error of d has a margin of at most 2d. The

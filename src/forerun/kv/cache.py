@@ -61,10 +61,10 @@ class KVShape:
 
     def released(self, tokens: int) -> int:
         """Maximum bytes of so many tokens' keys and values, if layers with windows release what they see no more."""
-        rows = (
-            tokens if layer.window is None else min(tokens, most_rows(layer.window)) for layer in self.layers.values()
+        return sum(
+            layer.nbytes * (tokens if layer.window is None else min(tokens, most_rows(layer.window)))
+            for layer in self.layers.values()
         )
-        return sum(layer.nbytes * count for layer, count in zip(self.layers.values(), rows, strict=True))
 
 
 @dataclass(frozen=True, eq=False)

@@ -238,12 +238,9 @@ class FullCache(Cache):
 
     def blank(self, length: int) -> None:
         """Hold zeros for ``length`` tokens, as if they were committed; for measurements, after a first pass."""
-        if self._store is not None:
-            self._store.zero_()
-        else:
-            for rows in self._layers.values():
-                for t in rows:
-                    t.zero_()
+        for rows in self._layers.values():
+            for t in rows:
+                t.zero_()
         self._recurrent.blank(length)
         self.length = length
 

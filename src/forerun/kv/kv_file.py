@@ -105,15 +105,10 @@ def write(file: int, areas: Sequence[Area], metadata: Mapping[str, str], key: by
     Raises:
         OSError: for a full disk, among others.
     """
-    places, place = [], 0
-    for area in areas:
-        places.append(place)
-        place += area.nbytes
-    runs = [
-        (first + at, rows.contiguous()) for first, area in zip(places, areas, strict=True) for at, rows in area.runs()
-    ]
+    runs = [(begin + at, rows.contiguous()) for begin, _, area in _placed(areas) for at, rows in area.runs()]
+    size = sum(area.nbytes for area in areas)
     empty = _header(areas, metadata, [(at, rows.nbytes, _checksum([], key)) for at, rows in runs], key)
-    os.ftruncate(file, len(empty) + place)
+    os.ftruncate(file, len(empty) + size)
     sums = [(at, rows.nbytes, _checksum(_put(file, rows, len(empty) + at), key)) for at, rows in runs]
     _put_bytes(file, memoryview(_header(areas, metadata, sums, key)), 0)
 
@@ -151,12 +146,18 @@ def _header(
 
 
 def _shapes(areas: Sequence[Area]) -> dict[str, Any]:
-    found, place = {}, 0
-    for name, t, shape in areas:
-        end = place + math.prod(shape) * t.element_size()
-        found[name] = {"dtype": SAFETENSORS_NAMES[t.dtype], "shape": list(shape), "data_offsets": [place, end]}
-        place = end
-    return found
+    return {
+        name: {"dtype": SAFETENSORS_NAMES[t.dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        for begin, end, (name, t, shape) in _placed(areas)
+    }
+
+
+def _placed(areas: Sequence[Area]) -> Iterator[tuple[int, int, Area]]:
+    """Each area, and where it begins and ends: one lies behind the other."""
+    end = 0
+    for area in areas:
+        begin, end = end, end + area.nbytes
+        yield begin, end, area
 
 
 def _put(file: int, rows: torch.Tensor, place: int) -> Iterator[memoryview]:

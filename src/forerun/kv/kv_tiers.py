@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from forerun.kernels.attention.attention import Rows
 from forerun.kv.cache import KVShape
 from forerun.kv.full_cache import FullCache
 from forerun.kv.offloaded import BUFFERS, CopyEngine, OffloadedCache, OffloadError
-from forerun.kv.shared_prefix import ALIGNMENT, Kind, Layout
+from forerun.kv.shared_prefix import Kind, Layout, aligned
 
 TIERS = ("device", "host", "file")
 """Tiers of memory, in the order in which they are filled."""
@@ -62,8 +63,8 @@ class KVMemory:
     @property
     def limits(self) -> dict[str, float]:
         """Bytes by tier; infinity for a tier without a limit."""
-        file = 0.0 if self.folder is None else _or_all(self.file)
-        return {"device": float(self.device), "host": _or_all(self.host), "file": file}
+        given = {"device": self.device, "host": self.host, "file": 0 if self.folder is None else self.file}
+        return {tier: math.inf if limit is None else float(limit) for tier, limit in given.items()}
 
 
 class NoRoomError(MemoryError):
@@ -104,12 +105,12 @@ NO_RESERVE = DeviceReserve()
 
 def min_device_bytes(shape: KVShape, tokens: int) -> int:
     """Device bytes without which a text of ``tokens`` tokens cannot be offloaded: two buffers for its largest layer."""
-    return BUFFERS * max(each.nbytes for each in shape.layers.values()) * _rounded(tokens)
+    return BUFFERS * max(each.nbytes for each in shape.layers.values()) * aligned(tokens)
 
 
 def layer_bytes(shape: KVShape, tokens: int) -> dict[int, int]:
     """Bytes of each layer of an offloaded text."""
-    return {layer: each.nbytes * _rounded(tokens) for layer, each in shape.layers.items()}
+    return {layer: each.nbytes * aligned(tokens) for layer, each in shape.layers.items()}
 
 
 def place(
@@ -150,7 +151,7 @@ def _offloaded(memory: KVMemory, taken: Mapping[str, int], shape: KVShape, token
     nbytes = {tier: sum(sizes[layer] for layer in layers[tier]) for tier in TIERS}
     if nbytes["file"] and nbytes["file"] > limits["file"] - taken["file"]:
         return None
-    return Placement(_rounded(tokens), False, layers, nbytes | {"device": nbytes["device"] + buffers})
+    return Placement(aligned(tokens), False, layers, nbytes | {"device": nbytes["device"] + buffers})
 
 
 def _why(memory: KVMemory, taken: Mapping[str, int], shape: KVShape, tokens: int, left: int) -> str:
@@ -174,21 +175,8 @@ def _why(memory: KVMemory, taken: Mapping[str, int], shape: KVShape, tokens: int
 
 def _fitting(sizes: Mapping[int, int], layers: Sequence[int], left: float) -> list[int]:
     """The first layers that fit in what is left."""
-    free: list[int] = []
-    for layer in layers:
-        left -= sizes[layer]
-        if left < 0:
-            break
-        free.append(layer)
-    return free
-
-
-def _rounded(tokens: int) -> int:
-    return math.ceil(tokens / ALIGNMENT) * ALIGNMENT
-
-
-def _or_all(limit: int | None) -> float:
-    return math.inf if limit is None else float(limit)
+    totals = accumulate(sizes[layer] for layer in layers)
+    return [layer for layer, total in zip(layers, totals, strict=True) if total <= left]
 
 
 class Tiers:

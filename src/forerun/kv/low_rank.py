@@ -56,7 +56,7 @@ NEAR_GROWTH_TOKENS = 64
 MIN_GROWTH_GROUPS = 8
 """An index grows by at least this many groups of chunks."""
 SAMPLED_KEYS = 2048
-"""The dimensions are found from at most this many keys; see ``sampled``."""
+"""The dimensions are found from at most this many keys, from all over the text."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,8 @@ class LowRankConfig:
 
     def slots(self, length: int, group: int = 1) -> int:
         """Chunks of a text of ``length`` tokens that ``group`` query heads of one KV head see."""
-        return max(
-            1, min(self.budget, group * max(self.budget // BUDGET_DIVISOR, length // LENGTH_DIVISOR)) // CHUNK_KEYS
-        )
+        tokens = group * max(self.budget // BUDGET_DIVISOR, length // LENGTH_DIVISOR)
+        return max(1, min(self.budget, tokens) // CHUNK_KEYS)
 
 
 class LowRankCache(ChunkedView):
@@ -145,8 +144,9 @@ class LowRankCache(ChunkedView):
 
     def _index(self, layer: int) -> ShortKeys:
         if layer not in self._indexes:
-            keys, queries = sampled(self.source, layer), self.source.sample[layer][0]
-            self._indexes[layer] = ShortKeys.of(keys, queries, self.config.rank)
+            source = self.source
+            keys = source.strided_keys(layer, -(-source.length // SAMPLED_KEYS))[0]
+            self._indexes[layer] = ShortKeys.of(keys, source.sample[layer][0], self.config.rank)
         return self._indexes[layer]
 
     def store(
@@ -217,7 +217,7 @@ class LowRankCache(ChunkedView):
         beside[..., 0] = torch.inf  # the first chunk is always seen
         values, best = beside.topk(self.slots(layer) + 1, -1)
         wanted = (values - values[..., 1:2]) * spec.scaling >= -MARGIN_NATS
-        chunks = self._fetched.setdefault(layer, RecentChunks(CHUNK_KEYS))
+        chunks = self._fetched.setdefault(layer, RecentChunks())
         alone, outs = Block(block.pending[:1], DraftTree.empty(), 0), []
         for i, visible in enumerate(block.visible):
             chunks.hold(best[:, i], wanted[:, i], worth.shape[-1], self.source, layer)
@@ -233,9 +233,7 @@ class LowRankCache(ChunkedView):
         best, chunks = worth.topk(self.slots(layer), -1)
         hidden = best * spec.scaling < best[..., :1] * spec.scaling - MARGIN_NATS
         chunks, hidden = (torch.nn.functional.pad(t, (1, 0)) for t in (chunks, hidden))
-        owner = torch.arange(heads, device=q.device).div(self._indexes[layer].group, rounding_mode="floor")[
-            :, None, None
-        ]
+        owner = (torch.arange(heads, device=q.device) // self._indexes[layer].group)[:, None, None]
         cut = (t[0].view(t.shape[1], -1, CHUNK_KEYS, t.shape[3]) for t in self.source.read(layer, 0, self._tail))
         keys, values = (t[owner, chunks].flatten(2, 3).flatten(0, 1) for t in cut)
         bias = torch.where(hidden, -torch.inf, 0.0).repeat_interleave(CHUNK_KEYS, -1).flatten(0, 1)
@@ -378,9 +376,8 @@ class ShortKeys:
         count = length // CHUNK_KEYS
         groups = -(-count // GROUP_CHUNKS)
         if self._short.shape[1] < groups:
-            room = self._short.new_zeros(
-                len(self._short), groups + groups // 16 + MIN_GROWTH_GROUPS, *self._short.shape[2:]
-            )
+            capacity = groups + groups // 16 + MIN_GROWTH_GROUPS
+            room = self._short.new_zeros(len(self._short), capacity, *self._short.shape[2:])
             room[:, : self._short.shape[1]] = self._short
             self._short = room
         if self._known < count:
@@ -423,25 +420,15 @@ class ShortKeys:
         return self._short.nbytes
 
 
-def sampled(source: FullCache, layer: int) -> torch.Tensor:
-    """Keys of a layer from all over its text, ``[Hkv, m, d]``: at most ``SAMPLED_KEYS``."""
-    return source.strided_keys(layer, -(-source.length // SAMPLED_KEYS))[0]
-
-
 def _moments(rows: torch.Tensor) -> torch.Tensor:
     """Second moments: ``[H, n, d]`` to ``[H, d, d]``."""
     return rows.mT @ rows / rows.shape[1]
 
 
 class RecentChunks:
-    """Chunks of one layer in slots, with least-recently-used eviction.
+    """Chunks of one layer in slots, with least-recently-used eviction."""
 
-    Args:
-        chunk: tokens of a chunk.
-    """
-
-    def __init__(self, chunk: int) -> None:
-        self._chunk = chunk
+    def __init__(self) -> None:
         self._held = torch.empty(0, 0, dtype=torch.int64)  # [Hkv, slots], the chunk in each slot
         self._age = torch.empty(0, 0, dtype=torch.int64)  # [Hkv, slots], calls since it was wanted
         self._slots: Rows = ()  # [Hkv, slots, chunk, d]
@@ -455,7 +442,7 @@ class RecentChunks:
         if self._held.shape != best.shape:
             heads, count = best.shape
             head = torch.arange(heads, device=best.device).repeat_interleave(count)
-            new = source.chunks(layer, head, best.flatten(), self._chunk)
+            new = source.chunks(layer, head, best.flatten(), CHUNK_KEYS)
             self._slots = tuple(t.view(heads, count, *t.shape[1:]) for t in new)
             self._held, self._age = best.clone(), torch.zeros_like(best)
             return
@@ -467,7 +454,7 @@ class RecentChunks:
             oldest = self._age.argsort(1, descending=True)  # wanted ones come last, and there is room for all
             slot = oldest[torch.arange(best.shape[1], device=best.device) < mark.sum(1, keepdim=True)]
             self._held[head, slot], self._age[head, slot] = chunk, 0
-            for slots, rows in zip(self._slots, source.chunks(layer, head, chunk, self._chunk), strict=True):
+            for slots, rows in zip(self._slots, source.chunks(layer, head, chunk, CHUNK_KEYS), strict=True):
                 slots[head, slot] = rows
 
     @property

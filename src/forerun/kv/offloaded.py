@@ -215,8 +215,9 @@ class OffloadedCache(FullCache):
         every = {**resident, **host}
         self._layers = {layer: every[layer] for layer in sorted(every)}
         self._rows, self.copy_engine = dict(buffers), copy_engine
-        self._offloaded_layers = sorted(host)
-        self._buffers = [_Buffer(layer, 0) for layer in self._offloaded_layers[:BUFFERS]]
+        self.offloaded_layers = sorted(host)
+        """The layers that are not on the device."""
+        self._buffers = [_Buffer(layer, 0) for layer in self.offloaded_layers[:BUFFERS]]
         self._writes: list[PendingCopy] = []
         self._failure: OffloadError | None = None
 
@@ -236,12 +237,7 @@ class OffloadedCache(FullCache):
             with suppress(OffloadError):
                 copy.wait()
         super().clear()
-        self._rows, self._offloaded_layers, self._buffers, self._writes = {}, [], [], []
-
-    @property
-    def offloaded_layers(self) -> Sequence[int]:
-        """The layers that are not on the device."""
-        return self._offloaded_layers
+        self._rows, self.offloaded_layers, self._buffers, self._writes = {}, [], [], []
 
     def fetch_layer(self, layer: int, count: int) -> Rows:
         """A layer's rows on the device, with room for ``count`` after the committed ones. Prefetches the next layer.
@@ -259,7 +255,7 @@ class OffloadedCache(FullCache):
             copy.wait()
         buffer.copies = []
         self._writes = [copy for copy in self._writes if not copy.done()]
-        following = self._offloaded_layers[(self._offloaded_layers.index(layer) + 1) % len(self._offloaded_layers)]
+        following = self.offloaded_layers[(self.offloaded_layers.index(layer) + 1) % len(self.offloaded_layers)]
         if self._buffer(following) is not buffer:  # the first layer, after the last one, may have the same
             self._prefetch(following)
         return self._rows[layer]
@@ -292,10 +288,10 @@ class OffloadedCache(FullCache):
             if layer not in self._rows:
                 compact(self._layers[layer], start, moved)
         if moved != list(range(len(moved))):
-            away = [self._layers[layer] for layer in self._offloaded_layers]
+            away = [self._layers[layer] for layer in self.offloaded_layers]
             self._writes.append(self.copy_engine.run_in_order(lambda: _compact_all(away, start, moved)))
         self.length = start + len(moved)
-        for layer in self._offloaded_layers[:BUFFERS]:
+        for layer in self.offloaded_layers[:BUFFERS]:
             self._prefetch(layer)
 
     def truncate(self, length: int) -> None:
@@ -345,7 +341,7 @@ class OffloadedCache(FullCache):
         return shape.nbytes * self._capacity
 
     def _buffer(self, layer: int) -> _Buffer:
-        return self._buffers[self._offloaded_layers.index(layer) % BUFFERS]
+        return self._buffers[self.offloaded_layers.index(layer) % BUFFERS]
 
     def _prefetch(self, layer: int) -> _Buffer:
         """Copy a layer's committed rows to its buffer, unless they are there or being copied."""

@@ -312,8 +312,8 @@ class RecurrentStates:
             if block.start != self.length:
                 raise ValueError(f"the block starts at {block.start}, and the states have read {self.length} tokens")
             end = self.length + len(block.pending)
-            positions = range(self._position // SNAPSHOT_TOKENS + 1, end // SNAPSHOT_TOKENS + 1)
-            saved = {p * SNAPSHOT_TOKENS for p in positions if self._is_kept(p * SNAPSHOT_TOKENS, end)} | {end}
+            multiples = range((self._position // SNAPSHOT_TOKENS + 1) * SNAPSHOT_TOKENS, end + 1, SNAPSHOT_TOKENS)
+            saved = {position for position in multiples if self._is_kept(position, end)} | {end}
             self._plan = _BlockPlan(block, tuple(sorted(saved)))
         return self._plan
 

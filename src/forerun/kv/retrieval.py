@@ -186,7 +186,7 @@ class RetrievalCache(ChunkedView):
         places = min(tokens, config.budget) + config.recent + config.growth + 2 * config.chunk + ROLLBACK_TOKENS
         chunks = tokens // config.chunk
         means = sum(layer.heads * layer.dim * torch.bfloat16.itemsize for layer in shape.layers.values())
-        most = (places + max(BUFFER_GROWTH_TOKENS, places // 32)) * shape.nbytes
+        most = _grown(places) * shape.nbytes
         return most + ((chunks + chunks // 8 + BUFFER_GROWTH_TOKENS) * means if tokens > config.budget else 0)
 
     @property

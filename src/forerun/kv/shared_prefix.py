@@ -29,6 +29,11 @@ Tensors = Mapping[str, torch.Tensor]
 """Tensors by name."""
 
 
+def aligned(tokens: int) -> int:
+    """The least capacity for so many tokens."""
+    return -(-tokens // ALIGNMENT) * ALIGNMENT
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where the rows of a text lie in one piece of memory: layer by layer, keys before values, head by head.
@@ -45,7 +50,7 @@ class Layout:
     def of(cls, layers: Mapping[int, Rows], capacity: int) -> Layout:
         """A layout for rows like these, with room for longer texts than ``capacity`` tokens."""
         kinds = {layer: tuple((t.shape[1], t.shape[3], t.dtype) for t in rows) for layer, rows in layers.items()}
-        return cls(kinds, -(-CAPACITY_FACTOR * capacity // ALIGNMENT) * ALIGNMENT)
+        return cls(kinds, aligned(CAPACITY_FACTOR * capacity))
 
     @property
     def token_bytes(self) -> int:

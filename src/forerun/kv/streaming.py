@@ -204,7 +204,8 @@ class StreamingCache(Cache):
         if not 0 <= length <= self.length:
             raise ValueError(f"length is {length}; it must be between 0 and {self.length}")
         back = self._before if self._before is not None and length < self._before.length else None
-        lowest = self._lowest(back)
+        read, held = back or (self.length, self._held)
+        lowest = self._sinks + read - held  # the shortest length above the sinks, now or after going back
         if self._sinks < length < lowest:
             raise ValueError(
                 f"length is {length}, and tokens before it are evicted; "
@@ -220,11 +221,6 @@ class StreamingCache(Cache):
         self.length = length
         if self.length == self._held:  # nothing held has been evicted or skipped
             self._sinks = self.sinks
-
-    def _lowest(self, back: _Extent | None) -> int:
-        """The shortest length above the sinks that truncation can reach, now or after going ``back``."""
-        length, held = back or (self.length, self._held)
-        return self._sinks + length - held
 
     @property
     def nbytes(self) -> int:

@@ -23,7 +23,6 @@ from forerun.kernels.linear.ordered_modules import Ordered
 from forerun.models.forward.architecture import text_config
 from forerun.models.forward.scorer import Scorer
 from forerun.models.heads.head import (
-    GROWTH_TOKENS,
     ROTARY_FIELDS,
     Growth,
     Head,
@@ -100,6 +99,7 @@ class DFlashHead(Head):
         if not isinstance(mask, int) or not 0 <= mask < target.vocabulary:
             raise ValueError(f"mask_token_id is {mask!r} in {self.folder}; it must be a token of the target")
         self._mask = mask
+        self.token_bytes = 2 * self._count * self._kv_heads * self._dim * target.model.dtype.itemsize
         self._load(target)
 
     def _load(self, target: Scorer) -> None:
@@ -131,10 +131,6 @@ class DFlashHead(Head):
 
     def text(self) -> HeadText:
         return HeadText(self._count)
-
-    def needs(self, tokens: int) -> int:
-        width = int(self._target.model.dtype.itemsize)
-        return 2 * self._count * self._kv_heads * self._dim * width * (tokens + max(GROWTH_TOKENS, tokens // 4))
 
     def read(self, texts: Sequence[HeadText]) -> None:
         for text in texts:

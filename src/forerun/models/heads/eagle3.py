@@ -23,7 +23,6 @@ from forerun.kernels.attention.attention import AttentionSpec
 from forerun.models.forward.architecture import text_config
 from forerun.models.forward.scorer import Scorer, running_pass
 from forerun.models.heads.head import (
-    GROWTH_TOKENS,
     ROTARY_FIELDS,
     HeadFile,
     RecurrentHead,
@@ -38,7 +37,6 @@ from forerun.models.heads.head import (
 
 AUX_STATES = 3
 """The target's hidden states that an entry has."""
-PARTS = ("q", "k", "v", "o")
 
 
 class Eagle3Head(RecurrentHead):
@@ -56,7 +54,8 @@ class Eagle3Head(RecurrentHead):
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.config = config_of(self.folder)
-        self._layer = layer_config(self.config)
+        inner = self.config.get("transformer_layer_config")
+        self._layer = inner if isinstance(inner, dict) else self.config  # the configuration of the decoder layer
         size, heads, self._inner, self._vocabulary = (
             count_in(self._layer, name, self.folder)
             for name in ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
@@ -93,6 +92,7 @@ class Eagle3Head(RecurrentHead):
             raise ValueError(
                 f"the EAGLE-3 head in {self.folder} reads hidden states of {stated} numbers, and the target has {wide}"
             )
+        self.token_bytes = 2 * self._kv_heads * self._dim * target.model.dtype.itemsize
         self._load(target, wide)
 
     def _load(self, target: Scorer, wide: int) -> None:
@@ -111,14 +111,11 @@ class Eagle3Head(RecurrentHead):
         for part, shape in (("gate", (self._inner, size)), ("up", (self._inner, size)), ("down", (size, self._inner))):
             w[part] = file.take(f"layers.0.mlp.{part}_proj.weight", *shape)
         w["norm"] = file.take("norm.weight", size)
-        w["input_norm"] = (
-            file.take("input_norm.weight", AUX_STATES * wide) if self.config.get("norm_before_fc") else None
-        )
+        if self.config.get("norm_before_fc"):
+            w["input_norm"] = file.take("input_norm.weight", AUX_STATES * wide)
         w["embed"] = file.find("embed_tokens.weight", self._vocabulary, size)
-        if self._known == self._vocabulary:
-            w["head"] = file.find("lm_head.weight", self._known, size)
-        else:
-            w["head"] = file.take("lm_head.weight", self._known, size)
+        find_head = file.find if self._known == self._vocabulary else file.take
+        w["head"] = find_head("lm_head.weight", self._known, size)
         if size != wide and (w["embed"] is None or w["head"] is None):
             raise ValueError(
                 f"the EAGLE-3 head in {self.folder} is {size} wide and the target {wide}; "
@@ -130,8 +127,7 @@ class Eagle3Head(RecurrentHead):
         }
         self._map_tokens(file, target)
         fields = {name: value for name, value in self._layer.items() if name in ROTARY_FIELDS}
-        rotary_config = LlamaConfig(**fields, head_dim=self._dim)
-        self._rotary = LlamaRotaryEmbedding(rotary_config).to(target.device)
+        self._rotary = LlamaRotaryEmbedding(LlamaConfig(**fields, head_dim=self._dim)).to(target.device)
 
     def _map_tokens(self, file: HeadFile, target: Scorer) -> None:
         self.tokens = None
@@ -142,10 +138,6 @@ class Eagle3Head(RecurrentHead):
         if int(tokens.min()) < 0 or int(tokens.max()) >= self._vocabulary:
             raise ValueError(f"d2t in {self.folder} names tokens outside of the vocabulary of {self._vocabulary}")
         self.tokens = tokens.to(target.device)
-
-    def needs(self, tokens: int) -> int:
-        width = int(self._target.model.dtype.itemsize)
-        return 2 * self._kv_heads * self._dim * width * (tokens + max(GROWTH_TOKENS, tokens // 4))
 
     def features(self, states: torch.Tensor) -> torch.Tensor:
         w = self._weights
@@ -186,12 +178,6 @@ class Eagle3Head(RecurrentHead):
         if "head" in self._weights:
             return linear(normed, self._weights["head"])
         return output_logits(self._target, normed)
-
-
-def layer_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of the decoder layer."""
-    inner = config.get("transformer_layer_config")
-    return inner if isinstance(inner, dict) else config
 
 
 def _aux_layers(config: dict[str, Any]) -> tuple[Any, ...]:

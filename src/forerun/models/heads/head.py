@@ -64,8 +64,13 @@ class HeadText:
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor, place: int) -> Rows:
         """Write keys and values ``[1, Hkv, n, d]`` from a place on; returns all up to there."""
         end = place + k.shape[2]
-        self.rows[layer] = rows = append(self.rows[layer], (k, v), place, end + max(GROWTH_TOKENS, end // 4))
+        self.rows[layer] = rows = append(self.rows[layer], (k, v), place, _grown(end))
         return tuple(each[:, :, :end] for each in rows)
+
+
+def _grown(tokens: int) -> int:
+    """Tokens that a text's memory has room for when it grows to hold so many."""
+    return tokens + max(GROWTH_TOKENS, tokens // 4)
 
 
 class Growth:
@@ -117,11 +122,13 @@ class Head(ABC):
         layers: the target's layers whose hidden states it reads; see ``Scorer.score_with_states``.
         tokens: the target's id of each token that it knows, int64 ``[D]``; None if they are the same.
         levels: of a tree that it is worth asking for.
+        token_bytes: bytes of a token's keys and values in all of its layers, once it is bound.
     """
 
     layers: tuple[int, ...] = ()
     tokens: torch.Tensor | None = None
     levels = 6
+    token_bytes: int
 
     def bind(self, target: Scorer) -> None:
         """Get ready to draft for a target.
@@ -136,9 +143,9 @@ class Head(ABC):
     def text(self) -> HeadText:
         """An empty text."""
 
-    @abstractmethod
     def needs(self, tokens: int) -> int:
         """Maximum bytes that a text of this many tokens takes."""
+        return self.token_bytes * _grown(tokens)
 
     def record(self, text: HeadText, tokens: IntArray, start: int, states: torch.Tensor) -> None:
         """Take over hidden states ``[n, layers * hidden]`` of a text's tokens from ``start`` on.
@@ -346,9 +353,6 @@ class HeadFile:
         if not self._tensors:
             raise ValueError(f"{folder} has no weights: there is no .safetensors file in it")
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
-
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """A tensor of this shape.
 
@@ -367,7 +371,7 @@ class HeadFile:
 
     def find(self, name: str, *shape: int) -> torch.Tensor | None:
         """``take``, or None if there is no such tensor."""
-        return self.take(name, *shape) if name in self else None
+        return self.take(name, *shape) if name in self._tensors else None
 
 
 def config_of(folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from transformers.modeling_layers import MtpModel
 
 from forerun.models.forward.architecture import text_config
 from forerun.models.forward.scorer import ATTENTION_NAME, Scorer, experts, use_implementations
-from forerun.models.heads.head import GROWTH_TOKENS, RecurrentHead
+from forerun.models.heads.head import RecurrentHead
 from forerun.models.loading.load import quiet
 
 MTP = "mtp"
@@ -44,10 +44,7 @@ class MtpHead(RecurrentHead):
                 f"the heads for further tokens of {name} are of type {sorted(kinds)}, which is not supported"
             )
         self.depth_layers, self.layers = int(count), (int(config.num_hidden_layers),)
-        self._token_bytes = self.depth_layers * max(layer.nbytes for layer in target.kv.layers.values())
-
-    def needs(self, tokens: int) -> int:
-        return self._token_bytes * (tokens + max(GROWTH_TOKENS, tokens // 4))
+        self.token_bytes = self.depth_layers * max(layer.nbytes for layer in target.kv.layers.values())
 
     def features(self, states: torch.Tensor) -> torch.Tensor:
         return states.to(self._model.dtype)

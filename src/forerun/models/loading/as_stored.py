@@ -8,7 +8,6 @@ routers and kernels of convolutions become float32. What differs is known from `
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -25,6 +24,7 @@ from forerun.kernels.linear.gguf_formats import GGUF_FORMATS
 from forerun.kernels.runtime.vector_ir import unusable
 from forerun.models.loading.gguf import Header, Progress, Tensor, counted, is_mixtral
 from forerun.models.loading.gguf_layout import EXPERTS, layout_of
+from forerun.models.loading.load import check_complete
 from forerun.models.loading.stored_weights import InputOrder, StoredEmbedding, StoredExperts, StoredLinear
 
 BLOCK_COLUMNS = {each.name: each.words for each in GGUF_FORMATS}
@@ -137,10 +137,7 @@ class _Filler:
                 self._exchange(name, module)
             elif f"{name}.{EXPERTS[0]}" in self._matrices:
                 self._exchange_experts(name, module)
-        missing = sorted(name for name, weight in self.model.named_parameters() if weight.is_meta)
-        if missing:
-            listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-            raise ValueError(f"the weights in {self.file} are incomplete and would be random: {listed}")
+        check_complete(self.file, sorted(name for name, each in self.model.named_parameters() if each.is_meta))
 
     def _take(self, name: str, ours: str, tensor: Tensor) -> None:
         owner, _, leaf = ours.rpartition(".")
@@ -203,7 +200,9 @@ class _Filler:
         """Replace a module by one over stored weights; a head without weights shares the embedding's."""
         matrix = self._matrices.get(f"{name}.weight")
         if matrix is None and module is self.model.get_output_embeddings() and self.model.config.tie_word_embeddings:
-            matrix = next((self._matrices[key] for key in self._embeddings()), None)
+            inputs = self.model.get_input_embeddings()
+            embedding = next(each for each, owner in self.model.named_modules() if owner is inputs)
+            matrix = self._matrices[f"{embedding}.weight"]
         if matrix is None:
             return
         rows, kind, columns = matrix
@@ -220,8 +219,3 @@ class _Filler:
         if None not in matrices:
             gate, up, down = ((rows, kind) for rows, kind, _ in filter(None, matrices))
             self.model.set_submodule(name, StoredExperts(gate, up, down, module.act_fn))
-
-    def _embeddings(self) -> Iterator[str]:
-        """The name of the input embedding's weights."""
-        inputs = self.model.get_input_embeddings()
-        yield from (f"{name}.weight" for name, module in self.model.named_modules() if module is inputs)

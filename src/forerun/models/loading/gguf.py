@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import shutil
 import struct
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -128,12 +127,9 @@ def read_header(file: Path) -> Header:
 @contextmanager
 def alone(file: Path) -> Iterator[Path]:
     """A folder that holds only this file; transformers would otherwise load a tokenizer from the same folder."""
-    folder = Path(tempfile.mkdtemp(prefix="forerun-gguf-"))
-    try:
-        (folder / file.name).symlink_to(file.resolve())
-        yield folder
-    finally:
-        shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(prefix="forerun-gguf-") as folder:
+        (Path(folder) / file.name).symlink_to(file.resolve())
+        yield Path(folder)
 
 
 Progress = Callable[[int, int], None]
@@ -171,46 +167,28 @@ def read_by(header: Header) -> Iterator[None]:
 
     reader = gguf.GGUFReader
     if header.architecture != "gpt-oss":  # transformers looks at its fields in another way
-        gguf.GGUFReader = lambda path: _ReaderOfHeader(header)
+        gguf.GGUFReader = lambda path: _reader_of(header)
     try:
         yield
     finally:
         gguf.GGUFReader = reader
 
 
-class _ReaderOfHeader:
+def _reader_of(header: Header) -> SimpleNamespace:
     """What transformers uses of gguf's reader, without its arrays of texts: only how many tokens there are counts."""
-
-    def __init__(self, header: Header) -> None:
-        self.fields = {key: _Field.of(key, value) for key, value in header.metadata.items()}
-        self.tensors = [SimpleNamespace(name=name) for name in header.tensors]
+    fields = {key: _field(key, value) for key, value in header.metadata.items()}
+    return SimpleNamespace(fields=fields, tensors=[SimpleNamespace(name=name) for name in header.tensors])
 
 
-@dataclass(frozen=True)
-class _Field:
+def _field(key: str, value: Any) -> SimpleNamespace:
     """An entry of the metadata, as gguf's reader has it: ``parts[i]`` for each ``i`` in ``data``."""
-
-    parts: Sequence[Any]
-    data: Sequence[int]
-    types: Sequence[int]
-
-    @classmethod
-    def of(cls, key: str, value: Any) -> _Field:
-        if isinstance(value, list):
-            return cls([[each] for each in value], range(len(value)), [_ARRAY, _type_of(value[0] if value else 0)])
-        if key == TOKENS:
-            return cls(_Zeros(), range(value), [_ARRAY, _type_of(0)])
-        return cls([value.encode() if isinstance(value, str) else [value]], [0], [_type_of(value)])
-
-
-class _Zeros(Sequence[Any]):
-    """Any number of entries."""
-
-    def __len__(self) -> int:
-        return 0
-
-    def __getitem__(self, index: Any) -> Any:
-        return (0,)
+    if key == TOKENS and not isinstance(value, list):
+        value = [0] * value
+    if isinstance(value, list):
+        types = [_ARRAY, _type_of(value[0] if value else 0)]
+        return SimpleNamespace(parts=[[each] for each in value], data=range(len(value)), types=types)
+    parts = [value.encode() if isinstance(value, str) else [value]]
+    return SimpleNamespace(parts=parts, data=[0], types=[_type_of(value)])
 
 
 def _type_of(value: Any) -> int:

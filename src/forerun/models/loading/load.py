@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging as log
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -290,8 +290,16 @@ def _model(source: _Source, dtype: str, kind: str, **more: Any) -> PreTrainedMod
         )
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(f"the weights in {source.name} cannot be loaded: {error}") from error
-    missing = sorted(info["missing_keys"])
+    check_complete(source.name, sorted(info["missing_keys"]))
+    return model
+
+
+def check_complete(source: Path, missing: Sequence[str]) -> None:
+    """Refuse weights of which some are missing.
+
+    Raises:
+        ValueError: with the first of their names.
+    """
     if missing:
         listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-        raise ValueError(f"the weights in {source.name} are incomplete and would be random: {listed}")
-    return model
+        raise ValueError(f"the weights in {source} are incomplete and would be random: {listed}")

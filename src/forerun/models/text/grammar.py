@@ -127,17 +127,14 @@ class Grammars:
             return (namespace, source) in self._known
 
     def tokenizer_arguments(self) -> dict[str, Any]:
-        """Arguments of ``llguidance.LLTokenizer`` for this tokenizer, for another process.
-
-        Raises:
-            ValueError: if llguidance cannot use the tokenizer; see ``prepare``.
-        """
-        if not isinstance(self.tokenizer, PreTrainedTokenizerFast):
-            raise ValueError("response_format needs a fast tokenizer")
-        backend = copy(self.tokenizer.backend_tokenizer)
+        """Arguments of ``llguidance.LLTokenizer``, for this process or another. ``prepare`` checks the tokenizer."""
+        tokenizer = self.tokenizer
+        assert isinstance(tokenizer, PreTrainedTokenizerFast)
+        backend = copy(tokenizer.backend_tokenizer)
         backend.no_padding()
         backend.no_truncation()
-        ends = _end_tokens(self.tokenizer, self._ends)
+        own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        ends = list(dict.fromkeys([*self._ends, *own]))
         return {"tokenizer": backend.to_str(), "n_vocab": self._vocabulary, "eos_token": ends or None}
 
     def prepare(self) -> LLTokenizer:
@@ -148,8 +145,23 @@ class Grammars:
         """
         with self._making:
             if self._made is None:
-                self._made = _of_tokenizer(self.tokenizer, self._vocabulary, self._ends)
+                self._made = self._make()
             return self._made
+
+    def _make(self) -> LLTokenizer:
+        if not isinstance(self.tokenizer, PreTrainedTokenizerFast):
+            kind = "none" if self.tokenizer is None else type(self.tokenizer).__name__
+            needed = "a fast tokenizer, which the tokenizers library runs"
+            raise ValueError(f"response_format needs {needed}; there is {kind}")
+        try:
+            from llguidance import LLTokenizer
+        except ModuleNotFoundError:
+            told = "response_format needs llguidance; install it by: pip install 'forerun[grammar]'"
+            raise ModuleNotFoundError(told, name="llguidance") from None
+        try:
+            return LLTokenizer(**self.tokenizer_arguments())
+        except Exception as error:  # it may raise anything
+            raise ValueError(f"response_format cannot use this tokenizer: {_first_line(str(error))}") from error
 
 
 class _Walker:
@@ -334,27 +346,6 @@ def _compile(tokenizer: LLTokenizer, source: GrammarSource) -> LLMatcher:
         reason = "no text fits it" if reason.startswith("NoExtension") else reason
         raise SchemaError(f"the {what} cannot be used: {reason}")
     return matcher
-
-
-def _of_tokenizer(tokenizer: PreTrainedTokenizerBase | None, vocabulary: int, ends: Sequence[int]) -> LLTokenizer:
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        kind = "none" if tokenizer is None else type(tokenizer).__name__
-        raise ValueError(f"response_format needs a fast tokenizer, which the tokenizers library runs; there is {kind}")
-    try:
-        import llguidance.hf
-    except ModuleNotFoundError:
-        told = "response_format needs llguidance; install it by: pip install 'forerun[grammar]'"
-        raise ModuleNotFoundError(told, name="llguidance") from None
-    every = _end_tokens(tokenizer, ends)
-    try:
-        return llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=every or None)
-    except Exception as error:  # it may raise anything
-        raise ValueError(f"response_format cannot use this tokenizer: {_first_line(str(error))}") from error
-
-
-def _end_tokens(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> list[int]:
-    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return list(dict.fromkeys([*ends, *own]))
 
 
 def _first_line(message: str) -> str:

@@ -163,11 +163,10 @@ class _ShortestJson:
             return len(json.dumps(schema["const"]))
         if isinstance(values := schema.get("enum"), list) and values:
             return min(len(json.dumps(value)) for value in values)
-        return max(self._object(schema), self._array(schema)) if self._is_structure(schema) else _string(schema)
-
-    @staticmethod
-    def _is_structure(schema: Mapping[str, Any]) -> bool:
-        return schema.get("type") in ("object", "array", None)
+        if schema.get("type") in ("object", "array", None):
+            return max(self._object(schema), self._array(schema))
+        pattern = schema.get("pattern")
+        return shortest_match(pattern) if isinstance(pattern, str) else 0
 
     def _object(self, schema: Mapping[str, Any]) -> float:
         properties, required = schema.get("properties"), schema.get("required")
@@ -193,11 +192,6 @@ class _ShortestJson:
                 target = target.get(key) if isinstance(target, Mapping) else None
             self._known[reference] = self.length(target)
         return self._known[reference]
-
-
-def _string(schema: Mapping[str, Any]) -> float:
-    pattern = schema.get("pattern")
-    return shortest_match(pattern) if isinstance(pattern, str) else 0
 
 
 _LARK_TOKEN = re.compile(
@@ -286,13 +280,10 @@ def _lark_tokens(text: str) -> Iterator[_Token]:
                 yield "length", _ShortestJson(schema).length(schema)
             elif value != "%ignore":
                 raise SchemaError(f"the grammar has {value}; allowed are %json and %ignore")
-        elif kind == "string":
-            _check_forced("grammar", len(value) - 2)
-            yield "length", len(value) - 2
-        elif kind == "regex":
-            shortest = shortest_match(value[1 : value.rindex("/")])
-            _check_forced("grammar", shortest)
-            yield "length", shortest
+        elif kind in ("string", "regex"):
+            length = len(value) - 2 if kind == "string" else shortest_match(value[1 : value.rindex("/")])
+            _check_forced("grammar", length)
+            yield "length", length
         elif kind == "special":
             yield "length", 1
         elif kind == "times":

@@ -150,7 +150,8 @@ class MessageParser:
         begins_thinking = form.own is None and form.thinking is not None and form.thinking_after(prompt) == "open"
         prefix = prompt if form.own is not None else form.thinking.begin if begins_thinking and form.thinking else ""
         self._parser = tokenizer.get_response_parser(template, prefix=prefix, tools=list(tools) or None)
-        self._format = None if form.own is not None else form.calls
+        whole = form.own is not None or form.calls is None or form.calls.body == "tags"
+        self._format = None if whole else form.calls  # of calls that are passed on as they come
         self.calls = 0
         """How many calls have begun."""
         self._fields: dict[str, Any] = template["fields"]
@@ -237,9 +238,9 @@ class MessageParser:
         if kind == "region_open":
             self._calls_before, self._head = self.calls, ""
             self._scanner = ObjectScanner(self._begin, self._add)
-        elif kind == "region_chunk" and self._format is not None and self._format.body != "tags":
+        elif kind == "region_chunk" and self._format is not None:
             self._read_call(event["text"], self._format)
-        elif kind == "region_close" and (self._format is None or self._format.body == "tags"):
+        elif kind == "region_close" and self._format is None:
             for call in event["value"] if isinstance(event["value"], list) else [event["value"]]:
                 self._take_whole(call)
         elif kind == "region_close" and self._format is not None and self.calls == self._calls_before:

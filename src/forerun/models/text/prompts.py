@@ -87,8 +87,8 @@ def apply_template(
 def rendered(
     messages: Messages,
     tokenizer: PreTrainedTokenizerBase,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    options: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None,
+    options: Mapping[str, Any] | None,
 ) -> str:
     """The text of a conversation, whose token ids ``apply_template`` gives; see there."""
     return str(_applied(messages, tokenizer, tools, options, False))

@@ -309,21 +309,21 @@ def _with_stop_strings(
 ) -> dict[str, Any]:
     """Turn ``stop_strings`` into a stopping criterion, as transformers passes no tokenizer to custom functions."""
     own_config = kwargs.get("generation_config")
-    in_config = own_config or model.generation_config
-    strings = kwargs.get("stop_strings") or in_config.stop_strings or model.generation_config.stop_strings
+    config = own_config or model.generation_config
+    strings = kwargs.get("stop_strings") or config.stop_strings or model.generation_config.stop_strings
     if not strings:
         return kwargs
     if "" in ([strings] if isinstance(strings, str) else strings):
         raise ValueError(f"stop_strings={strings!r} holds an empty one, which would stop everywhere")
     if tokenizer is None:
         raise ValueError(f"stop_strings={strings!r} need a tokenizer, and there is none; pass tokenizer=")
-    without = copy.deepcopy(own_config) if own_config is not None else None
-    if without is not None:
-        without.stop_strings = None
-    criteria = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or [])])
-    criteria.append(StopStringCriteria(tokenizer, strings))
+    own = kwargs.get("stopping_criteria") or []
+    criteria = StoppingCriteriaList([*own, StopStringCriteria(tokenizer, strings)])
     changed = {**kwargs, "stop_strings": None, "stopping_criteria": criteria}
-    return {**changed, "generation_config": without} if without is not None else changed
+    if own_config is not None:
+        changed["generation_config"] = copy.deepcopy(own_config)
+        changed["generation_config"].stop_strings = None
+    return changed
 
 
 def _check_mode(config: GenerationConfig) -> None:

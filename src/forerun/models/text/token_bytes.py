@@ -7,11 +7,14 @@ import re
 from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 SPACE = "▁"
 """How SentencePiece writes a space."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """A byte that has a token of its own."""
+BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
+"""The byte that each of GPT-2's characters stands for."""
 
 
 class TokenBytes:
@@ -43,7 +46,7 @@ class TokenBytes:
         if token in self._added:
             return name.encode()
         if "ByteLevel" in self._decoders:
-            return bytes(map(_BYTE_OF.__getitem__, name))
+            return bytes(map(BYTE_OF.__getitem__, name))
         if "ByteFallback" in self._decoders or "Metaspace" in self._decoders:
             byte = _BYTE.fullmatch(name)
             return bytes([int(byte[1], 16)]) if byte else name.replace(SPACE, " ").encode()
@@ -67,13 +70,3 @@ class TokenBytes:
             return frozenset()
         description = json.loads(self._tokenizer.backend_tokenizer.decoder.__getstate__())
         return frozenset(each["type"] for each in description.get("decoders", [description]))
-
-
-def _byte_of() -> dict[str, int]:
-    """GPT-2's characters for bytes: printable ones stand for themselves, the others for those from 256 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_of()
