@@ -31,7 +31,13 @@ from forerun.policy import node_table, prices
 from forerun.policy.ask_gain import DEEPER_GAINS, EXPECTED_NODES, SUFFIX_GAINS, SUFFIXES, AskGain
 from forerun.policy.chain_acceptance import ChainAcceptance, best_length
 from forerun.policy.cost_curve import FloatArray
-from forerun.policy.exploration_budget import EXPLORATION_START, SAVINGS, STAKE, ExplorationBudget
+from forerun.policy.exploration_budget import (
+    EXPLORATION_START,
+    STAKE,
+    ExplorationBudget,
+    growth,
+    within_savings,
+)
 from forerun.policy.prices import Prices
 from forerun.policy.tree_pruning import TreePruner, TreeSelection
 
@@ -123,8 +129,7 @@ class AdaptiveDrafter(OuterDrafter):
         self._budgets: dict[int, ExplorationBudget] = {}  # by request
         self._prompts: dict[int, Cache] = {}
         self._preparing: dict[int, float] = {}  # seconds so far
-        self._saved = dict.fromkeys((False, True), EXPLORATION_START)
-        """Plain steps that trees, and chains, saved lately in all texts, and what they may lose before they did."""
+        self._credit = EXPLORATION_START  # what texts left over for the next ones, in plain steps
         self._nodes = LEAST_NODES
         self._acceptance = ChainAcceptance()
         self._gain, self._deepening_gain = AskGain(SUFFIXES, SUFFIX_GAINS), AskGain(EXPECTED_NODES, DEEPER_GAINS)
@@ -148,7 +153,7 @@ class AdaptiveDrafter(OuterDrafter):
         super().warm_up()
 
     def begin(self, request: Request) -> None:
-        self._budgets[request.id] = ExplorationBudget(request, sum(self._saved.values()))
+        self._budgets[request.id] = ExplorationBudget(request, self._credit)
         self._acceptance.begin(request)
         super().begin(request)
 
@@ -214,7 +219,8 @@ class AdaptiveDrafter(OuterDrafter):
         self._preparing[request.id] += self._clock() - began
 
     def finish(self, request: Request) -> None:
-        self._budgets.pop(request.id, None)
+        if self._budgets.pop(request.id, None) is not None:
+            self._credit = within_savings(self._credit + growth(request))
         self._prompts.pop(request.id, None)
         self._preparing.pop(request.id, None)
         if self._step is not None and self._step.waiting.pop(request.id, None) is not None:
@@ -315,7 +321,7 @@ class AdaptiveDrafter(OuterDrafter):
 
     def _allowed(self, budget: ExplorationBudget, passes: FloatArray, plain: float, alone: float) -> int:
         """Nodes of a row's tree: no more than may be lost if all of them are wrong."""
-        stake = budget.allowance(self._saved[False] > EXPLORATION_START, self._prices.deepening / alone)
+        stake = budget.stake(self._prices.deepening / alone)
         return max(1, int(np.searchsorted(passes, plain + stake * alone, side="right")))
 
     def _length(self, selection: TreeSelection, spent: float) -> int | None:
@@ -342,8 +348,7 @@ class AdaptiveDrafter(OuterDrafter):
             return 0
         each = draft.each + (float(passes[-1]) - float(passes[0])) / max(longest - 1, 1)
         pays, budgets = best.rate > rate, [self._budgets[row.id] for row in context.rows]
-        least, shown = (draft.start + each) / selection.plain, self._saved[True] > EXPLORATION_START
-        stake = sum(budget.allowance(shown, least) for budget in budgets) / rows
+        stake = sum(budget.stake((draft.start + each) / selection.plain) for budget in budgets) / rows
         tokens = int((stake * selection.plain - draft.start) / each + FLOAT_TOLERANCE)
         affordable = max(tokens, int(all(budget.untouched for budget in budgets)))
         self._acceptance.start(context.rows, best.rate * each / rows if pays else 0.0)
@@ -427,7 +432,7 @@ class AdaptiveDrafter(OuterDrafter):
                     self._gain.record(row.known, saved)
                 saved -= asking
             row.budget.record(saved)
-            self._saved[step.chained] = min(max(self._saved[step.chained] + saved / rows, 0.0), SAVINGS)
+            self._credit = within_savings(self._credit + saved)
 
 
 def _propose(source: Drafter | None, context: PassContext) -> list[DraftTree]:

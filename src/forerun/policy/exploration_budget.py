@@ -9,12 +9,14 @@ from __future__ import annotations
 from forerun.core.request import Request
 
 EXPLORATION_SHARE = 0.01
-"""The share of a text's plain steps that drafts without success may take, and the same share of all that it may have at
-once, from the start."""
+"""The share of a text's plain steps that drafts without success may take. What is not lost is left for later texts."""
 EXPLORATION_START = 1.0
-"""What may be lost at the start, at most, in plain steps."""
+"""What an engine's first text may lose at its start, in plain steps, and what any later text may lose of what earlier
+ones left."""
+CREDIT_SHARE = 0.04
+"""The same for long texts: the share of all plain steps that a text may have."""
 STAKE = 0.25
-"""The share of what is left that a single draft may lose while its source has saved nothing."""
+"""The share of what is left that a single draft may lose while drafts have saved nothing in a text."""
 SAVINGS = 16.0
 """The maximum of what was saved, in plain steps: how long drafts are trusted after they stop paying."""
 
@@ -27,12 +29,12 @@ class ExplorationBudget:
 
     Args:
         request: whose drafts these are.
-        credit: what earlier texts saved, which may be lost at the start, too.
+        credit: what earlier texts left over.
     """
 
     def __init__(self, request: Request, credit: float) -> None:
         self._request = request
-        self._start = min(EXPLORATION_START, EXPLORATION_SHARE * request.max_new_tokens + credit)
+        self._start = min(max(EXPLORATION_START, CREDIT_SHARE * request.max_new_tokens), credit)
         self._saved = self._lost = 0.0
 
     @property
@@ -42,17 +44,18 @@ class ExplorationBudget:
 
     @property
     def _unspent(self) -> float:
-        return self._start + EXPLORATION_SHARE * (len(self._request) - self._request.prompt_length) - self._lost
+        return self._start + growth(self._request) - self._lost
 
     def affords(self, cost: float) -> bool:
         """Whether ``cost`` may be spent. More than ``EXPLORATION_START`` may be spent if that much is left: every
         source is tried now and then."""
         return self.left > 0 and self.left >= min(cost, EXPLORATION_START)
 
-    def allowance(self, shown: bool, least: float = 0.0) -> float:
-        """What a single draft may lose: what is left, if its source has ``shown`` that it saves time. Else a part of
-        it, so that bad luck at first does not end all trials, but as much as the least draft takes, if it is there."""
-        return self.left if shown else max(self.left * STAKE, min(self.left, least))
+    def stake(self, least: float) -> float:
+        """What a single draft may lose: what is left, once drafts have saved something in this text. Before, it is a
+        part of it, so that bad luck at first does not end all trials, but as much as the least draft takes, if it is
+        there."""
+        return self.left if self._saved > 0 else max(self.left * STAKE, min(self.left, least))
 
     @property
     def untouched(self) -> bool:
@@ -62,5 +65,15 @@ class ExplorationBudget:
     def record(self, saved: float) -> None:
         """A step's drafts saved this; less than 0 if they lost."""
         balance = self._saved + saved
-        self._saved = min(max(balance, 0.0), SAVINGS)
+        self._saved = within_savings(balance)
         self._lost -= min(balance, 0.0)
+
+
+def growth(request: Request) -> float:
+    """What a text of this length may lose, whatever came before."""
+    return EXPLORATION_SHARE * (len(request) - request.prompt_length)
+
+
+def within_savings(steps: float) -> float:
+    """As much of it as counts as saved: at least nothing, at most ``SAVINGS``."""
+    return min(max(steps, 0.0), SAVINGS)
