@@ -205,9 +205,13 @@ class Prices:
             self._deepening.record(seconds / unit / rows)
 
     def record_chains(self, length: float, pass_cost: float, seconds: float) -> None:
-        """Drafting chains of a mean ``length`` took ``seconds``; ``pass_cost`` is the guess for one of their passes."""
+        """Drafting chains of a mean ``length`` took ``seconds``; ``pass_cost`` is the guess for one of their passes.
+
+        The first chains touch memory and choose keys. So they only count if they took less than the guess.
+        """
         if length and (unit := self.unit):
-            self._chains.record(seconds / unit / pass_cost, length, sized=True)
+            passes = seconds / unit / pass_cost
+            self._chains.record(passes if self.chains_known else min(passes, length), length, sized=True)
 
     def record_preparing(self, tokens: int, seconds: float) -> None:
         """Reading a prompt of so many tokens for chains took ``seconds``."""
