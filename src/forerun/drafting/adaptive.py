@@ -321,7 +321,7 @@ class AdaptiveDrafter(OuterDrafter):
 
     def _allowed(self, budget: ExplorationBudget, passes: FloatArray, plain: float, alone: float) -> int:
         """Nodes of a row's tree: no more than may be lost if all of them are wrong."""
-        stake = budget.stake(self._prices.deepening / alone)
+        stake = budget.stake(0.0)
         return max(1, int(np.searchsorted(passes, plain + stake * alone, side="right")))
 
     def _length(self, selection: TreeSelection, spent: float) -> int | None:

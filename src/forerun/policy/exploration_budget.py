@@ -13,8 +13,9 @@ EXPLORATION_SHARE = 0.01
 EXPLORATION_START = 1.0
 """What an engine's first text may lose at its start, in plain steps, and what any later text may lose of what earlier
 ones left."""
-CREDIT_SHARE = 0.04
-"""The same for long texts: the share of all plain steps that a text may have."""
+CREDIT_SHARE = 0.06
+"""The same for long texts: the share of all plain steps that a text may have. With ``EXPLORATION_SHARE`` that is what a
+single text may lose by the promise of ``forerun bench never-slower``."""
 STAKE = 0.25
 """The share of what is left that a single draft may lose while drafts have saved nothing in a text."""
 SAVINGS = 16.0
