@@ -98,7 +98,6 @@ class JacobiDrafter(Drafter):
     """
 
     sized = True
-    weighs = True
 
     def __init__(self, config: JacobiConfig | None = None) -> None:
         self.config = config or JacobiConfig()

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.mocks import PROMPT, SAMPLERS, MockTarget, draft, generate, oracle, paths, step
+from support.mocks import PROMPT, SAMPLERS, MockScorer, MockTarget, draft, generate, oracle, paths, step
 
 from benchmarks.papers.lookahead_decoding import JacobiConfig, JacobiDrafter, best_config, expected_tokens
 from forerun.core.request import Request
 from forerun.core.sampling import Sampler
 from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome, verify
+from forerun.models.forward.runtime import default_runtime
 from forerun.policy.cost_curve import CostCurve
 
 
@@ -283,7 +285,8 @@ def test_the_expected_tokens_rise_with_every_size() -> None:
 
 def test_sizes_that_were_given_are_kept() -> None:
     drafter, free = JacobiDrafter(JacobiConfig(9, 4, 2)), JacobiDrafter()
+    runtime = replace(default_runtime(), costs=lambda scorer: CostCurve.linear(8))
     for one in (drafter, free):
-        one.fit(CostCurve.linear(8))
+        one.bind(MockScorer(MockTarget()), runtime)  # type: ignore[arg-type]
     assert drafter.config == JacobiConfig(9, 4, 2)
     assert free.config == best_config(CostCurve.linear(8))
