@@ -34,7 +34,9 @@ from forerun.cli.options import DebugOptions
 
 CONSTANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "drafts": {
-        "policy/exploration_budget.py": ("EXPLORATION_SHARE", "EXPLORATION_START", "SAVINGS", "STAKE"),
+        "policy/exploration_budget.py": (
+            *("EXPLORATION_SHARE", "EXPLORATION_START", "CREDIT_SHARE", "SAVINGS", "STAKE"),
+        ),
         "policy/ask_gain.py": ("PRIOR_TREES", "RECENT_TREES"),
         "policy/calibration.py": ("FIRST_GUESS", "STATEMENT_WEIGHT", "MEMORY"),
         "policy/chain_acceptance.py": ("AGREEING",),
