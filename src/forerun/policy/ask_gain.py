@@ -18,7 +18,8 @@ gives less. Measured alone: 0.5, 2.8, 11 and 15 with the bundled model, 0.2, 1.0
 EXPECTED_NODES = (0.5, 1.5)
 """Accepted nodes that a tree expects, from which a class begins."""
 DEEPER_GAINS = (1.0, 0.75, 0.5)
-"""Tokens that a model or a head is taken to give beside such a tree before any was seen: enough to be tried."""
+"""Tokens that a model or a head is taken to give beside such a tree before any was seen: enough to be tried. Halved
+and doubled, they change simulated texts by at most 3.2 %."""
 PRIOR_TREES, RECENT_TREES = 20, 100
 """How many trees the prior counts for, and how many of the last ones count. What a tree gives varies by three times its
 mean, so it takes that many to know it. With 4 and 20, SmolLM2 stopped asking at temperature 0.8, where it pays."""

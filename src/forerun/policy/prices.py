@@ -20,7 +20,8 @@ FIRST_PROPOSAL_SECONDS = 0.0003
 """What asking for a tree is taken to take before any was asked for: so much on two old cores. It only matters where a
 model's pass takes hardly longer: there the first trees of a text would cost all that may be lost."""
 FIRST_DEEPENING = 0.3
-"""What asking a costly source is taken to take before it was asked, in passes: a head's, or a small model's."""
+"""What asking a costly source is taken to take before it was asked, in passes of cost 1: a head's, or a
+small model's."""
 PLAIN_STEPS_TO_MEASURE = 2
 """Plain steps that it takes to measure one. Drafting displaces what the next pass reads from the processor's caches, so
 only a plain step that follows another one is measured."""
