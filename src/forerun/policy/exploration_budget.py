@@ -18,7 +18,7 @@ CREDIT_SHARE = 0.06
 start. With ``EXPLORATION_SHARE`` that is 7 %, what ``forerun bench never-slower`` allows a single draw. Halved and
 doubled, it changes simulated texts by at most 1.7 %; with 0.04, SmolLM2 gave up texts at temperature 0.8 that pay."""
 STAKE = 0.25
-"""The share of what is left that a single draft may lose."""
+"""The share of what is left that a single draft may lose while drafts have saved nothing in a text."""
 SAVINGS = 16.0
 """The maximum of what was saved, in plain steps: how long drafts are trusted after they stop paying."""
 
@@ -54,9 +54,10 @@ class ExplorationBudget:
         return self.left > 0 and self.left >= min(cost, EXPLORATION_START)
 
     def stake(self, least: float) -> float:
-        """What a single draft may lose: a part of what is left, so that one wrong draft never ends all trials. But as
-        much as the least draft takes, if it is there."""
-        return max(self.left * STAKE, min(self.left, least))
+        """What a single draft may lose: what is left, once drafts have saved something in this text. Before, it is a
+        part of it, so that bad luck at first does not end all trials, but as much as the least draft takes, if it is
+        there."""
+        return self.left if self._saved > 0 else max(self.left * STAKE, min(self.left, least))
 
     @property
     def untouched(self) -> bool:
