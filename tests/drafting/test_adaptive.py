@@ -326,6 +326,14 @@ def test_a_costly_source_begins_to_be_asked_when_it_begins_to_pay() -> None:
     assert now < 600 * 1.03 + 1400 * 0.55
 
 
+@pytest.mark.parametrize("wrong", [4, 5, 6, 9])
+def test_one_wrong_chain_does_not_end_chains_that_pay(wrong: int) -> None:
+    """A long one after a first right token can take all that may be lost."""
+    world = World(accepted=lambda token: float(token != wrong), drafting=0.4, loaded=1.0)
+    now, _ = decode(world, 48, weight=0.4)
+    assert now < 31
+
+
 def test_a_text_that_is_foreseen_goes_by_the_tree() -> None:
     now, chooser = decode(World(hits=lambda token: True), 900)
     assert 900 / now > 0.97 * 9 / 1.161

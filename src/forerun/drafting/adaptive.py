@@ -351,6 +351,7 @@ class AdaptiveDrafter(OuterDrafter):
         stake = sum(budget.stake((draft.start + each) / selection.plain) for budget in budgets) / rows
         tokens = int((stake * selection.plain - draft.start) / each + FLOAT_TOLERANCE)
         affordable = max(tokens, int(all(budget.untouched for budget in budgets)))
+        affordable = min(affordable, self._acceptance.longest(context.rows))
         self._acceptance.start(context.rows, best.rate * each / rows if pays else 0.0)
         if pays:
             return min(longest if self._acceptance.stops_early else best.tokens, affordable)

@@ -44,10 +44,16 @@ class ChainLength(NamedTuple):
 
 @dataclass
 class AcceptanceRate:
-    """The acceptance rate: accepted drafts by tested ones. Those behind a rejected one are not tested."""
+    """The acceptance rate: accepted drafts by tested ones. Those behind a rejected one are not tested.
+
+    Attributes:
+        tested, accepted: numbers of drafts; old ones fade.
+        proven: how long chains were accepted lately. It halves with every chain that shows less.
+    """
 
     tested: float = STATEMENT_WEIGHT
     accepted: float = STATEMENT_WEIGHT * FIRST_GUESS
+    proven: float = 0.5
 
     @property
     def rate(self) -> float:
@@ -59,6 +65,7 @@ class AcceptanceRate:
         fade = MEMORY ** min(accepted + 1, drafted)
         self.tested = self.tested * fade + accepted + (accepted < drafted)
         self.accepted = self.accepted * fade + accepted
+        self.proven = max(accepted, self.proven / 2)
 
 
 class ChainAcceptance:
@@ -76,7 +83,8 @@ class ChainAcceptance:
 
     def begin(self, request: Request) -> None:
         """Start a text with the acceptance rate of all texts, weighed as a first guess."""
-        self._rates[request.id] = AcceptanceRate(STATEMENT_WEIGHT, STATEMENT_WEIGHT * self._all.rate)
+        known = self._all
+        self._rates[request.id] = AcceptanceRate(STATEMENT_WEIGHT, STATEMENT_WEIGHT * known.rate, known.proven)
 
     def finish(self, request: Request) -> None:
         """Forget a text."""
@@ -91,6 +99,11 @@ class ChainAcceptance:
             passes: cost of verifying 1, 2, ... drafts of each row.
         """
         return best_length([self._rates[request.id].rate for request in requests], draft, passes)
+
+    def longest(self, requests: Sequence[Request]) -> int:
+        """The longest chain to draft: twice what was proven in one of these texts. The rate of a few accepted drafts
+        says little of long chains, and a single one that is wrong from the start loses the time of all its tokens."""
+        return max(1, int(2 * max(self._rates[request.id].proven for request in requests)))
 
     def start(self, requests: Sequence[Request], price: float) -> None:
         """Start new chains. Each grows as long as the chance that all of it is accepted is above ``price``."""
