@@ -16,8 +16,8 @@ from typer.core import TyperGroup
 from forerun.cli.commands import command
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "tasks": ("tasks.command:TaskOptions", "Forerun beside transformers and other engines, on six tasks or own prompts."),
-    "specbench": ("specbench.command:SpecBenchOptions", "Spec-Bench: tokens a step and speed-up by category."),
+    "tasks": ("tasks.tasks_command:TaskOptions", "Forerun beside transformers and other engines, on six tasks or own prompts."),
+    "specbench": ("specbench.specbench_command:SpecBenchOptions", "Spec-Bench: tokens a step and speed-up by category."),
     "papers lookahead": ("papers.lookahead_command:LookaheadOptions", "The Lookahead paper's tables and figures."),
     "papers triforce": ("papers.triforce_command:TriforceOptions", "TriForce's tables: decoding after long prompts."),
     "long-context analyse": ("long_context.analyse_command:AnalyseOptions", "How well a model predicts itself over sparse caches."),
@@ -28,10 +28,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "server attack": ("server.attack:AttackOptions", "Two tenants, of whom one attacks."),
     "server soak": ("server.soak:SoakOptions", "Mixed requests for minutes: is anything held for good?"),
     "server streams": ("server.many_streams:StreamsOptions", "Many streams at once: is each the text of its request alone?"),
-    "capacity": ("capacity.command:CapacityOptions", "What a model takes on given devices, and the tables of docs/scaling.md."),
-    "models": ("model_table.command:ModelsOptions", "What each family of models does, and what is refused: docs/models.md."),
+    "capacity": ("capacity.capacity_command:CapacityOptions", "What a model takes on given devices, and the tables of docs/scaling.md."),
+    "models": ("model_table.models_command:ModelsOptions", "What each family of models does, and what is refused: docs/models.md."),
     "passes": ("studies.passes_command:PassesOptions", "What passes of 1 to 64 tokens cost, beside the memory's bandwidth."),
-    "gpu": ("gpu.command:GpuOptions", "Forerun on this machine's GPU: exactness, bandwidth, passes, long contexts."),
+    "gpu": ("gpu.gpu_command:GpuOptions", "Forerun on this machine's GPU: exactness, bandwidth, passes, long contexts."),
     "offload": ("studies.offload_command:OffloadOptions", "Decoding with keys and values that are not on the device."),
     "replay": ("studies.replay_command:ReplayOptions", "Drafts on recorded answers, without a model."),
     "exact-texts": ("studies.exact_texts:ExactTextsOptions", "How many texts differ, bit for bit, between any drafter and none."),

@@ -15,7 +15,6 @@ import argparse
 import copy
 import hashlib
 import importlib
-import inspect
 import itertools
 import json
 import sys
@@ -32,32 +31,16 @@ import torch
 import forerun
 from forerun import DraftTree, Engine
 from forerun.core.block import Block
+from forerun.core.long_context import LongContextConfig
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.verify import Outcome, Verdict
+from forerun.drafting.recipes import RECIPES, build_drafter
+from forerun.kv.full_cache import FullCache
+from forerun.models.forward.scorer import Scorer
+from forerun.models.loading.load import load
 from forerun.reference import demo_prompts
-
-
-# names that are being changed, where they are and where they were; to be deleted afterwards
-def named(*places: str) -> Any:
-    """The first attribute that there is, of ``module:attribute``."""
-    for module, _, attribute in (place.partition(":") for place in places):
-        try:
-            return getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError):
-            continue
-    raise ImportError(f"there is none of {', '.join(places)}")
-
-
-Config = named("forerun:LongContextConfig", "forerun:Settings")
-RECIPES = named("forerun.drafting.recipes:RECIPES", "forerun.drafters.recipes:RECIPES")
-build_drafter = named("forerun.drafting.recipes:build_drafter", "forerun.drafters.recipes:build_drafter")
-load = named("forerun.models.loading.load:load", "forerun.model.load:load")
-Scorer = named("forerun.models.forward.scorer:Scorer", "forerun.model.scorer:Scorer")
-FullCache = named("forerun.kv.full_cache:FullCache", "forerun.caches.full:FullCache")
-TINY = ("build", "PROMPTS", "VOCABULARY", "LAYOUTS", "FAMILIES", "ARCHITECTURES")
-build, PROMPTS, VOCABULARY, *KNOWN = (named(f"tests.support.tiny:{name}", f"tests.tiny:{name}") for name in TINY)
-WHOLE = {"prune_drafts" if "prune_drafts" in inspect.signature(Engine).parameters else "cut": False}
-set_drafter = getattr(Engine, "set_drafter", None) or Engine.use
+from tests.support import tiny
 
 
 def stored_writer() -> Any:
@@ -65,13 +48,11 @@ def stored_writer() -> Any:
     tests = Path(forerun.__file__).parents[2] / "tests"
     sys.path += [str(tests), str(tests / "models")]
     try:
-        return named("test_as_stored:store")
+        return importlib.import_module("test_as_stored").store
     except BaseException as reason:  # pytest's own way to skip is no Exception
         print(f"stored weights are left out: {reason!r}", file=sys.stderr)
         return None
 
-
-# end of names
 
 Pairs = Iterator[tuple[str, str]]
 DTYPES = ("float32", "bfloat16", "float64")
@@ -90,12 +71,21 @@ COMPILED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, compiled": ("Qwen3ForCausalLM", {**WIDE, "tie_word_embeddings": True}),
     "gemma3, compiled": ("Gemma3ForCausalLM", {**WIDE, **KINDS, "query_pre_attn_scalar": 20}),
 }
+KNOWN = (COMPILED, tiny.LAYOUTS, tiny.FAMILIES, tiny.ARCHITECTURES)
 OTHERS = (
     "gemma2", "mixtral", "deepseek_v3", "gpt_oss", "mistral", "phi3", "gpt2", "gpt_neox", "opt", "cohere", "qwen3_moe",
     "deepseek_v2", "llama, yarn", "smollm3, without positions", "glm, partial and interleaved",
 )  # fmt: skip
 QUICK = ("llama, compiled", "mistral, compiled", "gemma2", "mixtral", "deepseek_v3")
-SMALL = {"gamma1": 2, "gamma2": 5, "cache_budget": 16, "chunk": 2, "sinks": 1, "window": 8, "paced": False}
+SMALL: dict[str, Any] = {
+    "gamma1": 2,
+    "gamma2": 5,
+    "cache_budget": 16,
+    "chunk": 2,
+    "sinks": 1,
+    "window": 8,
+    "paced": False,
+}
 LONG = 700
 """Tokens of a long prompt."""
 
@@ -147,11 +137,11 @@ def everything(quick: bool, real: Path | None) -> Pairs:
     yield from of_model("bundled", target, small, [text[:60] for text in texts[:3]], 6 if quick else 1)
     yield from of_long_text("bundled", target, small, (list(itertools.chain(*texts)) * 9)[:LONG], 128, quick)
     for name in QUICK if quick else (*COMPILED, *OTHERS):
-        model = build(*next(known[name] for known in (COMPILED, *KNOWN) if name in known), seed=len(name))
+        model = tiny.build(*next(known[name] for known in KNOWN if name in known), seed=len(name))
         one_in = 6 if quick else 1 if name == next(iter(COMPILED)) else 3
-        yield from of_model(name, model, near(model), [list(prompt) for prompt in PROMPTS], one_in)
+        yield from of_model(name, model, near(model), [list(prompt) for prompt in tiny.PROMPTS], one_in)
         if name in COMPILED:
-            long = np.random.default_rng(3).integers(6, VOCABULARY, 50).tolist() * (LONG // 50)
+            long = np.random.default_rng(3).integers(6, tiny.VOCABULARY, 50).tolist() * (LONG // 50)
             yield from of_long_text(name, model, near(model), long, 64, quick)
     yield from of_stored(quick)
     if real is not None:
@@ -163,13 +153,13 @@ def everything(quick: bool, real: Path | None) -> Pairs:
 def of_model(name: str, model: Any, small: Any, prompts: list[list[int]], one_in: int) -> Pairs:
     """Logits by both scorers, and texts by every drafter, alone and in a ragged batch; a share of these."""
     for dtype in DTYPES:
-        engine, draft = Engine(typed(model, dtype), "none", prefill_block=8, **WHOLE), typed(small, dtype)
+        engine, draft = Engine(typed(model, dtype), "none", prefill_block=8, prune_drafts=False), typed(small, dtype)
         for kind, scorer in (("target", engine.target), ("plain", Scorer(engine.target.model))):
             yield from logits(f"{name}; {dtype}; {kind}", scorer, prompts)
         for drafter, sampling in itertools.product(RECIPES, SAMPLING):
             key = f"{name}; {dtype}; {sampling}; {drafter}"
             if turn(key, one_in) == 0:
-                built = build_drafter(drafter, Config(draft_model=draft, **SMALL))
+                built = build_drafter(drafter, LongContextConfig(draft_model=draft, **SMALL))
                 yield from generated(key, engine, built, prompts, sampling)
     engine = Engine(typed(model, "float32"), "auto")
     yield from generated(f"{name}; float32; greedy; auto that prunes", engine, None, prompts, "greedy")
@@ -178,8 +168,10 @@ def of_model(name: str, model: Any, small: Any, prompts: list[list[int]], one_in
 def of_long_text(name: str, model: Any, small: Any, prompt: list[int], budget: int, quick: bool) -> Pairs:
     """Texts of drafters over sparse caches that hold a part of a long prompt."""
     for dtype in DTYPES[: 1 if quick else 3]:
-        engine = Engine(typed(model, dtype), "none", **WHOLE)
-        config = Config(draft_model=typed(small, dtype), cache_budget=budget, gamma2=6, window=60, paced=False)
+        engine = Engine(typed(model, dtype), "none", prune_drafts=False)
+        config = LongContextConfig(
+            draft_model=typed(small, dtype), cache_budget=budget, gamma2=6, window=60, paced=False
+        )
         for drafter in [each for each, recipe in RECIPES.items() if recipe.sparse or recipe.small]:
             if not quick or drafter in ("low-rank", "retrieval", "triforce", "triforce-trie"):
                 sampling, built = list(SAMPLING)[turn(dtype + drafter, 2)], build_drafter(drafter, config)
@@ -193,8 +185,8 @@ def of_stored(quick: bool) -> Pairs:
     for kind, name in itertools.product(("Q4_1",) if quick else ("mixed", "Q4_1", "Q8_0"), ("llama", "gemma3_text")):
         if store is not None:
             with tempfile.TemporaryDirectory() as folder:
-                engine = Engine(store(Path(folder) / "model.gguf", name, kind)[0], "trie", **WHOLE)
-                prompts = [list(prompt) for prompt in PROMPTS]
+                engine = Engine(store(Path(folder) / "model.gguf", name, kind)[0], "trie", prune_drafts=False)
+                prompts = [list(prompt) for prompt in tiny.PROMPTS]
                 yield from logits(f"stored {kind}; {name}", engine.target, prompts)
                 yield from generated(f"stored {kind}; {name}; sampled; trie", engine, None, prompts, "sampled")
 
@@ -205,7 +197,7 @@ def generated(
     """A text alone and a ragged batch with this drafter, or with the engine's own, and the trees it proposed."""
     trees = None if drafter is None else record(drafter)
     if drafter is not None:
-        set_drafter(engine, drafter)
+        engine.set_drafter(drafter)
     for together, rows in (("alone", prompts[1]), ("batch", prompts)):
         result = engine.generate(rows, **SAMPLING[sampling], max_new_tokens=tokens, eos_token_id=None)
         yield f"{key}; {together}", digest(*(request.tokens for request in result.requests))
@@ -215,15 +207,14 @@ def generated(
 
 def record(drafter: Any) -> Any:
     """A digest that takes in every tree that the drafter will propose."""
-    name = "propose" if "context" in inspect.signature(drafter.propose).parameters else "propose_batch"
-    total, propose = hashlib.sha256(), getattr(drafter, name)
+    total, propose = hashlib.sha256(), drafter.propose
 
-    def proposed(*asked: Any) -> list[DraftTree]:
-        found: list[DraftTree] = propose(*asked)
+    def proposed(context: PassContext) -> list[DraftTree]:
+        found: list[DraftTree] = propose(context)
         total.update("".join(map(shape, found)).encode())
         return found
 
-    setattr(drafter, name, proposed)
+    drafter.propose = proposed
     return total
 
 
@@ -251,21 +242,12 @@ def trees(texts: list[list[int]], tokenizer: Any) -> Pairs:
             request = Request(text[: len(text) // 2], len(text))
             drafter.begin(request)
             for token in text[len(text) // 2 :]:
-                total.update(shape(proposed(drafter, request, budget)).encode())
+                total.update(shape(drafter.propose(PassContext.decoding([request], budget))[0]).encode())
                 request.append(token)
                 nothing_scored = Outcome(DraftTree.empty(), Verdict([], [token]), torch.zeros(1, 0))
                 drafter.observe(request, nothing_scored)
             drafter.finish(request)
         yield f"trees; {name}; {budget} nodes", total.hexdigest()
-
-
-def proposed(drafter: Any, request: Request, budget: int) -> DraftTree:
-    """A drafter's tree for one row, before and after drafters were asked for all rows of a pass."""
-    if "context" not in inspect.signature(drafter.propose).parameters:
-        return drafter.propose(request, budget)
-    from forerun.core.pass_context import PassContext
-
-    return drafter.propose(PassContext.decoding([request], budget))[0]
 
 
 def turn(key: str, count: int) -> int:

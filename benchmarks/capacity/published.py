@@ -16,7 +16,7 @@ from typing import NamedTuple
 from benchmarks.capacity.capacity import DEVICES, Machine, kv_bytes
 from benchmarks.capacity.forecast import Drafting, forecast
 from benchmarks.capacity.shapes import ModelShape
-from benchmarks.reporting.tables import Report, listing
+from benchmarks.reporting.study_report import Report, listing
 
 ON_CHIP, OFFLOADED = 122 * 1024, 127 * 1024
 """Tokens of a prompt (section 5.1, setup)."""
@@ -27,7 +27,7 @@ LAYERS_KEPT = 9 / 32
 COLUMNS = {"what": "figure", "unit": "unit", "published": "published", "predicted": "predicted", "off": "off by"}
 
 
-class Claim(NamedTuple):
+class PublishedFigure(NamedTuple):
     """A published figure and this model's."""
 
     what: str
@@ -55,33 +55,36 @@ SHORT = 128
 
 
 def add_published(report: Report) -> None:
-    """All claims as one table."""
-    claims = [*_on_chip(), *_offloaded(), *_parallel()]
+    """All figures as one table."""
+    figures = [*_on_chip(), *_offloaded(), *_parallel()]
     rows = [
         one._asdict()
         | {"predicted": float(f"{one.predicted:.3g}"), "off": f"{100 * (one.predicted / one.published - 1):+.0f} %"}
-        for one in claims
+        for one in figures
     ]
     report.add("published", "Published figures, and what this model says of them", rows, listing(rows, COLUMNS))
 
 
-def _on_chip() -> list[Claim]:
+def _on_chip() -> list[PublishedFigure]:
     shape, small, machine = ModelShape.parse("llama-2-7b"), ModelShape.parse("llama-68m"), Machine(DEVICES["a100-80gb"])
-    claims = []
+    figures = []
     for temperature, (speed_up, acceptance, naive, small_acceptance) in TABLE_2.items():
         where = f"llama-2-7b, A100, 122K, T {temperature:g}"
         full = Drafting(acceptance, small_acceptance, small, BUDGET, gamma1=1, gamma2=GAMMA)
         direct = Drafting(acceptance, small_acceptance, small, ON_CHIP, NAIVE_BUDGET)  # every text is short for it
         for name, published, drafting in (("TriForce", speed_up, full), ("naive policy", naive, direct)):
             found = forecast(shape, machine, ON_CHIP, 1, drafting).speed_up
-            claims.append(Claim(f"{name}, {where}", "x", published, found))
+            figures.append(PublishedFigure(f"{name}, {where}", "x", published, found))
     found = forecast(shape, machine, ON_CHIP, 1, Drafting(ALONE[1], budget=BUDGET, gamma2=GAMMA)).speed_up
-    return [*claims, Claim("Retrieval without hierarchy, llama-2-7b, A100, 122K, T 0.6", "x", ALONE[0], found)]
+    return [
+        *figures,
+        PublishedFigure("Retrieval without hierarchy, llama-2-7b, A100, 122K, T 0.6", "x", ALONE[0], found),
+    ]
 
 
-def _offloaded() -> list[Claim]:
+def _offloaded() -> list[PublishedFigure]:
     acceptance, small_acceptance = TABLE_2[0.6][1], TABLE_2[0.6][3]
-    small, claims = ModelShape.parse("llama-68m"), []
+    small, figures = ModelShape.parse("llama-68m"), []
     for name, devices, part, budget, gamma, seconds, plain in TABLE_3:
         shape = ModelShape.parse(name)
         kept = None if part is None else part * kv_bytes(shape, OFFLOADED) / devices
@@ -89,18 +92,20 @@ def _offloaded() -> list[Claim]:
         found = forecast(shape, Machine(DEVICES["rtx-4090"], devices, kept), OFFLOADED, 1, drafting)
         lying = "" if part is None else f", {100 * part:.0f} % of KV on them"
         where = f"{name}, {devices} x RTX 4090{lying}, 127K, T 0.6"
-        claims.append(Claim(f"TriForce, {where}", "s/token", seconds, 1 / found.rate))
+        figures.append(PublishedFigure(f"TriForce, {where}", "s/token", seconds, 1 / found.rate))
         if plain is not None:
-            claims.append(Claim(f"plain, {where}", "s/token", plain, found.plain_seconds))
-            claims.append(Claim(f"TriForce, {where}", "x", round(plain / seconds, 2), found.speed_up))
-    return claims
+            figures.append(PublishedFigure(f"plain, {where}", "s/token", plain, found.plain_seconds))
+            figures.append(PublishedFigure(f"TriForce, {where}", "x", round(plain / seconds, 2), found.speed_up))
+    return figures
 
 
-def _parallel() -> list[Claim]:
-    claims = []
+def _parallel() -> list[PublishedFigure]:
+    figures = []
     for name, by_devices in GPT_FAST.items():
         for devices, published in by_devices.items():
             machine = Machine(DEVICES["a100-80gb"], devices)
             found = forecast(ModelShape.parse(name), machine, SHORT, 1, Drafting(0.0)).plain_rate
-            claims.append(Claim(f"plain (gpt-fast), {name}, {devices} x A100, short", "tokens/s", published, found))
-    return claims
+            figures.append(
+                PublishedFigure(f"plain (gpt-fast), {name}, {devices} x A100, short", "tokens/s", published, found)
+            )
+    return figures

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from benchmarks.long_context.rows import Row
+from forerun.bench.machine import Row
+from forerun.bench.rounds import PLAIN
 
 GOAL_COLUMNS = {"goal": "goal", "wanted": "wanted", "reached": "reached", "met": "met"}
 NEVER_SLOWER = ("forerun auto", "forerun, wrong drafts")
-PLAIN_CONTESTANT = "forerun none"
 
 
 def goals(parts: Mapping[str, Sequence[Row]]) -> list[Row]:
@@ -34,7 +34,7 @@ def _at_least(parts: Mapping[str, Sequence[Row]]) -> Iterator[Row]:
 
 
 def _of_plain(rows: Sequence[Row]) -> list[float]:
-    plain = {row["task"]: row["tokens_per_second"] for row in rows if row["contestant"] == PLAIN_CONTESTANT}
+    plain = {row["task"]: row["tokens_per_second"] for row in rows if row["contestant"] == PLAIN}
     return [row["tokens_per_second"] / plain[row["task"]] for row in rows if row["contestant"] in NEVER_SLOWER]
 
 

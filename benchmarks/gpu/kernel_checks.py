@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks.capacity.shapes import ModelShape
-from benchmarks.long_context.rows import Row
+from forerun.bench.machine import Row
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree, IntArray
 from forerun.kernels.attention.attention import AttentionSpec

@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 
 from benchmarks.capacity.shapes import ModelShape
 from benchmarks.gpu import kernel_checks
-from benchmarks.gpu.bench import SMALLEST_OFFLOADED, GpuBench
 from benchmarks.gpu.counting import WaitCounter, compilations
-from benchmarks.long_context.rows import Row
+from benchmarks.gpu.gpu_bench import SMALLEST_OFFLOADED, GpuBench
 from benchmarks.papers.simulated_acceptance import random_model, random_prompt
 from forerun.audit.audit import Comparison, Plan
 from forerun.audit.audit import audit as audit_of
+from forerun.bench.machine import Row
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
 from forerun.core.tree import DraftTree

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.papers.recipes import RECIPES
-from benchmarks.reporting.progress import Say, quietly, telling
+from benchmarks.papers.baselines import RECIPES
+from benchmarks.reporting.progress import progress_lines
+from forerun.bench.rounds import sampling
+from forerun.cli.terminal import say
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.core.stats import Stats
@@ -76,16 +77,16 @@ class Prefilled:
         return float(np.interp(self.held, done, seconds))
 
 
-def prefill(engine: Engine, tokens: Tokens, room: int, say: Say = quietly) -> Prefilled:
+def prefill(engine: Engine, tokens: Tokens, room: int) -> Prefilled:
     """Read a prompt, with room for ``room`` tokens after it, and keep its last queries."""
     engine.target.keep_queries(0)
     read: list[tuple[int, float]] = []
     begin = time.perf_counter()
-    tell = telling(say, "read")
+    show = progress_lines("read")
 
     def on_read(done: int, total: int) -> None:
         read.append((done, time.perf_counter() - begin))
-        tell(done, total)
+        show(done, total)
 
     cache = engine.prefill(tokens, room, on_read)
     return Prefilled(tokens, cache, read, queries=cache.queries)
@@ -187,13 +188,11 @@ class LongBench:
     Args:
         engine: has the target; its drafter is replaced.
         rounds: runs of each contestant for each prompt.
-        say: told each run's result when it ends.
     """
 
-    def __init__(self, engine: Engine, rounds: int, say: Say = quietly) -> None:
+    def __init__(self, engine: Engine, rounds: int) -> None:
         self.engine = engine
         self.rounds = rounds
-        self._say = say
         self._warm: set[str] = set()
 
     def run(
@@ -207,7 +206,7 @@ class LongBench:
 
         Args:
             prompts: each is a row or a batch of rows.
-            contestants: names from ``benchmarks.papers.recipes``.
+            contestants: names from ``benchmarks.papers.baselines``.
             settings: of the drafters.
             make: makes the requests.
         """
@@ -225,14 +224,14 @@ class LongBench:
                 shift = turn % len(names)
                 for name in names[shift:] + names[:shift]:
                     found[name].runs[-1].append(self._once(rows, name, settings, make))
-                    self._say(f"  {name}, round {turn + 1}: {described(found[name].runs[-1][-1])}")
+                    say(f"  {name}, round {turn + 1}: {described(found[name].runs[-1][-1])}")
         return list(found.values())
 
     def _warm_up(self, rows: Sequence[Prefilled], name: str, settings: LongContextConfig, make: RequestMaker) -> None:
         """Run each contestant once untimed, so that compiling and allocating do not count as decoding."""
         if name not in self._warm:
             self._warm.add(name)
-            self._say(f"  {name}: once untimed")
+            say(f"  {name}: once untimed")
             self._once(rows, name, settings, make)
 
     def _once(self, rows: Sequence[Prefilled], name: str, settings: LongContextConfig, make: RequestMaker) -> LongRun:
@@ -254,14 +253,11 @@ class LongBench:
         return LongRun(texts, middle - begin, end - middle, decoded, [request.stats for request in requests])
 
 
-def sampled(temperature: float, new_tokens: int, seed: int = 0) -> RequestMaker:
+def sampled(temperature: float, new_tokens: int) -> RequestMaker:
     """Requests of a fixed length: greedy at temperature 0, else coupled samples of the whole distribution."""
 
     def make(engine: Engine, tokens: Tokens, contestant: str) -> Request:
-        options: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": new_tokens}
-        if temperature > 0:
-            options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0, "seed": seed}
-        request = engine.requests(tokens, **options)[0]
+        request = engine.requests(tokens, max_new_tokens=new_tokens, **sampling(temperature, seed=0))[0]
         request.eos_token_ids = frozenset()
         return request
 

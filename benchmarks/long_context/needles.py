@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from benchmarks.long_context.long_bench import PLAIN, LongBench, Prefilled, Tokens, prefill, sampled
-from benchmarks.long_context.rows import Row, summarise
+from benchmarks.long_context.rows import summarise
 from benchmarks.long_context.texts import Texts
-from benchmarks.papers.recipes import SPARSE
-from benchmarks.reporting.progress import Say, quietly
+from benchmarks.papers.baselines import SPARSE
 from benchmarks.training import tasks
+from forerun.bench.machine import Row
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
 from forerun.core.tree import DraftTree
@@ -73,18 +73,18 @@ def build(texts: Texts, index: int, context: int, count: int) -> Haystack:
     return Haystack(texts.encode(text), questions)
 
 
-def read_text(engine: Engine, haystack: Haystack, room: int, say: Say = quietly) -> Prefilled:
+def read_text(engine: Engine, haystack: Haystack, room: int) -> Prefilled:
     """The text without questions, read completely, with room for ``room`` tokens after it."""
-    whole = prefill(engine, [*haystack.text, *haystack.questions[0].prompt[:1]], room, say)
+    whole = prefill(engine, [*haystack.text, *haystack.questions[0].prompt[:1]], room)
     return Prefilled(haystack.text, whole.cache, whole.read, len(haystack.text))
 
 
-class Alone:
+class UnverifiedDecoder:
     """The target over a sparse cache of a text, without verification.
 
     Args:
         scorer: the target.
-        name: a cache of ``benchmarks.papers.recipes.SPARSE``.
+        name: a cache of ``benchmarks.papers.baselines.SPARSE``.
         settings: of the cache.
         full: holds the text; views of it choose chunks after the question has been read.
         text: token ids; caches that are not views read it here, once.
@@ -93,7 +93,7 @@ class Alone:
     def __init__(self, scorer: Scorer, name: str, settings: LongContextConfig, full: FullCache, text: Tokens) -> None:
         self._scorer = scorer
         self._full = full
-        self._length = len(text)
+        self._text = text
         self._make = SPARSE[name](settings)
         self._base: Cache | None = None
         cache = self._make(scorer, full)
@@ -102,9 +102,9 @@ class Alone:
             self._base = cache
 
     @torch.inference_mode()
-    def generate(self, question: Tokens, new_tokens: int, text: Tokens) -> tuple[Tokens, float]:
+    def generate(self, question: Tokens, new_tokens: int) -> tuple[Tokens, float]:
         """The greedy tokens, and the seconds per token after the first."""
-        cache = self._read(np.array([*text, *question[:-1]]))
+        cache = self._read(np.array([*self._text, *question[:-1]]))
         tokens, seconds = [question[-1]], []
         for _ in range(new_tokens):
             begin = time.perf_counter()
@@ -120,7 +120,7 @@ class Alone:
             cache = copy.deepcopy(self._base)
             read(self._scorer, cache, prompt)
             return cache
-        self._full.truncate(self._length)
+        self._full.truncate(len(self._text))
         read(self._scorer, self._full, prompt)
         view = self._make(self._scorer, self._full)
         assert isinstance(view, View)
@@ -142,7 +142,7 @@ def run(
         bench: its engine has read the text.
         haystack: text and questions.
         prefilled: the text.
-        lossless: names from ``benchmarks.papers.recipes``.
+        lossless: names from ``benchmarks.papers.baselines``.
         settings: of drafters and caches.
         tokens: tokens generated per question; they should begin with the answer.
     """
@@ -157,8 +157,8 @@ def run(
         name = "plain" if one.contestant == PLAIN else one.contestant
         found.append(_row(name, True, haystack, texts, row["seconds_per_token"]))
     for name in SPARSE:
-        alone = Alone(bench.engine.target, name, settings, prefilled.cache, haystack.text)
-        made = [alone.generate(question.prompt, tokens, haystack.text) for question in haystack.questions]
+        alone = UnverifiedDecoder(bench.engine.target, name, settings, prefilled.cache, haystack.text)
+        made = [alone.generate(question.prompt, tokens) for question in haystack.questions]
         seconds = float(np.median([seconds for _, seconds in made]))
         found.append(_row(f"{name} alone", False, haystack, [text for text, _ in made], seconds))
     return found

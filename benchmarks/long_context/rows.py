@@ -7,9 +7,8 @@ from typing import Any
 
 from benchmarks.long_context.long_bench import PLAIN, LongSeries, acceptance
 from forerun.audit.divergence import first_difference
+from forerun.bench.machine import Row
 from forerun.core.stats import Stats
-
-Row = dict[str, Any]
 
 
 def summarise(series: Sequence[LongSeries], more: Mapping[str, Row] | None = None, **labels: Any) -> list[Row]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from benchmarks.reporting.tables import listing
+from benchmarks.reporting.study_report import listing
 
 Row = dict[str, str]
 REASON = re.compile(r"refused\[(.*?)\]")

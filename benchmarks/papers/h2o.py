@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from benchmarks.papers.topk import softmax_weights
+from benchmarks.papers.topk import attention_scores, softmax_weights
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
 from forerun.drafting.recipes import rollback_tokens
@@ -196,14 +196,10 @@ def _weights(
         block: says which of its tokens see each other.
         spec: the layer's attention parameters.
     """
-    kv_heads, n = keys.shape[1], q.shape[2]
-    grouped = q.reshape(1, kv_heads, -1, n, q.shape[3])
-    scores = (grouped @ keys.unsqueeze(2).transpose(-1, -2)) * spec.scaling
-    if spec.softcap is not None:
-        scores = torch.tanh(scores / spec.softcap) * spec.softcap
+    scores = attention_scores(q, keys, spec).unflatten(1, (keys.shape[1], -1))
     bias = block.bias(None, range(0), q)
     if bias is not None:
-        scores[..., -n:] += bias
+        scores[..., -q.shape[2] :] += bias
     if spec.window is not None:
         far = places[:, :, None, None] <= positions[:, None] - spec.window
         scores = scores.masked_fill(far, -torch.inf)

@@ -15,8 +15,8 @@ from typing import TypeVar
 from benchmarks.papers.lookahead_decoding import JacobiConfig, JacobiDrafter
 from benchmarks.papers.lookahead_trie import Form, LookaheadTrieConfig, LookaheadTrieDrafter
 from benchmarks.papers.variants import Variant
-from benchmarks.tasks.contestants import WrongDrafter
-from forerun.bench.rounds import Tokens
+from benchmarks.tasks.task_bench import WrongDrafter
+from forerun.bench.rounds import PLAIN, Tokens
 from forerun.drafting.drafter import Drafter, NoDrafter
 from forerun.drafting.lookup import LookupConfig, LookupDrafter
 from forerun.drafting.trie_drafter import TrieDrafter
@@ -25,8 +25,6 @@ from forerun.trie.trie import TrieConfig
 D = TypeVar("D", bound=Drafter)
 
 NAMESPACE = "default"
-PLAIN = "forerun none"
-"""No drafts, but the same passes."""
 FORMS: tuple[Form, ...] = ("single", "parallel", "hierarchical")
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from benchmarks.papers.lookahead_methods import PLAIN
 from benchmarks.papers.sweeps import PRUNED_BYTES
 from benchmarks.reporting import plots
 from benchmarks.reporting.plots import Frame, Line
-from benchmarks.reporting.tables import Report, listing
+from benchmarks.reporting.study_report import Report, listing
+from forerun.bench.machine import Row
 from forerun.bench.report import means, pivot
 from forerun.bench.report import plot as plot_tasks
-from forerun.bench.rounds import BASELINE
+from forerun.bench.rounds import BASELINE, PLAIN
 
-Row = dict[str, Any]
 Triple = tuple[str, str, str]
 _SPEEDS: Triple = ("tokens_per_second", "slowest", "fastest")
 SPEED = "tokens per second"
@@ -64,8 +62,8 @@ def report_updating(report: Report, rows: Sequence[Row]) -> None:
         mine = [row for row in named if row["form"] == form]
         found = [_bars(update, [row for row in mine if row["update"] == update])
                  for update in dict.fromkeys(row["update"] for row in mine)]  # fmt: skip
-        frame = Frame(report.titled(f"Updating the trie: {form}"), "task", SPEED)
-        report.plot(f"updating-{form}", _bar_plot(frame, groups, found))
+        frame = Frame(f"Updating the trie: {form}", "task", SPEED)
+        report.bars(f"updating-{form}", frame, groups, found)
 
 
 def report_capacity(report: Report, rows: Sequence[Row]) -> None:
@@ -84,8 +82,8 @@ def report_capacity(report: Report, rows: Sequence[Row]) -> None:
         "Retrieving and updating are medians of a step.\n",
         equality(rows),
     )
-    frame = Frame(report.titled(f"Speed by the trie's capacity, {_task(rows)}"), "KiB", SPEED, log=True, zero=True)
-    report.plot("capacity", _line_plot(frame, _beside(rows, [_spread("default", tries, "kib")])))
+    frame = Frame(f"Speed by the trie's capacity, {_task(rows)}", "KiB", SPEED, log=True, zero=True)
+    report.lines("capacity", frame, _beside(rows, [_spread("default", tries, "kib")]))
 
 
 def report_memory(report: Report, rows: Sequence[Row], device: str) -> None:
@@ -115,9 +113,9 @@ def report_memory(report: Report, rows: Sequence[Row], device: str) -> None:
     drafted = [row for row in rows if row["decoding"]]
     xs = [row["decoding"] for row in drafted]
     line = Line("hierarchical", xs, *_columns(drafted, ("peak", "least", "most"), 1e-6))
-    title = report.titled("Peak memory of a text beyond the model's")
+    title = "Peak memory of a text beyond the model's"
     frame = Frame(title, "decoding length, tokens", "MB", log=True, zero=True)
-    report.plot("memory", _line_plot(frame, [line, _level("without drafts", xs, plain["peak"] / 1e6)]))
+    report.lines("memory", frame, [line, _level("without drafts", xs, plain["peak"] / 1e6)])
 
 
 def report_accuracy(report: Report, rows: Sequence[Row], exactness: str) -> None:
@@ -149,11 +147,11 @@ def report_lengths(report: Report, rows: Sequence[Row]) -> None:
         equality(rows),
     )
     x, task = "decoding length, tokens", _task(rows)
-    frame = Frame(report.titled(f"Speed by decoding length, {task}"), x, SPEED, log=True, zero=True)
+    frame = Frame(f"Speed by decoding length, {task}", x, SPEED, log=True, zero=True)
     found = _beside(rows, plots.by(drafted, "line", "decoding", "tokens_per_second"))
-    report.plot("lengths-speed", _line_plot(frame, found))
-    frame = Frame(report.titled(f"Effective decoding length, {task}"), x, STEPS, log=True, zero=True)
-    report.plot("lengths-steps", _line_plot(frame, plots.by(drafted, "line", "decoding", "tokens_per_pass")))
+    report.lines("lengths-speed", frame, found)
+    frame = Frame(f"Effective decoding length, {task}", x, STEPS, log=True, zero=True)
+    report.lines("lengths-steps", frame, plots.by(drafted, "line", "decoding", "tokens_per_pass"))
 
 
 def report_passes(report: Report, rows: Sequence[Row]) -> None:
@@ -169,11 +167,11 @@ def report_passes(report: Report, rows: Sequence[Row]) -> None:
         rows,
         pivot(named, "rows x context", "drafts", lambda r: f"{r['milliseconds']:.3g} ({r['ratio_to_no_drafts']:.2f})"),
     )
-    title = report.titled("A pass by rows x context")
+    title = "A pass by rows x context"
     frame = Frame(title, "tokens of each row in the pass", "milliseconds", log=True, zero=True)
-    report.plot("passes", _line_plot(frame, plots.by(named, "line", "width", "milliseconds")))
+    report.lines("passes", frame, plots.by(named, "line", "width", "milliseconds"))
     frame = Frame(title, "tokens of each row in the pass", "times a pass without drafts", log=True, reference=1)
-    report.plot("passes-ratio", _line_plot(frame, plots.by(named, "line", "width", "ratio_to_no_drafts")))
+    report.lines("passes-ratio", frame, plots.by(named, "line", "width", "ratio_to_no_drafts"))
 
 
 def report_warmup(report: Report, rows: Sequence[Row]) -> None:
@@ -186,10 +184,10 @@ def report_warmup(report: Report, rows: Sequence[Row]) -> None:
         pivot([row | {"method": row["line"]} for row in drafted], "method", "warm", _speed_cell),
         equality(rows),
     )
-    frame = Frame(report.titled(f"Speed by answers known, {_task(rows)}"), "answers to other prompts", SPEED, zero=True)
+    frame = Frame(f"Speed by answers known, {_task(rows)}", "answers to other prompts", SPEED, zero=True)
     lines = [_spread(line, [row for row in drafted if row["line"] == line], "warm")
              for line in dict.fromkeys(row["line"] for row in drafted)]  # fmt: skip
-    report.plot("warmup", _line_plot(frame, _beside(rows, lines)))
+    report.lines("warmup", frame, _beside(rows, lines))
 
 
 def report_batches(report: Report, rows: Sequence[Row]) -> None:
@@ -202,9 +200,9 @@ def report_batches(report: Report, rows: Sequence[Row]) -> None:
         pivot(named, "method", "rows", lambda r: f"{r['tokens_per_second']:.1f} ({r['speed_up']:.2f}x)"),
         listing(rows, COLUMNS),
     )
-    title = report.titled("Batches of ragged prompts, greedy")
+    title = "Batches of ragged prompts, greedy"
     frame = Frame(title, "rows", "tokens per second of all rows", log=True, zero=True)
-    report.plot("batches", _line_plot(frame, plots.by(rows, "contestant", "batch", "tokens_per_second")))
+    report.lines("batches", frame, plots.by(rows, "contestant", "batch", "tokens_per_second"))
 
 
 def equality(rows: Sequence[Row]) -> str:
@@ -278,11 +276,3 @@ def _columns(rows: Sequence[Row], names: Triple, factor: float = 1) -> tuple[lis
     """The values, with their smallest and largest."""
     middle, low, high = ([factor * row[name] for row in rows] for name in names)
     return middle, low, high
-
-
-def _line_plot(frame: Frame, found: Sequence[Line]) -> Any:
-    return lambda path: plots.lines(path, frame, found)
-
-
-def _bar_plot(frame: Frame, groups: Sequence[str], found: Sequence[Line]) -> Any:
-    return lambda path: plots.bars(path, frame, groups, found)

@@ -6,16 +6,15 @@ import time
 from collections.abc import Sequence
 from random import Random
 from statistics import median
-from typing import Any
 
 import numpy as np
 import torch
 
+from forerun.bench.machine import Row
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.engine.engine import Engine
 
-Row = dict[str, Any]
 SEED = 0
 
 

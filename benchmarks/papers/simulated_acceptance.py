@@ -25,7 +25,6 @@ from forerun.core.tree import DraftTree
 from forerun.engine.engine import Engine
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.scorer import Scorer
-from forerun.models.loading.stored_weights import STORED
 
 POSITIONS = 1 << 20
 READ = 4096
@@ -58,47 +57,6 @@ class SimulationOptions:
     draft_shape: Annotated[
         str, option("--draft-shape", panel=_SIMULATION, metavar="NAME|SIZES", help="Of the small model.")
     ] = "llama-68m"
-
-
-@dataclass(frozen=True)
-class SimulatedModels:
-    """Random models, and what all that is measured with them is labelled with.
-
-    Attributes:
-        vocabulary: size of the vocabulary that both share.
-        acceptance, small_acceptance: as for ``simulated``.
-    """
-
-    target: PreTrainedModel
-    draft: PreTrainedModel
-    vocabulary: int
-    acceptance: float
-    small_acceptance: float
-    label: str
-
-    @classmethod
-    def build(cls, options: SimulationOptions, device: str, dtype: str) -> SimulatedModels:
-        """From a command's options, ``--device`` and ``--dtype``.
-
-        Raises:
-            ValueError: for ``--dtype stored``.
-        """
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        if dtype == "auto":
-            dtype = "bfloat16" if device != "cpu" else "float32"
-        if dtype == STORED:
-            raise ValueError(f"--dtype is {STORED}, which is for GGUF files, and --shape has random weights; "
-                             "name another")  # fmt: skip
-        shapes = ModelShape.parse(options.shape), ModelShape.parse(options.draft_shape)
-        target, draft = (random_model(shape, getattr(torch, dtype), device) for shape in shapes)
-        accepted, small = options.simulate_acceptance or 0.0, options.simulate_small_acceptance
-        label = f"simulated acceptance {accepted:g}, of the small model {small:g}; {options.shape}, random, {dtype}"
-        return cls(target, draft, min(shape.vocabulary for shape in shapes), accepted, small, label)
-
-    def requests(self, new_tokens: int) -> RequestMaker:
-        """Requests with these acceptance rates."""
-        return simulated(self.acceptance, self.small_acceptance, new_tokens, self.vocabulary)
 
 
 def random_model(shape: ModelShape, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:

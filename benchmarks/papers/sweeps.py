@@ -18,15 +18,15 @@ from benchmarks.papers.lookahead_methods import (
     warmed,
 )
 from benchmarks.papers.lookahead_trie import Form, LookaheadTrieDrafter
-from benchmarks.papers.timed_drafter import Clocked, Times
+from benchmarks.papers.timed_drafter import TimedDrafter, Times
 from benchmarks.papers.variants import Variant
+from forerun.bench.machine import Row
 from forerun.bench.rounds import Tokens
 from forerun.core.request import Request
 from forerun.core.verify import Outcome
 from forerun.drafting.trie_drafter import TrieDrafter
 from forerun.trie.trie import TrieConfig
 
-Row = dict[str, Any]
 Labelled = dict[str, tuple[Row, Variant]]
 """Variants by name, with labels for their rows."""
 PRUNED_BYTES, PRUNED_TOKENS = 1 << 16, 600
@@ -99,7 +99,7 @@ def by_capacity(capacities: Sequence[int], texts: Sequence[Tokens], times: dict[
 
 
 def _clocked(config: TrieConfig, texts: Sequence[Tokens], times: Times) -> Variant:
-    return Variant(lambda: Clocked(warmed(TrieDrafter(config), texts), times))
+    return Variant(lambda: TimedDrafter(warmed(TrieDrafter(config), texts), times))
 
 
 def by_lengths(decodings: Sequence[int], branches: Sequence[int], answers: Sequence[Tokens]) -> Labelled:

@@ -25,7 +25,7 @@ class Times:
     update: list[float] = field(default_factory=list)
 
 
-class Clocked(OuterDrafter):
+class TimedDrafter(OuterDrafter):
     """Passes every call on to a drafter and measures its time.
 
     Args:

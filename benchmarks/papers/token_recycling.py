@@ -27,12 +27,12 @@ RANK_CHANCES = (0.5, 0.14, 0.07, 0.05, 0.035, 0.025, 0.02, 0.015)
 """Chance that the candidate of each rank comes. It decides the tree's form alone."""
 
 
-def fixed_tree(nodes: int = NODES) -> list[tuple[int, int]]:
+def fixed_tree() -> list[tuple[int, int]]:
     """Parent and rank of each node, likeliest paths first; parents come before their children."""
     found: list[tuple[int, int]] = []
     waiting = [(-chance, ROOT, rank) for rank, chance in enumerate(RANK_CHANCES)]
     heapq.heapify(waiting)
-    while len(found) < nodes:
+    while len(found) < NODES:
         chance, parent, rank = heapq.heappop(waiting)
         for below, share in enumerate(RANK_CHANCES):
             heapq.heappush(waiting, (chance * share, len(found), below))

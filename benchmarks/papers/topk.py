@@ -55,7 +55,7 @@ class TopKCache(View):
             k, v = (torch.cat((old[:, :, :tried], new), 2) for old, new in zip(self._trial[layer], (k, v), strict=True))
         self._trial[layer] = near = k, v
         far = self.source.read(layer, 0, self.settled)
-        scores = torch.cat([_scores(q, keys, spec) for keys, _ in (far, near)], -1)
+        scores = torch.cat([attention_scores(q, keys, spec) for keys, _ in (far, near)], -1)
         bias = block.bias(spec.window, range(self.length), q)
         scores = scores if bias is None else scores + bias
         scores[..., : self.settled] = _best(scores[..., : self.settled], self.budget)
@@ -84,8 +84,8 @@ def softmax_weights(scores: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
     return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
 
 
-def _scores(q: torch.Tensor, keys: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """``[1, H, n, m]``, in at least float32."""
+def attention_scores(q: torch.Tensor, keys: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """Scaled scores ``[1, H, n, m]`` of queries ``[1, H, n, d]`` and keys ``[1, Hkv, m, d]``, in at least float32."""
     grouped = q.reshape(1, keys.shape[1], -1, *q.shape[2:])
     scores = (grouped @ keys.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
     scores = scores.to(torch.promote_types(q.dtype, torch.float32)) * spec.scaling

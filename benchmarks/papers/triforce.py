@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import NamedTuple
@@ -10,11 +10,12 @@ from typing import NamedTuple
 from benchmarks.capacity.speculation import expected_tokens
 from benchmarks.long_context import needles
 from benchmarks.long_context.bytes_read import at_end
-from benchmarks.long_context.long_bench import PLAIN, LongBench, LongSeries, Prefilled, RequestMaker, combine, shortened
+from benchmarks.long_context.long_bench import PLAIN, LongBench, LongSeries, Prefilled, combine, shortened
+from benchmarks.long_context.measured_model import MeasuredModel
 from benchmarks.long_context.needles import Haystack
 from benchmarks.long_context.pass_costs import Costs, measure, speed_up_limit
-from benchmarks.long_context.rows import Row, summarise
-from benchmarks.papers.recipes import RECIPES
+from benchmarks.long_context.rows import summarise
+from benchmarks.papers.baselines import RECIPES
 from benchmarks.papers.triforce_report import (
     report_batches,
     report_budgets,
@@ -22,14 +23,10 @@ from benchmarks.papers.triforce_report import (
     report_needles,
     report_temperatures,
 )
-from benchmarks.reporting.progress import Say
-from benchmarks.reporting.tables import Report
+from benchmarks.reporting.study_report import Delivery
+from forerun.bench.machine import Row
+from forerun.cli.terminal import say
 from forerun.core.long_context import LongContextConfig
-
-MakerAt = Callable[[float], RequestMaker]
-"""From a temperature to a maker of requests."""
-ReadPrompt = Callable[[int, int], Prefilled]
-"""Reads prompt i with n tokens."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class TriforceSizes:
     Attributes:
         contexts: tokens of a prompt, ascending; the first parts use the longest.
         temperatures: of the first part.
-        drafters: names from ``benchmarks.papers.recipes``.
+        drafters: names from ``benchmarks.papers.baselines``.
         prompts: per context.
         batches: batch sizes.
         batch_context: tokens of each row of a batch; None for ragged rows that share the longest context's tokens.
@@ -84,25 +81,15 @@ class TriforceBench:
 
     Args:
         bench: contestants over one target.
-        settings: of the drafters.
+        measured: the model and its prompts.
         sizes: what is measured.
-        read: reads prompts.
-        make: makes requests.
-        report: is filled.
-        say: told the progress.
-        save: called when the report has new rows of a part, to save them.
-        part: called when a part is complete.
+        delivery: of the report.
     """
 
     bench: LongBench
-    settings: LongContextConfig
+    measured: MeasuredModel
     sizes: TriforceSizes
-    read: ReadPrompt
-    make: MakerAt
-    report: Report
-    say: Say
-    save: Callable[[], None] = lambda: None
-    part: Callable[[], None] = lambda: None
+    delivery: Delivery
     _held: dict[tuple[int, int], Prefilled] = field(default_factory=dict)
 
     def alone(self, parts: Collection[str]) -> None:
@@ -116,42 +103,44 @@ class TriforceBench:
         costs: dict[int, Costs] = {}
         reads: Reads = {}
         for index in range(self.sizes.prompts):
-            self.say(f"reading prompt {index + 1} of {self.sizes.prompts}: {longest:,} tokens")
-            prompt = self.read(index, longest)
+            say(f"reading prompt {index + 1} of {self.sizes.prompts}: {longest:,} tokens")
+            prompt = self.measured.read(self.bench.engine, index, longest)
             for case, series in found.items():
-                self.say(f"prompt {index + 1}: {case.context:,} tokens, T {case.temperature:g}, budget {case.budget:,}")
+                say(f"prompt {index + 1}: {case.context:,} tokens, T {case.temperature:g}, budget {case.budget:,}")
                 cut = shortened(self.bench.engine, prompt, case.context)
-                settings = replace(self.settings, cache_budget=case.budget)
+                settings = replace(self.measured.settings, cache_budget=case.budget)
                 series.append(self._run([[cut]], case.temperature, settings))
                 if case not in reads:
                     reads[case] = self._reads([cut], settings)
                 if "contexts" in parts and case.context not in costs:
-                    costs[case.context] = measure(self.bench.engine.target, cut, self.settings)
+                    costs[case.context] = measure(self.bench.engine.target, cut, self.measured.settings)
             rows = [
                 row
                 for case, series in found.items()
                 for row in summarise(combine(series), reads[case], **case._asdict())
             ]
             self._report_alone(parts, rows, costs)
-            self.save()
-        self.part()
+            self.delivery.save()
+        self.delivery.part()
 
     def _report_alone(self, parts: Collection[str], rows: Sequence[Row], costs: Mapping[int, Costs]) -> None:
-        longest, budget = self.sizes.contexts[-1], self.settings.cache_budget
+        longest, budget = self.sizes.contexts[-1], self.measured.settings.cache_budget
         if "temperatures" in parts:
             mine = [row for row in rows if row["context"] == longest and row["budget"] == budget]
-            report_temperatures(self.report, [row for row in mine if row["temperature"] in self.sizes.temperatures])
+            report_temperatures(
+                self.delivery.report, [row for row in mine if row["temperature"] in self.sizes.temperatures]
+            )
         greedy = [row for row in rows if row["temperature"] == 0]
         if "budgets" in parts:
             mine = [row for row in greedy if row["context"] == longest and row["budget"] in self.sizes.budgets]
-            report_budgets(self.report, mine)
+            report_budgets(self.delivery.report, mine)
         if "contexts" in parts:
             mine = [row for row in greedy if row["budget"] == budget]
-            report_contexts(self.report, mine, limits(mine, costs, self.settings), costs)
+            report_contexts(self.delivery.report, mine, limits(mine, costs, self.measured.settings), costs)
 
     def _cases(self, parts: Collection[str]) -> list[Case]:
         """The cases, long contexts first, because cutting a cache loses its end."""
-        longest, budget = self.sizes.contexts[-1], self.settings.cache_budget
+        longest, budget = self.sizes.contexts[-1], self.measured.settings.cache_budget
         cases = {
             "temperatures": [Case(longest, temperature, budget) for temperature in self.sizes.temperatures],
             "budgets": [Case(longest, 0.0, each) for each in self.sizes.budgets],
@@ -167,14 +156,14 @@ class TriforceBench:
             longest = max(len(prompt.tokens) for prompt in prompts)
             for budget in self.sizes.batch_budgets:
                 for temperature in self.sizes.batch_temperatures:
-                    self.say(f"batch of {size}, budget {budget:,}, temperature {temperature:g}")
-                    settings = replace(self.settings, cache_budget=budget)
+                    say(f"batch of {size}, budget {budget:,}, temperature {temperature:g}")
+                    settings = replace(self.measured.settings, cache_budget=budget)
                     labels = {"batch": size, "budget": budget, "context": longest, "temperature": temperature}
                     series = self._run([prompts], temperature, settings)
                     rows += summarise(series, self._reads(prompts, settings), **labels)
-                    report_batches(self.report, rows)
-                    self.save()
-        self.part()
+                    report_batches(self.delivery.report, rows)
+                    self.delivery.save()
+        self.delivery.part()
 
     def _rows(self, size: int) -> list[Prefilled]:
         """The prompts of a batch, read; rows that an earlier batch had are not read again."""
@@ -183,17 +172,17 @@ class TriforceBench:
             del self._held[gone]
         for row, length in wanted:
             if (row, length) not in self._held:
-                self.say(f"reading row {row + 1} of {size}: {length:,} tokens")
-                self._held[row, length] = self.read(row, length)
+                say(f"reading row {row + 1} of {size}: {length:,} tokens")
+                self._held[row, length] = self.measured.read(self.bench.engine, row, length)
         return [self._held[each] for each in wanted]
 
     def needles(self, haystack: Haystack, text: Prefilled) -> None:
         """Eviction alone, compared with lossless drafting."""
-        self.say(f"asking for {len(haystack.questions)} needles in {len(haystack.text):,} tokens")
-        bench = LongBench(self.bench.engine, 1, self.say)  # one round: the questions are repetition enough
-        rows = needles.run(bench, haystack, text, self.sizes.drafters, self.settings, self.sizes.needle_tokens)
-        report_needles(self.report, rows)
-        self.part()
+        say(f"asking for {len(haystack.questions)} needles in {len(haystack.text):,} tokens")
+        bench = LongBench(self.bench.engine, 1)  # one round: the questions are repetition enough
+        rows = needles.run(bench, haystack, text, self.sizes.drafters, self.measured.settings, self.sizes.needle_tokens)
+        report_needles(self.delivery.report, rows)
+        self.delivery.part()
 
     def _reads(self, rows: Sequence[Prefilled], settings: LongContextConfig) -> dict[str, Row]:
         """What a token reads at the prompts' ends, by contestant, as a mean over rows; the target's passes only."""
@@ -209,7 +198,7 @@ class TriforceBench:
     def _run(
         self, prompts: Sequence[Sequence[Prefilled]], temperature: float, settings: LongContextConfig
     ) -> list[LongSeries]:
-        return self.bench.run(prompts, self.sizes.drafters, settings, self.make(temperature))
+        return self.bench.run(prompts, self.sizes.drafters, settings, self.measured.make(temperature))
 
 
 def limits(rows: Sequence[Row], costs: Mapping[int, Costs], settings: LongContextConfig) -> list[Row]:

@@ -7,10 +7,10 @@ from dataclasses import asdict
 
 from benchmarks.long_context.long_bench import PLAIN
 from benchmarks.long_context.pass_costs import Costs
-from benchmarks.long_context.rows import Row
 from benchmarks.reporting import plots
 from benchmarks.reporting.plots import Frame, Line
-from benchmarks.reporting.tables import Report, listing, speed_cell
+from benchmarks.reporting.study_report import Report, listing, speed_cell
+from forerun.bench.machine import Row
 from forerun.bench.report import pivot
 
 COLUMNS = {
@@ -45,16 +45,10 @@ def report_temperatures(report: Report, rows: Sequence[Row]) -> None:
         listing(rows, {"temperature": "temperature", **COLUMNS}),
         equality(rows),
     )
-    title = report.titled(f"Speed-up of decoding at {context:,} tokens")
-    found = plots.with_spread(drafted(rows), "contestant", "temperature")
-    report.plot(
-        "temperatures", lambda path: plots.lines(path, Frame(title, "temperature", SPEED_UP, reference=1), found)
-    )
-    accepted = plots.by(drafted(rows), "contestant", "temperature", "acceptance")
-    frame = Frame(
-        report.titled(f"Acceptance at {context:,} tokens"), "temperature", "accepted per tested draft", share=True
-    )
-    report.plot("acceptance", lambda path: plots.lines(path, frame, accepted))
+    frame = Frame(f"Speed-up of decoding at {context:,} tokens", "temperature", SPEED_UP, reference=1)
+    report.lines("temperatures", frame, plots.with_spread(drafted(rows), "contestant", "temperature"))
+    frame = Frame(f"Acceptance at {context:,} tokens", "temperature", "accepted per tested draft", share=True)
+    report.lines("acceptance", frame, plots.by(drafted(rows), "contestant", "temperature", "acceptance"))
 
 
 def report_budgets(report: Report, rows: Sequence[Row]) -> None:
@@ -68,10 +62,9 @@ def report_budgets(report: Report, rows: Sequence[Row]) -> None:
         listing(rows, {"budget": "budget", **COLUMNS}),
         equality(rows),
     )
-    found = plots.with_spread(drafted(rows), "contestant", "budget")
-    title = report.titled(f"Speed-up of decoding at {context:,} tokens, greedy")
+    title = f"Speed-up of decoding at {context:,} tokens, greedy"
     frame = Frame(title, "cache budget, tokens", SPEED_UP, log=True, reference=1)
-    report.plot("budgets", lambda path: plots.lines(path, frame, found))
+    report.lines("budgets", frame, plots.with_spread(drafted(rows), "contestant", "budget"))
 
 
 def report_contexts(report: Report, rows: Sequence[Row], limits: Sequence[Row], costs: Mapping[int, Costs]) -> None:
@@ -93,8 +86,9 @@ def report_contexts(report: Report, rows: Sequence[Row], limits: Sequence[Row], 
     if limits:
         rising = sorted(limits, key=lambda row: row["context"])
         found.append(Line(LIMIT, [row["context"] for row in rising], [row["limit"] for row in rising], dashed=True))
-    frame = Frame(report.titled("Speed-up of decoding, greedy"), "context, tokens", SPEED_UP, log=True, reference=1)
-    report.plot("contexts", lambda path: plots.lines(path, frame, found))
+    report.lines(
+        "contexts", Frame("Speed-up of decoding, greedy", "context, tokens", SPEED_UP, log=True, reference=1), found
+    )
 
 
 def cost_table(costs: Mapping[int, Costs]) -> str:
@@ -131,8 +125,8 @@ def report_batches(report: Report, rows: Sequence[Row]) -> None:
         found.append(
             Line(name, [], [r["speed_up"] for r in mine], [r["slowest"] for r in mine], [r["fastest"] for r in mine])
         )
-    frame = Frame(report.titled("Speed-up of batches"), "rows x context, temperature", SPEED_UP, reference=1)
-    report.plot("batches", lambda path: plots.bars(path, frame, groups, found))
+    frame = Frame("Speed-up of batches", "rows x context, temperature", SPEED_UP, reference=1)
+    report.bars("batches", frame, groups, found)
 
 
 def report_needles(report: Report, rows: Sequence[Row]) -> None:
@@ -143,7 +137,7 @@ def report_needles(report: Report, rows: Sequence[Row]) -> None:
     places = {row["contestant"]: (1000 * row["seconds_per_token"], row["accuracy"]) for row in rows}
     lossless = [row["contestant"] for row in rows if row["lossless"]]
     title = f"Needles at {rows[0]['context']:,} tokens: eviction alone is lossy (crosses), drafting lossless (dots)"
-    frame = Frame(report.titled(title), "milliseconds per token", "share of needles found", share=True)
+    frame = Frame(title, "milliseconds per token", "share of needles found", share=True)
     report.plot("needles", lambda path: plots.points(path, frame, places, lossless))
 
 

@@ -1,4 +1,4 @@
-"""Plots of long-context measurements: lines, bars and named points, in one style."""
+"""Plots in one style: lines, bars and named points."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.long_context.rows import Row
+from forerun.bench.machine import Row
+from forerun.bench.report import figure
 
 MARKERS = "os^Dv*P"
 
@@ -155,13 +156,7 @@ def _legend(axis: Any, count: int) -> None:
 
 @contextmanager
 def _figure(path: Path, frame: Frame, width: float = 8.0) -> Iterator[Any]:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(width, 4.2), layout="constrained")
-    try:
+    with figure(path, figsize=(width, 4.2)) as (whole, axis):
         yield axis
         if frame.reference is not None:
             axis.axhline(frame.reference, color="grey", lw=0.8, ls=":")
@@ -169,12 +164,7 @@ def _figure(path: Path, frame: Frame, width: float = 8.0) -> Iterator[Any]:
             axis.set_ylim(-0.04, 1.04)
         if frame.zero:
             axis.set_ylim(bottom=0)
-        figure.suptitle(frame.title, fontsize=9.5)
+        whole.suptitle(frame.title, fontsize=9.5)
         axis.set_xlabel(frame.x)
         axis.set_ylabel(frame.y)
-        axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.3)
-        axis.set_axisbelow(True)
-        figure.savefig(path, dpi=130)
-    finally:
-        plt.close(figure)

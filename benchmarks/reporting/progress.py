@@ -1,29 +1,25 @@
-"""Progress lines, so that nobody waits for minutes without one."""
+"""Progress lines of slow work."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-Say = Callable[[str], None]
-"""Receives a progress line."""
+from forerun.cli.terminal import say
 
 SILENCE = 10.0
 """Seconds between progress lines of slow work."""
 
 
-def quietly(line: str) -> None:
-    """Say nothing."""
+def progress_lines(what: str, clock: Callable[[], float] = time.monotonic) -> Callable[[int, int], None]:
+    """A function to call with tokens done and to do. Every ``SILENCE`` seconds it prints a line on stderr that begins
+    with ``what``."""
+    last = clock()
 
-
-def telling(say: Say, what: str, clock: Callable[[], float] = time.monotonic) -> Callable[[int, int], None]:
-    """A function to call with tokens done and to do; now and then it says so, in a line that begins with ``what``."""
-    told = clock()
-
-    def tell(done: int, total: int) -> None:
-        nonlocal told
-        if clock() - told > SILENCE:
-            told = clock()
+    def show(done: int, total: int) -> None:
+        nonlocal last
+        if clock() - last > SILENCE:
+            last = clock()
             say(f"  {what}: {done:,} of {total:,} tokens")
 
-    return tell
+    return show

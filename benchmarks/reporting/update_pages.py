@@ -3,8 +3,8 @@
     python -m benchmarks update-pages [--tables bench,long,scaling]
 
 `bench`, of `python -m benchmarks tasks --out runs/bench-TYPE`, goes into README.md; `long`, of `python -m benchmarks
-papers triforce`, into
-docs/benchmarks.md; `scaling`, of `python -m benchmarks capacity --published`, into docs/scaling.md.
+papers triforce`, into docs/benchmarks.md; `scaling`, of `python -m benchmarks capacity --published`, into
+docs/scaling.md.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.capacity.capacity_tables import SIZES, SPEEDS
 from benchmarks.capacity.published import COLUMNS as PUBLISHED
-from benchmarks.capacity.report import SIZES, SPEEDS
 from benchmarks.long_context.long_bench import PLAIN
-from benchmarks.long_context.rows import Row
-from benchmarks.reporting.options import names
-from benchmarks.reporting.tables import listing, speed_cell
+from benchmarks.reporting.common_options import names
+from benchmarks.reporting.study_report import listing, speed_cell
+from forerun.bench.machine import Row
 from forerun.bench.report import means, pivot
 from forerun.bench.rounds import BASELINE
 from forerun.cli.options import DebugOptions

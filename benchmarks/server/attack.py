@@ -29,7 +29,7 @@ import typer
 
 from benchmarks.server.figures import percentile
 from benchmarks.server.request_mixture import TEXT
-from benchmarks.server.server_process import ServerProcess
+from benchmarks.server.server_process import ServerProcess, connect
 from forerun.cli.options import DebugOptions
 
 Json = dict[str, Any]
@@ -143,8 +143,7 @@ async def _read(port: int, seconds: float, namespace: str) -> Json:
     """Read streams one after the other: the times between their chunks, and those to their first ones."""
     gaps, first, statuses = list[float](), list[float](), Counter[str]()
     until, number = time.perf_counter() + seconds, 0
-    headers = {"Authorization": f"Bearer {QUIET_KEY}"}
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=600, headers=headers) as client:
+    async with connect(port, QUIET_KEY) as client:
         while time.perf_counter() < until:
             number += 1
             begin = 97 * number % (len(TEXT) - 400)
@@ -180,8 +179,7 @@ async def _flood(port: int, names: list[str], seconds: float, seed: int) -> dict
 
     async def one(number: int) -> None:
         chance = random.Random(seed + number)
-        headers = {"Authorization": f"Bearer {ATTACKING_KEY}"}
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers) as client:
+        async with connect(port, ATTACKING_KEY) as client:
             while (left := until - time.perf_counter()) > 0:
                 name = chance.choice(names)
                 body = {"model": "bundled", "max_tokens": 64, **ATTACKS[name](chance)}

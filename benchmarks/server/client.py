@@ -1,6 +1,7 @@
 """Clients of a server, in this process: asyncio and httpx. While they wait they only note what came and when.
 
-What came is understood later (``answers.py``), so that a client takes little time from a server on the same computer.
+What came is understood later (``load_answers.py``), so that a client takes little time from a server on the same
+computer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.server.levels import Level, arrivals
-from benchmarks.server.load_requests import Ask
+from benchmarks.server.load_requests import LoadRequest
 
 Extension = Mapping[str, str]
 """The field ``forerun`` of a request: whose texts it is drafted from (``namespace``), and ``drafter`` or none."""
@@ -26,7 +27,7 @@ PATIENCE = 600.0
 
 
 @dataclass(frozen=True)
-class Door:
+class ServerEndpoint:
     """Where a server is asked, and how.
 
     Attributes:
@@ -60,15 +61,15 @@ class Door:
                 seconds.setdefault(each.labels["part"], []).append(each.value)
         return {part: mean(values) for part, values in seconds.items()}
 
-    def body(self, ask: Ask, extension: Extension) -> dict[str, Any]:
+    def body(self, request: LoadRequest, extension: Extension) -> dict[str, Any]:
         """A request as JSON."""
-        said = {"messages": [{"role": "user", "content": ask.prompt}]} if self.chats else {"prompt": ask.prompt}
+        said = {"messages": [{"role": "user", "content": request.prompt}]} if self.chats else {"prompt": request.prompt}
         more = {"forerun": dict(extension)} if self.ours else {}
         return said | more | {
             "model": self.model,
-            "max_tokens": ask.tokens,
-            "temperature": ask.temperature,
-            "seed": ask.seed,
+            "max_tokens": request.tokens,
+            "temperature": request.temperature,
+            "seed": request.seed,
             "stream": True,
             "stream_options": {"include_usage": True},
         }  # fmt: skip
@@ -79,14 +80,14 @@ class Reply:
     """What came for one request.
 
     Attributes:
-        ask: the request.
+        request: the request.
         sent, ended: by ``time.perf_counter``.
         reads: bytes as they came, and when.
         status: of HTTP; None if nothing came.
         error: why the connection failed, or None.
     """
 
-    ask: Ask
+    request: LoadRequest
     sent: float = 0.0
     ended: float = 0.0
     reads: list[tuple[float, bytes]] = field(default_factory=list)
@@ -104,20 +105,20 @@ class LoadRun:
 
 
 @asynccontextmanager
-async def connected(door: Door) -> AsyncIterator[httpx.AsyncClient]:
+async def connected(endpoint: ServerEndpoint) -> AsyncIterator[httpx.AsyncClient]:
     """A context with a client that opens as many connections as are wanted."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     headers = {"Accept-Encoding": "identity"}  # or there is nothing to read until a block is full
-    async with httpx.AsyncClient(base_url=door.url, limits=limits, timeout=PATIENCE, headers=headers) as http:
+    async with httpx.AsyncClient(base_url=endpoint.url, limits=limits, timeout=PATIENCE, headers=headers) as http:
         yield http
 
 
-async def answer(http: httpx.AsyncClient, door: Door, reply: Reply, extension: Extension) -> Reply:
+async def answer(http: httpx.AsyncClient, endpoint: ServerEndpoint, reply: Reply, extension: Extension) -> Reply:
     """Send a request, and note all that comes."""
-    body, clock = door.body(reply.ask, extension), time.perf_counter
+    body, clock = endpoint.body(reply.request, extension), time.perf_counter
     reply.sent = clock()
     try:
-        async with http.stream("POST", door.address, json=body) as response:
+        async with http.stream("POST", endpoint.address, json=body) as response:
             reply.status = response.status_code
             async for part in response.aiter_raw():
                 reply.reads.append((clock(), part))
@@ -127,37 +128,39 @@ async def answer(http: httpx.AsyncClient, door: Door, reply: Reply, extension: E
     return reply
 
 
-def run(door: Door, level: Level, extension: Extension) -> LoadRun:
-    """Ask all of a level's requests."""
-    return asyncio.run(_run(door, level, extension))
+def run(endpoint: ServerEndpoint, level: Level, extension: Extension) -> LoadRun:
+    """LoadRequest all of a level's requests."""
+    return asyncio.run(_run(endpoint, level, extension))
 
 
-async def _run(door: Door, level: Level, extension: Extension) -> LoadRun:
-    async with connected(door) as http:
+async def _run(endpoint: ServerEndpoint, level: Level, extension: Extension) -> LoadRun:
+    async with connected(endpoint) as http:
         began, own = time.perf_counter(), time.process_time()
         asked = _opened if level.kind == "rate" else _closed
-        replies = await asked(http, door, level, extension)
+        replies = await asked(http, endpoint, level, extension)
         return LoadRun(replies, time.perf_counter() - began, time.process_time() - own)
 
 
-async def _closed(http: httpx.AsyncClient, door: Door, level: Level, extension: Extension) -> list[Reply]:
-    left = iter(level.asks)
-    found = await asyncio.gather(*(_one_after_another(http, door, left, extension) for _ in range(int(level.value))))
+async def _closed(http: httpx.AsyncClient, endpoint: ServerEndpoint, level: Level, extension: Extension) -> list[Reply]:
+    left = iter(level.requests)
+    found = await asyncio.gather(
+        *(_one_after_another(http, endpoint, left, extension) for _ in range(int(level.value)))
+    )
     return [reply for replies in found for reply in replies]
 
 
 async def _one_after_another(
-    http: httpx.AsyncClient, door: Door, left: Iterable[Ask], extension: Extension
+    http: httpx.AsyncClient, endpoint: ServerEndpoint, left: Iterable[LoadRequest], extension: Extension
 ) -> Sequence[Reply]:
-    return [await answer(http, door, Reply(ask), extension) for ask in left]
+    return [await answer(http, endpoint, Reply(request), extension) for request in left]
 
 
-async def _opened(http: httpx.AsyncClient, door: Door, level: Level, extension: Extension) -> list[Reply]:
+async def _opened(http: httpx.AsyncClient, endpoint: ServerEndpoint, level: Level, extension: Extension) -> list[Reply]:
     began = time.perf_counter()
 
-    async def arrive(ask: Ask, at: float) -> Reply:
+    async def arrive(request: LoadRequest, at: float) -> Reply:
         await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
-        return await answer(http, door, Reply(ask), extension)
+        return await answer(http, endpoint, Reply(request), extension)
 
-    due = arrivals(level.value, len(level.asks), level.seed)
-    return await asyncio.gather(*map(arrive, level.asks, due))
+    due = arrivals(level.value, len(level.requests), level.seed)
+    return await asyncio.gather(*map(arrive, level.requests, due))

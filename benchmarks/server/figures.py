@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import median
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
-from benchmarks.server.answers import Answer
+from benchmarks.server.load_answers import Answer
+from forerun.bench.machine import Row
 
-Row = dict[str, Any]
 TIMES = {"first": "time to first token", "gap": "between chunks", "each": "per token", "whole": "end to end"}
 """The times of an answer by their names in the figures, as tables have them."""
 PARTS = (50, 99)

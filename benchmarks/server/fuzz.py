@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.server.malformed_requests import Fuzz, Shot
+from benchmarks.server.malformed_requests import RawRequest, RequestFuzzer
 from benchmarks.server.response_checks import ask_all, wrong
 from benchmarks.server.server_process import ServerProcess
 from forerun.cli.options import DebugOptions
@@ -51,7 +51,7 @@ class FuzzOptions(DebugOptions):
 
 
 def run(options: FuzzOptions) -> None:
-    """Fuzz; exit status 1 if anything was wrong."""
+    """RequestFuzzer; exit status 1 if anything was wrong."""
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with ServerProcess(OPTIONS, options.out.with_suffix(".log"), ADMIN_KEY) as served:
         result = _fuzz(served, options.requests, options.clients, options.seed)
@@ -63,27 +63,27 @@ def run(options: FuzzOptions) -> None:
 
 def _fuzz(served: ServerProcess, requests: int, clients: int, seed: int) -> dict[str, Any]:
     description = json.loads(served.get("/openapi.json", KEYS[0]))
-    warm = Fuzz(description, seed + 1, large=0, keys=KEYS)
-    asyncio.run(ask_all(served.port, [warm.shot() for _ in range(WARM)], clients))
+    warm = RequestFuzzer(description, seed + 1, large=0, keys=KEYS)
+    asyncio.run(ask_all(served.port, [warm.draw() for _ in range(WARM)], clients))
     before = served.rest()
-    fuzz = Fuzz(description, seed, keys=KEYS)
-    shots = [fuzz.shot() for _ in range(requests)]
-    answers = asyncio.run(ask_all(served.port, shots, clients))
+    fuzz = RequestFuzzer(description, seed, keys=KEYS)
+    sent = [fuzz.draw() for _ in range(requests)]
+    answers = asyncio.run(ask_all(served.port, sent, clients))
     after = served.rest()
     found = [
-        {"what": what, **_told(shot)} for shot, each in zip(shots, answers, strict=True) if (what := wrong(shot, each))
+        {"what": what, **_shown(one)} for one, each in zip(sent, answers, strict=True) if (what := wrong(one, each))
     ]
     found += [{"what": what} for what in leaks(before, after)]
     served_well = sum(each.status == 200 for each in answers)
     if served_well < MIN_ANSWERED * requests:  # a server that refuses everything has no other faults
         found.append({"what": f"only {served_well} requests were answered"})
-    slowest = sorted(zip((each.seconds for each in answers), shots, strict=True), key=lambda pair: -pair[0])[:5]
+    slowest = sorted(zip((each.seconds for each in answers), sent, strict=True), key=lambda pair: -pair[0])[:5]
     return {
         "requests": requests,
-        "kinds": Counter(shot.kind for shot in shots),
+        "kinds": Counter(one.kind for one in sent),
         "statuses": Counter(str(each.status) for each in answers),
         "failures": len(found),
-        "slowest": [{"seconds": round(seconds, 3), **_told(shot)} for seconds, shot in slowest],
+        "slowest": [{"seconds": round(seconds, 3), **_shown(one)} for seconds, one in slowest],
         "before": before,
         "after": after,
         "wrong": found,
@@ -98,5 +98,5 @@ def leaks(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return leaks + ([f"indexes have {after['index_bytes']:.0f} bytes"] if after["index_bytes"] > INDEX else [])
 
 
-def _told(shot: Shot) -> dict[str, str]:
-    return {"kind": shot.kind, "said": repr(b"".join(shot.said)[:600])}
+def _shown(sent: RawRequest) -> dict[str, str]:
+    return {"kind": sent.kind, "said": repr(b"".join(sent.pieces)[:600])}

@@ -6,16 +6,15 @@ import asyncio
 import time
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import httpx
 
-from benchmarks.server.answers import Answer, understand
-from benchmarks.server.client import Door, Reply, answer, connected
+from benchmarks.server.client import Reply, ServerEndpoint, answer, connected
 from benchmarks.server.figures import percentile, reasons
-from benchmarks.server.load_requests import Ask
+from benchmarks.server.load_answers import Answer, understand
+from benchmarks.server.load_requests import LoadRequest
+from forerun.bench.machine import Row
 
-Row = dict[str, Any]
 Window = tuple[float, float]
 STREAMS = 4
 """Streams that run beside the long prompt."""
@@ -25,27 +24,27 @@ LOOK = 0.005
 """Seconds between looks at whether something has come."""
 
 
-def measure(door: Door, asks: Sequence[Ask], long: Ask, namespace: str) -> Row:
+def measure(endpoint: ServerEndpoint, requests: Sequence[LoadRequest], long: LoadRequest, namespace: str) -> Row:
     """Figures of the streams, without and with a long prompt; only its error, if it was not answered.
 
     Args:
-        door: the server's.
-        asks: what the streams ask, over and over.
+        endpoint: the server's.
+        requests: what the streams ask, over and over.
         long: the long prompt.
         namespace: where nothing is known yet.
     """
-    return asyncio.run(_measure(door, asks, long, namespace))
+    return asyncio.run(_measure(endpoint, requests, long, namespace))
 
 
-async def _measure(door: Door, asks: Sequence[Ask], long: Ask, namespace: str) -> Row:
-    async with connected(door) as http:
-        streams = _Streams(http, door, asks, namespace)
+async def _measure(endpoint: ServerEndpoint, requests: Sequence[LoadRequest], long: LoadRequest, namespace: str) -> Row:
+    async with connected(endpoint) as http:
+        streams = _Streams(http, endpoint, requests, namespace)
         tasks = [asyncio.create_task(streams.run(number)) for number in range(STREAMS)]
         began = time.perf_counter()
         while streams.ended < BEFORE:
             await asyncio.sleep(LOOK)
         reply = Reply(long)
-        reading = asyncio.create_task(answer(http, door, reply, {"namespace": f"{namespace}-long"}))
+        reading = asyncio.create_task(answer(http, endpoint, reply, {"namespace": f"{namespace}-long"}))
         while not (reply.reads and understand(reply).grew) and not reading.done():
             await asyncio.sleep(LOOK)
         streams.over = True
@@ -56,8 +55,10 @@ async def _measure(door: Door, asks: Sequence[Ask], long: Ask, namespace: str) -
 class _Streams:
     """Streams that ask again when they have their answer, until it is over."""
 
-    def __init__(self, http: httpx.AsyncClient, door: Door, asks: Sequence[Ask], namespace: str) -> None:
-        self._http, self._door, self._asks, self._namespace = http, door, asks, namespace
+    def __init__(
+        self, http: httpx.AsyncClient, endpoint: ServerEndpoint, requests: Sequence[LoadRequest], namespace: str
+    ) -> None:
+        self._http, self._endpoint, self._requests, self._namespace = http, endpoint, requests, namespace
         self.replies: list[Reply] = []
         self.ended = 0
         self.over = False
@@ -65,10 +66,10 @@ class _Streams:
     async def run(self, number: int) -> None:
         turn = number
         while not self.over:
-            cycle, at = divmod(turn, len(self._asks))  # what is asked again is asked where nothing is known of it
-            reply = Reply(self._asks[at])
+            cycle, at = divmod(turn, len(self._requests))  # what is asked again is asked where nothing is known of it
+            reply = Reply(self._requests[at])
             self.replies.append(reply)
-            await answer(self._http, self._door, reply, {"namespace": f"{self._namespace}-{cycle}"})
+            await answer(self._http, self._endpoint, reply, {"namespace": f"{self._namespace}-{cycle}"})
             self.ended += 1
             turn += STREAMS
 

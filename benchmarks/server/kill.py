@@ -26,7 +26,7 @@ import httpx
 import typer
 
 from benchmarks.server.request_mixture import TEXT, MixedRequest, TextAnswer, mixed, streamed, whole
-from benchmarks.server.server_process import ServerProcess
+from benchmarks.server.server_process import ServerProcess, connect
 from forerun.cli.options import DebugOptions
 
 CLIENTS = 6
@@ -117,7 +117,7 @@ def warnings_in(log: str) -> list[str]:
 
 
 async def _questions(port: int) -> list[TextAnswer]:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=600) as client:
+    async with connect(port) as client:
         return [await whole(client, asked) for asked in FIXED]
 
 
@@ -126,7 +126,7 @@ async def _load(served: ServerProcess, chance: random.Random) -> None:
 
     async def ask(seed: int) -> None:
         asked = mixed(50, seed)
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{served.port}", timeout=600) as client:
+        async with connect(served.port) as client:
             with suppress(httpx.HTTPError):
                 while True:
                     await streamed(client, asked[seed % len(asked)])

@@ -8,7 +8,7 @@ from itertools import islice
 from random import Random
 from typing import Literal
 
-from benchmarks.server.load_requests import Ask
+from benchmarks.server.load_requests import LoadRequest
 
 TURNS = 4
 """Answers for each client of a closed loop, at least. With fewer, a level is mostly its beginning and its end, when not
@@ -23,13 +23,13 @@ class Level:
         kind: ``clients``, each of which asks again when it has its answer (closed loop), or ``rate``, at which requests
             arrive whatever becomes of the others (open loop).
         value: the number of clients, or requests per second.
-        asks: in the order in which they are asked.
+        requests: in the order in which they are sent.
         seed: of the arrivals.
     """
 
     kind: Literal["clients", "rate"]
     value: float
-    asks: Sequence[Ask]
+    requests: Sequence[LoadRequest]
     seed: int
 
     @property
@@ -55,26 +55,28 @@ def arrivals(rate: float, count: int, seed: int) -> list[float]:
     return found
 
 
-def build(clients: Sequence[int], rates: Sequence[float], requests: int, asks: Sequence[Ask], seed: int) -> list[Level]:
-    """The levels of one round. Each has asks of its own, so that no answer is known from an earlier level.
+def build(
+    clients: Sequence[int], rates: Sequence[float], least: int, requests: Sequence[LoadRequest], seed: int
+) -> list[Level]:
+    """The levels of one round. Each has requests of its own, so that no answer is known from an earlier level.
 
     Args:
         clients: of the closed loops.
         rates: of the open loops, in requests per second.
-        requests: of each level, at least; see ``TURNS``.
-        asks: as many as ``needed`` says, or more.
+        least: requests of each level; see ``TURNS``.
+        requests: as many as ``needed`` says, or more.
         seed: of the arrivals.
     """
-    left = iter(asks)
-    closed = [Level("clients", each, list(islice(left, size(each, requests))), seed) for each in clients]
-    return [*closed, *(Level("rate", each, list(islice(left, requests)), seed) for each in rates)]
+    left = iter(requests)
+    closed = [Level("clients", each, list(islice(left, size(each, least))), seed) for each in clients]
+    return [*closed, *(Level("rate", each, list(islice(left, least)), seed) for each in rates)]
 
 
-def size(clients: int, requests: int) -> int:
+def size(clients: int, least: int) -> int:
     """Requests of a closed loop."""
-    return max(requests, TURNS * clients)
+    return max(least, TURNS * clients)
 
 
-def needed(clients: Sequence[int], rates: Sequence[float], requests: int) -> int:
+def needed(clients: Sequence[int], rates: Sequence[float], least: int) -> int:
     """Requests of all levels of a round."""
-    return sum(size(each, requests) for each in clients) + requests * len(rates)
+    return sum(size(each, least) for each in clients) + least * len(rates)

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
 
-from benchmarks.reporting.progress import Say
 from benchmarks.server import client, held_up
-from benchmarks.server.answers import Answer, understand
-from benchmarks.server.client import Door
-from benchmarks.server.equality import compare, sample
+from benchmarks.server.client import ServerEndpoint
 from benchmarks.server.figures import figures, reasons
 from benchmarks.server.levels import Level
-from benchmarks.server.load_requests import Ask
+from benchmarks.server.load_answers import Answer, understand
+from benchmarks.server.load_requests import LoadRequest
 from benchmarks.server.servers import ServerContestant, ServerError
 from forerun.bench.journal import Journal, Turn, TurnKey
+from forerun.bench.machine import Row
+from forerun.cli.terminal import say
 
-Row = dict[str, Any]
-Start = Callable[[ServerContestant], AbstractContextManager[Door]]
+Start = Callable[[ServerContestant], AbstractContextManager[ServerEndpoint]]
 """Starts a contestant's server for as long as the context lasts."""
+Texts = Mapping[str, str | None]
+"""What names each text (``Answer.digest``), by its request's seed."""
 ALONE = {"namespace": "alone", "drafter": "none"}
 """How a text is asked for that load may not have changed."""
 
@@ -38,20 +38,32 @@ class Round:
         checks: greedy texts that are asked for again alone.
     """
 
-    warm: Sequence[Ask]
+    warm: Sequence[LoadRequest]
     levels: Sequence[Level]
-    long: Ask | None
+    long: LoadRequest | None
     checks: int
 
     @property
-    def asks(self) -> list[Ask]:
+    def requests(self) -> list[LoadRequest]:
         """Of all levels."""
-        return [ask for level in self.levels for ask in level.asks]
+        return [request for level in self.levels for request in level.requests]
 
     def key(self, number: int) -> TurnKey:
         """Names the turn in a journal."""
         words = repr(dataclasses.astuple(self)).encode()
         return TurnKey("serve", number, hashlib.sha256(words).hexdigest()[:16])
+
+
+def sample(requests: Sequence[LoadRequest], count: int) -> list[LoadRequest]:
+    """``count`` greedy requests, from all over the load."""
+    greedy = [request for request in requests if request.temperature == 0]
+    return greedy[:: max(1, len(greedy) // max(count, 1))][:count]
+
+
+def compare(texts: Texts, others: Texts) -> Row:
+    """How many texts are in both, and how many of them are the same; texts that are not whole are in neither."""
+    both = [seed for seed, digest in texts.items() if digest is not None and others.get(seed) is not None]
+    return {"compared": len(both), "same": sum(texts[seed] == others[seed] for seed in both)}
 
 
 @dataclass
@@ -63,7 +75,6 @@ class ServeBench:
         rounds: what is asked.
         start: starts a server.
         journal: keeps whole rounds.
-        say: told the progress.
         save: told all turns so far whenever one has new figures, and whether the last one is whole.
     """
 
@@ -71,7 +82,6 @@ class ServeBench:
     rounds: Sequence[Round]
     start: Start
     journal: Journal
-    say: Say
     save: Callable[[Sequence[Turn], bool], None]
     turns: list[Turn] = field(default_factory=list)
 
@@ -95,57 +105,59 @@ class ServeBench:
         """A round; another contestant begins each time."""
         first = number % len(self.contestants)
         for contestant in (*self.contestants[first:], *self.contestants[:first]):
-            stint: Row = {"levels": {}}
-            self.turns[-1][contestant.name] = stint
+            results: Row = {"levels": {}}
+            self.turns[-1][contestant.name] = results
             if reason := contestant.lacking or self._absent(contestant.name):
-                stint["absent"] = reason
+                results["absent"] = reason
                 continue
-            self.say(f"round {number + 1} of {len(self.rounds)}: {contestant.name}")
+            say(f"round {number + 1} of {len(self.rounds)}: {contestant.name}")
             try:
-                with self.start(contestant) as door:
-                    self._stint(door, one, stint)
+                with self.start(contestant) as endpoint:
+                    self._measure(endpoint, one, results)
             except ServerError as error:
                 if contestant.ours:
                     raise
                 self.turns[-1][contestant.name] = {"levels": {}, "absent": str(error)}
-                self.say(f"  {contestant.name} is left out: {error}")
+                say(f"  {contestant.name} is left out: {error}")
 
-    def _stint(self, door: Door, one: Round, stint: Row) -> None:
+    def _measure(self, endpoint: ServerEndpoint, one: Round, results: Row) -> None:
         """All that one server answers, written down as it comes."""
-        self._answers(door, Level("clients", len(one.warm), one.warm, 0), {"namespace": "warm"})
+        self._answers(endpoint, Level("clients", len(one.warm), one.warm, 0), {"namespace": "warm"})
         texts: dict[str, str | None] = {}
-        stint |= {"texts": texts, "reasons": {}}
+        results |= {"texts": texts, "reasons": {}}
         for level in one.levels:
-            before = door.step_seconds()
-            run, answers = self._answers(door, level, {"namespace": level.name.replace(" ", "-")})
-            parts = {part: seconds - before[part] for part, seconds in door.step_seconds().items()}
-            stint["levels"][level.name] = figures(answers, run.seconds, run.own_seconds, parts)
-            texts |= {str(answer.ask.seed): answer.digest for answer in answers}
-            stint["reasons"] |= reasons(answers)
+            before = endpoint.step_seconds()
+            run, answers = self._answers(endpoint, level, {"namespace": level.name.replace(" ", "-")})
+            parts = {part: seconds - before[part] for part, seconds in endpoint.step_seconds().items()}
+            results["levels"][level.name] = figures(answers, run.seconds, run.own_seconds, parts)
+            texts |= {str(answer.request.seed): answer.digest for answer in answers}
+            results["reasons"] |= reasons(answers)
             self.save(self.turns, False)
         if one.long is not None:
-            stint["long"] = held_up.measure(door, one.asks, one.long, "streams")
+            results["long"] = held_up.measure(endpoint, one.requests, one.long, "streams")
             self.save(self.turns, False)
-        if door.ours:
-            alone = Level("clients", 1, sample(one.asks, one.checks), 0)
-            again = {str(answer.ask.seed): answer.digest for answer in self._answers(door, alone, ALONE)[1]}
-            stint["alone"] = compare(texts, again) | {"exact": door.exact}
+        if endpoint.ours:
+            alone = Level("clients", 1, sample(one.requests, one.checks), 0)
+            again = {str(answer.request.seed): answer.digest for answer in self._answers(endpoint, alone, ALONE)[1]}
+            results["alone"] = compare(texts, again) | {"exact": endpoint.exact}
             self.save(self.turns, False)
 
     def _absent(self, name: str) -> str | None:
         """Why a contestant took no part in an earlier round, if so: it is not tried again."""
         return next((why for turn in self.turns[:-1] if (why := absent(turn, name))), None)
 
-    def _answers(self, door: Door, level: Level, extension: client.Extension) -> tuple[client.LoadRun, list[Answer]]:
+    def _answers(
+        self, endpoint: ServerEndpoint, level: Level, extension: client.Extension
+    ) -> tuple[client.LoadRun, list[Answer]]:
         """A level's answers.
 
         Raises:
             ServerError: if there is none.
         """
-        run = client.run(door, level, extension)
+        run = client.run(endpoint, level, extension)
         answers = [understand(reply) for reply in run.replies]
         if answers and all(answer.error for answer in answers):
-            raise ServerError(f"no request was answered at {door.url}: {answers[0].error}")
+            raise ServerError(f"no request was answered at {endpoint.url}: {answers[0].error}")
         return run, answers
 
 

@@ -6,7 +6,7 @@ import gc
 import importlib.util
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -18,26 +18,25 @@ from transformers import PreTrainedTokenizerBase
 from benchmarks.long_context.texts import Texts
 from benchmarks.peers.weights import check as check_weights
 from benchmarks.peers.weights import write as write_weights
-from benchmarks.reporting.delivery import Delivery
-from benchmarks.reporting.options import (
+from benchmarks.reporting.common_options import (
     SourceOptions,
     list_option,
     numbers,
 )
-from benchmarks.reporting.tables import Report
+from benchmarks.reporting.study_report import Delivery, Report
 from benchmarks.server import levels, servers
 from benchmarks.server import load_rows as rows
-from benchmarks.server.client import Door
+from benchmarks.server.client import ServerEndpoint
 from benchmarks.server.load_bench import Round, ServeBench
 from benchmarks.server.load_report import fill
-from benchmarks.server.load_requests import Ask, mixed
+from benchmarks.server.load_requests import LoadRequest, mixed
 from benchmarks.server.servers import ServedModel, ServerContestant
-from benchmarks.tasks.questions import Files
 from benchmarks.tasks.task_prompts import LackingError, Tasks, check_names
 from benchmarks.tasks.task_sets import tasks_for
 from forerun.bench.journal import Journal, Turn, about
 from forerun.bench.machine import plain_values
 from forerun.bench.prompts_file import TemplateEncoder, check_length
+from forerun.cli.commands import FAILED
 from forerun.cli.models import encoder as plain_encoder
 from forerun.cli.models import load_target
 from forerun.cli.options import (
@@ -135,7 +134,6 @@ class ServingOptions(OutputOptions, SourceOptions, ModelOptions):
 NEEDED = ("httpx", "matplotlib", "fastapi", "uvicorn", "prometheus_client", "pydantic_settings", "llguidance")
 LEFT_OUT = ("copy",)
 """Tasks that are not asked unless they are named: to repeat a passage is no typical use."""
-FAILED = 1
 
 
 def run(options: ServingOptions) -> None:
@@ -167,11 +165,11 @@ def run(options: ServingOptions) -> None:
     journal = Journal(options.out / "serve-turns.jsonl", shared, options.resume)
     contestants = _contestants(options, subject, longest)
 
-    def start(contestant: ServerContestant) -> AbstractContextManager[Door]:
+    def start(contestant: ServerContestant) -> AbstractContextManager[ServerEndpoint]:
         log = options.out / "logs" / f"{contestant.name.replace(' ', '-')}.log"
         return servers.started(contestant, subject.chats, log)
 
-    turns = ServeBench(contestants, rounds, start, journal, say, save).run()
+    turns = ServeBench(contestants, rounds, start, journal, save).run()
     delivery.end()
     if found := rows.wrong(rows.text_rows(turns, rounds)):
         say("\n".join(found))
@@ -199,7 +197,7 @@ def _prepared(options: ServingOptions) -> tuple[ServedModel, list[Round], int]:
     del model
     gc.collect()
     rounds = _rounds(options, encoder, limit)
-    longest = max(len(encoder(ask.prompt)) + ask.tokens for each in rounds for ask in each.asks)
+    longest = max(len(encoder(request.prompt)) + request.tokens for each in rounds for request in each.requests)
     return subject, rounds, longest
 
 
@@ -208,25 +206,25 @@ def _rounds(options: ServingOptions, encoder: TemplateEncoder, limit: int | None
     warm = max([1, *options.clients])
     of_each = warm + levels.needed(options.clients, options.arrivals, options.requests)
     longs = _longs(options, encoder.tokenizer, limit)
-    asks = _asks(options, encoder, limit, of_each * options.rounds)
+    requests = _requests(options, encoder, limit, of_each * options.rounds)
     found = []
     for number in range(options.rounds):
-        mine = asks[number * of_each : (number + 1) * of_each]
+        mine = requests[number * of_each : (number + 1) * of_each]
         seed = options.seed + number
         built = levels.build(options.clients, options.arrivals, options.requests, mine[warm:], seed)
         # the first request says how transformers serve samples
-        first = [Ask(ask.task, ask.prompt, ask.tokens, 0.0, ask.seed) for ask in mine[:warm]]
+        first = [replace(request, temperature=0.0) for request in mine[:warm]]
         found.append(Round(first, built, longs[number] if longs else None, options.checks))
     return found
 
 
-def _asks(options: ServingOptions, encoder: TemplateEncoder, limit: int | None, count: int) -> list[Ask]:
+def _requests(options: ServingOptions, encoder: TemplateEncoder, limit: int | None, count: int) -> list[LoadRequest]:
     """So many requests; tasks that lack something are left out, and named.
 
     Raises:
         ValueError: for an unknown task, if none is left, or for a prompt that is too long for the model.
     """
-    tasks = tasks_for(encoder, Files(options.books, options.maths, options.code))
+    tasks = tasks_for(encoder, options)
     default = [name for name in tasks if name not in LEFT_OUT]
     names = default if options.tasks is None else [name.strip() for name in options.tasks.split(",")]
     check_names(names, tasks)
@@ -257,7 +255,7 @@ def _drawn(name: str, tasks: Tasks, count: int) -> list[str]:
         raise ValueError(f"task {name}: {error} (or --requests, --rounds)") from None
 
 
-def _longs(options: ServingOptions, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[Ask]:
+def _longs(options: ServingOptions, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[LoadRequest]:
     """A long prompt for each round, if one is wanted."""
     if not options.long:
         return []
@@ -266,7 +264,7 @@ def _longs(options: ServingOptions, tokenizer: PreTrainedTokenizerBase, limit: i
     texts.check(options.rounds, options.long)
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     return [
-        Ask("long", str(decode(texts.tokens(number, options.long))), 2, 0.0, options.seed)
+        LoadRequest("long", str(decode(texts.tokens(number, options.long))), 2, 0.0, options.seed)
         for number in range(options.rounds)
     ]
 

@@ -1,4 +1,4 @@
-"""Plots of servers under load: times against requests finished per second, and tokens per second by load."""
+"""A plot of servers under load: times against requests finished per second."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reporting import plots
-from benchmarks.reporting.plots import Frame
 from benchmarks.server.figures import TIMES
+from forerun.bench.machine import Row
+from forerun.bench.report import figure
 
-Row = dict[str, Any]
 Draw = Callable[[Path], None]
 PANELS = ("first", "gap", "each")
 COLOURS = {
@@ -27,36 +26,25 @@ def drawer(rows: Sequence[Row], title: str) -> Draw:
     """A panel for each time: p50 and p99, a point for each load; its number is clients, or arrivals per second."""
 
     def draw(path: Path) -> None:
-        import matplotlib as mpl
+        from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-        mpl.use("Agg")
-        import matplotlib.pyplot as plt
-
-        figure, axes = plt.subplots(1, len(PANELS), figsize=(4.1 * len(PANELS), 4.4), layout="constrained")
-        for axis, name in zip(axes, PANELS, strict=True):
-            for contestant, colour in _colours(rows).items():
-                _line(axis, [row for row in rows if row["contestant"] == contestant], name, colour)
-            axis.set(title=TIMES[name], xlabel="requests finished per second", yscale="log")
-            axis.yaxis.set_major_locator(mpl.ticker.LogLocator(subs=(1, 2, 5)))
-            axis.yaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
-            axis.yaxis.set_minor_formatter(mpl.ticker.NullFormatter())
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.grid(alpha=0.3)
-            axis.set_xlim(left=0)
-        axes[0].set_ylabel("milliseconds")
-        handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, fontsize=8, frameon=False, loc="outside lower center", ncols=len(_colours(rows)))
-        figure.suptitle(title, fontsize=10)
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
+        with figure(path, 1, len(PANELS), figsize=(4.1 * len(PANELS), 4.4)) as (whole, axes):
+            for axis, name in zip(axes, PANELS, strict=True):
+                for contestant, colour in _colours(rows).items():
+                    _line(axis, [row for row in rows if row["contestant"] == contestant], name, colour)
+                axis.set(title=TIMES[name], xlabel="requests finished per second", yscale="log")
+                axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+                axis.yaxis.set_minor_formatter(NullFormatter())
+                axis.grid(alpha=0.3)
+                axis.set_xlim(left=0)
+            axes[0].set_ylabel("milliseconds")
+            handles, labels = axes[0].get_legend_handles_labels()
+            columns = len(_colours(rows))
+            whole.legend(handles, labels, fontsize=8, frameon=False, loc="outside lower center", ncols=columns)
+            whole.suptitle(title, fontsize=10)
 
     return draw
-
-
-def bars(rows: Sequence[Row], title: str) -> Draw:
-    """Tokens per second by load, with the spread of rounds."""
-    groups, lines = plots.grouped(rows, lambda row: str(row["load"]), "tokens_per_second")
-    return lambda path: plots.bars(path, Frame(title, "load", "tokens per second"), groups, lines)
 
 
 def _line(axis: Any, rows: Sequence[Row], name: str, colour: str) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from benchmarks.reporting.tables import Report, listing
-from benchmarks.server import load_plot as plot
+from benchmarks.reporting import plots
+from benchmarks.reporting.plots import Frame
+from benchmarks.reporting.study_report import Report, listing
 from benchmarks.server import load_rows as rows
 from benchmarks.server.figures import PARTS, STEP_PARTS, TIMES
 from benchmarks.server.load_bench import Round
-from benchmarks.server.servers import PLAIN, TRANSFORMERS
+from benchmarks.server.load_plot import drawer
+from benchmarks.server.servers import TRANSFORMERS
 from forerun.bench.journal import Turn
+from forerun.bench.machine import Row
 from forerun.bench.report import pivot
+from forerun.bench.rounds import PLAIN
 
-Row = dict[str, Any]
 HEAD = {"load": "load", "contestant": "server"}
 RATES = HEAD | {
     "requests_per_second": "requests/s",
@@ -52,14 +54,14 @@ GREEDY_ONLY = (
 )
 
 
-def fill(report: Report, turns: Sequence[Turn], rounds: Sequence[Round], plots: bool) -> None:
+def fill(report: Report, turns: Sequence[Turn], rounds: Sequence[Round], plotted: bool) -> None:
     """Put all that the turns have so far into a report, instead of what it had.
 
     Args:
         report: is filled.
         turns: of all contestants.
         rounds: what was asked in them.
-        plots: draw plots as well, which takes a second or two.
+        plotted: draw plots as well, which takes a second or two.
     """
     load = rows.load_rows(turns, rounds)
     if load:
@@ -69,7 +71,7 @@ def fill(report: Report, turns: Sequence[Turn], rounds: Sequence[Round], plots: 
         if told := [row for row in load if row["read"] is not None]:
             shown = [row | {part: 100 * row[part] for part in (*STEP_PARTS, "idle")} for row in told]
             report.add("where", "Where the time of a load went", told, listing(shown, WHERE), DIVIDED)
-        if plots:
+        if plotted:
             _plots(report, load)
     long, refused = rows.long_rows(turns), rows.refusals(turns)
     if long or refused:
@@ -145,5 +147,6 @@ def _plots(report: Report, load: Sequence[Row]) -> None:
     ):
         mine = [row for row in kept if row["kind"] == kind]
         if mine:
-            report.plot(kind, plot.drawer(mine, report.titled(title)))
-    report.plot("tokens", plot.bars(kept, report.titled("Tokens per second of all clients")))
+            report.plot(kind, drawer(mine, title))
+    groups, lines = plots.grouped(kept, lambda row: str(row["load"]), "tokens_per_second")
+    report.bars("tokens", Frame("Tokens per second of all clients", "load", "tokens per second"), groups, lines)

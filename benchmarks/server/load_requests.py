@@ -8,7 +8,7 @@ from random import Random
 
 
 @dataclass(frozen=True)
-class Ask:
+class LoadRequest:
     """One request.
 
     Attributes:
@@ -26,7 +26,9 @@ class Ask:
     seed: int
 
 
-def mixed(prompts: Mapping[str, Sequence[str]], lengths: Sequence[int], temperature: float, seed: int) -> list[Ask]:
+def mixed(
+    prompts: Mapping[str, Sequence[str]], lengths: Sequence[int], temperature: float, seed: int
+) -> list[LoadRequest]:
     """All prompts, from each task in turn; the same for the same arguments.
 
     Every second turn through the tasks is sampled. Lengths are drawn anew for each.
@@ -40,7 +42,7 @@ def mixed(prompts: Mapping[str, Sequence[str]], lengths: Sequence[int], temperat
     rng = Random(f"serving/{seed}")
     turns = max(map(len, prompts.values()))
     return [
-        Ask(task, found[turn], rng.choice(lengths), temperature if turn % 2 else 0.0, rng.randrange(1 << 31))
+        LoadRequest(task, found[turn], rng.choice(lengths), temperature if turn % 2 else 0.0, rng.randrange(1 << 31))
         for turn in range(turns)
         for task, found in prompts.items()
         if turn < len(found)

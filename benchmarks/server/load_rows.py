@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
-from benchmarks.server.equality import compare
 from benchmarks.server.figures import medians
-from benchmarks.server.load_bench import Round, absent
-from benchmarks.server.servers import PLAIN, TRANSFORMERS
+from benchmarks.server.load_bench import Round, absent, compare
+from benchmarks.server.servers import TRANSFORMERS
 from forerun.bench.journal import Turn
+from forerun.bench.machine import Row
+from forerun.bench.rounds import PLAIN
 
-Row = dict[str, Any]
 OF_PLAIN = {"of_plain": "tokens_per_second", "decoding_of_plain": "decoding_per_second"}
 """Figures that are compared with those of plain decoding, by the comparison's name."""
 
@@ -53,7 +52,7 @@ def text_rows(turns: Sequence[Turn], rounds: Sequence[Round]) -> list[Row]:
     for name in _names(turns):
         mine = [turn[name] for turn in turns if "alone" in turn.get(name, {})]
         if mine:
-            found.append(_summed(name, "each alone, without drafts", [stint["alone"] for stint in mine]))
+            found.append(_summed(name, "each alone, without drafts", [results["alone"] for results in mine]))
         if name != PLAIN:
             pairs = [_beside(turn, one, name) for turn, one in zip(turns, rounds, strict=False)]
             beside = [row for row in pairs if row]
@@ -80,8 +79,8 @@ def errors(turns: Sequence[Turn]) -> dict[str, dict[str, int]]:
     """How often each error came, by contestant."""
     found: dict[str, Counter[str]] = {}
     for turn in turns:
-        for name, stint in turn.items():
-            found.setdefault(name, Counter()).update(stint.get("reasons", {}))
+        for name, results in turn.items():
+            found.setdefault(name, Counter()).update(results.get("reasons", {}))
     return {name: dict(counted) for name, counted in found.items() if counted}
 
 
@@ -112,7 +111,7 @@ def _beside(turn: Turn, one: Round, name: str) -> Row | None:
     mine, plain = turn.get(name, {}).get("texts"), turn.get(PLAIN, {}).get("texts")
     if not mine or not plain:
         return None
-    greedy = {str(ask.seed) for ask in one.asks if ask.temperature == 0}
+    greedy = {str(request.seed) for request in one.requests if request.temperature == 0}
     ours = name != TRANSFORMERS
     kept = mine if ours else {seed: digest for seed, digest in mine.items() if seed in greedy}
     exact = ours and all(turn[each].get("alone", {}).get("exact", False) for each in (name, PLAIN))

@@ -20,18 +20,18 @@ HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Shot:
+class RawRequest:
     """What one client sends.
 
     Attributes:
         kind: of request.
-        said: pieces, one after the other.
-        goes: whether the client goes away then, and reads no answer.
+        pieces: sent one after the other.
+        leaves: whether the client goes away then, and reads no answer.
     """
 
     kind: str
-    said: tuple[bytes, ...]
-    goes: bool = False
+    pieces: tuple[bytes, ...]
+    leaves: bool = False
 
 
 GRAMMARS = [
@@ -136,8 +136,8 @@ RAW: list[tuple[bytes, ...]] = [
 """What is no HTTP, or strange HTTP."""
 
 
-class Fuzz:
-    """Makes shots.
+class RequestFuzzer:
+    """Draws requests.
 
     Args:
         description: the server's ``/openapi.json``.
@@ -150,22 +150,23 @@ class Fuzz:
         self._all, self._large, self._keys = description, large, keys
         self._random = random.Random(seed)
         self._posts = [path for path, how in description["paths"].items() if "post" in how]
-        self._makers: list[tuple[Callable[[], Shot], float]] = [
+        self._makers: list[tuple[Callable[[], RawRequest], float]] = [
             (self._posted, 0.75), (self._broken, 0.08), (self._addressed, 0.06), (self._raw, 0.05), (self._gone, 0.058),
             (self._big, 0.002 if large else 0.0),
         ]  # fmt: skip
 
-    def shot(self) -> Shot:
-        """The next."""
+    def draw(self) -> RawRequest:
+        """The next request."""
         makers, weights = zip(*self._makers, strict=True)
-        return self._random.choices(makers, weights)[0]()
+        maker: Callable[[], RawRequest] = self._random.choices(makers, weights)[0]
+        return maker()
 
-    def _posted(self) -> Shot:
+    def _posted(self) -> RawRequest:
         """A request in the described form, of which most have something wrong."""
         path = self._random.choice(self._posts)
-        return Shot("posted", (self._post(path, _bytes(self._body(path))),))
+        return RawRequest("posted", (self._post(path, _bytes(self._body(path))),))
 
-    def _broken(self) -> Shot:
+    def _broken(self) -> RawRequest:
         """A body that is cut, changed, or no text at all."""
         path = self._random.choice(self._posts)
         body = bytearray(_bytes(self._body(path)))
@@ -179,27 +180,29 @@ class Fuzz:
             b'{"prompt":' + b"[" * self._random.choice((500, 5000, 100_000)),
             b'{"prompt": ' + b"9" * 5000 + b"}",
         ][how]
-        return Shot("broken", (self._post(path, changed),))
+        return RawRequest("broken", (self._post(path, changed),))
 
-    def _addressed(self) -> Shot:
+    def _addressed(self) -> RawRequest:
         """Other methods and addresses."""
         path = self._random.choice(
             [*self._all["paths"], "/", "/v1", "//", "/%00", "/%ff%fe", "/v1/models/%2e%2e", "/*"]
         )
         path = path.replace("{given}", self._random.choice(("bundled", "gpt", "%F0%9F%92%A9", "a/b", "")))
         method = self._random.choice(("GET", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "BREW"))
-        return Shot("addressed", (f"{method} {path} HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\n\r\n".encode(),))
+        return RawRequest(
+            "addressed", (f"{method} {path} HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\n\r\n".encode(),)
+        )
 
-    def _raw(self) -> Shot:
-        return Shot("raw", self._random.choice(RAW), self._random.random() < 0.2)
+    def _raw(self) -> RawRequest:
+        return RawRequest("raw", self._random.choice(RAW), self._random.random() < 0.2)
 
-    def _gone(self) -> Shot:
+    def _gone(self) -> RawRequest:
         """A client that goes: in the midst of its request, or before its answer."""
-        whole = self._posted().said[0]
+        whole = self._posted().pieces[0]
         cut = whole if self._random.random() < 0.5 else whole[: self._random.randrange(1, len(whole))]
-        return Shot("gone", (cut,), goes=True)
+        return RawRequest("gone", (cut,), leaves=True)
 
-    def _big(self) -> Shot:
+    def _big(self) -> RawRequest:
         """As large as may be, or one byte more."""
         unit, around = self._random.choice(
             [("1,", "[%s1]"), ('"a",', '["a",%s"a"]'), ("{},", "[%s{}]"), ("a", '"%s"'), ("[1],", "[%s[1]]")]
@@ -210,7 +213,7 @@ class Fuzz:
         head = '{"model": "bundled", "%s": %s}'
         room = self._large - len(head) - len(around) - len(field) + self._random.choice((0, 200))
         body = head % (field, around % (unit * (room // len(unit))))
-        return Shot("big", (self._post(path, body.encode()),))
+        return RawRequest("big", (self._post(path, body.encode()),))
 
     def _post(self, path: str, body: bytes) -> bytes:
         kind = self._random.choice(TYPES)

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import typer
 
 from benchmarks.server.request_mixture import MixedRequest, TextAnswer, mixed, streamed, whole
-from benchmarks.server.server_process import ServerProcess
+from benchmarks.server.server_process import ServerProcess, connect
 from forerun.cli.options import DebugOptions
 
 ALONE = ("--drafter", "none", "--rows", "1", "--prefix-cache", "0", "--kv-memory", "1GiB")
@@ -93,13 +92,12 @@ def _together(asked: list[MixedRequest], wanted: list[TextAnswer], rounds: int, 
 
 
 async def _alone(port: int, asked: list[MixedRequest]) -> list[TextAnswer]:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=600) as client:
+    async with connect(port) as client:
         return [await whole(client, each) for each in asked]
 
 
 async def _round(port: int, asked: list[MixedRequest], pieces: list[int | None]) -> list[TextAnswer | BaseException]:
     """Each client has a connection of its own."""
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=600, limits=limits) as client:
+    async with connect(port) as client:
         streams = [streamed(client, each, count) for each, count in zip(asked, pieces, strict=True)]
         return await asyncio.gather(*streams, return_exceptions=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.server.malformed_requests import HOST, Shot
+from benchmarks.server.malformed_requests import HOST, RawRequest
 
 PATIENCE = 60.0
 """Seconds after which a server hangs."""
@@ -48,17 +48,17 @@ class RawAnswer:
         return body[: int(length[1])] if length else body
 
 
-async def ask(port: int, shot: Shot) -> RawAnswer:
-    """Send a shot; wait for the server to close, unless the client goes."""
+async def ask(port: int, request: RawRequest) -> RawAnswer:
+    """Send it; wait for the server to close, unless the client goes."""
     begun = time.monotonic()
     reader, writer = await asyncio.open_connection(HOST, port)
     said, complete = b"", True
     try:
-        for piece in shot.said:
+        for piece in request.pieces:
             writer.write(piece)
             await writer.drain()
-        if not shot.goes:
-            said, complete = await _read(reader, SILENCE if shot.kind == "raw" else PATIENCE)
+        if not request.leaves:
+            said, complete = await _read(reader, SILENCE if request.kind == "raw" else PATIENCE)
     except ConnectionError:  # the server has refused the rest
         pass
     finally:
@@ -66,18 +66,18 @@ async def ask(port: int, shot: Shot) -> RawAnswer:
     return RawAnswer(said, time.monotonic() - begun, complete)
 
 
-def wrong(shot: Shot, answer: RawAnswer) -> str | None:
+def wrong(request: RawRequest, answer: RawAnswer) -> str | None:
     """What is wrong with an answer; None if nothing is."""
-    if shot.goes:
+    if request.leaves:
         return None
     if answer.status is None:
-        return None if shot.kind in ("raw", "big") else "no answer"  # one that still sends may miss what it is told
-    if not answer.complete and shot.kind != "raw":
+        return None if request.kind in ("raw", "big") else "no answer"  # one that still sends may miss what it is told
+    if not answer.complete and request.kind != "raw":
         return f"it hangs: {answer.seconds:.0f} s"
     if answer.status >= 500:
         return f"status {answer.status}"
     if answer.status >= 400 and not answer.said.startswith(b"HTTP/1.1 100"):
-        return _shape(answer.body) if shot.kind != "addressed" or answer.body else None  # HEAD has no body
+        return _shape(answer.body) if request.kind != "addressed" or answer.body else None  # HEAD has no body
     return _streamed(answer.body) if b"text/event-stream" in answer.said[:1000] else None
 
 
@@ -127,12 +127,12 @@ def _whole(chunked: bytes) -> bytes:
     return b"".join(parts)
 
 
-async def ask_all(port: int, shots: Sequence[Shot], clients: int) -> list[RawAnswer]:
-    """Answers of shots that so many clients send at once."""
+async def ask_all(port: int, requests: Sequence[RawRequest], clients: int) -> list[RawAnswer]:
+    """Answers to requests that ``clients`` clients send at once."""
     turn = asyncio.Semaphore(clients)
 
-    async def one(shot: Shot) -> RawAnswer:
+    async def one(request: RawRequest) -> RawAnswer:
         async with turn:
-            return await ask(port, shot)
+            return await ask(port, request)
 
-    return await asyncio.gather(*map(one, shots))
+    return await asyncio.gather(*map(one, requests))

@@ -25,6 +25,8 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
+import httpx
+
 import forerun
 from benchmarks.server.servers import free_port
 
@@ -38,6 +40,16 @@ CHECKOUT = str(Path(__file__).parents[2])
 """Where ``benchmarks`` is found, whatever folder a command was called in."""
 PATIENCE = 300.0
 """Seconds that a server may take to start (the first start compiles kernels), and to end."""
+
+
+def connect(port: int, key: str = "none") -> httpx.AsyncClient:
+    """A client of the server at a port of this computer, with as many connections as it wants."""
+    return httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{port}",
+        timeout=600,
+        limits=httpx.Limits(max_connections=None),
+        headers={"Authorization": f"Bearer {key}"},
+    )
 
 
 class ServerProcess:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.server.client import Door
+from benchmarks.server.client import ServerEndpoint
 
 PORTS = range(20_001, 32_768)
 """Where servers listen. Lower ones are likely somebody else's. Higher ones Linux gives to connections, so one that is
@@ -29,7 +29,7 @@ TAIL = 400
 MANY = 1 << 20
 """Namespaces that Forerun's server may keep apart: each load has one of its own."""
 TRANSFORMERS = "transformers serve"
-PLAIN, LLAMA = "forerun none", "llama-server"
+LLAMA = "llama-server"
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
 """What ``transformers serve`` imports beyond transformers."""
 
@@ -130,7 +130,7 @@ def why_not(subject: ServedModel) -> str | None:
 
 
 @contextmanager
-def started(contestant: ServerContestant, chats: bool, log: Path) -> Iterator[Door]:
+def started(contestant: ServerContestant, chats: bool, log: Path) -> Iterator[ServerEndpoint]:
     """A context with a server that answers.
 
     Args:
@@ -154,7 +154,7 @@ def started(contestant: ServerContestant, chats: bool, log: Path) -> Iterator[Do
         try:
             url = f"http://127.0.0.1:{port}"
             _wait(contestant.name, process, url, log)
-            yield Door(url, contestant.model, chats, contestant.ours, contestant.ours and _exact(url))
+            yield ServerEndpoint(url, contestant.model, chats, contestant.ours, contestant.ours and _exact(url))
         finally:
             _end(process)
 

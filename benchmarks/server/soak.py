@@ -34,7 +34,8 @@ import numpy as np
 import typer
 
 from benchmarks.server.request_mixture import mixed, streamed
-from benchmarks.server.server_process import ServerProcess
+from benchmarks.server.server_process import ServerProcess, connect
+from forerun.bench.report import figure
 from forerun.cli.options import DebugOptions
 
 BOUNDS = {"allocated": 64 << 20, "threads": 1, "files": 1, "tasks": 1, "index_bytes": 1 << 20}
@@ -96,7 +97,7 @@ async def _fill(served: ServerProcess, clients: int) -> None:
     left = FIRST * mixed(TEXTS, seed=0)
 
     async def ask() -> None:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{served.port}", timeout=600) as client:
+        async with connect(served.port) as client:
             while left:
                 await streamed(client, left.pop())
 
@@ -115,7 +116,7 @@ async def _ask(port: int, until: float, seed: int) -> tuple[int, int]:
     done = failed = 0
     chance = random.Random(seed)
     pool = mixed(TEXTS, seed=0)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=600) as client:
+    async with connect(port) as client:
         while time.monotonic() < until:
             asked, began = chance.choice(pool), time.monotonic()
             try:
@@ -150,17 +151,11 @@ def _slope(samples: Samples, name: str) -> float:
 
 
 def _plot(samples: Samples, file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     shown = ["rss", *BOUNDS, "kv_cache_usage_perc"]
-    figure, axes = plt.subplots(len(shown), 1, sharex=True, figsize=(8, 1.6 * len(shown)), layout="constrained")
-    for axis, name in zip(axes, shown, strict=True):
-        scale = 1 << 20 if name in ("rss", "allocated", "index_bytes") else 1
-        minutes = [(each["at"] - samples[0]["at"]) / 60 for each in samples]
-        axis.plot(minutes, [each[name] / scale for each in samples], linewidth=1)
-        axis.set_ylabel(f"{name}{', MiB' if scale > 1 else ''}", rotation=0, ha="right")
-    axes[-1].set_xlabel("minutes")
-    figure.savefig(file, dpi=80)
+    with figure(file, len(shown), sharex=True, figsize=(8, 1.6 * len(shown))) as (_, axes):
+        for axis, name in zip(axes, shown, strict=True):
+            scale = 1 << 20 if name in ("rss", "allocated", "index_bytes") else 1
+            minutes = [(each["at"] - samples[0]["at"]) / 60 for each in samples]
+            axis.plot(minutes, [each[name] / scale for each in samples], linewidth=1)
+            axis.set_ylabel(f"{name}{', MiB' if scale > 1 else ''}", rotation=0, ha="right")
+        axes[-1].set_xlabel("minutes")

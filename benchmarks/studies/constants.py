@@ -22,15 +22,29 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 import typer
+from tokenizers import Tokenizer
 
+import forerun
+from benchmarks.studies.replay import Recorded, Selection, follow
 from forerun.cli.options import DebugOptions
+from forerun.core.pass_context import PassContext
+from forerun.core.request import Request
+from forerun.core.sampling import Salt, uniform
+from forerun.core.tree import DraftTree
+from forerun.core.verify import Outcome
+from forerun.drafting.adaptive import AdaptiveDrafter
+from forerun.drafting.drafter import Drafter, OuterDrafter
+from forerun.drafting.merged import MergedDrafter
+from forerun.drafting.trie_drafter import TrieDrafter
+from forerun.engine.prefill_pacing import PrefillPacing
+from forerun.models.forward.runtime import Runtime
+from forerun.policy.cost_curve import CostCurve
 
 CONSTANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "drafts": {
@@ -59,12 +73,14 @@ FILES = {"maths": "gsm8k_train_human.jsonl", "code": "humaneval_human.jsonl", "c
 CHECKOUT = Path(__file__).parents[2]
 ROWS = 8
 """Answers of each file."""
+COSTS = CostCurve((1, 2, 8, 16, 32, 64), (1.0, 1.05, 1.2, 1.7, 2.7, 4.7), (1, 9), (1e-4, 2e-4))
+"""Of passes, by their tokens and by the tokens behind them."""
 SURE = 4.0
 """A model that is right with probability p states p to this power: it is less sure than it may be."""
 
 
 @dataclass
-class World:
+class SimulatedTime:
     """A clock, and what moves it: seconds of a plain pass, of asking for a tree, of a node of it."""
 
     plain: float
@@ -87,10 +103,6 @@ def drafts(replay: Path | None) -> dict[str, float]:
     """
     if replay is None:
         raise ValueError("drafts needs --replay, the folder with the recorded answers")
-    from tokenizers import Tokenizer
-
-    from benchmarks.studies.replay import Selection
-
     tokenizer = Tokenizer.from_file(str(replay / "bpe16k.json"))
 
     def encode(text: str) -> list[int]:
@@ -99,45 +111,32 @@ def drafts(replay: Path | None) -> dict[str, float]:
     found = {}
     for name, file in FILES.items():
         rows = Selection(replay / file, stop=ROWS).read(encode)
-        for size, world in {"small": World(5e-4, 1.5e-5, 1.2e-6), "large": World(1.2e-2, 6e-5, 5e-6)}.items():
-            found[f"{name}, {size} model"] = _replayed(rows, world)
+        for size, simulated in (
+            ("small", SimulatedTime(5e-4, 1.5e-5, 1.2e-6)),
+            ("large", SimulatedTime(1.2e-2, 6e-5, 5e-6)),
+        ):
+            found[f"{name}, {size} model"] = _replayed(rows, simulated)
     for agreement in (0.7, 0.95):
-        found[f"a model right in {agreement:.0%}"] = _drafted(partial(_constant, agreement))
+        found[f"a model right in {agreement:.0%}"] = _drafted(lambda at, share=agreement: share)  # type: ignore[misc]
     found["a model right in 90 % of half of the text"] = _drafted(lambda at: 0.9 if at // 80 % 2 else 0.0)
     return found
 
 
-def _constant(agreement: float, at: int) -> float:
-    return agreement
-
-
-def _replayed(rows: Sequence[Any], world: World) -> float:
-    from forerun.core.request import Request
-    from forerun.drafting.adaptive import AdaptiveDrafter
-    from forerun.drafting.drafter import OuterDrafter
-    from forerun.drafting.trie_drafter import TrieDrafter
-
+def _replayed(rows: Sequence[Recorded], simulated: SimulatedTime) -> float:
     class Clocked(OuterDrafter):
         def propose(self, context: Any) -> Any:
             trees = self.inner.propose(context)
-            world.now += sum(world.asking + world.node * len(tree) for tree in trees)
+            simulated.now += sum(simulated.asking + simulated.node * len(tree) for tree in trees)
             return trees
 
     trie = Clocked(TrieDrafter())
     trie.warm_up()
-    return _run(AdaptiveDrafter(trie, trees=trie), rows, world, Request)
+    return _run(AdaptiveDrafter(trie, trees=trie), rows, simulated)
 
 
 def _drafted(right: Callable[[int], float]) -> float:
-    from benchmarks.studies.replay import Recorded
-    from forerun.core.pass_context import PassContext
-    from forerun.core.request import Request
-    from forerun.core.sampling import Salt, uniform
-    from forerun.core.tree import DraftTree
-    from forerun.drafting.adaptive import AdaptiveDrafter
-    from forerun.drafting.drafter import Drafter
 
-    world = World(1.0, 0.0, 0.0)
+    simulated = SimulatedTime(1.0, 0.0, 0.0)
 
     class Levels(Drafter):
         def propose(self, context: PassContext) -> list[DraftTree]:
@@ -146,7 +145,7 @@ def _drafted(right: Callable[[int], float]) -> float:
         def _chain(self, request: Request, budget: int, stop: Any) -> DraftTree:
             came: list[bool] = []
             for at in range(len(request), len(request) + budget):
-                world.now += 0.2
+                simulated.now += 0.2
                 came.append(uniform(0, at, Salt.ACCEPT) < right(at))
                 if stop is not None and stop(request, max(right(at), 1e-3) ** SURE):
                     break
@@ -154,7 +153,7 @@ def _drafted(right: Callable[[int], float]) -> float:
 
     levels = Levels()
     rows = [Recorded([1, 2], [7] * 400)] * 3
-    return _run(AdaptiveDrafter(levels, chains=levels, max_length=12, weight=0.2), rows, world, Request)
+    return _run(AdaptiveDrafter(levels, chains=levels, max_length=12, weight=0.2), rows, simulated)
 
 
 def asking(replay: Path | None) -> dict[str, float]:
@@ -172,40 +171,32 @@ def asking(replay: Path | None) -> dict[str, float]:
 
 
 def _asked(right: Callable[[int], float]) -> float:
-    from benchmarks.studies.replay import Recorded
-    from forerun.core.pass_context import PassContext
-    from forerun.core.request import Request
-    from forerun.core.sampling import Salt, uniform
-    from forerun.core.tree import DraftTree
-    from forerun.drafting.adaptive import AdaptiveDrafter
-    from forerun.drafting.drafter import Drafter
-    from forerun.drafting.merged import MergedDrafter
 
-    world = World(1.0, 0.0, 0.0)
+    simulated = SimulatedTime(1.0, 0.0, 0.0)
 
     class Source(Drafter):
         def __init__(self, seconds: float, length: int, chance: Callable[[int], float]) -> None:
             self.seconds, self.length, self.chance = seconds, length, chance
 
         def propose(self, context: PassContext) -> list[DraftTree]:
-            world.now += self.seconds
+            simulated.now += self.seconds
             return [self._chain(len(request)) for request in context.rows]
 
         def _chain(self, at: int) -> DraftTree:
             places = range(at, at + self.length)
             tokens = [7 if uniform(self.length, place, Salt.ACCEPT) < self.chance(place) else 9 for place in places]
-            chances = np.cumprod([self.chance(place) for place in places])
+            chances = np.cumprod([self.chance(place) for place in places], dtype=np.float64)
             return DraftTree(np.array(tokens), np.arange(self.length) - 1, probability=chances)
 
     trees = MergedDrafter(Source(0.01, 1, lambda at: 0.1), Source(0.5, 3, right), 1.0)
     rows = [Recorded([1, 2], [7] * 400)] * 10
-    return _run(AdaptiveDrafter(trees, trees=trees), rows, world, Request)
+    return _run(AdaptiveDrafter(trees, trees=trees), rows, simulated)
 
 
 def prompts(replay: Path | None) -> dict[str, float]:
     """While a prompt is read beside others whose steps take 7 ms: their steps a second, without the slowest 1 %, and
     tokens of the prompt a second. Passes take what they took with the bundled model behind 15,000 to 60,000 tokens."""
-    found = {}
+    found: dict[str, float] = {}
     for length in (4_000, 60_000):
         steps, seconds = _read(length)
         slow = sorted(steps)[int(0.99 * (len(steps) - 1))]
@@ -215,7 +206,6 @@ def prompts(replay: Path | None) -> dict[str, float]:
 
 def _read(length: int, chunk: int = 256) -> tuple[list[float], float]:
     """Seconds of each step, and of all."""
-    from forerun.engine.prefill_pacing import PrefillPacing
 
     pace, amount, read, steps = PrefillPacing(), chunk, 0, []
     while read < length:
@@ -229,37 +219,27 @@ def _read(length: int, chunk: int = 256) -> tuple[list[float], float]:
     return steps, sum(steps)
 
 
-WORLDS: dict[str, Callable[[Path | None], dict[str, float]]] = {"drafts": drafts, "asking": asking, "prompts": prompts}
+STUDIES: dict[str, Callable[[Path | None], dict[str, float]]] = {"drafts": drafts, "asking": asking, "prompts": prompts}
 
 
-def _curve() -> Any:
-    from forerun.policy.cost_curve import CostCurve
-
-    return CostCurve((1, 2, 8, 16, 32, 64), (1.0, 1.05, 1.2, 1.7, 2.7, 4.7), (1, 9), (1e-4, 2e-4))
-
-
-def _run(chooser: Any, rows: Sequence[Any], world: World, make: Any) -> float:
+def _run(chooser: Any, rows: Sequence[Recorded], simulated: SimulatedTime) -> float:
     """Tokens a second of texts, one after another."""
-    from benchmarks.studies.replay import _follow
-    from forerun.core.pass_context import PassContext
-    from forerun.core.verify import Outcome
-    from forerun.models.forward.runtime import Runtime
 
-    chooser.bind(world, Runtime(world.clock, lambda target: _curve()))
+    chooser.bind(simulated, Runtime(simulated.clock, lambda target: COSTS))
     tokens, nothing = 0, torch.empty(0, 0)
     for row in rows:
-        request = make(row.prompt, len(row.answer))
+        request = Request(row.prompt, len(row.answer))
         chooser.begin(request)
         while request.remaining:
             (tree,) = chooser.propose(PassContext.decoding([request], 64))
-            world.now += world.plain * _curve().of([1 + len(tree)], [len(request) - 1])
-            verdict = _follow(tree, row.answer[len(request.generated) :])
+            simulated.now += simulated.plain * COSTS.of([1 + len(tree)], [len(request) - 1])
+            verdict = follow(tree, row.answer[len(request.generated) :])
             for token in verdict.tokens:
                 request.append(token)
             chooser.observe(request, Outcome(tree, verdict, nothing))
             tokens += len(verdict.tokens)
         chooser.finish(request)
-    return tokens / world.now
+    return tokens / simulated.now
 
 
 def changed(name: str, text: str, factor: float) -> str:
@@ -270,7 +250,7 @@ def changed(name: str, text: str, factor: float) -> str:
 
 
 def measured(
-    world: str, source: Path, replay: Path | None, file: str = "", name: str = "", factor: float = 1.0
+    study: str, source: Path, replay: Path | None, file: str = "", name: str = "", factor: float = 1.0
 ) -> tuple[str, dict[str, float]]:
     """The constant's value, and what comes out with it in a copy of the package."""
     with tempfile.TemporaryDirectory() as folder:
@@ -282,7 +262,7 @@ def measured(
             value = _set(path, text, name, factor)
         env = os.environ | {"PYTHONPATH": os.pathsep.join((folder, str(CHECKOUT)))}
         given = [] if replay is None else ["--replay", str(replay)]
-        command = [sys.executable, "-m", "benchmarks", "constants", world, *given, "--once"]
+        command = [sys.executable, "-m", "benchmarks", "constants", study, *given, "--once"]
         out = subprocess.run(command, env=env, capture_output=True, text=True)
         if out.returncode:
             raise RuntimeError(f"with {name} = {value}:\n{out.stderr}")
@@ -306,7 +286,7 @@ def _set(path: Path, text: str, name: str, factor: float) -> str:
 class ConstantsOptions(DebugOptions):
     """How much each hand-set constant matters: what comes out where it is halved and doubled."""
 
-    world: Annotated[Literal["drafts", "asking", "prompts"], typer.Argument(help="What is simulated.")]
+    study: Annotated[Literal["drafts", "asking", "prompts"], typer.Argument(help="What is simulated.")]
     replay: Annotated[Path | None, typer.Option(help="Folder with recorded answers, for drafts.")] = None
     out: Annotated[Path | None, typer.Option(help="File for the table; it is printed in any case.")] = None
     once: Annotated[bool, typer.Option(help="With the package as it is, as JSON.")] = False
@@ -315,18 +295,17 @@ class ConstantsOptions(DebugOptions):
 def run(options: ConstantsOptions) -> None:
     """Write the table."""
     if options.once:
-        print(json.dumps(WORLDS[options.world](options.replay)))
+        print(json.dumps(STUDIES[options.study](options.replay)))
         return
-    import forerun
 
     source = Path(forerun.__file__).parent
-    _, base = measured(options.world, source, options.replay)
+    _, base = measured(options.study, source, options.replay)
     lines = ["| constant | value | " + " | ".join(base) + " |", "|---" * (2 + len(base)) + "|"]
     lines.append("| as it is | | " + " | ".join(f"{rate:.4g}" for rate in base.values()) + " |")
-    for file, names in CONSTANTS[options.world].items():
+    for file, names in CONSTANTS[options.study].items():
         for name in names:
             for factor in (0.5, 2.0):
-                value, rates = measured(options.world, source, options.replay, file, name, factor)
+                value, rates = measured(options.study, source, options.replay, file, name, factor)
                 cells = " | ".join(f"{rates[key] / base[key] - 1:+.1%}" for key in base)
                 lines.append(f"| `{name}` | {value} | {cells} |")
                 print(lines[-1], flush=True)

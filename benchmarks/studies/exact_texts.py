@@ -21,6 +21,7 @@ import typer
 
 import forerun
 from forerun.bench.journal import Journal, TurnKey, about
+from forerun.bench.rounds import sampling
 from forerun.cli.options import DebugOptions, Model
 from forerun.core.long_context import LongContextConfig
 from forerun.drafting.recipes import RECIPES, build_drafter, buildable
@@ -31,6 +32,7 @@ SHORT, LONG = (5, 17, 40, 81, 133, 178, 260, 520), (1500, 6000)
 """Tokens of the prompts; behind long ones drafters for long contexts alone are tried."""
 TEMPERATURES = (0.0, 0.6, 1.0)
 BATCH = (5, 133, 40, 260)
+SEED = 7
 FAR = ("triforce", "triforce-trie", "triforce-auto", "low-rank", "retrieval", "trie")
 
 
@@ -120,9 +122,7 @@ def _texts(
     engine: Engine, name: str, settings: LongContextConfig, prompts: list[list[int]], temperature: float, count: int
 ) -> list[dict[str, Any]]:
     """Each prompt's text with the drafter, in one batch, beside its text alone without one."""
-    how: dict[str, Any] = {"max_new_tokens": count, "do_sample": temperature > 0}
-    if temperature:
-        how |= {"temperature": temperature, "top_k": 0, "top_p": 1.0, "seed": 7}
+    how = {"max_new_tokens": count, **sampling(temperature, SEED)}
     expected = [_without(engine, prompt, temperature, how) for prompt in prompts]
     engine.set_drafter(build_drafter(name, settings))
     found = engine.generate(prompts, **how).requests

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 
 import torch
 
-from benchmarks.long_context.long_bench import PLAIN, LongBench, Prefilled, RequestMaker, Tokens, prefill
-from benchmarks.long_context.rows import Row, summarise
-from benchmarks.reporting.plots import Frame, bars, grouped
-from benchmarks.reporting.progress import Say
-from benchmarks.reporting.tables import Report, listing
+from benchmarks.long_context.long_bench import PLAIN, LongBench, Prefilled, RequestMaker, Tokens
+from benchmarks.long_context.rows import summarise
+from benchmarks.reporting.plots import Frame, grouped
+from benchmarks.reporting.study_report import Delivery, listing
 from benchmarks.studies.memory_bandwidth import BufferReader
+from forerun.bench.machine import Row
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.engine.engine import Engine
@@ -90,56 +89,47 @@ class Traffic:
 
 
 class OffloadBench:
-    """Reads a prompt, and continues it with each drafter in turn.
+    """Continues prompts with each drafter in turn.
 
     Args:
         drafters: names of recipes, compared with plain autoregression.
         settings: what they are built with.
         rounds: runs of each.
-        report: gets the tables.
-        save: called when there is more of it.
-        say: told what is done.
+        delivery: of the report.
     """
 
-    def __init__(
-        self, drafters: Sequence[str], settings: LongContextConfig, rounds: int, report: Report, save: Callable[[],
-        None], say: Say,
-    ) -> None:  # fmt: skip
-        self._drafters, self._settings, self._rounds = drafters, settings, rounds
-        self._report, self._save, self._say = report, save, say
+    def __init__(self, drafters: Sequence[str], settings: LongContextConfig, rounds: int, delivery: Delivery) -> None:
+        self._drafters, self._settings, self._rounds, self._delivery = drafters, settings, rounds, delivery
         self._read: list[Row] = []
         self._rows: list[Row] = []
 
-    def read(self, engine: Engine, tokens: Tokens, room: int) -> None:
-        """Read a prompt, with room for so many tokens after it."""
-        self.take(engine, prefill(engine, tokens, room, self._say))
+    def take(self, engine: Engine, prompt: Prefilled) -> None:
+        """Go on with a prompt in a cache of this engine; report what reading it has moved, if it was really read."""
         assert engine.tiers is not None
-        taken, size = engine.tiers.taken, engine.target.kv.nbytes * self._prompt.held
-        share = (taken["host"] + taken["file"]) / (engine.target.kv.nbytes * self._prompt.cache.capacity)
+        self._engine, self._copy_engine, self._prompt = engine, engine.tiers.copy_engine, prompt
+        if prompt.seconds is None:
+            return
+        taken, size = engine.tiers.taken, engine.target.kv.nbytes * prompt.held
+        share = (taken["host"] + taken["file"]) / (engine.target.kv.nbytes * prompt.cache.capacity)
         away = round(size * share)
         self._read.append(
             {
-                "context": len(tokens),
+                "context": len(prompt.tokens),
                 "kv_bytes": size,
                 "away_bytes": away,
                 "written": self._copy_engine.written,
                 "fetched": self._copy_engine.fetched,
                 "of_least": round(self._copy_engine.written / max(1, away), 4),
-                "seconds": self._prompt.seconds,
+                "seconds": prompt.seconds,
             }
         )
-        self._report.add("reading", "Reading the prompt", self._read, listing(self._read, READING))
-        self._save()
-
-    def take(self, engine: Engine, prompt: Prefilled) -> None:
-        """Go on with a prompt that was read, in a cache of this engine."""
-        assert engine.tiers is not None
-        self._engine, self._copy_engine, self._prompt = engine, engine.tiers.copy_engine, prompt
+        self._delivery.report.add("reading", "Reading the prompt", self._read, listing(self._read, READING))
+        self._delivery.save()
 
     def decode(self, temperature: float, make: RequestMaker) -> None:
         """Continue the prompt."""
         traffic = Traffic(self._copy_engine, make)
-        bench = LongBench(self._engine, self._rounds, self._say)
+        bench = LongBench(self._engine, self._rounds)
         found = bench.run([[self._prompt]], self._drafters, self._settings, traffic)
         for row, series in zip(
             summarise(found, context=len(self._prompt.tokens), temperature=temperature), found, strict=True
@@ -151,16 +141,11 @@ class OffloadBench:
                 None if self._copy_engine.bandwidth is None else round(used / self._copy_engine.bandwidth, 3)
             )
             self._rows.append(row)
-        self._report.add("speed", "Decoding", self._rows, listing(self._rows, SPEED))
-        self._report.plot("speed", lambda path: plot(self._rows, path))
-        self._save()
-
-
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """Speed-ups over plain autoregression with the same copy_engine."""
-    groups, lines = grouped([row for row in rows if row["contestant"] != PLAIN], _group, "speed_up")
-    frame = Frame("Decoding with keys and values off the device", "", "times plain autoregression", reference=1)
-    bars(path, frame, groups, lines)
+        self._delivery.report.add("speed", "Decoding", self._rows, listing(self._rows, SPEED))
+        groups, lines = grouped([row for row in self._rows if row["contestant"] != PLAIN], _group, "speed_up")
+        frame = Frame("Decoding with keys and values off the device", "", "times plain autoregression", reference=1)
+        self._delivery.report.bars("speed", frame, groups, lines)
+        self._delivery.save()
 
 
 def _group(row: Row) -> str:

@@ -19,13 +19,13 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.studies.memory_bandwidth import BUFFER, BufferReader, weight_bytes
+from forerun.bench.machine import Row
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.engine.engine import Engine
 from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.stored_weights import dtype_name
 
-Row = dict[str, Any]
 FORERUN, TRANSFORMERS, MEMORY = "forerun", "transformers", "memory"
 THEIR_SIZES = (1, 8)
 """Sizes of the model's own passes, in tokens."""

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Annotated, get_args
 
 from benchmarks.reporting import plots
-from benchmarks.reporting.delivery import deliver
-from benchmarks.reporting.options import names, numbers
-from benchmarks.reporting.tables import Report
+from benchmarks.reporting.common_options import names, numbers
+from benchmarks.reporting.study_report import Report, deliver
 from benchmarks.studies import passes
 from benchmarks.studies.passes import PassSizes
 from benchmarks.studies.passes_report import add_passes

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from benchmarks.reporting import plots
 from benchmarks.reporting.plots import Frame
-from benchmarks.reporting.tables import Report, listing
-from benchmarks.studies.passes import MEMORY, Row
+from benchmarks.reporting.study_report import Report, listing
+from benchmarks.studies.passes import MEMORY
+from forerun.bench.machine import Row
 
 PASSES = {
     "dtype": "dtype",
@@ -46,9 +47,8 @@ def add_passes(report: Report, rows: Sequence[Row], context: int) -> None:
     said = f"This machine reads {read['gigabytes_per_second']:.1f} GB/s, measured in the same rounds.\n"
     heading = f"Passes behind {context:,} tokens"
     report.add("passes", heading, [*passes, read], said, listing(passes, PASSES))
-    frame = Frame(report.titled(heading), "tokens in the pass", "milliseconds", log=True)
-    found = plots.by(passes, "line", "tokens", "milliseconds")
-    report.plot("times", lambda path: plots.lines(path, frame, found))
+    frame = Frame(heading, "tokens in the pass", "milliseconds", log=True)
+    report.lines("times", frame, plots.by(passes, "line", "tokens", "milliseconds"))
     if prompts:
         report.add("prompts", "Reading a prompt", prompts, listing(prompts, PROMPTS))
 

@@ -20,7 +20,7 @@ import numpy as np
 import typer
 from tokenizers import Tokenizer
 
-from benchmarks.reporting.options import numbers
+from benchmarks.reporting.common_options import numbers
 from benchmarks.studies.replay import Recorded, Selection
 from forerun.cli.options import DebugOptions
 from forerun.integrations.vllm import ForerunProposer
@@ -54,6 +54,7 @@ def forerun(tokens: int, **settings: object) -> Propose:
             parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1, data_parallel_rank=0),
             speculative_config=SimpleNamespace(num_speculative_tokens=tokens),
             additional_config={"forerun": settings},
+            use_v2_model_runner=False,
         )
     ).propose
 

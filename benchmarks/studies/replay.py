@@ -148,29 +148,6 @@ def replay(drafter: Drafter, rows: Sequence[Recorded], budget: int, warm: Iterab
     return report
 
 
-def replay_files(
-    selection: str, encode: Encode, drafter: Drafter, budget: int, warm: Sequence[str] = ()
-) -> dict[str, object]:
-    """``python -m benchmarks replay``: the figures for ``FILE[:author=A][:from=I][:to=J]``.
-
-    Args:
-        selection: what to replay.
-        encode: text to token ids, without special tokens.
-        drafter: any that needs no logits.
-        budget: the most nodes of a tree, at least one.
-        warm: selections whose answers the drafter learns first.
-
-    Raises:
-        OSError: if a file cannot be read.
-        ValueError: for a wrong budget, a line that is not a row, a selection without rows, or ``warm`` with a drafter
-            that keeps nothing.
-    """
-    if budget < 1:
-        raise ValueError(f"budget is {budget}; it must be at least 1")
-    seen = [row for text in warm for row in Selection.parse(text).read(encode)]
-    return replay(drafter, Selection.parse(selection).read(encode), budget, seen).summary()
-
-
 def _replay_row(drafter: Drafter, row: Recorded, budget: int, report: ReplayReport) -> None:
     request = Request(row.prompt, len(row.answer))
     begin = time.perf_counter_ns()
@@ -181,7 +158,7 @@ def _replay_row(drafter: Drafter, row: Recorded, budget: int, report: ReplayRepo
         begin = time.perf_counter_ns()
         [tree] = drafter.propose(PassContext.decoding([request], budget))
         report.retrieve_us.append((time.perf_counter_ns() - begin) / 1e3)
-        verdict = _follow(tree, row.answer[len(request.generated) :])
+        verdict = follow(tree, row.answer[len(request.generated) :])
         report.drafted.append(len(tree))
         report.accepted.append(len(verdict.path))
         report.tokens += len(verdict.tokens)
@@ -190,7 +167,7 @@ def _replay_row(drafter: Drafter, row: Recorded, budget: int, report: ReplayRepo
     report.indexed += len(row.answer)
 
 
-def _follow(tree: DraftTree, rest: list[int]) -> Verdict:
+def follow(tree: DraftTree, rest: list[int]) -> Verdict:
     """The path along the recorded answer, and the token after it if there is one."""
     path: list[int] = []
     node: int | None = ROOT

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from benchmarks.studies.replay import replay_files
+from benchmarks.studies.replay import Selection, replay
 from forerun.cli.options import DRAFTER_HELP, OutputOptions, option
 from forerun.cli.terminal import stderr, stdout, working
 from forerun.drafting.recipes import build_drafter
@@ -46,8 +46,9 @@ def run(options: ReplayOptions) -> None:
 
     drafter = build_drafter(options.drafter)
     drafter.spell(tokenizer)
+    warm = [row for each in options.warm or [] for row in Selection.parse(each).read(encode)]
     with working(stderr(), f"replaying {options.file}"):
-        summary = replay_files(options.file, encode, drafter, options.budget, options.warm or [])
+        summary = replay(drafter, Selection.parse(options.file).read(encode), options.budget, warm).summary()
     if options.json:
         print(json.dumps({"drafter": options.drafter, "budget": options.budget, **summary}))
         return

@@ -6,11 +6,12 @@ import ast
 import inspect
 import itertools
 import re
-import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+
+from benchmarks.training.material import paragraphs, stdlib_files
 
 SHORTEST, LONGEST = 200, 1500
 """Allowed length of a passage in tokens."""
@@ -20,7 +21,6 @@ CHARS = 6
 """The most characters per token, on average."""
 MODULES = 40
 """Modules whose documentation is read if there are no books."""
-SKIPPED = frozenset(["test", "tests", "idlelib", "lib2to3", "site-packages", "__pycache__", "encodings"])
 _END = re.compile(r"[.!?][\"”’')]*\s")
 
 
@@ -61,9 +61,8 @@ class Passages:
 
 
 def sources(seed: str) -> Iterator[tuple[str, ast.Module]]:
-    """The standard library's files outside ``SKIPPED`` folders, as text and parsed, in an order given by the seed."""
-    root = Path(sysconfig.get_path("stdlib"))
-    paths = [path for path in sorted(root.rglob("*.py")) if not SKIPPED & set(path.relative_to(root).parts)]
+    """The standard library's files as text and parsed, in an order given by the seed."""
+    paths = stdlib_files()
     Random(seed).shuffle(paths)
     for path in paths:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -81,14 +80,14 @@ def sentences(passage: str) -> list[str]:
 
 def _books(folder: Path) -> Iterator[list[str]]:
     for file in sorted(folder.glob("*.txt")):
-        yield _paragraphs(file.read_text(encoding="utf-8", errors="replace"))
+        yield paragraphs(file.read_text(encoding="utf-8", errors="replace"))
 
 
 def _documentation(seed: str) -> Iterator[list[str]]:
     """Docstrings of modules, classes and functions: one list per module with enough of them."""
     found = 0
     for _, module in sources(seed):
-        body = [part for text in _docstrings(module) for part in _paragraphs(text)]
+        body = [part for text in _docstrings(module) for part in paragraphs(text)]
         if sum(map(len, body)) > 2 * CHARS * LONGEST:
             yield body
             found += 1
@@ -102,10 +101,6 @@ def _docstrings(module: ast.Module) -> Iterator[str]:
         if isinstance(node, kinds) and (text := ast.get_docstring(node)):
             name = getattr(node, "name", "")
             yield f"{name}: {inspect.cleandoc(text)}" if name else text
-
-
-def _paragraphs(text: str) -> list[str]:
-    return [part.strip() for part in text.split("\n\n") if len(part.strip()) > 1]
 
 
 def _from(body: Sequence[str], start: int, chars: int) -> str:

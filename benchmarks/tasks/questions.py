@@ -7,13 +7,14 @@ rephrases it, maths and code are new text.
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
+from benchmarks.reporting.common_options import SourceOptions
+from benchmarks.reporting.json_lines import json_lines
 from benchmarks.tasks.functions import functions
 from benchmarks.tasks.passages import Passages, sentences
 from benchmarks.tasks.task_prompts import LackingError, Tasks
@@ -31,34 +32,7 @@ EDITS = (
 _WORD = re.compile(r"[A-Za-z]{6,}")
 
 
-@dataclass(frozen=True)
-class Files:
-    """Sources of the tasks.
-
-    Attributes:
-        books: a folder of ``.txt`` files for passages; without it, passages come from Python's documentation.
-        maths: JSON lines, each with a ``prompt``, such as GSM8K's test questions.
-        code: JSON lines, each with a ``prompt``, such as HumanEval's functions.
-    """
-
-    books: Path | None = None
-    maths: Path | None = None
-    code: Path | None = None
-
-    def check(self) -> None:
-        """Refuse files of a wrong format.
-
-        Raises:
-            ValueError: with the option, and the wrong line if there is one.
-        """
-        for option, file in (("--maths", self.maths), ("--code", self.code)):
-            if file is not None and not read_questions(option, file):
-                raise ValueError(f"{option} {file} is empty")
-        if self.books is not None and not any(self.books.glob("*.txt")):
-            raise ValueError(f"--books is {self.books}; there is no such folder, or no .txt file in it")
-
-
-def questions(files: Files, count: Callable[[str], int]) -> Tasks:
+def questions(files: SourceOptions, count: Callable[[str], int]) -> Tasks:
     """The tasks by name.
 
     Args:
@@ -100,20 +74,10 @@ def read_questions(option: str, file: Path) -> Sequence[str]:
     Raises:
         ValueError: with the first line that has no prompt.
     """
-    if not file.is_file():
-        raise ValueError(f"{option} is {file}; there is no such file")
-    found = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
-        if line.strip():
-            found.append(_question(f"{option} {file}, line {number}", line))
-    return found
+    return [_question(place, row) for place, row in json_lines(file, option)]
 
 
-def _question(place: str, line: str) -> str:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{place} is no JSON: {error}") from None
+def _question(place: str, row: Any) -> str:
     prompt = row.get("prompt") if isinstance(row, dict) else None
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError(f"{place} has no prompt")

@@ -1,12 +1,17 @@
 """The training mix: rows of equal length, each of one kind, with a weight for every token's loss.
 
 A batch is a pure function of (material, stage, seed, step), so an interrupted run sees the same batches as any other.
+Positions may have gaps: they increase by one, except at a few random places where they jump. So short rows show a model
+distances of up to 131,072 tokens at the cost of short ones. With such positions, give the model an attention mask of
+ones: without one, transformers takes every jump for the border of a packed sequence and masks across it.
+
 Row kinds are those of `tasks.KINDS` and 'spans'. A row of spans is a segment of text or of random tokens, followed by
 random pieces of it; only the pieces have a loss. Without rows of spans a small model does not learn to copy.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +22,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.training import crowding, positions, tasks
+from benchmarks.training import crowding, tasks
 from benchmarks.training.crowding import Source
 from benchmarks.training.recipe import Stage
 from benchmarks.training.tasks import EOS, Material, Task
@@ -27,6 +32,8 @@ ANSWER_WEIGHT = 4.0  # answers are short, and what the model should learn
 SPAN_WEIGHT = 2.0
 JOINT_WEIGHT = 12.0  # where an answer goes to its next source or closes: if wrong, the rest is too
 TEXT_SPANS = 0.8
+POSITIONS = 131_072
+IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 _STREAMS = ("prose", "code")
 _ENCODE_CHUNK = 2000
 
@@ -124,7 +131,7 @@ def batch(corpus: Corpus, stage: Stage, seed: int, step: int) -> Batch:
     kinds = tuple(rng.choices(list(stage.mix), list(stage.mix.values()), k=stage.rows))
     rows = [row(corpus, kind, stage.length, rng) for kind in kinds]
     generator = np.random.default_rng(rng.getrandbits(64))
-    places = [positions.gapped(generator, stage.length, share=stage.gaps) for _ in rows]
+    places = [gapped_positions(generator, stage.length, share=stage.gaps) for _ in rows]
     return Batch(
         torch.tensor([row.tokens for row in rows]),
         torch.tensor([row.weights for row in rows]),
@@ -132,6 +139,19 @@ def batch(corpus: Corpus, stage: Stage, seed: int, step: int) -> Batch:
         _mask(rows, stage, rng),
         kinds,
     )
+
+
+def gapped_positions(rng: np.random.Generator, length: int, share: float) -> IntArray:
+    """Return `length` ascending positions; a `share` of the calls has gaps, half the rest starts at 0."""
+    if rng.random() >= share:
+        start = 0 if rng.random() < 0.5 else int(rng.integers(0, POSITIONS - length + 1))
+        return np.arange(start, start + length)
+    span = int(math.exp(rng.uniform(math.log(length), math.log(POSITIONS))))
+    places = rng.integers(1, length, size=int(rng.integers(1, 9)))
+    leaps = np.zeros(length, dtype=np.int64)
+    np.add.at(leaps, places, (rng.dirichlet(np.ones(len(places))) * (span - length)).astype(np.int64))
+    start = int(rng.integers(0, POSITIONS - span + 1))
+    return np.arange(start, start + length) + np.cumsum(leaps)
 
 
 def _mask(rows: list[Row], stage: Stage, rng: Random) -> torch.Tensor:

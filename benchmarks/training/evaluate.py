@@ -36,7 +36,7 @@ TOKENS_A_FACT = 400
 
 
 @dataclass(frozen=True)
-class Judge:
+class Evaluator:
     """A model, its test material, and the number of examples per figure."""
 
     model: PreTrainedModel
@@ -114,9 +114,9 @@ class Judge:
         return right / total
 
 
-def judge(model: PreTrainedModel, data: Corpus, examples: int, sizes: list[int]) -> dict[str, float]:
+def evaluate_one(model: PreTrainedModel, data: Corpus, examples: int, sizes: list[int]) -> dict[str, float]:
     """Return all figures of one model; needle sizes are in tokens."""
-    it = Judge(model, data, examples)
+    it = Evaluator(model, data, examples)
     figures = {f"loss {kind}": it.loss(kind) for kind in ("prose", "code", "maths") if getattr(data.material, kind)}
     figures["copy accuracy"] = it.copying()
     for size in sizes:
@@ -126,7 +126,7 @@ def judge(model: PreTrainedModel, data: Corpus, examples: int, sizes: list[int])
     return figures
 
 
-def agreement(target: Judge, draft: Judge, new_tokens: int = 128) -> dict[str, float]:
+def agreement(target: Evaluator, draft: Evaluator, new_tokens: int = 128) -> dict[str, float]:
     """Return, for each kind, the share of the target's greedy tokens that the draft would also choose."""
     shares = {}
     for kind in tasks.KINDS:
@@ -149,9 +149,9 @@ def evaluate(target: Path, draft: Path, texts: Material, examples: int, sizes: l
     pair = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in (target, draft)]
     return {
         "examples": examples,
-        "target": judge(pair[0], data, examples, sizes),
-        "draft": judge(pair[1], data, examples, sizes),
-        "agreement": agreement(Judge(pair[0], data, examples), Judge(pair[1], data, examples)),
+        "target": evaluate_one(pair[0], data, examples, sizes),
+        "draft": evaluate_one(pair[1], data, examples, sizes),
+        "agreement": agreement(Evaluator(pair[0], data, examples), Evaluator(pair[1], data, examples)),
     }
 
 

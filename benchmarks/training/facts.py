@@ -175,11 +175,11 @@ def _fact(rng: Random, name: str, template: tuple[str, str]) -> Fact:
     return Fact(question, sentence)
 
 
-def subject(rng: Random, facts: tuple[int, int] = (2, 4)) -> FactSubject:
-    """Invent a subject with `facts[0]` to `facts[1]` facts in random order."""
+def subject(rng: Random) -> FactSubject:
+    """Invent a subject with two to four facts in random order."""
     naming, templates = _SUBJECTS[rng.choice(sorted(_SUBJECTS))]
     name = naming.format_map(_Drawn(rng, {}))
-    chosen = rng.sample(templates, rng.randint(*facts))
+    chosen = rng.sample(templates, rng.randint(2, 4))
     return FactSubject(name, tuple(_fact(rng, name, template) for template in chosen))
 
 

@@ -6,10 +6,11 @@ Files are sorted, so the same folder always gives the same material.
 
 from __future__ import annotations
 
-import json
 import sysconfig
 from pathlib import Path
+from typing import Any
 
+from benchmarks.reporting.json_lines import json_lines
 from benchmarks.training.tasks import Material
 
 HELD_OUT_MODULES = frozenset(
@@ -36,16 +37,25 @@ def read_books(folder: Path) -> tuple[str, ...]:
     if not paths:
         raise ValueError(f"no .txt files in {folder}")
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in paths]
-    return tuple(part.strip() for text in texts for part in text.split("\n\n") if len(part.strip()) > 1)
+    return tuple(part for text in texts for part in paragraphs(text))
+
+
+def paragraphs(text: str) -> list[str]:
+    """Return the parts of a text between empty lines."""
+    return [part.strip() for part in text.split("\n\n") if len(part.strip()) > 1]
+
+
+def stdlib_files() -> list[Path]:
+    """Return the standard library's files outside of `_SKIPPED` folders, sorted."""
+    root = Path(sysconfig.get_path("stdlib"))
+    return [path for path in sorted(root.rglob("*.py")) if not _SKIPPED & set(path.relative_to(root).parts)]
 
 
 def read_code() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the sources of the standard library: (training, held out)."""
-    root = Path(sysconfig.get_path("stdlib"))
-    paths = [path for path in sorted(root.rglob("*.py")) if not _SKIPPED & set(path.relative_to(root).parts)]
     train: list[str] = []
     held_out: list[str] = []
-    for path in paths:
+    for path in stdlib_files():
         text = path.read_text(encoding="utf-8", errors="replace")
         (held_out if path.name in HELD_OUT_MODULES else train).append(text)
     return tuple(train), tuple(held_out)
@@ -57,17 +67,12 @@ def read_maths(file: Path) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str
     Raises:
         ValueError: with the first line that has no such pair.
     """
-    with file.open(encoding="utf-8") as lines:
-        pairs = [_pair(line, f"{file}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
+    pairs = [_pair(place, row) for place, row in json_lines(file)]
     held_out = tuple(pairs[::_HELD_OUT_EVERY])
     return tuple(pair for i, pair in enumerate(pairs) if i % _HELD_OUT_EVERY), held_out
 
 
-def _pair(line: str, place: str) -> tuple[str, str]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{place} is no JSON: {error}") from None
+def _pair(place: str, row: Any) -> tuple[str, str]:
     for name in ("prompt", "answer"):
         if not isinstance(row, dict) or not isinstance(row.get(name), str):
             raise ValueError(f"{place} has no {name}; each line needs a prompt and an answer, both text")

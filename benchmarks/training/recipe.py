@@ -54,8 +54,8 @@ class TrainingShape:
 class Stage:
     """Training up to progress `until`: `rows` rows of `length` tokens, whose kinds are drawn by `mix`.
 
-    A share `gaps` of the rows has gaps in its positions (`positions.py`). Distant keys count up to `crowd` times
-    (`crowding.py`); 1 turns that off.
+    A share `gaps` of the rows has gaps in its positions (`corpus.gapped_positions`). Distant keys count up to `crowd`
+    times (`crowding.py`); 1 turns that off.
     """
 
     name: str

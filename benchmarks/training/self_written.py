@@ -16,7 +16,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from benchmarks.training.progress import Display
+from forerun.bench.rounds import sampling
+from forerun.cli.terminal import progress_bar, stderr
 from forerun.core.request import Request
 from forerun.engine.engine import Engine
 
@@ -50,7 +51,7 @@ def write_prompts(engine: Engine, tokenizer: PreTrainedTokenizerBase, count: int
     rows = read_rows(file)
     prompts = {row["prompt"] for row in rows}
     tried = 1 + int(rows[-1]["seed"]) if rows else 0
-    with Display("prompts") as display, file.open("a", encoding="utf-8") as out:
+    with progress_bar(stderr(), "prompts") as show, file.open("a", encoding="utf-8") as out:
         while len(prompts) < count:
             requests = [
                 engine.requests(
@@ -69,7 +70,7 @@ def write_prompts(engine: Engine, tokenizer: PreTrainedTokenizerBase, count: int
                 raise ValueError(f"none of {TOGETHER} prompts that the model wrote was a new one: give --texts")
             tried += TOGETHER
             out.flush()
-            display.show(min(1.0, len(prompts) / count), {"loss": {}})
+            show(min(len(prompts), count), count)
     return [row["prompt"] for row in read_rows(file)][:count]
 
 
@@ -86,16 +87,13 @@ def write_answers(
     answers = {row["prompt"]: row["answer"] for row in read_rows(file)}
     missing = [prompt for prompt in dict.fromkeys(prompts) if prompt not in answers]
     began = len(answers)
-    sampling: Any = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    if temperature == 0:
-        sampling = {"do_sample": False}
-    with Display("answers") as display, file.open("a", encoding="utf-8") as out:
+    with progress_bar(stderr(), "answers") as show, file.open("a", encoding="utf-8") as out:
         for done in range(0, len(missing), TOGETHER):
             asked = missing[done : done + TOGETHER]
             requests = [
                 engine.requests(
                     [{"role": "user", "content": prompt}] if tokenizer.chat_template else prompt,
-                    max_new_tokens=max_new_tokens, seed=began + done + row, **sampling,
+                    max_new_tokens=max_new_tokens, **sampling(temperature, began + done + row),
                 )[0]
                 for row, prompt in enumerate(asked)
             ]  # fmt: skip
@@ -103,7 +101,7 @@ def write_answers(
                 answers[prompt] = text
                 out.write(json.dumps({"prompt": prompt, "answer": text}) + "\n")
             out.flush()
-            display.show((done + len(asked)) / len(missing), {"loss": {}})
+            show(done + len(asked), len(missing))
     return answers
 
 

@@ -183,10 +183,10 @@ def code(rng: Random, material: Material, lines: int = 16) -> Task:
     return Task("code", "\n".join(source[start:middle]), "\n" + "\n".join(source[middle : middle + lines]))
 
 
-def prose(rng: Random, material: Material, paragraphs: int = 3) -> Task:
-    """Consecutive paragraphs of a book, and the one that follows."""
-    start = rng.randrange(max(1, len(material.prose) - paragraphs))
-    text = material.prose[start : start + paragraphs + 1]
+def prose(rng: Random, material: Material) -> Task:
+    """Three paragraphs of a book, and the one that follows."""
+    start = rng.randrange(max(1, len(material.prose) - 3))
+    text = material.prose[start : start + 4]
     return Task("prose", "\n\n".join(text[:-1]), "\n\n" + text[-1])
 
 

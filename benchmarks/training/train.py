@@ -9,6 +9,7 @@ halfway through its schedule and at the end.
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections import defaultdict
@@ -21,18 +22,23 @@ from typing import Annotated, Any
 import torch
 import typer
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 import forerun.reference
 from benchmarks.training import checkpoint, corpus, material, optim, recipe, tasks, tokenizer
 from benchmarks.training.checkpoint import Progress
 from benchmarks.training.corpus import Batch, Corpus
-from benchmarks.training.export import export
 from benchmarks.training.hybrid import hybrid_of
-from benchmarks.training.progress import Display
 from benchmarks.training.recipe import Recipe
 from benchmarks.training.tasks import Material
 from forerun.cli.options import DebugOptions
+from forerun.cli.terminal import progress_bar, stderr
 
 OUT = Path("runs/reference")
 WEIGHTS = Path(forerun.reference.__file__).parent / "weights"
@@ -128,12 +134,13 @@ def fit(run: TrainingRun, weights: Path, stop_after: int | None = None) -> PreTr
     """Train to the end of the schedule (or for `stop_after` steps), with checkpoints, reports and exports."""
     (run.out / run.name).mkdir(parents=True, exist_ok=True)
     saved, first = time.monotonic(), run.done.step
-    with Display(run.name) as display:
+    with progress_bar(stderr(), run.name) as show:
         while run.progress < 1 and (stop_after is None or run.done.step - first < stop_after):
             before = run.progress
             run.advance()
             if run.done.step % run.plan.log_every == 0:
-                display.show(run.progress, run.report())
+                losses = " ".join(f"{kind} {loss:.2f}" for kind, loss in run.report()["loss"].items())
+                show(int(1000 * run.progress), 1000, losses)
             if time.monotonic() - saved > run.plan.checkpoint_every:
                 run.save()
                 saved = time.monotonic()
@@ -142,6 +149,21 @@ def fit(run: TrainingRun, weights: Path, stop_after: int | None = None) -> PreTr
     run.save()
     export(run.model, run.data.tokenizer, weights / run.name)
     return run.model
+
+
+def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Replace `folder` by the model in bfloat16 and its tokenizer, in one step, for transformers."""
+    eos = int(tokenizer.eos_token_id)
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    half.generation_config = GenerationConfig(eos_token_id=eos, bos_token_id=eos, pad_token_id=eos, do_sample=False)
+
+    def write(new: Path) -> None:
+        half.save_pretrained(new)
+        tokenizer.save_pretrained(new)
+        for path in new.iterdir():
+            path.chmod(0o644)
+
+    checkpoint.replace(folder, write)
 
 
 def fresh(plan: Recipe) -> PreTrainedModel:

@@ -30,9 +30,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from benchmarks.training import checkpoint, optim
 from benchmarks.training.checkpoint import Progress
-from benchmarks.training.progress import Display
 from benchmarks.training.self_written import read_rows, write_answers, write_prompts
 from forerun.cli.options import DebugOptions
+from forerun.cli.terminal import progress_bar, stderr
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.drafting.head_drafter import HeadDrafter
@@ -376,12 +376,12 @@ def estimate(training: HeadTraining) -> None:
 def train(training: HeadTraining) -> None:
     """Train to the end of the time, with checkpoints and reports."""
     saved = time.monotonic()
-    with Display("head") as display:
+    with progress_bar(stderr(), "head") as show:
         while training.progress < 1:
             training.advance()
             if training.done.step % 20 == 0:
                 line = training.report()
-                display.show(min(training.progress, 1.0), {"loss": {}})
+                show(int(1000 * min(training.progress, 1.0)), 1000)
                 print(f"step {training.done.step}: {line}", flush=True)
             if time.monotonic() - saved > CHECKPOINT_SECONDS:
                 training.save()

@@ -17,35 +17,36 @@ from support.live_server import LiveServer
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.reporting.progress import quietly
-from benchmarks.reporting.tables import Report
+from benchmarks.reporting.study_report import Report
 from benchmarks.server import client, held_up, servers
 from benchmarks.server import load_bench as bench
 from benchmarks.server import load_rows as rows
-from benchmarks.server.answers import Answer, events, understand
-from benchmarks.server.client import Door, Reply
-from benchmarks.server.equality import sample
+from benchmarks.server.client import Reply, ServerEndpoint
 from benchmarks.server.figures import STEP_PARTS, figures, medians, percentile
 from benchmarks.server.held_up import overlapping
 from benchmarks.server.levels import TURNS, Level, arrivals, build, needed
-from benchmarks.server.load_bench import Round, ServeBench
+from benchmarks.server.load_answers import Answer, events, understand
+from benchmarks.server.load_bench import Round, ServeBench, sample
 from benchmarks.server.load_report import fill
-from benchmarks.server.load_requests import Ask, mixed
+from benchmarks.server.load_requests import LoadRequest, mixed
 from benchmarks.server.servers import ServedModel, ServerContestant, ServerError
 from forerun.bench.journal import Journal, Turn
+from forerun.bench.rounds import PLAIN as PLAIN_NAME
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import find, load
 
 PROMPTS = {"json": ["Table:\na,b\n1,2\n", '{"name": "', "[1, 2,", "[{"], "rag": ["Once", "The sun", "She said", "He"]}
-OURS, PLAIN = ServerContestant("forerun", (), "bundled", True), ServerContestant(servers.PLAIN, (), "bundled", True)
+OURS, PLAIN = ServerContestant("forerun", (), "bundled", True), ServerContestant(PLAIN_NAME, (), "bundled", True)
 
 
-def asks(count: int, tokens: int = 4) -> list[Ask]:
-    return [dataclasses.replace(ask, tokens=tokens) for ask in mixed(PROMPTS, [tokens], 0.8, 1)][:count]
+def requests_of(count: int, tokens: int = 4) -> list[LoadRequest]:
+    return [dataclasses.replace(request, tokens=tokens) for request in mixed(PROMPTS, [tokens], 0.8, 1)][:count]
 
 
-def answered(ask: Ask, grew: Sequence[float], ended: float, tokens: int, error: str | None = None) -> Answer:
-    return Answer(ask, "x", 0.0, ended, grew, {"completion_tokens": tokens}, error)
+def answered(
+    request: LoadRequest, grew: Sequence[float], ended: float, tokens: int, error: str | None = None
+) -> Answer:
+    return Answer(request, "x", 0.0, ended, grew, {"completion_tokens": tokens}, error)
 
 
 @pytest.fixture(scope="module")
@@ -77,15 +78,15 @@ def test_percentiles_are_right() -> None:
 
 def test_requests_are_mixed_and_no_level_knows_the_answers_of_another() -> None:
     found = mixed(PROMPTS, [2, 8], 0.5, 7)
-    assert [ask.task for ask in found[:4]] == ["json", "rag", "json", "rag"]
-    assert [ask.temperature for ask in found] == [0, 0, 0.5, 0.5] * 2
-    assert {ask.tokens for ask in found} == {2, 8} and len({ask.seed for ask in found}) == len(found)
+    assert [request.task for request in found[:4]] == ["json", "rag", "json", "rag"]
+    assert [request.temperature for request in found] == [0, 0, 0.5, 0.5] * 2
+    assert {request.tokens for request in found} == {2, 8} and len({request.seed for request in found}) == len(found)
     assert found == mixed(PROMPTS, [2, 8], 0.5, 7) != mixed(PROMPTS, [2, 8], 0.5, 8)
     many = [dataclasses.replace(found[0], seed=seed) for seed in range(needed([1, 4], [2.0], 3))]
     levels = build([1, 4], [2.0], 3, many, 0)
     assert [level.name for level in levels] == ["1 client", "4 clients", "2 per second"]
-    assert [len(level.asks) for level in levels] == [TURNS, 4 * TURNS, 3]
-    assert [ask for level in levels for ask in level.asks] == many
+    assert [len(level.requests) for level in levels] == [TURNS, 4 * TURNS, 3]
+    assert [request for level in levels for request in level.requests] == many
 
 
 def test_a_stream_is_understood_wherever_it_is_cut() -> None:
@@ -98,11 +99,11 @@ def test_a_stream_is_understood_wherever_it_is_cut() -> None:
     stream = b": ping\n\n"  # comes while a stream is silent
     stream += b"".join(b"data: " + json.dumps(each, ensure_ascii=False).encode() + b"\n\n" for each in told)
     stream += b"data: [DONE]\n\n"
-    (ask,) = asks(1)
+    (request,) = requests_of(1)
     for size in (1, 7, len(stream)):
         reads = [(float(at), stream[at : at + size]) for at in range(0, len(stream), size)]
         assert [event for _, event in events(reads)] == told
-        answer = understand(Reply(ask, -1.0, 900.0, reads, 200))
+        answer = understand(Reply(request, -1.0, 900.0, reads, 200))
         assert (answer.text, answer.tokens, answer.error) == ("a\u20acb", 3, None)
         assert len(answer.grew) == (1 if size == len(stream) else 2)  # what comes together is one chunk
     assert answer.first == 1.0 and answer.each == 450.0
@@ -118,42 +119,42 @@ def test_a_stream_is_understood_wherever_it_is_cut() -> None:
     ],
 )
 def test_what_is_no_whole_answer_is_an_error_and_counts_as_that_alone(reply: Any, error: str) -> None:
-    (ask,) = asks(1)
-    broken = understand(Reply(ask, **reply))
+    (request,) = requests_of(1)
+    broken = understand(Reply(request, **reply))
     assert error in str(broken.error) and broken.digest is None
-    row = figures([broken, answered(ask, [0.5, 0.6], 1.0, 6)], 2.0, 0.1)
+    row = figures([broken, answered(request, [0.5, 0.6], 1.0, 6)], 2.0, 0.1)
     assert (row["requests"], row["errors"], row["requests_per_second"], row["tokens_per_second"]) == (2, 1, 0.5, 3.0)
     assert row["first_p50"] == 0.5 and row["gap_p99"] == pytest.approx(0.1) and row["each_p50"] == pytest.approx(0.1)
 
 
 def test_medians_are_over_rounds_and_counts_are_sums() -> None:
-    (ask,) = asks(1)
-    found = medians([figures([answered(ask, [0.5], seconds, 4)], seconds, 0.0) for seconds in (1.0, 2.0, 4.0)])
+    (request,) = requests_of(1)
+    found = medians([figures([answered(request, [0.5], seconds, 4)], seconds, 0.0) for seconds in (1.0, 2.0, 4.0)])
     assert (found["tokens_per_second"], found["slowest"], found["fastest"]) == (2.0, 1.0, 4.0)
     assert (found["requests"], found["rounds"], found["gap_p50"]) == (3, 3, None)
 
 
 def test_the_parts_of_a_loads_time_and_what_is_idle_are_all_of_it() -> None:
-    (ask,) = asks(1)
+    (request,) = requests_of(1)
     parts = {"read": 1.0, "propose": 0.25, "score": 0.5, "verify": 0.25, "other": 0.5}
-    row = figures([answered(ask, [0.5], 4.0, 8)], 4.0, 0.0, parts)
+    row = figures([answered(request, [0.5], 4.0, 8)], 4.0, 0.0, parts)
     assert [row[part] for part in STEP_PARTS] == [0.25, 0.0625, 0.125, 0.0625, 0.125]
     assert (row["idle"], row["decoding_per_second"]) == (0.375, 8.0)
-    unknown = figures([answered(ask, [0.5], 4.0, 8)], 4.0, 0.0)
+    unknown = figures([answered(request, [0.5], 4.0, 8)], 4.0, 0.0)
     assert (
         unknown.keys() == row.keys() and unknown["read"] is None and medians([unknown])["decoding_per_second"] is None
     )
 
 
 def test_the_times_between_chunks_count_if_a_part_of_them_is_in_the_window() -> None:
-    (ask,) = asks(1)
-    found = overlapping([answered(ask, [0.0, 1.0, 3.0, 6.0, 10.0], 11.0, 9)], (2.0, 4.0))
+    (request,) = requests_of(1)
+    found = overlapping([answered(request, [0.0, 1.0, 3.0, 6.0, 10.0], 11.0, 9)], (2.0, 4.0))
     assert found == [2.0, 3.0]
 
 
 def one_round(long: bool = False) -> Round:
-    found = asks(8)
-    long_ask = Ask("long", "and on " * 60, 2, 0.0, 0) if long else None
+    found = requests_of(8)
+    long_ask = LoadRequest("long", "and on " * 60, 2, 0.0, 0) if long else None
     return Round(found[:1], [Level("clients", 2, found[:4], 0), Level("rate", 50.0, found[4:], 0)], long_ask, 2)
 
 
@@ -168,11 +169,11 @@ def bench_of(
     started = list[str]()
 
     @contextmanager
-    def start(contestant: ServerContestant) -> Iterator[Door]:
+    def start(contestant: ServerContestant) -> Iterator[ServerEndpoint]:
         started.append(contestant.name)
         if not contestant.ours:
             raise ServerError("it broke")
-        yield Door(f"http://127.0.0.1:{server.port}", "bundled", exact=True)
+        yield ServerEndpoint(f"http://127.0.0.1:{server.port}", "bundled", exact=True)
 
     report = Report("Load", {})
 
@@ -181,7 +182,7 @@ def bench_of(
         report.write(tmp_path, "serve")
 
     journal = Journal(tmp_path / "turns.jsonl", {"about": 1}, resume)
-    return ServeBench(contestants, rounds, start, journal, quietly, save), started
+    return ServeBench(contestants, rounds, start, journal, save), started
 
 
 def test_all_is_measured_and_written_and_a_round_that_is_known_is_not_measured_again(
@@ -217,10 +218,10 @@ def test_what_was_measured_is_written_when_a_later_load_fails(
 ) -> None:
     run = client.run
 
-    def fails(door: Door, level: Level, extension: client.Extension) -> client.LoadRun:
+    def fails(endpoint: ServerEndpoint, level: Level, extension: client.Extension) -> client.LoadRun:
         if level.kind == "rate":
             raise ValueError("the power failed")
-        return run(door, level, extension)
+        return run(endpoint, level, extension)
 
     monkeypatch.setattr(bench.client, "run", fails)
     with pytest.raises(ValueError, match="the power failed"):
@@ -230,8 +231,8 @@ def test_what_was_measured_is_written_when_a_later_load_fails(
 
 
 def test_a_text_that_load_has_changed_is_found() -> None:
-    same = {str(ask.seed): "same" for ask in one_round().asks}
-    changed = same | {str(one_round().asks[0].seed): "another"}
+    same = {str(request.seed): "same" for request in one_round().requests}
+    changed = same | {str(one_round().requests[0].seed): "another"}
     alone = {"compared": 2, "same": 2, "exact": True}
     turn: Turn = {PLAIN.name: {"texts": same, "alone": alone}, OURS.name: {"texts": changed, "alone": alone}}
     assert rows.wrong(rows.text_rows([turn], [one_round()])) == [
@@ -245,11 +246,11 @@ def test_a_text_that_load_has_changed_is_found() -> None:
 
 
 def test_of_a_long_prompt_that_was_refused_only_the_error_is_told() -> None:
-    (ask,) = asks(1)
-    assert held_up._row(answered(ask, (), 0.1, 0, "status 400"), [answered(ask, (1.0, 2.0), 2.0, 2)], 0.0) == {
+    (request,) = requests_of(1)
+    assert held_up._row(answered(request, (), 0.1, 0, "status 400"), [answered(request, (1.0, 2.0), 2.0, 2)], 0.0) == {
         "error": "status 400"
     }
-    whole = held_up._row(answered(ask, (1.0,), 2.0, 2), [answered(ask, (0.5, 0.8, 1.2), 2.0, 3)], -1.0)
+    whole = held_up._row(answered(request, (1.0,), 2.0, 2), [answered(request, (0.5, 0.8, 1.2), 2.0, 3)], -1.0)
     turn: Turn = {PLAIN.name: {"long": whole}, OURS.name: {"long": {"error": "status 400"}}}
     assert [row["contestant"] for row in rows.long_rows([turn])] == [PLAIN.name]
     report = Report("Load", {})
@@ -265,8 +266,8 @@ def test_nothing_is_said_of_texts_that_were_not_compared() -> None:
 
 
 def test_texts_to_check_are_greedy_and_from_all_over_the_load() -> None:
-    found = sample(asks(8), 2)
-    assert [asks(8).index(ask) for ask in found] == [0, 4]
+    found = sample(requests_of(8), 2)
+    assert [requests_of(8).index(request) for request in found] == [0, 4]
 
 
 def test_a_server_that_nobody_reaches_is_an_error(server: LiveServer, tmp_path: Path) -> None:
@@ -275,8 +276,8 @@ def test_a_server_that_nobody_reaches_is_an_error(server: LiveServer, tmp_path: 
         measured, _ = bench_of(server, tmp_path, [PLAIN], [one_round()])
 
         @contextmanager
-        def nobody(contestant: ServerContestant) -> Iterator[Door]:
-            yield Door(f"http://127.0.0.1:{one.getsockname()[1]}", "bundled")
+        def nobody(contestant: ServerContestant) -> Iterator[ServerEndpoint]:
+            yield ServerEndpoint(f"http://127.0.0.1:{one.getsockname()[1]}", "bundled")
 
         measured.start = nobody
         with pytest.raises(ServerError, match=r"no request was answered .* ConnectError"):

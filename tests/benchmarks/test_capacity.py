@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from benchmarks.__main__ import app
 from benchmarks.capacity.capacity import DEVICES, GIB, Machine, Pass, devices_needed, fit, kv_bytes, pass_seconds
-from benchmarks.capacity.command import shape_of
+from benchmarks.capacity.capacity_command import shape_of
 from benchmarks.capacity.forecast import LONGEST, Drafting, forecast
 from benchmarks.capacity.published import ON_CHIP, TABLE_2
 from benchmarks.capacity.shapes import ModelShape

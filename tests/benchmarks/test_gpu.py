@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from benchmarks.__main__ import app
-from benchmarks.gpu import child
-from benchmarks.gpu.bench import GpuBench
-from benchmarks.gpu.child import OTHER_COMMANDS, SMOLLM2, PartRecord, bench_of, measure
-from benchmarks.gpu.command import GPU_PARTS, PART_SECONDS, TABLES, GpuOptions, run
+from benchmarks.gpu import part_process
 from benchmarks.gpu.counting import WaitCounter, compilations
 from benchmarks.gpu.goals import goals
+from benchmarks.gpu.gpu_bench import GpuBench
+from benchmarks.gpu.gpu_command import GPU_PARTS, PART_SECONDS, TABLES, GpuOptions, run
+from benchmarks.gpu.part_process import OTHER_COMMANDS, SMOLLM2, PartRecord, bench_of, measure
 
 NEEDS_MORE = {"vllm": "not installed", "tasks": SMOLLM2, "server": SMOLLM2}
 """Parts that this machine lacks something for, and what."""
@@ -92,11 +92,11 @@ def test_an_error_is_noted_and_what_was_measured_before_is_kept(
         yield {"kernel": "product"}
         raise RuntimeError("CUDA error: an illegal memory access\nand more")
 
-    monkeypatch.setattr(child, "_rows", failing)
+    monkeypatch.setattr(part_process, "_rows", failing)
     record = measure("kernels", GpuBench.smallest(), tmp_path)
     assert record.rows and not record.whole
     assert record.skipped == {"kernels": "RuntimeError: CUDA error: an illegal memory access"}
-    monkeypatch.setattr(child, "this_card", lambda: "another card")
+    monkeypatch.setattr(part_process, "this_card", lambda: "another card")
     assert PartRecord.read(tmp_path, "kernels") == PartRecord("another card")
 
 
@@ -115,7 +115,7 @@ def test_vllm_is_called_where_it_is_installed(tmp_path: Path, monkeypatch: pytes
     module = ModuleType("vllm")
     module.LLM, module.SamplingParams = LLM, SimpleNamespace  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", module)
-    monkeypatch.setattr("benchmarks.gpu.peers.find_spec", lambda name: name == "vllm")
+    monkeypatch.setattr("benchmarks.gpu.libraries.find_spec", lambda name: name == "vllm")
     [row] = measure("vllm", GpuBench.smallest(), tmp_path).rows
     assert row["who"] == "vLLM" and calls == [(40, 1), (40, 1), (40, 33)]
 

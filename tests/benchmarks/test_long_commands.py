@@ -18,9 +18,9 @@ from typer.testing import CliRunner, Result
 from benchmarks.__main__ import app
 from benchmarks.long_context.analyse_command import CACHES
 from benchmarks.long_context.long_bench import Prefilled
-from benchmarks.papers.recipes import SPARSE
+from benchmarks.papers.baselines import SPARSE
 from benchmarks.papers.triforce import TriforceBench
-from benchmarks.reporting.progress import telling
+from benchmarks.reporting import progress
 from forerun.core.long_context import LongContextConfig
 from forerun.models.loading.load import load
 from forerun.models.loading.yarn import stretch, stretch_model
@@ -47,12 +47,13 @@ def measured(saved: str, texts: list[str], out: Path, *more: str) -> Result:
     return CliRunner().invoke(app, ["papers", "triforce", "-m", saved, *FEW, *LITTLE, *texts, "--out", str(out), *more])
 
 
-def test_what_is_slow_says_now_and_then_how_far_it_is() -> None:
+def test_what_is_slow_says_now_and_then_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
+    monkeypatch.setattr(progress, "say", lines.append)
     times = iter([0.0, 4.0, 11.0, 11.0, 15.0, 30.0, 30.0])
-    tell = telling(lines.append, "h2o reads", lambda: next(times))
+    show = progress.progress_lines("h2o reads", lambda: next(times))
     for done in (500, 1000, 1500, 2000):
-        tell(done, 7500)
+        show(done, 7500)
     assert lines == ["  h2o reads: 1,000 of 7,500 tokens", "  h2o reads: 2,000 of 7,500 tokens"]
 
 
@@ -145,7 +146,7 @@ def test_a_model_without_plain_rotary_positions_is_not_stretched() -> None:
 def test_caches_can_be_left_out_of_an_analysis(saved: str, tmp_path: Path) -> None:
     assert set(CACHES) == set(SPARSE)
     sizes = [
-        "--contexts",
+        "--context",
         "200",
         "--budgets",
         "16,32",
@@ -158,7 +159,7 @@ def test_caches_can_be_left_out_of_an_analysis(saved: str, tmp_path: Path) -> No
         "-n",
         "3",
     ]
-    common = [*books(tmp_path, 400), "--cache-budget", "32", "--chunks", "2", "--out", str(tmp_path / "out"), "--json"]
+    common = [*books(tmp_path, 400), "--cache-budget", "32", "--out", str(tmp_path / "out"), "--json"]
     done = CliRunner().invoke(
         app, ["long-context", "analyse", "-m", saved, *sizes, *common, "--caches", "retrieval,low-rank"]
     )

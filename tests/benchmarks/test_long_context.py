@@ -23,7 +23,7 @@ from benchmarks.long_context.pass_costs import Costs, drafting_seconds, measure,
 from benchmarks.long_context.rows import summarise
 from benchmarks.long_context.texts import Texts
 from benchmarks.papers.simulated_acceptance import check_simulated, random_model, random_prompt, simulated
-from benchmarks.reporting.tables import Report
+from benchmarks.reporting.study_report import Report
 from forerun.bench.report import pivot
 from forerun.core.long_context import LongContextConfig
 from forerun.core.stats import Stats
@@ -283,9 +283,8 @@ def test_a_label_stands_on_everything_a_report_prints(tmp_path: Path) -> None:
         (("long-context", "analyse", "--yarn", "0.5"), "--yarn is 0.5; it must be above 1"),
         (("papers", "triforce", "--simulate-acceptance", "0.9", "--yarn", "2"), "leave --yarn out"),
         (("papers", "triforce", "--contexts", "200000"), "the model has 131,072; give a shorter context, or --yarn 2"),
-        (("long-context", "analyse", "--contexts", "200000"), "the model has 131,072"),
+        (("long-context", "analyse", "--context", "200000"), "the model has 131,072"),
         (("papers", "triforce", "--batches", "2", "--batch-context", "200000"), "the model has 131,072"),
-        (("long-context", "analyse", "--chunks", "9000"), "none may exceed --cache-budget"),
         (("long-context", "analyse", "--temperatures=-1"), "no number may be below 0"),
     ],
 )

@@ -17,8 +17,9 @@ from support.tiny import PROMPTS, tiny
 from typer.testing import CliRunner, Result
 
 from benchmarks.__main__ import app
-from benchmarks.papers import lookahead, sweeps
-from benchmarks.papers.lookahead_command import PARTS, QUICK, Amounts, LookaheadOptions
+from benchmarks.papers import graded_questions, lookahead, sweeps
+from benchmarks.papers.lookahead import QUICK, LookaheadSizes
+from benchmarks.papers.lookahead_command import PARTS, LookaheadOptions
 from benchmarks.papers.lookahead_methods import (
     FORMS,
     NAMESPACE,
@@ -32,17 +33,14 @@ from benchmarks.papers.lookahead_methods import (
 )
 from benchmarks.papers.pass_grid import pass_rows
 from benchmarks.papers.peak_memory import peak_bytes, peaks, why_not
-from benchmarks.papers.timed_drafter import Clocked, Times
-from benchmarks.papers.variants import Track, transformers_greedy
-from benchmarks.tasks import graded
-from benchmarks.tasks.contestants import TaskBench
+from benchmarks.papers.timed_drafter import TimedDrafter, Times
+from benchmarks.papers.variants import VariantBench
 from benchmarks.training.tasks import Material
 from forerun.bench.rounds import BASELINE, PromptSet
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, Verdict
 from forerun.drafting.trie_drafter import TrieDrafter
-from forerun.engine.engine import Engine
 from forerun.trie.trie import TrieConfig
 
 CPU = torch.device("cpu")
@@ -58,8 +56,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def track() -> Track:
-    return Track(Engine(tiny("llama"), "none"))
+def bench() -> VariantBench:
+    return VariantBench(tiny("llama"), ())
 
 
 def measured(saved: str, out: Path, *more: str) -> Result:
@@ -122,38 +120,40 @@ def test_wrong_options_are_refused_before_anything_is_measured(
 
 
 def test_quick_takes_the_least_of_what_is_not_given() -> None:
-    found = LookaheadOptions(quick=True, prompts=3, batches="1,5").amounts()
-    assert (found.prompts, found.batches) == (3, "1,5")
+    found = LookaheadOptions(quick=True, prompts=3, batches="5,1").sizes()
+    assert (found.prompts, found.batches) == (3, (1, 5))
     assert (found.rounds, found.max_new_tokens) == (QUICK.rounds, QUICK.max_new_tokens)
-    assert LookaheadOptions().amounts() == Amounts()
-    usual = {"rounds": Amounts.rounds, "max_new_tokens": Amounts.max_new_tokens, "contexts": Amounts.contexts}
-    assert LookaheadOptions(quick=True, **usual).amounts() == dataclasses.replace(QUICK, **usual)  # type: ignore[arg-type]
+    assert LookaheadOptions().sizes() == LookaheadSizes()
+    usual = {"rounds": LookaheadSizes.rounds, "max_new_tokens": LookaheadSizes.max_new_tokens}
+    assert LookaheadOptions(quick=True, contexts="128", **usual).sizes() == dataclasses.replace(
+        QUICK, contexts=(128,), **usual
+    )
 
 
-def test_every_method_gives_the_text_of_plain_decoding_within_its_decoding_length(track: Track) -> None:
+def test_every_method_gives_the_text_of_plain_decoding_within_its_decoding_length(bench: VariantBench) -> None:
     prompt = LONG
-    (text,) = track.answers(plain(), [prompt], 24)
-    known = Known([*PROMPTS[:1], *PROMPTS[2:]], track.answers(default(()), [*PROMPTS[:1], *PROMPTS[2:]], 24))
+    (text,) = bench.answers(plain(), [prompt], 24)
+    known = Known([*PROMPTS[:1], *PROMPTS[2:]], bench.answers(default(()), [*PROMPTS[:1], *PROMPTS[2:]], 24))
     for name, variant in methods(LENGTHS, known).items():
-        track.contestant(variant).prepare()
-        found = track.engine.generate([prompt], max_new_tokens=24, do_sample=False)
+        bench.variant(variant).prepare()
+        found = bench.engine.generate([prompt], max_new_tokens=24, do_sample=False)
         assert found.generated == [text], name
         drafted = found.stats[0].drafted
-        assert track.engine.prune_drafts is variant.planned
+        assert bench.engine.prune_drafts is variant.planned
         if name.removeprefix("forerun ") in FORMS:
             assert max(drafted) <= LENGTHS.decoding, name
     assert not variant.planned and max(drafted) == LENGTHS.decoding  # wrong drafts are scored all the same
 
 
-def test_no_turn_sees_what_another_generated(track: Track) -> None:
-    one = track.contestant(published("hierarchical", LENGTHS, ()))
+def test_no_turn_sees_what_another_generated(bench: VariantBench) -> None:
+    one = bench.variant(published("hierarchical", LENGTHS, ()))
     passes = []
     for _ in range(2):
         one.prepare()
         passes.append(one.run([LONG], 24).passes)
     assert passes[0] == passes[1]
-    known = track.answers(plain(), [LONG], 24)
-    warm = track.contestant(published("hierarchical", LENGTHS, known))
+    known = bench.answers(plain(), [LONG], 24)
+    warm = bench.variant(published("hierarchical", LENGTHS, known))
     warm.prepare()
     fewer = warm.run([LONG], 24).passes
     assert fewer is not None and passes[0] is not None and fewer < passes[0]
@@ -193,24 +193,24 @@ def test_ablations_leave_out_what_they_say() -> None:
         assert 10 not in after("all", [1, 2], [8, 9]) and 10 in after("without eliminating", [1, 2], [8, 9])
 
 
-def test_without_output_nothing_generated_is_drafted_or_kept(track: Track) -> None:
+def test_without_output_nothing_generated_is_drafted_or_kept(bench: VariantBench) -> None:
     drafter = sweeps.WithoutOutputs(TrieConfig())
-    track.engine.prune_drafts, track.engine.budget = False, 8
-    track.engine.set_drafter(drafter)
-    track.engine.generate([LONG], max_new_tokens=24, do_sample=False)
+    bench.engine.prune_drafts, bench.engine.budget = False, 8
+    bench.engine.set_drafter(drafter)
+    bench.engine.generate([LONG], max_new_tokens=24, do_sample=False)
     assert drafter.trie.tokens(NAMESPACE) == 0
 
 
-def test_a_capacity_bounds_what_a_trie_holds_and_its_steps_are_timed(track: Track) -> None:
+def test_a_capacity_bounds_what_a_trie_holds_and_its_steps_are_timed(bench: VariantBench) -> None:
     texts = np.random.default_rng(0).integers(0, 48, (40, 100)).tolist()
     times: dict[int, Times] = {}
     found = sweeps.by_capacity([1 << 16, 1 << 22], texts, times)
     (small, variant), (large, _) = found.values()
     assert large["held"] == 4000 and 0 < small["held"] < 4000 and small["bytes"] <= 1 << 16
-    one = track.contestant(variant)
+    one = bench.variant(variant)
     one.prepare()
     run = one.run([LONG], 24)
-    assert run.texts == track.answers(plain(), [LONG], 24)
+    assert run.texts == bench.answers(plain(), [LONG], 24)
     assert len(times[1 << 16].update) == run.passes
     assert 0 < len(times[1 << 16].retrieve) <= len(times[1 << 16].update)
 
@@ -218,7 +218,7 @@ def test_a_capacity_bounds_what_a_trie_holds_and_its_steps_are_timed(track: Trac
 def test_a_clocked_drafter_drafts_what_it_would() -> None:
     inner = warmed(TrieDrafter(), [[1, 2, 3, 4, 5]])
     request = Request([9, 1, 2], 8)
-    clocked = Clocked(inner, Times())
+    clocked = TimedDrafter(inner, Times())
     clocked.begin(request)
     assert 3 in draft(clocked, request, 4).tokens
     assert len(clocked.times.retrieve) == 1 and not clocked.times.update
@@ -245,15 +245,16 @@ def test_sweeps_have_every_setting() -> None:
 def test_padded_batches_are_those_of_the_bench() -> None:
     model = tiny("llama")
     rows = PROMPTS[:2]
-    run = transformers_greedy(model).run(rows, 12)
-    (alone,) = TaskBench(model, ["none"]).run(PromptSet("copy", rows, (), 12), 1)
+    bench = VariantBench(model, ["none"])
+    run = bench.transformers().run(rows, 12)
+    (alone,) = bench.run(PromptSet("copy", rows, (), 12), 1)
     theirs = next(one for one in alone if one.contestant == BASELINE)
     assert run.texts == [rounds[0].texts[0] for rounds in theirs.runs]
     assert run.passes == max(len(text) for text in run.texts)
 
 
-def test_passes_are_measured_for_every_batch_draft_and_context(track: Track) -> None:
-    rows = pass_rows(track.engine, [1, 3], [2, 5], [0, 9], rounds=2)
+def test_passes_are_measured_for_every_batch_draft_and_context(bench: VariantBench) -> None:
+    rows = pass_rows(bench.engine, [1, 3], [2, 5], [0, 9], rounds=2)
     assert {(row["context"], row["rows"], row["drafts"]) for row in rows} == {
         (context, size, drafts) for context in (0, 9) for size in (1, 3) for drafts in (0, 2, 5)
     }
@@ -271,12 +272,12 @@ def test_a_peak_is_what_was_held_at_once() -> None:
 
 
 @pytest.mark.skipif(bool(why_not(CPU)), reason=why_not(CPU))
-def test_peaks_have_a_figure_for_each_round(track: Track) -> None:
-    found = peaks({0: track.contestant(plain()), 4: track.contestant(default(()))}, LONG, 8, 3, CPU)
+def test_peaks_have_a_figure_for_each_round(bench: VariantBench) -> None:
+    found = peaks({0: bench.variant(plain()), 4: bench.variant(default(()))}, LONG, 8, 3, CPU)
     assert {name: len(each) for name, each in found.items()} == {0: 3, 4: 3}
 
 
-@pytest.mark.parametrize("kind", graded.KINDS)
+@pytest.mark.parametrize("kind", graded_questions.KINDS)
 def test_answers_are_graded(kind: str) -> None:
     answers: list[str] = []
 
@@ -284,24 +285,24 @@ def test_answers_are_graded(kind: str) -> None:
         answers.append(answer)
         return len(answer) < 400
 
-    found = graded.questions(kind, 5, MATHS, fits)
+    found = graded_questions.questions(kind, 5, MATHS, fits)
     fitting = [answer for answer in dict.fromkeys(answers) if len(answer) < 400]
     assert len({question.prompt for question in found}) == 5
     for question in found:
         right = [question.right(answer) for answer in fitting]
         assert any(right) and not all(right)
         assert not question.right("")
-    assert graded.share_right(found, [""] * 5) == 0
+    assert graded_questions.share_right(found, [""] * 5) == 0
 
 
 def test_numbers_and_json_are_found_in_texts() -> None:
-    assert graded.last_number("so 3 of 1,250.50 are left.") == 1250.5
-    assert graded.last_number("It is -4, he said") == -4
-    assert graded.last_number("none") is None
-    assert graded.first_json('Here [it] is:\n[{"a": 1}]\nand more [2]') == [{"a": 1}]
-    assert graded.first_json("[1, 2") is None
+    assert graded_questions.last_number("so 3 of 1,250.50 are left.") == 1250.5
+    assert graded_questions.last_number("It is -4, he said") == -4
+    assert graded_questions.last_number("none") is None
+    assert graded_questions.first_json('Here [it] is:\n[{"a": 1}]\nand more [2]') == [{"a": 1}]
+    assert graded_questions.first_json("[1, 2") is None
 
 
 def test_word_problems_need_a_file() -> None:
-    with pytest.raises(graded.LackingError, match="--maths"):
-        graded.questions("maths", 2, Material(), lambda answer: True)
+    with pytest.raises(graded_questions.LackingError, match="--maths"):
+        graded_questions.questions("maths", 2, Material(), lambda answer: True)

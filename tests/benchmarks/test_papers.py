@@ -10,9 +10,9 @@ import pytest
 import torch
 from support.tiny import PROMPTS, tiny
 
+from benchmarks.papers.baselines import RECIPES, SPARSE
 from benchmarks.papers.h2o import HeavyHitterCache
 from benchmarks.papers.lookahead_decoding import JacobiConfig, JacobiDrafter
-from benchmarks.papers.recipes import RECIPES, SPARSE
 from benchmarks.papers.topk import TopKCache
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig

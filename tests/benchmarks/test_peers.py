@@ -16,13 +16,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from benchmarks.peers import weights
-from benchmarks.peers.known import KINDS, Kind, Loaded, PeerSubject, check, loaded
+from benchmarks.peers.peer_libraries import LIBRARIES, PeerLibrary, PeerSubject, RunningPeers, check, running_peers
 from benchmarks.peers.process import Peer, PeerError
-from benchmarks.tasks.contestants import TaskBench
+from benchmarks.tasks.task_bench import TaskBench
 from forerun.bench import report
 from forerun.bench.rounds import BASELINE, PromptSet, Run, Series
 
-FAKE = Kind(
+FAKE = PeerLibrary(
     "fake-peer",
     {"json": "json"},
     "support.fake_peer",
@@ -70,8 +70,8 @@ def test_a_peer_answers_from_its_own_process(tmp_path: Path) -> None:
 
 def test_peers_that_cannot_be_loaded_are_named_with_the_reason() -> None:
     gone = replace(FAKE, package="gone-peer", needs={"no_such_module_here": "gone-peer", "json": "json"})
-    with loaded(subject(single()), [FAKE, gone]) as found:
-        assert isinstance(found, Loaded)
+    with running_peers(subject(single()), [FAKE, gone]) as found:
+        assert isinstance(found, RunningPeers)
         assert list(found.contestants) == ["fake", "fake in text"]
         assert found.absent["gone-peer"] == "not installed (pip install gone-peer)"
         assert found.absent["fake that is broken"] == "cannot be loaded: RuntimeError: no such graph"
@@ -80,7 +80,7 @@ def test_peers_that_cannot_be_loaded_are_named_with_the_reason() -> None:
 
 def test_peers_take_turns_with_the_others_and_their_texts_are_compared() -> None:
     model = tiny("llama")
-    with loaded(subject(single()), [FAKE]) as found:
+    with running_peers(subject(single()), [FAKE]) as found:
         bench = TaskBench(model, ["none"], others=found.contestants)
         *_, series = bench.run(PromptSet("t", [[7, 9, 11]], [], 6), rounds=2)
         rows = report.summarise(series)
@@ -141,13 +141,13 @@ def test_models_that_peers_cannot_be_given_are_refused() -> None:
         check(scaled, byte_tokenizer(), None)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.package)
-def test_a_real_peer_gives_transformers_texts(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", LIBRARIES, ids=lambda kind: kind.package)
+def test_a_real_peer_gives_transformers_texts(kind: PeerLibrary) -> None:
     if kind.missing:
         pytest.skip(f"{kind.package} is not installed: {kind.missing}")
     model = single()
     tokenizer = byte_tokenizer()
-    with loaded(PeerSubject(model, tokenizer, None, 64), [kind]) as found:
+    with running_peers(PeerSubject(model, tokenizer, None, 64), [kind]) as found:
         assert not found.absent
         bench = TaskBench(model, ["none"], others=found.contestants)
         (series,) = bench.run(PromptSet("t", [[7, 9, 11, 7, 9], [20, 21, 22]], [], 12), rounds=1)
@@ -158,7 +158,7 @@ def test_a_real_peer_gives_transformers_texts(kind: Kind) -> None:
 
 
 def test_every_known_peer_says_how_it_is_installed() -> None:
-    for kind in KINDS:
+    for kind in LIBRARIES:
         absent = replace(kind, needs={f"no_{name}": package for name, package in kind.needs.items()})
         assert absent.missing.startswith("pip install ") and kind.package in absent.missing
         assert find_spec(kind.module) is not None

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.reporting.common_options import SourceOptions
 from benchmarks.tasks.passages import LONGEST, SHORTEST, Passages
-from benchmarks.tasks.questions import Files, questions
+from benchmarks.tasks.questions import questions
 from benchmarks.tasks.task_prompts import LackingError, Tasks
+from benchmarks.tasks.task_sets import check_sources
 
 NAMES = ["maths", "code", "rag", "summary", "edit", "table"]
 
@@ -19,7 +21,7 @@ def count(text: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+def files(tmp_path_factory: pytest.TempPathFactory) -> SourceOptions:
     folder = tmp_path_factory.mktemp("files")
     maths = [{"prompt": f"Question: What is {i} and 1?\nAnswer: ", "answer": str(i + 1)} for i in range(25)]
     code = [{"prompt": f"def f{i}(x):\n", "answer": "return x"} for i in range(25)]
@@ -27,16 +29,18 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, *rows]))
     text = "\n\n".join(f"Anna met Peter number {i}. " + "They walked along the river again. " * 9 for i in range(900))
     (folder / "book.txt").write_text(text)
-    return Files(folder, folder / "maths.jsonl", folder / "code.jsonl")
+    return SourceOptions(False, folder, folder / "maths.jsonl", folder / "code.jsonl")
 
 
 @pytest.fixture(scope="module")
-def tasks(files: Files) -> Tasks:
+def tasks(files: SourceOptions) -> Tasks:
     return questions(files, count)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_task_has_twenty_prompts_or_more_and_always_the_same(name: str, tasks: Tasks, files: Files) -> None:
+def test_each_task_has_twenty_prompts_or_more_and_always_the_same(
+    name: str, tasks: Tasks, files: SourceOptions
+) -> None:
     found = tasks[name](22)
     assert len(set(map(str, found))) == 22
     assert found == questions(files, count)[name](22)
@@ -44,7 +48,7 @@ def test_each_task_has_twenty_prompts_or_more_and_always_the_same(name: str, tas
 
 
 @pytest.mark.parametrize("books", [True, False])
-def test_passages_are_as_long_as_they_say(books: bool, files: Files) -> None:
+def test_passages_are_as_long_as_they_say(books: bool, files: SourceOptions) -> None:
     from random import Random
 
     passages = Passages.read(files.books if books else None, "x")
@@ -61,9 +65,9 @@ def test_the_questions_are_as_described(tasks: Tasks) -> None:
     assert "as JSON" in str(tasks["table"](1)[0])
 
 
-def test_a_task_without_its_file_says_so_and_short_files_are_refused(files: Files) -> None:
+def test_a_task_without_its_file_says_so_and_short_files_are_refused(files: SourceOptions) -> None:
     with pytest.raises(LackingError, match="--maths"):
-        questions(Files(), count)["maths"](1)
+        questions(SourceOptions(), count)["maths"](1)
     with pytest.raises(ValueError, match="25 different prompts and 26 are needed"):
         questions(files, count)["code"](26)
 
@@ -75,8 +79,8 @@ def test_a_wrong_file_of_questions_is_refused(tmp_path: Path, line: str, said: s
     file = tmp_path / "q.jsonl"
     file.write_text('{"prompt": "a"}\n' + line)
     with pytest.raises(ValueError, match=said):
-        Files(maths=file).check()
+        check_sources(SourceOptions(maths=file))
     with pytest.raises(ValueError, match="there is no such file"):
-        Files(code=tmp_path / "none").check()
+        check_sources(SourceOptions(code=tmp_path / "none"))
     with pytest.raises(ValueError, match="no such folder"):
-        Files(books=tmp_path / "none").check()
+        check_sources(SourceOptions(books=tmp_path / "none"))

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.training import corpus, crowding, material, positions, recipe, tasks, tokenizer, train
+from benchmarks.training import corpus, crowding, material, recipe, tasks, tokenizer, train
 from benchmarks.training.hybrid import hybrid_of
 from benchmarks.training.optim import Muon
 from benchmarks.training.recipe import Recipe, Stage
@@ -195,8 +195,8 @@ def test_spans_put_the_loss_on_what_was_seen_before_only(small_tokenizer: PreTra
 
 @given(seed=st.integers(0, 2**32), length=st.integers(2, 4096))
 def test_positions_increase_within_the_limit(seed: int, length: int) -> None:
-    drawn = positions.gapped(np.random.default_rng(seed), length, share=0.8)
-    assert len(drawn) == length and drawn[0] >= 0 and drawn[-1] < positions.LIMIT
+    drawn = corpus.gapped_positions(np.random.default_rng(seed), length, share=0.8)
+    assert len(drawn) == length and drawn[0] >= 0 and drawn[-1] < corpus.POSITIONS
     assert (np.diff(drawn) >= 1).all()
 
 

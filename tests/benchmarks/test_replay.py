@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.studies.replay import Recorded, Selection, replay, replay_files
+from benchmarks.studies.replay import Recorded, Selection, replay
 from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
@@ -148,14 +148,6 @@ def test_rows_without_a_prompt_are_left_out() -> None:
     assert replay(build_drafter("trie"), [Recorded([], [1, 2, 3])], 8).tokens == 0
 
 
-def test_files_are_replayed_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"prompt": "say it", "answer": "abcdefghijklmnopqrstuvwxyz" * 2}), encoding="utf-8")
-    cold = replay_files(str(path), encode, build_drafter("trie"), 8)
-    warm = replay_files(f"{path}:to=1", encode, build_drafter("trie"), 8, [str(path)])
-    assert float(str(warm["edl"])) > float(str(cold["edl"]))
-    json.dumps(warm)
-    with pytest.raises(ValueError, match="budget is 0"):
-        replay_files(str(path), encode, NoDrafter(), 0)
+def test_a_drafter_that_keeps_nothing_is_not_warmed() -> None:
     with pytest.raises(ValueError, match="cannot be warmed"):
-        replay_files(str(path), encode, NoDrafter(), 8, [str(path)])
+        replay(NoDrafter(), [Recorded([0], [1, 2])], 8, [Recorded([0], [1, 2])])

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from benchmarks.server import attack, fuzz, kill, many_streams, soak
-from benchmarks.server.malformed_requests import Shot
+from benchmarks.server.malformed_requests import RawRequest
 from benchmarks.server.response_checks import RawAnswer, wrong
 from benchmarks.server.server_process import ServerProcess
 
-SHOT = Shot("posted", (b"",))
+SHOT = RawRequest("posted", (b"",))
 GOOD = b'{"error": {"message": "no", "type": "x", "param": null, "code": null}}'
 
 

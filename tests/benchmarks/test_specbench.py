@@ -9,8 +9,8 @@ import pytest
 from support.prompt_files import tokenizer
 from support.tiny import PROMPTS, tiny
 
-from benchmarks.specbench.command import SpecBench, SpecBenchOptions, _measured, _totals
-from benchmarks.specbench.questions import prompt_set, read_questions
+from benchmarks.specbench.spec_questions import prompt_set, read_questions
+from benchmarks.specbench.specbench_command import SpecBench, SpecBenchOptions, _measured, _totals
 from forerun.bench.journal import Journal
 from forerun.bench.prompts_file import TemplateEncoder
 from forerun.bench.rounds import PromptSet
@@ -26,9 +26,7 @@ def test_the_second_turn_follows_the_models_own_answer() -> None:
     assert plain.prompts == [[1, 6], [1, 8]]  # the second turn has four tokens, and four new ones are too many
 
 
-@pytest.mark.parametrize(
-    "line", ["{", "[]", '{"category": "a", "turns": "b"}', '{"category": "a", "turns": []}', "\n{}"]
-)
+@pytest.mark.parametrize("line", ["{", "[]", '{"category": "a", "turns": "b"}', '{"category": "a", "turns": []}', "{}"])
 def test_a_line_that_is_no_question_is_refused(tmp_path: Path, line: str) -> None:
     file = tmp_path / "q.jsonl"
     file.write_text(json.dumps({"category": "a", "turns": ["b"]}) + "\n" + line)
@@ -42,12 +40,12 @@ def test_drafters_learn_from_prompt_to_prompt_and_a_measured_category_is_not_run
     job = PromptSet("qa", [*PROMPTS, PROMPTS[1]], (), 12)
     series = _measured(bench, job, Journal(tmp_path / "turns.jsonl", {}))
     assert [one.contestant for one in series] == ["forerun none", "forerun trie, 4", "forerun trie, 8"]
-    assert isinstance(bench._engine.drafter, TrieDrafter)
+    assert isinstance(bench.engine.drafter, TrieDrafter)
     none, _, trie = ([runs[0] for runs in one.runs] for one in series)
     assert [run.texts for run in none] == [run.texts for run in trie]
     assert [run.passes for run in none] == [len(run.texts[0]) for run in none]
     assert trie[3].passes is not None and trie[1].passes is not None and trie[3].passes < trie[1].passes
-    bench.run = lambda job: pytest.fail("measured again")  # type: ignore[method-assign]
+    bench.category = lambda job: pytest.fail("measured again")  # type: ignore[method-assign]
     again = _measured(bench, job, Journal(tmp_path / "turns.jsonl", {}, resume=True))
     assert [one.runs for one in again] == [one.runs for one in series]
     total = _totals({"qa": series, "rag": again}, {"all": ["qa", "rag"]})["all"]

@@ -18,8 +18,8 @@ from benchmarks.__main__ import app
 from benchmarks.reporting.update_pages import into_page
 from benchmarks.studies import exact_texts
 from benchmarks.studies.replay import Recorded, Selection, replay
-from benchmarks.tasks.contestants import PADDED, TaskBench
 from benchmarks.tasks.continuations import continuations
+from benchmarks.tasks.task_bench import PADDED, TaskBench
 from benchmarks.tasks.task_prompts import Counts, build_jobs
 from benchmarks.training.tasks import Material, make
 from forerun.bench import report

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import GptOssConfig, LlamaConfig, PreTrainedModel
 from typer.testing import CliRunner
 
-from benchmarks.peers import known
+from benchmarks.peers import peer_libraries
 from forerun import Engine
 from forerun.cli import app
 from forerun.kernels.runtime import vector_ir
@@ -377,10 +377,12 @@ def test_modules_say_what_they_are(pair: tuple[PreTrainedModel, PreTrainedModel]
 def test_llama_cpp_is_given_the_very_file_and_openvino_nothing(tmp_path: Path) -> None:
     file = write(tmp_path / "m.gguf", "Q4_1")
     model, tokenizer = load(str(file), "stored")
-    subject = known.PeerSubject(model, tokenizer, file, 64)
+    subject = peer_libraries.PeerSubject(model, tokenizer, file, 64)
     (tmp_path / "peer").mkdir()
-    known.write_gguf(subject, tmp_path / "peer")
+    peer_libraries.write_gguf(subject, tmp_path / "peer")
     assert (tmp_path / "peer" / "model.gguf").resolve() == file.resolve()
-    reads_floats = known.Kind("fake", {}, "fake_peer", known.write_openvino, lambda subject: {}, {"fake": {}})
-    with known.loaded(subject, [reads_floats]) as found:
+    reads_floats = peer_libraries.PeerLibrary(
+        "fake", {}, "fake_peer", peer_libraries.write_openvino, lambda subject: {}, {"fake": {}}
+    )
+    with peer_libraries.running_peers(subject, [reads_floats]) as found:
         assert found.absent == {"fake": "it cannot be given weights as a GGUF file stores them"}

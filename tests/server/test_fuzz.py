@@ -15,7 +15,7 @@ import pytest
 from pydantic import ValidationError
 from support.live_server import PATIENCE, TEMPLATE, Json, LiveServer, PausableEngine, bundled_engine, tasks, until
 
-from benchmarks.server.malformed_requests import Fuzz, Shot
+from benchmarks.server.malformed_requests import RawRequest, RequestFuzzer
 from benchmarks.server.response_checks import ask_all, wrong
 from forerun.core.request import Request
 from forerun.engine.engine import BUDGET, Engine
@@ -100,8 +100,8 @@ def test_nonsense_is_refused_and_leaves_nothing_behind(engine: Engine, servers: 
     one = servers[0]
     wanted = one.post(ASKED).json()["choices"][0]["text"]
     before, threads = tasks(), threading.active_count()
-    fuzz = Fuzz(one.http.get("/openapi.json").json(), seed=0, large=100_000)
-    shots = [fuzz.shot() for _ in range(count)]
+    fuzz = RequestFuzzer(one.http.get("/openapi.json").json(), seed=0, large=100_000)
+    shots = [fuzz.draw() for _ in range(count)]
     answers = asyncio.run(ask_all(one.port, shots, clients=8))
     for shot, answer in zip(shots, answers, strict=True):
         assert not (told := wrong(shot, answer)), (told, shot)
@@ -376,9 +376,9 @@ def test_shots_are_the_same_for_a_seed(engine: Engine, servers: list[LiveServer]
     servers.append(LiveServer(engine))
     description = servers[0].http.get("/openapi.json").json()
 
-    def shots(seed: int) -> list[Shot]:
-        fuzz = Fuzz(description, seed, large=0)
-        return [fuzz.shot() for _ in range(50)]
+    def shots(seed: int) -> list[RawRequest]:
+        fuzz = RequestFuzzer(description, seed, large=0)
+        return [fuzz.draw() for _ in range(50)]
 
     assert shots(1) == shots(1) != shots(2)
 

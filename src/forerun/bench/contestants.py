@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,11 +22,11 @@ from forerun.bench.rounds import BASELINE, PLAIN, Contestant, PromptSet, Rows, R
 from forerun.core.long_context import LongContextConfig
 from forerun.drafting.drafter import Drafter
 from forerun.drafting.recipes import DRAFTERS, Recipe, build_drafter
-from forerun.engine.engine import Engine
+from forerun.engine.engine import BUDGET, Engine
 from forerun.engine.result import ends
 
-LOOKUP_TOKENS = 10
-"""Draft length of transformers' prompt lookup, as in its documentation."""
+PROMPT_LOOKUP, LOOKUP_TOKENS = "transformers prompt lookup", 10
+"""The contestant's name, and its draft length, as in the documentation of transformers."""
 
 Generate = Callable[[Rows, int], tuple[list[Tokens], int]]
 """From rows and a number of new tokens to texts and the number of passes."""
@@ -50,6 +51,8 @@ class Bench:
 
     recipes: Mapping[str, Recipe] = DRAFTERS
     """The known drafters."""
+    sampling: Mapping[str, Any] = MappingProxyType({"do_sample": False})
+    """The engine's arguments."""
 
     def __init__(
         self,
@@ -95,10 +98,7 @@ class Bench:
 
     def makers(self, prompts: PromptSet) -> Makers:
         """What builds each contestant for these prompts."""
-        makers: dict[str, Callable[[], Contestant]] = {
-            BASELINE: self.transformers,
-            "transformers prompt lookup": partial(self.transformers, prompt_lookup_num_tokens=LOOKUP_TOKENS),
-        }
+        makers = self.baselines()
         if isinstance(self.settings.draft_model, PreTrainedModel):
             makers["transformers assisted"] = partial(self.transformers, assistant_model=self.settings.draft_model)
         for name in self.drafters:
@@ -106,6 +106,11 @@ class Bench:
             if prompts.warm_prompts and name.startswith("trie"):
                 makers[f"forerun {name}, warm"] = partial(self._warm, name, prompts)
         return makers
+
+    def baselines(self) -> dict[str, Callable[[], Contestant]]:
+        """What builds those of ``transformers`` that need no small model."""
+        lookup = partial(self.transformers, prompt_lookup_num_tokens=LOOKUP_TOKENS)
+        return {BASELINE: self.transformers, PROMPT_LOOKUP: lookup}
 
     def _built(self, makers: Makers) -> dict[str, Contestant]:
         """Those that are not skipped; only they answer the warm prompts."""
@@ -125,21 +130,33 @@ class Bench:
                 out = self.model.generate(ids, attention_mask=mask, **more)
             return [until_end(row, self.model) for row in out[:, ids.shape[1] :].tolist()], len(passes)
 
-        return Contestant(_timed(generate))
+        return Contestant(timed(generate))
 
-    def forerun(self, make: Callable[[], Drafter]) -> Contestant:
-        """The engine with a new drafter in each round."""
-        return Contestant(_timed(self._generate), lambda: self.engine.set_drafter(make()))
+    def forerun(self, make: Callable[[], Drafter], budget: int = BUDGET, pruned: bool = True) -> Contestant:
+        """The engine with a new drafter in each round.
+
+        Args:
+            make: makes the drafter, with what it remembers.
+            budget: the most nodes of a draft.
+            pruned: score only the nodes that pay; otherwise all of them.
+        """
+
+        def prepare() -> None:
+            self.engine.budget, self.engine.prune_drafts = budget, pruned
+            self.engine.set_drafter(make())
+
+        return Contestant(timed(self.generate), prepare)
 
     def _warm(self, name: str, prompts: PromptSet) -> Contestant:
-        self.engine.set_drafter(self._drafter(name))
+        self.forerun(partial(self._drafter, name)).prepare()
         for prompt in prompts.warm_prompts:
-            self._generate([prompt], prompts.max_new_tokens)
+            self.generate([prompt], prompts.max_new_tokens)
         warm = self.engine.drafter
         return self.forerun(lambda: copy.deepcopy(warm))
 
-    def _generate(self, rows: Rows, max_new_tokens: int) -> tuple[list[Tokens], int]:
-        result = self.engine.generate(list(rows), max_new_tokens=max_new_tokens, do_sample=False)
+    def generate(self, rows: Rows, max_new_tokens: int) -> tuple[list[Tokens], int]:
+        """The engine's texts, and the number of its steps."""
+        result = self.engine.generate(list(rows), max_new_tokens=max_new_tokens, **self.sampling)
         return result.generated, max(stats.steps for stats in result.stats)
 
 
@@ -163,7 +180,9 @@ def until_end(row: Tokens, model: PreTrainedModel) -> Tokens:
     return [int(token) for token in row[: at + 1]]
 
 
-def _timed(generate: Generate) -> Callable[[Rows, int], Run]:
+def timed(generate: Generate) -> Callable[[Rows, int], Run]:
+    """What continues rows as a timed run."""
+
     def run(rows: Rows, max_new_tokens: int) -> Run:
         begin = time.perf_counter()
         texts, passes = generate(rows, max_new_tokens)

@@ -22,8 +22,8 @@ import numpy as np
 
 from forerun.bench.journal import Journal, TurnKey
 from forerun.bench.machine import Row, footer, machine
-from forerun.bench.report import BenchResult
-from forerun.bench.rounds import UNTIMED_TOKENS, Rows, Tokens
+from forerun.bench.report import BenchResult, figure
+from forerun.bench.rounds import UNTIMED_TOKENS, Rows, Tokens, sampling
 from forerun.drafting.drafter import Drafter
 from forerun.engine.engine import Engine
 
@@ -148,15 +148,12 @@ def _draw(
     """One run of each contestant on the same prompts, between two of plain decoding."""
     room = new_tokens + engine.budget + 1
     caches = [engine.prefill(prompt, room) for prompt in prompts]
-    sampling: Row = {"do_sample": False}
-    if cell.temperature:
-        sampling = {"do_sample": True, "temperature": cell.temperature, "top_k": 0, "top_p": 1.0, "seed": draw}
 
     def run(name: str, tokens: int) -> Row:
         engine.set_drafter(drafters[name]())
         for prompt, cache in zip(prompts, caches, strict=True):
             cache.truncate(len(prompt) - 1)
-        requests = engine.requests(prompts, max_new_tokens=tokens, **sampling)
+        requests = engine.requests(prompts, max_new_tokens=tokens, **sampling(cell.temperature, draw))
         for request in requests:
             request.eos_token_ids = frozenset()  # a text that ends at once measures nothing
         begin = time.perf_counter()
@@ -267,32 +264,26 @@ class SlownessTable(BenchResult):
 
     def plot(self, path: Path) -> None:
         """Each cell's median and worst ratio, and the best other drafter's median, beside what is promised."""
-        import matplotlib as mpl
-
-        mpl.use("Agg")
-        import matplotlib.pyplot as plt
+        from matplotlib.ticker import FuncFormatter
 
         names = [str(TableCell(row["batch"], row["context"], row["temperature"], row["kind"])) for row in self.rows]
-        figure, axis = plt.subplots(figsize=(9, 1.2 + 0.26 * len(self.rows)), layout="constrained")
         places = np.arange(len(self.rows))
         medians, worst = ([row[name] for row in self.rows] for name in ("median", "worst"))
         best = [max(row["medians"].values()) for row in self.rows]
-        axis.hlines(places, worst, medians, color="0.6", lw=1)
-        axis.plot(best, places, "d", color="0.75", label="best drafter, median")
-        axis.plot(worst, places, "|", color="black", label="worst draw")
-        axis.plot(medians, places, "o", color="tab:blue", ms=5, label=f"{self.rows[0]['drafter']}, median")
-        axis.axvline(1, color="0.3", lw=0.8)
-        axis.axvline(LEAST_SINGLE, color="tab:red", lw=0.8, ls=":", label=f"least single draw, {LEAST_SINGLE}")
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda x, _: f"{x:g}x"))
-        axis.set_yticks(places, names, fontsize=8)
-        axis.invert_yaxis()
-        axis.set_xlabel("times as fast as plain decoding")
-        axis.grid(axis="x", alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-        figure.legend(fontsize=8, loc="outside upper center", ncols=4, frameon=False)
-        figure.savefig(path, dpi=130)
-        plt.close(figure)
+        with figure(path, figsize=(9, 1.2 + 0.26 * len(self.rows))) as (whole, axis):
+            axis.hlines(places, worst, medians, color="0.6", lw=1)
+            axis.plot(best, places, "d", color="0.75", label="best drafter, median")
+            axis.plot(worst, places, "|", color="black", label="worst draw")
+            axis.plot(medians, places, "o", color="tab:blue", ms=5, label=f"{self.rows[0]['drafter']}, median")
+            axis.axvline(1, color="0.3", lw=0.8)
+            axis.axvline(LEAST_SINGLE, color="tab:red", lw=0.8, ls=":", label=f"least single draw, {LEAST_SINGLE}")
+            axis.set_xscale("log", base=2)
+            axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}x"))
+            axis.set_yticks(places, names, fontsize=8)
+            axis.invert_yaxis()
+            axis.set_xlabel("times as fast as plain decoding")
+            axis.grid(axis="x", alpha=0.3)
+            whole.legend(fontsize=8, loc="outside upper center", ncols=4, frameon=False)
 
 
 def _line(row: Row) -> str:

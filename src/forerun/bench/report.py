@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -203,32 +204,41 @@ def replace_file(path: Path, text: str) -> Path:
     return beside.replace(path)
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """Bars by task: tokens per second with the rounds' spread, and tokens per pass."""
+@contextmanager
+def figure(path: Path, rows: int = 1, columns: int = 1, **how: Any) -> Iterator[tuple[Any, Any]]:
+    """A context with a figure and its axes: one, or an array of them. At the end it is written to ``path``."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
+    made, axes = plt.subplots(rows, columns, layout="constrained", **how)
+    try:
+        yield made, axes
+        for axis in made.axes:
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.set_axisbelow(True)
+        made.savefig(path, dpi=130)
+    finally:
+        plt.close(made)
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Bars by task: tokens per second with the rounds' spread, and tokens per pass."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    colours = _colours(list(dict.fromkeys(row["contestant"] for row in rows)), plt.get_cmap)
-    size = (4.2 + 1.6 * len(tasks), 6 + 0.12 * len(colours))
-    figure, axes = plt.subplots(2, 1, figsize=size, sharex=True, layout="constrained")
-    width = 0.86 / len(colours)
-    for i, (contestant, colour) in enumerate(colours.items()):
-        shift = (i - (len(colours) - 1) / 2) * width
-        places = {tasks.index(row["task"]) + shift: row for row in rows if row["contestant"] == contestant}
-        _bars(axes, places, width * 0.92, contestant, colour)
-    axes[0].set_ylabel("tokens per second")
-    axes[1].set_ylabel("tokens per forward pass")
-    axes[1].set_xticks(range(len(tasks)), tasks)
-    axes[0].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(axis="y", alpha=0.3)
-        axis.set_axisbelow(True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    contestants = list(dict.fromkeys(row["contestant"] for row in rows))
+    width, size = 0.86 / len(contestants), (4.2 + 1.6 * len(tasks), 6 + 0.12 * len(contestants))
+    with figure(path, 2, figsize=size, sharex=True) as (_, axes):
+        for i, (contestant, colour) in enumerate(_colours(contestants).items()):
+            shift = (i - (len(contestants) - 1) / 2) * width
+            places = {tasks.index(row["task"]) + shift: row for row in rows if row["contestant"] == contestant}
+            _bars(axes, places, width * 0.92, contestant, colour)
+        axes[0].set_ylabel("tokens per second")
+        axes[1].set_ylabel("tokens per forward pass")
+        axes[1].set_xticks(range(len(tasks)), tasks)
+        axes[0].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
+        for axis in axes:
+            axis.grid(axis="y", alpha=0.3)
 
 
 def _bars(axes: Any, places: dict[float, Row], width: float, label: str, colour: Any) -> None:
@@ -242,11 +252,13 @@ def _bars(axes: Any, places: dict[float, Row], width: float, label: str, colour:
     axes[1].bar(list(places), [row["tokens_per_pass"] or 0 for row in rows], width, color=colour)
 
 
-def _colours(contestants: Sequence[str], maps: Any) -> dict[str, Any]:
+def _colours(contestants: Sequence[str]) -> dict[str, Any]:
     """Colours of contestants: shades of one colour map per library."""
+    import matplotlib as mpl
+
     makers = {"transformers": ("Greys", 0.7, 0.3), "forerun": ("viridis", 0.9, 0.1), "": ("autumn", 0.0, 0.7)}
     colours: dict[str, Any] = {}
     for maker, (name, first, last) in makers.items():
         mine = [one for one in contestants if one.startswith(maker) and one not in colours]
-        colours |= dict(zip(mine, maps(name)(np.linspace(first, last, len(mine))), strict=True))
+        colours |= dict(zip(mine, mpl.colormaps[name](np.linspace(first, last, len(mine))), strict=True))
     return {name: colours[name] for name in contestants}

@@ -103,6 +103,13 @@ class Series:
         return sum(median(run.tokens for run in rounds) for rounds in self.runs)
 
 
+def sampling(temperature: float, seed: int) -> Row:
+    """The engine's arguments for greedy decoding, which is temperature 0, or for samples of the whole distribution."""
+    if temperature == 0:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "seed": seed}
+
+
 def _texts(runs: Sequence[Sequence[Run]]) -> list[Tokens | str]:
     return [text for rounds in runs for run in rounds for text in run.texts]
 

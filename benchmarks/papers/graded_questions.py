@@ -1,4 +1,7 @@
-"""Questions whose answers a program can check: quotes, tables as JSON, and word problems (by their last number)."""
+"""Questions whose answers a program can check: quotes, tables as JSON, and word problems (by their last number).
+
+With them texts and correct answers in bfloat16 are compared, with and without drafts (the Lookahead paper's table 6).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from typing import Any
 from benchmarks.tasks.task_prompts import LackingError
 from benchmarks.training import tasks
 from benchmarks.training.tasks import Material, Task
+from forerun.bench.machine import Row
+from forerun.bench.rounds import BASELINE, PLAIN, Decode, Series, Tokens
 
 SEED = "graded"
 PATIENCE = 50
@@ -96,3 +101,32 @@ KINDS: dict[str, tuple[str, Callable[[Task], Callable[[str], bool]]]] = {
 def share_right(found: Sequence[GradedQuestion], texts: Sequence[str]) -> float:
     """The share of texts that answer their question correctly."""
     return sum(question.right(text) for question, text in zip(found, texts, strict=True)) / len(found)
+
+
+@dataclass(frozen=True)
+class Exam:
+    """Questions of one kind, and their prompts as tokens."""
+
+    kind: str
+    questions: Sequence[GradedQuestion]
+    prompts: Sequence[Tokens]
+
+
+def grade(exam: Exam, series: Sequence[Series], decode: Decode) -> list[Row]:
+    """One row per contestant: correct answers, and texts equal to those of ``transformers`` and of plain Forerun."""
+    by_name = {one.contestant: one for one in series}
+    return [
+        {
+            "task": exam.kind,
+            "contestant": one.contestant,
+            "questions": len(exam.questions),
+            "right": share_right(exam.questions, [_text(rounds[0].texts[0], decode) for rounds in one.runs]),
+            "same_as_plain": one.same_texts(by_name[PLAIN], decode),
+            "same_as_transformers": one.same_texts(by_name[BASELINE], decode),
+        }
+        for one in series
+    ]
+
+
+def _text(text: Tokens | str, decode: Decode) -> str:
+    return text if isinstance(text, str) else decode(text)

@@ -12,12 +12,11 @@ from typing import Annotated
 
 from transformers import PreTrainedModel
 
-from benchmarks.papers.recipes import RECIPES
-from benchmarks.peers.known import Loaded, PeerSubject, check, loaded
+from benchmarks.papers.baselines import RECIPES
+from benchmarks.peers.peer_libraries import PeerSubject, RunningPeers, check, running_peers
 from benchmarks.reporting import plots
-from benchmarks.reporting.options import SourceOptions, numbers
-from benchmarks.tasks.contestants import PADDED, TaskBench
-from benchmarks.tasks.questions import Files
+from benchmarks.reporting.common_options import SourceOptions, numbers
+from benchmarks.tasks.task_bench import PADDED, TaskBench
 from benchmarks.tasks.task_prompts import Counts, build_jobs
 from benchmarks.tasks.task_sets import tasks_for
 from forerun.bench.journal import Journal, about
@@ -210,7 +209,7 @@ def _jobs(
     if options.prompts_file is not None:
         ids = encode_lines(options.prompts_file, lines, encoder, positions, counts.new_tokens)
         return prompt_sets(lines, ids, counts.prompts, counts.warm, counts.new_tokens), {}, "the prompts file"
-    tasks = tasks_for(encoder, Files(options.books, options.maths, options.code))
+    tasks = tasks_for(encoder, options)
     counts = replace(counts, prompts=options.prompts or PROMPTS)
     jobs, skipped = build_jobs(options.task or list(tasks), tasks, encoder, counts, positions)
     if not jobs:
@@ -219,13 +218,13 @@ def _jobs(
 
 
 @contextmanager
-def _peers(options: TaskOptions, subject: PeerSubject) -> Iterator[Loaded]:
+def _peers(options: TaskOptions, subject: PeerSubject) -> Iterator[RunningPeers]:
     """The other engines, if requested."""
     if not options.peers:
-        yield Loaded()
+        yield RunningPeers()
         return
     check(subject.model, subject.tokenizer, subject.source)
-    with loaded(subject) as peers:
+    with running_peers(subject) as peers:
         for name, reason in peers.absent.items():
             stderr().print(f"skipped {name}: {reason}")
         yield peers

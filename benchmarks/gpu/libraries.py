@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, StaticCache
 
-from benchmarks.gpu.bench import GpuBench
-from benchmarks.long_context.rows import Row
+from benchmarks.gpu.gpu_bench import GpuBench
 from benchmarks.papers.simulated_acceptance import llama_config
+from forerun.bench.machine import Row
 
 ANSWERED = ("_attn_implementation_internal", "_experts_implementation_internal")
 """Attributes of transformers' configurations that Forerun answers by thread (``models/forward/scorer.py``)."""

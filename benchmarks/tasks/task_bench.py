@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.papers.recipes import RECIPES
+from benchmarks.papers.baselines import RECIPES
 from forerun.bench.contestants import Bench, Makers
 from forerun.bench.journal import Journal
 from forerun.bench.rounds import BASELINE, Contestant, PromptSet, Rows, Series, Tokens, measure

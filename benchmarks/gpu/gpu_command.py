@@ -18,15 +18,13 @@ from typing import Annotated, Any, NamedTuple
 import torch
 
 from benchmarks.capacity.shapes import ModelShape
-from benchmarks.gpu.child import OTHER_COMMANDS, PartRecord, command_rows, this_card
 from benchmarks.gpu.goals import GOAL_COLUMNS, goals
-from benchmarks.long_context.rows import Row
+from benchmarks.gpu.part_process import OTHER_COMMANDS, PartRecord, command_rows, this_card
 from benchmarks.reporting import plots
-from benchmarks.reporting.delivery import Delivery
-from benchmarks.reporting.options import SourceOptions, list_option, names, numbers
+from benchmarks.reporting.common_options import SourceOptions, list_option, names, numbers
 from benchmarks.reporting.plots import Frame, Line
-from benchmarks.reporting.tables import Report, listing
-from forerun.bench.machine import plain_values
+from benchmarks.reporting.study_report import Delivery, Report, listing
+from forerun.bench.machine import Row, plain_values
 from forerun.cli.options import Out, OutputOptions, option
 from forerun.cli.terminal import say
 
@@ -181,7 +179,7 @@ def run_child(name: str, out: Path, measured: Row, seconds: float) -> int | None
         environment["TRITON_INTERPRET"] = "1"
     with log.open("w") as file:
         child = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.gpu.child", name, str(out), json.dumps(measured)],
+            [sys.executable, "-m", "benchmarks.gpu.part_process", name, str(out), json.dumps(measured)],
             env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
@@ -222,11 +220,11 @@ def _plot(report: Report, name: str, rows: Sequence[Row]) -> None:
     if name == "decoding":
         frame = Frame("Plain decoding", "tokens in the cache", "share of the bandwidth", log=True, zero=True)
         lines = _lines(rows, ("model", "who"), "context", "share_of_bandwidth")
-        report.plot(name, lambda path: plots.lines(path, frame, lines))
+        report.lines(name, frame, lines)
     if name == "passes":
         relative = Frame("Passes", "tokens", "times one token's", log=True, zero=True)
         curves = _lines(rows, ("model", "context"), "tokens", "ratio_to_one_token")
-        report.plot(name, lambda path: plots.lines(path, relative, curves))
+        report.lines(name, relative, curves)
 
 
 def _lines(rows: Sequence[Row], by: tuple[str, ...], x: str, y: str) -> list[Line]:

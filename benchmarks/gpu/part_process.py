@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.capacity.shapes import ModelShape
-from benchmarks.gpu.bench import GpuBench
-from benchmarks.long_context.rows import Row
+from benchmarks.gpu.gpu_bench import GpuBench
+from forerun.bench.machine import Row
 from forerun.bench.report import replace_file
 
 SMOLLM2 = "runs/real/SmolLM2-135M-Instruct"
@@ -147,12 +147,12 @@ def measure(name: str, bench: GpuBench, out: Path) -> PartRecord:
 
 
 def _rows(name: str, bench: GpuBench, out: Path) -> Iterator[Row]:
-    from benchmarks.gpu import parts, peers
+    from benchmarks.gpu import libraries, parts
 
     if name in OTHER_COMMANDS:
         yield from _command(name, bench, out)
         return
-    work: Callable[[GpuBench], Iterator[Row]] = getattr(parts, name, None) or getattr(peers, name)
+    work: Callable[[GpuBench], Iterator[Row]] = getattr(parts, name, None) or getattr(libraries, name)
     yield from work(bench)
 
 

@@ -1,15 +1,17 @@
-"""Rows as Markdown tables, and reports of several tables and plots."""
+"""Reports of several tables and plots: rows as Markdown, files after each part, and what is printed."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from benchmarks.long_context.rows import Row
-from forerun.bench.machine import footer, machine
+from benchmarks.reporting import plots
+from benchmarks.reporting.plots import Frame, Line
+from forerun.bench.machine import Row, footer, machine
 from forerun.bench.report import replace_file, shown
+from forerun.cli.terminal import show_report, stdout
 
 Cell = Callable[[Row], str]
 
@@ -65,13 +67,20 @@ class Report:
         """A title with the label."""
         return f"{title} ({self.label})" if self.label else title
 
-    def titled(self, title: str) -> str:
-        """A plot's title, with the label on a second line."""
-        return f"{title}\n({self.label})" if self.label else title
-
     def plot(self, name: str, draw: Callable[[Path], None]) -> None:
         """Add a plot; ``draw`` draws it into a file."""
         self.plots[name] = draw
+
+    def lines(self, name: str, frame: Frame, found: Sequence[Line]) -> None:
+        """Add a plot of lines; its title gets the label."""
+        self.plot(name, lambda path: plots.lines(path, self._labelled(frame), found))
+
+    def bars(self, name: str, frame: Frame, groups: Sequence[str], found: Sequence[Line]) -> None:
+        """Add a plot of bars in groups; its title gets the label."""
+        self.plot(name, lambda path: plots.bars(path, self._labelled(frame), groups, found))
+
+    def _labelled(self, frame: Frame) -> Frame:
+        return replace(frame, title=f"{frame.title}\n({self.label})") if self.label else frame
 
     @property
     def heading(self) -> str:
@@ -105,3 +114,46 @@ class Report:
             draw(paths[-1])
         self.plots.clear()
         return paths
+
+
+class Delivery:
+    """Writes a report as it grows, so that an interrupted run keeps what it has measured.
+
+    Args:
+        report: the report.
+        folder: of the files.
+        name: of the files.
+        as_json: print one JSON object at the end instead of tables.
+    """
+
+    def __init__(self, report: Report, folder: Path, name: str, as_json: bool) -> None:
+        self.report = report
+        self._folder = folder
+        self._name = name
+        self._as_json = as_json
+        self._printed: set[str] = set()
+        self._written: dict[Path, None] = {}
+
+    def save(self) -> None:
+        """Write the report so far; its current part may be incomplete."""
+        self._written |= dict.fromkeys(self.report.write(self._folder, self._name))
+
+    def part(self) -> None:
+        """Write the report so far, and print its new parts."""
+        self.save()
+        new = [part for part in self.report.text if part not in self._printed]
+        if not self._as_json and new:
+            head = [] if self._printed else [self.report.heading]
+            text = "\n".join([*head, *(self.report.text[part] for part in new)])
+            stdout().print(text, soft_wrap=True, markup=False)
+        self._printed.update(new)
+
+    def end(self) -> None:
+        """Print the remaining parts, and the machine and settings."""
+        self.part()
+        show_report(self.report.json if self._as_json else self.report.footer, self._written)
+
+
+def deliver(report: Report, folder: Path, name: str, as_json: bool) -> None:
+    """Write ``name.json``, ``name.md`` and the plots into ``folder``, and print the JSON or the Markdown."""
+    Delivery(report, folder, name, as_json).end()

@@ -6,30 +6,26 @@ turn of a question has the same prompt for all: it contains Forerun's own answer
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.papers.recipes import RECIPES
+from benchmarks.papers.baselines import RECIPES
 from benchmarks.reporting import plots
-from benchmarks.reporting.delivery import Delivery
-from benchmarks.reporting.options import SourceOptions, list_option, numbers
-from benchmarks.reporting.tables import Report
-from benchmarks.specbench.questions import prompt_set, read_questions
-from benchmarks.tasks.questions import Files
+from benchmarks.reporting.common_options import SourceOptions, list_option, numbers
+from benchmarks.reporting.study_report import Delivery, Report
+from benchmarks.specbench.spec_questions import prompt_set, read_questions
 from benchmarks.tasks.task_prompts import Counts, build_jobs
 from benchmarks.tasks.task_sets import tasks_for
-from forerun.bench.contestants import LOOKUP_TOKENS, Bench
+from forerun.bench.contestants import Bench, timed
 from forerun.bench.journal import Journal, TurnKey, about
 from forerun.bench.machine import Row, plain_values
 from forerun.bench.prompts_file import TemplateEncoder
 from forerun.bench.report import pivot, summarise
-from forerun.bench.rounds import BASELINE, PLAIN, Contestant, PromptSet, Rows, Run, Series, Tokens, measure
+from forerun.bench.rounds import PLAIN, Contestant, PromptSet, Rows, Run, Series, Tokens, measure
 from forerun.cli.models import check_drafters, load_target
 from forerun.cli.options import Drafters, ModelOptions, Out, OutputOptions, option
 from forerun.cli.terminal import say
@@ -79,7 +75,7 @@ class SpecBenchOptions(OutputOptions, SourceOptions, ModelOptions):
         return numbers("--budget", self.budget, int, 1)
 
 
-class SpecBench:
+class SpecBench(Bench):
     """The contestants, over one engine.
 
     Args:
@@ -87,18 +83,20 @@ class SpecBench:
         options: see there.
     """
 
+    recipes = RECIPES
+
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: SpecBenchOptions) -> None:
-        self._options = options
-        self._transformers = Bench(model, (), tokenizer=tokenizer)
-        self._engine = self._transformers.engine
-        self._tokenizer = tokenizer
+        super().__init__(model, (), tokenizer=tokenizer)
+        self._options, self._tokenizer = options, tokenizer
+        if options.temperature:
+            self.sampling = {"do_sample": True, "temperature": options.temperature, "seed": 0}
 
     def answer(self, prompt: Tokens) -> str:
         """The model's answer."""
-        [text] = self._generate([prompt], self._options.max_new_tokens).texts
+        [text], _ = self.generate([prompt], self._options.max_new_tokens)
         return str(self._tokenizer.decode(text, skip_special_tokens=True))
 
-    def run(self, job: PromptSet) -> list[Series]:
+    def category(self, job: PromptSet) -> list[Series]:
         """Measure all contestants on a category."""
         groups = [[prompt] for prompt in job.prompts]
         *_, series = measure(self.contestants(job), job.task, groups, job.max_new_tokens, self._options.rounds)
@@ -109,37 +107,26 @@ class SpecBench:
         options = self._options
         found: dict[str, Contestant] = {}
         if not options.every_node and not options.temperature:
-            found[BASELINE] = self._transformers.transformers()
-            lookup = self._transformers.transformers(prompt_lookup_num_tokens=LOOKUP_TOKENS)
-            found["transformers prompt lookup"] = lookup
+            found = {name: make() for name, make in self.baselines().items()}
         for name in options.drafter or DRAFTERS:
             for budget in options.budgets():
                 label = f"forerun {name}" if len(options.budgets()) == 1 else f"forerun {name}, {budget}"
-                make = partial(RECIPES[name].build, self._transformers.settings)
-                found[PLAIN if name == "none" else label] = self._keeping(make, budget, job.prompts[0])
+                found[PLAIN if name == "none" else label] = self._keeping(name, budget, job.prompts[0])
         return found
 
-    def _keeping(self, make: Callable[[], Drafter], budget: int, first: Tokens) -> Contestant:
+    def _keeping(self, name: str, budget: int, first: Tokens) -> Contestant:
         """A drafter that is made anew for the first prompt, and kept for those behind it."""
         kept: list[Drafter] = []
 
         def run(rows: Rows, max_new_tokens: int) -> Run:
-            self._engine.prune_drafts, self._engine.budget = not self._options.every_node, budget
+            self.engine.prune_drafts, self.engine.budget = not self._options.every_node, budget
             if not kept or rows[0] == first:
-                self._engine.set_drafter(make())
-                kept[:] = [self._engine.drafter]
-            self._engine.drafter = kept[0]
-            return self._generate(rows, max_new_tokens)
+                self.engine.set_drafter(self._drafter(name))
+                kept[:] = [self.engine.drafter]
+            self.engine.drafter = kept[0]
+            return timed(self.generate)(rows, max_new_tokens)
 
         return Contestant(run)
-
-    def _generate(self, rows: Rows, max_new_tokens: int) -> Run:
-        warm = self._options.temperature
-        sampling = {"do_sample": True, "temperature": warm, "seed": 0} if warm else {"do_sample": False}
-        begin = time.perf_counter()
-        found = self._engine.generate(list(rows), max_new_tokens=max_new_tokens, **sampling)  # type: ignore[arg-type]
-        seconds = time.perf_counter() - begin
-        return Run(found.generated, seconds, sum(stats.steps for stats in found.stats))
 
 
 def run(options: SpecBenchOptions) -> None:
@@ -174,7 +161,7 @@ def _tasks(options: SpecBenchOptions, encoder: TemplateEncoder, positions: int |
     """The prompts of ``python -m benchmarks tasks`` by task, if they are asked for."""
     if not options.tasks:
         return {}
-    known = tasks_for(encoder, Files(options.books, options.maths, options.code))
+    known = tasks_for(encoder, options)
     counts = Counts(options.limit or TASK_PROMPTS, 0, options.max_new_tokens)
     jobs, skipped = build_jobs(list(known), known, encoder, counts, positions)
     for name, reason in skipped.items():
@@ -188,7 +175,8 @@ def _measured(bench: SpecBench, job: PromptSet, journal: Journal) -> list[Series
     turn = journal.find(key, names)
     if turn is None:
         turn = {
-            one.contestant: {"runs": [[asdict(run) for run in runs] for runs in one.runs]} for one in bench.run(job)
+            one.contestant: {"runs": [[asdict(run) for run in runs] for runs in one.runs]}
+            for one in bench.category(job)
         }
         journal.add(key, turn)
     return [Series(name, job.task, [[Run(**run) for run in runs] for runs in turn[name]["runs"]]) for name in names]
@@ -218,14 +206,9 @@ def _fill(report: Report, measured: Mapping[str, list[Series]], timed: bool) -> 
     for name, (heading, column, shape) in tables.items():
         cells = pivot(rows, "contestant", "task", lambda row, c=column, s=shape: s.format(row[c]))
         report.add(name, heading, rows if name == "tokens" else (), cells)
-        report.plot(name, partial(_plot, rows, heading, column))
-
-
-def _plot(rows: Sequence[Row], heading: str, column: str, path: Path) -> None:
-    """Bars by category."""
-    categories = list(dict.fromkeys(row["task"] for row in rows))
-    bars = [
-        plots.Line(name, range(len(categories)), [row[column] for row in rows if row["contestant"] == name])
-        for name in dict.fromkeys(row["contestant"] for row in rows)
-    ]
-    plots.bars(path, plots.Frame(heading, "", heading.lower(), zero=True), categories, bars)
+        categories = list(measured)
+        bars = [
+            plots.Line(contestant, [], [row[column] for row in rows if row["contestant"] == contestant])
+            for contestant in dict.fromkeys(row["contestant"] for row in rows)
+        ]
+        report.bars(name, plots.Frame(heading, "", heading.lower(), zero=True), categories, bars)

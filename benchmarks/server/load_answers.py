@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from benchmarks.server.client import Reply
-from benchmarks.server.load_requests import Ask
+from benchmarks.server.load_requests import LoadRequest
 
 SHOWN = 200
 """The most characters of an error that a report quotes."""
@@ -21,7 +21,7 @@ class Answer:
     """A reply, understood.
 
     Attributes:
-        ask: what was asked.
+        request: the request.
         text: the answer.
         sent, ended: by ``time.perf_counter``.
         grew: when new text came. Chunks that came together are one: nobody sees the time between them.
@@ -29,7 +29,7 @@ class Answer:
         error: why it is no whole answer, or None.
     """
 
-    ask: Ask
+    request: LoadRequest
     text: str
     sent: float
     ended: float
@@ -84,7 +84,7 @@ def understand(reply: Reply) -> Answer:
                     grew.append(at)
     if error is None and not done:
         error = "the stream ended before the answer did"
-    return Answer(reply.ask, "".join(parts), reply.sent, reply.ended, grew, usage, error)
+    return Answer(reply.request, "".join(parts), reply.sent, reply.ended, grew, usage, error)
 
 
 def events(reads: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, dict[str, Any]]]:

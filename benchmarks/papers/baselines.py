@@ -4,18 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.papers import h2o, streaming_llm, topk
+from benchmarks.papers import h2o, topk
 from benchmarks.papers.lookahead_decoding import JacobiDrafter
 from benchmarks.papers.lookahead_trie import LookaheadTrieDrafter
 from benchmarks.papers.token_recycling import TokenRecyclingDrafter
 from forerun.core.long_context import LongContextConfig
 from forerun.drafting import recipes
-from forerun.drafting.recipes import Recipe, long_context, self_drafting
+from forerun.drafting.drafter import Drafter
+from forerun.drafting.hierarchy import HierarchyDrafter
+from forerun.drafting.recipes import Recipe, long_context, self_drafting, small_drafter, streaming_cache
 from forerun.models.forward.level import CacheFactory
+
+
+def streaming_llm(settings: LongContextConfig) -> CacheFactory:
+    """StreamingLLM's cache for the target itself (Xiao et al. 2023): its first and last tokens,
+    ``LongContextConfig.cache_budget`` of them."""
+    return streaming_cache(settings, max(1, settings.cache_budget - settings.sinks))
+
+
+def streaming_hierarchy(settings: LongContextConfig) -> Drafter:
+    """TriForce's hierarchy with a streaming cache in the middle."""
+    small = small_drafter(settings, settings.gamma1)
+    return HierarchyDrafter(small, streaming_llm(settings), settings.gamma1, settings.gamma2)
+
 
 SPARSE: dict[str, Callable[[LongContextConfig], CacheFactory]] = {
     "topk": topk.target_cache,
-    "streaming": streaming_llm.target_cache,
+    "streaming": streaming_llm,
     "h2o": h2o.target_cache,
     **recipes.SPARSE,
 }
@@ -26,8 +41,8 @@ RECIPES: dict[str, Recipe] = {
     "lookahead-trie": Recipe(lambda settings: LookaheadTrieDrafter()),
     "token-recycling": Recipe(lambda settings: TokenRecyclingDrafter()),
     "jacobi": Recipe(lambda settings: JacobiDrafter()),
-    "streaming-hierarchy": long_context(streaming_llm.hierarchy, streaming_llm.target_cache, small=True),
-    "streaming-self": self_drafting(streaming_llm.target_cache),
+    "streaming-hierarchy": long_context(streaming_hierarchy, streaming_llm, small=True),
+    "streaming-self": self_drafting(streaming_llm),
     "h2o": self_drafting(h2o.target_cache),
     "topk": self_drafting(topk.target_cache),
 }

@@ -13,9 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.capacity.shapes import ModelShape
-from benchmarks.long_context.rows import Row
 from benchmarks.papers.simulated_acceptance import random_model
 from benchmarks.studies.memory_bandwidth import BufferReader
+from forerun.bench.machine import Row
 
 SMALLEST = ModelShape(1, 32, 48, 2, 1, 61)
 """A model for Triton's interpreter."""

@@ -10,14 +10,13 @@ from typing import Annotated
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.capacity import report as tables
 from benchmarks.capacity.capacity import DEVICES, Machine
+from benchmarks.capacity.capacity_tables import add_sizes, add_speeds
 from benchmarks.capacity.forecast import Drafting
 from benchmarks.capacity.published import add_published
 from benchmarks.capacity.shapes import SHAPES, ModelShape
-from benchmarks.reporting.delivery import deliver
-from benchmarks.reporting.options import list_option, numbers
-from benchmarks.reporting.tables import Report
+from benchmarks.reporting.common_options import list_option, numbers
+from benchmarks.reporting.study_report import Report, deliver
 from forerun.bench.machine import plain_values
 from forerun.cli.options import LONG_PANEL, Out, OutputOptions, option, size_option
 from forerun.core.long_context import LongContextConfig, Sparse
@@ -120,8 +119,8 @@ def run(options: CapacityOptions) -> None:
             machine.check(shape)
     report = Report("Capacity", plain_values(options))
     contexts = options.contexts()
-    tables.add_sizes(report, shapes, contexts, options.rows)
-    tables.add_speeds(report, shapes, contexts, machines, options.rows, _drafting(options))
+    add_sizes(report, shapes, contexts, options.rows)
+    add_speeds(report, shapes, contexts, machines, options.rows, _drafting(options))
     if options.published:
         add_published(report)
     deliver(report, options.out, "capacity", options.json)

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from benchmarks.capacity.capacity import Machine, devices_needed, kv_bytes
 from benchmarks.capacity.forecast import Drafting, Forecast, forecast
 from benchmarks.capacity.shapes import ModelShape
-from benchmarks.reporting.tables import Report, listing
-
-Row = dict[str, object]
+from benchmarks.reporting.study_report import Report, listing
+from forerun.bench.machine import Row
 
 SIZES = {
     "model": "model",

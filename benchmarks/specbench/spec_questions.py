@@ -5,10 +5,11 @@ The file is Spec-Bench's ``question.jsonl`` (hemingkx/Spec-Bench): lines of ``{c
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from benchmarks.reporting.json_lines import json_lines
 from forerun.bench.prompts_file import TemplateEncoder
 from forerun.bench.rounds import PromptSet, Tokens
 
@@ -22,22 +23,19 @@ def read_questions(file: Path, limit: int | None = None) -> Questions:
     Raises:
         ValueError: if there is no such file, with the first line that is no question, or if none is there.
     """
-    if not file.is_file():
-        raise ValueError(f"--questions is {file}; there is no such file (Spec-Bench's question.jsonl)")
     found: dict[str, list[list[str]]] = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        category, turns = _question(f"--questions {file}, line {number}", line)
+    for place, row in json_lines(file, "--questions"):
+        category, turns = _question(place, row)
         found.setdefault(category, []).append(turns)
     if not found:
         raise ValueError(f"--questions {file} is empty")
     return {category: questions[:limit] for category, questions in found.items()}
 
 
-def _question(place: str, line: str) -> tuple[str, list[str]]:
+def _question(place: str, row: Any) -> tuple[str, list[str]]:
     try:
-        row = json.loads(line)
         category, turns = row["category"], row["turns"]
-    except (ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         raise ValueError(f"{place} is no JSON object with category and turns") from None
     texts = [category, *turns] if isinstance(turns, list) and turns else [None]
     if not all(isinstance(text, str) and text for text in texts):

@@ -48,7 +48,7 @@ class PeerSubject:
 
 
 @dataclass(frozen=True)
-class Kind:
+class PeerLibrary:
     """A library.
 
     Attributes:
@@ -75,7 +75,7 @@ class Kind:
 
 
 @dataclass
-class Loaded:
+class RunningPeers:
     """Peers that are running.
 
     Attributes:
@@ -115,8 +115,8 @@ def write_openvino(subject: PeerSubject, folder: Path) -> None:
     weights.write(model, subject.tokenizer, folder / "graph.gguf", subject.source, torch.float16)
 
 
-KINDS = (
-    Kind(
+LIBRARIES = (
+    PeerLibrary(
         "openvino-genai",
         {"openvino_genai": "openvino-genai", "gguf": "gguf"},
         "benchmarks.peers.openvino",
@@ -124,7 +124,7 @@ KINDS = (
         lambda subject: {"dtype": subject.dtype, "ends": end_tokens(subject.model)},
         {"openvino": {}, "openvino prompt lookup": {"lookup": True}},
     ),
-    Kind(
+    PeerLibrary(
         "xllamacpp",
         {"xllamacpp": "xllamacpp", "gguf": "gguf"},
         "benchmarks.peers.llamacpp",
@@ -154,9 +154,9 @@ def check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Pa
 
 
 @contextmanager
-def loaded(subject: PeerSubject, kinds: Sequence[Kind] = KINDS) -> Iterator[Loaded]:
+def running_peers(subject: PeerSubject, kinds: Sequence[PeerLibrary] = LIBRARIES) -> Iterator[RunningPeers]:
     """A context with all installed peers, each in its own process."""
-    found = Loaded()
+    found = RunningPeers()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="forerun-peers-")))
         for kind in kinds:
@@ -174,7 +174,7 @@ def loaded(subject: PeerSubject, kinds: Sequence[Kind] = KINDS) -> Iterator[Load
         yield found
 
 
-def _load(kind: Kind, subject: PeerSubject, folder: Path, found: Loaded, stack: ExitStack) -> None:
+def _load(kind: PeerLibrary, subject: PeerSubject, folder: Path, found: RunningPeers, stack: ExitStack) -> None:
     """Load a library's variants; for one that cannot be loaded, note the reason."""
     said: dict[str, None] = {}
     for name, more in kind.variants.items():

@@ -38,7 +38,7 @@ GeneratedTokens = Annotated[int, option("--max-new-tokens", "-n", panel="Text", 
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """What tasks are drawn from."""
+    """What tasks are drawn from. Without books, passages come from Python's documentation."""
 
     raw: Raw = False
     books: Annotated[Path | None, option(panel="Text", help="A folder of books not trained on.")] = None
