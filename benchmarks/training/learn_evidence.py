@@ -24,6 +24,7 @@ import typer
 from tokenizers import Tokenizer
 
 from benchmarks.training import material, tasks
+from benchmarks.training.untrained_mixer import untrained
 from forerun.cli.options import DebugOptions
 from forerun.trie import logistic_mixer
 from forerun.trie.trie import Trie
@@ -138,7 +139,7 @@ def kinds(books: Path, maths: Path, answers: Path, without: str) -> list[Kind]:
 
 def learn(made_of: list[Kind], tokenizers: list[Tokenizer], sessions: int, most: float) -> logistic_mixer.Mixer:
     """What was learned after so many sessions; rates are as if nothing had been seen more than ``most`` times."""
-    mixer = logistic_mixer.untrained()
+    mixer = untrained()
     for session in range(sessions):
         rng = Random(session)
         requests, tokenizer = rng.choice(made_of)(rng), rng.choice(tokenizers)

@@ -19,6 +19,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
+from benchmarks.training.untrained_mixer import untrained
 from forerun.cli.options import DebugOptions
 from forerun.drafting.trie_drafter import TrieDrafter
 from forerun.engine.engine import Engine
@@ -75,7 +76,7 @@ def run(options: RecycledOptions) -> None:
 
 def started(texts: Mixer) -> Mixer:
     """A mixer that knows of lists no more than that they are evidence like other evidence."""
-    mixer, blocks = logistic_mixer.untrained(), logistic_mixer.SETS // TEXT_SETS
+    mixer, blocks = untrained(), logistic_mixer.SETS // TEXT_SETS
     mixer.weights[:] = np.tile(texts.weights[:TEXT_SETS], (blocks, 1))
     mixer.weights[:, RECYCLED:SUBSTITUTE] = FIRST_WEIGHT
     mixer.correction[:-1] = np.tile(texts.correction[:TEXT_SETS], (blocks, 1))

@@ -33,8 +33,7 @@ from forerun.server.settings import read_settings
 from forerun.trie import trie_file
 from forerun.trie.autosave import AutoSaver
 from forerun.trie.namespace import MIN_GROWTH_BYTES
-from forerun.trie.trie import Trie
-from forerun.trie.trie_config import TrieConfig
+from forerun.trie.trie import Trie, TrieConfig
 from forerun.trie.trie_folder import Folder
 
 ASKED: Json = {"model": "bundled", "prompt": "def add(a, b):", "max_tokens": 24, "temperature": 0}

@@ -13,6 +13,7 @@ from forerun.reference import bundled
 from forerun.trie.arrays import Index
 from forerun.trie.candidates import PositionEvidence
 from forerun.trie.contexts import count
+from forerun.trie.evidence import count_skips
 from forerun.trie.gapped_match import (
     MAX_GAP_TOKENS,
     MIN_RESUMED,
@@ -25,7 +26,6 @@ from forerun.trie.gapped_match import (
     skip_to,
     start_match,
 )
-from forerun.trie.gapped_match_features import count_skips
 from forerun.trie.spelling import spellings
 from forerun.trie.tables import OUTPUT_MATCH, OWN, PROMPT_MATCH, RecordArray
 from forerun.trie.text_cursor import TextCursor, ingest

@@ -18,7 +18,7 @@ from forerun.core.verify import Outcome, Verdict, verify
 from forerun.drafting.trie_drafter import TrieDrafter, best_of_rows
 from forerun.trie import logistic_mixer, trie_file
 from forerun.trie.arrays import RECYCLED_SHARE
-from forerun.trie.known_noise import EULER, noise_of
+from forerun.trie.evidence import EULER, noise_of
 from forerun.trie.recycled import RecycledRows
 from forerun.trie.tables import LISTED, NOISE
 from forerun.trie.trie import SamplingNoise, TextUpdate, Trie, TrieConfig

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from forerun.core.tree import ROOT, DraftTree
 from forerun.trie import logistic_mixer, text_cursor, trie_file
 from forerun.trie import trie as trie_module
-from forerun.trie.arrays import CLASSES, ORDERS, Index, find, mix
+from forerun.trie.arrays import ORDERS, SIZE_CLASSES, Index, find, mix
 from forerun.trie.contexts import KEPT_FOLLOWERS
 from forerun.trie.gapped_match import SKIP_MARK, substitute_hash
 from forerun.trie.trie import Draft, TextUpdate, Trie, TrieConfig, TrieFileError
@@ -125,7 +125,7 @@ def check_memory(index: Index) -> None:
         free, slot = free + 1, int(index.slots[slot].chain)
     assert index.state[0].slots + free == index.state[0].slot_top - 1
     rows = 0
-    for size_class in range(CLASSES):
+    for size_class in range(SIZE_CLASSES):
         block = int(index.free_blocks[size_class])
         while block:
             rows, block = rows + (1 << size_class), int(index.blocks[block].free)
@@ -757,18 +757,14 @@ def test_what_is_no_trie_file_is_refused(tmp_path: Path, content: bytes) -> None
     refuses(tmp_path / "other", "is not a trie file")
 
 
-@pytest.mark.parametrize(
-    "learned", [np.zeros(3), np.full(len(logistic_mixer.dump(logistic_mixer.untrained())), np.nan)]
-)
+@pytest.mark.parametrize("learned", [np.zeros(3), np.full(len(logistic_mixer.dump(logistic_mixer.prior())), np.nan)])
 def test_a_well_formed_file_whose_mixer_does_not_fit_is_refused(tmp_path: Path, learned: Any) -> None:
     trie_file.write(tmp_path / "trie", {"a": [np.ones(3, np.int64)]}, {"a": learned})
     refuses(tmp_path / "trie", "is not of this program")
 
 
 def test_a_well_formed_file_with_a_negative_token_is_refused(tmp_path: Path) -> None:
-    trie_file.write(
-        tmp_path / "trie", {"a": [np.array([1, -5])]}, {"a": logistic_mixer.dump(logistic_mixer.untrained())}
-    )
+    trie_file.write(tmp_path / "trie", {"a": [np.array([1, -5])]}, {"a": logistic_mixer.dump(logistic_mixer.prior())})
     refuses(tmp_path / "trie", "namespace 'a' is no list of texts")
 
 

@@ -28,13 +28,13 @@ HashArray = npt.NDArray[np.uint64]
 ORDERS = 4
 """Tokens of the longest context that is counted."""
 
-CLASSES = 7
+SIZE_CLASSES = 7
 """Sizes of blocks: 1, 2, 4, ... 64 rows."""
 
 FIRST_HINTS = 1 << 8
 """Entries of a new table of hints."""
 
-LARGE = 1 << 20
+LARGE_BYTES = 1 << 20
 """Bytes from which on an array gets a memory mapping of its own."""
 
 BYTES_PER_TOKEN = 72
@@ -55,11 +55,11 @@ class Index(NamedTuple):
         slots: one row for each context; ``SLOT`` ``[slots]``.
         heads: first slot of each bucket, int32 ``[slots]``.
         blocks: followers of the contexts that have several; ``ENTRY`` ``[rows]``.
-        text: the tokens themselves, in chunks; ``TEXT_CHUNK`` ``[chunks]``; see ``history``.
-        hints: where an n-gram was continued last, by its hash; int32 ``[power of two]``; see ``history``.
+        text: the tokens themselves, in chunks; ``TEXT_CHUNK`` ``[chunks]``; see ``token_store``.
+        hints: where an n-gram was continued last, by its hash; int32 ``[power of two]``; see ``token_store``.
         recent: distinct tokens, those seen last first, int32 ``[RECENT_TOKENS]``; -1 for none.
         spelling: tokens of each word without the space before it, int32 ``[vocabulary, n]``; see ``spelling``.
-        free_blocks: first free block of each size, int64 ``[CLASSES]``.
+        free_blocks: first free block of each size, int64 ``[SIZE_CLASSES]``.
         state: counters; ``INDEX_STATE`` ``[1]``.
         recycled: lists of recycled logits, by the hash of their context; ``RECYCLED_LIST`` ``[power of two]``. An index
             of one request keeps none.
@@ -89,7 +89,7 @@ class Index(NamedTuple):
             hints=np.zeros(FIRST_HINTS, np.int32),
             recent=np.full(RECENT_TOKENS, -1, np.int32),
             spelling=np.full((1, 1), -1, np.int32),
-            free_blocks=np.zeros(CLASSES, np.int64),
+            free_blocks=np.zeros(SIZE_CLASSES, np.int64),
             state=state,
             recycled=np.zeros(1, RECYCLED_LIST),
         )
@@ -107,16 +107,16 @@ class Index(NamedTuple):
         """An empty index that never takes more bytes, divided among its arrays as common texts need them."""
         return cls.allocate(*_rows(nbytes))._replace(recycled=_zeros(_lists(nbytes), RECYCLED_LIST))
 
-    def within(self, nbytes: int) -> Index:
-        """The same index, of which no more bytes are used from now on: views of the first rows. It must not take more
-        already."""
+    def within(self, whole: Index, nbytes: int) -> Index:
+        """The same index, which lies in the first rows of the large arrays of ``whole`` and uses no more than
+        ``nbytes`` from now on. It must not use more already."""
         slots, rows, chunks = _rows(nbytes)
         return self._replace(
-            slots=self.slots[: slots + 1],
-            heads=self.heads[: slots + 16],
-            blocks=self.blocks[: rows + 1],
-            text=self.text[: chunks + 1],
-            recycled=self.recycled[: _lists(nbytes)],
+            slots=whole.slots[: slots + 1],
+            heads=whole.heads[: slots + 16],
+            blocks=whole.blocks[: rows + 1],
+            text=whole.text[: chunks + 1],
+            recycled=whole.recycled[: _lists(nbytes)],
         )
 
     @property
@@ -150,13 +150,13 @@ class Index(NamedTuple):
 
 
 def _rows(nbytes: int) -> tuple[int, int, int]:
-    """Slots, rows of blocks and chunks for so many bytes, hints included."""
+    """Slots, rows of blocks and chunks that fit ``nbytes``, with their hints and recycled logits."""
     tokens = max(0, nbytes - RECYCLED_LIST.itemsize * _lists(nbytes)) / BYTES_PER_TOKEN
     return int(2.1 * tokens), int(2.1 * tokens), int(tokens / CHUNK_TOKENS)
 
 
 def _lists(nbytes: int) -> int:
-    """Lists of recycled logits for so many bytes: a power of two."""
+    """Lists of recycled logits in an index of ``nbytes``: a power of two."""
     return 1 << max(1, int(nbytes * RECYCLED_SHARE) // RECYCLED_LIST.itemsize).bit_length() - 1
 
 
@@ -174,7 +174,7 @@ def _zeros(rows: int, kind: np.dtype[Any]) -> npt.NDArray[Any]:
     once. The mapping is private, so a process that is forked gets a copy, as of all other memory.
     """
     size = kind.itemsize * rows
-    if size < LARGE:
+    if size < LARGE_BYTES:
         return np.zeros(rows, kind)
     return np.frombuffer(mmap.mmap(-1, size, **_PRIVATE), kind)
 
@@ -187,6 +187,12 @@ def mix(hashed: np.uint64, token: int) -> np.uint64:
     """Hash of a context and the token behind it."""
     mixed = (hashed ^ np.uint64(token + 2)) * np.uint64(0x9E3779B97F4A7C15)
     return mixed ^ (mixed >> np.uint64(29))
+
+
+@compiled
+def table_row(hashed: np.uint64, rows: int) -> int:
+    """The row of a hash in a table whose number of rows is a power of two."""
+    return int(np.int64(hashed >> np.uint64(20)) & (rows - 1))
 
 
 @compiled

@@ -11,7 +11,7 @@ from forerun.trie.trie_store import TrieStore
 log = logging.getLogger(__name__)
 
 
-class Saved(Protocol):
+class Destination(Protocol):
     """Where an index is saved, such as a ``Folder``."""
 
     def save(self, store: TrieStore, /) -> object:
@@ -33,13 +33,13 @@ class AutoSaver:
         interval: seconds from a change to the save that has it.
     """
 
-    def __init__(self, trie: TrieStore, destination: Saved, interval: float) -> None:
+    def __init__(self, trie: TrieStore, destination: Destination, interval: float) -> None:
         self._trie, self._destination, self._interval = trie, destination, interval
         self._changed, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="forerun-keeper", daemon=True)
 
     def start(self) -> None:
-        """Keep it from now on."""
+        """Save changes from now on."""
         self._trie.notify(self._changed.set)
         self._changed.set()  # files may have been learned from
         self._thread.start()

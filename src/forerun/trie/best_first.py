@@ -12,12 +12,11 @@ import numpy as np
 from forerun.core.compiling import compiled
 from forerun.trie.arrays import ORDERS, Index, mix
 from forerun.trie.candidates import NONE, UNIGRAM, CandidateTable, candidate, clear
-from forerun.trie.draft_workspace import Draft, DraftWorkspace, find_slots, read_copy, set_root
+from forerun.trie.draft_workspace import Draft, DraftWorkspace, find_slots, set_root
 from forerun.trie.evidence import ENOUGH_CANDIDATES, complete, gather, gather_recent
 from forerun.trie.frontier import (
     RECYCLED_ORDER,
     above_of,
-    empty,
     least,
     offer,
     origin_of,
@@ -27,7 +26,6 @@ from forerun.trie.frontier import (
     token_of,
 )
 from forerun.trie.gapped_match import follow_matches, inherit_matches
-from forerun.trie.known_noise import noise_of
 from forerun.trie.logistic_mixer import Mixer, corrected, odds_unmatched, unmatched_by_text, weigh, weights_unmatched
 from forerun.trie.tables import OWN, SHARED
 from forerun.trie.text_cursor import TextCursor, follow_copy
@@ -46,17 +44,14 @@ def _expand(
 ) -> None:
     """Offer what may follow a node of that chance to the frontier, of which ``bound`` entries can still be drafted."""
     table, evidence = workspace.table, workspace.evidence
-    read_copy(own, OWN, workspace.copies, node, evidence)
-    read_copy(shared, SHARED, workspace.copies, node, evidence)
-    gather(own, shared, workspace.hashes, workspace.slots, workspace.matches, node, evidence, table, bar)
+    gather(own, shared, workspace, node, bar)
+    complete(table, evidence, workspace.noise, workspace.depths[node])
+    weigh(mixer, table, evidence)
     for number in range(table.size[0]):
-        complete(table, number, evidence)
         offered = table.candidates[number]
-        offered.noise = noise_of(workspace.noise, workspace.depths[node], offered.token)
-        likely = chance * weigh(mixer, table, number, evidence)
         own_order = RECYCLED_ORDER if unmatched_by_text(offered.weights) else offered.longest[OWN]
         entry = packed(offered.token, node, own_order, offered.longest[SHARED])
-        offer(workspace.frontier, bound, likely, entry)
+        offer(workspace.frontier, bound, chance * offered.chance, entry)
     if bar <= CUT_RECENT and table.size[0] < ENOUGH_CANDIDATES:
         _expand_recent(mixer, workspace, node, bound, chance)
 
@@ -64,8 +59,8 @@ def _expand(
 @compiled
 def _expand_recent(mixer: Mixer, workspace: DraftWorkspace, node: int, bound: int, chance: float) -> None:
     """Offer the tokens seen last, as far as they are likely enough."""
-    recent, odds = workspace.recent, odds_unmatched(mixer, workspace.evidence)
-    chosen = weights_unmatched(workspace.evidence)
+    recent, chosen = workspace.recent, weights_unmatched(workspace.evidence)
+    odds = odds_unmatched(mixer, chosen, workspace.evidence)
     for number in range(recent.size[0]):
         likely = chance * corrected(mixer, chosen, odds + recent.candidates[number].odds)
         if likely <= least(workspace.frontier, bound):
@@ -76,7 +71,7 @@ def _expand_recent(mixer: Mixer, workspace: DraftWorkspace, node: int, bound: in
 
 
 @compiled
-def rank_recent(own: Index, shared: Index, mixer: Mixer, recent: CandidateTable) -> None:
+def _rank_recent(own: Index, shared: Index, mixer: Mixer, recent: CandidateTable) -> None:
     """Sort the tokens seen last by what their frequency and recency add to the log-odds."""
     clear(recent)
     gather_recent(own, shared, recent)
@@ -102,7 +97,7 @@ def _enter(own: Index, shared: Index, workspace: DraftWorkspace, node: int, entr
             hashes[node, source, order] = mix(hashes[above, source, order - 1], token)
         copies[node, source] = copies[above, source]
     lowest = 2 if bar > CUT_SHORT else 1
-    find_slots(own, shared, hashes, workspace.slots, node, lowest, own_order_of(entry) + 1, shared_order_of(entry) + 1)
+    find_slots(own, shared, workspace, node, lowest, own_order_of(entry) + 1, shared_order_of(entry) + 1)
     follow_copy(own, copies, node, OWN, token, copies[0, OWN].position)
     follow_copy(shared, copies, node, SHARED, token, 0)
     inherit_matches(workspace.matches, above, node)
@@ -112,13 +107,13 @@ def _enter(own: Index, shared: Index, workspace: DraftWorkspace, node: int, entr
 
 @compiled
 def grow(
-    own: Index, shared: Index, cursor: TextCursor, mixer: Mixer, workspace: DraftWorkspace, draft: Draft, deepest: int
+    own: Index, shared: Index, cursor: TextCursor, mixer: Mixer, workspace: DraftWorkspace, draft: Draft, max_depth: int
 ) -> int:
     """Fill a draft; the number of its nodes."""
     budget, frontier, span = len(draft.tokens), workspace.frontier, workspace.frontier.span[0]
-    rank_recent(own, shared, mixer, workspace.recent)
+    _rank_recent(own, shared, mixer, workspace.recent)
     set_root(own, shared, cursor, workspace)
-    empty(frontier)
+    span.head, span.tail = 0, 0
     _expand(own, shared, mixer, workspace, 0, budget, 1.0, 0.0)
     size = 0
     while span.head < span.tail and size < budget:
@@ -128,7 +123,7 @@ def grow(
         draft.tokens[size], draft.parents[size], draft.probability[size] = token_of(entry), above - 1, chance
         draft.origins[size] = origin_of(entry)
         size += 1
-        if size < budget and workspace.depths[above] + 1 < deepest:
+        if size < budget and workspace.depths[above] + 1 < max_depth:
             bar = least(frontier, budget - size) / chance
             if bar <= CUT:
                 _enter(own, shared, workspace, size, entry, bar)

@@ -29,23 +29,23 @@ BIAS = MATCHED + 2
 """Number of inputs; in ``Mixer.weights`` the column of the constant, which has no cell. ``NOISY`` has none either:
 noise is added as it is."""
 
-COUNTS, TOTALS, STATES = 9, 10, 3
+COUNT_CLASSES, TOTAL_CLASSES, FOLLOWER_STATES = 9, 10, 3
 """Classes of a follower's count (the last one: the candidate did not follow the shorter context either), of a context's
-total, and of a follower."""
+total, and states of a follower."""
 
-OTHERS_SINCE, CAME_LAST, ONLY_ONE = range(STATES)
-"""Classes of a follower: others came later, it came last, nothing else ever came."""
+OTHERS_SINCE, CAME_LAST, ONLY_ONE = range(FOLLOWER_STATES)
+"""States of a follower: others came later, it came last, nothing else ever came."""
 
-COUNT_CLASSES = np.searchsorted([0, 1, 2, 3, 5, 10, 30], np.arange(32))
-TOTAL_CLASSES = np.searchsorted([0, 1, 2, 3, 4, 6, 10, 20, 60], np.arange(62))
+CLASS_BY_COUNT = np.searchsorted([0, 1, 2, 3, 5, 10, 30], np.arange(32))
+CLASS_BY_TOTAL = np.searchsorted([0, 1, 2, 3, 4, 6, 10, 20, 60], np.arange(62))
 
-LENGTHS, MISSES = 8, 4
+AGREED_CLASSES, MISS_CLASSES = 8, 4
 """Classes of ``COPY.agreed`` and of the number of bits in ``COPY.wrong``."""
 
 FREQUENCY_CLASSES, RECENCY_CLASSES = 16, 6
 """Classes of a token's frequency and of how long ago it was seen."""
 
-CONTEXT_CELLS = COUNTS * TOTALS * STATES
+CONTEXT_CELLS = COUNT_CLASSES * TOTAL_CLASSES * FOLLOWER_STATES
 """Cells of one input that reads counts."""
 
 SUBSTITUTE_GROUP, SKIP_GROUP = 2 * ORDERS, 2 * ORDERS + 1
@@ -54,7 +54,7 @@ SUBSTITUTE_GROUP, SKIP_GROUP = 2 * ORDERS, 2 * ORDERS + 1
 
 COPY_CELLS = (2 * ORDERS + 5) * CONTEXT_CELLS
 
-UNIGRAM_CELLS = COPY_CELLS + 2 * LENGTHS * MISSES * 2
+UNIGRAM_CELLS = COPY_CELLS + 2 * AGREED_CLASSES * MISS_CLASSES * 2
 
 MATCH_CELLS = UNIGRAM_CELLS + 2 * FREQUENCY_CLASSES * RECENCY_CLASSES
 
@@ -134,26 +134,26 @@ class PositionEvidence(NamedTuple):
 
 @compiled
 def context_input(source: int, order: int) -> int:
-    """The input, and the group of cells, of a source's context of so many tokens."""
+    """The input, and the group of cells, of a source's context of ``order`` tokens."""
     return source * ORDERS + order - 1
 
 
 @compiled
 def class_of_count(count: int) -> int:
-    """Of ``COUNTS``."""
-    return int(COUNT_CLASSES[min(count, len(COUNT_CLASSES) - 1)])
+    """The class of a follower's count."""
+    return int(CLASS_BY_COUNT[min(count, len(CLASS_BY_COUNT) - 1)])
 
 
 @compiled
 def class_of_total(total: int) -> int:
-    """Of ``TOTALS``."""
-    return int(TOTAL_CLASSES[min(total, len(TOTAL_CLASSES) - 1)])
+    """The class of a context's total."""
+    return int(CLASS_BY_TOTAL[min(total, len(CLASS_BY_TOTAL) - 1)])
 
 
 @compiled
 def cell_of(group: int, count_class: int, total_class: int, state: int) -> int:
     """The cell of evidence from counts; ``group`` is that of the context, the substitute or the skip."""
-    return ((group * COUNTS + count_class) * TOTALS + total_class) * STATES + state
+    return ((group * COUNT_CLASSES + count_class) * TOTAL_CLASSES + total_class) * FOLLOWER_STATES + state
 
 
 @compiled
@@ -165,15 +165,15 @@ def clear(table: CandidateTable) -> None:
 
 
 @compiled
-def candidate(table: CandidateTable, token: int, fresh: bool) -> int:
-    """The number of a token's candidate, or ``NONE``; with ``fresh``, it is added if there is room."""
+def candidate(table: CandidateTable, token: int, add: bool) -> int:
+    """The number of a token's candidate, or ``NONE``; with ``add``, it is added if there is room."""
     bucket = (token * 40503 >> 4) & (BUCKETS - 1)
     while table.buckets[bucket] != 0:
         if table.candidates[table.buckets[bucket] - 1].token == token:
             return int(table.buckets[bucket] - 1)
         bucket = (bucket + 1) & (BUCKETS - 1)
     number = table.size[0]
-    if not fresh or number == MAX_CANDIDATES:
+    if not add or number == MAX_CANDIDATES:
         return NONE
     table.buckets[bucket] = number + 1
     table.size[0] += 1

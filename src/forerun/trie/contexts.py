@@ -13,9 +13,9 @@ from __future__ import annotations
 import numpy as np
 
 from forerun.core.compiling import compiled
-from forerun.trie.arrays import CLASSES, Index, add_slot, drop_slot, find
+from forerun.trie.arrays import SIZE_CLASSES, Index, add_slot, drop_slot, find
 
-FIRST_CLASS = 2
+FIRST_SIZE_CLASS = 2
 """Size class of a context's first block: four rows, for a header and two followers."""
 
 KEPT_FOLLOWERS = 63
@@ -52,7 +52,7 @@ def _allocate(index: Index, size_class: int) -> int:
         state.block_top += 1 << size_class
         state.rows += 1 << size_class
         return int(block)
-    while block == 0 and found < CLASSES - 1:
+    while block == 0 and found < SIZE_CLASSES - 1:
         found += 1
         block = index.free_blocks[found]
     if block == 0:
@@ -73,10 +73,21 @@ def _move(index: Index, to: int, start: int, rows: int) -> None:
 
 
 @compiled
+def _relocate(index: Index, slot: int, rows: int, old: int, new: int) -> int:
+    """Move the first rows of a context's block to a block of another size class; that block, or 0 if none is free."""
+    block, moved = -1 - index.slots[slot].value, _allocate(index, new)
+    if moved != 0:
+        _move(index, moved, block, rows)
+        _release(index, block, old)
+        index.slots[slot].value = -1 - moved
+    return moved
+
+
+@compiled
 def _pair(index: Index, slot: int, token: int) -> bool:
     """Add a second follower; False if there is no room."""
     slots, blocks = index.slots, index.blocks
-    block = _allocate(index, FIRST_CLASS)
+    block = _allocate(index, FIRST_SIZE_CLASS)
     if block == 0:
         return False
     blocks[block].followers, blocks[block].last = 2, 2
@@ -111,13 +122,9 @@ def _append(index: Index, slot: int, token: int) -> bool:
         return True
     old, new = _size_class(size), _size_class(size + 1)
     if new != old:
-        moved = _allocate(index, new)
-        if moved == 0:
+        block = _relocate(index, slot, size + 1, old, new)
+        if block == 0:
             return False
-        _move(index, moved, block, size + 1)
-        _release(index, block, old)
-        index.slots[slot].value = -1 - moved
-        block = moved
     size += 1
     blocks[block + size].token, blocks[block + size].count = token, 1
     blocks[block].followers, blocks[block].last = size, size
@@ -160,20 +167,18 @@ def count(index: Index, hashed: np.uint64, token: int) -> bool:
     slot = find(index, hashed)
     if slot == 0:
         return add_slot(index, hashed, token)
-    done = slots[slot].value == token
-    if not done and slots[slot].value >= 0:
-        done = _pair(index, slot, token)
-    elif not done:
-        block = -1 - slots[slot].value
-        entry = _entry(index, block, token)
-        if entry == 0:
-            done = _append(index, slot, token)
+    value, counted = slots[slot].value, True
+    if value < 0:
+        entry = _entry(index, -1 - value, token)
+        if entry != 0:
+            _count_in(index, -1 - value, entry)
         else:
-            _count_in(index, block, entry)
-            done = True
-    if done:
+            counted = _append(index, slot, token)
+    elif value != token:
+        counted = _pair(index, slot, token)
+    if counted:
         slots[slot].total += 1
-    return bool(done)
+    return counted
 
 
 @compiled
@@ -216,15 +221,8 @@ def _erase(index: Index, slot: int, entry: int) -> None:
     if size == 2:  # what followers that were replaced had left in the total goes with the block
         index.slots[slot].value, index.slots[slot].total = blocks[block + 1].token, blocks[block + 1].count
         _release(index, block, old)
-    elif new != old:
-        moved = _allocate(index, new)
-        if moved == 0:  # no smaller block is free: keep the first half of this one
-            moved = block
-            _release(index, block + (1 << new), new)
-        else:
-            _move(index, moved, block, size)
-            _release(index, block, old)
-        index.slots[slot].value = -1 - moved
+    elif new != old and _relocate(index, slot, size, old, new) == 0:
+        _release(index, block + (1 << new), new)  # no smaller block is free: keep the first half of this one
 
 
 @compiled

@@ -5,17 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from forerun.core.compiling import compiled
 from forerun.core.tree import Int8Array, IntArray
-from forerun.trie.arrays import ORDERS, HashArray, Index, Int32Array, find
+from forerun.trie.arrays import ORDERS, FloatArray, HashArray, Index, Int32Array, find
 from forerun.trie.candidates import CandidateTable, PositionEvidence
-from forerun.trie.evidence import copy_cell
 from forerun.trie.frontier import Frontier
 from forerun.trie.tables import COPY, GAPPED_MATCH, NOISE, OWN, SHARED, RecordArray
 from forerun.trie.text_cursor import TextCursor
-from forerun.trie.token_store import UNWRITTEN, read
 
 
 class DraftWorkspace(NamedTuple):
@@ -64,22 +61,28 @@ class DraftWorkspace(NamedTuple):
         )
 
     def holds(self, budget: int) -> bool:
-        """Whether there is room for drafts of so many nodes."""
+        """Whether there is room for drafts of ``budget`` nodes."""
         return len(self.depths) > budget
 
 
 class Draft(NamedTuple):
-    """The draft: int64, int64, float64 and ``Origin`` int8, ``[budget]``. The parent ``ROOT`` marks what follows the
-    text directly."""
+    """A tree of drafted tokens, parents first.
+
+    Attributes:
+        tokens: token ids, int64 ``[n]``.
+        parents: the node above each, int64 ``[n]``; ``ROOT`` for what follows the text directly.
+        probability: estimated probability of acceptance, float64 ``[n]``.
+        origins: ``Origin`` of each, int8 ``[n]``.
+    """
 
     tokens: IntArray
     parents: IntArray
-    probability: npt.NDArray[np.float64]
+    probability: FloatArray
     origins: Int8Array
 
     @classmethod
     def allocate(cls, budget: int) -> Draft:
-        """Room for so many nodes."""
+        """Room for ``budget`` nodes."""
         return cls(np.empty(budget, np.int64), np.empty(budget, np.int64), np.empty(budget), np.empty(budget, np.int8))
 
     def cut(self, end: int, begin: int = 0) -> Draft:
@@ -91,21 +94,14 @@ class Draft(NamedTuple):
 
 @compiled
 def find_slots(
-    own: Index, shared: Index, hashes: HashArray, slots: Int32Array, node: int, lowest: int, own_most: int, most: int
+    own: Index, shared: Index, workspace: DraftWorkspace, node: int, lowest: int, own_highest: int, shared_highest: int
 ) -> None:
-    """Find the slots of a node's contexts from order ``lowest`` to the given ones; those of other orders become 0."""
+    """Find the slots of a node's contexts from order ``lowest`` to the highest of each source; others become 0."""
+    hashes, slots = workspace.hashes, workspace.slots
     for order in range(1, ORDERS + 1):
-        slots[node, OWN, order] = find(own, hashes[node, OWN, order]) if lowest <= order <= own_most else 0
-        slots[node, SHARED, order] = find(shared, hashes[node, SHARED, order]) if lowest <= order <= most else 0
-
-
-@compiled
-def read_copy(index: Index, source: int, copies: RecordArray, node: int, evidence: PositionEvidence) -> None:
-    """Note what a node's copy predicts."""
-    copy, predicted = copies[node, source], evidence.copies[source]
-    predicted.token = UNWRITTEN if copy.position == 0 else read(index, copy.position)
-    predicted.cell = copy_cell(source, copy.agreed, copy.wrong)
-    predicted.agreed = copy.agreed
+        in_own, in_shared = lowest <= order <= own_highest, lowest <= order <= shared_highest
+        slots[node, OWN, order] = find(own, hashes[node, OWN, order]) if in_own else 0
+        slots[node, SHARED, order] = find(shared, hashes[node, SHARED, order]) if in_shared else 0
 
 
 @compiled
@@ -117,4 +113,4 @@ def set_root(own: Index, shared: Index, cursor: TextCursor, workspace: DraftWork
         workspace.copies[0, source] = cursor.copies[0, source]
         workspace.matches[0, source] = cursor.matches[0, source]
     workspace.depths[0] = 0
-    find_slots(own, shared, workspace.hashes, workspace.slots, 0, 1, ORDERS, ORDERS)
+    find_slots(own, shared, workspace, 0, 1, ORDERS, ORDERS)

@@ -1,4 +1,4 @@
-"""The functions that are called at every step.
+"""The functions that are called at every step: learn what is new in texts, then draft what may follow.
 
 They take addresses of handles, not arrays, which is faster. The longer one lets other threads run Python meanwhile.
 """
@@ -7,46 +7,88 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
+
 from forerun.core.compiling import compiled
 from forerun.core.tree import Int8Array, IntArray
 from forerun.trie import text_cursor
 from forerun.trie.array_handles import reader
-from forerun.trie.arrays import FloatArray, Index, Int32Array
+from forerun.trie.arrays import FloatArray, Index, Int32Array, tight
 from forerun.trie.best_first import grow
-from forerun.trie.draft_workspace import Draft, DraftWorkspace
-from forerun.trie.learning import OWN_ROOM, extend
-from forerun.trie.logistic_mixer import untrained
+from forerun.trie.draft_workspace import Draft, DraftWorkspace, set_root
+from forerun.trie.evidence import ENOUGH_CANDIDATES, complete, gather, gather_recent
+from forerun.trie.logistic_mixer import Mixer, blank, teach, weigh
 from forerun.trie.namespace import PIECE_TOKENS
 from forerun.trie.recycled import Float32Array, RecycledRows, keep
-from forerun.trie.tables import RecordArray
-from forerun.trie.text_cursor import TextCursor, peek
+from forerun.trie.tables import OWN, SHARED, RecordArray
+from forerun.trie.text_cursor import TextCursor, append_generated, peek
 
 index_at = reader(Index.allocate(0, 0, 0))
 cursor_at = reader(TextCursor.start())
-mixer_at = reader(untrained())
+mixer_at = reader(blank())
 workspace_at = reader(DraftWorkspace.allocate(1))
 _known_suffix = text_cursor.known_suffix
 
 
+OWN_ROOM, OWN_HINTS, SHARED_ROOM = 1, 2, 4
+"""What learning may ask for, as a sum: room for the own text, more hints for it, and room or hints in the namespace."""
+
+
 @compiled
-def _set_noise(workspace: DraftWorkspace, steps: RecordArray, number: int, ahead: int) -> None:
+def _set_noise(workspace: DraftWorkspace, text: np.record, ahead: int) -> None:
     """Let the workspace know the noise of a text's tokens, from ``ahead`` tokens behind its position on."""
-    noise, text = workspace.noise[0], steps[number]
+    noise = workspace.noise[0]
     noise.seed, noise.temperature, noise.position = text.seed, text.temperature, text.position + ahead
 
 
 @compiled
-def _learn(
-    steps: RecordArray,
-    number: int,
-    tokens: IntArray,
-    behind: IntArray,
-    lists: RecycledRows,
+def _learn_evidence(
+    own: Index, shared: Index, cursor: TextCursor, mixer: Mixer, workspace: DraftWorkspace, token: int, rate: float
+) -> None:
+    """Learn what the evidence for each candidate was worth, now that ``token`` came.
+
+    The tokens seen last take part at every other token only, which halves what they cost.
+    """
+    table, evidence = workspace.table, workspace.evidence
+    set_root(own, shared, cursor, workspace)
+    gather(own, shared, workspace, 0, 0.0)
+    if table.size[0] < ENOUGH_CANDIDATES and own.state[0].tokens & 1:
+        gather_recent(own, shared, table)
+    complete(table, evidence, workspace.noise, 0)
+    weigh(mixer, table, evidence)
+    teach(mixer, table, evidence.inputs[0], token, rate)
+
+
+@compiled
+def _extend(
+    own: Index,
+    shared: Index,
+    cursor: TextCursor,
+    mixer: Mixer,
     workspace: DraftWorkspace,
+    tokens: IntArray,
     rate: float,
 ) -> int:
-    """Learn a text's new tokens and keep its lists; what is needed before it can go on, or 0."""
-    text = steps[number]
+    """Take in generated tokens: learn from them if ``rate`` is above 0, then write them in both sources.
+
+    Returns:
+        What is needed before the next call, or 0.
+    """
+    for token in tokens:
+        if rate > 0:
+            _learn_evidence(own, shared, cursor, mixer, workspace, token, rate)
+        append_generated(own, OWN, own, cursor, token)
+        append_generated(shared, SHARED, own, cursor, token)
+        workspace.noise[0].position += 1
+    needs = OWN_HINTS if own.state[0].tokens > len(own.hints) else 0
+    return needs + (SHARED_ROOM if tight(shared) or shared.state[0].tokens > len(shared.hints) else 0)
+
+
+@compiled
+def _learn(
+    text: np.record, tokens: IntArray, behind: IntArray, lists: RecycledRows, workspace: DraftWorkspace, rate: float
+) -> int:
+    """Learn a text's new tokens, piece by piece, and keep its lists; what is needed before it can go on, or 0."""
     own, shared = index_at(text.own), index_at(text.shared)
     if own.state[0].tokens + text.new_end - text.at > text.room:
         return OWN_ROOM
@@ -61,9 +103,9 @@ def _learn(
             end = min(end, behind[text.list_at])
         taught = first < text.taught_end
         end = min(end, text.taught_end) if taught else end
-        _set_noise(workspace, steps, number, 0)
+        _set_noise(workspace, text, 0)
         cursor, mixer = cursor_at(text.cursor), mixer_at(text.mixer)
-        needs = extend(own, shared, cursor, mixer, workspace, tokens[first:end], rate if taught else 0.0)
+        needs = _extend(own, shared, cursor, mixer, workspace, tokens[first:end], rate if taught else 0.0)
         text.position += end - first
         text.at, text.piece = end, end - first
         if needs:
@@ -71,17 +113,14 @@ def _learn(
 
 
 @compiled
-def _draft(
-    steps: RecordArray, number: int, tokens: IntArray, workspace: DraftWorkspace, scratch: TextCursor, draft: Draft
-) -> int:
+def _draft(text: np.record, tokens: IntArray, workspace: DraftWorkspace, scratch: TextCursor, draft: Draft) -> int:
     """Fill a draft of what may follow a text; the number of its nodes."""
-    text = steps[number]
     own, shared, cursor = index_at(text.own), index_at(text.shared), cursor_at(text.cursor)
     if text.pending_end > text.new_end:
         peek(own, shared, cursor, scratch, tokens[text.new_end : text.pending_end])
         cursor = scratch
-    _set_noise(workspace, steps, number, text.pending_end - text.new_end)
-    return grow(own, shared, cursor, mixer_at(text.mixer), workspace, draft, text.deepest)
+    _set_noise(workspace, text, text.pending_end - text.new_end)
+    return grow(own, shared, cursor, mixer_at(text.mixer), workspace, draft, text.max_depth)
 
 
 @partial(compiled, nogil=True)
@@ -115,21 +154,20 @@ def step(
         drafted, parents, probability, origins: filled with one text's nodes after the other's; see ``Draft``.
 
     Returns:
-        Which text needs something before the call is repeated, and what, as a sum of the names in ``learning``; two
-        zeros when all is done.
+        Which text needs something before the call is repeated, and what; two zeros when all is done.
     """
     memory, lists = workspace_at(workspace), RecycledRows(before, last, best, scores)
     for number in range(len(steps)):
-        needs = _learn(steps, number, tokens, behind, lists, memory, rate)
+        needs = _learn(steps[number], tokens, behind, lists, memory, rate)
         if needs:
             return number, needs
     begin = 0
     for number in range(len(steps)):
         text = steps[number]
-        if text.budget > 0 and text.deepest > 0:
+        if text.budget > 0 and text.max_depth > 0:
             end = begin + text.budget
             part = Draft(drafted[begin:end], parents[begin:end], probability[begin:end], origins[begin:end])
-            text.nodes = _draft(steps, number, tokens, memory, cursor_at(scratch), part)
+            text.nodes = _draft(text, tokens, memory, cursor_at(scratch), part)
             begin += text.nodes
     return 0, 0
 

@@ -1,7 +1,8 @@
 """Gathering the candidates for the next token, and the evidence for each.
 
 Candidates are the followers of the last one to ``ORDERS`` tokens in both sources, what the two copies predict, what the
-matches predict and what stands in for it, and, where there are few of these, the tokens seen last.
+gapped matches predict and what stands in for it, what recycled logits list, and, where there are few of these, the
+tokens seen last.
 """
 
 from __future__ import annotations
@@ -11,22 +12,26 @@ import math
 import numpy as np
 
 from forerun.core.compiling import compiled
-from forerun.trie.arrays import ORDERS, HashArray, Index, Int32Array, find, mix
+from forerun.core.noise import gumbel_of
+from forerun.trie.arrays import ORDERS, Index, find, mix
 from forerun.trie.candidates import (
+    AGREED_CLASSES,
+    BIAS,
     CAME_LAST,
     COPIED,
     COPY_CELLS,
-    COUNTS,
+    COUNT_CLASSES,
     FREQUENCY_CLASSES,
-    LENGTHS,
+    MATCH_CELLS,
     MATCHED,
-    MISSES,
+    MISS_CLASSES,
     NONE,
     ONLY_ONE,
     OTHERS_SINCE,
     RECENCY_CLASSES,
     RECYCLED,
     RECYCLED_ORDERS,
+    SKIP_GROUP,
     SKIPPED,
     SUBSTITUTE,
     SUBSTITUTE_GROUP,
@@ -41,23 +46,43 @@ from forerun.trie.candidates import (
     clear,
     context_input,
 )
-from forerun.trie.gapped_match import SKIPS, current_substitute_hash
-from forerun.trie.gapped_match_features import predict
+from forerun.trie.draft_workspace import DraftWorkspace
+from forerun.trie.gapped_match import (
+    INSIDE_SPELLING,
+    MIN_RESUMED,
+    NEXT,
+    OTHER,
+    OUTSIDE_SPELLING,
+    PROMPT_LOOKAHEAD,
+    SKIPS,
+    SPELT,
+    SPELT_AHEAD,
+    UNPREDICTED,
+    active,
+    current_substitute_hash,
+    match_cell,
+    next_on,
+    skip_hash,
+)
 from forerun.trie.recycled import recall
+from forerun.trie.spelling import spelled
 from forerun.trie.tables import OUTPUT_MATCH, OWN, PROMPT_MATCH, SHARED, RecordArray
-from forerun.trie.token_store import MAX_AGREED, UNWRITTEN
+from forerun.trie.token_store import MAX_AGREED, UNWRITTEN, following, read
 
 MAX_FOLLOWERS = 24
 """Followers of one context that are read, the most frequent ones and the last one."""
 
 ENOUGH_CANDIDATES = 24
-"""With so many candidates, the tokens seen last are left out."""
+"""The tokens seen last are left out where there are this many candidates."""
+
+EULER = 0.5772156649015329
+"""Mean of Gumbel noise."""
 
 
 @compiled
-def _note(table: CandidateTable, at: int, source: int, order: int, token: int, cell: int, fresh: bool) -> None:
+def _note(table: CandidateTable, at: int, source: int, order: int, token: int, cell: int, add: bool) -> None:
     """Write a follower's cell into input ``at`` of its candidate."""
-    number = candidate(table, token, fresh)
+    number = candidate(table, token, add)
     if number == NONE:
         return
     table.cells[number, at] = cell
@@ -69,7 +94,7 @@ def _note(table: CandidateTable, at: int, source: int, order: int, token: int, c
 
 
 @compiled
-def _followers(
+def _add_followers(
     index: Index, slot: int, source: int, order: int, evidence: PositionEvidence, table: CandidateTable, least: float
 ) -> None:
     """Make the followers of a context candidates.
@@ -84,7 +109,7 @@ def _followers(
     total_class = class_of_total(total)
     absent = evidence.absent[source, order - 1]
     absent.shorter = cell_of(group, 0, total_class, OTHERS_SINCE)
-    absent.unknown = cell_of(group, COUNTS - 1, total_class, OTHERS_SINCE)
+    absent.unknown = cell_of(group, COUNT_CLASSES - 1, total_class, OTHERS_SINCE)
     absent.rare = cell_of(group, 1, total_class, OTHERS_SINCE)
     if value >= 0:
         _note(table, at, source, order, value, cell_of(group, class_of_count(total), total_class, ONLY_ONE), True)
@@ -103,52 +128,97 @@ def _followers(
 
 
 @compiled
-def _substitutes(own: Index, match: np.record, evidence: PositionEvidence, table: CandidateTable, least: float) -> None:
+def _add_substitutes(
+    own: Index, match: np.record, evidence: PositionEvidence, table: CandidateTable, least: float
+) -> None:
     """Make substitutes for the next token of the prompt's match candidates."""
     substitutes = current_substitute_hash(own, match)
     slot = find(own, substitutes) if substitutes != 0 else 0
     evidence.absent[OWN, ORDERS].shorter = NONE
     if slot != 0:
-        _followers(own, slot, OWN, ORDERS + 1, evidence, table, least)
+        _add_followers(own, slot, OWN, ORDERS + 1, evidence, table, least)
 
 
 @compiled
-def gather(
-    own: Index,
-    shared: Index,
-    hashes: HashArray,
-    slots: Int32Array,
-    matches: RecordArray,
-    node: int,
-    evidence: PositionEvidence,
-    table: CandidateTable,
-    least: float,
+def _note_skip(evidence: PositionEvidence, row: int, skip: int, count: int, total: int, state: int) -> None:
+    """Fill in the cell of a skip that was taken ``count`` times of ``total``."""
+    if skip <= SKIPS:  # otherwise it is a token: another context has the same hash
+        group = SKIP_GROUP + 2 * row + (1 if skip == SKIPS else 0)
+        evidence.skips[row, skip] = cell_of(group, class_of_count(count), class_of_total(total), state)
+
+
+@compiled
+def count_skips(own: Index, match: np.record, row: int, hashed: np.uint64, evidence: PositionEvidence) -> None:
+    """Fill in ``PositionEvidence.skips``: how often each skip was taken after the last two tokens, whose hash is
+    ``hashed``."""
+    skipped = skip_hash(match, row, hashed)
+    slot = find(own, skipped) if skipped != 0 else 0
+    if slot == 0:
+        evidence.skips[row] = NONE
+        return
+    total, value, blocks = own.slots[slot].total, own.slots[slot].value, own.blocks
+    for skip in range(SKIPS + 1):
+        _note_skip(evidence, row, skip, 0, total, OTHERS_SINCE)
+    if value >= 0:
+        _note_skip(evidence, row, value, total, total, ONLY_ONE)
+        return
+    block = -1 - value
+    for entry in range(1, blocks[block].followers + 1):
+        state = CAME_LAST if entry == blocks[block].last else OTHERS_SINCE
+        _note_skip(evidence, row, blocks[block + entry].token, blocks[block + entry].count, total, state)
+
+
+@compiled
+def _add_predicted(match: np.record, row: int, table: CandidateTable, token: int, kind: int, skip_cell: int) -> None:
+    """Make a predicted token a candidate, unless the match predicted it nearer already."""
+    number = candidate(table, token, True)
+    if number == NONE or table.cells[number, MATCHED + row] != NONE:
+        return
+    sure = kind in (0, INSIDE_SPELLING, NEXT) and match.resumed > MIN_RESUMED
+    table.cells[number, SKIPPED + row] = skip_cell
+    table.cells[number, MATCHED + row] = MATCH_CELLS + match_cell(kind, match.resumed, match.gap)
+    table.candidates[number].match_class = max(table.candidates[number].match_class, 2 if sure else 1)
+
+
+@compiled
+def _add_predictions(own: Index, match: np.record, row: int, evidence: PositionEvidence, table: CandidateTable) -> int:
+    """Make what a match predicts candidates; the kind of evidence that it is for all other tokens."""
+    position = match.position
+    if match.spelled != 0:
+        inside = spelled(own.spelling, read(own, position), match.spelled)
+        _add_predicted(match, row, table, inside, INSIDE_SPELLING, NONE)
+        return OUTSIDE_SPELLING
+    for ahead in range(PROMPT_LOOKAHEAD if row == PROMPT_MATCH else 1):
+        predicted = next_on(own, match, row, position)
+        if predicted == UNWRITTEN:
+            break
+        _add_predicted(match, row, table, predicted, ahead if row == PROMPT_MATCH else NEXT, evidence.skips[row, ahead])
+        spelt = spelled(own.spelling, predicted, 0) if row == PROMPT_MATCH else UNWRITTEN
+        if spelt != UNWRITTEN:
+            kind = SPELT if ahead == 0 else SPELT_AHEAD
+            _add_predicted(match, row, table, spelt, kind, evidence.skips[row, PROMPT_LOOKAHEAD + ahead])
+        position = following(own, position)
+    return UNPREDICTED if row == PROMPT_MATCH else OTHER
+
+
+@compiled
+def _add_matches(
+    own: Index, matches: RecordArray, node: int, hashed: np.uint64, evidence: PositionEvidence, table: CandidateTable
 ) -> None:
-    """Fill the table for a node, from its matches, its copies and the followers of its contexts, ``slots[node]``.
-
-    ``PositionEvidence.copies`` is filled in already. For ``least`` see ``_followers``.
-    """
-    clear(table)
-    recall(shared, hashes, node, evidence, table, least)
-    predict(own, matches, node, hashes[node, OWN, 2], evidence, table)
-    _substitutes(own, matches[node, PROMPT_MATCH], evidence, table, least)
-    for source in range(2):
-        if evidence.copies[source].token != UNWRITTEN:
-            candidate(table, evidence.copies[source].token, True)
-    for order in range(ORDERS, 0, -1):
-        for source in range(2):
-            slot = slots[node, source, order]
-            if slot == 0:
-                absent = evidence.absent[source, order - 1]
-                absent.shorter, absent.unknown, absent.rare = NONE, NONE, NONE
-            elif source == OWN:
-                _followers(own, slot, OWN, order, evidence, table, least)
-            else:
-                _followers(shared, slot, SHARED, order, evidence, table, least)
+    """Make what a node's matches predict candidates; ``hashed`` is of its last two tokens."""
+    evidence.inputs[0] = SUBSTITUTE
+    for row in range(2):
+        match = matches[node, row]
+        evidence.unpredicted[row], evidence.skips[row, SKIPS] = NONE, NONE
+        if active(match):
+            evidence.inputs[0] = BIAS
+            count_skips(own, match, row, hashed, evidence)
+            rest = _add_predictions(own, match, row, evidence, table)
+            evidence.unpredicted[row] = MATCH_CELLS + match_cell(rest, match.resumed, match.gap)
 
 
 @compiled
-def copy_cell(source: int, agreed: int, wrong: int) -> int:
+def _copy_cell(source: int, agreed: int, wrong: int) -> int:
     """The cell of a copy for tokens that it does not predict; the next cell is for the one that it does."""
     misses = 0
     for bit in range(8):
@@ -157,43 +227,113 @@ def copy_cell(source: int, agreed: int, wrong: int) -> int:
         length = 0 if agreed < 3 else 1 if agreed < 6 else 2 if agreed < 9 else 3 if agreed < 12 else 4
     else:
         length = 5 if agreed < 24 else 6 if agreed < MAX_AGREED else 7
-    return COPY_CELLS + ((source * LENGTHS + length) * MISSES + min(misses, MISSES - 1)) * 2
+    return COPY_CELLS + ((source * AGREED_CLASSES + length) * MISS_CLASSES + min(misses, MISS_CLASSES - 1)) * 2
 
 
 @compiled
-def complete(table: CandidateTable, number: int, evidence: PositionEvidence) -> None:
-    """Fill in the inputs of a candidate that ``gather`` left out: what speaks against it, and copies."""
-    cells, token = table.cells[number], table.candidates[number].token
-    for source in range(2):
-        longest = table.candidates[number].longest[source]
-        for order in range(1, ORDERS + 1):
-            at = context_input(source, order)
-            if cells[at] == NONE:
+def _add_copy(
+    index: Index, copies: RecordArray, node: int, source: int, evidence: PositionEvidence, table: CandidateTable
+) -> None:
+    """Make what a node's copy predicts a candidate."""
+    copy, predicted = copies[node, source], evidence.copies[source]
+    predicted.token = UNWRITTEN if copy.position == 0 else read(index, copy.position)
+    predicted.cell = _copy_cell(source, copy.agreed, copy.wrong)
+    predicted.agreed = copy.agreed
+    if predicted.token != UNWRITTEN:
+        candidate(table, predicted.token, True)
+
+
+@compiled
+def gather(own: Index, shared: Index, workspace: DraftWorkspace, node: int, least: float) -> None:
+    """Fill the table for a node, from recycled logits, its matches, its copies and the followers of its contexts.
+
+    For ``least`` see ``_add_followers``.
+    """
+    hashes, copies, matches = workspace.hashes, workspace.copies, workspace.matches
+    table, evidence = workspace.table, workspace.evidence
+    clear(table)
+    recall(shared, hashes, node, evidence, table, least)
+    _add_matches(own, matches, node, hashes[node, OWN, 2], evidence, table)
+    _add_substitutes(own, matches[node, PROMPT_MATCH], evidence, table, least)
+    _add_copy(own, copies, node, OWN, evidence, table)
+    _add_copy(shared, copies, node, SHARED, evidence, table)
+    for order in range(ORDERS, 0, -1):
+        for source in range(2):
+            slot = workspace.slots[node, source, order]
+            if slot == 0:
                 absent = evidence.absent[source, order - 1]
-                cells[at] = (
-                    absent.rare if order < longest else absent.shorter if order == longest + 1 else absent.unknown
-                )
-        predicted = evidence.copies[source]
-        if predicted.token != UNWRITTEN:
-            cells[COPIED + source] = predicted.cell + (1 if predicted.token == token else 0)
-    for order in range(RECYCLED_ORDERS):
-        if cells[RECYCLED + order] == NONE:
-            cells[RECYCLED + order] = evidence.unlisted[order]
-    if evidence.inputs[0] == SUBSTITUTE:
-        return
-    for row in range(2):
-        if cells[SKIPPED + row] == NONE:
-            cells[SKIPPED + row] = evidence.skips[row, SKIPS]
-    if cells[MATCHED + OUTPUT_MATCH] == NONE:
-        cells[MATCHED + OUTPUT_MATCH] = evidence.unpredicted[OUTPUT_MATCH]
-    if cells[SUBSTITUTE] == NONE:
-        cells[SUBSTITUTE] = evidence.absent[OWN, ORDERS].shorter
-        if cells[MATCHED + PROMPT_MATCH] == NONE:
-            cells[MATCHED + PROMPT_MATCH] = evidence.unpredicted[PROMPT_MATCH]
+                absent.shorter, absent.unknown, absent.rare = NONE, NONE, NONE
+            elif source == OWN:
+                _add_followers(own, slot, OWN, order, evidence, table, least)
+            else:
+                _add_followers(shared, slot, SHARED, order, evidence, table, least)
 
 
 @compiled
-def _common(index: Index, token: int) -> int:
+def noise_of(noise: RecordArray, ahead: int, token: int) -> float:
+    """T times what a token's noise is above its mean, ``ahead`` tokens behind ``NOISE.position``; 0 if not known.
+
+    Coupled sampling takes the best log p / T + g, where the Gumbel noise g is a pure function of seed, position and
+    token (``core/noise.py``). That is the best log p + T g: among tokens of equal chance, the one with the highest
+    noise comes. So the mixer adds T g to the log-odds, less its mean and times a weight, by which it learns how far to
+    trust it.
+    """
+    text = noise[0]
+    if text.temperature == 0:
+        return 0.0
+    return float(text.temperature) * (gumbel_of(text.seed, text.position + ahead, token) - EULER)
+
+
+@compiled
+def _complete_texts(table: CandidateTable, evidence: PositionEvidence) -> None:
+    """Fill in each candidate's inputs from contexts that it did not follow, and from copies."""
+    for number in range(table.size[0]):
+        cells, token = table.cells[number], table.candidates[number].token
+        for source in range(2):
+            longest = table.candidates[number].longest[source]
+            for order in range(1, ORDERS + 1):
+                at = context_input(source, order)
+                if cells[at] == NONE:
+                    absent = evidence.absent[source, order - 1]
+                    cells[at] = (
+                        absent.rare if order < longest else absent.shorter if order == longest + 1 else absent.unknown
+                    )
+            predicted = evidence.copies[source]
+            if predicted.token != UNWRITTEN:
+                cells[COPIED + source] = predicted.cell + (1 if predicted.token == token else 0)
+
+
+@compiled
+def _complete_matches(table: CandidateTable, evidence: PositionEvidence) -> None:
+    """Fill in each candidate's inputs from matches, substitutes and skips that do not predict it."""
+    for number in range(table.size[0]):
+        cells = table.cells[number]
+        for row in range(2):
+            if cells[SKIPPED + row] == NONE:
+                cells[SKIPPED + row] = evidence.skips[row, SKIPS]
+        if cells[MATCHED + OUTPUT_MATCH] == NONE:
+            cells[MATCHED + OUTPUT_MATCH] = evidence.unpredicted[OUTPUT_MATCH]
+        if cells[SUBSTITUTE] == NONE:
+            cells[SUBSTITUTE] = evidence.absent[OWN, ORDERS].shorter
+            if cells[MATCHED + PROMPT_MATCH] == NONE:
+                cells[MATCHED + PROMPT_MATCH] = evidence.unpredicted[PROMPT_MATCH]
+
+
+@compiled
+def complete(table: CandidateTable, evidence: PositionEvidence, noise: RecordArray, ahead: int) -> None:
+    """Fill in the inputs that ``gather`` left out: what speaks against each candidate, copies, and known noise."""
+    _complete_texts(table, evidence)
+    if evidence.inputs[0] != SUBSTITUTE:
+        _complete_matches(table, evidence)
+    for number in range(table.size[0]):
+        table.candidates[number].noise = noise_of(noise, ahead, table.candidates[number].token)
+        for order in range(RECYCLED_ORDERS):
+            if table.cells[number, RECYCLED + order] == NONE:
+                table.cells[number, RECYCLED + order] = evidence.unlisted[order]
+
+
+@compiled
+def _frequency_class(index: Index, token: int) -> int:
     """Class of a token's frequency in a source, on a logarithmic scale; 0 if it never occurred.
 
     Each class stands for frequencies ``e ** (1 / 1.5)`` times those of the class below, about twice.
@@ -206,19 +346,20 @@ def _common(index: Index, token: int) -> int:
 
 
 @compiled
-def _rank_class(rank: int) -> int:
+def _recency_class(rank: int) -> int:
+    """Class of a token's rank among those seen last."""
     return 0 if rank < 2 else 1 if rank < 6 else 2 if rank < 12 else 3 if rank < 24 else 4
 
 
 @compiled
-def _recent(index: Index, source: int, table: CandidateTable, first: int) -> None:
+def _add_recent(index: Index, source: int, table: CandidateTable, first: int) -> None:
     """Make a source's tokens seen last candidates; note how long ago in those from number ``first`` on."""
     for rank in range(len(index.recent)):
         if index.recent[rank] < 0:
             break
         number = candidate(table, index.recent[rank], True)
         if number >= first:
-            table.cells[number, UNIGRAM + source] = _rank_class(rank)
+            table.cells[number, UNIGRAM + source] = _recency_class(rank)
 
 
 @compiled
@@ -228,13 +369,13 @@ def gather_recent(own: Index, shared: Index, table: CandidateTable) -> None:
     Candidates that were on the table before keep their cells: they have better evidence.
     """
     first = table.size[0]
-    _recent(own, OWN, table, first)
-    _recent(shared, SHARED, table, first)
+    _add_recent(own, OWN, table, first)
+    _add_recent(shared, SHARED, table, first)
     for number in range(first, table.size[0]):
         for source in range(2):
             token, rank = table.candidates[number].token, table.cells[number, UNIGRAM + source]
-            common = _common(own, token) if source == OWN else _common(shared, token)
+            frequency = _frequency_class(own, token) if source == OWN else _frequency_class(shared, token)
             rank = RECENCY_CLASSES - 1 if rank == NONE else rank
             table.cells[number, UNIGRAM + source] = (
-                UNIGRAM_CELLS + (source * FREQUENCY_CLASSES + common) * RECENCY_CLASSES + rank
+                UNIGRAM_CELLS + (source * FREQUENCY_CLASSES + frequency) * RECENCY_CLASSES + rank
             )

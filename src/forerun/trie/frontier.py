@@ -18,8 +18,9 @@ from forerun.trie.tables import SPAN, RecordArray
 ORDER_BITS, NODE_BITS = 3, 20
 """Bits of each order and of the node in an entry: token, node above, longest own context, longest shared context."""
 
-ORDERS_BITS = 2 * ORDER_BITS
-TOKEN_START = ORDERS_BITS + NODE_BITS
+ABOVE_START = 2 * ORDER_BITS
+TOKEN_START = ABOVE_START + NODE_BITS
+"""First bits of the node above and of the token; the orders lie below."""
 
 RECYCLED_ORDER = 7
 """In place of the own context's order: the token comes from recycled logits alone."""
@@ -49,7 +50,7 @@ class Frontier(NamedTuple):
 @compiled
 def packed(token: int, above: int, own_order: int, shared_order: int) -> int:
     """An entry: a token, the row on the workspace of the node above, and the longest context in each source."""
-    return token << TOKEN_START | above << ORDERS_BITS | own_order << ORDER_BITS | shared_order
+    return token << TOKEN_START | above << ABOVE_START | own_order << ORDER_BITS | shared_order
 
 
 @compiled
@@ -61,7 +62,7 @@ def token_of(entry: int) -> int:
 @compiled
 def above_of(entry: int) -> int:
     """The row on the workspace of the node above it."""
-    return entry >> ORDERS_BITS & ((1 << NODE_BITS) - 1)
+    return entry >> ABOVE_START & ((1 << NODE_BITS) - 1)
 
 
 @compiled
@@ -84,12 +85,6 @@ def origin_of(entry: int) -> int:
     if entry >> ORDER_BITS & ((1 << ORDER_BITS) - 1) == RECYCLED_ORDER:
         return FROM_LOGITS
     return FROM_EARLIER if shared_order_of(entry) > own_order_of(entry) else FROM_TEXT
-
-
-@compiled
-def empty(frontier: Frontier) -> None:
-    """Remove all entries."""
-    frontier.span[0].head, frontier.span[0].tail = 0, 0
 
 
 @compiled

@@ -142,7 +142,7 @@ def _note_hit(match: np.record) -> None:
 
 
 @compiled
-def _spell(own: Index, match: np.record, position: int, predicted: int, came: int) -> None:
+def _note_spelling(own: Index, match: np.record, position: int, predicted: int, came: int) -> None:
     """Note how many tokens of a word's spelling came; after the last one the match moves on."""
     more = spelled(own.spelling, predicted, came) != UNWRITTEN
     match.spelled = came if more else 0
@@ -150,13 +150,13 @@ def _spell(own: Index, match: np.record, position: int, predicted: int, came: in
 
 
 @compiled
-def _inside(own: Index, match: np.record, token: int) -> bool:
+def _continue_spelling(own: Index, match: np.record, token: int) -> bool:
     """Whether a spelling that has begun goes on with the token; if not, its word is passed over."""
     position, came = match.position, match.spelled
     predicted = read(own, position)
     if spelled(own.spelling, predicted, came) == token:
         _note_hit(match)
-        _spell(own, match, position, predicted, came + 1)
+        _note_spelling(own, match, position, predicted, came + 1)
         return True
     match.position, match.spelled = following(own, position), 0
     return False
@@ -176,7 +176,7 @@ def _advance_on_hit(own: Index, match: np.record, row: int, token: int, ahead: i
             return True
         if row == PROMPT_MATCH and spelled(own.spelling, predicted, 0) == token:
             _note_hit(match)
-            _spell(own, match, position, predicted, 1)
+            _note_spelling(own, match, position, predicted, 1)
             return True
         position = following(own, position)
     return False
@@ -199,7 +199,7 @@ def _note_miss(own: Index, match: np.record, row: int, token: int) -> None:
 @compiled
 def _follow(own: Index, match: np.record, row: int, token: int, ahead: int) -> None:
     """Move a match by the token that came."""
-    if match.spelled != 0 and _inside(own, match, token):
+    if match.spelled != 0 and _continue_spelling(own, match, token):
         return
     if match.position != 0 and not _advance_on_hit(own, match, row, token, ahead):
         _note_miss(own, match, row, token)

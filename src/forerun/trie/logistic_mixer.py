@@ -2,7 +2,7 @@
 
 This is logistic mixing as in the PAQ compressors (Mahoney, 2005), in three steps:
 
-1. Each piece of evidence has a *cell* (``table``). It learns how often tokens with such evidence came.
+1. Each piece of evidence has a *cell* (``candidates``). It learns how often tokens with such evidence came.
 2. The log-odds of a candidate's cells are added up, each with a *weight*. Weights are learned too, by gradient descent.
    There is one set of them for each quality of match, because a long context makes the short ones worth less.
 3. A *correction* maps the sum to a probability. It learns how often candidates with that sum came.
@@ -25,29 +25,16 @@ from forerun.trie.arrays import ORDERS, FloatArray
 from forerun.trie.candidates import (
     BIAS,
     CELLS,
-    CONTEXT_CELLS,
     COPIED,
-    COPY_CELLS,
-    COUNTS,
-    MATCH_CELLS,
-    MISSES,
     NOISY,
     NONE,
     RECYCLED,
-    RECYCLED_CELLS,
     RECYCLED_ORDERS,
-    SKIPPED,
-    STATES,
-    SUBSTITUTE,
-    TOTALS,
-    UNIGRAM,
-    UNIGRAM_CELLS,
     CandidateTable,
     PositionEvidence,
     context_input,
 )
-from forerun.trie.gapped_match import GAP_CLASSES, MATCH_KINDS, PROMPT_LOOKAHEAD, RESUMED_CLASSES
-from forerun.trie.tables import CHANCE_CLASSES, LISTED, OWN, SHARED
+from forerun.trie.tables import OWN, SHARED
 from forerun.trie.token_store import UNWRITTEN
 
 WEIGHT_COLUMNS = BIAS + 1
@@ -166,22 +153,22 @@ def weights_unmatched(evidence: PositionEvidence) -> int:
 
 
 @compiled
-def weigh(mixer: Mixer, table: CandidateTable, number: int, evidence: PositionEvidence) -> float:
-    """The probability of a candidate. It is noted on the table, with what led to it."""
-    chosen = _weights_of(table, number, evidence)
-    odds = mixer.weights[chosen, BIAS]
-    for at in range(evidence.inputs[0]):
-        odds += mixer.weights[chosen, at] * mixer.cells.odds[table.cells[number, at]]
-    found = table.candidates[number]
-    odds += mixer.weights[chosen, NOISY] * found.noise
-    found.weights, found.odds, found.chance = chosen, odds, corrected(mixer, chosen, odds)
-    return float(found.chance)
+def weigh(mixer: Mixer, table: CandidateTable, evidence: PositionEvidence) -> None:
+    """Note the probability of each candidate on the table, with what led to it."""
+    for number in range(table.size[0]):
+        chosen = _weights_of(table, number, evidence)
+        odds = mixer.weights[chosen, BIAS]
+        for at in range(evidence.inputs[0]):
+            odds += mixer.weights[chosen, at] * mixer.cells.odds[table.cells[number, at]]
+        found = table.candidates[number]
+        odds += mixer.weights[chosen, NOISY] * found.noise
+        found.weights, found.odds, found.chance = chosen, odds, corrected(mixer, chosen, odds)
 
 
 @compiled
-def odds_unmatched(mixer: Mixer, evidence: PositionEvidence) -> float:
-    """The log-odds of a token that no context, copy or match speaks for, without its own frequency and recency."""
-    chosen = weights_unmatched(evidence)
+def odds_unmatched(mixer: Mixer, chosen: int, evidence: PositionEvidence) -> float:
+    """The log-odds of a token that no context, copy or match speaks for, without its own frequency and recency;
+    ``chosen`` is its set of weights, ``weights_unmatched``."""
     odds = mixer.weights[chosen, BIAS]
     for order in range(RECYCLED_ORDERS):
         odds += mixer.weights[chosen, RECYCLED + order] * mixer.cells.odds[evidence.unlisted[order]]
@@ -197,7 +184,7 @@ def odds_unmatched(mixer: Mixer, evidence: PositionEvidence) -> float:
 
 
 @compiled
-def _correct(mixer: Mixer, chosen: int, odds: float, hit: float) -> None:
+def _teach_correction(mixer: Mixer, chosen: int, odds: float, hit: float) -> None:
     """Let the correction learn from one candidate."""
     knot = _knot(odds)
     low = int(knot)
@@ -207,12 +194,12 @@ def _correct(mixer: Mixer, chosen: int, odds: float, hit: float) -> None:
 
 
 @compiled
-def _teach(mixer: Mixer, table: CandidateTable, inputs: int, number: int, hit: float, rate: float) -> None:
+def _teach_candidate(mixer: Mixer, table: CandidateTable, inputs: int, number: int, hit: float, rate: float) -> None:
     """Learn from one candidate, which came (1) or did not (0)."""
     odds, chosen = table.candidates[number].odds, table.candidates[number].weights
     cells, weights = mixer.cells, mixer.weights
     error = rate * (hit - 1 / (1 + math.exp(-min(max(odds, -20.0), 20.0))))
-    _correct(mixer, chosen, odds, hit)
+    _teach_correction(mixer, chosen, odds, hit)
     weights[chosen, BIAS] += error
     weights[chosen, NOISY] += error * table.candidates[number].noise
     for at in range(inputs):
@@ -233,7 +220,7 @@ def teach(mixer: Mixer, table: CandidateTable, inputs: int, token: int, rate: fl
     """
     cells, size = mixer.cells, table.size[0]
     for number in range(size):
-        _teach(mixer, table, inputs, number, 1.0 if table.candidates[number].token == token else 0.0, rate)
+        _teach_candidate(mixer, table, inputs, number, 1.0 if table.candidates[number].token == token else 0.0, rate)
     for number in range(size):
         for at in range(inputs):
             cell = table.cells[number, at]
@@ -260,7 +247,7 @@ def restore(learned: FloatArray) -> Mixer:
     if len(learned) != ends[-1] or not np.isfinite(learned).all():
         raise ValueError("what was learned is not of this program")
     chances, uses, weights, correction = np.split(learned, ends[:-1])
-    mixer = untrained()
+    mixer = blank()
     cells = mixer.cells
     cells.chance[:CELLS] = chances.clip(1e-4, 1 - 1e-4)
     cells.odds[:] = np.log(cells.chance / (1 - cells.chance))
@@ -275,11 +262,11 @@ def prior() -> Mixer:
 
     ``python -m benchmarks learn-evidence``, then ``learn-recycled``, write it.
     """
-    return _learned().copy()
+    return _load_prior().copy()
 
 
 @functools.cache
-def _learned() -> Mixer:
+def _load_prior() -> Mixer:
     try:
         return restore(np.load(PRIOR_FILE, allow_pickle=False).astype(np.float64))
     except ValueError as error:
@@ -288,52 +275,9 @@ def _learned() -> Mixer:
         ) from error
 
 
-def untrained() -> Mixer:
-    """A mixer that expects what relative frequencies suggest."""
-    chance = _expected()
-    odds, none = np.log(chance / (1 - chance)), np.zeros(CELLS + 1, np.float32)
-    cells = Cells(odds.astype(np.float32), chance.astype(np.float32), none, none.copy())
+def blank() -> Mixer:
+    """A mixer that has learned nothing; all its weights are 0."""
+    cells = Cells(*(np.zeros(CELLS + 1, np.float32) for _ in Cells._fields))
+    cells.chance[NONE] = 0.5
     correction = np.tile(1 / (1 + np.exp(8 - np.arange(KNOTS) / 2)), (SETS + 1, 1))
-    return Mixer(cells, _first_weights(), correction)
-
-
-def _expected() -> FloatArray:
-    """The chance of each kind of evidence before any was seen, float64 ``[CELLS + 1]``."""
-    counts = np.array([0, 1, 2, 3, 4.5, 8, 20, 60, 0])[:, None]
-    totals = np.maximum(np.array([0.5, 1, 2, 3, 4, 5.5, 8, 15, 40, 150]), np.maximum(counts, 1))
-    chance = np.full(CELLS + 1, 0.01)
-    contexts = chance[: 2 * ORDERS * CONTEXT_CELLS].reshape(2, ORDERS, COUNTS, TOTALS, STATES)
-    for order, discount in enumerate((0.58, 0.45, 0.4, 0.33)):
-        share = np.where(counts > 0, (counts - discount) / (totals + 0.2), 0.03 * (order + 1) / (totals + 1))
-        share[-1] = 0.015 / (totals[-1] + 1)
-        contexts[:, order] = share.clip(0.002, 0.95)[..., None]
-    chance[2 * ORDERS * CONTEXT_CELLS : COPY_CELLS] = np.tile(contexts[0, 1].ravel(), 5)
-    agreed = np.array([0.3, 0.4, 0.6, 0.75, 0.85, 0.92, 0.97, 0.99])[:, None] * 0.9 ** np.arange(MISSES)
-    says = np.stack([(1 - agreed) / 50, agreed], axis=-1)
-    chance[COPY_CELLS:UNIGRAM_CELLS] = np.tile(says.ravel(), 2)
-    matches = chance[MATCH_CELLS:RECYCLED_CELLS].reshape(MATCH_KINDS, RESUMED_CLASSES, GAP_CLASSES)
-    ahead, others = 0.2 * 0.4 ** np.arange(PROMPT_LOOKAHEAD), [0.1, 0.05, 0.9, 0.02, 0.005, 0.4, 0.02]
-    matches[:] = np.concatenate((ahead, others))[:, None, None]  # in the order of the kinds
-    matches[0, :, 0] = 0.6
-    share = 1 / (1 + np.exp(CHANCE_CLASSES / 2 - 0.5 - np.arange(CHANCE_CLASSES)))
-    lists = chance[RECYCLED_CELLS:CELLS].reshape(RECYCLED_ORDERS, LISTED + 1, CHANCE_CLASSES)
-    lists[0], lists[1] = 0.5 * share, 0.8 * share
-    lists[:, LISTED] = 0.01
-    chance[NONE] = 0.5
-    return chance
-
-
-def _first_weights() -> FloatArray:
-    """The weights before anything was learned, float64 ``[SETS, WEIGHT_COLUMNS]``; rows are numbered as in
-    ``_weights_of``."""
-    weights = np.full((TEXT_SETS, WEIGHT_COLUMNS), 0.3)
-    weights[:, BIAS] = 0
-    weights[18:, BIAS] = weights[6:9, BIAS] = weights[15:18, BIAS] = 0.3  # a context of three or more tokens
-    weights[0, UNIGRAM:BIAS] = 0.5
-    weights[9:12, ORDERS:COPIED] = 0.2
-    weights[18:21, ORDERS:COPIED] = 0.1
-    weights[2::3, COPIED:UNIGRAM] = 0.9  # a long copy predicts the candidate
-    weights[:, SUBSTITUTE:BIAS] = 0.1
-    weights[27:] = np.tile(weights[:27], (2, 1))
-    weights[54:, SKIPPED:BIAS] = 0.6  # a match is sure of it
-    return np.tile(weights, (SETS // TEXT_SETS, 1))
+    return Mixer(cells, np.zeros((SETS, WEIGHT_COLUMNS)), correction)

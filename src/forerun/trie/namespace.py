@@ -48,8 +48,7 @@ class Texts(NamedTuple):
         return np.split(out[: ends[-1]], ends[:-1]) if len(ends) else []
 
 
-NOTHING = Texts(np.zeros(0, TEXT_CHUNK), np.zeros(0, np.int64))
-"""No outputs."""
+NO_TEXTS = Texts(np.zeros(0, TEXT_CHUNK), np.zeros(0, np.int64))
 
 
 class Namespace:
@@ -65,7 +64,7 @@ class Namespace:
         index: what is shared.
         granted: bytes that it may take; no more than ``capacity``.
         outputs: first chunks of the finished outputs, oldest first.
-        writers: by their requests, the places of the outputs that still grow.
+        writers: by request, the cursors of the outputs that still grow.
         changed: number of its last change; 0 before the first.
         mixer: what evidence is worth here. No namespace's drafts tell anything about another's texts.
         handles: of the index, and of the mixer.
@@ -80,37 +79,37 @@ class Namespace:
         self.mixer = mixer
         self.handles: tuple[ArrayHandles[Index], ArrayHandles[Mixer]] = (ArrayHandles(), ArrayHandles())
         self._allow = allow
-        self._whole = Index.for_bytes(capacity)
-        self.index = self._whole.within(self.granted)
+        self.index = self._whole = Index.for_bytes(capacity)
+        self._resize()
         self._leaving: TextCursor | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """In a copy, the index must lie in the copy's own arrays."""
         self.__dict__.update(state)
-        self._cut()
+        self._resize()
 
     def publish(self, tokens: IntArray) -> bool:
         """Take in a whole output, or nothing if it does not fit; return True if it fits."""
         if len(tokens) > CHUNK_TOKENS * (len(self._whole.text) - 1):  # nothing shall give way to what cannot stay
             return False
-        where = TextCursor.start()
+        cursor = TextCursor.start()
         for start in range(0, len(tokens), PIECE_TOKENS):
             piece = tokens[start : start + PIECE_TOKENS]
             self.make_room(len(piece))
-            text_cursor.publish(self.index, where, piece)
-        if where.cut:
-            text_cursor.withdraw(self.index, _front(where.first_chunk), len(tokens) + 1)
+            text_cursor.publish(self.index, cursor, piece)
+        if cursor.cut:
+            text_cursor.withdraw(self.index, _front(cursor.first_chunk), len(tokens) + 1)
             return False
-        self._finish(where)
+        self._finish(cursor)
         return True
 
     def close(self, request_id: int) -> None:
         """Note that the output of a request is finished; from now on it may be taken back."""
         self._finish(self.writers.pop(request_id))
 
-    def _finish(self, where: TextCursor) -> None:
-        if where.first_chunk:
-            self.outputs.append(where.first_chunk)
+    def _finish(self, cursor: TextCursor) -> None:
+        if cursor.first_chunk:
+            self.outputs.append(cursor.first_chunk)
 
     def make_room(self, tokens: int) -> None:
         """Grow while there is little room left. If that may not be, take old outputs back, up to
@@ -127,14 +126,11 @@ class Namespace:
         allowed = allow(self, min(max(MIN_GROWTH_BYTES, self.granted // 8), self.capacity - self.granted))
         if allowed:
             self.granted += allowed
-            self._cut()
+            self._resize()
 
-    def _cut(self) -> None:
+    def _resize(self) -> None:
         """Let the index be as much of the whole as is granted. Its small arrays are no part of that."""
-        whole = self._whole.within(self.granted)
-        self.index = self.index._replace(
-            slots=whole.slots, heads=whole.heads, blocks=whole.blocks, text=whole.text, recycled=whole.recycled
-        )
+        self.index = self.index.within(self._whole, self.granted)
 
     def withdraw(self) -> None:
         """Take the oldest finished output back, in time proportional to its length."""
@@ -153,7 +149,7 @@ class Namespace:
 
     def texts(self) -> Texts:
         """A copy of the outputs, oldest first, those that still grow last."""
-        growing = (where.first_chunk for where in self.writers.values())
+        growing = (cursor.first_chunk for cursor in self.writers.values())
         firsts = [chunk for chunk in (*self.outputs, *growing) if chunk]
         top = int(self.index.state["chunk_top"].item())
         return Texts(self.index.text[:top].copy(), np.array(firsts, np.int64))

@@ -10,25 +10,25 @@ from collections.abc import Callable, Iterator, Mapping
 from forerun.core.fair_eviction import eviction, owner_of
 from forerun.trie.logistic_mixer import Mixer
 from forerun.trie.namespace import MIN_GROWTH_BYTES, Namespace
-from forerun.trie.trie_config import TrieConfig
 
 
 class NamespaceLRU(Mapping[str, Namespace]):
     """Namespaces by name, those used longest ago first.
 
     Args:
-        config: how large a namespace may become, and how many there may be.
+        capacity: maximum bytes of a namespace.
+        most: maximum number of namespaces.
+        mixer: what a new namespace takes evidence to be worth; an attribute, too.
 
     Attributes:
-        mixer: what a new namespace takes evidence to be worth.
         on_change: called after each change, if it is set; it must return at once.
     """
 
-    def __init__(self, config: TrieConfig, mixer: Mixer) -> None:
-        self._config, self.mixer = config, mixer
+    def __init__(self, capacity: int, most: int, mixer: Mixer) -> None:
+        self._capacity, self.mixer = capacity, mixer
         self._spaces: dict[str, Namespace] = {}
-        self._most = self._most_of_owner = config.namespaces
-        self._limit = config.namespaces * config.capacity
+        self._most = self._most_of_owner = most
+        self._limit = most * capacity
         self._bounded = False
         self._changes = 0
         self.on_change: Callable[[], None] | None = None
@@ -70,7 +70,7 @@ class NamespaceLRU(Mapping[str, Namespace]):
         """A namespace by name, made if it is missing; it is now the one that was used last."""
         space = self._spaces.pop(name, None)
         if space is None:
-            space = self._made(name)
+            space = self._create(name)
         self._spaces[name] = space
         return space
 
@@ -78,10 +78,10 @@ class NamespaceLRU(Mapping[str, Namespace]):
         """Forget all texts. Requests are live as before; the rest of their outputs is not written."""
         writers = {name: space.writers for name, space in self._spaces.items() if space.writers}
         self._spaces = {}
-        for name, places in writers.items():
-            self.open(name).writers = places
-            for where in places.values():
-                where.leave_shared()
+        for name, cursors in writers.items():
+            self.open(name).writers = cursors
+            for cursor in cursors.values():
+                cursor.leave_shared()
 
     def note_change(self, space: Namespace) -> None:
         """A namespace has other texts now."""
@@ -90,14 +90,14 @@ class NamespaceLRU(Mapping[str, Namespace]):
         if self.on_change is not None:
             self.on_change()
 
-    def _made(self, name: str) -> Namespace:
-        capacity, owner = self._config.capacity, owner_of(name)
+    def _create(self, name: str) -> Namespace:
+        owner = owner_of(name)
         own = [each for each in self._spaces if owner_of(each) == owner]
         idle = [each for each in own if not self._spaces[each].writers]
         for oldest in idle[: max(0, len(own) + 1 - self._most_of_owner)]:
             del self._spaces[oldest]
-        self._make_room(0 if self._bounded else capacity, 1)
-        return Namespace(capacity, self.mixer.copy(), self._allow if self._bounded else None)
+        self._make_room(0 if self._bounded else self._capacity, 1)
+        return Namespace(self._capacity, self.mixer.copy(), self._allow if self._bounded else None)
 
     def _allow(self, space: Namespace, requested: int) -> int:
         """How many of the requested bytes a namespace may take."""

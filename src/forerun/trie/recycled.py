@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from forerun.core.compiling import compiled
 from forerun.core.tree import IntArray
-from forerun.trie.arrays import HashArray, Index, Int32Array, mix
+from forerun.trie.arrays import HashArray, Index, Int32Array, mix, table_row
 from forerun.trie.candidates import (
     NONE,
     RECYCLED,
@@ -52,7 +52,7 @@ NO_ROWS = RecycledRows(
     np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, LISTED), np.int32), np.empty((0, LISTED), np.float32)
 )
 
-BLOCK = 64
+BLOCK_LOGITS = 64
 """Logits that are compared with the worst of the best together."""
 
 
@@ -67,10 +67,10 @@ def best_of_rows(logits: Float32Array, tokens: Int32Array, scores: Float32Array)
     rows, vocabulary = logits.shape
     for row in range(rows):
         tokens[row], scores[row] = -1, -np.inf
-        whole = vocabulary - vocabulary % BLOCK
-        for first in range(0, whole, BLOCK):
+        whole = vocabulary - vocabulary % BLOCK_LOGITS
+        for first in range(0, whole, BLOCK_LOGITS):
             if _any_above(logits[row], first, scores[row, LISTED - 1]):
-                _best_between(logits[row], first, first + BLOCK, tokens[row], scores[row])
+                _best_between(logits[row], first, first + BLOCK_LOGITS, tokens[row], scores[row])
         _best_between(logits[row], whole, vocabulary, tokens[row], scores[row])
 
 
@@ -78,7 +78,7 @@ def best_of_rows(logits: Float32Array, tokens: Int32Array, scores: Float32Array)
 def _any_above(line: Float32Array, first: int, least: np.float32) -> bool:
     """Whether there is one in a block. Unsigned indices and sums make it a loop over vectors."""
     found = np.uint32(0)
-    for k in range(np.uint64(BLOCK)):
+    for k in range(np.uint64(BLOCK_LOGITS)):
         found = np.uint32(found | np.uint32(line[np.uint64(first) + k] > least))
     return bool(found)
 
@@ -97,7 +97,7 @@ def _best_between(line: Float32Array, first: int, end: int, tokens: Int32Array, 
 
 
 @compiled
-def chance_class(chance: float) -> int:
+def _chance_class(chance: float) -> int:
     """A chance's class: its log-odds, rounded down, from -7 to 6."""
     odds = math.log(max(chance, 1e-6) / max(1 - chance, 1e-6))
     return int(min(max(math.floor(odds) + CHANCE_CLASSES // 2, 0), CHANCE_CLASSES - 1))
@@ -106,7 +106,7 @@ def chance_class(chance: float) -> int:
 @compiled
 def _keep(index: Index, hashed: np.uint64, tokens: Int32Array, scores: Float32Array, row: int) -> None:
     """Write a list where its context has its place."""
-    place = index.recycled[int(hashed >> np.uint64(20)) & (len(index.recycled) - 1)]
+    place = index.recycled[table_row(hashed, len(index.recycled))]
     if place.key == 0:
         index.state[0].lists += 1
     place.key = hashed
@@ -116,7 +116,7 @@ def _keep(index: Index, hashed: np.uint64, tokens: Int32Array, scores: Float32Ar
     for rank in range(LISTED):
         chance = math.exp(scores[row, rank] - scores[row, 0]) / total
         place.tokens[rank], place.chances[rank] = tokens[row, rank], chance
-        place.classes[rank] = chance_class(chance)
+        place.classes[rank] = _chance_class(chance)
 
 
 @compiled
@@ -131,7 +131,7 @@ def keep(index: Index, rows: RecycledRows, row: int) -> None:
 
 
 @compiled
-def listed_cell(order: int, rank: int, chance: int) -> int:
+def _listed_cell(order: int, rank: int, chance: int) -> int:
     """The cell of a token that a list of this order has in this place, with a chance of this class."""
     return RECYCLED_CELLS + ((order - 1) * (LISTED + 1) + rank) * CHANCE_CLASSES + int(chance)
 
@@ -143,15 +143,15 @@ def recall(
     """Make what the lists of a node's last tokens have candidates, as far as their chances exceed ``least``."""
     for order in range(RECYCLED_ORDERS, 0, -1):
         hashed = hashes[node, 0, order]
-        place = index.recycled[int(hashed >> np.uint64(20)) & (len(index.recycled) - 1)]
+        place = index.recycled[table_row(hashed, len(index.recycled))]
         if place.key != hashed or hashed == 0:
             evidence.unlisted[order - 1] = NONE
             continue
-        evidence.unlisted[order - 1] = listed_cell(order, LISTED, place.classes[0])
+        evidence.unlisted[order - 1] = _listed_cell(order, LISTED, place.classes[0])
         for rank in range(LISTED):
             if place.tokens[rank] < 0:
                 break
             number = candidate(table, place.tokens[rank], place.chances[rank] > least)
             if number != NONE:
-                table.cells[number, RECYCLED + order - 1] = listed_cell(order, rank, place.classes[rank])
+                table.cells[number, RECYCLED + order - 1] = _listed_cell(order, rank, place.classes[rank])
                 table.candidates[number].listed = max(table.candidates[number].listed, order)

@@ -28,11 +28,13 @@ CHUNK_TOKENS = 32
 """Tokens of one row of ``Index.text``."""
 
 
-def _records(
-    *columns: tuple[str, type[np.generic]] | tuple[str, type[np.generic], tuple[int, ...]],
-) -> np.dtype[np.record]:
-    """The type of a table with these columns; in its rows they are attributes."""
-    return _of(np.dtype(list(columns), align=True))
+def _records(*columns: str | tuple[Any, ...]) -> np.dtype[np.record]:
+    """The type of a table with these columns, in order; in its rows they are attributes. A string names int64 columns,
+    separated by spaces."""
+    fields = list[tuple[Any, ...]]()
+    for each in columns:
+        fields += [(name, np.int64) for name in each.split()] if isinstance(each, str) else [each]
+    return _of(np.dtype(fields, align=True))
 
 
 def _of(columns: np.dtype[np.void]) -> np.dtype[np.record]:
@@ -77,20 +79,7 @@ TEXT_CHUNK = _records(("tokens", np.int32, (CHUNK_TOKENS,)), ("after", np.int32)
 - ``before``: the chunk before it in its text.
 """
 
-INDEX_STATE = _records(
-    ("mask", np.int64),
-    ("split", np.int64),
-    ("slots", np.int64),
-    ("slot_top", np.int64),
-    ("slot_free", np.int64),
-    ("rows", np.int64),
-    ("block_top", np.int64),
-    ("chunks", np.int64),
-    ("chunk_top", np.int64),
-    ("chunk_free", np.int64),
-    ("tokens", np.int64),
-    ("lists", np.int64),
-)
+INDEX_STATE = _records("mask split slots slot_top slot_free rows block_top chunks chunk_top chunk_free tokens lists")
 """``Index.state``: one row of counters.
 
 - ``mask``, ``split``: of the hash table (linear hashing). It has ``mask + 1 + split`` buckets, of which the first
@@ -122,7 +111,7 @@ RECYCLED_LIST = _records(
 - ``classes``: the classes of these, of ``CHANCE_CLASSES``.
 """
 
-COPY = _records(("position", np.int64), ("agreed", np.int64), ("wrong", np.int64))
+COPY = _records("position agreed wrong")
 """``TextCursor.copies``: where the text seems to repeat an earlier passage. It is the match model of the PAQ
 compressors.
 
@@ -131,14 +120,7 @@ compressors.
 - ``wrong``: the last eight predictions, one bit each, set where the copy was wrong; the latest is bit 0.
 """
 
-GAPPED_MATCH = _records(
-    ("position", np.int64),
-    ("resumed", np.int64),
-    ("gap", np.int64),
-    ("run", np.int64),
-    ("prompt_end", np.int64),
-    ("spelled", np.int64),
-)
+GAPPED_MATCH = _records("position resumed gap run prompt_end spelled")
 """``TextCursor.matches``: where the text repeats an earlier passage, with tokens of its own in between.
 
 - ``position``: of the token that the match predicts first.
@@ -150,16 +132,15 @@ GAPPED_MATCH = _records(
 - ``spelled``: how many tokens of the spelling of the word at ``position`` have come; see ``spelling``.
 """
 
-TEXT_END = _records(("position", np.int64), ("chunk", np.int64))
+TEXT_END = _records("position chunk")
 """``TextCursor.ends``: position of the text's last token (-1: it is no longer written), and the text's first chunk."""
 
 CANDIDATE = _records(
-    ("token", np.int64),
+    "token",
     ("longest", np.int64, (2,)),
-    ("match_class", np.int64),
-    ("listed", np.int64),
+    "match_class listed",
     ("noise", np.float64),
-    ("weights", np.int64),
+    "weights",
     ("odds", np.float64),
     ("chance", np.float64),
 )
@@ -168,7 +149,7 @@ CANDIDATE = _records(
 - ``longest``: tokens of the longest context that it followed, in each source.
 - ``match_class``: 1 if a match predicts it or what usually stands in for it, 2 if the match is sure, otherwise 0.
 - ``listed``: tokens of the longest context whose list of recycled logits has it; 0 for none.
-- ``noise``: see ``known_noise.noise_of``; 0 where it is not known.
+- ``noise``: see ``evidence.noise_of``; 0 where it is not known.
 - ``weights``: which row of ``Mixer.weights`` its evidence is mixed with.
 - ``odds``: the log-odds that the mix gives.
 - ``chance``: the probability after the correction.
@@ -182,12 +163,12 @@ ABSENT = _records(("shorter", np.int32), ("unknown", np.int32), ("rare", np.int3
 - ``rare``: it followed this context, but too rarely to be read.
 """
 
-PREDICTION = _records(("token", np.int64), ("cell", np.int64), ("agreed", np.int64))
+PREDICTION = _records("token cell agreed")
 """``PositionEvidence.copies``: the token that a copy predicts, the cell for all other tokens (the next cell is for
 this one), and ``COPY.agreed``."""
 
-NOISE = _records(("seed", np.uint64), ("position", np.int64), ("temperature", np.float64))
-"""``DraftWorkspace.noise``: what the noise of a text's next tokens follows from; see ``known_noise``.
+NOISE = _records(("seed", np.uint64), "position", ("temperature", np.float64))
+"""``DraftWorkspace.noise``: what the noise of a text's next tokens follows from; see ``evidence.noise_of``.
 
 - ``seed``: the sampler's, mixed once.
 - ``position``: of the next token in the text.
@@ -195,11 +176,10 @@ NOISE = _records(("seed", np.uint64), ("position", np.int64), ("temperature", np
 """
 
 TEXT_STEP = _records(
-    *((name, np.int64) for name in ("own", "shared", "cursor", "mixer")),
+    "own shared cursor mixer",
     ("seed", np.uint64),
     ("temperature", np.float64),
-    *((name, np.int64) for name in ("position", "room", "at", "taught_end", "new_end", "pending_end")),
-    *((name, np.int64) for name in ("list_at", "list_end", "budget", "deepest", "piece", "nodes")),
+    "position room at taught_end new_end pending_end list_at list_end budget max_depth piece nodes",
 )
 """What one compiled call does for one text: learn new tokens, keep lists of recycled logits, then draft.
 
@@ -210,10 +190,10 @@ TEXT_STEP = _records(
 - ``at``: the next token to learn, in the vector of all texts' tokens. Those before ``new_end`` are to be learned; those
   from there to ``pending_end`` are on trial. Evidence learns from those before ``taught_end``.
 - ``list_at``, ``list_end``: its lists, in the table of all texts' lists.
-- ``budget``, ``deepest``: maximum number of nodes, and their maximum depth.
+- ``budget``, ``max_depth``: maximum number of nodes, and their maximum depth.
 - ``piece``: tokens that were learned last.
 - ``nodes``: how many were drafted.
 """
 
-SPAN = _records(("head", np.int64), ("tail", np.int64))
+SPAN = _records("head tail")
 """``Frontier.span``: the frontier's entries are those from ``head`` to before ``tail``."""

@@ -41,10 +41,10 @@ from forerun.trie.token_store import (
     following,
     free,
     hint,
-    opening,
     read,
     remember,
     set_hint,
+    start_hashes,
 )
 
 MOST_WRONG = 0b1111
@@ -79,7 +79,7 @@ class TextCursor(NamedTuple):
         """Before a text."""
         hashes, copies = np.zeros((2, LONG_NGRAM + 1), np.uint64), np.zeros((1, 2), COPY)
         cursor = cls(hashes, copies, np.zeros((1, 2), GAPPED_MATCH), np.zeros(2, TEXT_END))
-        opening(cursor.hashes)
+        start_hashes(cursor.hashes)
         return cursor
 
     @property
@@ -128,31 +128,24 @@ def follow_copy(index: Index, copies: RecordArray, node: int, source: int, token
 
 
 @compiled
-def seek_copy(index: Index, copy: np.record, hashed: np.uint64, own: Index, end: int) -> None:
+def _seek_copy(index: Index, cursor: TextCursor, source: int, own: Index) -> None:
     """Move a copy behind the latest occurrence of the last tokens, if at least as many tokens agree there.
 
-    ``hashed`` is of the n-gram to look for, and ``end`` is the position of the text's last token in ``own``.
+    The longer n-gram is looked for first, then the shorter one.
     """
-    if copy.agreed >= MAX_AGREED:
-        return
-    found = hint(index, hashed)
-    if found == 0 or found == copy.position:
-        return
-    agreed = agreement(index, found, own, end)
-    if agreed >= SHORT_NGRAM and agreed >= copy.agreed:
-        copy.position, copy.agreed, copy.wrong = found, agreed, 0
+    copy = cursor.copies[0, source]
+    for length in (LONG_NGRAM, SHORT_NGRAM):
+        if copy.agreed >= MAX_AGREED:
+            return
+        found = hint(index, cursor.hashes[source, length])
+        if found != 0 and found != copy.position:
+            agreed = agreement(index, found, own, cursor.ends[OWN].position)
+            if agreed >= SHORT_NGRAM and agreed >= copy.agreed:
+                copy.position, copy.agreed, copy.wrong = found, agreed, 0
 
 
 @compiled
-def seek_copies(index: Index, cursor: TextCursor, source: int, own: Index) -> None:
-    """Look for a better copy by the longer n-gram, then by the shorter one."""
-    copy, end = cursor.copies[0, source], cursor.ends[OWN].position
-    seek_copy(index, copy, cursor.hashes[source, LONG_NGRAM], own, end)
-    seek_copy(index, copy, cursor.hashes[source, SHORT_NGRAM], own, end)
-
-
-@compiled
-def write(index: Index, hashes: HashArray, source: int, end: int, token: int) -> int:
+def _write(index: Index, hashes: HashArray, source: int, end: int, token: int) -> int:
     """Append a token to a text and count it; its position, or -1 if there was no room."""
     position = append(index, end, token)
     if position == 0:
@@ -171,12 +164,12 @@ def ingest(own: Index, cursor: TextCursor, tokens: IntArray, more: int) -> None:
     end = cursor.ends[OWN]
     for number in range(len(tokens)):
         token = tokens[number]
-        end.position = write(own, cursor.hashes, OWN, end.position, token)
+        end.position = _write(own, cursor.hashes, OWN, end.position, token)
         advance(cursor.hashes, OWN, token)
         if number >= len(tokens) + more - REMEMBERED:
             remember(own.recent, token)
     if more == 0:
-        seek_copies(own, cursor, OWN, own)
+        _seek_copy(own, cursor, OWN, own)
         cursor.matches[0, PROMPT_MATCH].prompt_end = cursor.matches[0, OUTPUT_MATCH].prompt_end = end.position
 
 
@@ -201,13 +194,13 @@ def append_generated(index: Index, source: int, own: Index, cursor: TextCursor, 
     end = cursor.ends[source]
     if end.position >= 0:
         fresh = end.position == 0
-        end.position = write(index, cursor.hashes, source, end.position, token)
+        end.position = _write(index, cursor.hashes, source, end.position, token)
         if fresh:
             end.chunk = max(end.position, 0) // CHUNK_TOKENS
         remember(index.recent, token)
     advance(cursor.hashes, source, token)
     follow_copy(index, cursor.copies, 0, source, token, 0)
-    seek_copies(index, cursor, source, own)
+    _seek_copy(index, cursor, source, own)
     if source == OWN:
         follow_matches(own, cursor.matches, 0, token)
         start_match(cursor.matches, cursor.copies[0, OWN].position, cursor.copies[0, OWN].agreed)

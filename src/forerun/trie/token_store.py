@@ -11,7 +11,7 @@ import numpy as np
 
 from forerun.core.compiling import compiled
 from forerun.core.tree import IntArray
-from forerun.trie.arrays import HashArray, Index, Int32Array, mix
+from forerun.trie.arrays import HashArray, Index, Int32Array, mix, table_row
 from forerun.trie.tables import CHUNK_TOKENS, RecordArray
 
 SHORT_NGRAM, LONG_NGRAM = 3, 5
@@ -125,13 +125,13 @@ def agreement_behind(index: Index, position: int, other: Index, end: int, tokens
 @compiled
 def hint(index: Index, hashed: np.uint64) -> int:
     """The position behind what may be the latest occurrence of an n-gram, or 0."""
-    return int(index.hints[np.int64(hashed >> np.uint64(20)) & (len(index.hints) - 1)])
+    return int(index.hints[table_row(hashed, len(index.hints))])
 
 
 @compiled
 def set_hint(index: Index, hashed: np.uint64, position: int) -> None:
     """Remember the position behind an n-gram."""
-    index.hints[np.int64(hashed >> np.uint64(20)) & (len(index.hints) - 1)] = position
+    index.hints[table_row(hashed, len(index.hints))] = position
 
 
 @compiled
@@ -169,7 +169,7 @@ def remember(recent: Int32Array, token: int) -> None:
 
 
 @compiled
-def opening(hashes: HashArray) -> None:
+def start_hashes(hashes: HashArray) -> None:
     """Fill in the hashes of the contexts before a text, uint64 ``[2, LONG_NGRAM + 1]``; column n is of n tokens."""
     for source in range(2):
         hashes[source, 0] = np.uint64(0)

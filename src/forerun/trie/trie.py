@@ -23,15 +23,13 @@ from forerun.trie import entry_points, text_cursor
 from forerun.trie.array_handles import ArrayHandles
 from forerun.trie.arrays import Index
 from forerun.trie.draft_workspace import Draft, DraftWorkspace
-from forerun.trie.learning import OWN_HINTS, OWN_ROOM
 from forerun.trie.logistic_mixer import Mixer
 from forerun.trie.recycled import NO_ROWS, RecycledRows
 from forerun.trie.spelling import spellings
 from forerun.trie.tables import CHUNK_TOKENS, TEXT_STEP, RecordArray
 from forerun.trie.text_cursor import TextCursor
-from forerun.trie.trie_config import TrieConfig
 from forerun.trie.trie_file import TrieFileError
-from forerun.trie.trie_store import Tokens, TrieStore, checked
+from forerun.trie.trie_store import Tokens, TrieConfig, TrieStore, checked
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -58,7 +56,7 @@ class SamplingNoise(NamedTuple):
 
 
 NO_NOISE = SamplingNoise(0, 0.0)
-"""Of a greedy text, or of one whose noise no draft may know."""
+"""The noise of a greedy text, or of one whose noise no draft may know."""
 
 NO_TOKENS = np.empty(0, np.int64)
 NO_LISTS = NO_TOKENS, NO_ROWS
@@ -87,7 +85,7 @@ class TextUpdate(NamedTuple):
 
 @dataclass
 class _Live:
-    """A request.
+    """A live request.
 
     Attributes:
         namespace: its namespace.
@@ -98,6 +96,7 @@ class _Live:
         unread: what is not indexed yet of the texts that were there first, each with where it stands.
         predicted: whether its index begins with a text that the output is expected to resemble.
         noise: that its tokens are sampled with, if a draft may know it.
+        handles: of its index and of its cursor.
     """
 
     namespace: str
@@ -111,6 +110,18 @@ class _Live:
     handles: tuple[ArrayHandles[Index], ArrayHandles[TextCursor]] = field(
         default_factory=lambda: (ArrayHandles(), ArrayHandles())
     )
+
+    def index_unread(self, tokens: int) -> None:
+        """Index up to ``tokens`` more tokens of what is unread."""
+        while self.unread and tokens > 0:
+            cursor, text = self.unread.popleft()
+            piece, rest = text[:tokens], text[tokens:]
+            text_cursor.ingest(self.own, cursor, piece, len(rest))
+            tokens -= len(piece)
+            if len(rest):
+                self.unread.appendleft((cursor, rest))
+            elif cursor is self.cursor and self.predicted:
+                cursor.expect_copy(CHUNK_TOKENS)  # the position of the index's first token
 
 
 class Trie(TrieStore):
@@ -183,13 +194,13 @@ class Trie(TrieStore):
         cursor = TextCursor.start()
         unread = deque(each for each in ((TextCursor.start(), predicted), (cursor, kept)) if len(each[1]))
         live = _Live(namespace, own, cursor, len(tokens), room, unread, len(predicted) > 0, noise)
-        _read(live, PROMPT_PIECE_TOKENS)
+        live.index_unread(PROMPT_PIECE_TOKENS)
         self._live[request_id] = live
         space.writers[request_id] = live.cursor
 
     @locked
     def catch_up(self, request_id: int, tokens: int) -> bool:
-        """Index about ``tokens`` more tokens of the prompt, ``PROMPT_PIECE_TOKENS`` at most.
+        """Index about ``tokens`` more tokens of the prompt, up to ``PROMPT_PIECE_TOKENS``.
 
         Returns:
             Whether nothing is left. ``extend`` and ``retrieve`` read what is left first, piece by piece.
@@ -198,7 +209,7 @@ class Trie(TrieStore):
             ValueError: if the request is not live.
         """
         live = self._of(request_id)
-        _read(live, max(1, min(tokens, PROMPT_PIECE_TOKENS)))
+        live.index_unread(max(1, min(tokens, PROMPT_PIECE_TOKENS)))
         return not live.unread
 
     def _read_prompt(self, request_id: int) -> None:
@@ -274,14 +285,15 @@ class Trie(TrieStore):
 
     def _supply(self, live: _Live, needs: int, text: np.record) -> None:
         """Make the room that learning asked for."""
-        if needs & OWN_ROOM:
+        if needs & entry_points.OWN_ROOM:
             while live.room < live.own.tokens + text.new_end - text.at:
                 live.own, live.room = live.own.grown(), 2 * live.room
             text.room = live.room
             return
-        if needs & OWN_HINTS:
+        if needs & entry_points.OWN_HINTS:
             live.own = live.own.with_hints()
-        self._shared[live.namespace].make_room(text.piece)
+        if needs & entry_points.SHARED_ROOM:
+            self._shared[live.namespace].make_room(text.piece)
 
     def extend(self, request_id: int, tokens: Tokens) -> None:
         """Take in generated ``tokens``: learn from them, count them.
@@ -365,19 +377,6 @@ class Trie(TrieStore):
         if live is None:
             raise ValueError(f"request {request_id} is not live; begin it first")
         return live
-
-
-def _read(live: _Live, tokens: int) -> None:
-    """Index up to ``tokens`` more tokens of what is unread."""
-    while live.unread and tokens > 0:
-        cursor, text = live.unread.popleft()
-        piece, rest = text[:tokens], text[tokens:]
-        text_cursor.ingest(live.own, cursor, piece, len(rest))
-        tokens -= len(piece)
-        if len(rest):
-            live.unread.appendleft((cursor, rest))
-        elif cursor is live.cursor and live.predicted:
-            cursor.expect_copy(CHUNK_TOKENS)  # the position of the index's first token
 
 
 def _gathered(updates: Sequence[TextUpdate]) -> tuple[IntArray, RecycledRows]:

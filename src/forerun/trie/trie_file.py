@@ -28,7 +28,8 @@ TRIE_FILE_MAGIC = b"forerun trie\n"
 TRIE_FILE_VERSION = 4
 
 TEXTS_VERSION = 3
-"""Of this version texts are read. What was learned then is not: there were other pieces of evidence."""
+"""An older version whose texts are read. What it learned is not: it had other kinds of evidence."""
+
 _PREFIX = struct.Struct(f"<{len(TRIE_FILE_MAGIC)}sI32sI")
 
 

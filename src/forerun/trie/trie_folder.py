@@ -37,7 +37,7 @@ class Folder:
     def __init__(self, path: Path, vocabulary: str) -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path, self._vocabulary = path, vocabulary
-        self._lock = _locked(path / LOCK)
+        self._lock = _lock_file(path / LOCK)
         self._written: dict[str, int] = {}
         """By namespace, the number of the change that its file has (see ``TrieStore.changes``); 0 is none."""
         for left in path.glob(f".*{TRIE_SUFFIX}.*.tmp"):  # by a process that was killed
@@ -108,7 +108,7 @@ class Folder:
         return self.path / (hashlib.blake2b(name.encode(), digest_size=16).hexdigest() + TRIE_SUFFIX)
 
 
-def _locked(path: Path) -> IO[bytes]:
+def _lock_file(path: Path) -> IO[bytes]:
     """An open file that is locked until it is closed, or its process ends; where locks are to be had."""
     file = path.open("ab")
     if os.name == "posix":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,9 +17,8 @@ from forerun.core.tree import IntArray
 from forerun.trie import arrays, logistic_mixer, trie_file
 from forerun.trie.arrays import BYTES_PER_TOKEN, FloatArray
 from forerun.trie.logistic_mixer import Mixer
-from forerun.trie.namespace import NOTHING, Texts
+from forerun.trie.namespace import NO_TEXTS, Texts
 from forerun.trie.namespace_lru import NamespaceLRU
-from forerun.trie.trie_config import TrieConfig
 from forerun.trie.trie_file import TrieFileError
 
 log = logging.getLogger(__name__)
@@ -26,18 +26,44 @@ log = logging.getLogger(__name__)
 Tokens = Sequence[int] | IntArray
 
 
-class TrieStore:
-    """Outputs by namespace.
+@dataclass(frozen=True)
+class TrieConfig:
+    """How texts are kept, and how fast the worth of evidence is learned.
 
-    Args:
-        config: see ``TrieConfig``.
-        mixer: what evidence is worth, to start from; by default what was learned on other texts.
+    Attributes:
+        capacity: maximum bytes of a namespace; when it is reached, the oldest outputs are dropped.
+        namespaces: maximum number of namespaces. When there are more, the one used longest ago is dropped, unless a
+            request is live in it. Together they take up to ``namespaces * capacity`` bytes: 4 GiB, by default.
+        prompt_capacity: maximum tokens of a prompt that are indexed; of a longer prompt it is the end.
+        learning_rate: of the mixer's weights; with 0 nothing is learned about evidence.
+
+    Raises:
+        ValueError: for a value out of range.
     """
 
-    def __init__(self, config: TrieConfig, mixer: Mixer | None = None) -> None:
+    capacity: int = 1 << 26
+    namespaces: int = 64
+    prompt_capacity: int = 1 << 20
+    learning_rate: float = 0.003
+
+    def __post_init__(self) -> None:
+        for name, holds, allowed in (
+            ("capacity", 1 << 16 <= self.capacity <= 1 << 36, "2**16 to 2**36"),
+            ("namespaces", self.namespaces >= 1, "at least 1"),
+            ("prompt_capacity", 1 <= self.prompt_capacity <= 1 << 24, "1 to 2**24"),
+            ("learning_rate", 0 <= self.learning_rate <= 0.1, "0 to 0.1"),
+        ):
+            if not holds:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {allowed}")
+
+
+class TrieStore:
+    """Outputs by namespace; ``Trie`` adds the live requests, and says what the arguments are."""
+
+    def __init__(self, config: TrieConfig, mixer: Mixer | None) -> None:
         self.config = config
         self.lock = FairLock()
-        self._shared = NamespaceLRU(config, logistic_mixer.prior() if mixer is None else mixer)
+        self._shared = NamespaceLRU(config.capacity, config.namespaces, mixer or logistic_mixer.prior())
 
     def warm(self, namespace: str, sequences: Iterable[Tokens]) -> None:
         """Count sequences as if they had been generated in ``namespace``; nothing is learned about evidence.
@@ -164,7 +190,7 @@ class TrieStore:
     def _texts(self, name: str) -> Texts:
         """The outputs of a namespace, oldest first, those that still grow last."""
         space = self._shared.get(name)
-        return NOTHING if space is None else space.texts()
+        return NO_TEXTS if space is None else space.texts()
 
 
 def checked(tokens: Tokens) -> IntArray:
