@@ -6,19 +6,17 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before torch, which imports Triton: its kernels run without a GPU
 
+import gc
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import settings
 
-from forerun.models.forward.runtime import Runtime, StartupCache, runtime_as_default
-from forerun.policy.cost_curve import CostCurve
-
-torch.set_num_threads(1)
 pytest.register_assert_rewrite("support")
 # of a property: `make matrix` tries many
 settings.register_profile("few", max_examples=20, deadline=None)
@@ -28,6 +26,15 @@ settings.load_profile("few")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", default="0/1", metavar="K/N", help="run the k-th of n parts of the tests")
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Here and not above: who starts the workers collects nothing, and need not spend seconds on the import. What is
+    imported stays; to look for garbage in it, then or later, takes as long as many tests."""
+    import torch
+
+    gc.disable()
+    torch.set_num_threads(1)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -57,14 +64,34 @@ def servers() -> Iterator[list[Any]]:
         each.close()
 
 
-@pytest.fixture(autouse=True, scope="session")
-def fixed_runtime(tmp_path_factory: pytest.TempPathFactory):
-    """Engines draft by a fixed cost curve and a clock that stands still, and test each model once."""
-    kept = StartupCache(lambda: None)
-    runtime = Runtime(lambda: 0.0, lambda scorer: CostCurve.linear(24), kept.exactness, kept.self_test)
-    with runtime_as_default(runtime), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # processes leave the user's folder alone
-        from support.compile_first import compile_part
+@contextmanager
+def fixed_runtime(folder: Path | None = None) -> Iterator[None]:
+    """Engines draft by a fixed cost curve and a clock that stands still, and test each model once; with a folder, also
+    each one that is loaded again from the same file."""
+    from forerun.models.forward.runtime import Runtime, StartupCache, runtime_as_default
+    from forerun.policy.cost_curve import CostCurve
 
+    kept = StartupCache(lambda: folder)
+    with runtime_as_default(Runtime(lambda: 0.0, lambda scorer: CostCurve.linear(24), kept.exactness, kept.self_test)):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def every_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    from support.compile_first import compile_part
+
+    with fixed_runtime(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # processes leave the user's folder alone
+        gc.collect()
+        gc.freeze()
+        gc.enable()
         compile_part()
+        yield
+    gc.unfreeze()  # or native libraries would report it as leaked
+
+
+@pytest.fixture(scope="module")
+def called_again(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Commands find what earlier calls have found out about their model, as a user's do."""
+    with fixed_runtime(tmp_path_factory.mktemp("startup")):
         yield

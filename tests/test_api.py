@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tiny import tiny
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 import forerun
@@ -15,7 +16,6 @@ from forerun.api import DEFAULTS, engine_of
 from forerun.drafting.recipes import trie_of
 from forerun.models.text.requests import UNSUPPORTED_OPTIONS, GenerationOptions
 from forerun.reference import bundled
-from tests.support.tiny import tiny
 
 
 @pytest.fixture(scope="module")

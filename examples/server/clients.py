@@ -20,12 +20,13 @@ async def ask(model: str, prompt: str) -> str:
 
 async def main() -> None:
     """All at once, and then one after the other."""
-    model = (await client.models.list()).data[0].id
-    together = await asyncio.gather(*(ask(model, prompt) for prompt in PROMPTS))
-    alone = [await ask(model, prompt) for prompt in PROMPTS]
-    for prompt, text in zip(PROMPTS, together, strict=True):
-        print(f"{prompt!r}: {text!r}")
-    print("the same texts together and alone:", together == alone)
+    async with client:
+        model = (await client.models.list()).data[0].id
+        together = await asyncio.gather(*(ask(model, prompt) for prompt in PROMPTS))
+        alone = [await ask(model, prompt) for prompt in PROMPTS]
+        for prompt, text in zip(PROMPTS, together, strict=True):
+            print(f"{prompt!r}: {text!r}")
+        print("the same texts together and alone:", together == alone)
 
 
 asyncio.run(main())

@@ -19,6 +19,8 @@ from forerun.bench.never_slower import TableCell, broken, summarise
 from forerun.bench.rounds import Series
 from forerun.cli import app
 
+pytestmark = pytest.mark.usefixtures("called_again")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -53,7 +55,7 @@ def test_a_plot_is_drawn_only_if_matplotlib_is_there(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("forerun.bench.report.find_spec", lambda name: None)
-    assert bench(model, tmp_path, "-d", "lookup").exit_code == 0
+    assert bench(model, tmp_path, "-d", "lookup", "--rounds", "1").exit_code == 0
     assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".json", ".jsonl", ".md"]
 
 
@@ -100,7 +102,7 @@ def test_a_text_that_no_draft_may_change_ends_in_status_1(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("forerun.cli.bench.changed", lambda rows: ["forerun lookup"])
-    done = bench(model, tmp_path, "-d", "lookup")
+    done = bench(model, tmp_path, "-d", "lookup", "--rounds", "1")
     assert done.exit_code == 1
     assert "forerun lookup: some texts differ from plain Forerun's, and none may" in done.stderr
 
@@ -113,7 +115,7 @@ def never_slower(model: str, tmp_path: Path, *more: str) -> Result:
         "--draws",
         "2",
         "-n",
-        "12",
+        "6",
         "--dtype",
         "float64",
         "--context",

@@ -24,7 +24,7 @@ def measured(*arguments: Any) -> list[Series]:
 
 @pytest.fixture(scope="module")
 def series() -> list[Series]:
-    prompts = PromptSet("copy", PROMPTS[:2], PROMPTS[:2], 60)
+    prompts = PromptSet("copy", PROMPTS[:2], PROMPTS[:2], 30)
     settings = LongContextConfig(draft_model=tiny("llama"))
     *_, found = Bench(tiny("llama"), ["none", "lookup", "trie"], settings).run(prompts, rounds=2)
     return found

@@ -38,6 +38,7 @@ from forerun.models.loading.load import load
 from forerun.models.text.detokenize import Detokenizer
 from forerun.reference import bundled, demo_prompts
 
+pytestmark = pytest.mark.usefixtures("called_again")
 PROMPT = "again and again and"
 ESCAPE = "\x1b["
 
@@ -371,7 +372,7 @@ def test_an_audit_with_a_small_model_names_it_in_json(model: str) -> None:
 
 @pytest.fixture
 def small_demo(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = {"kind": "rag", "title": "An answer", "prompt": PROMPT, "max_new_tokens": 40}
+    prompt = {"kind": "rag", "title": "An answer", "prompt": PROMPT, "max_new_tokens": 24}
     monkeypatch.setattr(demo, "load", lambda name: load(model, "float64", device="cpu"))
     monkeypatch.setattr(demo, "demo_prompts", lambda: [dict(prompt), {**prompt, "kind": "code"}])
 

@@ -100,9 +100,9 @@ def test_compiled_code_has_a_new_value_after_another_parts_file_changed(package:
     """By a constant and by a function, and else the code of an earlier process is used."""
     assert [run(SCRIPT, package.parent) for _ in range(2)] == ["20 0\n", "20 1\n"]
     (package / "low/deep/constant.py").write_text("SCALE = 11\n")
-    assert [run(SCRIPT, package.parent) for _ in range(2)] == ["22 0\n", "22 1\n"]
+    assert run(SCRIPT, package.parent) == "22 0\n"
     (package / "middle/inner.py").write_text(INNER.replace("+ 1", "+ 2"))
-    assert [run(SCRIPT, package.parent) for _ in range(2)] == ["33 0\n", "33 1\n"]
+    assert run(SCRIPT, package.parent) == "33 0\n"
     (package / "top.py").write_text("")
     assert run(SCRIPT, package.parent) == "33 1\n"
 

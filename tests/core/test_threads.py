@@ -164,7 +164,7 @@ def test_no_thread_exchanges_arrays_that_another_is_reading(
     def slow(*args: Any) -> tuple[int, int]:
         if threading.current_thread() is not other:
             other.start()
-            other.join(0.3)
+            other.join(0.1)
             assert other.is_alive()
         return step(*args)
 
@@ -185,7 +185,7 @@ def test_threads_that_share_an_engine_get_the_texts_that_they_would_get_alone(dr
     settings = LongContextConfig(tiny("llama"), gamma1=2, gamma2=5, cache_budget=10, chunk=2, sinks=1, window=4)
     engine = forerun.Engine(tiny("llama"), drafter, settings=settings, prefill_block=4)
     prompts = [[1 + i, 5, 7 + i, 1 + i, 5] * 3 for i in range(6)]
-    options: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None, "do_sample": True, "seed": 3}
+    options: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": None, "do_sample": True, "seed": 3}
     alone = [forerun.Engine(tiny("llama"), "none").generate(prompt, **options).generated for prompt in prompts]
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)

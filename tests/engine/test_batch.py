@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.batches import CHUNK, Reads, engine, fails_after, finish, finish_all, prompt
+from support.bundled import bundled
 from support.tiny import tiny
 
 import forerun
@@ -105,7 +106,7 @@ def test_a_long_prompt_does_not_hold_up_the_others() -> None:
 
 
 def test_the_parts_of_steps_come_to_the_time_that_they_take() -> None:
-    model, tokenizer = load("bundled", device="cpu")
+    model, tokenizer = bundled()
     one = Engine(model, "trie", tokenizer=tokenizer)
     requests = [one.requests(["a, b, c, " * n], max_new_tokens=60, namespace="x")[0] for n in (100, 60, 3)]
     parts, began = one.step_seconds, time.perf_counter()

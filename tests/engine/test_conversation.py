@@ -26,6 +26,7 @@ from forerun.cli import app
 
 pty = pytest.importorskip("pty", reason="this system has no pseudo-terminals")
 
+pytestmark = pytest.mark.usefixtures("called_again")
 SAID = ("again and again", "the quick brown fox", "and the fox again?")
 
 

@@ -11,7 +11,7 @@ from forerun.drafting.trie_drafter import TrieDrafter
 from forerun.engine.engine import Engine
 from forerun.trie.trie import Trie
 
-PROMPT, NEW = PROMPTS[1], 40
+PROMPT, NEW = PROMPTS[1], 24
 
 
 def plain() -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 from support.tiny import PROMPTS, tiny
@@ -45,9 +46,11 @@ def run(script: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_the_trie_drafts_the_same() -> None:
-    path = os.pathsep.join(sys.path)
-    assert run(TRIE, NUMBA_DISABLE_JIT="1", PYTHONPATH=path) == run(TRIE, PYTHONPATH=path)
+def test_the_trie_drafts_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        exec(TRIE, {})
+    compiled = capsys.readouterr().out
+    assert run(TRIE, NUMBA_DISABLE_JIT="1", PYTHONPATH=os.pathsep.join(sys.path)) == compiled != ""
 
 
 @pytest.mark.matrix

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import pytest
 import torch
 from support.batches import LONG, finish_all, prompt
 from support.compiled_models import build
+from support.pairwise import pairwise
 
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
@@ -48,10 +50,23 @@ def answers(engine: Engine, prompts: Sequence[list[int]]) -> list[list[int]]:
     return [request.generated.tolist() for request in requests]
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("drafter", ["none", "trie", "low-rank", "triforce-trie"])
-@pytest.mark.parametrize("name", ["gemma3_text", "mistral", "olmo3", "qwen2"])
+CELLS = list(
+    itertools.product(
+        ["gemma3_text", "mistral", "olmo3", "qwen2"], ["none", "trie", "low-rank", "triforce-trie"], DTYPES
+    )
+)
+FEW = [
+    *pairwise([cell for cell in CELLS if cell[2] != torch.float64]),
+    ("mistral", "low-rank", torch.float64),
+    ("gemma3_text", "triforce-trie", torch.float64),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter", "dtype"),
+    [pytest.param(*cell, marks=[pytest.mark.matrix] * (cell not in FEW)) for cell in CELLS],
+    ids=str,
+)
 def test_what_is_released_is_never_read(
     name: str, drafter: str, dtype: torch.dtype, spoiled: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 import pytest
+from support.bundled import bundled
 from support.chat_models import TOOLS
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
-from forerun.models.loading.load import load
 from forerun.models.text.grammar import Grammars
 from forerun.models.text.message_formats import (
     CALL_FORMATS,
@@ -30,7 +30,7 @@ ROME, ADD = ("get_weather", {"city": "Rome", "days": 3}), ("add", {"a": 1})
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
-    return load("bundled", device="cpu")[1]
+    return bundled()[1]
 
 
 def parsed(
@@ -357,7 +357,7 @@ def test_tools_are_texts_for_a_template_that_knows_none(tokenizer: PreTrainedTok
 def test_marks_that_are_tokens_are_written_by_their_numbers(special: bool) -> None:
     """llguidance would force such a token for the letters of a mark, and then not take it."""
     pytest.importorskip("llguidance")
-    tokenizer = load("bundled", device="cpu")[1]
+    tokenizer = bundled()[1]
     marks = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
     tokenizer.add_tokens([AddedToken(mark, special=special) for mark in marks], special_tokens=special)
     tokenizer.chat_template = "<tool_call> <think> </think>"

@@ -168,7 +168,7 @@ def test_guidance_by_a_second_pass_is_transformers_own(drafter: str) -> None:
     def guide() -> LogitsProcessorList:
         return processors(UnbatchedClassifierFreeGuidanceLogitsProcessor(1.7, MODEL))
 
-    options = {"do_sample": False, **LENGTH}
+    options = {"do_sample": False, **LENGTH, "max_new_tokens": 12}
     expected = [by_transformers(prompt, logits_processor=guide(), **options) for prompt in PROMPTS]
     assert expected[1] != by_transformers(PROMPT, **options)
     engine = engine_of(drafter, PROMPT, [])

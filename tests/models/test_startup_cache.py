@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny import tiny
 from transformers.models.llama import modeling_llama
 
 import forerun
@@ -28,7 +29,6 @@ from forerun.models.forward.runtime import (
     without_folder,
 )
 from forerun.models.forward.scorer import Scorer
-from tests.support.tiny import tiny
 
 
 class Counted(Scorer):

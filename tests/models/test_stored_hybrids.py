@@ -169,9 +169,9 @@ def test_a_file_read_as_it_is_stored_is_what_transformers_dequantises(tmp_path: 
 @pytest.mark.parametrize("architecture", ["lfm2", "qwen35"])
 def test_drafts_change_nothing(tmp_path: Path, architecture: str) -> None:
     file = write(tmp_path / "m.gguf", architecture, "Q4_1")
-    texts = []
+    texts, (model, _) = [], load(str(file), "stored")
     for drafter in ("none", "auto", "trie"):
-        engine = forerun.Engine(load(str(file), "stored")[0], drafter)
+        engine = forerun.Engine(model, drafter)
         assert engine.exactness.level == "bitwise", engine.exactness.reason
         assert isinstance(engine.target, CompiledScorer) == (architecture == "lfm2")
         prompts = [[3, 20, 30, 41, 7, 3, 20, 30], [9, 9, 9]]

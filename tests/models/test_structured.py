@@ -12,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 import torch
+from support.bundled import bundled
 from support.live_server import PROMPTS, TEMPLATE, LiveServer, error_of
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
@@ -21,7 +22,6 @@ from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.engine.engine import Engine
-from forerun.models.loading.load import load
 from forerun.models.text.grammar import KEPT_GRAMMARS, GrammarError, Grammars, _Walker
 from forerun.models.text.grammar_limits import SchemaError
 from forerun.models.text.token_bytes import TokenBytes
@@ -73,7 +73,7 @@ def check(text: str) -> None:
 
 @pytest.fixture(scope="module")
 def plain() -> Engine:
-    model, tokenizer = load("bundled", device="cpu")
+    model, tokenizer = bundled()
     tokenizer.chat_template = TEMPLATE
     return Engine(model, "none", tokenizer=tokenizer)
 

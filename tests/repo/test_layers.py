@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from support.sources import parsed
+
 import forerun
 
 SOURCE = Path(forerun.__file__).parent
@@ -17,7 +19,7 @@ RANK = {name: rank for rank, name in enumerate(LAYERS)}
 
 
 def imports(file: Path) -> set[str]:
-    nodes = list(ast.walk(ast.parse(file.read_text())))
+    nodes = list(ast.walk(parsed(file)))
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     return names | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
 
@@ -37,7 +39,7 @@ def test_every_module_imports_from_layers_below_it_only() -> None:
 
 def test_what_only_posix_has_is_imported_where_it_is_used() -> None:
     for file in SOURCE.rglob("*.py"):
-        for node in ast.parse(file.read_text()).body:
+        for node in parsed(file).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             assert not {"fcntl", "resource", "termios", "pwd"} & set(names), f"{file} imports {names}"
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.sources import parsed
 
 import forerun
 
@@ -17,9 +17,8 @@ COUNTERPARTS = {"__init__", "__main__", "audit", "decoder_ops", "linear"}
 """File names that occur twice because one file is the other's counterpart: a command's, or a GPU's."""
 
 
-@functools.cache
 def modules() -> dict[Path, ast.Module]:
-    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCE.rglob("*.py"))}
+    return {path: parsed(path) for path in sorted(SOURCE.rglob("*.py"))}
 
 
 def classes(tree: ast.Module) -> Iterator[str]:

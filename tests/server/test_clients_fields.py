@@ -10,11 +10,11 @@ from typing import Any
 import openai
 import pytest
 import torch
+from support.bundled import bundled
 from support.chat_models import QWEN, THINKING, TOOLS
-from support.live_server import Json, LiveServer, PausableEngine, bundled_engine, error_of, until
+from support.live_server import Json, LiveServer, PausableEngine, bundled_engine, error_of, text_of, until
 
 from forerun.engine.engine import Engine
-from forerun.models.loading.load import load
 from forerun.models.text.message_parser import CallDelta
 from forerun.models.text.processors import OccurrencePenalties
 from forerun.server import calls
@@ -138,7 +138,7 @@ def test_a_tool_with_a_wrong_schema_is_refused(server: LiveServer) -> None:
 
 @pytest.fixture(scope="module")
 def thinker(engine: Engine) -> Iterator[LiveServer]:
-    tokenizer = load("bundled", device="cpu")[1]
+    tokenizer = bundled()[1]
     tokenizer.chat_template = THINKING
     built = LiveServer(Engine(engine.target.model, "trie", tokenizer=tokenizer), drafter="trie")
     yield built
@@ -246,14 +246,25 @@ SAMPLING: list[Json] = [
 ]  # fmt: skip
 
 
+SAMPLED: list[Json] = [
+    {"model": "bundled", "prompt": "A list: a, b, a, b, a,", "max_tokens": 24, **options}
+    for options in ({"temperature": 0}, {"temperature": 1, "seed": 1}, {"temperature": 1, "seed": 2})
+]
+
+
+@pytest.fixture(scope="module")
+def unchanged(server: LiveServer) -> list[str]:
+    """What is answered to ``SAMPLED`` with the usual sampling."""
+    return [text_of(server.post(body)) for body in SAMPLED]
+
+
 @pytest.mark.parametrize("change", SAMPLING, ids=lambda each: "-".join(each))
-def test_sampling_is_exact_with_drafts(server: LiveServer, change: Json) -> None:
+def test_sampling_is_exact_with_drafts(server: LiveServer, unchanged: list[str], change: Json) -> None:
     changed = False
-    for options in ({"temperature": 0}, {"temperature": 1, "seed": 1}, {"temperature": 1, "seed": 2}):
-        body = {"model": "bundled", "prompt": "A list: a, b, a, b, a,", "max_tokens": 24, **options}
-        texts = [server.post({**body, **change, **more}).json()["choices"][0]["text"] for more in ({}, {}, PLAIN)]
+    for body, text in zip(SAMPLED, unchanged, strict=True):
+        texts = [text_of(server.post({**body, **change, **more})) for more in ({}, {}, PLAIN)]
         assert texts[0] == texts[1] == texts[2]
-        changed |= texts[0] != server.post(body).json()["choices"][0]["text"]
+        changed |= texts[0] != text
     assert changed or change == {"top_k": -1}
 
 

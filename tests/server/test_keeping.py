@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from support.bundled import bundled
 from support.live_server import PATIENCE, Json, LiveServer, free_socket, ready, text_of, until
 
 from forerun.cli import serve
@@ -26,7 +27,6 @@ from forerun.cli.serve_options import ServeOptions
 from forerun.core.origin import Origin
 from forerun.drafting.recipes import build_drafter, trie_of
 from forerun.engine.engine import Engine
-from forerun.models.loading.load import load
 from forerun.models.text.prompts import vocabulary_of
 from forerun.server.learned_texts import PASSAGE_CHARACTERS, check_files, passages
 from forerun.server.settings import read_settings
@@ -371,7 +371,7 @@ def test_the_environment_has_files_with_commas_between(monkeypatch: pytest.Monke
 
 @pytest.fixture(scope="module")
 def model() -> tuple[Any, Any]:
-    return load("bundled", device="cpu")
+    return bundled()
 
 
 @pytest.fixture

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.live_server import PATIENCE, LiveServer, bundled_engine
+from support.live_server import LiveServer, bundled_engine
 
 import forerun
 
@@ -36,9 +34,10 @@ def test_all_examples_are_known() -> None:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", SAYS)
-def test_the_example_runs(server: LiveServer, name: str) -> None:
-    environment = {**os.environ, "FORERUN_URL": f"http://127.0.0.1:{server.port}/v1"}
-    command = [sys.executable, str(EXAMPLES / f"{name}.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr
-    assert re.search(SAYS[name], done.stdout), done.stdout
+def test_the_example_runs(
+    server: LiveServer, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORERUN_URL", f"http://127.0.0.1:{server.port}/v1")
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert re.search(SAYS[name], said), said

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.bundled import bundled
 from support.live_server import PATIENCE, Json, LiveServer, PausableEngine, error_of, text_of, until
 
 from forerun.cli import serve
@@ -22,7 +23,6 @@ from forerun.engine.engine import Engine
 from forerun.kv.cache import KVShape
 from forerun.kv.kv_tiers import TIERS, KVMemory, NoRoomError, layer_bytes, min_device_bytes, place
 from forerun.kv.offloaded import CopyEngine, OffloadedCache, OffloadError, Parts
-from forerun.models.loading.load import load
 from forerun.server import settings as settings_of
 from forerun.server.admission import Admission, SchedulerLimits
 from forerun.server.scheduler import OFFLOADED_CHUNKS
@@ -42,7 +42,7 @@ def prompt(words: int, seed: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return load("bundled", device="cpu")
+    return bundled()
 
 
 @pytest.fixture(scope="module")

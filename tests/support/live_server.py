@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
@@ -16,12 +16,12 @@ import openai
 import uvicorn
 
 from forerun.engine.engine import Engine
-from forerun.models.loading.load import load
 from forerun.server.admission import SchedulerLimits
 from forerun.server.app import create_app
 from forerun.server.http_server import BoundedConnection
 from forerun.server.scheduler import Scheduler
 from forerun.server.settings import ServerSettings
+from support.bundled import bundled
 
 PATIENCE = 120.0
 """Seconds after which a test that hangs fails."""
@@ -34,7 +34,7 @@ TEMPLATE = (
 
 
 def bundled_engine(template: str | None = TEMPLATE, **options: Any) -> Engine:
-    model, tokenizer = load("bundled", device="cpu")
+    model, tokenizer = bundled()
     tokenizer.chat_template = template
     return Engine(model, "trie", tokenizer=tokenizer, **options)
 
@@ -65,6 +65,29 @@ class PausableEngine:
         return batch
 
 
+class QuickServer(uvicorn.Server):
+    """uvicorn looks ten times a second whether it is to end, and waits for a tenth when it does; this one does not."""
+
+    async def main_loop(self) -> None:
+        tick = 0
+        while not await self.on_tick(tick):
+            await asyncio.sleep(0.01)
+            tick += 1
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listening in (*self.servers, *(sockets or ())):
+            listening.close()
+        state = self.server_state
+        for connection in list(state.connections):
+            connection.shutdown()
+        end = time.monotonic() + 1
+        while (state.connections or state.tasks) and time.monotonic() < end:
+            await asyncio.sleep(0.005)
+        for task in state.tasks:
+            task.cancel()
+        await self.lifespan.shutdown()
+
+
 class LiveServer:
     """A server in a thread, on a free port."""
 
@@ -79,23 +102,31 @@ class LiveServer:
             ws="none",
             log_level="error",
             limit_concurrency=ServerSettings(**told).connections,
-            timeout_graceful_shutdown=1,
         )
-        self.uvicorn = uvicorn.Server(config)
+        self.uvicorn = QuickServer(config)
         self.thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [self.socket]})
         self.thread.start()
         until(lambda: self.uvicorn.started)
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=PATIENCE)
+        # reading the certificates of the web, of which there is no need here, takes longer than most requests
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=PATIENCE, verify=False)
 
     def client(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
+        options: Any = {"max_retries": 0, "timeout": PATIENCE, "http_client": self.http}
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, **options)
 
     def post(self, body: Any, address: str = "completions", **more: Any) -> httpx.Response:
         return self.http.post(f"/v1/{address}", json=body, **more)
 
     def metric(self, name: str) -> float:
+        return self.metrics([name])[name]
+
+    def metrics(self, names: Sequence[str]) -> dict[str, float]:
+        """Of one moment."""
         lines = self.http.get("/metrics").text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+        return {
+            name: sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+            for name in names
+        }
 
     def close(self) -> None:
         self.http.close()
