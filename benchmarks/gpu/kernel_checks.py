@@ -14,9 +14,8 @@ from forerun.bench.machine import Row
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree, IntArray
 from forerun.kernels.attention.attention import AttentionSpec
-from forerun.kernels.recurrent.gated_states import GatedShape, run_states
+from forerun.kernels.recurrent.gated_states import GatedShape, TokenOrder, run_states
 from forerun.kernels.recurrent.short_convolution import convolve
-from forerun.kernels.recurrent.token_order import TokenOrder
 
 
 def product(shape: ModelShape, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Row:

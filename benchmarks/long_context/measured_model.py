@@ -33,9 +33,9 @@ from forerun.cli.models import encoder, load_stretched, settings
 from forerun.cli.options import LongOptions, ModelOptions, OutputOptions, Rounds
 from forerun.core.long_context import LongContextConfig
 from forerun.engine.engine import Engine
+from forerun.models.forward.architecture import STORED
 from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.load import BUNDLED
-from forerun.models.loading.stored_weights import STORED
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from forerun.cli.models import encoder as plain_encoder
 from forerun.cli.models import load_target
 from forerun.cli.options import ModelOptions, Out, OutputOptions, flag_of, option
 from forerun.cli.terminal import say
+from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.inputs import position_limit
-from forerun.models.loading.stored_weights import dtype_name
 
 PARTS = tuple(MEASURED)
 _LENGTHS = "Lengths and sizes"

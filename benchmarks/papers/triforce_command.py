@@ -33,7 +33,7 @@ from forerun.cli.options import LONG_PANEL, Out, option
 from forerun.cli.terminal import say
 from forerun.drafting.recipes import buildable
 from forerun.engine.engine import Engine
-from forerun.models.loading.stored_weights import dtype_name
+from forerun.models.forward.architecture import dtype_name
 
 TRIFORCE_PARTS = ("temperatures", "budgets", "contexts", "batches", "needles")
 

@@ -19,7 +19,7 @@ from benchmarks.peers import weights
 from benchmarks.peers.process import Peer, PeerError
 from forerun.bench.contestants import end_tokens
 from forerun.bench.rounds import Contestant
-from forerun.models.loading.stored_weights import is_stored
+from forerun.models.forward.architecture import is_stored
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Types in which peers and transformers can have the same weights."""

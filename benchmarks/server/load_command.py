@@ -47,9 +47,9 @@ from forerun.cli.options import (
 )
 from forerun.cli.terminal import say
 from forerun.drafting.recipes import check_drafter
+from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.load import find
-from forerun.models.loading.stored_weights import dtype_name
 
 TRANSFORMERS, LLAMA, DEFAULT, RAY = "transformers", "llama.cpp", "default", "ray"
 REPLICAS = 2

@@ -31,8 +31,8 @@ from forerun.cli.options import Drafters, ModelOptions, Out, OutputOptions, opti
 from forerun.cli.terminal import say
 from forerun.drafting.drafter import Drafter
 from forerun.engine.engine import BUDGET
+from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.inputs import position_limit
-from forerun.models.loading.stored_weights import dtype_name
 
 DRAFTERS = ("none", "auto", "trie", "lookahead-trie", "token-recycling")
 TASK_PROMPTS = 4

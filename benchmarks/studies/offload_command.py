@@ -18,7 +18,7 @@ from forerun.cli.options import MemoryOptions, Out
 from forerun.engine.engine import Engine
 from forerun.kv.kv_tiers import KVMemory, min_device_bytes
 from forerun.models.forward import gate
-from forerun.models.loading.stored_weights import dtype_name
+from forerun.models.forward.architecture import dtype_name
 
 
 @dataclass(frozen=True)

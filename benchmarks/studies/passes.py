@@ -23,8 +23,8 @@ from forerun.bench.machine import Row
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.engine.engine import Engine
+from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.inputs import position_limit
-from forerun.models.loading.stored_weights import dtype_name
 
 FORERUN, TRANSFORMERS, MEMORY = "forerun", "transformers", "memory"
 THEIR_SIZES = (1, 8)

@@ -38,9 +38,9 @@ from forerun.cli.options import (
 )
 from forerun.cli.terminal import progress_bar, show_report, stderr
 from forerun.core.long_context import LongContextConfig
+from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load_draft
-from forerun.models.loading.stored_weights import dtype_name
 
 _OTHERS = "Compared with"
 DRAFTERS = ("none", "auto", "lookup", "jacobi", "trie")

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from forerun.core import compiling, machine_code
-from forerun.core.compiling import sources, stamp_of
-from forerun.core.machine_code import MachineCodeFile
+from forerun.core import compiling
+from forerun.core.compiling import MachineCodeFile, sources, stamp_of
 
 CONSTANT = "SCALE = 10\n"
 INNER = "from forerun.core.compiling import compiled\n@compiled\ndef inner(x):\n    return x + 1\n"
@@ -43,8 +42,7 @@ def package(tmp_path: Path) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     (root / "core").mkdir()
-    for module in (compiling, machine_code):
-        shutil.copy(module.__file__, root / "core")
+    shutil.copy(compiling.__file__, root / "core")
     return root
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 import forerun
 from forerun.core.block import Block
-from forerun.core.fair_lock import FairLock
+from forerun.core.fairness import FairLock
 from forerun.core.long_context import LongContextConfig
 from forerun.core.tree import DraftTree
 from forerun.kv.full_cache import FullCache

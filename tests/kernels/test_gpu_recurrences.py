@@ -15,9 +15,8 @@ from support.triton_products import interpret_products, interpret_quickly
 
 from forerun.engine.engine import Engine
 from forerun.kernels import gpu
-from forerun.kernels.recurrent.gated_states import GatedShape, run_states
+from forerun.kernels.recurrent.gated_states import GatedShape, TokenOrder, run_states
 from forerun.kernels.recurrent.short_convolution import convolve
-from forerun.kernels.recurrent.token_order import TokenOrder
 from forerun.models.forward.gate import admit
 
 pytestmark = pytest.mark.matrix  # Triton's interpreter is slow

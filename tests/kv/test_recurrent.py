@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
-from forerun.kernels.recurrent.gated_states import GatedShape
-from forerun.kernels.recurrent.token_order import BEFORE, TokenOrder
+from forerun.kernels.recurrent.gated_states import BEFORE, GatedShape, TokenOrder
 from forerun.kv.recurrent import MAX_SNAPSHOTS, SNAPSHOT_TOKENS, RecurrentStates
 
 SHAPE = GatedShape(1, 2, 4, 4, 1, True, True, 0.5)

@@ -19,9 +19,9 @@ from forerun.core.tree import DraftTree
 from forerun.engine.batch import Batch
 from forerun.engine.engine import Engine
 from forerun.kernels.attention.attention import AttentionSpec, Rows
-from forerun.kv import full_cache, released_rows
+from forerun.kv import full_cache
+from forerun.kv.cache import MIN_SLACK_TOKENS, most_rows, release, slack
 from forerun.kv.full_cache import FullCache
-from forerun.kv.released_rows import MIN_SLACK_TOKENS, most_rows, release
 
 LENGTH, NEW = 1400, 24
 """Tokens of a prompt, which is longer than all that is kept of a window of 19, and of an answer."""
@@ -204,4 +204,4 @@ def test_what_is_kept_for_other_prompts_is_kept_whole() -> None:
 def test_a_slack_covers_what_kernels_read_before_a_window() -> None:
     from forerun.kernels.attention.ordered_attention import BLOCK_TOKENS, SPLIT_TOKENS
 
-    assert max(BLOCK_TOKENS, SPLIT_TOKENS) <= MIN_SLACK_TOKENS <= released_rows.slack(1)
+    assert max(BLOCK_TOKENS, SPLIT_TOKENS) <= MIN_SLACK_TOKENS <= slack(1)

@@ -21,6 +21,7 @@ from benchmarks.peers import peer_libraries
 from forerun import Engine
 from forerun.cli import app
 from forerun.kernels.runtime import vector_ir
+from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.compiled_scorer import CompiledScorer, fastest_scorer
 from forerun.models.forward.exactness import Exactness, probe
 from forerun.models.forward.gate import admit
@@ -29,7 +30,7 @@ from forerun.models.loading import as_stored
 from forerun.models.loading import load as loading
 from forerun.models.loading.gguf import read_header
 from forerun.models.loading.load import load
-from forerun.models.loading.stored_weights import StoredEmbedding, StoredExperts, StoredLinear, dtype_name
+from forerun.models.loading.stored_weights import StoredEmbedding, StoredExperts, StoredLinear
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed: pip install -e '.[real]'")
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install -e '.[real]'")

@@ -16,10 +16,9 @@ from support.bundled import bundled
 from support.live_server import PROMPTS, TEMPLATE, LiveServer, error_of
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from forerun.core.constraint import Constraint
-from forerun.core.logprobs import logprob_of
 from forerun.core.long_context import LongContextConfig
-from forerun.core.request import Request
+from forerun.core.request import Request, logprob_of
+from forerun.core.sampling import Constraint
 from forerun.core.tree import DraftTree
 from forerun.engine.engine import Engine
 from forerun.models.text.grammar import KEPT_GRAMMARS, GrammarError, Grammars, _Walker

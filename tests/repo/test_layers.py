@@ -16,6 +16,8 @@ LAYERS = [
 ]  # fmt: skip
 USES_TRANSFORMERS = {"models", "tensor_parallel", "engine", "audit", "bench", "api", "cli"}
 RANK = {name: rank for rank, name in enumerate(LAYERS)}
+FEW_NEED = {"drafting.head_drafter", "engine.kv_store", "kernels.linear.gguf_formats", "models.heads", "models.loading"}
+"""What is imported once it is wanted: trained heads, stored weights, the loading of models, a store on disk."""
 
 
 def imports(file: Path) -> set[str]:
@@ -50,6 +52,22 @@ def test_drafters_do_not_import_each_other_and_caches_do_not_import_the_model() 
             continue  # it builds them all
         others = {name for name in imports(file) if name.startswith("forerun.drafting.")} - {"forerun.drafting.drafter"}
         assert not others, f"{file} imports {others}"
+
+
+def test_an_engine_imports_only_what_all_of_its_users_need() -> None:
+    waiting, seen = {"forerun.engine.engine"}, set[str]()
+    while waiting:
+        name = waiting.pop()
+        path = SOURCE.parent.joinpath(*name.split("."))
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if name in seen or not file.exists():
+            continue
+        seen.add(name)
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                waiting |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    assert len(seen) > 50
+    assert not {name for name in seen for few in FEW_NEED if f"{name}.".startswith(f"forerun.{few}.")}
 
 
 def test_what_several_tests_use_is_in_support() -> None:

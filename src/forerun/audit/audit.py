@@ -23,9 +23,9 @@ from forerun.core.verify import Outcome
 from forerun.drafting.drafter import Drafter, NoDrafter, OuterDrafter
 from forerun.drafting.recipes import buildable, check_drafter
 from forerun.engine.engine import BUDGET, Engine
+from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.exactness import Exactness
 from forerun.models.forward.runtime import default_runtime, without_folder
-from forerun.models.loading.stored_weights import dtype_name
 
 Check = Literal["greedy", "plain", "coupled", "batch"]
 Tokens = list[int]

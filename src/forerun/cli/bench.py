@@ -18,9 +18,9 @@ from forerun.cli.commands import FAILED
 from forerun.cli.models import check_drafters, load_target, settings
 from forerun.cli.options import BENCH_DRAFTERS, BenchOptions
 from forerun.cli.terminal import progress_bar, say, show_report, stderr
+from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.load import quiet
-from forerun.models.loading.stored_weights import dtype_name
 from forerun.reference import demo_prompts
 
 

@@ -20,9 +20,9 @@ from forerun.cli.options import NeverSlowerOptions
 from forerun.cli.terminal import progress_bar, show_report, stderr
 from forerun.drafting.recipes import build_drafter, buildable
 from forerun.engine.engine import Engine
+from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.load import quiet
-from forerun.models.loading.stored_weights import dtype_name
 from forerun.reference import demo_prompts
 
 BATCHES, CONTEXTS, TEMPERATURES = (1, 4, 16), (100, 2_000), (0.0, 0.8, 1.0)

@@ -8,6 +8,9 @@ from typing import Any, Literal
 Policy = Literal["stride", "acceptance", "verify"]
 Sparse = Literal["low-rank", "retrieval"]
 
+MTP = "mtp"
+"""The ``draft_model`` that stands for the trained heads in the target's own files."""
+
 
 @dataclass(frozen=True)
 class LongContextConfig:

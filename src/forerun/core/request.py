@@ -6,13 +6,13 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from traceback import format_tb
 from typing import Literal
 
 import numpy as np
 import torch
 
-from forerun.core.logprobs import Logprob, logprob_of
 from forerun.core.sampling import Sampler
 from forerun.core.stats import Stats
 from forerun.core.tree import IntArray
@@ -21,6 +21,25 @@ FinishReason = Literal["eos", "stop", "length", "error"]
 Stopping = Callable[[torch.Tensor], bool]
 
 _ids = itertools.count()
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """How likely a model finds one token of its text.
+
+    It is the model's own distribution: its logits before temperature, cuts, penalties and grammars. Each row of logits
+    is worked out by itself, in float64, so that the same logits give the same bits whatever shared the pass.
+
+    Attributes:
+        token: its id.
+        logprob: natural logarithm of its probability.
+        top: the likeliest tokens at its place, likeliest first, each with its own; of equally likely ones, the lower
+            id.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 class Request:
@@ -204,3 +223,14 @@ class Request:
         all rows' caches alive."""
         error.add_note(f"It arose in:\n{''.join(format_tb(error.__traceback__))}")
         self.finish_reason, self.error = "error", error.with_traceback(None)
+
+
+def logprob_of(logits: torch.Tensor, token: int, top: int) -> Logprob:
+    """How likely a token is by logits ``[V]``, and which ``top`` tokens are likeliest."""
+    logprobs = torch.log_softmax(logits.to(torch.float64, copy=True), -1)
+    best: list[tuple[int, float]] = []
+    if top:
+        least = logprobs.topk(min(top, len(logprobs))).values[-1]
+        among = (logprobs >= least).nonzero()[:, 0].tolist()  # ascending, and with all that are as likely as the last
+        best = sorted(((each, float(logprobs[each])) for each in among), key=lambda pair: -pair[1])[:top]
+    return Logprob(token, float(logprobs[token]), tuple(best))

@@ -11,16 +11,14 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 
-from forerun.core import noise
 from forerun.core.compiling import COMPILES
-from forerun.core.constraint import Constraint
-from forerun.core.noise import BITS, GOLDEN, MIX1, MIX2
 from forerun.core.pinned import brought
+from forerun.core.sampling_kernels import BITS, GOLDEN, MIX1, MIX2, best_with_noise
 
 Method = Literal["greedy", "coupled", "rejection"]
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -81,6 +79,45 @@ class SpeculativeProcessor:
             return self.processor(ids, scores)
         except Exception:
             return scores
+
+
+class Constraint(Protocol):
+    """Tokens that may follow a text, where not every token may: a grammar's side of a sampler.
+
+    All answers depend on the ids alone, never on earlier calls. So a constraint may be asked about any text in any
+    order: about drafts, branches of a tree, and forks of a request.
+
+    Ids are those of ``Request``: padding, prompt and generated tokens, int64 ``[t]``.
+    """
+
+    def mask(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores ``[V]`` with -inf for each token that may not follow; a new tensor.
+
+        Raises:
+            RuntimeError: if no token may follow, or the ids themselves are not allowed.
+        """
+        ...
+
+    def forced(self, ids: torch.Tensor, most: int) -> list[int]:
+        """Tokens that follow for certain, because no other may: no more than ``most``, and none where it is not known.
+        It never fails."""
+        ...
+
+    def certain(self, ids: torch.Tensor) -> int | None:
+        """The one token that may follow, if it is known without work; else None. It never fails."""
+        ...
+
+    def complete(self, ids: torch.Tensor) -> bool:
+        """Whether the text is whole, so that nothing may follow.
+
+        Raises:
+            RuntimeError: if the ids are not allowed.
+        """
+        ...
+
+    def on_trial(self) -> Constraint:
+        """The same for drafts, which may be wrong: it allows all tokens where this one would raise an error."""
+        ...
 
 
 class Salt(enum.IntEnum):
@@ -184,7 +221,7 @@ class Sampler:
 def _sample(scores: torch.Tensor, seed: int, position: int, salt: Salt) -> int:
     """The best token with noise; 0 where none can come."""
     if COMPILES and scores.device.type == "cpu" and scores.dtype == torch.float32:
-        return noise.best(scores.detach().contiguous().numpy(), _key(seed, position, salt))
+        return best_with_noise(scores.detach().contiguous().numpy(), _key(seed, position, salt))
     return int(highest_of_rows(scores[None], seed, [position], salt))
 
 

@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from forerun.core.noise import gumbel_of
 from forerun.core.origin import Origin
 from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.sampling import MASK64, mixed
+from forerun.core.sampling_kernels import gumbel_of
 from forerun.core.tree import ROOT, DraftTree, IntArray
 from forerun.drafting.drafter import Drafter
 from forerun.models.forward.runtime import Runtime

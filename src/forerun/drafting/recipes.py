@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from forerun.core.long_context import LongContextConfig
+from forerun.core.long_context import MTP, LongContextConfig
 from forerun.drafting.adaptive import AdaptiveDrafter
 from forerun.drafting.drafter import Drafter, NoDrafter, OuterDrafter
-from forerun.drafting.head_drafter import HeadDrafter
 from forerun.drafting.hierarchy import HierarchyDrafter
 from forerun.drafting.lookup import LookupDrafter
 from forerun.drafting.merged import MergedDrafter
@@ -23,10 +23,10 @@ from forerun.kv.streaming import Rotation, StreamingCache
 from forerun.models.forward import gate
 from forerun.models.forward.level import CacheFactory
 from forerun.models.forward.scorer import Scorer, is_sharded
-from forerun.models.heads.head import Head
-from forerun.models.heads.loading import load_head
-from forerun.models.heads.mtp import MTP, MtpHead
 from forerun.trie.trie import Trie
+
+if TYPE_CHECKING:
+    from forerun.models.heads.head import Head
 
 TRIE_NODES = 16
 """Maximum size of a trie's tree that the target verifies over its sparse cache."""
@@ -61,15 +61,32 @@ def head_of(settings: LongContextConfig) -> Head | None:
         ValueError: if the folder holds none.
     """
     given = settings.draft_model
-    if given == MTP:
-        return MtpHead()
-    return load_head(given) if isinstance(given, str | Path) else given if isinstance(given, Head) else None
+    if not _is_head(given):
+        return None
+    from forerun.models.heads.loading import load_head
+
+    return load_head(given) if isinstance(given, str | Path) else given
+
+
+def _is_head(given: Any) -> bool:
+    """Whether a ``draft_model`` is a trained head, or names one. Few users have one; theirs alone import its code."""
+    if given is None:
+        return False
+    from forerun.models.heads.head import Head
+
+    return isinstance(given, str | Path | Head)
 
 
 def _head_alone(settings: LongContextConfig) -> Drafter:
     head = head_of(settings)
     if head is None:
         raise ValueError("this drafter needs a trained head, draft_model, and there is none")
+    return _head_drafter(head)
+
+
+def _head_drafter(head: Head) -> Drafter:
+    from forerun.drafting.head_drafter import HeadDrafter
+
     return HeadDrafter(head)
 
 
@@ -81,7 +98,7 @@ def small_model(settings: LongContextConfig) -> Scorer:
     """
     if settings.draft_model is None:
         raise ValueError("this drafter needs a small model, draft_model, and there is none; triforce-trie needs none")
-    if isinstance(settings.draft_model, str | Path | Head):
+    if _is_head(settings.draft_model):
         raise ValueError(f"draft_model is {settings.draft_model!r}, a head; this drafter needs a small model, loaded")
     if is_sharded(settings.draft_model):
         raise ValueError("draft_model lies in several processes; load it whole, as rank 0 alone drafts")
@@ -159,7 +176,7 @@ def _auto(settings: LongContextConfig) -> Drafter:
     """
     trie, head, budget = TrieDrafter(), head_of(settings), settings.cache_budget
     small = settings.draft_model is not None and head is None
-    trees: Drafter = trie if head is None else MergedDrafter(trie, HeadDrafter(head), CONFIDENT_NODES)
+    trees: Drafter = trie if head is None else MergedDrafter(trie, _head_drafter(head), CONFIDENT_NODES)
     inner = MergedDrafter(trie, small_drafter(settings, settings.gamma1), settings.gamma1) if small else trees
     beyond = 0 if small else budget
     levels = _triforce(settings, inner, TRIE_NODES, beyond)
@@ -215,7 +232,7 @@ TriForce without hierarchy, ``streaming`` the small model alone.
 """
 HEAD_RECIPES: dict[str, Recipe] = {
     "head": Recipe(_head_alone),
-    "mtp": Recipe(lambda s: HeadDrafter(MtpHead())),
+    "mtp": Recipe(lambda s: _head_alone(replace(s, draft_model=MTP))),
 }
 """Trained heads alone: ``head`` is that of the folder ``LongContextConfig.draft_model``, of the kind that it says;
 ``mtp`` are those in the target's own checkpoint.
@@ -238,7 +255,7 @@ def trie_of(drafter: Drafter) -> Trie:
 
 def buildable(settings: LongContextConfig, recipes: Mapping[str, Recipe] = RECIPES) -> list[str]:
     """Names of the drafters that these settings suffice for, without ``none``."""
-    head = isinstance(settings.draft_model, str | Path | Head)
+    head = _is_head(settings.draft_model)
     small = settings.draft_model is not None and not head
     names = [name for name, recipe in recipes.items() if name != "none" and (small or not recipe.small)]
     return [*names, "head"] if head else names

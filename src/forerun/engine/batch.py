@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from forerun.core.fair_lock import FairLock
+from forerun.core.fairness import FairLock
 from forerun.core.request import Request
 from forerun.engine.prefill_pacing import PrefillPacing
 from forerun.engine.prefix_sharing import PrefixSharing
 from forerun.engine.result import Commit
 from forerun.engine.step import DecodingStep, Row
+from forerun.kv.cache import MIN_SLACK_TOKENS, releases
 from forerun.kv.full_cache import FullCache
-from forerun.kv.released_rows import MIN_SLACK_TOKENS, releases
 
 if TYPE_CHECKING:
     from forerun.kv.kv_tiers import DeviceReserve

@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
-from forerun.core.fair_lock import FairLock
+from forerun.core.fairness import FairLock
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.drafting.adaptive import AdaptiveDrafter
@@ -27,12 +27,12 @@ from forerun.engine.step import DecodingStep, StepSeconds
 from forerun.kernels.attention.attention import warm_up
 from forerun.kv.cache import READ_BLOCK
 from forerun.kv.full_cache import FullCache
+from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.gate import admit
 from forerun.models.forward.inputs import position_limit
 from forerun.models.forward.level import Progress, counting, read
 from forerun.models.forward.runtime import Runtime, default_runtime
 from forerun.models.forward.scorer import Scorer, is_sharded
-from forerun.models.loading.stored_weights import dtype_name
 from forerun.models.text.prompts import Prompts, encode, encode_prediction, vocabulary_of
 from forerun.models.text.requests import GenerationOptions, RowOptions, build_requests, check_options, own_options
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from forerun.core.fair_eviction import eviction, owner_of
+from forerun.core.fairness import eviction, owner_of
 from forerun.engine.prefix_sharing import KEY_BYTES, Keys, common
 from forerun.kernels.attention.attention import Rows
 from forerun.kv.full_cache import FullCache

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from forerun.core.fair_eviction import eviction, owner_of
+from forerun.core.fairness import eviction, owner_of
 from forerun.core.request import Request
 from forerun.engine.step import Row
 from forerun.kv.recurrent import RECURRENT_STATES

@@ -8,8 +8,7 @@ from contextlib import closing
 from dataclasses import asdict, astuple, replace
 from typing import Any
 
-from forerun.core.logprobs import Logprob
-from forerun.core.request import Request
+from forerun.core.request import Logprob, Request
 from forerun.core.stats import Stats
 from forerun.engine.result import Commit
 from forerun.models.forward.scorer import Scorer

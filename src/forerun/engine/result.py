@@ -9,8 +9,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from forerun.core.logprobs import Logprob
-from forerun.core.request import FinishReason, Request
+from forerun.core.request import FinishReason, Logprob, Request
 from forerun.core.stats import Stats
 
 

@@ -14,9 +14,8 @@ import torch
 from forerun.core.block import Block
 from forerun.core.tree import IntArray
 from forerun.kernels.attention.attention import AttentionSpec, Rows
-from forerun.kv.cache import Addresses, Cache, KVShape, LayerShape, append, compact, reserve
+from forerun.kv.cache import Addresses, Cache, KVShape, LayerShape, append, compact, release, reserve, slack
 from forerun.kv.recurrent import RECURRENT_STATES, RecurrentStates
-from forerun.kv.released_rows import release, slack
 from forerun.kv.shared_prefix import Layout, SharedMemory, SharedPrefix, Tensors
 
 if TYPE_CHECKING:

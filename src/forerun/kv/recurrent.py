@@ -19,9 +19,8 @@ import torch
 
 from forerun.core.block import Block
 from forerun.core.tree import ROOT, IntArray
-from forerun.kernels.recurrent.gated_states import GatedShape, run_states
+from forerun.kernels.recurrent.gated_states import GatedShape, TokenOrder, run_states
 from forerun.kernels.recurrent.short_convolution import convolve
-from forerun.kernels.recurrent.token_order import TokenOrder
 from forerun.kv.shared_prefix import Tensors
 
 SNAPSHOT_TOKENS = 64

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from forerun.core.logprobs import Logprob
 from forerun.core.origin import Origin
-from forerun.core.request import FinishReason, Request
+from forerun.core.request import FinishReason, Logprob, Request
 from forerun.core.tree import IntArray
 from forerun.engine.result import Commit
 from forerun.models.text.detokenize import Detokenizer

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import torch
 
-from forerun.core.constraint import Constraint
 from forerun.core.request import Request
+from forerun.core.sampling import Constraint
 
 
 class PromptConstraint:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from forerun.core.fair_lock import FairLock
+from forerun.core.fairness import FairLock
 from forerun.models.text.message_formats import knows_tools, with_tools_as_text
 from forerun.models.text.prompts import apply_template, encode, rendered
 from forerun.server.api_errors import ApiError

@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from forerun.core.compiling import compiled
-from forerun.core.noise import gumbel_of
+from forerun.core.sampling_kernels import gumbel_of
 from forerun.trie.arrays import ORDERS, Index, find, mix
 from forerun.trie.candidates import (
     AGREED_CLASSES,
@@ -274,9 +274,9 @@ def noise_of(noise: RecordArray, ahead: int, token: int) -> float:
     """T times what a token's noise is above its mean, ``ahead`` tokens behind ``NOISE.position``; 0 if not known.
 
     Coupled sampling takes the best log p / T + g, where the Gumbel noise g is a pure function of seed, position and
-    token (``core/noise.py``). That is the best log p + T g: among tokens of equal chance, the one with the highest
-    noise comes. So the mixer adds T g to the log-odds, less its mean and times a weight, by which it learns how far to
-    trust it.
+    token (``core/sampling_kernels.py``). That is the best log p + T g: among tokens of equal chance, the one with the
+    highest noise comes. So the mixer adds T g to the log-odds, less its mean and times a weight, by which it learns how
+    far to trust it.
     """
     text = noise[0]
     if text.temperature == 0:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from forerun.core.fair_eviction import eviction, owner_of
+from forerun.core.fairness import eviction, owner_of
 from forerun.trie.logistic_mixer import Mixer
 from forerun.trie.namespace import MIN_GROWTH_BYTES, Namespace
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from forerun.core.fair_lock import locked
+from forerun.core.fairness import locked
 from forerun.core.tree import IntArray
 from forerun.trie import entry_points, text_cursor
 from forerun.trie.array_handles import ArrayHandles

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forerun.core.fair_lock import FairLock, locked
+from forerun.core.fairness import FairLock, locked
 from forerun.core.tree import IntArray
 from forerun.trie import arrays, logistic_mixer, trie_file
 from forerun.trie.arrays import BYTES_PER_TOKEN, FloatArray

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from forerun.core import noise, top_p
+from forerun.core import sampling_kernels
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree, IntArray
 from forerun.kernels import gpu
@@ -309,8 +309,7 @@ def warm_up(device: torch.device, dtype: torch.dtype) -> None:
         address_of(executor.work)
         for operation in (PROJECT_QUERIES, RANK_CHUNKS, ATTEND_TOPK) if dtype in TOPK_DTYPES else ():
             address_of(operation.run, 5)
-    noise.warm_up()
-    top_p.warm_up()
+    sampling_kernels.warm_up()
 
 
 def _math(

@@ -15,8 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from forerun.kernels.recurrent.gated_states import L2_EPSILON, GatedShape
-from forerun.kernels.recurrent.token_order import TokenOrder
+from forerun.kernels.recurrent.gated_states import L2_EPSILON, GatedShape, TokenOrder
 
 GPU_CONVOLUTION_CHANNELS = 256
 """Channels of one token that a program convolves."""

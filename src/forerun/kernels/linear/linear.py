@@ -20,14 +20,22 @@ import torch
 from torch.nn.functional import pad
 
 from forerun.core.compiling import compiled
-from forerun.kernels.linear.panels import MANY_TOKENS, WEIGHT_FORMATS, few, many, many_in_rows, transpose, unpack
+from forerun.kernels.linear.panels import (
+    MANY_TOKENS,
+    few,
+    format_number,
+    format_of,
+    many,
+    many_in_rows,
+    transpose,
+    unpack,
+)
 from forerun.kernels.linear.rowwise import gated, words
 from forerun.kernels.linear.weight_format import PLAIN_FORMATS, Plain, WeightFormat
 from forerun.kernels.runtime.addresses import StructLayout, address_of, bytes_at, call, doubles, floats
 from forerun.kernels.runtime.executor import Operation, Program, Tasks, read_pass
 from forerun.kernels.runtime.vector_ir import LANES, LINE
 
-FORMAT_NAMES = [each.name for each in WEIGHT_FORMATS]
 NUMBER_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
 """Types of inputs, by their number in operations."""
 PLAIN_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in NUMBER_KINDS}
@@ -45,7 +53,7 @@ class Weights(NamedTuple):
 
     Attributes:
         rows: ``[O, K]`` of a type of ``NUMBER_KINDS``, or packed bytes ``[O, row]``; contiguous.
-        format: one of ``FORMAT_NAMES``.
+        format: its name, of ``PLAIN_FORMATS`` or ``GGUF_FORMATS``.
         bias: ``[O]`` in the type of the inputs, or None.
     """
 
@@ -153,7 +161,7 @@ def _shared_code(kind: int) -> LinearCode:
 
 @functools.cache
 def _format_code(which: int) -> tuple[int, int, int]:
-    """Addresses of ``few``, ``unpack`` and ``many_in_rows`` for one of ``WEIGHT_FORMATS``."""
+    """Addresses of ``few``, ``unpack`` and ``many_in_rows`` for a format by its number."""
 
     @compiled
     def products_of_few(
@@ -177,10 +185,10 @@ def _format_code(which: int) -> tuple[int, int, int]:
 
 def matrix_of(weights: Weights) -> Matrix:
     """A matrix as kernels see it."""
-    rows, which = weights.rows, FORMAT_NAMES.index(weights.format)
+    rows, which = weights.rows, format_number(weights.format)
     bias = 0 if weights.bias is None else weights.bias.data_ptr()
     row = rows.stride(0) * rows.element_size()
-    return Matrix(rows.data_ptr(), row, len(rows), bias, WEIGHT_FORMATS[which].words, *_format_code(which))
+    return Matrix(rows.data_ptr(), row, len(rows), bias, format_of(which).words, *_format_code(which))
 
 
 def table_of(matrices: Sequence[Weights]) -> MatrixTable:

@@ -22,11 +22,9 @@ from contextlib import contextmanager
 from llvmlite import ir
 from numba.core import cgutils
 
-from forerun.kernels.linear.gguf_formats import GGUF_FORMATS
 from forerun.kernels.linear.weight_format import FLOAT32, PLAIN_FORMATS, Rows, WeightFormat, transposed
 from forerun.kernels.runtime.vector_ir import I64, LANES, LINE, Emitter, llvm_function, wide
 
-WEIGHT_FORMATS: tuple[WeightFormat, ...] = (*PLAIN_FORMATS, *GGUF_FORMATS)
 MANY_TOKENS = (4, 6, 8, 10, 12)
 """Token counts with code of their own in ``many``: up to the most whose sums over two panels fit in registers beside
 one column of each."""
@@ -35,6 +33,25 @@ NARROW_ROWS = 4
 and a weight."""
 NARROW_TOKENS = 6
 """Tokens whose sums with a panel's column fit in them."""
+
+
+def format_number(name: str) -> int:
+    """The number that stands for a format in machine code: plain ones come first, then those of GGUF files."""
+    plain = [each.name for each in PLAIN_FORMATS]
+    if name in plain:
+        return plain.index(name)
+    from forerun.kernels.linear.gguf_formats import GGUF_FORMATS  # which a model with plain weights does without
+
+    return len(plain) + [each.name for each in GGUF_FORMATS].index(name)
+
+
+def format_of(number: int) -> WeightFormat:
+    """The format that a number stands for."""
+    if number < len(PLAIN_FORMATS):
+        return PLAIN_FORMATS[number]
+    from forerun.kernels.linear.gguf_formats import GGUF_FORMATS
+
+    return GGUF_FORMATS[number - len(PLAIN_FORMATS)]
 
 
 @llvm_function(constants=1)
@@ -47,7 +64,7 @@ def few(
     Meanwhile prefetches the panel ``ahead`` bytes after each. Sums after the last token's are overwritten, up to the
     next of the format's ``few_tokens``.
     """
-    each = WEIGHT_FORMATS[which]
+    each = format_of(which)
     numbers, starts = each.numbers, (w, other)[: each.panels]
     for size in _least_that_suffices(e, tokens, each.few_tokens):
         panels = [_rows(e, each, *one) for one in ((w, row, last), (other, row, other_last))[: each.panels]]
@@ -88,7 +105,7 @@ def unpack(
     e: Emitter, which: int, w: ir.Value, row: ir.Value, last: ir.Value, blocks: ir.Value, ahead: ir.Value, to: ir.Value
 ) -> None:
     """Write the columns of a panel's blocks to ``to``, one after the other."""
-    _unpack(e, WEIGHT_FORMATS[which], w, row, last, blocks, ahead, to)
+    _unpack(e, format_of(which), w, row, last, blocks, ahead, to)
 
 
 @llvm_function(constants=1)

@@ -1,20 +1,24 @@
-"""From a folder to the head that its configuration describes."""
+"""From a name to a head: a folder's configuration says of which kind it is."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from forerun.core.long_context import MTP
 from forerun.models.heads.dflash import DFlashHead, is_dflash
 from forerun.models.heads.eagle3 import Eagle3Head, is_eagle3
 from forerun.models.heads.head import Head, config_of
+from forerun.models.heads.mtp import MtpHead
 
 
 def load_head(folder: str | Path) -> Head:
-    """The head in a folder. Its weights are read once it is bound to a target.
+    """The head in a folder, or ``MTP``. Its weights are read once it is bound to a target.
 
     Raises:
         ValueError: if the folder holds none, or one of a kind that is not known.
     """
+    if folder == MTP:
+        return MtpHead()
     config = config_of(Path(folder))
     if is_dflash(config):
         return DFlashHead(folder)

@@ -15,9 +15,6 @@ from forerun.models.forward.scorer import ATTENTION_NAME, Scorer, experts, use_i
 from forerun.models.heads.head import RecurrentHead
 from forerun.models.loading.load import quiet
 
-MTP = "mtp"
-"""What names these heads in place of a folder."""
-
 
 class MtpHead(RecurrentHead):
     """The heads in the target's own checkpoint; they are read when the target is known."""

@@ -36,8 +36,8 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging
 
+from forerun.models.forward.architecture import STORED
 from forerun.models.loading import gguf
-from forerun.models.loading.stored_weights import STORED
 from forerun.reference import bundled
 
 LOG = log.getLogger(__name__)

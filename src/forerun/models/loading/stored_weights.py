@@ -10,9 +10,6 @@ from torch import nn
 
 from forerun.kernels.linear.linear import Weights, product
 
-STORED = "stored"
-"""The dtype name for such weights."""
-
 
 class StoredLinear(nn.Module):
     """A linear layer over stored weights, computed in float32 on a CPU.
@@ -155,13 +152,3 @@ def _check_place(weight: torch.Tensor) -> None:
 
 def _refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     raise ValueError(f"{prefix}weight is as a GGUF file stores it, which is not saved otherwise; keep the file")
-
-
-def is_stored(model: nn.Module) -> bool:
-    """Whether a model holds weights as they are stored."""
-    return any(isinstance(module, StoredLinear) for module in model.modules())
-
-
-def dtype_name(model: nn.Module) -> str:
-    """The type of a model's weights: ``stored``, or torch's name."""
-    return STORED if is_stored(model) else str(model.dtype).removeprefix("torch.")

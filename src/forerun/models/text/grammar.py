@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from forerun.core.constraint import Constraint
-from forerun.core.fair_eviction import eviction, owner_of
+from forerun.core.fairness import eviction, owner_of
+from forerun.core.sampling import Constraint
 from forerun.core.tree import IntArray
 from forerun.models.text.grammar_limits import SchemaError, check_lark, check_regex, checked_schema
 

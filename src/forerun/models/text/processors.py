@@ -18,7 +18,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, TopPLogitsWarper
 
 from forerun.core.compiling import COMPILES
 from forerun.core.sampling import InTurn, Processor, Remembering
-from forerun.core.top_p import cut
+from forerun.core.sampling_kernels import top_p_cut
 
 
 class Nucleus:
@@ -38,7 +38,7 @@ class Nucleus:
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if COMPILES and scores.device.type == "cpu" and scores.dtype == torch.float32 and len(scores) == 1:
             own = scores[0].detach().contiguous()
-            cut_scores, count = cut(
+            cut_scores, count = top_p_cut(
                 own.numpy(), own.softmax(-1).numpy(), 1 - self._warper.top_p, self._warper.filter_value
             )
             if count >= self._warper.min_tokens_to_keep:

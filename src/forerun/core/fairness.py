@@ -1,23 +1,23 @@
-"""A fair lock: it serves threads in the order they came.
-
-Suppose a thread takes the lock again right after each release. An ordinary lock mostly goes back to that thread, and
-the others starve.
-"""
+"""What threads and tenants share is shared fairly: a lock in the order of arrival, and room by who has the most."""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+KeyT = TypeVar("KeyT")
 
 
 class FairLock:
-    """Used as ``with lock:``; not reentrant.
+    """A lock that serves threads in the order they came. Used as ``with lock:``; not reentrant.
+
+    Suppose a thread takes the lock again right after each release. An ordinary lock mostly goes back to that thread,
+    and the others starve.
 
     Ctrl-C may come at any instruction, also before the lock is released. So a thread that acquires the lock while it
     holds it is taken to have been interrupted then.
@@ -63,3 +63,23 @@ def locked(method: Method) -> Method:
             return method(self, *args, **kwargs)
 
     return cast(Method, run)
+
+
+def owner_of(namespace: str) -> str:
+    """Whose a namespace is: a server names it ``tenant/name``. All other names have one owner together."""
+    return namespace.partition("/")[0] if "/" in namespace else ""
+
+
+def eviction(entries: Sequence[tuple[KeyT | None, str, int]]) -> KeyT | None:
+    """The key that goes first; None if none may go. It is the oldest of the owner who has the most, so that nobody
+    pushes out what is others'.
+
+    Args:
+        entries: keys (None for an entry that has to stay), their owners and sizes, those used longest ago first.
+    """
+    sizes: Counter[str] = Counter()
+    for _, owner, size in entries:
+        sizes[owner] += size
+    going = [(key, owner) for key, owner, _ in entries if key is not None]
+    largest = max((owner for _, owner in going), key=sizes.__getitem__, default=None)
+    return next((key for key, owner in going if owner == largest), None)
