@@ -279,7 +279,7 @@ class AdaptiveDrafter(OuterDrafter):
         price, tell = self._prices.asking * len(context) / self._pruner.price(context)[1], self.trees.known_suffix
         for number, request in enumerate(context.rows):
             budget = self._budgets[request.id]
-            if budget.left <= 0:
+            if not budget.affords(price):
                 continue
             known = tell(request)
             known = SUFFIXES[0] if known is None else known
@@ -303,7 +303,7 @@ class AdaptiveDrafter(OuterDrafter):
             nonlocal began
             row = drafted[rows[request.id]]
             worth = row.budget.untouched or self._deepening_gain.expected(tree.expected) > price
-            if not worth or row.budget.left <= 0:
+            if not (worth and row.budget.affords(price)):
                 return False
             row.shallow, began = tree, self._clock()
             return True

@@ -48,12 +48,12 @@ class AcceptanceRate:
 
     Attributes:
         tested, accepted: numbers of drafts; old ones fade.
-        proven: how long chains were accepted lately. It halves with every chain that shows less.
+        longest: how long the next chain may be.
     """
 
     tested: float = STATEMENT_WEIGHT
     accepted: float = STATEMENT_WEIGHT * FIRST_GUESS
-    proven: float = 0.5
+    longest: float = 1.0
 
     @property
     def rate(self) -> float:
@@ -65,7 +65,7 @@ class AcceptanceRate:
         fade = MEMORY ** min(accepted + 1, drafted)
         self.tested = self.tested * fade + accepted + (accepted < drafted)
         self.accepted = self.accepted * fade + accepted
-        self.proven = max(accepted, self.proven / 2)
+        self.longest = max(2.0 * accepted, self.longest + 1 if accepted == drafted else self.longest / 2, 1.0)
 
 
 class ChainAcceptance:
@@ -84,7 +84,7 @@ class ChainAcceptance:
     def begin(self, request: Request) -> None:
         """Start a text with the acceptance rate of all texts, weighed as a first guess."""
         known = self._all
-        self._rates[request.id] = AcceptanceRate(STATEMENT_WEIGHT, STATEMENT_WEIGHT * known.rate, known.proven)
+        self._rates[request.id] = AcceptanceRate(STATEMENT_WEIGHT, STATEMENT_WEIGHT * known.rate, known.longest)
 
     def finish(self, request: Request) -> None:
         """Forget a text."""
@@ -101,9 +101,10 @@ class ChainAcceptance:
         return best_length([self._rates[request.id].rate for request in requests], draft, passes)
 
     def longest(self, requests: Sequence[Request]) -> int:
-        """The longest chain to draft: twice what was proven in one of these texts. The rate of a few accepted drafts
-        says little of long chains, and a single one that is wrong from the start loses the time of all its tokens."""
-        return max(1, int(2 * max(self._rates[request.id].proven for request in requests)))
+        """The longest chain to draft: twice as long as what was accepted in one of these texts. It is one longer after
+        each chain that was right to its end, and half as long after a wrong one. The rate of a few accepted drafts says
+        little of long chains, and a single one that is wrong from the start loses the time of all its tokens."""
+        return int(max(self._rates[request.id].longest for request in requests))
 
     def start(self, requests: Sequence[Request], price: float) -> None:
         """Start new chains. Each grows as long as the chance that all of it is accepted is above ``price``."""

@@ -41,13 +41,17 @@ class ExplorationBudget:
 
     @property
     def left(self) -> float:
-        """What may be lost. While something is left a source may be asked, and lose more than that once: what promises
-        much does not wait until all of its price is there."""
+        """What may be lost."""
         return self._saved + self._unspent
 
     @property
     def _unspent(self) -> float:
         return self._start + growth(self._request) - self._lost
+
+    def affords(self, cost: float) -> bool:
+        """Whether ``cost`` may be spent. A cost above ``EXPLORATION_START`` may be spent as soon as that is left, so
+        every source is tried now and then."""
+        return self.left > 0 and self.left >= min(cost, EXPLORATION_START)
 
     def stake(self, least: float) -> float:
         """What a single draft may lose: what is left, once drafts have saved something in this text. Before, it is a
