@@ -1,5 +1,4 @@
 """Which models can run as a program of kernels, and a description of their layers that the program is made from.
-``WeightWatch`` tells whether a model is still as it was when it was described.
 
 A description names matrices, norms and numbers. So a further family needs a few lines here and no kernel, as long as
 its layers are attention, or a short convolution, and a gated linear unit on a residual stream.
@@ -7,13 +6,11 @@ its layers are attention, or a short convolution, and a gated linear unit on a r
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
 from forerun.kernels.attention.attention import AttentionSpec
@@ -21,6 +18,7 @@ from forerun.kernels.linear.linear import Weights, plain
 from forerun.kernels.linear.rowwise import GELU, SILU
 from forerun.kernels.runtime.vector_ir import LANES, LINE, fused
 from forerun.models.forward.inputs import position_limit
+from forerun.models.forward.weight_watch import added_code
 
 FAMILIES = frozenset(
     {
@@ -42,13 +40,6 @@ STORED = "stored"
 """The name of the type of weights that are as a file stores them (``stored_weights.py``)."""
 ANGLES_CHUNK = 256
 """Positions whose angles are computed at once. Few enough that torch uses one thread, so that the bits are fixed."""
-CAPTURING = "transformers.utils.output_capturing"
-"""Hooks of this module only take notes, and only while transformers has been asked for hidden states."""
-ALL_MODULES_HOOKS: tuple[dict[int, Any], ...] = (
-    torch_module._global_forward_pre_hooks,
-    torch_module._global_forward_hooks,
-)
-"""Where torch keeps the hooks that are called for every module of every model."""
 
 
 @dataclass(frozen=True)
@@ -421,65 +412,3 @@ def _split(module: Any, *counts: int) -> tuple[MatrixRows, ...]:
     """The matrices that one linear layer holds, one below the other."""
     firsts = [sum(counts[:i]) for i in range(len(counts))]
     return tuple(MatrixRows(module, first, count) for first, count in zip(firsts, counts, strict=True))
-
-
-def added_code(module: nn.Module) -> list[Any]:
-    """What calling the module runs besides its class's ``forward``: hooks, and a ``forward`` of its own.
-
-    Hooks that transformers leaves on a model once it was asked for hidden states are not among them. They do nothing
-    outside such a call.
-    """
-    own = module.__dict__.get("forward")
-    every = (module._forward_pre_hooks, module._forward_hooks, *ALL_MODULES_HOOKS)
-    found = [hook for hooks in every for hook in _added(hooks)]
-    return found if own is None else [*found, own]
-
-
-def _added(hooks: dict[int, Any]) -> list[Any]:
-    return [hook for hook in hooks.values() if getattr(hook, "__module__", "") != CAPTURING]
-
-
-class WeightWatch:
-    """Remembers a model as it is when this is made: its modules, their hooks, its configuration, and the addresses of
-    its weights.
-
-    A program of kernels holds addresses of weights, and numbers that the model reads from its configuration in each
-    pass (soft caps, windows). Weights may change in place. But it must not run if weights moved (another type, another
-    parameter, another module), if the configuration changed, or if there are hooks, which it would not call.
-
-    Args:
-        model: the model. Its dictionaries of modules, weights, buffers and hooks are kept, because finding them again
-            takes longer than a small model's pass.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model, self._settings = model, copy.deepcopy(vars(model.config))
-        modules = list(model.modules())
-        self._parents = [module._modules for module in modules if module._modules]
-        self._owners = [held for module in modules for held in (module._parameters, module._buffers) if held]
-        self._hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
-        self._hooks += ALL_MODULES_HOOKS
-        self._members = [module.__dict__ for module in modules]
-        self._strange = self._is_strange()
-        self._modules, self._weights = self._children(), self._places()
-
-    def same(self) -> bool:
-        """Whether nothing has changed since, except weights in place."""
-        return (
-            self._weights == self._places()
-            and self._modules == self._children()
-            and self._strange == self._is_strange()
-            and self._settings == vars(self._model.config)
-        )
-
-    def _is_strange(self) -> bool:
-        """Whether calls would run added code."""
-        return any("forward" in members for members in self._members) or any(
-            hooks and _added(hooks) for hooks in self._hooks
-        )
-
-    def _children(self) -> list[Any]:
-        return [module for parent in self._parents for module in parent.values()]
-
-    def _places(self) -> list[int]:
-        return [weight.data_ptr() for owner in self._owners for weight in owner.values() if weight is not None]

@@ -26,9 +26,10 @@ from forerun.kernels.runtime.addresses import head_rows
 from forerun.kernels.runtime.vector_ir import LINE
 from forerun.kv.cache import READ_BLOCK, Addresses, Cache
 from forerun.kv.full_cache import FullCache
-from forerun.models.forward.architecture import WeightWatch, known
+from forerun.models.forward.architecture import known
 from forerun.models.forward.compiled_forward import CompiledForward, Decoder, PassCapacity
 from forerun.models.forward.scorer import PassResult, Scorer, is_sharded
+from forerun.models.forward.weight_watch import WeightWatch
 
 SPARE_SCRATCH_BYTES = 4096
 """Extra bytes in each thread's scratch memory."""

@@ -29,10 +29,11 @@ from forerun.kernels.gpu.linear import GPU_LINEAR_DTYPES
 from forerun.kernels.gpu.pass_tables import TABLE_ALIGNMENT, PassDescription, PassTables
 from forerun.kv.cache import Cache, LayerShape
 from forerun.kv.full_cache import FullCache
-from forerun.models.forward.architecture import WeightWatch, known_on_gpu
+from forerun.models.forward.architecture import known_on_gpu
 from forerun.models.forward.cuda_graphs import GraphCache
 from forerun.models.forward.gpu_forward import Attention, GpuForward, library_attention, library_product
 from forerun.models.forward.scorer import PassResult, Scorer
+from forerun.models.forward.weight_watch import WeightWatch
 
 PROMPT_CHUNK_TOKENS = 512
 """Tokens of a prompt's chunk that libraries read: enough that arithmetic, not memory, decides how long it takes."""
