@@ -101,9 +101,12 @@ class ChainAcceptance:
         return best_length([self._rates[request.id].rate for request in requests], draft, passes)
 
     def longest(self, requests: Sequence[Request]) -> int:
-        """The longest chain to draft: twice as long as what was accepted in one of these texts. It is one longer after
-        each chain that was right to its end, and half as long after a wrong one. The rate of a few accepted drafts says
-        little of long chains, and a single one that is wrong from the start loses the time of all its tokens."""
+        """The longest chain to draft: the longest that one of these texts allows.
+
+        A text allows twice as many tokens as a chain of it was accepted for, one more after each chain that was right
+        to its end, and half as many after a wrong one. The acceptance rate of a few drafts says little of long chains,
+        and one that is wrong from the start loses the time of all its tokens.
+        """
         return int(max(self._rates[request.id].longest for request in requests))
 
     def start(self, requests: Sequence[Request], price: float) -> None:
