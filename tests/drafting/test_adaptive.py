@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,8 +98,8 @@ class Branches(Drafter):
         self.world = world
         self.asked = list[int]()
 
-    def known_suffix(self, request: Request) -> int | None:
-        return self.world.known(len(request))
+    def known_suffixes(self, requests: Sequence[Request]) -> list[int | None]:
+        return [self.world.known(len(request)) for request in requests]
 
     def propose(self, context: PassContext) -> list[DraftTree]:
         return [self._draft(request, budget) for request, budget in context]

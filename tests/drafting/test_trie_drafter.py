@@ -214,7 +214,7 @@ def test_after_warm_up_nothing_is_compiled_and_nothing_is_indexed() -> None:
     request = Request([1, 2, 3, 1], 8)
     drafter.begin(request)
     request.append(2)
-    drafter.known_suffix(request)
+    drafter.known_suffixes([request])
     best_of_rows(torch.randn(3, 50))
     assert [len(function.signatures) for function in functions] == before  # type: ignore[attr-defined]
 

@@ -360,7 +360,7 @@ def test_how_long_the_end_of_a_text_was_seen_before_is_known_without_a_draft(pen
         split = len(tokens) - pending
         trie.begin(0, namespace, prompt)
         trie.extend(0, tokens[:split])
-        found = trie.known_suffix(0, np.array(tokens[split:], np.int64))
+        (found,) = trie.known_suffixes([(0, np.array([*prompt, *tokens]))])
         trie.finish(0)
         trie.withdraw(namespace) if not namespace else None
         return found
@@ -376,12 +376,13 @@ def test_how_long_the_end_of_a_text_was_seen_before_is_known_without_a_draft(pen
 def test_a_prompt_that_is_not_indexed_yet_has_no_known_suffix() -> None:
     trie = Trie(SMALL)
     trie.begin(0, "", [1, 2, 3] * 4096)
-    assert trie.known_suffix(0, np.empty(0, np.int64)) == 0
+    text = np.array([1, 2, 3] * 4096)
+    assert trie.known_suffixes([(0, text)]) == [0]
     while not trie.catch_up(0, 4096):
         pass
-    assert trie.known_suffix(0, np.empty(0, np.int64)) == text_cursor.MAX_AGREED
+    assert trie.known_suffixes([(0, text)]) == [text_cursor.MAX_AGREED]
     with pytest.raises(ValueError, match="not live"):
-        trie.known_suffix(1, np.empty(0, np.int64))
+        trie.known_suffixes([(1, text)])
 
 
 def test_pending_tokens_lead_to_what_follows_them() -> None:

@@ -24,29 +24,38 @@ class FairLock:
     """
 
     def __init__(self) -> None:
-        self._queue: deque[int] = deque()
+        self._queue: deque[int] = deque()  # who holds it, and who waits
         self._changed = threading.Condition(threading.RLock())
 
     def __enter__(self) -> None:
         me = threading.get_ident()
-        with self._changed:
-            if me in self._queue:
-                self._queue.remove(me)
-                self._changed.notify_all()
-            self._queue.append(me)
-            try:
+        if me in self._queue:
+            self._leave(me)
+        self._queue.append(me)  # one step for all threads: who finds the queue empty holds the lock
+        if self._queue[0] == me:
+            return
+        try:
+            with self._changed:
                 while self._queue[0] != me:
                     self._changed.wait()
-            except BaseException:  # such as Ctrl-C
-                self._queue.remove(me)
-                self._changed.notify_all()
-                raise
+        except BaseException:  # such as Ctrl-C
+            self._leave(me)
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._queue.popleft()
+        if self._queue:
+            self._wake()
+
+    def _leave(self, thread: int) -> None:
+        """Take a thread out of the queue, wherever it stands."""
+        self._queue.remove(thread)
+        self._wake()
+
+    def _wake(self) -> None:
         with self._changed:
-            self._queue.popleft()
             self._changed.notify_all()
 
     def __reduce__(self) -> tuple[type[FairLock], tuple[()]]:

@@ -21,6 +21,8 @@ class PassContext:
         pending: committed tokens of each row that the pass reads; 1 for a row that only decodes.
         beside: tokens that the pass reads for rows that are not drafted for, because they read their prompts.
         cached: tokens of each row that the target's cache holds when the context is made.
+        tokens: that the pass reads without drafts.
+        decodes: whether it reads one token of each row and nothing else.
         deepens: called by drafters that can add the draft of a costly source to a tree, with the row and the tree;
             whether to do so. None if they decide it themselves.
         stop: called by drafters that extend chains token by token, with the row and the probability that the drafting
@@ -34,10 +36,13 @@ class PassContext:
     deepens: Callable[[Request, DraftTree], bool] | None = None
     stop: Callable[[Request, float], bool] | None = None
     cached: Sequence[int] = field(init=False)
+    tokens: int = field(init=False)
+    decodes: bool = field(init=False)
 
     def __post_init__(self) -> None:
         cached = [len(row) - pending for row, pending in zip(self.rows, self.pending, strict=True)]
-        object.__setattr__(self, "cached", cached)
+        tokens = sum(self.pending) + self.beside
+        self.__dict__.update(cached=cached, tokens=tokens, decodes=tokens == len(cached))
 
     @classmethod
     def decoding(cls, rows: Sequence[Request], budget: int) -> PassContext:
@@ -50,24 +55,12 @@ class PassContext:
     def __iter__(self) -> Iterator[tuple[Request, int]]:
         return zip(self.rows, self.budgets, strict=True)
 
-    @property
-    def tokens(self) -> int:
-        """Tokens that the pass reads without drafts."""
-        return sum(self.pending) + self.beside
-
-    @property
-    def decodes(self) -> bool:
-        """Whether the pass reads one token of each row and nothing else."""
-        return self.tokens == len(self)
-
     def of(self, rows: Sequence[int]) -> PassContext:
-        """The context of some rows, by their numbers."""
-        return replace(
-            self,
-            rows=[self.rows[row] for row in rows],
-            budgets=[self.budgets[row] for row in rows],
-            pending=[self.pending[row] for row in rows],
-        )
+        """The context of some rows, by their numbers in rising order."""
+        if len(rows) == len(self):
+            return self
+        texts, budgets, pending = ([each[row] for row in rows] for each in (self.rows, self.budgets, self.pending))
+        return PassContext(texts, budgets, pending, self.beside, self.deepens, self.stop)
 
     def within(self, budget: int) -> PassContext:
         """The context with no row's budget above ``budget``."""

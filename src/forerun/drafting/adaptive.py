@@ -30,7 +30,6 @@ from forerun.models.forward.scorer import Scorer
 from forerun.policy import node_table, prices
 from forerun.policy.ask_gain import DEEPER_GAINS, EXPECTED_NODES, SUFFIX_GAINS, SUFFIXES, AskGain
 from forerun.policy.chain_acceptance import ChainAcceptance, best_length
-from forerun.policy.cost_curve import FloatArray
 from forerun.policy.exploration_budget import (
     EXPLORATION_START,
     STAKE,
@@ -38,7 +37,7 @@ from forerun.policy.exploration_budget import (
     growth,
     within_savings,
 )
-from forerun.policy.prices import Prices
+from forerun.policy.prices import LinearCost, Prices
 from forerun.policy.tree_pruning import TreePruner, TreeSelection
 
 FLOAT_TOLERANCE = 1e-6
@@ -236,7 +235,7 @@ class AdaptiveDrafter(OuterDrafter):
         if not (drafted or chains) or (measures and self._prices.plain_step_due(self._pruner.gain)):
             return self._rest(context)
         correction, began = self._prices.correction, self._clock()
-        trees, deepening = self._trees(context, drafted)
+        trees, deepening = self._trees(context, drafted, correction)
         deepened = sum(row.shallow is not None for row in drafted.values())
         spent = len(drafted) * self._prices.asking + deepened * self._prices.deepening
         selection = self._pruner.prune(context, trees, spent, correction)
@@ -276,25 +275,24 @@ class AdaptiveDrafter(OuterDrafter):
         asked: dict[int, _DraftedRow] = {}
         if self.trees is None:
             return asked
-        price, tell = self._prices.asking * len(context) / self._pruner.price(context)[1], self.trees.known_suffix
-        for number, request in enumerate(context.rows):
-            budget = self._budgets[request.id]
-            if not budget.affords(price):
-                continue
-            known = tell(request)
-            known = SUFFIXES[0] if known is None else known
+        price = self._prices.asking * len(context) / self._pruner.price(context)[1]
+        affording = [n for n, request in enumerate(context.rows) if self._budgets[request.id].affords(price)]
+        promises = self.trees.known_suffixes([context.rows[n] for n in affording]) if affording else []
+        for number, known in zip(affording, promises, strict=True):
+            budget, known = self._budgets[context.rows[number].id], SUFFIXES[0] if known is None else known
             tried = budget.untouched and (known >= SUFFIXES[0] or price <= STAKE)
             if tried or self._gain.expected(known) > price:
                 asked[number] = _DraftedRow(number, budget, known)
         return asked
 
-    def _trees(self, context: PassContext, drafted: dict[int, _DraftedRow]) -> tuple[list[DraftTree], float]:
+    def _trees(
+        self, context: PassContext, drafted: dict[int, _DraftedRow], correction: LinearCost
+    ) -> tuple[list[DraftTree], float]:
         """A tree for each row, empty for those that are not asked for, and the seconds that costly sources took."""
         trees = [DraftTree.empty()] * len(context)
         if not drafted:
             return trees, 0.0
         plain, alone = self._pruner.price(context)
-        passes = self._pruner.chain_passes(context, self._nodes, self._prices.correction)
         price, rows = self._prices.deepening * len(context) / alone, {context.rows[n].id: n for n in drafted}
         began = 0.0
 
@@ -309,20 +307,14 @@ class AdaptiveDrafter(OuterDrafter):
             return True
 
         own = context.of(list(drafted))
-        most = [
-            min(most, self._allowed(row.budget, passes, plain, alone))
-            for most, row in zip(own.budgets, drafted.values(), strict=True)
-        ]
-        proposed = _propose(self.trees, replace(own, budgets=most, deepens=deepens))
+        limits = [plain + row.budget.stake(0.0) * alone for row in drafted.values()]  # what may be lost if all is wrong
+        allowed = [max(1, self._pruner.affordable(context, self._nodes, limit, correction)) for limit in limits]
+        most = [min(each) for each in zip(own.budgets, allowed, strict=True)]
+        proposed = _propose(self.trees, PassContext(own.rows, most, own.pending, own.beside, deepens))
         ended = self._clock()
         for (number, row), tree in zip(drafted.items(), proposed, strict=True):
             trees[number], row.drawn = tree, tree.q is not None
         return trees, ended - began if began else 0.0
-
-    def _allowed(self, budget: ExplorationBudget, passes: FloatArray, plain: float, alone: float) -> int:
-        """Nodes of a row's tree: no more than may be lost if all of them are wrong."""
-        stake = budget.stake(0.0)
-        return max(1, int(np.searchsorted(passes, plain + stake * alone, side="right")))
 
     def _length(self, selection: TreeSelection, spent: float) -> int | None:
         """Length of the chains to draft; 0 if the trees are better, None if a plain step has to be measured."""
@@ -363,25 +355,30 @@ class AdaptiveDrafter(OuterDrafter):
         return self.weight * self._pruner.cost([1] * len(read), read)
 
     def verified(self, request: Request, outcome: Outcome) -> None:
-        self._note(request, outcome)
-        self.inner.verified(request, outcome)
+        self._note(request, outcome, self.inner.verified)
 
     def observe(self, request: Request, outcome: Outcome) -> None:
-        self._note(request, outcome)
-        self.inner.observe(request, outcome)
+        self._note(request, outcome, self.inner.observe)
 
-    def _note(self, request: Request, outcome: Outcome) -> None:
-        """Learn how long the pass took that verified a draft, and what was accepted."""
+    def _note(self, request: Request, outcome: Outcome, hand_on: Callable[[Request, Outcome], None]) -> None:
+        """Learn how long the pass took that verified a draft, and what was accepted. What the trees' source learns from
+        that is a part of what asking takes; where chains are prepared, their source learns in the same call."""
         if self._resting is not None:
             self._rested(*self._resting)
-        elif (step := self._step) is not None and (row := step.waiting.pop(request.id, None)) is not None:
-            began = self._clock()
-            if not step.done:
-                step.scoring = began - step.ended
-            self._count(step, row, request, outcome)
-            if step.asking:
-                step.asking += self._clock() - began
-            self._close(step)
+        step = self._step
+        if step is None or (row := step.waiting.pop(request.id, None)) is None:
+            hand_on(request, outcome)
+            return
+        began = self._clock()
+        if not step.done:
+            step.scoring = began - step.ended
+        self._count(step, row, request, outcome)
+        counted = self._clock()
+        hand_on(request, outcome)
+        if row.known is not None:
+            alone = self.chains is None or request.id in self._prompts
+            step.asking += (self._clock() if alone else counted) - began
+        self._close(step)
 
     def _close(self, step: _StepRecord) -> None:
         """Learn from a step when the outcome of every remaining row is known."""
@@ -412,7 +409,7 @@ class AdaptiveDrafter(OuterDrafter):
         if context.decodes:
             known.record_step(selection.plain, selection.added, step.scoring, not nodes)
             if nodes:
-                steps = selection.corrected(known.correction).steps  # by what this step has shown of drafts, too
+                steps = selection.steps_at(known.correction)  # by what this step has shown of drafts, too
                 if known.unit:  # disturbances only ever slow a pass
                     steps = min(steps, step.scoring / known.unit / selection.plain)
         known.record_asking(sum(row.known is not None for row in step.done), step.asking)

@@ -76,12 +76,12 @@ class Drafter(ABC):
         """
         return True
 
-    def known_suffix(self, request: Request) -> int | None:
-        """Length of the text's longest suffix that the drafter has seen before, found in far less time than a draft.
+    def known_suffixes(self, requests: Sequence[Request]) -> Sequence[int | None]:
+        """Length of each text's longest suffix that the drafter has seen before, found in far less time than a draft.
 
         The longer, the more a draft promises. None if the drafter cannot tell.
         """
-        return None
+        return [None] * len(requests)
 
     @abstractmethod
     def propose(self, context: PassContext) -> list[DraftTree]:
@@ -189,8 +189,8 @@ class OuterDrafter(Drafter):
     def catch_up(self, request: Request, tokens: int) -> bool:
         return self.inner.catch_up(request, tokens)
 
-    def known_suffix(self, request: Request) -> int | None:
-        return self.inner.known_suffix(request)
+    def known_suffixes(self, requests: Sequence[Request]) -> Sequence[int | None]:
+        return self.inner.known_suffixes(requests)
 
     def propose(self, context: PassContext) -> list[DraftTree]:
         return self.inner.propose(context)
@@ -219,7 +219,8 @@ class NoDrafter(Drafter):
 
 def check_trees(drafter: Drafter, trees: object, rows: int) -> None:
     """Refuse a proposal that is no list of one ``DraftTree`` for each row."""
-    if not isinstance(trees, Sequence) or len(trees) != rows or not all(isinstance(tree, DraftTree) for tree in trees):
+    listed = type(trees) is list or isinstance(trees, Sequence)
+    if not listed or len(trees) != rows or not all([isinstance(tree, DraftTree) for tree in trees]):
         raise TypeError(
             f"{type(drafter).__name__}.propose returned {trees!r}; it must be one DraftTree for each of {rows} rows"
         )

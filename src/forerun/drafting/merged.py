@@ -75,9 +75,9 @@ class MergedDrafter(OuterDrafter):
     def catch_up(self, request: Request, tokens: int) -> bool:
         return self.inner.catch_up(request, tokens) and self.costly.catch_up(request, tokens)
 
-    def known_suffix(self, request: Request) -> int | None:
-        """That of the cheap drafter; without one None, as the costly one may know what follows."""
-        return self.inner.known_suffix(request) or None
+    def known_suffixes(self, requests: Sequence[Request]) -> Sequence[int | None]:
+        """Those of the cheap drafter; without one None, as the costly one may know what follows."""
+        return [known or None for known in self.inner.known_suffixes(requests)]
 
     def propose(self, context: PassContext) -> list[DraftTree]:
         """Draft one tree for each row; the rows share the costly drafter's passes."""

@@ -29,6 +29,9 @@ LEARN_TOKENS = 16
 """Index lazily: at the next draft, or after 16 tokens of a text, those of all texts in one call. So a step without
 drafts does not pay for a call."""
 
+NOTHING_BEFORE = np.array([-1])
+"""What stands before a text's first token; see ``RecycledRows``."""
+
 
 @dataclass(slots=True)
 class _Text:
@@ -103,12 +106,10 @@ class TrieDrafter(Drafter):
         for request in context.rows:
             self._texts[request.id].asked = True
         drafts = self.trie.step([self._update(request, budget) for request, budget in context])
-        return [
-            DraftTree(each.tokens, each.parents, probability=each.probability, origins=each.origins) for each in drafts
-        ]
+        return [DraftTree.known(*draft) for draft in drafts]
 
-    def known_suffix(self, request: Request) -> int:
-        return self.trie.known_suffix(request.id, request.tokens[self.trie.length(request.id) :])
+    def known_suffixes(self, requests: Sequence[Request]) -> list[int]:
+        return self.trie.known_suffixes([(request.id, request.tokens) for request in requests])
 
     def _update(self, request: Request, budget: int = 0) -> TextUpdate:
         """What is not learned yet of a request's text: each step's lists are kept once its tokens are learned."""
@@ -134,16 +135,15 @@ class TrieDrafter(Drafter):
         They are kept once the step's tokens are learned. Otherwise the mixer would judge lists made from the answer.
         Where texts are replayed there are no logits.
         """
-        if outcome.best is None and not len(outcome.logits):
+        if outcome.best is None and not outcome.logits.shape[0]:
             return
         tree, text, end = outcome.tree, request.tokens, len(request) - len(outcome.verdict.tokens)
-        tokens, scores = outcome.best or best_of_rows(outcome.logits)
-        last, before = np.empty(len(tree) + 1, np.int64), np.empty(len(tree) + 1, np.int64)
-        last[0], before[0] = text[end - 1], text[end - 2] if end > 1 else -1
+        last, before = text[end - 1 : end], text[end - 2 : end - 1] if end > 1 else NOTHING_BEFORE
         if len(tree):
-            last[1:] = tree.tokens
-            before[1:] = last[tree.parents + 1]
-        noted.rows.append((len(request), RecycledRows(before, last, tokens, scores)))
+            last = np.concatenate((last, tree.tokens))
+            before = np.concatenate((before, last[tree.parents + 1]))
+        best = outcome.best or best_of_rows(outcome.logits)
+        noted.rows.append((len(request), RecycledRows(before, last, *best)))
 
     def learn(self, request: Request) -> None:
         """Learn all of a request's text now."""

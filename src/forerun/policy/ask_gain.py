@@ -2,7 +2,7 @@
 
 Asking takes a time, whatever comes of it. Where a model's pass takes under a millisecond, even asking a trie takes a
 good part of a pass. What it promises is known first. For a tree from texts, that is how long a suffix of the text was
-seen before (``Drafter.known_suffix``): a text that repeats another one for three tokens goes on repeating it. For the
+seen before (``Drafter.known_suffixes``): a text that repeats another one for three tokens goes on repeating it. For the
 draft of a small model or a head beside such a tree, it is how many nodes of the tree are expected to be accepted.
 """
 

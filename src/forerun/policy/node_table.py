@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from forerun.core.array_handles import ArrayHandles, reader
 from forerun.core.compiling import compiled
 from forerun.core.tree import ROOT, IntArray
 from forerun.policy.calibration import (
@@ -36,6 +37,9 @@ class Trees(NamedTuple):
         begins: the place of each row's first node, and behind the last; int64 ``[rows + 1]``.
         deepest: the maximum depth of an accepted node; int64 ``[rows]``.
         states: 1 if the drafter states probabilities; int64 ``[rows]``.
+        cached: tokens that each row looks back on; int64 ``[rows]``.
+        counts: tokens of each row besides its nodes; int64 ``[rows]``. Pruning counts on in it.
+        sizes: number of nodes that are kept of each tree, once they are pruned; int64 ``[rows]``.
     """
 
     tokens: IntArray
@@ -44,6 +48,9 @@ class Trees(NamedTuple):
     begins: IntArray
     deepest: IntArray
     states: IntArray
+    cached: IntArray
+    counts: IntArray
+    sizes: IntArray
 
 
 class NodeTable(NamedTuple):
@@ -79,6 +86,9 @@ class NodeTable(NamedTuple):
         columns = {name: np.zeros(nodes, np.int64) for name in cls._fields}
         table = cls(**columns)  # type: ignore[arg-type]
         return table._replace(odds=np.zeros(nodes), chances=np.zeros(nodes), worth=np.zeros(nodes))
+
+
+table_at, calibration_at = reader(NodeTable.allocate(1)), reader(CalibrationTable.empty())
 
 
 @compiled
@@ -122,9 +132,9 @@ def _sort(table: NodeTable, end: int, looks: FloatArray, cached: IntArray, rate:
 
 
 @compiled
-def _extract(table: NodeTable, trees: Trees, sizes: IntArray) -> None:
-    """Leave of each row's tree what is kept, from its first place on; ``sizes`` are the numbers of nodes."""
-    for row in range(len(sizes)):
+def _extract(table: NodeTable, trees: Trees) -> None:
+    """Leave of each row's tree what is kept, from its first place on."""
+    for row in range(len(trees.sizes)):
         begin, size = trees.begins[row], 0
         for node in range(begin, trees.begins[row + 1]):
             if table.kept[node] >= 0:
@@ -133,26 +143,22 @@ def _extract(table: NodeTable, trees: Trees, sizes: IntArray) -> None:
                 trees.parents[begin + size] = ROOT if above == ROOT else table.kept[above]
                 table.kept[node] = size
                 size += 1
-        sizes[row] = size
+        trees.sizes[row] = size
 
 
 @compiled
 def prune(
-    table: NodeTable,
-    calibration: CalibrationTable,
+    table_address: int,
+    calibration_address: int,
     tokens: IntArray,
     parents: IntArray,
     stated: FloatArray,
     begins: IntArray,
-    deepest: IntArray,
-    states: IntArray,
+    by_row: IntArray,
     vocabulary: int,
-    sizes: IntArray,
     curve: FloatArray,
     looks: FloatArray,
     fed: int,
-    cached: IntArray,
-    counts: IntArray,
     plain: float,
     alone: float,
     spent: float,
@@ -163,14 +169,13 @@ def prune(
     """Keep the nodes that maximise expected tokens over cost.
 
     Args:
-        tokens, parents, stated, begins, deepest, states: see ``Trees``. What is kept of a tree is written over it.
+        table_address, calibration_address: of handles.
+        tokens, parents, stated, begins: see ``Trees``. What is kept of a tree is written over it.
+        by_row: the other attributes of ``Trees``, one after the other, ``[5, rows]``.
         vocabulary: number of the target's tokens. Other tokens, and what is below them, cannot be accepted.
-        sizes: written over with the number of nodes that are kept of each tree.
         curve: costs of passes over 0, 1, ... tokens with empty caches.
         looks: what rows of 0, 1, ... tokens pay for each cached token.
         fed: tokens of the pass besides nodes: one per row, more where prompts are read.
-        cached: tokens that each row looks back on.
-        counts: tokens of each row besides its nodes; written over.
         plain: cost of the pass without nodes.
         alone: the same without what it reads of prompts.
         spent: what the step has cost already.
@@ -182,7 +187,9 @@ def prune(
     Returns:
         How many are kept, how many tokens they are expected to give, and what they add to the pass by the curve.
     """
-    trees, rows = Trees(tokens, parents, stated, begins, deepest, states), len(cached)
+    table, calibration = table_at(table_address), calibration_at(calibration_address)
+    cached, counts, rows = by_row[2], by_row[3], len(begins) - 1
+    trees = Trees(tokens, parents, stated, begins, by_row[0], by_row[1], cached, counts, by_row[4])
     for row in range(rows):
         _add_tree(table, calibration, row, trees, vocabulary)
     size = _sort(table, begins[rows], looks, cached, rate)
@@ -203,7 +210,7 @@ def prune(
             most, best, best_tokens, best_added = value, number + 1, expected, added
     for number in range(best):
         table.kept[table.order[number]] = 0
-    _extract(table, trees, sizes)
+    _extract(table, trees)
     return best, best_tokens, best_added
 
 
@@ -229,14 +236,16 @@ def _learn(
 
 
 @compiled
-def learn(table: NodeTable, calibration: CalibrationTable, outcomes: IntArray, tokens: IntArray) -> int:
+def learn(table_address: int, calibration_address: int, outcomes: IntArray, tokens: IntArray) -> int:
     """Learn from the outcomes of a step's trees; returns how many nodes were right.
 
     Args:
+        table_address, calibration_address: of handles.
         outcomes: first node, the place behind the last, number of committed tokens, and whether only scored nodes
             count; ``[rows, 4]``.
         tokens: committed of all rows, one row after the other.
     """
+    table, calibration = table_at(table_address), calibration_at(calibration_address)
     right, at = 0, 0
     for row in range(len(outcomes)):
         begin, end, length, scored = outcomes[row, 0], outcomes[row, 1], outcomes[row, 2], outcomes[row, 3] != 0
@@ -249,8 +258,8 @@ def learn(table: NodeTable, calibration: CalibrationTable, outcomes: IntArray, t
 
 def warm_up() -> None:
     """Compile what choosing nodes runs, or load it from an earlier process."""
-    table, calibration, ones = NodeTable.allocate(1), CalibrationTable.empty(), np.ones(1, np.int64)
-    trees = Trees(ones.copy(), np.full(1, ROOT, np.int64), np.ones(1), np.arange(2), ones, ones)
-    curves, costs = (np.arange(3.0), np.arange(3.0)), (1.0, 1.0, 0.0, 1.0, 1.0, 1.0)
-    prune(table, calibration, *trees, 1, ones.copy(), *curves, 1, ones, ones.copy(), *costs)
-    learn(table, calibration, np.zeros((1, 4), np.int64), ones)
+    handles, ones = (ArrayHandles(), ArrayHandles()), np.ones(1, np.int64)
+    memory = [handle.at(arrays) for handle, arrays in zip(handles, (NodeTable.allocate(1), CalibrationTable.empty()))]
+    trees = ones.copy(), np.full(1, ROOT, np.int64), np.ones(1), np.arange(2), np.ones((5, 1), np.int64)
+    prune(*memory, *trees, 1, np.arange(3.0), np.arange(3.0), 1, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0)
+    learn(*memory, np.zeros((1, 4), np.int64), ones)

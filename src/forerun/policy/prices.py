@@ -75,6 +75,10 @@ class TimeModel:
     ) -> None:
         self.count = 0
         """Measurements so far."""
+        self.scale = scale
+        """The time of what has no size."""
+        self.shape = shape
+        """``start`` and ``each``, as shares of the scale."""
         self._prior = np.array([noise, shape.start, shape.each])
         self._state = np.array([math.log(scale), shape.start, shape.each])
         self._covariance = np.diag(np.square([doubt, START_DOUBT, EACH_DOUBT]))
@@ -84,22 +88,14 @@ class TimeModel:
         """It took ``time``; ``sized``: whether that depends on a size. Else it is the scale itself."""
         if time > 0:
             _follow(self._state, self._covariance, self._scratch, self._prior, float(size), sized, math.log(time))
+            log_scale, start, each = self._state.tolist()
+            self.scale, self.shape = math.exp(log_scale), LinearCost(start, each)
             self.count += 1
-
-    @property
-    def scale(self) -> float:
-        """The time of what has no size."""
-        return math.exp(self._state[0])
 
     @property
     def doubt(self) -> float:
         """Standard deviation of the scale, as a share."""
         return math.sqrt(float(self._covariance[0, 0]))
-
-    @property
-    def shape(self) -> LinearCost:
-        """``start`` and ``each``, as shares of the scale."""
-        return LinearCost(float(self._state[1]), float(self._state[2]))
 
     @property
     def line(self) -> LinearCost:

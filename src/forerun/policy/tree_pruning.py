@@ -15,19 +15,21 @@ Nothing here looks at a clock: for a given curve, the choice repeats exactly.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 
+from forerun.core.array_handles import ArrayHandles
 from forerun.core.pass_context import PassContext
-from forerun.core.tree import ROOT, DraftTree
+from forerun.core.tree import ROOT, DraftTree, IntArray
 from forerun.core.verify import Outcome
 from forerun.policy import node_table
 from forerun.policy.calibration import MEMORY, CalibrationTable
 from forerun.policy.cost_curve import CostCurve, FloatArray
-from forerun.policy.node_table import NodeTable, Trees
+from forerun.policy.node_table import NodeTable
 from forerun.policy.prices import AS_THE_CURVE_SAYS, LinearCost
 
 
@@ -55,14 +57,15 @@ class TreeSelection:
     added: float
     cost: float
 
-    def corrected(self, correction: LinearCost) -> TreeSelection:
-        """The same at what it costs by another correction."""
-        return replace(self, cost=_corrected(correction, self.plain, self.alone, self.added, self.nodes))
-
     @property
     def steps(self) -> float:
         """The cost in steps that only decode these rows, if what the pass reads of prompts is left out."""
         return 1.0 + (self.cost - self.plain) / self.alone
+
+    def steps_at(self, correction: LinearCost) -> float:
+        """``steps`` by another correction of the curve."""
+        cost = _corrected(correction, self.plain, self.alone, self.added, self.nodes)
+        return 1.0 + (cost - self.plain) / self.alone
 
 
 class TreePruner:
@@ -76,8 +79,9 @@ class TreePruner:
     def __init__(self, costs: CostCurve, vocabulary: int = 1 << 31) -> None:
         self._vocabulary = vocabulary
         self._calibration, self._nodes = CalibrationTable.empty(), NodeTable.allocate(64)
+        self._handles: tuple[ArrayHandles[NodeTable], ArrayHandles[CalibrationTable]] = ArrayHandles(), ArrayHandles()
         self._begins = [0]  # where each row's tree begins in the table of nodes, and where the last ends
-        self._outcomes: list[tuple[int, int, int, bool]] = []  # see ``node_table.learn``
+        self._outcomes: list[int] = []  # four numbers for each; see ``node_table.learn``
         self._committed: list[int] = []  # tokens of these
         self._priced: tuple[PassContext, float, float] | None = None  # the last pass, with what ``price`` says
         self._tokens = self._spent = 1.0  # of recent passes: tokens of a row, and cost in passes without trees
@@ -91,6 +95,7 @@ class TreePruner:
     def _know(self, count: int) -> None:
         """Work out both curves for 0 to ``count`` - 1 tokens."""
         self._known, self._known_cached = self.costs.passes(np.arange(count)), self.costs.cached(np.arange(count))
+        self._passes, self._looks = self._known.tolist(), self._known_cached.tolist()  # the same, for one at a time
 
     def prune(
         self,
@@ -110,48 +115,53 @@ class TreePruner:
         flat = self._flat(context, trees)
         if flat is None:
             return self.keep_all(context, trees, correction)
-        rows, tokens, cached, (plain, alone) = len(context), context.tokens, context.cached, self.price(context)
+        rows, tokens, (plain, alone) = len(context), context.tokens, self.price(context)
         end = self._begins[-1]
         curves, rate = self._curves(tokens + end + 1), rows * self._tokens / self._spent / alone
-        sizes = np.empty(rows, np.int64)
         kept, expected, added = node_table.prune(
-            self._nodes,
-            self._calibration,
+            *self._memory(),
             *flat,
             self._vocabulary,
-            sizes,
             *curves,
             tokens,
-            np.array(cached),
-            np.array(context.pending),
             plain,
             alone,
             spent,
             *correction,
             rate,
         )
-        parts = self._parts(trees, flat, sizes.tolist()) if kept else [DraftTree.empty()] * rows
+        parts = self._parts(trees, *flat[:2], flat[4][-1].tolist()) if kept else [DraftTree.empty()] * rows
         cost = _corrected(correction, plain, alone, added, kept)
         return TreeSelection(context, parts, kept, rows + expected, plain, alone, added, cost)
 
-    def _flat(self, context: PassContext, trees: Sequence[DraftTree]) -> Trees | None:
-        """The trees one after the other, for whose nodes the table has room; None if they have no nodes."""
+    def _memory(self) -> tuple[int, int]:
+        """Addresses of the table of nodes and of the calibration."""
+        nodes, calibration = self._handles
+        return nodes.at(self._nodes), calibration.at(self._calibration)
+
+    def _flat(
+        self, context: PassContext, trees: Sequence[DraftTree]
+    ) -> tuple[IntArray, IntArray, FloatArray, IntArray, IntArray] | None:
+        """The trees one after the other, as ``node_table.prune`` takes them; the table has room for their nodes. None
+        if they have none."""
         self._begins, self._outcomes, self._committed = [0, *accumulate(map(len, trees))], [], []
         if not (size := self._begins[-1]):
             return None
         if size > len(self._nodes.tokens):
             self._nodes = NodeTable.allocate(2 * size)
         stated = [None if tree.q is not None else tree.probability for tree in trees]
-        return Trees(
+        deepest, states = [row.max_draft_depth for row in context.rows], [p is not None for p in stated]
+        return (
             np.concatenate([tree.tokens for tree in trees]),
             np.concatenate([tree.parents for tree in trees]),
             np.concatenate([np.ones(len(tree)) if p is None else p for tree, p in zip(trees, stated, strict=True)]),
             np.array(self._begins),
-            np.array([request.max_draft_depth for request in context.rows]),
-            np.array([int(p is not None) for p in stated]),
+            np.array([deepest, states, context.cached, context.pending, [0] * len(trees)]),
         )
 
-    def _parts(self, trees: Sequence[DraftTree], flat: Trees, sizes: Sequence[int]) -> list[DraftTree]:
+    def _parts(
+        self, trees: Sequence[DraftTree], tokens: IntArray, parents: IntArray, sizes: Sequence[int]
+    ) -> list[DraftTree]:
         """The parts of the trees that are kept."""
         parts = list(trees)
         for row, (tree, size) in enumerate(zip(trees, sizes, strict=True)):
@@ -167,7 +177,7 @@ class TreePruner:
             else:
                 origins = None if tree.origins is None else tree.origins[keep]
                 own = slice(begin, begin + size)
-                parts[row] = DraftTree(flat.tokens[own], flat.parents[own], origins=origins)
+                parts[row] = DraftTree.known(tokens[own], parents[own], origins=origins)
         return parts
 
     def keep_all(
@@ -194,7 +204,7 @@ class TreePruner:
         if begin == end:
             return
         tokens, accepted = outcome.verdict.tokens, len(outcome.verdict.path)
-        self._outcomes.append((begin, end, len(tokens), drawn))
+        self._outcomes += begin, end, len(tokens), drawn
         self._committed += [*tokens[:accepted], *[ROOT] * (len(tokens) - accepted)] if drawn else tokens
 
     def end(self, selection: TreeSelection, tokens: int) -> int:
@@ -202,7 +212,7 @@ class TreePruner:
         right = 0
         if self._begins[-1]:
             outcomes = np.array(self._outcomes, np.int64).reshape(-1, 4)
-            right = node_table.learn(self._nodes, self._calibration, outcomes, np.array(self._committed, np.int64))
+            right = node_table.learn(*self._memory(), outcomes, np.array(self._committed, np.int64))
             self._outcomes, self._committed = [], []
         self._remember(tokens / len(selection.context), selection.steps)
         return right
@@ -231,14 +241,27 @@ class TreePruner:
     def cost(self, tokens: Sequence[int], cached: Sequence[int], beside: int = 0) -> float:
         """``CostCurve.of``, quickly, for a pass that may read tokens of other rows, too."""
         count = sum(tokens) + beside
-        curve, looks = self._curves(count + 1)
+        self._curves(count + 1)
+        looks = self._looks
         if count == len(tokens):
-            looking = float(looks[1]) * sum(cached)
+            looking = looks[1] * sum(cached)
         else:
-            looking = sum(float(looks[n]) * length for n, length in zip(tokens, cached, strict=True))
-        return float(curve[count]) + self.costs.per_row * (len(tokens) - 1) + looking
+            looking = sum(looks[n] * length for n, length in zip(tokens, cached, strict=True))
+        return self._passes[count] + self.costs.per_row * (len(tokens) - 1) + looking
 
-    def chain_passes(self, context: PassContext, length: int, correction: LinearCost = AS_THE_CURVE_SAYS) -> FloatArray:
+    def chain_pass(self, context: PassContext, length: int, correction: LinearCost) -> float:
+        """Cost of a pass over a chain of ``length`` tokens for each row."""
+        plain, alone = self.price(context)
+        added = self.cost([pending + length for pending in context.pending], context.cached, context.beside) - plain
+        return _corrected(correction, plain, alone, added, length)
+
+    def affordable(self, context: PassContext, most: int, limit: float, correction: LinearCost) -> int:
+        """The longest chains, of up to ``most`` tokens for each row, whose pass costs no more than ``limit``."""
+        if self.chain_pass(context, most, correction) <= limit:
+            return most
+        return bisect_right(range(1, most), limit, key=lambda length: self.chain_pass(context, length, correction))
+
+    def chain_passes(self, context: PassContext, length: int, correction: LinearCost) -> FloatArray:
         """Costs of passes over chains of 1 to ``length`` tokens for each row."""
         rows, tokens = len(context), context.tokens
         lengths = np.arange(1, length + 1)

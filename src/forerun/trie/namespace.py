@@ -13,7 +13,7 @@ import numpy as np
 
 from forerun.core.tree import IntArray
 from forerun.trie import arrays, text_cursor, token_store
-from forerun.trie.array_handles import ArrayHandles
+from forerun.core.array_handles import ArrayHandles
 from forerun.trie.arrays import Index
 from forerun.trie.logistic_mixer import Mixer
 from forerun.trie.tables import CHUNK_TOKENS, SHARED, TEXT_CHUNK, RecordArray

@@ -20,7 +20,7 @@ import numpy as np
 from forerun.core.fairness import locked
 from forerun.core.tree import IntArray
 from forerun.trie import entry_points, text_cursor
-from forerun.trie.array_handles import ArrayHandles
+from forerun.core.array_handles import ArrayHandles
 from forerun.trie.arrays import Index
 from forerun.trie.draft_workspace import Draft, DraftWorkspace
 from forerun.trie.logistic_mixer import Mixer
@@ -96,6 +96,7 @@ class _Live:
         unread: what is not indexed yet of the texts that were there first, each with where it stands.
         predicted: whether its index begins with a text that the output is expected to resemble.
         noise: that its tokens are sampled with, if a draft may know it.
+        cut: whether it was said that the rest of its text is not kept.
         handles: of its index and of its cursor.
     """
 
@@ -107,6 +108,7 @@ class _Live:
     unread: deque[tuple[TextCursor, IntArray]]
     predicted: bool
     noise: SamplingNoise | None
+    cut: bool = False
     handles: tuple[ArrayHandles[Index], ArrayHandles[TextCursor]] = field(
         default_factory=lambda: (ArrayHandles(), ArrayHandles())
     )
@@ -145,7 +147,7 @@ class Trie(TrieStore):
         trie = Trie(self.config)
         trie.begin(0, "", [1, 2, 1])
         trie.extend(0, [2, 1, 2])
-        trie.known_suffix(0, NO_TOKENS)
+        trie.known_suffixes([(0, np.array([1, 2, 1, 2, 1, 2]))])
         trie.retrieve(0, 4, 4, [1])
         trie.finish(0)
         trie.warm("", [[1, 2, 3]])
@@ -250,7 +252,7 @@ class Trie(TrieStore):
         for live, update in zip(lives, updates, strict=True):
             if len(update.new):
                 self._shared.open(live.namespace)
-        steps, before = self._table(lives, updates), [live.cursor.cut for live in lives]
+        steps = self._table(lives, updates)
         workspace, scratch = self._handles
         memory = workspace.at(self._workspace), scratch.at(self._scratch)
         given = steps, tokens, behind, *lists, *memory, float(self.config.learning_rate), *draft
@@ -261,10 +263,11 @@ class Trie(TrieStore):
             self._supply(lives[number], needs, steps[number])
             for live, text in zip(lives, steps, strict=True):
                 text.own, text.shared, text.cursor, text.mixer = self._addresses(live)
-        for live, update, cut in zip(lives, updates, before, strict=True):
+        for live, update in zip(lives, updates, strict=True):
             if not len(update.new):
                 continue
-            if live.cursor.cut and not cut:
+            if not live.cut and live.cursor.cut:
+                live.cut = True
                 log.warning("namespace %r is full of live texts: the rest of an output is not kept", live.namespace)
             live.length += len(update.new)
             self._shared.note_change(self._shared[live.namespace])
@@ -329,25 +332,28 @@ class Trie(TrieStore):
         """
         return self.step([TextUpdate(request_id, pending=pending, budget=budget, max_depth=max_depth)])[0]
 
-    @locked
-    def known_suffix(self, request_id: int, pending: IntArray) -> int:
-        """Length of the text's longest suffix that was seen before: what a draft promises, in a few microseconds.
+    def known_suffixes(self, texts: Sequence[tuple[int, IntArray]]) -> list[int]:
+        """Length of each text's longest suffix that was seen before: what a draft promises, in a few microseconds.
 
         Args:
-            request_id: a live request.
-            pending: tokens behind the text that ``extend`` was not given yet, int64 ``[n]``.
+            texts: live requests, each with all of its tokens, int64 ``[n]``; ``extend`` need not know the last ones.
 
         Returns:
-            0 if its last ``SHORT_NGRAM`` tokens are new or the prompt is not indexed yet, ``MAX_AGREED`` at most.
+            For each 0 if its last ``SHORT_NGRAM`` tokens are new or the prompt is not indexed yet, ``MAX_AGREED`` at
+            most.
 
         Raises:
-            ValueError: if the request is not live.
+            ValueError: if a request is not live.
         """
-        live = self._of(request_id)
+        with self.lock:
+            return [self._known_suffix(self._of(request_id), tokens) for request_id, tokens in texts]
+
+    def _known_suffix(self, live: _Live, tokens: IntArray) -> int:
         if live.unread:
             return 0
         own, shared, cursor, _ = self._addresses(live)
-        return int(entry_points.known_suffix(own, shared, cursor, self._handles[1].at(self._scratch), pending))
+        scratch = self._handles[1].at(self._scratch)
+        return int(entry_points.known_suffix(own, shared, cursor, scratch, tokens[live.length :]))
 
     def _addresses(self, live: _Live) -> tuple[int, int, int, int]:
         """Addresses for ``entry_points.step``: own and shared index, cursor, mixer."""
@@ -394,6 +400,6 @@ def _gathered(updates: Sequence[TextUpdate]) -> tuple[IntArray, RecycledRows]:
     if not parts:
         return NO_LISTS
     if len(parts) == 1:
-        return np.full(counts[0], behind[0]), parts[0]
+        return np.array(behind * counts[0]), parts[0]
     lists = RecycledRows(*map(np.concatenate, zip(*parts, strict=True)))
     return np.repeat(behind, counts), lists

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from forerun.core.compiling import compiled
-from forerun.trie.array_handles import ArrayHandles, reader
+from forerun.core.array_handles import ArrayHandles, reader
 
 
 class Inner(NamedTuple):
