@@ -20,7 +20,7 @@ from forerun.drafting.drafter import Drafter
 from forerun.drafting.merged import MergedDrafter
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.runtime import Runtime
-from forerun.policy.ask_gain import RECENT_TREES, SUFFIX_GAINS, SUFFIXES, AskGain
+from forerun.policy.ask_gain import RECENT_TREES, SUFFIX_FALLS, SUFFIX_GAINS, SUFFIXES, AskGain
 from forerun.policy.calibration import LOWEST_ODDS, odds_of
 from forerun.policy.chain_acceptance import ChainAcceptance
 from forerun.policy.cost_curve import CostCurve
@@ -292,6 +292,29 @@ def test_what_asking_gave_is_followed_for_each_class_of_suffixes() -> None:
     assert [gain.expected(known) for known in (0, SUFFIXES[0])] == before[:2]
     assert gain.expected(SUFFIXES[2]) == before[3]
     assert gain.expected(SUFFIXES[1]) == pytest.approx(2.0, abs=0.2)
+
+
+def test_what_asking_gives_is_known_at_other_costs_of_nodes_too() -> None:
+    gain = AskGain(SUFFIXES, SUFFIX_GAINS, SUFFIX_FALLS)
+    for known in (0, *SUFFIXES):
+        assert gain.expected(known, 0.0) > gain.expected(known, 0.4) > gain.expected(known, 1.0) == 0.0
+    for _ in range(3 * RECENT_TREES):
+        gain.record(SUFFIXES[1], 2.0 * 0.9 ** SUFFIX_FALLS[2], 0.1)
+    assert gain.expected(SUFFIXES[1], 0.0) == pytest.approx(2.0, rel=0.1)
+    gain.record(SUFFIXES[1], 1.0, 1.0)  # a lucky one, where hardly anything can be gained
+    assert gain.expected(SUFFIXES[1], 0.0) < 2.2
+
+
+def test_where_nodes_are_dear_little_is_asked_for() -> None:
+    """A node costs 0.045 of a step; in a batch of 16 each row waits for those of all. Nothing asked for is right."""
+    lost, asked = {}, {}
+    for rows in (1, 16):
+        world = World(asking=0.01, each=0.045, loaded=1.0, known=lambda token: 5 if token % 2 else 20)
+        now, chooser = decode(world, 100, rows, chains=False)
+        lost[rows], asked[rows] = now - 100, len(chooser.trees.asked) / rows  # type: ignore[union-attr]
+    assert asked[1] > 80
+    assert asked[16] < 10
+    assert lost[16] < 1.4
 
 
 @pytest.mark.parametrize("rows", [1, 4])

@@ -28,7 +28,7 @@ from forerun.kv.cache import READ_BLOCK, Cache
 from forerun.models.forward.runtime import Runtime
 from forerun.models.forward.scorer import Scorer
 from forerun.policy import node_table, prices
-from forerun.policy.ask_gain import DEEPER_GAINS, EXPECTED_NODES, SUFFIX_GAINS, SUFFIXES, AskGain
+from forerun.policy.ask_gain import DEEPER_GAINS, EXPECTED_NODES, SUFFIX_FALLS, SUFFIX_GAINS, SUFFIXES, AskGain
 from forerun.policy.chain_acceptance import ChainAcceptance, best_length
 from forerun.policy.exploration_budget import (
     EXPLORATION_START,
@@ -131,7 +131,8 @@ class AdaptiveDrafter(OuterDrafter):
         self._credit = EXPLORATION_START  # what texts left over for the next ones, in plain steps
         self._nodes = LEAST_NODES
         self._acceptance = ChainAcceptance()
-        self._gain, self._deepening_gain = AskGain(SUFFIXES, SUFFIX_GAINS), AskGain(EXPECTED_NODES, DEEPER_GAINS)
+        self._gain = AskGain(SUFFIXES, SUFFIX_GAINS, SUFFIX_FALLS)
+        self._deepening_gain = AskGain(EXPECTED_NODES, DEEPER_GAINS)
         self._step: _StepRecord | None = None
         self._resting: tuple[PassContext, float] | None = None  # a step under way without drafts, and when it began
 
@@ -278,10 +279,11 @@ class AdaptiveDrafter(OuterDrafter):
         price = self._prices.asking * len(context) / self._pruner.price(context)[1]
         affording = [n for n, request in enumerate(context.rows) if self._budgets[request.id].affords(price)]
         promises = self.trees.known_suffixes([context.rows[n] for n in affording]) if affording else []
+        node = self._pruner.node_cost(context, self._prices.correction) if affording else 0.0
         for number, known in zip(affording, promises, strict=True):
             budget, known = self._budgets[context.rows[number].id], SUFFIXES[0] if known is None else known
             tried = budget.untouched and (known >= SUFFIXES[0] or price <= STAKE)
-            if tried or self._gain.expected(known) > price:
+            if tried or self._gain.expected(known, node) > price:
                 asked[number] = _DraftedRow(number, budget, known)
         return asked
 
@@ -420,6 +422,7 @@ class AdaptiveDrafter(OuterDrafter):
             known.record_chains(length, size, step.drafting)
             chain = known.chain(size).at(length) / alone
         each = (steps - 1.0) * rows / max(nodes, 1)  # all rows wait for each node, and for all that is asked
+        node = self._pruner.node_cost(context, known.correction)
         asking, deepening = known.asking * rows / alone, known.deepening * rows / alone
         for row in step.done:
             saved = row.tokens - 1.0 - row.nodes * each - chain
@@ -427,7 +430,7 @@ class AdaptiveDrafter(OuterDrafter):
                 saved -= deepening
             if row.known is not None:
                 if not step.chained:
-                    self._gain.record(row.known, saved)
+                    self._gain.record(row.known, saved, node)
                 saved -= asking
             row.budget.record(saved)
             self._credit = within_savings(self._credit + saved)

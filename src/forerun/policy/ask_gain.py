@@ -13,8 +13,15 @@ from bisect import bisect
 SUFFIXES = (3, 8, 32)
 """Known suffixes from which a class begins, in tokens: where a copy may begin, a copy, and a long one."""
 SUFFIX_GAINS = (0.25, 1.0, 4.0, 8.0)
-"""Tokens that a tree from texts is taken to give in each class before any was seen, with care for batches, where it
-gives less. Measured alone: 0.5, 2.8, 11 and 15 with the bundled model, 0.2, 1.0 and 8 with SmolLM2."""
+"""Tokens that a tree from texts is taken to give in each class before any was seen, with care. Measured alone: 0.5, 2.8,
+11 and 15 with the bundled model, 0.2 to 0.5, 1 to 2.3 and 6 to 8 with SmolLM2."""
+SUFFIX_FALLS = (11.0, 8.0, 3.0, 2.0)
+"""How fast the gain falls in each class as nodes get dearer: where a node for each row costs a share c of a step,
+(1 - c) to this power is left. The likelier nodes are, the slower it falls. SmolLM2's gains alone and in batches of 4
+and 16, where c is 0.01, 0.05 and 0.42: 0.45, 0.28 and 0 in the first class, 2.3, 2.3 and 0 in the second, 6, 4.5 and 0.8
+in the third."""
+MOST_TIMES = 10.0
+"""How much more a tree's gain may count than it is. Where a hundredth is left, one lucky tree would say too much."""
 EXPECTED_NODES = (0.5, 1.5)
 """Accepted nodes that a tree expects, from which a class begins."""
 DEEPER_GAINS = (1.0, 0.75, 0.5)
@@ -30,18 +37,28 @@ class AskGain:
 
     Args:
         limits: of the classes of promises.
-        prior: the gain in each class before any was seen; one more than limits.
+        prior: the gain in each class before any was seen, if nodes cost nothing; one more than limits.
+        falls: how fast it falls in each class as nodes get dearer; see ``SUFFIX_FALLS``. None if it does not.
     """
 
-    def __init__(self, limits: tuple[float, ...], prior: tuple[float, ...]) -> None:
+    def __init__(
+        self, limits: tuple[float, ...], prior: tuple[float, ...], falls: tuple[float, ...] | None = None
+    ) -> None:
         self._limits, self._gains, self._counts = limits, list(prior), [PRIOR_TREES] * len(prior)
+        self._falls = falls or (0.0,) * len(prior)
 
-    def expected(self, promise: float) -> float:
-        """Tokens that asking is expected to give."""
-        return self._gains[bisect(self._limits, promise)]
+    def expected(self, promise: float, cost: float = 0.0) -> float:
+        """Tokens that asking is expected to give; ``cost``: of a node for each row, as a share of a step."""
+        kind = bisect(self._limits, promise)
+        return self._gains[kind] * self._left(kind, cost)
 
-    def record(self, promise: float, tokens: float) -> None:
-        """Asking gave ``tokens``."""
+    def record(self, promise: float, tokens: float, cost: float = 0.0) -> None:
+        """Asking gave ``tokens``. It is taken to give up to ``MOST_TIMES`` as many where nodes cost nothing."""
         kind = bisect(self._limits, promise)
         self._counts[kind] = min(self._counts[kind] + 1, RECENT_TREES)
-        self._gains[kind] += (tokens - self._gains[kind]) / self._counts[kind]
+        times = 1.0 / max(self._left(kind, cost), 1.0 / MOST_TIMES)
+        self._gains[kind] += (times * tokens - self._gains[kind]) / self._counts[kind]
+
+    def _left(self, kind: int, cost: float) -> float:
+        """The share of the gain that is left."""
+        return float(max(1.0 - cost, 0.0) ** self._falls[kind])

@@ -249,6 +249,12 @@ class TreePruner:
             looking = sum(looks[n] * length for n, length in zip(tokens, cached, strict=True))
         return self._passes[count] + self.costs.per_row * (len(tokens) - 1) + looking
 
+    def node_cost(self, context: PassContext, correction: LinearCost) -> float:
+        """What a node for each row adds to a pass, as a share of one that only decodes these rows."""
+        plain, alone = self.price(context)
+        added = self.cost([pending + 1 for pending in context.pending], context.cached, context.beside) - plain
+        return correction.each * added / alone
+
     def chain_pass(self, context: PassContext, length: int, correction: LinearCost) -> float:
         """Cost of a pass over a chain of ``length`` tokens for each row."""
         plain, alone = self.price(context)
