@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from forerun.core.compiling import compiled
 from forerun.core.array_handles import ArrayHandles, reader
+from forerun.core.compiling import compiled
 
 
 class Inner(NamedTuple):

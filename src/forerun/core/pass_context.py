@@ -59,7 +59,8 @@ class PassContext:
         """The context of some rows, by their numbers in rising order."""
         if len(rows) == len(self):
             return self
-        texts, budgets, pending = ([each[row] for row in rows] for each in (self.rows, self.budgets, self.pending))
+        texts = [self.rows[row] for row in rows]
+        budgets, pending = ([each[row] for row in rows] for each in (self.budgets, self.pending))
         return PassContext(texts, budgets, pending, self.beside, self.deepens, self.stop)
 
     def within(self, budget: int) -> PassContext:

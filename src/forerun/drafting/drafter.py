@@ -219,8 +219,7 @@ class NoDrafter(Drafter):
 
 def check_trees(drafter: Drafter, trees: object, rows: int) -> None:
     """Refuse a proposal that is no list of one ``DraftTree`` for each row."""
-    listed = type(trees) is list or isinstance(trees, Sequence)
-    if not listed or len(trees) != rows or not all([isinstance(tree, DraftTree) for tree in trees]):
+    if not isinstance(trees, Sequence) or len(trees) != rows or not all(isinstance(tree, DraftTree) for tree in trees):
         raise TypeError(
             f"{type(drafter).__name__}.propose returned {trees!r}; it must be one DraftTree for each of {rows} rows"
         )

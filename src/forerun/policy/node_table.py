@@ -258,8 +258,9 @@ def learn(table_address: int, calibration_address: int, outcomes: IntArray, toke
 
 def warm_up() -> None:
     """Compile what choosing nodes runs, or load it from an earlier process."""
-    handles, ones = (ArrayHandles(), ArrayHandles()), np.ones(1, np.int64)
-    memory = [handle.at(arrays) for handle, arrays in zip(handles, (NodeTable.allocate(1), CalibrationTable.empty()))]
-    trees = ones.copy(), np.full(1, ROOT, np.int64), np.ones(1), np.arange(2), np.ones((5, 1), np.int64)
-    prune(*memory, *trees, 1, np.arange(3.0), np.arange(3.0), 1, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0)
-    learn(*memory, np.zeros((1, 4), np.int64), ones)
+    nodes, calibration, ones = ArrayHandles[NodeTable](), ArrayHandles[CalibrationTable](), np.ones(1, np.int64)
+    table, groups = nodes.at(NodeTable.allocate(1)), calibration.at(CalibrationTable.empty())
+    tree, by_row = (ones.copy(), np.full(1, ROOT, np.int64), np.ones(1)), np.ones((5, 1), np.int64)
+    curve, looks = np.arange(3.0), np.arange(3.0)
+    prune(table, groups, *tree, np.arange(2), by_row, 1, curve, looks, 1, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0)
+    learn(table, groups, np.zeros((1, 4), np.int64), ones)

@@ -118,8 +118,10 @@ class TreePruner:
         rows, tokens, (plain, alone) = len(context), context.tokens, self.price(context)
         end = self._begins[-1]
         curves, rate = self._curves(tokens + end + 1), rows * self._tokens / self._spent / alone
+        nodes, calibration = self._memory()
         kept, expected, added = node_table.prune(
-            *self._memory(),
+            nodes,
+            calibration,
             *flat,
             self._vocabulary,
             *curves,
@@ -247,7 +249,7 @@ class TreePruner:
             looking = looks[1] * sum(cached)
         else:
             looking = sum(looks[n] * length for n, length in zip(tokens, cached, strict=True))
-        return self._passes[count] + self.costs.per_row * (len(tokens) - 1) + looking
+        return float(self._passes[count] + self.costs.per_row * (len(tokens) - 1) + looking)
 
     def node_cost(self, context: PassContext, correction: LinearCost) -> float:
         """What a node for each row adds to a pass, as a share of one that only decodes these rows."""

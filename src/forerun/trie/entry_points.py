@@ -9,10 +9,10 @@ from functools import partial
 
 import numpy as np
 
+from forerun.core.array_handles import reader
 from forerun.core.compiling import compiled
 from forerun.core.tree import Int8Array, IntArray
 from forerun.trie import text_cursor
-from forerun.core.array_handles import reader
 from forerun.trie.arrays import FloatArray, Index, Int32Array, tight
 from forerun.trie.best_first import grow
 from forerun.trie.draft_workspace import Draft, DraftWorkspace, set_root

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from forerun.core.array_handles import ArrayHandles
 from forerun.core.tree import IntArray
 from forerun.trie import arrays, text_cursor, token_store
-from forerun.core.array_handles import ArrayHandles
 from forerun.trie.arrays import Index
 from forerun.trie.logistic_mixer import Mixer
 from forerun.trie.tables import CHUNK_TOKENS, SHARED, TEXT_CHUNK, RecordArray

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from forerun.core.array_handles import ArrayHandles
 from forerun.core.fairness import locked
 from forerun.core.tree import IntArray
 from forerun.trie import entry_points, text_cursor
-from forerun.core.array_handles import ArrayHandles
 from forerun.trie.arrays import Index
 from forerun.trie.draft_workspace import Draft, DraftWorkspace
 from forerun.trie.logistic_mixer import Mixer
