@@ -302,7 +302,7 @@ def test_what_asking_gives_is_known_at_other_costs_of_nodes_too() -> None:
         gain.record(SUFFIXES[1], 2.0 * 0.9 ** SUFFIX_FALLS[2], 0.1)
     assert gain.expected(SUFFIXES[1], 0.0) == pytest.approx(2.0, rel=0.1)
     gain.record(SUFFIXES[1], 1.0, 1.0)  # a lucky one, where hardly anything can be gained
-    assert gain.expected(SUFFIXES[1], 0.0) < 2.2
+    assert gain.expected(SUFFIXES[1], 0.0) < 2.3
 
 
 def test_where_nodes_are_dear_little_is_asked_for() -> None:
