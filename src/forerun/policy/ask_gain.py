@@ -51,8 +51,8 @@ class AskGain:
         return self._gains[kind] * self._left(kind, cost)
 
     def record(self, promise: float, tokens: float, cost: float = 0.0) -> None:
-        """Asking gave ``tokens``. It is taken to give more where nodes cost nothing, but a lucky tree adds no more to the
-        mean than it gave."""
+        """Asking gave ``tokens``. It is taken to give more where nodes cost nothing, but a lucky tree adds no more to
+        the mean than it gave."""
         kind = bisect(self._limits, promise)
         self._counts[kind] = min(self._counts[kind] + 1, RECENT_TREES)
         alone = tokens / max(self._left(kind, cost), 1.0 / PRIOR_TREES)
