@@ -15,6 +15,7 @@ from forerun.core.request import Request
 from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome, Verdict
 from forerun.policy.cost_curve import CostCurve
+from forerun.policy.prices import LinearCost
 from forerun.policy.tree_pruning import TreePruner, TreeSelection
 
 NO_LOGITS = torch.empty(0, 0)
@@ -174,6 +175,18 @@ def test_beside_a_prompt_many_rows_draft_less_than_one() -> None:
     context = PassContext(rows, [CHAIN] * 9, [1] * 9, beside=60)
     selection = TreePruner(CostCurve.linear(4)).prune(context, [chain(chance=0.8) for _ in rows])
     assert [len(tree) for tree in selection.trees] == [1] * 9
+
+
+@pytest.mark.parametrize("pending", [[1, 1, 1], [1, 30, 2]])
+def test_one_chain_costs_what_it_costs_among_all_lengths(pending: list[int]) -> None:
+    curve, correction = CostCurve(CURVE.sizes, CURVE.costs, (1, 2, 9), (1e-4, 2e-4, 4e-4), 0.1), LinearCost(1.1, 1.4)
+    rows = [Request([1] * (count + 50 * n), 99) for n, count in enumerate(pending)]
+    context, pruner = PassContext(rows, [CHAIN] * 3, pending, beside=pending[1] - 1), TreePruner(curve)
+    passes = pruner.chain_passes(context, CHAIN, correction)
+    assert [pruner.chain_pass(context, n, correction) for n in range(1, CHAIN + 1)] == pytest.approx(passes.tolist())
+    for limit in (0.0, *(passes + 1e-9), *(passes - 1e-9)):
+        affordable = pruner.affordable(context, CHAIN, limit, correction)
+        assert affordable == np.searchsorted(passes, limit, side="right")
 
 
 def test_a_drawn_token_s_own_probability_decides_nothing() -> None:

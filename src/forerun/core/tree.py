@@ -58,15 +58,15 @@ class DraftTree:
         return _EMPTY
 
     @classmethod
-    def known(
+    def unchecked(
         cls,
         tokens: IntArray,
         parents: IntArray,
         probability: npt.NDArray[np.float64] | None = None,
         origins: Int8Array | None = None,
     ) -> DraftTree:
-        """A tree whose arrays are known to be right, because compiled code made them. Checking them takes as long as
-        choosing among a dozen nodes does."""
+        """A tree of arrays that compiled code made, and that need no check: it takes as long as choosing among a dozen
+        nodes."""
         tree = object.__new__(cls)
         tree.__dict__.update(tokens=tokens, parents=parents, q=None, probability=probability, origins=origins)
         return tree

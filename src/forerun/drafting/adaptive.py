@@ -361,8 +361,11 @@ class AdaptiveDrafter(OuterDrafter):
         self._note(request, outcome, self.inner.observe)
 
     def _note(self, request: Request, outcome: Outcome, hand_on: Callable[[Request, Outcome], None]) -> None:
-        """Learn how long the pass took that verified a draft, and what was accepted. What the trees' source learns from
-        that is a part of what asking takes; where chains are prepared, their source learns in the same call."""
+        """Learn how long the pass took that verified a draft, and what was accepted.
+
+        What the trees' source does to learn from it counts as asking, unless chains are prepared: their caches learn in
+        the same call.
+        """
         if self._resting is not None:
             self._rested(*self._resting)
         step = self._step

@@ -106,7 +106,7 @@ class TrieDrafter(Drafter):
         for request in context.rows:
             self._texts[request.id].asked = True
         drafts = self.trie.step([self._update(request, budget) for request, budget in context])
-        return [DraftTree.known(*draft) for draft in drafts]
+        return [DraftTree.unchecked(*draft) for draft in drafts]
 
     def known_suffixes(self, requests: Sequence[Request]) -> list[int]:
         return self.trie.known_suffixes([(request.id, request.tokens) for request in requests])

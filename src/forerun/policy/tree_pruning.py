@@ -179,7 +179,7 @@ class TreePruner:
             else:
                 origins = None if tree.origins is None else tree.origins[keep]
                 own = slice(begin, begin + size)
-                parts[row] = DraftTree.known(tokens[own], parents[own], origins=origins)
+                parts[row] = DraftTree.unchecked(tokens[own], parents[own], origins=origins)
         return parts
 
     def keep_all(
@@ -253,15 +253,16 @@ class TreePruner:
 
     def node_cost(self, context: PassContext, correction: LinearCost) -> float:
         """What a node for each row adds to a pass, as a share of one that only decodes these rows."""
-        plain, alone = self.price(context)
-        added = self.cost([pending + 1 for pending in context.pending], context.cached, context.beside) - plain
-        return correction.each * added / alone
+        return correction.each * self._added(context, 1) / self.price(context)[1]
 
     def chain_pass(self, context: PassContext, length: int, correction: LinearCost) -> float:
         """Cost of a pass over a chain of ``length`` tokens for each row."""
-        plain, alone = self.price(context)
-        added = self.cost([pending + length for pending in context.pending], context.cached, context.beside) - plain
-        return _corrected(correction, plain, alone, added, length)
+        return _corrected(correction, *self.price(context), self._added(context, length), length)
+
+    def _added(self, context: PassContext, length: int) -> float:
+        """What chains of ``length`` tokens for each row add to a pass, by the curve."""
+        tokens = [pending + length for pending in context.pending]
+        return self.cost(tokens, context.cached, context.beside) - self.price(context)[0]
 
     def affordable(self, context: PassContext, most: int, limit: float, correction: LinearCost) -> int:
         """The longest chains, of up to ``most`` tokens for each row, whose pass costs no more than ``limit``."""
