@@ -1,15 +1,16 @@
 """Put the last measured tables into the pages that show them.
 
-    python -m benchmarks update-pages [--tables bench,long,scaling]
+    python -m benchmarks update-pages [--tables bench,long,scaling,never-slower]
 
 `bench`, of `python -m benchmarks tasks --out runs/bench-TYPE`, goes into README.md; `long`, of `python -m benchmarks
-papers triforce`, into docs/benchmarks.md; `scaling`, of `python -m benchmarks capacity --published`, into
-docs/scaling.md.
+papers triforce`, and `never-slower`, of `forerun bench never-slower --out runs/never-slower-NAME`, into
+docs/benchmarks.md; `scaling`, of `python -m benchmarks capacity --published`, into docs/scaling.md.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -22,12 +23,14 @@ from benchmarks.long_context.long_bench import PLAIN
 from benchmarks.reporting.common_options import names
 from benchmarks.reporting.study_report import listing, speed_cell
 from forerun.bench.machine import Row
+from forerun.bench.never_slower import LEAST_MEDIAN, LEAST_OF_BEST, LEAST_SINGLE
 from forerun.bench.report import means, pivot
 from forerun.bench.rounds import BASELINE
 from forerun.cli.options import DebugOptions
 
 ROOT = Path(__file__).parents[2]
 CAPACITY = ROOT / "runs" / "capacity" / "capacity.json"
+TABLES = "bench", "long", "scaling", "never-slower"
 LONG = ROOT / "runs" / "triforce" / "triforce.json"
 REPORTS = {dtype: ROOT / "runs" / f"bench-{dtype}" / "speed.json" for dtype in ("float32", "bfloat16")}
 
@@ -59,6 +62,34 @@ def _cell(row: Row) -> str:
     return f"{row['tokens_per_second']:.0f} tokens/s" if row["contestant"] == PLAIN else speed_cell(row)
 
 
+def slowness_table(reports: Sequence[Path]) -> str:
+    """A drafter over plain decoding by model, context and batch, and by text and temperature: the median, and the worst
+    draw in brackets. What breaks the promise is bold; a † marks less of the best other drafter's than promised.
+    """
+    rows: list[Row] = []
+    for report in reports:
+        found = json.loads(report.read_text(encoding="utf-8"))
+        rows += [row | {"": _measured(found["settings"], row), "at": _text(row)} for row in found["rows"]]
+    return pivot(rows, "", "at", _slowness)
+
+
+def _measured(settings: Row, row: Row) -> str:
+    """The model with its type, the context and the batch of a cell."""
+    dtype = "" if settings["dtype"] == "auto" else f", {settings['dtype']}"
+    return f"{Path(settings['model']).name}{dtype}: {row['context']:,} x {row['batch']}"
+
+
+def _text(row: Row) -> str:
+    """The kind of text and the temperature of a cell."""
+    return f"{row['kind']}, T {row['temperature']:g}" if row["temperature"] else str(row["kind"])
+
+
+def _slowness(row: Row) -> str:
+    least = (row["median"], LEAST_MEDIAN), (row["worst"], LEAST_SINGLE)
+    middle, worst = (f"**{value:.2f}**" if value < promised else f"{value:.2f}" for value, promised in least)
+    return f"{middle}{'†' * (row['of_best'] < LEAST_OF_BEST)} ({worst})"
+
+
 def scaling_tables(report: Path) -> dict[str, str]:
     """The capacity report's tables by their markers."""
     parts: dict[str, list[Row]] = json.loads(report.read_text(encoding="utf-8"))["parts"]
@@ -84,16 +115,18 @@ def into_page(page: Path, table: str, marker: str) -> None:
 class UpdateOptions(DebugOptions):
     """Put the last measured tables into the pages that show them."""
 
-    tables: Annotated[str, typer.Option(help="Which, with commas between.")] = "bench,long,scaling"
+    tables: Annotated[str, typer.Option(help="Which, with commas between.")] = ",".join(TABLES)
 
 
 def run(options: UpdateOptions) -> None:
     """Write them."""
-    wanted = names("--tables", options.tables, ("bench", "long", "scaling"))
+    wanted = names("--tables", options.tables, TABLES)
     if "bench" in wanted and (there := {dtype: path for dtype, path in REPORTS.items() if path.exists()}):
         into_page(ROOT / "README.md", speed_table(there), "bench")
     if "long" in wanted and LONG.exists():
         into_page(ROOT / "docs" / "benchmarks.md", long_table(LONG), "long")
+    if "never-slower" in wanted and (slow := sorted(ROOT.glob("runs/never-slower-*/never-slower.json"))):
+        into_page(ROOT / "docs" / "benchmarks.md", slowness_table(slow), "never-slower")
     if "scaling" in wanted and CAPACITY.exists():
         for name, table in scaling_tables(CAPACITY).items():
             into_page(ROOT / "docs" / "scaling.md", table, name)
