@@ -27,6 +27,7 @@ from forerun.kernels.linear.panels import (
     format_of,
     many,
     many_in_rows,
+    many_in_tiles,
     transpose,
     unpack,
 )
@@ -34,7 +35,7 @@ from forerun.kernels.linear.rowwise import gated, words
 from forerun.kernels.linear.weight_format import PLAIN_FORMATS, Plain, WeightFormat
 from forerun.kernels.runtime.addresses import StructLayout, address_of, bytes_at, call, doubles, floats
 from forerun.kernels.runtime.executor import Operation, Program, Tasks, read_pass
-from forerun.kernels.runtime.vector_ir import LANES, LINE
+from forerun.kernels.runtime.vector_ir import LANES, LINE, wide
 
 NUMBER_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
 """Types of inputs, by their number in operations."""
@@ -69,7 +70,8 @@ def plain(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Weights:
 
 class Matrix(NamedTuple):
     """A matrix as kernels see it: address, bytes per row, rows, address of the bias or 0, words per block, and the
-    addresses of machine code for its format; of ``unpack`` and ``many_in_rows``, one is 0."""
+    addresses of machine code for its format. ``unpack``, or ``many_in_rows`` and ``many_in_tiles``, are 0; without
+    AVX-512 the last one is 0 in any case."""
 
     w: int
     row: int
@@ -79,6 +81,7 @@ class Matrix(NamedTuple):
     few: int
     unpack: int
     many_in_rows: int
+    many_in_tiles: int
 
 
 class LinearOp(NamedTuple):
@@ -160,8 +163,8 @@ def _shared_code(kind: int) -> LinearCode:
 
 
 @functools.cache
-def _format_code(which: int) -> tuple[int, int, int]:
-    """Addresses of ``few``, ``unpack`` and ``many_in_rows`` for a format by its number."""
+def _format_code(which: int) -> tuple[int, int, int, int]:
+    """Addresses of ``few``, ``unpack``, ``many_in_rows`` and ``many_in_tiles`` for a format by its number."""
 
     @compiled
     def products_of_few(
@@ -175,12 +178,19 @@ def _format_code(which: int) -> tuple[int, int, int]:
         unpack(which, w, row, last, blocks, ahead, to)
 
     @compiled
-    def products_in_rows(tokens: int, w: int, row: int, last: int, x: int, steps: int, ahead: int, sums: int) -> None:
-        many_in_rows(which, tokens, w, row, last, x, steps, ahead, sums)
+    def products_in_rows(
+        tokens: int, w: int, row: int, last: int, x: int, steps: int, ahead: int, tiles: int, sums: int
+    ) -> None:
+        many_in_rows(which, tokens, w, row, last, x, steps, ahead, tiles, sums)
 
+    @compiled
+    def products_in_tiles(tiles: int, x: int, steps: int, sums: int) -> None:
+        many_in_tiles(which, tiles, x, steps, sums)
+
+    of_few = address_of(products_of_few, 11)
     if which < len(PLAIN_FORMATS):
-        return address_of(products_of_few, 11), 0, address_of(products_in_rows, 8)
-    return address_of(products_of_few, 11), address_of(columns_of, 6), 0
+        return of_few, 0, address_of(products_in_rows, 9), address_of(products_in_tiles, 4) if wide() else 0
+    return of_few, address_of(columns_of, 6), 0, 0
 
 
 def matrix_of(weights: Weights) -> Matrix:
@@ -253,7 +263,8 @@ def _program(weights: Weights, kind: int, words: int, x_row: int, y_row: int) ->
 def scratch_bytes(tokens: int, words: int) -> int:
     """Bytes that a thread needs, for ``tokens`` tokens and rows of ``words`` words."""
     groups = -(-tokens // 8)
-    return LINE * (groups * (words + LANES) + 2 * groups * LANES + 2 * UNPACKED_COLUMNS + LANES + 1)
+    panels = max(words, 2 * UNPACKED_COLUMNS)  # one copied, or parts of two unpacked
+    return LINE * (groups * (words + LANES) + 2 * groups * LANES + panels + LANES + 1)
 
 
 @compiled
@@ -347,20 +358,20 @@ def _plain(op: LinearOp, n: int, x: int, tokens: int, panel: Panel, ahead: int, 
     matrix = panel.matrix
     steps = op.words // matrix.block
     if steps:
-        _in_groups(op, n, x, tokens, panel, panel.w, matrix.row, steps, ahead * matrix.row)
+        _in_groups(op, n, x, tokens, panel, panel.w, matrix.row, steps, ahead * matrix.row, spare)
     rest = op.words - steps * matrix.block
     if rest:
         at = steps * LINE
         _copy(panel.w + at, matrix.row, rest * (LINE // matrix.block), panel.last + 1, spare)
-        _in_groups(op, n, x + at, tokens + at * matrix.block, panel, spare, LINE, 1, 0)
+        _in_groups(op, n, x + at, tokens + at * matrix.block, panel, spare, LINE, 1, 0, spare)
 
 
 @compiled
 def _in_groups(
-    op: LinearOp, n: int, x: int, tokens: int, panel: Panel, w: int, row: int, steps: int, ahead: int
+    op: LinearOp, n: int, x: int, tokens: int, panel: Panel, w: int, row: int, steps: int, ahead: int, spare: int
 ) -> None:
     """Sums with a panel whose rows, or parts of them, are at ``w``."""
-    lanes, last, t = panel.matrix.block, panel.last, 0
+    lanes, last, t, tiles = panel.matrix.block, panel.last, 0, spare + LANES * LINE
     while t < n:
         sums = panel.sums + t * LINE
         if n - t <= op.few_tokens:
@@ -368,7 +379,10 @@ def _in_groups(
             call(panel.matrix.few, n - t, w, w, row, last, last, few_rows, op.x_row, steps, ahead, sums)
             return
         words_of_group = tokens + t // lanes * _group_bytes(op)
-        call(panel.matrix.many_in_rows, min(lanes, n - t), w, row, last, words_of_group, steps, ahead, sums)
+        if t and panel.matrix.many_in_tiles:
+            call(panel.matrix.many_in_tiles, tiles, words_of_group, steps, sums)
+        else:
+            call(panel.matrix.many_in_rows, min(lanes, n - t), w, row, last, words_of_group, steps, ahead, tiles, sums)
         t += lanes
 
 

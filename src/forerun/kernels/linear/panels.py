@@ -6,9 +6,9 @@ share the pass, how many there are, or which thread computes it.
 
 For a few tokens the columns of two panels are used as they are unpacked (``few``). A lane belongs to an output there.
 For more tokens, a block of unpacked columns is written to a buffer first (``unpack``, ``many``). Weights that need no
-unpacking stay in rows, and a lane belongs to a token (``many_in_rows``): 43 of 300 cycles of a tile went into
-transposing its weights. There, and only there, a product's broadcast operand is read from memory by the multiplication
-itself: a separate instruction for it takes 1.34 cycles instead of 1 (Zen 4).
+unpacking stay in rows, and a lane belongs to a token (``many_in_rows``, ``many_in_tiles``): 43 of 300 cycles of a tile
+went into transposing its weights. There, and only there, a product's broadcast operand is read from memory by the
+multiplication itself: a separate instruction for it takes 1.34 cycles instead of 1 (Zen 4).
 
 All arguments are addresses or counts; ``row`` is the stride between rows in bytes, and ``last`` the last existing row
 of a panel, which is repeated.
@@ -16,7 +16,7 @@ of a panel, which is repeated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from llvmlite import ir
@@ -208,41 +208,52 @@ def _products(
 @llvm_function(constants=1)
 def many_in_rows(
     e: Emitter, kind: int, tokens: ir.Value, w: ir.Value, row: ir.Value, last: ir.Value, x: ir.Value, steps: ir.Value,
-    ahead: ir.Value, sums: ir.Value,
+    ahead: ir.Value, tiles: ir.Value, sums: ir.Value,
 ) -> None:  # fmt: skip
     """Add to the sums ``[lanes][lanes]`` of a panel in rows its products with the words of up to ``lanes`` tokens.
 
     The words of all tokens for one column are one cache line. Meanwhile prefetches the panel ``ahead`` bytes after.
+    With AVX-512 the panel is copied to ``tiles`` ``[steps][lanes]``, a line each, for ``many_in_tiles``.
     """
     each = PLAIN_FORMATS[kind]
     lanes = each.numbers.lanes
-    if wide():
-        _many_in_rows(e, each, w, row, last, x, steps, ahead, sums)
-    else:
+    if not wide():
         for size in _least_that_suffices(e, tokens, (lanes // 2, lanes)):
             _some_rows_at_once(e, each, size, w, row, last, x, steps, ahead, sums)
-
-
-def _many_in_rows(
-    e: Emitter, each: WeightFormat, w: ir.Value, row: ir.Value, last: ir.Value, x: ir.Value, steps: ir.Value,
-    ahead: ir.Value, sums: ir.Value,
-) -> None:  # fmt: skip
-    b, numbers, rows = e.builder, each.numbers, _rows(e, each, w, row, last)
-    lanes, size = numbers.lanes, numbers.lanes * LINE
-    tiles = b.ptrtoint(cgutils.alloca_once(b, ir.ArrayType(numbers.vector, 2 * lanes)), I64)
+        return
+    rows = _rows(e, each, w, row, last)
 
     def copy(step: ir.Value) -> None:
-        to = e.at(tiles, e.times(b.and_(step, I64(1)), size))
+        _prefetch(e, each, e.at(w, ahead), row, step, I64(0))
+        to = e.at(tiles, e.times(step, lanes * LINE))
         for r, address in enumerate(rows):
-            e.store(e.load(e.at(address, e.times(step, LINE)), numbers.vector), e.at(to, r * LINE))
+            e.store(e.load(e.at(address, e.times(step, LINE)), each.numbers.vector), e.at(to, r * LINE))
 
+    _many_in_tiles(e, each, tiles, x, steps, sums, copy)
+
+
+@llvm_function(constants=1)
+def many_in_tiles(e: Emitter, kind: int, tiles: ir.Value, x: ir.Value, steps: ir.Value, sums: ir.Value) -> None:
+    """The same for further tokens, with the copy that ``many_in_rows`` has made. Copying again takes a sixth of the
+    time (Zen 5)."""
+    _many_in_tiles(e, PLAIN_FORMATS[kind], tiles, x, steps, sums)
+
+
+def _many_in_tiles(
+    e: Emitter, each: WeightFormat, tiles: ir.Value, x: ir.Value, steps: ir.Value, sums: ir.Value,
+    copy: Callable[[ir.Value], None] | None = None,
+) -> None:  # fmt: skip
+    """``copy`` writes a step's tile. That is done a step early, as what was just stored is not yet readable."""
+    b, numbers = e.builder, each.numbers
+    lanes, size = numbers.lanes, numbers.lanes * LINE
     begin = transposed(e, [e.load(e.at(sums, t * LINE), numbers.vector) for t in range(lanes)])
     totals = [e.variable(total) for total in begin]
-    copy(I64(0))
+    if copy is not None:
+        copy(I64(0))
     with e.loop(steps) as step:
-        _prefetch(e, each, e.at(w, ahead), row, step, I64(0))
-        copy(_least(e, b.add(step, I64(1)), b.sub(steps, I64(1))))  # early: what was just stored is not yet readable
-        words, tile = e.at(x, e.times(step, size)), e.at(tiles, e.times(b.and_(step, I64(1)), size))
+        if copy is not None:
+            copy(_least(e, b.add(step, I64(1)), b.sub(steps, I64(1))))
+        words, tile = e.at(x, e.times(step, size)), e.at(tiles, e.times(step, size))
         with e.loop(I64(lanes)) as column:
             line = e.load(e.at(words, e.times(column, LINE)), numbers.vector)
             weights = e.at(tile, e.times(column, numbers.bytes))
