@@ -65,7 +65,9 @@ CONSTANTS: dict[str, dict[str, tuple[str, ...]]] = {
         "policy/ask_gain.py": ("PRIOR_TREES", "RECENT_TREES"),
         "policy/prices.py": ("FIRST_DEEPENING", "GUESS_DOUBT"),
     },
-    "prompts": {"engine/prefill_pacing.py": ("STEPS_BESIDE", "MIN_CHUNK_TOKENS", "RECENT_STEPS")},
+    "prompts": {
+        "engine/prefill_pacing.py": ("STEPS_BESIDE", "MIN_CHUNK_TOKENS", "RECENT_STEPS", "MAX_CHANGE", "LEAST_USED")
+    },
 }
 BELOW_ONE = ("FIRST_GUESS", "MEMORY")
 """Of these the distance from 1 is halved and doubled."""
@@ -213,7 +215,7 @@ def _read(length: int, chunk: int = 256) -> tuple[list[float], float]:
         seconds = 7e-3 + (max(3.4e-7, 2.7e-8 * tokens) * read + 5e-5 * tokens if tokens else 0.0)
         pace.learn(seconds, tokens > 0)
         if tokens:
-            amount = pace.adjusted(amount, seconds, chunk, tokens == amount)
+            amount = pace.adjusted(amount, seconds - 7e-3, chunk, tokens / amount)
         read += tokens
         steps.append(seconds)
     return steps, sum(steps)

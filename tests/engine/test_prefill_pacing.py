@@ -24,7 +24,7 @@ def after(most: int, steps: int, seconds_a_token: float, plain: float = 1.0) -> 
         seconds = plain + seconds_a_token * read[-1]
         pace.learn(seconds, read[-1] > 0)
         if read[-1]:
-            tokens = pace.adjusted(tokens, seconds, most)
+            tokens = pace.adjusted(tokens, seconds - plain, most)
     return read
 
 
@@ -42,8 +42,8 @@ def test_what_is_read_settles_where_its_time_is_allowed(seconds: float) -> None:
     read = [tokens for tokens in after(512, 60, seconds) if tokens][20:]
     allowed = (STEPS_BESIDE - 1) / seconds
     assert all(MIN_CHUNK_TOKENS <= tokens <= 512 for tokens in read)
-    assert max(read) <= max(MIN_CHUNK_TOKENS, 2 * allowed)
-    assert min(read) >= min(512, allowed / 4)
+    assert max(read) <= max(MIN_CHUNK_TOKENS, allowed + 1)
+    assert min(read) >= min(512, allowed - 1)
 
 
 def test_a_small_limit_is_kept() -> None:
@@ -53,8 +53,41 @@ def test_a_small_limit_is_kept() -> None:
 def test_a_short_chunk_says_nothing_of_longer_ones() -> None:
     pace = PrefillPacing()
     pace.learn(1.0, False)
-    assert pace.adjusted(64, 0.5, 512, whole=False) == 64
-    assert pace.adjusted(64, 5.0, 512, whole=False) == 32
+    assert pace.adjusted(64, 0.5, 512, used=0.1) == 64
+    assert pace.adjusted(64, 5.0, 512, used=0.1) == 32
+
+
+def test_prompts_that_share_a_step_are_read_faster_if_they_took_less_time_than_allowed() -> None:
+    """Neither used its own limit; together they used it all."""
+    clock = Clock()
+    engine = Engine(build("LlamaForCausalLM", {"max_position_embeddings": 4096}, 0), "none", prefill_block=64)
+    score = engine.target.score
+    read = []
+
+    def timed(blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
+        read.append(sum(len(block.pending) - 1 for block in blocks))
+        clock.now += 1.0 + 0.05 * read[-1]
+        return score(blocks, caches)
+
+    engine.target.score = timed  # type: ignore[method-assign]
+    pacing = PrefillPacing(clock)
+    with engine.batch(pacing=pacing) as batch:
+        batch.admit(Request([5] * 9, max_new_tokens=3000, eos_token_ids=()))
+        batch.step()
+        pacing.first = 16
+        for _ in range(60):
+            while len(batch) < 4:
+                batch.admit(Request([6] * 12, max_new_tokens=1))
+            batch.step()
+    assert max(read[40:]) > 22
+
+
+def test_what_a_step_that_only_decodes_takes_is_followed_while_prompts_are_read() -> None:
+    """Rows come while prompts are read all the time: what is allowed grows with them."""
+    pace = PrefillPacing()
+    for step in range(200):
+        pace.learn(1.0 if step < 100 else 2.0, pace.works(True))
+    assert pace.allowed == 2.0 * STEPS_BESIDE
 
 
 class Clock:

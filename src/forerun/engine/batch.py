@@ -228,8 +228,10 @@ class Batch:
         commits = self._pass(decoding, reading, budgets)
         seconds = self._pacing.clock() - began
         self._pacing.learn(seconds, worked or bool(read))
-        for row, tokens in read.items():
-            row.reads = self._pacing.first = self._pacing.adjusted(row.reads, seconds, row.chunk, tokens == row.reads)
+        if read:
+            extra, used = seconds - self._pacing.decoding, sum(tokens / row.reads for row, tokens in read.items())
+            for row in read:
+                row.reads = self._pacing.first = self._pacing.adjusted(row.reads, extra, row.chunk, used)
         return commits
 
     def _pass(self, decoding: list[Row], reading: dict[Row, int], budgets: Mapping[int, int]) -> list[Commit]:
