@@ -57,39 +57,6 @@ def test_a_short_chunk_says_nothing_of_longer_ones() -> None:
     assert pace.adjusted(64, 5.0, 512, used=0.1) == 32
 
 
-def test_prompts_that_share_a_step_are_read_faster_if_they_took_less_time_than_allowed() -> None:
-    """Neither used its own limit; together they used it all."""
-    clock = Clock()
-    engine = Engine(build("LlamaForCausalLM", {"max_position_embeddings": 4096}, 0), "none", prefill_block=64)
-    score = engine.target.score
-    read = []
-
-    def timed(blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
-        read.append(sum(len(block.pending) - 1 for block in blocks))
-        clock.now += 1.0 + 0.05 * read[-1]
-        return score(blocks, caches)
-
-    engine.target.score = timed  # type: ignore[method-assign]
-    pacing = PrefillPacing(clock)
-    with engine.batch(pacing=pacing) as batch:
-        batch.admit(Request([5] * 9, max_new_tokens=3000, eos_token_ids=()))
-        batch.step()
-        pacing.first = 16
-        for _ in range(60):
-            while len(batch) < 4:
-                batch.admit(Request([6] * 12, max_new_tokens=1))
-            batch.step()
-    assert max(read[40:]) > 22
-
-
-def test_what_a_step_that_only_decodes_takes_is_followed_while_prompts_are_read() -> None:
-    """Rows come while prompts are read all the time: what is allowed grows with them."""
-    pace = PrefillPacing()
-    for step in range(200):
-        pace.learn(1.0 if step < 100 else 2.0, pace.works(True))
-    assert pace.allowed == 2.0 * STEPS_BESIDE
-
-
 class Clock:
     """Goes on as the test tells it."""
 
@@ -183,4 +150,29 @@ def test_short_prompts_one_after_the_other_are_paced_like_a_long_one() -> None:
             before = clock.now
             batch.step()
             took.append(clock.now - before)
-    assert max(took[6:]) <= STEPS_BESIDE
+    assert max(took[6:]) <= STEPS_BESIDE + 1e-9
+
+
+def test_prompts_that_share_a_step_are_read_faster_if_they_took_less_time_than_allowed() -> None:
+    """Neither used its own limit; together they used it all."""
+    clock = Clock()
+    engine = Engine(build("LlamaForCausalLM", {"max_position_embeddings": 4096}, 0), "none", prefill_block=64)
+    score = engine.target.score
+    read = []
+
+    def timed(blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
+        read.append(sum(len(block.pending) - 1 for block in blocks))
+        clock.now += 1.0 + 0.05 * read[-1]
+        return score(blocks, caches)
+
+    engine.target.score = timed  # type: ignore[method-assign]
+    pacing = PrefillPacing(clock)
+    with engine.batch(pacing=pacing) as batch:
+        batch.admit(Request([5] * 9, max_new_tokens=3000, eos_token_ids=()))
+        batch.step()
+        pacing.first = 16
+        for _ in range(60):
+            while len(batch) < 4:
+                batch.admit(Request([6] * 12, max_new_tokens=1))
+            batch.step()
+    assert max(read[40:]) > 22

@@ -21,9 +21,9 @@ MIN_CHUNK_TOKENS = 16
 the prompt: at 60,000 tokens of the bundled model, passes over 1, 8, 16, 32 and 256 took 20, 21, 32, 57 and 412 ms. So a
 token costs little more in passes over 16 than in long ones. With 32, the others wait half as long again for their
 slowest tokens, and the prompt is read in 6 % less time."""
-RECENT_STEPS = 8
+RECENT_STEPS = 32
 """The last steps that only decode, whose median counts. After as many steps that work on prompts, one does not, to
-measure anew. With 32, sixteen clients' requests were read by what steps of fewer rows had taken, seconds before."""
+measure anew."""
 MAX_CHANGE = 2.0
 """A step works on at most so many times as many tokens of a prompt as the one before, and on no smaller a part."""
 LEAST_USED = 0.5
