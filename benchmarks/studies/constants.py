@@ -215,7 +215,7 @@ def _read(length: int, chunk: int = 256) -> tuple[list[float], float]:
         seconds = 7e-3 + (max(3.4e-7, 2.7e-8 * tokens) * read + 5e-5 * tokens if tokens else 0.0)
         pace.learn(seconds, tokens > 0)
         if tokens:
-            amount = pace.adjusted(amount, seconds - 7e-3, chunk, tokens / amount)
+            amount = pace.adjusted(amount, seconds - pace.decoding, chunk, tokens / amount)
         read += tokens
         steps.append(seconds)
     return steps, sum(steps)

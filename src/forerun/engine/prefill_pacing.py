@@ -25,9 +25,11 @@ RECENT_STEPS = 32
 """The last steps that only decode, whose median counts. After as many steps that work on prompts, one does not, to
 measure anew."""
 MAX_CHANGE = 2.0
-"""A step works on at most so many times as many tokens of a prompt as the one before, and on no smaller a part."""
+"""The most by which a prompt's tokens grow or shrink from step to step, as a ratio. One slow step says little. Doubled,
+it changes nothing in simulation."""
 LEAST_USED = 0.5
-"""The part of what a step may read from which on its time says how much more is allowed."""
+"""A step that read a smaller part of what it might says too little to read more or less. Halved and doubled, it changes
+nothing in simulation."""
 
 
 class PrefillPacing:
