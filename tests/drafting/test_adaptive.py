@@ -467,7 +467,7 @@ def test_a_machine_that_is_twice_as_slow_now_and_then_changes_few_decisions(fore
 
 
 class Preparing(Levels):
-    """Chains whose cache of the prompt takes a while."""
+    """Chains whose cache of the prompt takes a while: ten plain steps."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
@@ -479,6 +479,26 @@ class Preparing(Levels):
         return True
 
 
+PROMPT = list(range(1000))
+
+
+def prepared_for(chooser: AdaptiveDrafter, tokens: int) -> Request:
+    """A text after a long prompt, which was read."""
+    request = Request(PROMPT, tokens)
+    chooser.begin(request)
+    chooser.prefilled(request, FullCache())
+    assert chooser.catch_up(request, 512)
+    return request
+
+
+def with_preparing(world: World, drafting: float, each: float = 0.02) -> tuple[AdaptiveDrafter, Preparing]:
+    trees, chains = Branches(world), Preparing(world)
+    chooser = AdaptiveDrafter(chains, trees=trees, chains=chains, max_length=12, weight=drafting)
+    curve = CostCurve((1, 2), (1.0, 1.0 + each), unit=1.0)
+    chooser.bind(Target(), Runtime(world.clock, lambda target: curve))  # type: ignore[arg-type]
+    return chooser, chains
+
+
 @pytest.mark.parametrize(
     ("tokens", "drafting", "known", "prepared"),
     [(500, 0.2, False, True), (500, 0.9, False, False), (500, 0.2, True, True), (8, 0.2, True, False)],
@@ -486,23 +506,32 @@ class Preparing(Levels):
 def test_a_long_prompt_is_read_for_chains_if_they_are_expected_to_save_more_than_that_takes(
     tokens: int, drafting: float, known: bool, prepared: bool
 ) -> None:
-    world = World(loaded=1.0)
-    trees, chains = Branches(world), Preparing(world)
-    chooser = AdaptiveDrafter(chains, trees=trees, chains=chains, max_length=12, weight=drafting)
-    curve = CostCurve((1, 2), (1.0, 1.02), unit=1.0)
-    chooser.bind(Target(), Runtime(world.clock, lambda target: curve))  # type: ignore[arg-type]
+    chooser, chains = with_preparing(World(loaded=1.0), drafting)
     if known:
-        request = Request(list(range(1000)), 10_000)
-        chooser.begin(request)
-        chooser.prefilled(request, FullCache())
-        assert chooser.catch_up(request, 512)
-    before, request = chains.prepared, Request(list(range(1000)), tokens)
-    chooser.begin(request)
-    chooser.prefilled(request, FullCache())
-    assert chooser.catch_up(request, 512)
+        chooser.finish(prepared_for(chooser, 10_000))
+        chooser._credit = EXPLORATION_START
+    before, request = chains.prepared, prepared_for(chooser, tokens)
     for _ in range(3):
         chooser.propose(PassContext.decoding([request], 64))
     assert (chains.prepared > before) == prepared
+
+
+@pytest.mark.parametrize(("tokens", "prepared"), [(60, False), (600, True)])
+def test_how_long_a_prompt_is_read_for_chains_is_guessed_in_the_first_text(tokens: int, prepared: bool) -> None:
+    """From what a pass takes for each token: some ten plain steps here."""
+    chooser, chains = with_preparing(World(loaded=1.0), 0.3, each=0.3)
+    prepared_for(chooser, tokens)
+    assert bool(chains.prepared) == prepared
+
+
+def test_what_preparing_chains_takes_is_paid_from_what_texts_may_lose() -> None:
+    """Without a credit a text begins without chains."""
+    chooser, chains = with_preparing(World(loaded=1.0), 0.2)
+    first = prepared_for(chooser, 500)
+    assert chains.prepared == 1
+    chooser.finish(first)
+    prepared_for(chooser, 500)
+    assert chains.prepared == 1
 
 
 def test_a_batch_of_another_size_begins_with_what_was_learnt() -> None:

@@ -23,6 +23,7 @@ from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
 from forerun.drafting.drafter import Drafter, OuterDrafter, check_trees
 from forerun.kv.cache import READ_BLOCK, Cache
+from forerun.kv.view import KEYS_PER_READ_TOKEN
 from forerun.models.forward.runtime import Runtime
 from forerun.models.forward.scorer import Scorer
 from forerun.policy import node_table, prices
@@ -143,7 +144,8 @@ class AdaptiveDrafter(OuterDrafter):
     def bind(self, target: Scorer, runtime: Runtime) -> None:
         super().bind(target, runtime)
         self._clock, costs = runtime.clock, runtime.costs(target)
-        self._pruner, self._prices = TreePruner(costs, target.vocabulary), Prices(costs.unit)
+        preparing = float(costs.passes(READ_BLOCK)) / READ_BLOCK / KEYS_PER_READ_TOKEN
+        self._pruner, self._prices = TreePruner(costs, target.vocabulary), Prices(costs.unit, preparing)
 
     def warm_up(self) -> None:
         node_table.warm_up()
@@ -172,8 +174,7 @@ class AdaptiveDrafter(OuterDrafter):
     def _worth_preparing(self, request: Request) -> bool:
         """Whether chains are expected to save more time in the rest of a text than it takes to read its beginning.
 
-        They are expected to be accepted as earlier ones were. How long the reading takes is known from the first text
-        on.
+        They are expected to be accepted as earlier ones were. How long the reading takes is a guess in the first text.
         """
         length = min(self.max_length, request.max_draft_depth)
         context = PassContext.decoding([request], length)
@@ -182,8 +183,8 @@ class AdaptiveDrafter(OuterDrafter):
         passes = self._pruner.chain_passes(context, length, self._prices.correction)
         plain, _ = self._pruner.price(context)
         best = self._acceptance.best([request], self._prices.chain(self._draft_size(context)), passes)
-        saved = request.remaining * (plain - 1 / best.rate)
-        return saved > self._prices.preparing * len(request)
+        saved, cost = request.remaining * (plain - 1 / best.rate), self._prices.preparing * len(request)
+        return saved > cost and self._budgets[request.id].affords(cost / plain)
 
     def _prepare(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -206,8 +207,14 @@ class AdaptiveDrafter(OuterDrafter):
             with self._timing(request):
                 ready = self.inner.catch_up(request, tokens)
             if ready:
-                self._prices.record_preparing(len(request), self._preparing.pop(request.id))
+                self._prepared_in(request, self._preparing.pop(request.id))
         return request.id not in self._preparing
+
+    def _prepared_in(self, request: Request, seconds: float) -> None:
+        """Learn what it took to read a prompt for chains. The next texts may lose that much less."""
+        self._prices.record_preparing(len(request), seconds)
+        if unit := self._prices.unit:
+            self._credit = within_savings(self._credit - seconds / unit / self._pruner.cost([1], [len(request)]))
 
     @contextmanager
     def _timing(self, request: Request) -> Iterator[None]:

@@ -334,21 +334,21 @@ class ShortKeys:
         """An index for a text, from some of its keys ``[Hkv, m, d]`` and of its queries ``[H, n, d]``.
 
         We want keys of rank r whose products with the queries are closest to the true products. They come from the r
-        largest eigenvectors of S = Q^1/2 K Q^1/2, where Q and K are the second moments of queries and keys.
+        largest eigenvectors of R^T K R, where Q = R R^T and K are the second moments of queries and keys.
         """
         heads, _, d = keys.shape
-        some = keys.double()
+        some = keys.float()
         mean = some.mean(1, keepdim=True)
-        asked = queries.double().reshape(heads, -1, d)
-        moments = _moments(asked)
-        even = moments.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-30)[:, None, None] * torch.eye(d).to(moments)
-        values, vectors = torch.linalg.eigh(moments + (0.01 + 1 / asked.shape[1]) * even)
-        root, inverse = ((vectors * power.unsqueeze(1)) @ vectors.mT for power in (values.sqrt(), values.rsqrt()))
-        best = torch.linalg.eigh(root @ _moments(some - mean) @ root)[1][:, :, -rank:]
+        asked = queries.float().reshape(heads, -1, d)
+        moments, one = _moments(asked), torch.eye(d, device=keys.device)
+        even = moments.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-30)[:, None, None] * one
+        root = torch.linalg.cholesky(moments + (0.01 + 1 / asked.shape[1]) * even)
+        inverse = torch.linalg.solve_triangular(root, one.expand_as(root), upper=False).mT
+        best = torch.linalg.eigh(root.mT @ _moments(some - mean) @ root)[1][:, :, -rank:]
         best = torch.nn.functional.pad(best, (0, -best.shape[2] % QUAD_NUMBERS))  # narrow heads have fewer
         of_keys = root @ best
         scale = ((some - mean) @ of_keys).abs().amax(1, keepdim=True).clamp_min(1e-30) / 127
-        of_queries = (inverse @ best * scale).float()
+        of_queries = inverse @ best * scale
         return cls((of_keys / scale).to(keys.dtype), of_queries, mean.to(keys.dtype), len(queries) // heads)
 
     def tensors(self, length: int) -> Tensors:
@@ -383,11 +383,10 @@ class ShortKeys:
         if self._known < count:
             first = self._known // GROUP_CHUNKS
             new = (read(first * GROUP_CHUNKS * CHUNK_KEYS, length) - self._mean) @ self._of_keys
-            rows = torch.nn.functional.pad(new, (0, 0, 0, (groups * GROUP_CHUNKS - count) * CHUNK_KEYS))
-            chunks = rows.view(
-                len(rows), -1, GROUP_CHUNKS, CHUNK_KEYS, rows.shape[2] // QUAD_NUMBERS, QUAD_NUMBERS
-            ).permute(0, 1, 3, 4, 2, 5)
-            self._short[:, first:groups] = (chunks.round() + ZERO_BYTE).clamp(0, 255).to(torch.uint8)
+            quads = (new.round() + ZERO_BYTE).clamp_(0, 255).to(torch.uint8).view(torch.int32)  # moved four at a time
+            quads = torch.nn.functional.pad(quads, (0, 0, 0, (groups * GROUP_CHUNKS - count) * CHUNK_KEYS))
+            chunks = quads.view(len(quads), -1, GROUP_CHUNKS, CHUNK_KEYS, quads.shape[2]).permute(0, 1, 3, 4, 2)
+            self._short.view(torch.int32)[:, first:groups, ..., 0] = chunks
         self._known = count
 
     def worth(self, queries: torch.Tensor) -> torch.Tensor:

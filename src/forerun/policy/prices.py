@@ -160,16 +160,17 @@ class Prices:
 
     Args:
         loaded: seconds of a pass of cost 1, if they were measured before any step.
+        preparing: first guess of what it costs to read a token of a prompt for chains.
     """
 
-    def __init__(self, loaded: float | None = None) -> None:
+    def __init__(self, loaded: float | None = None, preparing: float = 1.0) -> None:
         self._loaded = loaded is not None
         doubt = LOADED_DOUBT if self._loaded else NOTHING_KNOWN
         self._passes = TimeModel(loaded or 1.0, doubt, noise=STEP_NOISE)
         self._asking: TimeModel | None = None
         self._deepening = TimeModel(FIRST_DEEPENING, GUESS_DOUBT)
         self._chains = TimeModel(1.0, GUESS_DOUBT, IN_PROPORTION)
-        self._preparing = TimeModel(1.0, NOTHING_KNOWN)
+        self._preparing = TimeModel(preparing, NOTHING_KNOWN)
         self._since = 0
         self._after_plain = self._plain_measured = False
 
@@ -255,8 +256,8 @@ class Prices:
 
     @property
     def preparing(self) -> float:
-        """Cost of reading a token of a prompt for chains; 0 until one was read."""
-        return self._preparing.scale if self._preparing.count else 0.0
+        """Cost of reading a token of a prompt for chains."""
+        return self._preparing.scale
 
     def chain(self, pass_cost: float) -> LinearCost:
         """Cost of drafting chains by their length; ``pass_cost`` is the guess for one of their passes.
