@@ -340,7 +340,7 @@ class ShortKeys:
         some = keys.float()
         mean = some.mean(1, keepdim=True)
         asked = queries.float().reshape(heads, -1, d)
-        moments, one = _moments(asked), torch.eye(d, device=keys.device)
+        moments, one = _moments(asked), torch.eye(d, dtype=torch.float32, device=keys.device)
         even = moments.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-30)[:, None, None] * one
         root = torch.linalg.cholesky(moments + (0.01 + 1 / asked.shape[1]) * even)
         inverse = torch.linalg.solve_triangular(root, one.expand_as(root), upper=False).mT
