@@ -483,12 +483,19 @@ PROMPT = list(range(1000))
 
 
 def prepared_for(chooser: AdaptiveDrafter, tokens: int) -> Request:
-    """A text after a long prompt, which was read."""
+    """A text after a long prompt, which was read if that was worth it."""
     request = Request(PROMPT, tokens)
     chooser.begin(request)
     chooser.prefilled(request, FullCache())
     assert chooser.catch_up(request, 512)
     return request
+
+
+def ended(chooser: AdaptiveDrafter, request: Request, tokens: int) -> None:
+    """A text ends after so many tokens, without drafts."""
+    for _ in range(tokens):
+        request.append(RIGHT)
+    chooser.finish(request)
 
 
 def with_preparing(world: World, drafting: float, each: float = 0.02) -> tuple[AdaptiveDrafter, Preparing]:
@@ -508,8 +515,7 @@ def test_a_long_prompt_is_read_for_chains_if_they_are_expected_to_save_more_than
 ) -> None:
     chooser, chains = with_preparing(World(loaded=1.0), drafting)
     if known:
-        chooser.finish(prepared_for(chooser, 10_000))
-        chooser._credit = EXPLORATION_START
+        ended(chooser, prepared_for(chooser, 10_000), 200)
     before, request = chains.prepared, prepared_for(chooser, tokens)
     for _ in range(3):
         chooser.propose(PassContext.decoding([request], 64))
@@ -525,13 +531,11 @@ def test_how_long_a_prompt_is_read_for_chains_is_guessed_in_the_first_text(token
 
 
 def test_what_preparing_chains_takes_is_paid_from_what_texts_may_lose() -> None:
-    """Without a credit a text begins without chains."""
+    """The next text begins without chains. After two hundred tokens more may be lost."""
     chooser, chains = with_preparing(World(loaded=1.0), 0.2)
-    first = prepared_for(chooser, 500)
-    assert chains.prepared == 1
-    chooser.finish(first)
-    prepared_for(chooser, 500)
-    assert chains.prepared == 1
+    for tokens, prepared in ((1, 1), (200, 1), (1, 2)):
+        ended(chooser, prepared_for(chooser, 500), tokens)
+        assert chains.prepared == prepared
 
 
 def test_a_batch_of_another_size_begins_with_what_was_learnt() -> None:
