@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from forerun.core.block import Block
@@ -78,6 +78,16 @@ def test_a_query_is_scored_alike_alone_and_among_others() -> None:
         assert torch.equal(scanned(index, 600, q[:, i : i + 1]), together[:, i : i + 1])
 
 
+def tied(cache: LowRankCache, layer: int, q: torch.Tensor) -> bool:
+    """Whether some query finds the last chunk that it takes worth as much as one that it leaves: either is right."""
+    if not cache.choosing(layer):
+        return False
+    worth = cache.worth(layer, q)
+    worth[..., 0] = -torch.inf
+    best = worth.topk(cache.slots(layer) + 1, -1).values
+    return bool((best[..., -2] == best[..., -1]).any())
+
+
 @given(
     length=st.integers(20, 900),
     budget=st.sampled_from([96, 2000]),
@@ -104,10 +114,10 @@ def test_attention_by_kernels_is_that_by_torch_in_double_precision(
     caches = [LowRankCache(full, LowRankConfig(budget, 16, 8)) for full in fulls]
     for cache in caches:
         cache.sync()
-    # rounding may decide what is chosen; a budget for each query's best chunk leaves no ties
-    caches[1]._indexes = caches[0]._indexes
+    caches[1]._indexes = caches[0]._indexes  # rounding may decide what is chosen
     block = Block(np.zeros(1, np.int64), DraftTree.from_branches(branches, 9), length)
     qkv = [torch.randn(1, h, len(block), 32, generator=generator).to(dtype) for h in (heads, kv_heads, kv_heads)]
+    assume(not tied(caches[0], 1, qkv[0]))
     found, exact = caches[0].attend(1, *qkv, block, spec), caches[1].attend(1, *(t.double() for t in qkv), block, spec)
     assert torch.allclose(found.double(), exact, atol=2e-5 if dtype == torch.float32 else 2e-2)
 
