@@ -35,6 +35,7 @@ from forerun.core.long_context import LongContextConfig
 from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.verify import Outcome, Verdict
+from forerun.drafting.drafter import trees_of
 from forerun.drafting.recipes import RECIPES, build_drafter
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.scorer import Scorer
@@ -242,7 +243,7 @@ def trees(texts: list[list[int]], tokenizer: Any) -> Pairs:
             request = Request(text[: len(text) // 2], len(text))
             drafter.begin(request)
             for token in text[len(text) // 2 :]:
-                total.update(shape(drafter.propose(PassContext.decoding([request], budget))[0]).encode())
+                total.update(shape(trees_of(drafter, PassContext.decoding([request], budget))[0]).encode())
                 request.append(token)
                 nothing_scored = Outcome(DraftTree.empty(), Verdict([], [token]), torch.zeros(1, 0))
                 drafter.observe(request, nothing_scored)

@@ -23,9 +23,8 @@ from benchmarks.papers.variants import Variant
 from forerun.bench.machine import Row
 from forerun.bench.rounds import Tokens
 from forerun.core.request import Request
-from forerun.core.verify import Outcome
 from forerun.drafting.trie_drafter import TrieDrafter
-from forerun.trie.trie import TrieConfig
+from forerun.trie.trie import TextUpdate, TrieConfig
 
 Labelled = dict[str, tuple[Row, Variant]]
 """Variants by name, with labels for their rows."""
@@ -40,8 +39,10 @@ BRANCHED: tuple[Form, ...] = ("parallel", "hierarchical")
 class WithoutOutputs(TrieDrafter):
     """Learns no generated token; drafts from the prompt alone."""
 
-    def observe(self, request: Request, outcome: Outcome) -> None:
-        """Counts nothing; ``propose`` skips what was generated."""
+    def _update(self, request: Request, budget: int = 0) -> TextUpdate:
+        """All that was generated counts as a draft."""
+        update, generated = super()._update(request, budget), request.tokens[request.prompt_length :]
+        return update._replace(new=(), lists=(), pending=generated, untaught=0)
 
 
 def by_updating(lengths: Lengths, known: Known) -> Labelled:

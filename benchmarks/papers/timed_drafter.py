@@ -37,7 +37,7 @@ class TimedDrafter(OuterDrafter):
         super().__init__(inner)
         self.times = times
 
-    def propose(self, context: PassContext) -> list[DraftTree]:
+    def propose(self, context: PassContext) -> list[DraftTree] | None:
         begin = time.perf_counter()
         trees = super().propose(context)
         self.times.retrieve.append(time.perf_counter() - begin)

@@ -39,7 +39,7 @@ from forerun.core.sampling import Salt, uniform
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
 from forerun.drafting.adaptive import AdaptiveDrafter
-from forerun.drafting.drafter import Drafter, OuterDrafter
+from forerun.drafting.drafter import Drafter, OuterDrafter, trees_of
 from forerun.drafting.merged import MergedDrafter
 from forerun.drafting.trie_drafter import TrieDrafter
 from forerun.engine.prefill_pacing import PrefillPacing
@@ -127,7 +127,7 @@ def drafts(replay: Path | None) -> dict[str, float]:
 def _replayed(rows: Sequence[Recorded], simulated: SimulatedTime) -> float:
     class Clocked(OuterDrafter):
         def propose(self, context: Any) -> Any:
-            trees = self.inner.propose(context)
+            trees = trees_of(self.inner, context)
             simulated.now += sum(simulated.asking + simulated.node * len(tree) for tree in trees)
             return trees
 
@@ -233,12 +233,15 @@ def _run(chooser: Any, rows: Sequence[Recorded], simulated: SimulatedTime) -> fl
         request = Request(row.prompt, len(row.answer))
         chooser.begin(request)
         while request.remaining:
-            (tree,) = chooser.propose(PassContext.decoding([request], 64))
+            drafts = chooser.propose(PassContext.decoding([request], 64))
+            (tree,) = drafts or [DraftTree.empty()]
             simulated.now += simulated.plain * COSTS.of([1 + len(tree)], [len(request) - 1])
+            chooser.scored()
             verdict = follow(tree, row.answer[len(request.generated) :])
             for token in verdict.tokens:
                 request.append(token)
-            chooser.observe(request, Outcome(tree, verdict, nothing))
+            if drafts is not None:
+                chooser.observe(request, Outcome(tree, verdict, nothing))
             tokens += len(verdict.tokens)
         chooser.finish(request)
     return tokens / simulated.now

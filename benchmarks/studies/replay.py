@@ -23,7 +23,7 @@ from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome, Verdict
-from forerun.drafting.drafter import Drafter
+from forerun.drafting.drafter import Drafter, trees_of
 
 Encode = Callable[[str], list[int]]
 _NO_LOGITS = torch.empty(0, 0)
@@ -156,7 +156,7 @@ def _replay_row(drafter: Drafter, row: Recorded, budget: int, report: ReplayRepo
     _commit(drafter, request, DraftTree.empty(), Verdict([], row.answer[:1]), report)
     while request.remaining:
         begin = time.perf_counter_ns()
-        [tree] = drafter.propose(PassContext.decoding([request], budget))
+        [tree] = trees_of(drafter, PassContext.decoding([request], budget))
         report.retrieve_us.append((time.perf_counter_ns() - begin) / 1e3)
         verdict = follow(tree, row.answer[len(request.generated) :])
         report.drafted.append(len(tree))

@@ -16,7 +16,7 @@ from forerun.core.sampling import Salt, uniform
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, Verdict
 from forerun.drafting.adaptive import AdaptiveDrafter
-from forerun.drafting.drafter import Drafter
+from forerun.drafting.drafter import Drafter, trees_of
 from forerun.drafting.merged import MergedDrafter
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.runtime import Runtime
@@ -177,8 +177,11 @@ def decode(
     live = list(requests)
     while live:
         others = beside(world.steps)
-        trees_ = chooser.propose(PassContext(live, [64] * len(live), [1] * len(live), others))
+        context = PassContext(live, [64] * len(live), [1] * len(live), others)
+        drafts = chooser.propose(context)
+        trees_ = drafts or [DraftTree.empty()] * len(live)
         world.verify(sum(map(len, trees_)), others)
+        chooser.scored()
         for request, tree in zip(live, trees_, strict=True):
             path: list[int] = []
             while len(path) < len(tree) and tree.tokens[len(path)] == RIGHT:
@@ -186,8 +189,8 @@ def decode(
             emitted = [RIGHT] * (len(path) + 1)
             for token in emitted[: request.remaining]:
                 request.append(token)
-            logits = torch.empty(len(tree) + 1, 0)
-            chooser.observe(request, Outcome(tree, Verdict(path, emitted), logits))
+            if drafts is not None:
+                chooser.observe(request, Outcome(tree, Verdict(path, emitted), torch.empty(len(tree) + 1, 0)))
         live = [request for request in live if request.finish_reason is None]
     return world.now, chooser
 
@@ -273,8 +276,9 @@ def test_only_rows_whose_texts_repeat_something_are_asked_for() -> None:
     for step in range(8):
         if step == 4:  # what asking takes was a guess at first, and a plain step was measured
             trees.asked.clear()
-        drafts = chooser.propose(PassContext.decoding(requests, 64))
+        drafts = trees_of(chooser, PassContext.decoding(requests, 64))
         world.verify(sum(map(len, drafts)))
+        chooser.scored()
         for request, tree in zip(requests, drafts, strict=True):
             path = list(range(len(tree))) if len(request) == 3 else []
             outcome = Outcome(tree, Verdict(path, [RIGHT] * (len(path) + 1)), torch.empty(len(tree) + 1, 0))
@@ -545,11 +549,11 @@ def test_a_batch_of_another_size_begins_with_what_was_learnt() -> None:
     requests = [Request([1, 2, 3], 100) for _ in range(4)]
     for request in requests:
         chooser.begin(request)
-    assert all(len(tree) > 1 for tree in chooser.propose(PassContext.decoding(requests, 64)))
+    assert all(len(tree) > 1 for tree in trees_of(chooser, PassContext.decoding(requests, 64)))
     _, fresh = decode(World(accepted=lambda token: 0.9), 1, rows=4, trees=False)
     for request in requests:
         fresh.begin(request)
-    assert not any(map(len, fresh.propose(PassContext.decoding(requests, 64))))  # it has to see plain steps first
+    assert not any(map(len, trees_of(fresh, PassContext.decoding(requests, 64))))  # it has to see plain steps first
 
 
 def test_a_model_whose_chances_are_no_numbers_counts_as_unsure() -> None:

@@ -18,7 +18,7 @@ import forerun
 from forerun.core.compiling import stamp_of
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
-from forerun.core.verify import Outcome, Verdict, verify
+from forerun.core.verify import Outcome, verify
 from forerun.drafting.trie_drafter import LEARN_TOKENS, TrieDrafter, best_of_rows
 from forerun.trie import arrays, entry_points, recycled, text_cursor
 from forerun.trie.trie import TextUpdate, Trie, TrieConfig
@@ -119,10 +119,8 @@ def test_a_text_is_written_whole_and_learned_from_only_where_drafts_were_asked_f
             if asks:
                 step(drafter, request, answer, 0)
             else:
-                token = answer[len(request.generated) % len(answer)]
-                request.append(token)
-                logits = torch.eye(VOCABULARY)[[token]]
-                drafter.observe(request, Outcome(DraftTree.empty(), Verdict([], [token]), logits))
+                request.append(answer[len(request.generated) % len(answer)])
+                drafter.known_suffixes([request])
                 assert len(request) - drafter.trie.length(request.id) < LEARN_TOKENS
         drafter.finish(request)
         kept.append(updates)
@@ -145,12 +143,13 @@ def test_texts_of_all_rows_are_written_together() -> None:
     drafter, requests = TrieDrafter(), [Request([1, 2, n], 40) for n in range(4)]
     for request in requests:
         drafter.begin(request)
-    for token in range(LEARN_TOKENS):
-        for request in requests:
+    for n, request in enumerate(requests):
+        for token in range(LEARN_TOKENS - n):
             request.append(token)
-            drafter.observe(request, Outcome(DraftTree.empty(), Verdict([], [token]), torch.eye(VOCABULARY)[[token]]))
-    assert drafter.trie.length(requests[0].id) == 3 + LEARN_TOKENS
-    assert {drafter.trie.length(request.id) for request in requests[1:]} == {2 + LEARN_TOKENS}
+    drafter.known_suffixes(requests[1:])
+    assert {drafter.trie.length(request.id) for request in requests} == {3}
+    drafter.known_suffixes(requests[:1])
+    assert [drafter.trie.length(request.id) for request in requests] == [3 + LEARN_TOKENS - n for n in range(4)]
 
 
 def test_drafts_on_trial_are_not_learned() -> None:

@@ -277,8 +277,8 @@ def test_stream_yields_what_generate_returns_and_closing_it_ends_the_request() -
 
 def test_interruption_keeps_what_was_generated() -> None:
     class Impatient(NoDrafter):
-        def observe(self, request: Any, outcome: Any) -> None:
-            if len(request.generated) == 4:
+        def propose(self, context: Any) -> None:
+            if len(context.rows[0].generated) == 4:
                 raise KeyboardInterrupt
 
     with pytest.raises(forerun.GenerationInterrupted) as caught:
@@ -357,6 +357,9 @@ def test_a_failing_step_still_finishes_every_request() -> None:
     finished = []
 
     class Failing(NoDrafter):
+        def propose(self, context: Any) -> list[forerun.DraftTree]:
+            return [forerun.DraftTree.empty()] * len(context)
+
         def observe(self, request: Any, outcome: Any) -> None:
             raise RuntimeError("observe failed")
 

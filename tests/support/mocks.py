@@ -15,7 +15,7 @@ from forerun.core.request import Request
 from forerun.core.sampling import Salt, Sampler, gumbel
 from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome, verify
-from forerun.drafting.drafter import Drafter
+from forerun.drafting.drafter import Drafter, trees_of
 from forerun.kv.cache import Cache
 
 PROMPT = (1, 4, 2)
@@ -135,7 +135,7 @@ def generate(target: MockTarget, drafter: Drafter, request: Request, budget: int
 
 def draft(drafter: Drafter, request: Request, budget: int) -> DraftTree:
     """A drafter's tree for one row that decodes."""
-    [tree] = drafter.propose(PassContext.decoding([request], budget))
+    [tree] = trees_of(drafter, PassContext.decoding([request], budget))
     return tree
 
 
@@ -145,6 +145,7 @@ def step(target: MockTarget, drafter: Drafter, request: Request, budget: int = 8
     tree = draft(drafter, request, budget)
     assert len(tree) <= budget and (tree.depths <= request.max_draft_depth).all()
     logits = target.score(before, tree)
+    drafter.scored()
     outcome = Outcome(tree, verify(tree, logits, request), logits)
     assert request.tokens.tolist() == before + outcome.verdict.tokens
     assert_consistent(outcome, request)

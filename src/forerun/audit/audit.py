@@ -18,9 +18,11 @@ from transformers import PreTrainedModel
 
 from forerun.audit.divergence import Divergence, first_difference, weigh
 from forerun.core.long_context import LongContextConfig
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
+from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
-from forerun.drafting.drafter import Drafter, NoDrafter, OuterDrafter
+from forerun.drafting.drafter import Drafter, NoDrafter, OuterDrafter, trees_of
 from forerun.drafting.recipes import buildable, check_drafter
 from forerun.engine.engine import BUDGET, Engine
 from forerun.models.forward.architecture import dtype_name
@@ -244,6 +246,10 @@ class _Watch(OuterDrafter):
     def begin(self, request: Request) -> None:
         self._expected[request.id] = self._waiting.pop(0)
         super().begin(request)
+
+    def propose(self, context: PassContext) -> list[DraftTree]:
+        """It is told what each step commits, whether the other one rests or not."""
+        return trees_of(self.inner, context)
 
     def observe(self, request: Request, outcome: Outcome) -> None:
         for which, text in enumerate(self._expected[request.id]):

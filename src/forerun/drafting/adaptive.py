@@ -21,7 +21,7 @@ from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
-from forerun.drafting.drafter import Drafter, OuterDrafter, check_trees
+from forerun.drafting.drafter import Drafter, OuterDrafter, trees_of
 from forerun.kv.cache import READ_BLOCK, Cache
 from forerun.kv.view import KEYS_PER_READ_TOKEN
 from forerun.models.forward.runtime import Runtime
@@ -233,17 +233,18 @@ class AdaptiveDrafter(OuterDrafter):
         self._acceptance.finish(request)
         super().finish(request)
 
-    def propose(self, context: PassContext) -> list[DraftTree]:
+    def propose(self, context: PassContext) -> list[DraftTree] | None:
         """The best part of each tree, or chains, or nothing, whichever gives the most tokens a second."""
+        chains, known = self.chains is not None and context.decodes and max(context.cached) >= self.beyond, self._prices
         drafted = self._asked(context)
-        chains = self.chains is not None and context.decodes and max(context.cached) >= self.beyond
-        measures = context.decodes and not (chains or self._prices.plain_measured)
-        if not (drafted or chains) or (measures and self._prices.plain_step_due(self._pruner.gain)):
-            return self._rest(context)
-        correction, began = self._prices.correction, self._clock()
+        measures = context.decodes and not (chains or known.plain_measured)
+        if not (drafted or chains) or (measures and known.plain_step_due(self._pruner.gain)):
+            self._step, self._resting = None, (context, self._clock())
+            return None
+        correction, began = known.correction, self._clock()
         trees, deepening = self._trees(context, drafted, correction)
         deepened = sum(row.shallow is not None for row in drafted.values())
-        spent = len(drafted) * self._prices.asking + deepened * self._prices.deepening
+        spent = len(drafted) * known.asking + deepened * known.deepening
         selection = self._pruner.prune(context, trees, spent, correction)
         self._nodes = max(LEAST_NODES, self._nodes // 2, NODE_GROWTH * max(map(len, selection.trees)))
         asking = self._clock() - began - deepening if drafted else 0.0
@@ -253,24 +254,24 @@ class AdaptiveDrafter(OuterDrafter):
         prepared = ended = self._clock()
         if length != 0:
             within = replace(context.within(length or 0), stop=self._acceptance.stop)
-            selection = self._pruner.keep_all(context, _propose(self.chains if length else None, within), correction)
+            drafts = trees_of(self.chains, within) if self.chains and length else [DraftTree.empty()] * len(context)
+            selection = self._pruner.keep_all(context, drafts, correction)
             ended = self._clock()
         rows = {row.id: drafted.get(n) or _DraftedRow(n, self._budgets[row.id]) for n, row in enumerate(context.rows)}
         self._resting, drafting = None, ended - prepared if length else 0.0
         self._step = _StepRecord(rows, selection, bool(length), asking, deepening, drafting, ended)
         return selection.trees
 
-    def _rest(self, context: PassContext) -> list[DraftTree]:
-        """Draft nothing in this step, because nothing can pay for it. It has to take hardly longer than a plain one."""
-        self._step, self._resting = None, (context, self._clock())
-        return [DraftTree.empty()] * len(context)
-
-    def _rested(self, context: PassContext, began: float) -> None:
-        """Learn from a step without drafts, when the first outcome is known."""
-        self._resting = None
-        if context.decodes:
-            self._prices.record_step(self._pruner.price(context)[0], 0.0, self._clock() - began, True)
-        self._pruner.rest()
+    def scored(self) -> None:
+        """Learn from a step without drafts. It has to take hardly longer than a plain one."""
+        super().scored()
+        if self._resting is not None:
+            (context, began), self._resting = self._resting, None
+            if context.decodes:
+                self._prices.record_step(self._pruner.price(context)[0], 0.0, self._clock() - began, True)
+            self._pruner.rest()
+        elif self._step is not None:
+            self._step.scoring = self._clock() - self._step.ended
 
     def _asked(self, context: PassContext) -> dict[int, _DraftedRow]:
         """The rows whose trees are worth asking for.
@@ -281,13 +282,16 @@ class AdaptiveDrafter(OuterDrafter):
         asked: dict[int, _DraftedRow] = {}
         if self.trees is None:
             return asked
-        price = self._prices.asking * len(context) / self._pruner.price(context)[1]
-        affording = [n for n, request in enumerate(context.rows) if self._budgets[request.id].affords(price)]
-        promises = self.trees.known_suffixes([context.rows[n] for n in affording]) if affording else []
-        node = self._pruner.node_cost(context, self._prices.correction) if affording else 0.0
-        for number, known in zip(affording, promises, strict=True):
-            budget, known = self._budgets[context.rows[number].id], SUFFIXES[0] if known is None else known
-            tried = budget.untouched and (known >= SUFFIXES[0] or price <= STAKE)
+        price, node = self._prices.asking * len(context) / self._pruner.price(context)[1], None
+        budgets = [(n, self._budgets[request.id]) for n, request in enumerate(context.rows)]
+        affording = [(n, budget) for n, budget in budgets if budget.affords(price)]
+        promises = self.trees.known_suffixes([context.rows[n] for n, _ in affording]) if affording else []
+        for (number, budget), known in zip(affording, promises, strict=True):
+            known = SUFFIXES[0] if known is None else known
+            tried = (known >= SUFFIXES[0] or price <= STAKE) and budget.untouched
+            if not tried and self._gain.expected(known) <= price:  # not even if nodes cost nothing
+                continue
+            node = self._pruner.node_cost(context, self._prices.correction) if node is None else node
             if tried or self._gain.expected(known, node) > price:
                 asked[number] = _DraftedRow(number, budget, known)
         return asked
@@ -317,7 +321,8 @@ class AdaptiveDrafter(OuterDrafter):
         limits = [plain + row.budget.stake(0.0) * alone for row in drafted.values()]  # what may be lost if all is wrong
         allowed = [max(1, self._pruner.affordable(context, self._nodes, limit, correction)) for limit in limits]
         most = [min(each) for each in zip(own.budgets, allowed, strict=True)]
-        proposed = _propose(self.trees, PassContext(own.rows, most, own.pending, own.beside, deepens))
+        assert self.trees is not None
+        proposed = trees_of(self.trees, PassContext(own.rows, most, own.pending, own.beside, deepens))
         ended = self._clock()
         for (number, row), tree in zip(drafted.items(), proposed, strict=True):
             trees[number], row.drawn = tree, tree.q is not None
@@ -373,15 +378,11 @@ class AdaptiveDrafter(OuterDrafter):
         What the trees' source does to learn from it counts as asking, unless chains are prepared: their caches learn in
         the same call.
         """
-        if self._resting is not None:
-            self._rested(*self._resting)
         step = self._step
         if step is None or (row := step.waiting.pop(request.id, None)) is None:
             hand_on(request, outcome)
             return
         began = self._clock()
-        if not step.done:
-            step.scoring = began - step.ended
         self._count(step, row, request, outcome)
         counted = self._clock()
         hand_on(request, outcome)
@@ -442,11 +443,3 @@ class AdaptiveDrafter(OuterDrafter):
                 saved -= asking
             row.budget.record(saved)
             self._credit = within_savings(self._credit + saved)
-
-
-def _propose(source: Drafter | None, context: PassContext) -> list[DraftTree]:
-    if source is None:
-        return [DraftTree.empty()] * len(context)
-    trees = source.propose(context)
-    check_trees(source, trees, len(context))
-    return trees

@@ -21,8 +21,8 @@ class Drafter(ABC):
     """Proposes the next tokens. One drafter serves all rows of an engine, keyed by ``request.id``.
 
     The engine calls ``bind`` once; for every request ``begin``, ``prefilled``, and ``catch_up`` until nothing is left;
-    then ``propose`` and ``observe`` in turn, and ``finish`` however it ends (an error and a cancellation included). A
-    drafter can never change the output, only the speed.
+    then ``propose``, ``scored`` and ``observe`` in turn, and ``finish`` however it ends (an error and a cancellation
+    included). A drafter can never change the output, only the speed.
 
     A drafter may serve as the inner level of a hierarchy. Then ``propose`` gets forks of the requests whose last tokens
     are on trial. They may be gone at the next call. ``verified`` tells what the level took of each draft, ``observe``
@@ -84,7 +84,7 @@ class Drafter(ABC):
         return [None] * len(requests)
 
     @abstractmethod
-    def propose(self, context: PassContext) -> list[DraftTree]:
+    def propose(self, context: PassContext) -> list[DraftTree] | None:
         """Draft for the rows of a pass.
 
         Args:
@@ -92,8 +92,13 @@ class Drafter(ABC):
 
         Returns:
             One tree for each row. It follows ``row.tokens``, and should have no more nodes than the row's budget and be
-            no deeper than ``row.max_draft_depth``; the rest is cut off.
+            no deeper than ``row.max_draft_depth``; the rest is cut off. None if the drafter rests: then nothing is
+            drafted, and it need not be told what the step commits. It finds that in ``row.tokens`` at the next call.
         """
+
+    def scored(self) -> None:  # noqa: B027
+        """The step's pass is done, and none of its rows is verified yet. Called whether the drafter rests or not, so
+        that it can read a clock."""
 
     def record_states(self, request: Request, start: int, states: torch.Tensor) -> None:  # noqa: B027
         """The target has read tokens of a request; only called if ``states`` names layers.
@@ -192,8 +197,11 @@ class OuterDrafter(Drafter):
     def known_suffixes(self, requests: Sequence[Request]) -> Sequence[int | None]:
         return self.inner.known_suffixes(requests)
 
-    def propose(self, context: PassContext) -> list[DraftTree]:
+    def propose(self, context: PassContext) -> list[DraftTree] | None:
         return self.inner.propose(context)
+
+    def scored(self) -> None:
+        self.inner.scored()
 
     def verified(self, request: Request, outcome: Outcome) -> None:
         self.inner.verified(request, outcome)
@@ -213,13 +221,26 @@ class NoDrafter(Drafter):
 
     sized = True
 
-    def propose(self, context: PassContext) -> list[DraftTree]:
-        return [DraftTree.empty()] * len(context)
+    def propose(self, context: PassContext) -> list[DraftTree] | None:
+        return None
 
 
-def check_trees(drafter: Drafter, trees: object, rows: int) -> None:
-    """Refuse a proposal that is no list of one ``DraftTree`` for each row."""
+def checked_trees(drafter: Drafter, context: PassContext) -> list[DraftTree] | None:
+    """What a drafter proposes.
+
+    Raises:
+        TypeError: if that is neither None nor one ``DraftTree`` for each row.
+    """
+    trees, rows = drafter.propose(context), len(context)
+    if trees is None:
+        return None
     if not isinstance(trees, Sequence) or len(trees) != rows or not all(isinstance(tree, DraftTree) for tree in trees):
         raise TypeError(
             f"{type(drafter).__name__}.propose returned {trees!r}; it must be one DraftTree for each of {rows} rows"
         )
+    return trees
+
+
+def trees_of(drafter: Drafter, context: PassContext) -> list[DraftTree]:
+    """The same; empty trees from a drafter that rests."""
+    return checked_trees(drafter, context) or [DraftTree.empty()] * len(context)

@@ -20,7 +20,7 @@ from forerun.core.request import Request
 from forerun.core.transfers import RowChoices, foresee, settle
 from forerun.core.tree import DraftTree, IntArray
 from forerun.core.verify import Outcome, Verdict, verify
-from forerun.drafting.drafter import Drafter, OuterDrafter
+from forerun.drafting.drafter import Drafter, OuterDrafter, trees_of
 from forerun.kv.cache import Cache
 from forerun.models.forward.level import CacheFactory, Level
 from forerun.models.forward.runtime import Runtime
@@ -95,7 +95,7 @@ class HierarchyDrafter(OuterDrafter):
         trees = dict(zip(long, self._draft(context.of(long)), strict=True))
         if direct:  # last, as the inner drafter learns from its last proposal
             inner = replace(context.of(direct).within(self.gamma1), stop=None)
-            trees |= zip(direct, self.inner.propose(inner), strict=True)
+            trees |= zip(direct, trees_of(self.inner, inner), strict=True)
         return [trees[n] for n in range(len(context))]
 
     def _draft(self, context: PassContext) -> list[DraftTree]:
@@ -115,13 +115,14 @@ class HierarchyDrafter(OuterDrafter):
         times = [self._clock()]
         context = PassContext.decoding([draft.fork for draft in drafts], self.gamma1)
         known = self._level.scorer.vocabulary
-        proposed = self.inner.propose(context)
+        proposed = trees_of(self.inner, context)
         trees = [tree.trim(draft.missing - 1, known) for tree, draft in zip(proposed, drafts, strict=True)]
         times.append(self._clock())
         scored = self._level.score(context.rows, trees)
         every = foresee(trees, [logits for _, logits in scored], context.rows, chances=stop is not None)
         if every[-1].choices is None:
             settle(scored[-1][1].device)
+        self.inner.scored()
         times.append(self._clock())
         for draft, tree, (block, logits), chosen in zip(drafts, trees, scored, every, strict=True):
             outcome = draft.extend(tree, logits, chosen.choices)

@@ -12,7 +12,7 @@ from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome
-from forerun.drafting.drafter import Drafter, OuterDrafter
+from forerun.drafting.drafter import Drafter, OuterDrafter, trees_of
 from forerun.kv.cache import Cache
 from forerun.models.forward.runtime import Runtime
 from forerun.models.forward.scorer import Scorer
@@ -83,12 +83,12 @@ class MergedDrafter(OuterDrafter):
 
     def propose(self, context: PassContext) -> list[DraftTree]:
         """Draft one tree for each row; the rows share the costly drafter's passes."""
-        trees = self.inner.propose(context)
+        trees = trees_of(self.inner, context)
         unsure = [row for row, tree in enumerate(trees) if tree.expected < self.confident]
         if context.deepens is not None:
             unsure = [row for row in unsure if context.deepens(context.rows[row], trees[row])]
         if unsure:
-            for row, tree in zip(unsure, self.costly.propose(context.of(unsure)), strict=True):
+            for row, tree in zip(unsure, trees_of(self.costly, context.of(unsure)), strict=True):
                 trees[row] = merged_estimates(tree, trees[row], context.budgets[row])
         return trees
 

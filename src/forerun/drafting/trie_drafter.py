@@ -25,9 +25,9 @@ from forerun.trie.trie import SamplingNoise, TextUpdate, Trie, TrieConfig
 TOKENS_A_READ = 8
 """Tokens that are indexed where a model reads one. Indexing one takes 3 us."""
 
-LEARN_TOKENS = 16
-"""Index lazily: at the next draft, or after 16 tokens of a text, those of all texts in one call. So a step without
-drafts does not pay for a call."""
+LEARN_TOKENS = 32
+"""Index lazily: at the next draft, or when 32 tokens are missing of a text whose suffix is looked for, those of all
+texts in one call. So a step without drafts seldom pays for one."""
 
 NOTHING_BEFORE = np.array([-1])
 """What stands before a text's first token; see ``RecycledRows``."""
@@ -39,14 +39,14 @@ class _Text:
 
     Attributes:
         request: the request.
-        committed: its length; what a request has beyond that is a draft.
+        learned: length of what is learned.
         taught: its length at the last step that a draft was asked for.
         asked: whether one is asked for in the step under way.
         rows: for each such step since ``learn``, the text's length behind it, and the best tokens of its rows.
     """
 
     request: Request
-    committed: int
+    learned: int
     taught: int = 0
     asked: bool = False
     rows: list[tuple[int, RecycledRows]] = field(default_factory=list)
@@ -109,25 +109,27 @@ class TrieDrafter(Drafter):
         return [DraftTree.unchecked(*draft) for draft in drafts]
 
     def known_suffixes(self, requests: Sequence[Request]) -> list[int]:
+        texts = [self._texts[request.id] for request in requests]
+        if any(len(text.request) - text.learned >= LEARN_TOKENS for text in texts):
+            self.trie.step([self._update(text.request) for text in self._texts.values()])
         return self.trie.known_suffixes([(request.id, request.tokens) for request in requests])
 
     def _update(self, request: Request, budget: int = 0) -> TextUpdate:
-        """What is not learned yet of a request's text: each step's lists are kept once its tokens are learned."""
+        """What is not learned yet of a request's text: each step's lists are kept once its tokens are learned. What a
+        fork has beyond the text is a draft."""
         number, tokens, text = request.id, request.tokens, self._texts[request.id]
-        known, end = self.trie.length(number), text.committed
+        known, end = text.learned, len(text.request)
+        text.learned = end
         lists, text.rows = [(length - known, rows) for length, rows in text.rows], []
         untaught, depth = end - max(known, text.taught), request.max_draft_depth
         return TextUpdate(number, tokens[known:end], lists, tokens[end:], budget, depth, untaught)
 
     def observe(self, request: Request, outcome: Outcome) -> None:
         """Note what was committed, to be learned before the next draft at the latest."""
-        text, length = self._texts[request.id], len(request)
+        text = self._texts[request.id]
         if text.asked:
             self._recycle(text, request, outcome)
-            text.taught, text.asked = length, False
-        text.committed = length
-        if length - self.trie.length(request.id) >= LEARN_TOKENS:
-            self.trie.step([self._update(each.request) for each in self._texts.values()])
+            text.taught, text.asked = len(request), False
 
     def _recycle(self, noted: _Text, request: Request, outcome: Outcome) -> None:
         """Note the best tokens of the scored rows.

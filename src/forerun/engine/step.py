@@ -27,7 +27,7 @@ from forerun.core.request import Request
 from forerun.core.transfers import BestTokens, RowChoices, foresee, settle
 from forerun.core.tree import DraftTree, IntArray
 from forerun.core.verify import Outcome, Verdict, verify
-from forerun.drafting.drafter import Drafter, NoDrafter, check_trees
+from forerun.drafting.drafter import Drafter, NoDrafter, checked_trees
 from forerun.engine.result import Commit
 from forerun.kv.full_cache import FullCache
 from forerun.kv.shared_prefix import SharedPrefix
@@ -242,7 +242,7 @@ class DecodingStep:
         limits = [min(self.budget, budgets.get(row.request.id, self.budget)) for row in decoding]
         most = [row.request.allowed(limit) for row, limit in zip(decoding, limits, strict=True)]
         forced = [self._forced(row.request, length) for row, length in zip(decoding, most, strict=True)]
-        trees = self._propose(decoding, forced, most, sum(reading.values())) if decoding else []
+        trees, rests = self._propose(decoding, forced, most, sum(reading.values())) if decoding else ([], True)
         proposed = time.perf_counter()
         rows = [*decoding, *reading]
         blocks = [row.block(tree) for row, tree in zip(decoding, trees, strict=True)]
@@ -251,10 +251,11 @@ class DecodingStep:
         results = self._score(rows, blocks)
         choices = self._choices(decoding, trees, results)
         scored = time.perf_counter()
+        self.drafter.scored()
         lengths = [len(row.request) for row in rows]
         scores = list(zip(rows, blocks, results, strict=True))
         outcomes = [
-            self._verify(*parts, len(chain), choice)
+            self._verify(*parts, len(chain), choice, rests)
             for parts, chain, choice in zip(scores, forced, choices, strict=False)
         ]
         for row, block, result in scores[len(decoding) :]:
@@ -283,23 +284,23 @@ class DecodingStep:
 
     def _propose(
         self, rows: Sequence[Row], forced: Sequence[list[int]], most: Sequence[int], beside: int
-    ) -> list[DraftTree]:
-        """The trees to score: forced tokens, and under the last of them the drafter's tree."""
+    ) -> tuple[list[DraftTree], bool]:
+        """The trees to score: forced tokens, and under the last of them the drafter's tree. And whether it rests."""
         texts = [_extended(row.request, chain) for row, chain in zip(rows, forced, strict=True)]
         pending = [len(row.pending) + len(chain) for row, chain in zip(rows, forced, strict=True)]
         drafted = [n for n, text in enumerate(texts) if text.drafts and text.finish_reason is None]
-        trees = [DraftTree.empty()] * len(rows)
-        if drafted:
-            context = PassContext(texts, list(most), pending, beside).of(drafted)
-            proposed = self.drafter.propose(context)
-            check_trees(self.drafter, proposed, len(context))
-            for n, tree, budget in zip(drafted, proposed, context.budgets, strict=True):
-                trees[n] = tree.first(budget)
+        context = PassContext(texts, list(most), pending, beside).of(drafted)
+        trees, proposed = [DraftTree.empty()] * len(rows), checked_trees(self.drafter, context) if drafted else []
+        if proposed is None and not any(forced):
+            return trees, True
+        for n, tree, budget in zip(drafted, proposed or trees, context.budgets, strict=False):
+            trees[n] = tree.first(budget)
         known = self.target.vocabulary
-        return [
+        whole = [
             tree.under(chain).trim(row.request.max_draft_depth, known)
             for row, chain, tree in zip(rows, forced, trees, strict=True)
         ]
+        return whole, proposed is None
 
     def _choices(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], results: Sequence[Scored]
@@ -346,9 +347,11 @@ class DecodingStep:
             chain = len(path) == 0 or path[-1] == len(path) - 1
             self.drafter.record_states(request, block.start, states[: len(rows)] if chain else states[rows])
 
-    def _verify(self, row: Row, block: Block, scored: Scored, forced: int, choices: RowChoices) -> Outcome | None:
+    def _verify(
+        self, row: Row, block: Block, scored: Scored, forced: int, choices: RowChoices, rests: bool
+    ) -> Outcome | None:
         """Verify a row's tree, which begins with ``forced`` forced tokens; None for a row that failed. ``choices`` are
-        from ``foresee``."""
+        from ``foresee``; a drafter that ``rests`` is not told."""
         if isinstance(scored, Exception):
             row.request.fail(scored)
             return None
@@ -359,7 +362,7 @@ class DecodingStep:
             row.request.keep_logprobs(verdict.tokens, logits, [0, *(node + 1 for node in verdict.path)])
             outcome = Outcome(block.tree, verdict, logits, choices.best)
             self._record_states(row.request, block, verdict.path, scored.states)
-            if row.request.drafts:
+            if row.request.drafts and not rests:
                 self.drafter.observe(row.request, _behind(outcome, forced))
         except Exception as error:
             row.request.fail(error)
