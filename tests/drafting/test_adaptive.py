@@ -502,10 +502,13 @@ def ended(chooser: AdaptiveDrafter, request: Request, tokens: int) -> None:
     chooser.finish(request)
 
 
-def with_preparing(world: World, drafting: float, each: float = 0.02) -> tuple[AdaptiveDrafter, Preparing]:
+def with_preparing(
+    world: World, drafting: float, each: float = 0.02, cached: float = 0.0, **reads: Any
+) -> tuple[AdaptiveDrafter, Preparing]:
+    """``cached``: what a cached token adds to a pass; ``reads``: which of them a drafting pass reads."""
     trees, chains = Branches(world), Preparing(world)
-    chooser = AdaptiveDrafter(chains, trees=trees, chains=chains, max_length=12, weight=drafting)
-    curve = CostCurve((1, 2), (1.0, 1.0 + each), unit=1.0)
+    chooser = AdaptiveDrafter(chains, trees=trees, chains=chains, max_length=12, weight=drafting, **reads)
+    curve = CostCurve((1, 2), (1.0, 1.0 + each), (1, 2), (cached, cached), unit=1.0)
     chooser.bind(Target(), Runtime(world.clock, lambda target: curve))  # type: ignore[arg-type]
     return chooser, chains
 
@@ -531,6 +534,14 @@ def test_how_long_a_prompt_is_read_for_chains_is_guessed_in_the_first_text(token
     """From what a pass takes for each token: some ten plain steps here."""
     chooser, chains = with_preparing(World(loaded=1.0), 0.3, each=0.3)
     prepared_for(chooser, tokens)
+    assert bool(chains.prepared) == prepared
+
+
+@pytest.mark.parametrize(("scanned", "prepared"), [(0.0, True), (0.1, True), (0.9, False)])
+def test_a_drafting_pass_is_guessed_by_the_keys_that_it_chooses_from_too(scanned: float, prepared: bool) -> None:
+    """A plain pass costs 11, and reads a thousand tokens; a drafting pass reads a hundred."""
+    chooser, chains = with_preparing(World(loaded=1.0), 1.0, cached=0.01, reach=100, scanned=scanned)
+    prepared_for(chooser, 500)
     assert bool(chains.prepared) == prepared
 
 

@@ -104,6 +104,7 @@ class AdaptiveDrafter(OuterDrafter):
         chains: drafts chains with passes of a model.
         max_length: maximum length of a chain, in tokens.
         reach: maximum number of cached tokens that a drafting pass reads; None for all.
+        scanned: share of each further cached token that it reads to choose these.
         beyond: number of cached tokens up to which a drafting pass would read as much as the target's.
         weight: first guess of a drafting pass's cost; the target's pass over as many cached tokens costs 1.
     """
@@ -118,12 +119,14 @@ class AdaptiveDrafter(OuterDrafter):
         chains: Drafter | None = None,
         max_length: int = 1,
         reach: int | None = None,
+        scanned: float = 0.0,
         beyond: int = 0,
         weight: float = 1.0,
     ) -> None:
         super().__init__(inner)
         self.trees, self.chains = trees, chains
-        self.max_length, self.reach, self.beyond, self.weight = max_length, reach, beyond, weight
+        self.max_length, self.reach, self.scanned = max_length, reach, scanned
+        self.beyond, self.weight = beyond, weight
         self._budgets: dict[int, ExplorationBudget] = {}  # by request
         self._prompts: dict[int, Cache] = {}
         self._preparing: dict[int, float] = {}  # seconds so far
@@ -283,8 +286,8 @@ class AdaptiveDrafter(OuterDrafter):
         if self.trees is None:
             return asked
         price, node = self._prices.asking * len(context) / self._pruner.price(context)[1], None
-        budgets = [(n, self._budgets[request.id]) for n, request in enumerate(context.rows)]
-        affording = [(n, budget) for n, budget in budgets if budget.affords(price)]
+        budgets = self._budgets
+        affording = [(n, b) for n, row in enumerate(context.rows) if (b := budgets[row.id]).affords(price)]
         promises = self.trees.known_suffixes([context.rows[n] for n, _ in affording]) if affording else []
         for (number, budget), known in zip(affording, promises, strict=True):
             known = SUFFIXES[0] if known is None else known
@@ -363,8 +366,9 @@ class AdaptiveDrafter(OuterDrafter):
 
     def _draft_size(self, context: PassContext) -> float:
         """Estimated cost of a drafting pass, by the cached tokens that it reads."""
-        read = [length if self.reach is None else min(length, self.reach) for length in context.cached]
-        return self.weight * self._pruner.cost([1] * len(read), read)
+        reached = [length if self.reach is None else min(length, self.reach) for length in context.cached]
+        read = sum(reached) + self.scanned * (sum(context.cached) - sum(reached))
+        return self.weight * self._pruner.cost([1] * len(reached), [read])
 
     def verified(self, request: Request, outcome: Outcome) -> None:
         self._note(request, outcome, self.inner.verified)

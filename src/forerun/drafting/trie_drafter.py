@@ -109,10 +109,10 @@ class TrieDrafter(Drafter):
         return [DraftTree.unchecked(*draft) for draft in drafts]
 
     def known_suffixes(self, requests: Sequence[Request]) -> list[int]:
-        texts = [self._texts[request.id] for request in requests]
-        if any(len(text.request) - text.learned >= LEARN_TOKENS for text in texts):
+        texts = [(request.id, request.tokens) for request in requests]
+        if any(len(tokens) - self._texts[number].learned >= LEARN_TOKENS for number, tokens in texts):
             self.trie.step([self._update(text.request) for text in self._texts.values()])
-        return self.trie.known_suffixes([(request.id, request.tokens) for request in requests])
+        return self.trie.known_suffixes(texts)
 
     def _update(self, request: Request, budget: int = 0) -> TextUpdate:
         """What is not learned yet of a request's text: each step's lists are kept once its tokens are learned. What a

@@ -48,7 +48,7 @@ class AskGain:
     def expected(self, promise: float, cost: float = 0.0) -> float:
         """Tokens that asking is expected to give; ``cost``: of a node for each row, as a share of a step."""
         kind = bisect(self._limits, promise)
-        return self._gains[kind] * self._left(kind, cost)
+        return self._gains[kind] * self._left(kind, cost) if cost else self._gains[kind]
 
     def record(self, promise: float, tokens: float, cost: float = 0.0) -> None:
         """Asking gave ``tokens``. It is taken to give more where nodes cost nothing, but a lucky tree adds no more to

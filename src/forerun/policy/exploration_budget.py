@@ -42,16 +42,13 @@ class ExplorationBudget:
     @property
     def left(self) -> float:
         """What may be lost."""
-        return self._saved + self._unspent
-
-    @property
-    def _unspent(self) -> float:
-        return self._start + growth(self._request) - self._lost
+        return self._saved + self._start + growth(self._request) - self._lost
 
     def affords(self, cost: float) -> bool:
         """Whether ``cost`` may be spent. A cost above ``EXPLORATION_START`` may be spent as soon as that is left, so
         every source is tried now and then."""
-        return self.left > 0 and self.left >= min(cost, EXPLORATION_START)
+        left = self.left
+        return left > 0 and left >= min(cost, EXPLORATION_START)
 
     def stake(self, least: float) -> float:
         """What a single draft may lose: what is left, once drafts have saved something in this text. Before, it is a
@@ -62,7 +59,7 @@ class ExplorationBudget:
     @property
     def untouched(self) -> bool:
         """Whether nothing was lost lately, so that what does not promise enough may be tried."""
-        return self._unspent >= self._start
+        return growth(self._request) >= self._lost
 
     def record(self, saved: float) -> None:
         """A step's drafts saved this; less than 0 if they lost."""
