@@ -367,7 +367,7 @@ class AdaptiveDrafter(OuterDrafter):
     def _draft_size(self, context: PassContext) -> float:
         """Estimated cost of a drafting pass, by the cached tokens that it reads."""
         reached = [length if self.reach is None else min(length, self.reach) for length in context.cached]
-        read = sum(reached) + self.scanned * (sum(context.cached) - sum(reached))
+        read = sum(reached) + int(self.scanned * (sum(context.cached) - sum(reached)))
         return self.weight * self._pruner.cost([1] * len(reached), [read])
 
     def verified(self, request: Request, outcome: Outcome) -> None:
