@@ -39,14 +39,12 @@ class _Text:
 
     Attributes:
         request: the request.
-        learned: length of what is learned.
         taught: its length at the last step that a draft was asked for.
         asked: whether one is asked for in the step under way.
         rows: for each such step since ``learn``, the text's length behind it, and the best tokens of its rows.
     """
 
     request: Request
-    learned: int
     taught: int = 0
     asked: bool = False
     rows: list[tuple[int, RecycledRows]] = field(default_factory=list)
@@ -95,7 +93,7 @@ class TrieDrafter(Drafter):
         self.trie.begin(
             request.id, request.drafts_from, request.prompt, request.max_new_tokens, request.prediction, noise
         )
-        self._texts[request.id] = _Text(request, request.prompt_length)
+        self._texts[request.id] = _Text(request)
 
     def catch_up(self, request: Request, tokens: int) -> bool:
         """Index a piece of the prompt: ``TOKENS_A_READ`` where a model reads one token."""
@@ -110,7 +108,7 @@ class TrieDrafter(Drafter):
 
     def known_suffixes(self, requests: Sequence[Request]) -> list[int]:
         texts = [(request.id, request.tokens) for request in requests]
-        if any(len(tokens) - self._texts[number].learned >= LEARN_TOKENS for number, tokens in texts):
+        if any(len(tokens) - self.trie.length(number) >= LEARN_TOKENS for number, tokens in texts):
             self.trie.step([self._update(text.request) for text in self._texts.values()])
         return self.trie.known_suffixes(texts)
 
@@ -118,8 +116,7 @@ class TrieDrafter(Drafter):
         """What is not learned yet of a request's text: each step's lists are kept once its tokens are learned. What a
         fork has beyond the text is a draft."""
         number, tokens, text = request.id, request.tokens, self._texts[request.id]
-        known, end = text.learned, len(text.request)
-        text.learned = end
+        known, end = self.trie.length(number), len(text.request)
         lists, text.rows = [(length - known, rows) for length, rows in text.rows], []
         untaught, depth = end - max(known, text.taught), request.max_draft_depth
         return TextUpdate(number, tokens[known:end], lists, tokens[end:], budget, depth, untaught)

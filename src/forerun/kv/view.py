@@ -18,8 +18,7 @@ from forerun.kv.shared_prefix import Tensors
 KEYS_PER_READ_TOKEN = 32
 """Keys that a view indexes in about the time in which the target reads one token of a long text. A rough figure: steps
 that read 256 tokens then index 8,192 keys. Where the time of a step is bounded, it is measured instead. Chains' first
-text goes by it, too: with 16, SmolLM2 prepares none behind 16,000 or 32,000 tokens for a text of 64; with 32 that hangs
-on the curve measured at loading. The bundled model prepares them with 8 to 128."""
+text goes by it, too: behind 16,000 tokens the bundled model prepares them for a text of 64 with 8 to 128."""
 
 
 class View(Cache):
