@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from forerun.bench.contestants import Bench
 from forerun.bench.never_slower import TableCell, broken, summarise
 from forerun.bench.rounds import Series
 from forerun.cli import app
+from forerun.engine.engine import Engine
+from forerun.kv.full_cache import FullCache
 
 pytestmark = pytest.mark.usefixtures("called_again")
 
@@ -143,6 +145,23 @@ def test_never_slower_measures_every_cell_and_goes_on_from_its_journal(model: st
     assert again["rows"] == found["rows"]
     assert (tmp_path / "slow" / "never-slower.png").read_bytes()[:4] == b"\x89PNG"
     assert "no median under 0.97" in (tmp_path / "slow" / "never-slower.md").read_text()
+
+
+def test_never_slower_reads_the_prompts_of_a_draw_once_for_all_temperatures(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, prefill = list[int](), Engine.prefill
+
+    def counted(engine: Engine, tokens: Sequence[int], *more: Any) -> FullCache:
+        read.append(len(tokens))
+        return prefill(engine, tokens, *more)
+
+    monkeypatch.setattr(Engine, "prefill", counted)
+    cells = ["--batch", "2", "-t", "0", "-t", "0.8", "-k", "random", "--json"]
+    never_slower(model, tmp_path, *cells)
+    assert read == [4] * 4  # two draws of two rows
+    never_slower(model, tmp_path, *cells, "--resume")
+    assert read == [4] * 4
 
 
 def test_never_slower_says_which_cells_it_leaves_out_and_why(model: str, tmp_path: Path) -> None:

@@ -4,9 +4,10 @@ Of each cell of the table there are several draws: other texts, and another seed
 read once, and every contestant continues them from the same keys and values. So the time is the drafter's reading of
 the prompts and the decoding; what both take alike for the prompts is left out, and a loss shows in full.
 
-Plain decoding runs before and after every contestant, because a shared machine may be twice as slow for a few seconds.
-The two should take the same time. Where they do not, the contestant and the second of them run again, a few times at
-most, and the steadiest attempt counts. How far they differ tells what a single ratio can be trusted for.
+The first draw of a cell runs once untimed, as the first texts of a process take longer. Plain decoding runs before and
+after every contestant, because a shared machine may be twice as slow for a few seconds. The two should take the same
+time. Where they do not, the contestant and the second of them run again, a few times at most, and the steadiest attempt
+counts. How far they differ tells what a single ratio can be trusted for.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from statistics import geometric_mean, median
 
@@ -23,9 +24,10 @@ import numpy as np
 from forerun.bench.journal import Journal, TurnKey
 from forerun.bench.machine import Row, footer, machine
 from forerun.bench.report import BenchResult, figure
-from forerun.bench.rounds import UNTIMED_TOKENS, Rows, Tokens, sampling
+from forerun.bench.rounds import Rows, Tokens, sampling
 from forerun.drafting.drafter import Drafter
 from forerun.engine.engine import Engine
+from forerun.kv.full_cache import FullCache
 
 UNDRAFTED = "none"
 STEADY = 1.05
@@ -112,7 +114,7 @@ def measure(
     new_tokens: int,
     journal: Journal,
 ) -> Iterator[Row]:
-    """Measure cell by cell and yield each one's row.
+    """Measure the cells and yield their rows; cells that differ in temperature alone share the reading of the prompts.
 
     Args:
         engine: its drafter is replaced.
@@ -124,36 +126,39 @@ def measure(
         journal: draws in it are not measured again.
     """
     names = [name for name in drafters if name != UNDRAFTED]
-    for cell in all_cells:
-        runs = []
+    for _, alike in groupby(all_cells, lambda cell: (cell.kind, cell.context, cell.batch)):
+        runs: dict[TableCell, list[dict[str, Row]]] = {cell: [] for cell in alike}
         for draw in range(draws):
-            prompts = material.prompts(cell, draw)
-            key = TurnKey.of(str(cell), draw, prompts, new_tokens)
-            run = journal.find(key, list(drafters))
-            if run is None:
-                run = _draw(engine, drafters, prompts, cell, draw, new_tokens)
-                journal.add(key, run)
-            runs.append(run)
-        yield summarise(cell, names, runs)
+            prompts = material.prompts(next(iter(runs)), draw)
+            caches = list[FullCache]()
+            for cell, before in runs.items():
+                key = TurnKey.of(str(cell), draw, prompts, new_tokens)
+                run = journal.find(key, list(drafters))
+                if run is None:
+                    caches = caches or [engine.prefill(each, new_tokens + engine.budget + 1) for each in prompts]
+                    run = _draw(engine, drafters, prompts, caches, cell, draw, new_tokens)
+                    journal.add(key, run)
+                before.append(run)
+        for cell, known in runs.items():
+            yield summarise(cell, names, known)
 
 
 def _draw(
     engine: Engine,
     drafters: Mapping[str, Callable[[], Drafter]],
     prompts: Rows,
+    caches: Sequence[FullCache],
     cell: TableCell,
     draw: int,
     new_tokens: int,
 ) -> dict[str, Row]:
-    """One run of each contestant on the same prompts, between two of plain decoding."""
-    room = new_tokens + engine.budget + 1
-    caches = [engine.prefill(prompt, room) for prompt in prompts]
+    """One run of each contestant on the same prompts, which ``caches`` hold, between two of plain decoding."""
 
-    def run(name: str, tokens: int) -> Row:
+    def run(name: str) -> Row:
         engine.set_drafter(drafters[name]())
         for prompt, cache in zip(prompts, caches, strict=True):
             cache.truncate(len(prompt) - 1)
-        requests = engine.requests(prompts, max_new_tokens=tokens, **sampling(cell.temperature, draw))
+        requests = engine.requests(prompts, max_new_tokens=new_tokens, **sampling(cell.temperature, draw))
         for request in requests:
             request.eos_token_ids = frozenset()  # a text that ends at once measures nothing
         begin = time.perf_counter()
@@ -169,15 +174,15 @@ def _draw(
 
     if not draw:
         for name in drafters:
-            run(name, min(UNTIMED_TOKENS, new_tokens))
+            run(name)
     others = [name for name in drafters if name != UNDRAFTED]
     shift = draw % len(others)
-    plain = run(UNDRAFTED, new_tokens)
+    plain = run(UNDRAFTED)
     runs = {UNDRAFTED: plain}
     for name in (*others[shift:], *others[:shift]):
         attempts: list[Row] = []
         while not attempts or (_unsteadiness(attempts[-1]) > STEADY and len(attempts) < ATTEMPTS):
-            tried, after = run(name, new_tokens), run(UNDRAFTED, new_tokens)
+            tried, after = run(name), run(UNDRAFTED)
             attempts.append(tried | {"plain": [plain["seconds"], after["seconds"]]})
             plain = after
         runs[name] = min(attempts, key=_unsteadiness)
