@@ -98,8 +98,9 @@ def random_prompt(
     cache = cache or FullCache(length + room)
     layers = list(sample.layers)
     cache.addressed(layers, sample.read(layers[0], 0, 1)[0], 0)  # all layers' memory in one piece, as passes want it
+    most = max(READ, length // 8) if cache.offloaded else READ  # each part of an offloaded one brings all before it in
     while cache.length < length - 1:  # in parts: all at once would take twice the memory
-        count = min(READ, length - 1 - cache.length)
+        count = min(most, length - 1 - cache.length)
         cache.extend({layer: _random_rows(sample, layer, count) for layer in sample.layers})
     cache.specs = sample.specs
     return Prefilled(tokens.tolist(), cache, queries=sample.queries)
@@ -135,6 +136,10 @@ class SimulatedSampler(Sampler):
         """``choose`` at each of these positions, on the scores' device."""
         tokens = [self.choose(scores[:1], position, salt) for position in positions]
         return brought(torch.tensor(tokens), scores.device)
+
+    def chances(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The rate at which the level above agrees, for each token: random weights' own say nothing of that."""
+        return torch.full(tokens.shape, self.agreement[self.level - 1], dtype=torch.float64, device=tokens.device)
 
     def scores_of_rows(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits, unchanged."""

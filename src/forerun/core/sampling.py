@@ -199,6 +199,11 @@ class Sampler:
             return scores.argmax(-1)
         return highest_of_rows(scores, self.seed, positions, salt)
 
+    def chances(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The model's probability of tokens ``[n]`` by the logits before each, ``[n, V]``, before any processor;
+        float64 ``[n]``, on their device."""
+        return logits.softmax(-1).gather(-1, tokens[:, None])[:, 0].double()
+
     def inner(self) -> Sampler:
         """The sampler for speculative tokens in a drafter.
 

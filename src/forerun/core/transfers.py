@@ -114,7 +114,7 @@ def _vectors(
         return
     yield "choices", choices
     if chances and len(choices) == len(logits):
-        yield "chances", logits.softmax(-1).gather(1, choices[:, None])[:, 0].double().view(torch.int64)
+        yield "chances", request.sampler.chances(logits, choices).view(torch.int64)
 
 
 def _choices(rows: int, parts: Mapping[str, IntArray]) -> RowChoices:

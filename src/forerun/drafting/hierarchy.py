@@ -128,7 +128,7 @@ class HierarchyDrafter(OuterDrafter):
             outcome = draft.extend(tree, logits, chosen.choices)
             self._level.commit(draft.fork, block, outcome.verdict.path)
             self.inner.verified(draft.fork, outcome)
-            if stop is not None and any(stop(draft.fork, p) for p in _probabilities(outcome.verdict, logits, chosen)):
+            if stop is not None and any(stop(draft.fork, p) for p in _probabilities(draft.fork, outcome, chosen)):
                 draft.length = 0
         times.append(self._clock())
         for fork in context.rows:
@@ -189,14 +189,16 @@ def over_few_keys(costs: CostCurve) -> CostCurve:
     return replace(costs, cached_sizes=(1, 2), cached_costs=(0.0, 0.0))
 
 
-def _probabilities(verdict: Verdict, logits: torch.Tensor, choices: RowChoices) -> list[float]:
-    """A model's probability of each token of a verdict, by its logits ``[n + 1, V]`` before any processor. They are
-    there already if they came with the choices."""
-    rows = [0, *(node + 1 for node in verdict.path)][: len(verdict.tokens)]
+def _probabilities(fork: Request, outcome: Outcome, choices: RowChoices) -> list[float]:
+    """A model's probability of each token that a pass committed, before any processor. They are there already if they
+    came with the choices."""
+    tokens = outcome.verdict.tokens
+    rows = [0, *(node + 1 for node in outcome.verdict.path)][: len(tokens)]
     if choices.chances is not None:
         return [float(chance) for chance in choices.chances[rows]]
-    probability: list[float] = logits[rows].softmax(-1)[range(len(rows)), verdict.tokens].tolist()
-    return probability
+    logits = outcome.logits[rows]
+    chances: list[float] = fork.sampler.chances(logits, torch.tensor(tokens, device=logits.device)).tolist()
+    return chances
 
 
 def distributions(verdict: Verdict, logits: torch.Tensor, before: Request) -> list[torch.Tensor]:

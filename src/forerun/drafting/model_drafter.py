@@ -136,7 +136,7 @@ class _Chain:
         sampler, scores = self.fork.sampler, self._scores(logits)
         token = sampler.choose(scores, len(self.fork), sampler.draft_salt())
         if self._states_probability:
-            self.probability = float(logits[0].softmax(-1)[token])
+            self.probability = float(sampler.chances(logits, torch.tensor([token], device=logits.device)))
         self._append(token)
 
     def choice(self, logits: torch.Tensor) -> torch.Tensor:
@@ -145,7 +145,7 @@ class _Chain:
         token = sampler.choices(scores[None], [len(self.fork)], sampler.draft_salt())
         if not self._states_probability:
             return token
-        return torch.cat([token, logits[0].softmax(-1).gather(0, token).double().view(torch.int64)])
+        return torch.cat([token, sampler.chances(logits, token).view(torch.int64)])
 
     def extend_by(self, choice: IntArray) -> None:
         """Append the token of a ``choice`` that was brought to the CPU."""
