@@ -358,7 +358,8 @@ class AdaptiveDrafter(OuterDrafter):
         stake = sum(budget.stake((draft.start + each) / selection.plain) for budget in budgets) / rows
         tokens = int((stake * selection.plain - draft.start) / each + FLOAT_TOLERANCE)
         affordable = max(tokens, int(all(budget.untouched for budget in budgets)))
-        affordable = min(affordable, self._acceptance.longest(context.rows))
+        cheap = int(STAKE * selection.plain / each)  # where passes take far longer than drafts, these may be wrong
+        affordable = min(affordable, max(self._acceptance.longest(context.rows), cheap))
         self._acceptance.start(context.rows, best.rate * each / rows if pays else 0.0)
         if pays:
             return min(longest if self._acceptance.stops_early else best.tokens, affordable)
