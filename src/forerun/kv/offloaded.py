@@ -6,14 +6,14 @@ back. The buffers are in text order, as a full cache is, so the bits of a pass a
 
 Copies run beside the computation, in the order in which they were requested. On a CPU a thread copies, piece by piece,
 and lets urgent copies pass between two pieces. On CUDA a copy stream does, and events order it with the stream that
-computes; nothing waits for the whole device (not run on a GPU yet).
+computes; nothing waits for the whole device (since its copies lie in one piece, not run on a GPU).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -138,7 +138,8 @@ class CopyEngine:
     @torch.inference_mode()
     def _copy_at_bandwidth(self, to: torch.Tensor, source: torch.Tensor) -> None:
         begin = max(time.perf_counter(), self._free)
-        to.copy_(source, non_blocking=True)
+        for mine, given in ((to, source),) if self._thread is not None else by_head(to, source):
+            mine.copy_(given, non_blocking=True)
         if self.bandwidth is not None:
             self._free = begin + to.nbytes / self.bandwidth
             time.sleep(max(0.0, self._free - time.perf_counter()))
@@ -183,6 +184,17 @@ class _StreamCopy:
 def size(parts: Parts) -> int:
     """Bytes of all parts."""
     return sum(to.nbytes for to, _ in parts)
+
+
+def by_head(to: torch.Tensor, source: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    """Parts of a copy ``[1, Hkv, n, d]`` that lie in one piece on both sides: each head's rows, or all at once.
+
+    Between a GPU and the host torch copies anything else through memory that is not pinned. That takes many times as
+    long, and the thread that asked waits for it.
+    """
+    if to.is_contiguous() and source.is_contiguous():
+        return ((to, source),)
+    return zip(to.flatten(0, 1), source.flatten(0, 1), strict=True)
 
 
 @dataclass

@@ -17,6 +17,7 @@ import torch
 
 from forerun.core.block import Block
 from forerun.core.long_context import Policy
+from forerun.core.pinned import brought
 from forerun.core.transfers import elsewhere
 from forerun.kernels.attention.attention import AttentionSpec, Rows
 from forerun.kv.cache import ROLLBACK_TOKENS, Addresses, KVShape, addresses_of, append, compact, reserve
@@ -35,7 +36,7 @@ class RetrievalConfig:
         stride: tokens after which chunks are chosen again under every policy; at most 1/8 of the budget.
         refresh: when else they are chosen again. ``stride``: never. ``acceptance``: when the rolling acceptance rate of
             drafts made with this cache falls below ``threshold``. ``verify``: after each verification, by its queries.
-        threshold: acceptance rate, accepted by drafted tokens.
+        threshold: acceptance rate, accepted by tested tokens: those behind a rejected one are not tested.
 
     Raises:
         ValueError: for a value out of range.
@@ -119,7 +120,8 @@ class RetrievalCache(ChunkedView):
         if not self.refreshes:
             return
         if drafted:
-            self._acceptance = ACCEPTANCE_DECAY * self._acceptance + (1 - ACCEPTANCE_DECAY) * accepted / drafted
+            rate = accepted / (accepted + (accepted < drafted))
+            self._acceptance = ACCEPTANCE_DECAY * self._acceptance + (1 - ACCEPTANCE_DECAY) * rate
         poor = self.config.refresh == "acceptance" and self._acceptance < self.config.threshold
         if poor or self.config.refresh == "verify":
             self.length = self.settled = self.source.length
@@ -134,10 +136,14 @@ class RetrievalCache(ChunkedView):
         """
         self._tail = self._far(self.length)
         self._chunks = min(self._tail // self._chunk, self.config.slots)
+        chosen_by = torch.tensor(rows)
         for layer in self.source.layers:
             mine = self._index(layer)
             if self.source.specs[layer].window is None:
-                query = self.source.queries[layer][:, :, list(rows)].sum(2)
+                queries = self.source.queries[layer]
+                if chosen_by.device != queries.device:
+                    chosen_by = brought(chosen_by, queries.device)
+                query = queries[:, :, chosen_by].sum(2)
                 mine.extend(self._keys(layer), self._tail)
                 mine.choose(query, self.source, layer, self._chunks)
             mine.write(self._chunks * self._chunk, *self.source.read(layer, self._tail, self.length))
@@ -290,34 +296,24 @@ class ChosenChunks:
         return some.gather(1, scores.topk(count, -1).indices)
 
     def _replace(self, best: torch.Tensor, source: FullCache, layer: int) -> None:
-        """Write the chunks of ``best`` that are not held yet into slots whose chunks are no longer wanted."""
+        """Write the chunks of ``best`` that are not held yet into slots whose chunks are no longer wanted. Elsewhere
+        than on a CPU all are written, for asking how many changed would take longer."""
         assert self._rows is not None
-        wanted = torch.zeros(best.shape[0], self._known, dtype=torch.bool, device=best.device)
-        wanted.scatter_(1, best, True)
-        stays = wanted.gather(1, self._chosen)
-        wanted.scatter_(1, self._chosen, False)
+        heads, count = best.shape
         if elsewhere(best) and not source.offloaded:
-            self._write_all(stays, wanted, source, layer)
-            return
-        head, slot = (~stays).nonzero(as_tuple=True)  # per head as many as in `wanted`, in the same order
-        chunk = wanted.nonzero(as_tuple=True)[1]
+            head = torch.arange(heads, device=best.device).repeat_interleave(count)
+            slot, chunk = torch.arange(count, device=best.device).repeat(heads), best.flatten()
+        else:
+            wanted = torch.zeros(heads, self._known, dtype=torch.bool, device=best.device)
+            wanted.scatter_(1, best, True)
+            stays = wanted.gather(1, self._chosen)
+            wanted.scatter_(1, self._chosen, False)
+            head, slot = (~stays).nonzero(as_tuple=True)  # per head as many as in `wanted`, in the same order
+            chunk = wanted.nonzero(as_tuple=True)[1]
         self._chosen[head, slot] = chunk
         for mine, new in zip(self._rows, source.chunks(layer, head, chunk, self._chunk), strict=True):
-            slots = self._in_chunks(mine[0, :, : best.shape[1] * self._chunk])
-            slots[head, slot] = new
-
-    def _write_all(self, stays: torch.Tensor, wanted: torch.Tensor, source: FullCache, layer: int) -> None:
-        """Write all slots anew. How many of them changed is known on the device only, and asking it would take longer
-        than writing them."""
-        assert self._rows is not None
-        numbers = torch.arange(wanted.shape[1], device=wanted.device)
-        missing = numbers.where(wanted, wanted.shape[1]).sort(1).values
-        chunk = self._chosen.where(stays, missing.gather(1, ((~stays).cumsum(1) - 1).clamp_min(0)))
-        self._chosen, count = chunk, chunk.shape[1]
-        head = torch.arange(len(chunk), device=chunk.device).repeat_interleave(count)
-        for mine, new in zip(self._rows, source.chunks(layer, head, chunk.flatten(), self._chunk), strict=True):
             slots = self._in_chunks(mine[0, :, : count * self._chunk])
-            slots.copy_(new.view(slots.shape))
+            slots[head, slot] = new
 
 
 def _grown(end: int) -> int:
