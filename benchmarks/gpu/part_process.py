@@ -50,20 +50,20 @@ _SHORT = (*_SPARSE, *_CPU, "--drafters", "triforce", "-n", "6", "--draft-shape",
 _TRIFORCE = ("papers", "triforce", "--parts", "temperatures")
 _OFFLOAD = ("offload", "--simulate-acceptance", "0.9")
 _TASKS = ("tasks", "-d", "none", "-d", "auto", "--warm-prompts", "0", "--skip", "transformers prompt lookup",
-          "--skip", "transformers assisted", "--resume")  # fmt: skip
+          "--resume")  # fmt: skip
 _SERVER = ("server", "load", "--contestants", "none,auto", "--rates", "0", "--rounds", "1", "--resume")
 
 
 def _triforce(*acceptance: str) -> OtherCommand:
     rates = ("--simulate-acceptance", acceptance[0], "--simulate-small-acceptance", acceptance[1])
-    return OtherCommand((*_TRIFORCE, *rates, *_LONG, "--rounds", "2", "-n", "96"),
+    return OtherCommand((*_TRIFORCE, *rates, *_LONG, "--rounds", "3", "-n", "256"),
                         (*_TRIFORCE, *rates, *_SHORT, "--contexts", "48", "--shape", "1,32,48,2,1,61"),
                         "triforce.json", ("parts", "temperatures"))  # fmt: skip
 
 
 def _tasks(*model: str) -> OtherCommand:
     return OtherCommand((*_TASKS, *_CUDA, "--prompts", "2", "--rounds", "1", "-n", "64", *model),
-                        (*_TASKS, *_CPU, "--prompts", "1", "-n", "4", "--task", "json"),
+                        (*_TASKS, *_CPU, "--prompts", "1", "-n", "4", "--task", "json", *model),
                         "speed.json", ("rows",), False)  # fmt: skip
 
 
@@ -76,11 +76,11 @@ def _server(*model: str) -> OtherCommand:
 OTHER_COMMANDS: Mapping[str, OtherCommand] = {
     "triforce": _triforce("0.9", "0.45"),
     "triforce-measured": _triforce("0.55", "0.45"),
-    "offload": OtherCommand((*_OFFLOAD, *_LONG, "--rounds", "1", "-n", "24"),
+    "offload": OtherCommand((*_OFFLOAD, *_LONG, "--rounds", "1", "-n", "64", "--gamma2", "32"),
                             (*_OFFLOAD, *_SHORT, "--contexts", "118", "--shape", "3,32,48,2,1,61",
                              "--simulate-bandwidth", "1MB"), "offload.json", ("parts", "speed")),
     "tasks": _tasks("--model", SMOLLM2),
-    "tasks-bundled": _tasks(),
+    "tasks-bundled": _tasks("--skip", "transformers assisted"),
     "server": _server("--model", SMOLLM2),
     "server-bundled": _server(),
 }  # fmt: skip

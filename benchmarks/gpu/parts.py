@@ -24,8 +24,10 @@ from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
 from forerun.core.tree import DraftTree
 from forerun.engine.engine import Engine
+from forerun.kv.cache import Cache
 from forerun.kv.kv_tiers import KVMemory, min_device_bytes
 from forerun.kv.offloaded import CopyEngine, PendingCopy
+from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
 from forerun.models.forward.gpu_scorer import GpuScorer
 from forerun.models.forward.runtime import default_runtime, without_folder
 from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load, load_draft
@@ -131,8 +133,7 @@ def decoding(bench: GpuBench) -> Iterator[Row]:
     for name, context in bench.texts():
         scorer = GpuScorer(bench.shaped(name))
         cache = random_prompt(scorer, context, max(bench.passes) + 1, scorer.vocabulary).cache
-        block = Block(np.zeros(1, np.int64), DraftTree.empty(), cache.length)
-        seconds = bench.seconds(partial(scorer.score, [block], [cache]))
+        seconds = bench.seconds(partial(scorer.score, [_one_token(cache)], [cache]))
         yield bench.decoded(name, context, "forerun", seconds)
 
 
@@ -150,6 +151,25 @@ def passes(bench: GpuBench) -> Iterator[Row]:
                 "model": name, "context": context, "tokens": count, "milliseconds": 1000 * seconds,
                 "ratio_to_one_token": seconds / one,
             }  # fmt: skip
+
+
+@torch.inference_mode()
+def sparse(bench: GpuBench) -> Iterator[Row]:
+    """What drafting over a retrieval cache is made of: its passes, beside one over the whole text, and its choices."""
+    for name, context in bench.texts():
+        scorer = GpuScorer(bench.shaped(name))
+        cache = random_prompt(scorer, context, max(bench.passes) + 1, scorer.vocabulary).cache
+        scorer.keep_queries(0)
+        view = RetrievalCache(cache, RetrievalConfig(min(SPARSE_BUDGET, context // 2)))
+        whole = bench.seconds(partial(scorer.score, [_one_token(cache)], [cache]))
+        view.sync()
+        over = bench.seconds(partial(scorer.score, [_one_token(view)], [view]))
+        times = {"whole": whole, "view": over, "choosing": bench.seconds(view.refresh)}
+        yield {"model": name, "context": context} | {which: 1000 * seconds for which, seconds in times.items()}
+
+
+def _one_token(cache: Cache) -> Block:
+    return Block(np.zeros(1, np.int64), DraftTree.empty(), cache.length)
 
 
 def steps(bench: GpuBench) -> Iterator[Row]:
@@ -193,6 +213,8 @@ class NoCopies(CopyEngine):
         return True
 
 
+SPARSE_BUDGET = 4096
+"""Tokens that a retrieval cache holds, as in the paper."""
 OVERLAP_ROOM = 8
 """Tokens after the text, for the pass."""
 
@@ -215,7 +237,7 @@ def overlap(bench: GpuBench) -> Iterator[Row]:
     assert engine.tiers is not None
     scorer, room = engine.target, engine.tiers.cache(context + OVERLAP_ROOM)
     cache: Any = random_prompt(scorer, context, OVERLAP_ROOM, scorer.vocabulary, cache=room).cache
-    block = Block(np.zeros(1, np.int64), DraftTree.empty(), cache.length)
+    block = _one_token(cache)
 
     def copy() -> None:
         for layer in cache.offloaded_layers:
