@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -173,25 +173,44 @@ def _one_token(cache: Cache) -> Block:
 
 
 def steps(bench: GpuBench) -> Iterator[Row]:
-    """What a step takes beside its pass, what it waits for, and what is recorded or compiled after the first text."""
+    """What a step takes beside its pass, what it waits for, and what is recorded or compiled after the first texts.
+
+    A shape writes one text again and again, so that drafts are right. Trained models write others.
+    """
     name = next(iter(bench.shapes))
     for drafter in ("none", "trie"):
-        engine = Engine(bench.shaped(name), drafter)
-        prompt = np.random.default_rng(0).integers(0, engine.target.vocabulary, 12).tolist()
-        options = {"max_new_tokens": 8 * bench.rounds, "eos_token_id": None}
-        for _ in range(4):  # a pass is recorded when its size comes for the second time, and drafts grow at first
-            engine.generate(prompt, **options)
-        before = recordings(engine)
-        with compilations() as compiled, WaitCounter(bench.device) as counter:
-            began = time.perf_counter()
-            [stats] = engine.generate(prompt, **options).stats
-            seconds = time.perf_counter() - began
-        yield {
-            "model": name, "drafter": drafter, "steps": stats.steps, "milliseconds": 1000 * seconds / stats.steps,
-            "passes": 1000 * stats.score_seconds / max(1, stats.steps - 1),
-            **{kind: counter.counts[kind] / stats.steps for kind in ("transfers", "synchronisations", "blocking")},
-            "recorded_late": recordings(engine) - before, "compiled_late": len(compiled),
-        }  # fmt: skip
+        yield {"model": name, "drafter": drafter} | _stepped(
+            bench, Engine(bench.shaped(name), drafter), [0] * TEXTS_OF_STEPS
+        )
+    for trained, model, _ in _trained(bench):
+        for drafter in ("none", "auto"):
+            yield {"model": trained, "drafter": drafter} | _stepped(
+                bench, Engine(model, drafter), range(TEXTS_OF_STEPS)
+            )
+
+
+TEXTS_OF_STEPS = 5
+"""Texts, of which the last one counts: a pass is recorded when its size comes for the second time, and drafts grow at
+first."""
+
+
+def _stepped(bench: GpuBench, engine: Engine, seeds: Sequence[int]) -> Row:
+    """Texts after random tokens; the steps of the last one."""
+    options = {"max_new_tokens": 8 * bench.rounds, "eos_token_id": None}
+    *before, last = [np.random.default_rng(seed).integers(0, engine.target.vocabulary, 12).tolist() for seed in seeds]
+    for prompt in before:
+        engine.generate(prompt, **options)
+    recorded = recordings(engine)
+    with compilations() as compiled, WaitCounter(bench.device) as counter:
+        began = time.perf_counter()
+        [stats] = engine.generate(last, **options).stats
+        seconds = time.perf_counter() - began
+    return {
+        "steps": stats.steps, "milliseconds": 1000 * seconds / stats.steps,
+        "passes": 1000 * stats.score_seconds / max(1, stats.steps - 1),
+        **{kind: counter.counts[kind] / stats.steps for kind in ("transfers", "synchronisations", "blocking")},
+        "recorded_late": recordings(engine) - recorded, "compiled_late": len(compiled),
+    }  # fmt: skip
 
 
 def recordings(engine: Engine) -> int:
