@@ -321,6 +321,7 @@ def test_where_nodes_are_dear_little_is_asked_for() -> None:
     assert lost[16] < 1.4
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize(("deepening", "deep"), [(0.3, 0.9), (0.3, 0.6), (0.6, 0.9), (1.2, 0.95)])
 def test_a_costly_source_is_asked_where_it_pays(deepening: float, deep: float, rows: int) -> None:

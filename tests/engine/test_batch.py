@@ -42,7 +42,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 COMING = ("none", "trie", "triforce", "triforce-trie", "low-rank", "retrieval")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("drafter", "dtype"),
     [

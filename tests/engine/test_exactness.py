@@ -296,6 +296,7 @@ def test_output_equals_plain_generation_wherever_queries_choose(cell: Cell) -> N
     check_where_queries_choose(*cell)  # type: ignore[arg-type]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != ORACLE])
 def test_rejection_sampling_gives_texts_of_the_right_length(drafter: str) -> None:
     """Their distribution is shown in test_distribution and test_hierarchy; here every drafter goes that way."""

@@ -96,6 +96,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "drafter"),
     [
@@ -149,6 +150,7 @@ def test_sampled_tokens_follow_the_distribution_that_transformers_samples_from(n
     assert statistic < degrees + 6 * (2 * max(degrees, 1)) ** 0.5 + 6
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", SAMPLING)
 def test_a_seed_gives_the_same_text_with_any_drafter(name: str) -> None:
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": 25, "seed": 3, **SAMPLING[name]}

@@ -52,6 +52,7 @@ def run(
     return run_table(table, 0, x.shape[1], x, y, mode, share, activation)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("shape", [(64, 256), (50, 512), (7, 256), (16, 1536), (257, 768)], ids=str)
 def test_the_bits_of_float32_weights_of_the_same_numbers(name: str, shape: tuple[int, int]) -> None:

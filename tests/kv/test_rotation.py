@@ -35,6 +35,7 @@ def keys_at(scorer: Scorer, token: int, position: int) -> dict[int, torch.Tensor
     return {layer: cache.read(layer, 0, 1)[0] for layer in cache.layers}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ROTARY)
 def test_turned_keys_are_the_models_own_keys_at_the_other_position(name: str) -> None:
     gate.check(tiny(name))
@@ -50,6 +51,7 @@ def test_turned_keys_are_the_models_own_keys_at_the_other_position(name: str) ->
             assert error <= limit
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ROTARY)
 def test_the_same_is_found_in_lower_precision(name: str, dtype: torch.dtype) -> None:

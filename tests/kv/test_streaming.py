@@ -176,6 +176,7 @@ def test_a_window_longer_than_the_text_gives_the_bits_of_the_full_cache(
         assert equal(full, found)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("architecture", "rotating"),
     [

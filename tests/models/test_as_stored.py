@@ -168,6 +168,7 @@ def test_texts_with_drafts_equal_those_without(pair: tuple[PreTrainedModel, PreT
         )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", EITHER)
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_have_the_bits_of_the_dequantised_model_in_every_pass(tmp_path: Path, name: str, kind: str) -> None:

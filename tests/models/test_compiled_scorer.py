@@ -41,6 +41,7 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float(((found.double() - exact.double()).norm(dim=-1) / exact.double().norm(dim=-1)).max())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", EVERY)
 def test_near_the_models_own_logits(name: str, dtype: torch.dtype) -> None:
@@ -53,6 +54,7 @@ def test_near_the_models_own_logits(name: str, dtype: torch.dtype) -> None:
     assert error(found, exact) < 1.2 * error(torch_own, exact) + 1e-5
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", EVERY)
 def test_the_same_bits_however_a_text_is_cut(name: str, dtype: torch.dtype) -> None:

@@ -50,6 +50,7 @@ def graphs(done: list[str]) -> GraphCache[None]:
     return GraphCache(lambda places: done.append("at once"), SPARE, CPU)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_one_row_has_few_recordings_over_all_lengths(recorded: list[str], group: int) -> None:
     """Chains and trees of 1 to 64 tokens, at 139 lengths up to 200,000 tokens: seven sizes at each of three lengths.
@@ -68,6 +69,7 @@ def test_one_row_has_few_recordings_over_all_lengths(recorded: list[str], group:
     assert set(recorded) == {"replayed"} and len(recorded) == len(LENGTHS) * len(COUNTS)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_recordings_of_many_rows_are_bounded(recorded: list[str], group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, tokens and lengths at random; what is beyond the bound runs at once."""
