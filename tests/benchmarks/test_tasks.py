@@ -89,16 +89,17 @@ def test_the_table_goes_between_the_readme_s_markers(tmp_path: Path) -> None:
 
 def test_the_table_of_what_is_never_slower_marks_what_breaks_the_promise(tmp_path: Path) -> None:
     row = {"context": 2000, "batch": 4, "temperature": 0.0, "median": 1.5, "worst": 0.94, "of_best": 0.96}
+    row["plain_against_itself"] = [1.0] * 5
     rows = [row | {"kind": "tasks"}, row | {"kind": "novel", "temperature": 0.8, "median": 0.969, "worst": 0.925}]
     slower = tmp_path / "a.json"
     slower.write_text(json.dumps({"settings": {"model": "some/Small", "dtype": "bfloat16"}, "rows": rows}))
     less = tmp_path / "b.json"
-    rows = [row | {"kind": "tasks", "batch": 1, "of_best": 0.94}]
+    rows = [row | {"kind": "tasks", "batch": 1, "of_best": 0.94, "plain_against_itself": [1.0, 1.01]}]
     less.write_text(json.dumps({"settings": {"model": "bundled", "dtype": "auto"}, "rows": rows}))
     lines = slowness_table([slower, less]).splitlines()
     assert lines[0] == "|  | tasks | novel, T 0.8 |"
     assert lines[2] == "| Small, bfloat16: 2,000 x 4 | 1.50 (0.94) | **0.97** (**0.93**) |"
-    assert lines[3] == "| bundled: 2,000 x 1 | 1.50† (0.94) | - |"
+    assert lines[3] == "| bundled: 2,000 x 1 | 1.50† (0.94)² | - |"
 
 
 def test_jobs_are_seeded_and_say_what_they_cannot_do() -> None:
