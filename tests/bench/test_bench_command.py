@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -147,21 +148,42 @@ def test_never_slower_measures_every_cell_and_goes_on_from_its_journal(model: st
     assert "no median under 0.97" in (tmp_path / "slow" / "never-slower.md").read_text()
 
 
-def test_never_slower_reads_the_prompts_of_a_draw_once_for_all_temperatures(
+def test_never_slower_reads_what_prompts_of_a_draw_begin_with_once(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, prefill = list[int](), Engine.prefill
 
-    def counted(engine: Engine, tokens: Sequence[int], *more: Any) -> FullCache:
-        read.append(len(tokens))
-        return prefill(engine, tokens, *more)
+    def counted(engine: Engine, tokens: Sequence[int], *more: Any, cache: FullCache | None = None) -> FullCache:
+        read.append(len(tokens) - 1 - (cache.length if cache else 0))
+        return prefill(engine, tokens, *more, cache=cache)
 
     monkeypatch.setattr(Engine, "prefill", counted)
-    cells = ["--batch", "2", "-t", "0", "-t", "0.8", "-k", "random", "--json"]
-    never_slower(model, tmp_path, *cells)
-    assert read == [4] * 4  # two draws of two rows
-    never_slower(model, tmp_path, *cells, "--resume")
-    assert read == [4] * 4
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(random.Random(1).choices("abcdefgh", k=90)))
+    cells = [
+        "--batch",
+        "2",
+        "-t",
+        "0",
+        "-t",
+        "0.8",
+        "-k",
+        "tasks",
+        "-k",
+        "novel",
+        "--context",
+        "40",
+        "--text",
+        str(text),
+    ]
+    never_slower(model, tmp_path, *cells, "--json")
+    long = read[16:]  # those of 40 tokens; before them come those of 4
+    for draw in (long[:8], long[8:]):
+        assert min(draw[:2]) > 30  # of 39; two texts may begin alike
+        assert draw[2:] == [0, 0, 6, 4, 0, 0]  # the novel goes on where tasks of 6 and 4 tokens were
+    read.clear()
+    never_slower(model, tmp_path, *cells, "--resume", "--json")
+    assert not read
 
 
 def test_never_slower_says_which_cells_it_leaves_out_and_why(model: str, tmp_path: Path) -> None:

@@ -49,6 +49,20 @@ def test_a_cache_that_holds_the_whole_prompt_is_refused(engine: Engine) -> None:
         list(engine.run(engine.requests(PROMPT, max_new_tokens=2), caches=[cache]))
 
 
+def test_a_cache_reads_on_where_texts_part(engine: Engine) -> None:
+    options = {"max_new_tokens": 12, "do_sample": False}
+    cache, other = engine.prefill(PROMPT, room=4), [*PROMPT[:50], *PROMPT[60:], 1, 2]
+    cache.truncate(50)
+    done = list[tuple[int, int]]()
+    assert engine.prefill(other, on_prefill=lambda *count: done.append(count), cache=cache) is cache
+    assert cache.length == len(other) - 1 and done[-1] == (len(other) - 51, len(other) - 51)
+    request = engine.requests(other, **options)[0]
+    list(engine.run([request], caches=[cache]))
+    assert request.generated.tolist() == engine.generate(other, **options).generated[0]
+    with pytest.raises(ValueError, match="holds 93 tokens; it may hold at most 89"):
+        engine.prefill(PROMPT, cache=cache)
+
+
 def test_a_cut_cache_forgets_the_queries_of_what_is_gone(engine: Engine) -> None:
     cache = engine.prefill(PROMPT)
     assert cache.queries

@@ -2,7 +2,8 @@
 
 Of each cell of the table there are several draws: other texts, and another seed of the noise. In each, the prompts are
 read once, and every contestant continues them from the same keys and values. So the time is the drafter's reading of
-the prompts and the decoding; what both take alike for the prompts is left out, and a loss shows in full.
+the prompts and the decoding; what both take alike for the prompts is left out, and a loss shows in full. The prompts of
+tasks and of the long text begin alike, so that long ones are read once for both.
 
 The first draw of a cell runs once untimed, as the first texts of a process take longer. Plain decoding runs before and
 after every contestant, because a shared machine may be twice as slow for a few seconds. The two should take the same
@@ -60,8 +61,8 @@ class TableCell:
 def cells(
     batches: Sequence[int], contexts: Sequence[int], temperatures: Sequence[float], kinds: Sequence[str]
 ) -> list[TableCell]:
-    """All cells of the table, those of the same prompts next to each other."""
-    return [TableCell(b, c, t, k) for k, c, b, t in product(kinds, sorted(contexts), sorted(batches), temperatures)]
+    """All cells of the table, those whose prompts begin alike next to each other."""
+    return [TableCell(b, c, t, k) for c, b, k, t in product(sorted(contexts), sorted(batches), kinds, temperatures)]
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Material:
         """A task's prompt, behind as much of the text as makes it ``context`` tokens long."""
         prompt = self.tasks[number % len(self.tasks)]
         before = max(0, context - len(prompt))
-        return [*self._part(before, number), *prompt]
+        return [*self._part(context, number)[:before], *prompt]
 
     def _part(self, context: int, number: int) -> Tokens:
         """A part of the text; parts of successive numbers begin far from each other."""
@@ -114,7 +115,7 @@ def measure(
     new_tokens: int,
     journal: Journal,
 ) -> Iterator[Row]:
-    """Measure the cells and yield their rows; cells that differ in temperature alone share the reading of the prompts.
+    """Measure the cells and yield their rows, all of a context and batch at once.
 
     Args:
         engine: its drafter is replaced.
@@ -126,21 +127,44 @@ def measure(
         journal: draws in it are not measured again.
     """
     names = [name for name in drafters if name != UNDRAFTED]
-    for _, alike in groupby(all_cells, lambda cell: (cell.kind, cell.context, cell.batch)):
+    prefills = _Prefills(engine, new_tokens + engine.budget + 1)
+    for _, alike in groupby(all_cells, lambda cell: (cell.context, cell.batch)):
         runs: dict[TableCell, list[dict[str, Row]]] = {cell: [] for cell in alike}
-        for draw in range(draws):
-            prompts = material.prompts(next(iter(runs)), draw)
-            caches = list[FullCache]()
-            for cell, before in runs.items():
-                key = TurnKey.of(str(cell), draw, prompts, new_tokens)
-                run = journal.find(key, list(drafters))
-                if run is None:
-                    caches = caches or [engine.prefill(each, new_tokens + engine.budget + 1) for each in prompts]
-                    run = _draw(engine, drafters, prompts, caches, cell, draw, new_tokens)
-                    journal.add(key, run)
-                before.append(run)
+        for draw, (cell, before) in product(range(draws), runs.items()):
+            prompts = material.prompts(cell, draw)
+            key = TurnKey.of(str(cell), draw, prompts, new_tokens)
+            run = journal.find(key, list(drafters))
+            if run is None:
+                run = _draw(engine, drafters, prompts, prefills.read(prompts), cell, draw, new_tokens)
+                journal.add(key, run)
+            before.append(run)
         for cell, known in runs.items():
             yield summarise(cell, names, known)
+
+
+class _Prefills:
+    """Prompts that were read. What the next ones begin with like them is not read again.
+
+    Args:
+        engine: reads them.
+        room: tokens that follow a prompt.
+    """
+
+    def __init__(self, engine: Engine, room: int) -> None:
+        self._engine, self._room = engine, room
+        self._rows: list[tuple[Tokens, FullCache]] = []
+
+    def read(self, prompts: Rows) -> list[FullCache]:
+        """Caches that hold all but the last token of each prompt; those of the prompts before are used again."""
+        del self._rows[len(prompts) :]
+        for (before, cache), prompt in zip(self._rows, prompts, strict=False):
+            most = min(len(before), len(prompt) - 1, cache.length)
+            alike = np.equal(before[:most], prompt[:most])
+            cache.truncate(most if alike.all() else int(alike.argmin()))
+        known = [*(cache for _, cache in self._rows), *[None] * (len(prompts) - len(self._rows))]
+        caches = [self._engine.prefill(each, self._room, cache=c) for each, c in zip(prompts, known, strict=True)]
+        self._rows = list(zip(prompts, caches, strict=True))
+        return caches
 
 
 def _draw(

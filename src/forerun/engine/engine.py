@@ -293,17 +293,30 @@ class Engine:
         ]
         return [request for group in built for request in group]
 
-    def prefill(self, tokens: Sequence[int], room: int = 0, on_prefill: Progress | None = None) -> FullCache:
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        room: int = 0,
+        on_prefill: Progress | None = None,
+        cache: FullCache | None = None,
+    ) -> FullCache:
         """Read tokens but for the last one, into a cache for ``run`` that has room for ``room`` more.
 
         Args:
             tokens: at least one.
-            room: tokens that the cache can take up after them without being copied.
+            room: tokens that a new cache can take up after them without being copied.
             on_prefill: called with tokens done and to do.
+            cache: one that holds the first of the tokens and reads on; without it, a new one.
+
+        Raises:
+            ValueError: if ``cache`` holds as many tokens as there are, or more.
         """
-        cache = self._cache(len(tokens) + room)
+        if cache is None:
+            cache = self._cache(len(tokens) + room)
+        if cache.length >= len(tokens):
+            raise ValueError(f"the cache holds {cache.length} tokens; it may hold at most {len(tokens) - 1}")
         text = np.asarray(tokens, np.int64)[:-1]
-        read(self.target, cache, text, self.prefill_block, counting(len(text), on_prefill))
+        read(self.target, cache, text, self.prefill_block, counting(len(text) - cache.length, on_prefill))
         return cache
 
     def run(
