@@ -5,7 +5,7 @@ read once, and every contestant continues them from the same keys and values. So
 the prompts and the decoding; what both take alike for the prompts is left out, and a loss shows in full. The prompts of
 tasks and of the long text begin alike, so that long ones are read once for both.
 
-The first draw of a cell runs once untimed, as the first texts of a process take longer. Plain decoding runs before and
+A process's first draw of a cell runs once untimed, as its first texts take longer. Plain decoding runs before and
 after every contestant, because a shared machine may be twice as slow for a few seconds. The two should take the same
 time. Where they do not, the contestant and the second of them run again, a few times at most, and the steadiest attempt
 counts. How far they differ tells what a single ratio can be trusted for.
@@ -114,6 +114,7 @@ def measure(
     draws: int,
     new_tokens: int,
     journal: Journal,
+    on_draw: Callable[[int, int, str], None] = lambda done, total, now: None,
 ) -> Iterator[Row]:
     """Measure the cells and yield their rows, all of a context and batch at once.
 
@@ -125,19 +126,23 @@ def measure(
         draws: of each cell.
         new_tokens: that each row of a batch generates.
         journal: draws in it are not measured again.
+        on_draw: called before each draw with how many are done, how many there are, and its cell.
     """
-    names = [name for name in drafters if name != UNDRAFTED]
-    prefills = _Prefills(engine, new_tokens + engine.budget + 1)
+    names, done = [name for name in drafters if name != UNDRAFTED], 0
+    prefills, warm = _Prefills(engine, new_tokens + engine.budget + 1), set[TableCell]()
     for _, alike in groupby(all_cells, lambda cell: (cell.context, cell.batch)):
         runs: dict[TableCell, list[dict[str, Row]]] = {cell: [] for cell in alike}
         for draw, (cell, before) in product(range(draws), runs.items()):
+            on_draw(done, draws * len(all_cells), str(cell))
             prompts = material.prompts(cell, draw)
             key = TurnKey.of(str(cell), draw, prompts, new_tokens)
             run = journal.find(key, list(drafters))
             if run is None:
-                run = _draw(engine, drafters, prompts, prefills.read(prompts), cell, draw, new_tokens)
+                run = _draw(engine, drafters, prompts, prefills.read(prompts), cell, draw, new_tokens, cell in warm)
                 journal.add(key, run)
+                warm.add(cell)
             before.append(run)
+            done += 1
         for cell, known in runs.items():
             yield summarise(cell, names, known)
 
@@ -175,8 +180,12 @@ def _draw(
     cell: TableCell,
     draw: int,
     new_tokens: int,
+    warm: bool,
 ) -> dict[str, Row]:
-    """One run of each contestant on the same prompts, which ``caches`` hold, between two of plain decoding."""
+    """One run of each contestant on the same prompts, which ``caches`` hold, between two of plain decoding.
+
+    Before them comes an untimed run of each, unless the process is ``warm``.
+    """
 
     def run(name: str) -> Row:
         engine.set_drafter(drafters[name]())
@@ -196,7 +205,7 @@ def _draw(
             "texts": [list(map(int, request.generated)) for request in requests],
         }
 
-    if not draw:
+    if not warm:
         for name in drafters:
             run(name)
     others = [name for name in drafters if name != UNDRAFTED]

@@ -56,11 +56,12 @@ def run(options: NeverSlowerOptions) -> None:
     )
     result = SlownessTable([], plain_values(options) | {"dtype": dtype_name(target)}, left_out)
     with quiet(), progress_bar(stderr(), "measuring") as progress:
-        rows = never_slower.measure(engine, drafters, material, kept, options.draws, options.max_new_tokens, journal)
+        rows = never_slower.measure(
+            engine, drafters, material, kept, options.draws, options.max_new_tokens, journal, progress
+        )
         for row in rows:
             result = replace(result, rows=[*result.rows, row])
             paths = write(result, options.out, "never-slower")
-            progress(len(result.rows), len(kept))
     show_report(result.json if options.json else result.markdown, paths)
     if any(map(never_slower.broken, result.rows)):
         raise typer.Exit(FAILED)
