@@ -7,11 +7,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from forerun.core import compiling
-from forerun.core.compiling import MachineCodeFile, sources, stamp_of
+from forerun.core.compiling import COMPILES, MachineCodeFile, compiled, sources, stamp_of
 
 CONSTANT = "SCALE = 10\n"
 INNER = "from forerun.core.compiling import compiled\n@compiled\ndef inner(x):\n    return x + 1\n"
@@ -103,6 +104,23 @@ def test_compiled_code_has_a_new_value_after_another_parts_file_changed(package:
     assert run(SCRIPT, package.parent) == "33 0\n"
     (package / "top.py").write_text("")
     assert run(SCRIPT, package.parent) == "33 1\n"
+
+
+@pytest.mark.skipif(not COMPILES, reason="nothing is compiled")
+def test_only_what_python_calls_is_compiled_for_python() -> None:
+    @compiled
+    def twice(x: int) -> int:
+        return 2 * x
+
+    @compiled
+    def four_times(x: int) -> int:
+        return twice(twice(x))
+
+    called, caller = cast(Any, twice), cast(Any, four_times)
+    assert four_times(3) == 12
+    assert caller.signatures and not caller.inner.signatures
+    assert called.inner.signatures and not called.signatures
+    assert twice(3) == 6 and called.signatures
 
 
 ROW = "from typing import NamedTuple\nclass Row(NamedTuple):\n    a: int\n"
