@@ -160,22 +160,7 @@ def test_never_slower_reads_what_prompts_of_a_draw_begin_with_once(
     monkeypatch.setattr(Engine, "prefill", counted)
     text = tmp_path / "text.txt"
     text.write_text(" ".join(random.Random(1).choices("abcdefgh", k=90)))
-    cells = [
-        "--batch",
-        "2",
-        "-t",
-        "0",
-        "-t",
-        "0.8",
-        "-k",
-        "tasks",
-        "-k",
-        "novel",
-        "--context",
-        "40",
-        "--text",
-        str(text),
-    ]
+    cells = f"--batch 2 -t 0 -t 0.8 -k tasks -k novel --context 40 --text {text}".split()
     never_slower(model, tmp_path, *cells, "--json")
     long = read[16:]  # those of 40 tokens; before them come those of 4
     for draw in (long[:8], long[8:]):
