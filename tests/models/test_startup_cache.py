@@ -208,6 +208,13 @@ def test_an_audit_takes_nothing_from_the_folder(model: Any, tmp_path: Path) -> N
     assert report.exactness == Exactness("bitwise")
 
 
+def test_a_default_runtime_ends_alone() -> None:
+    before = default_runtime()
+    with runtime_as_default(Runtime()), runtime_as_default(first := Runtime()):
+        assert default_runtime() is first
+    assert default_runtime() is before
+
+
 def test_the_folder_is_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert user_folder() == tmp_path / "forerun" / "startup"

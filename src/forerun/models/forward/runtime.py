@@ -177,11 +177,11 @@ def _write(file: Path, results: dict[str, Any]) -> None:
 _startup = StartupCache()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Runtime:
     """How an engine measures. Tests give one with fixed answers, so that drafting repeats exactly.
 
-    By default results are kept for later engines and processes (``StartupCache``).
+    By default results are kept for later engines and processes (``StartupCache``). A runtime equals only itself.
 
     Attributes:
         clock: gives seconds, for drafters that go by time.
