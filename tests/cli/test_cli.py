@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import re
@@ -153,6 +154,12 @@ def test_the_text_is_the_models_own_and_json_tells_all_about_it(model: str) -> N
     assert (report["finish_reason"], report["seed"], report["drafter"]) == ("length", None, "auto")
     assert report["stats"]["tokens"] == len(report["drafted"]) == 24
     assert generate(model, "-p", PROMPT, "-d", "none").stdout == report["text"] + "\n"
+
+
+def test_the_collector_does_not_look_at_what_a_command_has_loaded(model: str) -> None:
+    before = gc.get_freeze_count()
+    generate(model, "-p", PROMPT, n=1)
+    assert gc.get_freeze_count() > before
 
 
 def test_stats_go_to_stderr(model: str) -> None:
