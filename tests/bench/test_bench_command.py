@@ -169,6 +169,8 @@ def test_never_slower_reads_what_prompts_of_a_draw_begin_with_once(
     read.clear()
     never_slower(model, tmp_path, *cells, "--resume", "--json")
     assert not read
+    never_slower(model, tmp_path, *cells, "--texts", "1", "--json")
+    assert read[18:] == [0] * 6 + [6, 4] + [0] * 6  # the second draw's prompts are the first one's
 
 
 def test_never_slower_says_which_cells_it_leaves_out_and_why(model: str, tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 Of each cell of the table there are several draws: other texts, and another seed of the noise. In each, the prompts are
 read once, and every contestant continues them from the same keys and values. So the time is the drafter's reading of
-the prompts and the decoding; what both take alike for the prompts is left out, and a loss shows in full. The prompts of
-tasks and of the long text begin alike, so that long ones are read once for both.
+the prompts and the decoding; what both take alike for the prompts is left out, and a loss shows in full. Long prompts
+take minutes to read. So those of tasks and of the long text begin alike, and draws may share theirs.
 
 A process's first draw of a cell runs once untimed, as its first texts take longer. Plain decoding runs before and
 after every contestant, because a shared machine may be twice as slow for a few seconds. The two should take the same
@@ -73,22 +73,31 @@ class Material:
         tasks: whole prompts.
         text: a long text.
         vocabulary: number of tokens that random ones are drawn from.
+        texts: draws that have prompts of their own. Later ones have these again, in turn.
     """
 
     tasks: Sequence[Tokens]
     text: Tokens
     vocabulary: int
+    texts: int
 
-    def has(self, cell: TableCell, draws: int) -> bool:
+    def has(self, cell: TableCell) -> bool:
         """Whether its text is long enough for a cell: no two of its prompts may be the same."""
         if cell.kind == RANDOM:
             return True
-        return len(self.text) >= cell.context + (cell.batch * draws if cell.kind == NOVEL else 0)
+        return len(self.text) >= cell.context + (cell.batch * self.texts if cell.kind == NOVEL else 0)
+
+    def turns(self, alike: Sequence[TableCell], draws: int) -> Iterator[tuple[int, TableCell]]:
+        """All draws of cells of one context and batch. Those whose prompts are the same, or begin alike, follow one
+        another."""
+        for text in range(self.texts):
+            for _, of_kind in groupby(alike, lambda cell: cell.kind):
+                yield from product(range(text, draws, self.texts), of_kind)
 
     def prompts(self, cell: TableCell, draw: int) -> list[Tokens]:
         """The prompts of a draw, one for each row."""
         make = {TASKS: self._task, NOVEL: self._part, RANDOM: self._random}[cell.kind]
-        return [make(cell.context, draw * cell.batch + row) for row in range(cell.batch)]
+        return [make(cell.context, draw % self.texts * cell.batch + row) for row in range(cell.batch)]
 
     def _task(self, context: int, number: int) -> Tokens:
         """A task's prompt, behind as much of the text as makes it ``context`` tokens long."""
@@ -132,7 +141,7 @@ def measure(
     prefills, warm = _Prefills(engine, new_tokens + engine.budget + 1), set[TableCell]()
     for _, alike in groupby(all_cells, lambda cell: (cell.context, cell.batch)):
         runs: dict[TableCell, list[dict[str, Row]]] = {cell: [] for cell in alike}
-        for draw, (cell, before) in product(range(draws), runs.items()):
+        for draw, cell in material.turns(list(runs), draws):
             on_draw(done, draws * len(all_cells), str(cell))
             prompts = material.prompts(cell, draw)
             key = TurnKey.of(str(cell), draw, prompts, new_tokens)
@@ -141,7 +150,7 @@ def measure(
                 run = _draw(engine, drafters, prompts, prefills.read(prompts), cell, draw, new_tokens, cell in warm)
                 journal.add(key, run)
                 warm.add(cell)
-            before.append(run)
+            runs[cell].append(run)
             done += 1
         for cell, known in runs.items():
             yield summarise(cell, names, known)

@@ -323,10 +323,10 @@ class BenchOptions(OutputOptions, LongOptions, ModelOptions):
 class NeverSlowerOptions(OutputOptions, LongOptions, ModelOptions):
     """Measure whether a drafter is ever slower than plain decoding, over batches, contexts, temperatures and texts.
 
-    Each cell of the table is drawn several times, with other texts and other noise. Exit status 1 if a median is under
-    0.97, a single draw under 0.93, or a median under 0.95 of the best other drafter's. Plain decoding runs before
-    and after each drafter; where the two differ the drafter runs again. Writes JSON, Markdown and, with matplotlib, a
-    plot.
+    Each cell of the table is drawn several times, with other texts and other noise; --texts 1 reads long prompts once.
+    Exit status 1 if a median is under 0.97, a single draw under 0.93, or a median under 0.95 of the best other
+    drafter's. Plain decoding runs before and after each drafter; where the two differ the drafter runs again. Writes
+    JSON, Markdown and, with matplotlib, a plot.
     """
 
     drafter: DrafterName = "auto"
@@ -355,6 +355,9 @@ class NeverSlowerOptions(OutputOptions, LongOptions, ModelOptions):
     ] = None
     raw: Raw = False
     draws: Annotated[int, option(panel="Text", help="Of each cell.", min=1)] = 5
+    texts: Annotated[
+        int | None, option(panel="Text", help="Prompts that the draws take in turn; default: each its own.", min=1)
+    ] = None
     max_new_tokens: MaxNewTokens = 64
     out: Out = Path("runs/never-slower")
     resume: Resume = False

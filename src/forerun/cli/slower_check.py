@@ -72,7 +72,8 @@ def _material(options: NeverSlowerOptions, tokenizer: PreTrainedTokenizerBase) -
     demo = [prompt["prompt"] for prompt in demo_prompts()]
     tasks = demo if options.prompts_file is None else [line.prompt for line in read_prompts_file(options.prompts_file)]
     text = "\n\n".join(demo) if options.text is None else options.text.read_text(encoding="utf-8")
-    return Material([encode(prompt) for prompt in tasks], encoder(tokenizer)(text), len(tokenizer))
+    texts = options.draws if options.texts is None else min(options.texts, options.draws)
+    return Material([encode(prompt) for prompt in tasks], encoder(tokenizer)(text), len(tokenizer), texts)
 
 
 def _left_out(
@@ -85,6 +86,6 @@ def _left_out(
         needed = max(cell.context, longest if cell.kind == TASKS else 0) + options.max_new_tokens
         if limit is not None and needed > limit:
             reasons[str(cell)] = f"it needs {needed:,} positions and the model has {limit:,}; see --yarn"
-        elif not material.has(cell, options.draws):
+        elif not material.has(cell):
             reasons[str(cell)] = f"the text has {len(material.text):,} tokens; give a longer one by --text"
     return reasons
