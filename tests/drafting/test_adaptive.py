@@ -516,12 +516,13 @@ def ended(chooser: AdaptiveDrafter, request: Request, tokens: int) -> None:
 
 
 def with_preparing(
-    world: World, drafting: float, each: float = 0.02, cached: float = 0.0, **reads: Any
+    world: World, drafting: float, cached: float = 0.0, beside: bool = True, **reads: Any
 ) -> tuple[AdaptiveDrafter, Preparing]:
-    """``cached``: what a cached token adds to a pass; ``reads``: which of them a drafting pass reads."""
-    trees, chains = Branches(world), Preparing(world)
+    """``cached``: what a cached token adds to a pass; ``beside``: whether there are trees, too; ``reads``: which cached
+    tokens a drafting pass reads."""
+    trees, chains = Branches(world) if beside else None, Preparing(world)
     chooser = AdaptiveDrafter(chains, trees=trees, chains=chains, max_length=12, weight=drafting, **reads)
-    curve = CostCurve((1, 2), (1.0, 1.0 + each), (1, 2), (cached, cached), unit=1.0)
+    curve = CostCurve((1, 2), (1.0, 1.02), (1, 2), (cached, cached), unit=1.0)
     chooser.bind(Target(), Runtime(world.clock, lambda target: curve))  # type: ignore[arg-type]
     return chooser, chains
 
@@ -542,12 +543,20 @@ def test_a_long_prompt_is_read_for_chains_if_they_are_expected_to_save_more_than
     assert (chains.prepared > before) == prepared
 
 
-@pytest.mark.parametrize(("tokens", "prepared"), [(60, False), (600, True)])
+@pytest.mark.parametrize(("tokens", "prepared"), [(8, False), (60, True)])
 def test_how_long_a_prompt_is_read_for_chains_is_guessed_in_the_first_text(tokens: int, prepared: bool) -> None:
-    """From what a pass takes for each token: some ten plain steps here."""
-    chooser, chains = with_preparing(World(loaded=1.0), 0.3, each=0.3)
+    """From what its cached tokens add to a pass: here preparing is taken to take some seven plain steps."""
+    chooser, chains = with_preparing(World(loaded=1.0), 0.3, cached=0.01, reach=100)
     prepared_for(chooser, tokens)
     assert bool(chains.prepared) == prepared
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_chains_are_prepared_for_what_they_save_more_than_trees(beside: bool) -> None:
+    """They give 1.06 tokens in the time of a plain step: more than nothing does, and no more than trees."""
+    chooser, chains = with_preparing(World(loaded=1.0), 3.85, cached=0.01, beside=beside, reach=100)
+    prepared_for(chooser, 600)
+    assert bool(chains.prepared) == (not beside)
 
 
 @pytest.mark.parametrize(("scanned", "prepared"), [(0.0, True), (0.1, True), (0.9, False)])

@@ -17,8 +17,7 @@ from forerun.kv.shared_prefix import Tensors
 
 KEYS_PER_READ_TOKEN = 32
 """Keys that a view indexes in about the time in which the target reads one token of a long text. A rough figure: steps
-that read 256 tokens then index 8,192 keys. Where the time of a step is bounded, it is measured instead. Chains' first
-text goes by it, too: behind 16,000 tokens the bundled model prepares them for a text of 64 with 8 to 128."""
+that read 256 tokens then index 8,192 keys. Where the time of a step is bounded, it is measured instead."""
 
 
 class View(Cache):
