@@ -18,6 +18,7 @@ from forerun.core.verify import Outcome, Verdict
 from forerun.drafting.adaptive import AdaptiveDrafter
 from forerun.drafting.drafter import Drafter, trees_of
 from forerun.drafting.merged import MergedDrafter
+from forerun.drafting.recipes import reading
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.runtime import Runtime
 from forerun.policy.ask_gain import RECENT_TREES, SUFFIX_FALLS, SUFFIX_GAINS, SUFFIXES, AskGain
@@ -516,12 +517,12 @@ def ended(chooser: AdaptiveDrafter, request: Request, tokens: int) -> None:
 
 
 def with_preparing(
-    world: World, drafting: float, cached: float = 0.0, beside: bool = True, **reads: Any
+    world: World, drafting: float, cached: float = 0.0, beside: bool = True, reads: Callable[[int], int] = int
 ) -> tuple[AdaptiveDrafter, Preparing]:
     """``cached``: what a cached token adds to a pass; ``beside``: whether there are trees, too; ``reads``: which cached
     tokens a drafting pass reads."""
     trees, chains = Branches(world) if beside else None, Preparing(world)
-    chooser = AdaptiveDrafter(chains, trees=trees, chains=chains, max_length=12, weight=drafting, **reads)
+    chooser = AdaptiveDrafter(chains, trees=trees, chains=chains, max_length=12, weight=drafting, reads=reads)
     curve = CostCurve((1, 2), (1.0, 1.02), (1, 2), (cached, cached), unit=1.0)
     chooser.bind(Target(), Runtime(world.clock, lambda target: curve))  # type: ignore[arg-type]
     return chooser, chains
@@ -546,7 +547,7 @@ def test_a_long_prompt_is_read_for_chains_if_they_are_expected_to_save_more_than
 @pytest.mark.parametrize(("tokens", "prepared"), [(8, False), (60, True)])
 def test_how_long_a_prompt_is_read_for_chains_is_guessed_in_the_first_text(tokens: int, prepared: bool) -> None:
     """From what its cached tokens add to a pass: here preparing is taken to take some seven plain steps."""
-    chooser, chains = with_preparing(World(loaded=1.0), 0.3, cached=0.01, reach=100)
+    chooser, chains = with_preparing(World(loaded=1.0), 0.3, cached=0.01, reads=reading(100))
     prepared_for(chooser, tokens)
     assert bool(chains.prepared) == prepared
 
@@ -554,7 +555,7 @@ def test_how_long_a_prompt_is_read_for_chains_is_guessed_in_the_first_text(token
 @pytest.mark.parametrize("beside", [False, True])
 def test_chains_are_prepared_for_what_they_save_more_than_trees(beside: bool) -> None:
     """They give 1.06 tokens in the time of a plain step: more than nothing does, and no more than trees."""
-    chooser, chains = with_preparing(World(loaded=1.0), 3.85, cached=0.01, beside=beside, reach=100)
+    chooser, chains = with_preparing(World(loaded=1.0), 3.85, cached=0.01, beside=beside, reads=reading(100))
     prepared_for(chooser, 600)
     assert bool(chains.prepared) == (not beside)
 
@@ -562,7 +563,7 @@ def test_chains_are_prepared_for_what_they_save_more_than_trees(beside: bool) ->
 @pytest.mark.parametrize(("scanned", "prepared"), [(0.0, True), (0.1, True), (0.9, False)])
 def test_a_drafting_pass_is_guessed_by_the_keys_that_it_chooses_from_too(scanned: float, prepared: bool) -> None:
     """A plain pass costs 11, and reads a thousand tokens; a drafting pass reads a hundred."""
-    chooser, chains = with_preparing(World(loaded=1.0), 1.0, cached=0.01, reach=100, scanned=scanned)
+    chooser, chains = with_preparing(World(loaded=1.0), 1.0, cached=0.01, reads=reading(100, scanned))
     prepared_for(chooser, 500)
     assert bool(chains.prepared) == prepared
 

@@ -38,10 +38,11 @@ from forerun.core.sampling import Processor, Sampler
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, verify
 from forerun.drafting.adaptive import AdaptiveDrafter
-from forerun.drafting.drafter import Drafter
+from forerun.drafting.drafter import Drafter, NoDrafter
 from forerun.drafting.hierarchy import HierarchyDrafter
 from forerun.drafting.merged import MergedDrafter
 from forerun.drafting.model_drafter import ModelDrafter
+from forerun.drafting.recipes import reading
 from forerun.drafting.trie_drafter import TrieDrafter
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.runtime import default_runtime
@@ -244,6 +245,32 @@ def test_rows_of_a_batch_share_the_passes_of_every_level() -> None:
     assert (small.passes - before[0], middle.passes - before[1]) == (6, 2)  # 4 + 4 tokens, 3 of each drafted
     for request, tree in zip(requests, trees, strict=True):
         assert tree.tokens.tolist() == oracle(target, request.prompt.tolist(), 8, Sampler())
+
+
+class Contexts(NoDrafter):
+    """Drafts nothing, and notes what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[PassContext] = []
+
+    def propose(self, context: PassContext) -> list[DraftTree] | None:
+        self.asked.append(context)
+        return super().propose(context)
+
+
+def test_the_inner_drafter_is_told_what_the_middle_levels_pass_reads() -> None:
+    """A pass over a sparse cache reads less than all of a text, and its nodes are as cheap as that."""
+    inner = Contexts()
+    drafter = HierarchyDrafter(inner, token_cache, 3, 2, MockScorer(MIDDLE), reads=reading(4, 0.5))
+    requests = [Request([0, 1], 9), Request([1] * 11, 9)]
+    drafter.bind(MockScorer(TARGET), default_runtime())
+    for request in requests:
+        drafter.begin(request)
+        drafter.prefilled(request, FullCache())
+        assert drafter.catch_up(request, len(request))
+    drafter.propose(PassContext.decoding(requests, 16))
+    assert [list(context.cached) for context in inner.asked] == [[1, 7], [2, 7]]
+    assert list(inner.asked[0].of([1]).cached) == [7] and list(inner.asked[0].within(1).cached) == [1, 7]
 
 
 def test_a_draft_model_that_knows_more_tokens_is_refused() -> None:

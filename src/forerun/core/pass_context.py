@@ -20,13 +20,13 @@ class PassContext:
         budgets: maximum number of nodes of each row's draft.
         pending: committed tokens of each row that the pass reads; 1 for a row that only decodes.
         beside: tokens that the pass reads for rows that are not drafted for, because they read their prompts.
-        cached: tokens of each row that the target's cache holds when the context is made.
-        tokens: that the pass reads without drafts.
-        decodes: whether it reads one token of each row and nothing else.
         deepens: called by drafters that can add the draft of a costly source to a tree, with the row and the tree;
             whether to do so. None if they decide it themselves.
         stop: called by drafters that extend chains token by token, with the row and the probability that the drafting
             model gave to the last token; the chain ends there if it returns true. None if chains end by their budget.
+        cached: cached tokens of each row that the pass looks back on; by default all before ``pending``.
+        tokens: that the pass reads without drafts.
+        decodes: whether it reads one token of each row and nothing else.
     """
 
     rows: Sequence[Request]
@@ -35,12 +35,12 @@ class PassContext:
     beside: int = 0
     deepens: Callable[[Request, DraftTree], bool] | None = None
     stop: Callable[[Request, float], bool] | None = None
-    cached: Sequence[int] = field(init=False)
+    cached: Sequence[int] = ()
     tokens: int = field(init=False)
     decodes: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        cached = [len(row) - pending for row, pending in zip(self.rows, self.pending, strict=True)]
+        cached = self.cached or [len(row) - pending for row, pending in zip(self.rows, self.pending, strict=True)]
         tokens = sum(self.pending) + self.beside
         self.__dict__.update(cached=cached, tokens=tokens, decodes=tokens == len(cached))
 
@@ -60,8 +60,8 @@ class PassContext:
         if len(rows) == len(self):
             return self
         texts = [self.rows[row] for row in rows]
-        budgets, pending = ([each[row] for row in rows] for each in (self.budgets, self.pending))
-        return PassContext(texts, budgets, pending, self.beside, self.deepens, self.stop)
+        budgets, pending, cached = ([each[row] for row in rows] for each in (self.budgets, self.pending, self.cached))
+        return PassContext(texts, budgets, pending, self.beside, self.deepens, self.stop, cached)
 
     def within(self, budget: int) -> PassContext:
         """The context with no row's budget above ``budget``."""

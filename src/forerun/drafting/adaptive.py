@@ -108,8 +108,7 @@ class AdaptiveDrafter(OuterDrafter):
         trees: proposes trees, at little cost.
         chains: drafts chains with passes of a model.
         max_length: maximum length of a chain, in tokens.
-        reach: maximum number of cached tokens that a drafting pass reads; None for all.
-        scanned: share of each further cached token that it reads to choose these.
+        reads: how many of a row's cached tokens a drafting pass reads.
         beyond: number of cached tokens up to which a drafting pass would read as much as the target's.
         weight: first guess of a drafting pass's cost; the target's pass over as many cached tokens costs 1.
     """
@@ -123,15 +122,13 @@ class AdaptiveDrafter(OuterDrafter):
         trees: Drafter | None = None,
         chains: Drafter | None = None,
         max_length: int = 1,
-        reach: int | None = None,
-        scanned: float = 0.0,
+        reads: Callable[[int], int] = lambda cached: cached,
         beyond: int = 0,
         weight: float = 1.0,
     ) -> None:
         super().__init__(inner)
         self.trees, self.chains = trees, chains
-        self.max_length, self.reach, self.scanned = max_length, reach, scanned
-        self.beyond, self.weight = beyond, weight
+        self.max_length, self.reads, self.beyond, self.weight = max_length, reads, beyond, weight
         self._budgets: dict[int, ExplorationBudget] = {}  # by request
         self._prompts: dict[int, Cache] = {}
         self._preparing: dict[int, float] = {}  # seconds so far
@@ -332,7 +329,7 @@ class AdaptiveDrafter(OuterDrafter):
         allowed = [max(1, self._pruner.affordable(context, self._nodes, limit, correction)) for limit in limits]
         most = [min(each) for each in zip(own.budgets, allowed, strict=True)]
         assert self.trees is not None
-        proposed = trees_of(self.trees, PassContext(own.rows, most, own.pending, own.beside, deepens))
+        proposed = trees_of(self.trees, replace(own, budgets=most, deepens=deepens))
         ended = self._clock()
         for (number, row), tree in zip(drafted.items(), proposed, strict=True):
             trees[number], row.drawn = tree, tree.q is not None
@@ -374,9 +371,7 @@ class AdaptiveDrafter(OuterDrafter):
 
     def _draft_size(self, context: PassContext) -> float:
         """Estimated cost of a drafting pass, by the cached tokens that it reads."""
-        reached = [length if self.reach is None else min(length, self.reach) for length in context.cached]
-        read = sum(reached) + int(self.scanned * (sum(context.cached) - sum(reached)))
-        return self.weight * self._pruner.cost([1] * len(reached), [read])
+        return self.weight * self._pruner.cost([1] * len(context), list(map(self.reads, context.cached)))
 
     def verified(self, request: Request, outcome: Outcome) -> None:
         self._note(request, outcome, self.inner.verified)

@@ -25,7 +25,6 @@ from forerun.kv.cache import Cache
 from forerun.models.forward.level import CacheFactory, Level
 from forerun.models.forward.runtime import Runtime
 from forerun.models.forward.scorer import Scorer
-from forerun.policy.cost_curve import CostCurve
 
 
 class HierarchyDrafter(OuterDrafter):
@@ -41,6 +40,7 @@ class HierarchyDrafter(OuterDrafter):
         gamma2: tokens that the middle level verifies before the target is asked.
         middle: the middle level's model; the target itself if there is none.
         beyond: tokens of a text before which it is not asked.
+        reads: how many of a row's cached tokens its pass reads.
 
     Raises:
         ValueError: for ``gamma1`` or ``gamma2`` under 1.
@@ -56,6 +56,7 @@ class HierarchyDrafter(OuterDrafter):
         gamma2: int,
         middle: Scorer | None = None,
         beyond: int = 0,
+        reads: Callable[[int], int] = lambda cached: cached,
     ) -> None:
         for name, value in (("gamma1", gamma1), ("gamma2", gamma2)):
             if value < 1:
@@ -64,7 +65,7 @@ class HierarchyDrafter(OuterDrafter):
         self.gamma1 = gamma1
         self.gamma2 = gamma2
         self.middle = middle
-        self._cache, self._beyond = cache, beyond
+        self._cache, self._beyond, self._reads = cache, beyond, reads
 
     def pruned_by(self, prune: Callable[[Drafter], Drafter]) -> Drafter:
         """The middle level verifies what pays for it, too."""
@@ -72,10 +73,10 @@ class HierarchyDrafter(OuterDrafter):
         return self
 
     def bind(self, target: Scorer, runtime: Runtime) -> None:
-        """To the inner drafter the middle level is the target. Its passes cost as over few keys at first."""
+        """To the inner drafter the middle level is the target."""
         self._clock = runtime.clock
         self._level = Level(self.middle or target, self._cache, self._beyond)
-        super().bind(self._level.scorer, replace(runtime, costs=lambda scorer: over_few_keys(runtime.costs(scorer))))
+        super().bind(self._level.scorer, runtime)
 
     def prefilled(self, request: Request, cache: Cache) -> None:
         """Make the middle level's cache."""
@@ -114,6 +115,7 @@ class HierarchyDrafter(OuterDrafter):
         """One inner draft and one pass of the middle level for every row."""
         times = [self._clock()]
         context = PassContext.decoding([draft.fork for draft in drafts], self.gamma1)
+        context = replace(context, cached=list(map(self._reads, context.cached)))
         known = self._level.scorer.vocabulary
         proposed = trees_of(self.inner, context)
         trees = [tree.trim(draft.missing - 1, known) for tree, draft in zip(proposed, drafts, strict=True)]
@@ -182,11 +184,6 @@ class _VerifiedChain:
         """What was verified."""
         origins = np.array([origin or self._own for origin in self._origins], np.int8)
         return DraftTree.chain(self._tokens, torch.stack(self._q) if self._q else None, origins)
-
-
-def over_few_keys(costs: CostCurve) -> CostCurve:
-    """Costs of passes that read few keys, however long the text."""
-    return replace(costs, cached_sizes=(1, 2), cached_costs=(0.0, 0.0))
 
 
 def _probabilities(fork: Request, outcome: Outcome, choices: RowChoices) -> list[float]:

@@ -171,8 +171,14 @@ def sparse_cache(settings: LongContextConfig) -> CacheFactory:
     return made
 
 
+def reading(most: int, scanned: float = 0.0) -> Callable[[int], int]:
+    """How many of a row's cached tokens a pass reads: at most ``most``, and a share of the others to choose these."""
+    return lambda cached: min(cached, most) + int(scanned * max(cached - most, 0))
+
+
 def _triforce(settings: LongContextConfig, inner: Drafter, nodes: int, beyond: int = 0) -> Drafter:
-    return HierarchyDrafter(inner, sparse_cache(settings), nodes, settings.gamma2, beyond=beyond)
+    reads = reading(settings.cache_budget, SCANNED)
+    return HierarchyDrafter(inner, sparse_cache(settings), nodes, settings.gamma2, beyond=beyond, reads=reads)
 
 
 def _auto(settings: LongContextConfig) -> Drafter:
@@ -191,8 +197,7 @@ def _auto(settings: LongContextConfig) -> Drafter:
         trees=trees,
         chains=levels,
         max_length=settings.gamma2,
-        reach=budget,
-        scanned=SCANNED,
+        reads=reading(budget, SCANNED),
         beyond=beyond,
     )
 
@@ -208,10 +213,10 @@ def long_context(
         chains = build(settings)
         if not settings.paced:
             return chains
-        reach = settings.window if sparse is None else settings.cache_budget
+        reads = reading(settings.window if sparse is None else settings.cache_budget)
         alone = isinstance(chains, ModelDrafter) and not small
         return AdaptiveDrafter(
-            chains, chains=chains, max_length=settings.gamma2, reach=reach, weight=1.0 if alone else HELPED
+            chains, chains=chains, max_length=settings.gamma2, reads=reads, weight=1.0 if alone else HELPED
         )
 
     return Recipe(paced, small, sparse)
