@@ -19,6 +19,7 @@ from forerun.drafting.adaptive import AdaptiveDrafter
 from forerun.drafting.drafter import Drafter, trees_of
 from forerun.drafting.merged import MergedDrafter
 from forerun.drafting.recipes import reading
+from forerun.kv.cache import READ_BLOCK
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.runtime import Runtime
 from forerun.policy.ask_gain import RECENT_TREES, SUFFIX_FALLS, SUFFIX_GAINS, SUFFIXES, AskGain
@@ -573,6 +574,19 @@ def test_what_preparing_chains_takes_is_paid_from_what_texts_may_lose() -> None:
     chooser, chains = with_preparing(World(loaded=1.0), 0.2)
     for tokens, prepared in ((1, 1), (200, 1), (1, 2)):
         ended(chooser, prepared_for(chooser, 500), tokens)
+        assert chains.prepared == prepared
+
+
+def test_whether_to_read_a_long_prompt_for_chains_is_decided_again_when_the_text_has_grown() -> None:
+    """The second text cannot afford it at first. Later it can, and finds that out when 512 tokens are there."""
+    chooser, chains = with_preparing(World(loaded=1.0), 0.2)
+    ended(chooser, prepared_for(chooser, 500), 1)
+    request = prepared_for(chooser, 10_000)
+    for tokens, prepared in ((READ_BLOCK - 1, 1), (1, 2)):
+        for _ in range(tokens):
+            request.append(RIGHT)
+        chooser.propose(PassContext.decoding([request], 64))
+        chooser.catch_up(request, READ_BLOCK)
         assert chains.prepared == prepared
 
 

@@ -100,6 +100,19 @@ class _StepRecord:
     done: list[_DraftedRow] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _UnpreparedPrompt:
+    """A text whose prompt was not read for chains.
+
+    Attributes:
+        cache: the target's.
+        decided: the text's length when reading it was last decided on, in tokens.
+    """
+
+    cache: Cache
+    decided: int = 0
+
+
 class AdaptiveDrafter(OuterDrafter):
     """Chooses between two sources of drafts, and how much of them is scored.
 
@@ -130,7 +143,7 @@ class AdaptiveDrafter(OuterDrafter):
         self.trees, self.chains = trees, chains
         self.max_length, self.reads, self.beyond, self.weight = max_length, reads, beyond, weight
         self._budgets: dict[int, ExplorationBudget] = {}  # by request
-        self._prompts: dict[int, Cache] = {}
+        self._unprepared: dict[int, _UnpreparedPrompt] = {}
         self._preparing: dict[int, float] = {}  # seconds so far
         self._credit = EXPLORATION_START  # what texts left over for the next ones, in plain steps
         self._nodes = LEAST_NODES
@@ -167,10 +180,24 @@ class AdaptiveDrafter(OuterDrafter):
 
         Chains need a cache of the prompt. A short one's takes a single pass, and waits until the first chain is wanted.
         """
-        self._prompts[request.id] = cache
-        short = self._short(request) and self.trees is not None
-        if self.chains is None or (not short and self._worth_preparing(request)):
+        self._unprepared[request.id] = _UnpreparedPrompt(cache)
+        if self.chains is None:
             self._prepare([request])
+        else:
+            self._may_prepare(request)
+
+    def _may_prepare(self, request: Request) -> bool:
+        """Whether chains are prepared or take a single pass to be. On a long text it is decided every ``READ_BLOCK``
+        tokens: deciding takes longer than most drafts."""
+        unprepared = self._unprepared.get(request.id)
+        if unprepared is None or self._short(request):
+            return True
+        if len(request) < unprepared.decided + READ_BLOCK:
+            return False
+        unprepared.decided = len(request)
+        if worth := self._worth_preparing(request):
+            self._prepare([request])
+        return worth
 
     def _short(self, request: Request) -> bool:
         """Whether its prompt's cache for chains takes a single pass."""
@@ -195,10 +222,10 @@ class AdaptiveDrafter(OuterDrafter):
 
     def _prepare(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            if (cache := self._prompts.pop(request.id, None)) is not None:
+            if (unprepared := self._unprepared.pop(request.id, None)) is not None:
                 self._preparing[request.id] = 0.0
                 with self._timing(request):
-                    self.inner.prefilled(request, cache)
+                    self.inner.prefilled(request, unprepared.cache)
 
     def _prepared(self, requests: Sequence[Request]) -> bool:
         """Whether the chains' caches of the prompts are complete; reads one more piece of each that is not."""
@@ -233,7 +260,7 @@ class AdaptiveDrafter(OuterDrafter):
     def finish(self, request: Request) -> None:
         if self._budgets.pop(request.id, None) is not None:
             self._credit = within_savings(self._credit + growth(request))
-        self._prompts.pop(request.id, None)
+        self._unprepared.pop(request.id, None)
         self._preparing.pop(request.id, None)
         if self._step is not None and self._step.waiting.pop(request.id, None) is not None:
             self._close(self._step)
@@ -242,7 +269,7 @@ class AdaptiveDrafter(OuterDrafter):
 
     def propose(self, context: PassContext) -> list[DraftTree] | None:
         """The best part of each tree, or chains, or nothing, whichever gives the most tokens a second."""
-        chains, known = self.chains is not None and context.decodes and max(context.cached) >= self.beyond, self._prices
+        chains, known = self._may_draft_chains(context), self._prices
         drafted = self._asked(context)
         measures = context.decodes and not (chains or known.plain_measured)
         if not (drafted or chains) or (measures and known.plain_step_due(self._pruner.gain)):
@@ -279,6 +306,13 @@ class AdaptiveDrafter(OuterDrafter):
             self._pruner.rest()
         elif self._step is not None:
             self._step.scoring = self._clock() - self._step.ended
+
+    def _may_draft_chains(self, context: PassContext) -> bool:
+        """Whether drafting passes read less than the target's, and no row's text is unprepared for them."""
+        if self.chains is None or not context.decodes or max(context.cached) < self.beyond:
+            return False
+        ready = [self._may_prepare(row) for row in context.rows]  # all are decided on
+        return all(ready)
 
     def _asked(self, context: PassContext) -> dict[int, _DraftedRow]:
         """The rows whose trees are worth asking for.
@@ -345,11 +379,7 @@ class AdaptiveDrafter(OuterDrafter):
         draft = known.chain(self._draft_size(context))
         passes = spent + self._pruner.chain_passes(context, longest, known.correction)
         hopeless = best_length([1.0] * rows, draft, passes).rate <= rate  # not even if all of it were accepted
-        if hopeless and (known.chains_known or any(request.id in self._prompts for request in context.rows)):
-            return 0
-        if any(
-            row.id in self._prompts and not (self._short(row) or self._worth_preparing(row)) for row in context.rows
-        ):
+        if hopeless and (known.chains_known or any(request.id in self._unprepared for request in context.rows)):
             return 0
         best = self._acceptance.best(context.rows, draft, passes)
         gain = (best.rate if known.plain_known else rate) * (spent + selection.plain) / rows
@@ -394,7 +424,7 @@ class AdaptiveDrafter(OuterDrafter):
         counted = self._clock()
         hand_on(request, outcome)
         if row.known is not None:
-            alone = self.chains is None or request.id in self._prompts
+            alone = self.chains is None or request.id in self._unprepared
             step.asking += (self._clock() if alone else counted) - began
         self._close(step)
 
