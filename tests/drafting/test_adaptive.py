@@ -590,6 +590,28 @@ def test_whether_to_read_a_long_prompt_for_chains_is_decided_again_when_the_text
         assert chains.prepared == prepared
 
 
+def test_costs_that_others_disturbed_are_asked_for_again_when_a_text_begins_alone() -> None:
+    """The first time they are as doubtful as before, and so they are later while another text runs."""
+    doubtful = CostCurve((1, 2), (1.0, 1.0), unit=8.0, doubtful=True)
+    found = [doubtful, doubtful, CostCurve((1, 2), (1.0, 1.5), unit=1.0)]
+    chooser = AdaptiveDrafter(Branches(World()), trees=Branches(World()))
+    chooser.bind(Target(), Runtime(lambda: 0.0, lambda target: found.pop(0)))  # type: ignore[arg-type]
+    texts = [Request([1, 2, 3], 8) for _ in range(6)]
+    chooser.begin(texts[0])
+    chooser.begin(texts[1])
+    chooser.finish(texts[0])
+    chooser.begin(texts[2])
+    assert len(found) == 1
+    chooser.finish(texts[1])
+    chooser.finish(texts[2])
+    context = PassContext.decoding([texts[3]], 8)
+    chooser.begin(texts[3])
+    assert not found
+    chooser.propose(context)
+    assert chooser._pruner.price(context)[0] == pytest.approx(1.0)
+    assert chooser._prices.unit == 1.0
+
+
 def test_a_batch_of_another_size_begins_with_what_was_learnt() -> None:
     """No plain steps are seen anew, and chains are drafted from the first step on."""
     world = World(accepted=lambda token: 0.9)

@@ -57,9 +57,10 @@ def model() -> Any:
     return copy.deepcopy(tiny("llama")).float()
 
 
-def process(folder: Path) -> StartupCache:
-    """A cache as another process would make it."""
-    return StartupCache(lambda: folder)
+def process(folder: Path | None, own: Callable[[], float] = lambda: 1.0) -> StartupCache:
+    """A cache as another process would make it; ``own``: for what share of the time its thread has a core."""
+    began = time.perf_counter()
+    return StartupCache(lambda: folder, lambda: (time.perf_counter() - began) * own())
 
 
 def content(folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -68,7 +69,7 @@ def content(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def test_results_are_kept_for_other_scorers_of_a_model_in_the_process(model: Any) -> None:
-    cache, test = StartupCache(lambda: None), SelfTest()
+    cache, test = process(None), SelfTest()
     first, second = Counted(model), Counted(model)
     exactness, costs = cache.exactness(first, 64, False), cache.costs(first)
     assert cache.self_test(first, test) is cache.self_test(second, test) is None
@@ -179,6 +180,24 @@ def test_costs_are_measured_anew_when_they_are_old_or_passes_are_faster_now(
     file.write_text(json.dumps(results))
     process(tmp_path).costs(Scorer(model))
     assert content(tmp_path)[1]["costs, Scorer"][name] != value
+
+
+def test_costs_that_others_disturbed_are_measured_again_when_nothing_disturbs_passes(
+    model: Any, tmp_path: Path
+) -> None:
+    share = [0.5]
+    cache, scorer = process(tmp_path, lambda: share[0]), Counted(model)
+    found = cache.costs(scorer)
+    assert found.doubtful
+    assert not list(tmp_path.iterdir())
+    assert cache.costs(scorer) == found
+    share[0] = 1.0
+    believed = cache.costs(scorer)
+    assert not believed.doubtful
+    share[0], scorer.passes = 0.5, 0
+    assert cache.costs(scorer) == believed
+    assert not scorer.passes
+    assert process(tmp_path).costs(scorer) == believed
 
 
 def test_a_second_engine_makes_no_passes(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ class Machine:
 
 def test_the_measured_curve_is_the_machine_s() -> None:
     machine = Machine(0.001)
-    curve = measure(machine, machine.clock)  # type: ignore[arg-type]
+    curve = measure(machine, machine.clock, machine.clock)  # type: ignore[arg-type]
     assert curve.passes([1, 2, 16, 64]) == pytest.approx([1, 1.225, 1.575, 2.775], rel=0.15)
     assert curve.cached([1, 2, 8, 16, 32]) == pytest.approx([1e-4, 1e-4, 2.4e-4, 4.8e-4, 9.6e-4], rel=0.3)
     assert curve.per_row == pytest.approx(0.1, rel=0.3)
@@ -118,13 +118,13 @@ def test_the_measured_curve_is_the_machine_s() -> None:
 
 def test_the_measurement_ends_for_a_fast_model() -> None:
     machine = Machine(1e-9)
-    measure(machine, machine.clock)  # type: ignore[arg-type]
+    measure(machine, machine.clock, machine.clock)  # type: ignore[arg-type]
     assert machine.passes <= (len(PASS_SIZES) + len(FAR_SIZES) + 2) * MAX_ROUNDS + BATCH_ROWS + 1
 
 
 def test_a_large_model_is_measured_with_few_passes() -> None:
     machine = Machine(1.0)
-    curve = measure(machine, machine.clock)  # type: ignore[arg-type]
+    curve = measure(machine, machine.clock, machine.clock)  # type: ignore[arg-type]
     assert machine.passes <= MIN_ROUNDS * MIN_KINDS + 1 + BATCH_ROWS + 1  # and those that lay the caches out
     assert curve.sizes == tuple(sorted(PASS_SIZES[:MIN_KINDS]))
 
@@ -144,13 +144,19 @@ def test_passes_that_meet_cold_memory_or_a_busy_machine_do_not_count(slow: int) 
             return scored
 
     machine = Cold(1.0)
-    curve = measure(machine, machine.clock)  # type: ignore[arg-type]
+    curve = measure(machine, machine.clock, machine.clock)  # type: ignore[arg-type]
     assert curve.passes([1, 8, 16, 32]) == pytest.approx([1, 2.4, 4, 7.2], rel=0.05)
+
+
+@pytest.mark.parametrize(("share", "doubtful"), [(0.5, True), (0.97, False)])
+def test_a_curve_is_doubtful_where_the_thread_had_its_core_for_a_part_of_the_time(share: float, doubtful: bool) -> None:
+    machine = Machine(0.01)
+    assert measure(machine, machine.clock, lambda: share * machine.now).doubtful == doubtful  # type: ignore[arg-type]
 
 
 def test_a_model_with_few_positions_is_measured_within_them() -> None:
     machine = Machine(0.001, positions=40)
-    curve = measure(machine, machine.clock)  # type: ignore[arg-type]
+    curve = measure(machine, machine.clock, machine.clock)  # type: ignore[arg-type]
     assert curve.sizes == (1, 2, 8, 16, 32)
     assert curve.cached_costs == (0, 0)
     assert FAR_TOKENS > 40

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
@@ -28,6 +29,7 @@ from forerun.models.forward.scorer import Scorer
 from forerun.policy import node_table, prices
 from forerun.policy.ask_gain import DEEPER_GAINS, EXPECTED_NODES, SUFFIX_FALLS, SUFFIX_GAINS, SUFFIXES, AskGain
 from forerun.policy.chain_acceptance import ChainAcceptance, best_length
+from forerun.policy.cost_curve import CostCurve
 from forerun.policy.exploration_budget import (
     EXPLORATION_START,
     STAKE,
@@ -147,6 +149,7 @@ class AdaptiveDrafter(OuterDrafter):
         self._preparing: dict[int, float] = {}  # seconds so far
         self._credit = EXPLORATION_START  # what texts left over for the next ones, in plain steps
         self._nodes = LEAST_NODES
+        self._texts = 0  # so far
         self._acceptance = ChainAcceptance()
         self._gain = AskGain(SUFFIXES, SUFFIX_GAINS, SUFFIX_FALLS)
         self._deepening_gain = AskGain(EXPECTED_NODES, DEEPER_GAINS)
@@ -161,9 +164,19 @@ class AdaptiveDrafter(OuterDrafter):
 
     def bind(self, target: Scorer, runtime: Runtime) -> None:
         super().bind(target, runtime)
-        self._clock, costs = runtime.clock, runtime.costs(target)
-        preparing = max(PREPARING_READS * float(costs.cached(1)), FLOAT_TOLERANCE)
-        self._pruner, self._prices = TreePruner(costs, target.vocabulary), Prices(costs.unit, preparing)
+        self._clock, self._costs = runtime.clock, partial(runtime.costs, target)
+        costs = self._costs()
+        self._pruner, self._prices = TreePruner(costs, target.vocabulary), self._first_prices(costs)
+
+    def _first_prices(self, costs: CostCurve) -> Prices:
+        return Prices(costs.unit, max(PREPARING_READS * float(costs.cached(1)), FLOAT_TOLERANCE))
+
+    def _ask_costs_again(self) -> None:
+        """Where something else used the machine when passes were measured, they may be known better by now."""
+        costs = self._costs()
+        if costs != self._pruner.costs:
+            self._pruner.fit(costs)
+            self._prices = self._first_prices(costs)
 
     def warm_up(self) -> None:
         node_table.warm_up()
@@ -171,6 +184,9 @@ class AdaptiveDrafter(OuterDrafter):
         super().warm_up()
 
     def begin(self, request: Request) -> None:
+        self._texts += 1
+        if self._pruner.costs.doubtful and not self._budgets and self._texts.bit_count() == 1:  # the 1st, 2nd, 4th, 8th
+            self._ask_costs_again()
         self._budgets[request.id] = ExplorationBudget(request, self._credit)
         self._acceptance.begin(request)
         super().begin(request)

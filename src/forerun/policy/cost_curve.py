@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,7 @@ class CostCurve:
             they grow as between the last two.
         per_row: what a pass pays for each row but the first.
         unit: seconds of a pass of cost 1, where it was measured.
+        doubtful: whether something else used the machine then.
 
     Raises:
         ValueError: if they cannot be such costs.
@@ -50,6 +51,7 @@ class CostCurve:
     cached_costs: tuple[float, ...] = (0.0, 0.0)
     per_row: float = 0.0
     unit: float | None = None
+    doubtful: bool = False
 
     def __post_init__(self) -> None:
         for name in ("sizes", "cached_sizes"):
@@ -93,7 +95,8 @@ class CostCurve:
         """Round the cost of further tokens to preferred numbers, size by size, so that noise seldom shows."""
         costs = _rounded(self.sizes, self.costs, 1.0)
         cached = _rounded(self.cached_sizes, self.cached_costs, _preferred(self.cached_costs[0]))
-        return CostCurve(self.sizes, costs, self.cached_sizes, cached, _preferred(self.per_row), self.unit)
+        per_row = _preferred(self.per_row)
+        return replace(self, costs=costs, cached_costs=cached, per_row=per_row)
 
 
 def _never_fall(values: Sequence[float]) -> bool:

@@ -3,12 +3,16 @@
 The fastest pass of each size counts, because disturbances only slow passes down. If a model is so large that few passes
 fit into that time, fewer sizes are measured, each at least twice: the first pass of a size meets cold memory. A larger
 pass that is faster than a smaller one shows a disturbance; then there are more.
+
+Where others keep the processor busy, each pass waits for its turn, and all sizes take alike. The thread's own time
+shows that: it is far less than what goes by.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -30,6 +34,11 @@ MIN_ROUNDS, MOST_DISTURBED = 2, 5
 """Rounds that are always made, and as many as are made at most while larger passes seem faster than smaller ones."""
 DISTURBED = 1.05
 """How many times as fast a larger pass is where something held the smaller one up."""
+OWN_TIME = 0.9
+"""Share of the time for which a thread has a core if nothing else needs it. Measured on two cores, both models: 1.00
+alone, 0.58 to 0.71 beside one busy process, 0.43 to 0.49 beside two."""
+SLICES_SECONDS = 0.02
+"""In this time a busy machine shows: its scheduler takes the core away every few milliseconds."""
 MEASURING_SECONDS = 1.0
 """After this time no other round starts. On a model of 135 M parameters 0.4 s are one; small models are done long
 before."""
@@ -46,12 +55,17 @@ Kind = tuple[int, int, int]
 
 
 @torch.inference_mode()
-def measure(scorer: Scorer, clock: Callable[[], float] = time.perf_counter) -> CostCurve:
+def measure(
+    scorer: Scorer,
+    clock: Callable[[], float] = time.perf_counter,
+    thread_clock: Callable[[], float] = time.thread_time,
+) -> CostCurve:
     """The cost curve of a model, rounded so that it seldom differs from one measurement to the next.
 
     Args:
         scorer: the model.
         clock: gives seconds.
+        thread_clock: gives the seconds for which this thread had a core.
     """
     reach = _positions(scorer)
     near = NEAR_TOKENS if reach >= NEAR_TOKENS + max(PASS_SIZES) else 0
@@ -65,7 +79,7 @@ def measure(scorer: Scorer, clock: Callable[[], float] = time.perf_counter) -> C
         cached: [_blank(scorer, cached) for _ in range(BATCH_ROWS if cached == near else 1)]
         for cached in {cached for _, _, cached in kinds}
     }
-    end = clock() + MEASURING_SECONDS
+    began, own, end = clock(), thread_clock(), clock() + MEASURING_SECONDS
     for turn in range(MAX_ROUNDS):
         best = {kind: min(runs) for kind, runs in times.items() if runs}
         wanted = turn < MIN_ROUNDS or (turn < MOST_DISTURBED and _disturbed(best, near))
@@ -76,7 +90,19 @@ def measure(scorer: Scorer, clock: Callable[[], float] = time.perf_counter) -> C
             _pass(scorer, caches[cached][:rows], size)
             times[rows, size, cached].append(clock() - begin)
         kinds = [kind for kind in kinds if times[kind]]
-    return _curve({kind: min(runs) for kind, runs in times.items() if runs}, near)
+    curve = _curve({kind: min(runs) for kind, runs in times.items() if runs}, near)
+    return replace(curve, doubtful=thread_clock() - own < OWN_TIME * (clock() - began))
+
+
+@torch.inference_mode()
+def undisturbed(scorer: Scorer, thread_clock: Callable[[], float]) -> bool:
+    """Whether nothing else needs this thread's core during a few passes."""
+    cache = _blank(scorer, 0)
+    began, own, seconds = time.perf_counter(), thread_clock(), 0.0
+    while seconds < SLICES_SECONDS:
+        _pass(scorer, [cache], 1)
+        seconds = time.perf_counter() - began
+    return thread_clock() - own >= OWN_TIME * seconds
 
 
 @torch.inference_mode()

@@ -25,7 +25,7 @@ from torch import nn
 
 from forerun.models.forward.exactness import LEVELS, Exactness, probe
 from forerun.models.forward.fingerprint import of_results, unknowable_code
-from forerun.models.forward.pass_timing import measure, seconds_of_passes
+from forerun.models.forward.pass_timing import measure, seconds_of_passes, undisturbed
 from forerun.models.forward.scorer import Scorer, SelfTest, is_sharded
 from forerun.policy.cost_curve import CostCurve
 
@@ -59,10 +59,15 @@ class StartupCache:
     Args:
         folder: returns the folder for results that outlive the process, or None to keep none. It is called whenever
             one is looked up, because a program may change its environment.
+        thread_clock: gives the seconds for which this thread had a core.
     """
 
-    def __init__(self, folder: Callable[[], Path | None] = user_folder) -> None:
-        self._folder = folder
+    def __init__(
+        self,
+        folder: Callable[[], Path | None] = user_folder,
+        thread_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._folder, self._thread_clock = folder, thread_clock
         self._results: WeakKeyDictionary[nn.Module, dict[tuple[str, str], Any]] = WeakKeyDictionary()
 
     def self_test(self, scorer: Scorer, test: Callable[[], str | None]) -> str | None:
@@ -90,18 +95,28 @@ class StartupCache:
         return found
 
     def costs(self, scorer: Scorer) -> CostCurve:
-        """As ``pass_timing.measure``."""
+        """As ``pass_timing.measure``.
+
+        A doubtful curve is kept in the process only. It is measured again when it is asked for and nothing disturbs
+        passes.
+        """
         results = self._of(scorer, "costs")
         with suppress(KeyError, TypeError, ValueError):
             kept = dict(results.get())
             fresh = 0 <= time.time() - kept.pop("measured") < COSTS_LAST_SECONDS
             fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in kept.items()}
             curve = CostCurve(**fields)
-            if results.in_process or (fresh and not _disturbed(curve, scorer)):
+            if results.in_process:
+                believed = not (curve.doubtful and undisturbed(scorer, self._thread_clock))
+            else:
+                believed = fresh and not _disturbed(curve, scorer)
+            if believed:
                 results.keep(results.get(), in_file=False)
                 return curve
-        found = measure(scorer)
-        results.keep(asdict(found) | {"measured": time.time()})
+        found = measure(scorer, thread_clock=self._thread_clock)
+        if scorer.device.type != "cpu" or is_sharded(scorer.model):  # there a thread waits for others anyway
+            found = replace(found, doubtful=False)
+        results.keep(asdict(found) | {"measured": time.time()}, in_file=not found.doubtful)
         return found
 
     def _of(self, scorer: Scorer, name: str) -> _Result:
