@@ -169,10 +169,11 @@ class AdaptiveDrafter(OuterDrafter):
         self._pruner, self._prices = TreePruner(costs, target.vocabulary), self._first_prices(costs)
 
     def _first_prices(self, costs: CostCurve) -> Prices:
+        """What is guessed before any step."""
         return Prices(costs.unit, max(PREPARING_READS * float(costs.cached(1)), FLOAT_TOLERANCE))
 
     def _ask_costs_again(self) -> None:
-        """Where something else used the machine when passes were measured, they may be known better by now."""
+        """Start anew with other costs, if passes could be measured again."""
         costs = self._costs()
         if costs != self._pruner.costs:
             self._pruner.fit(costs)
@@ -203,8 +204,11 @@ class AdaptiveDrafter(OuterDrafter):
             self._may_prepare(request)
 
     def _may_prepare(self, request: Request) -> bool:
-        """Whether chains are prepared or take a single pass to be. On a long text it is decided every ``READ_BLOCK``
-        tokens: deciding takes longer than most drafts."""
+        """Whether chains are prepared, or can be at once.
+
+        A long text is read for them if that pays. It is decided every ``READ_BLOCK`` tokens, as it takes longer than
+        looking up a draft.
+        """
         unprepared = self._unprepared.get(request.id)
         if unprepared is None or self._short(request):
             return True
