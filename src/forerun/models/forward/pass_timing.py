@@ -38,9 +38,9 @@ OWN_TIME = 0.9
 """Share of the time for which a thread has a core if nothing else needs it. Measured on two cores, both models: 1.00
 alone, 0.58 to 0.71 beside one busy process, 0.43 to 0.49 beside two."""
 SLICES_SECONDS = 0.02
-"""In this time a busy machine shows: its scheduler takes the core away every few milliseconds. Of 30 tries beside one busy
-process, 5 to 7 seemed undisturbed in 20 or 40 ms, 6 to 10 in 10 and 11 in 5 (both models); beside two, none. Then passes
-are measured in vain."""
+"""In this time a busy machine shows: its scheduler takes the core away every few milliseconds. Of 30 tries beside one
+busy process, 5 to 7 seemed undisturbed in 20 or 40 ms, 6 to 10 in 10 and 11 in 5 (both models); beside two, none. A
+curve that is measured by such a mistake is doubtful again."""
 MEASURING_SECONDS = 1.0
 """After this time no other round starts. On a model of 135 M parameters 0.4 s are one; small models are done long
 before."""
