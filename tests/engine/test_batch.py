@@ -29,7 +29,7 @@ from forerun.engine.prefill_pacing import PrefillPacing
 from forerun.engine.prefix_sharing import PrefixSharing
 from forerun.kv.cache import READ_BLOCK
 from forerun.kv.full_cache import FullCache
-from forerun.kv.shared_prefix import SharedPrefix
+from forerun.kv.shared_prefix import SharedMemory, SharedPrefix
 from forerun.models.loading.load import load
 
 
@@ -434,8 +434,16 @@ def test_a_prefix_cache_keeps_prompts_for_later_ones_within_its_limit() -> None:
     assert one.prefixes.nbytes == 0
 
 
+@pytest.mark.parametrize("mapped", [True, False])
+def test_caches_that_share_a_beginning_do_not_see_each_other(mapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In files that are mapped, and where there are none, as on GPUs."""
+    if not mapped:
+        monkeypatch.setattr(SharedMemory, "of", lambda layout: None)
+    check_shared_beginnings()
+
+
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(0, 3), st.booleans())
-def test_caches_that_share_a_beginning_do_not_see_each_other(lengths: list[int], seed: int, truncates: bool) -> None:
+def check_shared_beginnings(lengths: list[int], seed: int, truncates: bool) -> None:
     """Each is compared with a cache of its own that took the same steps."""
     random = np.random.default_rng(seed)
 

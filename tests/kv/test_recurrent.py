@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.kernels.recurrent.gated_states import BEFORE, GatedShape, TokenOrder
-from forerun.kv.recurrent import MAX_SNAPSHOTS, SNAPSHOT_TOKENS, RecurrentStates
+from forerun.kv.recurrent import KEPT_INPUTS, MAX_INPUTS, MAX_SNAPSHOTS, SNAPSHOT_TOKENS, RecurrentStates
 
 SHAPE = GatedShape(1, 2, 4, 4, 1, True, True, 0.5)
 CHANNELS, TAPS = 6, 4
@@ -83,6 +83,25 @@ def test_a_text_that_was_cut_goes_on_with_the_same_bits(seed: int, length: int) 
         assert left == goal
     other = np.concatenate(((TEXT[:left] * 0 + 3 if seed % 3 == 0 else TEXT[:left]), TEXT[100:150]))
     assert torch.equal(with_drafts(states, other, rng), one_by_one(other))
+
+
+@pytest.mark.parametrize("cut", [1270, 1100])
+def test_a_long_text_that_was_cut_far_behind_a_snapshot_goes_on_with_the_same_bits(cut: int) -> None:
+    """More tokens have to be read into the state than inputs are kept as a rule."""
+    text, states = np.resize(TEXT, 1501), RecurrentStates()
+    read(states, text, 512)
+    assert states.truncate(cut) == cut
+    other = np.concatenate((text[:cut], TEXT[100:140]))
+    assert torch.equal(read(states, other, 104), one_by_one(other))
+
+
+def test_a_draft_that_is_longer_than_the_inputs_that_are_kept_goes_on_with_the_same_bits() -> None:
+    states, drafted = RecurrentStates(), KEPT_INPUTS + 30
+    read(states, TEXT[:10])
+    block = Block(TEXT[10:11], DraftTree.chain(TEXT[11 : 11 + drafted]), 10)
+    outputs(states, block)
+    states.commit(block, range(drafted))
+    assert torch.equal(read(states, TEXT[:700], MAX_INPUTS), one_by_one(TEXT[:700]))
 
 
 def test_a_fork_and_its_origin_go_on_independently() -> None:

@@ -286,9 +286,9 @@ class FullCache(Cache):
             length = states.length
         if length < prefix.least or (states is not None and length <= self.length):
             return
+        self._take_over(prefix, length)
         if states is not None:
             self._recurrent = states
-        self._take_over(prefix, length)
 
     def _take_over(self, prefix: SharedPrefix, length: int) -> None:
         """Continue in the memory of a shared prefix."""

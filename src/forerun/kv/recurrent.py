@@ -59,15 +59,16 @@ class _Inputs:
         """Inputs that begin with the ``before`` rows in front of position ``length``."""
         return cls(rows, length - len(rows), len(rows))
 
-    def append(self, new: torch.Tensor, end: int) -> None:
+    def append(self, new: torch.Tensor, read: int, end: int) -> None:
         """Write rows from position ``end`` on."""
-        self.reserve(len(new), end, new).copy_(new)
+        self.reserve(len(new), read, end, new).copy_(new)
 
-    def reserve(self, count: int, end: int, like: torch.Tensor) -> torch.Tensor:
-        """Room for ``count`` rows from position ``end`` on, such as those of ``like``."""
+    def reserve(self, count: int, read: int, end: int, like: torch.Tensor) -> torch.Tensor:
+        """Room for ``count`` rows from position ``end`` on, such as those of ``like``. The states have read ``read``
+        tokens, so those behind are kept, however many they are."""
         place = end - self.first
         if place + count > len(self.rows) or (len(self.rows) > MAX_INPUTS and count <= KEPT_INPUTS):
-            kept = self.rows[max(0, place - self.before - KEPT_INPUTS) : place]
+            kept = self.rows[max(0, min(place - KEPT_INPUTS, read - self.first) - self.before) : place]
             rows = like.new_empty(len(kept) + count + KEPT_INPUTS, like.shape[1])
             if len(kept):
                 rows[: len(kept)] = kept
@@ -153,7 +154,7 @@ class RecurrentStates:
         """
         before, end = len(weights) - 1, self.length + len(block)
         plan, inputs = self._planned(block), self._convolved(layer, before, x)
-        inputs.append(x, self.length)
+        inputs.append(x, self._position, self.length)
         if before not in plan.parents:
             plan.parents[before] = torch.from_numpy(_parents(block, before)).to(x.device)
         return convolve(inputs.part(self.length - before, end), weights, bias, plan.parents[before], before)
@@ -169,7 +170,7 @@ class RecurrentStates:
         """
         self._planned(block)
         inputs = self._convolved(layer, before, like)
-        room = inputs.reserve(len(block), self.length, like)
+        room = inputs.reserve(len(block), self._position, self.length, like)
         return room.data_ptr() - before * room.stride(0) * room.element_size()
 
     def _convolved(self, layer: int, before: int, like: torch.Tensor) -> _Inputs:
@@ -193,7 +194,7 @@ class RecurrentStates:
         """
         key, plan = (layer, STATE_KIND), self._planned(block)
         inputs = self._inputs.setdefault(key, _Inputs.after(rows[:0], self.length))
-        inputs.append(rows, self.length)
+        inputs.append(rows, self._position, self.length)
         state = self._states.setdefault(layer, _State())
         saved = state.memory(len(plan.saved), q, shape)
         read = inputs.part(self._position, self.length + len(block))

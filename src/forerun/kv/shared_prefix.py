@@ -134,7 +134,8 @@ class SharedPrefix:
         for layer, rows in held.items():
             grown[layer] = tuple(t.new_empty(*t.shape[:2], capacity, t.shape[3]) for t in rows)
             for new, old in zip(grown[layer], rows, strict=True):
-                new[:, :, : self.length] = old[:, :, : self.length]
+                count = min(self.length, capacity)  # a shorter text may begin with a part of it
+                new[:, :, :count] = old[:, :, :count]
         return grown
 
     def add_state(self, name: str, tensors: Tensors) -> None:
