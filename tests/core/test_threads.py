@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 import threading
 import time
@@ -20,7 +21,9 @@ import forerun
 from forerun.core.block import Block
 from forerun.core.fairness import FairLock
 from forerun.core.long_context import LongContextConfig
+from forerun.core.pass_context import PassContext
 from forerun.core.tree import DraftTree
+from forerun.drafting.recipes import trie_of
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.scorer import Scorer
 from forerun.trie import entry_points
@@ -134,6 +137,29 @@ def test_a_turn_that_is_waited_for_in_vain_is_given_up() -> None:
         lock.__enter__()
     lock._changed = before
     assert list(lock._queue) == [0]
+
+
+def test_a_text_that_the_garbage_collector_closes_in_a_step_is_let_go_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = forerun.Engine(tiny("llama"), "trie")
+    alone = forerun.Engine(tiny("llama"), "none").generate([1, 2, 3, 1, 2], max_new_tokens=8).generated
+    abandoned: dict[str, Any] = {"text": engine.stream([1, 2, 3], max_new_tokens=30)}
+    next(abandoned["text"])
+    abandoned["itself"] = abandoned  # so that only the collector finds it
+    del abandoned
+    propose, live = engine.drafter.propose, []
+
+    def collecting(context: PassContext) -> Any:
+        gc.collect()
+        live.append(len(trie_of(engine.drafter)._live))
+        return propose(context)
+
+    monkeypatch.setattr(engine.drafter, "propose", collecting)
+    gc.disable()
+    try:
+        assert engine.generate([1, 2, 3, 1, 2], max_new_tokens=8).generated == alone
+    finally:
+        gc.enable()
+    assert live[0] == 2 and live[-1] == 1 and not engine._lock._queue
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

@@ -27,6 +27,7 @@ from forerun.policy.calibration import LOWEST_ODDS, odds_of
 from forerun.policy.chain_acceptance import ChainAcceptance
 from forerun.policy.cost_curve import CostCurve
 from forerun.policy.exploration_budget import EXPLORATION_SHARE, EXPLORATION_START
+from forerun.policy.prices import LinearCost, Prices
 
 RIGHT, WRONG = 7, 9
 
@@ -40,6 +41,7 @@ class World:
         each: what a drafted token adds to it.
         asking: for branches.
         drafting: of a token of a chain.
+        passes: of a chain by its length, how many tokens' time it takes.
         hits: by the number of the token in its text, whether the tree has it.
         accepted: how often a chain's token is right.
         settled: what a plain pass takes behind another one.
@@ -56,6 +58,7 @@ class World:
     each: float = 0.02
     asking: float = 0.001
     drafting: float = 0.2
+    passes: Callable[[int], float] = float
     hits: Callable[[int], bool] = lambda token: False
     accepted: Callable[[int], float] = lambda token: 0.0
     settled: float | None = None
@@ -123,7 +126,7 @@ class Levels(Drafter):
 
     def propose(self, context: PassContext) -> list[DraftTree]:
         budget = max(context.budgets)
-        self.world.take(budget * self.world.drafting)
+        self.world.take(self.world.passes(budget) * self.world.drafting)
         self.world.now += self.world.stalled.get(len(self.drafted), 0.0)
         self.drafted.append(budget)
         found = [[RIGHT if self.world.right(len(r) + i) else WRONG for i in range(budget)] for r in context.rows]
@@ -195,6 +198,16 @@ def decode(
                 chooser.observe(request, Outcome(tree, Verdict(path, emitted), torch.empty(len(tree) + 1, 0)))
         live = [request for request in live if request.finish_reason is None]
     return world.now, chooser
+
+
+@pytest.mark.parametrize("trees", [True, False])
+def test_chains_whose_further_tokens_seem_free_are_drafted_to_the_last_token(
+    trees: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where one pass of a lower level gives as many tokens as it may. The last chain may have one token only."""
+    monkeypatch.setattr(Prices, "chain", lambda self, cost: LinearCost(0.2, 0.0))
+    now, _ = decode(World(accepted=lambda token: 1.0, passes=lambda length: 1.0), 101, trees=trees)
+    assert now < 101 / 2
 
 
 @pytest.mark.one_in(5)

@@ -94,6 +94,13 @@ def test_the_text_is_the_oracles(name: str, budget: int, eos: frozenset[int]) ->
         assert text == oracle(target, prompt, 25, SAMPLERS[name], eos)
 
 
+def test_what_was_committed_while_no_draft_was_asked_for_is_known() -> None:
+    drafter, request = LookupDrafter(LookupConfig(branch_length=4)), Request([1, 2], 99)
+    drafter.begin(request)
+    committed(request, [3, 4, 5, 6, 7, 3, 4])  # and nobody observes it
+    assert draft(drafter, request, 8).tokens.tolist() == [5, 6, 7, 3]
+
+
 def test_a_repetitive_text_takes_few_steps() -> None:
     request = Request([1, 4, 2], 100)
     generate(MockTarget(seed=1), LookupDrafter(LookupConfig(branch_length=9)), request, budget=9)

@@ -17,6 +17,7 @@ from support.mocks import draft
 import forerun
 from forerun.core.compiling import stamp_of
 from forerun.core.request import Request
+from forerun.core.sampling import Sampler
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, verify
 from forerun.drafting.trie_drafter import LEARN_TOKENS, TrieDrafter, best_of_rows
@@ -71,6 +72,34 @@ def test_drafts_stay_within_budget_and_within_what_may_still_be_generated(
         assert tree.probability is not None
         assert ((tree.probability > 0) & (tree.probability <= 1)).all()
     assert request.generated.tolist() == [answer[i % len(answer)] for i in range(new)]
+
+
+def test_a_prompt_that_the_model_still_reads_is_not_indexed_for_others() -> None:
+    drafter, live, waiting = TrieDrafter(), Request([1, 2, 3], 99), Request(list(range(20_000)), 9)
+    drafter.begin(live)
+    drafter.begin(waiting)
+    unread = len(drafter.trie._live[waiting.id].unread[0][1])
+    for token in range(LEARN_TOKENS):
+        live.append(token)
+    drafter.known_suffixes([live])
+    assert drafter.trie.length(live.id) == len(live)
+    assert len(drafter.trie._live[waiting.id].unread[0][1]) == unread
+    drafter.trie.catch_up = lambda *given: pytest.fail("it was indexed")  # type: ignore[method-assign]
+    drafter.finish(waiting)
+
+
+@pytest.mark.parametrize(("temperature", "known"), [(1.0, True), (float("inf"), False)])
+def test_noise_that_would_hide_everything_is_not_told(temperature: float, known: bool) -> None:
+    drafter, request = (
+        TrieDrafter(),
+        Request([1, 2, 3, 1, 2], 9, sampler=Sampler("coupled", 3, temperature=temperature)),
+    )
+    drafter.begin(request)
+    assert (drafter.trie._live[request.id].noise is not None) == known
+    while not request.finish_reason:
+        step(drafter, request, [1, 2, 3], 8)
+    drafter.finish(request)
+    assert np.isfinite(drafter.trie.snapshot("default")[1]).all()
 
 
 def test_a_repetitive_answer_takes_few_steps() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import logging
+import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, TypeVar, cast
+
+log = logging.getLogger(__name__)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 KeyT = TypeVar("KeyT")
@@ -20,11 +24,14 @@ class FairLock:
     and the others starve.
 
     Ctrl-C may come at any instruction, also before the lock is released. So a thread that acquires the lock while it
-    holds it is taken to have been interrupted then.
+    holds it is taken to have been interrupted then. What the garbage collector may run at any instruction goes through
+    ``when_free``.
     """
 
     def __init__(self) -> None:
         self._queue: deque[int] = deque()  # who holds it, and who waits
+        self._inside: FrameType | None = None  # the frame whose ``with`` holds it
+        self._later: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition(threading.RLock())
 
     def __enter__(self) -> None:
@@ -32,22 +39,38 @@ class FairLock:
         if me in self._queue:
             self._leave(me)
         self._queue.append(me)  # one step for all threads: who finds the queue empty holds the lock
-        if self._queue[0] == me:
-            return
-        try:
-            with self._changed:
-                while self._queue[0] != me:
-                    self._changed.wait()
-        except BaseException:  # such as Ctrl-C
-            self._leave(me)
-            raise
+        if self._queue[0] != me:
+            try:
+                with self._changed:
+                    while self._queue[0] != me:
+                        self._changed.wait()
+            except BaseException:  # such as Ctrl-C
+                self._leave(me)
+                raise
+        self._inside = sys._getframe(1)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._inside = None
         self._queue.popleft()
         if self._queue:
             self._wake()
+        while self._later:
+            try:
+                self._later.popleft()()
+            except Exception:
+                log.exception("what had to wait for a lock failed")
+
+    def when_free(self, job: Callable[[], None]) -> None:
+        """Run a job that takes the lock: now, or if it comes in the middle of what holds the lock, after that."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame is not self._inside:
+            frame = frame.f_back
+        if frame is None:
+            job()
+        else:
+            self._later.append(job)
 
     def _leave(self, thread: int) -> None:
         """Take a thread out of the queue, wherever it stands."""

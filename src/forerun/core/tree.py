@@ -153,15 +153,6 @@ class DraftTree:
         return depths
 
     @cached_property
-    def odds(self) -> npt.NDArray[np.float64]:
-        """Log-odds of a node given its parent, by the drafter's estimate, clipped to +-12; float64 ``[n]``."""
-        if self.probability is None:
-            raise ValueError("the drafter estimated no probability")
-        above = np.append(self.probability, 1.0)[self.parents]
-        odds = np.minimum(np.maximum(self.probability / np.maximum(above, 1e-12), 6e-6), 1 - 6e-6)
-        return np.asarray(np.log(odds / (1 - odds)))
-
-    @cached_property
     def sources(self) -> Int8Array:
         """``origins``, or ``Origin.DRAFTER`` for each node of a drafter that does not say; int8 ``[n]``."""
         return np.full(len(self), Origin.DRAFTER, np.int8) if self.origins is None else self.origins

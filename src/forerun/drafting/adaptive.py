@@ -407,7 +407,7 @@ class AdaptiveDrafter(OuterDrafter):
             return None
         if not known.plain_known:
             return 0
-        each = draft.each + (float(passes[-1]) - float(passes[0])) / max(longest - 1, 1)
+        each = max(draft.each + (float(passes[-1]) - float(passes[0])) / max(longest - 1, 1), FLOAT_TOLERANCE)
         pays, budgets = best.rate > rate, [self._budgets[row.id] for row in context.rows]
         stake = sum(budget.stake((draft.start + each) / selection.plain) for budget in budgets) / rows
         tokens = int((stake * selection.plain - draft.start) / each + FLOAT_TOLERANCE)

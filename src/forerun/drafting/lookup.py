@@ -14,7 +14,6 @@ from forerun.core.origin import Origin
 from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree, IntArray
-from forerun.core.verify import Outcome
 from forerun.drafting.drafter import Drafter
 
 
@@ -54,8 +53,8 @@ class LookupDrafter(Drafter):
 
     def begin(self, request: Request) -> None:
         """Index the prompt."""
-        self._occurrences[request.id] = occurrences = _Occurrences(self.config.max_ngram)
-        occurrences.extend(request.tokens)
+        self._occurrences[request.id] = occurrences = _Occurrences(request, self.config.max_ngram)
+        occurrences.extend()
 
     def propose(self, context: PassContext) -> list[DraftTree]:
         return [self._chain(request, budget) for request, budget in context]
@@ -63,14 +62,12 @@ class LookupDrafter(Drafter):
     def _chain(self, request: Request, budget: int) -> DraftTree:
         """A chain, or the empty tree if even the last token is new."""
         length = min(self.config.branch_length, budget, request.max_draft_depth)
-        start = self._occurrences[request.id].find(request.tokens)
+        occurrences = self._occurrences[request.id]
+        occurrences.extend()
+        start = occurrences.find(request.tokens)
         if start is None:
             return DraftTree.empty()
         return DraftTree.chain(np.resize(request.tokens[start : start + length], length)).by(Origin.TEXT)
-
-    def observe(self, request: Request, outcome: Outcome) -> None:
-        """Index what was committed."""
-        self._occurrences[request.id].extend(request.tokens)
 
     def finish(self, request: Request) -> None:
         """Forget the request's text."""
@@ -78,15 +75,16 @@ class LookupDrafter(Drafter):
 
 
 class _Occurrences:
-    """Where the most recent continuation of every n-gram of a growing text starts; a lookup is O(max_ngram)."""
+    """Where the most recent continuation of every n-gram of a request's text starts; a lookup is O(max_ngram)."""
 
-    def __init__(self, max_ngram: int) -> None:
-        self._max_ngram = max_ngram
+    def __init__(self, request: Request, max_ngram: int) -> None:
+        self._request, self._max_ngram = request, max_ngram
         self._continuation: dict[tuple[int, ...], int] = {}
         self._indexed = 0
 
-    def extend(self, tokens: IntArray) -> None:
-        """Take in a text that starts with the one seen before. Its last token has no continuation yet and waits."""
+    def extend(self) -> None:
+        """Take in what was committed. The last token has no continuation yet and waits."""
+        tokens = self._request.tokens
         for n in range(1, self._max_ngram + 1):
             first = max(self._indexed - n + 1, 0)
             new = tokens[first:-1].tolist()
@@ -95,7 +93,7 @@ class _Occurrences:
         self._indexed = len(tokens) - 1
 
     def find(self, tokens: IntArray) -> int | None:
-        """Where the text's longest known suffix was continued last."""
+        """Where the longest known suffix of ``tokens`` was continued last. Those behind the text are a draft."""
         suffix = tuple(tokens[-self._max_ngram :].tolist())
         starts = (self._continuation.get(suffix[i:]) for i in range(len(suffix)))
         return next((start for start in starts if start is not None), None)

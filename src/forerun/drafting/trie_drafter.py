@@ -18,6 +18,7 @@ from forerun.core.verify import Outcome
 from forerun.drafting.drafter import Drafter
 from forerun.trie import recycled
 from forerun.trie.arrays import Int32Array
+from forerun.trie.logistic_mixer import STEEPEST
 from forerun.trie.recycled import Float32Array, RecycledRows
 from forerun.trie.tables import LISTED
 from forerun.trie.trie import SamplingNoise, TextUpdate, Trie, TrieConfig
@@ -108,9 +109,13 @@ class TrieDrafter(Drafter):
 
     def known_suffixes(self, requests: Sequence[Request]) -> list[int]:
         texts = [(request.id, request.tokens) for request in requests]
-        if any(len(tokens) - self.trie.length(number) >= LEARN_TOKENS for number, tokens in texts):
-            self.trie.step([self._update(text.request) for text in self._texts.values()])
+        if any(self._missing(request) >= LEARN_TOKENS for request in requests):
+            self.trie.step([self._update(text.request) for text in self._texts.values() if self._missing(text.request)])
         return self.trie.known_suffixes(texts)
+
+    def _missing(self, request: Request) -> int:
+        """How many tokens of its text are not learned yet: none while its prompt is read."""
+        return len(self._texts[request.id].request) - self.trie.length(request.id)
 
     def _update(self, request: Request, budget: int = 0) -> TextUpdate:
         """What is not learned yet of a request's text: each step's lists are kept once its tokens are learned. What a
@@ -150,16 +155,21 @@ class TrieDrafter(Drafter):
 
     def finish(self, request: Request) -> None:
         """Free the prompt's index; what was generated stays."""
+        self.trie.lock.when_free(lambda: self._finish(request))
+
+    def _finish(self, request: Request) -> None:
         if request.id in self._texts:
-            self.learn(request)
+            if self._missing(request):
+                self.learn(request)
             del self._texts[request.id]
         self.trie.finish(request.id)
 
 
 def _noise_of(sampler: Sampler) -> SamplingNoise | None:
     """The noise of coupled sampling. That of rejection sampling no draft may know: the test needs drafts that are
-    independent of it."""
-    if sampler.method != "coupled":
+    independent of it. Times a temperature above all log-odds it would hide what the mixer knows, and may be infinite.
+    """
+    if sampler.method != "coupled" or sampler.temperature > STEEPEST:
         return None
     return SamplingNoise(mixed(sampler.seed & MASK64), sampler.temperature)
 

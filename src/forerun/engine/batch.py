@@ -7,7 +7,6 @@ that takes long (``prefill_pacing.py``). A beginning that several prompts share 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -284,12 +283,19 @@ class Batch:
             row.prepares = pacing.adjusted(row.prepares, pacing.clock() - began, self.limit)
 
     def _remove(self, request: Request) -> None:
-        """Let go of all that a request has, whatever of that fails."""
+        """Let go of all that a request has, whatever of that fails. Where the garbage collector closes a text in the
+        middle of another one's step, that step ends first."""
         row = self._rows.pop(request.id)
-        with ExitStack() as last:
+        self._lock.when_free(lambda: self._let_go(row))
+
+    def _let_go(self, row: Row) -> None:
+        try:
+            with self._lock:
+                try:
+                    self._sharing.leave(row)
+                finally:
+                    if row.request.drafts:
+                        self._step.drafter.finish(row.request)
+        finally:
             if row.own and self._free is not None:
-                last.callback(self._free, row.cache)
-            last.enter_context(self._lock)
-            if request.drafts:
-                last.callback(self._step.drafter.finish, request)
-            self._sharing.leave(row)
+                self._free(row.cache)

@@ -51,7 +51,8 @@ class Engine:
     Threads may share an engine: their steps take turns, and each text is what it would be alone. They may also have
     engines of their own on one model, beside its own ``generate``. Not to be shared are an iterator (``stream``,
     ``run``), a request, a cache, a streamer, and a drafter object between engines; a ``Trie`` may be. Nobody may change
-    the model meanwhile: its weights, its mode, its adapters.
+    the model meanwhile: its weights, its mode, its adapters. Between texts it may be changed, where no keys and values
+    are kept for later ones (``prefix_cache``, ``kv_store``, a ``Conversation``); else make a new engine.
 
     Args:
         model: a transformers decoder; it decides what is generated.
@@ -405,7 +406,7 @@ class Engine:
         trie_of(self.drafter).save(Path(path), self._vocabulary())
 
     def load_trie(self, path: str | Path) -> None:
-        """Learn what ``save_trie`` wrote, in addition to what is known.
+        """Go on from what ``save_trie`` wrote. It replaces what is known.
 
         Raises:
             ValueError: for a drafter that learns nothing, an engine without a tokenizer, or a file that is damaged or
