@@ -18,6 +18,7 @@ from forerun.models.text.message_formats import (
     THINKING_FORMATS,
     MessageFormat,
     message_format,
+    with_known_roles,
     with_tools_as_text,
 )
 from forerun.models.text.message_parser import MessageParser
@@ -188,6 +189,20 @@ MESSAGES: dict[str, tuple[Any, Any, str, str, tuple[str, str, Calls]]] = {
     ),
     "llama's tag": (LLAMA, None, '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', "", ("", "", [ADD])),
     "llama, an object in a text": (LLAMA, None, 'Say {"name": "x"}.', "", ('Say {"name": "x"}.', "", [])),
+    "llama, an object that names no tool": (
+        LLAMA,
+        None,
+        '{"name": "Bob", "parameters": {"a": 1}}',
+        "",
+        ('{"name": "Bob", "parameters": {"a": 1}}', "", []),
+    ),
+    "llama, an object with a name": (
+        LLAMA,
+        None,
+        '{"age": 3, "name": "Bob"}',
+        "",
+        ('{"age": 3, "name": "Bob"}', "", []),
+    ),
     "llama, another object": (LLAMA, None, '{"not": "a call"}', "", ('{"not": "a call"}', "", [])),
 }
 
@@ -351,6 +366,21 @@ def test_tools_are_texts_for_a_template_that_knows_none(tokenizer: PreTrainedTok
         "system",
         "user",
     ]
+
+
+def test_a_template_without_developers_gets_a_system() -> None:
+    tokenizer = bundled()[1]
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}{% endfor %}"
+    roles = ("system", "developer", "user", "developer", "developer")
+    messages = [{"role": role, "content": str(place)} for place, role in enumerate(roles)]
+    turns = with_known_roles(messages, tokenizer)
+    assert [(turn["role"], turn["content"]) for turn in turns] == [
+        ("system", "0\n\n1"),
+        ("user", "2"),
+        ("system", "3\n\n4"),
+    ]
+    tokenizer.chat_template += "{# developer #}"
+    assert with_known_roles(messages, tokenizer) == messages
 
 
 @pytest.mark.parametrize("special", [True, False])

@@ -90,6 +90,11 @@ def test_conversations_and_token_ids_have_beginnings_too() -> None:
     first = digests("a", json.dumps({"messages": turns[:1]}).encode())
     later = digests("a", json.dumps({"messages": [*turns, {"role": "user", "content": "Why?"}]}).encode())
     assert len(first) > 9 and later[: len(first) - 1] == first[:-1]
+    for name in ("input", "instructions", "system"):
+        assert (
+            digests("a", json.dumps({name: BOOK}).encode())[:8]
+            == digests("a", json.dumps({name: BOOK + "!"}).encode())[:8]
+        )
     ids = list(range(2000))
     assert digests("a", body(ids))[:8] == digests("a", body([*ids, 5]))[:8]
 
@@ -314,6 +319,12 @@ def test_an_answer_that_began_ends_with_an_error() -> None:
     sent = ask(Replicas([head(), b"data: 1\n\n", GoneError()], [head(), b"never"]))
     first, last = told(sent).split(b"\n\n")[:2]
     assert first == b"data: 1" and json.loads(last.removeprefix(b"data: "))["error"]["code"] == "replica_lost"
+
+
+def test_a_stream_of_anthropic_s_ends_with_an_error_that_its_clients_see() -> None:
+    sent = ask(Replicas([head(), b"data: 1\n\n", GoneError()]), path="/v1/messages")
+    name, data = told(sent).split(b"\n\n")[1].split(b"\n")
+    assert name == b"event: error" and json.loads(data.removeprefix(b"data: "))["error"]["type"] == "overloaded_error"
 
 
 def test_after_so_many_deaths_a_request_is_given_up() -> None:

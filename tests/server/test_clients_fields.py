@@ -22,8 +22,9 @@ from forerun.server.answers import Delta
 from forerun.server.api_errors import ApiError
 from forerun.server.messages_api import MessagesFormat, MessagesRequest
 from forerun.server.prompt_encoder import MIDDLE_TOKENS, PromptEncoder
+from forerun.server.replies import ChatFormat
 from forerun.server.responses_api import ResponsesFormat, ResponsesRequest
-from forerun.server.schema import IGNORED_FIELDS, CompletionRequest
+from forerun.server.schema import IGNORED_FIELDS, ChatRequest, CompletionRequest
 
 pytest.importorskip("llguidance")
 DOUBLING = "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(20)) + 'r20: "abc"'
@@ -439,6 +440,53 @@ def test_a_response_takes_the_items_of_an_earlier_one(client: openai.OpenAI) -> 
     }
     response = client.responses.create(**RESPONSE, input=items, text={"format": schema}, instructions="Count.")  # type: ignore[arg-type]
     assert int(response.output_text) in range(10)
+
+
+def test_a_chunk_has_one_piece_of_each_call() -> None:
+    """Clients take a second one for a call of its own."""
+    form = ChatFormat(ChatRequest.model_validate({**CHAT, "stream": True}), "1")
+    pieces = [CallDelta(0, "", "c0", "f"), CallDelta(0, '{"a": '), CallDelta(0, "1}"), CallDelta(1, "", "c1", "g")]
+    chunk = json.loads(form.chunk(Delta(0, "", calls=pieces)).removeprefix("data: "))
+    first, second = chunk["choices"][0]["delta"]["tool_calls"]
+    assert (first["id"], first["function"]) == ("c0", {"name": "f", "arguments": '{"a": 1}'}) and second["id"] == "c1"
+
+
+def test_a_schema_beside_tools_may_be_as_large_as_one_without(server: LiveServer) -> None:
+    schema = {"properties": {f"p{i}": {"type": "integer"} for i in range(5000)}}
+    response_format = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    answer = server.post({**CHAT, "tools": TOOLS, "response_format": response_format}, "chat/completions")
+    assert "65,536 are the most" in error_of(answer)["message"]
+
+
+@pytest.mark.parametrize("depth", [200, 400, 900, 3000, 20_000])
+@pytest.mark.parametrize("place", ["response_format", "tools"])
+def test_a_schema_that_is_nested_too_deeply_is_refused(server: LiveServer, place: str, depth: int) -> None:
+    nested = '{"type": "array", "items": ' * depth + "{}" + "}" * depth
+    tools = json.dumps(TOOLS)
+    if place == "tools":
+        tools = '[{"type": "function", "function": {"name": "f", "parameters": ' + nested + "}}]"
+        more = '"tool_choice": "required"'
+    else:
+        schema = '{"name": "n", "schema": ' + nested + "}"
+        more = '"response_format": {"type": "json_schema", "json_schema": ' + schema + "}"
+    body = json.dumps(CHAT)[:-1] + f', "tools": {tools}, {more}}}'
+    answer = server.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    error_of(answer)
+
+
+def test_reasoning_and_the_answer_behind_it_are_one_turn() -> None:
+    def text(kind: str, said: str) -> Json:
+        return {"type": kind, "text": said}
+
+    thought: Json = {"type": "reasoning", "summary": [], "content": [text("reasoning_text", "Hm.")]}
+    answer: Json = {"type": "message", "role": "assistant", "content": [text("output_text", "Two.")]}
+    question: Json = {"role": "user", "content": "And 2 + 2?"}
+    call: Json = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
+    body = ResponsesRequest.model_validate({**RESPONSE, "input": [question, thought, answer, call, answer, question]})
+    turns = [message.for_template() for message in body.chat().messages]
+    assert [turn["role"] for turn in turns] == ["user", "assistant", "assistant", "user"]
+    assert (turns[1]["reasoning_content"], turns[1]["content"]) == ("Hm.", "Two.")
+    assert turns[1]["tool_calls"][0]["function"]["name"] == "add" and turns[2]["content"] == "Two."
 
 
 @pytest.mark.parametrize(

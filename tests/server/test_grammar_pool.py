@@ -110,6 +110,19 @@ def test_a_tenant_has_few_places_and_equal_schemas_share_one(
     assert told[3].status == 429 and sorted(compiled) == ["a/x", "a/x", "b/x"]
 
 
+def test_a_process_that_cannot_be_started_leaves_its_place(pool: GrammarPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: Any, **options: Any) -> Any:
+        raise OSError("no more processes")
+
+    schema = asked({"type": "string"})
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_pool.subprocess, "Popen", fail)
+        for _ in range(grammar_pool.COMPILING_PROCESSES + 1):
+            with pytest.raises(OSError, match="no more processes"):
+                asyncio.run(pool.prepare(schema, "a", "a/x"))
+    asyncio.run(asyncio.wait_for(pool.prepare(schema, "a", "a/x"), 60))
+
+
 def test_a_wrong_schema_has_its_own_reason(pool: GrammarPool) -> None:
     with pytest.raises(SchemaError, match="cannot be used"):
         asyncio.run(pool.prepare(asked({"type": "string", "pattern": "["}), "a", "a/x"))

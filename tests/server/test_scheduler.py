@@ -217,6 +217,30 @@ def test_who_floods_the_queue_leaves_others_their_share() -> None:
         one.add(ticket("other"))  # beyond its own share
 
 
+@pytest.mark.parametrize("waiting", [0, 2])
+def test_rows_that_are_free_take_no_place_to_wait(waiting: int) -> None:
+    """Also if several texts come before the next one starts."""
+    one, texts = Admission(SchedulerLimits(100, rows=3, waiting=waiting)), 3 + waiting
+    one.check_places("a", texts)
+    for _ in range(texts):
+        assert one.add(ticket("a")) is None
+    with pytest.raises(QueueFullError):
+        one.check_places("a", 1)
+    with pytest.raises(QueueFullError):
+        one.add(ticket("a"))
+    started = [one.next() for _ in range(3)]
+    assert all(started) and one.waiting == waiting
+    with pytest.raises(QueueFullError):
+        one.add(ticket("a"))
+    for each in started:
+        assert each is not None and one.remove(each)
+    one.started()
+    while one.next() is not None:
+        one.started()
+    assert one.waiting == 0
+    one.check_places("a", 3)
+
+
 def test_who_fills_the_memory_leaves_others_a_row_of_it() -> None:
     one = Admission(SchedulerLimits(160, rows=16, tenants=2))
     for _ in range(6):

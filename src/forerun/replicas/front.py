@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from forerun.replicas.prefix_index import digests
 from forerun.server.api_errors import ApiError
 from forerun.server.app import disconnected
+from forerun.server.messages_api import messages_error
 from forerun.server.replies import event
 
 log = logging.getLogger(__name__)
@@ -207,7 +208,7 @@ class Front:
             if not begun:
                 return False
             assert head is not None
-            last = event(ApiError(*REPLICA_LOST).body).encode() if _is_stream(head) else b""
+            last = _lost_event(request.path) if _is_stream(head) else b""
             await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             if replica is not None:
@@ -222,6 +223,12 @@ async def _send_head(head: ResponseHead, send: Send) -> None:
 
 def _is_stream(head: ResponseHead) -> bool:
     return any(name.lower() == b"content-type" and b"event-stream" in value for name, value in head.headers)
+
+
+def _lost_event(path: str) -> bytes:
+    """What ends a stream in its API's form; Anthropic's clients look at events with names only."""
+    error = ApiError(*REPLICA_LOST)
+    return (messages_error(error) if path == "/v1/messages" else event(error.body)).encode()
 
 
 def merged_metrics(metrics: Mapping[str, str]) -> bytes:

@@ -18,6 +18,9 @@ BLOCK_CHARACTERS = 1024
 REMEMBERED_DIGESTS = 1 << 17
 """Enough for 128 million characters. The least recently used are forgotten."""
 
+CHAT_FIELDS = ("tools", "system", "instructions", "messages", "input", "prompt")
+"""What chats and lists of prompts are in the APIs, in the order in which it is read."""
+
 ReplicaT = TypeVar("ReplicaT", bound=Hashable)
 
 
@@ -45,7 +48,7 @@ def _text(fields: dict[str, Any]) -> str:
     prompt = fields.get("prompt")
     if isinstance(prompt, str):
         return prompt
-    return json.dumps([fields.get("tools"), fields.get("messages"), prompt], ensure_ascii=False)
+    return json.dumps([fields.get(name) for name in CHAT_FIELDS], ensure_ascii=False)
 
 
 class PrefixReaders(Generic[ReplicaT]):

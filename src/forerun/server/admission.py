@@ -65,6 +65,7 @@ class ScheduledRequest:
         needs: bytes of keys and values that it takes in all.
         tokens: its text at its longest, drafts included.
         drafting: the part of ``needs`` that draft levels take.
+        placed: whether it takes one of the places to wait, as no row was free when it came.
         admitted: when it began to run, by ``time.monotonic``; None before.
         ending: how it ended.
     """
@@ -77,6 +78,7 @@ class ScheduledRequest:
     needs: int = 0
     tokens: int = 0
     drafting: int = 0
+    placed: bool = False
     admitted: float | None = None
     ending: Ending | None = None
 
@@ -229,9 +231,8 @@ class Admission:
         Raises:
             QueueFullError: says when to come again.
         """
-        rows = self.limits.rows - len(self.running) if not self._queues else 0
-        free = max(self.limits.waiting - self.waiting, math.floor(self._places.share(tenant)) - self._places.of(tenant))
-        if texts > rows + free:
+        share = math.floor(self._places.share(tenant)) - self._places.of(tenant)
+        if texts > self._free_rows + max(self.limits.waiting - self._places.used, share):
             raise QueueFullError(self.waiting, self.retry_after(tenant))
 
     def add(self, request: ScheduledRequest) -> ScheduledRequest | None:
@@ -245,7 +246,7 @@ class Admission:
             QueueFullError: if all places are taken, and no other tenant has more than its share.
         """
         displaced, tenant = None, request.tenant
-        starts = not self._queues and self._rows.allows(tenant, 1) and self._has_room(request)
+        starts = self._free_rows > 0 and self._rows.allows(tenant, 1 + self._starting_next) and self._has_room(request)
         if not starts and not self._places.allows(tenant, 1):
             debtor = self._places.debtor(tenant)
             if debtor is None:
@@ -254,7 +255,8 @@ class Admission:
             self.remove(displaced)
         self._served.setdefault(tenant, min(self._served.values(), default=0.0))
         self._queues.setdefault(tenant, deque()).append(request)
-        self._places.take(tenant, 1)
+        if not starts:
+            self._place(request)
         return displaced
 
     def next(self) -> ScheduledRequest | None:
@@ -280,7 +282,7 @@ class Admission:
         self.remove(request)
         self._served.setdefault(request.tenant, 0.0)
         self._queues.setdefault(request.tenant, deque()).appendleft(request)
-        self._places.take(request.tenant, 1)
+        self._place(request)
 
     def remove(self, request: ScheduledRequest) -> bool:
         """Remove; return True if it was present."""
@@ -295,7 +297,9 @@ class Admission:
             if request not in queue:
                 return False
             queue.remove(request)
-            self._places.give(tenant, 1)
+            if request.placed:
+                request.placed = False
+                self._places.give(tenant, 1)
             if not queue:
                 del self._queues[tenant]
         return True
@@ -323,6 +327,20 @@ class Admission:
     def started(self) -> None:
         """The request from ``next`` has its cache now, or has ended."""
         self._starting = False
+
+    @property
+    def _starting_next(self) -> int:
+        """How many requests came while rows were free, and have not started yet."""
+        return self.waiting - self._places.used
+
+    @property
+    def _free_rows(self) -> int:
+        """Rows for new requests: none if others wait for one."""
+        return 0 if self._places.used else self.limits.rows - len(self.running) - self._starting_next
+
+    def _place(self, request: ScheduledRequest) -> None:
+        request.placed = True
+        self._places.take(request.tenant, 1)
 
     def _start(self, request: ScheduledRequest) -> None:
         self._starting = True

@@ -102,21 +102,23 @@ class GrammarPool:
     def _compile(self, response_format: Any, source: GrammarSource, namespace: str) -> None:
         """In a thread of the pool."""
         self._grammars.prepare()  # fails with the reason if there can be no grammars
-        worker = self._idle.get()
-        if worker is None:
-            worker = _Worker(self._grammars)
-            self._workers.add(worker)
-        if self._closed:
-            worker.kill()
-        if worker.compiles(source):
-            self._idle.put(worker)
-            self._grammars.of(response_format, namespace)  # it takes as long again, but not longer
-            return
-        worker.close()
-        self._workers.discard(worker)
-        self._idle.put(None)
-        limits = f"{COMPILE_SECONDS} seconds or {COMPILE_BYTES >> 20} MiB"
-        raise SchemaError(f"the schema cannot be used: to compile it takes more than {limits}")
+        worker, survived = self._idle.get(), False
+        try:
+            if worker is None:
+                worker = _Worker(self._grammars)
+                self._workers.add(worker)
+            if self._closed:
+                worker.kill()
+            survived = worker.compiles(source)
+        finally:  # also if no process could be started: another one may be next time
+            if worker is not None and not survived:
+                worker.close()
+                self._workers.discard(worker)
+            self._idle.put(worker if survived else None)
+        if not survived:
+            limits = f"{COMPILE_SECONDS} seconds or {COMPILE_BYTES >> 20} MiB"
+            raise SchemaError(f"the schema cannot be used: to compile it takes more than {limits}")
+        self._grammars.of(response_format, namespace)  # it takes as long again, but not longer
 
 
 class _Worker:

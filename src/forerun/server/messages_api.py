@@ -128,8 +128,7 @@ class MessagesFormat(BlockFormat):
         return [_event("message_delta", delta=delta, usage=_usage(usage)), _event("message_stop")]
 
     def error(self, error: ApiError) -> str:
-        kind = ANTHROPIC_ERRORS.get(error.status, "api_error")
-        return _event("error", error={"type": kind, "message": error.message})
+        return messages_error(error)
 
     @property
     def _message(self) -> Json:
@@ -164,6 +163,12 @@ class MessagesFormat(BlockFormat):
 
     def _of_block(self, what: str, **fields: Any) -> str:
         return _event(f"content_block_{what}", index=len(self._blocks) - 1, **fields)
+
+
+def messages_error(error: ApiError) -> str:
+    """An event that ends a stream by an error."""
+    kind = ANTHROPIC_ERRORS.get(error.status, "api_error")
+    return _event("error", error={"type": kind, "message": error.message})
 
 
 def _object(arguments: str) -> Json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from forerun.core.fairness import FairLock
-from forerun.models.text.message_formats import knows_tools, with_tools_as_text
+from forerun.models.text.message_formats import knows_tools, with_known_roles, with_tools_as_text
 from forerun.models.text.prompts import apply_template, encode, rendered
 from forerun.server.api_errors import ApiError
 from forerun.server.schema import ChatRequest, GenerationBody, TokenizeRequest
@@ -70,7 +70,7 @@ class PromptEncoder:
             return EncodedPrompt(encode(prompt, self._tokenizer)[0], prompt)
 
     def chat(self, body: ChatRequest | TokenizeRequest) -> EncodedPrompt:
-        messages = [message.for_template() for message in body.messages or ()]
+        messages = with_known_roles([message.for_template() for message in body.messages or ()], self._tokenizer)
         options, tools = body.template_options, body.template_tools
         if tools and not knows_tools(self._tokenizer):
             messages, tools = with_tools_as_text(messages, tools), None

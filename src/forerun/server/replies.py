@@ -7,6 +7,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from forerun.models.text.message_formats import Json
@@ -151,7 +152,7 @@ class ChatFormat(ReplyFormat):
         if delta.reasoning:
             message["reasoning_content"] = delta.reasoning
         if delta.calls:
-            message["tool_calls"] = [_call_piece(call) for call in delta.calls]
+            message["tool_calls"] = [_call_piece(call) for call in _joined(delta.calls)]
         return self._chunk_choice(delta, message)
 
     def _chunk_choice(self, delta: Delta, message: Json) -> Json:
@@ -243,30 +244,26 @@ def _message(delta: Delta) -> Json:
     if delta.reasoning:
         message["reasoning_content"] = delta.reasoning
     if delta.calls:
-        message["tool_calls"] = _whole_calls(delta.calls)
+        message["tool_calls"] = [_whole_call(call) for call in _joined(delta.calls)]
     return message
 
 
-def _whole_calls(pieces: Sequence[CallDelta]) -> list[Json]:
-    """Calls from all their pieces."""
+def _joined(pieces: Sequence[CallDelta]) -> list[CallDelta]:
+    """One piece of each call. Clients take a second one in the same chunk for a call of its own."""
     calls: dict[int, list[CallDelta]] = {}
     for piece in pieces:
         calls.setdefault(piece.index, []).append(piece)
-    return [
-        {
-            "id": own[0].id,
-            "type": "function",
-            "function": {"name": own[0].name, "arguments": "".join(piece.arguments for piece in own)},
-        }
-        for own in calls.values()
-    ]
+    return [replace(own[0], arguments="".join(piece.arguments for piece in own)) for own in calls.values()]
+
+
+def _whole_call(call: CallDelta) -> Json:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _call_piece(call: CallDelta) -> Json:
     if call.id is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+    return {"index": call.index, **_whole_call(call)}
 
 
 def event(body: Mapping[str, Any], name: str | None = None) -> str:

@@ -123,8 +123,10 @@ def _add_item(messages: list[Json], item: Json, where: str) -> None:
     """Add what an item says to the turns of a chat."""
     kind = item.get("type", "message")
     if kind == "message":
-        role = "system" if item.get("role") == "developer" else item.get("role")
-        messages.append({"role": role, "content": joined_parts(item.get("content"), where, TEXT_PARTS)})
+        turn = {"role": item.get("role"), "content": joined_parts(item.get("content"), where, TEXT_PARTS)}
+        if turn["role"] == "assistant" and _is_thought(messages):
+            turn = messages.pop() | turn
+        messages.append(turn)
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -139,6 +141,11 @@ def _add_item(messages: list[Json], item: Json, where: str) -> None:
             messages.append({"role": "assistant", "content": "", "reasoning_content": text})
     else:
         raise ApiError(400, f"{where}: the type must be one of {', '.join(ITEM_TYPES)}", "invalid_value", where)
+
+
+def _is_thought(messages: list[Json]) -> bool:
+    """Whether the last turn is reasoning, for which the answer is still to come."""
+    return bool(messages) and messages[-1].keys() == {"role", "content", "reasoning_content"}
 
 
 class ResponsesFormat(BlockFormat):

@@ -14,6 +14,7 @@ from forerun.core.request import Request, Stopping
 from forerun.engine.engine import Engine
 from forerun.engine.result import ends
 from forerun.models.forward.inputs import position_limit
+from forerun.models.text.grammar import grammar_source
 from forerun.models.text.grammar_limits import SchemaError
 from forerun.models.text.message_formats import message_format
 from forerun.models.text.message_parser import MessageParser
@@ -93,7 +94,7 @@ class Service:
             prompts = await asyncio.to_thread(self.encode, body)
             if _scores_prompt(body):
                 nbytes += _hold_logprobs(held, body, sum(len(prompt.ids) for prompt in prompts) * (body.n or 1))
-            response_format = self._response_format(body, prompts[0].text or "")
+            response_format = await asyncio.to_thread(self._response_format, body, prompts[0].text or "")
             await self.grammars.prepare(response_format, tenant, private_namespace(tenant, body.forerun.namespace))
             requests = await asyncio.to_thread(self._requests, body, tenant, prompts, response_format)
         except SchemaError as error:
@@ -136,16 +137,19 @@ class Service:
 
     def _response_format(self, body: GenerationBody, prompt: str) -> dict[str, Any] | None:
         """What the engine makes the whole text follow, reasoning and calls included."""
+        wanted = body.format
         if not isinstance(body, ChatRequest):
-            return body.format
+            return wanted
+        if wanted is not None:
+            grammar_source(wanted)  # refuse one that is too large before it is looked at
         thinking, required = self.form.thinking_after(prompt), body.required_tools
         if required and self.form.calls is None:
             message = "tool_choice must be auto or none: how this model writes calls is not known"
             raise ApiError(400, message, "unsupported", "tool_choice")
         if required:
             return self.form.grammar(None, required, body.parallel, thinking)
-        known = self.form.calls is not None and body.format is not None and body.format["type"] != "text"
-        return self.form.grammar(body.format, body.template_tools or [] if known else [], body.parallel, thinking)
+        known = self.form.calls is not None and wanted is not None and wanted["type"] != "text"
+        return self.form.grammar(wanted, body.template_tools or [] if known else [], body.parallel, thinking)
 
     @property
     def offer(self) -> dict[str, Any]:

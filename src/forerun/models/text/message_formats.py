@@ -40,6 +40,7 @@ class CallFormat:
         separator: between name and arguments, where the body is both.
         noise: marks around calls that are no part of the content.
         id_length: characters of a call's id that such a template takes; None for any.
+        marked: whether a mark shows that it is a call. Else only an object that names a tool is one.
     """
 
     marks: tuple[str, ...]
@@ -53,6 +54,7 @@ class CallFormat:
     separator: str = ""
     noise: tuple[str, ...] = ()
     id_length: int | None = None
+    marked: bool = True
 
 
 HERMES = CallFormat(
@@ -144,6 +146,7 @@ CALL_FORMATS = (
         '{"name": "{name}", "parameters": ',
         "}",
         between="; ",
+        marked=False,
     ),
 )
 """The first whose marks are all there counts."""
@@ -345,6 +348,24 @@ For each call, write a JSON object with the function's name and arguments within
 def knows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a tokenizer's chat template shows tools to the model."""
     return "tools" in str(getattr(tokenizer, "chat_template", ""))
+
+
+def with_known_roles(messages: Sequence[Json], tokenizer: PreTrainedTokenizerBase) -> list[Json]:
+    """A conversation for a template that does not know ``developer``, OpenAI's later name of ``system``.
+
+    Some templates refuse a second system's turn, so what a developer says right behind one is added to it.
+    """
+    if "developer" in str(getattr(tokenizer, "chat_template", "")):
+        return list(messages)
+    turns: list[Json] = []
+    for message in messages:
+        if message["role"] != "developer":
+            turns.append(message)
+        elif turns and turns[-1]["role"] == "system":
+            turns[-1] = {**turns[-1], "content": f"{turns[-1]['content']}\n\n{message['content']}"}
+        else:
+            turns.append({**message, "role": "system"})
+    return turns
 
 
 def with_tools_as_text(messages: Sequence[Json], tools: Sequence[Json]) -> list[Json]:

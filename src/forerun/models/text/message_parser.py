@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,10 +47,13 @@ class ObjectScanner:
     Args:
         begin: called with a call's name, once its arguments begin.
         add: called with pieces of the arguments.
+        names: that a call may have; None for any.
     """
 
-    def __init__(self, begin: Callable[[str], None], add: Callable[[str], None]) -> None:
-        self._begin, self._add = begin, add
+    def __init__(
+        self, begin: Callable[[str], None], add: Callable[[str], None], names: Collection[str] | None = None
+    ) -> None:
+        self._begin, self._add, self._names = begin, add, names
         self._depth, self._inside, self._begun, self._escaped = 0, False, False, False
         self._string: str | None = None
         self._word = self._key = self._object = self._early = ""
@@ -101,6 +104,8 @@ class ObjectScanner:
         self._word, self._string = self._string, None
         if self._depth == 1 and self._key == "name" and self._name is None:
             self._name = str(json.loads(f'"{self._word}"'))
+            if self._names is not None and self._name not in self._names:
+                raise ValueError("an object that names no tool")
 
     def _pass_on(self, arguments: str) -> None:
         self._early += arguments
@@ -147,6 +152,7 @@ class MessageParser:
         parallel: bool = True,
     ) -> None:
         self._parallel, self._tools = parallel, bool(tools)
+        self._names = {tool["function"]["name"] for tool in tools}
         begins_thinking = form.own is None and form.thinking is not None and form.thinking_after(prompt) == "open"
         prefix = prompt if form.own is not None else form.thinking.begin if begins_thinking and form.thinking else ""
         self._parser = tokenizer.get_response_parser(template, prefix=prefix, tools=list(tools) or None)
@@ -237,7 +243,8 @@ class MessageParser:
         kind = event["type"]
         if kind == "region_open":
             self._calls_before, self._head = self.calls, ""
-            self._scanner = ObjectScanner(self._begin, self._add)
+            any_name = self._format is None or self._format.marked
+            self._scanner = ObjectScanner(self._begin, self._add, None if any_name else self._names)
         elif kind == "region_chunk" and self._format is not None:
             self._read_call(event["text"], self._format)
         elif kind == "region_close" and self._format is None:
