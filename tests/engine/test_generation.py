@@ -15,10 +15,12 @@ import torch
 from support.tiny import EOS, PROMPTS, VOCABULARY, OracleDrafter, tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Cache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedTokenizerFast,
+    QuantizedCache,
     StoppingCriteria,
     StoppingCriteriaList,
     TextIteratorStreamer,
@@ -197,6 +199,10 @@ def test_stop_strings_cut_exactly_where_transformers_does(tokenizer: PreTrainedT
     assert config.stop_strings == [stop]
     with pytest.raises(ValueError, match="need a tokenizer"):
         forerun.Engine(MODEL, "none").generate(PROMPT, **options)
+    whole = by_transformers(generation_config=config, stop_strings=None)
+    assert len(whole) > len(expected)
+    for nothing in (None, []):  # those of the configuration are off
+        assert engine.generate(PROMPT, generation_config=config, stop_strings=nothing).generated == [whole]
 
 
 @pytest.mark.parametrize("cut", range(1, 12))
@@ -428,6 +434,13 @@ def test_all_doors_draw_the_same_seeds() -> None:
     assert custom[:, len(PROMPT) :].tolist() == engine.generated
 
 
+class Quantised(QuantizedCache):
+    """Without the package that it would need."""
+
+    def __init__(self) -> None:
+        Cache.__init__(self, layers=[])
+
+
 def test_custom_generate_names_the_inputs_that_it_cannot_take() -> None:
     ids = torch.tensor([PROMPT])
     embedded = MODEL.get_input_embeddings()(ids)
@@ -437,6 +450,7 @@ def test_custom_generate_names_the_inputs_that_it_cannot_take() -> None:
         ({"inputs_embeds": embedded}, "^inputs_embeds: Forerun reads token ids"),
         ({"inputs": ids, "position_ids": natural + 1}, "^position_ids: Forerun counts"),
         ({"inputs": ids, "past_key_values": cache}, "^past_key_values holds 11 tokens"),
+        ({"inputs": ids, "past_key_values": Quantised()}, "^past_key_values is a QuantizedCache"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             MODEL.generate(**given, max_new_tokens=2, custom_generate=forerun.custom_generate, forerun_drafter="none")

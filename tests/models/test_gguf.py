@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import forerun.models.loading.gguf
 from forerun import Engine
 from forerun.cli import app
-from forerun.models.loading.gguf import read_header
+from forerun.models.loading.gguf import Header, read_header, with_what_is_not_read
 from forerun.models.loading.load import find, load
 
 
@@ -238,6 +238,34 @@ def test_biases_that_transformers_would_leave_out_are_refused(tmp_path: Path) ->
         writer.add_tensor("blk.0.attn_q.bias", np.ones(32, np.float32))
 
     assert "has blk.0.attn_q.bias, which transformers leaves out" in refused(write(tmp_path / "a.gguf", change=biased))
+
+
+def test_norms_that_transformers_would_leave_out_are_refused(tmp_path: Path) -> None:
+    def normed(writer: Any) -> None:
+        writer.add_tensor("blk.0.attn_q_norm.weight", np.ones(32, np.float32))
+
+    file = write(tmp_path / "a.gguf", change=normed, architecture="stablelm")
+    assert "has blk.0.attn_q_norm.weight, which transformers leaves out" in refused(file)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stated", "wanted"),
+    [
+        ("starcoder2", {"rope.freq_base": 999999.4, "attention.sliding_window": 4096}, {"sliding_window": 4096}),
+        ("phi3", {"attention.sliding_window": 2047, "rope.freq_base": 10000.0}, {"sliding_window": 2047}),
+        ("gemma2", {"block_count": 46}, {"query_pre_attn_scalar": 144}),
+        ("gemma2", {"block_count": 42}, {"query_pre_attn_scalar": 256}),
+        ("stablelm", {"rope.freq_base": 5e5}, {}),
+    ],
+)
+def test_what_transformers_does_not_read_is_taken_from_the_header(
+    kind: str, stated: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    config = AutoConfig.for_model(kind, hidden_size=4608, num_attention_heads=32)
+    header = Header({f"{kind}.{key}": value for key, value in stated.items()} | {"general.architecture": kind}, {}, 0)
+    config = with_what_is_not_read(config, header)
+    assert {name: getattr(config, name) for name in wanted} == wanted
+    assert config.rope_parameters["rope_theta"] == stated.get("rope.freq_base", 10000.0)
 
 
 @pytest.mark.parametrize(

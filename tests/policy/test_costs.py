@@ -92,7 +92,8 @@ class Machine:
 
     def __init__(self, unit: float, positions: int = 1 << 17) -> None:
         self.unit, self.now, self.passes = unit, 0.0, 0
-        self.model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=positions))
+        config = SimpleNamespace(max_position_embeddings=positions, get_text_config=lambda decoder: config)
+        self.model = SimpleNamespace(config=config)
 
     def clock(self) -> float:
         return self.now
@@ -160,6 +161,22 @@ def test_a_model_with_few_positions_is_measured_within_them() -> None:
     assert curve.sizes == (1, 2, 8, 16, 32)
     assert curve.cached_costs == (0, 0)
     assert FAR_TOKENS > 40
+
+
+def test_positions_that_would_change_all_keys_are_not_measured() -> None:
+    machine = Machine(0.001, positions=40)
+    machine.model.config.rope_parameters = {"rope_type": "longrope", "original_max_position_embeddings": 40}
+    limit, machine.model.config.max_position_embeddings = 40, 1 << 17
+    reached: list[int] = []
+    scored = machine.score
+
+    def score(blocks: Any, caches: Any) -> list[torch.Tensor]:
+        reached.extend(int(block.positions.max()) for block in blocks)
+        return scored(blocks, caches)
+
+    machine.score = score  # type: ignore[method-assign]
+    measure(machine, machine.clock, machine.clock)  # type: ignore[arg-type]
+    assert max(reached) < limit
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mistral"])

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+import torch
+
 from forerun.core.fairness import eviction, owner_of
 from forerun.core.request import Request
 from forerun.engine.step import Row
@@ -30,6 +32,9 @@ log = logging.getLogger(__name__)
 SHARED_CHUNK_TOKENS = 64
 """Granularity of prefix sharing, in tokens. Up to this many common tokens are read again, which takes about as long as
 a few steps. Fewer would make more keys."""
+
+NO_MEMORY = (OSError, MemoryError, torch.OutOfMemoryError)
+"""What copying a beginning may raise; then it is read instead."""
 
 Keys = Sequence[bytes]
 """A prompt's chunks but for the last: each key stands for the text up to the end of a chunk."""
@@ -218,7 +223,7 @@ class PrefixSharing:
         if length * row.cache.shape.nbytes <= self._prefixes.limit:
             try:
                 self._prefixes.keep(keys, row.cache.share(length), row.request.namespace)
-            except (OSError, MemoryError) as error:
+            except NO_MEMORY as error:
                 log.warning("there is no memory to keep a prompt's beginning: %s", error)
 
     def _note(self, row: Row, keys: Keys) -> None:
@@ -267,5 +272,5 @@ class PrefixSharing:
     def _begin_with(self, row: Row, beginning: Callable[[], SharedPrefix], count: int) -> None:
         try:
             row.begin_with(beginning(), count * self.chunk)
-        except (OSError, MemoryError) as error:
+        except NO_MEMORY as error:
             log.warning("there is no memory to share a beginning (%s); the row reads it itself", error)

@@ -102,11 +102,20 @@ class FullCache(Cache):
         """Write a block's keys and values ``[1, Hkv, n, d]`` after the committed ones; returns all of the layer's."""
         if self._store is not None:
             self.reserve(list(self._layers), k, k.shape[2])
+        self._check_type(k)
         self._grow(self.length + k.shape[2])
         first = self._released.get(layer, 0)
         self._layers[layer] = append(self._layers.get(layer), (k, v), self.length, self._capacity, first)
         keys, values = self._layers[layer]
         return keys, values
+
+    def _check_type(self, like: torch.Tensor) -> None:
+        """Refuse rows of another type than those that are held, as after a cast of the model."""
+        held = next(iter(self._layers.values()), None)
+        if held is not None and held[0].dtype != like.dtype:
+            raise ValueError(
+                f"this cache holds keys in {held[0].dtype} and the model's are {like.dtype}; begin a new one"
+            )
 
     def reserve(self, layers: Sequence[int], like: torch.Tensor, count: int) -> torch.Tensor:
         """Make room for ``count`` tokens after the committed ones, for all layers; see ``Cache.addressed``.
@@ -115,8 +124,9 @@ class FullCache(Cache):
             ``[layers, 2, Hkv, capacity, d]``: keys, then values. What is written from ``length`` on is speculative.
 
         Raises:
-            ValueError: if the cache holds rows of another shape.
+            ValueError: if the cache holds rows of another shape or type.
         """
+        self._check_type(like)
         end = self.length + count
         if self._store is None or self._store.shape[3] < end:
             if self._layers and list(self._layers) != list(layers):

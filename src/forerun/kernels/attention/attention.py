@@ -67,11 +67,6 @@ class AttentionSpec:
     softcap: float | None = None
     sinks: torch.Tensor | None = field(default=None, compare=False)
 
-    @property
-    def plain(self) -> bool:
-        """Whether a query sees all keys, and nothing is done to its scores but scaling."""
-        return self.window is None and self.softcap is None and self.sinks is None
-
 
 def attend_in_order(
     q: torch.Tensor,

@@ -259,7 +259,8 @@ class CompiledForward:
             if norm is not None and not single
         ]
         q_norm, k_norm = (norm.weight.data_ptr() if own else 0 for norm, own in zip(norms, per_head, strict=True))
-        offset, least = (weight_offset(norms[0]), eps(norms[0])) if per_head[0] else (0, 0.0)
+        own = next((norm for norm, single in zip(norms, per_head, strict=True) if single), None)
+        offset, least = (0, 0.0) if own is None else (weight_offset(own), eps(own))
         cos, sin = decoder.angles[part.rotary]
         op = RotaryOp(
             decoder.kind, heads.heads, heads.kv_heads, heads.dim, y, row, q_norm, k_norm, offset, cos.data_ptr(),

@@ -96,6 +96,7 @@ class GpuScorer(Scorer):
         self._watch = WeightWatch(self.model)
         self._inputs = self.model.get_input_embeddings()
         self._graphs: dict[_Kept, GraphCache[_Results]] = {}
+        self.__dict__.pop("_layers", None)  # they depend on the weights' type
 
     @property
     def recordings(self) -> int:
@@ -127,10 +128,11 @@ class GpuScorer(Scorer):
         return keys, keys.new_empty(1, shape.heads, 0, shape.out_dim)
 
     def _pass(self, blocks: Sequence[Block], caches: Sequence[Cache], layers: tuple[int, ...]) -> PassResult:
-        tables = self._layers
         with self._lock:
             if not self._watch.same():
                 self._begin()
+        tables = self._layers
+        with self._lock:
             rows = None if tables is None else _rows(tables, blocks, caches)
             if tables is not None and rows is not None:
                 return self._score(tables, list(zip(blocks, caches, rows, strict=True)), layers)

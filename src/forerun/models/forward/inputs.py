@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, QuantizedCache
 
 DERIVED_INPUTS = frozenset(
     {"attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "cache_position"}
@@ -37,6 +37,8 @@ def check_inputs(ids: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
     states = given.get("cache_params")
     if states is not None and states.has_previous_state():
         raise NotImplementedError("cache_params holds states: Forerun keeps caches of its own; give all the text")
+    if isinstance(cache, QuantizedCache):
+        raise NotImplementedError("past_key_values is a QuantizedCache, which changes the text; Forerun's are exact")
     if cache is not None and cache.get_seq_length():
         raise NotImplementedError(
             f"past_key_values holds {cache.get_seq_length()} tokens: Forerun keeps caches of its own; give all the text"

@@ -21,6 +21,7 @@ import torch
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.kv.full_cache import FullCache
+from forerun.models.forward.inputs import position_limit
 from forerun.models.forward.scorer import Scorer
 from forerun.policy.cost_curve import CostCurve
 
@@ -143,9 +144,9 @@ def _curve(seconds: dict[Kind, float], near: int) -> CostCurve:
 
 
 def _positions(scorer: Scorer) -> int:
-    """The number of positions of the model."""
-    limit = getattr(scorer.model.config, "max_position_embeddings", None)
-    return limit if isinstance(limit, int) else FAR_TOKENS + max(FAR_SIZES)
+    """The number of positions at which passes are measured, as far as the model has them."""
+    limit = position_limit(scorer.model)
+    return FAR_TOKENS + max(FAR_SIZES) if limit is None else limit
 
 
 def _blank(scorer: Scorer, cached: int) -> FullCache:

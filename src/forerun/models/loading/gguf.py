@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import re
 import struct
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,13 +40,18 @@ NEEDED = ("gguf", "accelerate")
 DIGITS_APART = ("smollm", "starcoder", "refact", "command-r")
 """Vocabularies that split numbers into digits before merging, which transformers does not know."""
 TOKENS = "tokenizer.ggml.tokens"
-UNBIASED = ("llama", "mistral")
-"""Architectures whose models transformers builds without biases, whatever a GGUF file has."""
-SIZES_OF_EXPERTS = {
+SKIPPED_TENSORS = {"llama": r"\.bias$", "mistral": r"\.bias$", "stablelm": r"attn_[qk]_norm"}
+"""Tensors without which transformers builds models of an architecture, whatever a GGUF file has."""
+NOT_READ = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 """GGUF's and transformers' names of sizes that transformers does not read from GGUF files."""
+WINDOWED = ("phi3", "starcoder2")
+"""Architectures whose window transformers does not read."""
+SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
+"""Layers of Gemma's models of 27 billion parameters. Only they scale attention by the width of the model; no GGUF file
+says so, and transformers takes what the others have."""
 
 SHORT_ARRAY = 1024
 """Numbers of an array that is read: one for each layer, but not one for each token."""
@@ -201,12 +207,22 @@ def is_mixtral(header: Header) -> bool:
     return header.architecture == "llama" and header.metadata.get("llama.expert_count", 0) > 0
 
 
-def with_sizes_of_experts(config: PreTrainedConfig, header: Header) -> PreTrainedConfig:
-    """The configuration with the sizes of experts, in place of transformers' defaults."""
-    for key, own in SIZES_OF_EXPERTS.items():
-        size = header.metadata.get(f"{header.architecture}.{key}")
-        if size is not None and hasattr(config, own):
-            setattr(config, own, size)
+def with_what_is_not_read(config: PreTrainedConfig, header: Header) -> PreTrainedConfig:
+    """The configuration with what transformers does not read from GGUF files, in place of its defaults."""
+
+    def stated(key: str) -> Any:
+        return header.metadata.get(f"{header.architecture}.{key}")
+
+    windows = {"attention.sliding_window": "sliding_window"} if header.architecture in WINDOWED else {}
+    for key, own in (NOT_READ | windows).items():
+        if stated(key) is not None and hasattr(config, own):
+            setattr(config, own, stated(key))
+    rope = getattr(config, "rope_parameters", None) or {}
+    if stated("rope.freq_base") is not None and "rope_theta" in rope:
+        rope["rope_theta"] = stated("rope.freq_base")
+    if SCALED_BY_WIDTH.get(header.architecture) == stated("block_count") is not None:
+        own = config.get_text_config()
+        own.query_pre_attn_scalar = own.hidden_size // own.num_attention_heads
     return config
 
 
@@ -261,11 +277,12 @@ def _check_content(file: Path, header: Header) -> None:
         raise ValueError(f"{file} has no tokenizer ({TOKENS})")
     if not header.tensors:
         raise ValueError(f"{file} has no weights: there is no tensor in it")
-    bias = next((name for name in header.tensors if name.endswith(".bias")), None)
-    if bias is not None and header.architecture in UNBIASED:
+    pattern = SKIPPED_TENSORS.get(header.architecture)
+    left_out = next((name for name in header.tensors if pattern is not None and re.search(pattern, name)), None)
+    if left_out is not None:
         raise ValueError(
-            f"{file} has {bias}, which transformers leaves out of GGUF files of {header.architecture}: the model would "
-            "be another one; give the folder of its safetensors"
+            f"{file} has {left_out}, which transformers leaves out of GGUF files of {header.architecture}: the model "
+            "would be another one; give the folder of its safetensors"
         )
     if metadata.get(f"{header.architecture}.attention.causal") is False:
         raise ValueError(f"{file} holds no decoder: its attention sees the tokens after each one, too")

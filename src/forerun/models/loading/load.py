@@ -226,7 +226,7 @@ def _from_file(file: Path, dtype: str, progress: gguf.Progress) -> tuple[PreTrai
     with gguf.alone(file) as folder, gguf.bar_to(progress):
         source = _Source(file, folder, {"local_files_only": True, "gguf_file": file.name})
         with gguf.read_by(header):
-            config = gguf.with_sizes_of_experts(_check_config(source), header)
+            config = gguf.with_what_is_not_read(_check_config(source), header)
             tokenizer = _tokenizer(source)
         if dtype == STORED:
             model = load_as_stored(file, header, config, progress)

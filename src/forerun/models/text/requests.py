@@ -310,9 +310,10 @@ def _with_stop_strings(
     """Turn ``stop_strings`` into a stopping criterion, as transformers passes no tokenizer to custom functions."""
     own_config = kwargs.get("generation_config")
     config = own_config or model.generation_config
-    strings = kwargs.get("stop_strings") or config.stop_strings or model.generation_config.stop_strings
-    if not strings:
-        return kwargs
+    given = kwargs.get("stop_strings", config.stop_strings or model.generation_config.stop_strings)
+    strings = given or None  # no strings are given to switch the model's own off
+    if strings is None:
+        return {**kwargs, "stop_strings": None} if "stop_strings" in kwargs else kwargs
     if "" in ([strings] if isinstance(strings, str) else strings):
         raise ValueError(f"stop_strings={strings!r} holds an empty one, which would stop everywhere")
     if tokenizer is None:
@@ -334,6 +335,8 @@ def _check_mode(config: GenerationConfig) -> None:
     mode = config.get_generation_mode()
     if mode not in SUPPORTED_MODES:
         raise NotImplementedError(f"{mode.value} is not supported; Forerun does greedy decoding and sampling")
+    if config.cache_implementation == "quantized":
+        raise NotImplementedError("cache_implementation='quantized' changes the text; Forerun's caches are exact")
     if config.guidance_scale not in (None, 1, 1.0):
         raise NotImplementedError(f"guidance_scale={config.guidance_scale} is not supported; only 1 is")
     outputs = [name for name in UNSUPPORTED_OPTIONS if getattr(config, name, None)]
