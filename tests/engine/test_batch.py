@@ -563,3 +563,13 @@ def test_a_pass_that_always_fails_is_not_tried_at_every_step(monkeypatch: pytest
     monkeypatch.setattr(one.target, "score", narrow)
     got = one.generate([prompt(9, n) for n in range(5)], max_new_tokens=20).generated
     assert got == wanted and failures == [5]
+
+
+def test_a_cache_of_another_type_is_refused() -> None:
+    """As after a cast of the model: rows would be read in the wrong type, or rounded."""
+    cache, rows = FullCache(), torch.zeros(1, 2, 5, 4)
+    cache.extend({0: (rows, rows)})
+    with pytest.raises(ValueError, match=r"holds keys in torch.float32 and the model's are torch.bfloat16"):
+        cache.append(0, rows.bfloat16(), rows.bfloat16())
+    with pytest.raises(ValueError, match="begin a new one"):
+        cache.reserve([0], rows.bfloat16(), 1)
