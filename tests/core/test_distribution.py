@@ -196,6 +196,21 @@ def test_drafts_of_no_probability_are_rejected_and_certain_ones_accepted() -> No
         assert verdict == Verdict([0], [0, 2])
 
 
+@pytest.mark.parametrize("first", [0.3, 0.0])
+def test_a_draft_that_its_model_could_not_choose_is_rejected(first: float) -> None:
+    """As where a processor leaves only tokens that the draft model does not know, and its softmax is not a number."""
+    p, drawn = torch.tensor([first, 0.2, 0.8 - first]), []
+    for seed in range(300):
+        request = Request([0], 4, sampler=Sampler("rejection", seed))
+        verdict = verify(DraftTree.chain([0], q=torch.full((1, 2), math.nan)), p.log().repeat(2, 1), request)
+        assert verdict.path == []
+        drawn += verdict.tokens
+    assert (drawn.count(0) / 300, drawn.count(1) / 300) == (
+        pytest.approx(first, abs=0.08),
+        pytest.approx(0.2, abs=0.08),
+    )
+
+
 def test_a_residual_lost_to_rounding_falls_back_to_the_target() -> None:
     request = Request([0], 4, sampler=Sampler("rejection"))
     p = torch.tensor([0.25, 0.75], dtype=torch.float64)

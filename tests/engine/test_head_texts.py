@@ -93,18 +93,27 @@ def test_output_equals_plain_generation_in_every_cell(cell: tuple[str, str, str,
     check_cell(*cell, tmp_path)
 
 
+def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """A copy of all that a model computes with."""
+    return {name: t.clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
+
+
 @pytest.mark.parametrize(
     ("kind", "count", "dtype"),
-    [("deepseek_v3", 1, "float64"),
+    [("deepseek_v3", 1, "float64"), ("deepseek_v3", 1, "bfloat16"),
      *(pytest.param(*each, marks=pytest.mark.matrix) for each in [
          ("deepseek_v3", 2, "bfloat16"), ("deepseek_v3", 2, "float64"), ("glm4_moe", 2, "float32"),
          ("glm4_moe", 1, "float64"), ("glm4_moe", 1, "bfloat16")])],
 )  # fmt: skip
 def test_heads_of_a_checkpoint_change_nothing(kind: str, count: int, dtype: str, tmp_path: Path) -> None:
     model = mtp_target(tmp_path, count, getattr(torch, dtype), kind)
-    none, engine = (Engine(model, drafter, prune_drafts=False, prefill_block=4) for drafter in ("none", "mtp"))
+    none, texts, before = Engine(model, "none", prune_drafts=False, prefill_block=4), {}, _tensors(model)
     for sampling in ("greedy", "coupled"):
-        expected = [none.generate(prompt, **SAMPLING[sampling] | ON).requests[0] for prompt in PROMPTS]
+        texts[sampling] = [none.generate(prompt, **SAMPLING[sampling] | ON).requests[0] for prompt in PROMPTS]
+    engine = Engine(model, "mtp", prune_drafts=False, prefill_block=4)
+    after = _tensors(model)
+    assert all(after[name].dtype == t.dtype and torch.equal(after[name], t) for name, t in before.items())
+    for sampling, expected in texts.items():
         found = engine.generate(list(PROMPTS), **SAMPLING[sampling] | ON).requests
         assert [r.tokens.tolist() for r in found] == [r.tokens.tolist() for r in expected]
         assert all(sum(request.stats.drafted) > 0 for request in found)

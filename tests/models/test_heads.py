@@ -19,6 +19,7 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from forerun.models.forward.scorer import Scorer
+from forerun.models.heads.eagle3 import _aux_layers
 from forerun.models.heads.head import Growth, Head
 from forerun.models.heads.loading import load_head
 from forerun.models.heads.mtp import MtpHead
@@ -37,6 +38,19 @@ def turn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     angles = positions[:, None, None] * 1e4 ** (-torch.arange(half) / half)
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        ({}, (2, 16, 29)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}}, (2, 16, 29)),  # SpecForge's default
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}}, (2, 16, 29)),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}, (1, 5, 9)),
+    ],
+)
+def test_the_default_layers_are_known_however_they_are_numbered(config: Any, layers: tuple[int, ...]) -> None:
+    assert _aux_layers(config, 32) == layers
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -146,6 +146,8 @@ def foretell(tree: DraftTree, logits: torch.Tensor, request: Request) -> torch.T
 def tested(tree: DraftTree, request: Request) -> torch.Tensor | None:
     """The ``q`` of a chain that is tested by rejection.
 
+    A draft model may know none of the tokens that a processor leaves. Then its softmax is not a number, and here 0.
+
     Raises:
         ValueError: if ``q`` comes with a tree that is not a chain under rejection sampling.
     """
@@ -153,7 +155,7 @@ def tested(tree: DraftTree, request: Request) -> torch.Tensor | None:
         return None
     if not tree.is_chain:
         raise ValueError("rejection sampling with q needs a chain, and this tree branches")
-    return tree.q
+    return tree.q.nan_to_num(0.0)
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,8 @@ def _rejection(tree: DraftTree, test: Trial | _OneByOne, request: Request) -> Ve
     tokens: list[int] = []
     for node, token in enumerate(tree.tokens.tolist()):
         p, q = test.chances(node, token)
-        if uniform(request.sampler.seed, len(request), Salt.ACCEPT) * q >= p:
+        never = q <= 0  # then it was not drawn from q
+        if never or uniform(request.sampler.seed, len(request), Salt.ACCEPT) * q >= p:
             tokens.append(test.residual(node))
             request.append(tokens[-1])
             return Verdict(list(range(node)), tokens)

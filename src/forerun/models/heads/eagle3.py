@@ -76,7 +76,7 @@ class Eagle3Head(RecurrentHead):
         super().bind(target)
         config = text_config(target.model)
         self._target, count, wide = target, int(config.num_hidden_layers), int(config.hidden_size)
-        ids = _aux_layers(self.config) or (2, count // 2, count - 3)
+        ids = _aux_layers(self.config, count)
         self.layers = check_layers(ids, count, "eagle_aux_hidden_state_layer_ids", self.folder)
         if len(self.layers) != AUX_STATES:
             raise ValueError(
@@ -180,12 +180,15 @@ class Eagle3Head(RecurrentHead):
         return output_logits(self._target, normed)
 
 
-def _aux_layers(config: dict[str, Any]) -> tuple[Any, ...]:
-    """The target's layers as either form names them; empty if it leaves them to the default."""
-    inner = config.get("eagle_config")
+def _aux_layers(config: dict[str, Any], count: int) -> tuple[Any, ...]:
+    """The layers of a target of ``count`` before which its states are read, as either form names them.
+
+    SpecForge numbers the layers behind which it reads; its default is known by that.
+    """
+    inner, default = config.get("eagle_config"), (2, count // 2, count - 3)
     name = "eagle_aux_hidden_state_layer_ids"
-    ids = config.get(name) or (inner.get(name) if isinstance(inner, dict) else None) or ()
-    return tuple(ids)
+    ids = tuple(config.get(name) or (inner.get(name) if isinstance(inner, dict) else None) or default)
+    return default if ids == tuple(layer - 1 for layer in default) else ids
 
 
 def is_eagle3(config: dict[str, Any]) -> bool:

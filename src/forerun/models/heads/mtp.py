@@ -15,6 +15,9 @@ from forerun.models.forward.scorer import ATTENTION_NAME, Scorer, experts, use_i
 from forerun.models.heads.head import RecurrentHead
 from forerun.models.loading.load import quiet
 
+THE_TARGETS = ("embed_tokens", "shared_head", "rotary_emb")
+"""Parts of transformers' model of the heads that are the target's own."""
+
 
 class MtpHead(RecurrentHead):
     """The heads in the target's own checkpoint; they are read when the target is known."""
@@ -29,7 +32,7 @@ class MtpHead(RecurrentHead):
         try:
             with quiet():
                 heads = MtpModel.from_pretrained(model, device_map={"": target.device})
-            self._model = heads.to(model.dtype).eval()
+            self._model = heads.eval()
         except Exception as error:
             raise ValueError(
                 f"{name} says that it has {count} heads for further tokens (num_mtp_layers), and they cannot be read "
@@ -40,6 +43,9 @@ class MtpHead(RecurrentHead):
             raise ValueError(
                 f"the heads for further tokens of {name} are of type {sorted(kinds)}, which is not supported"
             )
+        for name, part in self._model.named_children():
+            if name not in THE_TARGETS:  # a cast would round the angles that the target itself reads
+                part.to(model.dtype)
         self.depth_layers, self.layers = int(count), (int(config.num_hidden_layers),)
         self.token_bytes = self.depth_layers * max(layer.nbytes for layer in target.kv.layers.values())
 
