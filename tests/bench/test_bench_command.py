@@ -101,6 +101,17 @@ def test_what_was_measured_is_kept_when_a_later_round_fails(
     assert [row["rounds"] for row in rows] == [1, 1, 1, 1]
 
 
+def test_a_report_that_cannot_be_written_is_said_in_one_line(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: Any) -> Any:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("forerun.cli.bench.write", full)
+    done = bench(model, tmp_path, "-d", "lookup")
+    assert done.exit_code == 2 and "the disk is full" in done.stderr and "| forerun lookup |" in done.stdout
+
+
 def test_a_text_that_no_draft_may_change_ends_in_status_1(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.tiny import PROMPTS, tiny
 
 from forerun.bench import report
@@ -14,6 +16,7 @@ from forerun.bench.contestants import Bench
 from forerun.bench.journal import Journal, TurnKey, about
 from forerun.bench.rounds import BASELINE, PLAIN, Contestant, PromptSet, Rows, Run, Series, measure
 from forerun.core.long_context import LongContextConfig
+from forerun.drafting.recipes import build_drafter, trie_of
 
 
 def measured(*arguments: Any) -> list[Series]:
@@ -101,6 +104,30 @@ def test_texts_of_every_round_are_compared_and_counted() -> None:
 
     assert series([1, 2], [1, 3], [1, 2]).same_texts(series([1, 2], [1, 2], [1, 2])) == 2 / 3
     assert series([1], [1, 2, 3, 4], [1, 2, 3, 4]).tokens_per_second == 2
+
+
+def test_a_token_a_minute_is_a_figure_too() -> None:
+    """As behind a long prompt on a CPU, whose reading counts."""
+
+    def slow(name: str, task: str) -> Series:
+        return Series(name, task, [[Run([[1] * 16], seconds, 16) for seconds in (400.0, 900.0)]])
+
+    rows = report.summarise([slow(name, task) for task in ("a", "b") for name in (BASELINE, PLAIN)])
+    table = report.speed_table(rows)
+    assert "| 0.025 tokens/s (0.018 to 0.04) |" in table and "1.00x (0.72 to 1.62)" in table and "geometric" in table
+
+
+@torch.inference_mode()
+def test_a_warm_drafter_is_copied_without_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 that is a program, which cannot be copied."""
+    model = tiny("llama", torch.float32)
+    bench = Bench(model, ["trie"])
+    bench.engine.set_drafter(build_drafter("trie"))
+    bench.generate([PROMPTS[0]], 20)
+    monkeypatch.setattr(type(bench.engine.target), "__deepcopy__", lambda *given: pytest.fail("copied"), raising=False)
+    warm = copy.deepcopy(bench.engine.drafter)
+    *_, series = bench.run(PromptSet("copy", PROMPTS[:1], PROMPTS[:1], 20), 1)
+    assert report.summarise(series) and trie_of(warm) is not trie_of(bench.engine.drafter)
 
 
 def test_a_bench_that_was_ended_goes_on_where_it_was(tmp_path: Path) -> None:

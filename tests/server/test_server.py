@@ -541,6 +541,14 @@ def test_metrics_count(server: LiveServer) -> None:
 # --- settings, and the command
 
 
+def test_a_variable_with_the_name_of_a_flag_is_no_silent_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server without keys would start."""
+    monkeypatch.setenv("FORERUN_API_KEY", "secret")
+    with pytest.raises(ValueError, match="FORERUN_API_KEY is not looked at; it is FORERUN_API_KEYS") as raised:
+        read_settings({})
+    assert "secret" not in str(raised.value)
+
+
 def test_flags_come_before_the_environment_and_that_before_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,9 +41,9 @@ def _row(one: Series, baseline: Series, plain: Series | None, decode: Decode) ->
     return {
         "task": one.task,
         "contestant": one.contestant,
-        "tokens_per_second": round(one.tokens_per_second, 1),
-        "slowest": round(slow, 1),
-        "fastest": round(fast, 1),
+        "tokens_per_second": _figures(one.tokens_per_second),
+        "slowest": _figures(slow),
+        "fastest": _figures(fast),
         "rounds": len(one.runs[0]),
         "tokens_per_pass": None if passes is None else round(passes, 3),
         "speed_up": round(one.tokens_per_second / baseline.tokens_per_second, 3),
@@ -52,6 +52,15 @@ def _row(one: Series, baseline: Series, plain: Series | None, decode: Decode) ->
         "texts": sum(len(rounds[0].texts) for rounds in one.runs),
         "tokens": sum(rounds[0].tokens for rounds in one.runs),
     }
+
+
+def _figures(value: float) -> float:
+    """Four figures of it: behind a long prompt a token may take a minute."""
+    return float(f"{value:.4g}")
+
+
+def _short(speed: float) -> str:
+    return f"{speed:.0f}" if speed >= 10 else f"{speed:.2g}"
 
 
 def means(rows: Sequence[Row]) -> list[Row]:
@@ -86,12 +95,12 @@ def speed_table(rows: Sequence[Row]) -> str:
 
 def _cell(row: Row) -> str:
     base = row["contestant"] == BASELINE
-    median = f"{row['tokens_per_second']:.0f} tokens/s" if base else f"{row['speed_up']:.2f}x"
+    median = f"{_short(row['tokens_per_second'])} tokens/s" if base else f"{row['speed_up']:.2f}x"
     if row.get("rounds", 1) == 1:
         return median
     to = row["speed_up"] / row["tokens_per_second"]
     slow, fast = row["slowest"], row["fastest"]
-    return f"{median} ({slow:.0f} to {fast:.0f})" if base else f"{median} ({slow * to:.2f} to {fast * to:.2f})"
+    return f"{median} ({_short(slow)} to {_short(fast)})" if base else f"{median} ({slow * to:.2f} to {fast * to:.2f})"
 
 
 def equality_table(rows: Sequence[Row]) -> str:

@@ -37,6 +37,7 @@ def run(options: BenchOptions) -> None:
         bench.check_skip(sets)
     shared = about(options.model, dtype_name(target), str(target.device))
     journal = Journal(options.out / "speed-turns.jsonl", shared, options.resume)  # begun when nothing is wrong
+    paths: Sequence[Path] = []
     result = BenchResult([], plain_values(options) | {"dtype": dtype_name(target)})
     try:
         with quiet(), progress_bar(stderr(), "measuring") as progress:

@@ -27,7 +27,7 @@ DRAFT_MODEL_HELP = (
     "those in the model's own files."
 )
 SPARSE_HELP = (
-    "The target's cache in triforce, triforce-trie and triforce-auto; by default low-rank, and retrieval on a GPU."
+    "The target's sparse cache in auto and in all triforce drafters; by default low-rank, and retrieval on a GPU."
 )
 DTYPE_HELP = "Of the weights; auto is the file's, and float32 for GGUF files, which stored leaves as they are."
 BENCH_DRAFTERS = ("auto", "trie", "lookup")
@@ -122,7 +122,7 @@ class ModelOptions(AnyTypeModelOptions):
 
 @dataclass(frozen=True)
 class LongOptions:
-    """Options of the drafters for long contexts; other drafters ignore them."""
+    """Options of ``auto`` and the drafters for long contexts; other drafters ignore them."""
 
     draft_model: Annotated[str | None, option(panel=LONG_PANEL, help=DRAFT_MODEL_HELP)] = None
     gamma1: Annotated[int, option(panel=LONG_PANEL, help="Tokens the small model drafts at once.", min=1)] = LONG.gamma1
@@ -270,12 +270,13 @@ class AuditOptions(OutputOptions, LongOptions, AnyTypeModelOptions):
 
     Compares greedy text with transformers' own generate, sampled text with plain sampling of the same seeds, and a
     batch with each of its prompts alone. Exit status 1 if any text differs by more than rounding, or a drafter never
-    drafted. Drafts have fixed lengths unless --paced is given, so that they are made although they may not pay. All
-    drafters are audited unless some are named.
+    drafted. Drafts have fixed lengths unless --paced is given, so that they are made although they may not pay. Unless
+    some are named, all are audited that need no small model or head, or the given one.
     """
 
     dtype: Annotated[
-        Dtype | None, option(panel="Model", help="Default: float64 under 100 million parameters, else the file's.")
+        Dtype | None,
+        option(panel="Model", help="Default: on a CPU float64 under 100 million parameters, else the file's."),
     ] = None
     drafter: Drafters = None
     budget: Budget = None

@@ -19,7 +19,8 @@ class ServeOptions(DebugOptions):
     """Serve a model to many clients at once, as OpenAI's API does: completions, chat, metrics.
 
     Each text is the one that its request would get alone. Every option may be set by FORERUN_NAME in the environment or
-    by name in a TOML file; flags come first, then the environment. See docs/serving.md.
+    by name in a TOML file; flags come first, then the environment. Lists are api_keys, allowed_hosts and cors_origins
+    there. See docs/serving.md.
     """
 
     config: Annotated[
@@ -32,12 +33,16 @@ class ServeOptions(DebugOptions):
         str | None, option(panel="Model", help="The small model of triforce, the folder of a trained head, or mtp.")
     ] = None
     budget: Budget = None
-    dtype: Annotated[Dtype | None, option(panel="Model", help="Of the weights; auto is the file's.")] = None
+    dtype: Annotated[
+        Dtype | None, option(panel="Model", help="Of the weights; auto is the file's, float32 for bundled and GGUF.")
+    ] = None
     device: Annotated[str | None, option(panel="Model", help="auto, cpu, cuda, cuda:1, ...")] = None
     trust_remote_code: Annotated[
         bool | None, option("--trust-remote-code", panel="Model", help="Run code that comes with the model.")
     ] = None
-    host: Annotated[str | None, option(panel=_WHO, help="Where to listen; this computer alone.")] = None
+    host: Annotated[
+        str | None, option(panel=_WHO, help="Where to listen; 127.0.0.1 if nothing is set: this computer alone.")
+    ] = None
     port: Annotated[int | None, option(panel=_WHO, help="8000 if nothing is set.", min=0, max=65535)] = None
     api_key: Annotated[
         list[str] | None,

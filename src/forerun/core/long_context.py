@@ -14,7 +14,7 @@ MTP = "mtp"
 
 @dataclass(frozen=True)
 class LongContextConfig:
-    """Parameters of TriForce and its baselines; other drafters ignore them.
+    """Parameters of ``auto``, TriForce and its baselines; other drafters ignore them.
 
     Attributes:
         draft_model: the small model, a transformers decoder; for ``triforce``, ``triforce-auto`` and ``streaming``. Or
@@ -30,7 +30,7 @@ class LongContextConfig:
             ``gamma2``.
         sinks, window: first and last tokens that a streaming cache holds. ``window`` is the small model's; the
             target's streaming cache fills ``cache_budget``.
-        sparse: the target's sparse cache in ``triforce``, ``triforce-trie`` and ``triforce-auto``. ``low-rank``: each
+        sparse: the target's sparse cache in ``auto`` and the ``triforce`` drafters. ``low-rank``: each
             query finds its own chunks (``LowRankCache``). ``retrieval``: chunks are chosen in advance for the queries
             to come, as in the paper (``RetrievalCache``). None: ``retrieval`` on a GPU, where passes over it take few
             calls and its choice is seldom, and else ``low-rank``.

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
@@ -164,7 +163,8 @@ class AdaptiveDrafter(OuterDrafter):
 
     def bind(self, target: Scorer, runtime: Runtime) -> None:
         super().bind(target, runtime)
-        self._clock, self._costs = runtime.clock, partial(runtime.costs, target)
+        self._clock = runtime.clock
+        self._costs: Callable[[], CostCurve] = lambda: runtime.costs(target)  # copies of this share the target
         costs = self._costs()
         self._pruner, self._prices = TreePruner(costs, target.vocabulary), self._first_prices(costs)
 

@@ -23,6 +23,8 @@ FREE_MEMORY_FRACTION = 0.5
 and for other programs."""
 PREFIX_FRACTION = 0.125
 """The same for kept prefixes. With both, three eighths of the free memory are left."""
+LISTS = ("api_keys", "allowed_hosts", "cors_origins")
+"""Settings of which a flag gives one entry."""
 MIB = 1 << 20
 ALLOWED = dict.fromkeys(
     ("byte_size", "byte_size_unit"), "allowed is a number of bytes, or one with a unit, such as 4GiB"
@@ -78,7 +80,7 @@ class ServerSettings(BaseSettings):
     ray: bool = False
     replicas: Annotated[int, Field(ge=1)] = 1
 
-    @field_validator("api_keys", "allowed_hosts", "cors_origins", "warm", mode="before")
+    @field_validator(*LISTS, "warm", mode="before")
     @classmethod
     def _split(cls, given: Any) -> Any:
         """The environment separates them by commas."""
@@ -146,11 +148,15 @@ def read_settings(flags: Mapping[str, Any], file: Path | None = None) -> ServerS
         file: in TOML; None for none.
 
     Raises:
-        ValueError: names each wrong setting, without the value, which may be a key; or for a file that is not TOML.
+        ValueError: names each wrong setting, without the value, which may be a key; or for a file that is not TOML, or
+            a variable with the name of the flag where the setting's is another one.
         FileNotFoundError: if there is no such file.
     """
     in_file = {} if file is None else tomllib.loads(file.read_text("utf-8"))
     in_environment = {name.upper() for name in os.environ}
+    for name in LISTS:
+        if (flag := (ENVIRONMENT_PREFIX + name.removesuffix("s")).upper()) in in_environment:
+            raise ValueError(f"settings: {flag} is not looked at; it is {flag}S, with commas between several")
     unset = {
         name: given for name, given in in_file.items() if (ENVIRONMENT_PREFIX + name).upper() not in in_environment
     }
