@@ -54,6 +54,7 @@ CASES = [
     Case(4, 2, 128, 128, dtype=torch.bfloat16, window=256, sinks=True, softcap=2.0),
     Case(3, 3, 192, 128, scale=0.1),
     Case(5, 1, 32, 48, window=1),
+    Case(8, 1, 16, 16, softcap=2.0),
 ]
 
 

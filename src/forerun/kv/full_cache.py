@@ -329,7 +329,8 @@ class FullCache(Cache):
         alike = all(t.shape == first.shape and t.dtype == first.dtype for t in rows)
         in_order = list(self._layers) == sorted(self._layers)
         side_by_side = all(t.data_ptr() == first.data_ptr() + i * size for i, t in enumerate(rows))
-        return alike and in_order and side_by_side
+        memory = {t.untyped_storage().data_ptr() for t in rows}  # of their own, rows may be neighbours by chance
+        return alike and in_order and side_by_side and len(memory) == 1
 
     def read(self, layer: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the keys and values of positions ``first`` to ``last`` (not included), ``[1, Hkv, m, d]``."""

@@ -328,6 +328,7 @@ class ShortKeys:
         shape = (len(mean), 0, CHUNK_KEYS, of_keys.shape[2] // QUAD_NUMBERS, GROUP_CHUNKS, QUAD_NUMBERS)
         self._short = torch.empty(shape, dtype=torch.uint8, device=mean.device)
         self._known = 0  # chunks
+        self._kept = 0  # groups that others may read
 
     @classmethod
     def of(cls, keys: torch.Tensor, queries: torch.Tensor, rank: int) -> ShortKeys:
@@ -353,8 +354,9 @@ class ShortKeys:
 
     def tensors(self, length: int) -> Tensors:
         """The index of the full groups in a text's first ``length`` tokens, for ``of_tensors``. They do not change any
-        more when the text goes on, so no copy is made."""
+        more, so no copy is made."""
         groups = min(self._known, length // CHUNK_KEYS) // GROUP_CHUNKS
+        self._kept = max(self._kept, groups)
         return {
             "short": self._short[:, :groups],
             "of_keys": self._of_keys,
@@ -365,11 +367,10 @@ class ShortKeys:
 
     @classmethod
     def of_tensors(cls, tensors: Tensors, length: int) -> ShortKeys:
-        """An index from what ``tensors`` gave, for a text of which the first ``length`` tokens are the same. It writes
-        nothing into these tensors: what it adds are whole groups."""
+        """An index from what ``tensors`` gave, for a text of which the first ``length`` tokens are the same."""
         index = cls(tensors["of_keys"], tensors["of_queries"], tensors["mean"], int(tensors["group"]))
         groups = min(tensors["short"].shape[1], length // CHUNK_KEYS // GROUP_CHUNKS)
-        index._short, index._known = tensors["short"][:, :groups], groups * GROUP_CHUNKS
+        index._short, index._known, index._kept = tensors["short"][:, :groups], groups * GROUP_CHUNKS, groups
         return index
 
     def extend(self, read: Callable[[int, int], torch.Tensor], length: int) -> None:
@@ -379,9 +380,11 @@ class ShortKeys:
             capacity = groups + groups // 16 + MIN_GROWTH_GROUPS
             room = self._short.new_zeros(len(self._short), capacity, *self._short.shape[2:])
             room[:, : self._short.shape[1]] = self._short
-            self._short = room
+            self._short, self._kept = room, 0
         if self._known < count:
             first = self._known // GROUP_CHUNKS
+            if first < self._kept:  # the index went back into them
+                self._short, self._kept = self._short.clone(), 0
             new = (read(first * GROUP_CHUNKS * CHUNK_KEYS, length) - self._mean) @ self._of_keys
             quads = (new.round() + ZERO_BYTE).clamp_(0, 255).to(torch.uint8).view(torch.int32)  # moved four at a time
             quads = torch.nn.functional.pad(quads, (0, 0, 0, (groups * GROUP_CHUNKS - count) * CHUNK_KEYS))

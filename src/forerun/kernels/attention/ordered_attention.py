@@ -460,10 +460,10 @@ def _attend_branch(
             continue
         _copy_branch(op, row, k, row.k_row, op.dim, place, position, start, parents, keys)
         _copy_branch(op, row, v, row.v_row, op.out_dim, place, position, start, parents, values)
+        call(code.scores, op.dim, op.width, 0, own, q, keys, 4 * op.dim, scores, keys)
         for t in range(own):
-            tile, weights = q + t * TILE_QUERIES * op.dim * 4, scores + t * TILE_QUERIES * BLOCK_TOKENS * 4
-            call(code.scores, op.dim, op.width, 0, 1, tile, keys, 4 * op.dim, weights, keys)
-            soften_tile(op, weights, keys)
+            weights = scores + t * TILE_QUERIES * BLOCK_TOKENS * 4
+            soften_tile(op, weights, keys)  # in place of keys that were read
             for i in range(TILE_QUERIES):
                 hide(weights, i, low - start, position + 1 - start)
             to = part + t * _tile_bytes(op.out_dim)
