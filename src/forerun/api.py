@@ -131,7 +131,7 @@ def custom_generate(
     options = RowOptions(forerun_seed, forerun_verification, forerun_namespace)
     requests = _rows(model, input_ids, check_inputs(input_ids, model_kwargs), prepared, options)
     with closing(engine.run(requests)) as commits:
-        feed(forerun_streamer, requests, commits, with_prompt=False)
+        feed(forerun_streamer, requests, commits, input_ids)
     sequences = _append(input_ids, requests, generation_config)
     if not generation_config.return_dict_in_generate:
         return sequences
@@ -182,7 +182,7 @@ def _rows(
         if row % returned == 0:
             seed = draw_seed() if options.seed is None else options.seed
         row_options = replace(options, seed=seed + row % returned)
-        place = Place(row, len(input_ids), row)
+        place = Place(row, len(input_ids))
         requests.append(make_request(model, ids[start:], prepared, row_options, place, ids[:start]))
     return requests
 

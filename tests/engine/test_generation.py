@@ -26,6 +26,8 @@ from transformers import (
     TextIteratorStreamer,
     TextStreamer,
 )
+from transformers.generation import StopStringCriteria
+from transformers.generation.streamers import BaseStreamer
 
 import forerun
 from forerun.api import ENGINES, engine_of
@@ -459,6 +461,67 @@ def test_custom_generate_names_the_inputs_that_it_cannot_take() -> None:
         ids, position_ids=natural, custom_generate=forerun.custom_generate, forerun_drafter="none", **options
     )
     assert own[0, len(PROMPT) :].tolist() == by_transformers(**options)
+
+
+def test_padding_without_a_mask_is_no_text_as_in_transformers() -> None:
+    ids = torch.tensor([[0, 0, *PROMPT], [7, 9, *PROMPT]])
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": 5}
+    own, engine = MODEL.generate(ids, **options), forerun.Engine(MODEL, "none")
+    result = engine.generate(ids, **options)
+    for row, new in zip(own[:, ids.shape[1] :].tolist(), result.generated, strict=True):
+        assert row[: len(new)] == new and set(row[len(new) :]) <= {0}
+    assert result.requests[0].prompt.tolist() == PROMPT and result.requests[1].prompt_length == len(PROMPT) + 2
+    both = engine.generate(ids, **options | {"eos_token_id": 0})  # then it may be an end within the text
+    assert both.requests[0].prompt_length == len(PROMPT) + 2
+    config = GenerationConfig(pad_token_id=9, max_new_tokens=3, do_sample=False)
+    assert engine.generate([[1, 2], [1]], generation_config=config).sequences[1, 0] == 9
+
+
+def test_what_a_processor_gives_beside_ids_is_refused() -> None:
+    ids, engine = torch.tensor([PROMPT]), forerun.Engine(MODEL, "none")
+    mask = torch.ones_like(ids)
+    for name in ("pixel_values", "position_ids", "token_type_ids"):
+        with pytest.raises(NotImplementedError, match=f"^the prompt has {name}: Forerun reads input_ids"):
+            engine.generate({"input_ids": ids, "attention_mask": mask, name: mask}, max_new_tokens=2)
+    given = {"input_ids": ids, "attention_mask": mask, "token_type_ids": 0 * mask, "pixel_values": None}
+    assert engine.generate(given, max_new_tokens=2).generated == engine.generate(ids, max_new_tokens=2).generated
+    with pytest.raises(NotImplementedError, match=r"^assistant_model is not supported"):
+        engine.generate(PROMPT, max_new_tokens=2, assistant_model=MODEL)  # type: ignore[call-arg]
+    with pytest.raises(NotImplementedError, match=r"^streamer is for generate"):
+        next(engine.stream(PROMPT, max_new_tokens=2, streamer=TextStreamer(None)))  # type: ignore[call-arg]
+
+
+class Kept(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.values: list[list[int]] = []
+        self.ended = False
+
+    def put(self, value: torch.Tensor) -> None:
+        self.values.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_a_streamer_of_custom_generate_gets_the_prompt_first() -> None:
+    ids, theirs, ours = torch.tensor([PROMPT]), Kept(), Kept()
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    MODEL.generate(ids, streamer=theirs, **options)
+    MODEL.generate(ids, custom_generate=forerun.custom_generate, forerun_streamer=ours, **options)
+    assert ours.values == theirs.values and ours.ended and len(ours.values) == 6
+
+
+def test_a_user_s_stop_strings_take_the_place_of_the_options(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = tokenizer.decode(FREE_RUN)
+    early, late = (StopStringCriteria(tokenizer, [text[at : at + 2]]) for at in (2, 8))
+    options: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": None, "do_sample": False}
+    engine = forerun.Engine(MODEL, "none", tokenizer=tokenizer)
+    for own, other in ((late, text[2:4]), (early, text[8:10])):
+        expected = by_transformers(stopping_criteria=[own], stop_strings=[other], tokenizer=tokenizer, **options)
+        found = engine.generate(PROMPT, stopping_criteria=[own], stop_strings=[other], **options)
+        assert found.generated == [expected]
 
 
 @pytest.mark.parametrize("name", ["pixel_values", "token_type_ids", "input_features"])

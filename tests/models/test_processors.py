@@ -9,8 +9,11 @@ import pytest
 import torch
 from support.tiny import PROMPTS, VOCABULARY, OracleDrafter, tiny
 from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
     LogitsProcessor,
     LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
     TopPLogitsWarper,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
@@ -283,3 +286,25 @@ def test_a_processor_that_fails_on_a_draft_fails_no_text(drafter: str) -> None:
         pass
     assert requests[0].generated.tolist() == expected and failed
     assert requests[1].generated.tolist() == other
+
+
+@pytest.mark.parametrize("ignored", [3, torch.tensor([3, 0])], ids=["all", "each"])
+def test_a_prompt_that_a_penalty_ignores_is_each_row_s_own(ignored: Any) -> None:
+    ids, scores = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]), torch.randn(2, 40)
+    whole = RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=ignored)
+    expected = whole(ids, scores.clone())
+    for row in range(2):
+        own = of_row([whole], MODEL, row=row, rows=2)
+        assert own is not None
+        assert torch.equal(own(ids[row : row + 1], scores[row : row + 1].clone()), expected[row : row + 1])
+
+
+@pytest.mark.parametrize("kind", [EncoderRepetitionPenaltyLogitsProcessor, EncoderNoRepeatNGramLogitsProcessor])
+def test_several_rows_of_a_prompt_look_at_that_prompt(kind: Any) -> None:
+    prompts, setting = torch.tensor([[1, 2, 3, 1], [4, 5, 6, 4]]), 2.0 if "Penalty" in kind.__name__ else 2
+    whole, scores = kind(setting, prompts), torch.randn(1, 40)
+    for row in range(4):
+        alone, own = kind(setting, prompts[row // 2][None]), of_row([whole], MODEL, row, 4)
+        assert own is not None
+        ids = torch.cat((prompts[row // 2], torch.tensor([1 if row < 2 else 4])))[None]
+        assert torch.equal(own(ids, scores.clone()), alone(ids, scores.clone()))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
@@ -22,7 +23,7 @@ from forerun.drafting.recipes import build_drafter, trie_of
 from forerun.engine.batch import Batch
 from forerun.engine.prefill_pacing import PrefillPacing
 from forerun.engine.prefix_sharing import SHARED_CHUNK_TOKENS, PrefixCache, PrefixSharing
-from forerun.engine.result import Commit, GenerationInterrupted, GenerationResult, ends, feed, padding
+from forerun.engine.result import Commit, GenerationInterrupted, GenerationResult, ends, feed
 from forerun.engine.step import DecodingStep, StepSeconds
 from forerun.kernels.attention.attention import warm_up
 from forerun.kv.cache import READ_BLOCK
@@ -34,7 +35,15 @@ from forerun.models.forward.level import Progress, counting, read
 from forerun.models.forward.runtime import Runtime, default_runtime
 from forerun.models.forward.scorer import Scorer, is_sharded
 from forerun.models.text.prompts import Prompts, encode, encode_prediction, vocabulary_of
-from forerun.models.text.requests import GenerationOptions, RowOptions, build_requests, check_options, own_options
+from forerun.models.text.requests import (
+    GenerationOptions,
+    RowOptions,
+    build_requests,
+    check_options,
+    inferred_mask,
+    own_options,
+    padding,
+)
 
 if TYPE_CHECKING:
     from forerun.engine.kv_store import KVStore
@@ -235,7 +244,7 @@ class Engine:
         """
         tokenizer = self._tokenizer if tokenizer is None else tokenizer
         requests = self.requests(prompts, tokenizer=tokenizer, budget=budget, **options)
-        result = GenerationResult(requests, padding(self.target.model.generation_config), tokenizer)
+        result = GenerationResult(requests, padding(self.target.model, options), tokenizer)
         try:
             with closing(self.run(requests)) as commits:
                 feed(streamer, requests, commits)
@@ -284,6 +293,8 @@ class Engine:
         if response_format is not None:
             grammar = self._grammars_of(tokenizer).of(response_format, row_options.namespace)
             row_options = replace(row_options, grammar=grammar)
+        if mask is None and isinstance(prompts, torch.Tensor):
+            mask = inferred_mask(self.target.model, prompts, options)
         rows = encode(prompts, tokenizer, mask)
         if self._speller is None and tokenizer is not None:  # spelling changes what is drafted, never the text
             self._speller = tokenizer

@@ -108,9 +108,13 @@ class GenerationInterrupted(KeyboardInterrupt):
 
 
 def feed(
-    streamer: BaseStreamer | None, requests: Sequence[Request], commits: Iterable[Commit], with_prompt: bool = True
+    streamer: BaseStreamer | None,
+    requests: Sequence[Request],
+    commits: Iterable[Commit],
+    prompt: torch.Tensor | None = None,
 ) -> None:
-    """Run to the end, handing tokens to a streamer as transformers does.
+    """Run to the end, handing tokens to a streamer as transformers does: first the prompt, ``[1, t]``, which is the
+    request's unless another one is given.
 
     Raises:
         ValueError: if there is a streamer, which takes one sequence, and several requests.
@@ -121,8 +125,7 @@ def feed(
         return
     if len(requests) != 1:
         raise ValueError(f"a streamer takes one sequence; there are {len(requests)}")
-    if with_prompt:
-        streamer.put(torch.from_numpy(requests[0].prompt)[None])
+    streamer.put(torch.from_numpy(requests[0].prompt)[None] if prompt is None else prompt.cpu())
     for commit in commits:
         for token in commit.tokens:
             streamer.put(torch.tensor([token]))
@@ -133,8 +136,3 @@ def ends(config: GenerationConfig) -> list[int]:
     """Tokens that end a text."""
     eos = config.eos_token_id
     return list(eos) if isinstance(eos, list) else [] if eos is None else [eos]
-
-
-def padding(config: GenerationConfig) -> int:
-    """The token that fills up shorter texts: a model's own, else one that ends its texts, else 0."""
-    return int(next(iter(ends(config)), 0) if config.pad_token_id is None else config.pad_token_id)

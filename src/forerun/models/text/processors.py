@@ -100,9 +100,7 @@ def stateless(processor: Any) -> bool:
     return bool(getattr(processor, DECLARATION, known))
 
 
-def of_row(
-    processors: Sequence[Any], model: PreTrainedModel, row: int = 0, rows: int = 1, place: int = 0
-) -> Processor | None:
+def of_row(processors: Sequence[Any], model: PreTrainedModel, row: int = 0, rows: int = 1) -> Processor | None:
     """All processors of a row as one, or None if there are none.
 
     Args:
@@ -110,12 +108,11 @@ def of_row(
         model: the target; copies of a processor share it.
         row: the row's number, passed to ``prefix_allowed_tokens_fn``.
         rows: number of rows; a single row gets the processors themselves, not copies.
-        place: the row's index in the batch for which they were prepared.
 
     Raises:
         NotImplementedError: for several rows and a processor that cannot be copied.
     """
-    own = [_quick(_of_place(each, row, place)) if stateless(each) else each for each in processors]
+    own = [_quick(_of_place(each, row, rows)) if stateless(each) else each for each in processors]
     if rows > 1:
         own = [each if stateless(each) else _copied(each, model) for each in own]
     whole, pure = _in_turn(own), [each for each in own if stateless(each)]
@@ -157,32 +154,38 @@ def _quick(processor: Any) -> Any:
     return Nucleus(processor) if type(processor) is TopPLogitsWarper else processor
 
 
-def _of_place(processor: Any, row: int, place: int) -> Any:
+def _of_place(processor: Any, row: int, rows: int) -> Any:
     """One row's processor, from one that was prepared for a whole batch."""
     change = _CHANGES.get(type(processor).__name__)
     if change is None:
         return processor
     twin = copy.copy(processor)
-    change(twin, row, place)
+    change(twin, row, rows)
     return twin
 
 
-def _ignore_prompt(processor: Any, row: int, place: int) -> None:
-    if processor.prompt_ignore_length is not None:
-        processor.prompt_ignore_length = processor.prompt_ignore_length[place : place + 1]
+def _own(entries: Any, row: int, rows: int) -> Any:
+    """A row's part of what there is for each row, for each prompt of several rows, or for this prompt alone."""
+    place = row * len(entries) // rows
+    return entries[place : place + 1]
 
 
-def _tell_row(processor: Any, row: int, place: int) -> None:
+def _ignore_prompt(processor: Any, row: int, rows: int) -> None:
+    if isinstance(processor.prompt_ignore_length, torch.Tensor):
+        processor.prompt_ignore_length = _own(processor.prompt_ignore_length, row, rows)
+
+
+def _tell_row(processor: Any, row: int, rows: int) -> None:
     allowed = processor._prefix_allowed_tokens_fn
     processor._prefix_allowed_tokens_fn = lambda _, ids: allowed(row, ids)
 
 
-def _cut_prompts(processor: Any, row: int, place: int) -> None:
-    processor.encoder_input_ids = processor.encoder_input_ids[place : place + 1]
+def _cut_prompts(processor: Any, row: int, rows: int) -> None:
+    processor.encoder_input_ids = _own(processor.encoder_input_ids, row, rows)
 
 
-def _cut_ngrams(processor: Any, row: int, place: int) -> None:
-    processor.generated_ngrams, processor.batch_size = processor.generated_ngrams[place : place + 1], 1
+def _cut_ngrams(processor: Any, row: int, rows: int) -> None:
+    processor.generated_ngrams, processor.batch_size = _own(processor.generated_ngrams, row, rows), 1
 
 
 _CHANGES: dict[str, Callable[[Any, int, int], None]] = {

@@ -156,6 +156,7 @@ def encode(prompts: Prompts, tokenizer: PreTrainedTokenizerBase | None, attentio
         ValueError: for no prompts, text without a tokenizer, messages without a chat template or in a wrong form, or a
             mask that does not fit.
         TypeError: for anything that is not a prompt, or messages mixed with other prompts.
+        NotImplementedError: for a tokenizer's output with more than ids and their mask, such as pictures.
     """
     if isinstance(prompts, Mapping):
         if "input_ids" not in prompts:
@@ -163,6 +164,7 @@ def encode(prompts: Prompts, tokenizer: PreTrainedTokenizerBase | None, attentio
                 f"the prompt is a mapping with {', '.join(map(repr, prompts)) or 'no keys'}; a tokenizer's output has "
                 "'input_ids', and messages are a list"
             )
+        _check_others(prompts)
         return encode(prompts["input_ids"], tokenizer, prompts.get("attention_mask", attention_mask))
     if isinstance(prompts, torch.Tensor):
         return _from_tensor(prompts, attention_mask)
@@ -179,6 +181,18 @@ def encode(prompts: Prompts, tokenizer: PreTrainedTokenizerBase | None, attentio
     if any(map(is_conversation, prompts)):
         return _encode_conversations(prompts, tokenizer)
     return [_encode_one(prompt, tokenizer) for prompt in prompts]
+
+
+def _check_others(given: Mapping[str, Any]) -> None:
+    """Refuse what a model would read beside the text. Types of tokens that are all 0 say nothing."""
+    kinds = given.get("token_type_ids")
+    plain = kinds is None or not torch.as_tensor(kinds).any()
+    allowed = {"input_ids", "attention_mask"} | ({"token_type_ids"} if plain else set())
+    if others := sorted(name for name in given.keys() - allowed if given[name] is not None):
+        raise NotImplementedError(
+            f"the prompt has {', '.join(others)}: Forerun reads input_ids and attention_mask and hands nothing else to "
+            "the model"
+        )
 
 
 def encode_prediction(prediction: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:

@@ -191,11 +191,10 @@ class RowOptions:
 
 @dataclass(frozen=True)
 class Place:
-    """A row's number, the number of rows, and the row's index in the batch that transformers prepared."""
+    """A row's number, and the number of rows."""
 
     row: int = 0
     rows: int = 1
-    prepared: int = 0
 
 
 @dataclass(frozen=True)
@@ -232,6 +231,7 @@ def build_requests(
         NotImplementedError: for what Forerun does not support, such as beam search.
     """
     check_prompt(model, prompt)
+    _check_helpers(kwargs)
     kwargs = _with_stop_strings(model, tokenizer, kwargs)
     prepared = _prepare(model, prompt, kwargs)
     count = prepared.config.num_return_sequences or 1
@@ -264,7 +264,7 @@ def make_request(
     if max_length != config.max_length:  # a user's criterion; transformers asks it after the first token
         max_new_tokens = max(1, max_new_tokens)
     check_length(model, len(prompt), max_new_tokens)
-    processor = of_row(prepared.processors, model, place.row, place.rows, place.prepared)
+    processor = of_row(prepared.processors, model, place.row, place.rows)
     method = options.verification if config.do_sample else "greedy"
     seed = draw_seed() if options.seed is None else options.seed
     constraint = None if options.grammar is None else options.grammar.follow(len(padding) + len(prompt))
@@ -318,13 +318,46 @@ def _with_stop_strings(
         raise ValueError(f"stop_strings={strings!r} holds an empty one, which would stop everywhere")
     if tokenizer is None:
         raise ValueError(f"stop_strings={strings!r} need a tokenizer, and there is none; pass tokenizer=")
-    own = kwargs.get("stopping_criteria") or []
-    criteria = StoppingCriteriaList([*own, StopStringCriteria(tokenizer, strings)])
+    criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
+    if not any(type(each) is StopStringCriteria for each in criteria):  # the user's own count before the options
+        criteria.append(StopStringCriteria(tokenizer, strings))
     changed = {**kwargs, "stop_strings": None, "stopping_criteria": criteria}
     if own_config is not None:
         changed["generation_config"] = copy.deepcopy(own_config)
         changed["generation_config"].stop_strings = None
     return changed
+
+
+def _check_helpers(options: Mapping[str, Any]) -> None:
+    """Refuse objects that transformers would ask beside the model, and keeps from a custom generate."""
+    if options.get("assistant_model") is not None:
+        raise NotImplementedError("assistant_model is not supported; give it as draft_model, to a drafter that has one")
+    if options.get("streamer") is not None:
+        raise NotImplementedError("streamer is for generate; here the commits are the stream")
+
+
+def token_setting(model: PreTrainedModel, options: Mapping[str, Any], name: str) -> Any:
+    """A token, or several, as transformers would have it: of the options, their configuration, or the model's."""
+    if name in options:
+        return options[name]
+    own = getattr(options.get("generation_config"), name, None)
+    return getattr(model.generation_config, name) if own is None else own
+
+
+def padding(model: PreTrainedModel, options: Mapping[str, Any]) -> int:
+    """The token that fills up shorter texts: the one for it, else one that ends texts, else 0."""
+    pad, eos = (token_setting(model, options, name) for name in ("pad_token_id", "eos_token_id"))
+    if pad is None:
+        pad = next(iter(eos), 0) if isinstance(eos, list) else eos or 0
+    return int(pad)
+
+
+def inferred_mask(model: PreTrainedModel, ids: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor | None:
+    """The mask of a tensor of ids that came without one: padding is none of the text, unless it also ends texts."""
+    pad, eos = (token_setting(model, options, name) for name in ("pad_token_id", "eos_token_id"))
+    if pad is None or pad in (eos if isinstance(eos, list) else [eos]) or not (ids == pad).any():
+        return None
+    return ids != pad
 
 
 def _check_mode(config: GenerationConfig) -> None:
