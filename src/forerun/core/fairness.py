@@ -65,12 +65,16 @@ class FairLock:
     def when_free(self, job: Callable[[], None]) -> None:
         """Run a job that takes the lock: now, or if it comes in the middle of what holds the lock, after that."""
         frame: FrameType | None = sys._getframe()
-        while frame is not None and frame is not self._inside:
+        while frame is not None and frame is not self._inside and not self._enters(frame):
             frame = frame.f_back
         if frame is None:
             job()
         else:
             self._later.append(job)
+
+    def _enters(self, frame: FrameType) -> bool:
+        """Whether a frame is this lock's ``__enter__``."""
+        return frame.f_code is FairLock.__enter__.__code__ and frame.f_locals["self"] is self
 
     def _leave(self, thread: int) -> None:
         """Take a thread out of the queue, wherever it stands."""

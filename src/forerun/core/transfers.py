@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,6 +35,11 @@ NOISE_ROWS = 16
 def elsewhere(tensor: torch.Tensor) -> bool:
     """Whether reading a value of it is a transfer."""
     return tensor.device.type != "cpu"
+
+
+def present(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which a GPU is this thread's present one, where kernels that are not torch's own run."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def settle(device: torch.device) -> None:

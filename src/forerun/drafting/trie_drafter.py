@@ -158,11 +158,12 @@ class TrieDrafter(Drafter):
         self.trie.lock.when_free(lambda: self._finish(request))
 
     def _finish(self, request: Request) -> None:
-        if request.id in self._texts:
-            if self._missing(request):
+        try:
+            if request.id in self._texts and self._missing(request):
                 self.learn(request)
-            del self._texts[request.id]
-        self.trie.finish(request.id)
+        finally:
+            self._texts.pop(request.id, None)
+            self.trie.finish(request.id)
 
 
 def _noise_of(sampler: Sampler) -> SamplingNoise | None:

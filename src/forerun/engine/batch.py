@@ -6,7 +6,9 @@ that takes long (``prefill_pacing.py``). A beginning that several prompts share 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,7 @@ import torch
 
 from forerun.core.fairness import FairLock
 from forerun.core.request import Request
+from forerun.core.transfers import present
 from forerun.engine.prefill_pacing import PrefillPacing
 from forerun.engine.prefix_sharing import PrefixSharing
 from forerun.engine.result import Commit
@@ -23,6 +26,8 @@ from forerun.kv.full_cache import FullCache
 
 if TYPE_CHECKING:
     from forerun.kv.kv_tiers import DeviceReserve
+
+log = logging.getLogger(__name__)
 
 
 class Batch:
@@ -109,7 +114,7 @@ class Batch:
             row.reads = min(row.chunk, self._pacing.first)
         self._rows[request.id] = row
         try:
-            with self._lock, self._step.seconds.reading():
+            with self._lock, present(self._step.target.device), self._step.seconds.reading():
                 if request.drafts:
                     self._step.drafter.begin(request)
                 if own and not cache.offloaded:
@@ -157,7 +162,7 @@ class Batch:
         """
         if not self._rows:
             return []
-        with self._lock:
+        with self._lock, present(self._step.target.device):
             beside = any(row.begun for row in self._rows.values())
             working = self._pacing is None or self._pacing.works(beside)
             with self._step.seconds.reading():
@@ -170,7 +175,10 @@ class Batch:
                 self._sharing.read(row)
         for commit in commits:
             if commit.request.finish_reason is not None:
-                self._remove(commit.request)
+                try:
+                    self._remove(commit.request)
+                except Exception:  # the others' tokens must reach them
+                    log.exception("not all that an ended request had could be let go of")
         return commits
 
     def cancel(self, request: Request) -> None:
@@ -180,8 +188,9 @@ class Batch:
 
     def close(self) -> None:
         """End all requests, with their tokens kept."""
-        for request in self.requests:
-            self._remove(request)
+        with ExitStack() as each:  # all of them, whatever fails
+            for request in self.requests:
+                each.callback(self._remove, request)
 
     def _schedule(self, beside: bool, working: bool, resting: Collection[int]) -> tuple[list[Row], dict[Row, int]]:
         """The rows that decode in the next step, and if it works on prompts the rows that read a chunk of theirs.

@@ -259,11 +259,7 @@ class DecodingStep:
             for parts, chain, choice in zip(scores, forced, choices, strict=False)
         ]
         for row, block, result in scores[len(decoding) :]:
-            if isinstance(result, Exception):
-                row.request.fail(result)
-            else:
-                row.read(block)
-                self._record_states(row.request, block, [], result.states)
+            self._take_in(row, block, result)
         verified = time.perf_counter()
         times = proposed - began, scored - proposed, verified - scored
         self.seconds.add(*times, prompts / sum(map(len, blocks)))
@@ -275,6 +271,16 @@ class DecodingStep:
             for row, length, outcome in zip(rows, lengths, [*outcomes, *[None] * len(reading)], strict=True)
         ]
         return [commit for commit in commits if commit.tokens or commit.request.error is not None]
+
+    def _take_in(self, row: Row, block: Block, result: Scored) -> None:
+        """Take in a chunk of a prompt that was read. An error ends this row alone."""
+        try:
+            if isinstance(result, Exception):
+                raise result
+            row.read(block)
+            self._record_states(row.request, block, [], result.states)
+        except Exception as error:
+            row.request.fail(error)
 
     def _forced(self, request: Request, most: int) -> list[int]:
         """Tokens that the request's grammar forces. Plain decoding drafts nothing, so it leaves them out."""

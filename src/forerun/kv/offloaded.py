@@ -50,6 +50,13 @@ class PendingCopy(Protocol):
             OffloadError: if it failed.
         """
 
+    def finish(self) -> None:
+        """Wait here until it has ended, for what the CPU reads.
+
+        Raises:
+            OffloadError: if it failed.
+        """
+
     def done(self) -> bool:
         """True if it has ended.
 
@@ -93,7 +100,9 @@ class CopyEngine:
         return self._submit(lambda: self._copy(parts))
 
     def run_in_order(self, job: Callable[[], None]) -> PendingCopy:
-        """Request a job that runs in order with the copies and moves nothing between tiers."""
+        """Request a job of the CPU that runs in order with the copies and moves nothing between tiers."""
+        if self._stream is not None:  # it would come before copies that the stream has not made yet
+            self._stream.synchronize()
         return self._submit(torch.inference_mode()(job))  # a mode belongs to a thread
 
     def fetch_now(self, parts: Parts) -> None:
@@ -140,6 +149,9 @@ class CopyEngine:
         begin = max(time.perf_counter(), self._free)
         for mine, given in ((to, source),) if self._thread is not None else by_head(to, source):
             mine.copy_(given, non_blocking=True)
+            for t in (mine, given):
+                if t.is_cuda:  # its memory is not given to others before the copy has ended
+                    t.record_stream(torch.cuda.current_stream(t.device))
         if self.bandwidth is not None:
             self._free = begin + to.nbytes / self.bandwidth
             time.sleep(max(0.0, self._free - time.perf_counter()))
@@ -158,6 +170,8 @@ class _ThreadCopy:
             told = f"keys and values could not be copied: {error}"
             raise OffloadError(told) from error.with_traceback(None)  # its frames would keep them alive
 
+    finish = wait
+
     def done(self) -> bool:
         if not self._done.done():
             return False
@@ -169,13 +183,17 @@ class _StreamCopy:
     """By a stream of its own: after what the present stream was given so far."""
 
     def __init__(self, job: Callable[[], None], stream: Any) -> None:
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        self._device = stream.device
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             job()
             self._done = stream.record_event()
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._done)
+        torch.cuda.current_stream(self._device).wait_event(self._done)
+
+    def finish(self) -> None:
+        self._done.synchronize()
 
     def done(self) -> bool:
         return bool(self._done.query())
@@ -386,9 +404,9 @@ class OffloadedCache(FullCache):
         return [*self._writes, *(copy for buffer in self._buffers for copy in buffer.copies)]
 
     def _wait_for_writes(self) -> None:
-        """Wait until all rows are written back."""
+        """Wait until all rows are written back, for what the CPU does with them."""
         for copy in self._writes:
-            copy.wait()
+            copy.finish()
         self._writes = []
 
 

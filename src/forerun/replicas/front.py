@@ -80,7 +80,7 @@ class Suspects:
 
     def __init__(self) -> None:
         self._running: dict[str, list[bytes]] = {}
-        self._deaths: OrderedDict[str, int] = OrderedDict()  # requests that a replica had when it died
+        self._deaths: dict[str, int] = {}  # requests that a replica had when it died, until they have all been told
         self._blame: OrderedDict[bytes, dict[str, int]] = OrderedDict()  # of a request, by replicas that died under it
 
     def blamed(self, request: bytes) -> bool:
@@ -94,14 +94,14 @@ class Suspects:
         """A replica has died under a request."""
         crowd = self._deaths.setdefault(replica, len(set(self._running[replica])))
         self._blame.setdefault(request, {})[replica] = PROVEN if crowd == 1 else 1
-        for kept in (self._deaths, self._blame):
-            while len(kept) > REMEMBERED_SUSPECTS:
-                kept.popitem(last=False)
+        while len(self._blame) > REMEMBERED_SUSPECTS:
+            self._blame.popitem(last=False)
 
     def end(self, request: bytes, replica: str) -> None:
         self._running[replica].remove(request)
         if not self._running[replica]:
             del self._running[replica]
+            self._deaths.pop(replica, None)  # it may come back under its name
 
 
 class Front:

@@ -52,6 +52,8 @@ CLOSING = (503, "the server is closing, and has cancelled the request", "closing
 """An ``ApiError`` for a client whose request was cancelled. One that cancelled it itself does not listen."""
 PING = ": ping\n\n"
 """A comment, for streams that are silent."""
+PIECE_BYTES = 1 << 16
+"""Of a whole answer, as many are written at a time."""
 SERVER_FAILED = ApiError(500, "the server failed; its log says more", "failed")
 
 STATIC = Path(__file__).parent / "static"
@@ -210,7 +212,13 @@ class _WholeResponse(Response):
             self._call.cancel()
             self._watcher.cancel()
         whole = await asyncio.to_thread(self._form.whole, *self._call.figures())  # it may be megabytes
-        await Response(whole, media_type="application/json")(scope, receive, send)
+        response = Response(whole, media_type="application/json")
+        head = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
+        await send(head)
+        for first in range(0, len(response.body), PIECE_BYTES):  # each waits until the client has read those before it
+            piece = response.body[first : first + PIECE_BYTES]
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _events(call: Call, form: AnyFormat, watcher: asyncio.Task[None]) -> AsyncIterator[str]:

@@ -176,6 +176,8 @@ class Call:
                 async with asyncio.timeout(PING_SECONDS):
                     event = await self._events.get()
             except TimeoutError:
+                if self._cancelled:  # before all rows were submitted
+                    raise ClientGoneError from None
                 yield None
                 continue
             row = self.rows[event.index]

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from forerun.core.memory import give_back
 from forerun.core.request import Request
@@ -263,7 +264,8 @@ class Scheduler:
             raise  # the ranks are out of step for good
         except Exception as error:
             log.exception("a step failed; the requests that ran in it end")
-            self._batch.close()
+            with suppress(Exception):  # it may well fail for the same reason
+                self._batch.close()
             self._batch = self._new_batch()
             for scheduled in running:
                 scheduled.request.fail(error)
@@ -299,7 +301,10 @@ class Scheduler:
             if not self._admission.remove(scheduled):
                 return
             self._admission.forget()
-        self._batch.cancel(scheduled.request)
+        try:
+            self._batch.cancel(scheduled.request)
+        except Exception:  # its client is told all the same
+            log.exception("not all that an ended request had could be let go of")
         if how == "finished" and self._on_finished is not None:
             try:
                 self._on_finished(scheduled.request)

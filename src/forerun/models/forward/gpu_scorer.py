@@ -271,7 +271,9 @@ def _rows(tables: TableLayers, blocks: Sequence[Block], caches: Sequence[Cache])
     """Where all rows' keys and values are; None if a cache does not say, or its queries choose."""
     found = []
     for block, cache in zip(blocks, caches, strict=True):
-        if not tables.uniform and isinstance(cache, FullCache) and not cache.offloaded:
+        if not tables.uniform:
+            if not isinstance(cache, FullCache) or cache.offloaded:
+                return None  # others make room for layers of one shape
             rows = cache.reserve_layers(tables.likes, len(block))
             addresses = np.array([[t.data_ptr() for t in rows[layer]] for layer in tables.places], np.int64)
             strides = np.array([_strides(rows[layer]) for layer in tables.places], np.int64)

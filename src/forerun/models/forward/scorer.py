@@ -24,6 +24,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from forerun.core.block import Block
 from forerun.core.pinned import brought
+from forerun.core.transfers import present
 from forerun.core.tree import DraftTree
 from forerun.kernels.attention.attention import AttentionSpec, Packings, attend_in_order
 from forerun.kernels.attention.packed_pass import wanted_tokens
@@ -299,7 +300,8 @@ class Scorer:
             The logits of each row; and of each row the states at all tokens of its block, those of the layers side by
             side, ``[len(block), len(layers) * hidden]``. Without layers there are no states.
         """
-        logits, states = self._pass(blocks, caches, tuple(layers))
+        with present(self.device):
+            logits, states = self._pass(blocks, caches, tuple(layers))
         rows = list(torch.split(logits, [len(block.tree) + 1 for block in blocks]))
         return rows, [] if states is None else list(torch.split(states, [len(block) for block in blocks]))
 

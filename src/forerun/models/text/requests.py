@@ -357,7 +357,8 @@ def inferred_mask(model: PreTrainedModel, ids: torch.Tensor, options: Mapping[st
     pad, eos = (token_setting(model, options, name) for name in ("pad_token_id", "eos_token_id"))
     if pad is None or pad in (eos if isinstance(eos, list) else [eos]) or not (ids == pad).any():
         return None
-    return ids != pad
+    mask: torch.Tensor = ids != pad
+    return mask
 
 
 def _check_mode(config: GenerationConfig) -> None:
