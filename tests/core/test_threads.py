@@ -162,6 +162,26 @@ def test_a_text_that_the_garbage_collector_closes_in_a_step_is_let_go_after_it(m
     assert live[0] == 2 and live[-1] == 1 and not engine._lock._queue
 
 
+def test_what_comes_while_a_thread_waits_for_the_lock_waits_too() -> None:
+    lock, order = FairLock(), []
+
+    def job() -> None:
+        with lock:
+            order.append("job")
+
+    class Collects(threading.Condition):
+        def wait(self, timeout: float | None = None) -> bool:
+            lock.when_free(job)  # as the garbage collector may
+            lock._queue.popleft()  # the other thread leaves
+            return True
+
+    lock._queue.append(0)  # another thread has the turn
+    lock._changed = Collects()
+    with lock:
+        order.append("mine")
+    assert order == ["mine", "job"] and not lock._queue
+
+
 def wait_until(holds: Callable[[], bool]) -> None:
     end = time.monotonic() + PATIENCE
     while not holds():

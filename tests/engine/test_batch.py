@@ -27,6 +27,7 @@ from forerun.engine.batch import Batch
 from forerun.engine.engine import Engine
 from forerun.engine.prefill_pacing import PrefillPacing
 from forerun.engine.prefix_sharing import PrefixSharing
+from forerun.engine.step import DecodingStep
 from forerun.kv.cache import READ_BLOCK
 from forerun.kv.full_cache import FullCache
 from forerun.kv.shared_prefix import SharedMemory, SharedPrefix
@@ -274,6 +275,48 @@ def test_all_of_a_row_is_let_go_of_whatever_of_that_fails(monkeypatch: pytest.Mo
     assert len(freed) == 1 and batch.requests == [requests[1]]
     finish(batch)
     assert len(freed) == 2
+
+
+def test_a_row_that_cannot_be_let_go_of_takes_no_tokens_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, alone = engine("trie"), engine("none")
+    wanted = [alone.generate([prompt(9, n)], max_new_tokens=5).generated[0] for n in range(2)]
+    requests, leave = [sampled(one, prompt(9, n), 0, 5) for n in range(2)], PrefixSharing.leave
+
+    def fails_for_the_first(self: PrefixSharing, row: Any) -> None:
+        leave(self, row)
+        if row.request is requests[0]:
+            raise RuntimeError("no memory")
+
+    monkeypatch.setattr(PrefixSharing, "leave", fails_for_the_first)
+    told: dict[int, list[int]] = {request.id: [] for request in requests}
+    with one.batch() as batch:
+        for request in requests:
+            batch.admit(request)
+        while batch:
+            for commit in batch.step():
+                told[commit.request.id] += commit.tokens
+    assert [told[request.id] for request in requests] == wanted
+
+
+def test_a_prompt_that_cannot_be_taken_in_ends_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine("none")
+    wanted = engine("none").generate([prompt(5, 1)], max_new_tokens=12).generated[0]
+    good, bad = sampled(one, prompt(5, 1), 0), sampled(one, prompt(60, 2), 0)
+    record = DecodingStep._record_states
+
+    def fails_while_reading(self: DecodingStep, request: Any, block: Any, *more: Any) -> None:
+        if request is bad and len(block.pending) > 1:
+            raise RuntimeError("no memory")
+        record(self, request, block, *more)
+
+    monkeypatch.setattr(DecodingStep, "_record_states", fails_while_reading)
+    with one.batch() as batch:
+        for request in (good, bad):
+            batch.admit(request)
+        while batch:
+            batch.step()
+    assert good.generated.tolist() == wanted
+    assert bad.finish_reason == "error" and "no memory" in str(bad.error)
 
 
 class SteppedBy:

@@ -321,6 +321,20 @@ def test_an_answer_that_began_ends_with_an_error() -> None:
     assert first == b"data: 1" and json.loads(last.removeprefix(b"data: "))["error"]["code"] == "replica_lost"
 
 
+def test_a_replica_that_comes_back_is_judged_anew() -> None:
+    suspects = Suspects()
+    suspects.begin(b"first", "one")
+    suspects.die(b"first", "one")
+    suspects.end(b"first", "one")
+    crowd = [b"a", b"b", b"c"]
+    for request in crowd:
+        suspects.begin(request, "one")
+    for request in crowd:
+        suspects.die(request, "one")
+        suspects.end(request, "one")
+    assert suspects.blamed(b"first") and not any(map(suspects.blamed, crowd))
+
+
 def test_a_stream_of_anthropic_s_ends_with_an_error_that_its_clients_see() -> None:
     sent = ask(Replicas([head(), b"data: 1\n\n", GoneError()]), path="/v1/messages")
     name, data = told(sent).split(b"\n\n")[1].split(b"\n")

@@ -20,6 +20,7 @@ from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.drafting.drafter import NoDrafter
 from forerun.engine.engine import Engine
+from forerun.engine.prefix_sharing import PrefixSharing
 from forerun.engine.result import Commit
 from forerun.kv.kv_tiers import DeviceReserve
 from forerun.server import scheduler
@@ -161,6 +162,26 @@ def test_a_deadline_ends_a_request_with_what_it_has(servers: list[SchedulerSetup
     first.gate.set()
     assert (first.wait(), late.wait()) == ("deadline", "deadline")
     assert first.tokens and not late.tokens
+
+
+def test_a_client_is_told_although_its_row_cannot_be_let_go_of(
+    servers: list[SchedulerSetup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = server(servers)
+    first, second = Client(held=True), Client()
+    running, leave = one.submit(first), PrefixSharing.leave
+    assert first.began.wait(PATIENCE)
+
+    def fail(self: PrefixSharing, row: Any) -> None:
+        leave(self, row)
+        if row.request is running.request:
+            raise RuntimeError("no memory")
+
+    monkeypatch.setattr(PrefixSharing, "leave", fail)
+    one.scheduler.cancel(running)
+    one.submit(second)
+    first.gate.set()
+    assert first.wait() == "cancelled" and second.wait() == "finished" and one.scheduler.ready
 
 
 def ticket(tenant: str, needs: int = 1) -> ScheduledRequest:
