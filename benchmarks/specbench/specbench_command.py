@@ -138,7 +138,7 @@ def run(options: SpecBenchOptions) -> None:
     encoder, positions = TemplateEncoder(tokenizer, options.raw), position_limit(model)
     bench, dtype = SpecBench(model, tokenizer, options), dtype_name(model)
     tasks = _tasks(options, encoder, positions)
-    alike = {name: getattr(options, name) for name in ("every_node", "rounds", "temperature")}
+    alike = {name: getattr(options, name) for name in ("every_node", "rounds", "temperature", "budget")}
     shared = about(options.model, dtype, str(model.device)) | alike
     journal = Journal(options.out / "specbench-turns.jsonl", shared, options.resume)
     report = Report("Tokens a step by category", plain_values(options) | {"dtype": dtype})

@@ -184,6 +184,43 @@ def test_never_slower_reads_what_prompts_of_a_draw_begin_with_once(
     assert read[18:] == [0] * 6 + [6, 4] + [0] * 6  # the second draw's prompts are the first one's
 
 
+def test_a_draw_has_distinct_prompts_and_noise_and_every_run_s_text_is_compared(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[list[int], int | None]] = []
+    requests, run = Engine.requests, Engine.run
+
+    def noted(engine: Engine, prompts: Any, **options: Any) -> Any:
+        built = requests(engine, prompts, **options)
+        asked.extend((each.prompt.tolist(), each.seed) for each in built)
+        return built
+
+    runs = 0
+
+    def wrong_once(engine: Engine, requests: Any, **more: Any) -> Any:
+        nonlocal runs
+        yield from run(engine, requests, **more)
+        runs += 1
+        if runs == 1:  # untimed
+            requests[0].generated[-1] ^= 1
+
+    monkeypatch.setattr(Engine, "requests", noted)
+    monkeypatch.setattr(Engine, "run", wrong_once)
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(random.Random(1).choices("abcdefgh", k=90)))
+    cells = f"--batch 5 -t 0.8 -k tasks --draws 1 --text {text} --json".split()
+    found = json.loads(never_slower(model, tmp_path, *cells).stdout)
+    assert found["rows"][0]["texts_differ"] == 1
+    first = asked[:5]
+    assert len({tuple(prompt) for prompt, _ in first}) == len({seed for _, seed in first}) == 5
+
+
+def test_turns_with_other_settings_are_not_gone_on_with(model: str, tmp_path: Path) -> None:
+    assert bench(model, tmp_path, "-d", "lookup", "--rounds", "1").exit_code == 0
+    done = bench(model, tmp_path, "-d", "lookup", "--rounds", "1", "--cache-budget", "77", "--resume")
+    assert done.exit_code == 2 and "cache_budget" in done.stderr and "give another --out" in done.stderr
+
+
 def test_never_slower_says_which_cells_it_leaves_out_and_why(model: str, tmp_path: Path) -> None:
     done = never_slower(model, tmp_path, "--batch", "1", "-t", "0", "--context", "100000", "-k", "random", "--json")
     (why,) = json.loads(done.stdout)["left_out"].values()
@@ -197,6 +234,7 @@ def test_never_slower_says_which_cells_it_leaves_out_and_why(model: str, tmp_pat
         (["--yarn", "1"], "--yarn is 1; it must be above 1"),
         (["--text", "none.txt"], "'none.txt' does not exist"),
         (["-d", "fast"], "drafter is 'fast'"),
+        (["-d", "none"], "drafter is none; name another one"),
     ],
 )
 def test_never_slower_refuses_wrong_options(model: str, tmp_path: Path, options: list[str], message: str) -> None:
@@ -216,7 +254,7 @@ def test_a_cell_says_what_it_breaks() -> None:
             name: {"seconds": value, "steps": 4, "texts": [[1]], "plain": [0.9, 1.1]} for name, value in seconds.items()
         }
         made["auto"]["texts"] = texts
-        return made
+        return made | {"none": made["none"] | {"texts_differ": int(texts != [[1]])}}
 
     cell = TableCell(1, 100, 0.0, "tasks")
     fine = summarise(cell, ["auto", "trie"], [run(0.5, 0.51, [[1]])] * 3)

@@ -75,6 +75,7 @@ def test_a_rewound_prompt_has_the_queries_that_its_last_pass_left(engine: Engine
         LongBench(engine, 1).run([[prompt]], ["low-rank"], SETTINGS, sampled(0.0, 5))
         prompt.rewind()
         assert prompt.cache.length == length - 1
+        assert prompt.cache.queries.keys() == expected.keys() != set()
         for layer, queries in prompt.cache.queries.items():
             assert torch.allclose(queries[:, :, -1], expected[layer][:, :, -1], atol=1e-12)
 

@@ -35,7 +35,7 @@ def run(options: BenchOptions) -> None:
         long = settings(options, drafters, target, tokenizer)
         bench = Bench(target, drafters, long, tokenizer, options.skip or ())
         bench.check_skip(sets)
-    shared = about(options.model, dtype_name(target), str(target.device))
+    shared = about(options.model, dtype_name(target), str(target.device)) | options.drafting
     journal = Journal(options.out / "speed-turns.jsonl", shared, options.resume)  # begun when nothing is wrong
     paths: Sequence[Path] = []
     result = BenchResult([], plain_values(options) | {"dtype": dtype_name(target)})

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import typer
 
+from forerun.bench.machine import plain_values
 from forerun.core.long_context import LongContextConfig, Policy, Sparse
 
 LONG_PANEL, LONG = "Long contexts", LongContextConfig()
@@ -134,6 +135,12 @@ class LongOptions:
     refresh: Annotated[Policy, option(panel=LONG_PANEL, help="When chunks are chosen anew.")] = LONG.refresh
     sinks: Annotated[int, option(panel=LONG_PANEL, help="First tokens a streaming cache keeps.", min=0)] = LONG.sinks
     window: Annotated[int, option(panel=LONG_PANEL, help="Last tokens the small model sees.", min=1)] = LONG.window
+
+    @property
+    def drafting(self) -> dict[str, Any]:
+        """These options alone, as plain values: measurements with others are not comparable."""
+        values = plain_values(self)
+        return {field.name: values[field.name] for field in fields(LongOptions)}
 
     def settings(self, draft_model: Any = None) -> LongContextConfig:
         """The options as ``LongContextConfig``."""

@@ -30,6 +30,8 @@ BATCHES, CONTEXTS, TEMPERATURES = (1, 4, 16), (100, 2_000), (0.0, 0.8, 1.0)
 
 def run(options: NeverSlowerOptions) -> None:
     """Measure, print the table, write JSON, Markdown and a plot; exit status 1 if the promise is broken."""
+    if options.drafter == UNDRAFTED:
+        raise ValueError(f"drafter is {UNDRAFTED}; name another one, which is compared with it")
     named = [options.drafter, *(options.against or ())]
     check_drafters(named, options)
     with quiet():
@@ -51,7 +53,7 @@ def run(options: NeverSlowerOptions) -> None:
         raise ValueError(f"no cell can be measured: {next(iter(left_out.values()))}")
     journal = Journal(
         options.out / "never-slower-draws.jsonl",
-        about(options.model, dtype_name(target), str(target.device)) | {"yarn": options.yarn},
+        about(options.model, dtype_name(target), str(target.device)) | options.drafting | {"yarn": options.yarn},
         options.resume,
     )
     result = SlownessTable([], plain_values(options) | {"dtype": dtype_name(target)}, left_out)
