@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.tiny import tiny
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
@@ -170,3 +171,33 @@ def test_requests_and_origins_are_exported() -> None:
     request = forerun.Request([1, 2, 3], 4)
     assert [token for commit in engine.run([request]) for token in commit.tokens] == request.generated.tolist()
     assert forerun.Origin.TARGET.word == "target"
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_kept_keys_go_when_the_weights_change(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.engine.kv_store.MIN_STORED_TOKENS", 64)
+    model, prompt = copy.deepcopy(tiny("llama")), [1 + i % 7 * 3 for i in range(100)]
+    kept: dict[str, Any] = {"prefix_cache": 1 << 26} if where == "memory" else {"kv_store": tmp_path / "kept"}
+    options: dict[str, Any] = {"drafter": "none", "max_new_tokens": 8, "eos_token_id": None, "do_sample": False}
+    before = forerun.generate(model, prompt, **kept, **options).generated
+    engine = engine_of(model, "none", **kept)
+    engine.flush()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(-1.3)
+    after = forerun.generate(model, prompt, **kept, **options).generated
+    assert after == forerun.generate(copy.deepcopy(model), prompt, **options).generated != before
+    engine.flush()
+    if where == "disk":  # under the old weights' name there are only their keys
+        old = forerun.generate(tiny("llama"), prompt, **kept, **options).generated
+        assert old == before
+
+
+def test_a_vocabulary_that_grew_is_the_model_s() -> None:
+    model = copy.deepcopy(tiny("llama")).float()
+    engine = forerun.Engine(model, "none")
+    rows = engine.target.vocabulary
+    engine.generate([1, 2, 3], max_new_tokens=2)
+    model.resize_token_embeddings(rows + 5)
+    assert engine.target.vocabulary == rows + 5
+    assert len(engine.generate([1, rows + 4, 3], max_new_tokens=2, eos_token_id=None).generated[0]) == 2

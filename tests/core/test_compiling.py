@@ -168,3 +168,19 @@ def test_code_of_other_sources_is_removed(tmp_path: Path) -> None:
     after.save("one", 2)
     assert after.load("one") == 2
     assert sorted(file.name.partition(".")[0] for file in tmp_path.glob("*.nbc")) == ["f", "other"]
+
+
+@pytest.mark.skipif(not COMPILES, reason="nothing is compiled")
+def test_code_that_cannot_be_kept_or_is_damaged_is_compiled(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [run(SCRIPT, package.parent) for _ in range(2)] == ["20 0\n", "20 1\n"]
+    for code in package.rglob("*.nbc"):
+        code.write_bytes(code.read_bytes()[:20])
+    assert [run(SCRIPT, package.parent) for _ in range(2)] == ["20 0\n", "20 1\n"]
+    file = MachineCodeFile(str(package), "function", "stamp")
+
+    def full(*given: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(file, "_save_data", full)
+    file.save("key", "data")
+    assert file.load("key") is None

@@ -143,6 +143,19 @@ def test_a_pass_without_commit_has_no_effect() -> None:
     assert torch.equal(read(states, TEXT[:90]), one_by_one(TEXT[:90]))
 
 
+def test_a_model_that_was_cast_begins_anew() -> None:
+    """States are float32 for models of several types, so they do not show it themselves."""
+    states, rows = RecurrentStates(), torch.zeros(1, SHAPE.row_width)
+    q = torch.zeros(1, 1, SHAPE.dim)
+    for first in range(2):
+        block = Block(TEXT[first : first + 1], DraftTree.empty(), first)
+        if first:
+            with pytest.raises(ValueError, match=r"rows for torch.float32 and the model's are torch.bfloat16"):
+                states.advance(1, SHAPE, rows, q.bfloat16(), block)
+        states.advance(1, SHAPE, rows, q, block)
+        states.commit(block, [])
+
+
 def test_a_block_somewhere_else_is_refused() -> None:
     with pytest.raises(ValueError, match="the block starts at 5, and the states have read 0 tokens"):
         outputs(RecurrentStates(), Block(TEXT[:3], DraftTree.empty(), 5))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +22,8 @@ import numba
 import numpy as np
 from numba.core.caching import IndexDataCacheFile
 from numba.core.registry import CPUDispatcher
+
+log = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -139,8 +142,18 @@ class MachineCodeFile(IndexDataCacheFile):  # type: ignore[misc]  # numba has no
             self._remove()
         digest = hashlib.sha256(f"{self._source_stamp} {key!r}".encode()).hexdigest()
         known[key] = f"{self._name}.{digest[:16]}.nbc"
-        self._save_data(known[key], data)
-        self._save_index(known)
+        try:
+            self._save_data(known[key], data)
+            self._save_index(known)
+        except OSError as error:  # such as a full disk; this process has the code
+            log.warning("machine code of %s is not kept: %s", self._name, error)
+
+    def load(self, key: Any) -> Any:
+        """Code that was kept; None if there is none, or it is damaged: then it is compiled again."""
+        try:
+            return super().load(key)
+        except Exception:  # unpickling fails in as many ways as files can be damaged
+            return None
 
     def _load_index(self) -> dict[Any, str]:
         try:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -34,6 +35,7 @@ from forerun.models.forward.inputs import position_limit
 from forerun.models.forward.level import Progress, counting, read
 from forerun.models.forward.runtime import Runtime, default_runtime
 from forerun.models.forward.scorer import Scorer, is_sharded
+from forerun.models.forward.weight_watch import weights_version
 from forerun.models.text.prompts import Prompts, encode, encode_prediction, vocabulary_of
 from forerun.models.text.requests import (
     GenerationOptions,
@@ -60,8 +62,8 @@ class Engine:
     Threads may share an engine: their steps take turns, and each text is what it would be alone. They may also have
     engines of their own on one model, beside its own ``generate``. Not to be shared are an iterator (``stream``,
     ``run``), a request, a cache, a streamer, and a drafter object between engines; a ``Trie`` may be. Nobody may change
-    the model meanwhile: its weights, its mode, its adapters. Between texts it may be changed, where no keys and values
-    are kept for later ones (``prefix_cache``, ``kv_store``, a ``Conversation``); else make a new engine.
+    the model meanwhile: its weights, its mode, its adapters. If it is changed between texts, keys and values that were
+    kept for later ones are dropped (``prefix_cache``, ``kv_store``); a ``Conversation`` has to begin anew.
 
     Args:
         model: a transformers decoder; it decides what is generated.
@@ -120,7 +122,9 @@ class Engine:
             raise ValueError(
                 f"the tokenizer has {len(tokenizer)} tokens and the model {self.target.vocabulary}: they do not match"
             )
-        self.store = self._store(kv_store, {"limit": kv_store_limit, "expiry": kv_store_expiry, "key": kv_store_key})
+        store = {"limit": kv_store_limit, "expiry": kv_store_expiry, "key": kv_store_key}
+        self._new_store = partial(self._store, kv_store, store)
+        self.store, self._weights = self._new_store(), weights_version(model)
         """Keys and values of prompts that are kept on disk."""
         self.tiers = None if kv_memory is None else self._tiers(kv_memory)
         """Where keys and values lie, if ``kv_memory`` bounds them."""
@@ -158,6 +162,18 @@ class Engine:
         from forerun.models.forward.fingerprint import fingerprint
 
         return KVStore(folder, fingerprint(self.target, self.exactness), **options)
+
+    def _forget_old_weights(self) -> None:
+        """Keys and values that were kept are of no use if the weights have changed."""
+        if self.store is None and not self.prefixes.limit:
+            return
+        now = weights_version(self.target.model)
+        if now != self._weights:
+            self._weights = now
+            self.prefixes.clear()
+            if self.store is not None:
+                self.store.close()
+                self.store = self._new_store()
 
     def _tiers(self, memory: int | KVMemory) -> Tiers:
         from forerun.kv.kv_tiers import Tiers  # imported only where memory is bounded
@@ -398,6 +414,7 @@ class Engine:
         limit = self.prefill_block if limit is None else limit
         if limit < 1:
             raise ValueError(f"limit is {limit}; it must be at least 1")
+        self._forget_old_weights()
         step = DecodingStep(self.target, self.drafter, self.budget, seconds=self.step_seconds)
         fixed = self.target.prompt_chunk
         chunk, limit = (min(self.prefill_block, limit), limit) if fixed is None else (fixed, max(fixed, limit))

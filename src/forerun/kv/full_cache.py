@@ -15,7 +15,7 @@ from forerun.core.block import Block
 from forerun.core.tree import IntArray
 from forerun.kernels.attention.attention import AttentionSpec, Rows
 from forerun.kv.cache import Addresses, Cache, KVShape, LayerShape, append, compact, release, reserve, slack
-from forerun.kv.recurrent import RECURRENT_STATES, RecurrentStates
+from forerun.kv.recurrent import RECURRENT_STATES, RecurrentStates, check_type
 from forerun.kv.shared_prefix import Layout, SharedMemory, SharedPrefix, Tensors
 
 if TYPE_CHECKING:
@@ -112,10 +112,8 @@ class FullCache(Cache):
     def _check_type(self, like: torch.Tensor) -> None:
         """Refuse rows of another type than those that are held, as after a cast of the model."""
         held = next(iter(self._layers.values()), None)
-        if held is not None and held[0].dtype != like.dtype:
-            raise ValueError(
-                f"this cache holds keys in {held[0].dtype} and the model's are {like.dtype}; begin a new one"
-            )
+        if held is not None:
+            check_type(held[0].dtype, like.dtype)
 
     def reserve(self, layers: Sequence[int], like: torch.Tensor, count: int) -> torch.Tensor:
         """Make room for ``count`` tokens after the committed ones, for all layers; see ``Cache.addressed``.

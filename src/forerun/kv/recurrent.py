@@ -40,6 +40,12 @@ Key = tuple[int, str]
 """A layer, and which of its recurrences."""
 
 
+def check_type(held: torch.dtype, new: torch.dtype) -> None:
+    """Refuse rows of another type than those that a cache holds, as after a cast of the model."""
+    if held != new:
+        raise ValueError(f"this cache holds rows for {held} and the model's are {new}; begin a new one")
+
+
 @dataclass
 class _Inputs:
     """Inputs of one recurrence, a row per token.
@@ -66,6 +72,7 @@ class _Inputs:
     def reserve(self, count: int, read: int, end: int, like: torch.Tensor) -> torch.Tensor:
         """Room for ``count`` rows from position ``end`` on, such as those of ``like``. The states have read ``read``
         tokens, so those behind are kept, however many they are."""
+        check_type(self.rows.dtype, like.dtype)
         place = end - self.first
         if place + count > len(self.rows) or (len(self.rows) > MAX_INPUTS and count <= KEPT_INPUTS):
             kept = self.rows[max(0, min(place - KEPT_INPUTS, read - self.first) - self.before) : place]
@@ -91,6 +98,7 @@ class _State:
     now: torch.Tensor | None = None
     spare: torch.Tensor | None = None
     saved: dict[int, torch.Tensor] = field(default_factory=dict)
+    asked: torch.dtype | None = None  # the model's type, which states do not show
 
     def memory(self, count: int, like: torch.Tensor, shape: GatedShape) -> torch.Tensor:
         """Room for ``count`` states."""
@@ -193,9 +201,11 @@ class RecurrentStates:
             ``[n, heads, out_dim]``.
         """
         key, plan = (layer, STATE_KIND), self._planned(block)
+        state = self._states.setdefault(layer, _State())
+        state.asked = state.asked or q.dtype
+        check_type(state.asked, q.dtype)
         inputs = self._inputs.setdefault(key, _Inputs.after(rows[:0], self.length))
         inputs.append(rows, self._position, self.length)
-        state = self._states.setdefault(layer, _State())
         saved = state.memory(len(plan.saved), q, shape)
         read = inputs.part(self._position, self.length + len(block))
         if plan.order is None:
@@ -263,7 +273,7 @@ class RecurrentStates:
             )
             for key, inputs in self._inputs.items()
         }
-        fork._states = {layer: _State(state.now) for layer, state in self._states.items()}
+        fork._states = {layer: _State(state.now, asked=state.asked) for layer, state in self._states.items()}
         if self._position > self._origin:
             now = {(layer, STATE_KIND): each.now for layer, each in self._states.items() if each.now is not None}
             fork._snapshots = {self._position: self._windows(self._position) | now}
@@ -343,7 +353,8 @@ class RecurrentStates:
             state.now = state.spare = None
         for (layer, kind), t in self._snapshots.get(position, {}).items():
             if kind == STATE_KIND:
-                self._states[layer] = _State(t)
+                before = self._states.get(layer)
+                self._states[layer] = _State(t, asked=None if before is None else before.asked)
             if position == length:
                 self._inputs[layer, kind] = _Inputs.after(t[:0, 0] if kind == STATE_KIND else t, length)
         self.length, self._position, self._owned = length, position, False

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -38,7 +38,7 @@ COMPUTING = ("core", "kernels", "kv", "models")
 """Folders whose sources take part in computing logits, keys and values."""
 MEASURING = (*COMPUTING, "policy")
 """Folders whose sources take part in what an engine finds out at its start."""
-PACKAGES = ("torch", "transformers", "numba", "llvmlite")
+PACKAGES = ("torch", "transformers", "numba", "llvmlite", "triton")
 CODE_PACKAGES = sys.stdlib_module_names | {
     "accelerate", "forerun", "huggingface_hub", "numpy", "packaging", "safetensors", "tokenizers", "torch",
     "transformers",
@@ -155,7 +155,14 @@ def _digest_of(about: dict[str, Any]) -> hashlib.blake2b:
 
 @cache
 def _versions() -> list[str]:
-    return [version(name) for name in PACKAGES]
+    return [_version(name) for name in PACKAGES]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 @cache

@@ -203,8 +203,6 @@ class Scorer:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self._inputs: Any = model.get_input_embeddings()
-        self.vocabulary = int(self._inputs.weight.shape[0])
-        """Token ids that the model can read: rows of its input embedding, of all its parts together."""
         self.limit = learned_positions(model)
         """Number of learned positions, or None if there is no limit."""
         self.recurrent = is_recurrent(model)
@@ -216,6 +214,11 @@ class Scorer:
         in one order."""
         self.queries_from: int | None = None
         """Full caches of texts that may become this long keep queries; None for no cache."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids that the model can read: rows of its input embedding, of all its parts together."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
 
     def keep_queries(self, beyond: int) -> None:
         """Let full caches keep queries from now on, for sparse caches that choose by them. Keeping takes 5 % of the

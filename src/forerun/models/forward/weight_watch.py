@@ -34,6 +34,13 @@ def _added(hooks: dict[int, Any]) -> list[Any]:
     return [hook for hook in hooks.values() if getattr(hook, "__module__", "") != CAPTURING]
 
 
+def weights_version(model: PreTrainedModel) -> int:
+    """A number that changes with the model's weights, for what was made with them. A change through ``.data`` is not
+    seen, which torch does not count."""
+    tensors = (*model.parameters(), *model.buffers())
+    return hash(tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors))
+
+
 class WeightWatch:
     """Remembers a model as it is when this is made: its modules, their hooks, its configuration, and the addresses of
     its weights.
