@@ -58,7 +58,11 @@ class FairLock:
             self._wake()
         while self._later:
             try:
-                self._later.popleft()()
+                job = self._later.popleft()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                job()
             except Exception:
                 log.exception("what had to wait for a lock failed")
 

@@ -37,8 +37,7 @@ def _added(hooks: dict[int, Any]) -> list[Any]:
 def weights_version(model: PreTrainedModel) -> int:
     """A number that changes with the model's weights, for what was made with them. A change through ``.data`` is not
     seen, which torch does not count."""
-    tensors = (*model.parameters(), *model.buffers())
-    return hash(tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors))
+    return hash(tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in model.parameters()))
 
 
 class WeightWatch:
