@@ -248,7 +248,7 @@ class Engine:
 
         Args:
             prompts: text, token ids, messages (dicts with ``role`` and ``content``, for the tokenizer's chat template),
-                or a list of any of them; or a tensor ``[B, t]`` with ``attention_mask``.
+                or a list of any of them; or a tensor ``[B, t]``, with ``attention_mask`` or as transformers infers it.
             streamer: a transformers streamer; for one sequence only.
             tokenizer: for this call; by default the engine's.
             budget: the most nodes of a draft, if that is less than the engine's; 0 for no drafts.
