@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from operator import itemgetter
 from typing import Any
 
 import typer
@@ -123,13 +123,14 @@ class Stage:
         return result.requests[0], time.perf_counter() - begin
 
     def _timed(self, runs: Sequence[Run]) -> Timed:
-        last, tokenizer = runs[-1][0], self.plain.tokenizer
+        """The run of median time: what was drafted, and so its steps, differs from run to run."""
+        (request, seconds), tokenizer = sorted(runs, key=itemgetter(1))[len(runs) // 2], self.plain.tokenizer
         assert tokenizer is not None
-        detokenizer = Detokenizer(tokenizer, last.prompt.tolist())
-        marked = zip(last.generated.tolist(), last.stats.drafted_mask(), strict=True)
+        detokenizer = Detokenizer(tokenizer, request.prompt.tolist())
+        marked = zip(request.generated.tolist(), request.stats.drafted_mask(), strict=True)
         pieces = [piece for token, drafted in marked for piece in detokenizer.add(token, drafted)]
-        seconds = median(seconds for _, seconds in runs)
-        return Timed(last.generated.tolist(), [*pieces, *detokenizer.flush()], seconds, last.stats.tokens_per_step)
+        ids, steps = request.generated.tolist(), request.stats.tokens_per_step
+        return Timed(ids, [*pieces, *detokenizer.flush()], seconds, steps)
 
 
 def run(options: DemoOptions) -> None:
