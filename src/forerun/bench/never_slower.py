@@ -41,7 +41,8 @@ TASKS, NOVEL, RANDOM = "tasks", "novel", "random"
 TEXT_KINDS = (TASKS, NOVEL, RANDOM)
 """Prompts of tasks, a long text to be continued, random tokens."""
 DISTINCT_TOKENS = 32
-"""Tokens of the text before a task that was given before. Equal prompts would have equal texts."""
+"""Tokens of the text before a task that was given before: enough to tell the two apart. Equal prompts would have equal
+texts."""
 LEAST_MEDIAN, LEAST_SINGLE, LEAST_OF_BEST = 0.97, 0.93, 0.95
 """What is promised: the least median of a cell and the least single ratio to plain decoding, and the least part of the
 median of the best other drafter."""

@@ -11,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 
 from forerun.core.memory import give_back
 from forerun.core.request import Request
@@ -264,8 +263,12 @@ class Scheduler:
             raise  # the ranks are out of step for good
         except Exception as error:
             log.exception("a step failed; the requests that ran in it end")
-            with suppress(Exception):  # it may well fail for the same reason
+            try:
                 self._batch.close()
+            except ParallelError:
+                raise
+            except Exception:  # it may well fail for the same reason
+                log.exception("not all that the failed step's requests had could be let go of")
             self._batch = self._new_batch()
             for scheduled in running:
                 scheduled.request.fail(error)
