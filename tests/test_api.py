@@ -81,6 +81,17 @@ def test_an_unknown_option_is_refused_with_the_nearest_name(name: str, meant: st
     assert (f"did you mean {meant}?" in str(caught.value)) is (meant is not None)
 
 
+UNTYPED = """
+    assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight assistant_lookbehind cache_config
+    cache_implementation compile_config constraints continuous_batching_config decoder_start_token_id disable_compile
+    diversity_penalty dola_layers early_stopping force_words_ids guidance_scale is_assistant length_penalty low_memory
+    max_cache_len max_matching_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams
+    penalty_alpha prefill_chunk_size prompt_lookup_num_tokens speculation_type target_lookbehind transformers_version
+    use_cache use_mtp
+"""
+"""Options of transformers that are refused, or say how it computes and not what."""
+
+
 def test_options_have_types_for_everything_that_transformers_takes_and_forerun_supports() -> None:
     config = set(vars(GenerationConfig())) - {*UNSUPPORTED_OPTIONS, "_from_model_config"}
     own = {
@@ -94,7 +105,9 @@ def test_options_have_types_for_everything_that_transformers_takes_and_forerun_s
         "prediction",
     }
     inputs = {"generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"}
-    assert set(GenerationOptions.__annotations__) - own - inputs <= config
+    typed = set(GenerationOptions.__annotations__)
+    assert typed - own - inputs <= config
+    assert config - typed == {*UNTYPED.split()}
 
 
 def test_generate_takes_all_that_an_engine_takes() -> None:

@@ -182,7 +182,8 @@ def _steps(passes: LevelTimes, drafting: Drafting, context: int, rows: int) -> l
 
 
 def _chains(passes: LevelTimes, drafting: Drafting, gamma1: int, most: int, rows: int) -> list[float]:
-    """Seconds of making chains of 0, 1, ..., ``most`` tokens for all rows."""
+    """Seconds of making chains of 0, 1, ..., ``most`` tokens for all rows. Without a small model no row waits for
+    another: each makes a token a pass."""
     seconds = chain_seconds(most, gamma1, drafting.small_acceptance, passes.middle, passes.small())
-    slower = waiting(most, gamma1, drafting.small_acceptance, rows)
+    slower = waiting(most, gamma1, drafting.small_acceptance, rows if drafting.small is not None else 1)
     return [each * factor for each, factor in zip(seconds, slower, strict=True)]

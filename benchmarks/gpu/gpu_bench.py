@@ -60,6 +60,13 @@ class GpuBench:
         return cls(torch.device("cpu"), torch.float32, {"smallest": SMALLEST}, [40], [1, 2, 4], 1, [], 1 << 20)
 
     @property
+    def sizes(self) -> Row:
+        """What a part's rows depend on, besides the card."""
+        return {
+            "shapes": [*self.shapes], "contexts": [*self.contexts], "passes": [*self.passes], "rounds": self.rounds,
+        }  # fmt: skip
+
+    @property
     def on_gpu(self) -> bool:
         """Whether anything here is worth a time."""
         return self.device.type == "cuda"

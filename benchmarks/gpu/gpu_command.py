@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.capacity.shapes import ModelShape
 from benchmarks.gpu.goals import GOAL_COLUMNS, goals
-from benchmarks.gpu.part_process import OTHER_COMMANDS, PartRecord, command_rows, this_card
+from benchmarks.gpu.part_process import OTHER_COMMANDS, PartRecord, bench_of, command_rows, this_card
 from benchmarks.reporting import plots
 from benchmarks.reporting.common_options import SourceOptions, list_option, names, numbers
 from benchmarks.reporting.plots import Frame, Line
@@ -90,9 +90,10 @@ CONTEXTS_MEASURED, PASSES_MEASURED = "2048,32768,122000", "1,2,4,8,16,32,64"
 class GpuOptions(OutputOptions, SourceOptions):
     """Measure Forerun on this machine's GPU: exactness, bandwidth, passes, steps, long contexts, tasks, a server.
 
-    Each part has a process and a file of its own. A part that is there already is kept, so the command can be called
-    again to go on; then what is left has more of the time. Without a GPU the smallest sizes run in Triton's
-    interpreter, and times mean nothing. Writes JSON, Markdown and plots after each part, and says what was skipped.
+    Each part has a process and a file of its own. A part that is there already, of the same card and sizes, is kept. So
+    the command can be called again to go on; then what is left has more of the time. Without a GPU the smallest sizes
+    run in Triton's interpreter, and times mean nothing. Writes JSON, Markdown and plots after each part, and says what
+    was skipped.
     --books, --maths and --code are for the tasks and servers, which leave out what they lack.
     """
 
@@ -125,6 +126,11 @@ class GpuOptions(OutputOptions, SourceOptions):
             )],
         }  # fmt: skip
 
+    def records(self) -> dict[str, PartRecord]:
+        """What is there of each part."""
+        sizes = bench_of(self.measured).sizes
+        return {name: PartRecord.read(self.out, name, sizes) for name in GPU_PARTS}
+
 
 def run(options: GpuOptions) -> None:
     """Measure part by part, and write JSON, Markdown and plots.
@@ -140,32 +146,32 @@ def run(options: GpuOptions) -> None:
     report = Report(title, plain_values(options))
     delivery = Delivery(report, options.out, "gpu", options.json)
     wanted = names("--parts", options.parts, GPU_PARTS)
-    kept = {name for name in GPU_PARTS if PartRecord.read(options.out, name).whole and not options.again}
+    kept = {name for name, record in options.records().items() if record.whole and not options.again}
     pending = [name for name in GPU_PARTS if name in wanted and name not in kept]
     began, spent, total = time.monotonic(), 0, sum(PART_SECONDS[name] for name in pending)
     for name in pending:
         spent += PART_SECONDS[name]
         _measure(name, options, 60 * options.minutes * spent / total - (time.monotonic() - began))
-        _fill(report, options.out)
+        _fill(report, options)
         delivery.save()
-    _fill(report, options.out)
+    _fill(report, options)
     delivery.end()
 
 
 def _measure(name: str, options: GpuOptions, seconds: float) -> None:
     """Measure a part in its own process; if it is not done in time, what it has is kept, and it is ended."""
-    out, record = options.out, PartRecord.read(options.out, name)
+    out, record = options.out, options.records()[name]
     if seconds <= 0:
         record.skipped[name] = "no time was left; call the command again"
         record.write(out, name)
         return
     if options.again or not (record.rows or record.skipped):
-        shutil.rmtree(out / name, ignore_errors=True)  # another card's report
+        shutil.rmtree(out / name, ignore_errors=True)  # a report of another card, or of other sizes
     say(f"measuring {name}, for at most {seconds:.0f} s")
     status = run_child(name, out, options.measured, seconds)
     if status == 0:
         return
-    record = PartRecord.read(out, name)
+    record = options.records()[name]
     if name in OTHER_COMMANDS:
         record.rows = command_rows(name, out)
     how = f"ended with status {status}" if status else f"stopped after its {seconds:.0f} s; call the command again"
@@ -199,9 +205,9 @@ def _log(out: Path, name: str) -> Path:
     return out / "logs" / f"{name}.log"
 
 
-def _fill(report: Report, out: Path) -> None:
+def _fill(report: Report, options: GpuOptions) -> None:
     """Put all that is measured into the report."""
-    records = {name: PartRecord.read(out, name) for name in GPU_PARTS}
+    records = options.records()
     report.text.clear()
     for table in TABLES:
         rows = [{"part": name} | row for name in table.parts for row in records[name].rows]

@@ -92,22 +92,26 @@ class PartRecord:
 
     Attributes:
         card: what it was measured on.
+        sizes: those of ``GpuBench``.
         rows: measured so far.
         skipped: what was not measured, and why.
         whole: whether all of it is there. If not, it is measured anew.
     """
 
     card: str
+    sizes: Row
     rows: list[Row] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     whole: bool = False
 
     @classmethod
-    def read(cls, out: Path, name: str) -> PartRecord:
-        """What is there of a part; nothing, if that is of another card."""
-        path, card = _path(out, name), this_card()
-        found = cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else cls(card)
-        return found if found.card == card else cls(card)
+    def read(cls, out: Path, name: str, sizes: Row) -> PartRecord:
+        """What is there of a part; nothing, if that is of another card or of other sizes."""
+        path, nothing = _path(out, name), cls(this_card(), sizes)
+        if not path.exists():
+            return nothing
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return cls(**found) if (found["card"], found.get("sizes")) == (nothing.card, sizes) else nothing
 
     def write(self, out: Path, name: str) -> None:
         """Replace the file."""
@@ -129,7 +133,7 @@ def measure(name: str, bench: GpuBench, out: Path) -> PartRecord:
     """Measure a part, and write its file after each row. An error is noted there."""
     from benchmarks.gpu.interpreter import gpu_code
 
-    record = PartRecord(this_card(), skipped=bench.skipped)
+    record = PartRecord(this_card(), bench.sizes, skipped=bench.skipped)
     record.write(out, name)
     interpreted = name not in OTHER_COMMANDS or OTHER_COMMANDS[name].interpreted
     try:

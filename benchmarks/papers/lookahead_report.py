@@ -224,8 +224,8 @@ def _equal_in_tasks(rows: Sequence[Row]) -> str:
 
 
 def _parted(rows: Sequence[Row], name: str) -> str:
-    parted = sum(round((1 - row[name]) * row["texts"]) for row in rows)
-    return f"{parted} of {sum(row['texts'] for row in rows)}"
+    parted = sum(round((1 - row[name]) * row["texts"] * row["rounds"]) for row in rows)
+    return f"{parted} of {sum(row['texts'] * row['rounds'] for row in rows)}"
 
 
 def _method_cell(row: Row) -> str:

@@ -118,13 +118,7 @@ def report_batches(report: Report, rows: Sequence[Row]) -> None:
         listing(rows, {"batch": "rows", "budget": "budget", "temperature": "temperature", **COLUMNS}),
         equality(rows),
     )
-    groups = list(dict.fromkeys(row["setting"] for row in named))
-    found = []
-    for name in dict.fromkeys(row["drafter, budget"] for row in named):
-        mine = [row for row in named if row["drafter, budget"] == name]
-        found.append(
-            Line(name, [], [r["speed_up"] for r in mine], [r["slowest"] for r in mine], [r["fastest"] for r in mine])
-        )
+    groups, found = plots.grouped(named, lambda row: str(row["setting"]), "speed_up", "drafter, budget")
     frame = Frame("Speed-up of batches", "rows x context, temperature", SPEED_UP, reference=1)
     report.bars("batches", frame, groups, found)
 

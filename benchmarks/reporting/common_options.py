@@ -11,6 +11,8 @@ from typing import Annotated, TypeVar
 from forerun.cli.options import Raw, option
 
 N = TypeVar("N", int, float)
+BENCHMARKS = Path(__file__).parents[1]
+"""All benchmarks' sources, which a journal of one is about, too."""
 
 
 def list_option(flag: str, panel: str, help: str) -> object:  # noqa: A002

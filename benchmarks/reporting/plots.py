@@ -109,11 +109,14 @@ def by(rows: Sequence[Row], name: str, x: str, y: str) -> list[Line]:
     return found
 
 
-def grouped(rows: Sequence[Row], group: Callable[[Row], str], value: str) -> tuple[list[str], list[Line]]:
-    """Groups of bars and a line for each contestant, with the slowest and fastest round as spread."""
+def grouped(
+    rows: Sequence[Row], group: Callable[[Row], str], value: str, by: str = "contestant"
+) -> tuple[list[str], list[Line]]:
+    """Groups of bars and a line for each value of the column ``by``, with the slowest and fastest round as spread. What
+    is in no row has no height."""
     groups, lines = list(dict.fromkeys(map(group, rows))), []
-    for name in dict.fromkeys(row["contestant"] for row in rows):
-        mine = {group(row): row for row in rows if row["contestant"] == name}
+    for name in dict.fromkeys(row[by] for row in rows):
+        mine = {group(row): row for row in rows if row[by] == name}
         ys, low, high = ([mine.get(each, {}).get(key, 0.0) for each in groups] for key in (value, "slowest", "fastest"))
         lines.append(Line(name, range(len(groups)), ys, low, high))
     return groups, lines

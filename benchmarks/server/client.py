@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from statistics import mean
@@ -36,6 +36,7 @@ class ServerEndpoint:
         chats: ask as one user message, through the model's template; else as a text to continue.
         ours: the server is Forerun's, and takes a field ``forerun``.
         exact: it promises that texts are the same bit for bit, whatever shares their passes.
+        encode: makes token ids of a prompt, for a server that would make others; None to send text.
     """
 
     url: str
@@ -43,11 +44,12 @@ class ServerEndpoint:
     chats: bool = False
     ours: bool = True
     exact: bool = False
+    encode: Callable[[str], list[int]] | None = None
 
     @property
     def address(self) -> str:
         """What requests are posted to."""
-        return "/v1/chat/completions" if self.chats else "/v1/completions"
+        return "/v1/chat/completions" if self.chats and self.encode is None else "/v1/completions"
 
     def step_seconds(self) -> dict[str, float]:
         """Where the time of the server's steps has gone so far, in seconds, in the mean of its replicas; empty if it is
@@ -63,7 +65,11 @@ class ServerEndpoint:
 
     def body(self, request: LoadRequest, extension: Extension) -> dict[str, Any]:
         """A request as JSON."""
-        said = {"messages": [{"role": "user", "content": request.prompt}]} if self.chats else {"prompt": request.prompt}
+        said: dict[str, Any] = {"prompt": request.prompt}
+        if self.encode is not None:
+            said = {"prompt": self.encode(request.prompt)}
+        elif self.chats:
+            said = {"messages": [{"role": "user", "content": request.prompt}]}
         more = {"forerun": dict(extension)} if self.ours else {}
         return said | more | {
             "model": self.model,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -40,7 +39,6 @@ async def _measure(endpoint: ServerEndpoint, requests: Sequence[LoadRequest], lo
     async with connected(endpoint) as http:
         streams = _Streams(http, endpoint, requests, namespace)
         tasks = [asyncio.create_task(streams.run(number)) for number in range(STREAMS)]
-        began = time.perf_counter()
         while streams.ended < BEFORE:
             await asyncio.sleep(LOOK)
         reply = Reply(long)
@@ -49,7 +47,7 @@ async def _measure(endpoint: ServerEndpoint, requests: Sequence[LoadRequest], lo
             await asyncio.sleep(LOOK)
         streams.over = True
         await asyncio.gather(reading, *tasks)
-    return _row(understand(reply), [understand(each) for each in streams.replies], began)
+    return _row(understand(reply), [understand(each) for each in streams.replies])
 
 
 class _Streams:
@@ -74,11 +72,11 @@ class _Streams:
             turn += STREAMS
 
 
-def _row(long: Answer, others: Sequence[Answer], began: float) -> Row:
+def _row(long: Answer, others: Sequence[Answer]) -> Row:
     if long.error is not None:
         return {"error": long.error}
     read = (long.sent, long.sent + long.first)
-    without, while_read = overlapping(others, (began, read[0])), overlapping(others, read)
+    without, while_read = ended(others, read[0]), overlapping(others, read)
     row: Row = {
         "prompt": long.usage.get("prompt_tokens"),
         "first": long.first,
@@ -89,6 +87,11 @@ def _row(long: Answer, others: Sequence[Answer], began: float) -> Row:
     }
     known = row["with_p99"] is not None and row["without_p99"]
     return row | {"ratio": row["with_p99"] / row["without_p99"] if known else None}
+
+
+def ended(answers: Sequence[Answer], moment: float) -> list[float]:
+    """The times between chunks that were over by then."""
+    return [after - before for each in answers for before, after in pairwise(each.grew) if after <= moment]
 
 
 def overlapping(answers: Sequence[Answer], window: Window) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -131,7 +132,7 @@ class ServeBench:
             parts = {part: seconds - before[part] for part, seconds in endpoint.step_seconds().items()}
             results["levels"][level.name] = figures(answers, run.seconds, run.own_seconds, parts)
             texts |= {str(answer.request.seed): answer.digest for answer in answers}
-            results["reasons"] |= reasons(answers)
+            results["reasons"] = dict(Counter(results["reasons"]) + Counter(reasons(answers)))
             self.save(self.turns, False)
         if one.long is not None:
             results["long"] = held_up.measure(endpoint, one.requests, one.long, "streams")

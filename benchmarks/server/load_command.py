@@ -19,6 +19,7 @@ from benchmarks.long_context.texts import Texts
 from benchmarks.peers.weights import check as check_weights
 from benchmarks.peers.weights import write as write_weights
 from benchmarks.reporting.common_options import (
+    BENCHMARKS,
     SourceOptions,
     list_option,
     numbers,
@@ -57,7 +58,7 @@ REPLICAS = 2
 GGUF, ROWS = "model.gguf", 16
 """The file that is written for llama.cpp's server, and its slots where clients come by chance."""
 SPARE = 64
-"""Tokens of a text in llama.cpp's server beyond its prompt and the longest answer: its own template may have more."""
+"""Tokens of a slot in llama.cpp's server beyond the longest text."""
 _LOAD = "Load"
 
 
@@ -66,8 +67,8 @@ class ServingOptions(OutputOptions, SourceOptions, ModelOptions):
     """Servers under load: forerun serve with and without drafts, and those of transformers and llama.cpp.
 
     Each has a process of its own on a free port of this computer, one at a time; the clients are in this process. All
-    answer the same requests; rounds take turns and medians count. Texts under load must equal the texts alone, or the
-    exit status is 1. Writes JSON, Markdown and plots after each load.
+    answer the same requests; rounds take turns and medians count. Texts under load must equal the texts alone, and
+    Forerun must answer all that is asked, or the exit status is 1. Writes JSON, Markdown and plots after each load.
     """
 
     contestants: Annotated[
@@ -137,7 +138,8 @@ LEFT_OUT = ("copy",)
 
 
 def run(options: ServingOptions) -> None:
-    """Measure, print the tables, and write JSON, Markdown and plots; exit status 1 if load changed a text.
+    """Measure, print the tables, and write JSON, Markdown and plots; exit status 1 if load changed a text, or a
+    request was not answered.
 
     Raises:
         ValueError: for what cannot be asked or served.
@@ -153,7 +155,7 @@ def run(options: ServingOptions) -> None:
         raise ValueError(f"{RAY} needs Ray Serve; pip install 'forerun[ray]'")
     if LLAMA in options.drafters and importlib.util.find_spec("xllamacpp") is None:
         raise ValueError(f"{LLAMA} is not installed; pip install 'forerun[peers]'")
-    subject, rounds, longest = _prepared(options)
+    subject, rounds, longest, encoder = _prepared(options)
     report = Report("Servers under load", plain_values(options) | {"dtype": subject.dtype})
     delivery = Delivery(report, options.out, "serve", options.json)
 
@@ -161,9 +163,9 @@ def run(options: ServingOptions) -> None:
         fill(report, turns, rounds, whole)
         delivery.save()
 
-    shared = about(options.model, subject.dtype, subject.device)
+    shared = about(options.model, subject.dtype, subject.device, BENCHMARKS)
     journal = Journal(options.out / "serve-turns.jsonl", shared, options.resume)
-    contestants = _contestants(options, subject, longest)
+    contestants = _contestants(options, subject, longest, encoder)
 
     def start(contestant: ServerContestant) -> AbstractContextManager[ServerEndpoint]:
         log = options.out / "logs" / f"{contestant.name.replace(' ', '-')}.log"
@@ -171,14 +173,14 @@ def run(options: ServingOptions) -> None:
 
     turns = ServeBench(contestants, rounds, start, journal, save).run()
     delivery.end()
-    if found := rows.wrong(rows.text_rows(turns, rounds)):
+    if found := rows.wrong(rows.text_rows(turns, rounds)) + rows.unanswered(turns):
         say("\n".join(found))
         raise typer.Exit(FAILED)
 
 
-def _prepared(options: ServingOptions) -> tuple[ServedModel, list[Round], int]:
-    """What is served, all that is asked, and the tokens of the longest text. The model is read to be checked, and to be
-    written for llama.cpp; then it is forgotten."""
+def _prepared(options: ServingOptions) -> tuple[ServedModel, list[Round], int, TemplateEncoder]:
+    """What is served, all that is asked, the tokens of the longest text, and what makes tokens of prompts. The model is
+    read to be checked, and to be written for llama.cpp; then it is forgotten."""
     model, tokenizer = load_target(options)
     if LLAMA in options.drafters:
         check_weights(model, tokenizer, None)
@@ -197,8 +199,9 @@ def _prepared(options: ServingOptions) -> tuple[ServedModel, list[Round], int]:
     del model
     gc.collect()
     rounds = _rounds(options, encoder, limit)
-    longest = max(len(encoder(request.prompt)) + request.tokens for each in rounds for request in each.requests)
-    return subject, rounds, longest
+    asked = [one for each in rounds for one in (*each.warm, *each.requests, *([each.long] if each.long else []))]
+    longest = max(len(encoder(request.prompt)) + request.tokens for request in asked)
+    return subject, rounds, longest, encoder
 
 
 def _rounds(options: ServingOptions, encoder: TemplateEncoder, limit: int | None) -> list[Round]:
@@ -276,7 +279,9 @@ def _check(what: str, tokens: int, limit: int | None, new: int) -> None:
         raise ValueError(f"{what}: {error}") from None
 
 
-def _contestants(options: ServingOptions, subject: ServedModel, longest: int) -> list[ServerContestant]:
+def _contestants(
+    options: ServingOptions, subject: ServedModel, longest: int, encoder: TemplateEncoder
+) -> list[ServerContestant]:
     """In the order of the options."""
     found = []
     for name in options.drafters:
@@ -285,7 +290,7 @@ def _contestants(options: ServingOptions, subject: ServedModel, longest: int) ->
         elif name == LLAMA:
             slots = max(options.clients or [ROWS])
             threads = torch.get_num_threads()
-            found.append(servers.llama(subject, options.out / GGUF, slots, longest + SPARE, threads))
+            found.append(servers.llama(subject, options.out / GGUF, slots, longest + SPARE, threads, encoder))
         elif name == RAY:
             found.append(servers.forerun(subject, None, REPLICAS))
         else:

@@ -8,7 +8,7 @@ from statistics import median
 
 from benchmarks.server.figures import medians
 from benchmarks.server.load_bench import Round, absent, compare
-from benchmarks.server.servers import TRANSFORMERS
+from benchmarks.server.servers import LLAMA, TRANSFORMERS
 from forerun.bench.journal import Turn
 from forerun.bench.machine import Row
 from forerun.bench.rounds import PLAIN
@@ -46,7 +46,7 @@ def long_rows(turns: Sequence[Turn]) -> list[Row]:
 def text_rows(turns: Sequence[Turn], rounds: Sequence[Round]) -> list[Row]:
     """How many texts were compared, and how many were the same: with each text alone, and with plain decoding's.
 
-    ``exact`` says that they must be. Of ``transformers serve`` only greedy texts are compared.
+    ``exact`` says that they must be. Of other servers only greedy texts are compared.
     """
     found = []
     for name in _names(turns):
@@ -68,6 +68,14 @@ def wrong(rows: Sequence[Row]) -> list[str]:
         for row in rows
         if row["exact"] and row["same"] < row["compared"]
     ]
+
+
+def unanswered(turns: Sequence[Turn]) -> list[str]:
+    """What Forerun's servers did not answer: nothing, if the list is empty."""
+    counted = {name: sum(each.values()) for name, each in errors(turns).items()}
+    told = [(name, f"{count} requests under load were not answered") for name, count in counted.items()]
+    told += [(name, f"a long prompt was not answered: {why}") for name, why in refusals(turns).items()]
+    return [f"{name}: {what}" for name, what in told if name not in (TRANSFORMERS, LLAMA)]
 
 
 def absences(turns: Sequence[Turn]) -> dict[str, str]:
@@ -112,7 +120,7 @@ def _beside(turn: Turn, one: Round, name: str) -> Row | None:
     if not mine or not plain:
         return None
     greedy = {str(request.seed) for request in one.requests if request.temperature == 0}
-    ours = name != TRANSFORMERS
+    ours = name not in (TRANSFORMERS, LLAMA)
     kept = mine if ours else {seed: digest for seed, digest in mine.items() if seed in greedy}
     exact = ours and all(turn[each].get("alone", {}).get("exact", False) for each in (name, PLAIN))
     return compare(kept, plain) | {"exact": exact}

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +69,7 @@ class ServerContestant:
         model: what it calls the model.
         ours: it is Forerun's.
         lacking: why it cannot be started here, or None.
+        encode: see ``ServerEndpoint``.
     """
 
     name: str
@@ -76,6 +77,7 @@ class ServerContestant:
     model: str
     ours: bool
     lacking: str | None = None
+    encode: Callable[[str], list[int]] | None = None
 
 
 def forerun(subject: ServedModel, drafter: str | None, replicas: int | None = None) -> ServerContestant:
@@ -99,8 +101,11 @@ def transformers(subject: ServedModel) -> ServerContestant:
     return ServerContestant(TRANSFORMERS, command, model, False, why_not(subject))
 
 
-def llama(subject: ServedModel, file: Path, slots: int, positions: int, threads: int) -> ServerContestant:
-    """llama.cpp's server over a GGUF file of the same weights, keys and values in their type.
+def llama(
+    subject: ServedModel, file: Path, slots: int, positions: int, threads: int, encode: Callable[[str], list[int]]
+) -> ServerContestant:
+    """llama.cpp's server over a GGUF file of the same weights, keys and values in their type. The file has no template
+    and no rules of how to split a text, so prompts come as token ids.
 
     Args:
         subject: the model.
@@ -108,10 +113,11 @@ def llama(subject: ServedModel, file: Path, slots: int, positions: int, threads:
         slots: texts at once.
         positions: tokens of a text at its longest, its prompt included.
         threads: as many as Forerun has.
+        encode: makes a prompt's ids.
     """
     command = [sys.executable, "-m", "benchmarks.server.llama_server", str(file), "--dtype", subject.dtype]
     command += ["--slots", str(slots), "--context", str(slots * positions), "--threads", str(threads)]
-    return ServerContestant(LLAMA, command, "measured", False)
+    return ServerContestant(LLAMA, command, "measured", False, encode=encode)
 
 
 def why_not(subject: ServedModel) -> str | None:
@@ -154,7 +160,8 @@ def started(contestant: ServerContestant, chats: bool, log: Path) -> Iterator[Se
         try:
             url = f"http://127.0.0.1:{port}"
             _wait(contestant.name, process, url, log)
-            yield ServerEndpoint(url, contestant.model, chats, contestant.ours, contestant.ours and _exact(url))
+            exact = contestant.ours and _exact(url)
+            yield ServerEndpoint(url, contestant.model, chats, contestant.ours, exact, contestant.encode)
         finally:
             _end(process)
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.papers.baselines import RECIPES
 from benchmarks.reporting import plots
-from benchmarks.reporting.common_options import SourceOptions, list_option, numbers
-from benchmarks.reporting.study_report import Delivery, Report
+from benchmarks.reporting.common_options import BENCHMARKS, SourceOptions, list_option, numbers
+from benchmarks.reporting.study_report import Delivery, Report, listing
 from benchmarks.specbench.spec_questions import prompt_set, read_questions
 from benchmarks.tasks.task_prompts import Counts, build_jobs
 from benchmarks.tasks.task_sets import tasks_for
@@ -26,6 +26,7 @@ from forerun.bench.machine import Row, plain_values
 from forerun.bench.prompts_file import TemplateEncoder
 from forerun.bench.report import pivot, summarise
 from forerun.bench.rounds import PLAIN, Contestant, PromptSet, Rows, Run, Series, Tokens, measure
+from forerun.cli.bench import check_texts
 from forerun.cli.models import check_drafters, load_target
 from forerun.cli.options import Drafters, ModelOptions, Out, OutputOptions, option
 from forerun.cli.terminal import say
@@ -130,7 +131,8 @@ class SpecBench(Bench):
 
 
 def run(options: SpecBenchOptions) -> None:
-    """Measure, print the tables, and write JSON, Markdown and plots after each category."""
+    """Measure, print the tables, and write JSON, Markdown and plots after each category; exit status 1 if a text
+    differs."""
     plots.check()
     check_drafters(options.drafter or DRAFTERS, options, RECIPES)
     questions = read_questions(options.questions, options.limit) if options.questions else {}
@@ -139,22 +141,29 @@ def run(options: SpecBenchOptions) -> None:
     bench, dtype = SpecBench(model, tokenizer, options), dtype_name(model)
     tasks = _tasks(options, encoder, positions)
     alike = {name: getattr(options, name) for name in ("every_node", "rounds", "temperature", "budget")}
-    shared = about(options.model, dtype, str(model.device)) | alike
+    shared = about(options.model, dtype, str(model.device), BENCHMARKS) | alike
     journal = Journal(options.out / "specbench-turns.jsonl", shared, options.resume)
     report = Report("Tokens a step by category", plain_values(options) | {"dtype": dtype})
     delivery = Delivery(report, options.out, "specbench", options.json)
     groups = {"all of Spec-Bench": list(questions), "all tasks": list(tasks)}
     measured: dict[str, list[Series]] = {}
+    left_out: list[Row] = []
     for category in [*questions, *tasks]:
         say(f"{category}, {len(measured) + 1} of {len(questions) + len(tasks)} categories")
         job = tasks.get(category) or prompt_set(
             category, questions[category], encoder, bench.answer, options.max_new_tokens, positions
         )
+        if category in questions and (lacking := sum(map(len, questions[category])) - len(job.prompts)):
+            left_out.append({"category": category, "turns": lacking})
+            said = f"Turns that are left out, as the model has {positions:,} positions."
+            report.add("left out", said, left_out, listing(left_out, {"category": "category", "turns": "turns"}))
         if job.prompts:
             measured[category] = _measured(bench, job, journal)
             _fill(report, measured | _totals(measured, groups), timed=not options.every_node)
             delivery.save()
     delivery.end()
+    rows = [row for series in measured.values() for row in summarise(series, baseline=series[0].contestant)]
+    check_texts(bench.engine.exactness, rows)
 
 
 def _tasks(options: SpecBenchOptions, encoder: TemplateEncoder, positions: int | None) -> dict[str, PromptSet]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from transformers import PreTrainedModel
 
 BUFFER = 1 << 30
 """Bytes of the buffer: many times a processor's caches."""
@@ -29,9 +30,14 @@ class BufferReader:
         self._buffer.sum().item()
 
 
-def weight_bytes(model: torch.nn.Module) -> int:
-    """Bytes of weights that a pass over one token reads: all, except an input embedding used only for look-ups."""
-    found = {weight.data_ptr(): weight.nbytes for weight in model.parameters()}
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes of weights that a pass over one token reads: all, except an input embedding used only for look-ups, and
+    experts that the token does not use. A pass over several tokens reads more experts."""
+    used = getattr(model.config.get_text_config(decoder=True), "num_experts_per_tok", None)
+    found = {
+        weight.data_ptr(): weight.nbytes * used // len(weight) if used and ".experts." in name else weight.nbytes
+        for name, weight in model.named_parameters()
+    }
     inputs, outputs = (_weight(model, name) for name in ("get_input_embeddings", "get_output_embeddings"))
     if inputs is not None and (outputs is None or outputs.data_ptr() != inputs.data_ptr()):
         found.pop(inputs.data_ptr(), None)

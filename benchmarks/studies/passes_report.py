@@ -18,7 +18,7 @@ PASSES = {
     "fastest": "fastest",
     "slowest": "slowest",
     "ratio_to_one_token": "ratio to one token",
-    "megabytes": "weights, MB",
+    "megabytes": "weights read, MB",
     "gigabytes_per_second": "GB/s",
     "share": "of the bandwidth",
 }

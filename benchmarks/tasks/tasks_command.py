@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from benchmarks.papers.baselines import RECIPES
 from benchmarks.peers.peer_libraries import PeerSubject, RunningPeers, check, running_peers
 from benchmarks.reporting import plots
-from benchmarks.reporting.common_options import SourceOptions, numbers
+from benchmarks.reporting.common_options import BENCHMARKS, SourceOptions, numbers
 from benchmarks.tasks.task_bench import PADDED, TaskBench
 from benchmarks.tasks.task_prompts import Counts, build_jobs
 from benchmarks.tasks.task_sets import tasks_for
@@ -24,6 +24,7 @@ from forerun.bench.machine import Row, footer, plain_values
 from forerun.bench.prompts_file import PromptLine, TemplateEncoder, encode_lines, prompt_sets, read_prompts_file
 from forerun.bench.report import BenchResult, equality_table, pivot, speed_table, summarise, warnings, write
 from forerun.bench.rounds import Decode, PromptSet, Tokens
+from forerun.cli.bench import check_texts
 from forerun.cli.models import check_drafters, load_target
 from forerun.cli.options import (
     DRAFTER_HELP,
@@ -143,7 +144,7 @@ def batch_table(rows: Sequence[Row]) -> str:
 
 
 def run(options: TaskOptions) -> None:
-    """Measure, print the tables, and write JSON, Markdown and plots."""
+    """Measure, print the tables, and write JSON, Markdown and plots; exit status 1 if a text differs."""
     plots.check()
     check_drafters(options.drafter or DRAFTERS, options, RECIPES)
     console = stderr()
@@ -168,7 +169,7 @@ def run(options: TaskOptions) -> None:
         )
         bench.measures_batches = bool(batched)
         bench.check_skip(jobs)
-        shared = about(options.model, dtype, str(target.device))
+        shared = about(options.model, dtype, str(target.device), BENCHMARKS) | {"peers": peers.notes}
         journal = Journal(options.out / "speed-turns.jsonl", shared, options.resume)  # begun when nothing is wrong
         result = TaskResult([], settings, [], skipped | peers.absent, peers.notes)
         decode = partial(tokenizer.decode, skip_special_tokens=True)
@@ -177,6 +178,7 @@ def run(options: TaskOptions) -> None:
                 result = replace(result, rows=[*result.rows, *rows], batches=[*result.batches, *batches])
                 paths = _write(result, options.out)
     show_report(result.json if options.json else result.markdown, paths)
+    check_texts(bench.engine.exactness, [*result.rows, *result.batches])
 
 
 def _measured(

@@ -15,6 +15,7 @@ from support.prompt_files import tokenizer, written
 from support.tiny import tiny
 from typer.testing import CliRunner, Result
 
+from forerun.bench import never_slower as slower_bench
 from forerun.bench.contestants import Bench
 from forerun.bench.never_slower import TableCell, broken, summarise
 from forerun.bench.rounds import Series
@@ -166,22 +167,43 @@ def test_never_slower_reads_what_prompts_of_a_draw_begin_with_once(
 
     def counted(engine: Engine, tokens: Sequence[int], *more: Any, cache: FullCache | None = None) -> FullCache:
         read.append(len(tokens) - 1 - (cache.length if cache else 0))
+        engine.prefill_block = 8
         return prefill(engine, tokens, *more, cache=cache)
 
     monkeypatch.setattr(Engine, "prefill", counted)
+    monkeypatch.setattr("forerun.bench.never_slower.SAMPLED_QUERIES", 2)
     text = tmp_path / "text.txt"
     text.write_text(" ".join(random.Random(1).choices("abcdefgh", k=90)))
     cells = f"--batch 2 -t 0 -t 0.8 -k tasks -k novel --context 40 --text {text}".split()
     never_slower(model, tmp_path, *cells, "--json")
-    long = read[16:]  # those of 40 tokens; before them come those of 4
-    for draw in (long[:8], long[8:]):
+    long = read[8:]  # those of 40 tokens; before them come those of 4
+    for draw in (long[:4], long[4:]):
         assert min(draw[:2]) > 30  # of 39; two texts may begin alike
-        assert draw[2:] == [0, 0, 6, 4, 0, 0]  # the novel goes on where tasks of 6 and 4 tokens were
+        assert draw[2:] == [7, 7]  # the novel goes on at the last whole chunk before tasks of 6 and 4 tokens
     read.clear()
     never_slower(model, tmp_path, *cells, "--resume", "--json")
     assert not read
     never_slower(model, tmp_path, *cells, "--texts", "1", "--json")
-    assert read[18:] == [0] * 6 + [6, 4] + [0] * 6  # the second draw's prompts are the first one's
+    assert read[6:] == [7, 7]  # the second draw's prompts are the first one's
+
+
+def test_prompts_leave_the_queries_that_sparse_caches_choose_by(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, draw = list[set[int]](), slower_bench._draw
+
+    def watched(engine: Engine, drafters: Any, prefilled: Sequence[Any], *more: Any) -> Any:
+        found = draw(engine, drafters, prefilled, *more)
+        caches = [each.rewind() for each in prefilled]
+        sizes.extend({q.shape[2] for of in (cache.sample, cache.queries) for q in of.values()} for cache in caches)
+        return found
+
+    monkeypatch.setattr(slower_bench, "_draw", watched)
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(random.Random(1).choices("abcdefgh", k=90)))
+    cells = f"--batch 1 -t 0 -k tasks -k novel --context 40 --against low-rank --cache-budget 8 --text {text}"
+    never_slower(model, tmp_path, *cells.split(), "--json")
+    assert sizes[4:] == [{39}] * 4  # those of 40 tokens, with which low-rank begins
 
 
 def test_a_draw_has_distinct_prompts_and_noise_and_every_run_s_text_is_compared(

@@ -178,8 +178,22 @@ def test_a_journal_tells_warm_prompts_devices_and_sources_apart(tmp_path: Path) 
     for seen, lines in ((PROMPTS[1:2], 2), (PROMPTS[1:2], 2), (PROMPTS[2:3], 3)):
         list(bench.run(PromptSet("copy", PROMPTS[:1], seen, 2), 1, Journal(path, {}, resume=True)))
         assert len(path.read_text().splitlines()) == lines
-    (there, here), this = (about("a", "float32", device) for device in ("cpu", "cuda:0")), about("a", "float32", "cpu")
-    assert there != here and there == this and len(this["sources"]) == 16
+
+
+def test_a_bench_is_about_a_device_sources_and_the_model_s_files(tmp_path: Path) -> None:
+    this = about("bundled", "float32", "cpu")
+    assert about("bundled", "float32", "cpu") == this and len(this["sources"]) == 16
+    (tmp_path / "more.py").write_text("")
+    model = tmp_path / "model"
+    tiny("llama").save_pretrained(model)
+    before = about(str(model), "float32", "cpu")
+    (model / "config.json").write_text((model / "config.json").read_text() + " ")
+    for other, one in (
+        (this, about("bundled", "float32", "cuda:0")),
+        (this, about("bundled", "float32", "cpu", tmp_path)),
+        (before, about(str(model), "float32", "cpu")),
+    ):
+        assert sum(other[name] != value for name, value in one.items()) == 1
 
 
 def test_a_report_that_is_not_written_to_its_end_leaves_the_old_one(

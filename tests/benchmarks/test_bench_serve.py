@@ -23,7 +23,7 @@ from benchmarks.server import load_bench as bench
 from benchmarks.server import load_rows as rows
 from benchmarks.server.client import Reply, ServerEndpoint
 from benchmarks.server.figures import STEP_PARTS, figures, medians, percentile
-from benchmarks.server.held_up import overlapping
+from benchmarks.server.held_up import ended, overlapping
 from benchmarks.server.levels import TURNS, Level, arrivals, build, needed
 from benchmarks.server.load_answers import Answer, events, understand
 from benchmarks.server.load_bench import Round, ServeBench, sample
@@ -150,6 +150,7 @@ def test_the_times_between_chunks_count_if_a_part_of_them_is_in_the_window() -> 
     (request,) = requests_of(1)
     found = overlapping([answered(request, [0.0, 1.0, 3.0, 6.0, 10.0], 11.0, 9)], (2.0, 4.0))
     assert found == [2.0, 3.0]
+    assert ended([answered(request, [0.0, 1.0, 3.0, 6.0, 10.0], 11.0, 9)], 5.0) == [1.0, 2.0]
 
 
 def one_round(long: bool = False) -> Round:
@@ -245,12 +246,32 @@ def test_a_text_that_load_has_changed_is_found() -> None:
     assert rows.wrong(rows.text_rows([turn], [one_round()])) == []
 
 
+def test_a_request_of_ours_that_was_not_answered_is_found_and_counted_over_all_loads(
+    server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = client.run
+
+    def loses_one(endpoint: ServerEndpoint, level: Level, extension: client.Extension) -> client.LoadRun:
+        found = run(endpoint, level, extension)
+        if len(found.replies) > 2:
+            found.replies[0].reads.clear()
+            found.replies[0].error = "ReadError: gone"
+        return found
+
+    monkeypatch.setattr(bench.client, "run", loses_one)
+    turns = bench_of(server, tmp_path, [PLAIN], [one_round()])[0].run()
+    assert rows.errors(turns) == {PLAIN.name: {"ReadError: gone": 2}}  # one in each load
+    assert rows.unanswered(turns) == [f"{PLAIN.name}: 2 requests under load were not answered"]
+    turns[0] = {servers.TRANSFORMERS: turns[0][PLAIN.name], PLAIN.name: {"long": {"error": "status 400"}}}
+    assert rows.unanswered(turns) == [f"{PLAIN.name}: a long prompt was not answered: status 400"]
+
+
 def test_of_a_long_prompt_that_was_refused_only_the_error_is_told() -> None:
     (request,) = requests_of(1)
-    assert held_up._row(answered(request, (), 0.1, 0, "status 400"), [answered(request, (1.0, 2.0), 2.0, 2)], 0.0) == {
+    assert held_up._row(answered(request, (), 0.1, 0, "status 400"), [answered(request, (1.0, 2.0), 2.0, 2)]) == {
         "error": "status 400"
     }
-    whole = held_up._row(answered(request, (1.0,), 2.0, 2), [answered(request, (0.5, 0.8, 1.2), 2.0, 3)], -1.0)
+    whole = held_up._row(answered(request, (1.0,), 2.0, 2), [answered(request, (0.5, 0.8, 1.2), 2.0, 3)])
     turn: Turn = {PLAIN.name: {"long": whole}, OURS.name: {"long": {"error": "status 400"}}}
     assert [row["contestant"] for row in rows.long_rows([turn])] == [PLAIN.name]
     report = Report("Load", {})
@@ -301,7 +322,10 @@ def test_commands_serve_the_same_files_in_the_same_type() -> None:
     ours, theirs = servers.forerun(subject, None), servers.transformers(subject)
     assert "--drafter" not in ours.command and ours.name == "forerun"
     assert servers.forerun(subject, "none").command[-2:] == ["--drafter", "none"]
-    other = servers.llama(subject, Path("model.gguf"), 4, 100, 2)
+    other = servers.llama(subject, Path("model.gguf"), 4, 100, 2, lambda text: [len(text)])
+    by_ids = ServerEndpoint("http://127.0.0.1", "m", chats=True, ours=False, encode=other.encode)
+    first = requests_of(1)[0]
+    assert by_ids.address == "/v1/completions" and by_ids.body(first, {})["prompt"] == [len(first.prompt)]
     assert not other.ours and " ".join(other.command).endswith("--slots 4 --context 400 --threads 2")
     assert " model.gguf --dtype float32 " in " ".join(other.command)
     assert str(find("bundled")) in theirs.command and "--continuous-batching" in theirs.command

@@ -192,8 +192,8 @@ def test_more_of_anything_good_is_never_slower_and_more_context_is_never_faster(
     for name in ("memory", "bandwidth", "operations", "host_link"):
         better = rates(Machine(replace(A100, **{name: 2 * getattr(A100, name)})))
         assert better[0] >= plain and better[1] >= drafted, name
-    assert rates(Machine(A100, 8)) > (plain, drafted)
-    assert rates(context=1 << 18) < (plain, drafted)
+    for more, fewer in ((rates(Machine(A100, 8)), (plain, drafted)), ((plain, drafted), rates(context=1 << 18))):
+        assert more[0] > fewer[0] and more[1] > fewer[1]
     accepted = [rates(acceptance=acceptance)[1] for acceptance in (0.5, 0.7, 0.9, 0.99)]
     assert accepted == sorted(accepted)
     assert rates(budget=16384)[1] < drafted and rates(sparse="low-rank")[1] < drafted

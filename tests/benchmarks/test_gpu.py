@@ -43,7 +43,7 @@ def test_a_part_runs_at_its_smallest_size(name: str, tmp_path: Path) -> None:
         assert not record.whole and NEEDS_MORE[name] in record.skipped[name]
         return
     assert record.whole and record.rows and not record.skipped
-    assert PartRecord.read(tmp_path, name) == record
+    assert PartRecord.read(tmp_path, name, GpuBench.smallest().sizes) == record
     table = next(table for table in TABLES if name in table.parts)
     optional = {"part", "bytes_per_token", "reason", "acceptance", "same_as_plain"}
     assert all(row.get(column) is not None for row in record.rows for column in {*table.columns} - optional)
@@ -77,7 +77,7 @@ def test_a_second_call_goes_on(tmp_path: Path) -> None:
 
 def test_a_part_that_takes_too_long_is_ended_and_without_time_none_begins(tmp_path: Path) -> None:
     run(GpuOptions(parts="kernels", minutes=0.005, out=tmp_path, json=True))
-    assert "stopped after" in PartRecord.read(tmp_path, "kernels").skipped["kernels"]
+    assert "stopped after" in PartRecord.read(tmp_path, "kernels", GpuBench.smallest().sizes).skipped["kernels"]
     run(GpuOptions(parts="kernels,steps", minutes=0.0, out=tmp_path, json=True))
     parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
     assert {row["what"]: row["why"] for row in parts["skipped"]} == dict.fromkeys(
@@ -93,11 +93,15 @@ def test_an_error_is_noted_and_what_was_measured_before_is_kept(
         raise RuntimeError("CUDA error: an illegal memory access\nand more")
 
     monkeypatch.setattr(part_process, "_rows", failing)
-    record = measure("kernels", GpuBench.smallest(), tmp_path)
+    bench = GpuBench.smallest()
+    record = measure("kernels", bench, tmp_path)
     assert record.rows and not record.whole
     assert record.skipped == {"kernels": "RuntimeError: CUDA error: an illegal memory access"}
+    other = {**bench.sizes, "rounds": 7}
+    assert PartRecord.read(tmp_path, "kernels", bench.sizes) == record
+    assert PartRecord.read(tmp_path, "kernels", other) == PartRecord(record.card, other)
     monkeypatch.setattr(part_process, "this_card", lambda: "another card")
-    assert PartRecord.read(tmp_path, "kernels") == PartRecord("another card")
+    assert PartRecord.read(tmp_path, "kernels", bench.sizes) == PartRecord("another card", bench.sizes)
 
 
 def test_vllm_is_called_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,10 @@ def test_weights_that_are_only_looked_up_are_not_read() -> None:
     assert weight_bytes(model) == sum(weight.nbytes for weight in model.parameters()) - rows
     tied = tiny("gpt2")
     assert weight_bytes(tied) == sum(weight.nbytes for weight in tied.parameters())
+    mixture = tiny("mixtral")
+    experts = sum(weight.nbytes for name, weight in mixture.named_parameters() if ".experts." in name)
+    read = sum(weight.nbytes for weight in mixture.parameters()) - mixture.get_input_embeddings().weight.nbytes
+    assert experts and weight_bytes(mixture) == read - experts // 2  # two of four are used
 
 
 def test_the_reader_reads_what_it_says() -> None:

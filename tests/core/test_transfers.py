@@ -184,11 +184,13 @@ def test_a_processor_nobody_knows_stays_on_the_models_device() -> None:
     assert verdict.path == [] and len(reads) == 3  # chances, whether anything is left, the token
 
 
-def test_nothing_is_worked_out_ahead_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forerun.core.transfers.foretell", lambda *_: pytest.fail("asked"))
-    monkeypatch.setattr("forerun.core.transfers.carried", lambda found: [] if not found else pytest.fail("asked"))
-    for method in ("greedy", "coupled"):
-        verify(DraftTree.chain([1]), torch.eye(3)[:2], Request([0], 4, sampler=Sampler(method)))
+def test_only_the_best_tokens_are_worked_out_ahead_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("foretell", "foresee"):
+        monkeypatch.setattr(f"forerun.core.verify.{name}", lambda *_: pytest.fail("asked"))
+    for sampler in (Sampler("greedy", 0, processor(PENALTY)), Sampler("coupled")):
+        verify(DraftTree.chain([1]), torch.eye(SIZE)[:2], Request([0], 4, sampler=sampler))
+    with pytest.raises(pytest.fail.Exception, match="asked"):
+        verify(DraftTree.chain([1]), torch.eye(SIZE)[:2], Request([0], 4, sampler=Sampler("greedy")))
 
 
 # Samplers

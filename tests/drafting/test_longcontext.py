@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from support.tiny import tiny
@@ -15,7 +13,9 @@ from forerun.engine.engine import Engine
 from forerun.kv.low_rank import LowRankCache
 from forerun.kv.retrieval import RetrievalCache
 
-SETTINGS = LongContextConfig(tiny("qwen3"), gamma1=2, gamma2=4, cache_budget=24, chunk=4, sinks=1, window=8)
+SETTINGS = LongContextConfig(
+    tiny("qwen3"), gamma1=2, gamma2=4, cache_budget=24, chunk=4, sinks=1, window=8, paced=False
+)
 DRAFTERS = ["triforce", "triforce-trie", "streaming", "retrieval"]
 PROMPT = [7 + i * i % 40 for i in range(90)]
 
@@ -35,12 +35,13 @@ def test_a_prompt_that_was_read_once_is_continued_again_and_again(
     expected = engine.generate(PROMPT, **options).generated[0]
     cache = engine.prefill(PROMPT, room=4)
     for held in (len(PROMPT) - 1, len(PROMPT) - 1, len(PROMPT) - 40, 0):
-        mine = Engine(tiny("llama"), drafter, settings=SETTINGS, prefill_block=32)
+        mine = Engine(tiny("llama"), drafter, settings=SETTINGS, prefill_block=32, prune_drafts=False)
         cache.truncate(held)
         request = mine.requests(PROMPT, **options)[0]
         for _ in mine.run([request], caches=[cache]):
             pass
         assert request.generated.tolist() == expected
+        assert (sum(request.stats.drafted) > 0) == (drafter != "none")
 
 
 def test_a_cache_that_holds_the_whole_prompt_is_refused(engine: Engine) -> None:
@@ -80,7 +81,7 @@ def test_a_first_choice_is_never_made_while_drafting(
     """Not even where the cache that is continued has no queries left to choose by."""
     cache = engine.prefill([*PROMPT, 1])
     cache.truncate(held)
-    mine = Engine(tiny("llama"), drafter, settings=replace(SETTINGS, paced=False), prefill_block=32)
+    mine = Engine(tiny("llama"), drafter, settings=SETTINGS, prefill_block=32)
     drafting, choices, propose = False, [], mine.drafter.propose
 
     def watched(context: PassContext) -> list[DraftTree]:

@@ -217,16 +217,25 @@ def test_a_cancelled_row_leaves_nothing_behind(drafter: str) -> None:
 
 
 def test_an_error_in_the_drafter_ends_all_rows_and_frees_them() -> None:
+    ended: list[int] = []
+
     class Broken(NoDrafter):
         def propose(self, context: PassContext) -> list[forerun.DraftTree]:
             raise LookupError("the drafter failed")
 
+        def finish(self, request: Request) -> None:
+            ended.append(request.id)
+
     one = Engine(tiny("llama"), Broken(), prune_drafts=False)
-    request = sampled(one, prompt(5), 0)
+    requests = [sampled(one, prompt(5), 0), sampled(one, prompt(7), 1)]
     with pytest.raises(LookupError), one.batch() as batch:
-        batch.admit(request)
+        for request in requests:
+            batch.admit(request)
+        caches = [weakref.ref(batch._rows[request.id].cache) for request in requests]
         finish(batch)
-    assert not len(batch)
+    gc.collect()
+    assert not len(batch) and sorted(ended) == sorted(request.id for request in requests)
+    assert [cache() for cache in caches] == [None, None]
 
 
 def test_an_admission_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from typer.testing import CliRunner, Result
 
 from forerun import Conversation, Engine
 from forerun.cli import app
+from forerun.core.long_context import LongContextConfig
 
 pty = pytest.importorskip("pty", reason="this system has no pseudo-terminals")
 
@@ -59,20 +60,24 @@ def fresh_answer(engine: Engine, messages: list[dict[str, str]], **options: Any)
 @pytest.mark.parametrize("drafter", ["none", "trie", "lookup", "low-rank"])
 def test_answers_are_those_to_the_whole_conversation_read_anew(drafter: str) -> None:
     tokenizer = chat_tokenizer()
-    engine = Engine(chat_model(tokenizer), drafter, tokenizer=tokenizer)
-    conversation = Conversation(engine, "brown", max_new_tokens=14)
+    settings = LongContextConfig(cache_budget=16, chunk=4, gamma2=4, paced=False)
+    engine = Engine(chat_model(tokenizer), drafter, settings=settings, tokenizer=tokenizer, prune_drafts=False)
+    conversation, drafted = Conversation(engine, "brown", max_new_tokens=14), 0
     for text in SAID:
         told = [*conversation.messages, {"role": "user", "content": text}]
         turn = conversation.send(text)
         answer = [token for commit in turn for token in commit.tokens]
         assert answer == turn.request.generated.tolist() == fresh_answer(engine, told, max_new_tokens=14)
         assert conversation.messages == [*told, {"role": "assistant", "content": turn.text}]
+        drafted += sum(turn.request.stats.drafted)
+    assert (drafted > 0) == (drafter != "none")
 
 
 def test_a_turn_reads_only_what_is_new(engine: Engine) -> None:
     conversation = Conversation(engine, max_new_tokens=8)
     first = conversation.send(SAID[0])
-    assert [len(commit.tokens) > 0 for commit in first]
+    sizes = [len(commit.tokens) for commit in first]
+    assert sum(sizes) == len(first.request.generated) and min(sizes) > 0
     assert first.cached == 0
     assert first.read == first.request.prompt_length
     second = conversation.send(SAID[1])

@@ -235,17 +235,29 @@ def test_without_drafts_a_batch_equals_each_row_alone(architecture: str, samplin
     ],
 )
 def test_a_text_ends_where_the_model_ends_it(drafter: str, sampling: str) -> None:
-    """In the midst of what is drafted, too: at a token that the plain text has in its second half."""
+    """At a token that was drafted, where one of these comes for the first time; a greedy text soon repeats itself."""
     text = plain("gpt2", "float64", sampling)[1]
     whole = text[len(PROMPTS[1]) :]
-    end = next(token for i, token in enumerate(whole) if i > 4 and token not in whole[:i])
-    chosen = replace(settings(), draft_model=small("gpt2", drafter, "float64"))
-    proposes = OracleDrafter([text]) if drafter == ORACLE else drafter
-    engine = forerun.Engine(target("gpt2", "float64"), proposes, settings=chosen, prune_drafts=False, prefill_block=4)
-    options = SAMPLING[sampling] | {"max_new_tokens": NEW_TOKENS, "eos_token_id": end}
-    (request,) = engine.generate(PROMPTS[1], **options).requests
-    assert request.generated.tolist() == whole[: whole.index(end) + 1]
+
+    def generated(end: int | None) -> Request:
+        chosen = replace(settings(), draft_model=small("gpt2", drafter, "float64"))
+        proposes = OracleDrafter([text]) if drafter == ORACLE else drafter
+        model = target("gpt2", "float64")
+        engine = forerun.Engine(model, proposes, settings=chosen, prune_drafts=False, prefill_block=4)
+        if drafter in LEARNING:
+            engine.warm([text])
+        options = SAMPLING[sampling] | {"max_new_tokens": NEW_TOKENS, "eos_token_id": end}
+        return engine.generate(PROMPTS[1], **options).requests[0]
+
+    first = [i for i, token in enumerate(whole) if i > 4 and token not in whole[:i]]
+    mask = generated(None).stats.drafted_mask()
+    drafted = [i for i in first if mask[i]]
+    assert drafted or sampling == "greedy" or drafter not in LEARNING
+    place = (drafted or first)[0]
+    request = generated(whole[place])
+    assert request.generated.tolist() == whole[: place + 1]
     assert request.finish_reason == "eos"
+    assert bool(drafted) == (request.stats.emitted[-1] == request.stats.accepted[-1])
 
 
 @pytest.mark.one_in(5)
@@ -302,10 +314,21 @@ def test_rejection_sampling_gives_texts_of_the_right_length(drafter: str) -> Non
     """Their distribution is shown in test_distribution and test_hierarchy; here every drafter goes that way."""
     chosen = replace(settings(), draft_model=small("qwen2", drafter, "float64"))
     engine = forerun.Engine(target("qwen2", "float64"), drafter, settings=chosen, prune_drafts=False, prefill_block=4)
-    options = {"do_sample": True, "temperature": 0.9, "seed": 4, "verification": "rejection"}
-    batch = engine.generate(list(PROMPTS), max_new_tokens=NEW_TOKENS, **options)
-    for request in batch.requests:
-        assert len(request.generated) == NEW_TOKENS or request.finish_reason == "eos"
+    plainly, options = forerun.Engine(target("qwen2", "float64"), "none"), {
+        "do_sample": True, "temperature": 0.9, "seed": 4, "verification": "rejection", "max_new_tokens": NEW_TOKENS,
+    }  # fmt: skip
+    texts = plainly.generate(list(PROMPTS), eos_token_id=None, **options).generated
+    end = next(token for i, token in enumerate(texts[0]) if i > 4 and token not in texts[0][:i])
+    if drafter in LEARNING:
+        engine.warm(texts[1:])
+    batch = engine.generate(list(PROMPTS), eos_token_id=end, **options)
+    assert sum(sum(request.stats.drafted) for request in batch.requests) > 0
+    for request, text in zip(batch.requests, texts, strict=True):
+        found, ended = request.generated.tolist(), request.finish_reason == "eos"
+        assert request.sampler.method == "rejection"
+        assert (found.index(end) == len(found) - 1) if ended else (len(found) == NEW_TOKENS and end not in found)
+        if drafter in ("lookup", "trie"):  # they have no probabilities, so each token is the plain text's
+            assert found == text[: len(found)]
 
 
 @pytest.mark.parametrize("drafter", LEVELS)

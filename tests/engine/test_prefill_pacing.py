@@ -10,6 +10,7 @@ import torch
 from support.tiny import build, tiny
 
 from forerun.core.block import Block
+from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.engine.engine import Engine
 from forerun.engine.prefill_pacing import MIN_CHUNK_TOKENS, RECENT_STEPS, STEPS_BESIDE, PrefillPacing
@@ -74,7 +75,8 @@ def test_a_prompt_cut_by_its_time_gives_the_same_text(drafter: str) -> None:
     clock, cuts = Clock(), []
 
     def texts(pacing: PrefillPacing | None) -> list[list[int]]:
-        engine = Engine(tiny("llama"), drafter, prefill_block=32)
+        settings = LongContextConfig(cache_budget=16, chunk=4, gamma2=4, paced=False)
+        engine = Engine(tiny("llama"), drafter, settings=settings, prefill_block=32, prune_drafts=False)
         assert engine.exactness.level == "bitwise"
         score = engine.target.score
 
@@ -91,6 +93,7 @@ def test_a_prompt_cut_by_its_time_gives_the_same_text(drafter: str) -> None:
                 batch.step()
             while len(batch):
                 batch.step()
+        assert (sum(sum(request.stats.drafted) for request in requests) > 0) == (drafter != "none")
         return [request.generated.tolist() for request in requests]
 
     whole = texts(None)

@@ -91,6 +91,15 @@ def test_settings_change_drafts_and_no_text(make: Make, settings: dict[str, obje
     assert worker._drafter.settings.vocabulary == "a/b"
 
 
+def test_unlikely_nodes_are_left_out(make: Make) -> None:
+    sizes: list[float] = []
+    for settings in ({}, {"least_probability": 0.3}):
+        req = asked("a", 5, 6, 7)
+        served(make(settings), req)
+        sizes.append(sum(parent > 0 for _, parents in req.trees for parent in parents) / len(req.trees))
+    assert 0 < sizes[1] < sizes[0]  # padding hangs below the root
+
+
 @pytest.mark.parametrize(("overlap", "grammar"), [(False, False), (True, False), (True, True)])
 def test_outputs_are_learned_once_and_no_prompt_is_shared(make: Make, overlap: bool, grammar: bool) -> None:
     """A request that ends at a step does not show its tokens any more, if they come at once."""

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from benchmarks.peers import peer_libraries
 from forerun import Engine
 from forerun.cli import app
+from forerun.core.long_context import LongContextConfig
 from forerun.kernels.runtime import vector_ir
 from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.compiled_scorer import CompiledScorer, fastest_scorer
@@ -151,6 +152,12 @@ def test_without_a_program_passes_are_bitwise_exact_too(pair: tuple[PreTrainedMo
     assert probe(Scorer(model)) == Exactness("bitwise")
 
 
+def drafting(model: PreTrainedModel, drafter: str) -> Engine:
+    """An engine that scores all that is drafted, whatever it costs."""
+    settings = LongContextConfig(cache_budget=16, chunk=4, gamma2=4, paced=False)
+    return Engine(model, drafter, settings=settings, prune_drafts=False)
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("drafter", ["lookup", "trie", "retrieval", "low-rank"])
 def test_texts_with_drafts_equal_those_without(pair: tuple[PreTrainedModel, PreTrainedModel], drafter: str) -> None:
@@ -160,9 +167,10 @@ def test_texts_with_drafts_equal_those_without(pair: tuple[PreTrainedModel, PreT
         how: Any = {"max_new_tokens": 60, "eos_token_id": None, **more}
         plain = Engine(model, "none").generate(prompts, **how).generated
         assert plain == Engine(exact, "none").generate(prompts, **how).generated
-        engine = Engine(model, drafter)
+        engine = drafting(model, drafter)
         assert engine.exactness.level == "bitwise"
-        assert engine.generate(prompts, **how).generated == plain
+        found = engine.generate(prompts, **how)
+        assert found.generated == plain and sum(sum(stats.drafted) for stats in found.stats) > 0
         assert [engine.generate(prompt, **how).generated[0] for prompt in prompts[:1]] == (
             [Engine(model, "none").generate(prompts[0], **how).generated[0]]
         )
@@ -193,9 +201,10 @@ def test_texts_of_experts_with_drafts_equal_those_without(tmp_path: Path, drafte
     how: Any = {"max_new_tokens": 40, "eos_token_id": None}
     plain = Engine(model, "none").generate(prompts, **how).generated
     assert plain == Engine(exact, "none").generate(prompts, **how).generated
-    engine = Engine(model, drafter)
+    engine = drafting(model, drafter)
     assert engine.exactness.level == "bitwise"
-    assert engine.generate(prompts, **how).generated == plain
+    found = engine.generate(prompts, **how)
+    assert found.generated == plain and sum(sum(stats.drafted) for stats in found.stats) > 0
 
 
 def add_experts(writer: Any, inner: int = 64, odd: bool = False) -> None:

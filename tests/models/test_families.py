@@ -121,7 +121,6 @@ def test_attention_with_a_sink_is_softmax_with_one_more_score() -> None:
 
 
 CACHES: dict[str, Callable[[FullCache], Cache]] = {
-    "full": lambda source: FullCache(),
     "streaming": lambda source: StreamingCache(80, 4),
     "retrieval": lambda source: RetrievalCache(source, RetrievalConfig(80)),
     "low rank": lambda source: LowRankCache(source, LowRankConfig(80)),

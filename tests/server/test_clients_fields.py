@@ -170,8 +170,9 @@ def test_a_grammar_begins_after_the_reasoning(thinker: LiveServer) -> None:
             for call in message.get("tool_calls", ()):
                 call.pop("id")
         assert messages[0] == messages[1]
+        assert not (messages[0].get("reasoning_content") or "").lstrip().startswith("<tool_call>")
         seen += "tool_calls" in messages[0]
-    assert seen or messages[0]["reasoning_content"]
+    assert seen
 
 
 # --- grammars
@@ -666,3 +667,14 @@ def test_a_step_that_ends_a_call_and_goes_on_with_text_keeps_them_apart() -> Non
     assert (call["arguments"], text["content"][0]["text"]) == ('{"a": 1}', "after")
     call, text = json.loads(message.whole(usage, {}))["content"]
     assert (call["input"], text["text"]) == ({"a": 1}, "after")
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_new_text_of_a_padded_response_has_one_of_a_few_sizes(padded: bool) -> None:
+    options = {"stream_options": {"include_obfuscation": padded}}
+    form = ResponsesFormat(ResponsesRequest.model_validate({"model": "m", "input": "x", **options}), "1")
+    events = [form.chunk(Delta(0, text)) for text in ("a", "four", "and more")]
+    grown = [one.rpartition("data: ")[2].strip() for one in events]
+    assert [json.loads(one)["delta"] for one in grown] == ["a", "four", "and more"]
+    assert (len({len(one) for one in grown}) == 1) == padded
+    assert all(len(one) % 256 == 0 for one in grown) == padded

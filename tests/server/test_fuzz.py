@@ -321,7 +321,7 @@ def test_a_refused_body_without_end_is_cut_off(
 ) -> None:
     monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.2)
     servers.append(LiveServer(engine, request_bytes=1000))
-    with connected(servers[0]) as endless, pytest.raises(OSError):
+    with connected(servers[0]) as endless, pytest.raises(ConnectionError):
         endless.sendall(head(1 << 50))
         while True:
             endless.sendall(b" " * 65_536)
@@ -427,16 +427,21 @@ def test_who_reads_slowly_gets_the_whole_answer(
     assert length > 100_000 and len(answer.partition(b"\r\n\r\n")[2]) == length
 
 
+@pytest.mark.parametrize("address", ["/health", "/v1/completions"])
 def test_who_has_no_key_takes_none_of_the_room_for_bodies(
-    engine: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     monkeypatch.setattr(middleware, "BODIES_IN_MEMORY", 2)
     servers.append(LiveServer(engine, request_bytes=1000, api_keys=("key-of-a",)))
     strangers = [connected(servers[0]) for _ in range(4)]
     for each in strangers:
-        each.sendall(b"POST /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n" + b" " * 999)
-    until(lambda: len(servers[0].uvicorn.server_state.connections) >= 4)
-    time.sleep(0.1)
+        line = f"POST {address} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"
+        each.sendall(line.encode() + b" " * 999)
+        if address != "/health":
+            assert each.recv(12) == b"HTTP/1.1 401"
+    if address == "/health":
+        until(lambda: len(servers[0].uvicorn.server_state.connections) >= 4)
+        time.sleep(0.1)
     key = {"Authorization": "Bearer key-of-a"}
     assert servers[0].post({**ASKED, "max_tokens": 2}, headers=key).status_code == 200
     for each in strangers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +56,15 @@ def test_a_schema_that_compiles_for_minutes_is_refused_in_seconds_and_its_proces
     pool: GrammarPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_pool, "COMPILE_SECONDS", 1)
+    monkeypatch.setattr(grammar_pool, "COMPILE_WALL_SECONDS", 600.0)
+    workers: list[Any] = []
+
+    class Noted(grammar_pool._Worker):
+        def __init__(self, grammars: Grammars) -> None:
+            workers.append(self)
+            super().__init__(grammars)
+
+    monkeypatch.setattr(grammar_pool, "_Worker", Noted)
 
     async def ask() -> float:
         longest, before = 0.0, time.perf_counter()
@@ -68,6 +78,7 @@ def test_a_schema_that_compiles_for_minutes_is_refused_in_seconds_and_its_proces
         return longest
 
     assert asyncio.run(ask()) < 1.0  # nothing else waits meanwhile
+    assert workers[0]._process.returncode == -signal.SIGXCPU  # its time, not its memory
 
 
 def test_the_end_does_not_wait_for_a_schema(grammars: Grammars) -> None:

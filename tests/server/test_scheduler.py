@@ -368,6 +368,7 @@ def test_the_end_does_not_wait_for_a_step_without_end(monkeypatch: pytest.Monkey
     one.submit(client)
     assert client.began.wait(PATIENCE)
     one.scheduler.close()
+    assert not client.ended.is_set() and one.scheduler._thread.is_alive()
     client.gate.set()
     client.wait()
 

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import forerun
 from forerun.bench.machine import machine
 from forerun.core.compiling import sources
+from forerun.models.loading.load import find
 
-RUNNING = ("core", "drafting", "engine", "kernels", "kv", "models", "policy", "server", "trie")
-"""Folders whose sources take part in what is measured."""
 Turn = dict[str, dict[str, Any]]
 """Each contestant's run as plain values, by name."""
 
@@ -44,11 +43,28 @@ class TurnKey(NamedTuple):
         return cls(task, round_, hashlib.sha256(words).hexdigest()[:16])
 
 
-def about(model: str, dtype: str, device: str) -> dict[str, Any]:
-    """What all turns of a bench share: the machine, the software down to its sources, the model and where it lies."""
-    root = Path(forerun.__file__).parent
-    code = hashlib.sha256("".join(sources(root / folder) for folder in RUNNING).encode()).hexdigest()[:16]
-    return machine() | {"model": model, "dtype": dtype, "model_device": device, "sources": code}
+def about(model: str, dtype: str, device: str, *code: Path) -> dict[str, Any]:
+    """What all turns of a bench share: the machine, the software down to its sources, the model and where it lies.
+
+    Args:
+        model: its name, for ``find``.
+        dtype: of its weights.
+        device: where it lies.
+        code: folders of further sources that are measured.
+    """
+    root, place = Path(forerun.__file__).parent, find(model)
+    data = [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(root.rglob("*.npy"))]
+    digests = [*(sources(folder) for folder in (root, *code)), *data]
+    files = [place] if place.is_file() else [file for file in sorted(place.rglob("*")) if file.is_file()]
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return machine() | {
+        "model": model, "dtype": dtype, "model_device": device,
+        "sources": _short("".join(digests)), "model_files": _short(json.dumps(stats)),
+    }  # fmt: skip
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Journal:

@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import geometric_mean, median
 
 import numpy as np
+import torch
 
 from forerun.bench.journal import Journal, TurnKey
 from forerun.bench.machine import Row, footer, machine
@@ -29,7 +30,7 @@ from forerun.bench.rounds import Rows, Tokens, sampling
 from forerun.core.request import Request
 from forerun.drafting.drafter import Drafter
 from forerun.engine.engine import Engine
-from forerun.kv.full_cache import FullCache
+from forerun.kv.full_cache import SAMPLED_QUERIES, FullCache
 
 UNDRAFTED = "none"
 STEADY = 1.05
@@ -143,6 +144,8 @@ def measure(
         on_draw: called before each draw with how many are done, how many there are, and its cell.
     """
     names, done = [name for name in drafters if name != UNDRAFTED], 0
+    for build in drafters.values():  # from here on prompts leave the queries that sparse caches choose by
+        engine.set_drafter(build())
     prefills, warm = _Prefills(engine, new_tokens + engine.budget + 1), set[TableCell]()
     for _, alike in groupby(all_cells, lambda cell: (cell.context, cell.batch)):
         runs: dict[TableCell, list[dict[str, Row]]] = {cell: [] for cell in alike}
@@ -152,13 +155,34 @@ def measure(
             key = TurnKey.of(str(cell), draw, prompts, new_tokens)
             run = journal.find(key, list(drafters))
             if run is None:
-                run = _draw(engine, drafters, prompts, prefills.read(prompts), cell, draw, new_tokens, cell in warm)
+                run = _draw(engine, drafters, prefills.read(prompts), cell, draw, new_tokens, cell in warm)
                 journal.add(key, run)
                 warm.add(cell)
             runs[cell].append(run)
             done += 1
         for cell, known in runs.items():
             yield summarise(cell, names, known)
+
+
+@dataclass(frozen=True)
+class _Prefilled:
+    """A prompt that was read but for its last token.
+
+    Attributes:
+        prompt: its tokens.
+        cache: holds what was read, and then what follows in a run.
+        queries: of the last pass that read it; see ``FullCache.queries``.
+    """
+
+    prompt: Tokens
+    cache: FullCache
+    queries: Mapping[int, torch.Tensor]
+
+    def rewind(self) -> FullCache:
+        """The cache as it was when the prompt was read."""
+        self.cache.truncate(len(self.prompt) - 1)
+        self.cache.queries = dict(self.queries)
+        return self.cache
 
 
 class _Prefills:
@@ -171,44 +195,51 @@ class _Prefills:
 
     def __init__(self, engine: Engine, room: int) -> None:
         self._engine, self._room = engine, room
-        self._rows: list[tuple[Tokens, FullCache]] = []
+        self._rows: list[_Prefilled] = []
 
-    def read(self, prompts: Rows) -> list[FullCache]:
-        """Caches that hold all but the last token of each prompt; those of the prompts before are used again."""
-        del self._rows[len(prompts) :]
-        for (before, cache), prompt in zip(self._rows, prompts, strict=False):
-            most = min(len(before), len(prompt) - 1, cache.length)
-            alike = np.equal(before[:most], prompt[:most])
-            cache.truncate(most if alike.all() else int(alike.argmin()))
-        known = [*(cache for _, cache in self._rows), *[None] * (len(prompts) - len(self._rows))]
-        caches = [self._engine.prefill(each, self._room, cache=c) for each, c in zip(prompts, known, strict=True)]
-        self._rows = list(zip(prompts, caches, strict=True))
-        return caches
+    def read(self, prompts: Rows) -> list[_Prefilled]:
+        """Read each prompt; the caches of the prompts before are used again."""
+        known, self._rows = self._rows[: len(prompts)], []
+        for prompt in prompts:
+            self._rows.append(self._read(prompt, known.pop(0) if known else None))
+        return self._rows
+
+    def _read(self, prompt: Tokens, before: _Prefilled | None) -> _Prefilled:
+        if before is None:
+            cache = self._engine.prefill(prompt, self._room)
+            return _Prefilled(prompt, cache, cache.queries)
+        if before.prompt == prompt:
+            return before
+        most = min(len(before.prompt), len(prompt) - 1, before.cache.length)
+        alike = np.equal(before.prompt[:most], prompt[:most])
+        same, block = most if alike.all() else int(alike.argmin()), self._engine.prefill_block
+        kept = max(0, min(same, len(prompt) - 1 - SAMPLED_QUERIES))  # what follows leaves as many queries
+        before.cache.truncate(kept // block * block)
+        cache = self._engine.prefill(prompt, self._room, cache=before.cache)
+        return _Prefilled(prompt, cache, cache.queries)
 
 
 def _draw(
     engine: Engine,
     drafters: Mapping[str, Callable[[], Drafter]],
-    prompts: Rows,
-    caches: Sequence[FullCache],
+    prefilled: Sequence[_Prefilled],
     cell: TableCell,
     draw: int,
     new_tokens: int,
     warm: bool,
 ) -> dict[str, Row]:
-    """One run of each contestant on the same prompts, which ``caches`` hold, between two of plain decoding.
+    """One run of each contestant on the same prompts between two of plain decoding.
 
     Before them comes an untimed run of each, unless the process is ``warm``.
     """
 
     def run(name: str) -> Row:
         engine.set_drafter(drafters[name]())
-        for prompt, cache in zip(prompts, caches, strict=True):
-            cache.truncate(len(prompt) - 1)
+        caches = [each.rewind() for each in prefilled]
         requests: list[Request] = []
-        for row, prompt in enumerate(prompts):  # each with noise of its own
-            noise = sampling(cell.temperature, draw * len(prompts) + row)
-            requests += engine.requests([prompt], max_new_tokens=new_tokens, **noise)
+        for row, each in enumerate(prefilled):  # each with noise of its own
+            noise = sampling(cell.temperature, draw * len(prefilled) + row)
+            requests += engine.requests([each.prompt], max_new_tokens=new_tokens, **noise)
         for request in requests:
             request.eos_token_ids = frozenset()  # a text that ends at once measures nothing
         begin = time.perf_counter()

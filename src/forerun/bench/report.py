@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import floor
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -119,7 +120,10 @@ def equality_table(rows: Sequence[Row]) -> str:
 def _share(rows: Sequence[Row], name: str) -> str:
     shares = [row.get(name) for row in rows for _ in range(row["texts"])]
     known = [share for share in shares if share is not None]
-    return f"{100 * sum(known) / len(known):.0f} %" if known else "-"
+    if not known:
+        return "-"
+    share = sum(known) / len(known)
+    return "100 %" if min(known) == 1 else f"{floor(1000 * share) / 10:g} %"  # less than all is not rounded to all
 
 
 def changed(rows: Sequence[Row]) -> list[str]:

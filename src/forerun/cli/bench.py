@@ -19,6 +19,7 @@ from forerun.cli.models import check_drafters, load_target, settings
 from forerun.cli.options import BENCH_DRAFTERS, BenchOptions
 from forerun.cli.terminal import progress_bar, say, show_report, stderr
 from forerun.models.forward.architecture import dtype_name
+from forerun.models.forward.exactness import Exactness
 from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.load import quiet
 from forerun.reference import demo_prompts
@@ -47,7 +48,7 @@ def run(options: BenchOptions) -> None:
     finally:
         if result.rows:  # also if a later round failed or was interrupted
             show_report(result.json if options.json else result.markdown, paths)
-    _check_texts(bench, result)
+    check_texts(bench.engine.exactness, result.rows)
 
 
 def _demo_lines() -> list[PromptLine]:
@@ -76,10 +77,9 @@ def _measured(
         before += rows
 
 
-def _check_texts(bench: Bench, result: BenchResult) -> None:
+def check_texts(exactness: Exactness, rows: Sequence[Row]) -> None:
     """Exit with status 1 if a text differs from plain Forerun's where none may."""
-    exactness = bench.engine.exactness
-    if not (different := changed(result.rows)):
+    if not (different := changed(rows)):
         return
     if exactness.level != "bitwise":
         say(f"{', '.join(different)}: some texts differ from plain Forerun's by rounding ({exactness.reason})")

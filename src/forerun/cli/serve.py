@@ -14,10 +14,9 @@ import typer
 
 from forerun.cli.commands import FAILED
 from forerun.cli.log import server_log
-from forerun.cli.models import make_engine
+from forerun.cli.models import check_drafters, make_engine
 from forerun.cli.rank_check import followed, leading, ranks
 from forerun.cli.serve_options import ServeOptions
-from forerun.drafting.recipes import check_drafter
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import quiet
 
@@ -43,7 +42,8 @@ def run(options: ServeOptions) -> None:
 
     settings = read_settings(options.flags(), options.config)
     with server_log(settings.log_json):
-        check_drafter(settings.drafter)
+        check_drafters([settings.drafter], settings)
+        settings.tenant_keys()  # a wrong one shows before the model is loaded
         check_files(settings.warm, settings.namespaces)
         if not settings.api_keys and not _loopback(settings.host):
             log.warning("%s is open to other computers, and there are no API keys: anybody may use it", settings.host)

@@ -104,7 +104,9 @@ class ServeOptions(DebugOptions):
     index_interval: Annotated[float | None, option(panel=_INDEX, help="Seconds from a change to its save.")] = None
     index_limit: Annotated[str | None, option(panel=_INDEX, help=f"For what is learned, of all keys; {_SIZE}")] = None
     timeout: Annotated[float | None, option(panel=_MUCH, help="Seconds that a request may take.")] = None
-    drain: Annotated[float | None, option(panel=_MUCH, help="Seconds for running requests at the end.", min=0)] = None
+    drain: Annotated[
+        float | None, option(panel=_MUCH, help="Seconds for requests that run or wait at the end.", min=0)
+    ] = None
     page: Annotated[bool | None, option(panel=_WHO, help="Show a page to try the model at /; shown by default.")] = None
     log_json: Annotated[bool | None, option(panel=_WHO, help="Write each line of the log as JSON.")] = None
     ray: Annotated[bool | None, option(panel=_WHO, help="Serve by replicas on Ray; RAY_ADDRESS names a cluster.")] = (

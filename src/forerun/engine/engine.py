@@ -72,7 +72,7 @@ class Engine:
         tokenizer: for prompts and results as text, and for ``stop_strings``.
         budget: maximum number of nodes of a tree (the Lookahead paper's decoding length).
         prune_drafts: score the part of each draft that pays by the cost of passes, which is measured once for a model.
-            If false, all of each draft is scored.
+            If false, all of each draft is scored. ``auto`` chooses in any case.
         prefill_block: prompt tokens in one pass.
         prefix_cache: maximum bytes of keys and values that are kept for later prompts that begin alike.
         kv_store: a folder in which they are kept on disk, for later processes too; for a model on the CPU.

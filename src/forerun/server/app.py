@@ -42,7 +42,6 @@ from forerun.server.schema import (
 )
 from forerun.server.service import Service
 from forerun.server.settings import ServerSettings
-from forerun.server.tenants import ApiKeys
 
 log = logging.getLogger(__name__)
 AnyFormat = ReplyFormat | ResponsesFormat | MessagesFormat
@@ -96,7 +95,7 @@ def create_app(
         ValueError: for a wrong key, or a file that cannot fill the index.
         OSError: if that cannot be read.
     """
-    saver = restore_index(engine, settings, _keys(settings).tenants)
+    saver = restore_index(engine, settings, settings.tenant_keys().tenants)
     service = Service(engine, settings, limits, on_finished)
 
     @asynccontextmanager
@@ -129,7 +128,7 @@ def guarded(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
     open_addresses = (*OPEN_ADDRESSES, *(PAGE_FILES if settings.page else ()))
     origins = settings.cors_origins
     checked = GuardMiddleware(
-        app, _keys(settings), settings.request_bytes, settings.checked_hosts, origins, open_addresses
+        app, settings.tenant_keys(), settings.request_bytes, settings.checked_hosts, origins, open_addresses
     )
     if not origins:
         return checked
@@ -139,13 +138,6 @@ def guarded(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
         expose_headers=["X-Request-Id", "Retry-After"],
-    )
-
-
-def _keys(settings: ServerSettings) -> ApiKeys:
-    admin = settings.admin_key
-    return ApiKeys(
-        [key.get_secret_value() for key in settings.api_keys], None if admin is None else admin.get_secret_value()
     )
 
 

@@ -110,7 +110,7 @@ class ReplyFormat(ABC):
         more: Json = {"usage": usage} if self._options.include_usage else {}  # all chunks have it, if any has
         more |= {name: value for name, value in (("forerun", trace), ("metrics", metrics)) if value}
         body = {**self._head, "object": self.part, "choices": choices, **more}
-        return event(_padded(body) if self._options.include_obfuscation else body)
+        return event(padded(body) if self._options.include_obfuscation else body)
 
 
 class CompletionFormat(ReplyFormat):
@@ -271,7 +271,7 @@ def event(body: Mapping[str, Any], name: str | None = None) -> str:
     return f"event: {name}\ndata: {compact(body)}\n\n" if name else f"data: {compact(body)}\n\n"
 
 
-def _padded(body: Json) -> Json:
+def padded(body: Json) -> Json:
     """The same with ``obfuscation``, after which its size is one of a few."""
     spaces = PADDED_BYTES - (len(compact(body)) + len(',"obfuscation":""')) % PADDED_BYTES
     return {**body, "obfuscation": "x" * spaces}

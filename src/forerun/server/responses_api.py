@@ -11,7 +11,7 @@ from pydantic import Field
 from forerun.models.text.message_formats import Json
 from forerun.models.text.message_parser import CallDelta
 from forerun.server.api_errors import ApiError
-from forerun.server.replies import BlockFormat, event
+from forerun.server.replies import BlockFormat, event, padded
 from forerun.server.schema import (
     Count,
     FunctionName,
@@ -154,6 +154,7 @@ class ResponsesFormat(BlockFormat):
     def __init__(self, body: ResponsesRequest, number: str) -> None:
         super().__init__()
         self._sequence = 0
+        self._pads = body.stream_options is not None and bool(body.stream_options.include_obfuscation)
         self._head: Json = {
             "id": f"resp_{number}",
             "object": "response",
@@ -254,9 +255,9 @@ class ResponsesFormat(BlockFormat):
         return self._event(f"response.{what}", {**place, **more})
 
     def _event(self, name: str, body: Json) -> str:
-        text = event({"type": name, "sequence_number": self._sequence, **body}, name)
+        said = {"type": name, "sequence_number": self._sequence, **body}
         self._sequence += 1
-        return text
+        return event(padded(said) if self._pads and name.endswith(".delta") else said, name)
 
 
 def _part_type(kind: str) -> str:

@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from forerun.kv.kv_tiers import KVMemory
 from forerun.server.admission import SchedulerLimits
+from forerun.server.tenants import ApiKeys
 
 ENVIRONMENT_PREFIX = "FORERUN_"
 FREE_MEMORY_FRACTION = 0.5
@@ -105,6 +106,17 @@ class ServerSettings(BaseSettings):
     def checked_hosts(self) -> tuple[str, ...] | None:
         """Names in a Host header that are allowed; None for no check, as no web page has a key."""
         return None if self.api_keys and not self.allowed_hosts else (self.host, *self.allowed_hosts)
+
+    def tenant_keys(self) -> ApiKeys:
+        """Finds tenants by their keys.
+
+        Raises:
+            ValueError: for a key that cannot be one; see ``ApiKeys``.
+        """
+        admin = self.admin_key
+        return ApiKeys(
+            [key.get_secret_value() for key in self.api_keys], None if admin is None else admin.get_secret_value()
+        )
 
     def tiers(self, device: torch.device) -> KVMemory | None:
         """Where keys and values lie, if not on the device alone. A tier without a limit gets a part of the free memory.

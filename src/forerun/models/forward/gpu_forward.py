@@ -1,4 +1,4 @@
-"""A known decoder's pass on a GPU: nine kernels a layer, over the model's own weights.
+"""A known decoder's pass on a GPU: ten kernels a layer, over the model's own weights.
 
 The description of layers is the compiled program's (``architecture.py``). Matrices that read the same input (queries,
 keys and values; gate and up) become one product: their weights are moved once, to lie one below the other, and the
