@@ -181,7 +181,7 @@ def refusals() -> dict[str, str]:
 
 def _refusal(model: PreTrainedModel) -> str:
     try:
-        gate.check(model)
+        gate.admit(model)
     except gate.UnsupportedModelError as reason:
         return str(reason).partition(" is not supported: ")[2]
     return "not refused"

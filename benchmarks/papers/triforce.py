@@ -1,28 +1,20 @@
-"""Measures TriForce's tables 2 and 4 and its figures 1 (right), 5 and 6a: what each part runs and reports."""
+"""Measures TriForce's tables 2 and 4 and its figures 1 (right) and 5: what each part runs and reports."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import NamedTuple
 
-from benchmarks.capacity.speculation import expected_tokens
 from benchmarks.long_context import needles
 from benchmarks.long_context.bytes_read import at_end
 from benchmarks.long_context.long_bench import PLAIN, LongBench, LongSeries, Prefilled, combine, shortened
 from benchmarks.long_context.measured_model import MeasuredModel
 from benchmarks.long_context.needles import Haystack
-from benchmarks.long_context.pass_costs import Costs, measure, speed_up_limit
 from benchmarks.long_context.rows import summarise
 from benchmarks.papers.baselines import RECIPES
-from benchmarks.papers.triforce_report import (
-    report_batches,
-    report_budgets,
-    report_contexts,
-    report_needles,
-    report_temperatures,
-)
+from benchmarks.papers.triforce_report import report_batches, report_contexts, report_needles, report_temperatures
 from benchmarks.reporting.study_report import Delivery
 from forerun.bench.machine import Row
 from forerun.cli.terminal import say
@@ -40,7 +32,6 @@ class TriforceSizes:
         prompts: per context.
         batches: batch sizes.
         batch_context: tokens of each row of a batch; None for ragged rows that share the longest context's tokens.
-        budgets: of a sparse cache, at the longest context.
         batch_budgets, batch_temperatures: budgets per row, and temperatures, of batches.
         needle_tokens: tokens generated per question about the longest context.
     """
@@ -51,7 +42,6 @@ class TriforceSizes:
     prompts: int
     batches: Sequence[int]
     batch_context: int | None
-    budgets: Sequence[int]
     batch_budgets: Sequence[int]
     batch_temperatures: Sequence[float]
     needle_tokens: int
@@ -65,11 +55,10 @@ class TriforceSizes:
 
 
 class Case(NamedTuple):
-    """One measurement with single rows: context, temperature and cache budget."""
+    """One measurement with single rows."""
 
     context: int
     temperature: float
-    budget: int
 
 
 Reads = dict[Case, dict[str, Row]]
@@ -93,58 +82,47 @@ class TriforceBench:
     _held: dict[tuple[int, int], Prefilled] = field(default_factory=dict)
 
     def alone(self, parts: Collection[str]) -> None:
-        """One row at a time: the longest context at all temperatures and with all budgets, then the shorter ones.
+        """One row at a time: the longest context at all temperatures, then the shorter ones.
 
         Args:
-            parts: which of ``temperatures``, ``budgets`` and ``contexts`` to report.
+            parts: which of ``temperatures`` and ``contexts`` to report.
         """
         longest = self.sizes.contexts[-1]
         found: dict[Case, list[list[LongSeries]]] = {case: [] for case in self._cases(parts)}
-        costs: dict[int, Costs] = {}
         reads: Reads = {}
         for index in range(self.sizes.prompts):
             say(f"reading prompt {index + 1} of {self.sizes.prompts}: {longest:,} tokens")
             prompt = self.measured.read(self.bench.engine, index, longest)
             for case, series in found.items():
-                say(f"prompt {index + 1}: {case.context:,} tokens, T {case.temperature:g}, budget {case.budget:,}")
-                cut = shortened(self.bench.engine, prompt, case.context)
-                settings = replace(self.measured.settings, cache_budget=case.budget)
+                say(f"prompt {index + 1}: {case.context:,} tokens, T {case.temperature:g}")
+                cut, settings = shortened(self.bench.engine, prompt, case.context), self.measured.settings
                 series.append(self._run([[cut]], case.temperature, settings))
                 if case not in reads:
                     reads[case] = self._reads([cut], settings)
-                if "contexts" in parts and case.context not in costs:
-                    costs[case.context] = measure(self.bench.engine.target, cut, self.measured.settings)
             rows = [
                 row
                 for case, series in found.items()
                 for row in summarise(combine(series), reads[case], **case._asdict())
             ]
-            self._report_alone(parts, rows, costs)
+            self._report_alone(parts, rows)
             self.delivery.save()
         self.delivery.part()
 
-    def _report_alone(self, parts: Collection[str], rows: Sequence[Row], costs: Mapping[int, Costs]) -> None:
-        longest, budget = self.sizes.contexts[-1], self.measured.settings.cache_budget
+    def _report_alone(self, parts: Collection[str], rows: Sequence[Row]) -> None:
         if "temperatures" in parts:
-            mine = [row for row in rows if row["context"] == longest and row["budget"] == budget]
+            mine = [row for row in rows if row["context"] == self.sizes.contexts[-1]]
             report_temperatures(
                 self.delivery.report, [row for row in mine if row["temperature"] in self.sizes.temperatures]
             )
-        greedy = [row for row in rows if row["temperature"] == 0]
-        if "budgets" in parts:
-            mine = [row for row in greedy if row["context"] == longest and row["budget"] in self.sizes.budgets]
-            report_budgets(self.delivery.report, mine)
         if "contexts" in parts:
-            mine = [row for row in greedy if row["budget"] == budget]
-            report_contexts(self.delivery.report, mine, limits(mine, costs, self.measured.settings), costs)
+            report_contexts(self.delivery.report, [row for row in rows if row["temperature"] == 0])
 
     def _cases(self, parts: Collection[str]) -> list[Case]:
         """The cases, long contexts first, because cutting a cache loses its end."""
-        longest, budget = self.sizes.contexts[-1], self.measured.settings.cache_budget
+        longest = self.sizes.contexts[-1]
         cases = {
-            "temperatures": [Case(longest, temperature, budget) for temperature in self.sizes.temperatures],
-            "budgets": [Case(longest, 0.0, each) for each in self.sizes.budgets],
-            "contexts": [Case(context, 0.0, budget) for context in reversed(self.sizes.contexts)],
+            "temperatures": [Case(longest, temperature) for temperature in self.sizes.temperatures],
+            "contexts": [Case(context, 0.0) for context in reversed(self.sizes.contexts)],
         }
         return list(dict.fromkeys(case for part in cases if part in parts for case in cases[part]))
 
@@ -199,16 +177,3 @@ class TriforceBench:
         self, prompts: Sequence[Sequence[Prefilled]], temperature: float, settings: LongContextConfig
     ) -> list[LongSeries]:
         return self.bench.run(prompts, self.sizes.drafters, settings, self.measured.make(temperature))
-
-
-def limits(rows: Sequence[Row], costs: Mapping[int, Costs], settings: LongContextConfig) -> list[Row]:
-    """TriForce's speed-up limit at each context, from measured costs and acceptance rates, where both are known."""
-    found = []
-    for row in rows:
-        if row["contestant"] != "triforce" or row["acceptance"] is None:
-            continue
-        at, acceptance, inner = costs[row["context"]], row["acceptance"], row["middle_acceptance"] or 0.0
-        limit = speed_up_limit(at, acceptance, inner, settings.gamma1, settings.gamma2)
-        free = expected_tokens(acceptance, settings.gamma2)
-        found.append({"context": row["context"], "limit": round(limit, 3), "free_limit": round(free, 3)})
-    return found

@@ -35,15 +35,15 @@ from forerun.drafting.recipes import buildable
 from forerun.engine.engine import Engine
 from forerun.models.forward.architecture import dtype_name
 
-TRIFORCE_PARTS = ("temperatures", "budgets", "contexts", "batches", "needles")
+TRIFORCE_PARTS = ("temperatures", "contexts", "batches", "needles")
 
 
 @dataclass(frozen=True)
 class TriforceOptions(LongStudyOptions):
     """Decoding after long prompts: TriForce and its baselines compared with plain autoregression over the same cache.
 
-    Measures speed-up and acceptance rate by temperature, by context (with the limit set by measured costs) and in
-    batches, and the needles that eviction alone loses. Each prompt is read once. Writes JSON, Markdown and plots.
+    Measures speed-up and acceptance rate by temperature, by context and in batches, and the needles that
+    eviction alone loses. Each prompt is read once. Writes JSON, Markdown and plots.
     """
 
     parts: Annotated[str, list_option("--parts", "Text", f"Of {', '.join(TRIFORCE_PARTS)}.")] = ",".join(TRIFORCE_PARTS)
@@ -52,7 +52,6 @@ class TriforceOptions(LongStudyOptions):
     drafters: Annotated[str | None, list_option("--drafters", "Model", "Default: all that can be built.")] = None
     prompts: ContextPrompts = 1
     max_new_tokens: GeneratedTokens = 128
-    budgets: Annotated[str, list_option("--budgets", LONG_PANEL, "Cache budgets, to compare.")] = "256,1024,4096"
     batches: Annotated[str, list_option("--batches", "Text", "Rows that are decoded together.")] = "2,6,10"
     batch_context: Annotated[
         int | None,
@@ -71,7 +70,6 @@ class TriforceOptions(LongStudyOptions):
         super().__post_init__()
         wanted = names("--parts", self.parts, TRIFORCE_PARTS)
         numbers("--batches", self.batches, int, 1)
-        numbers("--budgets", self.budgets, int, self.chunk)
         numbers("--batch-budgets", self.batch_budgets, int, self.chunk)
         numbers("--batch-temperatures", self.batch_temperatures, float, 0.0)
         simulated = self.simulate_acceptance is not None
@@ -87,7 +85,7 @@ class TriforceOptions(LongStudyOptions):
 DRAFTERS = ("triforce", "triforce-trie", "triforce-auto", "low-rank", "streaming", "retrieval", "streaming-hierarchy")
 """TriForce, Forerun's own drafters, and the paper's baselines: the naive policy, no hierarchy, no retrieval."""
 
-ALONE = frozenset({"temperatures", "budgets", "contexts"})
+ALONE = frozenset({"temperatures", "contexts"})
 """Parts that measure single rows."""
 
 
@@ -109,7 +107,6 @@ def run(options: TriforceOptions) -> None:
         prompts=options.prompts,
         batches=numbers("--batches", options.batches, int, 1),
         batch_context=options.batch_context,
-        budgets=numbers("--budgets", options.budgets, int, 1),
         batch_budgets=numbers("--batch-budgets", options.batch_budgets, int, 1),
         batch_temperatures=measured.temperatures(options.batch_temperatures),
         needle_tokens=options.needle_tokens,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 
 from benchmarks.long_context.long_bench import PLAIN
-from benchmarks.long_context.pass_costs import Costs
 from benchmarks.reporting import plots
-from benchmarks.reporting.plots import Frame, Line
+from benchmarks.reporting.plots import Frame
 from benchmarks.reporting.study_report import Report, listing, speed_cell
 from forerun.bench.machine import Row
 from forerun.bench.report import pivot
@@ -28,9 +26,6 @@ COLUMNS = {
     "end_to_end_speed_up": "end-to-end speed-up",
     "same_output": "same output",
 }
-LIMIT, FREE = "TriForce's limit by measured costs", "limit if drafts cost nothing"
-
-
 SPEED_UP = "speed-up over plain autoregression"
 
 
@@ -51,56 +46,19 @@ def report_temperatures(report: Report, rows: Sequence[Row]) -> None:
     report.lines("acceptance", frame, plots.by(drafted(rows), "contestant", "temperature", "acceptance"))
 
 
-def report_budgets(report: Report, rows: Sequence[Row]) -> None:
-    """Figure 6a."""
-    context = rows[0]["context"]
-    report.add(
-        "budgets",
-        f"Speed-up, and acceptance in brackets, by cache budget at {context:,} tokens, greedy",
-        rows,
-        pivot(drafted(rows), "contestant", "budget", speed_cell),
-        listing(rows, {"budget": "budget", **COLUMNS}),
-        equality(rows),
-    )
-    title = f"Speed-up of decoding at {context:,} tokens, greedy"
-    frame = Frame(title, "cache budget, tokens", SPEED_UP, log=True, reference=1)
-    report.lines("budgets", frame, plots.with_spread(drafted(rows), "contestant", "budget"))
-
-
-def report_contexts(report: Report, rows: Sequence[Row], limits: Sequence[Row], costs: Mapping[int, Costs]) -> None:
+def report_contexts(report: Report, rows: Sequence[Row]) -> None:
     """Figure 5."""
-    by_context = {row["context"]: row for row in limits}
-    joined = sorted((row | by_context.get(row["context"], {}) for row in rows), key=lambda row: int(row["context"]))
-    priced = [{"context": context, **asdict(found)} for context, found in costs.items()]
+    ascending = sorted(rows, key=lambda row: int(row["context"]))
     report.add(
         "contexts",
         "Speed-up by context length, greedy",
-        joined,
-        pivot(joined, "contestant", "context", speed_cell),
-        listing(limits, {"context": "context", "limit": LIMIT, "free_limit": FREE}) if limits else "",
-        listing(joined, COLUMNS),
+        ascending,
+        pivot(ascending, "contestant", "context", speed_cell),
+        listing(ascending, COLUMNS),
         equality(rows),
     )
-    report.add("costs", "Seconds of a pass, by tokens in it", priced, cost_table(costs))
-    found = plots.with_spread(drafted(rows), "contestant", "context")
-    if limits:
-        rising = sorted(limits, key=lambda row: row["context"])
-        found.append(Line(LIMIT, [row["context"] for row in rising], [row["limit"] for row in rising], dashed=True))
-    report.lines(
-        "contexts", Frame("Speed-up of decoding, greedy", "context, tokens", SPEED_UP, log=True, reference=1), found
-    )
-
-
-def cost_table(costs: Mapping[int, Costs]) -> str:
-    """Milliseconds of each kind of pass, by context."""
-    rows = [
-        {"context": context, "pass": f"{level}, {tokens} token{'s' * (tokens > 1)}", "ms": 1000 * seconds}
-        for context, found in sorted(costs.items())
-        for level, by_tokens in (("full cache", found.full), ("sparse cache", found.middle),
-                                 ("small model", {1: found.small} if found.small is not None else {}))
-        for tokens, seconds in by_tokens.items()
-    ]  # fmt: skip
-    return "Milliseconds:\n\n" + pivot(rows, "pass", "context", lambda row: f"{row['ms']:.2f}")
+    frame = Frame("Speed-up of decoding, greedy", "context, tokens", SPEED_UP, log=True, reference=1)
+    report.lines("contexts", frame, plots.with_spread(drafted(rows), "contestant", "context"))
 
 
 def report_batches(report: Report, rows: Sequence[Row]) -> None:

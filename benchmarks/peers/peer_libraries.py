@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.peers import weights
 from benchmarks.peers.process import Peer, PeerError
-from forerun.bench.contestants import end_tokens
 from forerun.bench.rounds import Contestant
+from forerun.engine.result import ends
 from forerun.models.forward.architecture import is_stored
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -121,7 +121,7 @@ LIBRARIES = (
         {"openvino_genai": "openvino-genai", "gguf": "gguf"},
         "benchmarks.peers.openvino",
         write_openvino,
-        lambda subject: {"dtype": subject.dtype, "ends": end_tokens(subject.model)},
+        lambda subject: {"dtype": subject.dtype, "ends": ends(subject.model.generation_config)},
         {"openvino": {}, "openvino prompt lookup": {"lookup": True}},
     ),
     PeerLibrary(

@@ -122,7 +122,7 @@ def test_a_text_that_no_draft_may_change_ends_in_status_1(
     assert "forerun lookup: some texts differ from plain Forerun's, and none may" in done.stderr
 
 
-def never_slower(model: str, tmp_path: Path, *more: str) -> Result:
+def never_slower(model: str, tmp_path: Path, *more: str, attempts: int = 1) -> Result:
     file = written(tmp_path, {"task": "mine", "prompt": "c d c d"}, {"task": "mine", "prompt": "a b"})
     few = [
         "--prompts-file",
@@ -140,13 +140,13 @@ def never_slower(model: str, tmp_path: Path, *more: str) -> Result:
     ]
     given = ["bench", "never-slower", "-m", model, "--out", str(tmp_path / "slow"), "--against", "trie", *few, *more]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("forerun.bench.never_slower.ATTEMPTS", 2)  # runs of milliseconds are never steady
+        patch.setattr("forerun.bench.never_slower.ATTEMPTS", attempts)  # runs of milliseconds are never steady
         return CliRunner().invoke(app, given)
 
 
 def test_never_slower_measures_every_cell_and_goes_on_from_its_journal(model: str, tmp_path: Path) -> None:
     cells = ["--batch", "1", "--batch", "2", "-t", "0", "-t", "0.8", "-k", "random", "-k", "tasks", "--json"]
-    done = never_slower(model, tmp_path, *cells)
+    done = never_slower(model, tmp_path, *cells, attempts=2)
     found = json.loads(done.stdout)
     places = {(row["kind"], row["batch"], row["temperature"]) for row in found["rows"]}
     assert places == {*product(("random", "tasks"), (1, 2), (0, 0.8))} and not found["left_out"]

@@ -16,10 +16,9 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.capacity.shapes import ModelShape
-from benchmarks.capacity.speculation import expected_tokens
+from benchmarks.capacity.speculation import chain_seconds, expected_tokens
 from benchmarks.long_context import long_bench as longcontext
 from benchmarks.long_context.long_bench import LongBench, LongRun, LongSeries, Prefilled, prefill, sampled, shortened
-from benchmarks.long_context.pass_costs import Costs, drafting_seconds, measure, speed_up_limit
 from benchmarks.long_context.rows import summarise
 from benchmarks.long_context.texts import Texts
 from benchmarks.papers.simulated_acceptance import check_simulated, random_model, random_prompt, simulated
@@ -131,7 +130,7 @@ def test_the_speed_up_is_never_beyond_the_slowest_and_fastest_round(
     assert row["slowest"] <= row["speed_up"] <= row["fastest"]
 
 
-# --- limits
+# --- what a hierarchy gives
 
 
 def test_expected_tokens_of_a_chain_are_those_of_every_outcome() -> None:
@@ -146,33 +145,19 @@ def test_expected_tokens_of_a_chain_are_those_of_every_outcome() -> None:
 
 
 def test_drafting_time_is_that_of_played_rounds() -> None:
-    costs = Costs(full={1: 10.0, 5: 14.0}, middle={1: 2.0, 3: 3.0}, small=0.5)
+    def middle(tokens: int) -> float:
+        return 1.5 + 0.5 * tokens
+
     rng, inner, drafts, gamma1, seconds, games = random.Random(0), 0.6, 5, 2, 0.0, 20_000
     for _ in range(games):
         missing = drafts
         while missing:
             tested = min(gamma1, missing - 1)
             accepted = next((i for i in range(tested) if rng.random() >= inner), tested)
-            seconds += gamma1 * 0.5 + costs.middle_at(tested + 1)
+            seconds += gamma1 * 0.5 + middle(tested + 1)
             missing -= accepted + 1
-    assert drafting_seconds(costs, drafts, gamma1, inner) == pytest.approx(seconds / games, rel=0.01)
-    assert drafting_seconds(Costs(costs.full, costs.middle), 5, 2, 0.6) == 10
-    assert costs.full_at(3) == 12
-
-
-def test_the_limit_is_one_where_drafts_do_not_pay_and_the_chain_s_where_they_are_free() -> None:
-    free = Costs(full={1: 1.0, 5: 1.0}, middle={1: 0.0}, small=0.0)
-    assert speed_up_limit(free, 0.9, 0.5, 2, 4) == pytest.approx(expected_tokens(0.9, 4))
-    dear = Costs(full={1: 1.0, 5: 5.0}, middle={1: 1.0}, small=1.0)
-    assert speed_up_limit(dear, 0.5, 0.5, 2, 4) == 1
-
-
-def test_costs_are_measured_for_every_level_and_leave_no_trace(engine: Engine) -> None:
-    prompt = prefill(engine, PROMPT, 20)
-    costs = measure(engine.target, prompt, SETTINGS, repeats=1)
-    assert sorted(costs.full) == [1, 2, 3, 5] and sorted(costs.middle) == [1, 2, 3]
-    assert costs.small is not None and costs.small > 0
-    assert prompt.cache.length == len(PROMPT) - 1
+    assert chain_seconds(drafts, gamma1, inner, middle, 0.5)[-1] == pytest.approx(seconds / games, rel=0.01)
+    assert chain_seconds(5, 2, 0.6, middle, None)[-1] == 10
 
 
 # --- simulation
@@ -311,13 +296,12 @@ def test_a_simulation_runs_from_the_command_line_and_is_labelled(tmp_path: Path)
         "--window",
         "8",
     ]
-    batch = ["--budgets", "8,16", "--batches", "2", "--batch-budgets", "16", "--out", str(tmp_path), "--json"]
+    batch = ["--batches", "2", "--batch-budgets", "16", "--out", str(tmp_path), "--json"]
     done = CliRunner().invoke(app, [*arguments, *sizes, *batch])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout.splitlines()[-1])
     assert "simulated acceptance 0.75" in found["simulated"]
-    assert set(found["parts"]) == {"temperatures", "budgets", "contexts", "costs", "batches"}
-    assert {row["budget"] for row in found["parts"]["budgets"]} == {8, 16}
+    assert set(found["parts"]) == {"temperatures", "contexts", "batches"}
     assert {row["context"] for row in found["parts"]["contexts"]} == {40, 80}
     assert all("simulated acceptance 0.75" in row["simulated"] for rows in found["parts"].values() for row in rows)
     assert {row["same_output"] for row in found["parts"]["contexts"]} == {1}

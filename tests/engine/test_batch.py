@@ -575,7 +575,7 @@ def levels(drafter: Any, request: Request) -> int:
     """Bytes that the draft levels hold for a request."""
     inner = [levels(each, request) for name in ("inner", "cheap", "dear") if (each := getattr(drafter, name, None))]
     level = getattr(drafter, "_level", None)
-    return sum(inner) + (level.nbytes(request) if level and request.id in level._readers else 0)
+    return sum(inner) + (level.cache(request).nbytes if level and request.id in level._readers else 0)
 
 
 RECIPES = ["none", "trie", "triforce", "triforce-auto", "streaming", "low-rank", "retrieval"]

@@ -8,6 +8,7 @@ import string
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import forerun
 from forerun.api import ENGINES, engine_of
+from forerun.core.request import Request
 from forerun.drafting.drafter import NoDrafter
 from forerun.drafting.lookup import LookupDrafter
 from forerun.drafting.trie_drafter import TrieDrafter
@@ -144,7 +146,8 @@ def test_sampled_tokens_follow_the_distribution_that_transformers_samples_from(n
     reference = MODEL.generate(ids, output_scores=True, return_dict_in_generate=True, **options)
     p = reference.scores[0][0].double().softmax(-1)
     engine, count = forerun.Engine(MODEL, "none"), 300
-    requests = [engine.requests(PROMPT, seed=seed, **options)[0] for seed in range(count)]
+    sampler = engine.requests(PROMPT, **options)[0].sampler
+    requests = [Request(PROMPT, 1, sampler=replace(sampler, seed=seed)) for seed in range(count)]
     logits = MODEL(ids).logits[0, -1]
     counts = torch.bincount(torch.tensor([request.choose(logits) for request in requests]), minlength=VOCABULARY)
     assert counts[p == 0].sum() == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("triton", reason="Triton is not installed: pip install 'forerun[gpu]'")
+pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
 from collections.abc import Sequence
 

@@ -31,9 +31,13 @@ ENGINE = """
 import pytest
 from support.tiny import PROMPTS, tiny
 import forerun
+from forerun.core.long_context import LongContextConfig
 
+settings = LongContextConfig(paced=False, cache_budget=8, chunk=4)
 for drafter in ("trie", "triforce-trie"):
-    result = forerun.Engine(tiny("llama"), drafter).generate(PROMPTS[1], max_new_tokens=6, do_sample=False)
+    engine = forerun.Engine(tiny("llama"), drafter, settings=settings, prune_drafts=False)
+    result = engine.generate(PROMPTS[1], max_new_tokens=6, do_sample=False)
+    assert sum(result.stats[0].drafted)
     print(result.generated)
 """
 

@@ -31,6 +31,7 @@ from forerun.kernels.runtime import vector_ir
 from forerun.kv.full_cache import FullCache
 from forerun.kv.kv_tiers import KVMemory, NoRoomError, min_device_bytes
 from forerun.kv.offloaded import CopyEngine, OffloadedCache, Parts, by_head, size
+from forerun.kv.retrieval import RetrievalCache
 from forerun.models.forward.compiled_scorer import CompiledScorer
 from forerun.models.forward.scorer import Scorer
 
@@ -339,6 +340,8 @@ def test_a_sparse_cache_over_it_copies_what_it_chooses(name: str) -> None:
             q, k = (torch.randn(1, heads, 1, 16, generator=torch.Generator().manual_seed(4)) for heads in (6, 2))
             block = Block(np.array([7]), DraftTree.empty(), view.length)
             seen.append(view.attend(3, q, k, k, block, cache.specs[3]))
+            if isinstance(view, RetrievalCache):
+                view.refresh()  # by the same queries
     moved = away.tiers.copy_engine.fetched - before
     assert moved < away.target.kv.nbytes // 6 * 64  # its budget is 64 tokens
     assert torch.allclose(*seen, atol=1e-5)
@@ -355,16 +358,24 @@ def test_a_cache_of_a_fixed_size_says_when_it_is_full() -> None:
 
 
 @pytest.mark.matrix
-def test_the_commands_know_it(tmp_path: Path) -> None:
+def test_the_commands_know_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, write_back = list[int](), OffloadedCache.write_back
+
+    def noted(cache: OffloadedCache, layer: int, count: int) -> None:
+        written.append(count)
+        write_back(cache, layer, count)
+
+    monkeypatch.setattr(OffloadedCache, "write_back", noted)
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog and then it sleeps in the sun. " * 60)
     told = ["generate", "-p", text.read_text()[:1500], "-n", "8", "--json", "--drafter", "trie"]
     plain = CliRunner().invoke(app, told)
+    assert not written
     away = CliRunner().invoke(
         app, [*told, "--kv-memory", "3.5MB", "--kv-host-memory", "0", "--kv-folder", str(tmp_path)]
     )
     assert plain.exit_code == away.exit_code == 0, away.output
-    assert json.loads(plain.stdout)["text"] == json.loads(away.stdout)["text"]
+    assert json.loads(plain.stdout)["text"] == json.loads(away.stdout)["text"] and written
     for wrong, why in (
         (["--kv-folder", "x"], "--kv-folder is of what does not fit on the device; add --kv-memory"),
         (["--kv-memory", "much"], "Invalid value for '--kv-memory': 'much'"),

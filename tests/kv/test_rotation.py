@@ -38,7 +38,7 @@ def keys_at(scorer: Scorer, token: int, position: int) -> dict[int, torch.Tensor
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ROTARY)
 def test_turned_keys_are_the_models_own_keys_at_the_other_position(name: str) -> None:
-    gate.check(tiny(name))
+    gate.admit(tiny(name))
     rotation, scorer = Scorer(tiny(name)).rotation(), Scorer(tiny(name))
     assert rotation is not None
     for token, p, by in ((3, 0, 1), (4, 5, 37), (7, 60, -60), (9, 33, -8), (11, 12, 0), (20, 0, 127), (21, 127, -100)):

@@ -215,7 +215,7 @@ def test_ragged_rows_in_one_pass_are_as_each_alone() -> None:
                 other.commit(block, [])
 
 
-@pytest.mark.parametrize("length", [600, pytest.param(3000, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("length", [200, pytest.param(3000, marks=pytest.mark.matrix)])
 def test_memory_and_positions_are_bounded_however_long_the_text(length: int) -> None:
     model = tiny("llama")
     scorer, cache = Scorer(model), StreamingCache(20, 4, 16, Scorer(model).rotation())

@@ -17,7 +17,6 @@ from forerun.kv.cache import Cache
 from forerun.models.forward import exactness
 from forerun.models.forward.compiled_scorer import CompiledScorer, fastest_scorer
 from forerun.models.forward.exactness import Exactness, probe
-from forerun.models.forward.gate import lay_out
 from forerun.models.forward.scorer import Scorer
 
 pytestmark = pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
@@ -31,14 +30,6 @@ def test_programs_are_bitwise_exact(name: str, dtype: torch.dtype) -> None:
     scorer = fastest_scorer(Scorer(kept(name, dtype)))
     assert isinstance(scorer, CompiledScorer)
     assert probe(scorer) == BITWISE
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
-def test_models_of_no_program_are_bitwise_exact(name: str, dtype: torch.dtype) -> None:
-    model = copy.deepcopy(tiny(name)).to(dtype)
-    lay_out(model)
-    assert probe(Scorer(model), 128) == BITWISE
 
 
 class Wrapped(Scorer):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.tiny import ARCHITECTURES, tiny
 from support.tiny import build as tiny_of
+from support.tiny import tiny
 
 from forerun.kernels.attention.attention import AttentionSpec
 from forerun.kernels.runtime import vector_ir
@@ -21,11 +21,6 @@ from forerun.models.forward.gate import UnsupportedModelError
 def build(class_name: str, **config: Any) -> transformers.PreTrainedModel:
     model_class = getattr(transformers, class_name)
     return model_class(model_class.config_class(vocab_size=32, **config)).eval()
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_supported_architectures_pass(architecture: str) -> None:
-    gate.check(tiny(architecture))
 
 
 @pytest.mark.parametrize(
@@ -48,13 +43,13 @@ def test_supported_architectures_pass(architecture: str) -> None:
 )
 def test_unsupported_models_are_refused_with_the_reason(class_name: str, config: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
-        gate.check(build(class_name, **config))
+        gate.admit(build(class_name, **config))
 
 
 def test_training_mode_is_refused() -> None:
     model = copy.deepcopy(tiny("llama")).train()
     with pytest.raises(UnsupportedModelError, match="training mode"):
-        gate.check(model)
+        gate.admit(model)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +66,7 @@ def test_training_mode_is_refused() -> None:
 )
 def test_attention_of_its_own_is_refused(class_name: str, config: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModelError, match="does not go through transformers' attention interface"):
-        gate.check(build(class_name, **config))
+        gate.admit(build(class_name, **config))
 
 
 def broken(model: transformers.PreTrainedModel, passes: bool) -> None:
@@ -89,7 +84,7 @@ def test_what_failed_is_said() -> None:
         model = copy.deepcopy(tiny("llama"))
         broken(model, passes)
         with pytest.raises(UnsupportedModelError, match=rf"{what} fails \(NotImplementedError: no such kernel\)$"):
-            gate.check(model)
+            gate.admit(model)
 
 
 def test_implementations_are_as_they_were_after_a_pass_that_failed() -> None:
@@ -98,7 +93,7 @@ def test_implementations_are_as_they_were_after_a_pass_that_failed() -> None:
     before = (model.config._attn_implementation, model.config._experts_implementation)
     broken(model, True)
     with pytest.raises(UnsupportedModelError):
-        gate.check(model)
+        gate.admit(model)
     assert (model.config._attn_implementation, model.config._experts_implementation) == before
 
 
@@ -142,7 +137,7 @@ def test_a_bidirectional_model_fails_the_self_test() -> None:
     shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
     model = build("BertLMHeadModel", initializer_range=0.3, **shape)
     with pytest.raises(UnsupportedModelError):
-        gate.check(model)
+        gate.admit(model)
 
 
 @pytest.mark.parametrize(
@@ -152,13 +147,13 @@ def test_the_self_test_notices_wrong_attention(monkeypatch: pytest.MonkeyPatch, 
     attend = scorer.Pass.attend
     monkeypatch.setattr(scorer.Pass, "attend", lambda self, layer, q, k, v, spec: attend(self, layer, q, k, v, wrong))
     with pytest.raises(UnsupportedModelError, match="differ from its own"):
-        gate.check(tiny("llama"))
+        gate.admit(tiny("llama"))
 
 
 def test_a_model_keeps_its_own_attention_after_a_pass() -> None:
     model = tiny("llama")
     before = model.config._attn_implementation
-    gate.check(model)
+    gate.admit(model)
     assert model.config._attn_implementation == before
     assert torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
 

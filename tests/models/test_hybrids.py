@@ -173,7 +173,7 @@ def test_a_siblings_state_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(recurrent, "_parents", of_the_token_before)
     with pytest.raises(UnsupportedModelError, match="its logits over a draft tree differ from its own"):
-        gate.check(hybrid(name))
+        gate.admit(hybrid(name))
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -185,7 +185,7 @@ def test_a_path_that_is_not_read_into_the_state_is_noticed(name: str, monkeypatc
 
     monkeypatch.setattr(recurrent.RecurrentStates, "commit", without_moving)
     with pytest.raises(UnsupportedModelError, match="its logits over a draft tree differ from its own"):
-        gate.check(hybrid(name))
+        gate.admit(hybrid(name))
 
 
 def letters() -> PreTrainedTokenizerFast:
@@ -256,4 +256,4 @@ def test_what_cannot_be_is_refused_with_the_reason() -> None:
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     shape |= {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2}
     with pytest.raises(UnsupportedModelError, match=r"it has layers of type \['linear_attention'\]"):
-        gate.check(build("MiniMaxForCausalLM", shape | {"layer_types": ["linear_attention", "full_attention"]}, 0))
+        gate.admit(build("MiniMaxForCausalLM", shape | {"layer_types": ["linear_attention", "full_attention"]}, 0))

@@ -167,7 +167,7 @@ def test_layers_whose_buffers_differ_take_the_models_own_pass(kind: str) -> None
 def test_an_index_that_moved_unused_is_found() -> None:
     """The text grows, the index with it, and nothing is drafted; then the text is cut back to where it was."""
     model = kept("llama", torch.float32)
-    target, full = admit(model), FullCache(9000)  # whose memory need not move
+    target, full = admit(model), FullCache(3000)  # whose memory need not move
     target.keep_queries(0)
     read(target, full, TEXT[:300], 300)
     view, own, block = CACHES["low-rank"](target, full), target, Block(TEXT[300:301], TREES[2], 300)
@@ -175,7 +175,7 @@ def test_an_index_that_moved_unused_is_found() -> None:
     assert isinstance(view, LowRankCache)
     before, place = own.score([block], [view])[0], view._indexes[0].addresses[1]
     copies = []
-    for length in (8000, 300):
+    for length in (2700, 300):
         if length > 300:
             read(target, full, np.resize(TEXT, length), 500)
         else:

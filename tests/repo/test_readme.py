@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import forerun
 from forerun.cli import app
 
+pytestmark = pytest.mark.usefixtures("called_again")
 ROOT = Path(forerun.__file__).parents[2]
 PAGES = [
     "README.md",

@@ -226,7 +226,7 @@ def test_a_trie_file_is_one_vocabularys(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("moment", ["write", "fsync", "replace", "_sync_folder"])
+@pytest.mark.parametrize("moment", ["write", "fsync", "replace", "sync_folder"])
 def test_a_process_killed_while_it_saves_leaves_a_whole_file(
     folder: Folder, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,12 +246,12 @@ def test_a_process_killed_while_it_saves_leaves_a_whole_file(
         if moment == "write":
             monkeypatch.setattr(os, "fsync", half)
         else:
-            where: dict[str, Any] = {"fsync": os, "replace": Path, "_sync_folder": trie_file}
+            where: dict[str, Any] = {"fsync": os, "replace": Path, "sync_folder": trie_file}
             monkeypatch.setattr(where[moment], moment, die)
         folder.save(trie)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    done = moment == "_sync_folder"
+    done = moment == "sync_folder"
     assert len(list(folder.path.glob("*.tmp"))) == (not done)
     assert contents(folder) == {"a": [text(1), text(2)] if done else [text(1)]}
     assert not list(folder.path.glob("*.tmp"))

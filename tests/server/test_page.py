@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from support.live_server import PATIENCE, LiveServer, PausableEngine, bundled_engine, until
 
 import forerun
+from forerun.server import calls
 from forerun.server.admission import SchedulerLimits
 from forerun.server.app import PAGE_FILES
 
@@ -298,6 +300,70 @@ def test_a_chat_goes_on_from_its_turns(held: PausableEngine, page: Page) -> None
     assert turns == ["YouHi", f"Model{first}", "YouAnd?", f"Model{second}"]
     page["fresh"].click()
     assert not page["turns"].is_displayed()
+
+
+@browsing
+def test_a_silent_server_is_waited_for(held: PausableEngine, page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "PING_SECONDS", 0.05)
+    page.fill(PROMPT)
+    held.gate.clear()
+    page["start"].click()
+    time.sleep(0.5)  # some pings
+    held.gate.set()
+    assert "equal" in page.ended()
+
+
+@browsing
+def test_what_is_changed_while_a_text_grows_is_for_the_next_one(held: PausableEngine, page: Page) -> None:
+    page.fill("Hi", length=8)
+    held.gate.clear()
+    page["start"].click()
+    page["chat"].click()
+    held.gate.set()
+    assert "equal" in page.ended() and not page["turns"].is_displayed()
+    held.gate.clear()
+    page["start"].click()
+    page.run("document.getElementById('prompt').value = 'And?'")
+    held.gate.set()
+    assert "equal" in page.ended() and page["prompt"].get_attribute("value") == "And?"
+    said = alone(held, "user: Hi\nassistant:", max_new_tokens=8)
+    turns = "[...document.querySelectorAll('#turns li')].map((e) => e.textContent)"
+    assert page.run(turns) == ["YouHi", f"Model{said}"]
+    held.gate.clear()
+    page["start"].click()
+    page["fresh"].click()
+    held.gate.set()
+    assert "equal" in page.ended() and page.run(turns) == []
+
+
+@browsing
+def test_two_starts_before_the_server_answered_are_one(held: PausableEngine, driver: Any) -> None:
+    one = LiveServer(held, SchedulerLimits(1 << 30), drafter="trie", api_keys=("key-of-a",))
+    try:
+        page = Page(driver, one)
+        until(lambda: page["key"].is_displayed())
+        page.run("document.getElementById('key').value = 'key-of-a'")
+        page.run("document.getElementById('prompt').value = 'Hi'")
+        page.run("[1, 2].forEach(() => document.getElementById('form').requestSubmit())")
+        assert "equal" in page.ended()
+        assert page.text("plain") == page.text("fast") == alone(held, "Hi", max_new_tokens=160)
+        assert page.run("parseFloat(document.getElementById('time-plain').textContent)") > 0
+    finally:
+        one.close()
+
+
+@browsing
+def test_who_drafted_is_not_told_where_tenants_share(held: PausableEngine, driver: Any) -> None:
+    one = LiveServer(held, SchedulerLimits(1 << 30), drafter="trie", share=True)
+    try:
+        page = Page(driver, one)
+        page.fill(PROMPT)
+        page["start"].click()
+        assert "equal" in page.ended() and page.text("plain") == page.text("fast")
+        assert page.run("document.querySelector('#legend [data-source=untold] b').textContent") == f"{LENGTH} tokens"
+        assert page.run("document.querySelectorAll('#fast .answer span').length") == 1
+    finally:
+        one.close()
 
 
 @browsing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import re
 import threading
@@ -65,6 +66,7 @@ def asked(text: str, seed: int = 0, new: int = NEW, **more: Any) -> Json:
     return {"model": "bundled", "prompt": text, "max_tokens": new, "temperature": seed % 2, "seed": seed, **more}
 
 
+@functools.cache
 def wanted(one: Engine, text: str, seed: int = 0, new: int = NEW) -> str:
     how = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": seed} if seed % 2 else {}
     return one.generate(text, max_new_tokens=new, **how).texts[0]

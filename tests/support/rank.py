@@ -33,6 +33,7 @@ from forerun.kv.full_cache import FullCache
 from forerun.models.forward import exactness
 from forerun.models.forward.pass_timing import measure
 from forerun.models.forward.runtime import Runtime, default_runtime, runtime_as_default
+from forerun.models.forward.scorer import Scorer
 from forerun.policy.cost_curve import CostCurve
 from support.tiny import PROMPTS, tiny
 
@@ -130,8 +131,16 @@ def sharded_logits(model: PreTrainedModel) -> dict[str, Any]:
 
 def measured(model: PreTrainedModel) -> dict[str, Any]:
     """With passes that rank 0 times, for drafters that ask for that at different places."""
-    with runtime_as_default(replace(default_runtime(), costs=measure)):
-        return {"generated": [recipe(model, name)["generated"] for name in ("auto", "triforce-trie")]}
+    calls = 0
+
+    def counted(scorer: Scorer) -> CostCurve:
+        nonlocal calls
+        calls += 1
+        return measure(scorer)
+
+    with runtime_as_default(replace(default_runtime(), costs=counted)):
+        generated = [recipe(model, name)["generated"] for name in ("auto", "triforce-trie")]
+    return {"generated": generated, "measured": calls}
 
 
 def unsayable(model: PreTrainedModel) -> dict[str, Any]:

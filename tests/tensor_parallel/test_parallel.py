@@ -101,6 +101,7 @@ def test_beginnings_are_shared_on_every_rank(two: Results) -> None:
 def test_rank_0_measures_what_passes_cost(two: Results) -> None:
     first, second = both(two, "measured")
     assert first["generated"] == second["generated"] == [ranks.recipe(tiny("llama"), "none")["generated"]] * 2
+    assert first["measured"] > 0 == second["measured"]
 
 
 def test_what_rank_0_cannot_tell_leaves_nobody_waiting(two: Results) -> None:

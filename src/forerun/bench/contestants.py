@@ -124,7 +124,7 @@ class Bench:
 
         def generate(rows: Rows, max_new_tokens: int) -> tuple[list[Tokens], int]:
             ids, mask = padded(rows, self.model)
-            pad = (end_tokens(self.model) or [0])[0]
+            pad = (ends(self.model.generation_config) or [0])[0]
             more = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": pad, **options}
             with counting_passes(self.model) as passes:
                 out = self.model.generate(ids, attention_mask=mask, **more)
@@ -168,14 +168,9 @@ def padded(rows: Rows, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tens
     return ids, mask
 
 
-def end_tokens(model: PreTrainedModel) -> list[int]:
-    """The tokens that end the model's texts."""
-    return ends(model.generation_config)
-
-
 def until_end(row: Tokens, model: PreTrainedModel) -> Tokens:
     """A row without the padding after its end token."""
-    last = end_tokens(model)
+    last = ends(model.generation_config)
     at = next((i for i, token in enumerate(row) if token in last), len(row) - 1)
     return [int(token) for token in row[: at + 1]]
 

@@ -29,6 +29,7 @@ from forerun.kernels.attention.attention import Rows
 from forerun.kv.full_cache import FullCache
 from forerun.kv.kv_file import Area, DamagedFileError, KVFile, inode_of, tensor_areas, text_areas, write
 from forerun.kv.shared_prefix import SharedPrefix, Tensors
+from forerun.trie.trie_file import sync_folder
 
 try:
     import fcntl
@@ -370,7 +371,7 @@ class DiskLRU:
                 self._touch(Path(temporary))
                 Path(temporary).replace(path)
                 self._make_room(0)
-            _sync(path.parent)
+            sync_folder(path.parent)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
@@ -460,12 +461,3 @@ class DiskLRU:
 def _owner(group: Path) -> str:
     """The folder of the tenant whose a group is."""
     return next((part for part in group.parts if part.startswith(OWNER_PREFIX)), "")
-
-
-def _sync(folder: Path) -> None:
-    """Make a renaming last through a power cut."""
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

@@ -103,8 +103,6 @@ class Leader(Scorer):
 class Follower(Scorer):
     """Another rank's scorer: it takes part in the passes that rank 0 announces, and makes none of its own."""
 
-    follows = True
-
     def __init__(self, model: PreTrainedModel, channel: Channel) -> None:
         super().__init__(model)
         self._channel = channel

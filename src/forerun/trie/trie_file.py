@@ -74,7 +74,7 @@ def write(
         message = f"the trie was not saved ({error.strerror or error}); a file of that name is as it was"
         raise OSError(error.errno, message, str(path)) from error
     try:
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         message = f"the trie was saved, but it may not outlast a power cut ({error.strerror or error})"
         raise OSError(error.errno, message, str(path)) from error
@@ -93,8 +93,8 @@ def _replace(path: Path, parts: list[bytes]) -> None:
         raise
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make the renaming last through a power cut, where folders can be synchronised."""
+def sync_folder(folder: Path) -> None:
+    """Make a renaming there last through a power cut, where folders can be synchronised."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)

@@ -62,15 +62,6 @@ class UnsupportedModelError(ValueError):
     """The model cannot be accelerated without risking its output."""
 
 
-def check(model: PreTrainedModel) -> None:
-    """Refuse a model whose configuration is not supported.
-
-    Raises:
-        UnsupportedModelError: with the reason.
-    """
-    admit(model)
-
-
 def admit(model: PreTrainedModel, self_test: SelfTest = tested) -> Scorer:
     """The fastest scorer whose logits are the model's own.
 

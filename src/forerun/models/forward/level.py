@@ -213,10 +213,6 @@ class Level:
             self.scorer.score([Block(next_token.copy(), DraftTree.empty(), cache.length)], [cache])
         return True
 
-    def nbytes(self, request: Request) -> int:
-        """Bytes of the request's cache."""
-        return self.cache(request).nbytes
-
     def needs(self, tokens: int) -> int:
         """Maximum bytes of the cache of a text with ``tokens`` tokens."""
         shape = self.scorer.kv  # a view has a fork of the source's recurrent states

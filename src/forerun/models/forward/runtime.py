@@ -82,7 +82,7 @@ class StartupCache:
 
     def exactness(self, scorer: Scorer, limit: int | None, offloads: bool) -> Exactness:
         """As ``exactness.probe``; a result from the folder says so in its reason."""
-        if scorer.follows or is_sharded(scorer.model):  # their ranks have to pass together
+        if is_sharded(scorer.model):  # their ranks have to pass together
             return probe(scorer, limit, offloads)
         results = self._of(scorer, f"exactness, {limit} positions{', offloads' if offloads else ''}")
         with suppress(KeyError, TypeError, ValueError):

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -196,9 +196,6 @@ class Scorer:
     Args:
         model: a decoder that ``forerun.models.forward.gate`` admits.
     """
-
-    follows: ClassVar[bool] = False
-    """Whether another process decides what passes are made, because the model lies in several (``parallel``)."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model

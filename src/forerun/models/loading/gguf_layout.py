@@ -1,7 +1,7 @@
 """What GGUF files have otherwise than transformers: names of tensors, orders of rows and columns, and values.
 
-All of it comes from libraries. Since version 5.23 transformers has a list of operations for each new architecture, and
-names as well; for the others it has processors, and gguf has the names.
+All of it comes from libraries. For newer architectures transformers has a list of operations, and names as well; for
+the others it has processors, and gguf has the names.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 
 const SHOWN_STEPS = 240;
 const HIGHEST = 12; // tokens of a step from which its bar grows no more
+const UNTOLD = "untold"; // where tenants share drafts, the server does not say whose they are
 
 export class Column {
   constructor(element) {
@@ -18,6 +19,7 @@ export class Column {
 
   clear() {
     this.ids = [];
+    this.said = ""; // without reasoning and marks, which a chat's tokens show
     this.counts = {};
     this.undrawn = []; // [text, source], and the steps as lists of sources, since the last frame
     this.undrawnSteps = [];
@@ -30,10 +32,6 @@ export class Column {
     this.steps.replaceChildren();
     this.figures.summary.textContent = this.empty;
     for (const name of ["speed", "stride", "acceptance"]) this.figures[name].textContent = "–";
-  }
-
-  get answer() {
-    return this.text.textContent;
   }
 
   /** Tokens a second after the first step, by the server's clock; 0 as long as there are none. */
@@ -51,9 +49,11 @@ export class Column {
   take(chunk) {
     if (chunk.usage) this.prompt = chunk.usage.prompt_tokens;
     const choice = chunk.choices[0];
+    const text = choice?.text ?? choice?.delta?.content ?? "";
+    this.said += text;
     if (choice?.finish_reason) this.finish = choice.finish_reason;
     if (chunk.forerun) this.step(chunk.forerun);
-    else this.undrawn.push([choice?.text ?? choice?.delta?.content ?? "", "target"]); // the rest of a text, at its end
+    else this.undrawn.push([text, "target"]); // the rest of a text, at its end
     this.scheduled ||= requestAnimationFrame(() => this.show());
   }
 
@@ -63,8 +63,9 @@ export class Column {
     this.accepted += accepted;
     if (this.passes === 1) [this.reading, this.first] = [seconds, tokens.length];
     else this.seconds += seconds;
-    this.undrawnSteps.push(tokens.slice(0, HIGHEST).map(({ source }) => source));
-    for (const { id, text, source } of tokens) {
+    this.undrawnSteps.push(tokens.slice(0, HIGHEST).map(({ source }) => source ?? UNTOLD));
+    for (const { id, text, source: told } of tokens) {
+      const source = told ?? UNTOLD;
       this.ids.push(id);
       this.counts[source] = (this.counts[source] ?? 0) + 1;
       this.undrawn.push([text, source]);
@@ -121,4 +122,4 @@ function part(source) {
 
 export const count = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
 
-export const inSeconds = (seconds) => `${seconds.toFixed(seconds < 1 ? 3 : 2)} s`;
+const inSeconds = (seconds) => `${seconds.toFixed(seconds < 1 ? 3 : 2)} s`;

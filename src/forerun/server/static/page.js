@@ -1,6 +1,6 @@
 // The page: what is asked, what runs, and what came of it.
 
-import { Column, count, inSeconds } from "./column.js";
+import { Column, count } from "./column.js";
 import { chunks, examples, servedModel } from "./stream.js";
 
 const $ = (id) => document.getElementById(id);
@@ -78,6 +78,7 @@ function showTurns() {
       return turn;
     }),
   );
+  $("turns").scrollTop = $("turns").scrollHeight;
 }
 
 /** Fill a column. The two have namespaces of their own, so that neither reads a prompt that the other has read. */
@@ -111,24 +112,13 @@ function question() {
 
 async function start() {
   if (running) return;
-  complain(null);
-  if (!served) await greet(true);
-  if (!served) return;
-  for (const column of [plain, fast]) column.clear();
-  judge("", "Are both texts equal?", "–");
-  for (const show of [mark, race]) show();
-  running = new AbortController();
+  const { signal } = (running = new AbortController());
   showRunning();
-  const asked = question();
-  const together = $("order").value === "together";
-  $("race").hidden = together;
-  const run = (column, name, drafter) => fill(column, name, drafter, asked, running.signal);
+  complain(null);
   try {
-    const first = run(plain, "Plain", "none");
-    if (!together) await first;
-    await Promise.all([first, run(fast, "Accelerated", $("drafter").value)]);
-    conclude(together);
-    if (chatting()) keepTurn(asked[1].messages);
+    if (!served) await greet(true);
+    signal.throwIfAborted();
+    if (served) await compare(signal);
   } catch (error) {
     running.abort(); // the other one, too
     say("Stopped.");
@@ -139,13 +129,31 @@ async function start() {
   }
 }
 
+/** Fill both columns, and conclude. What is changed in the form meanwhile is for the next run. */
+async function compare(signal) {
+  for (const column of [plain, fast]) column.clear();
+  judge("", "Are both texts equal?", "–", "Time of decoding, without the first step, which reads the prompt.");
+  for (const show of [mark, race]) show();
+  const asked = question();
+  const before = turns;
+  const drafter = $("drafter").value;
+  const together = $("order").value === "together";
+  $("race").hidden = together;
+  const first = fill(plain, "Plain", "none", asked, signal);
+  if (!together) await first;
+  await Promise.all([first, fill(fast, "Accelerated", drafter, asked, signal)]);
+  conclude(together);
+  const { messages } = asked[1];
+  if (messages && turns === before) keepTurn(messages);
+}
+
 function stop() {
   running?.abort();
 }
 
 function keepTurn(messages) {
-  turns = [...messages, { role: "assistant", content: fast.answer }];
-  $("prompt").value = "";
+  turns = [...messages, { role: "assistant", content: fast.said }];
+  if ($("prompt").value === messages.at(-1).content) $("prompt").value = "";
   showTurns();
 }
 
@@ -163,12 +171,12 @@ function mark() {
   }
 }
 
-/** The seconds of decoding so far, as bars; both have the same scale. */
+/** What a token takes so far, as bars of the same scale; each leaves room for its figure. */
 function race() {
-  const longest = Math.max(plain.seconds, fast.seconds) || 1;
-  for (const [name, column] of [["plain", plain], ["fast", fast]]) {
-    $(`lane-${name}`).style.width = `${(100 * column.seconds) / longest}%`;
-    $(`time-${name}`).textContent = column.passes ? inSeconds(column.seconds) : "–";
+  const slowest = Math.min(...[plain, fast].map(({ speed }) => speed || Infinity));
+  for (const [name, { speed }] of [["plain", plain], ["fast", fast]]) {
+    $(`lane-${name}`).style.width = `calc((100% - 9rem) * ${speed ? slowest / speed : 0})`;
+    $(`time-${name}`).textContent = speed ? `${(1000 / speed).toPrecision(3)} ms a token` : "–";
   }
 }
 
@@ -181,16 +189,18 @@ function conclude(together) {
   const ratio = !together && plain.speed && fast.speed ? fast.speed / plain.speed : 0;
   const times = ratio ? `${ratio.toFixed(2)} times as fast` : "";
   const limits = equal || served.forerun.exactness === "bitwise" ? "" : " This server's texts are equal within rounding.";
-  const shared = together ? " They shared passes; compare tokens a step." : " Decoding only, without the reading of the prompt.";
-  judge(equal ? "equal" : "different", title, times || "–");
-  $("verdict-note").textContent = `${plain.passes} passes of the model against ${fast.passes}.${shared}${limits}`;
+  const shared = together ? " They shared passes; compare tokens a step." : " Decoding only, without the first step, which reads the prompt.";
+  const whole = [plain, fast].some(({ speed }) => !speed) ? " All of a text came in that step, so there is no speed." : "";
+  const passes = `${plain.passes} passes of the model against ${fast.passes}.`;
+  judge(equal ? "equal" : "different", title, times || "–", `${passes}${shared}${together ? "" : whole}${limits}`);
   say(times ? `${title} ${times}.` : title, true);
 }
 
-function judge(kind, title, times) {
+function judge(kind, title, times, note) {
   $("verdict").className = `verdict ${kind}`;
   $("verdict-title").textContent = title;
   $("verdict-times").textContent = times;
+  $("verdict-note").textContent = note;
 }
 
 $("form").addEventListener("submit", (event) => {

@@ -47,7 +47,8 @@ export async function* chunks(address, body, key, signal) {
     const events = (held + value).split("\n\n");
     held = events.pop();
     for (const event of events) {
-      const data = event.replace(/^data: /, "");
+      if (!event.startsWith("data: ")) continue; // a comment, while the server is silent
+      const data = event.slice("data: ".length);
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Refused(chunk.error.message, 500);
