@@ -336,12 +336,14 @@ def test_a_sparse_cache_over_it_copies_what_it_chooses(name: str) -> None:
                 batch.step()
             (view,) = cache.views
             assert type(view).__name__ == name
+            if isinstance(view, RetrievalCache):
+                view.refresh()
             before = away.tiers.copy_engine.fetched
             q, k = (torch.randn(1, heads, 1, 16, generator=torch.Generator().manual_seed(4)) for heads in (6, 2))
             block = Block(np.array([7]), DraftTree.empty(), view.length)
             seen.append(view.attend(3, q, k, k, block, cache.specs[3]))
             if isinstance(view, RetrievalCache):
-                view.refresh()  # by the same queries
+                view.refresh()  # by the same queries, so nothing is chosen anew
     moved = away.tiers.copy_engine.fetched - before
     assert moved < away.target.kv.nbytes // 6 * 64  # its budget is 64 tokens
     assert torch.allclose(*seen, atol=1e-5)
