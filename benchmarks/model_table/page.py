@@ -40,13 +40,13 @@ transformers {transformers} and torch {torch}. Other models may work, too. Forer
 ## What runs
 
 - **family**: `model_type` in the `config.json` of the model, or of its text part.
-- **CPU**: how a pass runs in float32 and bfloat16. `program` is one [program of kernels](how-it-works.md#bits) a pass, `hooks`
-  the model's own code with Forerun's kernels inside, `recurrent` the same with [states that follow
+- **CPU**: how a pass runs in float32 and bfloat16. `program` is one [program of kernels](how-it-works.md#bits) a pass,
+  `hooks` the model's own code with Forerun's kernels inside, `recurrent` the same with [states that follow
   trees](how-it-works.md#recurrent-layers). Heads and layers of odd sizes take no `program`.
 - **GPU**: the path by the model's structure ([what ran](how-it-works.md#on-a-gpu)).
 - **float32**, **bfloat16**: what the [test of exactness](how-it-works.md#bits) finds.
-- **trie**, **draft model**: whether greedy texts of a batch of three prompts equal those of `generate` of `transformers`, all
-  computed in float64, recurrences included. Drafts come from the trie, or from TriForce with a small model.
+- **trie**, **draft model**: whether greedy texts of a batch of three prompts equal those of `generate` of
+  `transformers`, all computed in float64, recurrences included. Drafts come from the trie, or from TriForce with a small model.
 - **KV store**, **offloading**: text with stored keys and values, or with some off the device, against text without. `-`
   is not tried: too few layers, or no keys and values.
 - **tests**: what other tests cover: GGUF weights as stored (`stored`), and a model in two processes (`ranks`).
