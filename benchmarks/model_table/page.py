@@ -46,7 +46,8 @@ transformers {transformers} and torch {torch}. Other models may work, too. Forer
 - **GPU**: the path by the model's structure ([what ran](how-it-works.md#on-a-gpu)).
 - **float32**, **bfloat16**: what the [test of exactness](how-it-works.md#bits) finds.
 - **trie**, **draft model**: whether greedy texts of a batch of three prompts equal those of `generate` of
-  `transformers`, all computed in float64, recurrences included. Drafts come from the trie, or from TriForce with a small model.
+  `transformers`, all computed in float64, recurrences included. Drafts come from the trie, or from TriForce with a
+  small model.
 - **KV store**, **offloading**: text with stored keys and values, or with some off the device, against text without. `-`
   is not tried: too few layers, or no keys and values.
 - **tests**: what other tests cover: GGUF weights as stored (`stored`), and a model in two processes (`ranks`).
