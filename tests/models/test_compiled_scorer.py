@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.kernels.runtime import vector_ir
-from forerun.kv.full_cache import FullCache
+from forerun.kv.full_cache import SAMPLED_QUERIES, FullCache
 from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
 from forerun.models.forward import architecture, compiled_forward
 from forerun.models.forward.architecture import known
@@ -144,6 +144,28 @@ def test_queries_are_those_of_their_pass() -> None:
         assert all(torch.equal(held[layer], first[layer]) for layer in first)
     for layer in range(3):
         assert torch.allclose(caches[0].queries[layer], caches[1].queries[layer], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("pending", [100, 300])
+def test_of_a_long_block_queries_are_kept_up_to_its_last_token_and_of_all_the_tree(pending: int) -> None:
+    model, tree = kept("llama", torch.float32), DraftTree.chain(TEXT[300:303])
+    for scorer in (Scorer(model), fastest_scorer(Scorer(model))):
+        scorer.keep_queries(0)
+        found = []
+        for first in (0, pending - 1):  # the block at once, and its last token and tree in a pass of their own
+            cache = FullCache()
+            view = RetrievalCache(cache, RetrievalConfig())
+            assert view.uses_queries
+            with torch.inference_mode():
+                for begin, end in ((0, first), (first, pending)):
+                    block = Block(TEXT[begin:end], tree if end == pending else DraftTree.empty(), begin)
+                    if len(block):
+                        scorer.score([block], [cache])
+                        cache.commit(block, [])
+            found.append(cache.queries[1])
+        at_once, apart = found
+        assert (at_once.shape[2], apart.shape[2]) == (min(pending, SAMPLED_QUERIES) + 3, 4)
+        assert torch.allclose(at_once[:, :, -4:], apart, rtol=1e-4, atol=1e-4)
 
 
 def test_queries_that_nobody_chooses_by_are_not_copied() -> None:

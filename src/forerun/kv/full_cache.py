@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MIN_GROWTH_TOKENS = 256
 """The cache grows by at least this many tokens."""
 SAMPLED_QUERIES = 128
-"""The most queries of a text that are sampled: as many as a wide head has dimensions."""
+"""The most queries of a block's pending tokens that are kept: as many as a wide head has dimensions."""
 
 
 class FullCache(Cache):
@@ -56,11 +56,12 @@ class FullCache(Cache):
         self._layers: dict[int, Rows] = {}
         self._store: torch.Tensor | None = None  # if all layers have one shape: [layers, 2, Hkv, capacity, d]
         self.queries: dict[int, torch.Tensor] = {}
-        """Queries of the last pass by layer, ``[1, H, n, d]``; sparse caches choose keys by them. Empty if the tokens
-        of that pass were truncated."""
+        """Queries of the last pass by layer, ``[1, H, n, d]``: up to ``SAMPLED_QUERIES`` of the pending tokens, spread
+        evenly up to the last one, and those of all the tree's nodes. Sparse caches choose keys by them. Empty if the
+        tokens of that pass were truncated."""
         self.sample: dict[int, torch.Tensor] = {}
-        """Up to ``SAMPLED_QUERIES`` queries by layer, ``[1, H, n, d]``, of the last pass that had as many, or else of
-        the longest pass. Truncating leaves them."""
+        """Up to ``SAMPLED_QUERIES`` of them, of the last pass that had as many, or else of the longest pass. Truncating
+        leaves them."""
         self.specs: dict[int, AttentionSpec] = {}
         """Each layer's attention parameters in the last pass."""
         self.views: WeakSet[View] = WeakSet()
@@ -74,7 +75,7 @@ class FullCache(Cache):
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
     ) -> Rows:
         keys, values = self.append(layer, k, v)
-        self.record_queries(layer, q, spec)
+        self.record_queries(layer, q, block, spec)
         end = self.length + len(block)
         return keys[:, :, :end], values[:, :, :end]
 
@@ -82,14 +83,18 @@ class FullCache(Cache):
         """Keep each layer's attention parameters in a pass without ``store``. Queries that are wanted follow."""
         self.specs, self.queries = dict(specs), {}
 
-    def record_queries(self, layer: int, q: torch.Tensor, spec: AttentionSpec | None = None) -> None:
-        """Keep a pass's queries ``[1, H, n, d]`` of a layer, and its attention parameters if they are new."""
-        self.queries[layer] = q
+    def record_queries(self, layer: int, q: torch.Tensor, block: Block, spec: AttentionSpec | None = None) -> None:
+        """Keep copies of a pass's queries ``[1, H, n, d]`` of a layer, and its attention parameters if they are new."""
+        pending = len(block.pending)
+        apart = max(1, pending // SAMPLED_QUERIES)
+        first = max(0, pending - 1 - (SAMPLED_QUERIES - 1) * apart)
+        kept = torch.cat((q[:, :, first:pending:apart], q[:, :, pending:]), 2)
+        self.queries[layer] = kept
         if spec is not None:
             self.specs[layer] = spec
-        count = min(q.shape[2], SAMPLED_QUERIES)
+        count = min(kept.shape[2], SAMPLED_QUERIES)
         if layer not in self.sample or self.sample[layer].shape[2] <= count:
-            self.sample[layer] = q[:, :, :: q.shape[2] // count][:, :, :count].clone()
+            self.sample[layer] = kept[:, :, :count]
 
     def wants_queries(self, block: Block) -> bool:
         """True if the queries of a pass over this block should be recorded, which takes time: if a prompt is read, if

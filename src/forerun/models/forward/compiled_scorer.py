@@ -152,8 +152,8 @@ class CompiledScorer(Scorer):
                 self._run_stage(compiled, 1 + layer, piece, piece.packed.rows(strides))
                 if keeps:
                     queries = _queries(decoder, compiled.qkv[layer % len(compiled.qkv)], piece.packed.counts)
-                    for row, each in zip(piece.rows, queries, strict=True):
-                        caches[row].record_queries(layer, each[None])
+                    for row, each, block in zip(piece.rows, queries, piece.packed.blocks, strict=True):
+                        caches[row].record_queries(layer, each[None], block)
             for cache, count in zip(caches, counts, strict=True):
                 cache.write_back(layer, count)
         found: dict[int, torch.Tensor] = {}
@@ -225,7 +225,7 @@ class CompiledScorer(Scorer):
                 if kept and self.keeps_queries(block, cache):
                     (queries,) = _queries(decoder, compiled.qkv[:, first : first + count], [count])
                     for layer, each in zip(decoder.attending, queries, strict=True):
-                        cache.record_queries(layer, each[None])
+                        cache.record_queries(layer, each[None], block)
             first += count
 
 
@@ -281,12 +281,12 @@ def _states_by_row(pieces: Sequence[_RowSlice], rows: int) -> torch.Tensor:
     return torch.cat([part for own in parts for part in own])
 
 
-def _queries(decoder: Decoder, qkv: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-    """Copies of each row's queries ``[..., H, n, d]``, from what lies side by side in ``[..., tokens, width]``."""
+def _queries(decoder: Decoder, qkv: torch.Tensor, counts: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Each row's queries ``[..., H, n, d]``, where they lie side by side in ``[..., tokens, width]``."""
     heads, n = decoder.heads, sum(counts)
     queries = qkv[..., :n, : heads.heads * heads.dim]
     parted = queries.view(*queries.shape[:-1], heads.heads, heads.dim).transpose(-3, -2)
-    return [each.clone() for each in torch.split(parted, list(counts), -2)]
+    return torch.split(parted, list(counts), -2)
 
 
 def _outputs(wanted: IntArray, logits: torch.Tensor) -> dict[str, int]:

@@ -220,7 +220,7 @@ class GpuScorer(Scorer):
                 cache.begin_pass(layers.specs)
                 if layers.queries and self.keeps_queries(block, cache):
                     for layer, queries in layers.queries.items():
-                        cache.record_queries(layer, queries[:, :, first:last].clone())
+                        cache.record_queries(layer, queries[:, :, first:last], block)
             first = last
 
 
