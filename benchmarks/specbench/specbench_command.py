@@ -108,7 +108,7 @@ class SpecBench(Bench):
         options = self._options
         found: dict[str, Contestant] = {}
         if not options.every_node and not options.temperature:
-            found = {name: make() for name, make in self.baselines().items()}
+            found = self._built(self.baselines())
         for name in options.drafter or DRAFTERS:
             for budget in options.budgets():
                 label = f"forerun {name}" if len(options.budgets()) == 1 else f"forerun {name}, {budget}"

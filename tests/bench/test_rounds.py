@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import PROMPTS, tiny
+from support.tiny import HYBRIDS, PROMPTS, build, tiny
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from forerun.bench import report
 from forerun.bench.contestants import Bench
@@ -77,6 +78,20 @@ def test_contestants_are_left_out_by_name() -> None:
     for name in ("forerun auto", BASELINE, PLAIN):
         with pytest.raises(ValueError, match=f"--skip has '{name}'; known are 'transformers prompt lookup'"):
             Bench(tiny("llama"), ["none"], skip=[name]).check_skip([prompts])
+
+
+def test_what_transformers_refuses_with_these_models_is_left_out_with_the_reason() -> None:
+    prompts = PromptSet("copy", PROMPTS[:1], [], 2)
+    hybrid = Bench(build(*HYBRIDS["qwen3_5"], seed=1), ["none"])
+    *_, some = hybrid.run(prompts, 1)
+    assert [each.contestant for each in some] == [BASELINE, PLAIN]
+    assert "recurrent layers" in hybrid.refused["transformers prompt lookup"]
+    model = tiny("llama")
+    smaller = LlamaForCausalLM(LlamaConfig(**model.config.to_dict() | {"vocab_size": 40})).eval()
+    pair = Bench(model, ["none"], LongContextConfig(draft_model=smaller))
+    *_, some = pair.run(prompts, 1)
+    assert [each.contestant for each in some] == [BASELINE, "transformers prompt lookup", PLAIN]
+    assert pair.refused == {"transformers assisted": "transformers wants equal vocabularies, and these have 48 and 40"}
 
 
 def test_a_contestant_that_cannot_be_built_or_run_is_named() -> None:

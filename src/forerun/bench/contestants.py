@@ -27,6 +27,8 @@ from forerun.engine.result import ends
 
 PROMPT_LOOKUP, LOOKUP_TOKENS = "transformers prompt lookup", 10
 """The contestant's name, and its draft length, as in the documentation of transformers."""
+ASSISTED = "transformers assisted"
+"""The contestant with the small model."""
 
 Generate = Callable[[Rows, int], tuple[list[Tokens], int]]
 """From rows and a number of new tokens to texts and the number of passes."""
@@ -96,11 +98,22 @@ class Bench:
         """Contestants that are never skipped."""
         return (BASELINE, PLAIN)
 
+    @property
+    def refused(self) -> dict[str, str]:
+        """Contestants that transformers refuses to run with these models, with the reason."""
+        if self.model._is_stateful:
+            return dict.fromkeys((PROMPT_LOOKUP, ASSISTED), "transformers has neither for models with recurrent layers")
+        if isinstance(draft := self.settings.draft_model, PreTrainedModel):
+            sizes = [int(model.config.get_text_config().vocab_size) for model in (self.model, draft)]
+            if sizes[0] != sizes[1]:
+                return {ASSISTED: f"transformers wants equal vocabularies, and these have {sizes[0]} and {sizes[1]}"}
+        return {}
+
     def makers(self, prompts: PromptSet) -> Makers:
         """What builds each contestant for these prompts."""
         makers = self.baselines()
         if isinstance(self.settings.draft_model, PreTrainedModel):
-            makers["transformers assisted"] = partial(self.transformers, assistant_model=self.settings.draft_model)
+            makers[ASSISTED] = partial(self.transformers, assistant_model=self.settings.draft_model)
         for name in self.drafters:
             makers[f"forerun {name}"] = partial(self.forerun, partial(self._drafter, name))
             if prompts.warm_prompts and name.startswith("trie"):
@@ -113,8 +126,8 @@ class Bench:
         return {BASELINE: self.transformers, PROMPT_LOOKUP: lookup}
 
     def _built(self, makers: Makers) -> dict[str, Contestant]:
-        """Those that are not skipped; only they answer the warm prompts."""
-        return {name: make() for name, make in makers.items() if name not in self.skip}
+        """Those that are neither skipped nor refused; only they answer the warm prompts."""
+        return {name: make() for name, make in makers.items() if name not in {*self.skip, *self.refused}}
 
     def _drafter(self, name: str) -> Drafter:
         return build_drafter(name, self.settings, self.recipes)

@@ -36,6 +36,8 @@ def run(options: BenchOptions) -> None:
         long = settings(options, drafters, target, tokenizer)
         bench = Bench(target, drafters, long, tokenizer, options.skip or ())
         bench.check_skip(sets)
+    for name, reason in bench.refused.items():
+        say(f"{name} is left out: {reason}")
     shared = about(options.model, dtype_name(target), str(target.device)) | options.drafting
     journal = Journal(options.out / "speed-turns.jsonl", shared, options.resume)  # begun when nothing is wrong
     paths: Sequence[Path] = []
