@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from support.saved_models import save_model, small_tokenizer
-from transformers import AutoConfig, AutoModel, T5Config
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast, T5Config
 
+from forerun import Engine
 from forerun.models.loading.load import find, load
 from forerun.reference import bundled
 
@@ -100,10 +102,26 @@ def test_weights_that_would_be_random_or_are_damaged_are_refused(copy: Path, tmp
         load(str(copy))
 
 
-def test_a_missing_or_foreign_tokenizer_is_refused(copy: Path) -> None:
+def test_a_token_that_was_added_beyond_the_models_is_no_obstacle(copy: Path) -> None:
+    """As Gemma 3's for pictures, in its text models."""
     tokenizer = small_tokenizer()
-    tokenizer.add_tokens(["<one>", "<more>"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<picture>"]})
     tokenizer.save_pretrained(copy)
+    model, tokenizer = load(str(copy), "float32")
+    assert len(tokenizer) == model.get_input_embeddings().weight.shape[0] + 1
+    engine = Engine(model, "trie", tokenizer=tokenizer)
+    free = engine.generate("again and", max_new_tokens=8)
+    bound = engine.generate("again and", max_new_tokens=8, response_format={"type": "regex", "regex": "[ab]{20}"})
+    plain = Engine(model, "none").generate(tokenizer("again and")["input_ids"], max_new_tokens=8)
+    assert free.generated == plain.generated
+    assert set(tokenizer.decode(bound.generated[0])) <= {"a", "b"}
+    with pytest.raises(ValueError, match=r"token id \d+ is out of range"):
+        engine.generate("again <picture>", max_new_tokens=8)
+
+
+def test_a_missing_or_foreign_tokenizer_is_refused(copy: Path) -> None:
+    words = {str(i): i for i in range(5000)}
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words))).save_pretrained(copy)
     with pytest.raises(ValueError, match=r"has \d+ tokens and the model \d+: not a pair"):
         load(str(copy))
     for file in copy.glob("*token*"):

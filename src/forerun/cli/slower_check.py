@@ -40,7 +40,7 @@ def run(options: NeverSlowerOptions) -> None:
         names = list(dict.fromkeys([options.drafter, *(options.against or buildable(long))]))
         drafters = {name: partial(build_drafter, name, long) for name in (*names, UNDRAFTED)}
         engine = Engine(target, UNDRAFTED, tokenizer=tokenizer)
-    material = _material(options, tokenizer)
+    material = _material(options, tokenizer, engine.target.vocabulary)
     wanted = never_slower.cells(
         options.batch or BATCHES,
         options.context or CONTEXTS,
@@ -69,13 +69,14 @@ def run(options: NeverSlowerOptions) -> None:
         raise typer.Exit(FAILED)
 
 
-def _material(options: NeverSlowerOptions, tokenizer: PreTrainedTokenizerBase) -> Material:
+def _material(options: NeverSlowerOptions, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Material:
     encode = TemplateEncoder(tokenizer, options.raw)
     demo = [prompt["prompt"] for prompt in demo_prompts()]
     tasks = demo if options.prompts_file is None else [line.prompt for line in read_prompts_file(options.prompts_file)]
     text = "\n\n".join(demo) if options.text is None else options.text.read_text(encoding="utf-8")
     texts = options.draws if options.texts is None else min(options.texts, options.draws)
-    return Material([encode(prompt) for prompt in tasks], encoder(tokenizer)(text), len(tokenizer), texts)
+    known = min(len(tokenizer), vocabulary)
+    return Material([encode(prompt) for prompt in tasks], encoder(tokenizer)(text), known, texts)
 
 
 def _left_out(

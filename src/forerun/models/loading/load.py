@@ -99,8 +99,8 @@ def load(
             _from_file(source, dtype, progress) if in_file else _from_folder(source, dtype, trust_remote_code, ranks)
         )
     rows = int(model.get_input_embeddings().weight.shape[0])
-    if len(tokenizer) > rows:
-        raise ValueError(f"the tokenizer in {source} has {len(tokenizer)} tokens and the model {rows}: not a pair")
+    if (size := tokenizer.vocab_size) > rows:  # an added token may lie beyond, as Gemma 3's for pictures in text models
+        raise ValueError(f"the tokenizer in {source} has {size} tokens and the model {rows}: not a pair")
     return model.eval() if ranks > 1 else model.eval().to(place), tokenizer
 
 

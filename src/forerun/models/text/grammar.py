@@ -135,7 +135,8 @@ class Grammars:
         backend.no_truncation()
         own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         ends = list(dict.fromkeys([*self._ends, *own]))
-        return {"tokenizer": backend.to_str(), "n_vocab": self._vocabulary, "eos_token": ends or None}
+        size = max(self._vocabulary, len(tokenizer))
+        return {"tokenizer": backend.to_str(), "n_vocab": size, "eos_token": ends or None}
 
     def prepare(self) -> LLTokenizer:
         """What llguidance needs of the tokenizer.
