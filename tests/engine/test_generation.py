@@ -474,6 +474,10 @@ def test_padding_without_a_mask_is_no_text_as_in_transformers() -> None:
     for row, new in zip(own[:, ids.shape[1] :].tolist(), result.generated, strict=True):
         assert row[: len(new)] == new and set(row[len(new) :]) <= {0}
     assert result.requests[0].prompt.tolist() == PROMPT and result.requests[1].prompt_length == len(PROMPT) + 2
+    for given in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": None}):
+        assert engine.generate(given, **options).generated == result.generated
+    marked = engine.generate({"input_ids": ids, "attention_mask": None}, attention_mask=torch.ones_like(ids), **options)
+    assert marked.requests[0].prompt_length == len(PROMPT) + 2
     both = engine.generate(ids, **options | {"eos_token_id": 0})  # then it may be an end within the text
     assert both.requests[0].prompt_length == len(PROMPT) + 2
     config = GenerationConfig(pad_token_id=9, max_new_tokens=3, do_sample=False)
@@ -490,6 +494,8 @@ def test_what_a_processor_gives_beside_ids_is_refused() -> None:
     assert engine.generate(given, max_new_tokens=2).generated == engine.generate(ids, max_new_tokens=2).generated
     with pytest.raises(NotImplementedError, match=r"^assistant_model is not supported"):
         engine.generate(PROMPT, max_new_tokens=2, assistant_model=MODEL)  # type: ignore[call-arg]
+    with pytest.raises(NotImplementedError, match=r"^cache_implementation='paged' is transformers' own way"):
+        engine.generate(PROMPT, max_new_tokens=2, cache_implementation="paged")  # type: ignore[call-arg]
     with pytest.raises(NotImplementedError, match=r"^streamer is for generate"):
         next(engine.stream(PROMPT, max_new_tokens=2, streamer=TextStreamer(None)))  # type: ignore[call-arg]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -118,10 +118,9 @@ class Engine:
         self.exactness = self._runtime.exactness(self.target, position_limit(model), kv_memory is not None)
         """``level`` is ``bitwise`` if every text is bit for bit the one without drafts, in batches too; else it is
         ``rounding``, and ``reason`` says why."""
-        if tokenizer is not None and len(tokenizer) > self.target.vocabulary:
-            raise ValueError(
-                f"the tokenizer has {len(tokenizer)} tokens and the model {self.target.vocabulary}: they do not match"
-            )
+        if tokenizer is not None and tokenizer.vocab_size > self.target.vocabulary:  # see ``load``
+            known = f"{tokenizer.vocab_size} tokens and the model {self.target.vocabulary}"
+            raise ValueError(f"the tokenizer has {known}: they do not match")
         store = {"limit": kv_store_limit, "expiry": kv_store_expiry, "key": kv_store_key}
         self._new_store = partial(self._store, kv_store, store)
         self.store, self._weights = self._new_store(), weights_version(model)
@@ -309,8 +308,10 @@ class Engine:
         if response_format is not None:
             grammar = self._grammars_of(tokenizer).of(response_format, row_options.namespace)
             row_options = replace(row_options, grammar=grammar)
-        if mask is None and isinstance(prompts, torch.Tensor):
-            mask = inferred_mask(self.target.model, prompts, options)
+        given = prompts if isinstance(prompts, Mapping) else {"input_ids": prompts}
+        ids = given.get("input_ids")
+        if mask is None and given.get("attention_mask") is None and isinstance(ids, torch.Tensor):
+            mask = inferred_mask(self.target.model, ids, options)
         rows = encode(prompts, tokenizer, mask)
         if self._speller is None and tokenizer is not None:  # spelling changes what is drafted, never the text
             self._speller = tokenizer

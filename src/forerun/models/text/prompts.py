@@ -165,7 +165,8 @@ def encode(prompts: Prompts, tokenizer: PreTrainedTokenizerBase | None, attentio
                 "'input_ids', and messages are a list"
             )
         _check_others(prompts)
-        return encode(prompts["input_ids"], tokenizer, prompts.get("attention_mask", attention_mask))
+        own = prompts.get("attention_mask")
+        return encode(prompts["input_ids"], tokenizer, attention_mask if own is None else own)
     if isinstance(prompts, torch.Tensor):
         return _from_tensor(prompts, attention_mask)
     if not hasattr(prompts, "__getitem__"):

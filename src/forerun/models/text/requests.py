@@ -334,6 +334,8 @@ def _check_helpers(options: Mapping[str, Any]) -> None:
         raise NotImplementedError("assistant_model is not supported; give it as draft_model, to a drafter that has one")
     if options.get("streamer") is not None:
         raise NotImplementedError("streamer is for generate; here the commits are the stream")
+    if options.get("cache_implementation") == "paged":
+        raise NotImplementedError("cache_implementation='paged' is transformers' own way to generate batches")
 
 
 def token_setting(model: PreTrainedModel, options: Mapping[str, Any], name: str) -> Any:
