@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.tiny import tiny
+from torch import nn
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 import forerun
@@ -204,6 +205,56 @@ def test_kept_keys_go_when_the_weights_change(where: str, tmp_path: Path, monkey
     if where == "disk":  # under the old weights' name there are only their keys
         old = forerun.generate(tiny("llama"), prompt, **kept, **options).generated
         assert old == before
+
+
+class Adapted(nn.Module):
+    """A layer with two adapters, as peft has them."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.active, self.scaling = inner, ["a"], {"a": 1.0, "b": -300.0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scaling[self.active[0]]
+
+
+def test_keys_that_are_kept_in_memory_go_when_another_adapter_is_used_or_a_hook_is_added() -> None:
+    model, prompt = copy.deepcopy(tiny("llama")), [1 + i % 7 * 3 for i in range(100)]
+    layer = model.model.layers[0]
+    layer.mlp.down_proj = adapted = Adapted(layer.mlp.down_proj)
+    options: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": None, "do_sample": False}
+    engine, seen = forerun.Engine(model, "none", prefix_cache=1 << 26), list[Any]()
+    for change in (
+        lambda: None,
+        lambda: adapted.active.__setitem__(0, "b"),
+        lambda: layer.register_forward_hook(lambda module, given, out: out.flip(-1)),
+    ):
+        change()
+        result = engine.generate(prompt, **options)
+        assert not result.requests[0].cached_tokens
+        assert result.generated == forerun.Engine(model, "none").generate(prompt, **options).generated
+        seen.append(result.generated)
+        assert engine.generate(prompt, **options).requests[0].cached_tokens
+    assert seen[0] != seen[1] != seen[2]
+
+
+def test_a_store_that_could_not_be_renewed_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.engine.kv_store.MIN_STORED_TOKENS", 64)
+    model, prompt = copy.deepcopy(tiny("llama")), [1 + i % 7 * 3 for i in range(100)]
+    engine = forerun.Engine(model, "none", kv_store=tmp_path)
+    engine.generate(prompt, max_new_tokens=2)
+    engine.flush()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(-1.3)
+    hook = model.model.layers[0].register_forward_hook(lambda module, given, out: out)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="keys and values of this model cannot be kept on disk"):
+            engine.generate(prompt, max_new_tokens=2)
+    hook.remove()
+    result = engine.generate(prompt, max_new_tokens=2)
+    assert not result.requests[0].cached_tokens
+    assert result.generated == forerun.Engine(model, "none").generate(prompt, max_new_tokens=2).generated
 
 
 def test_a_vocabulary_that_grew_is_the_model_s() -> None:

@@ -163,16 +163,18 @@ class Engine:
         return KVStore(folder, fingerprint(self.target, self.exactness), **options)
 
     def _forget_old_weights(self) -> None:
-        """Keys and values that were kept are of no use if the weights have changed."""
+        """Keys and values that were kept are of no use if the weights have changed. Until what keeps them is renewed,
+        nothing is generated: a renewal that fails is tried again by the next text."""
         if self.store is None and not self.prefixes.limit:
             return
-        now = weights_version(self.target.model)
-        if now != self._weights:
-            self._weights = now
-            self.prefixes.clear()
-            if self.store is not None:
-                self.store.close()
-                self.store = self._new_store()
+        with self._lock:
+            now = weights_version(self.target.model)
+            if now != self._weights:
+                self.prefixes.clear()
+                if self.store is not None:
+                    self.store.close()
+                    self.store = self._new_store()
+                self._weights = now
 
     def _tiers(self, memory: int | KVMemory) -> Tiers:
         from forerun.kv.kv_tiers import Tiers  # imported only where memory is bounded

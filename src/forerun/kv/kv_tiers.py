@@ -193,7 +193,7 @@ class Tiers:
         self.memory = memory if isinstance(memory, KVMemory) else KVMemory(memory)
         self.shape, self.dtype = shape, dtype
         self.copy_engine = CopyEngine(device, self.memory.bandwidth)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may close a text, which is freed, in the middle of it
         self._taken = dict.fromkeys(TIERS, 0)
         self._released: deque[Mapping[str, int]] = deque()  # by finalizers, which must not wait for a lock
         self._finalizers: weakref.WeakKeyDictionary[FullCache, weakref.finalize[..., FullCache]] = (

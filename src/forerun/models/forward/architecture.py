@@ -18,7 +18,7 @@ from forerun.kernels.linear.linear import Weights, plain
 from forerun.kernels.linear.rowwise import GELU, SILU
 from forerun.kernels.runtime.vector_ir import LANES, LINE, fused
 from forerun.models.forward.inputs import position_limit
-from forerun.models.forward.weight_watch import added_code
+from forerun.models.forward.weight_watch import SOURCES, added_code
 
 FAMILIES = frozenset(
     {
@@ -34,8 +34,6 @@ CAPPED_LOGITS = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM"})
 CHANGING = frozenset({"dynamic", "longrope"})
 """Rotary scalings in which angles depend on the length of the text. Those of ``longrope`` do not up to the limit of
 positions (``inputs.position_limit``), so a program can have them."""
-SOURCES = ("transformers.", "torch.nn.modules.", "forerun.models.loading.stored_weights")
-"""Modules' classes must come from these packages."""
 STORED = "stored"
 """The name of the type of weights that are as a file stores them (``stored_weights.py``)."""
 ANGLES_CHUNK = 256

@@ -29,10 +29,10 @@ from transformers import PreTrainedModel
 import forerun
 from forerun.core.compiling import sources
 from forerun.kernels.runtime.vector_ir import features, unusable
-from forerun.models.forward.architecture import CHANGING, SOURCES
+from forerun.models.forward.architecture import CHANGING
 from forerun.models.forward.exactness import Exactness
 from forerun.models.forward.scorer import Scorer
-from forerun.models.forward.weight_watch import added_code
+from forerun.models.forward.weight_watch import SOURCES, added_code
 
 COMPUTING = ("core", "kernels", "kv", "models")
 """Folders whose sources take part in computing logits, keys and values."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
+SOURCES = ("transformers.", "torch.nn.modules.", "forerun.models.loading.stored_weights")
+"""Packages of the modules that are known. Those of others may have settings of their own, such as which adapter is in
+use."""
 CAPTURING = "transformers.utils.output_capturing"
 """Hooks of this module only take notes, and only while transformers has been asked for hidden states."""
 ALL_MODULES_HOOKS: tuple[dict[int, Any], ...] = (
@@ -35,9 +39,25 @@ def _added(hooks: dict[int, Any]) -> list[Any]:
 
 
 def weights_version(model: PreTrainedModel) -> int:
-    """A number that changes with the model's weights, for what was made with them. A change through ``.data`` is not
-    seen, which torch does not count."""
-    return hash(tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in model.parameters()))
+    """A number that changes with the model's weights, hooks, and the settings of modules that are not of ``SOURCES``,
+    for what was made with them. A change of weights through ``.data`` is not seen, which torch does not count."""
+    weights = [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in model.parameters()]
+    code = [id(code) for module in model.modules() for code in added_code(module)]
+    own = [_settings(module) for module in model.modules() if not type(module).__module__.startswith(SOURCES)]
+    return hash((*weights, *code, *own))
+
+
+def _settings(module: nn.Module) -> str:
+    """A module's attributes of plain values, and dictionaries and lists of such."""
+    return repr([(name, value) for name, value in vars(module).items() if _is_plain(value)])
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(_is_plain(each) for pair in value.items() for each in pair)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 class WeightWatch:
