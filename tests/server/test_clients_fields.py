@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import json
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -15,11 +18,14 @@ from support.chat_models import QWEN, THINKING, TOOLS
 from support.live_server import Json, LiveServer, PausableEngine, bundled_engine, error_of, text_of, until
 
 from forerun.engine.engine import Engine
-from forerun.models.text.message_parser import CallDelta
+from forerun.engine.result import Commit
+from forerun.models.text.message_formats import HERMES, MessageFormat
+from forerun.models.text.message_parser import CallDelta, MessageParser
 from forerun.models.text.processors import OccurrencePenalties
 from forerun.server import calls
 from forerun.server.answers import Delta
 from forerun.server.api_errors import ApiError
+from forerun.server.calls import AnswerRow
 from forerun.server.messages_api import MessagesFormat, MessagesRequest
 from forerun.server.prompt_encoder import MIDDLE_TOKENS, PromptEncoder
 from forerun.server.replies import ChatFormat
@@ -33,6 +39,7 @@ MESSAGES: Any = [{"role": "user", "content": "Weather in Rome?"}]
 CHAT: Json = {"model": "bundled", "messages": MESSAGES, "temperature": 0, "max_tokens": 100}
 PLAIN = {"forerun": {"drafter": "none"}}
 ONE: Json = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+FORM = MessageFormat(HERMES, None, None, {}, {})
 ADD: Json = {"type": "function", "function": {"name": "add"}}
 
 
@@ -110,6 +117,20 @@ def test_a_conversation_with_calls_goes_to_the_template(server: LiveServer, clie
     assert client.chat.completions.create(**{**CHAT, "messages": messages, "max_tokens": 4}).choices
 
 
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_calls_that_were_made_are_texts_for_a_template_that_knows_none(tools: Any) -> None:
+    """Also where the client offers no tools any more."""
+    tokenizer = copy.deepcopy(bundled()[1])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    turns = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "call_1", "content": "2"}]
+    body = ChatRequest.model_validate({"model": "m", "messages": [*MESSAGES, *turns], "tools": tools})
+    text = PromptEncoder(tokenizer, None).chat(body).text or ""
+    assert 'assistant: <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n' in text
+    assert "user: <tool_response>\n2\n</tool_response>\n" in text
+    assert ("# Tools" in text) == (tools is not None)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -118,6 +139,7 @@ def test_a_conversation_with_calls_goes_to_the_template(server: LiveServer, clie
         ({"tools": [TOOLS[0], TOOLS[0]]}, "two tools have the same name"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "parameters of tool 0"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "get_weather, add"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]}, "call 0 needs a function"),
         ({"tool_choice": "required"}, "the tools that there are: none"),
         ({"tools": TOOLS, "tool_choice": "maybe"}, "auto, none, required"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "variables of the chat template"),
@@ -316,7 +338,7 @@ def test_penalties_are_openais() -> None:
 
 def test_echo_scores_a_prompt_as_the_model_does(engine: Engine, client: openai.OpenAI) -> None:
     tokenizer: Any = engine.tokenizer
-    prompt = "def add(a, b):\n    return a + b\n\n" * 5
+    prompt = "x = 1\n<|endoftext|>" + "def add(a, b):\n    return a + b\n\n" * 5
     ids = tokenizer(prompt)["input_ids"]
     with torch.inference_mode():
         logits = engine.target.model(torch.tensor([ids])).logits[0].double()
@@ -330,6 +352,8 @@ def test_echo_scores_a_prompt_as_the_model_does(engine: Engine, client: openai.O
     torch.testing.assert_close(own.double(), wanted, atol=1e-4, rtol=1e-4)
     assert len(choice.logprobs.tokens or ()) == len(ids) + 4 == len(choice.logprobs.text_offset or ())
     assert "".join((choice.logprobs.tokens or [])[: len(ids)]) == prompt
+    for start, token in zip(choice.logprobs.text_offset or (), choice.logprobs.tokens or (), strict=True):
+        assert choice.text[start : start + len(token)] == token
     plain = client.completions.create(**fields, max_tokens=4)
     assert choice.text == prompt + plain.choices[0].text
     assert plain.choices[0].logprobs is not None
@@ -529,6 +553,30 @@ def test_a_silent_stream_gets_pings(engine: Engine, monkeypatch: pytest.MonkeyPa
         one.close()
 
 
+def test_a_stream_is_not_silent_while_the_model_writes_what_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "PING_SECONDS", 0.05)
+    held: Any = SimpleNamespace(answer=SimpleNamespace(add=lambda tokens: ["x"] * len(tokens)), step=lambda *given: [])
+
+    async def pings() -> int:
+        found, call = 0, calls.Call(None, [held], "1", calls.LoopDispatcher(asyncio.get_running_loop()))  # type: ignore[arg-type]
+
+        async def write() -> None:
+            for _ in range(60):
+                call._events.put_nowait(calls._RowEvent(0, Commit(None, [1], 0), 0.0))
+                await asyncio.sleep(0.005)
+            call._events.put_nowait(calls._RowEvent(0, "cancelled", 0.0))
+
+        writing = asyncio.create_task(write())
+        with pytest.raises(calls.ClientGoneError):
+            async for delta in call:
+                assert delta is None
+                found += 1
+        await writing
+        return found
+
+    assert asyncio.run(pings()) >= 3
+
+
 def test_a_prediction_saves_steps_and_changes_nothing(client: openai.OpenAI) -> None:
     fields: Json = {"model": "bundled", "messages": MESSAGES, "max_tokens": 40, "temperature": 1}
 
@@ -667,6 +715,25 @@ def test_a_step_that_ends_a_call_and_goes_on_with_text_keeps_them_apart() -> Non
     assert (call["arguments"], text["content"][0]["text"]) == ('{"a": 1}', "after")
     call, text = json.loads(message.whole(usage, {}))["content"]
     assert (call["input"], text["text"]) == ({"a": 1}, "after")
+
+
+@pytest.mark.parametrize("size", [7, 1000])
+def test_blocks_come_in_the_models_order_however_steps_end(size: int) -> None:
+    tokenizer = bundled()[1]
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    text = f"First. {call}\nNow I wait. {call} Done."
+    usage = {"prompt_tokens": 1, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 0}}
+    found = []
+    for tokens in (1, size):
+        parser = MessageParser(tokenizer, FORM, FORM.response_template(True) or {}, "", TOOLS, True)
+        row: Any = AnswerRow(*[None] * 3, parser=parser)  # type: ignore[arg-type]
+        form = MessagesFormat(MessagesRequest(**messages()), "1")
+        for first in range(0, len(text), tokens):
+            for delta in row.step(0, list(text[first : first + tokens])):
+                form.add(delta)
+        form.add(Delta(0, "", "stop"))
+        found.append([block.get("text", block.get("input")) for block in json.loads(form.whole(usage, {}))["content"]])
+    assert found[0] == found[1] == ["First.", {"a": 1}, "\nNow I wait.", {"a": 1}, "\nDone."]
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -172,7 +172,8 @@ class LogprobStreamer:
         request: keeps the log-probabilities.
         ends: tokens that end an answer.
         prompt: whose tokens are given, too; the first one has no log-probability.
-        goes_on: whether any tokens after it are.
+        echoed: the prompt's text, with which the answer begins; marks may stand in it.
+        goes_on: whether any tokens after the prompt are given.
     """
 
     def __init__(
@@ -181,9 +182,10 @@ class LogprobStreamer:
         request: Request,
         ends: frozenset[int],
         prompt: Sequence[int] = (),
+        echoed: str = "",
         goes_on: bool = True,
     ) -> None:
-        self._goes_on = goes_on
+        self._text, self._goes_on = echoed, goes_on
         self._spell, self._request, self._ends = spell, request, ends
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending: deque[TokenLogprob] = deque()
@@ -191,7 +193,7 @@ class LogprobStreamer:
         self._echoed = max(0, len(prompt) - 1)
         if len(prompt):
             self._pending.append(TokenLogprob(spell(prompt[0]), None, (), 0))
-            self._count(prompt[0])
+            self._count_echoed(prompt[0])
 
     def take(self, characters: int, rest: bool) -> list[TokenLogprob]:
         """The tokens that begin in the next text.
@@ -213,9 +215,23 @@ class LogprobStreamer:
         del self._request.logprobs[: len(new)]
         self._read += len(new)
         for place, each in enumerate(new, first):
-            if place < self._echoed or (self._goes_on and each.token not in self._ends):
+            if place == self._echoed:
+                self._characters = len(self._text)
+            if place < self._echoed:
+                self._pending.append(self._spelled(each))
+                self._count_echoed(each.token)
+            elif self._goes_on and each.token not in self._ends:
                 self._pending.append(self._spelled(each))
                 self._count(each.token)
+
+    def _count_echoed(self, token: int) -> None:
+        """Go on in the echoed text, if the token stands there: one that the tokenizer has added does not, nor does the
+        space that it has put before the text."""
+        spelled = self._decoder.decode(self._spell(token))
+        for piece in (spelled, spelled if self._characters else spelled.removeprefix(" ")):
+            if self._text.startswith(piece, self._characters):
+                self._characters += len(piece)
+                return
 
     def _count(self, token: int) -> None:
         if not self._spell.skipped(token):

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -20,7 +20,7 @@ from forerun.engine.result import Commit
 from forerun.kv.offloaded import OffloadError
 from forerun.models.text.grammar import GrammarError
 from forerun.models.text.message_formats import Json
-from forerun.models.text.message_parser import MessageParser
+from forerun.models.text.message_parser import MessageDelta, MessageParser
 from forerun.server.admission import Ending, QueueFullError, ScheduledRequest
 from forerun.server.answers import FINISH, AnswerText, Delta, Finish, LogprobStreamer, step_trace
 from forerun.server.api_errors import ApiError
@@ -77,24 +77,55 @@ class AnswerRow:
     logprobs: LogprobStreamer | None = None
     parser: MessageParser | None = None
     reasoning_tokens: int = 0
+    held_tokens: int = 0
+    """Tokens so far whose text is held back."""
 
-    def delta(
-        self, index: int, text: str, finish: Finish | None = None, trace: Json | None = None, tokens: int = 0
-    ) -> Delta | None:
-        """New text of a step's ``tokens``, as it is sent; None if nothing of it can be sent yet."""
-        stop = None if finish is None else self.answer.stop_string
-        rest = finish is not None and stop is None
-        logprobs = None if self.logprobs is None else self.logprobs.take(len(text), rest)
+    def step(self, index: int, texts: Sequence[str], trace: Json | None = None) -> list[Delta]:
+        """New texts of a step's tokens, as they are sent; nothing if all of it is held back."""
+        if not (trace or any(texts)):
+            self.held_tokens += len(texts)
+            return []
+        text = "".join(texts)
+        logprobs = None if self.logprobs is None else self.logprobs.take(len(text), False)
         if self.parser is None:
-            return Delta(index, text, finish, logprobs, trace, stop_string=stop)
-        parts = self.parser.feed(text, finish is not None)
-        if parts.reasoning:
-            self.reasoning_tokens += round(tokens * len(parts.reasoning) / len(parts.reasoning + parts.content))
+            return [Delta(index, text, None, logprobs, trace)]
+        parts = list[MessageDelta]()
+        for each in texts:  # one at a time, so that parts follow each other as without drafts
+            self.held_tokens += 1
+            if each:
+                self._add(self.parser.feed(each), parts)
+        if not parts and (logprobs or trace):
+            parts.append(MessageDelta())
+        deltas = [Delta(index, part.content, None, None, None, part.reasoning, part.calls) for part in parts]
+        return deltas and [*deltas[:-1], replace(deltas[-1], logprobs=logprobs, trace=trace)]
+
+    def end(self, index: int, finish: Finish) -> Delta:
+        """The rest of the text."""
+        text, stop, parts = self.answer.end(), self.answer.stop_string, list[MessageDelta]()
+        logprobs = None if self.logprobs is None else self.logprobs.take(len(text), stop is None)
+        if self.parser is None:
+            return Delta(index, text, finish, logprobs, stop_string=stop)
+        rest = self.parser.feed(text, True)
+        self._add(rest, parts)
         if finish == "stop" and self.parser.calls:
             finish = "tool_calls"
-        if not (parts.content or parts.reasoning or parts.calls or finish or logprobs or trace):
-            return None
-        return Delta(index, parts.content, finish, logprobs, trace, parts.reasoning, parts.calls, stop)
+        return Delta(index, rest.content, finish, logprobs, None, rest.reasoning, rest.calls, stop)
+
+    def _add(self, part: MessageDelta, parts: list[MessageDelta]) -> None:
+        """Count a part's tokens, and add it: to the last part, if both are of one kind."""
+        if not any(kinds := _kinds(part)):
+            return
+        if part.reasoning:
+            self.reasoning_tokens += round(self.held_tokens * len(part.reasoning) / len(part.reasoning + part.content))
+        self.held_tokens = 0
+        if parts and sum(kinds) == 1 and kinds == _kinds(parts[-1]):
+            last = parts.pop()
+            part = MessageDelta(last.content + part.content, last.reasoning + part.reasoning, last.calls + part.calls)
+        parts.append(part)
+
+
+def _kinds(part: MessageDelta) -> tuple[bool, bool, bool]:
+    return bool(part.content), bool(part.reasoning), bool(part.calls)
 
 
 @dataclass(frozen=True)
@@ -163,35 +194,34 @@ class Call:
                 self._scheduler.cancel(scheduled)
 
     async def __aiter__(self) -> AsyncIterator[Delta | None]:
-        """New text of each row as it comes, and None after each ``PING_SECONDS`` of silence. Each row's last delta has
-        a finish reason.
+        """New text of each row as it comes, and None after each ``PING_SECONDS`` without any, also while the model
+        writes what is held back. Each row's last delta has a finish reason.
 
         Raises:
             ApiError: if the server failed, the schema is too hard for it, or the time was over.
             ClientGoneError: if it was cancelled.
         """
-        left = len(self.rows)
+        left, clock = len(self.rows), asyncio.get_running_loop().time
+        sent = clock()
         while left:
+            deltas: Sequence[Delta | None] = [None]
             try:
-                async with asyncio.timeout(PING_SECONDS):
+                async with asyncio.timeout_at(sent + PING_SECONDS):
                     event = await self._events.get()
             except TimeoutError:
                 if self._cancelled:  # before all rows were submitted
                     raise ClientGoneError from None
-                yield None
-                continue
-            row = self.rows[event.index]
-            if isinstance(event.what, Commit):
-                texts = row.answer.add(event.what.tokens)
-                traced = self._trace and texts and len(event.what.origins) == len(event.what.tokens)
-                trace = step_trace(event.what, texts, self._shared) if traced else None
-                if trace or any(texts):
-                    delta = row.delta(event.index, "".join(texts), trace=trace, tokens=len(texts))
-                    if delta is not None:
-                        yield delta
-                continue
-            left -= 1
-            yield self._last_delta(event.index, event.what)
+            else:
+                if isinstance(event.what, Commit):
+                    deltas = self._step(event.index, event.what)
+                else:
+                    left -= 1
+                    deltas = [self._last_delta(event.index, event.what)]
+                if not deltas and clock() < sent + PING_SECONDS:
+                    continue
+            for delta in deltas or [None]:
+                yield delta
+            sent = clock()
 
     def figures(self) -> tuple[Json, Json]:
         """The usage of the ended requests, and what drafts were worth in the words of vLLM's ``metrics``."""
@@ -205,12 +235,16 @@ class Call:
             stats.emitted += row.request.stats.emitted
         return {**usage, "forerun": _speculation(stats)}, _speculative_metrics(stats, self._budget)
 
+    def _step(self, index: int, commit: Commit) -> list[Delta]:
+        row = self.rows[index]
+        texts = row.answer.add(commit.tokens)
+        traced = self._trace and texts and len(commit.origins) == len(commit.tokens)
+        return row.step(index, texts, step_trace(commit, texts, self._shared) if traced else None)
+
     def _last_delta(self, index: int, how: Ending) -> Delta:
         row = self.rows[index]
         if how == "finished" and row.request.finish_reason in FINISH:
-            delta = row.delta(index, row.answer.end(), FINISH[row.request.finish_reason])
-            assert delta is not None
-            return delta
+            return row.end(index, FINISH[row.request.finish_reason])
         if how == "cancelled":
             raise ClientGoneError
         if how == "displaced":

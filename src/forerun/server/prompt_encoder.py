@@ -72,8 +72,8 @@ class PromptEncoder:
     def chat(self, body: ChatRequest | TokenizeRequest) -> EncodedPrompt:
         messages = with_known_roles([message.for_template() for message in body.messages or ()], self._tokenizer)
         options, tools = body.template_options, body.template_tools
-        if tools and not knows_tools(self._tokenizer):
-            messages, tools = with_tools_as_text(messages, tools), None
+        if not knows_tools(self._tokenizer):
+            messages, tools = with_tools_as_text(messages, tools or ()), None
         with self._lock:
             text = rendered(messages, self._tokenizer, tools, options)
         self._check(text)

@@ -327,6 +327,11 @@ class Message(StrictModel):
     def _check_content(self) -> Message:
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise PydanticCustomError("content", "a message needs content")
+        for number, call in enumerate(self.tool_calls or ()):
+            if not isinstance(call.get("function"), dict):
+                raise PydanticCustomError(
+                    "tool_calls", "call {number} needs a function, with its name and arguments", {"number": number}
+                )
         return self
 
     def for_template(self) -> dict[str, Any]:
@@ -339,8 +344,8 @@ class Message(StrictModel):
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:
     """A call whose arguments are an object: OpenAI's clients send them as text, and templates write them as JSON."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    function = call["function"]
+    if not isinstance(function.get("arguments"), str):
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")

@@ -129,9 +129,8 @@ class Service:
                 parser = MessageParser(self.tokenizer, self.form, template, prompt.text or "", tools, body.parallel)
         logprobs = None
         if body.alternatives is not None:
-            logprobs = LogprobStreamer(
-                self._bytes, request, self._ends, prompt.ids if scored else (), body.max_tokens != 0
-            )
+            told, text = (prompt.ids, echo.text) if scored and echo is not None else ((), "")
+            logprobs = LogprobStreamer(self._bytes, request, self._ends, told, text, body.max_tokens != 0)
         answer = AnswerText(self.tokenizer, prompt.ids, body.stops, keep, echo)
         return AnswerRow(request, answer, RequestMeter(self.metrics, request, arrived), logprobs, parser)
 

@@ -370,6 +370,8 @@ def with_known_roles(messages: Sequence[Json], tokenizer: PreTrainedTokenizerBas
 
 def with_tools_as_text(messages: Sequence[Json], tools: Sequence[Json]) -> list[Json]:
     """A conversation for a template that knows no tools: they, their calls and results are texts in Hermes' form."""
+    if not tools:  # any more
+        return list(map(_as_text, messages))
     prompt = TOOLS_PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     rest = list(messages)
     if rest and rest[0]["role"] == "system":
