@@ -10,6 +10,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from support.live_server import PATIENCE, TEMPLATE, Json, LiveServer, PausableEn
 
 from benchmarks.server.malformed_requests import RawRequest, RequestFuzzer
 from benchmarks.server.response_checks import ask_all, wrong
+from forerun.core.fairness import FairExecutor
 from forerun.core.request import Request
 from forerun.engine.engine import BUDGET, Engine
 from forerun.kv.full_cache import FullCache
@@ -405,6 +408,48 @@ def test_texts_of_many_are_encoded_in_turn(engine: Engine) -> None:
     encoder(CompletionRequest(model="bundled", prompt="one"))
     many.join()
     assert order.index("one") < 20
+
+
+def test_who_sends_many_texts_holds_up_nobody_else() -> None:
+    """They wait in a queue of their own, also where all threads are busy."""
+    order, executor = list[str](), FairExecutor(1, "test")
+
+    def encode(text: str) -> str:
+        order.append(text)
+        time.sleep(0.002)
+        return text
+
+    many = [executor.submit("many", partial(encode, "many")) for _ in range(100)]
+    assert many[-1].cancel()
+    assert executor.submit("one", partial(encode, "one")).result() == "one"
+    assert order.index("one") < 20
+    assert many[-2].result() == "many" and order.count("many") == 99
+    with pytest.raises(ZeroDivisionError):
+        executor.submit("one", lambda: 1 / 0).result()
+    assert executor.submit("one", lambda: 2).result() == 2
+
+
+def test_long_texts_of_one_tenant_leave_others_their_turn(engine: Engine, servers: list[LiveServer]) -> None:
+    servers.append(LiveServer(engine, api_keys=("a", "b")))
+    server, service, gate = servers[0], servers[0].app.state.service, threading.Event()
+    encode = service.encode
+
+    def slow(body: Any) -> Any:
+        assert not isinstance(body, CompletionRequest) or body.prompt != "slow" or gate.wait(20)
+        return encode(body)
+
+    def ask(key: str, prompt: str) -> int:
+        asked = {**ASKED, "prompt": prompt}
+        return server.post(asked, headers={"Authorization": f"Bearer {key}"}).status_code
+
+    service.encode = slow
+    with ThreadPoolExecutor(40) as threads:
+        held = [threads.submit(ask, "a", "slow") for _ in range(40)]
+        try:
+            assert ask("b", "quick") == 200
+            assert not any(each.done() for each in held)
+        finally:
+            gate.set()
 
 
 def test_who_reads_slowly_gets_the_whole_answer(

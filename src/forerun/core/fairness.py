@@ -8,6 +8,7 @@ import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType, TracebackType
 from typing import Any, TypeVar, cast
 
@@ -15,6 +16,7 @@ log = logging.getLogger(__name__)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 KeyT = TypeVar("KeyT")
+ResultT = TypeVar("ResultT")
 
 
 class FairLock:
@@ -92,6 +94,44 @@ class FairLock:
     def __reduce__(self) -> tuple[type[FairLock], tuple[()]]:
         """A copy has its own, empty queue."""
         return FairLock, ()
+
+
+class FairExecutor:
+    """Runs jobs in a few threads. An owner's jobs run one after the other, and owners take turns.
+
+    Args:
+        threads: how many owners' jobs run at a time.
+        name: begins the threads' names.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._threads = ThreadPoolExecutor(threads, name)
+        self._waiting: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
+        self._lock = threading.Lock()
+
+    def submit(self, owner: str, job: Callable[[], ResultT]) -> Future[ResultT]:
+        """Run a job when it is its turn."""
+        future: Future[ResultT] = Future()
+        with self._lock:
+            begun = owner in self._waiting
+            self._waiting.setdefault(owner, deque()).append((future, job))
+        if not begun:
+            self._threads.submit(self._run_next, owner)
+        return future
+
+    def _run_next(self, owner: str) -> None:
+        with self._lock:
+            future, job = self._waiting[owner].popleft()
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)
+        with self._lock:
+            if self._waiting[owner]:
+                self._threads.submit(self._run_next, owner)
+            else:
+                del self._waiting[owner]
 
 
 def locked(method: Method) -> Method:

@@ -243,36 +243,37 @@ async def disconnected(receive: Receive) -> None:
 def _add_tokens(app: FastAPI, service: Service) -> None:
     """vLLM's addresses for tokens, and Anthropic's."""
 
-    async def of_chat(body: ChatRequest | TokenizeRequest) -> EncodedPrompt:
+    async def of_chat(request: HTTPRequest, body: ChatRequest | TokenizeRequest) -> EncodedPrompt:
         try:
-            return await asyncio.to_thread(service.encode.chat, body)
+            return await service.in_turn(request.state.tenant, service.encode.chat, body)
         except (ValueError, TypeError) as error:
             raise ApiError(400, str(error), "invalid_value") from error
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(request: HTTPRequest, body: TokenizeRequest) -> dict[str, Any]:
         service.check_model(body.model)
         if body.prompt is None:
-            prompt = await of_chat(body)
+            prompt = await of_chat(request, body)
         else:
-            prompt = await asyncio.to_thread(service.encode.text, body.prompt, body.add_special_tokens)
+            given = body.prompt, body.add_special_tokens
+            prompt = await service.in_turn(request.state.tenant, service.encode.text, *given)
         words = service.tokenizer.convert_ids_to_tokens(prompt.ids) if body.return_token_strs else None
         count = {"count": len(prompt.ids), "max_model_len": service.positions}
         return {**count, "tokens": prompt.ids, "token_strs": words}
 
     @app.post("/v1/messages/count_tokens")
-    async def count_tokens(body: CountTokensRequest) -> dict[str, int]:
+    async def count_tokens(request: HTTPRequest, body: CountTokensRequest) -> dict[str, int]:
         service.check_model(body.model)
-        return {"input_tokens": len((await of_chat(body.chat())).ids)}
+        return {"input_tokens": len((await of_chat(request, body.chat())).ids)}
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+    async def detokenize(request: HTTPRequest, body: DetokenizeRequest) -> dict[str, str]:
         service.check_model(body.model)
         words = service.engine.target.vocabulary
         if wrong := [token for token in body.tokens if token >= words]:
             message = f"tokens has {wrong[0]}; this model has tokens from 0 to {words - 1}"
             raise ApiError(400, message, "invalid_value", "tokens")
-        return {"prompt": await asyncio.to_thread(service.encode.decode, body.tokens)}
+        return {"prompt": await service.in_turn(request.state.tenant, service.encode.decode, body.tokens)}
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

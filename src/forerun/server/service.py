@@ -6,10 +6,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
+from forerun.core.fairness import FairExecutor
 from forerun.core.request import Request, Stopping
 from forerun.engine.engine import Engine
 from forerun.engine.result import ends
@@ -36,11 +38,14 @@ from forerun.server.settings import ServerSettings
 from forerun.server.tenants import drafting_namespace, private_namespace
 
 log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 DEFAULT_COMPLETION_TOKENS = 16
 """The longest completion if the request names no limit, as OpenAI has it. A chat's default is the server's limit."""
 LOGPROB_BYTES = 100
 """What a token's log-probability takes in an answer, and each alternative to it: 90 bytes of JSON as a rule."""
+ENCODING_TENANTS = 8
+"""How many tenants' texts are encoded in turn, text by text; more tenants take turns by requests."""
 NO_DRAFTER = "none"
 """The drafter that a request names to get its text without drafts."""
 
@@ -62,6 +67,7 @@ class Service:
         self.created = int(time.time())
         self.positions = position_limit(engine.target.model)
         self.encode = PromptEncoder(self.tokenizer, self.positions)
+        self._encoding = FairExecutor(ENCODING_TENANTS, "forerun-encode")
         self.form = message_format(self.tokenizer)
         self._bytes = TokenBytes(self.tokenizer)
         self._ends = frozenset(ends(engine.target.model.generation_config))
@@ -91,7 +97,7 @@ class Service:
         except (QueueFullError, RuntimeError) as error:
             raise refusal(error) from error
         try:
-            prompts = await asyncio.to_thread(self.encode, body)
+            prompts = await self.in_turn(tenant, self.encode, body)
             if _scores_prompt(body):
                 nbytes += _hold_logprobs(held, body, sum(len(prompt.ids) for prompt in prompts) * (body.n or 1))
             response_format = await asyncio.to_thread(self._response_format, body, prompts[0].text or "")
@@ -107,6 +113,11 @@ class Service:
         shared = self.settings.share and requests[0].drafts
         options = (len(prompts), self.engine.budget, body.forerun.trace, shared, nbytes)
         return Call(self.scheduler, rows, number, self._loop_dispatcher(), *options)
+
+    async def in_turn(self, tenant: str, job: Callable[..., Result], *given: Any) -> Result:
+        """Encode or decode in another thread: one request of each tenant at a time, so that nobody waits for all that
+        another one has sent."""
+        return await asyncio.wrap_future(self._encoding.submit(tenant, partial(job, *given)))
 
     def check_model(self, name: str | None) -> None:
         """Refuse another model's name."""
