@@ -226,10 +226,23 @@ def test_what_transformers_would_leave_out_is_refused(tmp_path: Path) -> None:
     def scaled(writer: Any) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
 
+    def older(writer: Any) -> None:
+        writer.add_float32("llama.rope.scale_linear", 4.0)
+
+    def by_a_factor(writer: Any) -> None:
+        writer.add_rope_scaling_factor(4.0)
+
+    def by_nothing(writer: Any) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+        writer.add_rope_scaling_factor(4.0)
+
     def factors(writer: Any) -> None:
         writer.add_tensor("rope_freqs.weight", np.ones(4, np.float32))
 
     assert "scales its rotary positions (yarn)" in refused(write(tmp_path / "a.gguf", change=scaled))
+    for change in (older, by_a_factor):
+        assert "scales its rotary positions (linear)" in refused(write(tmp_path / "c.gguf", change=change))
+    load(str(write(tmp_path / "d.gguf", change=by_nothing)))
     assert "scales its rotary positions (rope_freqs.weight)" in refused(write(tmp_path / "b.gguf", change=factors))
 
 

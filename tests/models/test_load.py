@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast, T5Config
 
 from forerun import Engine
-from forerun.models.loading.load import find, load
+from forerun.models.loading.load import find, load, load_draft
 from forerun.reference import bundled
 
 
@@ -41,6 +41,12 @@ def test_a_model_is_loaded_in_evaluation_mode_with_its_tokenizer_and_nothing_is_
 )
 def test_weights_have_the_dtype_that_was_asked_for(saved: Path, dtype: str, loaded: torch.dtype) -> None:
     assert load(str(saved), dtype, device="cpu")[0].dtype == loaded
+
+
+def test_a_small_model_is_loaded_in_the_type_of_its_target(saved: Path) -> None:
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        target, tokenizer = load(str(saved), dtype, device="cpu")
+        assert load_draft(str(saved), target, tokenizer).dtype == target.dtype == getattr(torch, dtype)
 
 
 def test_the_bundled_model_is_loaded_in_float32() -> None:

@@ -173,6 +173,28 @@ MESSAGES: dict[str, tuple[Any, Any, str, str, tuple[str, str, Calls]]] = {
         "",
         ("", "Hm.", [ROME]),
     ),
+    "gpt-oss, as its template writes calls": (
+        GPT_OSS,
+        HARMONY,
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.get_weather<|channel|>commentary json"
+        '<|message|>{"city": "Rome", "days": 3}<|call|>',
+        "",
+        ("", "Hm.", [ROME]),
+    ),
+    "gpt-oss, a call at once": (
+        GPT_OSS,
+        HARMONY,
+        ' to=functions.add<|channel|>commentary <|constrain|>json<|message|>{"a": 1}<|call|>',
+        "",
+        ("", "", [ADD]),
+    ),
+    "gpt-oss, a text of functions": (
+        GPT_OSS,
+        HARMONY,
+        "<|channel|>final<|message|>Set to=functions.add and <|end|>",
+        "",
+        ("Set to=functions.add and ", "", []),
+    ),
     "gpt-oss, an answer": (
         GPT_OSS,
         HARMONY,
@@ -253,6 +275,60 @@ def test_content_behind_a_call_keeps_its_spaces(tokenizer: PreTrainedTokenizerBa
     assert found == ("Sure.\nNow I wait for  both.", "", [ROME, ADD])
 
 
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_what_is_no_call_stays_in_the_content_of_an_own_template(tokenizer: PreTrainedTokenizerBase, step: int) -> None:
+    function = {"type": "function", "function": "{content}"}
+    calls = {"open": "<c>", "close": "</c>", "repeats": True, "content": "json", "transform": function}
+    own = {"start_anchor": "\0", "fields": {"content": {"content_args": {"strip": False}}, "tool_calls": calls}}
+    form = MessageFormat(None, None, own, {}, {})
+    one = '{"name": "get_weather", "arguments": {"city": "Rome", "days": 3}}'
+    other = '{"name": "add", "arguments": {"a": 1}}'
+    assert parsed(tokenizer, form, f"<c>{one}</c><c>{other}</c>", step) == ("", "", [ROME, ADD])
+    assert parsed(tokenizer, form, f"<c>[{one}, {other}]</c>", step) == ("", "", [ROME, ADD])
+    for none in ('{"foo": 1}', '"add"', "3", "[]", f"[{one}, 3]"):
+        assert parsed(tokenizer, form, f"Hi <c>{none}</c>", step) == (f"Hi <c>{none}</c>", "", [])
+
+
+TAGGED: Any = {
+    "$defs": {"Unit": {"enum": ["C", "F"], "type": "string"}, "Place": {"type": "object"}},
+    "properties": {
+        "city": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "note": {"type": ["string", "null"]},
+        "unit": {"$ref": "#/$defs/Unit"},
+        "kind": {"const": "short"},
+        "days": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "place": {"$ref": "#/$defs/Place"},
+        "other": {"anyOf": [{"$ref": "#/$defs/Unit"}, {"type": "null"}]},
+    },
+    "required": ["city", "note", "unit", "kind", "days", "place", "other"],
+    "type": "object",
+}
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_values_between_tags_have_no_quotes_where_a_schema_allows_texts(
+    tokenizer: PreTrainedTokenizerBase, missing: bool
+) -> None:
+    pytest.importorskip("llguidance")
+    form = MessageFormat(CODER, None, None, {}, {})
+    tools = [{"type": "function", "function": {"name": "f", "parameters": TAGGED}}]
+    values = {"city": "Rome", "note": "so", "unit": "F", "kind": "short", "days": 3, "place": {"a": 1}, "other": "C"}
+    if missing:
+        values |= dict.fromkeys(("city", "note", "days", "other"))
+    written = "".join(
+        f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
+        for key, value in values.items()
+    )
+    text = f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>"
+    grammar = Grammars(tokenizer, len(tokenizer), []).of(form.grammar(None, tools, True, "closed"))  # type: ignore[arg-type]
+    assert grammar is not None
+    for said, allowed in ((text, True), (text.replace("\nF\n", '\n"F"\n'), False), (text.replace("short", "x"), False)):
+        ids = tokenizer(said, add_special_tokens=False)["input_ids"]
+        matcher = grammar.matcher.deep_copy()
+        assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == allowed
+    assert parsed(tokenizer, form, text, 5, tools=tools)[2] == [("f", values)]
+
+
 @pytest.mark.parametrize("step", [1, 3, 7, 40])
 def test_no_text_is_lost_where_the_parser_fails_at_a_call(tokenizer: PreTrainedTokenizerBase, step: int) -> None:
     call = {"open": "<call>", "close": "</call>", "repeats": True, "content": "json"}
@@ -278,6 +354,9 @@ def test_families_are_known_by_their_templates(tokenizer: PreTrainedTokenizerBas
     assert of("plain").calls is HERMES and of("plain").thinking is None
     assert of("{% set x = '</think>' %}").thinking is THINK
     assert of("<|channel|> <|end|> <|channel|>analysis<|message|>").thinking is HARMONY
+    assert of("<|user|>{{ m.content }}<|end|><|assistant|>").thinking is None  # Phi-3
+    harmony = "<|channel|>analysis<|message|> {{ '<|start|>assistant to=' }}{{ 'functions.' + call.name }}"
+    assert (of(harmony).calls, of(harmony).thinking) == (GPT_OSS, HARMONY)
 
 
 WRITTEN = {
@@ -326,7 +405,7 @@ def test_an_answer_by_a_schema_comes_after_the_reasoning(tokenizer: PreTrainedTo
     grammars = Grammars(tokenizer, len(tokenizer), [])
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
     answers: Any = {"{}": {"type": "json_object"}, "7": schema, "a/b": {"type": "regex", "regex": "a/b|c"}}
-    answers["xy"] = {"type": "grammar", "grammar": 'start: "x" other\nother: "y"'}
+    answers["xy"] = {"type": "grammar", "grammar": '// a/b, from "here\nstart: "x" other // a / start\nother: /y/'}
     for answer, response_format in answers.items():
         for thinking, text in (
             ("free", f"<think>\n7\n</think>\n\n{answer}"),

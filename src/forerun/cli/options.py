@@ -16,7 +16,7 @@ from forerun.core.long_context import LongContextConfig, Policy, Sparse
 LONG_PANEL, LONG = "Long contexts", LongContextConfig()
 TextKind = StrEnum("TextKind", "tasks novel random")
 DemoKind = StrEnum("DemoKind", "rag code json maths prose")
-Dtype = Literal["auto", "float32", "bfloat16", "float64", "stored"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64", "stored"]
 
 DRAFTER_HELP = (
     "How to draft: auto, trie, lookup, none; for long contexts low-rank, triforce-trie, triforce; with a trained head "

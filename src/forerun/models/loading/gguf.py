@@ -172,8 +172,7 @@ def read_by(header: Header) -> Iterator[None]:
     import gguf
 
     reader = gguf.GGUFReader
-    if header.architecture != "gpt-oss":  # transformers looks at its fields in another way
-        gguf.GGUFReader = lambda path: _reader_of(header)
+    gguf.GGUFReader = lambda path: _reader_of(header)
     try:
         yield
     finally:
@@ -286,9 +285,11 @@ def _check_content(file: Path, header: Header) -> None:
         )
     if metadata.get(f"{header.architecture}.attention.causal") is False:
         raise ValueError(f"{file} holds no decoder: its attention sees the tokens after each one, too")
-    scaling = metadata.get(f"{header.architecture}.rope.scaling.type", "none")
+    rope = f"{header.architecture}.rope"
+    factor = metadata.get(f"{rope}.scaling.factor", metadata.get(f"{rope}.scale_linear"))  # of older files
+    scaling = metadata.get(f"{rope}.scaling.type", "none" if factor in (None, 0, 1) else "linear")
     factors = next((name for name in header.tensors if name.startswith(("rope_freqs", "rope_factors"))), None)
-    if header.architecture != "gpt-oss" and (scaling != "none" or factors is not None):
+    if scaling != "none" or factors is not None:
         raise ValueError(
             f"{file} scales its rotary positions ({factors or scaling}), which transformers leaves out of GGUF files: "
             "the model would be another one; give the folder of its safetensors"

@@ -43,7 +43,7 @@ from forerun.reference import bundled
 LOG = log.getLogger(__name__)
 BUNDLED = "bundled"
 BUNDLED_DRAFT = "bundled-draft"
-DTYPES = ("auto", "float32", "bfloat16", "float64", STORED)
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", STORED)
 
 
 @dataclass(frozen=True)

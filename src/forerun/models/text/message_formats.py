@@ -130,8 +130,11 @@ CALL_FORMATS = (
         id_length=9,
     ),
     CallFormat(  # gpt-oss
-        ("<|channel|>", "to=functions."),
-        {"open_pattern": r"<\|channel\|>(?:commentary|analysis) to=functions\.", "close": "<|call|>"},
+        ("<|channel|>analysis<|message|>", "functions."),
+        {
+            "open_pattern": r"(?:<\|channel\|>(?:commentary|analysis)|<\|start\|>assistant|\A) to=functions\.",
+            "close": "<|call|>",
+        },
         "named",
         "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
         "<|call|>",
@@ -286,16 +289,17 @@ class MessageFormat:
             closed = {"additionalProperties": False} if properties else {}
             return _lark_json({"type": "object", **closed, **schema}), []
         parts, rules = [], []
-        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        shared = _shared_schemas(schema)
         for place, (name, inner) in enumerate(properties.items()):
             rule = f"forerun_value_{number}_{place}"
             begin, end = f"<parameter={name}>\n", "\n</parameter>\n"
-            if isinstance(inner, Mapping) and inner.get("type") == "string" and "enum" not in inner:
+            words = _bare(inner, shared)
+            if words is None:
                 suffix = json.dumps(end)
                 rules.append(f"{rule}[suffix={suffix}]: /(?s:.*)/")
                 part = f"{self._lark(begin)} {rule}"
             else:
-                part = f"{self._lark(begin)} {_bare_json(inner, shared)} {self._lark(end)}"
+                part = f"{self._lark(begin)} ({' | '.join(words)}) {self._lark(end)}"
             parts.append(part if name in schema.get("required", ()) else f"({part})?")
         return " ".join(parts), rules
 
@@ -323,6 +327,8 @@ def message_format(tokenizer: PreTrainedTokenizerBase) -> MessageFormat:
     words = tokenizer.get_added_vocab() if text else {}
 
     def is_known(thinking: ThinkingFormat) -> bool:
+        if thinking.answer:  # its end may be any turn's, as in Phi-3
+            return thinking.begin in text
         return thinking.end in text or (thinking.end in words and thinking.begin in words) or thinking.begin in text
 
     thinking = next((each for each in THINKING_FORMATS if is_known(each)), None)
@@ -409,19 +415,70 @@ def _constraints(schema: Any) -> Any:
     return kept
 
 
-def _bare_json(schema: Any, shared: Json) -> str:
-    """A value between tags: a string without quotes where the schema lists it, else JSON."""
-    if isinstance(schema, Mapping) and isinstance(values := schema.get("enum"), list) and values:
-        texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
-        return "(" + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts) + ")"
-    return _lark_json({**shared, **(schema if isinstance(schema, Mapping) else {})})
+def _shared_schemas(parameters: Mapping[str, Any]) -> Json:
+    return {key: parameters[key] for key in ("$defs", "definitions") if isinstance(parameters.get(key), Mapping)}
+
+
+def _alternatives(schema: Any, shared: Json) -> list[Any]:
+    """The schemas that a schema chooses among: references are followed, unions and lists of types taken apart."""
+    waiting, found, seen = [schema], [], set[str]()
+    while waiting:
+        each = waiting.pop(0)
+        if isinstance(each, Mapping):
+            reference = str(each.get("$ref", ""))
+            place, _, name = reference.removeprefix("#/").rpartition("/")
+            if name in shared.get(place, {}):
+                waiting += [] if reference in seen else [shared[place][name]]
+                seen.add(reference)
+                continue
+            kinds = each.get("type")
+            choices = next((each[key] for key in ("anyOf", "oneOf") if kinds is None and each.get(key)), ())
+            if isinstance(kinds, list):
+                choices = [{**each, "type": kind} for kind in kinds]
+            if isinstance(choices, list):
+                waiting += choices
+                continue
+        found.append(each)
+    return found
+
+
+def _bare(schema: Any, shared: Json) -> list[str] | None:
+    """What may stand between tags, in Lark: strings without quotes where the schema lists them, else JSON. None where
+    it may be any text."""
+    found: list[str] = []
+    for each in _alternatives(schema, shared):
+        own = each if isinstance(each, Mapping) else {}
+        values = own.get("enum", [own["const"]] if "const" in own else None)
+        if isinstance(values, list) and values:
+            texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+            found += [json.dumps(text, ensure_ascii=False) for text in texts]
+        elif own.get("type") == "string":
+            return None
+        else:
+            found.append(_lark_json({**shared, **own}))
+    return found
+
+
+def with_types(tools: Sequence[Json]) -> list[Json]:
+    """Tools whose parameters' types stand where transformers looks for them, not behind references."""
+    typed = []
+    for tool in tools:
+        parameters = tool["function"].get("parameters") or {}
+        shared, properties = _shared_schemas(parameters), {}
+        for name, schema in (parameters.get("properties") or {}).items():
+            choices = _alternatives(schema, shared)
+            properties[name] = choices[0] if len(choices) == 1 else {"anyOf": choices}
+        function = {**tool["function"], "parameters": {**parameters, "properties": properties}}
+        typed.append({**tool, "function": function})
+    return typed
 
 
 def _answer_rules(response_format: Json) -> str:
     """The rule ``forerun_answer`` of a response format that is not free text."""
     kind = response_format["type"]
     if kind == "grammar":
-        return re.sub(r'("(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/)|\bstart\b', _renamed, str(response_format["grammar"]))
+        kept = r'("(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/)'  # texts, comments and expressions
+        return re.sub(kept + r"|\bstart\b", _renamed, str(response_format["grammar"]))
     if kind == "regex":
         pattern = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], response_format["regex"])
         return f"forerun_answer: /{pattern}/"

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from forerun.models.text.message_formats import CallFormat, MessageFormat
+from forerun.models.text.message_formats import CallFormat, MessageFormat, with_types
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -155,7 +155,7 @@ class MessageParser:
         self._names = {tool["function"]["name"] for tool in tools}
         begins_thinking = form.own is None and form.thinking is not None and form.thinking_after(prompt) == "open"
         prefix = prompt if form.own is not None else form.thinking.begin if begins_thinking and form.thinking else ""
-        self._parser = tokenizer.get_response_parser(template, prefix=prefix, tools=list(tools) or None)
+        self._parser = tokenizer.get_response_parser(template, prefix=prefix, tools=with_types(tools) or None)
         whole = form.own is not None or form.calls is None or form.calls.body == "tags"
         self._format = None if whole else form.calls  # of calls that are passed on as they come
         self.calls = 0
@@ -168,7 +168,7 @@ class MessageParser:
         self._at_start = begins_thinking
         self._scanner: ObjectScanner | None = None
         self._head = ""
-        self._calls_before = 0
+        self._calls_before = self._region = 0
 
     def feed(self, text: str, last: bool = False) -> MessageDelta:
         """The parts of new text; ``last`` when the message has ended."""
@@ -242,14 +242,17 @@ class MessageParser:
     def _take_call(self, event: dict[str, Any]) -> None:
         kind = event["type"]
         if kind == "region_open":
-            self._calls_before, self._head = self.calls, ""
+            self._calls_before, self._head, self._region = self.calls, "", self._end
             any_name = self._format is None or self._format.marked
             self._scanner = ObjectScanner(self._begin, self._add, None if any_name else self._names)
         elif kind == "region_chunk" and self._format is not None:
             self._read_call(event["text"], self._format)
         elif kind == "region_close" and self._format is None:
-            for call in event["value"] if isinstance(event["value"], list) else [event["value"]]:
-                self._take_whole(call)
+            calls = [_function(call) for call in _listed(event["value"])]
+            for function in [] if None in calls else calls:
+                self._take_whole(function)
+            if self.calls == self._calls_before:
+                self._add_content(self._text[self._region : self._end])
         elif kind == "region_close" and self._format is not None and self.calls == self._calls_before:
             field, cut = self._format.field, self._last
             if not (cut and self.calls):
@@ -274,12 +277,10 @@ class MessageParser:
             except (ValueError, RecursionError):
                 self._scanner = None
 
-    def _take_whole(self, call: Any) -> None:
-        function = call.get("function", call) if isinstance(call, dict) else {}
-        if isinstance(function.get("name"), str):
-            arguments = function.get("arguments", {})
-            self._begin(function["name"].strip())
-            self._add(arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+    def _take_whole(self, function: Any) -> None:
+        arguments = function.get("arguments", {})
+        self._begin(function["name"].strip())
+        self._add(arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
 
     def _begin(self, name: str) -> None:
         self.calls += 1
@@ -294,3 +295,15 @@ class MessageParser:
     def _add(self, arguments: str) -> None:
         if arguments and (self._parallel or self.calls == 1):
             self._delta.calls.append(CallDelta(self.calls - 1, arguments))
+
+
+def _listed(value: Any) -> list[Any]:
+    """The calls of a region; where a template puts what was read into a call, it may have been several."""
+    inner = value.get("function") if isinstance(value, dict) else None
+    return inner if isinstance(inner, list) else value if isinstance(value, list) else [value]
+
+
+def _function(call: Any) -> Any:
+    """The function of a call; None for what is no call."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    return function if isinstance(function, dict) and isinstance(function.get("name"), str) else None
