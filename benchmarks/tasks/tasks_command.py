@@ -171,7 +171,7 @@ def run(options: TaskOptions) -> None:
         bench.check_skip(jobs)
         shared = about(options.model, dtype, str(target.device), BENCHMARKS) | {"peers": peers.notes}
         journal = Journal(options.out / "speed-turns.jsonl", shared, options.resume)  # begun when nothing is wrong
-        result = TaskResult([], settings, [], skipped | peers.absent, peers.notes)
+        result = TaskResult([], settings, [], skipped | peers.absent | bench.refused, peers.notes)
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         with progress_bar(console, "measuring") as progress:
             for rows, batches in _measured(bench, options, jobs, batched, journal, decode, progress):

@@ -150,6 +150,16 @@ def test_wrong_tools_are_refused_with_what_is_allowed(server: LiveServer, change
     assert said in error_of(server.post({**CHAT, **change}, "chat/completions"))["message"]
 
 
+def test_a_tool_whose_schema_cannot_be_read_is_only_shown(server: LiveServer) -> None:
+    tools = [
+        {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        for parameters in ({"properties": ["x"]}, {"$defs": 3}, {"properties": {"x": {"anyOf": {"a": 1}, "$ref": 4}}})
+    ]
+    for tool in tools:
+        answer = server.post({**CHAT, "tools": [tool], "max_tokens": 4}, "chat/completions")
+        assert answer.status_code == 200, answer.text
+
+
 def test_a_tool_with_a_wrong_schema_is_refused(server: LiveServer) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "strin"}}}}}
     error = error_of(server.post({**CHAT, "tools": [tool], "tool_choice": "required"}, "chat/completions"))

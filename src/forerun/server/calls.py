@@ -96,7 +96,7 @@ class AnswerRow:
                 self._add(self.parser.feed(each), parts)
         if not parts and (logprobs or trace):
             parts.append(MessageDelta())
-        deltas = [Delta(index, part.content, None, None, None, part.reasoning, part.calls) for part in parts]
+        deltas = [Delta(index, part.content, reasoning=part.reasoning, calls=part.calls) for part in parts]
         return deltas and [*deltas[:-1], replace(deltas[-1], logprobs=logprobs, trace=trace)]
 
     def end(self, index: int, finish: Finish) -> Delta:

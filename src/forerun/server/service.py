@@ -45,7 +45,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 LOGPROB_BYTES = 100
 """What a token's log-probability takes in an answer, and each alternative to it: 90 bytes of JSON as a rule."""
 ENCODING_TENANTS = 8
-"""How many tenants' texts are encoded in turn, text by text; more tenants take turns by requests."""
+"""How many tenants' texts are encoded in turn, text by text; more tenants take turns by requests. One text is encoded
+at a time, so more threads would encode no faster."""
 NO_DRAFTER = "none"
 """The drafter that a request names to get its text without drafts."""
 

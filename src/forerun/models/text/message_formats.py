@@ -465,7 +465,8 @@ def with_types(tools: Sequence[Json]) -> list[Json]:
     for tool in tools:
         parameters = tool["function"].get("parameters") or {}
         shared, properties = _shared_schemas(parameters), {}
-        for name, schema in (parameters.get("properties") or {}).items():
+        given = parameters.get("properties")
+        for name, schema in given.items() if isinstance(given, Mapping) else ():
             choices = _alternatives(schema, shared)
             properties[name] = choices[0] if len(choices) == 1 else {"anyOf": choices}
         function = {**tool["function"], "parameters": {**parameters, "properties": properties}}
