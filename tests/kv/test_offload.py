@@ -7,6 +7,7 @@ import functools
 import gc
 import json
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from forerun.core.long_context import LongContextConfig
 from forerun.core.tree import DraftTree
 from forerun.engine.engine import Engine
 from forerun.kernels.runtime import vector_ir
+from forerun.kv import kv_tiers
 from forerun.kv.full_cache import FullCache
 from forerun.kv.kv_tiers import KVMemory, NoRoomError, min_device_bytes
 from forerun.kv.offloaded import CopyEngine, OffloadedCache, Parts, by_head, size
@@ -384,3 +386,23 @@ def test_the_commands_know_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ):
         result = CliRunner().invoke(app, ["generate", "-p", "Hi", *wrong])
         assert result.exit_code == 2 and why in result.output
+
+
+def test_a_text_that_is_freed_while_another_is_placed_does_not_wait_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the garbage collector closes an abandoned stream in the middle of it."""
+    tiers = Engine(tiny_of(*ARCHITECTURES["llama"], seed=1), "none", kv_memory=1 << 24).tiers
+    assert tiers is not None
+    abandoned, place, made = tiers.cache(10), kv_tiers.place, list[FullCache]()
+
+    def placed(*given: Any) -> Any:
+        tiers.free(abandoned)
+        return place(*given)
+
+    monkeypatch.setattr(kv_tiers, "place", placed)
+    thread = threading.Thread(target=lambda: made.append(tiers.cache(20)), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert made, "it waits for a lock that it holds"
+    made.clear()
+    gc.collect()
+    assert not any(tiers.taken.values())
