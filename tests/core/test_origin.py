@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from forerun.core.tree import DraftTree
 from forerun.drafting.drafter import Drafter
 from forerun.drafting.recipes import RECIPES, trie_of
 from forerun.engine.engine import Engine
+from forerun.models.forward.runtime import default_runtime, runtime_as_default
+from forerun.policy.cost_curve import CostCurve
 from forerun.trie.trie import Trie
 
 PROMPT = [1, *[7, 8, 9, 10] * 6]
@@ -69,6 +72,21 @@ def test_each_accepted_draft_has_the_origin_that_its_drafter_can_have(drafter: s
         found |= {Origin(origin) for origin in drafted}
     assert found <= SOURCES[drafter]
     assert found >= SOURCES[drafter] - MAY_BE_MISSING.get(drafter, set())
+
+
+def test_auto_asks_a_small_model_behind_a_short_prompt_if_its_passes_are_cheap() -> None:
+    target, small = tiny("llama", torch.float32), copy.deepcopy(tiny("llama"))
+    found = []
+    for seconds in (0.01, 0.9):
+        runtime = replace(
+            default_runtime(),
+            costs=lambda scorer, own=seconds: replace(CostCurve.linear(24), unit=own if scorer.model is small else 1.0),
+        )
+        with runtime_as_default(runtime):
+            one = Engine(target, "auto", settings=LongContextConfig(small))
+        origins = [origin for commit in one.stream([list(range(3, 40))], **ON) for origin in commit.origins]
+        found.append(Origin.MODEL in origins)
+    assert found == [True, False]
 
 
 def test_a_drafter_that_does_not_say_is_called_the_drafter() -> None:

@@ -163,9 +163,11 @@ def decode(
     most: int = 12,
     weight: float = 0.2,
     beside: Callable[[int], int] = lambda step: 0,
+    undrafted: int = 0,
     **sources: bool,
 ) -> tuple[float, AdaptiveDrafter]:
-    """Seconds for a text of so many tokens, all of them 7, and the chooser; ``beside``: tokens of prompts in a step."""
+    """Seconds for a text of so many tokens, all of them 7, and the chooser; ``beside``: tokens of prompts in a step;
+    ``undrafted``: rows that decode in all steps without drafts."""
     trees: Any = Branches(world) if sources.get("trees", True) else None
     if sources.get("head", False):
         trees = MergedDrafter(trees, Head(world), 4.0)
@@ -179,10 +181,11 @@ def decode(
     requests = [Request([1, 2, 3], tokens) for _ in range(rows)]
     for request in requests:
         chooser.begin(request)
-    live = list(requests)
+    live, idle = list(requests), [Request([1], 1) for _ in range(undrafted)]
     while live:
         others = beside(world.steps)
-        context = PassContext(live, [64] * len(live), [1] * len(live), others)
+        waiting = PassContext([*live, *idle], [64] * (len(live) + undrafted), [1] * (len(live) + undrafted), others)
+        context = waiting.of(range(len(live)))
         drafts = chooser.propose(context)
         trees_ = drafts or [DraftTree.empty()] * len(live)
         world.verify(sum(map(len, trees_)), others)
@@ -230,6 +233,23 @@ def test_under_load_what_is_lost_beside_prompts_counts_as_well(rows: int, asking
     now, _ = decode(world, 1000, rows, beside=lambda step: 20 if step % 30 else 0)
     reading = sum(20 * world.each for step in range(world.steps) if step % 30)
     assert 1000 / (now - reading) >= 0.98
+
+
+@pytest.mark.parametrize("sources", ["trees", "chains", "head"])
+@pytest.mark.parametrize("accepted", [0.0, 0.5, 0.7])
+def test_rows_without_drafts_do_not_lose_what_one_row_gains(sources: str, accepted: float) -> None:
+    """Alone, half of its drafts right, the row gains a third or more."""
+    world = World(
+        each=0.05,
+        loaded=1.0,
+        drafting=0.1,
+        hits=lambda token: uniform(0, token, Salt.ACCEPT) < accepted,
+        accepted=lambda token: accepted,
+        deep=lambda token: accepted,
+    )
+    on = {"trees": sources != "chains", "chains": sources == "chains", "head": sources == "head"}
+    now, _ = decode(world, 400, undrafted=15, weight=0.1, **on)
+    assert (15 * world.steps + 400) / 16 / now >= 0.98
 
 
 @pytest.mark.parametrize("tokens", [48, 400])
@@ -501,9 +521,13 @@ def test_a_machine_that_is_twice_as_slow_now_and_then_changes_few_decisions(fore
 class Preparing(Levels):
     """Chains whose cache of the prompt takes a while: ten plain steps."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, small: Any = None) -> None:
         super().__init__(world)
-        self.prepared = 0
+        self.prepared, self.small = 0, small
+
+    @property
+    def small_model(self) -> Any:
+        return self.small
 
     def catch_up(self, request: Request, tokens: int) -> bool:
         self.prepared += 1
@@ -601,6 +625,29 @@ def test_whether_to_read_a_long_prompt_for_chains_is_decided_again_when_the_text
         chooser.propose(PassContext.decoding([request], 64))
         chooser.catch_up(request, READ_BLOCK)
         assert chains.prepared == prepared
+
+
+@pytest.mark.parametrize(("small", "prompt", "at"), [(0.1, 100, 1), (0.1, 500, 10), (0.5, 100, None)])
+def test_a_short_prompt_is_read_by_a_small_model_that_is_measured_to_pay_once_the_text_can_lose_that(
+    small: float, prompt: int, at: int | None
+) -> None:
+    """It is taken to take 0.22 and 1.1 plain steps. A text may lose one, and a hundredth for each of its tokens."""
+    world, own = World(loaded=1.0), Target()
+    chains = Preparing(world, own)
+    chooser = AdaptiveDrafter(chains, trees=Branches(world), chains=chains, max_length=12, weight=3.0)
+
+    def costs(scorer: object) -> CostCurve:
+        return CostCurve((1, 2), (1.0, 1.02), unit=small if scorer is own else 1.0)
+
+    chooser.bind(Target(), Runtime(world.clock, costs))  # type: ignore[arg-type]
+    request = Request(PROMPT[:prompt], 200)
+    chooser.begin(request)
+    chooser.prefilled(request, FullCache())
+    while request.remaining > 100 and not chains.prepared:
+        request.append(RIGHT)
+        chooser.propose(PassContext.decoding([request], 64))
+    assert bool(chains.prepared) == (at is not None)
+    assert at is None or at <= len(request) - prompt <= 2 * at
 
 
 def test_costs_that_others_disturbed_are_asked_for_again_when_a_text_begins_alone() -> None:

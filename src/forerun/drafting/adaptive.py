@@ -46,7 +46,8 @@ LEAST_NODES, NODE_GROWTH = 8, 4
 before. Proposing takes time, whether the nodes are scored or not."""
 PREPARING_READS = 8.0
 """First guess of what it takes to prepare a cached token for chains: so many times what it adds to a plain pass. Both
-read all keys. Measured: 6 to 9 for the bundled model and 5 to 11 for SmolLM2, in both types."""
+read all keys. Measured: 6 to 9 for the bundled model and 5 to 11 for SmolLM2, in both types. A small model has to read
+the prompt besides."""
 TREES_GAIN = 1.07
 """Tokens that trees alone are taken to give in the time of a plain step; what chains save counts from there. 1.06 to
 1.09 decide the same for the bundled model and SmolLM2, both types, behind 16,000 and 32,000 tokens."""
@@ -107,11 +108,11 @@ class _UnpreparedPrompt:
 
     Attributes:
         cache: the target's.
-        decided: the text's length when reading it was last decided on, in tokens.
+        due: the text's length from which reading it may be decided on, in tokens.
     """
 
     cache: Cache
-    decided: int = 0
+    due: int = 0
 
 
 class AdaptiveDrafter(OuterDrafter):
@@ -124,7 +125,8 @@ class AdaptiveDrafter(OuterDrafter):
         max_length: maximum length of a chain, in tokens.
         reads: how many of a row's cached tokens a drafting pass reads.
         beyond: number of cached tokens up to which a drafting pass would read as much as the target's.
-        weight: first guess of a drafting pass's cost; the target's pass over as many cached tokens costs 1.
+        weight: first guess of a drafting pass's cost; the target's pass over as many cached tokens costs 1. The passes
+            of a small model are measured instead.
     """
 
     sized = True
@@ -165,12 +167,18 @@ class AdaptiveDrafter(OuterDrafter):
         super().bind(target, runtime)
         self._clock = runtime.clock
         self._costs: Callable[[], CostCurve] = lambda: runtime.costs(target)  # copies of this share the target
+        small = None if self.chains is None else self.chains.small_model
+        self._small = None if small is None else runtime.costs(small)
         costs = self._costs()
         self._pruner, self._prices = TreePruner(costs, target.vocabulary), self._first_prices(costs)
 
     def _first_prices(self, costs: CostCurve) -> Prices:
         """What is guessed before any step."""
-        return Prices(costs.unit, max(PREPARING_READS * float(costs.cached(1)), FLOAT_TOLERANCE))
+        preparing, small = PREPARING_READS * float(costs.cached(1)), self._small
+        if small is not None and small.unit and costs.unit:
+            self.weight = small.unit / costs.unit
+            preparing += self.weight * float(small.passes(READ_BLOCK)) / READ_BLOCK
+        return Prices(costs.unit, max(preparing, FLOAT_TOLERANCE))
 
     def _ask_costs_again(self) -> None:
         """Start anew with other costs, if passes could be measured again."""
@@ -195,7 +203,7 @@ class AdaptiveDrafter(OuterDrafter):
     def prefilled(self, request: Request, cache: Cache) -> None:
         """Prepare chains now if the prompt is long and they are expected to pay.
 
-        Chains need a cache of the prompt. A short one's takes a single pass, and waits until the first chain is wanted.
+        Chains need a cache of the prompt. A short one's takes a single pass, and waits until a chain is wanted.
         """
         self._unprepared[request.id] = _UnpreparedPrompt(cache)
         if self.chains is None:
@@ -204,20 +212,27 @@ class AdaptiveDrafter(OuterDrafter):
             self._may_prepare(request)
 
     def _may_prepare(self, request: Request) -> bool:
-        """Whether chains are prepared, or can be at once.
-
-        A long text is read for them if that pays. It is decided every ``READ_BLOCK`` tokens, as it takes longer than
-        looking up a draft.
-        """
+        """Whether chains are prepared, or may be at once. A long text is read for them now, if that pays."""
         unprepared = self._unprepared.get(request.id)
-        if unprepared is None or self._short(request):
+        if unprepared is None:
             return True
-        if len(request) < unprepared.decided + READ_BLOCK:
+        if len(request) < unprepared.due:
             return False
-        unprepared.decided = len(request)
-        if worth := self._worth_preparing(request):
+        if self._short(request):
+            return True
+        if worth := self._decided(request):
             self._prepare([request])
         return worth
+
+    def _decided(self, request: Request) -> bool:
+        """Whether reading a text for chains is expected to pay. That takes longer to find out than looking up a draft.
+        So it is asked again when ``READ_BLOCK`` tokens more are there; of a short text, when its answer has doubled."""
+        if request.id not in self._unprepared:
+            return True
+        answer = len(request) - request.prompt_length
+        again = min(answer + 1, READ_BLOCK) if self._short(request) else READ_BLOCK
+        self._unprepared[request.id].due = len(request) + again
+        return self._worth_preparing(request)
 
     def _short(self, request: Request) -> bool:
         """Whether its prompt's cache for chains takes a single pass."""
@@ -227,7 +242,7 @@ class AdaptiveDrafter(OuterDrafter):
         """Whether chains are expected to save more time in the rest of a text than it takes to read its beginning.
 
         What trees give without chains does not count as saved. Chains are expected to be accepted as earlier ones were.
-        How long the reading takes is a guess in the first text.
+        How long the reading takes is a guess in the first text. A short text is soon over, and must be able to lose it.
         """
         length = min(self.max_length, request.max_draft_depth)
         context = PassContext.decoding([request], length)
@@ -238,7 +253,8 @@ class AdaptiveDrafter(OuterDrafter):
         best = self._acceptance.best([request], self._prices.chain(self._draft_size(context)), passes)
         without = plain if self.trees is None else plain / TREES_GAIN
         saved, cost = request.remaining * (without - 1 / best.rate), self._prices.preparing * len(request)
-        return saved > cost and self._budgets[request.id].affords(cost / plain)
+        budget, steps = self._budgets[request.id], cost / plain
+        return saved > cost and (budget.left > steps if self._short(request) else budget.affords(steps))
 
     def _prepare(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -248,7 +264,11 @@ class AdaptiveDrafter(OuterDrafter):
                     self.inner.prefilled(request, unprepared.cache)
 
     def _prepared(self, requests: Sequence[Request]) -> bool:
-        """Whether the chains' caches of the prompts are complete; reads one more piece of each that is not."""
+        """Whether the chains' caches of the prompts are complete; reads one more piece of each that is not, if that is
+        expected to pay."""
+        worth = [self._decided(request) for request in requests]  # all are decided on
+        if not all(worth):
+            return False
         self._prepare(requests)
         unprepared = [request for request in requests if not self.catch_up(request, READ_BLOCK)]
         return not unprepared
@@ -343,7 +363,7 @@ class AdaptiveDrafter(OuterDrafter):
         asked: dict[int, _DraftedRow] = {}
         if self.trees is None:
             return asked
-        price, node = self._prices.asking * len(context) / self._pruner.price(context)[1], None
+        price, node = self._prices.asking * context.waiting / self._pruner.price(context)[1], None
         budgets = self._budgets
         affording = [(n, b) for n, row in enumerate(context.rows) if (b := budgets[row.id]).affords(price)]
         promises = self.trees.known_suffixes([context.rows[n] for n, _ in affording]) if affording else []
@@ -365,7 +385,7 @@ class AdaptiveDrafter(OuterDrafter):
         if not drafted:
             return trees, 0.0
         plain, alone = self._pruner.price(context)
-        price, rows = self._prices.deepening * len(context) / alone, {context.rows[n].id: n for n in drafted}
+        price, rows = self._prices.deepening * context.waiting / alone, {context.rows[n].id: n for n in drafted}
         began = 0.0
 
         def deepens(request: Request, tree: DraftTree) -> bool:
@@ -379,7 +399,8 @@ class AdaptiveDrafter(OuterDrafter):
             return True
 
         own = context.of(list(drafted))
-        limits = [plain + row.budget.stake(0.0) * alone for row in drafted.values()]  # what may be lost if all is wrong
+        share = alone * len(context) / context.waiting
+        limits = [plain + row.budget.stake(0.0) * share for row in drafted.values()]  # what may be lost if all is wrong
         allowed = [max(1, self._pruner.affordable(context, self._nodes, limit, correction)) for limit in limits]
         most = [min(each) for each in zip(own.budgets, allowed, strict=True)]
         assert self.trees is not None
@@ -392,24 +413,24 @@ class AdaptiveDrafter(OuterDrafter):
     def _length(self, selection: TreeSelection, spent: float) -> int | None:
         """Length of the chains to draft; 0 if the trees are better, None if a plain step has to be measured."""
         context, rate = selection.context, selection.tokens / (spent + selection.cost)
-        rows, known = len(context), self._prices
+        rows, others, waiting, known = len(context), len(context.undrafted), context.waiting, self._prices
         longest = min(self.max_length, max(context.budgets), max(row.max_draft_depth for row in context.rows))
         if longest < 1:
             return 0
         draft = known.chain(self._draft_size(context))
         passes = spent + self._pruner.chain_passes(context, longest, known.correction)
-        hopeless = best_length([1.0] * rows, draft, passes).rate <= rate  # not even if all of it were accepted
+        hopeless = best_length([1.0] * rows, draft, passes, others).rate <= rate  # not even if all of it were accepted
         if hopeless and (known.chains_known or any(request.id in self._unprepared for request in context.rows)):
             return 0
-        best = self._acceptance.best(context.rows, draft, passes)
-        gain = (best.rate if known.plain_known else rate) * (spent + selection.plain) / rows
+        best = self._acceptance.best(context.rows, draft, passes, others)
+        gain = (best.rate if known.plain_known else rate) * (spent + selection.plain) / waiting
         if known.plain_step_due(gain):
             return None
         if not known.plain_known:
             return 0
         each = max(draft.each + (float(passes[-1]) - float(passes[0])) / max(longest - 1, 1), FLOAT_TOLERANCE)
         pays, budgets = best.rate > rate, [self._budgets[row.id] for row in context.rows]
-        stake = sum(budget.stake((draft.start + each) / selection.plain) for budget in budgets) / rows
+        stake = sum(budget.stake((draft.start + each) / selection.plain) for budget in budgets) / waiting
         tokens = int((stake * selection.plain - draft.start) / each + FLOAT_TOLERANCE)
         affordable = max(tokens, int(all(budget.untouched for budget in budgets)))
         cheap = int(STAKE * selection.plain / each)  # where passes take far longer than drafts, these may be wrong
@@ -471,7 +492,7 @@ class AdaptiveDrafter(OuterDrafter):
     def _learn(self, step: _StepRecord) -> None:
         """Learn the step's times, and book what it saved."""
         selection, known, context = step.selection, self._prices, step.selection.context
-        rows, alone, nodes = len(context), selection.alone, selection.nodes
+        rows, waiting, alone, nodes = len(context), context.waiting, selection.alone, selection.nodes
         self._pruner.end(selection, sum(row.tokens for row in step.done))
         steps = selection.steps if nodes else 1.0
         if context.decodes:
@@ -486,10 +507,10 @@ class AdaptiveDrafter(OuterDrafter):
         if step.drafting:
             length, size = nodes / rows, self._draft_size(context)
             known.record_chains(length, size, step.drafting)
-            chain = known.chain(size).at(length) / alone
-        each = (steps - 1.0) * rows / max(nodes, 1)  # all rows wait for each node, and for all that is asked
+            chain = known.chain(size).at(length) * waiting / rows / alone
+        each = (steps - 1.0) * waiting / max(nodes, 1)  # all rows wait for each node, and for all that is asked
         node = self._pruner.node_cost(context, known.correction)
-        asking, deepening = known.asking * rows / alone, known.deepening * rows / alone
+        asking, deepening = known.asking * waiting / alone, known.deepening * waiting / alone
         for row in step.done:
             saved = row.tokens - 1.0 - row.nodes * each - chain
             if row.shallow is not None:

@@ -76,6 +76,11 @@ class Drafter(ABC):
         """
         return True
 
+    @property
+    def small_model(self) -> Scorer | None:
+        """The small model whose passes its chains take; None if the target drafts alone, or no model does."""
+        return None
+
     def known_suffixes(self, requests: Sequence[Request]) -> Sequence[int | None]:
         """Length of each text's longest suffix that the drafter has seen before, found in far less time than a draft.
 
@@ -193,6 +198,10 @@ class OuterDrafter(Drafter):
 
     def catch_up(self, request: Request, tokens: int) -> bool:
         return self.inner.catch_up(request, tokens)
+
+    @property
+    def small_model(self) -> Scorer | None:
+        return self.inner.small_model
 
     def known_suffixes(self, requests: Sequence[Request]) -> Sequence[int | None]:
         return self.inner.known_suffixes(requests)

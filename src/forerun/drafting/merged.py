@@ -77,6 +77,11 @@ class MergedDrafter(OuterDrafter):
     def catch_up(self, request: Request, tokens: int) -> bool:
         return self.inner.catch_up(request, tokens) and self.costly.catch_up(request, tokens)
 
+    @property
+    def small_model(self) -> Scorer | None:
+        """The costly drafter's, or one below the cheap one."""
+        return self.costly.small_model or self.inner.small_model
+
     def known_suffixes(self, requests: Sequence[Request]) -> Sequence[int | None]:
         """Those of the cheap drafter; without one None, as the costly one may know what follows."""
         return [known or None for known in self.inner.known_suffixes(requests)]

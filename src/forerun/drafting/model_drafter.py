@@ -53,6 +53,10 @@ class ModelDrafter(Drafter):
             )
         self._level = Level(self.draft or target, self._cache)
 
+    @property
+    def small_model(self) -> Scorer | None:
+        return self.draft
+
     def prefilled(self, request: Request, cache: Cache) -> None:
         """Make the request's cache."""
         self._level.begin(request, cache)

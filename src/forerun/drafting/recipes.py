@@ -199,6 +199,7 @@ def _auto(settings: LongContextConfig) -> Drafter:
         max_length=settings.gamma2,
         reads=reading(budget, SCANNED),
         beyond=beyond,
+        weight=HELPED if small else 1.0,
     )
 
 

@@ -90,15 +90,18 @@ class ChainAcceptance:
         """Forget a text."""
         self._rates.pop(request.id, None)
 
-    def best(self, requests: Sequence[Request], draft: LinearCost, passes: FloatArray) -> ChainLength:
+    def best(
+        self, requests: Sequence[Request], draft: LinearCost, passes: FloatArray, undrafted: int = 0
+    ) -> ChainLength:
         """The length that gives the most tokens by cost, going by what was accepted.
 
         Args:
             requests: the rows.
             draft: cost of drafting chains for all rows, by their tokens.
             passes: cost of verifying 1, 2, ... drafts of each row.
+            undrafted: rows that only wait, and get one token.
         """
-        return best_length([self._rates[request.id].rate for request in requests], draft, passes)
+        return best_length([self._rates[request.id].rate for request in requests], draft, passes, undrafted)
 
     def longest(self, requests: Sequence[Request]) -> int:
         """The longest chain to draft: the longest that one of these texts allows.
@@ -135,10 +138,10 @@ class ChainAcceptance:
             settle(self._table)
 
 
-def best_length(rates: Sequence[float], draft: LinearCost, passes: FloatArray) -> ChainLength:
-    """The length that gives the most tokens by cost, for rows that accept drafts at these rates."""
+def best_length(rates: Sequence[float], draft: LinearCost, passes: FloatArray, undrafted: int = 0) -> ChainLength:
+    """The length that gives the most tokens by cost, for rows that accept drafts at these rates, and some without."""
     lengths = np.arange(1, len(passes) + 1)
     powers = np.asarray(rates)[:, None] ** lengths
-    worth = (len(rates) + powers.cumsum(1).sum(0)) / (draft.start + draft.each * lengths + passes)
+    worth = (len(rates) + undrafted + powers.cumsum(1).sum(0)) / (draft.start + draft.each * lengths + passes)
     at = int(worth.argmax())
     return ChainLength(at + 1, float(worth[at]))

@@ -158,6 +158,7 @@ def prune(
     vocabulary: int,
     curve: FloatArray,
     looks: FloatArray,
+    waiting: int,
     fed: int,
     plain: float,
     alone: float,
@@ -175,7 +176,8 @@ def prune(
         vocabulary: number of the target's tokens. Other tokens, and what is below them, cannot be accepted.
         curve: costs of passes over 0, 1, ... tokens with empty caches.
         looks: what rows of 0, 1, ... tokens pay for each cached token.
-        fed: tokens of the pass besides nodes: one per row, more where prompts are read.
+        waiting: number of rows that decode in the pass, those without a tree among them.
+        fed: tokens of the pass besides nodes: one for each of these rows, more where prompts are read.
         plain: cost of the pass without nodes.
         alone: the same without what it reads of prompts.
         spent: what the step has cost already.
@@ -193,9 +195,9 @@ def prune(
     for row in range(rows):
         _add_tree(table, calibration, row, trees, vocabulary)
     size = _sort(table, begins[rows], looks, cached, rate)
-    decoding = fed == rows
+    decoding = fed == waiting
     best, best_tokens, best_added = 0, 0.0, 0.0
-    most = rows / (spent + plain) if decoding else -rate * plain
+    most = waiting / (spent + plain) if decoding else -rate * plain
     expected, looking = 0.0, 0.0
     for number in range(size):
         node = table.order[number]
@@ -205,7 +207,7 @@ def prune(
         counts[row] += 1
         added = curve[fed + number + 1] - curve[fed] + looking
         cost = plain + (lift - 1.0) * alone + slope * added
-        value = (rows + expected) / (spent + cost) if decoding else expected - rate * cost
+        value = (waiting + expected) / (spent + cost) if decoding else expected - rate * cost
         if value > most:
             most, best, best_tokens, best_added = value, number + 1, expected, added
     for number in range(best):
@@ -262,5 +264,5 @@ def warm_up() -> None:
     table, groups = nodes.at(NodeTable.allocate(1)), calibration.at(CalibrationTable.empty())
     tree, by_row = (ones.copy(), np.full(1, ROOT, np.int64), np.ones(1)), np.ones((5, 1), np.int64)
     curve, looks = np.arange(3.0), np.arange(3.0)
-    prune(table, groups, *tree, np.arange(2), by_row, 1, curve, looks, 1, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0)
+    prune(table, groups, *tree, np.arange(2), by_row, 1, curve, looks, 1, 1, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0)
     learn(table, groups, np.zeros((1, 4), np.int64), ones)

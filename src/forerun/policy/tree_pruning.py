@@ -115,9 +115,9 @@ class TreePruner:
         flat = self._flat(context, trees)
         if flat is None:
             return self.keep_all(context, trees, correction)
-        rows, tokens, (plain, alone) = len(context), context.tokens, self.price(context)
+        waiting, tokens, (plain, alone) = context.waiting, context.tokens, self.price(context)
         end = self._begins[-1]
-        curves, rate = self._curves(tokens + end + 1), rows * self._tokens / self._spent / alone
+        curves, rate = self._curves(tokens + end + 1), waiting * self._tokens / self._spent / alone
         nodes, calibration = self._memory()
         kept, expected, added = node_table.prune(
             nodes,
@@ -125,6 +125,7 @@ class TreePruner:
             *flat,
             self._vocabulary,
             *curves,
+            waiting,
             tokens,
             plain,
             alone,
@@ -132,9 +133,9 @@ class TreePruner:
             *correction,
             rate,
         )
-        parts = self._parts(trees, *flat[:2], flat[4][-1].tolist()) if kept else [DraftTree.empty()] * rows
+        parts = self._parts(trees, *flat[:2], flat[4][-1].tolist()) if kept else [DraftTree.empty()] * len(context)
         cost = _corrected(correction, plain, alone, added, kept)
-        return TreeSelection(context, parts, kept, rows + expected, plain, alone, added, cost)
+        return TreeSelection(context, parts, kept, waiting + expected, plain, alone, added, cost)
 
     def _memory(self) -> tuple[int, int]:
         """Addresses of the table of nodes and of the calibration."""
@@ -186,13 +187,13 @@ class TreePruner:
         self, context: PassContext, trees: Sequence[DraftTree], correction: LinearCost = AS_THE_CURVE_SAYS
     ) -> TreeSelection:
         """All of each tree."""
-        (plain, alone), rows = self.price(context), len(context)
+        (plain, alone), waiting = self.price(context), context.waiting
         if not (nodes := sum(map(len, trees))):
-            return TreeSelection(context, [DraftTree.empty()] * rows, 0, rows, plain, alone, 0.0, plain)
+            return TreeSelection(context, [DraftTree.empty()] * len(context), 0, waiting, plain, alone, 0.0, plain)
         tokens = [pending + len(tree) for pending, tree in zip(context.pending, trees, strict=True)]
-        added = self.cost(tokens, context.cached, context.beside) - plain
+        added = self._cost(context, tokens) - plain
         cost = _corrected(correction, plain, alone, added, nodes)
-        return TreeSelection(context, list(trees), nodes, rows, plain, alone, added, cost)
+        return TreeSelection(context, list(trees), nodes, waiting, plain, alone, added, cost)
 
     def learn(self, row: int, outcome: Outcome, drawn: bool) -> None:
         """Note which nodes of a row's tree were right, whether they were scored or not; ``end`` learns it.
@@ -216,7 +217,8 @@ class TreePruner:
             outcomes = np.array(self._outcomes, np.int64).reshape(-1, 4)
             right = node_table.learn(*self._memory(), outcomes, np.array(self._committed, np.int64))
             self._outcomes, self._committed = [], []
-        self._remember(tokens / len(selection.context), selection.steps)
+        context = selection.context
+        self._remember((tokens + len(context.undrafted)) / context.waiting, selection.steps)
         return right
 
     def rest(self) -> None:
@@ -233,15 +235,18 @@ class TreePruner:
         return self._tokens / self._spent
 
     def price(self, context: PassContext) -> tuple[float, float]:
-        """Cost of a pass without trees, and of one that only decodes these rows."""
+        """Cost of a pass without trees, and of one that only decodes its rows."""
         if self._priced is None or self._priced[0] is not context:
-            plain = self.cost(context.pending, context.cached, context.beside)
-            alone = plain if context.decodes else self.cost([1] * len(context), context.cached)
+            plain = self._cost(context, context.pending)
+            rows = [*context.cached, *context.undrafted]
+            alone = plain if context.decodes else self.cost([1] * len(rows), rows)
             self._priced = context, plain, alone
         return self._priced[1:]
 
-    def cost(self, tokens: Sequence[int], cached: Sequence[int], beside: int = 0) -> float:
-        """``CostCurve.of``, quickly, for a pass that may read tokens of other rows, too."""
+    def cost(
+        self, tokens: Sequence[int], cached: Sequence[int], beside: int = 0, undrafted: Sequence[int] = ()
+    ) -> float:
+        """``CostCurve.of``, quickly, for a pass that may have other rows, too; see ``PassContext``."""
         count = sum(tokens) + beside
         self._curves(count + 1)
         looks = self._looks
@@ -249,11 +254,17 @@ class TreePruner:
             looking = looks[1] * sum(cached)
         else:
             looking = sum(looks[n] * length for n, length in zip(tokens, cached, strict=True))
-        return float(self._passes[count] + self.costs.per_row * (len(tokens) - 1) + looking)
+            looking += looks[1] * sum(undrafted)
+        return float(self._passes[count] + self.costs.per_row * (len(tokens) + len(undrafted) - 1) + looking)
+
+    def _cost(self, context: PassContext, tokens: Sequence[int]) -> float:
+        """Cost of the pass if it reads so many tokens of each row that is drafted for."""
+        return self.cost(tokens, context.cached, context.beside, context.undrafted)
 
     def node_cost(self, context: PassContext, correction: LinearCost) -> float:
-        """What a node for each row adds to a pass, as a share of one that only decodes these rows."""
-        return correction.each * self._added(context, 1) / self.price(context)[1]
+        """What a node of one row takes: in a pass that only decodes, times the rows that wait for it."""
+        waiting = context.waiting / len(context)
+        return correction.each * self._added(context, 1) * waiting / self.price(context)[1]
 
     def chain_pass(self, context: PassContext, length: int, correction: LinearCost) -> float:
         """Cost of a pass over a chain of ``length`` tokens for each row."""
@@ -262,7 +273,7 @@ class TreePruner:
     def _added(self, context: PassContext, length: int) -> float:
         """What chains of ``length`` tokens for each row add to a pass, by the curve."""
         tokens = [pending + length for pending in context.pending]
-        return self.cost(tokens, context.cached, context.beside) - self.price(context)[0]
+        return self._cost(context, tokens) - self.price(context)[0]
 
     def affordable(self, context: PassContext, most: int, limit: float, correction: LinearCost) -> int:
         """The longest chains, of up to ``most`` tokens for each row, whose pass costs no more than ``limit``."""
