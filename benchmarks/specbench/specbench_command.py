@@ -20,7 +20,7 @@ from benchmarks.reporting.study_report import Delivery, Report, listing
 from benchmarks.specbench.spec_questions import prompt_set, read_questions
 from benchmarks.tasks.task_prompts import Counts, build_jobs
 from benchmarks.tasks.task_sets import tasks_for
-from forerun.bench.contestants import Bench, timed
+from forerun.bench.contestants import Bench, Makers, timed
 from forerun.bench.journal import Journal, TurnKey, about
 from forerun.bench.machine import Row, plain_values
 from forerun.bench.prompts_file import TemplateEncoder
@@ -103,12 +103,14 @@ class SpecBench(Bench):
         *_, series = measure(self.contestants(job), job.task, groups, job.max_new_tokens, self._options.rounds)
         return series
 
+    def of_transformers(self) -> Makers:
+        """What builds those of transformers, where times are compared and texts are greedy."""
+        return {} if self._options.every_node or self._options.temperature else self.baselines()
+
     def contestants(self, job: PromptSet) -> dict[str, Contestant]:
         """By name; the first is what the others are compared with."""
         options = self._options
-        found: dict[str, Contestant] = {}
-        if not options.every_node and not options.temperature:
-            found = self._built(self.baselines())
+        found = self._built(self.of_transformers())
         for name in options.drafter or DRAFTERS:
             for budget in options.budgets():
                 label = f"forerun {name}" if len(options.budgets()) == 1 else f"forerun {name}, {budget}"
@@ -148,6 +150,9 @@ def run(options: SpecBenchOptions) -> None:
     groups = {"all of Spec-Bench": list(questions), "all tasks": list(tasks)}
     measured: dict[str, list[Series]] = {}
     left_out: list[Row] = []
+    without = [name for name in bench.of_transformers() if name in bench.refused]
+    if refused := [{"name": name, "why": bench.refused[name]} for name in without]:
+        report.add("not measured", "Not measured", refused, listing(refused, {"name": "contestant", "why": "why"}))
     for category in [*questions, *tasks]:
         say(f"{category}, {len(measured) + 1} of {len(questions) + len(tasks)} categories")
         job = tasks.get(category) or prompt_set(
