@@ -28,7 +28,7 @@ from forerun.models.forward.scorer import Scorer
 from forerun.policy import node_table, prices
 from forerun.policy.ask_gain import DEEPER_GAINS, EXPECTED_NODES, SUFFIX_FALLS, SUFFIX_GAINS, SUFFIXES, AskGain
 from forerun.policy.chain_acceptance import ChainAcceptance, best_length
-from forerun.policy.cost_curve import CostCurve
+from forerun.policy.cost_curve import CostCurve, CostTable
 from forerun.policy.exploration_budget import (
     EXPLORATION_START,
     STAKE,
@@ -36,7 +36,7 @@ from forerun.policy.exploration_budget import (
     growth,
     within_savings,
 )
-from forerun.policy.prices import LinearCost, Prices
+from forerun.policy.prices import LinearCost, Prices, SmallModel
 from forerun.policy.tree_pruning import TreePruner, TreeSelection
 
 FLOAT_TOLERANCE = 1e-6
@@ -108,10 +108,12 @@ class _UnpreparedPrompt:
 
     Attributes:
         cache: the target's.
-        due: the text's length from which reading it may be decided on, in tokens.
+        worth: whether reading it was expected to pay.
+        due: the text's length at which that is found out anew, in tokens.
     """
 
     cache: Cache
+    worth: bool = False
     due: int = 0
 
 
@@ -125,8 +127,10 @@ class AdaptiveDrafter(OuterDrafter):
         max_length: maximum length of a chain, in tokens.
         reads: how many of a row's cached tokens a drafting pass reads.
         beyond: number of cached tokens up to which a drafting pass would read as much as the target's.
-        weight: first guess of a drafting pass's cost; the target's pass over as many cached tokens costs 1. The passes
-            of a small model are measured instead.
+        weight: first guess of a drafting pass's cost; the target's pass over as many cached tokens costs 1.
+        window: the most tokens of a text that a small model among the chains reads.
+        alone: number of cached tokens up to which it drafts for the target itself. So long its passes, as measured, are
+            the first guess.
     """
 
     sized = True
@@ -141,10 +145,13 @@ class AdaptiveDrafter(OuterDrafter):
         reads: Callable[[int], int] = lambda cached: cached,
         beyond: int = 0,
         weight: float = 1.0,
+        window: int = 0,
+        alone: int = 0,
     ) -> None:
         super().__init__(inner)
         self.trees, self.chains = trees, chains
         self.max_length, self.reads, self.beyond, self.weight = max_length, reads, beyond, weight
+        self.window, self.alone = window, alone
         self._budgets: dict[int, ExplorationBudget] = {}  # by request
         self._unprepared: dict[int, _UnpreparedPrompt] = {}
         self._preparing: dict[int, float] = {}  # seconds so far
@@ -168,24 +175,29 @@ class AdaptiveDrafter(OuterDrafter):
         self._clock = runtime.clock
         self._costs: Callable[[], CostCurve] = lambda: runtime.costs(target)  # copies of this share the target
         small = None if self.chains is None else self.chains.small_model
-        self._small = None if small is None else runtime.costs(small)
+        self._small_costs: Callable[[], CostCurve | None] = lambda: None if small is None else runtime.costs(small)
         costs = self._costs()
-        self._pruner, self._prices = TreePruner(costs, target.vocabulary), self._first_prices(costs)
+        self._pruner = TreePruner(costs, target.vocabulary)
+        self._begin_with(costs)
 
-    def _first_prices(self, costs: CostCurve) -> Prices:
+    def _begin_with(self, costs: CostCurve) -> None:
         """What is guessed before any step."""
-        preparing, small = PREPARING_READS * float(costs.cached(1)), self._small
+        self._prices, self._small = Prices(costs.unit), None
+        small = self._small_costs()
         if small is not None and small.unit and costs.unit:
-            self.weight = small.unit / costs.unit
-            preparing += self.weight * float(small.passes(READ_BLOCK)) / READ_BLOCK
-        return Prices(costs.unit, max(preparing, FLOAT_TOLERANCE))
+            self._small = SmallModel(CostTable(small), small.unit / costs.unit, self.window)
+
+    def _preparing_guess(self, tokens: int) -> float:
+        """First guess of what it takes to read a prompt of so many tokens for chains."""
+        guess = max(PREPARING_READS * float(self._pruner.costs.cached(1)), FLOAT_TOLERANCE) * tokens
+        return guess if self._small is None else guess + self._small.reading(tokens)
 
     def _ask_costs_again(self) -> None:
         """Start anew with other costs, if passes could be measured again."""
         costs = self._costs()
         if costs != self._pruner.costs:
             self._pruner.fit(costs)
-            self._prices = self._first_prices(costs)
+            self._begin_with(costs)
 
     def warm_up(self) -> None:
         node_table.warm_up()
@@ -212,27 +224,21 @@ class AdaptiveDrafter(OuterDrafter):
             self._may_prepare(request)
 
     def _may_prepare(self, request: Request) -> bool:
-        """Whether chains are prepared, or may be at once. A long text is read for them now, if that pays."""
-        unprepared = self._unprepared.get(request.id)
-        if unprepared is None:
-            return True
-        if len(request) < unprepared.due:
-            return False
-        if self._short(request):
-            return True
-        if worth := self._decided(request):
-            self._prepare([request])
-        return worth
+        """Whether chains are prepared, or may be at once. A long text is read for them now, if that pays.
 
-    def _decided(self, request: Request) -> bool:
-        """Whether reading a text for chains is expected to pay. That takes longer to find out than looking up a draft.
-        So it is asked again when ``READ_BLOCK`` tokens more are there; of a short text, when its answer has doubled."""
-        if request.id not in self._unprepared:
+        Whether it pays takes longer to find out than looking up a draft. So that is done again when ``READ_BLOCK``
+        tokens more are there; for a short text, when its answer has doubled. Without trees, a short one is always read.
+        """
+        unprepared, short = self._unprepared.get(request.id), self._short(request)
+        if unprepared is None or (short and self.trees is None):
             return True
-        answer = len(request) - request.prompt_length
-        again = min(answer + 1, READ_BLOCK) if self._short(request) else READ_BLOCK
-        self._unprepared[request.id].due = len(request) + again
-        return self._worth_preparing(request)
+        if len(request) >= unprepared.due:
+            answer = len(request) - request.prompt_length
+            unprepared.due = len(request) + (answer + 1 if short else READ_BLOCK)
+            unprepared.worth = self._worth_preparing(request)
+            if unprepared.worth and not short:
+                self._prepare([request])
+        return unprepared.worth
 
     def _short(self, request: Request) -> bool:
         """Whether its prompt's cache for chains takes a single pass."""
@@ -242,7 +248,7 @@ class AdaptiveDrafter(OuterDrafter):
         """Whether chains are expected to save more time in the rest of a text than it takes to read its beginning.
 
         What trees give without chains does not count as saved. Chains are expected to be accepted as earlier ones were.
-        How long the reading takes is a guess in the first text. A short text is soon over, and must be able to lose it.
+        How long the reading takes is a guess in the first text.
         """
         length = min(self.max_length, request.max_draft_depth)
         context = PassContext.decoding([request], length)
@@ -252,9 +258,9 @@ class AdaptiveDrafter(OuterDrafter):
         plain, _ = self._pruner.price(context)
         best = self._acceptance.best([request], self._prices.chain(self._draft_size(context)), passes)
         without = plain if self.trees is None else plain / TREES_GAIN
-        saved, cost = request.remaining * (without - 1 / best.rate), self._prices.preparing * len(request)
-        budget, steps = self._budgets[request.id], cost / plain
-        return saved > cost and (budget.left > steps if self._short(request) else budget.affords(steps))
+        saved = request.remaining * (without - 1 / best.rate)
+        cost = self._prices.preparing * self._preparing_guess(len(request))
+        return saved > cost and self._budgets[request.id].affords(cost / plain)
 
     def _prepare(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -264,11 +270,7 @@ class AdaptiveDrafter(OuterDrafter):
                     self.inner.prefilled(request, unprepared.cache)
 
     def _prepared(self, requests: Sequence[Request]) -> bool:
-        """Whether the chains' caches of the prompts are complete; reads one more piece of each that is not, if that is
-        expected to pay."""
-        worth = [self._decided(request) for request in requests]  # all are decided on
-        if not all(worth):
-            return False
+        """Whether the chains' caches of the prompts are complete; reads one more piece of each that is not."""
         self._prepare(requests)
         unprepared = [request for request in requests if not self.catch_up(request, READ_BLOCK)]
         return not unprepared
@@ -286,9 +288,9 @@ class AdaptiveDrafter(OuterDrafter):
 
     def _prepared_in(self, request: Request, seconds: float) -> None:
         """Learn what it took to read a prompt for chains. The next texts may lose that much less."""
-        self._prices.record_preparing(len(request), seconds)
+        self._prices.record_preparing(self._preparing_guess(len(request)), seconds)
         if unit := self._prices.unit:
-            self._credit = within_savings(self._credit - seconds / unit / self._pruner.cost([1], [len(request)]))
+            self._credit = within_savings(self._credit - seconds / unit / self._pruner.table.cost([1], [len(request)]))
 
     @contextmanager
     def _timing(self, request: Request) -> Iterator[None]:
@@ -325,6 +327,9 @@ class AdaptiveDrafter(OuterDrafter):
         length = self._length(selection, spent) if chains else 0
         if length and not self._prepared(context.rows):
             length = 0
+        if not (drafted or length):
+            self._step, self._resting = None, (context, self._clock())
+            return None
         prepared = ended = self._clock()
         if length != 0:
             within = replace(context.within(length or 0), stop=self._acceptance.stop)
@@ -348,10 +353,14 @@ class AdaptiveDrafter(OuterDrafter):
             self._step.scoring = self._clock() - self._step.ended
 
     def _may_draft_chains(self, context: PassContext) -> bool:
-        """Whether drafting passes read less than the target's, and no row's text is unprepared for them."""
+        """Whether drafting passes read less than the target's, and each row is prepared for them or can be.
+
+        A short text is read for the sake of rows that are prepared, too.
+        """
         if self.chains is None or not context.decodes or max(context.cached) < self.beyond:
             return False
-        ready = [self._may_prepare(row) for row in context.rows]  # all are decided on
+        begun = any(row.id not in self._unprepared for row in context.rows)
+        ready = [self._may_prepare(row) or (begun and self._short(row)) for row in context.rows]  # all are decided on
         return all(ready)
 
     def _asked(self, context: PassContext) -> dict[int, _DraftedRow]:
@@ -430,7 +439,8 @@ class AdaptiveDrafter(OuterDrafter):
             return 0
         each = max(draft.each + (float(passes[-1]) - float(passes[0])) / max(longest - 1, 1), FLOAT_TOLERANCE)
         pays, budgets = best.rate > rate, [self._budgets[row.id] for row in context.rows]
-        stake = sum(budget.stake((draft.start + each) / selection.plain) for budget in budgets) / waiting
+        least = (draft.start + each) / selection.plain * waiting / rows
+        stake = sum(budget.stake(least) for budget in budgets) / waiting
         tokens = int((stake * selection.plain - draft.start) / each + FLOAT_TOLERANCE)
         affordable = max(tokens, int(all(budget.untouched for budget in budgets)))
         cheap = int(STAKE * selection.plain / each)  # where passes take far longer than drafts, these may be wrong
@@ -442,7 +452,9 @@ class AdaptiveDrafter(OuterDrafter):
 
     def _draft_size(self, context: PassContext) -> float:
         """Estimated cost of a drafting pass, by the cached tokens that it reads."""
-        return self.weight * self._pruner.cost([1] * len(context), list(map(self.reads, context.cached)))
+        if self._small is not None and max(context.cached) <= self.alone:
+            return self._small.drafting(context.cached)
+        return self.weight * self._pruner.table.cost([1] * len(context), list(map(self.reads, context.cached)))
 
     def verified(self, request: Request, outcome: Outcome) -> None:
         self._note(request, outcome, self.inner.verified)

@@ -38,6 +38,9 @@ class Drafter(ABC):
     states: tuple[int, ...] = ()
     """Layers of the target whose hidden states it wants of every committed token; see ``Scorer.score_with_states``."""
 
+    small_model: Scorer | None = None
+    """The small model whose passes its chains take; None if the target drafts alone, or no model does."""
+
     def bind(self, target: Scorer, runtime: Runtime) -> None:  # noqa: B027
         """Called once, with the engine's target, its clock, and its way to measure what passes cost.
 
@@ -75,11 +78,6 @@ class Drafter(ABC):
             Whether nothing is left.
         """
         return True
-
-    @property
-    def small_model(self) -> Scorer | None:
-        """The small model whose passes its chains take; None if the target drafts alone, or no model does."""
-        return None
 
     def known_suffixes(self, requests: Sequence[Request]) -> Sequence[int | None]:
         """Length of each text's longest suffix that the drafter has seen before, found in far less time than a draft.
@@ -200,7 +198,8 @@ class OuterDrafter(Drafter):
         return self.inner.catch_up(request, tokens)
 
     @property
-    def small_model(self) -> Scorer | None:
+    def small_model(self) -> Scorer | None:  # type: ignore[override]
+        """That of the inner drafter."""
         return self.inner.small_model
 
     def known_suffixes(self, requests: Sequence[Request]) -> Sequence[int | None]:

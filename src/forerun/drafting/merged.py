@@ -78,7 +78,7 @@ class MergedDrafter(OuterDrafter):
         return self.inner.catch_up(request, tokens) and self.costly.catch_up(request, tokens)
 
     @property
-    def small_model(self) -> Scorer | None:
+    def small_model(self) -> Scorer | None:  # type: ignore[override]
         """The costly drafter's, or one below the cheap one."""
         return self.costly.small_model or self.inner.small_model
 

@@ -41,7 +41,7 @@ class ModelDrafter(Drafter):
         if gamma < 1:
             raise ValueError(f"gamma is {gamma}; it must be at least 1")
         self.gamma = gamma
-        self.draft = draft
+        self.draft = self.small_model = draft
         self._cache = cache
 
     def bind(self, target: Scorer, runtime: Runtime) -> None:
@@ -52,10 +52,6 @@ class ModelDrafter(Drafter):
                 "their tokenizers differ; the draft's vocabulary must equal the target's or be its beginning"
             )
         self._level = Level(self.draft or target, self._cache)
-
-    @property
-    def small_model(self) -> Scorer | None:
-        return self.draft
 
     def prefilled(self, request: Request, cache: Cache) -> None:
         """Make the request's cache."""

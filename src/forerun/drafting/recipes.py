@@ -21,7 +21,7 @@ from forerun.kv.low_rank import LowRankCache, LowRankConfig
 from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
 from forerun.kv.streaming import Rotation, StreamingCache
 from forerun.models.forward import gate
-from forerun.models.forward.level import CacheFactory
+from forerun.models.forward.level import UNLIMITED, CacheFactory
 from forerun.models.forward.scorer import Scorer, is_sharded
 from forerun.trie.trie import Trie
 
@@ -36,7 +36,7 @@ CONFIDENT_NODES = 4
 
 HELPED = 0.1
 """First guess of what it costs to draft a token over a sparse cache with the help of a small model or a trie; a pass of
-the target costs 1. It is low, so that drafting is tried, and then measured."""
+the target costs 1. It is low, so that drafting is tried, and then measured. A small model alone is measured at load."""
 
 
 SCANNED = 0.1
@@ -200,6 +200,8 @@ def _auto(settings: LongContextConfig) -> Drafter:
         reads=reading(budget, SCANNED),
         beyond=beyond,
         weight=HELPED if small else 1.0,
+        window=settings.sinks + settings.window,
+        alone=budget,
     )
 
 
@@ -217,7 +219,13 @@ def long_context(
         reads = reading(settings.window if sparse is None else settings.cache_budget)
         alone = isinstance(chains, ModelDrafter) and not small
         return AdaptiveDrafter(
-            chains, chains=chains, max_length=settings.gamma2, reads=reads, weight=1.0 if alone else HELPED
+            chains,
+            chains=chains,
+            max_length=settings.gamma2,
+            reads=reads,
+            weight=1.0 if alone else HELPED,
+            window=settings.sinks + settings.window,
+            alone=UNLIMITED if sparse is None else settings.cache_budget,
         )
 
     return Recipe(paced, small, sparse)

@@ -99,6 +99,49 @@ class CostCurve:
         return replace(self, costs=costs, cached_costs=cached, per_row=per_row)
 
 
+class CostTable:
+    """Costs by a curve, looked up in a microsecond.
+
+    Args:
+        costs: the curve.
+    """
+
+    def __init__(self, costs: CostCurve) -> None:
+        self.costs = costs
+        self._know(128)
+
+    def _know(self, count: int) -> None:
+        """Work out both curves for 0 to ``count`` - 1 tokens."""
+        self._known, self._known_cached = self.costs.passes(np.arange(count)), self.costs.cached(np.arange(count))
+        self._passes, self._looks = self._known.tolist(), self._known_cached.tolist()  # the same, for one at a time
+
+    def curves(self, count: int) -> tuple[FloatArray, FloatArray]:
+        """Costs of passes over 0 to at least ``count`` - 1 tokens with empty caches, and for each cached token."""
+        if len(self._known) < count:
+            self._know(2 * count)
+        return self._known, self._known_cached
+
+    def cost(
+        self, tokens: Sequence[int], cached: Sequence[int], beside: int = 0, undrafted: Sequence[int] = ()
+    ) -> float:
+        """``CostCurve.of``, for a pass that may have other rows, too.
+
+        Args:
+            tokens, cached: of each row, scored and looked back on.
+            beside: tokens of other rows.
+            undrafted: cached tokens of other rows that decode.
+        """
+        count = sum(tokens) + beside
+        self.curves(count + 1)
+        looks = self._looks
+        if count == len(tokens):
+            looking = looks[1] * sum(cached)
+        else:
+            looking = sum(looks[n] * length for n, length in zip(tokens, cached, strict=True))
+            looking += looks[1] * sum(undrafted)
+        return float(self._passes[count] + self.costs.per_row * (len(tokens) + len(undrafted) - 1) + looking)
+
+
 def _never_fall(values: Sequence[float]) -> bool:
     return list(values) == sorted(values) and values[-1] < math.inf
 

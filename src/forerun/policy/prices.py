@@ -8,12 +8,14 @@ and the time of drafting, which is counted in passes of that moment.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from forerun.core.compiling import compiled
-from forerun.policy.cost_curve import FloatArray
+from forerun.policy.cost_curve import CostTable, FloatArray
 from forerun.policy.exploration_budget import EXPLORATION_SHARE
 
 FIRST_PROPOSAL_SECONDS = 0.0003
@@ -50,6 +52,29 @@ class LinearCost(NamedTuple):
     def at(self, size: float) -> float:
         """The cost of this size."""
         return self.start + self.each * size
+
+
+@dataclass(frozen=True, slots=True)
+class SmallModel:
+    """What the passes of a small model take that looks back on a text's first and last tokens.
+
+    Attributes:
+        table: costs of its passes.
+        share: what its pass over one token takes; the target's takes 1.
+        window: the most tokens of a text that it reads.
+    """
+
+    table: CostTable
+    share: float
+    window: int
+
+    def drafting(self, cached: Sequence[int]) -> float:
+        """Cost of a pass over one token of each row, by the rows' cached tokens."""
+        return self.share * self.table.cost([1] * len(cached), [min(each, self.window) for each in cached])
+
+    def reading(self, tokens: int) -> float:
+        """Cost of reading a prompt of so many tokens."""
+        return self.share * self.table.cost([min(tokens, self.window)], [0])
 
 
 AS_THE_CURVE_SAYS, IN_PROPORTION = LinearCost(1.0, 1.0), LinearCost(0.0, 1.0)
@@ -160,17 +185,16 @@ class Prices:
 
     Args:
         loaded: seconds of a pass of cost 1, if they were measured before any step.
-        preparing: first guess of what it costs to read a token of a prompt for chains.
     """
 
-    def __init__(self, loaded: float | None = None, preparing: float = 1.0) -> None:
+    def __init__(self, loaded: float | None = None) -> None:
         self._loaded = loaded is not None
         doubt = LOADED_DOUBT if self._loaded else NOTHING_KNOWN
         self._passes = TimeModel(loaded or 1.0, doubt, noise=STEP_NOISE)
         self._asking: TimeModel | None = None
         self._deepening = TimeModel(FIRST_DEEPENING, GUESS_DOUBT)
         self._chains = TimeModel(1.0, GUESS_DOUBT, IN_PROPORTION)
-        self._preparing = TimeModel(preparing, NOTHING_KNOWN)
+        self._preparing = TimeModel(1.0, NOTHING_KNOWN)
         self._since = 0
         self._after_plain = self._plain_measured = False
 
@@ -211,10 +235,10 @@ class Prices:
             passes = seconds / unit / pass_cost
             self._chains.record(passes if self.chains_known else min(passes, length), length, sized=True)
 
-    def record_preparing(self, tokens: int, seconds: float) -> None:
-        """Reading a prompt of so many tokens for chains took ``seconds``."""
-        if tokens and (unit := self.unit):
-            self._preparing.record(seconds / unit / tokens)
+    def record_preparing(self, guess: float, seconds: float) -> None:
+        """Reading a prompt for chains took ``seconds``; ``guess`` is what it was first taken to cost."""
+        if guess and (unit := self.unit):
+            self._preparing.record(seconds / unit / guess)
 
     @property
     def plain_measured(self) -> bool:
@@ -256,7 +280,7 @@ class Prices:
 
     @property
     def preparing(self) -> float:
-        """Cost of reading a token of a prompt for chains."""
+        """Cost of reading prompts for chains, as a multiple of the first guess."""
         return self._preparing.scale
 
     def chain(self, pass_cost: float) -> LinearCost:

@@ -28,7 +28,7 @@ from forerun.core.tree import ROOT, DraftTree, IntArray
 from forerun.core.verify import Outcome
 from forerun.policy import node_table
 from forerun.policy.calibration import MEMORY, CalibrationTable
-from forerun.policy.cost_curve import CostCurve, FloatArray
+from forerun.policy.cost_curve import CostCurve, CostTable, FloatArray
 from forerun.policy.node_table import NodeTable
 from forerun.policy.prices import AS_THE_CURVE_SAYS, LinearCost
 
@@ -89,13 +89,7 @@ class TreePruner:
 
     def fit(self, costs: CostCurve) -> None:
         """Go by other costs from now on."""
-        self.costs, self._priced = costs, None
-        self._know(128)
-
-    def _know(self, count: int) -> None:
-        """Work out both curves for 0 to ``count`` - 1 tokens."""
-        self._known, self._known_cached = self.costs.passes(np.arange(count)), self.costs.cached(np.arange(count))
-        self._passes, self._looks = self._known.tolist(), self._known_cached.tolist()  # the same, for one at a time
+        self.costs, self.table, self._priced = costs, CostTable(costs), None
 
     def prune(
         self,
@@ -117,7 +111,7 @@ class TreePruner:
             return self.keep_all(context, trees, correction)
         waiting, tokens, (plain, alone) = context.waiting, context.tokens, self.price(context)
         end = self._begins[-1]
-        curves, rate = self._curves(tokens + end + 1), waiting * self._tokens / self._spent / alone
+        curves, rate = self.table.curves(tokens + end + 1), waiting * self._tokens / self._spent / alone
         nodes, calibration = self._memory()
         kept, expected, added = node_table.prune(
             nodes,
@@ -239,27 +233,13 @@ class TreePruner:
         if self._priced is None or self._priced[0] is not context:
             plain = self._cost(context, context.pending)
             rows = [*context.cached, *context.undrafted]
-            alone = plain if context.decodes else self.cost([1] * len(rows), rows)
+            alone = plain if context.decodes else self.table.cost([1] * len(rows), rows)
             self._priced = context, plain, alone
         return self._priced[1:]
 
-    def cost(
-        self, tokens: Sequence[int], cached: Sequence[int], beside: int = 0, undrafted: Sequence[int] = ()
-    ) -> float:
-        """``CostCurve.of``, quickly, for a pass that may have other rows, too; see ``PassContext``."""
-        count = sum(tokens) + beside
-        self._curves(count + 1)
-        looks = self._looks
-        if count == len(tokens):
-            looking = looks[1] * sum(cached)
-        else:
-            looking = sum(looks[n] * length for n, length in zip(tokens, cached, strict=True))
-            looking += looks[1] * sum(undrafted)
-        return float(self._passes[count] + self.costs.per_row * (len(tokens) + len(undrafted) - 1) + looking)
-
     def _cost(self, context: PassContext, tokens: Sequence[int]) -> float:
         """Cost of the pass if it reads so many tokens of each row that is drafted for."""
-        return self.cost(tokens, context.cached, context.beside, context.undrafted)
+        return self.table.cost(tokens, context.cached, context.beside, context.undrafted)
 
     def node_cost(self, context: PassContext, correction: LinearCost) -> float:
         """What a node of one row takes: in a pass that only decodes, times the rows that wait for it."""
@@ -285,17 +265,11 @@ class TreePruner:
         """Costs of passes over chains of 1 to ``length`` tokens for each row."""
         rows, tokens = len(context), context.tokens
         lengths = np.arange(1, length + 1)
-        curve, looks = self._curves(tokens + rows * length + 1)
+        curve, looks = self.table.curves(tokens + rows * length + 1)
         looking = np.array(context.cached) @ looks[np.add.outer(np.array(context.pending), np.arange(length + 1))]
         added = curve[tokens + rows * lengths] - curve[tokens] + looking[1:] - looking[0]
         plain, alone = self.price(context)
         return np.asarray(plain + (correction.start - 1.0) * alone + correction.each * added)
-
-    def _curves(self, count: int) -> tuple[FloatArray, FloatArray]:
-        """Costs of passes over 0 to at least ``count`` - 1 tokens with empty caches, and for each cached token."""
-        if len(self._known) < count:
-            self._know(2 * count)
-        return self._known, self._known_cached
 
 
 def _corrected(correction: LinearCost, plain: float, alone: float, added: float, nodes: int) -> float:
