@@ -247,8 +247,8 @@ class AdaptiveDrafter(OuterDrafter):
     def _worth_preparing(self, request: Request) -> bool:
         """Whether chains are expected to save more time in the rest of a text than it takes to read its beginning.
 
-        What trees give without chains does not count as saved. Chains are expected to be accepted as earlier ones were.
-        How long the reading takes is a guess in the first text.
+        What trees give without chains does not count as saved; behind a short prompt, that is what drafts gave lately.
+        Chains are expected to be accepted as earlier ones were. How long the reading takes is a guess in the first text.
         """
         length = min(self.max_length, request.max_draft_depth)
         context = PassContext.decoding([request], length)
@@ -257,7 +257,8 @@ class AdaptiveDrafter(OuterDrafter):
         passes = self._pruner.chain_passes(context, length, self._prices.correction)
         plain, _ = self._pruner.price(context)
         best = self._acceptance.best([request], self._prices.chain(self._draft_size(context)), passes)
-        without = plain if self.trees is None else plain / TREES_GAIN
+        trees = max(TREES_GAIN, self._pruner.gain) if self._short(request) else TREES_GAIN
+        without = plain if self.trees is None else plain / trees
         saved = request.remaining * (without - 1 / best.rate)
         cost = self._prices.preparing * self._preparing_guess(len(request))
         return saved > cost and self._budgets[request.id].affords(cost / plain)

@@ -53,6 +53,10 @@ class ModelDrafter(Drafter):
             )
         self._level = Level(self.draft or target, self._cache)
 
+    def warm_up(self) -> None:
+        """Make a cache. The first of a model finds out how its positions rotate."""
+        self._level.needs(1)
+
     def prefilled(self, request: Request, cache: Cache) -> None:
         """Make the request's cache."""
         self._level.begin(request, cache)
