@@ -248,7 +248,7 @@ class AdaptiveDrafter(OuterDrafter):
         """Whether chains are expected to save more time in the rest of a text than it takes to read its beginning.
 
         What trees give without chains does not count as saved; behind a short prompt, that is what drafts gave lately.
-        Chains are expected to be accepted as earlier ones were. How long the reading takes is a guess in the first text.
+        Chains are expected to be accepted as earlier ones were. How long the reading takes is a guess at first.
         """
         length = min(self.max_length, request.max_draft_depth)
         context = PassContext.decoding([request], length)
