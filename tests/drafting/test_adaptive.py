@@ -208,7 +208,7 @@ def test_chains_whose_further_tokens_seem_free_are_drafted_to_the_last_token(
     trees: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where one pass of a lower level gives as many tokens as it may. The last chain may have one token only."""
-    monkeypatch.setattr(Prices, "chain", lambda self, cost: LinearCost(0.2, 0.0))
+    monkeypatch.setattr(Prices, "chain", lambda self, cost, alone: LinearCost(0.2, 0.0))
     now, _ = decode(World(accepted=lambda token: 1.0, passes=lambda length: 1.0), 101, trees=trees)
     assert now < 101 / 2
 
@@ -665,6 +665,22 @@ def test_costs_that_others_disturbed_are_asked_for_again_when_a_text_begins_alon
     chooser.propose(context)
     assert chooser._pruner.price(context)[0] == pytest.approx(1.0)
     assert chooser._prices.unit == 1.0
+
+
+def test_a_small_models_costs_that_others_disturbed_are_asked_for_again() -> None:
+    world, own = World(loaded=1.0), Target()
+    found = [CostCurve((1, 2), (1.0, 1.5), unit=unit, doubtful=unit == 0.9) for unit in (0.9, 0.1)]
+
+    def costs(scorer: object) -> CostCurve:
+        return found.pop(0) if scorer is own else CostCurve((1, 2), (1.0, 1.02), unit=1.0)
+
+    chains = Preparing(world, own)
+    chooser = AdaptiveDrafter(chains, trees=Branches(world), chains=chains, window=200, alone=504)
+    chooser.bind(Target(), Runtime(world.clock, costs))  # type: ignore[arg-type]
+    for share in (0.9, 0.1):
+        context = PassContext.decoding([Request(PROMPT[:9], 1)], 8)
+        assert chooser._draft_size(context) == pytest.approx(share)
+        chooser.begin(context.rows[0])
 
 
 def test_a_batch_of_another_size_begins_with_what_was_learnt() -> None:

@@ -60,6 +60,15 @@ def run(pruner: TreePruner, right: int, steps: int = 300, tree: DraftTree | None
     return sizes
 
 
+def test_what_chains_gave_does_not_count_as_given_by_trees() -> None:
+    pruner = TreePruner(CostCurve.linear(24))
+    selection = pruner.keep_all(PassContext.decoding([Request([1, 2], 9)], 8), [chain()])
+    pruner.end(selection, 9, chained=True)
+    assert pruner.gain == 1.0
+    pruner.end(selection, 9)
+    assert pruner.gain > 1.0
+
+
 @st.composite
 def trees(draw: st.DrawFn) -> DraftTree:
     n = draw(st.integers(0, 20))

@@ -173,31 +173,31 @@ class AdaptiveDrafter(OuterDrafter):
     def bind(self, target: Scorer, runtime: Runtime) -> None:
         super().bind(target, runtime)
         self._clock = runtime.clock
-        self._costs: Callable[[], CostCurve] = lambda: runtime.costs(target)  # copies of this share the target
         small = None if self.chains is None else self.chains.small_model
-        self._small_costs: Callable[[], CostCurve | None] = lambda: None if small is None else runtime.costs(small)
-        costs = self._costs()
-        self._pruner = TreePruner(costs, target.vocabulary)
-        self._begin_with(costs)
+        models = [target] if small is None else [target, small]
+        self._costs: Callable[[], list[CostCurve]] = lambda: [runtime.costs(each) for each in models]
+        self._measured = self._costs()
+        self._pruner = TreePruner(self._measured[0], target.vocabulary)
+        self._start_anew()
 
-    def _begin_with(self, costs: CostCurve) -> None:
-        """What is guessed before any step."""
-        self._prices, self._small = Prices(costs.unit), None
-        small = self._small_costs()
-        if small is not None and small.unit and costs.unit:
-            self._small = SmallModel(CostTable(small), small.unit / costs.unit, self.window)
+    def _start_anew(self) -> None:
+        """Guess what is not measured."""
+        target, *small = self._measured
+        self._prices, self._small = Prices(target.unit), None
+        if small and small[0].unit and target.unit:
+            self._small = SmallModel(CostTable(small[0]), small[0].unit / target.unit, self.window)
 
-    def _preparing_guess(self, tokens: int) -> float:
-        """First guess of what it takes to read a prompt of so many tokens for chains."""
-        guess = max(PREPARING_READS * float(self._pruner.costs.cached(1)), FLOAT_TOLERANCE) * tokens
-        return guess if self._small is None else guess + self._small.reading(tokens)
+    def _preparing_guess(self, request: Request) -> float:
+        """First guess of what it takes to read a text for chains."""
+        guess = max(PREPARING_READS * float(self._pruner.costs.cached(1)), FLOAT_TOLERANCE) * len(request)
+        return guess if self._small is None else guess + self._small.reading(request.prompt_length)
 
     def _ask_costs_again(self) -> None:
         """Start anew with other costs, if passes could be measured again."""
-        costs = self._costs()
-        if costs != self._pruner.costs:
-            self._pruner.fit(costs)
-            self._begin_with(costs)
+        if (measured := self._costs()) != self._measured:
+            self._measured = measured
+            self._pruner.fit(measured[0])
+            self._start_anew()
 
     def warm_up(self) -> None:
         node_table.warm_up()
@@ -206,7 +206,8 @@ class AdaptiveDrafter(OuterDrafter):
 
     def begin(self, request: Request) -> None:
         self._texts += 1
-        if self._pruner.costs.doubtful and not self._budgets and self._texts.bit_count() == 1:  # the 1st, 2nd, 4th, 8th
+        doubtful = any(costs.doubtful for costs in self._measured)
+        if doubtful and not self._budgets and self._texts.bit_count() == 1:  # the 1st, 2nd, 4th, 8th
             self._ask_costs_again()
         self._budgets[request.id] = ExplorationBudget(request, self._credit)
         self._acceptance.begin(request)
@@ -247,7 +248,7 @@ class AdaptiveDrafter(OuterDrafter):
     def _worth_preparing(self, request: Request) -> bool:
         """Whether chains are expected to save more time in the rest of a text than it takes to read its beginning.
 
-        What trees give without chains does not count as saved; behind a short prompt, that is what drafts gave lately.
+        What trees give without chains does not count as saved; behind a short prompt, that is what they gave lately.
         Chains are expected to be accepted as earlier ones were. How long the reading takes is a guess at first.
         """
         length = min(self.max_length, request.max_draft_depth)
@@ -256,11 +257,11 @@ class AdaptiveDrafter(OuterDrafter):
             return False
         passes = self._pruner.chain_passes(context, length, self._prices.correction)
         plain, _ = self._pruner.price(context)
-        best = self._acceptance.best([request], self._prices.chain(self._draft_size(context)), passes)
+        best = self._acceptance.best([request], self._draft_cost(context), passes)
         trees = max(TREES_GAIN, self._pruner.gain) if self._short(request) else TREES_GAIN
         without = plain if self.trees is None else plain / trees
         saved = request.remaining * (without - 1 / best.rate)
-        cost = self._prices.preparing * self._preparing_guess(len(request))
+        cost = self._prices.preparing * self._preparing_guess(request)
         return saved > cost and self._budgets[request.id].affords(cost / plain)
 
     def _prepare(self, requests: Sequence[Request]) -> None:
@@ -289,7 +290,7 @@ class AdaptiveDrafter(OuterDrafter):
 
     def _prepared_in(self, request: Request, seconds: float) -> None:
         """Learn what it took to read a prompt for chains. The next texts may lose that much less."""
-        self._prices.record_preparing(self._preparing_guess(len(request)), seconds)
+        self._prices.record_preparing(self._preparing_guess(request), seconds)
         if unit := self._prices.unit:
             self._credit = within_savings(self._credit - seconds / unit / self._pruner.table.cost([1], [len(request)]))
 
@@ -427,10 +428,12 @@ class AdaptiveDrafter(OuterDrafter):
         longest = min(self.max_length, max(context.budgets), max(row.max_draft_depth for row in context.rows))
         if longest < 1:
             return 0
-        draft = known.chain(self._draft_size(context))
+        draft = self._draft_cost(context)
         passes = spent + self._pruner.chain_passes(context, longest, known.correction)
         hopeless = best_length([1.0] * rows, draft, passes, others).rate <= rate  # not even if all of it were accepted
-        if hopeless and (known.chains_known or any(request.id in self._unprepared for request in context.rows)):
+        if hopeless and (
+            known.chains_known(self._alone(context)) or any(request.id in self._unprepared for request in context.rows)
+        ):
             return 0
         best = self._acceptance.best(context.rows, draft, passes, others)
         gain = (best.rate if known.plain_known else rate) * (spent + selection.plain) / waiting
@@ -451,9 +454,17 @@ class AdaptiveDrafter(OuterDrafter):
             return min(longest if self._acceptance.stops_early else best.tokens, affordable)
         return int(not selection.nodes and affordable > 0)
 
+    def _alone(self, context: PassContext) -> bool:
+        """Whether the small model drafts for the target itself."""
+        return self._small is not None and max(context.cached) <= self.alone
+
+    def _draft_cost(self, context: PassContext) -> LinearCost:
+        """Estimated cost of chains by their length."""
+        return self._prices.chain(self._draft_size(context), self._alone(context))
+
     def _draft_size(self, context: PassContext) -> float:
         """Estimated cost of a drafting pass, by the cached tokens that it reads."""
-        if self._small is not None and max(context.cached) <= self.alone:
+        if self._small is not None and self._alone(context):
             return self._small.drafting(context.cached)
         return self.weight * self._pruner.table.cost([1] * len(context), list(map(self.reads, context.cached)))
 
@@ -506,7 +517,7 @@ class AdaptiveDrafter(OuterDrafter):
         """Learn the step's times, and book what it saved."""
         selection, known, context = step.selection, self._prices, step.selection.context
         rows, waiting, alone, nodes = len(context), context.waiting, selection.alone, selection.nodes
-        self._pruner.end(selection, sum(row.tokens for row in step.done))
+        self._pruner.end(selection, sum(row.tokens for row in step.done), step.chained)
         steps = selection.steps if nodes else 1.0
         if context.decodes:
             known.record_step(selection.plain, selection.added, step.scoring, not nodes)
@@ -518,9 +529,9 @@ class AdaptiveDrafter(OuterDrafter):
         known.record_deepening(sum(row.shallow is not None for row in step.done), step.deepening)
         chain = 0.0
         if step.drafting:
-            length, size = nodes / rows, self._draft_size(context)
-            known.record_chains(length, size, step.drafting)
-            chain = known.chain(size).at(length) * waiting / rows / alone
+            length = nodes / rows
+            known.record_chains(length, self._draft_size(context), step.drafting, self._alone(context))
+            chain = self._draft_cost(context).at(length) * waiting / rows / alone
         each = (steps - 1.0) * waiting / max(nodes, 1)  # all rows wait for each node, and for all that is asked
         node = self._pruner.node_cost(context, known.correction)
         asking, deepening = known.asking * waiting / alone, known.deepening * waiting / alone

@@ -15,6 +15,7 @@ from forerun.core.tree import DraftTree, IntArray
 from forerun.core.verify import Outcome
 from forerun.drafting.drafter import Drafter
 from forerun.kv.cache import Cache
+from forerun.kv.full_cache import FullCache
 from forerun.models.forward.level import CacheFactory, Level
 from forerun.models.forward.runtime import Runtime
 from forerun.models.forward.scorer import Scorer
@@ -52,10 +53,8 @@ class ModelDrafter(Drafter):
                 "their tokenizers differ; the draft's vocabulary must equal the target's or be its beginning"
             )
         self._level = Level(self.draft or target, self._cache)
-
-    def warm_up(self) -> None:
-        """Make a cache. The first of a model finds out how its positions rotate."""
-        self._level.needs(1)
+        if self.draft is not None:
+            self._cache(self.draft, FullCache())  # a model's first one finds out how its positions rotate
 
     def prefilled(self, request: Request, cache: Cache) -> None:
         """Make the request's cache."""

@@ -199,7 +199,6 @@ def _auto(settings: LongContextConfig) -> Drafter:
         max_length=settings.gamma2,
         reads=reading(budget, SCANNED),
         beyond=beyond,
-        weight=HELPED if small else 1.0,
         window=settings.sinks + settings.window,
         alone=budget,
     )

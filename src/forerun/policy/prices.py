@@ -193,7 +193,9 @@ class Prices:
         self._passes = TimeModel(loaded or 1.0, doubt, noise=STEP_NOISE)
         self._asking: TimeModel | None = None
         self._deepening = TimeModel(FIRST_DEEPENING, GUESS_DOUBT)
-        self._chains = TimeModel(1.0, GUESS_DOUBT, IN_PROPORTION)
+        self._chains = [
+            TimeModel(1.0, GUESS_DOUBT, IN_PROPORTION) for _ in range(2)
+        ]  # of other levels, of a small model
         self._preparing = TimeModel(1.0, NOTHING_KNOWN)
         self._since = 0
         self._after_plain = self._plain_measured = False
@@ -226,14 +228,21 @@ class Prices:
         if rows and (unit := self.unit):
             self._deepening.record(seconds / unit / rows)
 
-    def record_chains(self, length: float, pass_cost: float, seconds: float) -> None:
-        """Drafting chains of a mean ``length`` took ``seconds``; ``pass_cost`` is the guess for one of their passes.
+    def record_chains(self, length: float, pass_cost: float, seconds: float, alone: bool = False) -> None:
+        """Drafting chains of a mean ``length`` took ``seconds``.
 
         The first chains touch memory and choose keys. So they only count if they took less than the guess.
+
+        Args:
+            length: mean number of tokens.
+            pass_cost: the guess for one of their passes.
+            seconds: that drafting took.
+            alone: whether a small model drafted them for the target itself.
         """
         if length and (unit := self.unit):
             passes = seconds / unit / pass_cost
-            self._chains.record(passes if self.chains_known else min(passes, length), length, sized=True)
+            known = self.chains_known(alone)
+            self._chains[alone].record(passes if known else min(passes, length), length, sized=True)
 
     def record_preparing(self, guess: float, seconds: float) -> None:
         """Reading a prompt for chains took ``seconds``; ``guess`` is what it was first taken to cost."""
@@ -250,10 +259,9 @@ class Prices:
         """Whether it is known what plain steps take."""
         return self._plain_measured or self._loaded
 
-    @property
-    def chains_known(self) -> bool:
+    def chains_known(self, alone: bool = False) -> bool:
         """Whether chains were measured. Until then their cost is a guess, and may be far too high."""
-        return self._chains.count > 0
+        return self._chains[alone].count > 0
 
     @property
     def correction(self) -> LinearCost:
@@ -283,13 +291,13 @@ class Prices:
         """Cost of reading prompts for chains, as a multiple of the first guess."""
         return self._preparing.scale
 
-    def chain(self, pass_cost: float) -> LinearCost:
-        """Cost of drafting chains by their length; ``pass_cost`` is the guess for one of their passes.
+    def chain(self, pass_cost: float, alone: bool = False) -> LinearCost:
+        """Cost of drafting chains by their length; see ``record_chains``.
 
         Their first pass takes longer than the others: the sparse cache takes in what was committed, and the processor's
         caches are cold.
         """
-        start, each = self._chains.line
+        start, each = self._chains[alone].line
         return LinearCost(start * pass_cost, each * pass_cost)
 
     def plain_step_due(self, gain: float) -> bool:

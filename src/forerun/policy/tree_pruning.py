@@ -204,15 +204,25 @@ class TreePruner:
         self._outcomes += begin, end, len(tokens), drawn
         self._committed += [*tokens[:accepted], *[ROOT] * (len(tokens) - accepted)] if drawn else tokens
 
-    def end(self, selection: TreeSelection, tokens: int) -> int:
-        """Learn from a step's trees; together all rows gave ``tokens`` tokens. Returns how many nodes were right."""
+    def end(self, selection: TreeSelection, tokens: int, chained: bool = False) -> int:
+        """Learn from a step's trees.
+
+        Args:
+            selection: what was scored.
+            tokens: that all rows gave together.
+            chained: whether chains were scored, not the trees.
+
+        Returns:
+            How many of the trees' nodes were right.
+        """
         right = 0
         if self._begins[-1]:
             outcomes = np.array(self._outcomes, np.int64).reshape(-1, 4)
             right = node_table.learn(*self._memory(), outcomes, np.array(self._committed, np.int64))
             self._outcomes, self._committed = [], []
-        context = selection.context
-        self._remember((tokens + len(context.undrafted)) / context.waiting, selection.steps)
+        if not chained:
+            context = selection.context
+            self._remember((tokens + len(context.undrafted)) / context.waiting, selection.steps)
         return right
 
     def rest(self) -> None:
@@ -225,7 +235,7 @@ class TreePruner:
 
     @property
     def gain(self) -> float:
-        """Tokens for the cost of recent passes, by those of passes without trees."""
+        """Tokens for the cost of recent passes that had no chains, by those of passes without trees."""
         return self._tokens / self._spent
 
     def price(self, context: PassContext) -> tuple[float, float]:
