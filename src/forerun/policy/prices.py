@@ -193,9 +193,7 @@ class Prices:
         self._passes = TimeModel(loaded or 1.0, doubt, noise=STEP_NOISE)
         self._asking: TimeModel | None = None
         self._deepening = TimeModel(FIRST_DEEPENING, GUESS_DOUBT)
-        self._chains = [
-            TimeModel(1.0, GUESS_DOUBT, IN_PROPORTION) for _ in range(2)
-        ]  # of other levels, of a small model
+        self._chains = {alone: TimeModel(1.0, GUESS_DOUBT, IN_PROPORTION) for alone in (False, True)}
         self._preparing = TimeModel(1.0, NOTHING_KNOWN)
         self._since = 0
         self._after_plain = self._plain_measured = False
