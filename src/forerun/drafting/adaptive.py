@@ -13,8 +13,7 @@ The levels of a hierarchy decide in the same way. To the drafter below a level, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from forerun.core.pass_context import PassContext
@@ -28,6 +27,7 @@ from forerun.models.forward.scorer import Scorer
 from forerun.policy import node_table, prices
 from forerun.policy.ask_gain import DEEPER_GAINS, EXPECTED_NODES, SUFFIX_FALLS, SUFFIX_GAINS, SUFFIXES, AskGain
 from forerun.policy.chain_acceptance import ChainAcceptance, best_length
+from forerun.policy.chain_preparation import ChainPreparation, is_short
 from forerun.policy.cost_curve import CostCurve, CostTable
 from forerun.policy.exploration_budget import (
     EXPLORATION_START,
@@ -102,21 +102,6 @@ class _StepRecord:
     done: list[_DraftedRow] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _UnpreparedPrompt:
-    """A text whose prompt was not read for chains.
-
-    Attributes:
-        cache: the target's.
-        worth: whether reading it was expected to pay.
-        due: the text's length at which that is found out anew, in tokens.
-    """
-
-    cache: Cache
-    worth: bool = False
-    due: int = 0
-
-
 class AdaptiveDrafter(OuterDrafter):
     """Chooses between two sources of drafts, and how much of them is scored.
 
@@ -153,8 +138,6 @@ class AdaptiveDrafter(OuterDrafter):
         self.max_length, self.reads, self.beyond, self.weight = max_length, reads, beyond, weight
         self.window, self.alone = window, alone
         self._budgets: dict[int, ExplorationBudget] = {}  # by request
-        self._unprepared: dict[int, _UnpreparedPrompt] = {}
-        self._preparing: dict[int, float] = {}  # seconds so far
         self._credit = EXPLORATION_START  # what texts left over for the next ones, in plain steps
         self._nodes = LEAST_NODES
         self._texts = 0  # so far
@@ -173,9 +156,12 @@ class AdaptiveDrafter(OuterDrafter):
     def bind(self, target: Scorer, runtime: Runtime) -> None:
         super().bind(target, runtime)
         self._clock = runtime.clock
+        self._preparation = ChainPreparation(
+            self.inner, self._clock, self._worth_preparing, self._prepared_in, asks=self.trees is not None
+        )
         small = None if self.chains is None else self.chains.small_model
         models = [target] if small is None else [target, small]
-        self._costs: Callable[[], list[CostCurve]] = lambda: [runtime.costs(each) for each in models]
+        self._costs: Callable[[], list[CostCurve]] = lambda: [*map(runtime.costs, models)]  # copies share the models
         self._measured = self._costs()
         self._pruner = TreePruner(self._measured[0], target.vocabulary)
         self._start_anew()
@@ -189,7 +175,7 @@ class AdaptiveDrafter(OuterDrafter):
 
     def _preparing_guess(self, request: Request) -> float:
         """First guess of what it takes to read a text for chains."""
-        guess = max(PREPARING_READS * float(self._pruner.costs.cached(1)), FLOAT_TOLERANCE) * len(request)
+        guess = max(PREPARING_READS * float(self._measured[0].cached(1)), FLOAT_TOLERANCE) * len(request)
         return guess if self._small is None else guess + self._small.reading(request.prompt_length)
 
     def _ask_costs_again(self) -> None:
@@ -214,36 +200,12 @@ class AdaptiveDrafter(OuterDrafter):
         super().begin(request)
 
     def prefilled(self, request: Request, cache: Cache) -> None:
-        """Prepare chains now if the prompt is long and they are expected to pay.
-
-        Chains need a cache of the prompt. A short one's takes a single pass, and waits until a chain is wanted.
-        """
-        self._unprepared[request.id] = _UnpreparedPrompt(cache)
+        """Prepare chains now if the prompt is long and they are expected to pay."""
+        self._preparation.add(request, cache)
         if self.chains is None:
-            self._prepare([request])
+            self._preparation.start([request])
         else:
-            self._may_prepare(request)
-
-    def _may_prepare(self, request: Request) -> bool:
-        """Whether chains are prepared, or may be at once. A long text is read for them now, if that pays.
-
-        Whether it pays takes longer to find out than looking up a draft. So that is done again when ``READ_BLOCK``
-        tokens more are there; for a short text, when its answer has doubled. Without trees, a short one is always read.
-        """
-        unprepared, short = self._unprepared.get(request.id), self._short(request)
-        if unprepared is None or (short and self.trees is None):
-            return True
-        if len(request) >= unprepared.due:
-            answer = len(request) - request.prompt_length
-            unprepared.due = len(request) + (answer + 1 if short else READ_BLOCK)
-            unprepared.worth = self._worth_preparing(request)
-            if unprepared.worth and not short:
-                self._prepare([request])
-        return unprepared.worth
-
-    def _short(self, request: Request) -> bool:
-        """Whether its prompt's cache for chains takes a single pass."""
-        return len(request) <= READ_BLOCK
+            self._preparation.allows([request])
 
     def _worth_preparing(self, request: Request) -> bool:
         """Whether chains are expected to save more time in the rest of a text than it takes to read its beginning.
@@ -258,22 +220,15 @@ class AdaptiveDrafter(OuterDrafter):
         passes = self._pruner.chain_passes(context, length, self._prices.correction)
         plain, _ = self._pruner.price(context)
         best = self._acceptance.best([request], self._draft_cost(context), passes)
-        trees = max(TREES_GAIN, self._pruner.gain) if self._short(request) else TREES_GAIN
+        trees = max(TREES_GAIN, self._pruner.gain) if is_short(request) else TREES_GAIN
         without = plain if self.trees is None else plain / trees
         saved = request.remaining * (without - 1 / best.rate)
         cost = self._prices.preparing * self._preparing_guess(request)
         return saved > cost and self._budgets[request.id].affords(cost / plain)
 
-    def _prepare(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            if (unprepared := self._unprepared.pop(request.id, None)) is not None:
-                self._preparing[request.id] = 0.0
-                with self._timing(request):
-                    self.inner.prefilled(request, unprepared.cache)
-
     def _prepared(self, requests: Sequence[Request]) -> bool:
         """Whether the chains' caches of the prompts are complete; reads one more piece of each that is not."""
-        self._prepare(requests)
+        self._preparation.start(requests)
         unprepared = [request for request in requests if not self.catch_up(request, READ_BLOCK)]
         return not unprepared
 
@@ -281,12 +236,7 @@ class AdaptiveDrafter(OuterDrafter):
         """Read on for the trees, and for the chains if any were wanted yet."""
         if self.trees is not None and not self.trees.catch_up(request, tokens):
             return False
-        if request.id in self._preparing:
-            with self._timing(request):
-                ready = self.inner.catch_up(request, tokens)
-            if ready:
-                self._prepared_in(request, self._preparing.pop(request.id))
-        return request.id not in self._preparing
+        return self._preparation.catch_up(request, tokens)
 
     def _prepared_in(self, request: Request, seconds: float) -> None:
         """Learn what it took to read a prompt for chains. The next texts may lose that much less."""
@@ -294,18 +244,10 @@ class AdaptiveDrafter(OuterDrafter):
         if unit := self._prices.unit:
             self._credit = within_savings(self._credit - seconds / unit / self._pruner.table.cost([1], [len(request)]))
 
-    @contextmanager
-    def _timing(self, request: Request) -> Iterator[None]:
-        """Count the time as preparing chains."""
-        began = self._clock()
-        yield
-        self._preparing[request.id] += self._clock() - began
-
     def finish(self, request: Request) -> None:
         if self._budgets.pop(request.id, None) is not None:
             self._credit = within_savings(self._credit + growth(request))
-        self._unprepared.pop(request.id, None)
-        self._preparing.pop(request.id, None)
+        self._preparation.finish(request)
         if self._step is not None and self._step.waiting.pop(request.id, None) is not None:
             self._close(self._step)
         self._acceptance.finish(request)
@@ -355,15 +297,10 @@ class AdaptiveDrafter(OuterDrafter):
             self._step.scoring = self._clock() - self._step.ended
 
     def _may_draft_chains(self, context: PassContext) -> bool:
-        """Whether drafting passes read less than the target's, and each row is prepared for them or can be.
-
-        A short text is read for the sake of rows that are prepared, too.
-        """
+        """Whether drafting passes read less than the target's, and each row is prepared for them or can be."""
         if self.chains is None or not context.decodes or max(context.cached) < self.beyond:
             return False
-        begun = any(row.id not in self._unprepared for row in context.rows)
-        ready = [self._may_prepare(row) or (begun and self._short(row)) for row in context.rows]  # all are decided on
-        return all(ready)
+        return self._preparation.allows(context.rows)
 
     def _asked(self, context: PassContext) -> dict[int, _DraftedRow]:
         """The rows whose trees are worth asking for.
@@ -431,9 +368,8 @@ class AdaptiveDrafter(OuterDrafter):
         draft = self._draft_cost(context)
         passes = spent + self._pruner.chain_passes(context, longest, known.correction)
         hopeless = best_length([1.0] * rows, draft, passes, others).rate <= rate  # not even if all of it were accepted
-        if hopeless and (
-            known.chains_known(self._alone(context)) or any(request.id in self._unprepared for request in context.rows)
-        ):
+        small = self._drafting_alone(context) is not None
+        if hopeless and (known.chains_known(small) or any(map(self._preparation.unread, context.rows))):
             return 0
         best = self._acceptance.best(context.rows, draft, passes, others)
         gain = (best.rate if known.plain_known else rate) * (spent + selection.plain) / waiting
@@ -454,18 +390,18 @@ class AdaptiveDrafter(OuterDrafter):
             return min(longest if self._acceptance.stops_early else best.tokens, affordable)
         return int(not selection.nodes and affordable > 0)
 
-    def _alone(self, context: PassContext) -> bool:
-        """Whether the small model drafts for the target itself."""
-        return self._small is not None and max(context.cached) <= self.alone
+    def _drafting_alone(self, context: PassContext) -> SmallModel | None:
+        """The small model, where it drafts for the target itself."""
+        return self._small if max(context.cached) <= self.alone else None
 
     def _draft_cost(self, context: PassContext) -> LinearCost:
         """Estimated cost of chains by their length."""
-        return self._prices.chain(self._draft_size(context), self._alone(context))
+        return self._prices.chain(self._draft_size(context), self._drafting_alone(context) is not None)
 
     def _draft_size(self, context: PassContext) -> float:
         """Estimated cost of a drafting pass, by the cached tokens that it reads."""
-        if self._small is not None and self._alone(context):
-            return self._small.drafting(context.cached)
+        if (small := self._drafting_alone(context)) is not None:
+            return small.drafting(context.cached)
         return self.weight * self._pruner.table.cost([1] * len(context), list(map(self.reads, context.cached)))
 
     def verified(self, request: Request, outcome: Outcome) -> None:
@@ -489,7 +425,7 @@ class AdaptiveDrafter(OuterDrafter):
         counted = self._clock()
         hand_on(request, outcome)
         if row.known is not None:
-            alone = self.chains is None or request.id in self._unprepared
+            alone = self.chains is None or self._preparation.unread(request)
             step.asking += (self._clock() if alone else counted) - began
         self._close(step)
 
@@ -530,7 +466,8 @@ class AdaptiveDrafter(OuterDrafter):
         chain = 0.0
         if step.drafting:
             length = nodes / rows
-            known.record_chains(length, self._draft_size(context), step.drafting, self._alone(context))
+            small = self._drafting_alone(context) is not None
+            known.record_chains(length, self._draft_size(context), step.drafting, small)
             chain = self._draft_cost(context).at(length) * waiting / rows / alone
         each = (steps - 1.0) * waiting / max(nodes, 1)  # all rows wait for each node, and for all that is asked
         node = self._pruner.node_cost(context, known.correction)

@@ -89,7 +89,7 @@ class TreePruner:
 
     def fit(self, costs: CostCurve) -> None:
         """Go by other costs from now on."""
-        self.costs, self.table, self._priced = costs, CostTable(costs), None
+        self.table, self._priced = CostTable(costs), None
 
     def prune(
         self,
