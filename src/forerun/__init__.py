@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from forerun.core.request import Request as Request
     from forerun.core.stats import Stats as Stats
     from forerun.core.tree import DraftTree as DraftTree
-    from forerun.drafting.drafter import Drafter as Drafter
-    from forerun.drafting.drafter import NoDrafter as NoDrafter
+    from forerun.decoding.level import Level as Level
+    from forerun.decoding.row import Row as Row
+    from forerun.decoding.source import Limit as Limit
+    from forerun.decoding.source import Source as Source
     from forerun.engine.batch import Batch as Batch
     from forerun.engine.conversation import Conversation as Conversation
     from forerun.engine.engine import Engine as Engine
@@ -40,7 +42,9 @@ _NAMES = {
     "core.request": ("Request",),
     "core.stats": ("Stats",),
     "core.tree": ("DraftTree",),
-    "drafting.drafter": ("Drafter", "NoDrafter"),
+    "decoding.level": ("Level",),
+    "decoding.row": ("Row",),
+    "decoding.source": ("Limit", "Source"),
     "engine.batch": ("Batch",),
     "engine.conversation": ("Conversation",),
     "engine.engine": ("Engine",),

@@ -26,8 +26,7 @@ from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.core.sampling import Method
 from forerun.core.stats import Stats
-from forerun.drafting.drafter import Drafter
-from forerun.engine.engine import BUDGET, Engine
+from forerun.engine.engine import BUDGET, Drafts, Engine
 from forerun.engine.result import GenerationResult, feed
 from forerun.kv.cache import READ_BLOCK
 from forerun.kv.kv_tiers import KVMemory
@@ -47,7 +46,7 @@ def generate(
     model: PreTrainedModel,
     prompts: Prompts,
     *,
-    drafter: Drafter | str = "auto",
+    drafter: Drafts = "auto",
     tokenizer: PreTrainedTokenizerBase | None = None,
     streamer: BaseStreamer | None = None,
     settings: LongContextConfig | None = None,
@@ -71,7 +70,7 @@ def generate(
         model: a transformers decoder.
         prompts: text or messages (with ``tokenizer``), token ids, a list of any of them, or a tensor. Messages are
             dicts with ``role`` and ``content``; the tokenizer's chat template turns them into text.
-        drafter: a name from ``forerun.drafting.recipes``, or an object.
+        drafter: see ``Engine``.
         tokenizer: for prompts and results as text, and for ``stop_strings``; of this call alone.
         streamer: a transformers streamer; for one sequence only.
         settings, budget, prune_drafts, prefill_block, prefix_cache, kv_store, kv_store_limit, kv_store_expiry,
@@ -104,7 +103,7 @@ def custom_generate(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     *,
-    forerun_drafter: Drafter | str = "auto",
+    forerun_drafter: Drafts = "auto",
     forerun_settings: LongContextConfig | None = None,
     forerun_seed: int | None = None,
     forerun_verification: Method = "coupled",
@@ -159,7 +158,7 @@ class _Engines(OrderedDict[Any, Engine]):
         return self[key]
 
 
-def engine_of(model: PreTrainedModel, drafter: Drafter | str, **settings: Any) -> Engine:
+def engine_of(model: PreTrainedModel, drafter: Drafts, **settings: Any) -> Engine:
     """The model's engine for this drafter and these arguments of ``Engine``, made at first use. It lives as long as the
     model."""
     engines: _Engines = model.__dict__.setdefault("_forerun_engines", _Engines())

@@ -18,12 +18,12 @@ from transformers import PreTrainedModel
 
 from forerun.audit.divergence import Divergence, first_difference, weigh
 from forerun.core.long_context import LongContextConfig
-from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
-from forerun.drafting.drafter import Drafter, NoDrafter, OuterDrafter, trees_of
-from forerun.drafting.recipes import buildable, check_drafter
+from forerun.decoding.recipes import buildable, check_drafter
+from forerun.decoding.row import Row
+from forerun.decoding.source import Limit, Source
 from forerun.engine.engine import BUDGET, Engine
 from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.exactness import Exactness
@@ -38,7 +38,7 @@ class Plan:
     """What to audit.
 
     Attributes:
-        drafters: names from ``forerun.drafting.recipes``; by default all that can be built with the settings.
+        drafters: names from ``forerun.decoding.recipes``; by default all that can be built with the settings.
         settings: of the drafters; by default each draft has its full length, whether it pays or not.
         max_new_tokens: per text.
         seeds: sampled texts per prompt; 0 for none.
@@ -163,7 +163,7 @@ class _AuditedRuns:
         self.prompts = prompts
         self.plan = plan
         runtime = without_folder(default_runtime())
-        self._plain = Engine(model, NoDrafter(), _runtime=runtime)
+        self._plain = Engine(model, "none", _runtime=runtime)
         self.exactness = self._plain.exactness
         self._references: dict[tuple[Check, int, int | None], Tokens] = {}
         self._alone: dict[tuple[str, int | None, int], Tokens] = {}
@@ -202,12 +202,9 @@ class _AuditedRuns:
     ) -> tuple[Sequence[Request], dict[tuple[int, int], torch.Tensor]]:
         """Finished requests, and by their ids the logits at which they differed from each expected text."""
         engine = self._engines[drafter]  # one engine for all texts, so that it drafts from earlier ones
-        watch = _Watch(engine.drafter, expected)
-        engine.drafter = watch
-        try:
+        watch = _Watch(expected)
+        with engine.level.planner.watched_by(watch):
             requests = engine.generate([self.prompts[row] for row in rows], **self._options(seed)).requests
-        finally:
-            engine.drafter = watch.inner
         return requests, watch.seen
 
     def _expected(self, check: Check, drafter: str, row: int, seed: int | None) -> Tokens:
@@ -234,28 +231,25 @@ class _AuditedRuns:
         return greedy if seed is None else {**greedy, **sampled}
 
 
-class _Watch(OuterDrafter):
-    """Wraps a drafter and keeps the logits of the first token at which a row differs from each expected text."""
+class _Watch(Source):
+    """Keeps the logits of the first token at which a row differs from each expected text. It proposes nothing."""
 
-    def __init__(self, inner: Drafter, expected: Sequence[Sequence[Tokens]]) -> None:
-        super().__init__(inner)
+    def __init__(self, expected: Sequence[Sequence[Tokens]]) -> None:
         self.seen: dict[tuple[int, int], torch.Tensor] = {}
         self._waiting = list(expected)
-        self._expected: dict[int, Sequence[Tokens]] = {}
 
-    def begin(self, request: Request) -> None:
-        self._expected[request.id] = self._waiting.pop(0)
-        super().begin(request)
+    def open(self, row: Row) -> Sequence[Tokens]:
+        """The texts that are expected of the row."""
+        return self._waiting.pop(0)
 
-    def propose(self, context: PassContext) -> list[DraftTree]:
-        """It is told what each step commits, whether the other one rests or not."""
-        return trees_of(self.inner, context)
+    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
+        return [DraftTree.empty()] * len(rows)
 
-    def observe(self, request: Request, outcome: Outcome) -> None:
-        for which, text in enumerate(self._expected[request.id]):
-            if (request.id, which) not in self.seen:
-                self._look(request, outcome, which, text)
-        super().observe(request, outcome)
+    def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
+        for row, outcome in zip(rows, outcomes, strict=True):
+            for which, text in enumerate(row.states[self]):
+                if (row.request.id, which) not in self.seen:
+                    self._look(row.request, outcome, which, text)
 
     def _look(self, request: Request, outcome: Outcome, which: int, text: Tokens) -> None:
         tokens = outcome.verdict.tokens

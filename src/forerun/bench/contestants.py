@@ -20,8 +20,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from forerun.bench.journal import Journal
 from forerun.bench.rounds import BASELINE, PLAIN, Contestant, PromptSet, Rows, Run, Series, Tokens, measure
 from forerun.core.long_context import LongContextConfig
-from forerun.drafting.drafter import Drafter
-from forerun.drafting.recipes import DRAFTERS, Recipe, build_drafter
+from forerun.decoding.level import Level
+from forerun.decoding.recipes import DRAFTERS, Recipe, Setup, build, trie_of
+from forerun.decoding.source import Source
+from forerun.decoding.sources.trie_source import TrieSource
 from forerun.engine.engine import BUDGET, Engine
 from forerun.engine.result import ends
 
@@ -42,7 +44,7 @@ class Bench:
 
     Args:
         model: the target, in the dtype to measure in.
-        drafters: names from ``forerun.drafting.recipes``; each runs cold, and tries also warm.
+        drafters: names from ``forerun.decoding.recipes``; each runs cold, and tries also warm.
         settings: of the drafters for long contexts; transformers' assisted generation has the same small model.
         tokenizer: of the models, or None; drafters take the spelling of words from it.
         skip: names of contestants that are not measured; see ``check_skip``.
@@ -71,7 +73,7 @@ class Bench:
         self.engine = Engine(model, "none", tokenizer=tokenizer)
         for name in self.drafters:
             try:
-                self.engine.set_drafter(self._drafter(name))
+                self.engine.set_drafter(self._drafter(name), self.settings)
             except ValueError as error:
                 raise ValueError(f"contestant {name}: {error}") from error
 
@@ -115,7 +117,7 @@ class Bench:
         if isinstance(self.settings.draft_model, PreTrainedModel):
             makers[ASSISTED] = partial(self.transformers, assistant_model=self.settings.draft_model)
         for name in self.drafters:
-            makers[f"forerun {name}"] = partial(self.forerun, partial(self._drafter, name))
+            makers[f"forerun {name}"] = partial(self.forerun, self._drafter(name))
             if prompts.warm_prompts and name.startswith("trie"):
                 makers[f"forerun {name}, warm"] = partial(self._warm, name, prompts)
         return makers
@@ -129,8 +131,8 @@ class Bench:
         """Those that are neither skipped nor refused; only they answer the warm prompts."""
         return {name: make() for name, make in makers.items() if name not in {*self.skip, *self.refused}}
 
-    def _drafter(self, name: str) -> Drafter:
-        return build_drafter(name, self.settings, self.recipes)
+    def _drafter(self, name: str) -> Callable[[Setup], Level]:
+        return lambda setup: build(name, setup, self.recipes)
 
     def transformers(self, **options: Any) -> Contestant:
         """``model.generate`` with these options."""
@@ -145,27 +147,35 @@ class Bench:
 
         return Contestant(timed(generate))
 
-    def forerun(self, make: Callable[[], Drafter], budget: int = BUDGET, pruned: bool = True) -> Contestant:
+    def forerun(self, make: Callable[[Setup], Source], budget: int = BUDGET, pruned: bool = True) -> Contestant:
         """The engine with a new drafter in each round.
 
         Args:
-            make: makes the drafter, with what it remembers.
+            make: makes what drafts, with what it remembers.
             budget: the most nodes of a draft.
             pruned: score only the nodes that pay; otherwise all of them.
         """
 
         def prepare() -> None:
             self.engine.budget, self.engine.prune_drafts = budget, pruned
-            self.engine.set_drafter(make())
+            self.engine.set_drafter(make, self.settings)
 
         return Contestant(timed(self.generate), prepare)
 
     def _warm(self, name: str, prompts: PromptSet) -> Contestant:
-        self.forerun(partial(self._drafter, name)).prepare()
+        self.forerun(self._drafter(name)).prepare()
         for prompt in prompts.warm_prompts:
             self.generate([prompt], prompts.max_new_tokens)
-        warm = self.engine.drafter
-        return self.forerun(lambda: copy.deepcopy(warm))
+        warm = trie_of(self.engine.level)
+
+        def rewarmed(setup: Setup) -> Level:
+            level = build(name, setup, self.recipes)
+            for source in level.planner.sources:
+                if isinstance(source, TrieSource):
+                    source.trie = copy.deepcopy(warm)
+            return level
+
+        return self.forerun(rewarmed)
 
     def generate(self, rows: Rows, max_new_tokens: int) -> tuple[list[Tokens], int]:
         """The engine's texts, and the number of its steps."""

@@ -28,7 +28,8 @@ from forerun.bench.machine import Row, footer, machine
 from forerun.bench.report import BenchResult, figure
 from forerun.bench.rounds import Rows, Tokens, sampling
 from forerun.core.request import Request
-from forerun.drafting.drafter import Drafter
+from forerun.decoding.level import Level
+from forerun.decoding.recipes import Setup
 from forerun.engine.engine import Engine
 from forerun.kv.full_cache import SAMPLED_QUERIES, FullCache
 
@@ -123,7 +124,7 @@ class Material:
 
 def measure(
     engine: Engine,
-    drafters: Mapping[str, Callable[[], Drafter]],
+    drafters: Mapping[str, Callable[[Setup], Level]],
     material: Material,
     all_cells: Sequence[TableCell],
     draws: int,
@@ -145,7 +146,7 @@ def measure(
     """
     names, done = [name for name in drafters if name != UNDRAFTED], 0
     for build in drafters.values():  # from here on prompts leave the queries that sparse caches choose by
-        engine.set_drafter(build())
+        engine.set_drafter(build)
     prefills, warm = _Prefills(engine, new_tokens + engine.budget + 1), set[TableCell]()
     for _, alike in groupby(all_cells, lambda cell: (cell.context, cell.batch)):
         runs: dict[TableCell, list[dict[str, Row]]] = {cell: [] for cell in alike}
@@ -221,7 +222,7 @@ class _Prefills:
 
 def _draw(
     engine: Engine,
-    drafters: Mapping[str, Callable[[], Drafter]],
+    drafters: Mapping[str, Callable[[Setup], Level]],
     prefilled: Sequence[_Prefilled],
     cell: TableCell,
     draw: int,
@@ -234,7 +235,7 @@ def _draw(
     """
 
     def run(name: str) -> Row:
-        engine.set_drafter(drafters[name]())
+        engine.set_drafter(drafters[name])
         caches = [each.rewind() for each in prefilled]
         requests: list[Request] = []
         for row, each in enumerate(prefilled):  # each with noise of its own

@@ -23,7 +23,7 @@ from forerun.cli.models import check_drafters, load_target, settings
 from forerun.cli.options import AuditOptions
 from forerun.cli.prompt_input import read_prompts
 from forerun.cli.terminal import progress_bar, stderr, stdout
-from forerun.drafting.recipes import DRAFTERS
+from forerun.decoding.recipes import DRAFTERS
 from forerun.engine.engine import BUDGET
 from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, quiet
 from forerun.models.text.prompts import encode

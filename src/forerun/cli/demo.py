@@ -24,8 +24,6 @@ from forerun.cli.commands import FAILED
 from forerun.cli.options import DemoOptions
 from forerun.cli.terminal import DRAFTED, printable, progress_bar, stderr, stdout, working
 from forerun.core.request import Request
-from forerun.drafting.drafter import NoDrafter
-from forerun.drafting.trie_drafter import TrieDrafter
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import BUNDLED, load, quiet
 from forerun.models.text.detokenize import Detokenizer, Piece
@@ -88,8 +86,8 @@ class Stage:
 
     def __init__(self, warm: bool, repeats: int) -> None:
         model, tokenizer = load(BUNDLED)
-        self.plain = Engine(model, NoDrafter(), tokenizer=tokenizer)
-        self.trie = Engine(model, TrieDrafter(), tokenizer=tokenizer)
+        self.plain = Engine(model, "none", tokenizer=tokenizer)
+        self.trie = Engine(model, "trie", tokenizer=tokenizer)
         self.warm, self.repeats = warm, repeats
 
     def warm_up(self, prompt: str) -> None:
@@ -100,7 +98,7 @@ class Stage:
 
     def _forget(self) -> None:
         """Drop all that the engine learned."""
-        self.trie.set_drafter(TrieDrafter())
+        self.trie.set_drafter("trie")
 
     def decode(self, prompt: DemoPrompt) -> Pair:
         """Decode a prompt both ways, in turns."""

@@ -13,7 +13,7 @@ from forerun.cli.options import LongOptions
 from forerun.cli.rank_check import ranks
 from forerun.cli.terminal import stderr, working
 from forerun.core.long_context import MTP, LongContextConfig
-from forerun.drafting.recipes import DRAFTERS, Recipe, check_drafter
+from forerun.decoding.recipes import DRAFTERS, Recipe, check_drafter
 from forerun.engine.engine import BUDGET, Engine
 from forerun.models.heads.loading import is_head, load_head
 from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load, load_draft

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import typer
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +18,9 @@ from forerun.cli.commands import FAILED
 from forerun.cli.models import check_drafters, encoder, load_stretched, settings
 from forerun.cli.options import NeverSlowerOptions
 from forerun.cli.terminal import progress_bar, show_report, stderr
-from forerun.drafting.recipes import build_drafter, buildable
+from forerun.core.long_context import LongContextConfig
+from forerun.decoding.level import Level
+from forerun.decoding.recipes import Setup, build, buildable
 from forerun.engine.engine import Engine
 from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.inputs import position_limit
@@ -38,7 +40,7 @@ def run(options: NeverSlowerOptions) -> None:
         target, tokenizer = load_stretched(options)
         long = settings(options, named, target, tokenizer)
         names = list(dict.fromkeys([options.drafter, *(options.against or buildable(long))]))
-        drafters = {name: partial(build_drafter, name, long) for name in (*names, UNDRAFTED)}
+        drafters = {name: _builder(name, long) for name in (*names, UNDRAFTED)}
         engine = Engine(target, UNDRAFTED, tokenizer=tokenizer)
     material = _material(options, tokenizer, engine.target.vocabulary)
     wanted = never_slower.cells(
@@ -92,3 +94,8 @@ def _left_out(
         elif not material.has(cell):
             reasons[str(cell)] = f"the text has {len(material.text):,} tokens; give a longer one by --text"
     return reasons
+
+
+def _builder(name: str, settings: LongContextConfig) -> Callable[[Setup], Level]:
+    """What builds a drafter of this name with these settings."""
+    return lambda setup: build(name, replace(setup, settings=settings))

@@ -55,6 +55,14 @@ def carried(vectors: Sequence[torch.Tensor]) -> list[IntArray]:
     return np.split(torch.cat(list(vectors)).cpu().numpy(), ends[:-1]) if vectors else []
 
 
+FloatArray = npt.NDArray[np.float64]
+
+
+def best_of(logits: torch.Tensor) -> int:
+    """The best token of logits ``[V]``; as transformers has it, in float32 at most."""
+    return int((logits.float() if logits.dtype == torch.float64 else logits).argmax())
+
+
 class BestTokens(NamedTuple):
     """The best tokens of rows of logits, best first, int32 ``[n, count]``, and their logits, float32."""
 
@@ -75,7 +83,7 @@ class RowChoices(NamedTuple):
 
     choices: IntArray | None = None
     best: BestTokens | None = None
-    chances: npt.NDArray[np.float64] | None = None
+    chances: FloatArray | None = None
 
 
 def foresee(

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from forerun.core.origin import Origin
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, draw, uniform
-from forerun.core.transfers import BestTokens, Trial, elsewhere, foresee, foretell, tested
+from forerun.core.transfers import BestTokens, FloatArray, Trial, best_of, elsewhere, foresee, tested
 from forerun.core.tree import ROOT, DraftTree, IntArray
 
 
@@ -36,19 +36,26 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A verified tree, as ``Drafter.observe`` receives it.
+    """A verified tree, as ``Source.learn`` receives it; or a chunk of a prompt, which commits no tokens.
 
     Attributes:
         tree: the tree that was scored.
         verdict: the part of it that was committed.
         logits: the target's at the root (row 0) and at node i (row i + 1), ``[n + 1, V]``.
-        best: the best tokens of each row of logits, if the drafter wants them and they came with the step's transfer.
+        best: the best tokens of each row of logits, if a source wants them and they came with the step's transfer.
+        states: hidden states of the pending tokens and of the accepted nodes, ``[m, layers * hidden]``, if a source
+            wants them.
+        start: place of the first of these tokens in the text.
+        chances: the model's probability of the token chosen at each node, if they came with the step's transfer.
     """
 
     tree: DraftTree
     verdict: Verdict
     logits: torch.Tensor
     best: BestTokens | None = None
+    states: torch.Tensor | None = None
+    start: int = 0
+    chances: FloatArray | None = None
 
     @property
     def origins(self) -> list[int]:
@@ -78,7 +85,7 @@ def verify(tree: DraftTree, logits: torch.Tensor, request: Request, choices: Int
     if q is not None:
         return _rejection(tree, _OneByOne(q, logits, request) if choices is None else Trial.of(choices), request)
     if choices is None and request.sampler.takes_best:
-        choices = foretell(tree, logits, request).numpy(force=True)
+        return _walk(tree, lambda node: best_of(logits[node + 1]), request)
     if choices is None:
         return _walk(tree, lambda node: request.choose(logits[node + 1]), request)
     tokens: list[int] = choices.tolist()

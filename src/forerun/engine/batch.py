@@ -20,7 +20,7 @@ from forerun.core.transfers import present
 from forerun.engine.prefill_pacing import PrefillPacing
 from forerun.engine.prefix_sharing import PrefixSharing
 from forerun.engine.result import Commit
-from forerun.engine.step import DecodingStep, Row
+from forerun.engine.step import BatchRow, DecodingStep
 from forerun.kv.cache import MIN_SLACK_TOKENS, releases
 from forerun.kv.full_cache import FullCache
 
@@ -59,10 +59,10 @@ class Batch:
         offloaded_chunks: int | None = None, pacing: PrefillPacing | None = None,
     ) -> None:  # fmt: skip
         self._step, self._lock, self._sharing, self._make, self._free = step, lock, sharing, make, free
-        self._fixed = step.target.prompt_chunk is not None
+        self._fixed = step.level.model.prompt_chunk is not None
         self.chunk, self.limit = min(chunk, limit), limit
         self._offloaded_chunks, self._pacing = offloaded_chunks, pacing
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, BatchRow] = {}
         self._steps = 0
 
     def __enter__(self) -> Batch:
@@ -109,14 +109,17 @@ class Batch:
             shares, gives_back = self._sharing.shares(request), self._releases(request)
             cache = self._make(self.tokens(request), shares, gives_back, reserve)
         pass_tokens = None if self._offloaded_chunks is None else self._offloaded_chunks * self.chunk
-        row = Row(request, cache, self.chunk, self._step.target.reads_whole(cache), pass_tokens, self._fixed, own)
+        row = BatchRow(
+            request, cache, chunk=self.chunk, whole=self._step.level.model.reads_whole(cache),
+            pass_tokens=pass_tokens, fixed=self._fixed, own=own,
+        )  # fmt: skip
         if self._pacing is not None and self._pacing.first is not None:
             row.reads = min(row.chunk, self._pacing.first)
         self._rows[request.id] = row
         try:
-            with self._lock, present(self._step.target.device), self._step.seconds.reading():
+            with self._lock, present(self._step.level.model.device), self._step.seconds.reading():
                 if request.drafts:
-                    self._step.drafter.begin(request)
+                    self._step.level.begin(row)
                 if own and not cache.offloaded:
                     self._sharing.join(row)
         except BaseException:
@@ -136,19 +139,20 @@ class Batch:
         draft levels. What it shares with others is counted as if it were alone."""
         tokens = self.tokens(request)
         cache = FullCache(tokens, releases=self._releases(request))
-        return cache.needs(self._step.target.kv, tokens) + self.drafting(request)
+        return cache.needs(self._step.level.model.kv, tokens) + self.drafting(request)
 
     def _releases(self, request: Request) -> bool:
         """Whether a request's cache gives back what layers with windows see no more: its prompt is not kept for others,
         and blocks of it are no longer than what is kept behind a window."""
-        target = self._step.target
+        target = self._step.level.model
         if not target.windowed or not releases(target.device.type) or self.chunk > MIN_SLACK_TOKENS:
             return False
         return not self._sharing.keeps(request, target.kv.nbytes)
 
     def drafting(self, request: Request) -> int:
         """Maximum bytes that all draft levels take for a request."""
-        return self._step.drafter.needs(self.tokens(request)) if request.drafts else 0
+        sources = self._step.level.planner.sources if request.drafts else ()
+        return sum(source.needs(self.tokens(request)) for source in sources)
 
     def step(self, resting: Collection[int] = (), budgets: Mapping[int, int] | None = None) -> list[Commit]:
         """Take one step with all rows.
@@ -162,7 +166,7 @@ class Batch:
         """
         if not self._rows:
             return []
-        with self._lock, present(self._step.target.device):
+        with self._lock, present(self._step.level.model.device):
             beside = any(row.begun for row in self._rows.values())
             working = self._pacing is None or self._pacing.works(beside)
             with self._step.seconds.reading():
@@ -192,14 +196,16 @@ class Batch:
             for request in self.requests:
                 each.callback(self._remove, request)
 
-    def _schedule(self, beside: bool, working: bool, resting: Collection[int]) -> tuple[list[Row], dict[Row, int]]:
+    def _schedule(
+        self, beside: bool, working: bool, resting: Collection[int]
+    ) -> tuple[list[BatchRow], dict[BatchRow, int]]:
         """The rows that decode in the next step, and if it works on prompts the rows that read a chunk of theirs.
 
         A row whose prompt is not read yet takes part if there is room for its chunk; who waited longest comes first.
         """
         rows = [row for row in self._rows.values() if row.request.id not in resting and row.request.error is None]
-        decoding: list[Row] = [row for row in rows if row.begun]
-        reading: dict[Row, int] = {}
+        decoding: list[BatchRow] = [row for row in rows if row.begun]
+        reading: dict[BatchRow, int] = {}
         paced = self._pacing is not None and beside
         left, share, first = self.limit - len(decoding), 1.0, True  # tokens, and of the time that is allowed
         for row in sorted((row for row in rows if working and not row.begun), key=lambda row: row.served):
@@ -221,7 +227,12 @@ class Batch:
         return decoding, reading
 
     def _timed(
-        self, decoding: list[Row], reading: dict[Row, int], beside: bool, worked: bool, budgets: Mapping[int, int]
+        self,
+        decoding: list[BatchRow],
+        reading: dict[BatchRow, int],
+        beside: bool,
+        worked: bool,
+        budgets: Mapping[int, int],
     ) -> list[Commit]:
         """Take a step with these rows. Its time decides how much of prompts the next ones read.
 
@@ -242,7 +253,7 @@ class Batch:
                 row.reads = self._pacing.first = self._pacing.adjusted(row.reads, extra, row.chunk, used)
         return commits
 
-    def _pass(self, decoding: list[Row], reading: dict[Row, int], budgets: Mapping[int, int]) -> list[Commit]:
+    def _pass(self, decoding: list[BatchRow], reading: dict[BatchRow, int], budgets: Mapping[int, int]) -> list[Commit]:
         """Take a step. If it fails while drafts are made, and keys and values of some rows are lost, these rows end."""
         try:
             return self._step(decoding, reading, budgets)
@@ -255,7 +266,7 @@ class Batch:
             row.request.fail(why)
         return [Commit(row.request, [], 0) for row in lost]
 
-    def _catch_up(self, beside: bool, resting: Collection[int]) -> tuple[bool, list[Row]]:
+    def _catch_up(self, beside: bool, resting: Collection[int]) -> tuple[bool, list[BatchRow]]:
         """Let the drafter read the prompts that the target has read, in pieces; whether there was one, and the rows
         that failed."""
         worked, failed = False, []
@@ -276,19 +287,16 @@ class Batch:
         return worked, failed
 
     @torch.inference_mode()
-    def _prepare(self, row: Row, pacing: PrefillPacing | None) -> None:
-        drafter = self._step.drafter
+    def _prepare(self, row: BatchRow, pacing: PrefillPacing | None) -> None:
         if not row.drafting:
-            if row.request.drafts:
-                drafter.prefilled(row.request, row.cache)
             row.drafting, row.prepares = True, row.reads
         if not row.request.drafts:
             row.ready = True
         elif pacing is None:
-            row.ready = drafter.catch_up(row.request, self.limit)
+            row.ready = self._step.level.planner.read(row, self.limit)
         else:
             began = pacing.clock()
-            row.ready = drafter.catch_up(row.request, row.prepares)
+            row.ready = self._step.level.planner.read(row, row.prepares)
             row.prepares = pacing.adjusted(row.prepares, pacing.clock() - began, self.limit)
 
     def _remove(self, request: Request) -> None:
@@ -297,14 +305,13 @@ class Batch:
         row = self._rows.pop(request.id)
         self._lock.when_free(lambda: self._let_go(row))
 
-    def _let_go(self, row: Row) -> None:
+    def _let_go(self, row: BatchRow) -> None:
         try:
             with self._lock:
                 try:
                     self._sharing.leave(row)
                 finally:
-                    if row.request.drafts:
-                        self._step.drafter.finish(row.request)
+                    row.close()
         finally:
             if row.own and self._free is not None:
                 self._free(row.cache)

@@ -13,7 +13,7 @@ from forerun.core.tree import IntArray
 from forerun.engine.engine import Engine
 from forerun.engine.result import Commit
 from forerun.kv.full_cache import FullCache
-from forerun.models.forward.level import Progress
+from forerun.models.forward.prefill import Progress
 from forerun.models.text.prompts import apply_template, has_template
 from forerun.models.text.requests import GenerationOptions
 

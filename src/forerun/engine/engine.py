@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,10 @@ from transformers.generation.streamers import BaseStreamer
 from forerun.core.fairness import FairLock
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
-from forerun.drafting.adaptive import AdaptiveDrafter
-from forerun.drafting.drafter import Drafter
-from forerun.drafting.recipes import build_drafter, trie_of
+from forerun.decoding.level import Level
+from forerun.decoding.planner import Planner
+from forerun.decoding.recipes import Setup, build, trie_of
+from forerun.decoding.source import Source
 from forerun.engine.batch import Batch
 from forerun.engine.prefill_pacing import PrefillPacing
 from forerun.engine.prefix_sharing import SHARED_CHUNK_TOKENS, PrefixCache, PrefixSharing
@@ -32,7 +33,7 @@ from forerun.kv.full_cache import FullCache
 from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.gate import admit
 from forerun.models.forward.inputs import position_limit
-from forerun.models.forward.level import Progress, counting, read
+from forerun.models.forward.prefill import Progress, counting, read_prompt
 from forerun.models.forward.runtime import Runtime, default_runtime
 from forerun.models.forward.scorer import Scorer, is_sharded
 from forerun.models.forward.weight_watch import weights_version
@@ -55,6 +56,9 @@ if TYPE_CHECKING:
 BUDGET = 64
 """Maximum number of nodes of a tree."""
 
+Drafts = str | Source | Callable[[Setup], Source]
+"""What drafts: the name of a recipe, a source of trees, or what makes one for a model (a ``Level`` is a source)."""
+
 
 class Engine:
     """Continues texts with one target model and one drafter, whose memory lasts as long as the engine.
@@ -67,7 +71,8 @@ class Engine:
 
     Args:
         model: a transformers decoder; it decides what is generated.
-        drafter: proposes the trees; a name from ``forerun.drafting.recipes`` or an object.
+        drafter: proposes the trees: a name from ``forerun.decoding.recipes``, a source, or a function that makes one from
+            a ``Setup``, such as a ``Level`` over a cache of your own.
         settings: what a drafter given by name is built with.
         tokenizer: for prompts and results as text, and for ``stop_strings``.
         budget: maximum number of nodes of a tree (the Lookahead paper's decoding length).
@@ -91,7 +96,7 @@ class Engine:
     def __init__(
         self,
         model: PreTrainedModel,
-        drafter: Drafter | str = "auto",
+        drafter: Drafts = "auto",
         *,
         settings: LongContextConfig | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -134,13 +139,13 @@ class Engine:
         self._speller: PreTrainedTokenizerBase | None = tokenizer
         warm_up(self.target.device, self.target.model.dtype)
         self.budget, self.prune_drafts, self.prefill_block = budget, prune_drafts, prefill_block
-        self.set_drafter(build_drafter(drafter, settings) if isinstance(drafter, str) else drafter)
+        self.set_drafter(drafter, settings)
 
     def __repr__(self) -> str:
         model = self.target.model
         return (
             f"Engine({type(model).__name__}, {model.num_parameters():,} parameters, {dtype_name(model)} on "
-            f"{model.device}, drafter={type(self.drafter).__name__}, budget={self.budget}, "
+            f"{model.device}, drafter={self.drafter}, budget={self.budget}, "
             f"exactness={self.exactness.level!r})"
         )
 
@@ -183,20 +188,35 @@ class Engine:
             raise ValueError("kv_memory is given, and states of recurrent layers are not offloaded; give none")
         return Tiers(memory, self.target.device, self.target.kv, self.target.model.dtype)
 
-    def set_drafter(self, drafter: Drafter) -> None:
-        """Draft with this drafter from now on.
+    def set_drafter(self, drafter: Drafts, settings: LongContextConfig | None = None) -> None:
+        """Draft with this from now on.
+
+        Args:
+            drafter: see the class.
+            settings: what a drafter given by name is built with.
 
         Raises:
             ValueError: if it does not fit the target.
             TypeError: if it is no drafter.
         """
         _check_drafter(drafter)
-        if self.prune_drafts:
-            drafter = drafter.pruned_by(lambda own: AdaptiveDrafter(own, trees=own))
-        self.target.led(lambda: drafter.bind(self.target, self._runtime))
-        drafter.warm_up()
-        self.drafter = drafter
+        setup = Setup(settings or LongContextConfig(), self.target, self._runtime, self.prune_drafts)
+        level = build(drafter, setup) if isinstance(drafter, str) else self._level_over(drafter, setup)
+        self.target.led(lambda: _warm_up(level))
+        self.level = level
+        """The target with its sources; see ``decoding.level``."""
+        self.drafter = drafter if isinstance(drafter, str) else type(drafter).__name__
+        """The name of what drafts."""
         self._spell()
+
+    def _level_over(self, drafter: Source | Callable[[Setup], Source], setup: Setup) -> Level:
+        """The engine's level over a source that is no recipe's. A level drafts as much as it is told to."""
+        source = drafter if isinstance(drafter, Source) else drafter(setup)
+        if not isinstance(source, Source):
+            raise TypeError(f"the drafter's function returned a {type(source).__name__}; it must return a Source")
+        if isinstance(source, Level):
+            return source if source.model is setup.target and source.makes_none else setup.over(Planner(chains=source))
+        return setup.over(setup.planner(source))
 
     def _cache(
         self, tokens: int, shareable: bool = False, releases: bool = False, reserve: DeviceReserve | None = None
@@ -234,7 +254,8 @@ class Engine:
 
     def _spell(self) -> None:
         if isinstance(self._speller, PreTrainedTokenizerFast):
-            self.drafter.spell(self._speller.backend_tokenizer)
+            with suppress(ValueError):  # no trie, no spelling
+                trie_of(self.level).spell(self._speller.backend_tokenizer)
 
     def generate(
         self,
@@ -290,7 +311,7 @@ class Engine:
         rows = [row for text in texts for row in encode(text, self.tokenizer)]
         if rows:
             with self._lock:
-                self.drafter.warm(namespace, rows)
+                trie_of(self.level).warm(namespace, rows)
 
     def requests(
         self,
@@ -347,7 +368,7 @@ class Engine:
         if cache.length >= len(tokens):
             raise ValueError(f"the cache holds {cache.length} tokens; it may hold at most {len(tokens) - 1}")
         text = np.asarray(tokens, np.int64)[:-1]
-        read(self.target, cache, text, self.prefill_block, counting(len(text) - cache.length, on_prefill))
+        read_prompt(self.target, cache, text, self.prefill_block, counting(len(text) - cache.length, on_prefill))
         return cache
 
     def run(
@@ -382,7 +403,7 @@ class Engine:
         self, requests: Sequence[Request], on_prefill: Progress | None, caches: Sequence[FullCache] | None
     ) -> Generator[Commit, None, None]:
         each_cache = [None] * len(requests) if caches is None else caches
-        with self.batch() as batch:
+        with self.batch(closed=True) as batch:
             texts = deque(batch.tokens(each) for each, cache in zip(requests, each_cache, strict=True) if not cache)
             for request, cache in zip(requests, each_cache, strict=True):
                 if cache is None:
@@ -404,12 +425,15 @@ class Engine:
         *,
         offloaded_chunks: int | None = None,
         pacing: PrefillPacing | None = None,
+        closed: bool = False,
     ) -> Batch:
         """Requests that come and go: ``admit`` them, ``step``, ``cancel``, ``close``.
 
         Args:
             limit: maximum tokens of texts that a step reads; by default ``prefill_block``. See ``Batch``.
             offloaded_chunks, pacing: see ``Batch``.
+            closed: whether no requests come in the place of those that end: then drafts are for the last one to end
+                soon, else for as many tokens a second as possible.
 
         Raises:
             ValueError: for a limit under 1.
@@ -418,7 +442,7 @@ class Engine:
         if limit < 1:
             raise ValueError(f"limit is {limit}; it must be at least 1")
         self._forget_old_weights()
-        step = DecodingStep(self.target, self.drafter, self.budget, seconds=self.step_seconds)
+        step = DecodingStep(self.level, self.budget, closed, self.step_seconds)
         fixed = self.target.prompt_chunk
         chunk, limit = (min(self.prefill_block, limit), limit) if fixed is None else (fixed, max(fixed, limit))
         anywhere = fixed is None and self.exactness.level == "bitwise"
@@ -434,7 +458,7 @@ class Engine:
             ValueError: for a drafter that learns nothing, or an engine without a tokenizer.
             OSError: if the file cannot be written.
         """
-        trie_of(self.drafter).save(Path(path), self._vocabulary())
+        trie_of(self.level).save(Path(path), self._vocabulary())
 
     def load_trie(self, path: str | Path) -> None:
         """Go on from what ``save_trie`` wrote. It replaces what is known.
@@ -444,7 +468,15 @@ class Engine:
                 of another tokenizer.
             OSError: if the file cannot be read.
         """
-        trie_of(self.drafter).load(Path(path), self._vocabulary())
+        trie_of(self.level).load(Path(path), self._vocabulary())
+
+    @property
+    def learned_bytes(self) -> int:
+        """Bytes of what the drafter learned from texts, of all namespaces."""
+        try:
+            return trie_of(self.level).kept
+        except ValueError:
+            return 0
 
     def _vocabulary(self) -> str:
         if self._tokenizer is None:
@@ -476,5 +508,12 @@ def _check_model(model: object) -> None:
 def _check_drafter(drafter: object) -> None:
     if isinstance(drafter, type):
         raise TypeError(f"drafter is the class {drafter.__name__}; it must be an object, such as {drafter.__name__}()")
-    if not isinstance(drafter, Drafter | str):
-        raise TypeError(f"drafter is a {type(drafter).__name__}; it must be a name, or derive from forerun.Drafter")
+    if not (isinstance(drafter, Source | str) or callable(drafter)):
+        raise TypeError(f"drafter is a {type(drafter).__name__}; it must be a name, or derive from forerun.Source")
+
+
+def _warm_up(level: Level) -> None:
+    """Compile and measure what drafting needs."""
+    level.warm_up()
+    for source in level.planner.sources:
+        source.warm_up()

@@ -20,7 +20,7 @@ import torch
 
 from forerun.core.fairness import eviction, owner_of
 from forerun.core.request import Request
-from forerun.engine.step import Row
+from forerun.engine.step import BatchRow
 from forerun.kv.recurrent import RECURRENT_STATES
 from forerun.kv.shared_prefix import SharedPrefix, Tensors
 
@@ -158,12 +158,12 @@ class PrefixSharing:
 
     def __init__(self, prefixes: PrefixCache, store: KVStore | None, chunk: int) -> None:
         self._prefixes, self._store, self.chunk = prefixes, store, chunk
-        self._keys: dict[Row, Keys] = {}
-        self._leaders: dict[Row, tuple[Row, int]] = {}  # the row to follow, and the chunks that both share
-        self._unkept: set[Row] = set()
-        self._stored: dict[Row, StoredText] = {}  # the text on disk that holds most of a row's
+        self._keys: dict[BatchRow, Keys] = {}
+        self._leaders: dict[BatchRow, tuple[BatchRow, int]] = {}  # the row to follow, and the chunks that both share
+        self._unkept: set[BatchRow] = set()
+        self._stored: dict[BatchRow, StoredText] = {}  # the text on disk that holds most of a row's
 
-    def join(self, row: Row) -> None:
+    def join(self, row: BatchRow) -> None:
         """A row with an empty cache: it begins with what is kept, or follows a row that shares more with it."""
         keys = keys_of(row.request, self.chunk)
         self._follow(row, keys)
@@ -188,11 +188,11 @@ class PrefixSharing:
         if self._store is not None:
             self._store.find(keys_of(request, self.chunk), request.namespace)
 
-    def waits(self, row: Row) -> bool:
+    def waits(self, row: BatchRow) -> bool:
         """Whether another row is about to read what this one needs next."""
         return row in self._leaders
 
-    def read(self, row: Row) -> None:
+    def read(self, row: BatchRow) -> None:
         """A row has read on: those that share no more with it go their own way; its prompt may be kept."""
         for follower, (leader, count) in list(self._leaders.items()):
             if leader is row and row.cache.length >= count * self.chunk:
@@ -201,7 +201,7 @@ class PrefixSharing:
             self._unkept.discard(row)
             self._keep(row, self._keys[row])
 
-    def leave(self, row: Row) -> None:
+    def leave(self, row: BatchRow) -> None:
         """A row ends. Those that follow it take what it has read, and look for another; what its views made is kept."""
         self._leaders.pop(row, None)
         self._unkept.discard(row)
@@ -211,7 +211,7 @@ class PrefixSharing:
                 self._begin(follower, row, min(count, row.cache.length // self.chunk))
                 self._follow(follower, self._keys[follower])
 
-    def _keep(self, row: Row, keys: Keys) -> None:
+    def _keep(self, row: BatchRow, keys: Keys) -> None:
         """Keep a prompt on disk; if that does not take it, in memory."""
         if self._store is not None:
             text = self._store.keep(keys, row.request.namespace, self.chunk, row.cache)
@@ -226,7 +226,7 @@ class PrefixSharing:
             except NO_MEMORY as error:
                 log.warning("there is no memory to keep a prompt's beginning: %s", error)
 
-    def _note(self, row: Row, keys: Keys) -> None:
+    def _note(self, row: BatchRow, keys: Keys) -> None:
         """Keep what views made of a prompt beside it: on disk only of what the text there has in common with it."""
         text = self._stored.pop(row, None)
         if row.request.error is not None:
@@ -241,7 +241,7 @@ class PrefixSharing:
             elif row.cache.length >= len(keys) * self.chunk:
                 self._prefixes.add_state(keys, view.state_name, view.saved_state(len(keys) * self.chunk))
 
-    def _follow(self, row: Row, keys: Keys) -> None:
+    def _follow(self, row: BatchRow, keys: Keys) -> None:
         prefix, most = self._kept(row, keys)
         own, leader = row.cache.length // self.chunk, None
         for other, others in self._keys.items():
@@ -256,7 +256,7 @@ class PrefixSharing:
         elif prefix is not None and most > own:
             self._begin_with(row, lambda: prefix, most)
 
-    def _kept(self, row: Row, keys: Keys) -> tuple[SharedPrefix | None, int]:
+    def _kept(self, row: BatchRow, keys: Keys) -> tuple[SharedPrefix | None, int]:
         """The beginning that shares the most chunks with a prompt, and how many; on disk, if there is as much as in
         memory: there lies what views made of it."""
         prefix, most = self._prefixes.find(keys)
@@ -264,12 +264,12 @@ class PrefixSharing:
             return prefix, most
         return self._store.find(keys, row.request.namespace, max(0, most - 1)) or (prefix, most)
 
-    def _begin(self, row: Row, leader: Row, count: int) -> None:
+    def _begin(self, row: BatchRow, leader: BatchRow, count: int) -> None:
         self._leaders.pop(row, None)
         if count * self.chunk > row.cache.length:
             self._begin_with(row, lambda: leader.cache.share(count * self.chunk), count)
 
-    def _begin_with(self, row: Row, beginning: Callable[[], SharedPrefix], count: int) -> None:
+    def _begin_with(self, row: BatchRow, beginning: Callable[[], SharedPrefix], count: int) -> None:
         try:
             row.begin_with(beginning(), count * self.chunk)
         except NO_MEMORY as error:

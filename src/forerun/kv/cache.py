@@ -101,6 +101,36 @@ class Cache(ABC):
 
     length: int
     """Committed tokens."""
+    source: Cache | None = None
+    """The cache that a sparse view reads; None for a cache that reads the text itself."""
+    settled: int = 0
+    """Tokens of a view that its source had committed at the last ``sync``; later ones are speculative."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether a view's source has read enough for the view to work."""
+        return True
+
+    @property
+    def whole(self) -> bool:
+        """Whether a view holds all tokens of its source, so that reading through it saves nothing."""
+        return False
+
+    def prepare(self, tokens: int) -> bool:
+        """Do a part of the work of a view's first ``sync``, in about the time in which the target reads ``tokens``
+        tokens. Returns whether all is done."""
+        return True
+
+    def sync(self) -> None:  # noqa: B027
+        """Drop a view's speculative tokens, and follow its source."""
+
+    def verified(self, rows: Sequence[int], drafted: int, accepted: int) -> None:  # noqa: B027
+        """Tell a view that its source has verified and committed a draft that was made with it.
+
+        Args:
+            rows: indices of the accepted tokens' queries in ``source.queries``.
+            drafted, accepted: number of tokens.
+        """
 
     def positions(self, block: Block) -> IntArray:
         """The position that the model sees for each token of the block: its place in the text, unless the cache

@@ -46,11 +46,9 @@ class View(Cache):
                 f"a {type(self).__name__} reads all keys in each of its passes, and some are not on the device; "
                 "allowed is one that copies what it chooses: low-rank or retrieval, or a small model of its own"
             )
-        self.source = source
+        self.source: FullCache = source
         source.views.add(self)
-        self.length = 0
-        self.settled = 0
-        """Tokens that the source had committed at the last ``sync``; later ones are speculative."""
+        self.length = self.settled = 0
         self._states: RecurrentStates | None = None
         self._states_from = 0  # what was settled when they were forked
 
@@ -64,21 +62,7 @@ class View(Cache):
 
     @property
     def ready(self) -> bool:
-        """True if the source has read enough for this view to work."""
         return bool(self.source.layers)
-
-    @property
-    def whole(self) -> bool:
-        """True if the view holds all tokens of the source. Reading through it then saves nothing."""
-        return False
-
-    def prepare(self, tokens: int) -> bool:
-        """Do a part of the work of the first ``sync``, in about the time in which the target reads ``tokens`` tokens.
-
-        Returns:
-            True if all is done.
-        """
-        return True
 
     def saved_state(self, length: int) -> Tensors:
         """State for the text's first ``length`` tokens that is expensive to compute, as tensors that must not be
@@ -87,8 +71,7 @@ class View(Cache):
         return {}
 
     @abstractmethod
-    def sync(self) -> None:
-        """Drop speculative tokens and follow the source."""
+    def sync(self) -> None: ...
 
     def _window_rows(self, layer: int, window: int, tail: int, near: Rows) -> Rows:
         """Rows of a layer with a sliding window, which chooses nothing: it sees its whole window.
@@ -102,14 +85,6 @@ class View(Cache):
         return tuple(
             torch.cat((old, new[:, :, max(0, first - tail) :]), 2) for old, new in zip(before, near, strict=True)
         )
-
-    def verified(self, rows: Sequence[int], drafted: int, accepted: int) -> None:
-        """Called when the source has verified and committed a draft that was made with this view.
-
-        Args:
-            rows: indices of the accepted tokens' queries in ``source.queries``.
-            drafted, accepted: number of tokens.
-        """
 
     def commit(self, block: Block, path: Sequence[int]) -> None:
         start = self.length + len(block.pending)

@@ -24,6 +24,9 @@ import numpy.typing as npt
 STEPS_PER_DECADE = 10
 """Rounded costs grow tenfold in this many steps, as in Renard's series of preferred numbers."""
 
+PREFILL_PASS = 512
+"""Tokens of a prompt that a pass usually reads."""
+
 FloatArray = npt.NDArray[np.float64]
 
 
@@ -120,6 +123,13 @@ class CostTable:
         if len(self._known) < count:
             self._know(2 * count)
         return self._known, self._known_cached
+
+    def prefill(self, tokens: int) -> float:
+        """Cost of reading a prompt of so many tokens, in passes over ``PREFILL_PASS`` tokens."""
+        passes, rest = divmod(tokens, PREFILL_PASS)
+        full, looks = self.costs.passes(PREFILL_PASS), self.costs.cached(PREFILL_PASS)
+        looking = float(looks) * PREFILL_PASS * passes * (passes - 1) / 2
+        return float(full) * passes + looking + (self.cost([rest], [tokens - rest]) if rest else 0.0)
 
     def cost(
         self, tokens: Sequence[int], cached: Sequence[int], beside: int = 0, undrafted: Sequence[int] = ()

@@ -114,19 +114,20 @@ def _add_tree(table: NodeTable, calibration: CalibrationTable, row: int, trees: 
 
 
 @compiled
-def _sort(table: NodeTable, end: int, looks: FloatArray, cached: IntArray, rate: float) -> int:
+def _sort(table: NodeTable, end: int, looks: FloatArray, cached: IntArray, slope: float, values: FloatArray) -> int:
     """Sort the nodes that can be accepted by their worth, parents before children; returns how many there are."""
     order, worth, size = table.order, table.worth, 0
-    price = rate * (looks[-1] - looks[1]) / max(len(looks) - 2, 1)  # of a node, for each cached token
+    look = slope * (looks[-1] - looks[1]) / max(len(looks) - 2, 1)  # what a node adds for each cached token
     for node in range(end):
         if table.chances[node] <= 0.0:
             continue
-        value = table.chances[node] - price * cached[table.rows[node]]
+        row = table.rows[node]
+        worth_of_node = table.chances[node] * values[row] - look * cached[row]
         at = size
-        while at > 0 and worth[at - 1] < value:
+        while at > 0 and worth[at - 1] < worth_of_node:
             order[at], worth[at] = order[at - 1], worth[at - 1]
             at -= 1
-        order[at], worth[at] = node, value
+        order[at], worth[at] = node, worth_of_node
         size += 1
     return size
 
@@ -158,16 +159,13 @@ def prune(
     vocabulary: int,
     curve: FloatArray,
     looks: FloatArray,
-    waiting: int,
     fed: int,
-    plain: float,
-    alone: float,
-    spent: float,
-    lift: float,
+    fixed: float,
     slope: float,
-    rate: float,
-) -> tuple[int, float, float]:
-    """Keep the nodes that maximise expected tokens over cost.
+    values: FloatArray,
+    slack: float,
+) -> tuple[int, float, float, float]:
+    """Keep the nodes whose tokens are worth more than they cost.
 
     Args:
         table_address, calibration_address: of handles.
@@ -176,44 +174,40 @@ def prune(
         vocabulary: number of the target's tokens. Other tokens, and what is below them, cannot be accepted.
         curve: costs of passes over 0, 1, ... tokens with empty caches.
         looks: what rows of 0, 1, ... tokens pay for each cached token.
-        waiting: number of rows that decode in the pass, those without a tree among them.
-        fed: tokens of the pass besides nodes: one for each of these rows, more where prompts are read.
-        plain: cost of the pass without nodes.
-        alone: the same without what it reads of prompts.
-        spent: what the step has cost already.
-        lift, slope: nodes cost ``slope`` times what they add by the curve, and all of them ``lift - 1`` times
-            ``alone``.
-        rate: recent tokens per cost. A pass that reads a prompt has to be made anyway; there, nodes are kept that give
-            more tokens for their cost than this.
+        fed: tokens of the pass besides nodes.
+        fixed, slope: nodes cost ``slope`` times what they add by the curve, and all of them ``fixed``.
+        values: what a token of each row is worth, ``[rows]``.
+        slack: what all nodes may cost.
 
     Returns:
-        How many are kept, how many tokens they are expected to give, and what they add to the pass by the curve.
+        How many are kept, the expected worth of their tokens, how many tokens these are, and what the nodes add to the
+        pass by the curve.
     """
     table, calibration = table_at(table_address), calibration_at(calibration_address)
     cached, counts, rows = by_row[2], by_row[3], len(begins) - 1
     trees = Trees(tokens, parents, stated, begins, by_row[0], by_row[1], cached, counts, by_row[4])
     for row in range(rows):
         _add_tree(table, calibration, row, trees, vocabulary)
-    size = _sort(table, begins[rows], looks, cached, rate)
-    decoding = fed == waiting
-    best, best_tokens, best_added = 0, 0.0, 0.0
-    most = waiting / (spent + plain) if decoding else -rate * plain
-    expected, looking = 0.0, 0.0
+    size = _sort(table, begins[rows], looks, cached, slope, values)
+    best, best_worth, best_tokens, best_added, most = 0, 0.0, 0.0, 0.0, 0.0
+    worth, expected, looking = 0.0, 0.0, 0.0
     for number in range(size):
         node = table.order[number]
         row = table.rows[node]
         expected += table.chances[node]
+        worth += table.chances[node] * values[row]
         looking += cached[row] * (looks[counts[row] + 1] - looks[counts[row]])
         counts[row] += 1
         added = curve[fed + number + 1] - curve[fed] + looking
-        cost = plain + (lift - 1.0) * alone + slope * added
-        value = (waiting + expected) / (spent + cost) if decoding else expected - rate * cost
-        if value > most:
-            most, best, best_tokens, best_added = value, number + 1, expected, added
+        cost = fixed + slope * added
+        if cost > slack:
+            break
+        if worth - cost > most:
+            most, best, best_worth, best_tokens, best_added = worth - cost, number + 1, worth, expected, added
     for number in range(best):
         table.kept[table.order[number]] = 0
     _extract(table, trees)
-    return best, best_tokens, best_added
+    return best, best_worth, best_tokens, best_added
 
 
 @compiled
@@ -264,5 +258,5 @@ def warm_up() -> None:
     table, groups = nodes.at(NodeTable.allocate(1)), calibration.at(CalibrationTable.empty())
     tree, by_row = (ones.copy(), np.full(1, ROOT, np.int64), np.ones(1)), np.ones((5, 1), np.int64)
     curve, looks = np.arange(3.0), np.arange(3.0)
-    prune(table, groups, *tree, np.arange(2), by_row, 1, curve, looks, 1, 1, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0)
+    prune(table, groups, *tree, np.arange(2), by_row, 1, curve, looks, 1, 0.0, 1.0, np.ones(1), 1.0)
     learn(table, groups, np.zeros((1, 4), np.int64), ones)

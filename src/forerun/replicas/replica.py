@@ -8,8 +8,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-from forerun.drafting.drafter import Drafter
-from forerun.drafting.recipes import trie_of
+from forerun.decoding.level import Level
+from forerun.decoding.recipes import trie_of
 from forerun.engine.engine import Engine
 from forerun.replicas.exchange import ExchangeClient, ExchangeUpdate, LearnedText
 from forerun.replicas.front import ForwardedRequest, ResponseHead
@@ -47,7 +47,7 @@ class Replica:
 
         self._exchange = ExchangeClient(trade, learn, EXCHANGE_SECONDS)
         limits = settings.limits(self._engine.target.device)
-        on_finished = self._exchange.add if learns(self._engine.drafter) else None
+        on_finished = self._exchange.add if learns(self._engine.level) else None
         self._app = create_app(self._engine, settings, limits, on_finished)
         self._service = self._app.state.service
         self._exchange.start()
@@ -77,10 +77,10 @@ class Replica:
             self._engine.close()
 
 
-def learns(drafter: Drafter) -> bool:
+def learns(level: Level) -> bool:
     """Whether a drafter learns from earlier texts."""
     try:
-        trie_of(drafter)
+        trie_of(level)
     except ValueError:
         return False
     return True

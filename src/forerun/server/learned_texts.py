@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from forerun.core.tree import IntArray
-from forerun.drafting.recipes import trie_of
+from forerun.decoding.recipes import trie_of
 from forerun.engine.engine import Engine
 from forerun.models.text.prompts import vocabulary_of
 from forerun.server.settings import ServerSettings
@@ -114,7 +114,7 @@ def restore_index(engine: Engine, settings: ServerSettings, tenants: Sequence[st
 
 def _trie(engine: Engine, settings: ServerSettings) -> Trie | None:
     try:
-        return trie_of(engine.drafter)
+        return trie_of(engine.level)
     except ValueError as error:
         if settings.index is None and not settings.warm:
             return None

@@ -54,7 +54,7 @@ class Metrics:
             ("num_requests_running", "Requests that decode.", lambda: scheduler.running),
             ("num_requests_waiting", "Requests that wait.", lambda: scheduler.waiting),
             ("kv_cache_usage_perc", "Taken part of the memory for keys and values; 1 is all.", lambda: scheduler.usage),
-            ("index_bytes", "Bytes of what the drafter learned, of all namespaces.", lambda: engine.drafter.nbytes),
+            ("index_bytes", "Bytes of what the drafter learned, of all namespaces.", lambda: engine.learned_bytes),
         ):
             Gauge(f"forerun:{name}", help_text, registry=registry).set_function(now)
         registry.register(_EngineCollector(engine, scheduler))

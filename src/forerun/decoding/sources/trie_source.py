@@ -7,15 +7,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 
-from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.sampling import MASK64, Sampler, mixed
 from forerun.core.transfers import elsewhere
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
-from forerun.drafting.drafter import Drafter
+from forerun.decoding.row import Row, State
+from forerun.decoding.source import Limit, Source, Wants
 from forerun.trie import recycled
 from forerun.trie.arrays import Int32Array
 from forerun.trie.logistic_mixer import STEEPEST
@@ -34,24 +33,30 @@ NOTHING_BEFORE = np.array([-1])
 """What stands before a text's first token; see ``RecycledRows``."""
 
 
-@dataclass(slots=True)
-class _Text:
+@dataclass(slots=True, eq=False)
+class _Text(State):
     """What is not learned yet of a request's text.
 
     Attributes:
+        source: that it is of.
         request: the request.
         taught: its length at the last step that a draft was asked for.
         asked: whether one is asked for in the step under way.
-        rows: for each such step since ``learn``, the text's length behind it, and the best tokens of its rows.
+        rows: for each such step since ``learn``, the text's length after it, and the best tokens of its rows.
     """
 
+    source: TrieSource
     request: Request
     taught: int = 0
     asked: bool = False
     rows: list[tuple[int, RecycledRows]] = field(default_factory=list)
 
+    def close(self) -> None:
+        """Free the prompt's index; what was generated stays."""
+        self.source.close(self)
 
-class TrieDrafter(Drafter):
+
+class TrieSource(Source):
     """Drafts from the request's prompt and from all that was generated in its namespace.
 
     Where no draft is asked for, because drafts do not pay, the text is only written down: neither what evidence is
@@ -65,75 +70,73 @@ class TrieDrafter(Drafter):
         ValueError: if both are given.
     """
 
-    best_tokens = LISTED
+    wants = Wants(best=LISTED)
 
     def __init__(self, config: TrieConfig | None = None, trie: Trie | None = None) -> None:
         if config is not None and trie is not None:
             raise ValueError("config and trie are both given; a trie brings its own configuration")
         self.trie = trie or Trie(config)
-        self._texts: dict[int, _Text] = {}  # by request
+        self._live: dict[_Text, None] = {}
 
     def warm(self, namespace: str, sequences: Iterable[Sequence[int]]) -> None:
+        """Learn from token ids as if they had been generated in ``namespace``."""
         self.trie.warm(namespace, sequences)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in use for the texts of all namespaces."""
-        return self.trie.kept
 
     def warm_up(self) -> None:
         best_of_rows(torch.zeros(1, LISTED))
         self.trie.warm_up()
 
-    def spell(self, tokenizer: Tokenizer) -> None:
-        self.trie.spell(tokenizer)
-
-    def begin(self, request: Request) -> None:
+    def open(self, row: Row) -> _Text:
         """Index the prompt, for this request alone."""
+        request, text = row.request, _Text(self, row.request)
         noise = _noise_of(request.sampler)
         self.trie.begin(
             request.id, request.drafts_from, request.prompt, request.max_new_tokens, request.prediction, noise
         )
-        self._texts[request.id] = _Text(request)
+        self._live[text] = None
+        return text
 
-    def catch_up(self, request: Request, tokens: int) -> bool:
+    def read(self, row: Row, tokens: int) -> bool:
         """Index a piece of the prompt: ``TOKENS_A_READ`` where a model reads one token."""
-        return self.trie.catch_up(request.id, TOKENS_A_READ * tokens)
+        return self.trie.catch_up(row.request.id, TOKENS_A_READ * tokens)
 
-    def propose(self, context: PassContext) -> list[DraftTree]:
+    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
         """Draft the likeliest branches, merged. The texts of all rows are learned first."""
-        for request in context.rows:
-            self._texts[request.id].asked = True
-        drafts = self.trie.step([self._update(request, budget) for request, budget in context])
-        return [DraftTree.unchecked(*draft) for draft in drafts]
+        updates = []
+        for row, limit in zip(rows, limits, strict=True):
+            text: _Text = row.states[self]
+            text.asked = True
+            updates.append(self._update(text, row.request, limit.nodes))
+        return [DraftTree.unchecked(*draft) for draft in self.trie.step(updates)]
 
-    def known_suffixes(self, requests: Sequence[Request]) -> list[int]:
-        texts = [(request.id, request.tokens) for request in requests]
-        if any(self._missing(request) >= LEARN_TOKENS for request in requests):
-            self.trie.step([self._update(text.request) for text in self._texts.values() if self._missing(text.request)])
-        return self.trie.known_suffixes(texts)
+    def promise(self, rows: Sequence[Row]) -> list[int]:
+        texts: list[_Text] = [row.states[self] for row in rows]
+        if any(self._missing(text) >= LEARN_TOKENS for text in texts):
+            self.trie.step([self._update(text, text.request) for text in self._live if self._missing(text)])
+        return self.trie.known_suffixes([(row.request.id, row.request.tokens) for row in rows])
 
-    def _missing(self, request: Request) -> int:
-        """How many tokens of its text are not learned yet: none while its prompt is read."""
-        return len(self._texts[request.id].request) - self.trie.length(request.id)
+    def _missing(self, text: _Text) -> int:
+        """How many tokens of a text are not learned yet: none while its prompt is read."""
+        return len(text.request) - self.trie.length(text.request.id)
 
-    def _update(self, request: Request, budget: int = 0) -> TextUpdate:
+    def _update(self, text: _Text, request: Request, budget: int = 0) -> TextUpdate:
         """What is not learned yet of a request's text: each step's lists are kept once its tokens are learned. What a
         fork has beyond the text is a draft."""
-        number, tokens, text = request.id, request.tokens, self._texts[request.id]
+        number, tokens = request.id, request.tokens
         known, end = self.trie.length(number), len(text.request)
         lists, text.rows = [(length - known, rows) for length, rows in text.rows], []
         untaught, depth = end - max(known, text.taught), request.max_draft_depth
         return TextUpdate(number, tokens[known:end], lists, tokens[end:], budget, depth, untaught)
 
-    def observe(self, request: Request, outcome: Outcome) -> None:
+    def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
         """Note what was committed, to be learned before the next draft at the latest."""
-        text = self._texts[request.id]
-        if text.asked:
-            self._recycle(text, request, outcome)
-            text.taught, text.asked = len(request), False
+        for row, outcome in zip(rows, outcomes, strict=True):
+            text: _Text = row.states[self]
+            if text.asked and outcome.verdict.tokens:
+                self._recycle(text, outcome)
+                text.taught, text.asked = len(text.request), False
 
-    def _recycle(self, noted: _Text, request: Request, outcome: Outcome) -> None:
+    def _recycle(self, noted: _Text, outcome: Outcome) -> None:
         """Note the best tokens of the scored rows.
 
         They are kept once the step's tokens are learned. Otherwise the mixer would judge lists made from the answer.
@@ -141,6 +144,7 @@ class TrieDrafter(Drafter):
         """
         if outcome.best is None and not outcome.logits.shape[0]:
             return
+        request = noted.request
         tree, text, end = outcome.tree, request.tokens, len(request) - len(outcome.verdict.tokens)
         last, before = text[end - 1 : end], text[end - 2 : end - 1] if end > 1 else NOTHING_BEFORE
         if len(tree):
@@ -149,21 +153,17 @@ class TrieDrafter(Drafter):
         best = outcome.best or best_of_rows(outcome.logits)
         noted.rows.append((len(request), RecycledRows(before, last, *best)))
 
-    def learn(self, request: Request) -> None:
-        """Learn all of a request's text now."""
-        self.trie.step([self._update(request)])
+    def close(self, text: _Text) -> None:
+        """Free a text's index, once the step under way has ended."""
+        self.trie.lock.when_free(lambda: self._close(text))
 
-    def finish(self, request: Request) -> None:
-        """Free the prompt's index; what was generated stays."""
-        self.trie.lock.when_free(lambda: self._finish(request))
-
-    def _finish(self, request: Request) -> None:
+    def _close(self, text: _Text) -> None:
         try:
-            if request.id in self._texts and self._missing(request):
-                self.learn(request)
+            if text in self._live and self._missing(text):
+                self.trie.step([self._update(text, text.request)])
         finally:
-            self._texts.pop(request.id, None)
-            self.trie.finish(request.id)
+            self._live.pop(text, None)
+            self.trie.finish(text.request.id)
 
 
 def _noise_of(sampler: Sampler) -> SamplingNoise | None:

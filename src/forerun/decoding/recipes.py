@@ -1,4 +1,4 @@
-"""From a name, as the command line takes it, to a freshly built drafter."""
+"""From a name, as the command line takes it, to a level with its sources."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.core.long_context import MTP, LongContextConfig
-from forerun.drafting.adaptive import AdaptiveDrafter
-from forerun.drafting.drafter import Drafter, NoDrafter, OuterDrafter
-from forerun.drafting.hierarchy import HierarchyDrafter
-from forerun.drafting.lookup import LookupDrafter
-from forerun.drafting.merged import MergedDrafter
-from forerun.drafting.model_drafter import ModelDrafter
-from forerun.drafting.trie_drafter import TrieDrafter
+from forerun.decoding.level import UNLIMITED, CacheFactory, Level
+from forerun.decoding.planner import UNSURE, AdaptivePlanner, Planner
+from forerun.decoding.source import Source
+from forerun.decoding.sources.lookup import Lookup
+from forerun.decoding.sources.trie_source import TrieSource
 from forerun.kv.cache import ROLLBACK_TOKENS, Cache
 from forerun.kv.full_cache import FullCache
 from forerun.kv.low_rank import LowRankCache, LowRankConfig
 from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
 from forerun.kv.streaming import Rotation, StreamingCache
 from forerun.models.forward import gate
-from forerun.models.forward.level import UNLIMITED, CacheFactory
+from forerun.models.forward.runtime import Runtime
 from forerun.models.forward.scorer import Scorer, is_sharded
+from forerun.policy.choice import DraftPasses
 from forerun.trie.trie import Trie
 
 if TYPE_CHECKING:
@@ -46,16 +45,43 @@ with it; without, 0.58 is. Halved and doubled, the guess is 0.60 and 0.67."""
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How a drafter is built.
+class Setup:
+    """What a level is built with.
 
     Attributes:
-        build: from settings, each time anew.
+        settings: of drafters for long contexts.
+        target: the engine's model.
+        runtime: measures what passes cost.
+        adaptive: whether what pays is scored, by measured costs; else all of each draft.
+    """
+
+    settings: LongContextConfig
+    target: Scorer
+    runtime: Runtime
+    adaptive: bool = True
+
+    def planner(self, trees: Source | None = None, costly: Source | None = None, confident: float = UNSURE) -> Planner:
+        """A planner over sources that propose trees."""
+        if self.adaptive and trees is not None:
+            return AdaptivePlanner(self.runtime, self.target, trees, costly, confident=confident)
+        return Planner(trees, costly, confident=confident)
+
+    def over(self, planner: Planner) -> Level:
+        """The engine's level."""
+        return Level(self.target, planner, clock=self.runtime.clock)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a level is built.
+
+    Attributes:
+        build: each time anew.
         small: whether it needs a small model, ``LongContextConfig.draft_model``.
         sparse: from settings, the sparse cache over which the target drafts, if it does.
     """
 
-    build: Callable[[LongContextConfig], Drafter]
+    build: Callable[[Setup], Level]
     small: bool = False
     sparse: Callable[[LongContextConfig], CacheFactory] | None = None
 
@@ -83,17 +109,17 @@ def _is_head(given: Any) -> bool:
     return isinstance(given, str | Path | Head)
 
 
-def _head_alone(settings: LongContextConfig) -> Drafter:
+def _head_alone(setup: Setup, settings: LongContextConfig) -> Level:
     head = head_of(settings)
     if head is None:
         raise ValueError("this drafter needs a trained head, draft_model, and there is none")
-    return _head_drafter(head)
+    return setup.over(setup.planner(_head_source(head, setup.target)))
 
 
-def _head_drafter(head: Head) -> Drafter:
-    from forerun.drafting.head_drafter import HeadDrafter
+def _head_source(head: Head, target: Scorer) -> Source:
+    from forerun.decoding.sources.head_source import HeadSource
 
-    return HeadDrafter(head)
+    return HeadSource(head, target)
 
 
 def small_model(settings: LongContextConfig) -> Scorer:
@@ -116,9 +142,21 @@ def small_model(settings: LongContextConfig) -> Scorer:
     return scorer
 
 
-def small_drafter(settings: LongContextConfig, gamma: int) -> ModelDrafter:
-    """The small model over the first and last tokens, with chains of ``gamma`` tokens."""
-    return ModelDrafter(small_cache(settings), gamma, small_model(settings))
+def small_level(setup: Setup, gamma: int) -> Level:
+    """The small model over the first and last tokens, with chains of ``gamma`` tokens.
+
+    Raises:
+        ValueError: if it knows more tokens than the target.
+    """
+    scorer, target = small_model(setup.settings), setup.target
+    if scorer.vocabulary > target.vocabulary:
+        raise ValueError(
+            f"the draft model knows {scorer.vocabulary} tokens and the target {target.vocabulary}: "
+            "their tokenizers differ; the draft's vocabulary must equal the target's or be its beginning"
+        )
+    return Level(
+        scorer, Planner(), cache=small_cache(setup.settings), chain=gamma, helper=True, clock=setup.runtime.clock
+    )
 
 
 def small_cache(settings: LongContextConfig) -> CacheFactory:
@@ -176,80 +214,118 @@ def reading(most: int, scanned: float = 0.0) -> Callable[[int], int]:
     return lambda cached: min(cached, most) + int(scanned * max(cached - most, 0))
 
 
-def _triforce(settings: LongContextConfig, inner: Drafter, nodes: int, beyond: int = 0) -> Drafter:
-    reads = reading(settings.cache_budget, SCANNED)
-    return HierarchyDrafter(inner, sparse_cache(settings), nodes, settings.gamma2, beyond=beyond, reads=reads)
+def middle_level(setup: Setup, planner: Planner, nodes: int, beyond: int = 0) -> Level:
+    """The target over a sparse cache, which verifies trees of up to ``nodes`` nodes (TriForce's middle level)."""
+    settings = setup.settings
+    return Level(
+        setup.target,
+        planner,
+        cache=sparse_cache(settings),
+        nodes=nodes,
+        chain=settings.gamma2,
+        beyond=beyond,
+        reads=reading(settings.cache_budget, SCANNED),
+        clock=setup.runtime.clock,
+    )
 
 
-def _auto(settings: LongContextConfig) -> Drafter:
+def _auto(setup: Setup) -> Level:
     """All sources: a trie, a trained head, and the target over a sparse cache, for which these or a small model draft.
 
     Without a small model, the sparse cache is of use beyond its own size only.
     """
-    trie, head, budget = TrieDrafter(), head_of(settings), settings.cache_budget
-    small = settings.draft_model is not None and head is None
-    trees: Drafter = trie if head is None else MergedDrafter(trie, _head_drafter(head), CONFIDENT_NODES)
-    inner = MergedDrafter(trie, small_drafter(settings, settings.gamma1), settings.gamma1) if small else trees
+    settings, trie = setup.settings, TrieSource()
+    head, budget = head_of(settings), settings.cache_budget
+    costly = None if head is None else _head_source(head, setup.target)
+    small = small_level(setup, settings.gamma1) if settings.draft_model is not None and head is None else None
     beyond = 0 if small else budget
-    levels = _triforce(settings, inner, TRIE_NODES, beyond)
-    return AdaptiveDrafter(
-        levels,
-        trees=trees,
-        chains=levels,
-        max_length=settings.gamma2,
-        reads=reading(budget, SCANNED),
-        beyond=beyond,
-        window=settings.sinks + settings.window,
-        alone=budget,
+    if small is None:
+        inner = setup.planner(trie, costly, CONFIDENT_NODES)
+    else:
+        inner = setup.planner(trie, small, settings.gamma1)
+    return setup.over(
+        AdaptivePlanner(
+            setup.runtime,
+            setup.target,
+            trie,
+            costly,
+            middle_level(setup, inner, TRIE_NODES, beyond),
+            CONFIDENT_NODES,
+            longest=settings.gamma2,
+            beyond=beyond,
+            draft=DraftPasses(reading(budget, SCANNED), window=settings.sinks + settings.window, alone=budget),
+            small=None if small is None else small.model,
+        )
     )
 
 
 def long_context(
-    build: Callable[[LongContextConfig], Drafter],
+    build: Callable[[Setup], Level],
     sparse: Callable[[LongContextConfig], CacheFactory] | None = None,
     small: bool = False,
 ) -> Recipe:
-    """For long contexts: drafts at most ``gamma2`` tokens, and if the settings say so only as many as pay."""
+    """For long contexts: drafts chains of at most ``gamma2`` tokens, and if the settings say so only as many as pay.
 
-    def paced(settings: LongContextConfig) -> Drafter:
-        chains = build(settings)
+    Args:
+        build: builds the level that drafts the chains.
+        sparse: the sparse cache over which the target drafts, if it does.
+        small: whether there is a small model.
+    """
+
+    def paced(setup: Setup) -> Level:
+        settings, chains = setup.settings, build(setup)
         if not settings.paced:
-            return chains
-        reads = reading(settings.window if sparse is None else settings.cache_budget)
-        alone = isinstance(chains, ModelDrafter) and not small
-        return AdaptiveDrafter(
-            chains,
-            chains=chains,
-            max_length=settings.gamma2,
-            reads=reads,
-            weight=1.0 if alone else HELPED,
+            return setup.over(Planner(chains=chains))
+        alone = not chains.planner.own and not small
+        passes = DraftPasses(
+            reading(settings.window if sparse is None else settings.cache_budget),
+            1.0 if alone else HELPED,
             window=settings.sinks + settings.window,
             alone=UNLIMITED if sparse is None else settings.cache_budget,
         )
+        helper = next((each.model for each in chains.walk() if isinstance(each, Level) and each.helper), None)
+        planner = AdaptivePlanner(
+            setup.runtime, setup.target, chains=chains, longest=settings.gamma2, draft=passes, small=helper
+        )
+        return setup.over(planner)
 
     return Recipe(paced, small, sparse)
 
 
 def self_drafting(sparse: Callable[[LongContextConfig], CacheFactory]) -> Recipe:
     """The target alone, over this cache."""
-    return long_context(lambda s: ModelDrafter(sparse(s), s.gamma2), sparse)
+    return long_context(lambda setup: alone_over(setup, sparse(setup.settings)), sparse)
+
+
+def alone_over(setup: Setup, cache: CacheFactory, gamma: int | None = None) -> Level:
+    """The target over a sparse cache, which drafts chains of ``gamma`` tokens, by default ``gamma2``, by itself."""
+    chain = setup.settings.gamma2 if gamma is None else gamma
+    return Level(setup.target, Planner(), cache=cache, chain=chain, clock=setup.runtime.clock)
+
+
+def _triforce(setup: Setup) -> Level:
+    small = small_level(setup, setup.settings.gamma1)
+    return middle_level(setup, Planner(chains=small), setup.settings.gamma1)
+
+
+def _triforce_auto(setup: Setup) -> Level:
+    gamma1 = setup.settings.gamma1
+    return middle_level(setup, setup.planner(TrieSource(), small_level(setup, gamma1), gamma1), TRIE_NODES)
 
 
 RECIPES: dict[str, Recipe] = {
-    "none": Recipe(lambda s: NoDrafter()),
-    "lookup": Recipe(lambda s: LookupDrafter()),
-    "trie": Recipe(lambda s: TrieDrafter()),
+    "none": Recipe(lambda setup: setup.over(Planner())),
+    "lookup": Recipe(lambda setup: setup.over(setup.planner(Lookup()))),
+    "trie": Recipe(lambda setup: setup.over(setup.planner(TrieSource()))),
     "auto": Recipe(_auto, sparse=sparse_cache),
-    "triforce": long_context(lambda s: _triforce(s, small_drafter(s, s.gamma1), s.gamma1), sparse_cache, small=True),
-    "triforce-trie": long_context(lambda s: _triforce(s, TrieDrafter(), TRIE_NODES), sparse_cache),
-    "triforce-auto": long_context(
-        lambda s: _triforce(s, MergedDrafter(TrieDrafter(), small_drafter(s, s.gamma1), s.gamma1), TRIE_NODES),
-        sparse_cache,
-        small=True,
+    "triforce": long_context(_triforce, sparse_cache, small=True),
+    "triforce-trie": long_context(
+        lambda setup: middle_level(setup, setup.planner(TrieSource()), TRIE_NODES), sparse_cache
     ),
+    "triforce-auto": long_context(_triforce_auto, sparse_cache, small=True),
     "retrieval": self_drafting(_retrieval),
     "low-rank": self_drafting(_low_rank),
-    "streaming": long_context(lambda s: small_drafter(s, s.gamma2), small=True),
+    "streaming": long_context(lambda setup: small_level(setup, setup.settings.gamma2), small=True),
 }
 """``trie`` merges all it knows by probability; ``none`` is plain.
 
@@ -258,8 +334,8 @@ For long contexts: ``triforce`` is TriForce's hierarchy, ``triforce-trie`` has a
 TriForce without hierarchy, ``streaming`` the small model alone.
 """
 HEAD_RECIPES: dict[str, Recipe] = {
-    "head": Recipe(_head_alone),
-    "mtp": Recipe(lambda s: _head_alone(replace(s, draft_model=MTP))),
+    "head": Recipe(lambda setup: _head_alone(setup, setup.settings)),
+    "mtp": Recipe(lambda setup: _head_alone(setup, replace(setup.settings, draft_model=MTP))),
 }
 """Trained heads alone: ``head`` is that of the folder ``LongContextConfig.draft_model``, of the kind that it says;
 ``mtp`` are those in the target's own checkpoint.
@@ -267,17 +343,16 @@ HEAD_RECIPES: dict[str, Recipe] = {
 DRAFTERS = RECIPES | HEAD_RECIPES
 
 
-def trie_of(drafter: Drafter) -> Trie:
-    """The index that a drafter learns in.
+def trie_of(level: Level) -> Trie:
+    """The index that a level's sources learn in.
 
     Raises:
-        ValueError: if it has none.
+        ValueError: if there is none.
     """
-    if isinstance(drafter, TrieDrafter):
-        return drafter.trie
-    if isinstance(drafter, OuterDrafter):
-        return trie_of(drafter.inner)
-    raise ValueError(f"{type(drafter).__name__} has no trie")
+    for source in level.planner.sources:
+        if isinstance(source, TrieSource):
+            return source.trie
+    raise ValueError("this drafter keeps nothing from earlier texts: it has no trie")
 
 
 def buildable(settings: LongContextConfig, recipes: Mapping[str, Recipe] = RECIPES) -> list[str]:
@@ -298,13 +373,11 @@ def check_drafter(name: str, recipes: Mapping[str, Recipe] = DRAFTERS) -> None:
         raise ValueError(f"drafter is {name!r}; known are {', '.join(recipes)}")
 
 
-def build_drafter(
-    name: str, settings: LongContextConfig | None = None, recipes: Mapping[str, Recipe] = DRAFTERS
-) -> Drafter:
-    """A drafter of this name.
+def build(name: str, setup: Setup, recipes: Mapping[str, Recipe] = DRAFTERS) -> Level:
+    """The level of this name.
 
     Raises:
         ValueError: for an unknown name, listing the known ones, or settings that lack what it needs.
     """
     check_drafter(name, recipes)
-    return recipes[name].build(settings or LongContextConfig())
+    return recipes[name].build(setup)

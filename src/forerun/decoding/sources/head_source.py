@@ -18,13 +18,13 @@ import numpy.typing as npt
 import torch
 
 from forerun.core.origin import Origin
-from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
-from forerun.core.sampling import MASK64, mixed
+from forerun.core.sampling import MASK64, Salt, mixed
 from forerun.core.sampling_kernels import gumbel_of
 from forerun.core.tree import ROOT, DraftTree, IntArray
-from forerun.drafting.drafter import Drafter
-from forerun.models.forward.runtime import Runtime
+from forerun.core.verify import Outcome
+from forerun.decoding.row import Row
+from forerun.decoding.source import Limit, Source, Wants
 from forerun.models.forward.scorer import Scorer
 from forerun.models.heads.head import Head, HeadText
 
@@ -41,64 +41,53 @@ FORCED_TOKENS = 16
 FloatArray = npt.NDArray[np.float64]
 
 
-class HeadDrafter(Drafter):
+class HeadSource(Source):
     """Drafts trees with a head, the rows of a batch together.
 
     Args:
-        head: that knows the target.
+        head: the head.
+        target: the model that it was trained for.
         width: nodes of a level that the head is asked about, and tokens that it offers behind each.
 
     Raises:
-        ValueError: for a width under 1.
+        ValueError: for a width under 1, or a head that does not fit the target.
     """
 
-    def __init__(self, head: Head, width: int = WIDTH) -> None:
+    def __init__(self, head: Head, target: Scorer, width: int = WIDTH) -> None:
         if width < 1:
             raise ValueError(f"width is {width}; it must be at least 1")
-        self.head, self.width = head, width
-        self._texts: dict[int, HeadText] = {}
-
-    @property
-    def states(self) -> tuple[int, ...]:  # type: ignore[override]
-        """What the head reads."""
-        return self.head.layers
-
-    def bind(self, target: Scorer, runtime: Runtime) -> None:
-        self.head.bind(target)
-        self._vocabulary = target.vocabulary
+        head.bind(target)
+        self.head, self.width, self._vocabulary = head, width, target.vocabulary
+        self.wants = Wants(states=head.layers)
 
     def needs(self, tokens: int) -> int:
         return self.head.needs(tokens)
 
-    def begin(self, request: Request) -> None:
-        self._texts[request.id] = self.head.text()
+    def open(self, row: Row) -> HeadText:
+        return self.head.text()
 
-    def record_states(self, request: Request, start: int, states: torch.Tensor) -> None:
-        self.head.record(self._texts[request.id], request.tokens, start, states)
+    def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
+        """Let the head read the states of what was committed, and of prompts."""
+        for row, outcome in zip(rows, outcomes, strict=True):
+            if outcome.states is not None:
+                self.head.record(row.states[self], row.request.tokens, outcome.start, outcome.states)
 
-    def finish(self, request: Request) -> None:
-        self._texts.pop(request.id, None)
-
-    def propose(self, context: PassContext) -> list[DraftTree]:
+    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
         """Grow a tree for each row whose last tokens the target has read."""
-        trees = [_GrowingTree(row, min(self.head.levels, row.max_draft_depth), budget) for row, budget in context]
-        growing = [tree for tree in trees if tree.depth > 0 and self._unread(tree.fork) is not None]
+        trees = [
+            _GrowingTree(row.states[self], row.request, min(self.head.levels, row.request.max_draft_depth), limit.nodes)
+            for row, limit in zip(rows, limits, strict=True)
+        ]
+        growing = [tree for tree in trees if tree.depth > 0 and tree.unread is not None]
         if growing:
             self._grow(growing)
         return [tree.tree().by(Origin.HEAD) for tree in trees]
 
-    def _unread(self, request: Request) -> IntArray | None:
-        """Tokens of a text that follow those that the head can read; None if it knows too little of it."""
-        place = self._texts[request.id].next
-        unread = None if place is None else request.tokens[place + 1 :]
-        return unread if unread is None or len(unread) <= FORCED_TOKENS else None
-
     def _grow(self, trees: Sequence[_GrowingTree]) -> None:
-        growths, logits = self.head.start([self._texts[tree.fork.id] for tree in trees])
+        growths, logits = self.head.start([tree.text for tree in trees])
         rows = list(logits[:, None])
         for tree, growth, row in zip(trees, growths, range(len(rows)), strict=True):
-            unread = self._unread(tree.fork)
-            for token in () if unread is None else unread.tolist():
+            for token in () if tree.unread is None else tree.unread.tolist():
                 rows[row] = self.head.extend([growth], [[len(growth) - 1]], [[token]])
             tree.base = len(growth) - 1
         active = list(zip(trees, growths, rows, strict=True))
@@ -127,13 +116,17 @@ class _GrowingTree:
     """A row's tree under way.
 
     Args:
-        request: its text.
+        text: as the head follows it.
+        request: its tokens.
         depth: levels that it may have.
         budget: nodes that it may have.
     """
 
-    def __init__(self, request: Request, depth: int, budget: int) -> None:
-        self.fork, self.depth, self._budget = request.fork(), min(depth, budget), budget
+    def __init__(self, text: HeadText, request: Request, depth: int, budget: int) -> None:
+        self.text, self.fork, self.depth, self._budget = text, request.fork(), min(depth, budget), budget
+        unread = None if text.next is None else request.tokens[text.next + 1 :]
+        self.unread: IntArray | None = unread if unread is None or len(unread) <= FORCED_TOKENS else None
+        """Tokens that follow those that the head can read; None if it knows too little of the text."""
         self.base = 0
         """The head's number of the text's end."""
         self.tokens: list[int] = []
@@ -225,7 +218,7 @@ class _GrowingTree:
     def _draw(self, scores: torch.Tensor) -> _Offer:
         """One token, drawn from the last node's distribution, which is ``q``."""
         sampler = self.fork.sampler
-        token = sampler.choose(scores[-1], len(self.fork) + self._reached, sampler.draft_salt())
+        token = sampler.choose(scores[-1], len(self.fork) + self._reached, Salt.DRAFT)
         self._q.append(scores[-1].double().softmax(-1))
         return _Offer(np.array([[token]]), np.ones((1, 1)))
 

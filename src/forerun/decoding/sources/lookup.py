@@ -6,15 +6,16 @@ and no state beyond the request's own text, so it is the baseline for every inde
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from forerun.core.origin import Origin
-from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree, IntArray
-from forerun.drafting.drafter import Drafter
+from forerun.decoding.row import Row
+from forerun.decoding.source import Limit, Source
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class LookupConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
 
-class LookupDrafter(Drafter):
+class Lookup(Source):
     """Drafts a chain: what followed the most recent occurrence of the longest suffix that occurred before.
 
     ``transformers`` takes the first occurrence; the most recent one needs one position per n-gram and drafts better. In
@@ -49,29 +50,25 @@ class LookupDrafter(Drafter):
 
     def __init__(self, config: LookupConfig | None = None) -> None:
         self.config = config or LookupConfig()
-        self._occurrences: dict[int, _Occurrences] = {}
 
-    def begin(self, request: Request) -> None:
+    def open(self, row: Row) -> _Occurrences:
         """Index the prompt."""
-        self._occurrences[request.id] = occurrences = _Occurrences(request, self.config.max_ngram)
+        occurrences = _Occurrences(row.request, self.config.max_ngram)
         occurrences.extend()
+        return occurrences
 
-    def propose(self, context: PassContext) -> list[DraftTree]:
-        return [self._chain(request, budget) for request, budget in context]
+    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
+        return [self._chain(row, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
 
-    def _chain(self, request: Request, budget: int) -> DraftTree:
+    def _chain(self, row: Row, budget: int) -> DraftTree:
         """A chain, or the empty tree if even the last token is new."""
+        request, occurrences = row.request, row.states[self]
         length = min(self.config.branch_length, budget, request.max_draft_depth)
-        occurrences = self._occurrences[request.id]
         occurrences.extend()
         start = occurrences.find(request.tokens)
-        if start is None:
+        if start is None or length < 1:
             return DraftTree.empty()
         return DraftTree.chain(np.resize(request.tokens[start : start + length], length)).by(Origin.TEXT)
-
-    def finish(self, request: Request) -> None:
-        """Forget the request's text."""
-        self._occurrences.pop(request.id, None)
 
 
 class _Occurrences:

@@ -1,0 +1,149 @@
+"""How sources are asked: a cheap one first, a costly one where the first is not confident; and one that fails rests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from forerun.core.tree import ROOT, DraftTree
+from forerun.core.verify import Outcome
+from forerun.decoding.row import Row
+from forerun.decoding.source import Limit, Source
+
+log = logging.getLogger(__name__)
+
+TINY = 1e-12
+
+
+class Failed:
+    """The state of a source that failed for a row: it rests until the row ends."""
+
+
+def works(source: Source, row: Row) -> bool:
+    """Whether a source has not failed for a row."""
+    return not isinstance(row.states.get(source), Failed)
+
+
+def _rest(source: Source, row: Row, error: Exception) -> None:
+    log.warning("%s failed for request %d and rests until it ends: %r", type(source).__name__, row.request.id, error)
+    row.states[source] = Failed()
+
+
+def propose(source: Source, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
+    """Ask a source for one tree for each row. Where it fails, each row is asked for alone, and those for which it fails
+    again get no drafts from it any more: an error in drafting ends no text.
+
+    Raises:
+        TypeError: if it returns anything but one ``DraftTree`` for each row.
+    """
+    trees = [DraftTree.empty()] * len(rows)
+    live = [number for number, row in enumerate(rows) if works(source, row)]
+    if live:
+        found = _attempt(source, [rows[number] for number in live], [limits[number] for number in live])
+        for number, tree in zip(live, found, strict=True):
+            trees[number] = tree
+    return trees
+
+
+def _attempt(source: Source, rows: Sequence[Row], limits: Sequence[Limit]) -> Sequence[DraftTree]:
+    try:
+        trees: Any = source.propose(rows, limits)
+    except Exception as error:
+        if len(rows) == 1:
+            _rest(source, rows[0], error)
+            return [DraftTree.empty()]
+        return [_attempt(source, [row], [limit])[0] for row, limit in zip(rows, limits, strict=True)]
+    count = len(rows)
+    if not isinstance(trees, Sequence) or len(trees) != count or not all(isinstance(each, DraftTree) for each in trees):
+        name = type(source).__name__
+        raise TypeError(f"{name}.propose returned {trees!r}; it must be one DraftTree for each of {count} rows")
+    return trees
+
+
+def read(source: Source, row: Row, tokens: int) -> bool:
+    """Let a source read a piece of a row's prompt; whether nothing is left."""
+    if not works(source, row):
+        return True
+    try:
+        return source.read(row, tokens)
+    except Exception as error:
+        _rest(source, row, error)
+        return True
+
+
+def learn(source: Source, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
+    """Let a source learn from a step, for the rows for which it works."""
+    live = [number for number, row in enumerate(rows) if works(source, row)]
+    if not live:
+        return
+    try:
+        source.learn([rows[number] for number in live], [outcomes[number] for number in live])
+    except Exception as error:
+        for number in live:
+            _rest(source, rows[number], error)
+
+
+def merge(
+    trees: list[DraftTree],
+    costly: Source,
+    rows: Sequence[Row],
+    limits: Sequence[Limit],
+    confident: float,
+    deepens: Callable[[int, DraftTree], bool],
+) -> list[DraftTree]:
+    """Add a costly source's drafts to trees.
+
+    Args:
+        trees: of the rows, from a cheap source.
+        costly: a small model, or a trained head.
+        rows, limits: of the pass.
+        confident: accepted nodes expected of a tree from which on the costly source is not asked.
+        deepens: whether to ask it for a row with a tree.
+    """
+    unsure = [row for row, tree in enumerate(trees) if tree.expected < confident and deepens(row, tree)]
+    if unsure:
+        found = propose(costly, [rows[row] for row in unsure], [limits[row] for row in unsure])
+        for row, tree in zip(unsure, found, strict=True):
+            trees[row] = merged_estimates(tree, trees[row], limits[row].nodes)
+    return trees
+
+
+def merged_estimates(first: DraftTree, second: DraftTree, budget: int) -> DraftTree:
+    """The likeliest nodes of two trees, of which each has the greater estimate given its parent.
+
+    Where both estimate a node, the one that is surer is more often right: a trie where a text repeats what was said, a
+    head elsewhere. A tree with ``q`` is worth more alone, and one without estimates comes first.
+    """
+    if first.q is not None or not len(second):
+        return first
+    if not len(first):
+        return second
+    if first.probability is None or second.probability is None:
+        return first.merged(second, budget)
+    tokens, parents, given, origins = list[int](), list[int](), list[float](), list[int]()
+    known: dict[tuple[int, int], int] = {}
+    for tree, stated in ((first, first.probability), (second, second.probability)):
+        index = {ROOT: ROOT}
+        shares = (stated / np.maximum(np.append(stated, 1.0)[tree.parents], TINY)).tolist()
+        for node, (token, parent) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
+            place = known.setdefault((index[parent], token), len(tokens))
+            index[node] = place
+            if place == len(tokens):
+                tokens.append(token)
+                parents.append(index[parent])
+                given.append(0.0)
+                origins.append(0)
+            if shares[node] > given[place]:
+                given[place], origins[place] = min(shares[node], 1.0), int(tree.sources[node])
+    chances: list[float] = []
+    for parent, share in zip(parents, given, strict=True):
+        chances.append(share * (1.0 if parent == ROOT else chances[parent]))
+    keep = np.zeros(len(tokens), np.bool_)
+    keep[np.argsort(-np.array(chances), kind="stable")[:budget]] = True
+    whole = DraftTree(
+        np.array(tokens), np.array(parents), probability=np.array(chances), origins=np.array(origins, np.int8)
+    )
+    return whole.select(keep)

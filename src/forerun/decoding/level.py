@@ -1,0 +1,583 @@
+"""A level: a model over a cache, and a planner over sources. Its step is propose, score, verify, commit, learn.
+
+The engine's target is a level; so is each level below it, since *a verifier over a drafter is itself a drafter* (TriForce,
+section 4): a level proposes a chain by taking steps with forks of the rows until the chain is long enough. Its tokens are
+distributed exactly as if its model had drawn them one by one, whatever its sources proposed. So ``q`` for the level above
+is its model's own distribution. (The authors' code hands on a distribution that its tokens were not drawn from after a
+rejection.) A small model alone is a level without sources. Plain decoding is a step with an empty tree.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from forerun.core.block import Block
+from forerun.core.origin import Origin
+from forerun.core.request import Request
+from forerun.core.transfers import BestTokens, RowChoices, foresee, settle
+from forerun.core.tree import DraftTree, IntArray
+from forerun.core.verify import Outcome, Verdict, verify
+from forerun.decoding.planner import Planner, StepTimes
+from forerun.decoding.row import Row
+from forerun.decoding.source import Limit, Source
+from forerun.kv.cache import READ_BLOCK, Cache
+from forerun.kv.full_cache import FullCache
+from forerun.models.forward.prefill import read_prompt
+from forerun.models.forward.scorer import Scorer
+from forerun.policy.chain_confidence import ChainConfidence
+from forerun.policy.pass_shape import PassShape
+
+log = logging.getLogger(__name__)
+
+RETRY_STEPS = 256
+"""Steps until a pass over all rows is tried again after one has failed."""
+UNLIMITED = 1 << 30
+"""More tokens than any draft has."""
+
+CacheFactory = Callable[[Scorer, FullCache], Cache]
+"""Makes a level's cache for a row, from the level's model and the target's cache of that row."""
+
+
+class RowScores(NamedTuple):
+    """A row's logits, and hidden states of its block's tokens, if a source wants them."""
+
+    logits: torch.Tensor
+    states: torch.Tensor | None
+
+
+Scored = RowScores | Exception
+"""What a pass gave for a row, or why there is nothing."""
+
+
+@dataclass
+class PassLimit:
+    """Maximum rows per pass after one over all of them failed for which no row is to blame: for want of memory, as a
+    rule."""
+
+    rows: int | None = None
+    steps: int = 0
+
+    def now(self, rows: int) -> int:
+        """The rows of the next pass. After ``RETRY_STEPS`` all have a pass together again."""
+        self.steps -= 1
+        if self.rows is None or self.steps < 0:
+            self.rows = None
+            return rows
+        return self.rows
+
+    def lower(self, rows: int) -> None:
+        """A pass over so many rows has failed, and none alone."""
+        self.rows, self.steps = max(1, rows // 2), RETRY_STEPS
+
+
+class Level(Source):
+    """Takes steps with rows; as a source, proposes what its steps commit.
+
+    Args:
+        model: scores the trees.
+        planner: proposes them.
+        cache: makes the cache of a row of a lower level; None for the engine's own, whose rows bring theirs.
+        nodes: maximum number of nodes of the trees that a lower level verifies.
+        chain: tokens of a lower level's chain.
+        helper: whether the model is another one than the target's, so that it always has something to add.
+        beyond: tokens of a request before which nothing is drafted over the cache.
+        reads: how many of a row's cached tokens a pass over the cache reads.
+        clock: gives seconds.
+
+    Raises:
+        ValueError: for a ``chain`` under 1.
+    """
+
+    def __init__(
+        self,
+        model: Scorer,
+        planner: Planner,
+        *,
+        cache: CacheFactory | None = None,
+        nodes: int = 0,
+        chain: int = 1,
+        helper: bool = False,
+        beyond: int = 0,
+        reads: Callable[[int], int] = lambda cached: cached,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        for name, value, least in (("nodes", nodes, 0), ("chain", chain, 1)):
+            if value < least:
+                raise ValueError(f"{name} is {value}; it must be at least {least}")
+        self.model, self.planner, self.limit = model, planner, PassLimit()
+        self.helper, self.nodes, self.chain = helper, nodes, chain
+        self._make, self._reads, self._clock = cache, reads, clock
+        self._confidence = ChainConfidence()
+        self._origin = Origin.MODEL if helper else Origin.SELF
+        self.wants = planner.wants
+        if cache is not None and not helper:
+            model.keep_queries(beyond)
+
+    @property
+    def makes_none(self) -> bool:
+        """Whether its rows bring their caches: it is an engine's own level."""
+        return self._make is None
+
+    # the step
+
+    @torch.inference_mode()
+    def step(
+        self,
+        rows: Sequence[Row],
+        budgets: Sequence[int],
+        reading: Sequence[tuple[Row, Block]] = (),
+        closed: bool = True,
+    ) -> tuple[list[Outcome | None], StepTimes]:
+        """Take one step: a pass for every row, over its draft or a chunk of its prompt.
+
+        Args:
+            rows: rows that decode.
+            budgets: maximum number of nodes of each one's tree, without the tokens that a grammar forces.
+            reading: rows that read a chunk of their prompt, each with the block.
+            closed: whether no rows will come in the place of those that end.
+
+        Returns:
+            The outcome of each row that decodes, None for one that failed; and what the parts of the step took.
+        """
+        began = self._clock()
+        forced = [self._forced(row, budget) for row, budget in zip(rows, budgets, strict=True)]
+        trees, rests = self._plan(rows, budgets, forced, reading, closed)
+        blocks = [row.block(tree) for row, tree in zip(rows, trees, strict=True)] + [block for _, block in reading]
+        every = [*rows, *(row for row, _ in reading)]
+        planned = self._clock()
+        scored = self._score(every, blocks)
+        choices = self._choices(rows, trees, scored, rests)
+        passed = self._clock()
+        passes = list(zip(every, blocks, scored, strict=True))
+        outcomes = [self._verify(*each, choice) for each, choice in zip(passes, choices, strict=False)]
+        read = [self._take_in(*each) for each in passes[len(rows) :]]
+        times = StepTimes(planned - began, passed - planned, self._clock() - passed)
+        self._learn([*rows, *every[len(rows) :]], [*outcomes, *read], forced, times)
+        return outcomes, times
+
+    def _forced(self, row: Row, budget: int) -> list[int]:
+        """Tokens that the row's grammar forces. Plain decoding drafts nothing, so it leaves them out."""
+        return row.request.forced(min(budget, row.wants - 1)) if self.planner.own else []
+
+    def _plan(
+        self,
+        rows: Sequence[Row],
+        budgets: Sequence[int],
+        forced: Sequence[list[int]],
+        reading: Sequence[tuple[Row, Block]],
+        closed: bool,
+    ) -> tuple[list[DraftTree], bool]:
+        """The trees to score: forced tokens, and under the last of them what the planner drafts, as if they were part of
+        the text already. And whether it drafts nothing."""
+        trees = [DraftTree.empty()] * len(rows)
+        texts = [row.followed_by(chain) if chain else row for row, chain in zip(rows, forced, strict=True)]
+        drafted = [n for n, row in enumerate(texts) if row.request.drafts and row.request.finish_reason is None]
+        found = None
+        if drafted and self.planner.own:
+            shape = self._shape(texts, drafted, budgets, forced, sum(len(block) for _, block in reading), closed)
+            found = self.planner.plan([texts[n] for n in drafted], shape)
+        if found is None and not any(forced):
+            return trees, True
+        for n, tree in zip(drafted, found or (), strict=False):
+            trees[n] = tree.first(budgets[n])
+        known = self.model.vocabulary
+        whole = [
+            tree.under(chain).trim(row.wants - 1, known) for row, chain, tree in zip(rows, forced, trees, strict=True)
+        ]
+        return whole, found is None
+
+    def _shape(
+        self,
+        texts: Sequence[Row],
+        drafted: Sequence[int],
+        budgets: Sequence[int],
+        forced: Sequence[list[int]],
+        beside: int,
+        closed: bool,
+    ) -> PassShape:
+        """The size of the pass; ``texts`` end with forced tokens."""
+        pending = [len(row.request) - row.cache.length for row in texts]
+        left = [row.wants - len(chain) * (not row.settled) for row, chain in zip(texts, forced, strict=True)]
+        cached = [self._reads(len(row.request) - tokens) for row, tokens in zip(texts, pending, strict=True)]
+        others = [n for n in range(len(texts)) if n not in drafted] if len(drafted) < len(texts) else []
+        return PassShape(
+            [left[n] for n in drafted],
+            [cached[n] for n in drafted],
+            [pending[n] for n in drafted],
+            [budgets[n] for n in drafted],
+            [left[n] - 1 for n in drafted],
+            beside + sum(pending[n] - 1 for n in others),
+            [left[n] for n in others],
+            [cached[n] for n in others],
+            closed,
+        )
+
+    def _score(self, rows: Sequence[Row], blocks: Sequence[Block]) -> Sequence[Scored]:
+        """Logits of each row; on a GPU they may be still to come. A pass that fails leaves no trace. Then each row has
+        a pass of its own, and those that fail again are the ones to blame. At a lower level nothing fails but drafts."""
+        most = self.limit.now(len(rows))
+        parts = [slice(first, first + most) for first in range(0, len(rows), most)]
+        if len(parts) > 1:
+            return [each for part in parts for each in self._pass(rows[part], blocks[part])]
+        return self._pass(rows, blocks)
+
+    def _pass(self, rows: Sequence[Row], blocks: Sequence[Block]) -> Sequence[Scored]:
+        caches, layers = [row.cache for row in rows], self.wants.states if rows[0].settled else ()
+        try:
+            if layers:
+                logits, states = self.model.score_with_states(blocks, caches, layers)
+            else:
+                logits, states = self.model.score(blocks, caches), []
+            return [RowScores(*each) for each in zip_longest(logits, states)]
+        except Exception as error:
+            if not rows[0].settled:
+                raise
+            if len(rows) == 1:
+                return [error]
+            log.warning("a pass over %d rows failed (%s); each of them has its own now", len(rows), error)
+        scored = [self._pass([row], [block])[0] for row, block in zip(rows, blocks, strict=True)]
+        if not any(isinstance(each, Exception) for each in scored):
+            self.limit.lower(len(rows))
+        return scored
+
+    def _choices(
+        self, rows: Sequence[Row], trees: Sequence[DraftTree], scored: Sequence[Scored], rests: bool
+    ) -> Sequence[RowChoices]:
+        """What verification and the sources need of the pass, once it is done: one transfer for all rows that decode.
+        If nothing is brought, this waits for the pass, so that a clock can be read."""
+        logits = [each.logits if isinstance(each, RowScores) else None for each in scored]
+        best = self.wants.best if rows and rows[0].settled and not rests else 0
+        chances = any(isinstance(row, TrialRow) and row.least > 0 for row in rows)
+        choices = foresee(trees, logits[: len(rows)], [row.request for row in rows], best, chances)
+        if all(each.choices is None and each.best is None for each in choices) and logits[-1] is not None:
+            settle(logits[-1].device)
+        return choices
+
+    def _verify(self, row: Row, block: Block, scored: Scored, choices: RowChoices) -> Outcome | None:
+        """Verify a row's tree and commit what is accepted. An error ends this row alone; at a lower level, its draft."""
+        try:
+            if isinstance(scored, Exception):
+                raise scored
+            verdict = verify(block.tree, scored.logits, row.request, choices.choices)
+            row.commit(block, verdict)
+            if row.settled:
+                row.request.keep_logprobs(verdict.tokens, scored.logits, [0, *(node + 1 for node in verdict.path)])
+            states = _kept(scored.states, block, verdict.path)
+            return Outcome(block.tree, verdict, scored.logits, choices.best, states, block.start, choices.chances)
+        except Exception as error:
+            if not row.settled:
+                raise
+            row.request.fail(error)
+            return None
+
+    def _take_in(self, row: Row, block: Block, scored: Scored) -> Outcome | None:
+        """Keep a chunk of a prompt. An error ends this row alone."""
+        try:
+            if isinstance(scored, Exception):
+                raise scored
+            row.commit_prompt(block)
+            states = _kept(scored.states, block, [])
+            return Outcome(block.tree, Verdict([], []), scored.logits[:0], None, states, block.start)
+        except Exception as error:
+            row.request.fail(error)
+            return None
+
+    def _learn(
+        self,
+        rows: Sequence[Row],
+        outcomes: Sequence[Outcome | None],
+        forced: Sequence[Sequence[int]],
+        seconds: StepTimes,
+    ) -> None:
+        """Let the planner and the sources learn, each from the tree under the forced tokens. Chunks of prompts are for
+        sources that want hidden states."""
+        chains = [*forced, *[()] * (len(rows) - len(forced))]
+        known = [
+            (row, _after(outcome, len(chain)) if outcome is not None and chain else outcome)
+            for row, outcome, chain in zip(rows, outcomes, chains, strict=True)
+            if row.request.drafts and (outcome is None or outcome.verdict.tokens or self.wants.states)
+        ]
+        if known:
+            self.planner.learn([row for row, _ in known], [outcome for _, outcome in known], seconds)
+
+    # a level as a source
+
+    def walk(self) -> Iterator[Source]:
+        yield self
+        yield from self.planner.sources
+
+    def warm_up(self) -> None:
+        self.planner.warm_up()
+        if self._make is not None:
+            self._make(self.model, FullCache())  # a model's first one finds out how its positions rotate
+
+    def begin(self, row: Row) -> None:
+        """Begin with a row of the engine's own: all sources keep a state of it."""
+        row.open(self.planner.sources)
+        row.states[self.planner] = self.planner.open(row)
+
+    def open(self, row: Row) -> TrialRow:
+        row.states[self.planner] = self.planner.open(row)
+        reading = np.empty(row.request.max_new_tokens + 1, np.int64)
+        return TrialRow(row.request, row.cache, row.states, upper=row, reading=reading)
+
+    def needs(self, tokens: int) -> int:
+        """Maximum bytes of the cache of a row with ``tokens`` tokens, and of recurrent states that it forks."""
+        if self._make is None:
+            return 0
+        return self._make(self.model, FullCache()).needs(self.model.kv, tokens) + self.model.kv.state_bytes
+
+    def read(self, row: Row, tokens: int) -> bool:
+        """Make the row's cache, and read a piece of the prompt into it: a sparse view looks at what the target read."""
+        own: TrialRow = row.states[self]
+        if not own.prepared:
+            assert self._make is not None
+            own.cache, own.prepared = self.model.adopt(self._make(self.model, row.cache)), True  # type: ignore[arg-type]
+        return self._read_own(own, tokens) and self.planner.read(row, tokens)
+
+    def _read_own(self, own: TrialRow, tokens: int) -> bool:
+        request = own.upper.request
+        if own.cache.source is not None:
+            return self._prepare(own, request, tokens)
+        if self._room_after(request.prompt) > 0:
+            text = request.tokens[: own.first]
+            read_prompt(self.model, own.cache, text, min(READ_BLOCK, tokens), most=tokens)
+            return own.cache.length >= own.first
+        return True
+
+    def _prepare(self, own: TrialRow, request: Request, tokens: int) -> bool:
+        """Let a view get ready for its first choice, piece by piece, make it, and make a pass that is thrown away.
+
+        The choice costs as much as many passes, and the first pass touches memory and writes programs. All that belongs
+        to reading the prompt, or to the step that ends it. It would spoil the first time of a draft that is measured.
+        """
+        cache = own.cache
+        if cache.settled or not cache.ready or cache.whole:
+            return True
+        if not cache.prepare(tokens):
+            return False
+        cache.sync()
+        next_token = request.tokens[cache.length : cache.length + 1]
+        if len(next_token) and self._room_after(next_token, cache.length + 1) > 0:
+            self.model.score([Block(next_token.copy(), DraftTree.empty(), cache.length)], [cache])
+        return True
+
+    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
+        """Draft a chain for each row; they share the passes of every level.
+
+        While the cache of the target's own model holds all of a text, this level could only do what the one above it
+        does: its sources' trees go up at once then.
+        """
+        own: list[TrialRow] = [row.states[self] for row in rows]
+        direct = [n for n, each in enumerate(own) if self._adds_nothing(each)]
+        chains = [n for n in range(len(rows)) if n not in direct]
+        for n in chains:
+            self._start(own[n], rows[n], limits[n])
+        while active := [own[n] for n in chains if own[n].missing > 0]:
+            self._extend(active)
+        trees = {n: own[n].tree(self._origin) for n in chains}
+        if direct:
+            within = [Limit(min(self.nodes, limits[n].nodes)) for n in direct]
+            trees |= zip(direct, self.planner.draft([rows[n] for n in direct], within), strict=True)
+        return [trees[n] for n in range(len(rows))]
+
+    def _adds_nothing(self, own: TrialRow) -> bool:
+        """Whether the level could only do for a row what the one above it does."""
+        return bool(self.planner.own) and not self.helper and own.prepared and own.cache.whole
+
+    def _start(self, own: TrialRow, row: Row, limit: Limit) -> None:
+        """Begin with a chain that follows a row's text."""
+        request = row.request
+        length = min(self.chain, limit.nodes, row.wants - 1)
+        own.start(request, min(length, self._room(own, request)) if length > 0 else 0, limit.least)
+        if self.planner.own:
+            own.request.stats = request.stats.inner()
+        if own.missing > 0:
+            own.follow()
+
+    def _extend(self, rows: Sequence[TrialRow]) -> None:
+        """Take a step with rows whose chains are not long enough."""
+        before = [row.request.fork() if row.request.sampler.method == "rejection" else None for row in rows]
+        outcomes, seconds = self.step(rows, [self.nodes] * len(rows))
+        for row, fork, outcome in zip(rows, before, outcomes, strict=True):
+            assert outcome is not None
+            row.extend(outcome, fork)
+            row.request.stats.add_seconds(*seconds)
+            if row.least > 0:
+                row.stop_if_unlikely(probabilities(row.request, outcome), self._confidence)
+
+    def _room(self, own: TrialRow, request: Request) -> int:
+        """Number of tokens that can be drafted after the text at the cost of decoding passes.
+
+        None before the prompt has been read, and none after a token that the model's vocabulary lacks.
+        """
+        if not own.prepared:
+            return 0
+        cache, source = own.cache, own.cache.source
+        if source is not None:
+            ready = (cache.settled > 0 or cache.whole) and cache.ready and source.length == len(own.upper.request) - 1
+        else:
+            ready = cache.length >= own.first
+        return self._room_after(request.tokens[own.first :], len(request)) if ready else 0
+
+    def _room_after(self, tokens: IntArray, length: int | None = None) -> int:
+        """How many tokens the model can draft after ``tokens``, the end of a text of ``length`` tokens (by default all
+        of it); 0 if it cannot read them."""
+        if int(tokens.max()) >= self.model.vocabulary:
+            return 0
+        limit = self.model.limit
+        return UNLIMITED if limit is None else max(0, limit + 1 - (len(tokens) if length is None else length))
+
+    def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
+        """Let a sparse cache choose anew by the target's last queries, and learn how sure of its chains to be."""
+        for row, outcome in zip(rows, outcomes, strict=True):
+            own: TrialRow = row.states[self]
+            if not own.prepared or not outcome.verdict.tokens:
+                continue
+            accepted, drafted = len(outcome.verdict.path), len(outcome.tree)
+            self._confidence.learn(own.probabilities[:drafted], accepted)
+            own.probabilities = []
+            if own.cache.source is None or own.cache.whole:
+                continue
+            if drafted:
+                nodes = drafted + 1  # the root and the tree's nodes are the pass's last rows
+                queries = [-nodes, *(node + 1 - nodes for node in outcome.verdict.path)]
+                own.cache.verified(queries, drafted, accepted)
+            self._prepare(own, row.request, READ_BLOCK)
+
+
+@dataclass(eq=False, kw_only=True)
+class TrialRow(Row):
+    """A row of a lower level, which follows a row of the target's by itself. Its tokens are on trial.
+
+    Attributes:
+        upper: the target's row.
+        reading: tokens that were read into the cache from the prompt's last token on.
+        prepared: whether it has a cache of its own.
+        length: of the chain under way, in tokens.
+        least: chance of being accepted at which a chain ends.
+        tokens, origins, q: of the chain.
+        probabilities: that the model gave to its tokens, if it may end early.
+    """
+
+    upper: Row = field(repr=False)
+    reading: IntArray = field(repr=False)
+    prepared: bool = False
+    length: int = 0
+    least: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+    origins: list[int] = field(default_factory=list)
+    q: list[torch.Tensor] = field(default_factory=list)
+    probabilities: list[float] = field(default_factory=list)
+
+    settled = False
+
+    def close(self) -> None:
+        """Nothing: the states belong to the target's row."""
+
+    @property
+    def first(self) -> int:
+        """Place of the prompt's last token, the first that no prompt's pass reads."""
+        return self.upper.request.prompt_length - 1
+
+    @property
+    def missing(self) -> int:
+        """Tokens of the chain still wanted."""
+        return self.length - len(self.tokens)
+
+    @property
+    def wants(self) -> int:
+        return self.missing
+
+    def start(self, request: Request, length: int, least: float) -> None:
+        """Begin with a chain of up to ``length`` tokens after a text."""
+        self.request, self.length, self.least, self._alive = request.fork(), length, least, 1.0
+        self.tokens, self.origins, self.q, self.probabilities = [], [], [], []
+
+    def follow(self) -> None:
+        """Drop speculative tokens that were not committed. The last token is always read again."""
+        cache = self.cache
+        if cache.source is not None:
+            cache.sync()
+            return
+        first, end = self.first, min(cache.length, len(self.request) - 1)
+        read, text = self.reading[: cache.length - first], self.request.tokens[first:end]
+        same = read[: len(text)] == text
+        if len(text) < len(read) or not same.all():
+            cache.truncate(first + (len(text) if same.all() else int(same.argmin())))
+
+    def commit(self, block: Block, verdict: Verdict) -> None:
+        super().commit(block, verdict)
+        place, kept = block.start - self.first, np.concatenate((block.pending, block.tree.tokens[verdict.path]))
+        self.reading[place : place + len(kept)] = kept
+
+    def extend(self, outcome: Outcome, before: Request | None) -> None:
+        """Add what a step committed; ``before`` is a fork from before it, if ``q`` is wanted."""
+        if before is not None:
+            self.q += distributions(outcome, before)
+        self.tokens += outcome.verdict.tokens
+        self.origins += outcome.origins
+        if self.request.finish_reason is not None:
+            self.length = 0
+
+    def stop_if_unlikely(self, probabilities: Sequence[float], confidence: ChainConfidence) -> None:
+        """End the chain if it is too unlikely that all of it is accepted."""
+        self.probabilities += probabilities
+        for probability in probabilities:
+            self._alive *= confidence.chance(probability)
+        if self._alive < self.least:
+            self.length = 0
+
+    def tree(self, own: Origin) -> DraftTree:
+        """The chain; ``own`` is the origin of tokens that the level's model chose itself."""
+        origins = np.array([origin or own for origin in self.origins], np.int8)
+        return DraftTree.chain(self.tokens, torch.stack(self.q) if self.q else None, origins)
+
+
+def _kept(states: torch.Tensor | None, block: Block, path: Sequence[int]) -> torch.Tensor | None:
+    """Hidden states of a block's pending tokens and of the accepted nodes."""
+    if states is None:
+        return None
+    pending = len(block.pending)
+    rows = [*range(pending), *(pending + node for node in path)]
+    chain = len(path) == 0 or path[-1] == len(path) - 1
+    return states[: len(rows)] if chain else states[rows]
+
+
+def _after(outcome: Outcome, chain: int) -> Outcome:
+    """The outcome of the tree under a chain of ``chain`` nodes."""
+    verdict = outcome.verdict
+    path = [node - chain for node in verdict.path[chain:]]
+    best = outcome.best
+    best = None if best is None else BestTokens(best.tokens[chain:], best.scores[chain:])
+    tree, logits = outcome.tree.behind(chain), outcome.logits[chain:]
+    return Outcome(tree, Verdict(path, verdict.tokens[chain:]), logits, best, outcome.states, outcome.start)
+
+
+def probabilities(request: Request, outcome: Outcome) -> list[float]:
+    """A model's probability of each token that a pass committed, before any processor. They are there already if they
+    came with the choices."""
+    tokens = outcome.verdict.tokens
+    rows = [0, *(node + 1 for node in outcome.verdict.path)][: len(tokens)]
+    if outcome.chances is not None:
+        return [float(chance) for chance in outcome.chances[rows]]
+    logits = outcome.logits[rows]
+    chances: list[float] = request.sampler.chances(logits, torch.tensor(tokens, device=logits.device)).tolist()
+    return chances
+
+
+def distributions(outcome: Outcome, before: Request) -> list[torch.Tensor]:
+    """The distribution that each token of a verdict was drawn from, ``[V]``; ``before`` is a fork from before it."""
+    drawn_from, verdict = [], outcome.verdict
+    for row, token in zip([0, *(node + 1 for node in verdict.path)], verdict.tokens, strict=False):
+        drawn_from.append(before.scores(outcome.logits[row]).double().softmax(-1))
+        before.append(token)
+    return drawn_from

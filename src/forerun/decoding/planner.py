@@ -1,0 +1,370 @@
+"""Decides what a level's step drafts: everything that its sources propose, or what pays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from forerun.core.tree import DraftTree
+from forerun.core.verify import Outcome
+from forerun.decoding import asking
+from forerun.decoding.row import Row, State
+from forerun.decoding.source import Limit, Source, Wants
+from forerun.kv.cache import READ_BLOCK
+from forerun.models.forward.runtime import Runtime
+from forerun.models.forward.scorer import Scorer
+from forerun.policy import choice
+from forerun.policy.chain_preparation import ChainPreparation, Prompt
+from forerun.policy.choice import Choice, Decision, DraftPasses
+from forerun.policy.cost_curve import CostCurve, CostTable
+from forerun.policy.gains import AcceptanceRate
+from forerun.policy.pass_shape import PassShape
+
+UNSURE = float("inf")
+"""Accepted nodes expected of a tree from which on a costly source is not asked: here it is always asked."""
+
+
+GAIN_WEIGHT = 0.2
+"""Weight of the last step in what a row gained per step lately: a passage of some steps."""
+
+
+class StepTimes(NamedTuple):
+    """What the parts of a step took: planning it, its pass, and verifying and committing."""
+
+    planning: float
+    scoring: float
+    verifying: float
+
+
+class Planner:
+    """Scores all that its sources propose.
+
+    Args:
+        trees: a source that costs little.
+        costly: one that is asked for rows where the first is not confident; a head, or a small model.
+        chains: one that takes passes of a model for each token; without ``trees``, the only one.
+        confident: accepted nodes expected of a tree from which on ``costly`` is not asked.
+    """
+
+    def __init__(
+        self,
+        trees: Source | None = None,
+        costly: Source | None = None,
+        chains: Source | None = None,
+        confident: float = UNSURE,
+    ) -> None:
+        self.trees, self.costly, self.chains, self.confident = trees, costly, chains, confident
+        self.own = [source for source in (trees, costly, chains) if source is not None]
+        self.sources = list(dict.fromkeys(each for source in self.own for each in source.walk()))
+        """All sources, those of lower levels among them, each once."""
+        self.wants = Wants(
+            max((source.wants.best for source in self.sources), default=0),
+            next((source.wants.states for source in self.sources if source.wants.states), ()),
+        )
+
+    @contextmanager
+    def watched_by(self, source: Source) -> Iterator[None]:
+        """Let a source learn from all that is committed meanwhile, though it is never asked."""
+        self.sources.append(source)
+        try:
+            yield
+        finally:
+            self.sources.remove(source)
+
+    def warm_up(self) -> None:
+        """Compile or measure what planning needs, so that no request waits for it."""
+
+    def open(self, row: Row) -> Any:
+        """Begin with a row; see ``Source.open``."""
+
+    def read(self, row: Row, tokens: int) -> bool:
+        """Let the sources read a piece of a row's prompt; whether nothing is left."""
+        unread = [source for source in self.own if not asking.read(source, row, tokens)]
+        return not unread
+
+    def plan(self, rows: Sequence[Row], shape: PassShape) -> list[DraftTree] | None:
+        """Draft for the rows of a pass; None if nothing is drafted."""
+        if not self.own:
+            return None
+        return self.draft(rows, [Limit(nodes) for nodes in shape.budgets])
+
+    def draft(
+        self,
+        rows: Sequence[Row],
+        limits: Sequence[Limit],
+        deepens: Callable[[int, DraftTree], bool] = lambda row, tree: True,
+    ) -> list[DraftTree]:
+        """Ask the cheap source, and the costly one where that is not confident; without these, the chains."""
+        first = self.trees or self.chains
+        trees = asking.propose(first, rows, limits) if first is not None else [DraftTree.empty()] * len(rows)
+        if self.costly is not None:
+            wide = [Limit(limit.nodes) for limit in limits]
+            trees = asking.merge(trees, self.costly, rows, wide, self.confident, deepens)
+        return trees
+
+    def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome | None], seconds: StepTimes) -> None:
+        """Let the sources learn what the target committed. At a lower level nothing is settled yet."""
+        known = [(row, outcome) for row, outcome in zip(rows, outcomes, strict=True) if outcome and row.settled]
+        if known:
+            for source in self.sources:
+                asking.learn(source, [row for row, _ in known], [outcome for _, outcome in known])
+
+
+@dataclass(slots=True)
+class _RowPlan(State):
+    """What an ``AdaptivePlanner`` keeps of a row.
+
+    Attributes:
+        planner: whose live rows are counted.
+        rate: of its chains.
+        gain: tokens that it got per step lately.
+        unread: whether its prompt was not begun to be read for chains.
+        ready: whether it is read for them.
+        due: the text's length at which it is found out anew whether reading pays, in tokens.
+        pays: whether that was expected.
+        seconds: that reading took.
+    """
+
+    planner: AdaptivePlanner
+    rate: AcceptanceRate
+    gain: float = 1.0
+    unread: bool = True
+    ready: bool = False
+    due: int = 0
+    pays: bool = False
+    seconds: float = 0.0
+
+    def close(self) -> None:
+        self.planner.live -= 1
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A step under way: what was decided for which rows, and when."""
+
+    decision: Decision
+    rows: Sequence[Row]
+    states: Sequence[_RowPlan]
+
+
+class AdaptivePlanner(Planner):
+    """Scores what pays, by measured costs; see ``policy.choice``.
+
+    Args:
+        runtime: its clock, and its way to measure what passes cost.
+        model: whose passes verify what is drafted.
+        trees, costly, chains, confident: see ``Planner``.
+        longest: maximum length of a chain, in tokens.
+        beyond: cached tokens of a row before which no chains are drafted.
+        stops_early: whether chains end by themselves where a token is not worth its cost.
+        draft: first guess of what the chains' passes cost.
+        small: the small model among the chains' levels, if there is one.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        model: Scorer,
+        trees: Source | None = None,
+        costly: Source | None = None,
+        chains: Source | None = None,
+        confident: float = UNSURE,
+        *,
+        longest: int = 1,
+        beyond: int = 0,
+        stops_early: bool = True,
+        draft: DraftPasses | None = None,
+        small: Scorer | None = None,
+    ) -> None:
+        super().__init__(trees, costly, chains, confident)
+        self._clock, self._runtime, self._models = runtime.clock, runtime, [model, *([small] if small else [])]
+        self._vocabulary, self._longest, self._beyond, self._stops_early = (
+            model.vocabulary,
+            longest,
+            beyond,
+            stops_early,
+        )
+        self._draft = draft or DraftPasses()
+        self._measured: list[CostCurve] = []
+        self._under_way: _Plan | None = None
+        self._fresh = True  # no step was taken since there were no rows
+        self.live = 0
+        """Rows that are open."""
+        self._opened = 0
+
+    def warm_up(self) -> None:
+        choice.warm_up()
+        self._choose()
+
+    @property
+    def choice(self) -> Choice:
+        """The decisions, and what they go by."""
+        if not self._measured:
+            self._choose()
+        return self._choice
+
+    def _choose(self) -> None:
+        """Measure passes, and start anew from what that says."""
+        self._measured = [self._runtime.costs(model) for model in self._models]
+        target, *small = self._measured
+        draft = self._draft
+        if small and small[0].unit and target.unit:
+            share = small[0].unit / target.unit
+            draft = DraftPasses(draft.reads, draft.weight, CostTable(small[0]), share, draft.window, draft.alone)
+        self._choice = Choice(target, self._vocabulary, draft)
+        self._preparation = ChainPreparation(self._choice, self._longest, self.trees is not None)
+
+    def open(self, row: Row) -> _RowPlan:
+        self._opened += 1
+        doubtful = any(costs.doubtful for costs in self._measured)
+        if doubtful and not self.live and self._opened.bit_count() == 1:  # before the 1st, 2nd, 4th, 8th request
+            self._choose()
+        self._fresh |= self.live == 0
+        self.live += 1
+        return _RowPlan(self, self.choice.chains.child())
+
+    # reading prompts
+
+    def read(self, row: Row, tokens: int) -> bool:
+        """Let the cheap sources read, and the chains if that is expected to pay."""
+        state: _RowPlan = row.states[self]
+        cheap = [source for source in (self.trees, self.costly) if source is not None]
+        unread = [source for source in cheap if not asking.read(source, row, tokens)]
+        if unread:
+            return False
+        if self.chains is None or state.ready:
+            return True
+        if state.unread and (not self._may_read(row, state) or _is_short(row)):
+            return True
+        return self._read_on(row, state, tokens)
+
+    def _may_read(self, row: Row, state: _RowPlan) -> bool:
+        """Whether to read a row for chains. That is found out when ``READ_BLOCK`` tokens more are there; for a short
+        request, whose cache takes a single pass, when its answer has doubled."""
+        short = _is_short(row)
+        if not state.unread or self.trees is None:
+            return True
+        length = len(row.request)
+        if length >= state.due:
+            state.due = length + (length - row.request.prompt_length + 1 if short else READ_BLOCK)
+            state.pays = length > self._beyond and self._preparation.pays(self._prompt(row), self.choice.gain)
+        return state.pays
+
+    def _prompt(self, row: Row) -> Prompt:
+        return Prompt(len(row.request), row.request.prompt_length, row.wants, _is_short(row))
+
+    def _read_on(self, row: Row, state: _RowPlan, tokens: int) -> bool:
+        """Read a piece of a prompt for chains; whether nothing is left."""
+        assert self.chains is not None
+        state.unread, began = False, self._clock()
+        state.ready = asking.read(self.chains, row, tokens)
+        state.seconds += self._clock() - began
+        if state.ready:
+            self._preparation.record(self._prompt(row), state.seconds)
+        return state.ready
+
+    def _chains_ready(self, rows: Sequence[Row], states: Sequence[_RowPlan]) -> bool:
+        """Whether chains can be drafted for all rows. A short one is read here, for the sake of others that are."""
+        begun = not all(state.unread for state in states)
+        allowed = [
+            self._may_read(row, state) or (begun and _is_short(row)) for row, state in zip(rows, states, strict=True)
+        ]
+        return all(allowed)
+
+    # a step
+
+    def plan(self, rows: Sequence[Row], shape: PassShape) -> list[DraftTree] | None:
+        """The best part of each tree, or chains, or nothing, whichever is worth most."""
+        states = [row.states[self] for row in rows]
+        chosen = self.choice
+        decision = chosen.begin(shape, [state.gain for state in states])
+        if self._fresh:
+            chosen.ledger.open(decision.cost_to_go)
+            self._fresh = False
+        self._under_way = _Plan(decision, rows, states)
+        if shape.decodes and chosen.plain_step_due:
+            return None
+        trees = self._trees(rows, decision)
+        if self.chains is not None and shape.decodes and max(shape.cached) >= self._beyond:
+            trees = self._chains(rows, states, decision) or trees
+        return trees
+
+    def _trees(self, rows: Sequence[Row], decision: Decision) -> list[DraftTree] | None:
+        """What is worth scoring of the trees that are worth asking for; None if there are none."""
+        if self.trees is None:
+            return None
+        asked = self._choice.ask(decision, self.trees.promise(rows))
+        if not asked:
+            return None
+        began = self._clock()
+        limits = [Limit(*limit) for limit in self._choice.limits(decision)]
+
+        def deepens(place: int, tree: DraftTree) -> bool:
+            return self._choice.deepens(decision, asked[place], tree)
+
+        found = self._drafted([rows[row] for row in asked], limits, deepens, decision)
+        trees = [DraftTree.empty()] * len(rows)
+        for row, tree in zip(asked, found, strict=True):
+            trees[row] = tree
+        kept = self._choice.prune(decision, trees)
+        decision.asking = self._clock() - began - decision.deepening
+        return kept
+
+    def _drafted(
+        self, rows: list[Row], limits: list[Limit], deepens: Callable[[int, DraftTree], bool], decision: Decision
+    ) -> list[DraftTree]:
+        """Trees of the cheap source, with those of the costly one where it is worth asking."""
+        assert self.trees is not None
+        trees = asking.propose(self.trees, rows, limits)
+        if self.costly is not None:
+            began = self._clock()
+            wide = [Limit(limit.nodes) for limit in limits]
+            trees = asking.merge(trees, self.costly, rows, wide, self.confident, deepens)
+            decision.deepening = self._clock() - began
+        return trees
+
+    def _chains(self, rows: Sequence[Row], states: Sequence[_RowPlan], decision: Decision) -> list[DraftTree] | None:
+        """Chains, if they are worth more than the trees."""
+        assert self.chains is not None
+        most = min(self._longest, max(decision.shape.budgets), max(decision.shape.depths))
+        if most < 1 or not self._chains_ready(rows, states):
+            return None
+        length, least = self._choice.chain_length(decision, [state.rate for state in states], most, self._stops_early)
+        if not length:
+            return None
+        unread = [
+            row for row, state in zip(rows, states, strict=True)
+            if not (state.ready or self._read_on(row, state, READ_BLOCK))
+        ]  # fmt: skip
+        if unread:
+            decision.chain = 0
+            return None
+        began = self._clock()
+        limits = [Limit(min(length, budget), each) for budget, each in zip(decision.shape.budgets, least, strict=True)]
+        trees = asking.propose(self.chains, rows, limits)
+        decision.drafting = self._clock() - began
+        return trees
+
+    def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome | None], seconds: StepTimes) -> None:
+        began = self._clock()
+        super().learn(rows, outcomes, seconds)
+        plan, self._under_way = self._under_way, None
+        if plan is None:
+            return
+        taught = self._clock() - began
+        by_row = {id(row.states): outcome for row, outcome in zip(rows, outcomes, strict=True)}
+        own = [by_row.get(id(row.states)) for row in plan.rows]
+        if plan.decision.asked:
+            plan.decision.asking += taught
+        rates = [state.rate for state in plan.states]
+        rest = seconds.verifying + taught
+        tokens = self._choice.learn(plan.decision, own, rates, seconds.planning, seconds.scoring, rest)
+        for state, got in zip(plan.states, tokens, strict=True):
+            state.gain += GAIN_WEIGHT * (got - state.gain)
+
+
+def _is_short(row: Row) -> bool:
+    """Whether a row's cache for chains takes a single pass."""
+    return len(row.request) <= READ_BLOCK

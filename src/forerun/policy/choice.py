@@ -1,0 +1,451 @@
+"""What to draft at a step: a tree from cheap sources, a chain from a model, or nothing.
+
+One rule decides on everything: an action is taken if the tokens that it is expected to gain are worth more than it costs
+(``ledger.TokenValues``), and if the ledger affords its cost though all of it may be wrong. A tree is asked for by what it
+promises, then cut where nodes cost more than they are worth. A chain is drafted where its net worth is higher than the
+tree's. What is not expected to pay, but might (one standard error more), is tried from the part of the slack that is kept
+for trials. Proposed trees are judged by the committed tokens even where they were not scored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from forerun.core.tree import DraftTree
+from forerun.core.verify import Outcome
+from forerun.policy import ledger, node_table, time_model
+from forerun.policy.calibration import MEMORY
+from forerun.policy.cost_curve import CostCurve, CostTable, FloatArray
+from forerun.policy.gains import (
+    DEEPER_GAINS,
+    EXPECTED_NODES,
+    SUFFIX_GAINS,
+    SUFFIXES,
+    AcceptanceRate,
+    Gains,
+)
+from forerun.policy.ledger import SHARE, Ledger, TokenValues
+from forerun.policy.pass_shape import PassShape
+from forerun.policy.time_model import (
+    AS_THE_CURVE_SAYS,
+    CREDIBLE,
+    GUESS_DOUBT,
+    IN_PROPORTION,
+    LOADED_DOUBT,
+    NOTHING_KNOWN,
+    STEP_NOISE,
+    LinearCost,
+    TimeModel,
+)
+from forerun.policy.tree_pruning import PrunedTrees, TreePruner
+
+FIRST_ASKING = 0.0002
+"""Seconds assumed for proposing a tree before one was: measured are 150 us, and 20 us for each further row."""
+FURTHER_ROW = 0.13
+"""What a further row adds to it, as a share."""
+FIRST_DEEPENING = 0.3
+"""Cost assumed of a costly source's draft for a row before one was measured, in plain passes: a head's, or a small
+model's."""
+DOUBT = 1.0
+"""Standard errors by which trials are more hopeful than what is expected."""
+CHEAP = 0.25
+"""Share of a plain pass that a chain may always cost, if it is expected to pay, however short earlier ones were."""
+RECENT = 0.1
+"""Weight of the last step in what steps gained and cost lately."""
+SLOPE_NODES = 8
+"""Nodes over which the slope of the cost curve is taken."""
+PLAIN_STEPS_TO_MEASURE = 2
+"""Plain steps that it takes to measure one. Drafting displaces what the next pass reads from the processor's caches, so
+only a plain step that follows another one is measured."""
+
+
+@dataclass(frozen=True)
+class DraftPasses:
+    """First guess of what a pass costs that drafts a token of a chain, in plain passes.
+
+    Attributes:
+        reads: how many of a row's cached tokens it reads.
+        weight: its cost, where the target's pass over as many cached tokens costs 1.
+        small: costs of a small model's passes, if one drafts for the target itself while a request has at most ``alone``
+            cached tokens.
+        share: cost of the small model's pass over one token.
+        window: cached tokens that the small model reads at most.
+    """
+
+    reads: Callable[[int], int] = lambda cached: cached
+    weight: float = 1.0
+    small: CostTable | None = None
+    share: float = 1.0
+    window: int = 0
+    alone: int = 0
+
+    def are_alone(self, cached: Sequence[int]) -> bool:
+        """Whether the small model drafts for the target itself."""
+        return self.small is not None and max(cached) <= self.alone
+
+    def cost(self, cached: Sequence[int], table: CostTable) -> float:
+        """Cost of a pass over one token of each row; ``table``: the target's costs."""
+        if self.small is not None and self.are_alone(cached):
+            return self.share * self.small.cost([1] * len(cached), [min(each, self.window) for each in cached])
+        return self.weight * table.cost([1] * len(cached), list(map(self.reads, cached)))
+
+    def reading(self, tokens: int) -> float:
+        """Cost of the small model's reading of a prompt."""
+        return 0.0 if self.small is None else self.share * self.small.cost([min(tokens, self.window)], [0])
+
+
+@dataclass(slots=True)
+class Decision:
+    """A step under way: what is known of it, what was decided, and what that took.
+
+    Attributes:
+        shape: of its pass.
+        values: what a token of each row is worth.
+        cost_to_go: of all rows that wait.
+        plain, alone: cost of the pass without drafts, and without prompts either.
+        asked: the class of what was promised, by row.
+        deeper: by row, the class of what a costly source was asked to add, and the tree before.
+        trees: proposed, by row.
+        pruned: what is scored of them.
+        chain: length of the chains that are scored in their place.
+        passes: cost of one of their passes, as it was guessed.
+        trial: whether what is drafted is not expected to pay.
+        asking, deepening, drafting: seconds that sources took.
+    """
+
+    shape: PassShape
+    values: FloatArray
+    cost_to_go: float
+    plain: float
+    alone: float
+    asked: dict[int, int] = field(default_factory=dict)
+    deeper: dict[int, tuple[int, DraftTree]] = field(default_factory=dict)
+    trees: Sequence[DraftTree] = ()
+    pruned: PrunedTrees | None = None
+    chain: int = 0
+    passes: float = 0.0
+    trial: bool = False
+    asking: float = 0.0
+    deepening: float = 0.0
+    drafting: float = 0.0
+
+    @property
+    def rests(self) -> bool:
+        """Whether nothing is asked for and nothing drafted."""
+        return not self.asked and not self.chain
+
+
+class Choice:
+    """Decides what a level drafts, and learns from what came of it.
+
+    Args:
+        costs: of the level's passes.
+        vocabulary: number of tokens that its model knows.
+        draft: what passes that draft chains are assumed to cost.
+    """
+
+    def __init__(self, costs: CostCurve, vocabulary: int, draft: DraftPasses | None = None) -> None:
+        self.ledger, self.draft = Ledger(), draft or DraftPasses()
+        self.chains = AcceptanceRate()
+        """That of all requests."""
+        self._gains = Gains(SUFFIXES, SUFFIX_GAINS)
+        self._deeper_gains = Gains(EXPECTED_NODES, DEEPER_GAINS)
+        self._pruner, self._values = TreePruner(vocabulary), TokenValues()
+        self._stretch = self._tokens = self._spent = 1.0
+        self.fit(costs)
+
+    def fit(self, costs: CostCurve) -> None:
+        """Go by these costs from now on, and guess what is not measured."""
+        self.table, self._loaded = CostTable(costs), costs.unit is not None
+        self._passes = TimeModel(costs.unit or 1.0, LOADED_DOUBT if self._loaded else NOTHING_KNOWN, noise=STEP_NOISE)
+        self._asking: TimeModel | None = None
+        self._deepening = TimeModel(FIRST_DEEPENING, GUESS_DOUBT)
+        self._drafting = {alone: TimeModel(1.0, GUESS_DOUBT, IN_PROPORTION) for alone in (False, True)}
+        self._since, self._after_plain, self._plain_measured = 0, False, False
+
+    # what things cost
+
+    @property
+    def unit(self) -> float | None:
+        """Seconds of a pass of cost 1 without drafts; None where nothing is known."""
+        return self._passes.scale if self._loaded or self._passes.count else None
+
+    @property
+    def asking(self) -> LinearCost:
+        """Cost of proposing trees, by rows."""
+        if self._asking is None:
+            if self.unit is None:
+                return LinearCost(0.0, 0.0)
+            self._asking = TimeModel(FIRST_ASKING / self.unit, GUESS_DOUBT, LinearCost(1.0 - FURTHER_ROW, FURTHER_ROW))
+        return self._asking.line
+
+    @property
+    def correction(self) -> LinearCost:
+        """Of the curve for passes with drafts, by what these add, as shares of what a pass without them costs."""
+        return self._passes.shape if self._plain_measured else AS_THE_CURVE_SAYS
+
+    def _node_costs(self, step: Decision) -> tuple[float, list[float]]:
+        """What nodes cost at all, and what each costs a row."""
+        correction, shape = self.correction, step.shape
+        passes, looks = self.table.curves(shape.tokens + SLOPE_NODES + 2)
+        slope = (passes[shape.tokens + 1 + SLOPE_NODES] - passes[shape.tokens + 1]) / SLOPE_NODES
+        jump = passes[shape.tokens + 1] - passes[shape.tokens] - slope
+        look = max(float(looks[2 + SLOPE_NODES] - looks[2]) / SLOPE_NODES, 0.0)
+        fixed = (correction.start - 1.0) * step.alone + correction.each * max(jump, 0.0)
+        return fixed, [correction.each * (float(slope) + look * cached) for cached in shape.cached]
+
+    def _scored(self, step: Decision, added: float) -> float:
+        """What drafts cost that add this to the pass by the curve."""
+        correction = self.correction
+        return (correction.start - 1.0) * step.alone + correction.each * added
+
+    # deciding
+
+    def begin(self, shape: PassShape, gains: Sequence[float]) -> Decision:
+        """Begin a step; ``gains``: what each row that may be drafted for gained per step lately."""
+        every = [*gains, *[1.0] * len(shape.undrafted_left)]
+        left, cached = shape.left + shape.undrafted_left, shape.cached + shape.undrafted_cached
+        values, cost_to_go = self._values.of(left, every, cached, self.table, self._stretch, shape.closed)
+        plain = shape.plain(self.table)
+        alone = plain if shape.decodes else shape.alone(self.table)
+        return Decision(shape, values[: len(shape)], cost_to_go, plain, alone)
+
+    @property
+    def gain(self) -> float:
+        """Tokens per row that recent steps gave in the time of a plain step."""
+        return self._tokens / self._spent
+
+    @property
+    def plain_step_due(self) -> bool:
+        """Whether to measure a plain step now, though drafts may pay.
+
+        It is due if none was measured yet and drafts gain little, if it is in doubt whether drafts pay, or if the last
+        one was so long ago that another costs less than ``SHARE`` of the time since then.
+        """
+        gain = self.gain
+        if not self._plain_measured and (not self._loaded or self._after_plain):
+            return gain <= PLAIN_STEPS_TO_MEASURE
+        doubt = self._passes.doubt
+        if self._since and doubt > CREDIBLE * STEP_NOISE and gain < math.exp(CREDIBLE * doubt):
+            return True
+        return self._since * SHARE > PLAIN_STEPS_TO_MEASURE * max(gain, 1.0)
+
+    def ask(self, step: Decision, promises: Sequence[int | None]) -> list[int]:
+        """Choose the rows to ask for trees, by the known suffix of each; where a source cannot tell, a short one is
+        assumed."""
+        line, (fixed, slopes) = self.asking, self._node_costs(step)
+        kinds = [self._gains.kind(SUFFIXES[0] if promise is None else promise) for promise in promises]
+        for doubt in (0.0, DOUBT):
+            worth = [
+                value * self._gains.expected(kind, slope / value, doubt) - line.each
+                for kind, value, slope in zip(kinds, step.values.tolist(), slopes, strict=True)
+            ]
+            rows = [row for row, net in enumerate(worth) if net > 0 and step.shape.budgets[row] > 0]
+            pays = bool(rows) and sum(worth[row] for row in rows) > line.start + fixed
+            if pays and self.ledger.affords(line.at(len(rows)), doubt > 0):
+                step.asked, step.trial = {row: kinds[row] for row in rows}, doubt > 0
+                return rows
+        return []
+
+    def limits(self, step: Decision) -> list[tuple[int, float]]:
+        """Most nodes of each asked row's tree, and the least chance of a node that can be worth its cost."""
+        left = self._left(step)
+        _, slopes = self._node_costs(step)
+        nodes = max(1, int(left / max(min(slopes), 1e-9))) if left > 0 else 1
+        return [
+            (min(step.shape.budgets[row], nodes), min(slopes[row] / float(step.values[row]), 1.0)) for row in step.asked
+        ]
+
+    def _left(self, step: Decision) -> float:
+        """What the step may still lose."""
+        slack = min(self.ledger.slack, self.ledger.trials) if step.trial else self.ledger.slack
+        return slack - self._spent_on(step)
+
+    def _spent_on(self, step: Decision) -> float:
+        """What the step has cost so far."""
+        asking = self.asking.at(len(step.asked)) if step.asked else 0.0
+        return asking + self._deepening.scale * len(step.deeper)
+
+    def deepens(self, step: Decision, row: int, tree: DraftTree) -> bool:
+        """Whether to ask a costly source to add to a row's tree."""
+        kind, cost = self._deeper_gains.kind(tree.expected), self._deepening.scale
+        for doubt in (0.0, DOUBT):
+            worth = self._deeper_gains.expected(kind, 0.0, doubt) * float(step.values[row])
+            if worth > cost and self.ledger.affords(self._spent_on(step) + cost, doubt > 0):
+                step.deeper[row] = kind, tree
+                return True
+        return False
+
+    def prune(self, step: Decision, trees: Sequence[DraftTree]) -> list[DraftTree]:
+        """What is worth scoring of the rows' trees."""
+        correction = self.correction
+        fixed = (correction.start - 1.0) * step.alone
+        step.trees = trees
+        step.pruned = self._pruner.prune(
+            step.shape, trees, step.values, self.table, fixed, correction.each, max(self._left(step), 0.0)
+        )
+        return step.pruned.trees
+
+    def chain_length(
+        self, step: Decision, rates: Sequence[AcceptanceRate], most: int, stops_early: bool
+    ) -> tuple[int, list[float]]:
+        """Choose how long chains are drafted.
+
+        Args:
+            step: with its tree, if one was asked for.
+            rates: of the rows.
+            most: maximum length.
+            stops_early: whether chains end by themselves where a token is not worth its cost.
+
+        Returns:
+            The length, 0 if the tree or nothing is better; and of each row the chance that all of its chain is accepted
+            at which a further token is not worth its cost.
+        """
+        shape, pruned = step.shape, step.pruned
+        tree = 0.0 if pruned is None or not pruned.nodes else pruned.worth - self._scored(step, pruned.added)
+        draft, lengths = self.draft_line(shape.cached), np.arange(1, most + 1)
+        scored = np.array([self._scored(step, shape.added(self.table, length)) for length in lengths.tolist()])
+        extra = draft.start + draft.each * lengths + scored
+        longest = max(rate.longest for rate in rates)
+        allowed = lengths <= max(longest, CHEAP * step.alone / max(draft.each, 1e-9))
+        spent = self._spent_on(step)
+        for doubt in (0.0, DOUBT):
+            slack = self.ledger.slack if not doubt else min(self.ledger.slack, self.ledger.trials)
+            powers = np.array([rate.rate(doubt) for rate in rates])[:, None] ** lengths
+            affordable = allowed & (extra <= slack - spent)
+            net = np.where(affordable, step.values @ powers.cumsum(1) - extra, -np.inf)
+            best = int(net.argmax())
+            if net[best] > max(tree, 0.0):
+                step.chain = int(np.flatnonzero(affordable)[-1]) + 1 if stops_early and not doubt else best + 1
+                step.trial, step.passes = doubt > 0, self.draft.cost(shape.cached, self.table)
+                each = draft.each + (float(scored[-1]) - float(scored[0])) / max(most - 1, 1)
+                return step.chain, (each / len(shape) / step.values).tolist()
+        return 0, []
+
+    def draft_line(self, cached: Sequence[int]) -> LinearCost:
+        """Cost of drafting chains for rows, by their length."""
+        start, each = self._drafting[self.draft.are_alone(cached)].line
+        size = self.draft.cost(cached, self.table)
+        return LinearCost(start * size, each * size)
+
+    # learning
+
+    def learn(
+        self,
+        step: Decision,
+        outcomes: Sequence[Outcome | None],
+        rates: Sequence[AcceptanceRate],
+        planning: float,
+        scoring: float,
+        rest: float,
+    ) -> list[int]:
+        """Learn from a step, and book it.
+
+        Args:
+            step: the step.
+            outcomes: of its rows; None for one that failed.
+            rates: of its rows' chains.
+            planning, scoring, rest: seconds of planning, of the pass, and of all else.
+
+        Returns:
+            Tokens that each row got.
+        """
+        tokens = [1 if outcome is None else len(outcome.verdict.tokens) for outcome in outcomes]
+        if not step.rests:
+            self._judge(step, outcomes, rates)
+        cost = self._learn_times(step, outcomes, planning + rest, scoring)
+        shape = step.shape
+        after = [max(left - got, 0) for left, got in zip(shape.left, tokens, strict=True)]
+        waiting = [max(left - 1, 0) for left in shape.undrafted_left]
+        cached = shape.cached + shape.undrafted_cached
+        progress = step.cost_to_go - self._values.cost_to_go(after + waiting, cached, self.table, shape.closed)
+        self.ledger.book(progress + cost if step.rests else cost, progress, step.trial)
+        self._stretch += RECENT * ((1.0 + cost if step.rests else cost / step.alone) - self._stretch)
+        self._tokens = MEMORY * self._tokens + (sum(tokens) + len(waiting)) / shape.waiting
+        self._spent = MEMORY * self._spent + (1.0 if step.rests else cost / step.alone)
+        return tokens
+
+    def _judge(self, step: Decision, outcomes: Sequence[Outcome | None], rates: Sequence[AcceptanceRate]) -> None:
+        """Learn what the step's drafts were right about, whether they were scored or not."""
+        for row, outcome in enumerate(outcomes):
+            if outcome is None:
+                continue
+            accepted = len(outcome.verdict.path)
+            if step.chain and (drafted := len(outcome.tree)):
+                rates[row].record(accepted, drafted)
+                self.chains.record(accepted, drafted)
+            if row not in step.asked:
+                continue
+            tree = step.trees[row]
+            drawn = tree.q is not None
+            if step.chain and drawn:
+                continue
+            right = accepted if drawn else tree.matches(outcome.verdict.tokens)
+            self._pruner.note(row, outcome, drawn)
+            if row in step.deeper:
+                kind, before = step.deeper[row]
+                shallow = before.matches(outcome.verdict.tokens)
+                self._deeper_gains.record(kind, max(right - shallow, 0))
+                right = shallow
+            self._gains.record(step.asked[row], right)
+        self._pruner.learn()
+
+    def _learn_times(self, step: Decision, outcomes: Sequence[Outcome | None], beside: float, scoring: float) -> float:
+        """Learn what the parts of a step took. Returns its cost in plain passes; of a step without drafts, what it cost
+        more than a plain one."""
+        nodes = sum(len(outcome.tree) for outcome in outcomes if outcome is not None)
+        added = self._added_by(step, outcomes) if nodes else 0.0
+        credible = None
+        if step.shape.decodes and step.plain > 0:
+            credible = self._record_pass(step.plain, added, scoring, not nodes)
+        unit = self.unit
+        if not unit:
+            return 0.0
+        if step.asked and self._asking is not None:
+            self._asking.record(step.asking / unit, len(step.asked), sized=True)
+        if step.deeper:
+            self._deepening.record(step.deepening / unit / len(step.deeper))
+        if step.chain and nodes:
+            self._record_chains(step, nodes / len(step.shape), unit)
+        if step.rests:
+            return beside / unit
+        passed = step.alone + self._scored(step, added) if nodes else step.alone
+        if credible is not None and nodes:
+            passed = credible / unit
+        return beside / unit + passed
+
+    def _added_by(self, step: Decision, outcomes: Sequence[Outcome | None]) -> float:
+        """What the scored trees added to the pass, by the curve."""
+        shape = step.shape
+        sizes = [0 if outcome is None else len(outcome.tree) for outcome in outcomes]
+        tokens = [pending + size for pending, size in zip(shape.pending, sizes, strict=True)]
+        return self.table.cost(tokens, shape.cached, shape.beside, shape.undrafted_cached) - step.plain
+
+    def _record_pass(self, plain: float, added: float, seconds: float, empty: bool) -> float | None:
+        """Learn from a pass; its credible time, if it could be learned from."""
+        self._since += 1
+        credible = None
+        if not empty or self._after_plain:
+            credible = plain * self._passes.record(seconds / plain, added / plain, sized=not empty)
+        if empty and self._after_plain:
+            self._plain_measured, self._since = True, 0
+        self._after_plain = empty
+        return credible
+
+    def _record_chains(self, step: Decision, length: float, unit: float) -> None:
+        """Learn what drafting chains took. The first ones touch memory and choose keys, so they only count if they took
+        less than the guess."""
+        model = self._drafting[self.draft.are_alone(step.shape.cached)]
+        passes = step.drafting / unit / step.passes
+        model.record(passes if model.count else min(passes, length), length, sized=True)
+
+
+def warm_up() -> None:
+    """Compile what deciding runs, or load it from an earlier process."""
+    node_table.warm_up()
+    time_model.warm_up()
+    ledger.warm_up()
