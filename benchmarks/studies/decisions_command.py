@@ -1,0 +1,141 @@
+"""``python -m benchmarks decisions``: what the planner decides on a simulated clock, beside each source alone.
+
+Batches of texts that drafts foresee in part: short ones, in which SmolLM2's costs leave little to gain, and long ones, in
+which chains of a sparse cache pay. Speed over plain decoding, median and worst of ten seeds, and the ledger's own account
+of what was lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.studies.simulated_steps import Outline, World, plain_seconds, simulate
+from forerun.core.sampling import Salt, uniform
+from forerun.policy.cost_curve import CostCurve
+
+SHORT = CostCurve(
+    (1, 2, 8, 16, 32, 64), (1.0, 1.0, 1.078, 1.582, 2.846, 5.374), (1, 2), (0.0, 0.0), 0.0063, unit=0.01087
+)
+"""SmolLM2 in bfloat16 on two cores, short texts."""
+LONG = CostCurve((1, 2), (1.0, 1.002), unit=1 / 1.03)
+"""A model of which a pass takes its weights' time, however many tokens it reads."""
+
+Foresees = Callable[[int, int], bool]
+States = Callable[[int, int], float]
+
+
+class Case(NamedTuple):
+    """A batch in a world; the world is made for each seed."""
+
+    name: str
+    world: Callable[[int], World]
+    outline: Outline
+
+
+@dataclass(frozen=True)
+class DecisionOptions:
+    """What the planner decides on a simulated clock, beside each source alone.
+
+    Attributes:
+        seeds: worlds of each case.
+    """
+
+    seeds: int = 10
+
+
+def at_random(seed: int, low: float, high: float) -> tuple[Foresees, States]:
+    """Each row's drafts are right at a rate of its own, which they know."""
+    rates: dict[int, float] = {}
+
+    def rate(row: int, place: int) -> float:
+        return rates.setdefault(row, float(np.random.default_rng(seed * 100 + row).uniform(low, high)))
+
+    return lambda row, place: uniform(seed * 1000 + row, place, Salt.ACCEPT) < rate(row, place), rate
+
+
+def quotes(seed: int, rows: int, share: float) -> tuple[Foresees, States]:
+    """The first ``rows`` rows quote a share of their passages of 16 tokens."""
+
+    def hits(row: int, place: int) -> bool:
+        passage = uniform(seed * 1000 + row, place // 16, Salt.DRAFT) < share
+        return row < rows and passage and uniform(seed * 1000 + row, place, Salt.RESIDUAL) < 0.95
+
+    return hits, lambda row, place: 0.9 if hits(row, place) else 0.1
+
+
+def short_case(rows: int, name: str, foresees: Callable[[int], tuple[Foresees, States]], quoting: bool) -> Case:
+    """Rows of 64 tokens, for which trees are asked."""
+
+    def world(seed: int) -> World:
+        hits, stated = foresees(seed)
+        known: Callable[[int, int], int] = lambda row, place: 8 if quoting and hits(row, place) else 0  # noqa: E731
+        return World(
+            SHORT, plain=0.01087, asking=25e-5, asking_row=4e-5, looking=5e-6, verifying=1e-5,
+            hits=hits, stated=stated, known=known,
+        )  # fmt: skip
+
+    return Case(f"{rows} short, {name}", world, Outline(rows, 64, sources="t"))
+
+
+def long_case(rows: int, quoting: int, accepted: float, drafting: float) -> Case:
+    """Rows of 96 tokens, of which some quote and chains foresee all."""
+
+    def world(seed: int) -> World:
+        hits, stated = quotes(seed, quoting, 0.7)
+        unit = LONG.unit or 1.0
+        return World(
+            LONG, plain=unit, asking=0.002, asking_row=0.001, drafting=drafting * unit, hits=hits, stated=stated,
+            known=lambda row, place: 8 if hits(row, place) else 0,
+            accepted=lambda row, place: uniform(seed * 77 + row, place, Salt.ACCEPT) < accepted,
+        )  # fmt: skip
+
+    return Case(f"{rows} long, {quoting} quote, chains {accepted:g}", world, Outline(rows, 96, weight=drafting))
+
+
+def cases() -> Iterator[Case]:
+    """All of the table."""
+    for rows in (1, 4, 16):
+        yield short_case(rows, "drafts right at 5 to 20 %", lambda seed: at_random(seed, 0.05, 0.2), False)
+        yield short_case(rows, "drafts right at 10 to 50 %", lambda seed: at_random(seed, 0.1, 0.5), False)
+        yield short_case(rows, "nothing foreseen", lambda seed: at_random(seed, 0.0, 1e-9), False)
+        half = max(rows // 2, 1)
+        yield short_case(rows, f"{half} quote", lambda seed, half=half: quotes(seed, half, 0.6), True)  # type: ignore[misc]
+    for rows, quoting, accepted, drafting in (
+        (1, 1, 0.9, 0.2),
+        (4, 2, 0.9, 0.2),
+        (16, 8, 0.93, 0.1),
+        (16, 12, 0.8, 0.1),
+        (16, 4, 0.9, 0.25),
+    ):
+        yield long_case(rows, quoting, accepted, drafting)
+
+
+def speeds(case: Case, sources: str, seeds: int) -> tuple[list[float], float]:
+    """Speed over plain decoding for each seed, and the most that the ledger says was lost, in plain passes."""
+    found, lost = [], 0.0
+    for seed in range(seeds):
+        world, outline = case.world(seed), replace(case.outline, sources=sources)
+        seconds, planner = simulate(world, outline)
+        found.append(plain_seconds(world, outline) / seconds)
+        lost = max(lost, planner.choice.ledger.lost)
+    return found, lost
+
+
+def run(options: DecisionOptions) -> None:
+    """Print the table."""
+    print(f"{'':44}{'trees':>14}{'chains':>14}{'both':>14}   lost at most")
+    for case in cases():
+        cells = []
+        kinds = ["t", "c"] if "c" in case.outline.sources else []
+        for sources in (*kinds, case.outline.sources):
+            found, lost = speeds(case, sources, options.seeds)
+            cells.append(f"{np.median(found):.2f} ({min(found):.2f})")
+        print(
+            f"{case.name:44}"
+            + "".join(f"{cell:>14}" for cell in (cells if kinds else ["", "", *cells]))
+            + f"   {lost:.1f}"
+        )
