@@ -191,8 +191,9 @@ class Choice:
     def _node_costs(self, step: Decision) -> tuple[float, list[float]]:
         """What nodes cost at all, and what each costs a row."""
         correction, shape = self.correction, step.shape
-        passes, looks = self.table.curves(shape.tokens + SLOPE_NODES + 2)
-        slope = (passes[shape.tokens + 1 + SLOPE_NODES] - passes[shape.tokens + 1]) / SLOPE_NODES
+        nodes = len(shape)
+        passes, looks = self.table.curves(shape.tokens + max(nodes, SLOPE_NODES) + 2)
+        slope = (passes[shape.tokens + 1 + nodes] - passes[shape.tokens + 1]) / nodes
         jump = passes[shape.tokens + 1] - passes[shape.tokens] - slope
         look = max(float(looks[2 + SLOPE_NODES] - looks[2]) / SLOPE_NODES, 0.0)
         fixed = (correction.start - 1.0) * step.alone + correction.each * max(jump, 0.0)
