@@ -1,18 +1,20 @@
 """A drafter of your own, in ten lines: it can change the speed, never the text. python examples/own_drafter.py"""
 
+from collections.abc import Sequence
+
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import forerun
-from forerun.core.pass_context import PassContext
 from forerun.reference import bundled
 
 
-class Echo(forerun.Drafter):
+class Echo(forerun.Source):
     """Guesses that the last eight tokens come again."""
 
-    def propose(self, context: PassContext) -> list[forerun.DraftTree]:
+    def propose(self, rows: Sequence[forerun.Row], limits: Sequence[forerun.Limit]) -> list[forerun.DraftTree]:
         """The last tokens of each row as a chain."""
-        return [forerun.DraftTree.chain(row.tokens[-8:][:budget]) for row, budget in context]
+        both = zip(rows, limits, strict=True)
+        return [forerun.DraftTree.chain(row.request.tokens[-8:][: limit.nodes]) for row, limit in both]
 
 
 path = bundled("target")

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 
 import forerun
 from forerun.api import DEFAULTS, engine_of
-from forerun.drafting.recipes import trie_of
+from forerun.decoding.recipes import trie_of
 from forerun.models.text.requests import UNSUPPORTED_OPTIONS, GenerationOptions
 from forerun.reference import bundled
 
@@ -46,18 +46,20 @@ def test_a_path_in_place_of_a_model_is_refused_with_how_to_load_it() -> None:
 def test_what_is_no_drafter_is_refused() -> None:
     with pytest.raises(TypeError, match="drafter is a list; it must be a name, or derive"):
         forerun.Engine(tiny("llama"), [1, 2])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"drafter is the class NoDrafter; it must be an object, such as NoDrafter\(\)"):
-        forerun.Engine(tiny("llama"), forerun.NoDrafter)  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"drafter is the class ListDrafter; it must be an object, such as ListDrafter\(\)"
+    ):
+        forerun.Engine(tiny("llama"), ListDrafter)  # type: ignore[arg-type]
     engine = forerun.Engine(tiny("llama"), "none")
     with pytest.raises(TypeError, match="drafter is a NoneType"):
         engine.set_drafter(None)  # type: ignore[arg-type]
 
 
-class ListDrafter(forerun.Drafter):
+class ListDrafter(forerun.Source):
     """Proposes tokens where trees are wanted."""
 
-    def propose(self, context: Any) -> Any:
-        return [[1, 2]] * len(context)
+    def propose(self, rows: Any, limits: Any) -> Any:
+        return [[1, 2]] * len(rows)
 
 
 @pytest.mark.parametrize("prune", [True, False])
@@ -164,11 +166,11 @@ def test_a_trie_is_saved_and_loaded_by_its_engine(model: Any, tokenizer: Any, tm
     engine.save_trie(tmp_path / "trie")
     other = forerun.Engine(model, "trie", tokenizer=tokenizer)
     other.load_trie(str(tmp_path / "trie"))
-    ours, theirs = (trie_of(each.drafter).snapshot("default")[0] for each in (engine, other))
+    ours, theirs = (trie_of(each.level).snapshot("default")[0] for each in (engine, other))
     assert len(ours) == 1 and [text.tolist() for text in ours] == [text.tolist() for text in theirs]
     with pytest.raises(ValueError, match="the engine has no tokenizer"):
         forerun.Engine(model, "trie").save_trie(tmp_path / "trie")
-    with pytest.raises(ValueError, match="NoDrafter has no trie"):
+    with pytest.raises(ValueError, match="it has no trie"):
         forerun.Engine(model, "none", tokenizer=tokenizer).load_trie(tmp_path / "trie")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -14,25 +15,24 @@ from transformers import PreTrainedModel
 
 import forerun.engine.engine
 import forerun.engine.step
-from forerun import Drafter, DraftTree
+from forerun import DraftTree, Limit, Row, Source
 from forerun.audit.audit import Plan, audit
 from forerun.audit.divergence import Divergence, first_difference, weigh
 from forerun.core.long_context import LongContextConfig
-from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.sampling import Sampler
 from forerun.core.verify import Verdict, verify
-from forerun.drafting.recipes import DRAFTERS, Recipe, buildable
+from forerun.decoding.recipes import DRAFTERS, Recipe, buildable
 from forerun.models.forward.scorer import Scorer
 
 PLAN = Plan(drafters=("lookup", "trie"), max_new_tokens=16)
 
 
-class Guess(Drafter):
+class Guess(Source):
     """Drafts the same wrong token, always."""
 
-    def propose(self, context: PassContext) -> list[DraftTree]:
-        return [self._draft(request, budget) for request, budget in context]
+    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
+        return [self._draft(row.request, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
 
     def _draft(self, request: Request, budget: int) -> DraftTree:
         return DraftTree.chain([(int(request.tokens[-1]) + 1) % 48][: request.max_draft_depth])

@@ -17,7 +17,7 @@ from forerun.bench.contestants import Bench
 from forerun.bench.journal import Journal, TurnKey, about
 from forerun.bench.rounds import BASELINE, PLAIN, Contestant, PromptSet, Rows, Run, Series, measure
 from forerun.core.long_context import LongContextConfig
-from forerun.drafting.recipes import build_drafter, trie_of
+from forerun.decoding.recipes import trie_of
 
 
 def measured(*arguments: Any) -> list[Series]:
@@ -137,12 +137,12 @@ def test_a_warm_drafter_is_copied_without_the_model(monkeypatch: pytest.MonkeyPa
     """In float32 that is a program, which cannot be copied."""
     model = tiny("llama", torch.float32)
     bench = Bench(model, ["trie"])
-    bench.engine.set_drafter(build_drafter("trie"))
+    bench.engine.set_drafter("trie")
     bench.generate([PROMPTS[0]], 20)
     monkeypatch.setattr(type(bench.engine.target), "__deepcopy__", lambda *given: pytest.fail("copied"), raising=False)
-    warm = copy.deepcopy(bench.engine.drafter)
+    warm = copy.deepcopy(trie_of(bench.engine.level))
     *_, series = bench.run(PromptSet("copy", PROMPTS[:1], PROMPTS[:1], 20), 1)
-    assert report.summarise(series) and trie_of(warm) is not trie_of(bench.engine.drafter)
+    assert report.summarise(series) and warm is not trie_of(bench.engine.level)
 
 
 def test_a_bench_that_was_ended_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from forerun.bench.rounds import BASELINE, PromptSet
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, Verdict
-from forerun.drafting.trie_drafter import TrieDrafter
+from forerun.decoding.sources.trie_source import TrieSource
 from forerun.trie.trie import TrieConfig
 
 CPU = torch.device("cpu")
@@ -159,7 +159,7 @@ def test_no_turn_sees_what_another_generated(bench: VariantBench) -> None:
     assert fewer is not None and passes[0] is not None and fewer < passes[0]
 
 
-def proposed(drafter: TrieDrafter, prompt: list[int], generated: list[int]) -> list[int]:
+def proposed(drafter: TrieSource, prompt: list[int], generated: list[int]) -> list[int]:
     """The tokens that follow a request's text, by its drafter."""
     request = Request(prompt, 20)
     drafter.begin(request)
@@ -169,7 +169,7 @@ def proposed(drafter: TrieDrafter, prompt: list[int], generated: list[int]) -> l
 
 
 def kept_tokens(drafter: Any) -> int:
-    return drafter.trie.tokens(NAMESPACE) if isinstance(drafter, TrieDrafter) else drafter.tokens(NAMESPACE)
+    return drafter.trie.tokens(NAMESPACE) if isinstance(drafter, TrieSource) else drafter.tokens(NAMESPACE)
 
 
 def test_ablations_leave_out_what_they_say() -> None:
@@ -215,7 +215,7 @@ def test_a_capacity_bounds_what_a_trie_holds_and_its_steps_are_timed(bench: Vari
 
 
 def test_a_clocked_drafter_drafts_what_it_would() -> None:
-    inner = warmed(TrieDrafter(), [[1, 2, 3, 4, 5]])
+    inner = warmed(TrieSource(), [[1, 2, 3, 4, 5]])
     request = Request([9, 1, 2], 8)
     clocked = TimedDrafter(inner, Times())
     clocked.begin(request)

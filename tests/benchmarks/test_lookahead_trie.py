@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.papers.lookahead_trie import Form, LookaheadTrieConfig, LookaheadTrieDrafter
+from benchmarks.papers.lookahead_trie import Form, LookaheadTrieConfig, LookaheadTrieSource
 from forerun.core.request import Request
 from forerun.core.tree import ROOT, DraftTree
 
@@ -17,7 +17,7 @@ def paths(tree: DraftTree) -> list[tuple[int, ...]]:
 
 
 def draft(form: Form, budget: int) -> DraftTree:
-    drafter = LookaheadTrieDrafter(LookaheadTrieConfig(form=form))
+    drafter = LookaheadTrieSource(LookaheadTrieConfig(form=form))
     drafter.warm("default", [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 5], [1, 6]])
     request = Request([9, 1], 20)
     drafter.begin(request)
@@ -41,7 +41,7 @@ def test_the_single_form_is_one_chain_of_the_most_frequent() -> None:
 
 
 def test_the_own_text_weighs_more_and_longer_contexts_come_first() -> None:
-    drafter = LookaheadTrieDrafter(LookaheadTrieConfig(prompt_weight=3.0))
+    drafter = LookaheadTrieSource(LookaheadTrieConfig(prompt_weight=3.0))
     drafter.warm("default", [[6, 1, 7], [6, 1, 7]])
     request = Request([1, 8, 5, 1], 2)
     drafter.begin(request)
@@ -52,7 +52,7 @@ def test_the_own_text_weighs_more_and_longer_contexts_come_first() -> None:
 
 
 def test_the_oldest_outputs_give_way() -> None:
-    drafter = LookaheadTrieDrafter(LookaheadTrieConfig(capacity=6))
+    drafter = LookaheadTrieSource(LookaheadTrieConfig(capacity=6))
     drafter.warm("default", [[1, 2, 3], [1, 4, 5], [7, 8, 9]])
     request = Request([1], 20)
     drafter.begin(request)

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forerun.core.pass_context import PassContext
+from forerun.drafting import recipes
 from support.tiny import PROMPTS, tiny
 
 from benchmarks.papers.baselines import RECIPES, SPARSE
@@ -16,16 +18,14 @@ from benchmarks.papers.lookahead_decoding import JacobiConfig, JacobiDrafter
 from benchmarks.papers.topk import TopKCache
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
-from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
-from forerun.drafting import recipes
 from forerun.engine.engine import Engine
 from forerun.kernels.attention.attention import AttentionSpec, attend
 from forerun.kv.cache import Cache
 from forerun.kv.full_cache import FullCache
 from forerun.kv.view import View
-from forerun.models.forward.level import read
+from forerun.models.forward.prefill import read_prompt as read
 from forerun.models.forward.runtime import default_runtime
 from forerun.models.forward.scorer import Scorer
 

@@ -6,26 +6,26 @@ import json
 from pathlib import Path
 
 import pytest
+from forerun.core.pass_context import PassContext
+from forerun.drafting.drafter import NoDrafter
 
 from benchmarks.studies.replay import Recorded, Selection, replay
-from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
-from forerun.drafting.drafter import Drafter, NoDrafter
-from forerun.drafting.recipes import RECIPES, build_drafter
-from forerun.drafting.trie_drafter import TrieDrafter
+from forerun.decoding.recipes import RECIPES, build_drafter
+from forerun.decoding.sources.trie_source import TrieSource
 
 
-class Scripted(Drafter):
+class Scripted(Source):
     """Drafts the chain that it was given for the answer's position, and records what it observes."""
 
     def __init__(self, drafts: dict[int, list[int]]) -> None:
         self.drafts = drafts
         self.observed: list[list[int]] = []
 
-    def propose(self, context: PassContext) -> list[DraftTree]:
-        return [self._draft(request, budget) for request, budget in context]
+    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
+        return [self._draft(row.request, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
 
     def _draft(self, request: Request, budget: int) -> DraftTree:
         return DraftTree.chain(self.drafts.get(len(request.generated), [])[:budget])
@@ -35,7 +35,7 @@ class Scripted(Drafter):
         self.observed.append(outcome.verdict.tokens)
 
 
-class Ready(TrieDrafter):
+class Ready(TrieSource):
     """Has learned all of a text when it is asked for drafts, and when the text ends."""
 
     def propose(self, context: PassContext) -> list[DraftTree]:

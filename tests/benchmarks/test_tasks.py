@@ -26,7 +26,7 @@ from forerun.bench import report
 from forerun.bench.journal import TurnKey
 from forerun.bench.prompts_file import Prompt
 from forerun.bench.rounds import PromptSet, Rows
-from forerun.drafting.recipes import build_drafter
+from forerun.decoding.recipes import build_drafter
 from forerun.engine.engine import Engine
 
 

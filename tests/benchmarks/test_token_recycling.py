@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from forerun.core.pass_context import PassContext
 
 from benchmarks.papers.token_recycling import NODES, TokenRecyclingDrafter, fixed_tree
-from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome, verify

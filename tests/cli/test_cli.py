@@ -28,11 +28,10 @@ import forerun
 import forerun.engine.step
 from forerun.cli import app, demo, terminal
 from forerun.cli.terminal import printable
-from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Verdict, verify
-from forerun.drafting.drafter import NoDrafter
+from forerun.decoding.sources.trie_source import TrieSource
 from forerun.engine.engine import Engine
 from forerun.engine.result import Commit
 from forerun.models.loading.load import load
@@ -409,11 +408,11 @@ def test_a_warm_trie_needs_fewer_steps_and_json_has_both() -> None:
 
 @pytest.mark.usefixtures("small_demo")
 def test_a_demo_whose_texts_differ_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(self: NoDrafter, context: PassContext) -> list[DraftTree]:
-        return [DraftTree.chain([1][: row.max_draft_depth]) for row in context.rows]
+    def wrong(self: TrieSource, rows: Any, limits: Any) -> list[DraftTree]:
+        return [DraftTree.chain([1][: row.request.max_draft_depth]) for row in rows]
 
-    monkeypatch.setattr(NoDrafter, "propose", wrong)
-    monkeypatch.setattr(forerun.engine.step, "verify", gullible)
+    monkeypatch.setattr(TrieSource, "propose", wrong)
+    monkeypatch.setattr(forerun.decoding.level, "verify", gullible)
     result = call("demo", "--repeats", 1, "--kind", "rag", "--color")
     assert result.exit_code == 1
     assert "the texts differ" in result.stdout

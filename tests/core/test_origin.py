@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,11 +13,11 @@ from support.tiny import tiny
 
 from forerun.core.long_context import LongContextConfig
 from forerun.core.origin import Origin
-from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
-from forerun.drafting.drafter import Drafter
-from forerun.drafting.recipes import RECIPES, trie_of
+from forerun.decoding.recipes import RECIPES, trie_of
+from forerun.decoding.row import Row, State
+from forerun.decoding.source import Limit, Source
 from forerun.engine.engine import Engine
 from forerun.models.forward.runtime import default_runtime, runtime_as_default
 from forerun.policy.cost_curve import CostCurve
@@ -53,7 +53,7 @@ MAY_BE_MISSING = {
 """Where the drafter chooses between its sources."""
 
 
-def engine(drafter: Drafter | str, **options: Any) -> Engine:
+def engine(drafter: Source | str, **options: Any) -> Engine:
     return Engine(tiny("llama", torch.float32), drafter, settings=SETTINGS, **options)
 
 
@@ -90,9 +90,9 @@ def test_auto_asks_a_small_model_behind_a_short_prompt_if_its_passes_are_cheap()
 
 
 def test_a_drafter_that_does_not_say_is_called_the_drafter() -> None:
-    class Echo(Drafter):
-        def propose(self, context: PassContext) -> list[DraftTree]:
-            return [self._draft(request, budget) for request, budget in context]
+    class Echo(Source):
+        def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
+            return [self._draft(row.request, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
 
         def _draft(self, request: Request, budget: int) -> DraftTree:
             return DraftTree.chain(request.tokens[-4:][:budget])
@@ -128,29 +128,39 @@ def test_what_an_engine_wrote_before_is_an_earlier_text() -> None:
 # --- budgets
 
 
-class Spy(Drafter):
+@dataclass
+class Heard(State):
+    """Notes that it was closed."""
+
+    spy: Spy
+    number: int
+
+    def close(self) -> None:
+        self.spy.closed.add(self.number)
+
+
+class Spy(Source):
     """Guesses as many tokens as it may, and keeps who asked."""
 
     def __init__(self) -> None:
         self.heard: set[int] = set()
+        self.closed: set[int] = set()
         self.budgets: list[int] = []
 
-    def begin(self, request: Request) -> None:
-        self.heard.add(request.id)
+    def open(self, row: Row) -> State:
+        self.heard.add(row.request.id)
+        return Heard(self, row.request.id)
 
-    def propose(self, context: PassContext) -> list[DraftTree]:
-        return [self._draft(request, budget) for request, budget in context]
+    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
+        return [self._draft(row.request, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
 
     def _draft(self, request: Request, budget: int) -> DraftTree:
         assert request.id in self.heard
         self.budgets.append(budget)
         return DraftTree.from_branches([[token] for token in range(budget)], budget)
 
-    def observe(self, request: Request, outcome: Any) -> None:
-        assert request.id in self.heard
-
-    def finish(self, request: Request) -> None:
-        assert request.id in self.heard
+    def learn(self, rows: Sequence[Row], outcomes: Sequence[Any]) -> None:
+        assert all(row.request.id in self.heard for row in rows)
 
     def needs(self, tokens: int) -> int:
         return 1000
@@ -169,7 +179,12 @@ def test_requests_keep_their_budgets_beside_each_other_and_0_is_not_heard_of() -
             batch.step()
     assert needs[0] - needs[1] == 1000 and needs[0] == needs[2]
     assert [max(request.stats.drafted) for request in requests] == [8, 0, 3, 8]
-    assert len(spy.heard) == 3 and requests[1].id not in spy.heard and set(spy.budgets) == {3, 8}
+    assert (
+        spy.closed == spy.heard
+        and len(spy.heard) == 3
+        and requests[1].id not in spy.heard
+        and set(spy.budgets) == {3, 8}
+    )
     assert len({tuple(request.generated) for request in requests}) == 1
     one.generate([PROMPT], max_new_tokens=4, budget=5)
     assert spy.budgets[-1] == 5
@@ -203,7 +218,7 @@ def test_no_budget_changes_a_text(drafter: str, sampled: bool) -> None:
 def test_nothing_is_learned_from_a_text_without_drafts() -> None:
     one = engine("trie")
     one.generate([PROMPT], **ON, budget=0)
-    trie = trie_of(one.drafter)
+    trie = trie_of(one.level)
     assert trie.tokens("default") == 0
     one.generate([PROMPT], **ON)
     assert trie.tokens("default") == NEW

@@ -21,9 +21,8 @@ import forerun
 from forerun.core.block import Block
 from forerun.core.fairness import FairLock
 from forerun.core.long_context import LongContextConfig
-from forerun.core.pass_context import PassContext
 from forerun.core.tree import DraftTree
-from forerun.drafting.recipes import trie_of
+from forerun.decoding.recipes import trie_of
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.scorer import Scorer
 from forerun.trie import entry_points
@@ -146,14 +145,15 @@ def test_a_text_that_the_garbage_collector_closes_in_a_step_is_let_go_after_it(m
     next(abandoned["text"])
     abandoned["itself"] = abandoned  # so that only the collector finds it
     del abandoned
-    propose, live = engine.drafter.propose, []
+    [source], live = engine.level.planner.own, []
+    propose = source.propose
 
-    def collecting(context: PassContext) -> Any:
+    def collecting(rows: Any, limits: Any) -> Any:
         gc.collect()
-        live.append(len(trie_of(engine.drafter)._live))
-        return propose(context)
+        live.append(len(trie_of(engine.level)._live))
+        return propose(rows, limits)
 
-    monkeypatch.setattr(engine.drafter, "propose", collecting)
+    monkeypatch.setattr(source, "propose", collecting)
     gc.disable()
     try:
         assert engine.generate([1, 2, 3, 1, 2], max_new_tokens=8).generated == alone

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-from dataclasses import replace
+import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,24 +11,26 @@ import pytest
 import torch
 import transformers.generation.logits_process as theirs
 from support.away import PLACE, AwayScorer, Device, there, tokens_of
-from support.mocks import PROMPT, MockScorer, MockTarget, TokenCache, ban_repeats
+from support.mocks import PROMPT, MockScorer, MockTarget, Silent, TokenCache, ban_repeats, opened
 from support.tiny import PROMPTS, tiny
 
 import forerun
 from forerun.core.long_context import LongContextConfig
-from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.sampling import InTurn, Sampler
 from forerun.core.transfers import RowChoices, carried, foresee, settle
 from forerun.core.tree import DraftTree
-from forerun.drafting.drafter import NoDrafter
-from forerun.drafting.hierarchy import HierarchyDrafter
-from forerun.drafting.model_drafter import ModelDrafter
-from forerun.drafting.trie_drafter import TrieDrafter
-from forerun.engine.step import DecodingStep, Row
+from forerun.decoding import level as level_module
+from forerun.decoding.level import Level
+from forerun.decoding.planner import Planner
+from forerun.decoding.row import Row
+from forerun.decoding.source import Limit, Source
+from forerun.decoding.sources.trie_source import TrieSource
+from forerun.engine import step as engine_step
+from forerun.engine.step import BatchRow, DecodingStep
 from forerun.kv.full_cache import FullCache
-from forerun.models.forward.runtime import Runtime, default_runtime
 from forerun.models.text.processors import of_row
+from forerun.policy.chain_confidence import ChainConfidence
 
 MODEL = tiny("llama")
 WARPED = [of_row(each, MODEL) for each in ([], [theirs.TemperatureLogitsWarper(0.7)], [theirs.TopKLogitsWarper(3)])]
@@ -38,32 +40,46 @@ def mixed(method: str) -> list[Sampler]:
     return [*(Sampler(method, seed, each) for seed, each in enumerate(WARPED)), Sampler(method, 7, ban_repeats)]  # type: ignore[arg-type]
 
 
+class Unsure(ChainConfidence):
+    """Ends a chain at a token that is less likely than ``enough``, and notes what it was told."""
+
+    def __init__(self, enough: float) -> None:
+        super().__init__()
+        self.enough, self.told = enough, list[float]()
+
+    def chance(self, probability: float) -> float:
+        self.told.append(probability)
+        return float(probability >= self.enough)
+
+
 def drafting(
-    scorer: type[MockScorer], samplers: list[Sampler], enough: Any, eos: frozenset[int]
-) -> tuple[list[DraftTree], int]:
-    """Drafts for one row of each sampler, and passes made for them."""
+    scorer: type[MockScorer], samplers: list[Sampler], enough: float | None, eos: frozenset[int]
+) -> tuple[list[DraftTree], int, Unsure]:
+    """Drafts for one row of each sampler, passes made for them, and what ended chains."""
     small = scorer(MockTarget(6, peak=2.0, seed=3))
-    drafter = ModelDrafter(lambda *_: TokenCache(), 4, small)  # type: ignore[arg-type]
-    drafter.bind(MockScorer(MockTarget(6)), default_runtime())  # type: ignore[arg-type]
+    level = Level(small, Planner(), cache=lambda *_: TokenCache(), chain=4, helper=True)  # type: ignore[arg-type]
+    level._confidence = unsure = Unsure(enough or 0.0)
     requests = [
         Request((*PROMPT, row % 6), 3 + row, sampler=sampler, eos_token_ids=eos) for row, sampler in enumerate(samplers)
     ]
-    for request in requests:
-        drafter.prefilled(request, FullCache())
-        assert drafter.catch_up(request, 100)
+    rows = [opened(level, request, FullCache()) for request in requests]
+    assert all(level.read(row, 100) for row in rows)
     small.passes = 0
-    return drafter.propose(replace(PassContext.decoding(requests, 30), stop=enough)), small.passes
+    limit = Limit(30) if enough is None else Limit(30, 0.5)
+    return level.propose(rows, [limit] * len(rows)), small.passes, unsure
 
 
 @pytest.mark.parametrize("method", ["greedy", "coupled", "rejection"])
-@pytest.mark.parametrize("enough", [None, lambda request, chance: chance < 0.4])
+@pytest.mark.parametrize("enough", [None, 0.4])
 @pytest.mark.parametrize("eos", [frozenset[int](), frozenset({0, 4})])
-def test_a_drafting_pass_takes_one_transfer_for_all_rows(method: str, enough: Any, eos: frozenset[int]) -> None:
-    here, passes = drafting(MockScorer, mixed(method), enough, eos)
+def test_a_drafting_pass_takes_one_transfer_for_all_rows(
+    method: str, enough: float | None, eos: frozenset[int]
+) -> None:
+    here, passes, _ = drafting(MockScorer, mixed(method), enough, eos)
     with Device() as device:
-        away, _ = drafting(AwayScorer, mixed(method), enough, eos)
-    assert device.reads == ["cpu"] * passes and passes > 1
-    for mine, own in zip(here, away, strict=True):
+        away, *_ = drafting(AwayScorer, mixed(method)[:-1], enough, eos)
+    assert passes > 1 and 1 < len(device.reads) <= passes and set(device.reads) == {"cpu"}
+    for mine, own in zip(here[:-1], away, strict=True):
         assert tokens_of(mine) == tokens_of(own) and len(mine)
         assert (own.q is None) == (mine.q is None) == (method != "rejection")
         if mine.q is not None and own.q is not None:
@@ -71,29 +87,29 @@ def test_a_drafting_pass_takes_one_transfer_for_all_rows(method: str, enough: An
 
 
 def test_a_chance_is_asked_for_with_the_token_it_belongs_to() -> None:
-    seen: dict[type[MockScorer], list[tuple[int, float]]] = {MockScorer: [], AwayScorer: []}
-    for kind, found in seen.items():
-
-        def enough(request: Request, chance: float, found: list[tuple[int, float]] = found) -> bool:
-            found.append((int(request.tokens[-1]), chance))
-            return False
-
+    seen = []
+    for kind in (MockScorer, AwayScorer):
         with Device():
-            drafting(kind, mixed("coupled"), enough, frozenset())
-    assert seen[MockScorer] == seen[AwayScorer] and len({chance for _, chance in seen[MockScorer]}) > 5
+            seen.append(drafting(kind, mixed("coupled")[:-1], 1e-9, frozenset())[2].told)
+    assert seen[0] == pytest.approx(seen[1]) and len(set(seen[0])) > 5
 
 
 # Steps
 
 
-def rows_of(samplers: list[Sampler], **options: Any) -> list[Row]:
-    return [Row(Request(PROMPT, 12, sampler=each, **options), TokenCache(), 64) for each in samplers]  # type: ignore[arg-type]
+def rows_of(samplers: list[Sampler], **options: Any) -> list[BatchRow]:
+    return [BatchRow(Request(PROMPT, 12, sampler=each, **options), TokenCache(), chunk=64) for each in samplers]  # type: ignore[arg-type]
 
 
-class Guess(NoDrafter):
-    def propose(self, context: PassContext) -> list[DraftTree]:
+class Guess(Source):
+    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
         branches = [[a, b] for a in range(6) for b in range(6)]
-        return [DraftTree.from_branches(branches, 42).trim(r.max_draft_depth, 6) for r in context.rows]
+        return [DraftTree.from_branches(branches, 42).trim(row.request.max_draft_depth, 6) for row in rows]
+
+
+def step_of(scorer: MockScorer, source: Source | None, budget: int, clock: Any = time.perf_counter) -> DecodingStep:
+    """A step of a target with a source."""
+    return DecodingStep(Level(scorer, Planner(source), clock=clock), budget)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("method", ["greedy", "coupled"])
@@ -101,7 +117,7 @@ def test_a_step_takes_one_transfer_for_all_rows(method: str) -> None:
     target, texts = MockTarget(6, peak=2.0, seed=3), []
     for kind in (MockScorer, AwayScorer):
         rows = rows_of(mixed(method)[:-1])
-        step = DecodingStep(kind(target), Guess(), 42)  # type: ignore[arg-type]
+        step = step_of(kind(target), Guess(), 42)
         with Device() as device:
             for number in range(4):
                 step(rows, {})
@@ -117,7 +133,7 @@ def test_a_row_that_fails_leaves_the_others_their_transfer() -> None:
     samplers = [Sampler("coupled", 1), Sampler("coupled", 2, InTurn((fail,), rowwise=True)), Sampler("coupled", 3)]
     rows = rows_of(samplers)
     with Device() as device:
-        DecodingStep(AwayScorer(MockTarget(6)), NoDrafter(), 4)(rows, {})  # type: ignore[arg-type]
+        step_of(AwayScorer(MockTarget(6)), None, 4)(rows, {})
     assert device.reads == ["cpu"]
     assert [len(row.request.generated) for row in rows] == [1, 0, 1] and isinstance(rows[1].request.error, LookupError)
     told = foresee([DraftTree.empty()] * 2, [LookupError(), torch.eye(3)], [Request([1], 2), Request([1], 2)])
@@ -142,17 +158,16 @@ def test_recycled_logits_and_chances_come_with_the_choices() -> None:
 
 def test_a_trie_learns_from_the_step_s_own_transfer() -> None:
     """Recycled logits of all rows ride along."""
-    drafter, rows = TrieDrafter(), rows_of([Sampler()] * 3)
-    drafter.bind(AwayScorer(MockTarget(6)), default_runtime())  # type: ignore[arg-type]
+    drafter, rows = TrieSource(), rows_of([Sampler()] * 3)
+    step = step_of(AwayScorer(MockTarget(6, peak=2.0, seed=3)), drafter, 8)
     for row in rows:
-        drafter.begin(row.request)
-    step = DecodingStep(AwayScorer(MockTarget(6, peak=2.0, seed=3)), drafter, 8)  # type: ignore[arg-type]
+        step.level.begin(row)
     with Device() as device:
         for number in range(3):
             step(rows, {})
             assert device.reads == ["cpu"] * (number + 1)
     for row in rows:
-        drafter.finish(row.request)
+        row.close()
 
 
 def test_log_probabilities_of_a_step_take_one_transfer() -> None:
@@ -160,41 +175,42 @@ def test_log_probabilities_of_a_step_take_one_transfer() -> None:
     for kind in (MockScorer, AwayScorer):
         rows = rows_of([Sampler()], top_logprobs=2)
         with Device() as device:
-            DecodingStep(kind(target), Guess(), 42)(rows, {})  # type: ignore[arg-type]
+            step_of(kind(target), Guess(), 42)(rows, {})
         kept.append(rows[0].request.logprobs)
     assert kept[0] == kept[1] and len(kept[0]) == 3 and device.reads == ["cpu", "cpu"]
 
 
-@pytest.mark.parametrize("module", ["forerun.engine.step", "forerun.drafting.hierarchy"])
-def test_a_pass_is_timed_until_it_is_done(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+@pytest.mark.parametrize("lower", [False, True])
+def test_a_pass_is_timed_until_it_is_done(monkeypatch: pytest.MonkeyPatch, lower: bool) -> None:
     """A pass takes five seconds, which go by where someone waits for it: with the transfer of its choices."""
-    now, waited, own = [0.0], [], importlib.import_module(module)
-    if module.endswith("step"):
-        monkeypatch.setattr(own, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    now, waited = [0.0], []
+    monkeypatch.setattr(engine_step, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def wait(trees: Any, logits: Any, *rest: Any, **options: Any) -> Any:
         waited.append(logits[-1].device.type)
         now[0] += 5.0
         return foresee(trees, logits, *rest, **options)
 
-    monkeypatch.setattr(own, "foresee", wait)
+    monkeypatch.setattr(level_module, "foresee", wait)
     target = MockTarget(6, peak=2.0, seed=3)
     [row] = rows_of([Sampler()])
     with Device():
-        if module.endswith("step"):
-            step = DecodingStep(AwayScorer(target), NoDrafter(), 4)  # type: ignore[arg-type]
+        if lower:
+            level = Level(
+                AwayScorer(target), Planner(Silent()), cache=lambda *_: TokenCache(), nodes=1, chain=2, helper=True,
+                clock=lambda: now[0],
+            )  # type: ignore[arg-type]  # fmt: skip
+            row.open(level.walk())
+            assert level.read(row, 100)
+            level.propose([row], [Limit(4)])
+            stats = row.request.stats.inner()
+        else:
+            step = step_of(AwayScorer(target), None, 4, lambda: now[0])
             step([row], {})
             step([row], {})
             stats = row.request.stats
-        else:
-            drafter = HierarchyDrafter(NoDrafter(), lambda *_: TokenCache(), 1, 2, AwayScorer(target))  # type: ignore[arg-type]
-            drafter.bind(MockScorer(target), Runtime(clock=lambda: now[0]))  # type: ignore[arg-type]
-            drafter.prefilled(row.request, FullCache())
-            assert drafter.catch_up(row.request, 100)
-            drafter.propose(PassContext.decoding([row.request], 4))
-            stats = row.request.stats.inner()
-    expected = 5.0 if module.endswith("step") else 10.0
     assert set(waited) == {PLACE.type}
+    expected = 10.0 if lower else 5.0
     assert (stats.propose_seconds, stats.score_seconds, stats.verify_seconds) == (0.0, expected, 0.0)
 
 
@@ -229,6 +245,6 @@ def test_an_engine_gives_the_same_text_either_way(
         return engine.generate([*PROMPTS], **options).generated
 
     expected, asked = texts(), []
-    for name in ("core.transfers", "core.verify", "drafting.model_drafter"):
+    for name in ("core.transfers", "core.verify"):
         monkeypatch.setattr(f"forerun.{name}.elsewhere", lambda tensor: asked.append(1) or True)
     assert texts() == expected and asked

@@ -14,28 +14,29 @@ from support.mocks import (
     PROMPT,
     SAMPLERS,
     MockTarget,
+    Silent,
     generate,
     oracle,
 )
 
-from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.sampling import Processor, Sampler
 from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Verdict, verify
-from forerun.drafting.drafter import Drafter, NoDrafter
+from forerun.decoding.row import Row
+from forerun.decoding.source import Limit, Source
 
 
-@dataclass
-class Prophet(Drafter):
+@dataclass(eq=False)
+class Prophet(Source):
     """Knows the text, and drafts it with some tokens spoilt: never, sometimes or always accepted."""
 
     text: Sequence[int]
     spoilt: Callable[[int], bool] = lambda position: False
     depth: int = 4
 
-    def propose(self, context: PassContext) -> list[DraftTree]:
-        return [self._draft(request, budget) for request, budget in context]
+    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
+        return [self._draft(row.request, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
 
     def _draft(self, request: Request, budget: int) -> DraftTree:
         start = len(request.generated)
@@ -72,7 +73,7 @@ def test_the_text_is_the_oracles_when_drafts_are(
 def test_the_text_is_the_oracles_without_drafts(name: str) -> None:
     target = MockTarget()
     request = Request(PROMPT, 20, sampler=SAMPLERS[name])
-    assert generate(target, NoDrafter(), request) == oracle(target, PROMPT, 20, SAMPLERS[name])
+    assert generate(target, Silent(), request) == oracle(target, PROMPT, 20, SAMPLERS[name])
     assert request.stats.emitted == [1] * 20
 
 
@@ -104,9 +105,9 @@ def test_a_stopping_criterion_inside_an_accepted_run_cuts_exactly_there(name: st
 @pytest.mark.parametrize("name", SAMPLERS)
 @given(data=st.data())
 def test_no_tree_whatsoever_changes_the_text(name: str, data: st.DataObject) -> None:
-    class Anything(Drafter):
-        def propose(self, context: PassContext) -> list[DraftTree]:
-            return [self._draft(request, budget) for request, budget in context]
+    class Anything(Source):
+        def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
+            return [self._draft(row.request, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
 
         def _draft(self, request: Request, budget: int) -> DraftTree:
             n = data.draw(st.integers(0, budget))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from support.tiny import tiny
 
 import forerun
 from forerun.core.long_context import LongContextConfig
-from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
-from forerun.drafting.drafter import NoDrafter
+from forerun.decoding.level import Level
+from forerun.decoding.row import Row, State
+from forerun.decoding.source import Limit, Source
 from forerun.engine.batch import Batch
 from forerun.engine.engine import Engine
 from forerun.engine.prefill_pacing import PrefillPacing
@@ -190,12 +191,27 @@ def test_a_cache_that_has_no_room_ends_its_row(architecture: str, most: int) -> 
     assert len(poor.generated) == max(0, most - 30 + 1)
 
 
+class Told(Source):
+    """Tells when a row begins here and when it ends; it proposes nothing."""
+
+    def __init__(self, begins: Callable[[Row], Any], ends: Callable[[Row], Any]) -> None:
+        self.begins, self.ends = begins, ends
+
+    def open(self, row: Row) -> State:
+        self.begins(row)
+        state = State()
+        state.close = lambda: self.ends(row)  # type: ignore[method-assign]
+        return state
+
+    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[forerun.DraftTree]:
+        return [forerun.DraftTree.empty()] * len(rows)
+
+
 @pytest.mark.parametrize("drafter", ["none", "trie", "triforce"])
 def test_a_cancelled_row_leaves_nothing_behind(drafter: str) -> None:
     one = engine(drafter)
     ended: list[int] = []
-    finish_one = one.drafter.finish
-    one.drafter.finish = lambda request: (ended.append(request.id), finish_one(request))[0]  # type: ignore
+    one.level.planner.sources.append(Told(lambda row: None, lambda row: ended.append(row.request.id)))
     request, other = sampled(one, prompt(40), 0, 30), sampled(one, prompt(7), 2, 30)
     with one.batch() as batch:
         batch.admit(request)
@@ -216,42 +232,51 @@ def test_a_cancelled_row_leaves_nothing_behind(drafter: str) -> None:
     assert other.finish_reason is not None
 
 
-def test_an_error_in_the_drafter_ends_all_rows_and_frees_them() -> None:
+@pytest.mark.parametrize("moment", ["read", "propose", "learn"])
+@pytest.mark.parametrize("prune", [True, False])
+def test_an_error_in_a_source_ends_its_drafts_for_that_row_and_no_text(moment: str, prune: bool) -> None:
+    """The other row goes on with drafts, and both texts are what they are alone."""
     ended: list[int] = []
 
-    class Broken(NoDrafter):
-        def propose(self, context: PassContext) -> list[forerun.DraftTree]:
-            raise LookupError("the drafter failed")
+    class Broken(Told):
+        def fail(self, rows: Sequence[Row]) -> None:
+            if any(row.request.prompt_length == 5 for row in rows):
+                raise LookupError("the source failed")
 
-        def finish(self, request: Request) -> None:
-            ended.append(request.id)
+        def read(self, row: Row, tokens: int) -> bool:
+            if moment == "read":
+                self.fail([row])
+            return True
 
-    one = Engine(tiny("llama"), Broken(), prune_drafts=False)
+        def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[forerun.DraftTree]:
+            if moment == "propose":
+                self.fail(rows)
+            return [forerun.DraftTree.chain([1]) for row in rows]
+
+        def learn(self, rows: Sequence[Row], outcomes: Sequence[Any]) -> None:
+            if moment == "learn":
+                self.fail(rows)
+
+    one = Engine(tiny("llama"), Broken(lambda row: None, lambda row: ended.append(row.request.id)), prune_drafts=prune)
     requests = [sampled(one, prompt(5), 0), sampled(one, prompt(7), 1)]
-    with pytest.raises(LookupError), one.batch() as batch:
-        for request in requests:
-            batch.admit(request)
-        caches = [weakref.ref(batch._rows[request.id].cache) for request in requests]
-        finish(batch)
-    gc.collect()
-    assert not len(batch) and sorted(ended) == sorted(request.id for request in requests)
-    assert [cache() for cache in caches] == [None, None]
+    finish_all(one, requests)
+    alone = [sampled(one, prompt(5), 0), sampled(one, prompt(7), 1)]
+    plain = Engine(tiny("llama"), "none")
+    for request in alone:
+        finish_all(plain, [request])
+    assert [request.generated.tolist() for request in requests] == [each.generated.tolist() for each in alone]
+    assert requests[1].id in ended
+    assert sum(requests[1].stats.drafted) > 0 or moment == "learn"
 
 
 def test_an_admission_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
-    class Told(NoDrafter):
-        def begin(self, request: Request) -> None:
-            told.append("begin")
-
-        def finish(self, request: Request) -> None:
-            told.append("finish")
-
     def fail(*given: Any) -> None:
         raise RuntimeError("no memory")
 
-    one = Engine(tiny("llama"), Told(), prefill_block=CHUNK)
+    source = Told(lambda row: told.append("begin"), lambda row: told.append("finish"))
+    one = Engine(tiny("llama"), source, prefill_block=CHUNK)
     wanted = one.generate([prompt(20)], max_new_tokens=4).generated[0]
     told.clear()
     with one.batch() as batch:
@@ -557,13 +582,14 @@ def _private() -> int:
 def test_draft_levels_read_a_prompt_in_pieces(drafter: str) -> None:
     one = engine(drafter)
     pieces: list[int] = []
-    catch_up = one.drafter.catch_up
+    planner = one.level.planner
+    read = planner.read
 
-    def counted(request: Request, tokens: int) -> bool:
+    def counted(row: Row, tokens: int) -> bool:
         pieces.append(tokens)
-        return catch_up(request, tokens)
+        return read(row, tokens)
 
-    one.drafter.catch_up = counted  # type: ignore[method-assign]
+    planner.read = counted  # type: ignore[method-assign]
     request = sampled(one, prompt(60), 0, 12)
     finish_all(one, [request], limit=CHUNK)
     assert set(pieces) == {CHUNK} and READ_BLOCK > CHUNK
@@ -571,11 +597,10 @@ def test_draft_levels_read_a_prompt_in_pieces(drafter: str) -> None:
     assert request.generated.tolist() == engine("none").generate([prompt(60)], max_new_tokens=12).generated[0]
 
 
-def levels(drafter: Any, request: Request) -> int:
-    """Bytes that the draft levels hold for a request."""
-    inner = [levels(each, request) for name in ("inner", "cheap", "dear") if (each := getattr(drafter, name, None))]
-    level = getattr(drafter, "_level", None)
-    return sum(inner) + (level.cache(request).nbytes if level and request.id in level._readers else 0)
+def levels(row: Row) -> int:
+    """Bytes that the draft levels hold for a row."""
+    own = [state for source, state in row.states.items() if isinstance(source, Level) and state.prepared]
+    return sum(state.cache.nbytes for state in own)
 
 
 RECIPES = ["none", "trie", "triforce", "triforce-auto", "streaming", "low-rank", "retrieval"]
@@ -596,7 +621,7 @@ def test_a_request_states_its_bytes_before_it_is_admitted(drafter: str) -> None:
             batch.step()
             if batch:
                 assert row.cache.nbytes == full
-                most = max(most, levels(one.drafter, request))
+                most = max(most, levels(row))
     assert (stated > full) == (most > 0)
     assert most <= stated - full <= 3 * most
 

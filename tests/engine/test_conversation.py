@@ -131,7 +131,7 @@ def test_an_interruption_at_any_moment_leaves_a_conversation_that_goes_on_rightl
     tokenizer = chat_tokenizer()
     engine = Engine(chat_model(tokenizer), "lookup", tokenizer=tokenizer)
     conversation, calls = Conversation(engine, max_new_tokens=12), iter(range(1000))
-    owner = engine.drafter if moment == "propose" else engine.target
+    owner = engine.level.planner.own[0] if moment == "propose" else engine.target
     inner = getattr(owner, moment)
 
     def interrupted(*arguments: Any, **more: Any) -> Any:

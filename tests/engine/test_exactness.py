@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 import forerun
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
-from forerun.drafting.recipes import RECIPES
+from forerun.decoding.recipes import RECIPES
 
 NEW_TOKENS = 24
 LONGER = {"lookup": 36}

@@ -7,12 +7,13 @@ import gc
 import string
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from support.mocks import Silent
 from support.tiny import EOS, PROMPTS, VOCABULARY, OracleDrafter, tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -33,9 +34,10 @@ from transformers.generation.streamers import BaseStreamer
 import forerun
 from forerun.api import ENGINES, engine_of
 from forerun.core.request import Request
-from forerun.drafting.drafter import NoDrafter
-from forerun.drafting.lookup import LookupDrafter
-from forerun.drafting.trie_drafter import TrieDrafter
+from forerun.decoding.row import Row, State
+from forerun.decoding.source import Limit
+from forerun.decoding.sources.lookup import Lookup
+from forerun.decoding.sources.trie_source import TrieSource
 from forerun.models.forward.runtime import Runtime, runtime_as_default
 
 MODEL = tiny("llama")
@@ -123,7 +125,7 @@ def test_greedy_options_mean_what_they_mean_in_transformers(name: str, drafter: 
 
 
 def drafter_for(name: str) -> Any:
-    return LookupDrafter() if name == "oracle" else name
+    return Lookup() if name == "oracle" else name
 
 
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -275,11 +277,15 @@ def test_streamers_receive_every_token(tokenizer: PreTrainedTokenizerFast, capsy
 def test_stream_yields_what_generate_returns_and_closing_it_ends_the_request() -> None:
     events = []
 
-    class Watched(NoDrafter):
-        def finish(self, request: Any) -> None:
-            events.append(request.id)
+    class Watched(State):
+        def close(self) -> None:
+            events.append("closed")
 
-    engine = forerun.Engine(MODEL, Watched())
+    class Watching(Silent):
+        def open(self, row: Row) -> State:
+            return Watched()
+
+    engine = forerun.Engine(MODEL, Watching())
     commits = engine.stream(PROMPT, max_new_tokens=20, eos_token_id=None, do_sample=False)
     tokens = [next(commits).tokens[0] for _ in range(5)]
     assert tokens == FREE_RUN[:5]
@@ -289,13 +295,16 @@ def test_stream_yields_what_generate_returns_and_closing_it_ends_the_request() -
 
 
 def test_interruption_keeps_what_was_generated() -> None:
-    class Impatient(NoDrafter):
-        def propose(self, context: Any) -> None:
-            if len(context.rows[0].generated) == 4:
+    class Impatient(Silent):
+        def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[forerun.DraftTree]:
+            if len(rows[0].request.generated) == 4:
                 raise KeyboardInterrupt
+            return super().propose(rows, limits)
 
     with pytest.raises(forerun.GenerationInterrupted) as caught:
-        forerun.Engine(MODEL, Impatient()).generate(PROMPT, max_new_tokens=20, eos_token_id=None, do_sample=False)
+        forerun.Engine(MODEL, Impatient(), prune_drafts=False).generate(
+            PROMPT, max_new_tokens=20, eos_token_id=None, do_sample=False
+        )
     assert caught.value.result.generated == [FREE_RUN[:4]]
     assert caught.value.result.finish_reasons == [None]
 
@@ -366,26 +375,30 @@ def test_bad_settings_are_refused_with_the_reason(tokenizer: PreTrainedTokenizer
         _ = forerun.magic
 
 
-def test_a_failing_step_still_finishes_every_request() -> None:
-    finished = []
+def test_a_failing_step_still_closes_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
 
-    class Failing(NoDrafter):
-        def propose(self, context: Any) -> list[forerun.DraftTree]:
-            return [forerun.DraftTree.empty()] * len(context)
+    class Watched(State):
+        def close(self) -> None:
+            closed.append(1)
 
-        def observe(self, request: Any, outcome: Any) -> None:
-            raise RuntimeError("observe failed")
+    class Watching(Silent):
+        def open(self, row: Row) -> State:
+            return Watched()
 
-        def finish(self, request: Any) -> None:
-            finished.append(request.id)
+    engine = forerun.Engine(MODEL, Watching())
 
-    with pytest.raises(RuntimeError, match="observe failed"):
-        forerun.Engine(MODEL, Failing()).generate(list(PROMPTS), max_new_tokens=4)
-    assert len(finished) == 3
+    def fail(*given: Any) -> None:
+        raise RuntimeError("the planner failed")
+
+    monkeypatch.setattr(engine.level.planner, "learn", fail)
+    with pytest.raises(RuntimeError, match="the planner failed"):
+        engine.generate(list(PROMPTS), max_new_tokens=4)
+    assert len(closed) == 3
 
 
 def test_drafts_that_the_vocabulary_lacks_are_harmless() -> None:
-    drafter = TrieDrafter()
+    drafter = TrieSource()
     drafter.warm("default", [[PROMPT[-1], VOCABULARY + 5, 3], [PROMPT[-1], FREE_RUN[0], VOCABULARY]] * 3)
     result = forerun.Engine(MODEL, drafter).generate(PROMPT, max_new_tokens=10, eos_token_id=None, do_sample=False)
     assert result.generated == [FREE_RUN[:10]]
@@ -556,9 +569,9 @@ def test_engines_beside_a_model_are_few_and_go_when_the_model_does() -> None:
     model = copy.deepcopy(MODEL)
     options = {"max_new_tokens": 2, "do_sample": False}
     first = weakref.ref(engine_of(model, "none", budget=8))
-    drafters = [weakref.ref(engine_of(model, NoDrafter(), budget=8).drafter) for _ in range(ENGINES - 1)]
+    drafters = [weakref.ref(engine_of(model, Silent(), budget=8).level) for _ in range(ENGINES - 1)]
     forerun.generate(model, PROMPT, drafter="none", budget=8, **options)
-    drafters += [weakref.ref(engine_of(model, NoDrafter(), budget=8).drafter) for _ in range(2)]
+    drafters += [weakref.ref(engine_of(model, Silent(), budget=8).level) for _ in range(2)]
     gc.collect()
     assert [each() is None for each in drafters] == [True] * 2 + [False] * (ENGINES - 1)
     assert first() is engine_of(model, "none", budget=8)

@@ -24,9 +24,9 @@ from forerun.core.origin import Origin
 from forerun.core.request import Request
 from forerun.core.sampling import Sampler
 from forerun.core.tree import DraftTree
-from forerun.drafting.drafter import Drafter
-from forerun.drafting.head_drafter import HeadDrafter
-from forerun.drafting.merged import merged_estimates
+from forerun.decoding.asking import merged_estimates
+from forerun.decoding.recipes import Setup
+from forerun.decoding.sources.head_source import HeadSource
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -52,9 +52,13 @@ def plain(architecture: str, dtype: str, sampling: str) -> list[list[int]]:
     return [engine.generate(prompt, **options).requests[0].tokens.tolist() for prompt in PROMPTS]
 
 
-def drafter_of(head: str, architecture: str, dtype: str, sampling: str, folder: Path) -> Drafter | str:
+def with_head(head: Any) -> Callable[[Setup], HeadSource]:
+    return lambda setup: HeadSource(head, setup.target)
+
+
+def drafter_of(head: str, architecture: str, dtype: str, sampling: str, folder: Path) -> Any:
     if head == "oracle":
-        return HeadDrafter(OracleHead(plain(architecture, dtype, sampling), tiny(architecture, getattr(torch, dtype))))
+        return with_head(OracleHead(plain(architecture, dtype, sampling), tiny(architecture, getattr(torch, dtype))))
     HEADS[head](folder, tiny(architecture))
     return "head"
 
@@ -130,7 +134,7 @@ def test_heads_of_a_target_with_recurrent_layers_change_nothing(name: str, tmp_p
     none = Engine(model, "none").generate(list(PROMPTS), do_sample=False, **ON).requests
     expected = [request.tokens.tolist() for request in none]
     settings = LongContextConfig(draft_model=eagle3(tmp_path, model))
-    for drafter in ("head", HeadDrafter(OracleHead(expected, model))):
+    for drafter in ("head", with_head(OracleHead(expected, model))):
         engine = Engine(model, drafter, settings=settings, prefill_block=4, prune_drafts=False)
         found = engine.generate(list(PROMPTS), do_sample=False, **ON).requests
         assert [request.tokens.tolist() for request in found] == expected
@@ -140,7 +144,7 @@ def test_heads_of_a_target_with_recurrent_layers_change_nothing(name: str, tmp_p
 
 def oracle_engine(**more: Any) -> tuple[Engine, list[list[int]]]:
     expected = plain("llama", "float64", "greedy")
-    return Engine(tiny("llama"), HeadDrafter(OracleHead(expected, tiny("llama"))), prune_drafts=False, **more), expected
+    return Engine(tiny("llama"), with_head(OracleHead(expected, tiny("llama"))), prune_drafts=False, **more), expected
 
 
 def test_a_head_begins_where_the_target_begins_to_read() -> None:

@@ -6,8 +6,7 @@ import pytest
 from support.prompt_files import tokenizer
 from support.tiny import PROMPTS, tiny
 
-from forerun.drafting.recipes import build_drafter
-from forerun.drafting.trie_drafter import TrieDrafter
+from forerun.decoding.sources.trie_source import TrieSource
 from forerun.engine.engine import Engine
 from forerun.trie.trie import Trie
 
@@ -32,11 +31,11 @@ def test_the_text_is_the_same_whatever_is_predicted(drafter: str, sampling: dict
 
 def test_a_right_prediction_is_accepted_from_the_first_token_on() -> None:
     expected = plain()
-    engine = Engine(tiny("llama"), build_drafter("trie"), prune_drafts=False)
+    engine = Engine(tiny("llama"), "trie", prune_drafts=False)
     [stats] = engine.generate(PROMPT, prediction=expected, max_new_tokens=NEW, eos_token_id=None).stats
     assert stats.steps == 1  # the one that ends the prefill accepts all
     changed = [*expected[:12], 63, *expected[13:]]
-    engine.set_drafter(build_drafter("trie"))
+    engine.set_drafter("trie")
     [stats] = engine.generate(PROMPT, prediction=changed, max_new_tokens=NEW, eos_token_id=None).stats
     assert stats.steps <= 5
 
@@ -44,7 +43,7 @@ def test_a_right_prediction_is_accepted_from_the_first_token_on() -> None:
 def test_a_prediction_is_never_drafted_to_another_request_nor_kept() -> None:
     secret = [101, 102, 103, 104, 105, 106]
     trie = Trie()
-    engine = Engine(tiny("llama"), TrieDrafter(trie=trie), prune_drafts=False)
+    engine = Engine(tiny("llama"), TrieSource(trie=trie), prune_drafts=False)
     engine.generate(PROMPT, prediction=secret, max_new_tokens=4)
     assert not {*secret} & {token for text in trie.snapshot("default")[0] for token in text.tolist()}
     trie.begin(1 << 40, "another", [1], prediction=secret)

@@ -71,9 +71,7 @@ def engines(
 
 
 def texts(one: Engine, drafter: str, lengths: Sequence[int], **how: Any) -> list[list[int]]:
-    from forerun.drafting.recipes import build_drafter
-
-    one.set_drafter(build_drafter(drafter, SETTINGS))
+    one.set_drafter(drafter, SETTINGS)
     found = one.generate([prompt(length, length) for length in lengths], max_new_tokens=ROOM, **how).requests
     assert drafter == "none" or sum(sum(request.stats.accepted) for request in found) > 0
     return [request.generated.tolist() for request in found]
@@ -215,7 +213,7 @@ def test_a_text_that_was_read_once_goes_on_again() -> None:
     plain, away = engines(model())
     ids = prompt(500)
     for one in (plain, away):
-        one.set_drafter(_built("trie"))
+        one.set_drafter("trie", SETTINGS)
     caches = [one.prefill(ids, ROOM + 80) for one in (plain, away)]
     found: list[list[list[int]]] = [[], []]
     for seed in range(3):
@@ -226,12 +224,6 @@ def test_a_text_that_was_read_once_goes_on_again() -> None:
                 pass
             mine.append(request.generated.tolist())
     assert found[0] == found[1]
-
-
-def _built(name: str) -> Any:
-    from forerun.drafting.recipes import build_drafter
-
-    return build_drafter(name, SETTINGS)
 
 
 @NATIVE
@@ -328,7 +320,7 @@ def test_a_sparse_cache_over_it_copies_what_it_chooses(name: str) -> None:
     assert away.tiers is not None
     seen = []
     for one in (plain, away):
-        one.set_drafter(_built({"RetrievalCache": "retrieval", "LowRankCache": "low-rank"}[name]))
+        one.set_drafter({"RetrievalCache": "retrieval", "LowRankCache": "low-rank"}[name], SETTINGS)
         one.target.keep_queries(0)
         cache = one.prefill(prompt(700), 80)
         (request,) = one.requests(prompt(700), max_new_tokens=4)

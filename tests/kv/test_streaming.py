@@ -11,14 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import toy
-from support.mocks import draft
+from support.mocks import draft, opened
 from support.tiny import ARCHITECTURES, LAYOUTS, VOCABULARY, tiny
 
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig as DraftSettings
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
-from forerun.drafting.recipes import build_drafter
+from forerun.decoding.recipes import Setup, build
 from forerun.kernels.attention import attention
 from forerun.kernels.attention.attention import AttentionSpec
 from forerun.kv.cache import Cache
@@ -337,11 +337,10 @@ def test_wrong_values_are_refused(arguments: dict[str, int], message: str) -> No
 @torch.inference_mode()
 def test_drafts_longer_than_the_window_can_be_rejected() -> None:
     options = DraftSettings(tiny("llama"), gamma2=200, paced=False, cache_budget=8, window=4)
-    drafter, request = build_drafter("streaming", options), Request(list(range(6, 18)), 300)
-    drafter.bind(Scorer(tiny("llama")), default_runtime())
-    drafter.begin(request)
-    drafter.prefilled(request, FullCache())
-    assert drafter.catch_up(request, len(request))
-    first = draft(drafter, request, 200).tokens.tolist()
+    level = build("streaming", Setup(options, Scorer(tiny("llama")), default_runtime()))
+    [drafter], request = level.planner.own, Request(list(range(6, 18)), 300)
+    row = opened(drafter, request, FullCache())
+    assert drafter.read(row, len(request))
+    first = draft(drafter, row, 200).tokens.tolist()
     request.append((first[0] + 1) % VOCABULARY)
-    assert len(first) == len(draft(drafter, request, 200)) == 200
+    assert len(first) == len(draft(drafter, row, 200)) == 200

@@ -18,7 +18,7 @@ import forerun
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
 from forerun.core.tree import DraftTree
-from forerun.drafting.recipes import RECIPES
+from forerun.decoding.recipes import RECIPES
 from forerun.kernels.attention.attention import AttentionSpec, attend, merge
 from forerun.kv.cache import Cache
 from forerun.kv.full_cache import FullCache

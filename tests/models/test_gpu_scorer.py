@@ -21,7 +21,6 @@ from support.triton_products import interpret_products, interpret_quickly
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
 from forerun.core.tree import ROOT, DraftTree
-from forerun.drafting.recipes import build_drafter
 from forerun.engine.engine import Engine
 from forerun.kernels import gpu
 from forerun.kernels.gpu import attend, decoder_ops, linear
@@ -304,7 +303,7 @@ def test_drafts_change_no_bit(on_gpu: list[int]) -> None:
     assert engine.exactness.level == "bitwise"
     texts: dict[str, list[Any]] = {}
     for drafter in ("none", "trie", "retrieval"):
-        engine.set_drafter(build_drafter(drafter, LongContextConfig(cache_budget=6, chunk=2, gamma2=3, paced=False)))
+        engine.set_drafter(drafter, LongContextConfig(cache_budget=6, chunk=2, gamma2=3, paced=False))
         results = [engine.generate(prompt, max_new_tokens=8) for prompt in prompts]
         results += [engine.generate(prompts[0], max_new_tokens=6, do_sample=True, temperature=0.8, seed=3)]
         texts[drafter] = [result.generated for result in results]
@@ -333,7 +332,7 @@ class Waits(TorchFunctionMode):
 def test_a_step_waits_for_one_transfer(drafter: str, on_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole texts, whose passes are recorded or not: a step waits once, and so does a drafting pass. Nothing else does,
     neither a pass, nor a choice of chunks."""
-    for name in ("core.transfers", "core.verify", "drafting.model_drafter", "kv.retrieval"):
+    for name in ("core.transfers", "core.verify", "decoding.level", "kv.retrieval"):
         monkeypatch.setattr(f"forerun.{name}.elsewhere", lambda tensor: True)
     settings = LongContextConfig(cache_budget=6, chunk=2, gamma2=3, sparse="retrieval", paced=False)
     engine = Engine(model(), drafter, settings=settings, prune_drafts=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,10 @@ from transformers import PreTrainedModel
 
 from forerun import Engine
 from forerun.core.block import Block
-from forerun.core.pass_context import PassContext
-from forerun.core.request import Request
 from forerun.core.tree import DraftTree
-from forerun.drafting.drafter import Drafter
+from forerun.core.verify import Outcome
+from forerun.decoding.row import Row
+from forerun.decoding.source import Limit, Source, Wants
 from forerun.kernels.runtime import vector_ir
 from forerun.kv.full_cache import FullCache
 from forerun.kv.kv_tiers import Tiers, min_device_bytes
@@ -78,21 +79,25 @@ def test_states_of_an_offloaded_text() -> None:
         each.close()
 
 
-class Recorder(Drafter):
+class Recorder(Source):
     """Wants states, and drafts with knowledge of the text."""
 
     def __init__(self, texts: list[list[int]], layers: tuple[int, ...]) -> None:
-        self.texts, self.states = texts, layers
-        self.read: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        self.texts, self.wants = texts, Wants(states=layers)
+        self.read_states: dict[int, list[tuple[int, torch.Tensor]]] = {}
 
-    def record_states(self, request: Request, start: int, states: torch.Tensor) -> None:
-        self.read.setdefault(request.prompt_length, []).append((start, states.clone()))
+    def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
+        for row, outcome in zip(rows, outcomes, strict=True):
+            assert outcome.states is not None
+            parts = self.read_states.setdefault(row.request.prompt_length, [])
+            parts.append((outcome.start, outcome.states.clone()))
 
-    def propose(self, context: PassContext) -> list[DraftTree]:
+    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
         trees = []
-        for row in context.rows:
-            text = next(text for text in self.texts if text[: row.prompt_length] == row.prompt.tolist())
-            after = text[len(row) : len(row) + 4]
+        for row in rows:
+            prompt = row.request.prompt.tolist()
+            text = next(text for text in self.texts if text[: len(prompt)] == prompt)
+            after = text[len(row.request) : len(row.request) + 4]
             trees.append(DraftTree.from_branches([[3, 4], after], 9))
         return trees
 
@@ -107,7 +112,7 @@ def test_an_engine_hands_a_drafter_the_states_of_every_token_of_a_text_once() ->
     assert [request.tokens.tolist() for request in found.requests] == expected
     assert any(sum(request.stats.accepted) for request in found.requests)
     for text, prompt in zip(expected, PROMPTS, strict=True):
-        parts, place = drafter.read[len(prompt)], 0
+        parts, place = drafter.read_states[len(prompt)], 0
         for start, states in parts:
             assert start == place
             place += len(states)

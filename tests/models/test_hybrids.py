@@ -28,7 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 import forerun
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
-from forerun.drafting.recipes import RECIPES
+from forerun.decoding.recipes import RECIPES
 from forerun.engine import kv_store
 from forerun.kv import recurrent
 from forerun.kv.recurrent import SNAPSHOT_TOKENS

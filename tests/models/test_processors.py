@@ -22,7 +22,7 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria, Stoppin
 
 import forerun
 from forerun.core.long_context import LongContextConfig
-from forerun.drafting.lookup import LookupDrafter
+from forerun.decoding.sources.lookup import Lookup
 from forerun.models.text.processors import Nucleus, of_row, stateless
 
 MODEL = tiny("llama")
@@ -100,7 +100,7 @@ def test_rows_have_copies_of_what_remembers(drafter: str) -> None:
         assert text == by_transformers(prompt, logits_processor=processors(Counting()), **options)
     assert counting.calls == []
     ids = torch.tensor([PROMPT] * 2)
-    custom = {"custom_generate": forerun.custom_generate, "forerun_drafter": LookupDrafter()}
+    custom = {"custom_generate": forerun.custom_generate, "forerun_drafter": Lookup()}
     twins = MODEL.generate(ids, logits_processor=processors(Counting()), **options, **custom)
     assert twins[:, len(PROMPT) :].tolist() == [result.generated[1]] * 2
 

@@ -25,7 +25,7 @@ from forerun.kv.streaming import StreamingCache
 from forerun.kv.view import View
 from forerun.models.forward.compiled_scorer import CompiledScorer
 from forerun.models.forward.gate import admit
-from forerun.models.forward.level import read
+from forerun.models.forward.prefill import read_prompt as read
 from forerun.models.forward.scorer import PassResult, Scorer
 
 pytestmark = pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forerun.policy.prices import AS_THE_CURVE_SAYS, LOADED_DOUBT, STEP_NOISE, Prices, TimeModel
 from support.tiny import tiny
 
 import forerun
-from forerun.drafting.trie_drafter import TrieDrafter
+from forerun.decoding.sources.trie_source import TrieSource
 from forerun.models.forward.pass_timing import (
     BATCH_ROWS,
     FAR_SIZES,
@@ -28,7 +29,6 @@ from forerun.models.forward.pass_timing import (
 from forerun.models.forward.runtime import default_runtime
 from forerun.models.forward.scorer import Scorer
 from forerun.policy.cost_curve import CostCurve
-from forerun.policy.prices import AS_THE_CURVE_SAYS, LOADED_DOUBT, STEP_NOISE, Prices, TimeModel
 
 CURVE = CostCurve((1, 2, 10), (1.0, 1.2, 2.0), cached_sizes=(1, 2, 10), cached_costs=(0.001, 0.001, 0.003))
 
@@ -195,13 +195,13 @@ def test_passes_are_measured_where_drafts_are_cut() -> None:
 
     runtime = replace(default_runtime(), costs=fake)
     forerun.Engine(tiny("llama"), "none", _runtime=runtime)
-    forerun.Engine(tiny("llama"), TrieDrafter(), prune_drafts=False, _runtime=runtime)
+    forerun.Engine(tiny("llama"), TrieSource(), prune_drafts=False, _runtime=runtime)
     assert not measured
     engine = forerun.Engine(tiny("llama"), _runtime=runtime)
     engine.generate([7, 9], max_new_tokens=4, do_sample=False)
     assert set(measured) == {engine.target}
     measured.clear()
-    engine.set_drafter(TrieDrafter())
+    engine.set_drafter(TrieSource())
     assert measured == [engine.target]
 
 

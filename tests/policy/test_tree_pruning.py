@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from forerun.core.pass_context import PassContext
+from forerun.policy.prices import LinearCost
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome, Verdict
 from forerun.policy.cost_curve import CostCurve
-from forerun.policy.prices import LinearCost
 from forerun.policy.tree_pruning import TreePruner, TreeSelection
 
 NO_LOGITS = torch.empty(0, 0)

@@ -25,7 +25,7 @@ from support.live_server import PATIENCE, Json, LiveServer, free_socket, ready, 
 from forerun.cli import serve
 from forerun.cli.serve_options import ServeOptions
 from forerun.core.origin import Origin
-from forerun.drafting.recipes import build_drafter, trie_of
+from forerun.decoding.recipes import trie_of
 from forerun.engine.engine import Engine
 from forerun.models.text.prompts import vocabulary_of
 from forerun.server.learned_texts import PASSAGE_CHARACTERS, check_files, passages
@@ -395,7 +395,7 @@ def test_files_are_learned_by_every_tenant_and_not_again_after_a_restart(
     for _ in range(2):
         one = Engine(model[0], "trie", tokenizer=model[1])
         server = LiveServer(one, **told)
-        trie = trie_of(one.drafter)
+        trie = trie_of(one.level)
         header = {"authorization": "Bearer k"}
         assert len(trie.changes()) == 4
         kept.append({name: texts(trie, name) for name in trie.changes()})
@@ -425,7 +425,7 @@ def test_a_tenant_is_proposed_anothers_text_only_where_that_is_switched_on(
 ) -> None:
     long = ASKED | {"prompt": "one two three four five six seven\n" * 60}  # longer than a chunk
     servers.append(LiveServer(engine, api_keys=("key-of-a", "key-of-b"), share=share))
-    trie, origins = trie_of(engine.drafter), []
+    trie, origins = trie_of(engine.level), []
     step = trie.step
 
     def watched(*given: Any) -> Any:
@@ -478,7 +478,7 @@ def test_the_fingerprint_is_of_tokens_and_their_ids(model: tuple[Any, Any]) -> N
 
 @pytest.mark.parametrize("name", ["trie", "auto", "triforce-trie"])
 def test_drafters_with_a_trie_show_it(name: str) -> None:
-    assert isinstance(trie_of(build_drafter(name)), Trie)
+    assert isinstance(trie_of(Engine(engine().target.model, name).level), Trie)
 
 
 @pytest.mark.matrix

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 from support.batches import engine, fails_after, prompt
 from support.live_server import PATIENCE, until
+from support.mocks import Silent
 
-from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
-from forerun.drafting.drafter import NoDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.prefix_sharing import PrefixSharing
 from forerun.engine.result import Commit
@@ -448,20 +447,18 @@ def test_a_client_that_cannot_be_told_of_its_end_stops_nobody(servers: list[Sche
 
 
 def test_a_step_that_fails_ends_what_ran_and_nothing_else(servers: list[SchedulerSetup]) -> None:
-    class Broken(NoDrafter):
-        broken = True
+    one = server(servers, one=Engine(engine().target.model, Silent()))
+    planner = one.engine.level.planner
+    learn = planner.learn
 
-        def propose(self, context: PassContext) -> Any:
-            if self.broken:
-                raise LookupError("the drafter failed")
-            return super().propose(context)
+    def broken(*given: Any) -> None:
+        raise LookupError("the planner failed")
 
-    drafter = Broken()
-    one = server(servers, one=Engine(engine().target.model, drafter))
+    planner.learn = broken  # type: ignore[method-assign]
     bad, good = Client(), Client()
     ticket = one.submit(bad)
     assert bad.wait() == "error" and isinstance(ticket.request.error, LookupError)
-    drafter.broken = False
+    planner.learn = learn  # type: ignore[method-assign]
     one.submit(good)
     assert good.wait() == "finished"
 
@@ -539,11 +536,11 @@ def test_a_thread_that_cannot_go_on_ends_everybody_and_says_so() -> None:
 
 
 def test_processes_that_are_out_of_step_end_the_server() -> None:
-    class Broken(NoDrafter):
-        def propose(self, context: PassContext) -> Any:
+    class Broken(Silent):
+        def propose(self, rows: Any, limits: Any) -> Any:
             raise ParallelError("rank 1 is gone")
 
-    one, client = SchedulerSetup(Engine(engine().target.model, Broken())), Client()
+    one, client = SchedulerSetup(Engine(engine().target.model, Broken(), prune_drafts=False)), Client()
     one.submit(client)
     assert client.wait() == "error"
     one.scheduler._thread.join(PATIENCE)

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 
 from forerun.core.block import Block
-from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, Sampler, gumbel
 from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome, verify
-from forerun.drafting.drafter import Drafter, trees_of
+from forerun.decoding.asking import propose
+from forerun.decoding.row import Row
+from forerun.decoding.source import Limit, Source
 from forerun.kv.cache import Cache
 
 PROMPT = (1, 4, 2)
@@ -73,6 +74,7 @@ class MockScorer:
 
     limit = None
     prompt_chunk = None
+    device = torch.device("cpu")
 
     def __init__(self, target: MockTarget) -> None:
         self.target = target
@@ -124,33 +126,48 @@ def oracle(
     return text[len(prompt) :]
 
 
-def generate(target: MockTarget, drafter: Drafter, request: Request, budget: int = 8) -> list[int]:
+class Silent(Source):
+    """Proposes nothing."""
+
+    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
+        return [DraftTree.empty()] * len(rows)
+
+
+def opened(source: Source, request: Request, cache: Cache | None = None) -> Row:
+    """A row of the request with which a source has begun, and the sources below it."""
+    row = Row(request, cache or TokenCache())
+    row.open(source.walk())
+    return row
+
+
+def generate(target: MockTarget, source: Source, request: Request, budget: int = 8) -> list[int]:
     """The engine's loop, with the contract between the parts asserted at every step."""
-    drafter.begin(request)
+    row = opened(source, request)
     while request.finish_reason is None:
-        step(target, drafter, request, budget)
-    drafter.finish(request)
+        step(target, source, row, budget)
+    row.close()
     return request.generated.tolist()
 
 
-def draft(drafter: Drafter, request: Request, budget: int) -> DraftTree:
-    """A drafter's tree for one row that decodes."""
-    [tree] = trees_of(drafter, PassContext.decoding([request], budget))
+def draft(source: Source, row: Row, budget: int) -> DraftTree:
+    """A source's tree for one row that decodes."""
+    [tree] = propose(source, [row], [Limit(budget)])
     return tree
 
 
-def step(target: MockTarget, drafter: Drafter, request: Request, budget: int = 8) -> Outcome:
-    """Propose, score, verify, observe."""
+def step(target: MockTarget, source: Source, row: Row, budget: int = 8) -> Outcome:
+    """Propose, score, verify, learn."""
+    request = row.request
     before = request.tokens.tolist()
-    tree = draft(drafter, request, budget)
+    tree = draft(source, row, budget)
     assert len(tree) <= budget and (tree.depths <= request.max_draft_depth).all()
     logits = target.score(before, tree)
-    drafter.scored()
     outcome = Outcome(tree, verify(tree, logits, request), logits)
     assert request.tokens.tolist() == before + outcome.verdict.tokens
     assert_consistent(outcome, request)
     request.stats.record(len(tree), len(outcome.verdict.path), len(outcome.verdict.tokens))
-    drafter.observe(request, outcome)
+    for each in source.walk():
+        each.learn([row], [outcome])
     return outcome
 
 

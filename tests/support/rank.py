@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,8 @@ from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedMo
 from transformers.distributed import DistributedConfig
 
 import forerun
-from forerun import Drafter, DraftTree, Engine
+from forerun import DraftTree, Engine, Limit, Row, Source
 from forerun.core.long_context import LongContextConfig
-from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward import exactness
@@ -71,11 +70,11 @@ def told(result: forerun.GenerationResult) -> dict[str, Any]:
     }
 
 
-class Wary(Drafter):
+class Wary(Source):
     """Drafts on rank 0 only."""
 
-    def propose(self, context: PassContext) -> list[DraftTree]:
-        return [self._draft(request, budget) for request, budget in context]
+    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
+        return [self._draft(row.request, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
 
     def _draft(self, request: Request, budget: int) -> DraftTree:
         assert not dist.is_initialized() or dist.get_rank() == 0, "another rank drafts"
@@ -209,8 +208,8 @@ def interrupted(model: PreTrainedModel) -> dict[str, Any]:
     """Ctrl-C at rank 0, between two passes."""
 
     class Interrupting(Wary):
-        def propose(self, context: PassContext) -> list[DraftTree]:
-            return [self._draft(request, budget) for request, budget in context]
+        def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
+            return [self._draft(row.request, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
 
         def _draft(self, request: Request, budget: int) -> DraftTree:
             if len(request.generated) > 3:
@@ -218,7 +217,7 @@ def interrupted(model: PreTrainedModel) -> dict[str, Any]:
             return super()._draft(request, budget)
 
     try:
-        Engine(model, Interrupting()).generate(PROMPTS, max_new_tokens=80)
+        Engine(model, Interrupting(), prune_drafts=False).generate(PROMPTS, max_new_tokens=80)
     except forerun.GenerationInterrupted as error:
         return {"generated": error.result.generated}
     return {}

@@ -12,10 +12,9 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from forerun import Drafter, DraftTree
-from forerun.core.pass_context import PassContext
+from forerun import DraftTree, Limit, Row, Source
 from forerun.core.request import Request
-from forerun.drafting.recipes import RECIPES
+from forerun.decoding.recipes import RECIPES
 
 VOCABULARY = 48
 EOS = 5
@@ -375,14 +374,14 @@ PROMPTS = ([7, 9, 11, 7, 9], [20, 21, 22, 23, 20, 21, 22, 8, 8, 30, 31, 20], [12
 """Three ragged prompts."""
 
 
-class OracleDrafter(Drafter):
+class OracleDrafter(Source):
     """Drafts the right continuation to a random depth, among wrong siblings: some steps accept all, some nothing."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         self.texts = [np.array(text) for text in texts]
 
-    def propose(self, context: PassContext) -> list[DraftTree]:
-        return [self._draft(request, budget) for request, budget in context]
+    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
+        return [self._draft(row.request, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
 
     def _draft(self, request: Request, budget: int) -> DraftTree:
         rng = np.random.default_rng([len(request), request.prompt_length])

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from forerun import Engine
 from forerun.cli import app
-from forerun.drafting.recipes import RECIPES
+from forerun.decoding.recipes import RECIPES
 
 pytestmark = pytest.mark.alone  # two processes, each of which has to answer in time
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.mocks import draft, opened
 
 from forerun.core.origin import Origin
-from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, Sampler, gumbel, mixed
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, Verdict, verify
-from forerun.drafting.trie_drafter import TrieDrafter, best_of_rows
+from forerun.decoding.sources.trie_source import TrieSource, best_of_rows
 from forerun.trie import logistic_mixer, trie_file
 from forerun.trie.arrays import RECYCLED_SHARE
 from forerun.trie.evidence import EULER, noise_of
@@ -61,16 +61,15 @@ def test_what_the_model_nearly_said_is_drafted_where_the_same_two_tokens_come_ag
 
 
 def test_rows_without_their_lists_are_refused_and_texts_replayed_without_logits_leave_none() -> None:
-    drafter = TrieDrafter()
-    request = Request([1, 2], 8)
-    drafter.begin(request)
+    drafter, request = TrieSource(), Request([1, 2], 8)
+    row = opened(drafter, request)
     uneven = RecycledRows(np.array([1, 2]), np.array([2, 3]), *rows(1, 2, [5])[2:])
     with pytest.raises(ValueError, match=r"\[2, 2, 1, 1\]"):
         drafter.trie.recycle(request.id, uneven)
     for token in range(3, 8):
         request.append(token)
-        drafter.observe(request, Outcome(DraftTree.empty(), Verdict([], [token]), torch.empty(0, 0)))
-        drafter.learn(request)
+        drafter.learn([row], [Outcome(DraftTree.empty(), Verdict([], [token]), torch.empty(0, 0))])
+        draft(drafter, row, 0)
         assert drafter.trie.retrieve(request.id, 16, 8).tokens.max(initial=0) <= token
 
 
@@ -122,26 +121,26 @@ def test_a_steps_lists_are_kept_after_its_tokens_were_learned() -> None:
 
 
 def test_a_step_is_learned_when_a_draft_is_wanted() -> None:
-    drafter, request = TrieDrafter(), Request([1, 2, 3, 4], 8)
-    drafter.begin(request)
+    drafter, request = TrieSource(), Request([1, 2, 3, 4], 8)
+    row = opened(drafter, request)
     for _ in range(2):
         logits = torch.zeros(1, 100)
-        drafter.observe(request, Outcome(DraftTree.empty(), verify(DraftTree.empty(), logits, request), logits))
+        drafter.learn([row], [Outcome(DraftTree.empty(), verify(DraftTree.empty(), logits, request), logits)])
     assert drafter.trie.length(request.id) == 4
-    drafter.learn(request)
+    draft(drafter, row, 0)
     assert drafter.trie.length(request.id) == 6
 
 
 def test_rows_of_a_tree_are_kept_by_the_tokens_on_the_path_to_them() -> None:
-    drafter, request = TrieDrafter(), Request([1, 2, 3, 4], 8)
-    drafter.begin(request)
-    drafter.propose(PassContext.decoding([request], 4))
+    drafter, request = TrieSource(), Request([1, 2, 3, 4], 8)
+    row = opened(drafter, request)
+    draft(drafter, row, 4)
     tree = DraftTree(np.array([10, 11, 12]), np.array([-1, 0, 0]))
     logits = torch.zeros(4, 100)
     logits[0, 10] = logits[1, 12] = logits[2, 90] = logits[3, 91] = 20.0
-    drafter.observe(request, Outcome(tree, verify(tree, logits, request), logits))
+    drafter.learn([row], [Outcome(tree, verify(tree, logits, request), logits)])
     assert request.generated.tolist() == [10, 12, 91]
-    drafter.learn(request)
+    draft(drafter, row, 0)
     for text, expected in (([10, 11], True), ([10, 12], False)):  # 90 was never written: it stands on a list alone
         drafter.trie.begin(1000, "default", [5, *text])
         assert (90 in drafted(drafter.trie, 1000)) == expected
@@ -169,7 +168,7 @@ def test_only_coupled_noise_is_known(method: str, known: bool, monkeypatch: pyte
     given: list[SamplingNoise | None] = []
     begin = Trie.begin
     monkeypatch.setattr(Trie, "begin", lambda *call: (given.append(call[-1]), begin(*call))[1])
-    TrieDrafter().begin(Request([1, 2], 4, sampler=Sampler(method, 5)))  # type: ignore[arg-type]
+    opened(TrieSource(), Request([1, 2], 4, sampler=Sampler(method, 5)))  # type: ignore[arg-type]
     assert [each is not None for each in given] == [known]
 
 

@@ -12,6 +12,7 @@ from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome
 from forerun.decoding.row import Row
 from forerun.decoding.source import Limit, Source
+from forerun.tensor_parallel.channel import ParallelError
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ def propose(source: Source, rows: Sequence[Row], limits: Sequence[Limit]) -> lis
 def _attempt(source: Source, rows: Sequence[Row], limits: Sequence[Limit]) -> Sequence[DraftTree]:
     try:
         trees: Any = source.propose(rows, limits)
+    except ParallelError:
+        raise
     except Exception as error:
         if len(rows) == 1:
             _rest(source, rows[0], error)
@@ -69,6 +72,8 @@ def read(source: Source, row: Row, tokens: int) -> bool:
         return True
     try:
         return source.read(row, tokens)
+    except ParallelError:
+        raise
     except Exception as error:
         _rest(source, row, error)
         return True
@@ -81,6 +86,8 @@ def learn(source: Source, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> N
         return
     try:
         source.learn([rows[number] for number in live], [outcomes[number] for number in live])
+    except ParallelError:
+        raise
     except Exception as error:
         for number in live:
             _rest(source, rows[number], error)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from forerun.core.long_context import LongContextConfig
-from forerun.drafting.recipes import sparse_cache
+from forerun.decoding.recipes import sparse_cache
 from forerun.kv.full_cache import FullCache
 from forerun.kv.low_rank import LowRankCache
 from forerun.kv.retrieval import RetrievalCache

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.mocks import draft
+from support.mocks import draft, opened
 
 import forerun
 from forerun.core.compiling import stamp_of
@@ -20,35 +20,37 @@ from forerun.core.request import Request
 from forerun.core.sampling import Sampler
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, verify
-from forerun.drafting.trie_drafter import LEARN_TOKENS, TrieDrafter, best_of_rows
+from forerun.decoding.row import Row
+from forerun.decoding.sources.trie_source import LEARN_TOKENS, TrieSource, best_of_rows
 from forerun.trie import arrays, entry_points, recycled, text_cursor
 from forerun.trie.trie import TextUpdate, Trie, TrieConfig
 
 VOCABULARY = 32
 
 
-def step(drafter: TrieDrafter, request: Request, answer: list[int], budget: int) -> DraftTree:
+def step(drafter: TrieSource, row: Row, answer: list[int], budget: int) -> DraftTree:
     """One engine step with a target that always continues ``answer``."""
-    tree = draft(drafter, request, budget)
+    request = row.request
+    tree = draft(drafter, row, budget)
     at = len(request.generated)
     following = [at, *(at + tree.depths)]
     logits = torch.zeros(len(following), VOCABULARY)
     for row, position in enumerate(following):
         logits[row, answer[position % len(answer)]] = 1.0
-    drafter.observe(request, Outcome(tree, verify(tree, logits, request), logits))
+    drafter.learn([row], [Outcome(tree, verify(tree, logits, request), logits)])
     return tree
 
 
-def generate(drafter: TrieDrafter, prompt: list[int], answer: list[int], new: int, budget: int = 8) -> int:
+def generate(drafter: TrieSource, prompt: list[int], answer: list[int], new: int, budget: int = 8) -> int:
     """Generate ``new`` tokens of a repeated ``answer``; the steps it took."""
     request = Request(prompt, new)
-    drafter.begin(request)
+    row = opened(drafter, request)
     steps = 0
     while not request.finish_reason:
-        step(drafter, request, answer, budget)
+        step(drafter, row, answer, budget)
         steps += 1
     assert request.generated.tolist() == [answer[i % len(answer)] for i in range(new)]
-    drafter.finish(request)
+    row.close()
     return steps
 
 
@@ -61,12 +63,12 @@ def generate(drafter: TrieDrafter, prompt: list[int], answer: list[int], new: in
 def test_drafts_stay_within_budget_and_within_what_may_still_be_generated(
     prompt: list[int], answer: list[int], new: int, budget: int
 ) -> None:
-    drafter = TrieDrafter(TrieConfig(capacity=1 << 16))
+    drafter = TrieSource(TrieConfig(capacity=1 << 16))
     request = Request(prompt, new)
-    drafter.begin(request)
+    row = opened(drafter, request)
     while not request.finish_reason:
         deepest = request.max_draft_depth
-        tree = step(drafter, request, answer, budget)
+        tree = step(drafter, row, answer, budget)
         assert len(tree) <= budget
         assert tree.depths.max(initial=0) <= deepest
         assert tree.probability is not None
@@ -75,62 +77,59 @@ def test_drafts_stay_within_budget_and_within_what_may_still_be_generated(
 
 
 def test_a_prompt_that_the_model_still_reads_is_not_indexed_for_others() -> None:
-    drafter, live, waiting = TrieDrafter(), Request([1, 2, 3], 99), Request(list(range(20_000)), 9)
-    drafter.begin(live)
-    drafter.begin(waiting)
+    drafter, live, waiting = TrieSource(), Request([1, 2, 3], 99), Request(list(range(20_000)), 9)
+    row, other = opened(drafter, live), opened(drafter, waiting)
     unread = len(drafter.trie._live[waiting.id].unread[0][1])
     for token in range(LEARN_TOKENS):
         live.append(token)
-    drafter.known_suffixes([live])
+    drafter.promise([row])
     assert drafter.trie.length(live.id) == len(live)
     assert len(drafter.trie._live[waiting.id].unread[0][1]) == unread
     drafter.trie.catch_up = lambda *given: pytest.fail("it was indexed")  # type: ignore[method-assign]
-    drafter.finish(waiting)
+    other.close()
 
 
 @pytest.mark.parametrize(("temperature", "known"), [(1.0, True), (float("inf"), False)])
 def test_noise_that_would_hide_everything_is_not_told(temperature: float, known: bool) -> None:
     drafter, request = (
-        TrieDrafter(),
+        TrieSource(),
         Request([1, 2, 3, 1, 2], 9, sampler=Sampler("coupled", 3, temperature=temperature)),
     )
-    drafter.begin(request)
+    row = opened(drafter, request)
     assert (drafter.trie._live[request.id].noise is not None) == known
     while not request.finish_reason:
-        step(drafter, request, [1, 2, 3], 8)
-    drafter.finish(request)
+        step(drafter, row, [1, 2, 3], 8)
+    row.close()
     assert np.isfinite(drafter.trie.snapshot("default")[1]).all()
 
 
 def test_a_repetitive_answer_takes_few_steps() -> None:
-    assert generate(TrieDrafter(), [9, 9], [1, 2, 3, 4, 5], 100) < 25
+    assert generate(TrieSource(), [9, 9], [1, 2, 3, 4, 5], 100) < 25
 
 
 def test_an_answer_copied_from_the_prompt_takes_few_steps() -> None:
     answer = list(range(1, 31))
-    assert generate(TrieDrafter(), [0, *answer, 0], answer, 30) < 7
+    assert generate(TrieSource(), [0, *answer, 0], answer, 30) < 7
 
 
 def test_an_answer_given_before_takes_few_steps_again_and_other_namespaces_learn_nothing() -> None:
     answer = list(range(1, 31))
-    drafter = TrieDrafter()
+    drafter = TrieSource()
     assert generate(drafter, [0], answer, 30) > 20
     assert generate(drafter, [0], answer, 30) < 8
     other = Request([1], 9, namespace="other")
-    drafter.begin(other)
-    assert not set(answer) - {1} & set(draft(drafter, other, 8).tokens.tolist())
+    row = opened(drafter, other)
+    assert not set(answer) - {1} & set(draft(drafter, row, 8).tokens.tolist())
 
 
 def test_finish_forgets_the_prompt_and_may_come_unannounced() -> None:
-    drafter = TrieDrafter()
-    request = Request([1, 2, 1], 5)
-    drafter.finish(request)
-    drafter.begin(request)
-    assert len(draft(drafter, request, 4))
-    drafter.finish(request)
-    drafter.finish(request)
+    drafter = TrieSource()
+    row = opened(drafter, Request([1, 2, 1], 5))
+    assert len(draft(drafter, row, 4))
+    row.close()
+    row.close()
     assert drafter.trie.tokens("default") == 0
-    assert drafter.nbytes < 4096
+    assert drafter.trie.kept < 4096
 
 
 def test_a_text_is_written_whole_and_learned_from_only_where_drafts_were_asked_for(
@@ -138,20 +137,20 @@ def test_a_text_is_written_whole_and_learned_from_only_where_drafts_were_asked_f
 ) -> None:
     """Where nobody asks it is written in pieces, and the rest at its end; later texts find it all the same."""
     answer = [5, 9, 2, 7, 11, 3, 8]
-    asked, unasked, kept = TrieDrafter(), TrieDrafter(), []
+    asked, unasked, kept = TrieSource(), TrieSource(), []
     for drafter, asks in ((asked, True), (unasked, False)):
         updates, learn = list[TextUpdate](), drafter.trie.step
         monkeypatch.setattr(drafter.trie, "step", lambda new, u=updates, f=learn: u.extend(new) or f(new))
         request = Request([1, 2, 3], 40)
-        drafter.begin(request)
+        row = opened(drafter, request)
         while not request.finish_reason:
             if asks:
-                step(drafter, request, answer, 0)
+                step(drafter, row, answer, 0)
             else:
                 request.append(answer[len(request.generated) % len(answer)])
-                drafter.known_suffixes([request])
+                drafter.promise([row])
                 assert len(request) - drafter.trie.length(request.id) < LEARN_TOKENS
-        drafter.finish(request)
+        row.close()
         kept.append(updates)
     for updates, taught in zip(kept, (40, 0), strict=True):
         assert sum(len(update.new) for update in updates) == 40
@@ -159,8 +158,8 @@ def test_a_text_is_written_whole_and_learned_from_only_where_drafts_were_asked_f
         assert sum(len(update.lists) for update in updates) == taught
     for drafter in (asked, unasked):
         request = Request([4, 6], 20)
-        drafter.begin(request)
-        tree = draft(drafter, request, 12)
+        row = opened(drafter, request)
+        tree = draft(drafter, row, 12)
         node, path = -1, []
         while (node, token := answer[len(path) % 7]) in tree.children:  # outputs begin alike
             node = tree.children[node, token]
@@ -169,63 +168,59 @@ def test_a_text_is_written_whole_and_learned_from_only_where_drafts_were_asked_f
 
 
 def test_texts_of_all_rows_are_written_together() -> None:
-    drafter, requests = TrieDrafter(), [Request([1, 2, n], 40) for n in range(4)]
-    for request in requests:
-        drafter.begin(request)
+    drafter, requests = TrieSource(), [Request([1, 2, n], 40) for n in range(4)]
+    rows = [opened(drafter, request) for request in requests]
     for n, request in enumerate(requests):
         for token in range(LEARN_TOKENS - n):
             request.append(token)
-    drafter.known_suffixes(requests[1:])
+    drafter.promise(rows[1:])
     assert {drafter.trie.length(request.id) for request in requests} == {3}
-    drafter.known_suffixes(requests[:1])
+    drafter.promise(rows[:1])
     assert [drafter.trie.length(request.id) for request in requests] == [3 + LEARN_TOKENS - n for n in range(4)]
 
 
 def test_drafts_on_trial_are_not_learned() -> None:
-    drafter, request = TrieDrafter(), Request([1, 2, 3], 20)
-    drafter.begin(request)
-    twin = request.fork()
-    for token in (7, 7, 7):
-        twin.append(token)
-    draft(drafter, twin, 4)
+    drafter, request = TrieSource(), Request([1, 2, 3], 20)
+    row = opened(drafter, request)
+    draft(drafter, row.followed_by([7, 7, 7]), 4)
     assert drafter.trie.length(request.id) == 3
-    drafter.finish(request)
+    row.close()
 
 
 def test_a_nodes_runners_up_are_kept_under_the_two_tokens_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter, request, kept = TrieDrafter(), Request([4, 5], 20), []
-    drafter.begin(request)
-    draft(drafter, request, 4)
+    drafter, request, kept = TrieSource(), Request([4, 5], 20), []
+    row = opened(drafter, request)
+    draft(drafter, row, 4)
     tree = DraftTree(np.array([7, 8, 9, 3]), np.array([-1, 0, 1, 0]))  # 7 -> (8 -> 9, 3)
     logits = torch.zeros(5, VOCABULARY)
     logits[0, 7] = logits[1, 2] = 1.0
-    drafter.observe(request, Outcome(tree, verify(tree, logits, request), logits))
+    drafter.learn([row], [Outcome(tree, verify(tree, logits, request), logits)])
     learn = drafter.trie.step
     monkeypatch.setattr(drafter.trie, "step", lambda updates: kept.extend(updates) or learn(updates))
-    draft(drafter, request, 4)
+    draft(drafter, row, 4)
     [(_, rows)] = kept[0].lists
     assert list(zip(rows.before, rows.last, strict=True)) == [(4, 5), (5, 7), (7, 8), (8, 9), (7, 3)]
 
 
 def test_warming_teaches_one_namespace_an_answer() -> None:
     answer = list(range(1, 31))
-    drafter = TrieDrafter()
+    drafter = TrieSource()
     drafter.warm("default", [answer])
     drafter.warm("other", [[40, 41]])
     assert generate(drafter, [0], answer, 30) < 8
-    assert drafter.nbytes == drafter.trie.nbytes > 0
+    assert drafter.trie.nbytes > 0
     assert drafter.trie.tokens("other") == 2
 
 
 def test_no_draft_is_made_for_the_last_token() -> None:
-    drafter = TrieDrafter()
+    drafter = TrieSource()
     request = Request([1, 2, 1], 1)
-    drafter.begin(request)
-    assert not len(draft(drafter, request, 4))
+    row = opened(drafter, request)
+    assert not len(draft(drafter, row, 4))
 
 
 def test_after_warm_up_nothing_is_compiled_and_nothing_is_indexed() -> None:
-    drafter = TrieDrafter(TrieConfig(capacity=1 << 16, learning_rate=0))
+    drafter = TrieSource(TrieConfig(capacity=1 << 16, learning_rate=0))
     drafter.warm_up()
     assert drafter.trie.nbytes == 0
     functions = [entry_points.step, arrays.valid, arrays.tight]
@@ -240,18 +235,18 @@ def test_after_warm_up_nothing_is_compiled_and_nothing_is_indexed() -> None:
     drafter.trie.begin(-1, "default", frozen)
     drafter.trie.retrieve(-1, np.int64(4), np.int64(4), frozen[::2])  # type: ignore[arg-type]
     request = Request([1, 2, 3, 1], 8)
-    drafter.begin(request)
+    row = opened(drafter, request)
     request.append(2)
-    drafter.known_suffixes([request])
+    drafter.promise([row])
     best_of_rows(torch.randn(3, 50))
     assert [len(function.signatures) for function in functions] == before  # type: ignore[attr-defined]
 
 
 def test_a_given_trie_is_used_with_its_own_configuration() -> None:
     trie = Trie(TrieConfig(capacity=1 << 17))
-    assert TrieDrafter(trie=trie).trie is trie
+    assert TrieSource(trie=trie).trie is trie
     with pytest.raises(ValueError, match="config and trie are both given"):
-        TrieDrafter(TrieConfig(), trie)
+        TrieSource(TrieConfig(), trie)
 
 
 def run(script: str, *path: Path) -> str:
@@ -263,9 +258,9 @@ def run(script: str, *path: Path) -> str:
 
 @pytest.mark.matrix
 def test_the_machine_code_of_the_index_is_kept() -> None:
-    TrieDrafter().warm_up()
+    TrieSource().warm_up()
     stamp = entry_points.step._cache._cache_file._source_stamp  # type: ignore[attr-defined]
     assert stamp == stamp_of(Path(forerun.__file__).parent, "trie")
-    script = "from forerun.drafting.trie_drafter import TrieDrafter; TrieDrafter().warm_up()"
+    script = "from forerun.decoding.sources.trie_source import TrieSource; TrieSource().warm_up()"
     script += "; from forerun.trie import entry_points; print(sum(entry_points.step.stats.cache_hits.values()))"
     assert run(script, Path(forerun.__file__).parents[1]) == "1\n"

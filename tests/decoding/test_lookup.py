@@ -1,4 +1,4 @@
-"""LookupDrafter against a scan of the whole text, and in the loop against the slow generator."""
+"""Lookup against a scan of the whole text, and in the loop against the slow generator."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.mocks import SAMPLERS, MockTarget, draft, generate, oracle, step
+from support.mocks import SAMPLERS, MockTarget, draft, generate, opened, oracle, step
 
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, Verdict
-from forerun.drafting.lookup import LookupConfig, LookupDrafter
+from forerun.decoding.sources.lookup import Lookup, LookupConfig
 
 
 def committed(request: Request, tokens: Sequence[int]) -> Outcome:
@@ -47,11 +47,11 @@ def test_the_longest_suffix_is_continued_as_it_was_most_recently(
     prompt: list[int], steps: list[list[int]], max_ngram: int, branch_length: int, budget: int
 ) -> None:
     config = LookupConfig(max_ngram, branch_length)
-    drafter, request = LookupDrafter(config), Request(prompt, 44)
-    drafter.begin(request)
+    drafter, request = Lookup(config), Request(prompt, 44)
+    row = opened(drafter, request)
     for tokens in [[], *steps]:
-        drafter.observe(request, committed(request, tokens))
-        tree = draft(drafter, request, budget)
+        committed(request, tokens)
+        tree = draft(drafter, row, budget)
         length = min(branch_length, budget, request.max_draft_depth)
         assert tree.is_chain and tree.q is None
         assert tree.tokens.tolist() == scan(request.tokens.tolist(), config, length)
@@ -70,15 +70,15 @@ def test_the_longest_suffix_is_continued_as_it_was_most_recently(
     ],
 )
 def test_it_drafts(text: list[int], expected: list[int]) -> None:
-    drafter, request = LookupDrafter(LookupConfig(branch_length=4)), Request(text, 9)
-    drafter.begin(request)
-    assert draft(drafter, request, 8).tokens.tolist() == expected
+    drafter, request = Lookup(LookupConfig(branch_length=4)), Request(text, 9)
+    row = opened(drafter, request)
+    assert draft(drafter, row, 8).tokens.tolist() == expected
 
 
 def test_a_draft_is_a_copy_of_the_text_not_a_view_of_it() -> None:
-    drafter, request = LookupDrafter(), Request([1, 2, 3, 1, 2], 5)
-    drafter.begin(request)
-    draft(drafter, request, 3).tokens[:] = 9
+    drafter, request = Lookup(), Request([1, 2, 3, 1, 2], 5)
+    row = opened(drafter, request)
+    draft(drafter, row, 3).tokens[:] = 9
     assert request.tokens.tolist() == [1, 2, 3, 1, 2]
 
 
@@ -90,37 +90,35 @@ def test_the_text_is_the_oracles(name: str, budget: int, eos: frozenset[int]) ->
         target = MockTarget(peak=3, seed=seed)
         prompt = [1, 4, 2, 0, 2, 1, 4]
         request = Request(prompt, 25, sampler=SAMPLERS[name], eos_token_ids=eos)
-        text = generate(target, LookupDrafter(), request, budget)
+        text = generate(target, Lookup(), request, budget)
         assert text == oracle(target, prompt, 25, SAMPLERS[name], eos)
 
 
 def test_what_was_committed_while_no_draft_was_asked_for_is_known() -> None:
-    drafter, request = LookupDrafter(LookupConfig(branch_length=4)), Request([1, 2], 99)
-    drafter.begin(request)
+    drafter, request = Lookup(LookupConfig(branch_length=4)), Request([1, 2], 99)
+    row = opened(drafter, request)
     committed(request, [3, 4, 5, 6, 7, 3, 4])  # and nobody observes it
-    assert draft(drafter, request, 8).tokens.tolist() == [5, 6, 7, 3]
+    assert draft(drafter, row, 8).tokens.tolist() == [5, 6, 7, 3]
 
 
 def test_a_repetitive_text_takes_few_steps() -> None:
     request = Request([1, 4, 2], 100)
-    generate(MockTarget(seed=1), LookupDrafter(LookupConfig(branch_length=9)), request, budget=9)
+    generate(MockTarget(seed=1), Lookup(LookupConfig(branch_length=9)), request, budget=9)
     assert request.stats.tokens_per_step > 5
     assert max(request.stats.emitted) == 10
 
 
 def test_requests_do_not_see_each_other_and_are_forgotten() -> None:
-    target, drafter = MockTarget(seed=1), LookupDrafter()
+    target, drafter = MockTarget(seed=1), Lookup()
     one, other = Request([1, 2, 3, 1], 20), Request([4, 0, 0, 3], 20)
-    drafter.begin(one)
-    drafter.begin(other)
-    assert draft(drafter, other, 4).tokens.tolist() == []
+    first, second = opened(drafter, one), opened(drafter, other)
+    assert draft(drafter, second, 4).tokens.tolist() == []
     while one.finish_reason is None and other.finish_reason is None:
-        step(target, drafter, one, 1)
-        step(target, drafter, other, 1)
+        step(target, drafter, first, 1)
+        step(target, drafter, second, 1)
     assert one.generated.tolist() == oracle(target, [1, 2, 3, 1], 20, one.sampler)[: len(one.generated)]
-    for request in (one, other, Request([1], 1)):  # the last one never began
-        drafter.finish(request)
-    assert not drafter._occurrences
+    first.close()
+    assert not first.states and second.states
 
 
 class Read(np.ndarray):
@@ -147,17 +145,17 @@ class Read(np.ndarray):
 
 def test_a_step_does_not_scan_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = np.random.default_rng(0).integers(0, 32_000, 120_000)
-    drafter, request = LookupDrafter(), Request(prompt.tolist(), 300)
+    drafter, request = Lookup(), Request(prompt.tolist(), 300)
     tokens = Request.tokens.fget  # type: ignore[attr-defined]
     monkeypatch.setattr(Request, "tokens", property(lambda self: tokens(self).view(Read)))
-    drafter.begin(request)
+    row = opened(drafter, request)
     assert Read.count > 120_000
     for i in range(200):
         before = Read.count
-        draft(drafter, request, 10)
-        drafter.observe(request, committed(request, [i]))
+        draft(drafter, row, 10)
+        committed(request, [i])
         assert 0 < Read.count - before < 50
-    assert max(map(len, drafter._occurrences[request.id]._continuation)) == 3
+    assert max(map(len, row.states[drafter]._continuation)) == 3
 
 
 @pytest.mark.parametrize("name", ["max_ngram", "branch_length"])

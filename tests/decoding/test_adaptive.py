@@ -9,25 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from forerun.core.pass_context import PassContext
+from forerun.drafting.adaptive import AdaptiveDrafter
+from forerun.drafting.drafter import trees_of
+from forerun.drafting.merged import MergedDrafter
+from forerun.policy.ask_gain import RECENT_TREES, SUFFIX_FALLS, SUFFIX_GAINS, SUFFIXES, AskGain
+from forerun.policy.chain_acceptance import ChainAcceptance
+from forerun.policy.exploration_budget import EXPLORATION_SHARE, EXPLORATION_START
+from forerun.policy.prices import LinearCost, Prices
+
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, uniform
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, Verdict
-from forerun.drafting.adaptive import AdaptiveDrafter
-from forerun.drafting.drafter import Drafter, trees_of
-from forerun.drafting.merged import MergedDrafter
-from forerun.drafting.recipes import reading
+from forerun.decoding.recipes import reading
 from forerun.kv.cache import READ_BLOCK
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.runtime import Runtime
-from forerun.policy.ask_gain import RECENT_TREES, SUFFIX_FALLS, SUFFIX_GAINS, SUFFIXES, AskGain
 from forerun.policy.calibration import LOWEST_ODDS, odds_of
-from forerun.policy.chain_acceptance import ChainAcceptance
 from forerun.policy.cost_curve import CostCurve
-from forerun.policy.exploration_budget import EXPLORATION_SHARE, EXPLORATION_START
-from forerun.policy.prices import LinearCost, Prices
 
 RIGHT, WRONG = 7, 9
 
@@ -96,7 +96,7 @@ class World:
         self.nodes += drafted
 
 
-class Branches(Drafter):
+class Branches(Source):
     """Eight tokens, as far as the text is foreseen; it is as sure of them as it is right on average."""
 
     def __init__(self, world: World) -> None:
@@ -106,8 +106,8 @@ class Branches(Drafter):
     def known_suffixes(self, requests: Sequence[Request]) -> list[int | None]:
         return [self.world.known(len(request)) for request in requests]
 
-    def propose(self, context: PassContext) -> list[DraftTree]:
-        return [self._draft(request, budget) for request, budget in context]
+    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
+        return [self._draft(row.request, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
 
     def _draft(self, request: Request, budget: int) -> DraftTree:
         self.asked.append(len(request))
@@ -117,7 +117,7 @@ class Branches(Drafter):
         return DraftTree(np.array(tokens), np.arange(-1, len(tokens) - 1), probability=chance)
 
 
-class Levels(Drafter):
+class Levels(Source):
     """Chains of as many tokens as it may."""
 
     def __init__(self, world: World) -> None:
@@ -133,7 +133,7 @@ class Levels(Drafter):
         return [DraftTree.chain(tokens) for tokens in found]
 
 
-class Head(Drafter):
+class Head(Source):
     """A costly source that adds four tokens to branches, and is as sure of them as it is right."""
 
     def __init__(self, world: World) -> None:

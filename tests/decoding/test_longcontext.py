@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from support.tiny import tiny
 
 from forerun.core.long_context import LongContextConfig
-from forerun.core.pass_context import PassContext
 from forerun.core.tree import DraftTree
 from forerun.engine.engine import Engine
 from forerun.kv.low_rank import LowRankCache
@@ -82,16 +83,17 @@ def test_a_first_choice_is_never_made_while_drafting(
     cache = engine.prefill([*PROMPT, 1])
     cache.truncate(held)
     mine = Engine(tiny("llama"), drafter, settings=SETTINGS, prefill_block=32)
-    drafting, choices, propose = False, [], mine.drafter.propose
+    [level] = mine.level.planner.own
+    drafting, choices, propose = False, [], level.propose
 
-    def watched(context: PassContext) -> list[DraftTree]:
+    def watched(rows: Any, limits: Any) -> list[DraftTree]:
         nonlocal drafting
         drafting = True
-        trees = propose(context)
+        trees = propose(rows, limits)
         drafting = False
         return trees
 
-    monkeypatch.setattr(mine.drafter, "propose", watched)
+    monkeypatch.setattr(level, "propose", watched)
     for kind in (LowRankCache, RetrievalCache):
         sync = kind.sync
         monkeypatch.setattr(kind, "sync", lambda view, sync=sync: (choices.append(drafting), sync(view)))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,30 +25,32 @@ from support.mocks import (
     SAMPLERS,
     MockScorer,
     MockTarget,
+    Silent,
     TokenCache,
     assert_consistent,
     ban_repeats,
     draft,
+    opened,
     oracle,
 )
+from support.tiny import tiny
 
 from forerun.core.block import Block
-from forerun.core.pass_context import PassContext
+from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.core.sampling import Processor, Sampler
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, verify
-from forerun.drafting.adaptive import AdaptiveDrafter
-from forerun.drafting.drafter import Drafter, NoDrafter
-from forerun.drafting.hierarchy import HierarchyDrafter
-from forerun.drafting.merged import MergedDrafter
-from forerun.drafting.model_drafter import ModelDrafter
-from forerun.drafting.recipes import reading
-from forerun.drafting.trie_drafter import TrieDrafter
-from forerun.kv.full_cache import FullCache
+from forerun.decoding.level import Level
+from forerun.decoding.planner import AdaptivePlanner, Planner
+from forerun.decoding.recipes import Setup, build, reading
+from forerun.decoding.row import Row
+from forerun.decoding.source import Limit, Source
+from forerun.decoding.sources.trie_source import TrieSource
 from forerun.models.forward.runtime import default_runtime
 from forerun.policy.cost_curve import CostCurve
-from forerun.policy.exploration_budget import EXPLORATION_SHARE, EXPLORATION_START
+from forerun.policy.ledger import SHARE, START
+from forerun.policy.pass_shape import PassShape
 
 TARGET = MockTarget(3, peak=1.5, seed=7)
 MIDDLE = MockTarget(3, peak=1.5, seed=8)
@@ -58,26 +61,39 @@ def token_cache(*_: object) -> TokenCache:
     return TokenCache()
 
 
-def two_levels(gamma1: int, gamma2: int, small: MockTarget = SMALL, middle: MockTarget = MIDDLE) -> HierarchyDrafter:
-    inner = ModelDrafter(token_cache, gamma1, MockScorer(small))
-    return HierarchyDrafter(inner, token_cache, gamma1, gamma2, MockScorer(middle))
+def small_level(chain: int, small: MockTarget | MockScorer) -> Level:
+    """A small model that drafts chains by itself."""
+    scorer = small if isinstance(small, MockScorer) else MockScorer(small)
+    return Level(scorer, Planner(), cache=token_cache, chain=chain, helper=True)  # type: ignore[arg-type]
 
 
-def start(drafter: Drafter, request: Request, target: MockTarget) -> None:
-    drafter.bind(MockScorer(target), default_runtime())
-    drafter.begin(request)
-    drafter.prefilled(request, FullCache())
-    assert drafter.catch_up(request, len(request))
+def middle_level(planner: Planner, nodes: int, chain: int, middle: MockTarget | MockScorer, **more: Any) -> Level:
+    """A model of its own that verifies what a planner's sources propose."""
+    scorer = middle if isinstance(middle, MockScorer) else MockScorer(middle)
+    return Level(scorer, planner, cache=token_cache, nodes=nodes, chain=chain, helper=True, **more)  # type: ignore[arg-type]
 
 
-def one_step(drafter: Drafter, request: Request, target: MockTarget) -> Outcome:
+def two_levels(gamma1: int, gamma2: int, small: MockTarget = SMALL, middle: MockTarget = MIDDLE) -> Level:
+    return middle_level(Planner(chains=small_level(gamma1, small)), gamma1, gamma2, middle)
+
+
+def start(level: Level, request: Request) -> Row:
+    """A row of which the level has read the prompt."""
+    row = opened(level, request)
+    assert level.read(row, len(request))
+    return row
+
+
+def one_step(level: Level, row: Row, target: MockTarget) -> Outcome:
+    request = row.request
     before = request.tokens.tolist()
-    tree = draft(drafter, request, 16)
+    tree = draft(level, row, 16)
     assert not len(tree) or tree.depths.max() <= request.max_draft_depth
     logits = target.score(before, tree)
     outcome = Outcome(tree, verify(tree, logits, request), logits)
     assert_consistent(outcome, request)
-    drafter.observe(request, outcome)
+    for source in level.walk():
+        source.learn([row], [outcome])
     return outcome
 
 
@@ -91,9 +107,8 @@ def test_two_levels_of_rejection_leave_the_targets_distribution_exactly(
     def step(decide: Decide) -> tuple[int, ...]:
         Noise(decide, set(), redraw=True).install(monkeypatch)
         request = Request((1, 2), length, sampler=sampler)
-        drafter = two_levels(*gammas)
-        start(drafter, request, TARGET)
-        one_step(drafter, request, TARGET)
+        level = two_levels(*gammas)
+        one_step(level, start(level, request), TARGET)
         return tuple(request.generated.tolist())
 
     found = complete(enumerate_outcomes(step), TARGET, (1, 2), length, sampler)
@@ -107,9 +122,8 @@ def test_what_the_middle_level_hands_on_is_its_own_distribution(monkeypatch: pyt
     def drafted(decide: Decide) -> tuple[int, ...]:
         Noise(decide, set(), redraw=True).install(monkeypatch)
         request = Request((1, 2), 4, sampler=sampler)
-        drafter = two_levels(2, 3)
-        start(drafter, request, TARGET)
-        tree = draft(drafter, request, 16)
+        level = two_levels(2, 3)
+        tree = draft(level, start(level, request), 16)
         text = [1, 2]
         for token, q in zip(tree.tokens.tolist(), tree.q, strict=True):
             assert torch.allclose(q, probabilities(MIDDLE, text, sampler), atol=1e-12)
@@ -128,10 +142,10 @@ def test_texts_of_many_seeds_have_the_targets_distribution(processor: Processor 
     drafted = accepted = 0
     for seed in range(seeds):
         request = Request((1, 2), 4, sampler=Sampler("rejection", seed, processor))
-        drafter = two_levels(2, 3)
-        start(drafter, request, TARGET)
+        level = two_levels(2, 3)
+        row = start(level, request)
         while len(request.generated) < 3:
-            outcome = one_step(drafter, request, TARGET)
+            outcome = one_step(level, row, TARGET)
             drafted, accepted = drafted + len(outcome.tree), accepted + len(outcome.verdict.path)
         counts[tuple(request.generated[:3].tolist())] += 1
     expected = joint(TARGET, (1, 2), 3, request.sampler)
@@ -174,42 +188,47 @@ def test_the_authors_inner_loop_is_off_by_a_fifth(monkeypatch: pytest.MonkeyPatc
         def step(decide: Decide) -> tuple[int, ...]:
             Noise(decide, set(), redraw=True).install(monkeypatch)
             request = Request((1, 0), 2, sampler=Sampler("rejection"))
-            drafter = two_levels(1, 2, small, middle)
-            start(drafter, request, target)
-            one_step(drafter, request, target)
+            level = two_levels(1, 2, small, middle)
+            one_step(level, start(level, request), target)
             return tuple(request.generated.tolist())[:1]
 
         found = enumerate_outcomes(step)
         assert found[(0,)] == pytest.approx(p, abs=1e-6)
 
 
-def inner_drafters() -> dict[str, Drafter]:
-    small = MockTarget(peak=1.5, seed=9)
-    return {
-        "model": ModelDrafter(token_cache, 3, MockScorer(small)),
-        "trie": TrieDrafter(),
-        "both": MergedDrafter(TrieDrafter(), ModelDrafter(token_cache, 3, MockScorer(small)), 1.0),
-        "hierarchy": HierarchyDrafter(
-            ModelDrafter(token_cache, 2, MockScorer(small)), token_cache, 2, 3, MockScorer(MockTarget(peak=1.5, seed=5))
-        ),
-    }
+Sources = Callable[[], dict[str, Any]]
+INNER: dict[str, Sources] = {
+    "model": lambda: {"chains": small_level(3, MockTarget(peak=1.5, seed=9))},
+    "trie": lambda: {"trees": TrieSource()},
+    "both": lambda: {"trees": TrieSource(), "costly": small_level(3, MockTarget(peak=1.5, seed=9)), "confident": 1.0},
+    "hierarchy": lambda: {
+        "chains": middle_level(
+            Planner(chains=small_level(2, MockTarget(peak=1.5, seed=9))), 2, 3, MockTarget(peak=1.5, seed=5)
+        )
+    },
+}
+"""What proposes to a middle level."""
 
 
 @pytest.mark.parametrize("pruned", [False, True])
-@pytest.mark.parametrize("inner", inner_drafters())
+@pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name != "rejection without q"])
 def test_any_inner_drafter_gives_the_oracles_text(sampler: str, inner: str, pruned: bool) -> None:
     target, middle = MockTarget(peak=2.0, seed=1), MockTarget(peak=2.0, seed=2)
     middle.table = 0.8 * target.table + 0.2 * middle.table
-    drafter = HierarchyDrafter(inner_drafters()[inner], token_cache, 6, 5, MockScorer(middle))
-    if pruned:
-        drafter.pruned_by(lambda own: AdaptiveDrafter(own, trees=own))
-    request = Request(PROMPT, 60, sampler=SAMPLERS[sampler])
-    start(drafter, request, target)
+    sources, scorer = INNER[inner](), MockScorer(middle)
+    if pruned and "trees" in sources:
+        curve = CostCurve((1, 2), (1.0, 1.02), unit=1e-3)
+        runtime = replace(default_runtime(), costs=lambda scorer: curve)
+        planner: Planner = AdaptivePlanner(runtime, scorer, **sources)  # type: ignore[arg-type]
+    else:
+        planner = Planner(**sources)
+    level, request = middle_level(planner, 6, 5, scorer), Request(PROMPT, 60, sampler=SAMPLERS[sampler])
+    row = start(level, request)
     accepted = 0
     while request.finish_reason is None:
-        accepted += len(one_step(drafter, request, target).verdict.path)
-    drafter.finish(request)
+        accepted += len(one_step(level, row, target).verdict.path)
+    row.close()
     assert request.generated.tolist() == oracle(target, PROMPT, 60, SAMPLERS[sampler])
     assert accepted > 20
     inner_stats = request.stats.middle
@@ -222,60 +241,53 @@ def test_a_text_that_ends_in_a_draft_ends_there() -> None:
     eos = frozenset({text[17]})
     expected = text[: 1 + next(i for i, token in enumerate(text) if token in eos)]
     request = Request(PROMPT, 40, eos_token_ids=eos)
-    drafter = two_levels(3, 6, target, target)
-    start(drafter, request, target)
+    level = two_levels(3, 6, target, target)
+    row = start(level, request)
     while request.finish_reason is None:
-        one_step(drafter, request, target)
+        one_step(level, row, target)
     assert request.generated.tolist() == expected and request.finish_reason == "eos"
 
 
 def test_rows_of_a_batch_share_the_passes_of_every_level() -> None:
     target = MockTarget(peak=2.0, seed=1)
     small, middle = MockScorer(target), MockScorer(target)
-    drafter = HierarchyDrafter(ModelDrafter(token_cache, 3, small), token_cache, 3, 8, middle)
+    level = middle_level(Planner(chains=small_level(3, small)), 3, 8, middle)
     requests = [Request(prompt, 20) for prompt in (PROMPT, (2, 3), (0, 1, 2, 3, 4))]
-    drafter.bind(MockScorer(target), default_runtime())
-    for request in requests:
-        drafter.begin(request)
-        drafter.prefilled(request, FullCache())
-        assert drafter.catch_up(request, len(request))
+    rows = [start(level, request) for request in requests]
     before = small.passes, middle.passes
-    trees = drafter.propose(PassContext.decoding(requests, 16))
+    trees = level.propose(rows, [Limit(16)] * 3)
     assert [len(tree) for tree in trees] == [8, 8, 8]
     assert (small.passes - before[0], middle.passes - before[1]) == (6, 2)  # 4 + 4 tokens, 3 of each drafted
     for request, tree in zip(requests, trees, strict=True):
         assert tree.tokens.tolist() == oracle(target, request.prompt.tolist(), 8, Sampler())
 
 
-class Contexts(NoDrafter):
-    """Drafts nothing, and notes what it was asked for."""
+class Shapes(Planner):
+    """Drafts nothing, and notes what passes it was told of."""
 
     def __init__(self) -> None:
-        self.asked: list[PassContext] = []
+        super().__init__(trees=Silent())
+        self.told: list[PassShape] = []
 
-    def propose(self, context: PassContext) -> list[DraftTree] | None:
-        self.asked.append(context)
-        return super().propose(context)
+    def plan(self, rows: Sequence[Row], shape: PassShape) -> list[DraftTree] | None:
+        self.told.append(shape)
+        return None
 
 
-def test_the_inner_drafter_is_told_what_the_middle_levels_pass_reads() -> None:
+def test_the_planner_is_told_what_the_middle_levels_pass_reads() -> None:
     """A pass over a sparse cache reads less than all of a text, and its nodes are as cheap as that."""
-    inner = Contexts()
-    drafter = HierarchyDrafter(inner, token_cache, 3, 2, MockScorer(MIDDLE), reads=reading(4, 0.5))
-    requests = [Request([0, 1], 9), Request([1] * 11, 9)]
-    drafter.bind(MockScorer(TARGET), default_runtime())
-    for request in requests:
-        drafter.begin(request)
-        drafter.prefilled(request, FullCache())
-        assert drafter.catch_up(request, len(request))
-    drafter.propose(PassContext.decoding(requests, 16))
-    assert [list(context.cached) for context in inner.asked] == [[1, 7], [2, 7]]
-    assert list(inner.asked[0].of([1]).cached) == [7] and list(inner.asked[0].within(1).cached) == [1, 7]
+    planner = Shapes()
+    level = middle_level(planner, 3, 2, MIDDLE, reads=reading(4, 0.5))
+    rows = [start(level, request) for request in (Request([0, 1], 9), Request([1] * 11, 9))]
+    level.propose(rows, [Limit(16)] * 2)
+    assert [shape.cached for shape in planner.told] == [[1, 7], [2, 7]]
+    assert [shape.left for shape in planner.told] == [[2, 2], [1, 1]]
 
 
 def test_a_draft_model_that_knows_more_tokens_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^the draft model knows 5 tokens and the target 3: their tokenizers differ"):
-        two_levels(2, 2, MockTarget(5)).bind(MockScorer(TARGET), default_runtime())
+    setup = Setup(LongContextConfig(tiny("llama")), MockScorer(TARGET), default_runtime())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^the draft model knows 48 tokens and the target 3: their tokenizers differ"):
+        build("streaming", setup)
 
 
 def test_a_draft_model_may_know_fewer_tokens() -> None:
@@ -283,18 +295,19 @@ def test_a_draft_model_may_know_fewer_tokens() -> None:
     target, small = MockTarget(4, order=1, peak=2.0, seed=1), MockTarget(3, order=1, peak=2.0, seed=2)
     for seed in range(200):
         request = Request((1, 2), 3, sampler=Sampler("rejection", seed))
-        drafter = ModelDrafter(token_cache, 1, MockScorer(small))
-        start(drafter, request, target)
-        assert draft(drafter, request, 4).q.shape == (1, 3)
-        one_step(drafter, request, target)
+        level = small_level(1, small)
+        row = start(level, request)
+        assert draft(level, row, 4).q.shape == (1, 3)
+        one_step(level, row, target)
         texts[tuple(request.generated[:1].tolist())] += 1
     assert len(texts) == 4  # the token that only the target knows is drawn, too
 
 
-@pytest.mark.parametrize(("gamma1", "gamma2"), [(0, 1), (1, 0)])
-def test_settings_are_checked(gamma1: int, gamma2: int) -> None:
-    with pytest.raises(ValueError, match=r"^gamma2? is 0; it must be at least 1$"):
-        two_levels(gamma1, gamma2)
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"^chain is 0; it must be at least 1$"):
+        small_level(0, SMALL)
+    with pytest.raises(ValueError, match=r"^nodes is -1; it must be at least 0$"):
+        middle_level(Planner(), -1, 1, MIDDLE)
 
 
 def test_merging_keeps_both_trees_within_the_budget() -> None:
@@ -330,17 +343,17 @@ class TimedScorer(MockScorer):
         return super().score(blocks, caches)
 
 
-class Guesses(Drafter):
+class Guesses(Source):
     """The middle level's own next tokens, or wrong ones; asking takes its time."""
 
     def __init__(self, middle: MockTarget, right: bool, asking: float, clock: Clock) -> None:
         self.middle, self.right, self.asking, self.clock = middle, right, asking, clock
         self.asked = 0
 
-    def propose(self, context: PassContext) -> list[DraftTree]:
-        self.asked += len(context)
-        self.clock.now += self.asking * len(context)
-        return [self._chain(row.tokens.tolist(), budget) for row, budget in context]
+    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
+        self.asked += len(rows)
+        self.clock.now += self.asking * len(rows)
+        return [self._chain(row.request.tokens.tolist(), limit.nodes) for row, limit in zip(rows, limits, strict=True)]
 
     def _chain(self, text: list[int], budget: int) -> DraftTree:
         tokens = [
@@ -357,20 +370,16 @@ class Guesses(Drafter):
 def test_a_middle_level_asks_its_drafter_by_the_same_rule(right: bool, asking: float) -> None:
     """What is asked in vain costs it no more than the target; what is right is asked for again and again."""
     target, clock = MockTarget(peak=3.0, seed=1), Clock()
-    guesses = Guesses(target, right, asking, clock)
-    drafter = HierarchyDrafter(guesses, token_cache, 8, 12, TimedScorer(target, clock))
-    drafter.pruned_by(lambda own: AdaptiveDrafter(own, trees=own))
+    guesses, scorer = Guesses(target, right, asking, clock), TimedScorer(target, clock)
     runtime = replace(default_runtime(), clock=clock, costs=lambda scorer: CostCurve((1, 2), (1.0, 1.02), unit=1.0))
-    request = Request(PROMPT, 300)
-    drafter.bind(MockScorer(target), runtime)
-    drafter.begin(request)
-    drafter.prefilled(request, FullCache())
-    assert drafter.catch_up(request, len(request))
+    planner = AdaptivePlanner(runtime, scorer, guesses)  # type: ignore[arg-type]
+    level, request = middle_level(planner, 8, 12, scorer, clock=clock), Request(PROMPT, 300)
+    row = start(level, request)
     while request.finish_reason is None:
-        one_step(drafter, request, target)
+        one_step(level, row, target)
     passes = sum(request.stats.middle.accepted) + request.stats.middle.steps  # type: ignore[union-attr]
     if right:
         assert clock.now < 0.5 * passes
     else:
-        lost = EXPLORATION_START + EXPLORATION_SHARE * 300 + 2 * asking + 1.0  # and what the level reads again
+        lost = START + SHARE * passes + 2 * asking + 1.0  # and what the level reads again
         assert clock.now <= passes + lost and guesses.asked * asking <= lost
