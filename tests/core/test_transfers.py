@@ -184,13 +184,20 @@ def test_a_processor_nobody_knows_stays_on_the_models_device() -> None:
     assert verdict.path == [] and len(reads) == 3  # chances, whether anything is left, the token
 
 
-def test_only_the_best_tokens_are_worked_out_ahead_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("foretell", "foresee"):
-        monkeypatch.setattr(f"forerun.core.verify.{name}", lambda *_: pytest.fail("asked"))
-    for sampler in (Sampler("greedy", 0, processor(PENALTY)), Sampler("coupled")):
+def test_nothing_is_worked_out_ahead_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.core.verify.foresee", lambda *_: pytest.fail("asked"))
+    for sampler in (Sampler("greedy", 0, processor(PENALTY)), Sampler("coupled"), Sampler("greedy")):
         verify(DraftTree.chain([1]), torch.eye(SIZE)[:2], Request([0], 4, sampler=sampler))
-    with pytest.raises(pytest.fail.Exception, match="asked"):
-        verify(DraftTree.chain([1]), torch.eye(SIZE)[:2], Request([0], 4, sampler=Sampler("greedy")))
+
+
+def test_a_greedy_walk_reads_the_logits_of_the_nodes_that_it_visits_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best of all nodes would take longer than the walk, and was not on the clock."""
+    seen = list[int]()
+    monkeypatch.setattr("forerun.core.verify.best_of", lambda row: seen.append(int(row.argmax())) or seen[-1])
+    tree = DraftTree(np.array([3, 4, 5, 6]), np.array([-1, -1, 0, 2]))
+    request = Request([0], 8)
+    verdict = verify(tree, torch.eye(SIZE)[[3, 7, 1, 2, 2]], request)
+    assert seen == [3, 7] == verdict.tokens and verdict.path == [0]
 
 
 # Samplers

@@ -35,8 +35,8 @@ def step(drafter: TrieSource, row: Row, answer: list[int], budget: int) -> Draft
     at = len(request.generated)
     following = [at, *(at + tree.depths)]
     logits = torch.zeros(len(following), VOCABULARY)
-    for row, position in enumerate(following):
-        logits[row, answer[position % len(answer)]] = 1.0
+    for number, position in enumerate(following):
+        logits[number, answer[position % len(answer)]] = 1.0
     drafter.learn([row], [Outcome(tree, verify(tree, logits, request), logits)])
     return tree
 

@@ -218,6 +218,10 @@ class Sampler:
         constraint = None if self.constraint is None else self.constraint.on_trial()
         return replace(self, seed=seed, processor=processor, constraint=constraint)
 
+    def draft_salt(self) -> Salt:
+        """The salt that drafts draw with: the target's when coupled, another one for the rejection test."""
+        return Salt.DRAFT if self.method == "rejection" else Salt.TARGET
+
 
 def _sample(scores: torch.Tensor, seed: int, position: int, salt: Salt) -> int:
     """The best token with noise; 0 where none can come."""

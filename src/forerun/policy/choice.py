@@ -54,6 +54,9 @@ DOUBT = 1.0
 """Standard errors by which trials are more hopeful than what is expected."""
 CHEAP = 0.25
 """Share of a plain pass that a chain may always cost, if it is expected to pay, however short earlier ones were."""
+TRIAL_RESERVE = 2.0
+"""How many times its cost must be left for a trial that promises nothing: texts change, and what was never right may
+become so. It is the share of trials that ``ledger.SHARE`` pays for such ones."""
 RECENT = 0.1
 """Weight of the last step in what steps gained and cost lately."""
 SLOPE_NODES = 8
@@ -165,6 +168,7 @@ class Choice:
         self._asking: TimeModel | None = None
         self._deepening = TimeModel(FIRST_DEEPENING, GUESS_DOUBT)
         self._drafting = {alone: TimeModel(1.0, GUESS_DOUBT, IN_PROPORTION) for alone in (False, True)}
+        self._deciding = TimeModel(1.0, NOTHING_KNOWN)
         self._since, self._after_plain, self._plain_measured = 0, False, False
 
     # what things cost
@@ -248,9 +252,13 @@ class Choice:
             rows = [row for row, net in enumerate(worth) if net > 0 and step.shape.budgets[row] > 0]
             pays = bool(rows) and sum(worth[row] for row in rows) > line.start + fixed
             if pays and self.ledger.affords(line.at(len(rows)), doubt > 0):
-                step.asked, step.trial = {row: kinds[row] for row in rows}, doubt > 0
-                return rows
-        return []
+                break
+        else:
+            rows = [row for row, kind in enumerate(kinds) if step.shape.budgets[row] > 0 and (kind or line.at(1) < CHEAP)]
+            if not rows or not self.ledger.affords(TRIAL_RESERVE * line.at(len(rows)), trial=True):
+                return []
+        step.asked, step.trial = {row: kinds[row] for row in rows}, not pays or doubt > 0
+        return rows
 
     def limits(self, step: Decision) -> list[tuple[int, float]]:
         """Most nodes of each asked row's tree, and the least chance of a node that can be worth its cost."""
@@ -325,6 +333,9 @@ class Choice:
                 step.trial, step.passes = doubt > 0, self.draft.cost(shape.cached, self.table)
                 each = draft.each + (float(scored[-1]) - float(scored[0])) / max(most - 1, 1)
                 return step.chain, (each / len(shape) / step.values).tolist()
+        if not tree and self.ledger.affords(TRIAL_RESERVE * float(extra[0]) + spent, trial=True):
+            step.chain, step.trial, step.passes = 1, True, self.draft.cost(shape.cached, self.table)
+            return 1, [0.0] * len(shape)
         return 0, []
 
     def draft_line(self, cached: Sequence[int]) -> LinearCost:
@@ -406,25 +417,26 @@ class Choice:
         unit = self.unit
         if not unit:
             return 0.0
+        cost = self._deciding.record(max(beside - step.asking - step.deepening - step.drafting, 0.0) / unit)
         if step.asked and self._asking is not None:
-            self._asking.record(step.asking / unit, len(step.asked), sized=True)
+            cost += self._asking.record(step.asking / unit, len(step.asked), sized=True)
         if step.deeper:
-            self._deepening.record(step.deepening / unit / len(step.deeper))
-        if step.chain and nodes:
-            self._record_chains(step, nodes / len(step.shape), unit)
+            cost += self._deepening.record(step.deepening / unit / len(step.deeper)) * len(step.deeper)
+        if step.chain:
+            cost += self._record_chains(step, nodes / len(step.shape), unit)
         if step.rests:
-            return beside / unit
+            return cost
         passed = step.alone + self._scored(step, added) if nodes else step.alone
         if credible is not None and nodes:
             passed = credible / unit
-        return beside / unit + passed
+        return cost + passed
 
     def _added_by(self, step: Decision, outcomes: Sequence[Outcome | None]) -> float:
         """What the scored trees added to the pass, by the curve."""
         shape = step.shape
         sizes = [0 if outcome is None else len(outcome.tree) for outcome in outcomes]
         tokens = [pending + size for pending, size in zip(shape.pending, sizes, strict=True)]
-        return self.table.cost(tokens, shape.cached, shape.beside, shape.undrafted_cached) - step.plain
+        return shape.cost(tokens, self.table) - step.plain
 
     def _record_pass(self, plain: float, added: float, seconds: float, empty: bool) -> float | None:
         """Learn from a pass; its credible time, if it could be learned from."""
@@ -437,12 +449,17 @@ class Choice:
         self._after_plain = empty
         return credible
 
-    def _record_chains(self, step: Decision, length: float, unit: float) -> None:
-        """Learn what drafting chains took. The first ones touch memory and choose keys, so they only count if they took
-        less than the guess."""
+    def _record_chains(self, step: Decision, length: float, unit: float) -> float:
+        """Learn what drafting chains took; returns their credible cost. The first ones touch memory and choose keys, so
+        they only count if they took less than the guess."""
         model = self._drafting[self.draft.are_alone(step.shape.cached)]
         passes = step.drafting / unit / step.passes
-        model.record(passes if model.count else min(passes, length), length, sized=True)
+        if not length:
+            return step.drafting / unit
+        if not model.count:
+            model.record(min(passes, length), length, sized=True)
+            return step.drafting / unit
+        return model.record(passes, length, sized=True) * step.passes
 
 
 def warm_up() -> None:

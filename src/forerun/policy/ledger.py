@@ -18,7 +18,8 @@ if it costs no more than the slack even if all of its drafts are wrong. Therefor
     (1 + SHARE) Phi_0 + START
 
 in plain passes, and the overrun of one step (what it cost beyond what was foreseen), the time of deciding in steps
-without drafts, and the error of the unit (the seconds of a plain pass). What earlier batches saved may be lost by a later
+without drafts, the error of the unit (the seconds of a plain pass), and what single disturbances of the machine took
+(``TimeModel.record``). What earlier batches saved may be lost by a later
 one as far as that is at most ``CREDIT`` of its own cost to go.
 """
 

@@ -48,7 +48,11 @@ class PassShape:
 
     def plain(self, table: CostTable) -> float:
         """Cost of the pass without drafts."""
-        return table.cost(self.pending, self.cached, self.beside, self.undrafted_cached)
+        return self.cost(self.pending, table)
+
+    def cost(self, tokens: list[int], table: CostTable) -> float:
+        """Cost of the pass if it reads so many tokens of each row that may be drafted for."""
+        return table.cost(tokens, self.cached, self.beside + len(self.undrafted_left), self.undrafted_cached)
 
     def alone(self, table: CostTable) -> float:
         """Cost of a pass that only decodes these rows, without drafts."""

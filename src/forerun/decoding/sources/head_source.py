@@ -19,7 +19,7 @@ import torch
 
 from forerun.core.origin import Origin
 from forerun.core.request import Request
-from forerun.core.sampling import MASK64, Salt, mixed
+from forerun.core.sampling import MASK64, mixed
 from forerun.core.sampling_kernels import gumbel_of
 from forerun.core.tree import ROOT, DraftTree, IntArray
 from forerun.core.verify import Outcome
@@ -218,7 +218,7 @@ class _GrowingTree:
     def _draw(self, scores: torch.Tensor) -> _Offer:
         """One token, drawn from the last node's distribution, which is ``q``."""
         sampler = self.fork.sampler
-        token = sampler.choose(scores[-1], len(self.fork) + self._reached, Salt.DRAFT)
+        token = sampler.choose(scores[-1], len(self.fork) + self._reached, sampler.draft_salt())
         self._q.append(scores[-1].double().softmax(-1))
         return _Offer(np.array([[token]]), np.ones((1, 1)))
 

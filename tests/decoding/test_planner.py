@@ -1,0 +1,483 @@
+"""The planner on a simulated clock: it takes what pays, from where it pays, and loses no more than its ledger says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.studies.decisions_command import Case, cases, speeds
+from benchmarks.studies.simulated_steps import (
+    RIGHT,
+    Branches,
+    Chains,
+    Outline,
+    World,
+    _Model,
+    plain_seconds,
+    simulate,
+)
+from forerun.core.request import Request
+from forerun.core.sampling import Salt, uniform
+from forerun.core.tree import DraftTree
+from forerun.decoding.planner import AdaptivePlanner
+from forerun.decoding.recipes import reading
+from forerun.decoding.row import Row
+from forerun.kv.cache import READ_BLOCK
+from forerun.models.forward.runtime import Runtime
+from forerun.policy.calibration import LOWEST_ODDS, odds_of
+from forerun.policy.chain_confidence import ChainConfidence
+from forerun.policy.choice import DraftPasses
+from forerun.policy.cost_curve import CostCurve
+from forerun.policy.gains import RECENT_TREES, SUFFIX_GAINS, SUFFIXES, Gains
+from forerun.policy.ledger import CREDIT, SAVED, SHARE, START, Ledger, TokenValues
+from forerun.policy.pass_shape import PassShape
+from forerun.policy.time_model import AS_THE_CURVE_SAYS, TimeModel
+
+LOADED = CostCurve((1, 2), (1.0, 1.02), unit=1.0)
+
+
+def by_chance(rate: float, seed: int = 0) -> Callable[[int, int], bool]:
+    return lambda row, place: uniform(seed + row, place, Salt.ACCEPT) < rate
+
+
+def lost(world: World, outline: Outline, seconds: float) -> float:
+    """Plain passes that were lost against plain decoding."""
+    alone = (world.true_curve or world.curve).of(
+        [1] * (outline.rows + outline.undrafted), [0] * (outline.rows + outline.undrafted)
+    )
+    return (seconds - plain_seconds(world, outline)) / world.plain / alone
+
+
+# the bound
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("tokens", [64, 1000])
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("asking", [0.001, 0.05, 0.4])
+@pytest.mark.parametrize("sources", ["t", "c", "tc", "td"])
+def test_what_never_comes_true_costs_no_more_than_the_bound(
+    tokens: int, rows: int, asking: float, sources: str
+) -> None:
+    """Drafts that are always wrong, and state that they are nearly always right. One step may overrun: what asking and
+    drafting take is a guess at first."""
+    world = World(
+        LOADED,
+        asking=asking,
+        stated=lambda row, place: 0.95,
+        known=lambda row, place: 40,
+        deep=lambda row, place: (False, 0.9),
+    )
+    outline = Outline(rows, tokens, sources=sources)
+    seconds, planner = simulate(world, outline)
+    overrun = 2 * asking + world.drafting + world.deepening * ("d" in sources) + 8 * rows * 0.02
+    assert lost(world, outline, seconds) <= START + SHARE * tokens + overrun
+    assert planner.choice.ledger.lost <= START + SHARE * tokens * LOADED.of([1] * rows, [0] * rows) + overrun
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("asking", [0.001, 0.05])
+def test_under_load_what_is_lost_beside_prompts_counts_as_well(rows: int, asking: float) -> None:
+    """One step in thirty only decodes."""
+    world = World(LOADED, asking=asking, beside=lambda step: 20 if step % 30 else 0, known=lambda row, place: 40)
+    outline = Outline(rows, 1000, sources="t", closed=False)
+    seconds, _ = simulate(world, outline)
+    reading = sum(20 * 0.02 for step in range(world.steps) if step % 30)
+    assert lost(world, outline, seconds - reading) <= 0.02 * 1000 + START
+
+
+@pytest.mark.parametrize("sources", ["t", "c", "td"])
+@pytest.mark.parametrize("accepted", [0.0, 0.5, 0.7])
+def test_rows_without_drafts_do_not_lose_what_one_row_gains(sources: str, accepted: float) -> None:
+    """Alone, half of its drafts right, the row gains a third or more. The others go on after it."""
+    foresees = by_chance(accepted)
+    world = World(
+        CostCurve((1, 2), (1.0, 1.05), unit=1.0),
+        drafting=0.1, hits=foresees, accepted=foresees, deep=lambda row, place: (foresees(row, place), max(accepted, 0.1)),
+    )  # fmt: skip
+    outline = Outline(1, 400, undrafted=15, weight=0.1, sources=sources, closed=False)
+    seconds, planner = simulate(world, outline)
+    step = world.curve.of([1] * 16, [0] * 16)
+    assert (15 * world.steps + 400) * step / 16 / seconds >= 0.98
+
+
+def test_savings_of_earlier_batches_are_lost_as_a_share_of_a_later_one_only() -> None:
+    """The first batch saves hundreds of passes; nothing in the second comes true."""
+    world = World(LOADED, known=lambda row, place: 40, stated=lambda row, place: 0.95)
+    first = [True]
+    world.hits = lambda row, place: first[0]
+    outline = Outline(1, 200, sources="t", batches=1)
+    _, planner = simulate(world, replace(outline, tokens=400))
+    assert planner.choice.ledger.slack == SAVED
+    first[0] = False
+    ledger, choice = planner.choice.ledger, planner.choice
+    ledger.open(200.0)
+    assert ledger.slack == pytest.approx(CREDIT * 200)
+    ledger.open(10.0)
+    assert ledger.slack == START and choice.ledger is ledger
+
+
+@pytest.mark.parametrize("adversary", range(6))
+def test_an_adversary_that_knows_the_planner_keeps_the_bound(adversary: int) -> None:
+    """It lets drafts come true until they are trusted, and then not; again and again."""
+    period = (5, 9, 20, 33, 70, 150)[adversary]
+    world = World(LOADED, asking=0.02, known=lambda row, place: 40)
+    world.hits = lambda row, place: place // period % 2 == 0
+    world.stated = lambda row, place: 0.95
+    outline = Outline(1, 1500, sources="t")
+    seconds, planner = simulate(world, outline)
+    assert lost(world, outline, seconds) <= START + SHARE * 1500 + 1.0
+    assert planner.choice.ledger.lost == pytest.approx(lost(world, outline, seconds), abs=2.0)
+
+
+@pytest.mark.parametrize("tokens", [48, 400])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_where_the_curve_says_too_little_the_ledger_books_what_passes_took(tokens: int, rows: int) -> None:
+    said, true = CostCurve((1, 2), (1.0, 1.2), unit=1.0), CostCurve((1, 2), (1.0, 1.5), unit=1.0)
+    said = replace(said, per_row=0.0)
+    world = World(said, true_curve=true, hits=by_chance(0.1))
+    world.plain = said.of([1] * rows, [0] * rows) / true.of([1] * rows, [0] * rows)
+    outline = Outline(rows, tokens, sources="t")
+    seconds, _ = simulate(world, outline)
+    assert lost(world, outline, seconds) <= 2.5 * (START + SHARE * tokens) + 1.0
+
+
+# what pays
+
+
+@pytest.mark.parametrize("asking", [0.02, 0.3, 0.7])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_passage_is_found_by_its_first_tokens_however_expensive_asking_is(asking: float, rows: int) -> None:
+    """Every other passage of forty tokens repeats what was seen; elsewhere asking gives nothing."""
+    world = World(CostCurve((1, 2), (1.0, 1 + 0.02 / rows), unit=1.0), asking=asking)
+    world.known = lambda row, place: place % 40 if place // 40 % 2 else 0
+    world.hits = lambda row, place: place // 40 % 2 == 1
+    seconds, _ = simulate(world, Outline(rows, 800, sources="t"))
+    assert seconds < 800 * 0.75
+    if asking > 0.25:
+        in_vain = [place for row, place in world.asked if not world.known(row, place)]
+        assert len(in_vain) <= 4 * rows  # what asking takes is a guess at first
+
+
+def test_a_source_that_cannot_tell_is_tried_however_expensive_it_is() -> None:
+    world = World(LOADED, asking=0.9, hits=lambda row, place: True)
+    seconds, _ = simulate(world, Outline(1, 900, sources="t"))
+    assert seconds < 450
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(("deepening", "deep"), [(0.3, 0.9), (0.3, 0.6), (0.6, 0.9), (0.9, 0.95)])
+def test_a_costly_source_is_asked_where_it_pays(deepening: float, deep: float, rows: int) -> None:
+    """Every other passage of a hundred tokens is in the trees; there it is left alone."""
+    curve, right = CostCurve((1, 2), (1.0, 1 + 0.02 / rows), unit=1.0), by_chance(deep)
+    quoted: Callable[[int, int], bool] = lambda row, place: place // 100 % 2 == 1  # noqa: E731
+    world = World(curve, hits=quoted, deepening=deepening, deep=lambda row, place: (right(row, place), deep))
+    seconds, _ = simulate(world, Outline(rows, 1200, sources="td"))
+    alone, _ = simulate(World(curve, hits=quoted), Outline(rows, 1200, sources="t"))
+    tokens, late = sum(deep**i for i in range(5)), 60
+    best = alone - 600 + 600 * min((1 + deepening + 4 * 0.02) / tokens, 1.0)
+    assert seconds < 1.15 * best + late
+    in_vain = sum(place // 100 % 2 for _, place in world.deepened)
+    assert in_vain < 0.15 * len(world.deepened) or not world.deepened
+
+
+def test_a_text_that_is_foreseen_goes_by_the_tree() -> None:
+    world = World(hits=lambda row, place: True)
+    seconds, _ = simulate(world, Outline(1, 900))
+    assert 900 / seconds > 0.95 * 9 / 1.161 and len(world.chains) <= 2
+
+
+@pytest.mark.parametrize("accepted", [0.7, 0.9, 0.98])
+def test_a_model_that_agrees_drafts_chains_of_about_the_best_length(accepted: float) -> None:
+    seconds, _ = simulate(World(LOADED, accepted=by_chance(accepted)), Outline(1, 2000, sources="c"))
+    best = max(sum(accepted**i for i in range(length + 1)) / (1 + length * 0.22) for length in range(1, 13))
+    assert 2000 / seconds > 0.93 * best
+
+
+@pytest.mark.parametrize("accepted", [0.5, 0.7, 0.9])
+def test_where_a_pass_takes_far_longer_than_drafts_a_wrong_chain_does_not_shorten_the_next(accepted: float) -> None:
+    """As with keys and values off the device."""
+    world = World(CostCurve((1, 2), (1.0, 1.0001), unit=1.0), drafting=0.005, accepted=by_chance(accepted))
+    seconds, _ = simulate(world, Outline(1, 500, most=32, weight=0.005, sources="c"))
+    lengths = np.arange(1, 33)
+    best = ((1 - accepted ** (lengths + 1)) / (1 - accepted) / (1 + 0.0051 * lengths)).max()
+    assert 500 / seconds > 0.93 * best
+
+
+def test_each_passage_goes_by_the_source_that_foresees_it() -> None:
+    quoted: Callable[[int, int], bool] = lambda row, place: place // 60 % 2 == 0  # noqa: E731
+    both, _ = simulate(World(LOADED, hits=quoted, accepted=by_chance(0.9)), Outline(1, 2400))
+    by_tree, _ = simulate(World(LOADED, hits=quoted), Outline(1, 2400, sources="t"))
+    by_chain, _ = simulate(World(LOADED, accepted=by_chance(0.9)), Outline(1, 2400, sources="c"))
+    assert both < 0.85 * min(by_tree, by_chain)
+
+
+@pytest.mark.parametrize("sources", ["t", "c"])
+def test_it_notices_when_drafts_begin_to_be_right_and_when_they_cease(sources: str) -> None:
+    right = by_chance(0.95)
+
+    def seconds(since: int, until: int, tokens: int) -> float:
+        foresees: Callable[[int, int], bool] = lambda row, place: since <= place < until and right(row, place)  # noqa: E731
+        return simulate(World(LOADED, hits=foresees, accepted=foresees), Outline(1, tokens, sources=sources))[0]
+
+    always = seconds(0, 10_000, 1000)
+    assert seconds(1000, 10_000, 2000) < 1.03 * 1000 + 1.4 * always
+    assert seconds(0, 1000, 2000) < 1.04 * 1000 + 1.1 * always
+
+
+@pytest.mark.parametrize("case", [each for each in cases() if each.outline.rows in (1, 16)], ids=lambda case: case.name)
+def test_the_table_of_simulated_decisions_is_reached(case: Case) -> None:
+    """Three seeds of ``python -m benchmarks decisions``: hardly slower than plain decoding, and with both sources about
+    as fast as with the better one."""
+    both, _ = speeds(case, case.outline.sources, 3)
+    assert np.median(both) >= 0.975
+    if "c" in case.outline.sources:
+        best = max(np.median(speeds(case, sources, 3)[0]) for sources in "tc")
+        assert np.median(both) >= 0.95 * best and min(both) > 1.2
+
+
+# disturbances
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("at", range(12))
+@pytest.mark.parametrize("accepted", [0.95, 0.0])
+def test_a_step_that_something_else_held_up_decides_nothing(at: int, accepted: float) -> None:
+    def steps(held: int | None) -> tuple[int, int]:
+        slow: Callable[[int], float] = lambda step: 21.0 if step == held else 1.0  # noqa: E731
+        world = World(LOADED, accepted=by_chance(accepted), slowness=slow)
+        simulate(world, Outline(1, 600, sources="c"))
+        return world.steps, sum(world.chains)
+
+    (held, drafted), (calm, usual) = steps(at), steps(None)
+    assert held <= 1.1 * calm + 2 and drafted <= 1.1 * usual + 12
+
+
+@pytest.mark.parametrize("period", [3, 8, 20])
+@pytest.mark.parametrize("foreseen", [0.3, 0.0])
+def test_a_machine_that_is_twice_as_slow_now_and_then_changes_few_decisions(foreseen: float, period: int) -> None:
+    def steps(slow: bool) -> int:
+        curve = CostCurve((1, 2), (1.0, 1.03), unit=1.0)
+        world = World(curve, asking=0.02, hits=lambda row, place: uniform(1, place // 4, Salt.ACCEPT) < foreseen)
+        if slow:
+            world.slowness = lambda step: 2.0 if step // period % 2 else 1.0
+        simulate(world, Outline(1, 200, sources="t"))
+        return world.steps
+
+    assert steps(True) <= 1.1 * steps(False) + 2
+
+
+def test_chains_that_could_not_pay_are_hardly_tried() -> None:
+    """Their cost is a guess until one was measured."""
+    world = World(LOADED, drafting=0.95, accepted=by_chance(0.0))
+    simulate(world, Outline(1, 300, weight=0.95, sources="c"))
+    assert len(world.chains) <= 2
+
+
+@pytest.mark.parametrize("loaded", [None, 1.0])
+def test_while_others_read_prompts_drafts_do_not_wait_for_a_plain_step(loaded: float | None) -> None:
+    """One step in thirty only decodes. The others cannot be measured as plain ones."""
+    world = World(
+        replace(LOADED, unit=loaded), hits=lambda row, place: True, beside=lambda step: 20 if step % 30 else 0
+    )
+    simulate(world, Outline(1, 200, sources="t", closed=False))
+    assert world.steps < 40
+
+
+# preparing
+
+
+class Preparing(Chains):
+    """Chains whose cache of the prompt takes a while."""
+
+    __hash__ = object.__hash__
+
+    def __init__(self, world: World, seconds: float = 10.0) -> None:
+        super().__init__(world)
+        self.prepared, self.seconds = 0, seconds
+
+    def read(self, row: Row, tokens: int) -> bool:
+        self.prepared += 1
+        self.world.now += self.seconds
+        return True
+
+
+def preparing(
+    world: World, drafting: float, cached: float = 0.0, beside: bool = True, reads: Callable[[int], int] = int
+) -> tuple[AdaptivePlanner, Preparing]:
+    """``cached``: what a cached token adds to a pass; ``beside``: whether there are trees, too; ``reads``: which cached
+    tokens a drafting pass reads."""
+    trees, chains, model = Branches(world) if beside else None, Preparing(world), _Model()
+    curve = CostCurve((1, 2, 512), (1.0, 1.02, 11.2), (1, 2), (cached, cached), unit=1.0)
+    planner = AdaptivePlanner(
+        Runtime(world.clock, lambda scorer: curve), model, trees, None, chains, longest=12,  # type: ignore[arg-type]
+        draft=DraftPasses(reads, drafting),
+    )  # fmt: skip
+    return planner, chains
+
+
+def admitted(planner: AdaptivePlanner, prompt: Sequence[int], tokens: int) -> Row:
+    """A row whose prompt was read, for chains if that was worth it."""
+    cache: Any = None
+    row = Row(Request(prompt, tokens), cache)
+    row.open(planner.sources)
+    row.states[planner] = planner.open(row)
+    while not planner.read(row, READ_BLOCK):
+        pass
+    return row
+
+
+@pytest.mark.parametrize(("tokens", "drafting", "prepared"), [(500, 0.2, True), (500, 0.9, False), (8, 0.2, False)])
+def test_a_long_prompt_is_read_for_chains_if_they_are_expected_to_save_more_than_that_takes(
+    tokens: int, drafting: float, prepared: bool
+) -> None:
+    planner, chains = preparing(World(), drafting, cached=5e-5, reads=reading(100))
+    admitted(planner, range(10_000), tokens)
+    assert bool(chains.prepared) == prepared
+
+
+def test_a_prompt_is_not_prepared_where_that_costs_more_than_a_share_of_reading_it() -> None:
+    """A first request has saved nothing yet."""
+    planner, chains = preparing(World(), 0.2, cached=0.02, reads=reading(10))
+    admitted(planner, range(600), 10_000)
+    assert not chains.prepared
+    planner.choice.ledger.book(0.0, 1000.0)
+    admitted(planner, range(100), 10_000)
+    assert planner.choice.ledger.slack == SAVED
+
+
+def test_what_preparing_costs_beyond_its_share_is_booked() -> None:
+    planner, chains = preparing(World(), 0.2, cached=5e-5, reads=reading(100))
+    admitted(planner, range(10_000), 500)
+    free = 0.05 * planner.choice.table.prefill(10_000)
+    assert chains.prepared and planner.choice.ledger.lost == pytest.approx(max(10.0 - free, 0.0))
+
+
+@pytest.mark.parametrize(("small", "prompt", "read"), [(0.1, 100, 1), (0.9, 100, 0)])
+def test_a_short_prompt_is_read_by_a_small_model_that_is_measured_to_pay(small: float, prompt: int, read: int) -> None:
+    world, own, model = World(hits=lambda row, place: False), _Model(), _Model()
+    chains = Preparing(world, 0.1)
+
+    def costs(scorer: object) -> CostCurve:
+        return CostCurve((1, 2, 512), (1.0, 1.02, 11.2), unit=small if scorer is own else 1.0)
+
+    planner = AdaptivePlanner(
+        Runtime(world.clock, costs), model, Branches(world), None, chains, longest=12,  # type: ignore[arg-type]
+        draft=DraftPasses(weight=3.0, window=200, alone=504), small=own,  # type: ignore[arg-type]
+    )  # fmt: skip
+    row = admitted(planner, range(prompt), 200)
+    for _ in range(3):
+        shape = PassShape([row.wants], [len(row.request) - 1], [1], [64], [row.wants - 1])
+        planner.plan([row], shape)
+        row.request.append(RIGHT)
+    assert bool(chains.prepared) == bool(read)
+
+
+# costs
+
+
+def test_costs_that_others_disturbed_are_measured_again_when_a_request_begins_alone() -> None:
+    """The first time they are as doubtful as before, and so they are later while another request runs."""
+    doubtful = CostCurve((1, 2), (1.0, 1.0), unit=8.0, doubtful=True)
+    found = [doubtful, doubtful, CostCurve((1, 2), (1.0, 1.5), unit=1.0)]
+    runtime, model = Runtime(lambda: 0.0, lambda scorer: found.pop(0)), _Model()
+    planner = AdaptivePlanner(runtime, model, Branches(World()))  # type: ignore[arg-type]
+    planner.warm_up()
+    first, second = admitted(planner, [1, 2, 3], 8), admitted(planner, [1, 2, 3], 8)
+    first.close()
+    third = admitted(planner, [1, 2, 3], 8)
+    assert len(found) == 1
+    second.close()
+    third.close()
+    admitted(planner, [1, 2, 3], 8)
+    assert not found and planner.choice.unit == 1.0 and not planner.choice.table.costs.doubtful
+
+
+def test_a_batch_of_another_size_begins_with_what_was_learned() -> None:
+    """No plain steps are seen anew, and chains are drafted from the first step on."""
+    world = World(LOADED, accepted=by_chance(0.9))
+    _, planner = simulate(world, Outline(1, 600, sources="c"))
+    rows = [admitted(planner, [1, 2, 3], 100) for _ in range(4)]
+    for row in rows:
+        row.states[planner].ready = True
+    trees = planner.plan(rows, PassShape([100] * 4, [3] * 4, [1] * 4, [64] * 4, [99] * 4))
+    assert trees is not None and all(len(tree) >= 1 for tree in trees)
+
+
+# parts
+
+
+def test_a_batch_costs_what_its_rows_cost_one_after_the_other() -> None:
+    """Three rows of 5, 2 and 9 tokens: two steps of three, three of two, four of one."""
+    curve = CostCurve((1, 2), (1.0, 1.5), per_row=0.25)
+    from forerun.policy.cost_curve import CostTable
+
+    table, values = CostTable(curve), TokenValues()
+    cost = values.cost_to_go([5, 2, 9], [0, 0, 0], table, True)
+    each = [curve.of([1] * rows, [0] * rows) for rows in (1, 2, 3)]
+    assert cost == pytest.approx(2 * each[2] + 3 * each[1] + 4 * each[0])
+    assert values.cost_to_go([5, 2, 9], [0, 0, 0], table, False) == pytest.approx(16 * each[2] / 3)
+
+
+def test_a_token_of_the_row_that_ends_last_is_worth_most_and_in_a_server_all_are_alike() -> None:
+    from forerun.policy.cost_curve import CostTable
+
+    table, values = CostTable(CostCurve((1, 2), (1.0, 1.01))), TokenValues()
+    worth, _ = values.of([400, 20, 20, 20], [1.0] * 4, [0] * 4, table, 1.0, True)
+    assert worth[0] > 0.95 and max(worth[1:]) < 0.03
+    alike, _ = values.of([400, 20, 20, 20], [1.0] * 4, [0] * 4, table, 1.0, False)
+    assert alike.tolist() == pytest.approx([1.03 / 4] * 4)
+    alone, _ = values.of([400], [2.0], [0], table, 1.1, True)
+    assert alone.tolist() == pytest.approx([0.55])
+
+
+def test_a_ledger_keeps_savings_up_to_a_limit_and_trials_apart() -> None:
+    ledger = Ledger()
+    ledger.book(1.0, 101.0)
+    assert ledger.slack == SAVED and ledger.trials == pytest.approx(START + SHARE * 101)
+    ledger.book(3.0, 1.0, trial=True)
+    assert ledger.trials == pytest.approx(START + SHARE * 101 - 2 + SHARE) and ledger.affords(10.0)
+    assert not ledger.affords(10.0, trial=True)
+
+
+def test_what_trees_gave_is_followed_for_each_class_of_suffixes() -> None:
+    gains = Gains(SUFFIXES, SUFFIX_GAINS)
+    before = [gains.expected(kind) for kind in range(4)]
+    assert before == sorted(before) and [gains.kind(known) for known in (0, 3, 8, 32)] == [0, 1, 2, 3]
+    for _ in range(3 * RECENT_TREES):
+        gains.record(2, 2.0)
+    assert [gains.expected(kind) for kind in (0, 1, 3)] == [before[0], before[1], before[3]]
+    assert gains.expected(2) == pytest.approx(2.0, abs=0.2)
+    assert gains.expected(2) > gains.expected(2, 0.1) > gains.expected(2, 0.4) > gains.expected(2, 0.7) == 0.0
+
+
+def test_a_disturbance_is_credible_in_part_only_and_a_second_one_in_full() -> None:
+    model = TimeModel(1.0, 0.05, AS_THE_CURVE_SAYS, 0.05)
+    first = model.record(10.0)
+    assert first < 1.5
+    for _ in range(6):
+        again = model.record(10.0)
+    assert again > 8.0
+
+
+def test_a_model_whose_chances_are_no_numbers_counts_as_unsure() -> None:
+    assert odds_of(float("nan")) == LOWEST_ODDS
+    confidence = ChainConfidence()
+    assert confidence.chance(float("nan")) < 0.5 < confidence.chance(0.9)
+    confidence.learn([float("nan"), 0.9, 0.9, 0.9], 0)
+    assert confidence._table.seen.sum() == 1 and all(np.isfinite(column).all() for column in confidence._table)
+
+
+def test_a_chain_ends_where_a_further_token_is_not_worth_its_cost() -> None:
+    confidence = ChainConfidence()
+    for _ in range(40):
+        confidence.learn([0.999] * 4 + [0.3], 4)
+    assert confidence.chance(0.999) > 0.9 and confidence.chance(0.3) < 0.3
+
+
+def test_merged_trees_are_asked_within_the_limits() -> None:
+    assert DraftTree.empty().expected == 0.0
