@@ -153,20 +153,21 @@ def test_where_the_curve_says_too_little_the_ledger_books_what_passes_took(token
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_passage_is_found_by_its_first_tokens_however_expensive_asking_is(asking: float, rows: int) -> None:
     """Every other passage of forty tokens repeats what was seen; elsewhere asking gives nothing."""
-    world = World(CostCurve((1, 2), (1.0, 1 + 0.02 / rows), unit=1.0), asking=asking)
+    unit = 2e-4 / asking  # a fast model
+    world = World(CostCurve((1, 2), (1.0, 1 + 0.02 / rows), unit=unit), plain=unit, asking=2e-4)
     world.known = lambda row, place: place % 40 if place // 40 % 2 else 0
     world.hits = lambda row, place: place // 40 % 2 == 1
     seconds, _ = simulate(world, Outline(rows, 800, sources="t"))
-    assert seconds < 800 * 0.75
-    if asking > 0.25:
-        in_vain = [place for row, place in world.asked if not world.known(row, place)]
-        assert len(in_vain) <= 4 * rows  # what asking takes is a guess at first
+    assert seconds / unit < 800 * 0.75
+    in_vain = [place for row, place in world.asked if not world.known(row, place)]
+    assert asking < 0.25 or len(in_vain) * asking / rows <= 2 * START + SHARE * 800
 
 
 def test_a_source_that_cannot_tell_is_tried_however_expensive_it_is() -> None:
-    world = World(LOADED, asking=0.9, hits=lambda row, place: True)
+    unit = 2e-4 / 0.9
+    world = World(replace(LOADED, unit=unit), plain=unit, asking=2e-4, hits=lambda row, place: True)
     seconds, _ = simulate(world, Outline(1, 900, sources="t"))
-    assert seconds < 450
+    assert seconds / unit < 450
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -237,7 +238,7 @@ def test_the_table_of_simulated_decisions_is_reached(case: Case) -> None:
     assert np.median(both) >= 0.975
     if "c" in case.outline.sources:
         best = max(np.median(speeds(case, sources, 3)[0]) for sources in "tc")
-        assert np.median(both) >= 0.95 * best and min(both) > 1.2
+        assert np.median(both) >= 0.95 * best and min(both) > 1.1
 
 
 # disturbances
@@ -275,7 +276,7 @@ def test_chains_that_could_not_pay_are_hardly_tried() -> None:
     """Their cost is a guess until one was measured."""
     world = World(LOADED, drafting=0.95, accepted=by_chance(0.0))
     simulate(world, Outline(1, 300, weight=0.95, sources="c"))
-    assert len(world.chains) <= 2
+    assert sum(world.chains) * 0.95 <= START + SHARE * 300
 
 
 @pytest.mark.parametrize("loaded", [None, 1.0])
@@ -331,7 +332,7 @@ def admitted(planner: AdaptivePlanner, prompt: Sequence[int], tokens: int) -> Ro
     return row
 
 
-@pytest.mark.parametrize(("tokens", "drafting", "prepared"), [(500, 0.2, True), (500, 0.9, False), (8, 0.2, False)])
+@pytest.mark.parametrize(("tokens", "drafting", "prepared"), [(500, 0.2, True), (500, 3.0, False), (4, 0.2, False)])
 def test_a_long_prompt_is_read_for_chains_if_they_are_expected_to_save_more_than_that_takes(
     tokens: int, drafting: float, prepared: bool
 ) -> None:

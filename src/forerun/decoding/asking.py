@@ -99,7 +99,7 @@ def merge(
     rows: Sequence[Row],
     limits: Sequence[Limit],
     confident: float,
-    deepens: Callable[[int, DraftTree], bool],
+    choose: Callable[[dict[int, DraftTree]], Sequence[int]] = list,
 ) -> list[DraftTree]:
     """Add a costly source's drafts to trees.
 
@@ -108,9 +108,9 @@ def merge(
         costly: a small model, or a trained head.
         rows, limits: of the pass.
         confident: accepted nodes expected of a tree from which on the costly source is not asked.
-        deepens: whether to ask it for a row with a tree.
+        choose: of the rows with trees that are not confident, those for which it is asked.
     """
-    unsure = [row for row, tree in enumerate(trees) if tree.expected < confident and deepens(row, tree)]
+    unsure = choose({row: tree for row, tree in enumerate(trees) if tree.expected < confident})
     if unsure:
         found = propose(costly, [rows[row] for row in unsure], [limits[row] for row in unsure])
         for row, tree in zip(unsure, found, strict=True):

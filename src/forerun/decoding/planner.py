@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -90,18 +90,13 @@ class Planner:
             return None
         return self.draft(rows, [Limit(nodes) for nodes in shape.budgets])
 
-    def draft(
-        self,
-        rows: Sequence[Row],
-        limits: Sequence[Limit],
-        deepens: Callable[[int, DraftTree], bool] = lambda row, tree: True,
-    ) -> list[DraftTree]:
+    def draft(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
         """Ask the cheap source, and the costly one where that is not confident; without these, the chains."""
         first = self.trees or self.chains
         trees = asking.propose(first, rows, limits) if first is not None else [DraftTree.empty()] * len(rows)
         if self.costly is not None:
             wide = [Limit(limit.nodes) for limit in limits]
-            trees = asking.merge(trees, self.costly, rows, wide, self.confident, deepens)
+            trees = asking.merge(trees, self.costly, rows, wide, self.confident)
         return trees
 
     def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome | None], seconds: StepTimes) -> None:
@@ -301,10 +296,7 @@ class AdaptivePlanner(Planner):
         began = self._clock()
         limits = [Limit(*limit) for limit in self._choice.limits(decision)]
 
-        def deepens(place: int, tree: DraftTree) -> bool:
-            return self._choice.deepens(decision, asked[place], tree)
-
-        found = self._drafted([rows[row] for row in asked], limits, deepens, decision)
+        found = self._drafted([rows[row] for row in asked], limits, decision)
         trees = [DraftTree.empty()] * len(rows)
         for row, tree in zip(asked, found, strict=True):
             trees[row] = tree
@@ -312,16 +304,20 @@ class AdaptivePlanner(Planner):
         decision.asking = self._clock() - began - decision.deepening
         return kept
 
-    def _drafted(
-        self, rows: list[Row], limits: list[Limit], deepens: Callable[[int, DraftTree], bool], decision: Decision
-    ) -> list[DraftTree]:
+    def _drafted(self, rows: list[Row], limits: list[Limit], decision: Decision) -> list[DraftTree]:
         """Trees of the cheap source, with those of the costly one where it is worth asking."""
         assert self.trees is not None
         trees = asking.propose(self.trees, rows, limits)
         if self.costly is not None:
             began = self._clock()
             wide = [Limit(limit.nodes) for limit in limits]
-            trees = asking.merge(trees, self.costly, rows, wide, self.confident, deepens)
+            asked = list(decision.asked)
+
+            def choose(unsure: dict[int, DraftTree]) -> list[int]:
+                chosen = self._choice.deepen(decision, {asked[place]: tree for place, tree in unsure.items()})
+                return [asked.index(row) for row in chosen]
+
+            trees = asking.merge(trees, self.costly, rows, wide, self.confident, choose)
             decision.deepening = self._clock() - began
         return trees
 

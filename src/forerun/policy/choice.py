@@ -10,7 +10,7 @@ for trials. Proposed trees are judged by the committed tokens even where they we
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,7 +28,7 @@ from forerun.policy.gains import (
     AcceptanceRate,
     Gains,
 )
-from forerun.policy.ledger import SHARE, Ledger, TokenValues
+from forerun.policy.ledger import SHARE, START, Ledger, TokenValues
 from forerun.policy.pass_shape import PassShape
 from forerun.policy.time_model import (
     AS_THE_CURVE_SAYS,
@@ -54,9 +54,8 @@ DOUBT = 1.0
 """Standard errors by which trials are more hopeful than what is expected."""
 CHEAP = 0.25
 """Share of a plain pass that a chain may always cost, if it is expected to pay, however short earlier ones were."""
-TRIAL_RESERVE = 2.0
-"""How many times its cost must be left for a trial that promises nothing: texts change, and what was never right may
-become so. It is the share of trials that ``ledger.SHARE`` pays for such ones."""
+RESERVE = START / 2
+"""What trials leave that promise nothing, for actions that do. Texts change: what was never right may become so."""
 RECENT = 0.1
 """Weight of the last step in what steps gained and cost lately."""
 SLOPE_NODES = 8
@@ -166,7 +165,7 @@ class Choice:
         self.table, self._loaded = CostTable(costs), costs.unit is not None
         self._passes = TimeModel(costs.unit or 1.0, LOADED_DOUBT if self._loaded else NOTHING_KNOWN, noise=STEP_NOISE)
         self._asking: TimeModel | None = None
-        self._deepening = TimeModel(FIRST_DEEPENING, GUESS_DOUBT)
+        self._deepening = TimeModel(FIRST_DEEPENING, GUESS_DOUBT, LinearCost(1.0 - FURTHER_ROW, FURTHER_ROW))
         self._drafting = {alone: TimeModel(1.0, GUESS_DOUBT, IN_PROPORTION) for alone in (False, True)}
         self._deciding = TimeModel(1.0, NOTHING_KNOWN)
         self._since, self._after_plain, self._plain_measured = 0, False, False
@@ -255,10 +254,14 @@ class Choice:
                 break
         else:
             rows = [row for row, kind in enumerate(kinds) if step.shape.budgets[row] > 0 and (kind or line.at(1) < CHEAP)]
-            if not rows or not self.ledger.affords(TRIAL_RESERVE * line.at(len(rows)), trial=True):
+            if not rows or not self._affords_hopeless(line.at(len(rows))):
                 return []
         step.asked, step.trial = {row: kinds[row] for row in rows}, not pays or doubt > 0
         return rows
+
+    def _affords_hopeless(self, cost: float) -> bool:
+        """Whether to try something that promises nothing."""
+        return self.ledger.affords(cost + RESERVE, trial=True)
 
     def limits(self, step: Decision) -> list[tuple[int, float]]:
         """Most nodes of each asked row's tree, and the least chance of a node that can be worth its cost."""
@@ -277,17 +280,27 @@ class Choice:
     def _spent_on(self, step: Decision) -> float:
         """What the step has cost so far."""
         asking = self.asking.at(len(step.asked)) if step.asked else 0.0
-        return asking + self._deepening.scale * len(step.deeper)
+        return asking + (self._deepening.line.at(len(step.deeper)) if step.deeper else 0.0)
 
-    def deepens(self, step: Decision, row: int, tree: DraftTree) -> bool:
-        """Whether to ask a costly source to add to a row's tree."""
-        kind, cost = self._deeper_gains.kind(tree.expected), self._deepening.scale
+    def deepen(self, step: Decision, trees: Mapping[int, DraftTree]) -> list[int]:
+        """Choose the rows to which a costly source is to add, among these with their trees."""
+        line, spent = self._deepening.line, self._spent_on(step)
+        kinds = {row: self._deeper_gains.kind(tree.expected) for row, tree in trees.items()}
         for doubt in (0.0, DOUBT):
-            worth = self._deeper_gains.expected(kind, 0.0, doubt) * float(step.values[row])
-            if worth > cost and self.ledger.affords(self._spent_on(step) + cost, doubt > 0):
-                step.deeper[row] = kind, tree
-                return True
-        return False
+            worth = {
+                row: self._deeper_gains.expected(kind, 0.0, doubt) * float(step.values[row]) - line.each
+                for row, kind in kinds.items()
+            }
+            rows = [row for row, net in worth.items() if net > 0]
+            pays = bool(rows) and sum(worth[row] for row in rows) > line.start
+            if pays and self.ledger.affords(spent + line.at(len(rows)), doubt > 0):
+                break
+        else:
+            rows = list(trees)
+            if not rows or not self._affords_hopeless(spent + line.at(len(rows))):
+                return []
+        step.deeper = {row: (kinds[row], trees[row]) for row in rows}
+        return rows
 
     def prune(self, step: Decision, trees: Sequence[DraftTree]) -> list[DraftTree]:
         """What is worth scoring of the rows' trees."""
@@ -333,7 +346,7 @@ class Choice:
                 step.trial, step.passes = doubt > 0, self.draft.cost(shape.cached, self.table)
                 each = draft.each + (float(scored[-1]) - float(scored[0])) / max(most - 1, 1)
                 return step.chain, (each / len(shape) / step.values).tolist()
-        if not tree and self.ledger.affords(TRIAL_RESERVE * float(extra[0]) + spent, trial=True):
+        if not tree and self._affords_hopeless(float(extra[0]) + spent):
             step.chain, step.trial, step.passes = 1, True, self.draft.cost(shape.cached, self.table)
             return 1, [0.0] * len(shape)
         return 0, []
@@ -421,7 +434,7 @@ class Choice:
         if step.asked and self._asking is not None:
             cost += self._asking.record(step.asking / unit, len(step.asked), sized=True)
         if step.deeper:
-            cost += self._deepening.record(step.deepening / unit / len(step.deeper)) * len(step.deeper)
+            cost += self._deepening.record(step.deepening / unit, len(step.deeper), sized=True)
         if step.chain:
             cost += self._record_chains(step, nodes / len(step.shape), unit)
         if step.rests:
@@ -456,10 +469,8 @@ class Choice:
         passes = step.drafting / unit / step.passes
         if not length:
             return step.drafting / unit
-        if not model.count:
-            model.record(min(passes, length), length, sized=True)
-            return step.drafting / unit
-        return model.record(passes, length, sized=True) * step.passes
+        known = model.count > 0
+        return model.record(passes if known else min(passes, length), length, sized=True) * step.passes
 
 
 def warm_up() -> None:
