@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import EOS, PROMPTS, VOCABULARY, OracleDrafter, tiny
+from support.tiny import EOS, HYBRIDS, PROMPTS, VOCABULARY, OracleDrafter, build, tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Cache,
+    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -36,6 +37,7 @@ from forerun.core.request import Request
 from forerun.drafting.drafter import NoDrafter
 from forerun.drafting.lookup import LookupDrafter
 from forerun.drafting.trie_drafter import TrieDrafter
+from forerun.models.forward.inputs import check_inputs
 from forerun.models.forward.runtime import Runtime, runtime_as_default
 
 MODEL = tiny("llama")
@@ -439,6 +441,10 @@ def test_all_doors_draw_the_same_seeds() -> None:
     assert custom[:, len(PROMPT) :].tolist() == engine.generated
 
 
+CACHE = "(past_key_values|cache)"
+"""What transformers 5.23 calls the model's cache, and 5.24."""
+
+
 class Quantised(QuantizedCache):
     """Without the package that it would need."""
 
@@ -449,13 +455,14 @@ class Quantised(QuantizedCache):
 def test_custom_generate_names_the_inputs_that_it_cannot_take() -> None:
     ids = torch.tensor([PROMPT])
     embedded = MODEL.get_input_embeddings()(ids)
-    cache = MODEL(ids[:, :-1], use_cache=True).past_key_values
+    filled = DynamicCache()
+    filled.update(torch.zeros(1, 1, 11, 4), torch.zeros(1, 1, 11, 4), 0)
     natural = torch.arange(len(PROMPT))[None]
     for given, message in (
         ({"inputs_embeds": embedded}, "^inputs_embeds: Forerun reads token ids"),
         ({"inputs": ids, "position_ids": natural + 1}, "^position_ids: Forerun counts"),
-        ({"inputs": ids, "past_key_values": cache}, "^past_key_values holds 11 tokens"),
-        ({"inputs": ids, "past_key_values": Quantised()}, "^past_key_values is a QuantizedCache"),
+        ({"inputs": ids, "past_key_values": filled}, f"^{CACHE} holds 11 tokens"),
+        ({"inputs": ids, "past_key_values": Quantised()}, f"^{CACHE} is a QuantizedCache"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             MODEL.generate(**given, max_new_tokens=2, custom_generate=forerun.custom_generate, forerun_drafter="none")
@@ -464,6 +471,15 @@ def test_custom_generate_names_the_inputs_that_it_cannot_take() -> None:
         ids, position_ids=natural, custom_generate=forerun.custom_generate, forerun_drafter="none", **options
     )
     assert own[0, len(PROMPT) :].tolist() == by_transformers(**options)
+
+
+def test_caches_are_checked_under_any_name() -> None:
+    for model, message in ((MODEL, "^kept holds 12 tokens"), (build(*HYBRIDS["mamba2"], seed=1), "^kept holds states")):
+        ids = torch.tensor([PROMPT])
+        (cache,) = (each for each in model(ids, use_cache=True).values() if isinstance(each, Cache))
+        with pytest.raises(NotImplementedError, match=message):
+            check_inputs(ids, {"kept": cache})
+        check_inputs(ids, {"kept": type(cache)(config=model.config)})
 
 
 def test_padding_without_a_mask_is_no_text_as_in_transformers() -> None:
