@@ -15,7 +15,7 @@ import forerun
 from forerun.cli import app
 
 pytestmark = pytest.mark.usefixtures("called_again")
-ROOT = Path(forerun.__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
     "docs/usage.md",
