@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import forerun
 from forerun.cli import app
 
 pytestmark = pytest.mark.usefixtures("called_again")
