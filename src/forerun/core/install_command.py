@@ -6,6 +6,7 @@ import json
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 
@@ -18,8 +19,8 @@ def install_command(extras: str) -> str:
         written = metadata.distribution("forerun").read_text("direct_url.json")
     except metadata.PackageNotFoundError:
         written = None
-    checkout = {"url": Path(__file__).parents[3].as_uri(), "dir_info": {"editable": True}}
-    origin = json.loads(written) if written else checkout
+    checkout: dict[str, Any] = {"url": Path(__file__).parents[3].as_uri(), "dir_info": {"editable": True}}
+    origin: dict[str, Any] = json.loads(written) if written else checkout
     url, vcs = str(origin["url"]), origin.get("vcs_info")
     url = f"{vcs['vcs']}+{url}" if vcs else url
     what = f"{unquote(urlsplit(url).path)}[{extras}]" if "dir_info" in origin else f"forerun[{extras}] @ {url}"
