@@ -377,7 +377,7 @@ class NeverSlowerOptions(OutputOptions, LongOptions, ModelOptions):
 
 @dataclass(frozen=True)
 class DemoOptions(OutputOptions):
-    """Decode one prompt of each kind plainly and with the trie: the same text, timed side by side."""
+    """Decode one prompt of each kind without drafts and with ``auto``: the same text, timed side by side."""
 
     kind: Annotated[
         list[DemoKind] | None, option("--kind", "-k", panel="Text", help="May be repeated. Default: all.")
@@ -387,6 +387,7 @@ class DemoOptions(OutputOptions):
     ] = None
     repeats: Annotated[int, option(panel="Text", help="Runs; the medians count.", min=1)] = 3
     warm: Annotated[
-        bool, option("--warm", panel="Text", help="Let the trie remember earlier runs; else each starts empty.")
+        bool,
+        option("--warm", panel="Text", help="Draft from earlier runs, too; else each starts with nothing learned."),
     ] = False
     color: Colour = None

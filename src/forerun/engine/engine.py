@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 from transformers.generation.streamers import BaseStreamer
 
 from forerun.core.checks import check_integer
+from forerun.core.compile_notice import compile_notice
 from forerun.core.fairness import FairLock
 from forerun.core.long_context import LongContextConfig, check_settings
 from forerun.core.request import Request
@@ -107,6 +108,7 @@ class Engine:
         kv_memory: int | KVMemory | None = None,
         _runtime: Runtime | None = None,
     ) -> None:
+        compile_notice()
         check_integer("budget", budget, 1)
         check_integer("prefill_block", prefill_block, 1)
         check_integer("prefix_cache", prefix_cache, 0)
