@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +86,16 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
-def test_examples_run(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(example), run_name="__main__")
-    said = capsys.readouterr().out
-    assert said.strip() and "False" not in said
+def test_examples_print_what_they_say(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = runpy.run_path(str(example), run_name="__main__")["__doc__"]
+    _, expected = said.split("It prints:\n\n")
+    assert capsys.readouterr().out.strip("\n") == textwrap.dedent(expected).strip("\n")
+
+
+def test_the_readme_s_example_prints_what_stands_below_it(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,), (expected,) = blocks("README.md", "python"), blocks("README.md", "text")
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out == expected
 
 
 def test_make_targets_that_the_readme_names_exist() -> None:
