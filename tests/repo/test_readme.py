@@ -26,7 +26,7 @@ PAGES = [
 ]
 LINKING = [
     *PAGES, "docs/serving.md", "docs/scaling.md", "docs/trie.md", "docs/integrations.md", "docs/models.md",
-    "CONTRIBUTING.md", "CHANGELOG.md",
+    "docs/results/never-slower.md", "CONTRIBUTING.md", "CHANGELOG.md",
 ]  # fmt: skip
 """Pages whose links are followed; what those that are no ``PAGES`` show is tested elsewhere."""
 README = (ROOT / "README.md").read_text()
@@ -106,7 +106,10 @@ def test_make_targets_that_the_readme_names_exist() -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-@pytest.mark.parametrize(("page", "marker"), [("README.md", "bench"), ("docs/benchmarks.md", "long")])
+@pytest.mark.parametrize(
+    ("page", "marker"),
+    [("README.md", "bench"), ("docs/benchmarks.md", "long"), ("docs/benchmarks.md", "how-much-slower")],
+)
 def test_each_table_has_its_place(page: str, marker: str) -> None:
     text = (ROOT / page).read_text()
     assert re.search(rf"<!-- {marker}:begin -->\n\n\|.*\|\n\n<!-- {marker}:end -->", text, re.DOTALL)
