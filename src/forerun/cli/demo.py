@@ -67,7 +67,7 @@ class Timed:
     @property
     def speed(self) -> str:
         """All figures, in words."""
-        return f"{self.tokens_per_second:.1f} tok/s · {self.tokens_per_step:.2f} tok/step · {self.seconds:.2f} s"
+        return f"{self.tokens_per_second:.1f} tok/s · {self.tokens_per_step:.2f} tokens per step · {self.seconds:.2f} s"
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def show_summary(console: Console, pairs: Sequence[Pair], repeats: int, warm: bo
     """Print one row per prompt, and one for all."""
     console.print()
     table = Table(box=box.SIMPLE_HEAD, title=f"plain decoding and {AUTO}", title_style="bold", pad_edge=False)
-    for name in ("", "tokens", "plain tok/s", f"{AUTO} tok/s", "tok/step", "speed-up", "same text"):
+    for name in ("", "tokens", "plain tok/s", f"{AUTO} tok/s", "tokens per step", "speed-up", "same text"):
         table.add_column(name, justify="left" if name in ("", "same text") else "right")
     for pair in pairs:
         table.add_row(pair.prompt["kind"], *_numbers([pair]))

@@ -65,7 +65,7 @@ def size_option(*, panel: str, help: str) -> Any:  # noqa: A002
 
 Model = Annotated[str, option("--model", "-m", panel="Model", help=MODEL_HELP, metavar="PATH|NAME")]
 AnyDtype = Annotated[Dtype, option("--dtype", panel="Model", help=DTYPE_HELP)]
-Budget = Annotated[int | None, option("--budget", panel="Model", help="Most drafted tokens a step.", min=1)]
+Budget = Annotated[int | None, option("--budget", panel="Model", help="Most drafted tokens per step.", min=1)]
 DrafterName = Annotated[str, option("--drafter", "-d", panel="Model", help=DRAFTER_HELP)]
 Drafters = Annotated[
     list[str] | None, option("--drafter", "-d", panel="Model", help=f"{DRAFTER_HELP} May be repeated.")
