@@ -29,6 +29,9 @@ from rich.style import Style
 PATIENCE = 0.5
 """Seconds before long work shows that it is running: a command that is silent for longer seems to hang."""
 
+BAR = 20
+"""Columns of the bar beside a line of text, so that both fit into 80."""
+
 FILE_WIDTH = 200
 """Columns of tables in a file or a pipe, where there is no terminal to ask: no cell is cut off."""
 
@@ -102,7 +105,7 @@ class TextWriter:
 def working(console: Console, what: str) -> Iterator[Callable[..., None]]:
     """A context with a bar in a terminal, once its work takes longer than ``PATIENCE``; call its value with work done,
     work to do if that is known, and what is done now if that is not ``what``."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(BAR), TimeElapsedColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     task = bar.add_task(what, total=None)
 
