@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forerun.bench import disturbance, report
-from forerun.bench.disturbance import DISTURBED, LoadMeter, fastest
+from forerun.bench.disturbance import BUSY, LoadMeter, fastest
 from forerun.bench.rounds import BASELINE, PLAIN, Run, Series
 
 
@@ -19,7 +19,7 @@ def series(contestant: str, others: float | None, task: str = "code") -> Series:
 
 @pytest.mark.parametrize(
     ("base", "plain", "refused"),
-    [(0.0, 0.0, []), (None, None, []), (0.0, DISTURBED + 0.1, [PLAIN]), (DISTURBED + 0.1, 0.0, [BASELINE, PLAIN])],
+    [(0.0, 0.0, []), (None, None, []), (0.0, BUSY + 0.1, [PLAIN]), (BUSY + 0.1, 0.0, [BASELINE, PLAIN])],
 )
 def test_a_ratio_is_refused_if_either_side_was_disturbed(
     base: float | None, plain: float | None, refused: list[str]

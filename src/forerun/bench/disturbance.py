@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
-DISTURBED = 0.15
+BUSY = 0.15
 """Share of all processors' time that other processes may take before a ratio is refused. One busy process on two cores
 takes 0.5; an idle desktop takes a few hundredths."""
 
@@ -40,7 +40,7 @@ class LoadMeter:
         if busy is None or self._busy is None:
             return Load(own / seconds, None)
         others = (busy - self._busy - own) / seconds / (os.cpu_count() or 1)
-        return Load(own / seconds, max(0.0, others))
+        return Load(own / seconds, min(max(0.0, others), 1.0))
 
 
 def fastest(candidates: list[int], run: Callable[[int], float], rounds: int = 3) -> int:

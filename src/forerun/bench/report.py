@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from forerun.bench.disturbance import DISTURBED
+from forerun.bench.disturbance import BUSY
 from forerun.bench.machine import Row, footer, machine
 from forerun.bench.rounds import BASELINE, PLAIN, Decode, Series
 
@@ -69,7 +69,7 @@ def _short(speed: float) -> str:
 
 def undisturbed(rows: Sequence[Row]) -> list[Row]:
     """The rows, without the ratios for which other processes took too much of the machine."""
-    busy = {(row["task"], row["contestant"]): (row.get("others") or 0) > DISTURBED for row in rows}
+    busy = {(row["task"], row["contestant"]): (row.get("others") or 0) > BUSY for row in rows}
     return [
         row | {"speed_up": None} if busy[row["task"], row["contestant"]] or busy.get((row["task"], BASELINE)) else row
         for row in rows
@@ -186,7 +186,7 @@ def warnings(rows: Sequence[Row]) -> list[str]:
         most = max(row.get("others") or 0 for row in rows)
         notes.append(
             f"**The machine was busy**: other processes took up to {most:.0%} of its processors' time. Where that was "
-            f"over {DISTURBED:.0%}, speeds have no ratios, which would mean nothing. Stop what else runs."
+            f"over {BUSY:.0%}, speeds have no ratios, which would mean nothing. Stop what else runs."
         )
     if any(row["rounds"] < SURE_ROUNDS for row in rows):
         notes.append(
