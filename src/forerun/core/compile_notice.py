@@ -13,7 +13,7 @@ from numba.core import event
 
 log = logging.getLogger(__name__)
 
-SILENT_SECONDS = 2.0
+UNTOLD_SECONDS = 2.0
 """Seconds of compiling before it is told: a few functions that a change of types needs are not worth a line."""
 MESSAGE = "compiling kernels, once, about a minute"
 
@@ -43,7 +43,7 @@ class CompileNotice(event.Listener):  # type: ignore[misc]  # numba has no types
             return
         self.functions += 1
         self.on_function(self.functions)
-        if not self._told and time.monotonic() - self._began > SILENT_SECONDS:
+        if not self._told and time.monotonic() - self._began > UNTOLD_SECONDS:
             self._told = True
             log.warning(MESSAGE)
 
