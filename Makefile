@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE  # compiled once, not by every process of a tes
 
 .PHONY: demo test matrix alone lint bench real reference clean
 
-demo: $(READY) ## one prompt of each kind, plain and with the trie, side by side
+demo: $(READY) ## one prompt of each kind, without drafts and with auto, side by side
 	$(BIN)/forerun demo
 
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
@@ -40,6 +40,7 @@ reference: $(READY) ## train the bundled models anew: make reference BOOKS=folde
 # torch first and alone: its CPU build would otherwise be replaced by one with gigabytes of CUDA
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing PyTorch, then Forerun and what it needs, into $(VENV): a few minutes, 2.7 GB"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(READY)

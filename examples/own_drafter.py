@@ -1,4 +1,11 @@
-"""A drafter of your own, in ten lines: it can change the speed, never the text. python examples/own_drafter.py"""
+"""A drafter of your own, in ten lines: it can change the speed, never the text. python examples/own_drafter.py
+
+It prints:
+
+    1.00 tokens per step
+    3.08 tokens per step
+    same text: True
+"""
 
 from collections.abc import Sequence
 
@@ -23,7 +30,8 @@ tokenizer = AutoTokenizer.from_pretrained(path)
 
 texts = []
 for drafter in ("none", Echo()):
-    engine = forerun.Engine(model, drafter, tokenizer=tokenizer)
+    # Whole drafts are scored here, whatever a pass costs, so that the count is the same on every machine.
+    engine = forerun.Engine(model, drafter, tokenizer=tokenizer, prune_drafts=False)
     result = engine.generate("one two three one two three one two", max_new_tokens=40)
     texts.append(result.text)
     print(f"{result.stats[0].tokens_per_step:.2f} tokens per step")

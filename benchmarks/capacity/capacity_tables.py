@@ -29,7 +29,7 @@ SPEEDS = {
     "speed_up": "speed-up",
     "gamma1": "gamma1",
     "gamma2": "gamma2",
-    "tokens_per_step": "tokens a step",
+    "tokens_per_step": "tokens per step",
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from forerun.bench.machine import Row
 from forerun.bench.report import figure
+from forerun.core.install_command import install_command
 
 MARKERS = "os^Dv*P"
 
@@ -22,7 +23,7 @@ def check() -> None:
         ValueError: where matplotlib is not installed.
     """
     if find_spec("matplotlib") is None:
-        raise ValueError("plots need matplotlib; install it by: pip install 'forerun[bench]'")
+        raise ValueError(f"plots need matplotlib; install it by: {install_command('bench')}")
 
 
 @dataclass(frozen=True)

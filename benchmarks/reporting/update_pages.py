@@ -3,8 +3,9 @@
     python -m benchmarks update-pages [--tables bench,long,scaling,never-slower]
 
 `bench`, of `python -m benchmarks tasks --out runs/bench-TYPE`, goes into README.md; `long`, of `python -m benchmarks
-papers triforce`, and `never-slower`, of `forerun bench never-slower --out runs/never-slower-NAME`, into
-docs/benchmarks.md; `scaling`, of `python -m benchmarks capacity --published`, into docs/scaling.md.
+papers triforce`, into docs/benchmarks.md; `never-slower`, of `forerun bench never-slower --out
+runs/never-slower-NAME`, into docs/results/never-slower.md, and its short form and plot into docs/benchmarks.md;
+`scaling`, of `python -m benchmarks capacity --published`, into docs/scaling.md.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import typer
 from benchmarks.capacity.capacity_tables import SIZES, SPEEDS
 from benchmarks.capacity.published import COLUMNS as PUBLISHED
 from benchmarks.long_context.long_bench import PLAIN
+from benchmarks.reporting import slowness
 from benchmarks.reporting.common_options import names
 from benchmarks.reporting.study_report import listing, speed_cell
 from forerun.bench.machine import Row
@@ -31,6 +33,7 @@ from forerun.cli.options import DebugOptions
 ROOT = Path(__file__).parents[2]
 CAPACITY = ROOT / "runs" / "capacity" / "capacity.json"
 TABLES = "bench", "long", "scaling", "never-slower"
+SLOWNESS = ROOT / "docs" / "results" / "never-slower.md"
 LONG = ROOT / "runs" / "triforce" / "triforce.json"
 RAISED = "¹²³⁴"
 """Marks a cell of so many draws. By default there are more."""
@@ -47,6 +50,8 @@ def speed_table(reports: dict[str, Path]) -> str:
 
 
 def _speed(row: Row) -> str:
+    if row["speed_up"] is None:
+        raise ValueError(f"{row['contestant']}: the machine was busy while {row['task']} was measured; measure it anew")
     ratio = "" if row["contestant"] == BASELINE else f" ({row['speed_up']:.1f}x)"
     return f"{row['tokens_per_second']:.0f}{ratio}"
 
@@ -131,7 +136,11 @@ def run(options: UpdateOptions) -> None:
     if "long" in wanted and LONG.exists():
         into_page(ROOT / "docs" / "benchmarks.md", long_table(LONG), "long")
     if "never-slower" in wanted and (slow := sorted(ROOT.glob("runs/never-slower-*/never-slower.json"))):
-        into_page(ROOT / "docs" / "benchmarks.md", slowness_table(slow), "never-slower")
+        into_page(SLOWNESS, slowness_table(slow), "never-slower")
+    if "never-slower" in wanted:
+        page = SLOWNESS.read_text(encoding="utf-8")
+        into_page(ROOT / "docs" / "benchmarks.md", slowness.short_table(page), "how-much-slower")
+        slowness.draw(page, SLOWNESS.with_suffix(".svg"))
     if "scaling" in wanted and CAPACITY.exists():
         for name, table in scaling_tables(CAPACITY).items():
             into_page(ROOT / "docs" / "scaling.md", table, name)

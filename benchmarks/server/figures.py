@@ -70,7 +70,7 @@ def _times(good: Sequence[Answer]) -> Row:
 
 
 def _speculation(good: Sequence[Answer]) -> Row:
-    """Over all answers whose server tells of drafts: the acceptance rate, and tokens a step."""
+    """Over all answers whose server tells of drafts: the acceptance rate, and tokens per step."""
     told = [answer.usage["forerun"] for answer in good if "forerun" in answer.usage]
     steps, drafted, accepted = (sum(each[name] for each in told) for name in ("steps", "drafted", "accepted"))
     tokens = sum(answer.tokens for answer in good if "forerun" in answer.usage)

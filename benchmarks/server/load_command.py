@@ -47,6 +47,7 @@ from forerun.cli.options import (
     option,
 )
 from forerun.cli.terminal import say
+from forerun.core.install_command import install_command
 from forerun.drafting.recipes import check_drafter
 from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.inputs import position_limit
@@ -147,14 +148,14 @@ def run(options: ServingOptions) -> None:
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise ValueError(f"server load needs {', '.join(missing)}; install them by: pip install 'forerun[serve,bench]'")
+        raise ValueError(f"server load needs {', '.join(missing)}; install them by: {install_command('serve,bench')}")
     for name in options.drafters:
         if name not in (DEFAULT, RAY, TRANSFORMERS, LLAMA):
             check_drafter(name)
     if RAY in options.drafters and importlib.util.find_spec("ray") is None:
-        raise ValueError(f"{RAY} needs Ray Serve; pip install 'forerun[ray]'")
+        raise ValueError(f"{RAY} needs Ray Serve; install it by: {install_command('ray')}")
     if LLAMA in options.drafters and importlib.util.find_spec("xllamacpp") is None:
-        raise ValueError(f"{LLAMA} is not installed; pip install 'forerun[peers]'")
+        raise ValueError(f"{LLAMA} is not installed; install it by: {install_command('peers')}")
     subject, rounds, longest, encoder = _prepared(options)
     report = Report("Servers under load", plain_values(options) | {"dtype": subject.dtype})
     delivery = Delivery(report, options.out, "serve", options.json)

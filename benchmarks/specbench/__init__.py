@@ -1,1 +1,1 @@
-"""Spec-Bench, the common yardstick of speculative decoding: tokens a step and speed-up by category of questions."""
+"""Spec-Bench, the common yardstick of speculative decoding: tokens per step and speed-up by category of questions."""

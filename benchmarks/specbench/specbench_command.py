@@ -1,4 +1,4 @@
-"""``python -m benchmarks specbench``: tokens a step and speed-up by category of Spec-Bench's questions.
+"""``python -m benchmarks specbench``: tokens per step and speed-up by category of Spec-Bench's questions.
 
 Every contestant keeps what it learns from prompt to prompt of a category, and begins each category anew. The second
 turn of a question has the same prompt for all: it contains Forerun's own answer to the first.
@@ -42,19 +42,20 @@ TASK_PROMPTS = 4
 
 @dataclass(frozen=True)
 class SpecBenchOptions(OutputOptions, SourceOptions, ModelOptions):
-    """Spec-Bench on any model: tokens a step and speed-up by category, both turns of every question.
+    """Spec-Bench on any model: tokens per step and speed-up by category, both turns of every question.
 
     Contestants take turns in one process: transformers' greedy and prompt lookup, and Forerun's drafters, each with
-    what it learned from the category's earlier questions. ``--every-node`` counts tokens a step alone, without pruning.
+    what it learned from the category's earlier questions. ``--every-node`` only counts tokens per step, unpruned.
     """
 
     questions: Annotated[
         Path | None, option("--questions", "-q", panel="Text", help="Spec-Bench's question.jsonl.", metavar="FILE")
     ] = None
     drafter: Drafters = None
-    budget: Annotated[str, list_option("--budget", "Model", "Most drafted tokens a step.")] = str(BUDGET)
+    budget: Annotated[str, list_option("--budget", "Model", "Most drafted tokens per step.")] = str(BUDGET)
     every_node: Annotated[
-        bool, option("--every-node", panel="Model", help="Score whole drafts, and count tokens a step instead of time.")
+        bool,
+        option("--every-node", panel="Model", help="Score whole drafts, and count tokens per step instead of time."),
     ] = False
     limit: Annotated[int | None, option("--limit", panel="Text", help="Questions of a category.", min=1)] = None
     tasks: Annotated[bool, option("--tasks", panel="Text", help="The prompts of `tasks` as well.")] = False

@@ -43,7 +43,7 @@ SPEED = {
     "speed_up": "speed-up",
     "slowest": "slowest round",
     "fastest": "fastest round",
-    "tokens_per_step": "tokens a step",
+    "tokens_per_step": "tokens per step",
     "acceptance": "acceptance",
     "bytes_per_token": "bytes brought in a token",
     "link_share": "of the link's bandwidth",

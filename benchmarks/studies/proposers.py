@@ -3,8 +3,8 @@
     python -m benchmarks proposers --tokenizer FILE --replay FILE[:author=A][:from=I][:to=J] ... [--tokens 8]
 
 The loop is vLLM's with greedy decoding and one row: the longest beginning of the draft that follows the recorded answer
-is accepted, and one token comes with it. Prints, for each file and proposer: tokens a step, the share of drafted tokens
-that were accepted, tokens drafted a step, and microseconds of a call.
+is accepted, and one token comes with it. Prints, for each file and proposer: tokens per step, the share of drafted
+tokens that were accepted, tokens drafted a step, and microseconds of a call.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def replay(rows: list[Recorded], propose: Propose) -> str:
             end += came
     share = accepted / max(drafted, 1)
     return (
-        f"{committed / steps:5.2f} tokens a step  {share:4.0%} accepted of {drafted / steps:5.2f} drafted a step"
+        f"{committed / steps:5.2f} tokens per step  {share:4.0%} accepted of {drafted / steps:5.2f} drafted a step"
         f"  {seconds / steps * 1e6:6.0f} us a call"
     )
 

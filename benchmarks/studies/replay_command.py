@@ -27,7 +27,7 @@ class ReplayOptions(OutputOptions):
     file: Annotated[str, typer.Argument(metavar="FILE", help="What to replay.")]
     tokenizer: Annotated[Path, option(panel="Text", help="A tokenizer.json.")]
     drafter: Annotated[str, option("--drafter", "-d", panel="Model", help=DRAFTER_HELP)] = "trie"
-    budget: Annotated[int, option(panel="Model", help="Most drafted tokens a step.", min=1)] = 64
+    budget: Annotated[int, option(panel="Model", help="Most drafted tokens per step.", min=1)] = 64
     warm: Annotated[list[str] | None, option(panel="Text", metavar="FILE", help="Seen before; may be repeated.")] = None
 
     def __post_init__(self) -> None:

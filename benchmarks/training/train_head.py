@@ -292,7 +292,7 @@ class HeadTraining:
 
 
 def run(options: HeadOptions) -> None:
-    """Train, write the head, and count how many tokens a step it gives."""
+    """Train, write the head, and count how many tokens per step it gives."""
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
     target, tokenizer = load(options.model, "bfloat16", device=options.device)
@@ -408,7 +408,7 @@ def export(model: EagleModel, out: Path) -> None:
 def figures(
     options: HeadOptions, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, held: Sequence[Text]
 ) -> None:
-    """Print tokens a step on prompts that were held out: counted, not timed, and the last line as JSON."""
+    """Print tokens per step on prompts that were held out: counted, not timed, and the last line as JSON."""
     found: dict[str, float] = {}
     for name, drafter in (("trie", "trie"), ("head", HeadDrafter(load_head(options.out)))):
         engine = Engine(target, drafter, tokenizer=tokenizer, prune_drafts=False)

@@ -14,4 +14,4 @@ for question in ("What is a trie?", "What is it good for?"):
     said = answer.choices[0].message.content
     messages.append({"role": "assistant", "content": said})
     print(f"> {question}\n{said}")
-    print(f"[{answer.usage.forerun['mean_acceptance_length']:.2f} tokens a step]\n")
+    print(f"[{answer.usage.forerun['mean_acceptance_length']:.2f} tokens per step]\n")

@@ -13,6 +13,7 @@ from typing import Any, Unpack
 import torch
 from transformers import (
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -22,7 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from forerun.core.fairness import FairLock, locked
-from forerun.core.long_context import LongContextConfig
+from forerun.core.long_context import LongContextConfig, check_settings
 from forerun.core.request import Request
 from forerun.core.sampling import Method
 from forerun.core.stats import Stats
@@ -114,10 +115,10 @@ def custom_generate(
 ) -> torch.Tensor | GenerateForerunOutput:
     """For ``model.generate(..., custom_generate=forerun.custom_generate, forerun_drafter="auto")``.
 
-    transformers does not pass ``streamer=`` and ``tokenizer=`` on to a custom generate. Use ``forerun_streamer=``
-    instead of the first; for stop strings, put a ``StopStringCriteria`` into ``stopping_criteria``. Without
-    ``forerun_seed``, each prompt's seed is drawn from torch's global generator. Several sequences for one prompt have
-    consecutive seeds.
+    transformers does not pass ``streamer=`` and ``tokenizer=`` on to a custom generate. The streamer is found in the
+    running ``model.generate``; ``forerun_streamer=`` is for calls from elsewhere. For stop strings, put a
+    ``StopStringCriteria`` into ``stopping_criteria``. Without ``forerun_seed``, each prompt's seed is drawn from
+    torch's global generator. Several sequences for one prompt have consecutive seeds.
 
     Returns:
         As ``model.generate``: ids ``[B, t]``, or an output object with ``sequences`` and ``stats``.
@@ -129,12 +130,24 @@ def custom_generate(
     prepared = Prepared(generation_config, logits_processor, stopping_criteria)
     options = RowOptions(forerun_seed, forerun_verification, forerun_namespace)
     requests = _rows(model, input_ids, check_inputs(input_ids, model_kwargs), prepared, options)
+    streamer, prompt = (forerun_streamer, input_ids) if forerun_streamer else (_streamer_of_caller(), None)
     with closing(engine.run(requests)) as commits:
-        feed(forerun_streamer, requests, commits, input_ids)
+        feed(streamer, requests, commits, prompt)
     sequences = _append(input_ids, requests, generation_config)
     if not generation_config.return_dict_in_generate:
         return sequences
     return GenerateForerunOutput(sequences=sequences, stats=[request.stats for request in requests])
+
+
+def _streamer_of_caller() -> BaseStreamer | None:
+    """The ``streamer=`` of the ``model.generate`` that runs, which put the prompt into it and keeps it."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "generate" and frame.f_globals["__name__"] == GenerationMixin.__module__:
+            streamer: BaseStreamer | None = frame.f_locals.get("streamer")
+            return streamer
+        frame = frame.f_back
+    return None
 
 
 class _Engines(OrderedDict[Any, Engine]):
@@ -161,6 +174,7 @@ class _Engines(OrderedDict[Any, Engine]):
 def engine_of(model: PreTrainedModel, drafter: Drafts, **settings: Any) -> Engine:
     """The model's engine for this drafter and these arguments of ``Engine``, made at first use. It lives as long as the
     model."""
+    check_settings(settings.get("settings"))
     engines: _Engines = model.__dict__.setdefault("_forerun_engines", _Engines())
     changed = {name: value for name, value in settings.items() if value != DEFAULTS[name]}
     key = (drafter, model.dtype, model.device, *sorted(changed.items()))

@@ -63,7 +63,10 @@ def test_a_text_that_differs_from_plain_forerun_is_counted_apart_from_transforme
     assert "| forerun x | 2.00 | 0 % | 100 % |" in report.equality_table(rows)
 
 
-def test_few_rounds_are_said_to_rank_nothing_and_the_spread_is_shown(series: list[Series]) -> None:
+def test_few_rounds_are_said_to_rank_nothing_and_the_spread_is_shown(
+    series: list[Series], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "BUSY", 2.0)  # the tests' machine may be busy
     text = report.BenchResult(report.summarise(series), {}).markdown
     assert "Fewer than 5 rounds: ranks may be noise." in text
     assert " to " in text.splitlines()[2] and text.splitlines()[3].count("x (") == 1

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
+from benchmarks.reporting import slowness
 from benchmarks.reporting.update_pages import into_page, slowness_table
 from benchmarks.studies import exact_texts
 from benchmarks.studies.replay import Recorded, Selection, replay
@@ -100,6 +101,19 @@ def test_the_table_of_what_is_never_slower_marks_what_breaks_the_promise(tmp_pat
     assert lines[0] == "|  | tasks | novel, T 0.8 |"
     assert lines[2] == "| Small, bfloat16: 2,000 x 4 | 1.50 (0.94) | **0.97** (**0.93**) |"
     assert lines[3] == "| bundled: 2,000 x 1 | 1.50† (0.94)² | - |"
+
+
+def test_the_short_table_counts_the_cells_of_the_long_one(tmp_path: Path) -> None:
+    page = "| Big-Instruct, float32: 2,000 x 1 | **0.96**† (**0.90**)³ | 1.04 (1.00) |\n"
+    page += "| bundled: 100 x 4 | 2.00 (1.50) |\n"
+    page += "| Big-Instruct, bfloat16: 2,000 x 4 | 3.00 (2.00)¹ | - |\n"
+    lines = slowness.short_table(page).splitlines()[2:]
+    assert lines == [
+        "| Big, 2,000 tokens | 3 | 0.96 | 1.04 | 3.00 | 1 | 0.90 |",
+        "| bundled, 100 tokens | 1 | 2.00 | 2.00 | 2.00 | 0 | 1.50 |",
+    ]
+    slowness.draw(page, tmp_path / "plot.svg")
+    assert "<svg" in (tmp_path / "plot.svg").read_text()
 
 
 def test_jobs_are_seeded_and_say_what_they_cannot_do() -> None:

@@ -387,7 +387,7 @@ def small_demo(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_demo_shows_both_and_checks_that_they_are_equal() -> None:
     result = call("demo", "--repeats", 2, "--warm")
     assert result.exit_code == 0, result.output
-    for expected in ("An answer", "plain:", "trie:", "same text, token for token", "speed-up", "all"):
+    for expected in ("An answer", "plain:", "auto:", "same text, token for token", "speed-up", "all"):
         assert expected in result.stdout
     assert ESCAPE not in result.stdout
     wide = call("demo", "--repeats", 1, "--kind", "code", "--color", env={"COLUMNS": "120"})
@@ -403,7 +403,7 @@ def test_a_warm_trie_needs_fewer_steps_and_json_has_both() -> None:
     assert [prompt["kind"] for prompt in cold["prompts"]] == ["rag", "code"]
     assert cold["equal"]
     assert cold["prompts"][0]["plain"]["tokens_per_step"] == 1
-    assert warm["prompts"][1]["trie"]["tokens_per_step"] > cold["prompts"][1]["trie"]["tokens_per_step"]
+    assert warm["prompts"][1]["auto"]["tokens_per_step"] > cold["prompts"][1]["auto"]["tokens_per_step"]
 
 
 @pytest.mark.usefixtures("small_demo")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import string
 import threading
 import weakref
@@ -14,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 from support.mocks import Silent
-from support.tiny import EOS, PROMPTS, VOCABULARY, OracleDrafter, tiny
+from support.tiny import EOS, HYBRIDS, PROMPTS, VOCABULARY, OracleDrafter, build, tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Cache,
+    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -28,6 +30,7 @@ from transformers import (
     TextIteratorStreamer,
     TextStreamer,
 )
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.generation import StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
@@ -38,6 +41,7 @@ from forerun.decoding.row import Row, State
 from forerun.decoding.source import Limit
 from forerun.decoding.sources.lookup import Lookup
 from forerun.decoding.sources.trie_source import TrieSource
+from forerun.models.forward.inputs import check_inputs
 from forerun.models.forward.runtime import Runtime, runtime_as_default
 
 MODEL = tiny("llama")
@@ -452,6 +456,10 @@ def test_all_doors_draw_the_same_seeds() -> None:
     assert custom[:, len(PROMPT) :].tolist() == engine.generated
 
 
+CACHE = "(past_key_values|cache)"
+"""What transformers 5.23 calls the model's cache, and 5.24."""
+
+
 class Quantised(QuantizedCache):
     """Without the package that it would need."""
 
@@ -462,13 +470,14 @@ class Quantised(QuantizedCache):
 def test_custom_generate_names_the_inputs_that_it_cannot_take() -> None:
     ids = torch.tensor([PROMPT])
     embedded = MODEL.get_input_embeddings()(ids)
-    cache = MODEL(ids[:, :-1], use_cache=True).past_key_values
+    filled = DynamicCache()
+    filled.update(torch.zeros(1, 1, 11, 4), torch.zeros(1, 1, 11, 4), 0)
     natural = torch.arange(len(PROMPT))[None]
     for given, message in (
         ({"inputs_embeds": embedded}, "^inputs_embeds: Forerun reads token ids"),
         ({"inputs": ids, "position_ids": natural + 1}, "^position_ids: Forerun counts"),
-        ({"inputs": ids, "past_key_values": cache}, "^past_key_values holds 11 tokens"),
-        ({"inputs": ids, "past_key_values": Quantised()}, "^past_key_values is a QuantizedCache"),
+        ({"inputs": ids, "past_key_values": filled}, f"^{CACHE} holds 11 tokens"),
+        ({"inputs": ids, "past_key_values": Quantised()}, f"^{CACHE} is a QuantizedCache"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             MODEL.generate(**given, max_new_tokens=2, custom_generate=forerun.custom_generate, forerun_drafter="none")
@@ -477,6 +486,15 @@ def test_custom_generate_names_the_inputs_that_it_cannot_take() -> None:
         ids, position_ids=natural, custom_generate=forerun.custom_generate, forerun_drafter="none", **options
     )
     assert own[0, len(PROMPT) :].tolist() == by_transformers(**options)
+
+
+def test_caches_are_checked_under_any_name() -> None:
+    for model, message in ((MODEL, "^kept holds 12 tokens"), (build(*HYBRIDS["mamba2"], seed=1), "^kept holds states")):
+        ids = torch.tensor([PROMPT])
+        (cache,) = (each for each in model(ids, use_cache=True).values() if isinstance(each, Cache))
+        with pytest.raises(NotImplementedError, match=message):
+            check_inputs(ids, {"kept": cache})
+        check_inputs(ids, {"kept": type(cache)(config=model.config)})
 
 
 def test_padding_without_a_mask_is_no_text_as_in_transformers() -> None:
@@ -533,6 +551,71 @@ def test_a_streamer_of_custom_generate_gets_the_prompt_first() -> None:
     MODEL.generate(ids, streamer=theirs, **options)
     MODEL.generate(ids, custom_generate=forerun.custom_generate, forerun_streamer=ours, **options)
     assert ours.values == theirs.values and ours.ended and len(ours.values) == 6
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_streamer_of_generate_reaches_custom_generate(wrapped: bool) -> None:
+    ids, theirs, ours = torch.tensor([PROMPT]), Kept(), Kept()
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    MODEL.generate(ids, streamer=theirs, **options)
+    custom = (lambda *args, **kwargs: forerun.custom_generate(*args, **kwargs)) if wrapped else forerun.custom_generate
+    MODEL.generate(ids, streamer=ours, custom_generate=custom, **options)
+    assert ours.values == theirs.values and ours.ended and len(ours.values) == 6
+
+
+def byte_tokenizer(text: str) -> PreTrainedTokenizerFast:
+    """One token a byte, of the bytes in a text."""
+    spelled = sorted({bytes_to_unicode()[byte] for byte in text.encode()})
+    backend = Tokenizer(models.BPE({each: i for i, each in enumerate(spelled)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+@pytest.mark.parametrize("drafter", ["none", "lookup"])
+def test_texts_of_a_stream_never_split_a_character(drafter: str) -> None:
+    text = "\u4f60\u597d w\u00f6rld \U0001f642" * 2
+    tokenizer = byte_tokenizer(text)
+    ids = tokenizer(text)["input_ids"]
+    engine = forerun.Engine(MODEL, drafter, tokenizer=tokenizer)
+    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": len(ids)}
+    written = [*engine.stream(ids, prefix_allowed_tokens_fn=lambda _, so_far: [ids[len(so_far) - len(ids)]], **options)]
+    assert [token for commit in written for token in commit.tokens] == ids
+    assert "".join(commit.text or "" for commit in written) == text
+    assert any(commit.text == "" for commit in written) or drafter == "lookup"
+    broken = ids[: len(ids) - 1]  # the last character is cut off: its bytes come out at the end
+    options |= {"max_new_tokens": len(broken)}
+    (*_, last) = engine.stream(ids, prefix_allowed_tokens_fn=lambda _, so_far: [ids[len(so_far) - len(ids)]], **options)
+    assert (last.text or "").endswith("\N{REPLACEMENT CHARACTER}")
+    assert next(iter(forerun.Engine(MODEL, "none").stream(PROMPT, max_new_tokens=2))).text is None
+
+
+def test_a_result_is_short_in_print(tokenizer: PreTrainedTokenizerFast) -> None:
+    engine = forerun.Engine(MODEL, "none", tokenizer=tokenizer)
+    options: dict[str, Any] = {"max_new_tokens": 100, "do_sample": False, "eos_token_id": None}
+    one, two = engine.generate(PROMPT, **options), engine.generate([PROMPT, PROMPT], **options)
+    assert re.fullmatch(r"GenerationResult\('\w{79}…', 100 tokens, 1.0 tokens per step, \d+\.\d\d s\)", repr(one))
+    assert re.fullmatch(r"GenerationResult\(2 sequences, 200 tokens, 1.0 tokens per step, .*\)", repr(two))
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"seed": "x"}, "seed is 'x'; it must be an integer or None"),
+    ({"logprobs": "x"}, "logprobs is 'x'; it must be an integer or None"),
+    ({"namespace": 3}, "namespace is 3; it must be a text"),
+    ({"max_new_tokens": "x"}, "max_new_tokens is 'x'; it must be an integer or None"),
+    ({"top_p": "x"}, "top_p is 'x'; it must be a number or None"),
+    ({"budget": "x"}, "budget is 'x'; it must be an integer"),
+    ({"settings": {}}, "settings is {}; it must be a forerun.LongContextConfig or None"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), WRONG)
+def test_an_argument_of_the_wrong_type_is_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+        forerun.generate(MODEL, PROMPT, drafter="none", **{"max_new_tokens": 2, **given})
+    if "settings" in given:
+        with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+            forerun.Engine(MODEL, "none", **given)
 
 
 def test_a_user_s_stop_strings_take_the_place_of_the_options(tokenizer: PreTrainedTokenizerFast) -> None:

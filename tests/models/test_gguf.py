@@ -307,4 +307,4 @@ def test_a_part_of_a_split_model_is_refused(tmp_path: Path) -> None:
 
 def test_packages_that_are_not_installed_are_named(exact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forerun.models.loading.gguf, "find_spec", lambda package: None)
-    assert "gguf and accelerate to read it with is not installed; pip install 'forerun[real]'" in refused(exact)
+    assert "gguf and accelerate to read it with is not installed; install it by: " in refused(exact)

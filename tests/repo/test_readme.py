@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-import forerun
 from forerun.cli import app
 
 pytestmark = pytest.mark.usefixtures("called_again")
-ROOT = Path(forerun.__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
     "docs/usage.md",
@@ -26,7 +26,7 @@ PAGES = [
 ]
 LINKING = [
     *PAGES, "docs/serving.md", "docs/scaling.md", "docs/trie.md", "docs/integrations.md", "docs/models.md",
-    "CONTRIBUTING.md", "CHANGELOG.md",
+    "docs/results/never-slower.md", "CONTRIBUTING.md", "CHANGELOG.md",
 ]  # fmt: skip
 """Pages whose links are followed; what those that are no ``PAGES`` show is tested elsewhere."""
 README = (ROOT / "README.md").read_text()
@@ -86,10 +86,16 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
-def test_examples_run(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(example), run_name="__main__")
-    said = capsys.readouterr().out
-    assert said.strip() and "False" not in said
+def test_examples_print_what_they_say(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = runpy.run_path(str(example), run_name="__main__")["__doc__"]
+    _, expected = said.split("It prints:\n\n")
+    assert capsys.readouterr().out.strip("\n") == textwrap.dedent(expected).strip("\n")
+
+
+def test_the_readme_s_example_prints_what_stands_below_it(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,), (expected,) = blocks("README.md", "python"), blocks("README.md", "text")
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out == expected
 
 
 def test_make_targets_that_the_readme_names_exist() -> None:
@@ -100,7 +106,10 @@ def test_make_targets_that_the_readme_names_exist() -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-@pytest.mark.parametrize(("page", "marker"), [("README.md", "bench"), ("docs/benchmarks.md", "long")])
+@pytest.mark.parametrize(
+    ("page", "marker"),
+    [("README.md", "bench"), ("docs/benchmarks.md", "long"), ("docs/benchmarks.md", "how-much-slower")],
+)
 def test_each_table_has_its_place(page: str, marker: str) -> None:
     text = (ROOT / page).read_text()
     assert re.search(rf"<!-- {marker}:begin -->\n\n\|.*\|\n\n<!-- {marker}:end -->", text, re.DOTALL)

@@ -23,7 +23,7 @@ def server() -> Iterator[LiveServer]:
 @pytest.mark.parametrize(("client", "function"), [(client, function) for client, _, function in ROWS])
 def test_a_row_of_the_table(server: LiveServer, client: str, function: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec(client) is None:
-        pytest.skip(f"{client} is not installed; pip install 'forerun[clients]' has it")
+        pytest.skip(f"{client} is not installed; pip install '.[clients]' has it")
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     function(f"http://127.0.0.1:{server.port}/v1", "bundled")

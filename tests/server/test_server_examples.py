@@ -14,7 +14,7 @@ import forerun
 
 EXAMPLES = Path(forerun.__file__).parents[2] / "examples" / "server"
 SAYS = {
-    "chat": r"> What is a trie\?\n[\s\S]*> What is it good for\?\n[\s\S]*\[\d+\.\d\d tokens a step\]",
+    "chat": r"> What is a trie\?\n[\s\S]*> What is it good for\?\n[\s\S]*\[\d+\.\d\d tokens per step\]",
     "stream": r"\x1b\[32m[\s\S]*\[80 tokens in [1-7]?\d steps\]",
     "clients": r"the same texts together and alone: True",
     "retrieval": r"the Silver Heron\?\n.*[Ss]ilver Heron[\s\S]*\[[1-9]\d* of \d+ tokens were drafted\]",

@@ -10,15 +10,27 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from forerun.bench.disturbance import fastest
 from forerun.bench.journal import Journal
-from forerun.bench.rounds import BASELINE, PLAIN, Contestant, PromptSet, Rows, Run, Series, Tokens, measure
+from forerun.bench.rounds import (
+    BASELINE,
+    PLAIN,
+    UNTIMED_TOKENS,
+    Contestant,
+    PromptSet,
+    Rows,
+    Run,
+    Series,
+    Tokens,
+    measure,
+)
 from forerun.core.long_context import LongContextConfig
 from forerun.decoding.level import Level
 from forerun.decoding.recipes import DRAFTERS, Recipe, Setup, build, trie_of
@@ -67,6 +79,7 @@ class Bench:
         skip: Sequence[str] = (),
     ) -> None:
         self.model = model
+        self._threads = torch.get_num_threads()
         self.settings = settings or LongContextConfig()
         self.drafters = list(dict.fromkeys(drafters))
         self.skip = list(skip)
@@ -145,7 +158,26 @@ class Bench:
                 out = self.model.generate(ids, attention_mask=mask, **more)
             return [until_end(row, self.model) for row in out[:, ids.shape[1] :].tolist()], len(passes)
 
-        return Contestant(timed(generate))
+        return Contestant(timed(generate), lambda: torch.set_num_threads(self.threads_of_transformers))
+
+    @cached_property
+    def threads_of_transformers(self) -> int:
+        """The number of threads with which its plain decoding is fastest here: not always all, as beside a busy process
+        each waits for the slowest."""
+        ids = torch.zeros((1, 8), dtype=torch.long, device=self.model.device)
+        options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
+        length = {"min_new_tokens": UNTIMED_TOKENS, "max_new_tokens": UNTIMED_TOKENS}
+
+        def seconds(threads: int) -> float:
+            torch.set_num_threads(threads)
+            begin = time.perf_counter()
+            self.model.generate(ids, **length, **options)
+            return time.perf_counter() - begin
+
+        try:
+            return fastest(list(range(self._threads, 0, -max(1, self._threads // 4))), seconds)
+        finally:
+            torch.set_num_threads(self._threads)
 
     def forerun(self, make: Callable[[Setup], Source], budget: int = BUDGET, pruned: bool = True) -> Contestant:
         """The engine with a new drafter in each round.
@@ -157,6 +189,7 @@ class Bench:
         """
 
         def prepare() -> None:
+            torch.set_num_threads(self._threads)
             self.engine.budget, self.engine.prune_drafts = budget, pruned
             self.engine.set_drafter(make, self.settings)
 

@@ -322,7 +322,7 @@ def broken(row: Row) -> list[str]:
     return [what for found, what in findings if found]
 
 
-COLUMNS = ("cell", "median", "worst", "best other", "tokens a step", "plain against itself", "broken")
+COLUMNS = ("cell", "median", "worst", "best other", "tokens per step", "plain against itself", "broken")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from forerun.bench.disturbance import BUSY
 from forerun.bench.machine import Row, footer, machine
 from forerun.bench.rounds import BASELINE, PLAIN, Decode, Series
 
@@ -50,6 +51,8 @@ def _row(one: Series, baseline: Series, plain: Series | None, decode: Decode) ->
         "speed_up": round(one.tokens_per_second / baseline.tokens_per_second, 3),
         "same_output": one.same_texts(baseline, decode),
         "same_as_plain": one.same_texts(plain) if ours and plain is not None else None,
+        "cores": None if one.cores is None else round(one.cores, 2),
+        "others": None if one.others is None else round(one.others, 3),
         "texts": sum(len(rounds[0].texts) for rounds in one.runs),
         "tokens": sum(rounds[0].tokens for rounds in one.runs),
     }
@@ -62,6 +65,15 @@ def _figures(value: float) -> float:
 
 def _short(speed: float) -> str:
     return f"{speed:.0f}" if speed >= 10 else f"{speed:.2g}"
+
+
+def undisturbed(rows: Sequence[Row]) -> list[Row]:
+    """The rows, without the ratios for which other processes took too much of the machine."""
+    busy = {(row["task"], row["contestant"]): (row.get("others") or 0) > BUSY for row in rows}
+    return [
+        row | {"speed_up": None} if busy[row["task"], row["contestant"]] or busy.get((row["task"], BASELINE)) else row
+        for row in rows
+    ]
 
 
 def means(rows: Sequence[Row]) -> list[Row]:
@@ -90,18 +102,21 @@ def _by_contestant(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def speed_table(rows: Sequence[Row]) -> str:
     """Speed-up over ``transformers`` greedy by task, with the slowest and the fastest round in brackets."""
+    rows = undisturbed(rows)
     named = [row | {"task": row["task"].replace("|", "\\|")} for row in [*rows, *means(rows)]]
     return pivot(named, "contestant", "task", _cell).replace("| contestant |", "| |", 1)
 
 
 def _cell(row: Row) -> str:
-    base = row["contestant"] == BASELINE
+    base = row["contestant"] == BASELINE or row["speed_up"] is None
     median = f"{_short(row['tokens_per_second'])} tokens/s" if base else f"{row['speed_up']:.2f}x"
     if row.get("rounds", 1) == 1:
         return median
-    to = row["speed_up"] / row["tokens_per_second"]
     slow, fast = row["slowest"], row["fastest"]
-    return f"{median} ({_short(slow)} to {_short(fast)})" if base else f"{median} ({slow * to:.2f} to {fast * to:.2f})"
+    if base:
+        return f"{median} ({_short(slow)} to {_short(fast)})"
+    to = row["speed_up"] / row["tokens_per_second"]
+    return f"{median} ({slow * to:.2f} to {fast * to:.2f})"
 
 
 def equality_table(rows: Sequence[Row]) -> str:
@@ -148,8 +163,8 @@ class BenchResult:
         return {
             "machine": machine(),
             "settings": self.settings,
-            "rows": list(self.rows),
-            "means": means(self.rows),
+            "rows": undisturbed(self.rows),
+            "means": means(undisturbed(self.rows)),
             "notes": warnings(self.rows),
         }
 
@@ -167,6 +182,12 @@ class BenchResult:
 def warnings(rows: Sequence[Row]) -> list[str]:
     """What a reader of the figures must know."""
     notes = []
+    if any(row["speed_up"] is None for row in undisturbed(rows)):
+        most = max(row.get("others") or 0 for row in rows)
+        notes.append(
+            f"**The machine was busy**: other processes took up to {most:.0%} of its processors' time. Where that was "
+            f"over {BUSY:.0%}, speeds have no ratios, which would mean nothing. Stop what else runs."
+        )
     if any(row["rounds"] < SURE_ROUNDS for row in rows):
         notes.append(
             f"Fewer than {SURE_ROUNDS} rounds: ranks may be noise. Contestants whose brackets overlap are not ranked."

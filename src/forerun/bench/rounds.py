@@ -7,9 +7,10 @@ disturbances of the machine affect all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 
+from forerun.bench.disturbance import LoadMeter
 from forerun.bench.journal import Journal, TurnKey
 from forerun.bench.machine import Row
 
@@ -43,12 +44,16 @@ class Run:
         seconds: from prompt to last token.
         passes: of the target, where reading the prompt counts as one; None if unknown.
         counted: number of tokens of all rows; by default those of ``texts``.
+        cores: processor time of this process by ``seconds``; None if it was not measured.
+        others: share of all processors' time that other processes took; None if it was not measured.
     """
 
     texts: Sequence[Tokens | str]
     seconds: float
     passes: int | None
     counted: int | None = None
+    cores: float | None = None
+    others: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -91,6 +96,21 @@ class Series:
         if len(known) < len(passes):
             return None
         return sum(rounds[0].tokens / len(rounds[0].texts) for rounds in self.runs) / sum(known)
+
+    @property
+    def cores(self) -> float | None:
+        """Processor time by time, of all runs."""
+        return self._weighted([(run.cores, run.seconds) for rounds in self.runs for run in rounds])
+
+    @property
+    def others(self) -> float | None:
+        """The share of all processors' time that other processes took during all runs."""
+        return self._weighted([(run.others, run.seconds) for rounds in self.runs for run in rounds])
+
+    def _weighted(self, values: Sequence[tuple[float | None, float]]) -> float | None:
+        known = [(value, seconds) for value, seconds in values if value is not None]
+        total = sum(seconds for _, seconds in known)
+        return sum(value * seconds for value, seconds in known) / total if total else None
 
     def same_texts(self, other: Series, decode: Decode = str) -> float:
         """The share of equal texts of all rounds: token for token, or as strings if only those are known."""
@@ -177,6 +197,9 @@ def _turn(contestants: Mapping[str, Contestant], shift: int, rows: Rows, max_new
 def _run(name: str, contestant: Contestant, rows: Rows, max_new_tokens: int) -> Run:
     try:
         contestant.prepare()
-        return contestant.run(rows, max_new_tokens)
+        meter = LoadMeter()
+        run = contestant.run(rows, max_new_tokens)
+        load = meter.stop()
+        return replace(run, cores=load.own, others=load.others)
     except ValueError as error:
         raise ValueError(f"contestant {name}: {error}") from error

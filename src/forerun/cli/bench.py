@@ -41,7 +41,8 @@ def run(options: BenchOptions) -> None:
     shared = about(options.model, dtype_name(target), str(target.device)) | options.drafting
     journal = Journal(options.out / "speed-turns.jsonl", shared, options.resume)  # begun when nothing is wrong
     paths: Sequence[Path] = []
-    result = BenchResult([], plain_values(options) | {"dtype": dtype_name(target)})
+    threads = {"threads of transformers": bench.threads_of_transformers}
+    result = BenchResult([], plain_values(options) | {"dtype": dtype_name(target)} | threads)
     try:
         with quiet(), progress_bar(stderr(), "measuring") as progress:
             for rows in _measured(bench, sets, options.rounds, journal, progress):

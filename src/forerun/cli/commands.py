@@ -20,6 +20,7 @@ import typer
 
 from forerun.cli.log import shown_log
 from forerun.cli.options import flag_of
+from forerun.cli.terminal import stderr, working
 
 FAILED, USER_ERROR, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 """Exit statuses. What has failed is what a command checks, or a server at work."""
@@ -60,7 +61,7 @@ def _invoker(options: type[Any], module: str, with_context: bool = False) -> Cal
                 return
             _check_finite(values)
             valid = options(**values)
-            with _imports():
+            with working(stderr(), "loading PyTorch"), _imports():
                 imported = importlib.import_module(module)
             imported.run(valid)
 

@@ -1,4 +1,4 @@
-"""``forerun demo``: plain decoding and the trie, prompt by prompt: the same text, and the time of each.
+"""``forerun demo``: plain decoding and ``auto``, prompt by prompt: the same text, and the time of each.
 
 Two panels, side by side if they fit, else one below the other; then a summary.
 """
@@ -22,13 +22,15 @@ from rich.text import Text
 from forerun import __version__
 from forerun.cli.commands import FAILED
 from forerun.cli.options import DemoOptions
-from forerun.cli.terminal import DRAFTED, printable, progress_bar, stderr, stdout, working
+from forerun.cli.terminal import DRAFTED, preparing, printable, progress_bar, say, stderr, stdout
 from forerun.core.request import Request
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import BUNDLED, load, quiet
 from forerun.models.text.detokenize import Detokenizer, Piece
 from forerun.reference import DemoPrompt, demo_prompts
 
+AUTO = "auto"
+"""The default drafter."""
 WARM_UP_TOKENS = 8
 WIDE = 96
 """Columns from which two texts fit side by side."""
@@ -63,7 +65,7 @@ class Timed:
     @property
     def speed(self) -> str:
         """All figures, in words."""
-        return f"{self.tokens_per_second:.1f} tok/s · {self.tokens_per_step:.2f} tok/step · {self.seconds:.2f} s"
+        return f"{self.tokens_per_second:.1f} tok/s · {self.tokens_per_step:.2f} tokens per step · {self.seconds:.2f} s"
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,13 @@ class Pair:
 
     prompt: DemoPrompt
     plain: Timed
-    trie: Timed
+    auto: Timed
     equal: bool
 
     @property
     def speed_up(self) -> float:
-        """How many times faster the trie was."""
-        return self.plain.seconds / self.trie.seconds
+        """How many times as fast ``auto`` was."""
+        return self.plain.seconds / self.auto.seconds
 
 
 class Stage:
@@ -87,32 +89,32 @@ class Stage:
     def __init__(self, warm: bool, repeats: int) -> None:
         model, tokenizer = load(BUNDLED)
         self.plain = Engine(model, "none", tokenizer=tokenizer)
-        self.trie = Engine(model, "trie", tokenizer=tokenizer)
+        self.auto = Engine(model, AUTO, tokenizer=tokenizer)
         self.warm, self.repeats = warm, repeats
 
     def warm_up(self, prompt: str) -> None:
         """Compile and allocate before anything is timed."""
-        for engine in (self.plain, self.trie):
+        for engine in (self.plain, self.auto):
             engine.generate(prompt, max_new_tokens=WARM_UP_TOKENS, do_sample=False)
         self._forget()
 
     def _forget(self) -> None:
         """Drop all that the engine learned."""
-        self.trie.set_drafter("trie")
+        self.auto.set_drafter(AUTO)
 
     def decode(self, prompt: DemoPrompt) -> Pair:
         """Decode a prompt both ways, in turns."""
         plain: list[Run] = []
-        trie: list[Run] = []
-        with progress_bar(stderr(), prompt["kind"]) as progress:
+        auto: list[Run] = []
+        with progress_bar(stderr(), f"{prompt['kind']}, plain and {AUTO}") as progress:
             for done in range(self.repeats):
                 progress(done, self.repeats)
                 plain.append(self._once(self.plain, prompt))
                 if not self.warm:
                     self._forget()
-                trie.append(self._once(self.trie, prompt))
-        texts = {tuple(request.generated.tolist()) for request, _ in plain + trie}
-        return Pair(prompt, self._timed(plain), self._timed(trie), len(texts) == 1)
+                auto.append(self._once(self.auto, prompt))
+        texts = {tuple(request.generated.tolist()) for request, _ in plain + auto}
+        return Pair(prompt, self._timed(plain), self._timed(auto), len(texts) == 1)
 
     def _once(self, engine: Engine, prompt: DemoPrompt) -> Run:
         begin = time.perf_counter()
@@ -136,8 +138,9 @@ def run(options: DemoOptions) -> None:
     prompts = chosen(options)
     out = None if options.json else stdout(options.color)
     pairs = []
+    say(f"{len(prompts)} prompts, each {options.repeats} times without drafts and with {AUTO}")
     with quiet():
-        with working(stderr(), "loading the bundled model"):
+        with preparing("loading and testing the bundled model"):
             stage = Stage(options.warm, options.repeats)
             stage.warm_up(prompts[0]["prompt"])
         for prompt in prompts:
@@ -165,7 +168,7 @@ def show_prompt(console: Console, pair: Pair) -> None:
     console.print()
     console.rule(f"[bold]{pair.prompt['title']}[/] [dim]· {pair.prompt['kind']}[/]", align="left", style="dim")
     console.print(Text(_end_of(pair.prompt["prompt"]), style="dim italic"))
-    panels = _panel(pair.plain, "plain", "dim", False), _panel(pair.trie, "trie", "green", True)
+    panels = _panel(pair.plain, "plain", "dim", False), _panel(pair.auto, AUTO, "green", True)
     if console.is_terminal and console.width >= WIDE:
         grid = Table.grid(expand=True, padding=(0, 1, 0, 0))
         grid.add_column(ratio=1)
@@ -173,9 +176,9 @@ def show_prompt(console: Console, pair: Pair) -> None:
         grid.add_row(*panels)
         console.print(grid)
     elif pair.equal and not console.is_terminal:  # in a pipe the text once, unchanged, and both speeds
-        console.print(Text(pair.trie.text), soft_wrap=True)
+        console.print(Text(pair.auto.text), soft_wrap=True)
         console.print(f"plain: {pair.plain.speed}")
-        console.print(f"trie:  {pair.trie.speed}")
+        console.print(f"{AUTO}:  {pair.auto.speed}")
     else:
         for panel in panels:
             console.print(panel)
@@ -188,8 +191,8 @@ def show_prompt(console: Console, pair: Pair) -> None:
 def show_summary(console: Console, pairs: Sequence[Pair], repeats: int, warm: bool) -> None:
     """Print one row per prompt, and one for all."""
     console.print()
-    table = Table(box=box.SIMPLE_HEAD, title="plain decoding and the trie", title_style="bold", pad_edge=False)
-    for name in ("", "tokens", "plain tok/s", "trie tok/s", "tok/step", "speed-up", "same text"):
+    table = Table(box=box.SIMPLE_HEAD, title=f"plain decoding and {AUTO}", title_style="bold", pad_edge=False)
+    for name in ("", "tokens", "plain tok/s", f"{AUTO} tok/s", "tokens per step", "speed-up", "same text"):
         table.add_column(name, justify="left" if name in ("", "same text") else "right")
     for pair in pairs:
         table.add_row(pair.prompt["kind"], *_numbers([pair]))
@@ -198,21 +201,21 @@ def show_summary(console: Console, pairs: Sequence[Pair], repeats: int, warm: bo
         table.add_row("all", *_numbers(pairs), style="bold")
     console.print(table)
     runs = f"medians of {repeats} runs" if repeats > 1 else "one run"
-    memory = "a trie that remembers earlier runs" if warm else "an empty trie each time"
+    memory = "drafts from earlier runs, too" if warm else "nothing learned before each run"
     console.print(f"[dim]{runs}, greedy, {memory}; the time includes reading the prompt[/]")
 
 
 def _numbers(pairs: Sequence[Pair]) -> list[str]:
-    tokens = sum(len(pair.trie.token_ids) for pair in pairs)
-    plain, trie = sum(pair.plain.seconds for pair in pairs), sum(pair.trie.seconds for pair in pairs)
-    steps = sum(len(pair.trie.token_ids) / pair.trie.tokens_per_step for pair in pairs)
+    tokens = sum(len(pair.auto.token_ids) for pair in pairs)
+    plain, auto = sum(pair.plain.seconds for pair in pairs), sum(pair.auto.seconds for pair in pairs)
+    steps = sum(len(pair.auto.token_ids) / pair.auto.tokens_per_step for pair in pairs)
     equal = all(pair.equal for pair in pairs)
     return [
         str(tokens),
         f"{tokens / plain:.1f}",
-        f"{tokens / trie:.1f}",
+        f"{tokens / auto:.1f}",
         f"{tokens / steps:.2f}",
-        f"{plain / trie:.2f}×",
+        f"{plain / auto:.2f}×",
         "[green]✓[/]" if equal else "[bold red]✗ different[/]",
     ]
 
@@ -245,7 +248,7 @@ def _as_json(options: DemoOptions, pairs: Sequence[Pair]) -> dict[str, Any]:
         "repeats": options.repeats,
         "warm": options.warm,
         "equal": all(pair.equal for pair in pairs),
-        "speed_up": round(sum(p.plain.seconds for p in pairs) / sum(p.trie.seconds for p in pairs), 3),
+        "speed_up": round(sum(p.plain.seconds for p in pairs) / sum(p.auto.seconds for p in pairs), 3),
         "prompts": [_pair_as_json(pair) for pair in pairs],
     }
 
@@ -261,10 +264,10 @@ def _pair_as_json(pair: Pair) -> dict[str, Any]:
     return {
         "kind": pair.prompt["kind"],
         "title": pair.prompt["title"],
-        "text": pair.trie.text,
-        "tokens": len(pair.trie.token_ids),
+        "text": pair.auto.text,
+        "tokens": len(pair.auto.token_ids),
         "equal": pair.equal,
         "speed_up": round(pair.speed_up, 3),
         "plain": way(pair.plain),
-        "trie": way(pair.trie),
+        AUTO: way(pair.auto),
     }

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.cli.options import LongOptions
 from forerun.cli.rank_check import ranks
-from forerun.cli.terminal import stderr, working
+from forerun.cli.terminal import preparing, stderr, working
 from forerun.core.long_context import MTP, LongContextConfig
 from forerun.decoding.recipes import DRAFTERS, Recipe, check_drafter
 from forerun.engine.engine import BUDGET, Engine
@@ -109,7 +109,7 @@ def make_engine(options: Any, memory: Callable[[torch.device], dict[str, Any]] =
         memory: the engine's arguments of where keys and values lie, for the target's device.
     """
     model, tokenizer = load_target(options)
-    with working(stderr(), f"testing {options.model}"):
+    with preparing(f"testing {options.model} and measuring its passes"):
         return Engine(
             model,
             options.drafter,

@@ -65,7 +65,7 @@ def size_option(*, panel: str, help: str) -> Any:  # noqa: A002
 
 Model = Annotated[str, option("--model", "-m", panel="Model", help=MODEL_HELP, metavar="PATH|NAME")]
 AnyDtype = Annotated[Dtype, option("--dtype", panel="Model", help=DTYPE_HELP)]
-Budget = Annotated[int | None, option("--budget", panel="Model", help="Most drafted tokens a step.", min=1)]
+Budget = Annotated[int | None, option("--budget", panel="Model", help="Most drafted tokens per step.", min=1)]
 DrafterName = Annotated[str, option("--drafter", "-d", panel="Model", help=DRAFTER_HELP)]
 Drafters = Annotated[
     list[str] | None, option("--drafter", "-d", panel="Model", help=f"{DRAFTER_HELP} May be repeated.")
@@ -377,7 +377,7 @@ class NeverSlowerOptions(OutputOptions, LongOptions, ModelOptions):
 
 @dataclass(frozen=True)
 class DemoOptions(OutputOptions):
-    """Decode one prompt of each kind plainly and with the trie: the same text, timed side by side."""
+    """Decode one prompt of each kind without drafts and with ``auto``: the same text, timed side by side."""
 
     kind: Annotated[
         list[DemoKind] | None, option("--kind", "-k", panel="Text", help="May be repeated. Default: all.")
@@ -387,6 +387,7 @@ class DemoOptions(OutputOptions):
     ] = None
     repeats: Annotated[int, option(panel="Text", help="Runs; the medians count.", min=1)] = 3
     warm: Annotated[
-        bool, option("--warm", panel="Text", help="Let the trie remember earlier runs; else each starts empty.")
+        bool,
+        option("--warm", panel="Text", help="Draft from earlier runs, too; else each starts with nothing learned."),
     ] = False
     color: Colour = None

@@ -17,6 +17,7 @@ from forerun.cli.log import server_log
 from forerun.cli.models import check_drafters, make_engine
 from forerun.cli.rank_check import followed, leading, ranks
 from forerun.cli.serve_options import ServeOptions
+from forerun.core.install_command import install_command
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import quiet
 
@@ -36,7 +37,7 @@ def run(options: ServeOptions) -> None:
     """
     missing = [name for name in SERVE_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise ValueError(f"forerun serve needs {', '.join(missing)}; install them by: pip install 'forerun[serve]'")
+        raise ValueError(f"forerun serve needs {', '.join(missing)}; install them by: {install_command('serve')}")
     from forerun.server.learned_texts import check_files
     from forerun.server.settings import free_disk, read_settings
 
@@ -74,7 +75,7 @@ def _serve_replicas(settings: ServerSettings) -> None:
     if ranks() > 1:
         raise ValueError(f"--ray starts its own processes, and torchrun has started {ranks()}; do without one of them")
     if importlib.util.find_spec("ray") is None:
-        raise ValueError("--ray needs Ray Serve; install it by: pip install 'forerun[ray]'")
+        raise ValueError(f"--ray needs Ray Serve; install it by: {install_command('ray')}")
     from forerun.replicas import cluster
     from forerun.server.http_server import bound_sockets
 

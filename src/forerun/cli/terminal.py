@@ -15,11 +15,22 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.style import Style
 
-PATIENCE = 2.0
-"""Seconds before long work shows that it is running."""
+PATIENCE = 0.5
+"""Seconds before long work shows that it is running: a command that is silent for longer seems to hang."""
+
+BAR = 20
+"""Columns of the bar beside a line of text, so that both fit into 80."""
 
 FILE_WIDTH = 200
 """Columns of tables in a file or a pipe, where there is no terminal to ask: no cell is cut off."""
@@ -91,21 +102,26 @@ class TextWriter:
 
 
 @contextmanager
-def working(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
-    """A context that shows a spinner in a terminal once its work takes longer than ``PATIENCE``; call its value with
-    work done and to do."""
-    status = console.status(what)
-    timer = threading.Timer(PATIENCE, status.start)
+def working(console: Console, what: str) -> Iterator[Callable[..., None]]:
+    """A context with a bar in a terminal, once its work takes longer than ``PATIENCE``; call its value with work done,
+    work to do if that is known, and what is done now if that is not ``what``."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(BAR), TimeElapsedColumn())
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    task = bar.add_task(what, total=None)
+
+    def show(done: int, total: int | None = None, now: str = what) -> None:
+        of = "" if total is None else f" of {total:,}"
+        bar.update(task, completed=done, total=total, description=f"{now}: {done:,}{of}")
+
+    timer = threading.Timer(PATIENCE, bar.start)
     timer.daemon = True
-    if console.is_terminal:
-        timer.start()
+    timer.start()
     try:
-        yield lambda done, total: status.update(f"{what}: {done:,} of {total:,}")
+        yield show
     finally:
         timer.cancel()
-        if timer.ident is not None:
-            timer.join()
-            status.stop()
+        timer.join()
+        bar.stop()
 
 
 @contextmanager
@@ -116,6 +132,15 @@ def progress_bar(console: Console, title: str) -> Iterator[Callable[..., None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None, now="")
         yield lambda done, total, now="": bar.update(task, completed=done, total=total, now=now)
+
+
+@contextmanager
+def preparing(what: str) -> Iterator[None]:
+    """A context that shows this work in a terminal, and the kernels that it compiles."""
+    from forerun.core.compile_notice import MESSAGE, counted_functions  # loads numba, which help does without
+
+    with working(stderr(), what) as show, counted_functions(lambda functions: show(functions, now=MESSAGE)):
+        yield
 
 
 class PrefillBar:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from forerun.core.checks import check_integer
+
 Policy = Literal["stride", "acceptance", "verify"]
 Sparse = Literal["low-rank", "retrieval"]
 
@@ -36,6 +38,7 @@ class LongContextConfig:
             calls and its choice is seldom, and else ``low-rank``.
 
     Raises:
+        TypeError: for a number that is no integer.
         ValueError: for a value out of range.
     """
 
@@ -54,11 +57,20 @@ class LongContextConfig:
         for name, least in (
             ("gamma1", 1), ("gamma2", 1), ("cache_budget", 1), ("chunk", 1), ("sinks", 0), ("window", 1)
         ):  # fmt: skip
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+            check_integer(name, getattr(self, name), least)
         if self.sparse not in (None, "low-rank", "retrieval"):
             raise ValueError(f"sparse is {self.sparse!r}; allowed are 'low-rank' and 'retrieval'")
         if self.cache_budget < self.chunk:
             raise ValueError(
                 f"cache_budget is {self.cache_budget}; it must hold a chunk, {self.chunk} tokens, at least"
             )
+
+
+def check_settings(settings: object) -> None:
+    """Refuse settings of another class, such as a dictionary.
+
+    Raises:
+        TypeError: with what was given.
+    """
+    if settings is not None and not isinstance(settings, LongContextConfig):
+        raise TypeError(f"settings is {settings!r}; it must be a forerun.LongContextConfig or None")

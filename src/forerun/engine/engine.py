@@ -15,8 +15,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
+from forerun.core.checks import check_integer
+from forerun.core.compile_notice import compile_notice
 from forerun.core.fairness import FairLock
-from forerun.core.long_context import LongContextConfig
+from forerun.core.long_context import LongContextConfig, check_settings
 from forerun.core.request import Request
 from forerun.decoding.level import Level
 from forerun.decoding.planner import Planner
@@ -25,7 +27,7 @@ from forerun.decoding.source import Source
 from forerun.engine.batch import Batch
 from forerun.engine.prefill_pacing import PrefillPacing
 from forerun.engine.prefix_sharing import SHARED_CHUNK_TOKENS, PrefixCache, PrefixSharing
-from forerun.engine.result import Commit, GenerationInterrupted, GenerationResult, ends, feed
+from forerun.engine.result import Commit, GenerationInterrupted, GenerationResult, ends, feed, with_texts
 from forerun.engine.step import DecodingStep, StepSeconds
 from forerun.kernels.attention.attention import warm_up
 from forerun.kv.cache import READ_BLOCK
@@ -89,7 +91,7 @@ class Engine:
         UnsupportedModelError: if the model's output could change.
         ValueError: for a wrong setting, a tokenizer with more tokens than the model, or a model whose keys and values
             cannot be kept on disk.
-        TypeError: for a model that is not loaded, or a drafter that is none.
+        TypeError: for a model that is not loaded, a drafter that is none, or another argument of the wrong type.
         OSError: if the store's folder cannot be made or written.
     """
 
@@ -111,9 +113,11 @@ class Engine:
         kv_memory: int | KVMemory | None = None,
         _runtime: Runtime | None = None,
     ) -> None:
-        for name, value in (("budget", budget), ("prefill_block", prefill_block)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+        compile_notice()
+        check_integer("budget", budget, 1)
+        check_integer("prefill_block", prefill_block, 1)
+        check_integer("prefix_cache", prefix_cache, 0)
+        check_settings(settings)
         _check_model(model)
         _check_drafter(drafter)
         self.prefixes = PrefixCache(prefix_cache)
@@ -285,7 +289,7 @@ class Engine:
         result = GenerationResult(requests, padding(self.target.model, options), tokenizer)
         try:
             with closing(self.run(requests)) as commits:
-                feed(streamer, requests, commits)
+                feed(streamer, requests, commits, torch.from_numpy(requests[0].prompt)[None])
         except KeyboardInterrupt:
             raise GenerationInterrupted(result) from None
         return result
@@ -299,8 +303,11 @@ class Engine:
         budget: int | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Iterator[Commit]:
-        """Like ``generate``, yielding the commits of each step; closing the iterator cancels."""
-        yield from self.run(self.requests(prompt, tokenizer=tokenizer, budget=budget, **options), on_prefill)
+        """Like ``generate``, yielding the commits of each step, with their texts; closing the iterator cancels."""
+        tokenizer = self._tokenizer if tokenizer is None else tokenizer
+        commits = self.run(self.requests(prompt, tokenizer=tokenizer, budget=budget, **options), on_prefill)
+        with closing(commits):
+            yield from commits if tokenizer is None else with_texts(commits, tokenizer)
 
     def warm(self, texts: Sequence[Prompts], namespace: str = "default") -> None:
         """Let the drafter learn from texts as if the model had generated them in ``namespace``.

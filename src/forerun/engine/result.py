@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -11,6 +11,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from forerun.core.request import FinishReason, Logprob, Request
 from forerun.core.stats import Stats
+from forerun.models.text.detokenize import Detokenizer
+
+SHOWN = 80
+"""Characters of its text in the ``repr`` of a result: a line of a terminal."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,8 @@ class Commit:
         proposed: nodes of the draft that the step verified.
         origins: the ``Origin`` of each token.
         seconds: duration of the step; of the first one, since the request was admitted.
+        text: the tokens as whole characters, from ``Engine.stream`` with a tokenizer; a character's first tokens have
+            the text of those that complete it. All of a request's texts joined are its text, without special tokens.
     """
 
     request: Request
@@ -32,9 +38,10 @@ class Commit:
     proposed: int = 0
     origins: Sequence[int] = ()
     seconds: float = 0.0
+    text: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GenerationResult:
     """Prompts continued, in the order they were given (``num_return_sequences`` in a row for each).
 
@@ -47,6 +54,15 @@ class GenerationResult:
     requests: Sequence[Request]
     pad_token_id: int = 0
     tokenizer: PreTrainedTokenizerBase | None = None
+
+    def __repr__(self) -> str:
+        tokens, steps = (sum(getattr(each, name) for each in self.stats) for name in ("tokens", "steps"))
+        seconds = max((each.prefill_seconds + each.decode_seconds for each in self.stats), default=0.0)
+        one = len(self.requests) == 1 and self.tokenizer is not None
+        what = repr(_shortened(self.text)) if one else f"{len(self.requests)} sequences"
+        return (
+            f"GenerationResult({what}, {tokens} tokens, {tokens / max(steps, 1):.1f} tokens per step, {seconds:.2f} s)"
+        )
 
     @property
     def generated(self) -> list[list[int]]:
@@ -111,10 +127,10 @@ def feed(
     streamer: BaseStreamer | None,
     requests: Sequence[Request],
     commits: Iterable[Commit],
-    prompt: torch.Tensor | None = None,
+    prompt: torch.Tensor | None,
 ) -> None:
-    """Run to the end, handing tokens to a streamer as transformers does: first the prompt, ``[1, t]``, which is the
-    request's unless another one is given.
+    """Run to the end, handing tokens to a streamer as transformers does: first the prompt, ``[1, t]``, unless it is
+    None because the streamer has it.
 
     Raises:
         ValueError: if there is a streamer, which takes one sequence, and several requests.
@@ -125,14 +141,33 @@ def feed(
         return
     if len(requests) != 1:
         raise ValueError(f"a streamer takes one sequence; there are {len(requests)}")
-    streamer.put(torch.from_numpy(requests[0].prompt)[None] if prompt is None else prompt.cpu())
+    if prompt is not None:
+        streamer.put(prompt.cpu())
     for commit in commits:
         for token in commit.tokens:
             streamer.put(torch.tensor([token]))
     streamer.end()
 
 
+def with_texts(commits: Iterable[Commit], tokenizer: PreTrainedTokenizerBase) -> Iterator[Commit]:
+    """Add each commit's text, decoded with the tokens before it, so that no character is split."""
+    detokenizers: dict[int, Detokenizer] = {}
+    for commit in commits:
+        request = commit.request
+        own = detokenizers.get(request.id)
+        if own is None:
+            own = detokenizers[request.id] = Detokenizer(tokenizer, request.prompt.tolist())
+        pieces = [piece.text for token in commit.tokens for piece in own.add(token, False)]
+        if request.finish_reason is not None:
+            pieces += [piece.text for piece in own.flush()]
+        yield replace(commit, text="".join(pieces))
+
+
 def ends(config: GenerationConfig) -> list[int]:
     """Tokens that end a text."""
     eos = config.eos_token_id
     return list(eos) if isinstance(eos, list) else [] if eos is None else [eos]
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"

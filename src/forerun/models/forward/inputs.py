@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, QuantizedCache
+from transformers import Cache, PreTrainedModel, QuantizedCache
 
-DERIVED_INPUTS = frozenset(
-    {"attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "cache_position"}
-    | {"logits_to_keep"}
-)
-"""Inputs that transformers itself derives from token ids and passes to every generate function."""
+DERIVED_INPUTS = frozenset({"attention_mask", "position_ids", "use_cache", "cache_position", "logits_to_keep"})
+"""Inputs that transformers itself derives from token ids and passes to every generate function. It adds an empty cache,
+whose name differs between versions and models: ``past_key_values``, ``cache_params``, ``cache``."""
 
 
 def check_inputs(ids: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
@@ -28,27 +26,34 @@ def check_inputs(ids: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
     Raises:
         NotImplementedError: for other inputs, positions that are not those of the text, or a cache that holds text.
     """
-    others = sorted(name for name, value in given.items() if name not in DERIVED_INPUTS and not _nothing(value))
+    caches = {name: value for name, value in given.items() if isinstance(value, Cache)}
+    allowed = DERIVED_INPUTS | caches.keys()
+    others = sorted(name for name, value in given.items() if name not in allowed and not _nothing(value))
     if others:
         raise NotImplementedError(
             f"{', '.join(others)}: Forerun reads token ids and an attention_mask and hands nothing else to the model"
         )
-    cache = given.get("past_key_values")
-    states = given.get("cache_params")
-    if states is not None and states.has_previous_state():
-        raise NotImplementedError("cache_params holds states: Forerun keeps caches of its own; give all the text")
-    if isinstance(cache, QuantizedCache):
-        raise NotImplementedError("past_key_values is a QuantizedCache, which changes the text; Forerun's are exact")
-    if cache is not None and cache.get_seq_length():
-        raise NotImplementedError(
-            f"past_key_values holds {cache.get_seq_length()} tokens: Forerun keeps caches of its own; give all the text"
-        )
+    for name, cache in caches.items():
+        _check_cache(name, cache)
     mask = given.get("attention_mask")
     mask = torch.ones_like(ids) if mask is None else mask
     positions = given.get("position_ids")
     if positions is not None and not _natural(positions, mask):
         raise NotImplementedError("position_ids: Forerun counts the tokens of each text from 0, and takes nothing else")
     return mask
+
+
+def _check_cache(name: str, cache: Cache) -> None:
+    """Refuse a cache that holds text, or that would change it."""
+    if isinstance(cache, QuantizedCache):
+        raise NotImplementedError(f"{name} is a QuantizedCache, which changes the text; Forerun's are exact")
+    if not cache.layers:
+        return
+    if all(cache.is_linear):
+        if cache.has_previous_state():
+            raise NotImplementedError(f"{name} holds states: Forerun keeps caches of its own; give all the text")
+    elif tokens := cache.get_seq_length():
+        raise NotImplementedError(f"{name} holds {tokens} tokens: Forerun keeps caches of its own; give all the text")
 
 
 def _natural(positions: torch.Tensor, mask: torch.Tensor) -> bool:

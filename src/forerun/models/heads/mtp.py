@@ -61,14 +61,9 @@ class MtpHead(RecurrentHead):
     ) -> torch.Tensor:
         model, places = self._model, positions[None]
         with use_implementations(model, attn=ATTENTION_NAME, experts=experts(model)):
-            out = model.layers[layer](
-                embeddings[None],
-                hidden[None],
-                position_embeddings=self._angles(layer, embeddings[None], places),
-                attention_mask=None,
-                position_ids=places,
-                past_key_values=None,
-            )
+            angles = self._angles(layer, embeddings[None], places)
+            mask = cache = None  # by position: the cache is named past_key_values in transformers 5.23, then cache
+            out = model.layers[layer](embeddings[None], hidden[None], angles, mask, places, cache)
         out = model.shared_post_norm(out) if model.use_shared_post_norm else out
         left: torch.Tensor = out[0]
         return left

@@ -31,6 +31,8 @@ from transformers import (
     modeling_gguf_pytorch_utils,
 )
 
+from forerun.core.install_command import install_command
+
 ItemT = TypeVar("ItemT")
 GGUF_SUFFIX = ".gguf"
 MAGIC = b"GGUF"
@@ -261,7 +263,7 @@ def _check_installed(file: Path) -> None:
     if missing:
         raise ValueError(
             f"{file} is a GGUF file, and {' and '.join(missing)} to read it with is not installed; "
-            "pip install 'forerun[real]'"
+            f"install it by: {install_command('real')}"
         )
 
 

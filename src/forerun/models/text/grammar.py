@@ -23,6 +23,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from forerun.core.fairness import eviction, owner_of
+from forerun.core.install_command import install_command
 from forerun.core.sampling import Constraint
 from forerun.core.tree import IntArray
 from forerun.models.text.grammar_limits import SchemaError, check_lark, check_regex, checked_schema
@@ -157,7 +158,7 @@ class Grammars:
         try:
             from llguidance import LLTokenizer
         except ModuleNotFoundError:
-            told = "response_format needs llguidance; install it by: pip install 'forerun[grammar]'"
+            told = f"response_format needs llguidance; install it by: {install_command('grammar')}"
             raise ModuleNotFoundError(told, name="llguidance") from None
         try:
             return LLTokenizer(**self.tokenizer_arguments())

@@ -176,8 +176,9 @@ def _ignore_prompt(processor: Any, row: int, rows: int) -> None:
 
 
 def _tell_row(processor: Any, row: int, rows: int) -> None:
-    allowed = processor._prefix_allowed_tokens_fn
-    processor._prefix_allowed_tokens_fn = lambda _, ids: allowed(row, ids)
+    """Ask for the row's prompt; since transformers 5.24 all sequences of a prompt have one number."""
+    allowed, number = processor._prefix_allowed_tokens_fn, row // processor._num_beams
+    processor._prefix_allowed_tokens_fn, processor._num_beams = (lambda _, ids: allowed(number, ids)), 1
 
 
 def _cut_prompts(processor: Any, row: int, rows: int) -> None:

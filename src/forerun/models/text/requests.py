@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import chain
@@ -31,6 +31,7 @@ from transformers.generation import (
     StopStringCriteria,
 )
 
+from forerun.core.checks import check_integer, check_number, check_text
 from forerun.core.request import Request, Stopping
 from forerun.core.sampling import Method, Sampler
 from forerun.models.forward.inputs import check_inputs, check_length, check_prompt
@@ -112,19 +113,29 @@ class GenerationOptions(TypedDict, total=False):
     return_dict_in_generate: bool | None
 
 
-def check_options(names: Iterable[str], model: PreTrainedModel) -> None:
-    """Refuse names that are neither options nor inputs of the model.
+INTEGERS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "num_return_sequences", "top_k")
+NUMBERS = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "max_time")
+"""Options of which transformers compares or ignores a wrong type, instead of naming it."""
+
+
+def check_options(options: Mapping[str, Any], model: PreTrainedModel) -> None:
+    """Refuse names that are neither options nor inputs of the model, and numbers that are none.
 
     Raises:
-        ValueError: for the first of them, with the name that was probably meant.
+        ValueError: for the first such name, with the one that was probably meant.
+        TypeError: for the first such number.
     """
+    for name in INTEGERS:
+        check_integer(name, options.get(name), optional=True)
+    for name in NUMBERS:
+        check_number(name, options.get(name), optional=True)
     known = {
         *GenerationOptions.__annotations__,
         *vars(GenerationConfig()),
         *inspect.signature(model.generate).parameters,
         *inspect.signature(model.forward).parameters,
     }
-    for name in names:
+    for name in options:
         if name not in known:
             near = [OTHER_NAMES[name]] if name in OTHER_NAMES else get_close_matches(name, sorted(known), 1)
             meant = f"; did you mean {near[0]}?" if near else ""
@@ -170,6 +181,7 @@ class RowOptions:
         prediction: token ids that the text is expected to resemble; see ``Request``.
 
     Raises:
+        TypeError: for a value of the wrong type.
         ValueError: for a wrong verification, or ``logprobs`` below 0.
     """
 
@@ -183,8 +195,11 @@ class RowOptions:
     prediction: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        if self.logprobs is not None and self.logprobs < 0:
-            raise ValueError(f"logprobs is {self.logprobs}; it must be 0 or more, or None")
+        check_integer("seed", self.seed, optional=True)
+        check_integer("budget", self.budget, 0, optional=True)
+        check_integer("logprobs", self.logprobs, 0, optional=True)
+        check_text("namespace", self.namespace)
+        check_text("drafts_from", self.drafts_from, optional=True)
         if self.verification not in ("coupled", "rejection"):
             raise ValueError(f"verification is {self.verification!r}; allowed are 'coupled' and 'rejection'")
 

@@ -189,7 +189,7 @@ function conclude(together) {
   const ratio = !together && plain.speed && fast.speed ? fast.speed / plain.speed : 0;
   const times = ratio ? `${ratio.toFixed(2)} times as fast` : "";
   const limits = equal || served.forerun.exactness === "bitwise" ? "" : " This server's texts are equal within rounding.";
-  const shared = together ? " They shared passes; compare tokens a step." : " Decoding only, without the first step, which reads the prompt.";
+  const shared = together ? " They shared passes; compare tokens per step." : " Decoding only, without the first step, which reads the prompt.";
   const whole = [plain, fast].some(({ speed }) => !speed) ? " All of a text came in that step, so there is no speed." : "";
   const passes = `${plain.passes} passes of the model against ${fast.passes}.`;
   judge(equal ? "equal" : "different", title, times || "–", `${passes}${shared}${together ? "" : whole}${limits}`);

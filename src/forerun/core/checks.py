@@ -1,0 +1,41 @@
+"""Checks of arguments by type: the error names the field, its value and what is allowed."""
+
+from __future__ import annotations
+
+from numbers import Integral, Real
+from typing import Any
+
+
+def check_integer(name: str, value: Any, least: int | None = None, *, optional: bool = False) -> None:
+    """Refuse what is no integer, or one below ``least``; None is allowed if ``optional``.
+
+    Raises:
+        TypeError: for another type.
+        ValueError: for a smaller integer.
+    """
+    _check_kind(name, value, Integral, "an integer", optional)
+    if least is not None and value is not None and value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least}")
+
+
+def check_number(name: str, value: Any, *, optional: bool = False) -> None:
+    """Refuse what is no real number; None is allowed if ``optional``.
+
+    Raises:
+        TypeError: for another type.
+    """
+    _check_kind(name, value, Real, "a number", optional)
+
+
+def check_text(name: str, value: Any, *, optional: bool = False) -> None:
+    """Refuse what is no text; None is allowed if ``optional``.
+
+    Raises:
+        TypeError: for another type.
+    """
+    _check_kind(name, value, str, "a text", optional)
+
+
+def _check_kind(name: str, value: Any, kind: type, words: str, optional: bool) -> None:
+    if not (isinstance(value, kind) or (optional and value is None)):
+        raise TypeError(f"{name} is {value!r}; it must be {words}{' or None' if optional else ''}")

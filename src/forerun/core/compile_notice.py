@@ -1,0 +1,71 @@
+"""Tells that kernels are being compiled, which takes the first command on a machine about a minute of silence."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from numba.core import event
+
+log = logging.getLogger(__name__)
+
+UNTOLD_SECONDS = 2.0
+"""Seconds of compiling before it is told: a few functions that a change of types needs are not worth a line."""
+MESSAGE = "compiling kernels, once, about a minute"
+
+
+class CompileNotice(event.Listener):  # type: ignore[misc]  # numba has no types
+    """Counts this package's functions that are compiled, and logs one line once that takes long.
+
+    Attributes:
+        functions: how many were compiled.
+        on_function: called with that number after each.
+    """
+
+    def __init__(self) -> None:
+        self.functions = 0
+        self.on_function: Callable[[int], None] = lambda functions: None
+        self._began: float | None = None
+        self._told = False
+
+    def on_start(self, happened: Any) -> None:
+        """Begin to count the time."""
+        if _is_ours(happened) and self._began is None:
+            self._began = time.monotonic()
+
+    def on_end(self, happened: Any) -> None:
+        """Count a function."""
+        if not _is_ours(happened) or self._began is None:
+            return
+        self.functions += 1
+        self.on_function(self.functions)
+        if not self._told and time.monotonic() - self._began > UNTOLD_SECONDS:
+            self._told = True
+            log.warning(MESSAGE)
+
+
+@functools.cache
+def compile_notice() -> CompileNotice:
+    """That of this process, which listens from the first call on."""
+    notice = CompileNotice()
+    event.register("numba:compile", notice)
+    return notice
+
+
+@contextmanager
+def counted_functions(on_function: Callable[[int], None]) -> Iterator[None]:
+    """A context in which each compiled function calls ``on_function`` with the number of those compiled so far."""
+    notice = compile_notice()
+    before, notice.on_function = notice.on_function, on_function
+    try:
+        yield
+    finally:
+        notice.on_function = before
+
+
+def _is_ours(happened: Any) -> bool:
+    return str(happened.data["dispatcher"].py_func.__module__).startswith(__package__.partition(".")[0] + ".")

@@ -1,0 +1,28 @@
+"""The command that adds optional parts to this installation of Forerun, which no package index has."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+
+def install_command(extras: str) -> str:
+    """The ``pip install`` for further extras (``"serve"``, ``"serve,bench"``) from where Forerun was installed from.
+
+    pip writes that into ``direct_url.json`` (PEP 610). Without it, Forerun is a checkout on the path.
+    """
+    try:
+        written = metadata.distribution("forerun").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        written = None
+    checkout: dict[str, Any] = {"url": Path(__file__).parents[3].as_uri(), "dir_info": {"editable": True}}
+    origin: dict[str, Any] = json.loads(written) if written else checkout
+    url, vcs = str(origin["url"]), origin.get("vcs_info")
+    url = f"{vcs['vcs']}+{url}" if vcs else url
+    what = f"{unquote(urlsplit(url).path)}[{extras}]" if "dir_info" in origin else f"forerun[{extras}] @ {url}"
+    editable = "-e " if origin.get("dir_info", {}).get("editable") else ""
+    return f"{sys.executable} -m pip install {editable}'{what}'"

@@ -1,0 +1,46 @@
+"""Errors name a command that installs what is missing, from where Forerun itself was installed from."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun.core import install_command
+from forerun.core.install_command import install_command as command
+
+CHECKOUT = Path(install_command.__file__).parents[3]
+
+
+class Installed:
+    """What pip wrote when it installed Forerun."""
+
+    def __init__(self, origin: dict[str, Any] | None) -> None:
+        self.origin = origin
+
+    def read_text(self, _: str) -> str | None:
+        return None if self.origin is None else json.dumps(self.origin)
+
+
+@pytest.mark.parametrize(
+    ("origin", "expected"),
+    [
+        ({"url": "file:///a%20b/forerun", "dir_info": {"editable": True}}, "-e '/a b/forerun[serve]'"),
+        ({"url": "file:///ab/forerun", "dir_info": {}}, "'/ab/forerun[serve]'"),
+        (
+            {"url": "https://host/forerun.git", "vcs_info": {"vcs": "git"}},
+            "'forerun[serve] @ git+https://host/forerun.git'",
+        ),
+        ({"url": "https://host/forerun.whl", "archive_info": {}}, "'forerun[serve] @ https://host/forerun.whl'"),
+        (None, f"-e '{CHECKOUT}[serve]'"),
+    ],
+)
+def test_extras_come_from_where_forerun_came_from(
+    origin: dict[str, Any] | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "distribution", lambda _: Installed(origin))
+    assert command("serve") == f"{sys.executable} -m pip install {expected}"
