@@ -115,6 +115,7 @@ class Batch:
         self._rows[request.id] = row
         try:
             with self._lock, present(self._step.target.device), self._step.seconds.reading():
+                self._sharing.refresh()
                 if request.drafts:
                     self._step.drafter.begin(request)
                 if own and not cache.offloaded:
