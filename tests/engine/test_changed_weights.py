@@ -19,7 +19,6 @@ from forerun.engine import kv_store
 from forerun.engine.conversation import Conversation
 from forerun.engine.engine import Engine
 from forerun.engine.kv_store import KV_FILE_SUFFIX
-from forerun.models.forward.compiled_scorer import CompiledScorer
 
 BEGINNING, NEW = 90, 8
 HELD = 88
@@ -134,7 +133,10 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 def fresh() -> Any:
-    return copy.deepcopy(tiny("llama", torch.float32))
+    """A model whose texts end by their length."""
+    model = copy.deepcopy(tiny("llama", torch.float32))
+    model.generation_config.eos_token_id = None
+    return model
 
 
 def changed(change: str) -> Any:
@@ -155,8 +157,9 @@ def test_kept_prompts_go_when_the_model_changes(change: str) -> None:
     assert ask(one) == (wanted, HELD)
 
 
-STORABLE = [name for name in CHANGES if name not in ("a hook", "a forward")]
-"""A store refuses a model with code of its own."""
+STORABLE = [name for name in CHANGES if name not in ("a hook", "a forward", "data = data.t()")]
+"""A store refuses a model with code of its own. The other one's passes are exact no more, so that another engine cuts
+prompts elsewhere."""
 
 
 @pytest.mark.parametrize("change", STORABLE)
@@ -318,14 +321,3 @@ def test_a_conversation_reads_anew_what_another_model_read() -> None:
             pass
     assert turn.cached == wanted.cached == 0
     assert turn.request.generated.tolist() == wanted.request.generated.tolist()
-
-
-def test_a_program_is_written_again_only_if_it_holds_something_old() -> None:
-    model = fresh()
-    one = engine(model)
-    assert isinstance(one.target, CompiledScorer)
-    decoder = one.target._decoder
-    for change, same in (("data.mul_", True), ("no_grad", True), ("a buffer in place", False)):
-        CHANGES[change](model)
-        ask(one)
-        assert (one.target._decoder is decoder) == same

@@ -192,8 +192,8 @@ class KVStore:
         """Write what waits, and keep nothing more; kept texts can still be found.
 
         Args:
-            mark: computes the fingerprint anew. If it is another one by now, the texts that were written go: a change of
-                the model went unseen, and nobody knows which of them were computed before it.
+            mark: computes the fingerprint anew. If it is another one by now, the texts that were written go: a change
+                of the model went unseen, and nobody knows which of them were computed before it.
         """
         self._closed = True
         self._writer.shutdown()

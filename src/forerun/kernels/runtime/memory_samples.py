@@ -1,13 +1,15 @@
 """Checksums of tensors by samples of their memory: fast enough to look at a whole model before every request.
 
 A tensor of up to ``WHOLE_BYTES`` is read whole, of a larger one ``PIECES`` pieces of ``PIECE_BYTES`` each. These are
-spread evenly over its rows, and go through its columns in turn. So a change of all weights, of a whole column (of up to
-4 KiB rows), or of more than a 63rd of the rows is seen; one of a few single weights or rows may not be.
+spread evenly over its rows, and go through its columns in turn. So a change is seen if it is one of all weights, of a
+whole column (where rows are lines of up to 4 KiB), or of consecutive rows that are an eighth of all. One of a few
+single weights or rows may not be.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import gcd
 from typing import NamedTuple
 
 import numpy as np
@@ -51,10 +53,11 @@ def sample_of(t: torch.Tensor) -> MemorySample:
     offset = t.storage_offset() * width
     if size <= WHOLE_BYTES:
         return MemorySample(offset, size, PIECE_BYTES, -(-size // PIECE_BYTES))
-    row = min((stride for stride, _ in strides if stride > width), default=size)
-    rows = (size - PIECES * PIECE_BYTES) // ((PIECES - 1) * row)
-    step = rows * row + PIECE_BYTES if rows else (size - PIECE_BYTES) // (PIECES - 1)
-    return MemorySample(offset, size, step, PIECES)
+    lines = (size - PIECE_BYTES) // (PIECES - 1) // PIECE_BYTES
+    row = min((stride for stride, _ in strides if stride > width), default=PIECE_BYTES)
+    while row % PIECE_BYTES == 0 and gcd(lines, row // PIECE_BYTES) > 1:  # else some columns would never be read
+        lines -= 1
+    return MemorySample(offset, size, lines * PIECE_BYTES, PIECES)
 
 
 def checksum(tensors: Sequence[torch.Tensor], table: IntArray | None = None) -> int:
@@ -90,7 +93,9 @@ def _pieces(t: torch.Tensor) -> torch.Tensor:
     memory = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage(), offset, (size,), (1,))
     if size <= WHOLE_BYTES:
         return memory
-    return memory.as_strided((count, PIECE_BYTES), (step, 1), offset).reshape(-1)
+    return torch.cat(
+        [memory.as_strided((count - 1, PIECE_BYTES), (step, 1), offset).reshape(-1), memory[-PIECE_BYTES:]]
+    )
 
 
 def _digest(table: IntArray) -> int:
@@ -112,7 +117,7 @@ def _add(table: int, count: int, sums: int) -> None:
                 state[0] = _mixed(state[0], rest[i])
             continue
         for piece in range(pieces):
-            words = integers(address + min(piece * step, size - PIECE_BYTES), _WORDS)
+            words = integers(address + (piece * step if piece < pieces - 1 else size - PIECE_BYTES), _WORDS)
             for i in range(_WORDS):
                 state[i] = _mixed(state[i], words[i])
 

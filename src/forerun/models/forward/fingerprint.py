@@ -4,8 +4,8 @@
 could miss the one row of an embedding that was trained anew. ``of_results`` names what an engine finds out at its
 start, and samples large weights: what a pass costs and how it sums do not depend on one row.
 
-Both hold the configuration, the modules' settings, the processor, and the sources and packages that compute: a kept result is worth less than
-a wrong bit costs, and a new version measures once more.
+Both hold the configuration, the modules' settings, the processor, and the sources and packages that compute: a kept
+result is worth less than a wrong bit costs, and a new version measures once more.
 """
 
 from __future__ import annotations

@@ -221,8 +221,8 @@ class Scorer:
         """Look whether the model has changed since the last call; if so, the next passes are those of the model as it
         is now.
 
-        To be called when a request begins, and before keys and values are shared or kept. Passes do not look: nobody may
-        change the model while a request runs.
+        To be called when a request begins, and before keys and values are shared or kept. Passes do not look: nobody
+        may change the model while a request runs.
 
         Returns:
             A number that changes with what passes compute.
@@ -243,7 +243,7 @@ class Scorer:
             self._read_model()
 
     def _read_model(self) -> None:
-        """Read the model's current modules and weights: everything that passes keep a copy of, and where the rest is."""
+        """Read the model's current modules: everything that passes keep a copy of, and where the weights are."""
         self._inputs = self.model.get_input_embeddings()
         self._watch = WeightWatch(self.model)
 

@@ -1,4 +1,4 @@
-"""Whether a model is still as it was: the same modules and code, the same settings, the same weights in the same places.
+"""Whether a model is still as it was: the same modules, code, settings, and weights in the same places.
 
 A change of weights is seen by the count of changes that torch keeps (``_version``), and by a checksum over samples of
 their memory, because changes through ``.data``, NumPy views and other programs are not counted. The checksum does not
