@@ -265,16 +265,15 @@ COPIES: dict[str, tuple[str, Callable[[PreTrainedModel], Any]]] = {
     "norms of heads": ("qwen3", times(f"{FIRST}.self_attn.q_norm.weight")),
     "an embedding that is the head, too": ("qwen3", times("model.embed_tokens.weight")),
     "angles": ("llama", lambda model: model.model.rotary_emb.inv_freq.data.mul_(1.5)),
-    "the angles' factor": ("llama", lambda model: setattr(model.model.rotary_emb, "attention_scaling", 1.5)),
+    "the angles' factor": ("llama", lambda model: setattr(model.model.rotary_emb, "attention_scaling", 1.1)),
     "angles of a kind": ("gemma3_text", lambda model: model.model.rotary_emb.sliding_attention_inv_freq.data.mul_(2)),
     "norms' epsilon": ("llama", each("input_layernorm", "variance_epsilon", 0.5)),
     "norms' epsilon, by another name": ("gemma2", each("input_layernorm", "eps", 0.5)),
     "the embedding's factor": ("gemma3_text", lambda model: model.model.embed_tokens.embed_scale.data.mul_(1.5)),
     "an embedding's multiplier": ("granite", lambda model: setattr(model.model, "embedding_multiplier", 7.0)),
     "the residual stream's multiplier": ("granite", each("", "residual_multiplier", 0.9)),
-    "the scores' factor": ("llama", each("self_attn", "scaling", 1.0)),
+    "the scores' factor": ("llama", each("self_attn", "scaling", 0.3)),
     "the scores' cap": ("gemma2", each("self_attn", "attn_logit_softcapping", 0.1)),
-    "windows": ("gemma2", each("self_attn", "sliding_window", 3)),
     "layers without positions": ("smollm3", each("self_attn", "use_rope", False)),
 }
 """What a program has of a model, as a copy or by its address: a model, and a change that torch does not count."""

@@ -50,6 +50,8 @@ class CompiledScorer(Scorer):
 
     def _read_model(self) -> None:
         super()._read_model()
+        self._held = [weight.detach() for weight in self.model.parameters()]
+        """Kept alive, as programs have their addresses: who moves them while a request runs must not free them."""
         self._decoder = Decoder(self.model) if known(self.model) else None
         self._compiled: dict[tuple[bool, bool, tuple[int, ...]], CompiledForward] = {}
         """By whether queries choose, whether they are kept, and the layers whose states are kept."""

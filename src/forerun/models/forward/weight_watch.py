@@ -212,8 +212,8 @@ def _versions(tensors: list[torch.Tensor]) -> list[int]:
 
 def _apart(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Each tensor once, without those that have no memory of their own here."""
-    found = {t.data_ptr(): t.detach() for t in map(_local, tensors)}
-    return [t for address, t in found.items() if address]
+    found = {(t.data_ptr(), t.nbytes): t.detach() for t in map(_local, tensors)}
+    return [t for (address, _), t in found.items() if address]
 
 
 def _local(t: torch.Tensor) -> torch.Tensor:
