@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from forerun.kernels.runtime.memory_samples import (
-    PIECE_BYTES,
-    PIECES,
-    WHOLE_BYTES,
+    READ_WHOLE_BYTES,
+    SAMPLED_BYTES,
+    SAMPLED_PIECES,
     address_table,
     checksum,
     sample_of,
@@ -48,9 +48,9 @@ def test_pieces_are_within_the_tensor_from_its_first_to_its_last_number(
     t = tensor(shape, dtype)
     offset, size, step, count = sample_of(t)
     assert (offset, size) == (0, t.nbytes)
-    if size > WHOLE_BYTES:
-        assert count == PIECES
-        assert size / 8 > size - (count - 2) * step >= 2 * PIECE_BYTES  # before the last one, which ends with it
+    if size > READ_WHOLE_BYTES:
+        assert count == SAMPLED_PIECES
+        assert size / 8 > size - (count - 2) * step >= 2 * SAMPLED_BYTES  # before the last one, which ends with it
     else:
         assert (count - 1) * step < size <= count * step
 
@@ -66,7 +66,7 @@ def test_a_change_of_all_numbers_is_seen(shape: tuple[int, ...], dtype: torch.dt
 
 
 def test_of_a_small_tensor_every_number_is_seen() -> None:
-    t = tensor((WHOLE_BYTES // 8 - 3,), torch.float64)
+    t = tensor((READ_WHOLE_BYTES // 8 - 3,), torch.float64)
     for number in (*range(0, len(t), 37), len(t) - 1):
         t[number] = -t[number]
         assert sees(t, lambda t, at=number: t[at].neg_())  # type: ignore[misc]

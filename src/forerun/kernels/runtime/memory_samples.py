@@ -1,9 +1,9 @@
 """Checksums of tensors by samples of their memory: fast enough to look at a whole model before every request.
 
-A tensor of up to ``WHOLE_BYTES`` is read whole, of a larger one ``PIECES`` pieces of ``PIECE_BYTES`` each. These are
-spread evenly over its rows, and go through its columns in turn. So a change is seen if it is one of all weights, of a
-whole column (where rows are lines of up to 4 KiB), or of consecutive rows that are an eighth of all. One of a few
-single weights or rows may not be.
+A tensor of up to ``READ_WHOLE_BYTES`` is read whole, of a larger one ``SAMPLED_PIECES`` pieces of ``SAMPLED_BYTES``.
+These are spread evenly over its rows, and go through its columns in turn. So a change is seen if it is one of all
+weights, of a whole column (where rows are lines of up to 4 KiB), or of consecutive rows that are an eighth of all. One
+of a few single weights or rows may not be.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from forerun.core.compiling import COMPILES, compiled
 from forerun.core.tree import IntArray
 from forerun.kernels.runtime.addresses import bytes_at, integers
 
-WHOLE_BYTES = 1 << 14
+READ_WHOLE_BYTES = 1 << 14
 """Tensors of up to 16 KiB are read whole: norms, biases, rotary frequencies."""
-PIECES = 64
-PIECE_BYTES = 64
+SAMPLED_PIECES = 64
+SAMPLED_BYTES = 64
 """A cache line: less takes as long to read."""
-_WORDS = PIECE_BYTES // 8
+_WORDS = SAMPLED_BYTES // 8
 _PRIME, _ODD = np.uint64(0x9E3779B185EBCA87), np.uint64(0xC2B2AE3D27D4EB4F)
 _LEFT, _RIGHT = np.uint64(31), np.uint64(33)
 
@@ -51,13 +51,13 @@ def sample_of(t: torch.Tensor) -> MemorySample:
     strides = [(stride * width, count) for stride, count in zip(t.stride(), t.shape, strict=True) if count > 1]
     size = sum(stride * (count - 1) for stride, count in strides) + width if t.numel() else 0
     offset = t.storage_offset() * width
-    if size <= WHOLE_BYTES:
-        return MemorySample(offset, size, PIECE_BYTES, -(-size // PIECE_BYTES))
-    lines = (size - PIECE_BYTES) // (PIECES - 1) // PIECE_BYTES
-    row = min((stride for stride, _ in strides if stride > width), default=PIECE_BYTES)
-    while row % PIECE_BYTES == 0 and gcd(lines, row // PIECE_BYTES) > 1:  # else some columns would never be read
+    if size <= READ_WHOLE_BYTES:
+        return MemorySample(offset, size, SAMPLED_BYTES, -(-size // SAMPLED_BYTES))
+    lines = (size - SAMPLED_BYTES) // (SAMPLED_PIECES - 1) // SAMPLED_BYTES
+    row = min((stride for stride, _ in strides if stride > width), default=SAMPLED_BYTES)
+    while row % SAMPLED_BYTES == 0 and gcd(lines, row // SAMPLED_BYTES) > 1:  # else some columns would never be read
         lines -= 1
-    return MemorySample(offset, size, lines * PIECE_BYTES, PIECES)
+    return MemorySample(offset, size, lines * SAMPLED_BYTES, SAMPLED_PIECES)
 
 
 def checksum(tensors: Sequence[torch.Tensor], table: IntArray | None = None) -> int:
@@ -91,10 +91,10 @@ def _pieces(t: torch.Tensor) -> torch.Tensor:
     """A tensor's pieces, side by side: bytes ``[n]``."""
     offset, size, step, count = sample_of(t)
     memory = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage(), offset, (size,), (1,))
-    if size <= WHOLE_BYTES:
+    if size <= READ_WHOLE_BYTES:
         return memory
     return torch.cat(
-        [memory.as_strided((count - 1, PIECE_BYTES), (step, 1), offset).reshape(-1), memory[-PIECE_BYTES:]]
+        [memory.as_strided((count - 1, SAMPLED_BYTES), (step, 1), offset).reshape(-1), memory[-SAMPLED_BYTES:]]
     )
 
 
@@ -111,13 +111,13 @@ def _add(table: int, count: int, sums: int) -> None:
     for n in range(count):
         row = integers(table + 32 * n, 4)
         address, size, step, pieces = row[0], row[1], row[2], row[3]
-        if size < PIECE_BYTES:
+        if size < SAMPLED_BYTES:
             rest = bytes_at(address, size)
             for i in range(size):
                 state[0] = _mixed(state[0], rest[i])
             continue
         for piece in range(pieces):
-            words = integers(address + (piece * step if piece < pieces - 1 else size - PIECE_BYTES), _WORDS)
+            words = integers(address + (piece * step if piece < pieces - 1 else size - SAMPLED_BYTES), _WORDS)
             for i in range(_WORDS):
                 state[i] = _mixed(state[i], words[i])
 
