@@ -176,8 +176,10 @@ class PrefixSharing:
         version = self._look()
         if version != self._version:
             self._version = version
-            for rows in (self._keys, self._leaders, self._unkept, self._stored):
-                rows.clear()
+            self._keys.clear()
+            self._leaders.clear()
+            self._unkept.clear()
+            self._stored.clear()
 
     def join(self, row: Row) -> None:
         """A row with an empty cache: it begins with what is kept, or follows a row that shares more with it."""

@@ -123,7 +123,7 @@ def _add(table: int, count: int, sums: int) -> None:
 
 
 @compiled
-def _mixed(state: int, word: int) -> int:
+def _mixed(state: np.int64, word: np.int64) -> np.int64:
     """xxHash's round: every bit of the word reaches the high half of the state, and comes down by the rotation."""
     total = np.uint64(state) + np.uint64(word) * _ODD
     return np.int64(((total << _LEFT) | (total >> _RIGHT)) * _PRIME)
