@@ -36,13 +36,13 @@ class MemorySample(NamedTuple):
         offset: bytes from the beginning of its storage.
         size: bytes from its first number to its last.
         step: bytes from piece to piece; the last piece ends with the tensor.
-        count: pieces.
+        pieces: how many there are.
     """
 
     offset: int
     size: int
     step: int
-    count: int
+    pieces: int
 
 
 def sample_of(t: torch.Tensor) -> MemorySample:
@@ -50,7 +50,7 @@ def sample_of(t: torch.Tensor) -> MemorySample:
     width = t.element_size()
     strides = [(stride * width, count) for stride, count in zip(t.stride(), t.shape, strict=True) if count > 1]
     size = sum(stride * (count - 1) for stride, count in strides) + width if t.numel() else 0
-    offset = t.storage_offset() * width
+    offset = int(t.storage_offset()) * width
     if size <= READ_WHOLE_BYTES:
         return MemorySample(offset, size, SAMPLED_BYTES, -(-size // SAMPLED_BYTES))
     lines = (size - SAMPLED_BYTES) // (SAMPLED_PIECES - 1) // SAMPLED_BYTES
