@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -227,16 +228,83 @@ NO_PROGRAM = ("of the type, to one without a program", "by a hook", "by a hook b
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_seen_in_the_next_pass(change: str) -> None:
+def test_a_change_is_seen_at_the_next_look(change: str) -> None:
     model = build()
     scorer = fastest_scorer(Scorer(model))
     before = scored(scorer, [20])
     CHANGES[change](model)
+    scorer.refresh()
     after, exact = scored(scorer, [20]), own(model, 20)
     assert error(after, exact) < NEAR.get(model.dtype, 1e-5)
     assert error(after, before) > 1e-3 or "type" in change
     assert isinstance(fastest_scorer(Scorer(model)), CompiledScorer) == (change not in NO_PROGRAM)
     assert torch.equal(scored(scorer, [1, 19]), after)
+
+
+def each(part: str, name: str, value: Any) -> Callable[[PreTrainedModel], Any]:
+    """Sets an attribute of a part of each layer."""
+
+    def change(model: PreTrainedModel) -> None:
+        for layer in architecture.decoder_of(model).layers:
+            setattr(layer.get_submodule(part), name, value)
+
+    return change
+
+
+def times(path: str, factor: float = 1.5) -> Callable[[PreTrainedModel], Any]:
+    """Multiplies a weight in a way that torch does not count."""
+    return lambda model: model.get_parameter(path).data.mul_(factor)
+
+
+FIRST = "model.layers.0"
+COPIES: dict[str, tuple[str, Callable[[PreTrainedModel], Any]]] = {
+    "matrices": ("llama", times(f"{FIRST}.mlp.up_proj.weight")),
+    "a matrix that holds several": ("phi3", times(f"{FIRST}.self_attn.qkv_proj.weight")),
+    "biases": ("llama", times(f"{FIRST}.self_attn.q_proj.bias", 5.0)),
+    "norms": ("llama", times(f"{FIRST}.input_layernorm.weight")),
+    "norms of heads": ("qwen3", times(f"{FIRST}.self_attn.q_norm.weight")),
+    "an embedding that is the head, too": ("qwen3", times("model.embed_tokens.weight")),
+    "angles": ("llama", lambda model: model.model.rotary_emb.inv_freq.data.mul_(1.5)),
+    "the angles' factor": ("llama", lambda model: setattr(model.model.rotary_emb, "attention_scaling", 1.1)),
+    "angles of a kind": ("gemma3_text", lambda model: model.model.rotary_emb.sliding_attention_inv_freq.data.mul_(2)),
+    "norms' epsilon": ("llama", each("input_layernorm", "variance_epsilon", 0.5)),
+    "norms' epsilon, by another name": ("gemma2", each("input_layernorm", "eps", 0.5)),
+    "the embedding's factor": ("gemma3_text", lambda model: model.model.embed_tokens.embed_scale.data.mul_(1.5)),
+    "an embedding's multiplier": ("granite", lambda model: setattr(model.model, "embedding_multiplier", 7.0)),
+    "the residual stream's multiplier": ("granite", each("", "residual_multiplier", 0.9)),
+    "the scores' factor": ("llama", each("self_attn", "scaling", 0.3)),
+    "the scores' cap": ("gemma2", each("self_attn", "attn_logit_softcapping", 0.1)),
+    "layers without positions": ("smollm3", each("self_attn", "use_rope", False)),
+}
+"""What a program has of a model, as a copy or by its address: a model, and a change that torch does not count."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("copied", COPIES)
+def test_what_a_program_has_of_a_model_follows(copied: str, dtype: torch.dtype) -> None:
+    name, change = COPIES[copied]
+    model = build(name, dtype)
+    scorer = fastest_scorer(Scorer(model))
+    before, version = scored(scorer, [60]), scorer.refresh()
+    change(model)
+    assert scorer.refresh() > version
+    after = scored(scorer, [60])
+    assert torch.equal(after, scored(fastest_scorer(Scorer(copy.deepcopy(model))), [60]))
+    assert error(after, own(copy.deepcopy(model).float(), 60)) < NEAR[dtype]
+    assert error(after, before) > 0.02
+    assert isinstance(scorer, CompiledScorer)
+    assert scorer.refresh() == version + 1
+
+
+def test_a_program_is_written_again_only_if_it_holds_something_old() -> None:
+    model = build()
+    scorer = fastest_scorer(Scorer(model))
+    assert isinstance(scorer, CompiledScorer)
+    decoder = scorer._decoder
+    for copied, same in (("matrices", True), ("norms", True), ("angles", False)):
+        COPIES[copied][1](model)
+        scorer.refresh()
+        assert (scorer._decoder is decoder) == same
 
 
 SETTINGS: dict[str, tuple[str, str, Any]] = {
@@ -259,6 +327,7 @@ def test_a_change_of_the_configuration_counts_as_far_as_the_model_reads_it(setti
     scorer, before = fastest_scorer(Scorer(model)), own(model, 60)
     assert error(scored(scorer, [60]), before) < 1e-5
     setattr(model.config.get_text_config(decoder=True), key, value)
+    scorer.refresh()
     after = own(model, 60)
     assert error(scored(scorer, [60]), after) < 1e-5
     assert (error(after, before) > 0.1) == (not setting.endswith("read once") and setting != "attention")
@@ -278,11 +347,13 @@ def test_a_hook_is_seen_and_one_that_goes_lets_the_program_come_back(where: str)
     scorer = fastest_scorer(Scorer(model))
     before = scored(scorer, [20])
     hook = HOOKS[where](model)
+    scorer.refresh()
     try:
         assert error(scored(scorer, [20]), before) > 1e-3
         assert not isinstance(fastest_scorer(Scorer(model)), CompiledScorer)
     finally:
         hook.remove()
+    scorer.refresh()
     assert torch.equal(scored(scorer, [20]), before)
 
 
@@ -291,7 +362,9 @@ def test_hooks_that_transformers_leaves_behind_do_not_matter() -> None:
     model = build()
     scorer = fastest_scorer(Scorer(model))
     before = scored(scorer, [20])
+    version = scorer.refresh()
     model(torch.tensor([[1, 2]]), output_hidden_states=True)
+    assert scorer.refresh() == version
     assert any(module._forward_hooks for module in model.modules())
     assert torch.equal(scored(scorer, [20]), before)
     assert isinstance(fastest_scorer(Scorer(model)), CompiledScorer)

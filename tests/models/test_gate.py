@@ -35,6 +35,30 @@ def build(class_name: str, **config: Any) -> transformers.PreTrainedModel:
             "encoder-decoder",
         ),
         (
+            "WhisperForCausalLM",
+            {
+                "d_model": 16,
+                "decoder_layers": 1,
+                "decoder_attention_heads": 2,
+                "decoder_ffn_dim": 16,
+                "pad_token_id": 0,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+            },
+            "the decoder of an encoder-decoder",
+        ),
+        (
+            "MistralForCausalLM",
+            {
+                "hidden_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "sliding_window": 1,
+            },
+            "its sliding_window is 1",
+        ),
+        (
             "LlamaForSequenceClassification",
             {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
             "language-modelling head",

@@ -165,11 +165,52 @@ def test_weights_that_are_joined_stay_where_they_are(on_gpu: list[int]) -> None:
     own = model()
     before = {name: weight.clone() for name, weight in own.state_dict().items()}
     first = GpuScorer(own)
+    version = first.refresh()
     GpuScorer(own)
-    assert first._watch.same()
+    assert first.refresh() == version
     assert all(torch.equal(before[name], weight) for name, weight in own.state_dict().items())
     part = own.model.layers[0].self_attn
     assert part.k_proj.weight.data_ptr() == part.q_proj.weight.data_ptr() + part.q_proj.weight.nbytes
+
+
+def query(own: Any) -> torch.nn.Parameter:
+    return own.model.layers[0].self_attn.q_proj.weight  # type: ignore[no-any-return]
+
+
+COPIES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "matrices that were joined": ("llama", lambda own: query(own).data.mul_(3)),
+    "one of them that moved": ("llama", lambda own: setattr(query(own), "data", query(own).data * 3)),
+    "norms' epsilon": ("llama", lambda own: setattr(own.model.norm, "variance_epsilon", 3.0)),
+    "angles": ("llama", lambda own: own.model.rotary_emb.inv_freq.data.mul_(3)),
+    "the embedding's multiplier": ("granite", lambda own: setattr(own.model, "embedding_multiplier", 0.1)),
+}
+"""What passes on a GPU have of a model: a model, and a change that torch does not count."""
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@torch.inference_mode()
+def test_what_a_recorded_pass_has_of_a_model_follows(on_gpu: list[int], copied: str) -> None:
+    kind, change = COPIES[copied]
+    own = model(kind)
+    for weight in own.parameters():
+        weight.data.mul_(5)
+    scorer = GpuScorer(own)
+    scorer.refresh()
+
+    def found() -> torch.Tensor:
+        for _ in range(3):  # the first is not recorded, and the last one is a recording
+            (logits,) = scorer.score([Block(TEXT[:5], DraftTree.chain(TEXT[5:8]), 0)], [FullCache()])
+        return logits.clone()
+
+    before, recorded = found(), scorer.recordings
+    assert recorded
+    change(own)
+    scorer.refresh()
+    assert scorer.recordings == (recorded if copied == "matrices that were joined" else 0)
+    after = found()
+    (right,) = Scorer(own).score([Block(TEXT[:5], DraftTree.chain(TEXT[5:8]), 0)], [FullCache()])
+    torch.testing.assert_close(after, right, atol=2e-4, rtol=1e-4)
+    assert not torch.allclose(before, after, atol=1e-2)
 
 
 @torch.inference_mode()

@@ -118,6 +118,7 @@ class Batch:
         self._rows[request.id] = row
         try:
             with self._lock, present(self._step.level.model.device), self._step.seconds.reading():
+                self._sharing.refresh()
                 if request.drafts:
                     self._step.level.begin(row)
                 if own and not cache.offloaded:

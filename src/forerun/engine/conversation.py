@@ -53,7 +53,11 @@ class Conversation:
         """Forget all turns; what the engine's drafter learned from them stays."""
         self._end_turn()
         self.messages = [] if self.system is None else [_message("system", self.system)]
-        self._cache = FullCache()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Read everything again in the next turn."""
+        self._cache, self._version = FullCache(), self.engine.model_version()
         self._cached: IntArray = np.empty(0, np.int64)
 
     def send(self, text: str, on_prefill: Progress | None = None) -> ConversationTurn:
@@ -96,11 +100,14 @@ class Conversation:
             self._turn = None
 
     def _keep(self, prompt: IntArray) -> int:
-        """Cut the cache to what it shares with a prompt, without the prompt's last token.
+        """Cut the cache to what it shares with a prompt, without the prompt's last token. Nothing of it is kept if the
+        model has changed.
 
         Returns:
             Tokens kept.
         """
+        if self._version != self.engine.model_version():
+            self._forget()
         most = min(len(prompt) - 1, len(self._cached))
         different = np.flatnonzero(prompt[:most] != self._cached[:most])
         length = int(different[0]) if len(different) else most

@@ -38,7 +38,6 @@ from forerun.models.forward.inputs import position_limit
 from forerun.models.forward.prefill import Progress, counting, read_prompt
 from forerun.models.forward.runtime import Runtime, default_runtime
 from forerun.models.forward.scorer import Scorer, is_sharded
-from forerun.models.forward.weight_watch import weights_version
 from forerun.models.text.prompts import Prompts, encode, encode_prediction, vocabulary_of
 from forerun.models.text.requests import (
     GenerationOptions,
@@ -67,9 +66,11 @@ class Engine:
 
     Threads may share an engine: their steps take turns, and each text is what it would be alone. They may also have
     engines of their own on one model, beside its own ``generate``. Not to be shared are an iterator (``stream``,
-    ``run``), a request, a cache, a streamer, and a drafter object between engines; a ``Trie`` may be. Nobody may change
-    the model meanwhile: its weights, its mode, its adapters. If it is changed between texts, keys and values that were
-    kept for later ones are dropped (``prefix_cache``, ``kv_store``); a ``Conversation`` has to begin anew.
+    ``run``), a request, a cache, a streamer, and a drafter object between engines; a ``Trie`` may be.
+
+    Nobody may change the model while a request runs: its weights, its mode, its adapters. Between requests anybody may.
+    The engine looks when a request begins, and drops the keys and values that the model computed before; see
+    ``weights_changed`` for what it cannot see.
 
     Args:
         model: a transformers decoder; it decides what is generated.
@@ -131,8 +132,8 @@ class Engine:
             known = f"{tokenizer.vocab_size} tokens and the model {self.target.vocabulary}"
             raise ValueError(f"the tokenizer has {known}: they do not match")
         store = {"limit": kv_store_limit, "expiry": kv_store_expiry, "key": kv_store_key}
-        self._new_store = partial(self._store, kv_store, store)
-        self.store, self._weights = self._new_store(), weights_version(model)
+        self._new_store, self._weights = partial(self._store, kv_store, store), self.target.refresh()
+        self.store = self._new_store()
         """Keys and values of prompts that are kept on disk."""
         self.tiers = None if kv_memory is None else self._tiers(kv_memory)
         """Where keys and values lie, if ``kv_memory`` bounds them."""
@@ -167,23 +168,48 @@ class Engine:
                     raise ValueError(f"kv_store_{name} is set, and there is no kv_store")
             return None
         from forerun.engine.kv_store import KVStore  # imported only where a store is asked for
-        from forerun.models.forward.fingerprint import fingerprint
 
-        return KVStore(folder, fingerprint(self.target, self.exactness), **options)
+        return KVStore(folder, self._fingerprint(), **options)
 
-    def _forget_old_weights(self) -> None:
-        """Keys and values that were kept are of no use if the weights have changed. Until what keeps them is renewed,
-        nothing is generated: a renewal that fails is tried again by the next text."""
-        if self.store is None and not self.prefixes.limit:
-            return
+    def _fingerprint(self) -> str:
+        from forerun.models.forward.fingerprint import fingerprint  # imported only where a store is asked for
+
+        return fingerprint(self.target, self.exactness)
+
+    def _refresh(self) -> int:
+        """Look whether a model has changed; to be called under the lock.
+
+        Keys and values that the target computed before are dropped, and a store gets another fingerprint. Until it has,
+        nothing is generated: a renewal that fails is tried again by the next request.
+        """
+        for source in self.level.planner.sources:
+            if isinstance(source, Level) and source.helper:
+                source.model.refresh()
+        now = self.target.refresh()
+        if now != self._weights:
+            self.prefixes.clear()
+            if self.store is not None:
+                self.store.close()
+                self.store = self._new_store()
+            self._weights = now
+        return now
+
+    def model_version(self) -> int:
+        """Look whether the model has changed; return a number that changes with it."""
         with self._lock:
-            now = weights_version(self.target.model)
-            if now != self._weights:
-                self.prefixes.clear()
-                if self.store is not None:
-                    self.store.close()
-                    self.store = self._new_store()
-                self._weights = now
+            return self._refresh()
+
+    def weights_changed(self) -> None:
+        """Drop the keys and values that are kept, as the model computes others now.
+
+        Needed only after a change that the engine cannot see: single weights or rows written through ``.data``, a NumPy
+        view, or another program, while no request ran. All other changes are seen when a request begins: of modules,
+        adapters, hooks, settings and places of weights; in-place operations that torch counts; and whatever changes a
+        checksum over 64 pieces of 64 bytes of each weight (all of one under 16 KiB), spread over its rows and columns.
+        """
+        with self._lock:
+            self.target.renew()
+            self._refresh()
 
     def _tiers(self, memory: int | KVMemory) -> Tiers:
         from forerun.kv.kv_tiers import Tiers  # imported only where memory is bounded
@@ -370,6 +396,7 @@ class Engine:
         Raises:
             ValueError: if ``cache`` holds as many tokens as there are, or more.
         """
+        self.model_version()
         if cache is None:
             cache = self._cache(len(tokens) + room)
         if cache.length >= len(tokens):
@@ -393,7 +420,7 @@ class Engine:
             on_prefill: called with prompt tokens done and to do.
             caches: one for each request, which holds the first tokens of its prompt (none, or all but the last) and
                 goes on to hold what is generated. By truncating it afterwards, a text that was read once can be
-                continued again.
+                continued again. What it holds has to be of the model as it is now; see ``model_version``.
 
         Raises:
             ValueError: if a cache holds as many tokens as the prompt has, or more.
@@ -448,13 +475,12 @@ class Engine:
         limit = self.prefill_block if limit is None else limit
         if limit < 1:
             raise ValueError(f"limit is {limit}; it must be at least 1")
-        self._forget_old_weights()
         step = DecodingStep(self.level, self.budget, closed, self.step_seconds)
         fixed = self.target.prompt_chunk
         chunk, limit = (min(self.prefill_block, limit), limit) if fixed is None else (fixed, max(fixed, limit))
         anywhere = fixed is None and self.exactness.level == "bitwise"
         shared_chunk = min(SHARED_CHUNK_TOKENS, chunk) if anywhere else chunk
-        sharing = PrefixSharing(self.prefixes, self.store, shared_chunk)
+        sharing = PrefixSharing(self.prefixes, lambda: self.store, shared_chunk, self._refresh)
         free = None if self.tiers is None else self.tiers.free
         return Batch(step, self._lock, chunk, limit, sharing, self._cache, free, offloaded_chunks, pacing)
 
@@ -496,10 +522,17 @@ class Engine:
             self.store.flush()
 
     def close(self) -> None:
-        """Write everything to the store, and keep nothing more. A program that ends without this waits for the same."""
-        for each in (self.store, self.tiers):
-            if each is not None:
-                each.close()
+        """Write everything to the store, and keep nothing more. A program that ends without this waits for the same.
+
+        If new texts were stored, all weights are read once more, and these texts are removed if the weights are not
+        those that the store was opened with.
+        """
+        if self.store is not None:
+            with self._lock:
+                same = self.target.refresh() == self._weights
+            self.store.close(self._fingerprint if same else None)
+        if self.tiers is not None:
+            self.tiers.close()
 
 
 def _check_model(model: object) -> None:

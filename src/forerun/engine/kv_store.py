@@ -107,6 +107,7 @@ class KVStore:
         self._mark = mark
         self._texts: dict[str, Keys] = {}  # of the files whose headers were read
         self._verified: set[tuple[int, int, str]] = set()  # by this process, or written by it
+        self._written: set[str] = set()  # names of the files that were written since this was opened
         self._pending: dict[str, _PendingText] = {}
         self._jobs: set[Future[None]] = set()
         self._lock = threading.Lock()
@@ -187,10 +188,21 @@ class KVStore:
             jobs = set(self._jobs)
         wait(jobs)
 
-    def close(self) -> None:
-        """Write what waits, and keep nothing more; kept texts can still be found."""
+    def close(self, mark: Callable[[], str] | None = None) -> None:
+        """Write what waits, and keep nothing more; kept texts can still be found.
+
+        Args:
+            mark: computes the fingerprint anew. If it is another one by now, the texts that were written go: a change
+                of the model went unseen, and nobody knows which of them were computed before it.
+        """
         self._closed = True
         self._writer.shutdown()
+        written, self._written = self._written, set()
+        if written and mark is not None and _safely("no fingerprint could be computed", mark) != self._mark:
+            log.warning("%s stored texts are removed: the model's weights were changed unseen", len(written))
+            for name in written:
+                self._files.drop(name)
+                self._texts.pop(name, None)
 
     def _folder(self, namespace: str) -> str:
         """The folder of a namespace, without its name; those of one tenant are in one folder."""
@@ -281,7 +293,9 @@ class KVStore:
 
         if not self._files.put(name, size, fill):
             log.warning("a text of %s bytes is not kept: the store's limit is %s", f"{size:,}", f"{self.limit:,}")
-        elif (file := self._read(name)) is not None and file.identity[:2] in places:
+            return
+        self._written.add(name)
+        if (file := self._read(name)) is not None and file.identity[:2] in places:
             self._verified.add(file.identity)
 
     def _write(self, job: Callable[[], None]) -> bool:

@@ -152,16 +152,34 @@ class PrefixSharing:
 
     Args:
         prefixes: what is kept of earlier prompts in memory.
-        store: what is kept of them on disk, or None.
+        store: gives what is kept of them on disk, or None. It is another one after the model has changed.
         chunk: tokens of a chunk.
+        refresh: looks whether the model has changed; returns a number that changes with it.
     """
 
-    def __init__(self, prefixes: PrefixCache, store: KVStore | None, chunk: int) -> None:
-        self._prefixes, self._store, self.chunk = prefixes, store, chunk
+    def __init__(
+        self, prefixes: PrefixCache, store: Callable[[], KVStore | None], chunk: int, refresh: Callable[[], int]
+    ) -> None:
+        self._prefixes, self._current_store, self.chunk, self._look = prefixes, store, chunk, refresh
+        self._version: int | None = None
         self._keys: dict[BatchRow, Keys] = {}
         self._leaders: dict[BatchRow, tuple[BatchRow, int]] = {}  # the row to follow, and the chunks that both share
         self._unkept: set[BatchRow] = set()
         self._stored: dict[BatchRow, StoredText] = {}  # the text on disk that holds most of a row's
+
+    @property
+    def _store(self) -> KVStore | None:
+        return self._current_store()
+
+    def refresh(self) -> None:
+        """Look whether the model has changed. Then nothing is kept or shared of rows that began before."""
+        version = self._look()
+        if version != self._version:
+            self._version = version
+            self._keys.clear()
+            self._leaders.clear()
+            self._unkept.clear()
+            self._stored.clear()
 
     def join(self, row: BatchRow) -> None:
         """A row with an empty cache: it begins with what is kept, or follows a row that shares more with it."""
@@ -198,8 +216,10 @@ class PrefixSharing:
             if leader is row and row.cache.length >= count * self.chunk:
                 self._begin(follower, row, count)
         if row in self._unkept and row.cache.length >= len(self._keys[row]) * self.chunk:
-            self._unkept.discard(row)
-            self._keep(row, self._keys[row])
+            self.refresh()
+            if row in self._unkept:
+                self._unkept.discard(row)
+                self._keep(row, self._keys[row])
 
     def leave(self, row: BatchRow) -> None:
         """A row ends. Those that follow it take what it has read, and look for another; what its views made is kept."""
@@ -229,7 +249,7 @@ class PrefixSharing:
     def _note(self, row: BatchRow, keys: Keys) -> None:
         """Keep what views made of a prompt beside it: on disk only of what the text there has in common with it."""
         text = self._stored.pop(row, None)
-        if row.request.error is not None:
+        if row.request.error is not None or not keys:
             return
         for view in row.cache.views:
             if view.state_name is None:

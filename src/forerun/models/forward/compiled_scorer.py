@@ -3,7 +3,7 @@
 On a CPU, a pass over a few tokens should take the time that memory needs to deliver the weights once. For a small model
 the Python around its operations takes as long again. So the target's passes run as a program if the model has a known
 structure (``architecture.py``) and a comparison with its own forward pass succeeds (``gate.py``). If the model is
-changed, the next pass notices; if no program fits any more, it uses the model's own forward pass.
+changed, the next ``refresh`` notices; if no program fits any more, passes are the model's own.
 
 The kernels sum in a fixed order, so a token's logits have the same bits whatever shares its pass.
 """
@@ -18,7 +18,6 @@ import torch
 from transformers import PreTrainedModel
 
 from forerun.core.block import Block
-from forerun.core.fairness import FairLock
 from forerun.core.tree import DraftTree, IntArray
 from forerun.kernels import gpu
 from forerun.kernels.attention.packed_pass import PackedPass, TopkTables, address
@@ -29,7 +28,6 @@ from forerun.kv.full_cache import FullCache
 from forerun.models.forward.architecture import known
 from forerun.models.forward.compiled_forward import CompiledForward, Decoder, PassCapacity
 from forerun.models.forward.scorer import PassResult, Scorer, is_sharded
-from forerun.models.forward.weight_watch import WeightWatch
 
 SPARE_SCRATCH_BYTES = 4096
 """Extra bytes in each thread's scratch memory."""
@@ -47,14 +45,13 @@ class CompiledScorer(Scorer):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self._lock = FairLock()
         self._slots = self._states = torch.empty(0, dtype=torch.uint8)
-        self._read()
+        self._read_model()
 
-    def _read(self) -> None:
-        """Read the model's current modules and weights."""
-        self._watch = WeightWatch(self.model)
-        self._inputs = self.model.get_input_embeddings()
+    def _read_model(self) -> None:
+        super()._read_model()
+        self._held = [weight.detach() for weight in self.model.parameters()]
+        """Kept alive, as programs have their addresses: who moves them while a request runs must not free them."""
         self._decoder = Decoder(self.model) if known(self.model) else None
         self._compiled: dict[tuple[bool, bool, tuple[int, ...]], CompiledForward] = {}
         """By whether queries choose, whether they are kept, and the layers whose states are kept."""
@@ -64,8 +61,6 @@ class CompiledScorer(Scorer):
 
     def _pass(self, blocks: Sequence[Block], caches: Sequence[Cache], layers: tuple[int, ...]) -> PassResult:
         with self._lock:
-            if not self._watch.same():
-                self._read()
             result = None if self._decoder is None else self._score(self._decoder, blocks, caches, layers)
         return super()._pass(blocks, caches, layers) if result is None else result
 

@@ -4,8 +4,8 @@
 could miss the one row of an embedding that was trained anew. ``of_results`` names what an engine finds out at its
 start, and samples large weights: what a pass costs and how it sums do not depend on one row.
 
-Both hold the configuration, the processor, and the sources and packages that compute: a kept result is worth less than
-a wrong bit costs, and a new version measures once more.
+Both hold the configuration, the modules' settings, the processor, and the sources and packages that compute: a kept
+result is worth less than a wrong bit costs, and a new version measures once more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import hashlib
 import json
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -32,7 +32,7 @@ from forerun.kernels.runtime.vector_ir import features, unusable
 from forerun.models.forward.architecture import CHANGING
 from forerun.models.forward.exactness import Exactness
 from forerun.models.forward.scorer import Scorer
-from forerun.models.forward.weight_watch import SOURCES, added_code
+from forerun.models.forward.weight_watch import SOURCES, added_code, settings
 
 COMPUTING = ("core", "kernels", "kv", "models")
 """Folders whose sources take part in computing logits, keys and values."""
@@ -138,15 +138,25 @@ def _code_of(kind: type[nn.Module]) -> str:
 
 def _about(model: PreTrainedModel, folders: tuple[str, ...]) -> dict[str, Any]:
     root = Path(forerun.__file__).parent
-    config = model.config.to_dict()
+    config, modules = model.config.to_dict(), list(model.named_modules())
     return {
         "config": {name: value for name, value in config.items() if name not in ELSEWHERE},
         "model": type(model).__qualname__,
+        "modules": [(name, type(module).__qualname__, _sorted(settings(vars(module)))) for name, module in modules],
         "sources": [sources(root / folder) for folder in folders],
         "packages": _versions(),
         "processor": [platform.machine(), features(), torch.backends.cpu.get_cpu_capability(), unusable()],
         "settings": [torch.get_float32_matmul_precision(), torch._C._get_mkldnn_enabled()],
     }
+
+
+def _sorted(value: Any) -> Any:
+    """A plain value without the order of its sets and dictionaries, which may differ between processes."""
+    if isinstance(value, Mapping):
+        return sorted(((str(name), _sorted(each)) for name, each in value.items()), key=repr)
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, value))
+    return [_sorted(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _digest_of(about: dict[str, Any]) -> hashlib.blake2b:

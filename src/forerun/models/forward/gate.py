@@ -55,6 +55,10 @@ ROUTED_TEXTS = 4
 """Texts that a model with experts is tested on. If two experts are equally good up to rounding, a router may choose a
 different one in any pass. So it is enough that all positions agree on one text; if a pass is wrong, no text agrees."""
 
+ONE_TOKEN_WINDOW = (
+    "its sliding_window is 1, with which transformers' own text with a cache is not the one without: "
+    "DynamicSlidingWindowLayer then keeps all tokens"
+)
 FOREIGN = "its attention does not go through transformers' attention interface"
 
 
@@ -107,8 +111,13 @@ def _reason_in_config(model: PreTrainedModel) -> str | None:
     recurrent = recurrent_layers.unsupported(model)
     findings = (
         (getattr(model.config, "is_encoder_decoder", False), "it is an encoder-decoder; only decoders are"),
+        (
+            type(model.config).is_encoder_decoder,
+            "it is the decoder of an encoder-decoder, whose text has other places",
+        ),
         (not model.can_generate(), "it has no language-modelling head; load it with AutoModelForCausalLM"),
         (recurrent is not None, recurrent or ""),
+        (getattr(config, "sliding_window", None) == 1, ONE_TOKEN_WINDOW),
         (_has_alibi(config), "its positions are encoded by ALiBi, a bias on every score"),
         (model.training, "it is in training mode, where dropout changes the output; call model.eval() first"),
     )

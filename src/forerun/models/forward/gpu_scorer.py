@@ -21,7 +21,6 @@ import torch
 from transformers import PreTrainedModel
 
 from forerun.core.block import Block
-from forerun.core.fairness import FairLock
 from forerun.core.tree import IntArray
 from forerun.kernels.attention.attention import AttentionSpec, Rows, contiguous_numbers
 from forerun.kernels.gpu import attend
@@ -33,7 +32,6 @@ from forerun.models.forward.architecture import known_on_gpu
 from forerun.models.forward.cuda_graphs import GraphCache
 from forerun.models.forward.gpu_forward import Attention, GpuForward, library_attention, library_product
 from forerun.models.forward.scorer import PassResult, Scorer
-from forerun.models.forward.weight_watch import WeightWatch
 
 PROMPT_CHUNK_TOKENS = 512
 """Tokens of a prompt's chunk that libraries read: enough that arithmetic, not memory, decides how long it takes."""
@@ -86,15 +84,13 @@ class GpuScorer(Scorer):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self._lock = FairLock()
-        self._begin()
+        self._read_model()
 
-    def _begin(self) -> None:
+    def _read_model(self) -> None:
         known = known_on_gpu(self.model) and self.model.dtype in GPU_LINEAR_DTYPES
         self._decoder = GpuForward(self.model) if known else None
         self.prompt_chunk = PROMPT_CHUNK_TOKENS if known else None
-        self._watch = WeightWatch(self.model)
-        self._inputs = self.model.get_input_embeddings()
+        super()._read_model()  # now that the decoder has moved weights
         self._graphs: dict[_Kept, GraphCache[_Results]] = {}
         self.__dict__.pop("_layers", None)  # they depend on the weights' type
 
@@ -128,9 +124,6 @@ class GpuScorer(Scorer):
         return keys, keys.new_empty(1, shape.heads, 0, shape.out_dim)
 
     def _pass(self, blocks: Sequence[Block], caches: Sequence[Cache], layers: tuple[int, ...]) -> PassResult:
-        with self._lock:
-            if not self._watch.same():
-                self._begin()
         tables = self._layers
         with self._lock:
             rows = None if tables is None else _rows(tables, blocks, caches)

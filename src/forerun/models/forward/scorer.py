@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from forerun.core.block import Block
+from forerun.core.fairness import FairLock
 from forerun.core.pinned import brought
 from forerun.core.transfers import present
 from forerun.core.tree import DraftTree
@@ -33,6 +34,7 @@ from forerun.kv.cache import Cache, KVShape
 from forerun.kv.full_cache import FullCache
 from forerun.kv.streaming import Rotation
 from forerun.models.forward.inputs import learned_positions
+from forerun.models.forward.weight_watch import Change, WeightWatch
 
 Result = TypeVar("Result")
 AnyCache = TypeVar("AnyCache", bound=Cache)
@@ -199,6 +201,9 @@ class Scorer:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        self._lock = FairLock()
+        self._watch: WeightWatch | None = None
+        self._version = 0
         self._inputs: Any = model.get_input_embeddings()
         self.limit = learned_positions(model)
         """Number of learned positions, or None if there is no limit."""
@@ -211,6 +216,36 @@ class Scorer:
         in one order."""
         self.queries_from: int | None = None
         """Full caches of texts that may become this long keep queries; None for no cache."""
+
+    def refresh(self) -> int:
+        """Look whether the model has changed since the last call; if so, the next passes are those of the model as it
+        is now.
+
+        To be called when a request begins, and before keys and values are shared or kept. Passes do not look: nobody
+        may change the model while a request runs.
+
+        Returns:
+            A number that changes with what passes compute.
+        """
+        with self._lock:
+            if self._watch is None:
+                self._watch = WeightWatch(self.model)
+            elif (change := self._watch.look()) is not None:
+                self._version += 1
+                if change is Change.MODEL:
+                    self._read_model()
+            return self._version
+
+    def renew(self) -> None:
+        """Read the model anew, whether or not a change is seen; ``refresh`` then returns another number."""
+        with self._lock:
+            self._version += 1
+            self._read_model()
+
+    def _read_model(self) -> None:
+        """Read the model's current modules: everything that passes keep a copy of, and where the weights are."""
+        self._inputs = self.model.get_input_embeddings()
+        self._watch = WeightWatch(self.model)
 
     @property
     def vocabulary(self) -> int:

@@ -1,14 +1,24 @@
-"""Whether a model is still as it was: the same modules, weights in the same places, and no added code."""
+"""Whether a model is still as it was: the same modules, code, settings, and weights in the same places.
+
+A change of weights is seen by the count of changes that torch keeps (``_version``), and by a checksum over samples of
+their memory, because changes through ``.data``, NumPy views and other programs are not counted. The checksum does not
+cover all: a change of a few single weights or rows, which nobody counted, may go unseen (``memory_samples.py``).
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
+
+from forerun.kernels.runtime.memory_samples import address_table, checksum
 
 SOURCES = ("transformers.", "torch.nn.modules.", "forerun.models.loading.stored_weights")
 """Packages of the modules that are known. Those of others may have settings of their own, such as which adapter is in
@@ -38,18 +48,16 @@ def _added(hooks: dict[int, Any]) -> list[Any]:
     return [hook for hook in hooks.values() if getattr(hook, "__module__", "") != CAPTURING]
 
 
-def weights_version(model: PreTrainedModel) -> int:
-    """A number that changes with the model's weights, hooks, and the settings of modules that are not of ``SOURCES``,
-    for what was made with them. A change of weights through ``.data`` is not seen, which torch does not count."""
-    weights = [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in model.parameters()]
-    code = [id(code) for module in model.modules() for code in added_code(module)]
-    own = [_settings(module) for module in model.modules() if not type(module).__module__.startswith(SOURCES)]
-    return hash((*weights, *code, *own))
+BOOKKEEPING = frozenset(vars(nn.Module())) | {
+    "name_or_path", "warnings_issued", "_is_hf_initialized", "_output_capturing_hooks_installed",
+    "_forerun_engines", "_forerun_parallel",
+}  # fmt: skip
+"""Attributes of modules that are torch's or our own, or that no pass reads."""
 
 
-def _settings(module: nn.Module) -> str:
+def settings(members: Mapping[str, Any]) -> dict[str, Any]:
     """A module's attributes of plain values, and dictionaries and lists of such."""
-    return repr([(name, value) for name, value in vars(module).items() if _is_plain(value)])
+    return {name: value for name, value in members.items() if _is_setting(name, value)}
 
 
 def _is_plain(value: Any) -> bool:
@@ -60,47 +68,154 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-class WeightWatch:
-    """Remembers a model as it is when this is made: its modules, their hooks, its configuration, and the addresses of
-    its weights.
+class Change(Enum):
+    """How a model has changed.
 
-    A program of kernels holds addresses of weights, and numbers that the model reads from its configuration in each
-    pass (soft caps, windows). Weights may change in place. But it must not run if weights moved (another type, another
-    parameter, another module), if the configuration changed, or if there are hooks, which it would not call.
+    Attributes:
+        WEIGHTS: parameters have other values, in the same places. Programs read them where they are.
+        MODEL: anything else: modules, code, settings, buffers, the type or the places of weights.
+    """
+
+    WEIGHTS = 1
+    MODEL = 2
+
+
+class WeightWatch:
+    """Remembers a model as it is when this is made.
 
     Args:
-        model: the model. Its dictionaries of modules, weights, buffers and hooks are kept, because finding them again
-            takes longer than a small model's pass.
+        model: the model. Its dictionaries of attributes, modules, weights, buffers and hooks are kept, because finding
+            them again takes longer than a small model's pass. Its weights are not kept alive.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model, self._settings = model, copy.deepcopy(vars(model.config))
+        self._model, self._config = model, copy.deepcopy(vars(model.config))
         modules = list(model.modules())
-        self._parents = [module._modules for module in modules if module._modules]
-        self._owners = [held for module in modules for held in (module._parameters, module._buffers) if held]
+        self._members = [(module.__dict__, _snapshot(module.__dict__)) for module in modules]
+        self._forwards = [(kind, kind.forward) for kind in {type(module) for module in modules}]
         self._hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
         self._hooks += ALL_MODULES_HOOKS
-        self._members = [module.__dict__ for module in modules]
-        self._strange = self._is_strange()
-        self._modules, self._weights = self._children(), self._places()
+        self._code = self._added_code()
+        self._parents = [module._modules for module in modules]
+        self._modules = self._children()
+        self._weights = _Memory([module._parameters for module in modules], True)
+        loose = [{name: value for name, value in members.items() if isinstance(value, torch.Tensor)}
+                 for members, _ in self._members]  # fmt: skip
+        self._buffers = _Memory([*(module._buffers for module in modules), *filter(None, loose)], False)
 
-    def same(self) -> bool:
-        """Whether nothing has changed since, except weights in place."""
-        return (
-            self._weights == self._places()
-            and self._modules == self._children()
-            and self._strange == self._is_strange()
-            and self._settings == vars(self._model.config)
-        )
+    def look(self) -> Change | None:
+        """What has changed since the last look, or since this was made; None for nothing.
 
-    def _is_strange(self) -> bool:
-        """Whether calls would run added code."""
-        return any("forward" in members for members in self._members) or any(
-            hooks and _added(hooks) for hooks in self._hooks
+        After ``Change.MODEL`` a new watch has to be made: this one keeps dictionaries of modules that may be gone.
+        """
+        same = (
+            self._modules == self._children()
+            and self._code == self._added_code()
+            and all(kind.forward is forward for kind, forward in self._forwards)
+            and self._config == vars(self._model.config)
+            and self._weights.stays()
+            and self._buffers.stays()
+            and self._same_settings()
+            and self._buffers.same_values()
         )
+        if not same:
+            return Change.MODEL
+        return None if self._weights.same_values() else Change.WEIGHTS
 
     def _children(self) -> list[Any]:
         return [module for parent in self._parents for module in parent.values()]
 
-    def _places(self) -> list[int]:
-        return [weight.data_ptr() for owner in self._owners for weight in owner.values() if weight is not None]
+    def _added_code(self) -> list[Any]:
+        return [hook for hooks in self._hooks if hooks for hook in _added(hooks)]
+
+    def _same_settings(self) -> bool:
+        """Whether no module has other attributes. Objects are compared as such, and plain values by what they are."""
+        for number, (members, before) in enumerate(self._members):
+            if not _equal(members, before):
+                if _contents(members) != _contents(before):
+                    return False
+                self._members[number] = members, _snapshot(members)
+        return True
+
+
+class _Memory:
+    """Tensors in dictionaries: where they lie, and what they hold.
+
+    Args:
+        owners: the dictionaries.
+        counts: whether torch's counts of changes matter.
+    """
+
+    def __init__(self, owners: list[dict[str, Any]], counts: bool) -> None:
+        self._owners, self._counts = owners, counts
+        tensors = self._tensors()
+        self._places, self._versions = _places(tensors), self._counted(tensors)
+        self._table = address_table(_apart(tensors))
+        self._sum = self._checksum(tensors)
+
+    def stays(self) -> bool:
+        """Whether they lie where they lay, in the same order."""
+        return self._places == _places(self._tensors())
+
+    def same_values(self) -> bool:
+        """Whether they hold what they held at the last call, as far as is seen. They have to lie where they lay."""
+        tensors = self._tensors()
+        before = self._versions, self._sum
+        self._versions, self._sum = self._counted(tensors), self._checksum(tensors)
+        return before == (self._versions, self._sum)
+
+    def _counted(self, tensors: list[torch.Tensor]) -> list[int]:
+        """Versions of parameters. Those of buffers are not looked at: models write the same values in every pass."""
+        return _versions(tensors) if self._counts else []
+
+    def _checksum(self, tensors: list[torch.Tensor]) -> int:
+        return checksum((), self._table) if self._table is not None else checksum(_apart(tensors))
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [t for owner in self._owners if owner for t in owner.values() if t is not None]
+
+
+def _snapshot(members: dict[str, Any]) -> dict[str, Any]:
+    """A copy that keeps its lists and dictionaries of plain values as they are now."""
+    return {name: copy.deepcopy(value) if _is_setting(name, value) else value for name, value in members.items()}
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    return name not in BOOKKEEPING and _is_plain(value)
+
+
+def _equal(members: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Whether the attributes are the same objects, or equal ones."""
+    try:
+        return members == before
+    except Exception:  # tensors and arrays that are not the same have no single answer
+        return False
+
+
+def _contents(members: dict[str, Any]) -> dict[str, Any]:
+    """What passes may read of a module's attributes: plain values, and which functions and tensors there are."""
+    named = {
+        name: id(value)
+        for name, value in members.items()
+        if name not in BOOKKEEPING and (callable(value) or isinstance(value, torch.Tensor))
+    }
+    return named | settings(members)
+
+
+def _places(tensors: list[torch.Tensor]) -> list[Any]:
+    return [(t.data_ptr(), t.stride()) for t in map(_local, tensors)]
+
+
+def _versions(tensors: list[torch.Tensor]) -> list[int]:
+    return [0 if t.is_inference() else t._version for t in tensors]
+
+
+def _apart(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Each tensor once, without those that have no memory of their own here."""
+    found = {(t.data_ptr(), t.nbytes): t.detach() for t in map(_local, tensors)}
+    return [t for (address, _), t in found.items() if address]
+
+
+def _local(t: torch.Tensor) -> torch.Tensor:
+    """This process's part of a tensor."""
+    return t.to_local() if isinstance(t, DTensor) else t

@@ -1,0 +1,129 @@
+"""Checksums of tensors by samples of their memory: fast enough to look at a whole model before every request.
+
+A tensor of up to ``READ_WHOLE_BYTES`` is read whole, of a larger one ``SAMPLED_PIECES`` pieces of ``SAMPLED_BYTES``.
+These are spread evenly over its rows, and go through its columns in turn. So a change is seen if it is one of all
+weights, of a whole column (where rows are lines of up to 4 KiB), or of consecutive rows that are an eighth of all. One
+of a few single weights or rows may not be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from forerun.core.compiling import COMPILES, compiled
+from forerun.core.tree import IntArray
+from forerun.kernels.runtime.addresses import bytes_at, integers
+
+READ_WHOLE_BYTES = 1 << 14
+"""Tensors of up to 16 KiB are read whole: norms, biases, rotary frequencies."""
+SAMPLED_PIECES = 64
+SAMPLED_BYTES = 64
+"""A cache line: less takes as long to read."""
+_WORDS = SAMPLED_BYTES // 8
+_PRIME, _ODD = np.uint64(0x9E3779B185EBCA87), np.uint64(0xC2B2AE3D27D4EB4F)
+_LEFT, _RIGHT = np.uint64(31), np.uint64(33)
+
+
+class MemorySample(NamedTuple):
+    """Pieces of a tensor's memory.
+
+    Attributes:
+        offset: bytes from the beginning of its storage.
+        size: bytes from its first number to its last.
+        step: bytes from piece to piece; the last piece ends with the tensor.
+        pieces: how many there are.
+    """
+
+    offset: int
+    size: int
+    step: int
+    pieces: int
+
+
+def sample_of(t: torch.Tensor) -> MemorySample:
+    """The pieces of a tensor that are read. Between rows that do not touch, other memory of its storage may be read."""
+    width = t.element_size()
+    strides = [(stride * width, count) for stride, count in zip(t.stride(), t.shape, strict=True) if count > 1]
+    size = sum(stride * (count - 1) for stride, count in strides) + width if t.numel() else 0
+    offset = int(t.storage_offset()) * width
+    if size <= READ_WHOLE_BYTES:
+        return MemorySample(offset, size, SAMPLED_BYTES, -(-size // SAMPLED_BYTES))
+    lines = (size - SAMPLED_BYTES) // (SAMPLED_PIECES - 1) // SAMPLED_BYTES
+    row = min((stride for stride, _ in strides if stride > width), default=SAMPLED_BYTES)
+    while row % SAMPLED_BYTES == 0 and gcd(lines, row // SAMPLED_BYTES) > 1:  # else some columns would never be read
+        lines -= 1
+    return MemorySample(offset, size, lines * SAMPLED_BYTES, SAMPLED_PIECES)
+
+
+def checksum(tensors: Sequence[torch.Tensor], table: IntArray | None = None) -> int:
+    """A number that changes with the sampled bytes of these tensors, on any devices.
+
+    Args:
+        tensors: dense ones.
+        table: ``address_table`` of them, if they are all on the CPU and have not moved since.
+    """
+    if table is not None:
+        return int(_digest(table))
+    parts = [_pieces(each) for each in tensors if each.numel()]
+    devices = {each.device for each in parts}
+    return hash(tuple(_hash([each for each in parts if each.device == device]) for device in sorted(devices, key=str)))
+
+
+def address_table(tensors: Sequence[torch.Tensor]) -> IntArray | None:
+    """For ``checksum``: where their pieces are, int64 ``[tensors, 4]``. None if they are not all on the CPU, or nothing
+    is compiled."""
+    if not COMPILES or any(each.device.type != "cpu" for each in tensors):
+        return None
+    rows = [(each.data_ptr(), *sample_of(each)[1:]) for each in tensors]
+    return np.array(rows, np.int64).reshape(-1, 4)
+
+
+def _hash(parts: Sequence[torch.Tensor]) -> int:
+    return hash(torch.cat(list(parts)).cpu().numpy().tobytes())
+
+
+def _pieces(t: torch.Tensor) -> torch.Tensor:
+    """A tensor's pieces, side by side: bytes ``[n]``."""
+    offset, size, step, count = sample_of(t)
+    memory = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage(), offset, (size,), (1,))
+    if size <= READ_WHOLE_BYTES:
+        return memory
+    return torch.cat(
+        [memory.as_strided((count - 1, SAMPLED_BYTES), (step, 1), offset).reshape(-1), memory[-SAMPLED_BYTES:]]
+    )
+
+
+def _digest(table: IntArray) -> int:
+    sums = np.zeros(_WORDS, np.int64)
+    _add(table.ctypes.data, len(table), sums.ctypes.data)
+    return hash(sums.tobytes())
+
+
+@compiled
+def _add(table: int, count: int, sums: int) -> None:
+    """Mix the pieces of all tensors into ``_WORDS`` sums, each of its own words: they do not wait for each other."""
+    state = integers(sums, _WORDS)
+    for n in range(count):
+        row = integers(table + 32 * n, 4)
+        address, size, step, pieces = row[0], row[1], row[2], row[3]
+        if size < SAMPLED_BYTES:
+            rest = bytes_at(address, size)
+            for i in range(size):
+                state[0] = _mixed(state[0], rest[i])
+            continue
+        for piece in range(pieces):
+            words = integers(address + (piece * step if piece < pieces - 1 else size - SAMPLED_BYTES), _WORDS)
+            for i in range(_WORDS):
+                state[i] = _mixed(state[i], words[i])
+
+
+@compiled
+def _mixed(state: np.int64, word: np.int64) -> np.int64:
+    """xxHash's round: every bit of the word reaches the high half of the state, and comes down by the rotation."""
+    total = np.uint64(state) + np.uint64(word) * _ODD
+    return np.int64(((total << _LEFT) | (total >> _RIGHT)) * _PRIME)

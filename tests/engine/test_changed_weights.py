@@ -1,0 +1,323 @@
+"""A model that is changed between two requests: keys and values that it computed before are never used again."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.batches import CHUNK, LONG, finish_all, prompt
+from support.saved_models import chat_model, chat_tokenizer
+from support.tiny import FAMILIES, build, tiny
+from torch import nn
+
+from forerun.engine import kv_store
+from forerun.engine.conversation import Conversation
+from forerun.engine.engine import Engine
+from forerun.engine.kv_store import KV_FILE_SUFFIX
+
+BEGINNING, NEW = 90, 8
+HELD = 88
+"""Tokens of the beginning in whole chunks."""
+
+
+@pytest.fixture(autouse=True)
+def short_texts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_store, "MIN_STORED_TOKENS", CHUNK)
+
+
+def engine(model: Any, folder: Path | None = None, **options: Any) -> Engine:
+    how = {"kv_store": folder} if folder else {"prefix_cache": 1 << 24}
+    return Engine(model, "none", settings=LONG, prefill_block=CHUNK, **(how | options))
+
+
+def ask(one: Engine, number: int = 0) -> tuple[list[int], int]:
+    """An answer, and how many tokens of its prompt were found."""
+    before = one.prefixes.hits
+    (request,) = one.requests([[*prompt(BEGINNING), *prompt(5, 100 + number)]], max_new_tokens=NEW)
+    finish_all(one, [request])
+    one.flush()
+    return request.generated.tolist(), one.prefixes.hits - before
+
+
+def weight(model: Any) -> torch.Tensor:
+    """A weight that keys and values depend on."""
+    return model.model.layers[0].self_attn.k_proj.weight  # type: ignore[no-any-return]
+
+
+def step(model: Any) -> None:
+    weight(model).requires_grad_(True).grad = torch.ones_like(weight(model))
+    torch.optim.SGD([weight(model)], lr=1.0).step()
+    weight(model).grad = None
+    weight(model).requires_grad_(False)
+
+
+def without_gradients(model: Any) -> None:
+    with torch.no_grad():
+        weight(model).mul_(1.5)
+
+
+def in_inference_mode(model: Any) -> None:
+    with torch.inference_mode():
+        weight(model).mul_(1.5)
+
+
+def by_numpy(model: Any) -> None:
+    weight(model).detach().numpy()[:] *= 1.5
+
+
+def by_foreach(model: Any) -> None:
+    torch._foreach_mul_([p.data for p in model.parameters()], 1.5)
+
+
+def by_slices(model: Any) -> None:
+    weight(model).data[:] = 1.5 * weight(model).data
+
+
+def averaged(model: Any) -> None:
+    for own in model.parameters():
+        own.data.copy_(0.7 * own.data + 0.1 * own.data.flip(0))
+
+
+def epsilon(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.input_layernorm.variance_epsilon = 0.5
+
+
+def buffer_in_place(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.data.mul_(1.5)
+
+
+def activation(model: Any) -> None:
+    model.model.layers[0].mlp.act_fn = nn.GELU()
+
+
+def set_number(name: str, factor: float) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        for layer in model.model.layers:
+            setattr(layer.self_attn, name, factor * getattr(layer.self_attn, name))
+
+    return change
+
+
+def transposed(model: Any) -> None:
+    query = model.model.layers[0].self_attn.q_proj.weight
+    query.data = query.data.t()
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "load_state_dict": lambda model: model.load_state_dict({n: 1.2 * w for n, w in model.state_dict().items()}),
+    "a step of an optimizer": step,
+    "no_grad": without_gradients,
+    "inference_mode": in_inference_mode,
+    "data = new": lambda model: setattr(weight(model), "data", 1.5 * weight(model).data),
+    "a hook": lambda model: model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: 2 * out),
+    "a forward": lambda model: setattr(model.model.layers[0].mlp, "forward", lambda x: 0.5 * x),
+    "data.mul_": lambda model: weight(model).data.mul_(1.5),
+    "data.neg_": lambda model: weight(model).data.neg_(),
+    "data[:] =": by_slices,
+    "a NumPy view": by_numpy,
+    "_foreach_mul_": by_foreach,
+    "data.copy_": averaged,
+    "data = data.t()": transposed,
+    "a norm's epsilon": epsilon,
+    "the scores' factor": set_number("scaling", 3.0),
+    "a buffer in place": buffer_in_place,
+    "the angles' factor": lambda model: setattr(model.model.rotary_emb, "attention_scaling", 2.0),
+    "an activation": activation,
+}
+
+
+def fresh() -> Any:
+    """A model whose texts end by their length."""
+    model = copy.deepcopy(tiny("llama", torch.float32))
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def changed(change: str) -> Any:
+    model = fresh()
+    CHANGES[change](model)
+    return model
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_kept_prompts_go_when_the_model_changes(change: str) -> None:
+    model = fresh()
+    one = engine(model)
+    before, _ = ask(one)
+    assert ask(one) == (before, HELD)
+    CHANGES[change](model)
+    wanted, _ = ask(engine(changed(change)))
+    assert ask(one) == (wanted, 0)
+    assert ask(one) == (wanted, HELD)
+
+
+STORABLE = [name for name in CHANGES if name not in ("a hook", "a forward", "data = data.t()")]
+"""A store refuses a model with code of its own. The other one's passes are exact no more, so that another engine cuts
+prompts elsewhere."""
+
+
+@pytest.mark.parametrize("change", STORABLE)
+def test_a_stored_prompt_is_of_the_model_that_computed_it(tmp_path: Path, change: str) -> None:
+    """In this process and, under another fingerprint, in later ones; before the change and after it."""
+    model = fresh()
+    one = engine(model, tmp_path)
+    before, _ = ask(one)
+    CHANGES[change](model)
+    wanted, _ = ask(engine(changed(change)))
+    assert ask(one) == (wanted, 0)
+    assert ask(one) == (wanted, HELD)
+    one.close()
+    assert ask(engine(fresh(), tmp_path)) == (before, HELD)
+    assert ask(engine(changed(change), tmp_path)) == (wanted, HELD)
+
+
+@pytest.mark.parametrize("change", STORABLE)
+def test_a_change_before_the_first_request_poisons_no_store(tmp_path: Path, change: str) -> None:
+    """The store was opened with the weights before. What is computed by others never gets their fingerprint."""
+    wanted, _ = ask(engine(fresh()))
+    model = fresh()
+    one = engine(model, tmp_path)
+    CHANGES[change](model)
+    ask(one)
+    one.close()
+    assert ask(engine(fresh(), tmp_path)) == (wanted, 0)
+
+
+@pytest.mark.parametrize("how", ["memory", "store"])
+def test_a_prompt_is_not_kept_if_the_model_changes_while_it_is_read(tmp_path: Path, how: str) -> None:
+    """Nobody may do that; the request's own text is then of neither model. But others must not suffer."""
+    model, folder = fresh(), tmp_path if how == "store" else None
+    one = engine(model, folder)
+    (request,) = one.requests([prompt(BEGINNING)], max_new_tokens=NEW)
+    with one.batch() as batch:
+        batch.admit(request)
+        batch.step()
+        weight(model).data.mul_(1.5)
+        while batch:
+            batch.step()
+    one.flush()
+    wanted, _ = ask(engine(copy.deepcopy(model)))
+    assert ask(one) == (wanted, 0)
+    one.close()
+    assert ask(engine(fresh(), folder))[1] == 0
+
+
+def test_rows_on_both_sides_of_a_change_share_nothing() -> None:
+    """In one batch that goes on, as a server's."""
+    model = fresh()
+    one = engine(model)
+    first, second = one.requests([prompt(BEGINNING)] * 2, max_new_tokens=NEW)
+    with one.batch() as batch:
+        batch.admit(first)
+        for _ in range(4):
+            batch.step()
+        weight(model).data.mul_(1.5)
+        batch.admit(second)
+        while batch:
+            batch.step()
+    assert second.cached_tokens == 0
+    (alone,) = engine(copy.deepcopy(model)).generate([prompt(BEGINNING)], max_new_tokens=NEW).generated
+    assert second.generated.tolist() == alone
+
+
+def test_a_batch_that_goes_on_takes_from_the_renewed_store(tmp_path: Path) -> None:
+    model = fresh()
+    one = engine(model, tmp_path)
+    with one.batch() as batch:
+        for number, hits in enumerate((0, HELD, 0, HELD)):
+            if number == 2:
+                weight(model).data.mul_(1.5)
+            (request,) = one.requests([[*prompt(BEGINNING), *prompt(5, number)]], max_new_tokens=NEW)
+            batch.admit(request)
+            while batch:
+                batch.step()
+            one.flush()
+            assert request.cached_tokens == hits
+
+
+def one_number(model: Any) -> None:
+    weight(model).data[3, 5] += 1.0
+
+
+def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no checksum see anything, as with single numbers of a large weight."""
+    monkeypatch.setattr("forerun.models.forward.weight_watch.checksum", lambda *tensors: 0)
+
+
+def test_what_no_sample_sees_can_be_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    unseen(monkeypatch)
+    for folder in (None, tmp_path):
+        model = fresh()
+        one = engine(model, folder)
+        before, _ = ask(one)
+        one_number(model)
+        assert ask(one)[1] == HELD  # unseen
+        one.weights_changed()
+        wanted, _ = ask(engine(copy.deepcopy(model)))
+        assert wanted != before
+        assert ask(one) == (wanted, 0)
+
+
+def test_texts_stored_after_an_unseen_change_go_when_the_store_is_closed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    unseen(monkeypatch)
+    wanted, _ = ask(engine(fresh()))
+    model = fresh()
+    one = engine(model, tmp_path)
+    one_number(model)
+    ask(one)
+    with caplog.at_level(logging.WARNING, "forerun"):
+        one.close()
+        one.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "1 stored texts are removed: the model's weights were changed unseen"
+    ]
+    assert not list(tmp_path.rglob(f"*{KV_FILE_SUFFIX}"))
+    assert ask(engine(fresh(), tmp_path)) == (wanted, 0)
+
+
+def test_nothing_is_read_again_at_the_end_without_new_texts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = fresh()
+    first = engine(model, tmp_path)
+    ask(first)
+    first.close()
+    second = engine(model, tmp_path)
+    assert ask(second)[1] == HELD
+    monkeypatch.setattr(Engine, "_fingerprint", lambda engine: pytest.fail("no new texts"))
+    second.close()
+
+
+def test_what_passes_write_themselves_is_no_change() -> None:
+    """Rotations that depend on the length write frequencies in each pass; states of layers leave hooks."""
+    for name in ("phi3, longrope", "llama, dynamic", "gpt_oss"):
+        one = engine(build(*FAMILIES[name], seed=1).float())
+        (tokens,) = one.requests([[*prompt(40)]], max_new_tokens=NEW)
+        finish_all(one, [tokens])
+        version = one.target.refresh()
+        one.target.model(torch.tensor([[1, 2]]), output_hidden_states=True)
+        one.target.model.train().eval()
+        assert one.target.refresh() == version
+
+
+def test_a_conversation_reads_anew_what_another_model_read() -> None:
+    tokenizer = chat_tokenizer()
+    model = chat_model(tokenizer)
+    one = Conversation(Engine(model, "none", tokenizer=tokenizer), max_new_tokens=NEW)
+    one.ask("Who are you?")
+    for parameter in model.parameters():
+        parameter.data.mul_(1.01)
+    other = Conversation(Engine(copy.deepcopy(model), "none", tokenizer=tokenizer), max_new_tokens=NEW)
+    other.messages = copy.deepcopy(one.messages)
+    turn, wanted = one.send("And then?"), other.send("And then?")
+    for each in (turn, wanted):
+        for _ in each:
+            pass
+    assert turn.cached == wanted.cached == 0
+    assert turn.request.generated.tolist() == wanted.request.generated.tolist()
