@@ -56,6 +56,8 @@ CASES = [
     Case(3, 3, 192, 128, scale=0.1),
     Case(5, 1, 32, 48, window=1),
     Case(8, 1, 16, 16, softcap=2.0),
+    Case(6, 1, 48, 80, dtype=torch.bfloat16, softcap=3.0),
+    Case(3, 3, 16, 32, dtype=torch.bfloat16),
 ]
 
 

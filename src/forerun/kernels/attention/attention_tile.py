@@ -10,10 +10,11 @@ A query's result depends only on its own numbers, in an order that is the same w
 Keys and values are read in one of these forms. Each has code of its own, which the constant ``form`` chooses:
 
 - ``FLOATS_FORM``.
-- ``HALVES_FORM``: bfloat16, widened in registers. Sums over keys take the even numbers of eight first, then the odd ones. A
-  block that several tiles read is widened in memory once (``widen_rows``), in that order.
-- ``PAIRS_FORM``: bfloat16, multiplied in pairs. Queries and weights are rounded to bfloat16, as in torch. Pairs of values are
-  of two rows; for several tiles they are put side by side in memory once (``pair_rows``): ``ROW_PAIRS_FORM``.
+- ``HALVES_FORM``: bfloat16, widened in registers. Of eight numbers the even ones are multiplied first. A block that
+  several tiles read is widened in memory once (``widen_rows``), its keys in that order.
+- ``PAIRS_FORM``: bfloat16, multiplied in pairs. Queries and weights are rounded to bfloat16, as in torch. A pair of
+  values is of two rows. For several tiles they are put side by side in memory once (``pair_rows``):
+  ``ROW_PAIRS_FORM``.
 
 All arguments are addresses or counts; ``row`` is the stride between rows in bytes. Functions that read keys or values
 also prefetch: from ``ahead`` on, one line every ``pace`` bytes, spread over their work.
@@ -22,6 +23,7 @@ also prefetch: from ``ahead`` on, one line every ``pace`` bytes, spread over the
 from __future__ import annotations
 
 import functools
+import math
 
 from llvmlite import ir
 from numba.core import cgutils
@@ -136,6 +138,26 @@ def _summed(e: Emitter, parts: list[ir.Value]) -> ir.Value:
     return b.fadd(within(low, high, [0, 1, 4, 5]), within(low, high, [2, 3, 6, 7]))
 
 
+@llvm_function()
+def hide(e: Emitter, scores: ir.Value, first: ir.Value, low: ir.Value, high: ir.Value) -> None:
+    """Set scores of keys that a query does not see to minus infinity; ``first`` is the position of the block's first.
+
+    At ``low`` and ``high`` are four integers each: where the keys that each query sees begin, and where they end.
+    """
+    b = e.builder
+    begin = e.everywhere(b.trunc(first, I32))
+    lanes = [query for query in range(TILE_QUERIES) for _ in range(4)]
+    bounds = [
+        b.trunc(e.load(place, ir.VectorType(I64, TILE_QUERIES)), ir.VectorType(I32, TILE_QUERIES))
+        for place in (low, high)
+    ]
+    starts, ends = (b.sub(e.pick(each, each, lanes), begin) for each in bounds)
+    for i in range(0, BLOCK_TOKENS, 4):
+        keys, place = WORDS([i + key for _ in range(TILE_QUERIES) for key in range(4)]), e.at(scores, i * LINE // 4)
+        seen = b.and_(b.icmp_signed(">=", keys, starts), b.icmp_signed("<", keys, ends))
+        e.store(b.select(seen, e.load(place), constant(-math.inf)), place)
+
+
 @llvm_function(constants=1)
 def weigh(e: Emitter, form: int, scores: ir.Value, state: ir.Value) -> None:
     """Update the running maximum, and turn scores into weights relative to it, in place.
@@ -227,18 +249,23 @@ def _values(e: Emitter, form: int, vectors: int, v: ir.Value, row: ir.Value, i: 
 def _row_pairs(e: Emitter, here: ir.Value, row: ir.Value, vectors: int) -> list[ir.Value]:
     """One vector or two of pairs from two rows."""
     size = LANES * min(vectors, 2)
-    rows = [e.load(address, ir.VectorType(HALVES.element, size)) for address in (here, e.at(here, row))]
+    one, other = (e.load(address, ir.VectorType(HALVES.element, size)) for address in (here, e.at(here, row)))
     lanes = [lane for i in range(size) for lane in (i, size + i)]
-    return [e.pick(*rows, lanes[i : i + 2 * LANES]) for i in range(0, 2 * size, 2 * LANES)]
+    return [e.pick(one, other, lanes[i : i + 2 * LANES]) for i in range(0, 2 * size, 2 * LANES)]
 
 
 @llvm_function()
 def pair_rows(e: Emitter, v: ir.Value, row: ir.Value, vectors: ir.Value, to: ir.Value) -> None:
     """Write a block's values as pairs of rows."""
-    with e.loop(I64(BLOCK_TOKENS // 2)) as i, e.loop(vectors) as c:
-        here = e.at(v, e.times(e.times(i, 2), row), e.times(c, HALF_LINE))
-        (pairs,) = _row_pairs(e, here, row, 1)
-        e.store(pairs, e.at(to, e.times(e.at(e.times(i, vectors), c), LINE)))
+    b = e.builder
+    twos = b.udiv(vectors, I64(2))
+    for size, first, count in ((2, I64(0), twos), (1, e.times(twos, 2), b.urem(vectors, I64(2)))):
+        with e.loop(count) as i:
+            c = b.add(first, e.times(i, size))
+            for pair in range(BLOCK_TOKENS // 2):
+                here = e.at(v, e.times(row, 2 * pair), e.times(c, HALF_LINE))
+                for at, each in enumerate(_row_pairs(e, here, row, size)):
+                    e.store(each, e.at(to, e.times(e.at(e.times(vectors, pair), c), LINE), at * LINE))
 
 
 @llvm_function(constants=1)

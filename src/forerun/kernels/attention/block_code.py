@@ -33,7 +33,7 @@ from forerun.kernels.runtime.vector_ir import LANES, LINE
 
 FLOAT32_KIND, BFLOAT16_KIND, FLOAT16_KIND = range(3)
 """Kinds of keys and values; see ``AttendOp``."""
-SHARED_TILES = 2
+SHARED_TILES = 3
 """From this many tiles on rewriting a block costs less than converting it for each of them."""
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from llvmlite import ir
 
 from forerun.core.compiling import compiled
-from forerun.kernels.attention.attention_tile import BLOCK_TOKENS, STATE_BYTES, TILE_QUERIES
+from forerun.kernels.attention.attention_tile import BLOCK_TOKENS, STATE_BYTES, TILE_QUERIES, hide
 from forerun.kernels.attention.block_code import SHARED_TILES, BlockCode, block_code, read_block_code
 from forerun.kernels.linear.rowwise import LOG2E, soften, words
 from forerun.kernels.runtime.addresses import StructLayout, call, floats, integers
@@ -198,15 +198,6 @@ def copy_block(code: BlockCode, rows: int, row: int, dim: int, count: int, to: i
 
 
 @compiled
-def hide(weights: int, i: int, low: int, high: int) -> None:
-    """Set a query's weights to 0 for keys before ``low`` and from ``high`` on."""
-    tile = floats(weights, BLOCK_TOKENS * TILE_QUERIES)
-    for key in range(BLOCK_TOKENS):
-        if key < low or key >= high:
-            tile[key // 4 * LANES + i * 4 + key % 4] = -np.inf
-
-
-@compiled
 def soften_tile(op: AttendOp, weights: int, spare: int) -> None:
     """Apply the soft cap to the scores, if there is one."""
     if op.softcap > 0:
@@ -347,8 +338,8 @@ def _block(
         bounds, weights, tile = integers(ranges + RANGE_BYTES * t, 12), scores + t * size, states + t * tile_size
         soften_tile(op, weights, rewrite + _block_bytes(op.dim, op.out_dim))
         if bounds[0] < start + BLOCK_TOKENS or bounds[3] > start:
-            for i in range(TILE_QUERIES):
-                hide(weights, i, bounds[8 + i] - start, bounds[4 + i] - start)
+            own = ranges + RANGE_BYTES * t
+            hide(weights, start, own + 64, own + 32)
         call(add, op.out_dim, op.width, high - low, weights, _state(op, tile), v, v_row, tile, after)
         after += BLOCK_TOKENS * op.out_dim * op.width // (high - low)
 
@@ -419,6 +410,9 @@ def _attend_branch(
     keys = scores + own * TILE_QUERIES * BLOCK_TOKENS * 4
     values = keys + _block_bytes(op.dim, op.out_dim)
     cap = values + _block_bytes(op.dim, op.out_dim)
+    bounds = cap + LINE
+    integers(bounds, 4)[:] = low
+    integers(bounds + 8 * TILE_QUERIES, 4)[:] = position + 1
     for t in range(own):
         _pack_tile(op, code, fields + SCALE_OFFSET, token, 1, head, t, q + t * TILE_QUERIES * op.dim * 4)
     k, v = kv_of(op, row, number, head)
@@ -435,8 +429,7 @@ def _attend_branch(
         for t in range(own):
             weights, to = scores + t * TILE_QUERIES * BLOCK_TOKENS * 4, part + t * _tile_bytes(op.out_dim)
             soften_tile(op, weights, cap)
-            for i in range(TILE_QUERIES):
-                hide(weights, i, low - start, position + 1 - start)
+            hide(weights, start, bounds, bounds + 8 * TILE_QUERIES)
             call(code.values, op.out_dim, op.width, own, weights, _state(op, to), values, v_row, to, values)
     merge_tiles(op, running, part, own)
 
