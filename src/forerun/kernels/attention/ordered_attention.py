@@ -12,7 +12,6 @@ of queries. *Combine* merges each token's splits, adds the keys that only this t
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -20,23 +19,13 @@ import numpy as np
 from llvmlite import ir
 
 from forerun.core.compiling import compiled
-from forerun.kernels.attention.attention_tile import (
-    STATE_BYTES,
-    TILE_QUERIES,
-    TILES_AT_ONCE,
-    VECTORS_AT_ONCE,
-    copy_row,
-    gather,
-    score,
-    weigh,
-)
+from forerun.kernels.attention.attention_tile import BLOCK_TOKENS, STATE_BYTES, TILE_QUERIES, hide
+from forerun.kernels.attention.block_code import SHARED_TILES, BlockCode, block_code, read_block_code
 from forerun.kernels.linear.rowwise import LOG2E, soften, words
-from forerun.kernels.runtime.addresses import StructLayout, address_of, call, floats, integers
+from forerun.kernels.runtime.addresses import StructLayout, call, floats, integers
 from forerun.kernels.runtime.executor import PER_TOKEN, PER_UNIT, Operation, Tasks, read_pass
 from forerun.kernels.runtime.vector_ir import I32, LANES, LINE, Emitter, llvm_function
 
-BLOCK_TOKENS = 32
-"""Positions per block."""
 SPLIT_TOKENS = 256
 """Positions per split. Splits are summed separately, so that few heads of a long text keep all threads busy."""
 RANGE_BYTES = 96
@@ -117,17 +106,10 @@ class AttendOp(NamedTuple):
     topk: int = 0
 
 
-class AttendCode(NamedTuple):
-    """Addresses of machine code that both operations call."""
-
-    scores: int
-    gather: int
-
-
 ROW_LAYOUT, UNIT_LAYOUT, ATTEND_LAYOUT = StructLayout(RowFields), StructLayout(UnitFields), StructLayout(AttendOp)
 ROW_BYTES, UNIT_BYTES = ROW_LAYOUT.size, UNIT_LAYOUT.size
 read_row, read_unit, read_attend = ROW_LAYOUT.reader(), UNIT_LAYOUT.reader(), ATTEND_LAYOUT.reader()
-read_attend_code = StructLayout(AttendCode).reader()
+SCALE_OFFSET = 8 * AttendOp._fields.index("scale")
 
 
 def tile_bytes(out_dim: int) -> int:
@@ -143,13 +125,15 @@ def scratch_bytes(tiles: int, group: int, dim: int, out_dim: int) -> int:
     most, own = max(tiles, 1), math.ceil(group / TILE_QUERIES)
     scan = most * (TILE_QUERIES * (dim + BLOCK_TOKENS) * 4 + 2 * tile_bytes(out_dim) + RANGE_BYTES)
     settle = own * (TILE_QUERIES * (dim + BLOCK_TOKENS) * 4 + 2 * tile_bytes(out_dim))
-    return max(scan, settle) + BLOCK_TOKENS * (dim + out_dim) * 4 + 8 * LINE
+    return max(scan, settle) + 2 * block_bytes(dim, out_dim) + 8 * LINE
 
 
-@functools.cache
-def attend_code() -> AttendCode:
-    """Addresses of the shared machine code, compiled or loaded at the first call."""
-    return AttendCode(address_of(scores_of, 9), address_of(gather_tile, 8))
+def block_bytes(dim: int, out_dim: int) -> int:
+    """Bytes for a copy of a block's keys or values."""
+    return BLOCK_TOKENS * max(dim, out_dim) * 4
+
+
+_block_bytes = compiled(block_bytes)
 
 
 @compiled
@@ -192,38 +176,25 @@ def clear_states(op: AttendOp, states: int, tiles: int) -> None:
 
 
 @compiled
-def _pack_tile(op: AttendOp, token: int, count: int, head: int, tile: int, to: int) -> None:
-    """Write a tile of scaled queries of a KV head, of ``count`` tokens from ``token`` on; the last one fills it up.
-
-    A vector of the tile holds four numbers of each of its queries.
-    """
+def _pack_tile(
+    op: AttendOp, code: BlockCode, scale: int, token: int, count: int, head: int, tile: int, to: int
+) -> None:
+    """Write a tile of queries of a KV head, of ``count`` tokens from ``token`` on; the last one fills it up."""
     group = op.heads // op.kv_heads
     for i in range(TILE_QUERIES):
         query = min(tile * TILE_QUERIES + i, count * group - 1)
         own = op.q + (token + query // group) * op.q_row + (head * group + query % group) * op.q_head
-        source, packed = floats(own, op.dim), floats(to + 16 * i, op.dim * TILE_QUERIES)
-        for c in range(0, op.dim, 4):
-            at = c * TILE_QUERIES
-            for j in range(4):
-                packed[at + j] = np.float32(source[c + j] * np.float32(op.scale))
+        call(code.pack, own, scale, op.dim // LANES, to + 16 * i)
 
 
 @compiled
-def copy_block(op: AttendOp, rows: int, row: int, dim: int, count: int, to: int) -> None:
-    """Copy ``count`` rows, widened to float32, and pad them with zeros to a whole block."""
+def copy_block(code: BlockCode, rows: int, row: int, dim: int, count: int, to: int) -> None:
+    """Copy ``count`` rows, and pad them with zeros to a whole block."""
+    size = code.width * dim
     for i in range(count):
-        copy_row(op.kind, rows + i * row, dim // LANES, to + 4 * i * dim)
+        call(code.copy, rows + i * row, dim // LANES, to + i * size)
     if count < BLOCK_TOKENS:
-        floats(to + 4 * count * dim, (BLOCK_TOKENS - count) * dim)[:] = np.float32(0)
-
-
-@compiled
-def hide(weights: int, i: int, low: int, high: int) -> None:
-    """Set a query's weights to 0 for keys before ``low`` and from ``high`` on."""
-    tile = floats(weights, BLOCK_TOKENS * TILE_QUERIES)
-    for key in range(BLOCK_TOKENS):
-        if key < low or key >= high:
-            tile[key // 4 * LANES + i * 4 + key % 4] = -np.inf
+        floats(to + count * size, (BLOCK_TOKENS - count) * size // 4)[:] = np.float32(0)
 
 
 @compiled
@@ -232,36 +203,6 @@ def soften_tile(op: AttendOp, weights: int, spare: int) -> None:
     if op.softcap > 0:
         floats(spare, 1)[0] = np.float32(op.softcap * LOG2E)
         soften(weights, BLOCK_TOKENS * TILE_QUERIES // LANES, spare)
-
-
-@compiled
-def scores_of(dim: int, width: int, low: int, high: int, q: int, k: int, k_row: int, scores: int, ahead: int) -> None:
-    """Scores of tiles ``low`` to ``high`` over a block. Prefetches from ``ahead`` on, numbers of ``width`` bytes."""
-    size, tile, t = BLOCK_TOKENS * TILE_QUERIES * 4, TILE_QUERIES * dim * 4, low
-    pace = LANES * width // ((high - low + TILES_AT_ONCE - 1) // TILES_AT_ONCE)
-    share = pace * (BLOCK_TOKENS * dim // LANES)
-    while t < high:
-        if t + TILES_AT_ONCE <= high:
-            score(TILES_AT_ONCE, q + t * tile, k, k_row, dim, BLOCK_TOKENS, scores + t * size, ahead, pace)
-            t += TILES_AT_ONCE
-        else:
-            score(1, q + t * tile, k, k_row, dim, BLOCK_TOKENS, scores + t * size, ahead, pace)
-            t += 1
-        ahead += share
-
-
-@compiled
-def gather_tile(out_dim: int, weights: int, state: int, v: int, v_row: int, out: int, ahead: int, pace: int) -> None:
-    """Rescale a tile's outputs by the last block's factor, then add the weighted values."""
-    c = 0
-    while c + VECTORS_AT_ONCE * LANES <= out_dim:
-        gather(VECTORS_AT_ONCE, weights, state, v + 4 * c, v_row, out_dim, BLOCK_TOKENS, out + 4 * c, ahead, pace)
-        ahead += pace * BLOCK_TOKENS * VECTORS_AT_ONCE
-        c += VECTORS_AT_ONCE * LANES
-    while c < out_dim:
-        gather(1, weights, state, v + 4 * c, v_row, out_dim, BLOCK_TOKENS, out + 4 * c, ahead, pace)
-        ahead += pace * BLOCK_TOKENS
-        c += LANES
 
 
 @llvm_function()
@@ -295,7 +236,7 @@ def merge_tiles(op: AttendOp, running: int, part: int, tiles: int) -> None:
 @compiled
 def scan(address: int, fields: int, code_address: int, task: int, slot: int) -> None:
     """One unit and KV head: tiles of queries over one split, or over all splits one after the other."""
-    this, op, code = read_pass(address), read_attend(fields), read_attend_code(code_address)
+    this, op, code = read_pass(address), read_attend(fields), read_block_code(code_address)
     unit = read_unit(this.units + task // op.kv_heads * UNIT_BYTES)
     row = read_row(this.rows + unit.row * ROW_BYTES)
     head, tiles, size = task % op.kv_heads, unit.last - unit.first, _tile_bytes(op.out_dim)
@@ -307,12 +248,14 @@ def scan(address: int, fields: int, code_address: int, task: int, slot: int) -> 
     spare = other + tiles * size
     last = _visible_ranges(op, row, unit, this.cache_positions, ranges)
     for t in range(tiles):
-        _pack_tile(op, row.first, row.n, head, unit.first + t, q + t * TILE_QUERIES * op.dim * 4)
+        to = q + t * TILE_QUERIES * op.dim * 4
+        _pack_tile(op, code, fields + SCALE_OFFSET, row.first, row.n, head, unit.first + t, to)
     if unit.split != ALL_SPLITS:
         to = _kept_tiles(op, row, this.states, unit.split, head) + unit.first * size
         clear_states(op, to, tiles)
         end = min(last, (unit.split + 1) * SPLIT_TOKENS)
-        _scan_split(op, code, row, unit.row, head, tiles, unit.split * SPLIT_TOKENS, end, q, scores, ranges, to, spare)
+        first = unit.split * SPLIT_TOKENS
+        _scan_split(op, code, fields, row, unit.row, head, tiles, first, end, q, scores, ranges, to, spare)
         return
     clear_states(op, state, tiles)
     first = integers(ranges + 16, 1)[0]
@@ -321,7 +264,8 @@ def scan(address: int, fields: int, code_address: int, task: int, slot: int) -> 
     for split in range(max(first, 0) // SPLIT_TOKENS, (last + SPLIT_TOKENS - 1) // SPLIT_TOKENS):
         clear_states(op, other, tiles)
         end = min(last, (split + 1) * SPLIT_TOKENS)
-        _scan_split(op, code, row, unit.row, head, tiles, split * SPLIT_TOKENS, end, q, scores, ranges, other, spare)
+        at = split * SPLIT_TOKENS
+        _scan_split(op, code, fields, row, unit.row, head, tiles, at, end, q, scores, ranges, other, spare)
         merge_tiles(op, state, other, tiles)
     words(0, state, tiles * size // LINE, _kept_tiles(op, row, this.states, 0, head) + unit.first * size)
 
@@ -349,8 +293,8 @@ def _visible_ranges(op: AttendOp, row: RowFields, unit: UnitFields, positions: i
 
 @compiled
 def _scan_split(
-    op: AttendOp, code: AttendCode, row: RowFields, number: int, head: int, tiles: int, first: int, end: int, q: int,
-    scores: int, ranges: int, states: int, spare: int,
+    op: AttendOp, code: BlockCode, fields: int, row: RowFields, number: int, head: int, tiles: int, first: int,
+    end: int, q: int, scores: int, ranges: int, states: int, spare: int,
 ) -> None:  # fmt: skip
     """Go over the blocks of a split, for the tiles that see any key of them."""
     k, v = kv_of(op, row, number, head)
@@ -365,46 +309,48 @@ def _scan_split(
         count = min(BLOCK_TOKENS, end - start)
         here, there = k + start * row.k_row, v + start * row.v_row
         after = here + BLOCK_TOKENS * row.k_row if start + BLOCK_TOKENS < end else here
-        _block(op, code, row, low, high, start, count, here, there, after, q, scores, ranges, states, spare)
+        _block(op, code, fields, row, low, high, start, count, here, there, after, q, scores, ranges, states, spare)
 
 
 @compiled
 def _block(
-    op: AttendOp, code: AttendCode, row: RowFields, low: int, high: int, start: int, count: int, k: int, v: int,
-    after: int, q: int, scores: int, ranges: int, states: int, spare: int,
+    op: AttendOp, code: BlockCode, fields: int, row: RowFields, low: int, high: int, start: int, count: int, k: int,
+    v: int, after: int, q: int, scores: int, ranges: int, states: int, spare: int,
 ) -> None:  # fmt: skip
     """Tiles ``low`` to ``high`` over one block; prefetches values while scoring, and then the next keys."""
-    size, tile_size = BLOCK_TOKENS * TILE_QUERIES * 4, _tile_bytes(op.out_dim)
-    copied, k_row, v_row = count < BLOCK_TOKENS or op.kind != 0, row.k_row, row.v_row
+    size, tile_size, rewritten = BLOCK_TOKENS * TILE_QUERIES * 4, _tile_bytes(op.out_dim), high - low >= SHARED_TILES
+    copied, k_row, v_row, ahead = count < BLOCK_TOKENS or code.copied, row.k_row, row.v_row, v
+    score, add, copy, rewrite = code.scores, code.values, spare, spare + _block_bytes(op.dim, op.out_dim)
     if copied:
-        copy_block(op, k, k_row, op.dim, count, spare)
-        k, k_row = spare, 4 * op.dim
-    call(code.scores, op.dim, op.width, low, high, q, k, k_row, scores, v)
+        copy_block(code, k, k_row, op.dim, count, copy)
+        k, k_row = copy, code.width * op.dim
+    if rewritten and code.rewrite_keys:
+        call(code.rewrite_keys, k, k_row, op.dim // LANES, rewrite)
+        k, k_row, score = rewrite, 4 * op.dim, code.rewritten_scores
+    call(score, op.dim, op.width, low, high, q, k, k_row, fields + SCALE_OFFSET, scores, ahead)
+    if copied:
+        copy_block(code, v, v_row, op.out_dim, count, copy)
+        v, v_row = copy, code.width * op.out_dim
+    if rewritten and code.rewrite_values:
+        call(code.rewrite_values, v, v_row, op.out_dim // LANES, rewrite)
+        v, v_row, add = rewrite, 4 * op.out_dim, code.rewritten_values
     for t in range(low, high):
-        bounds = integers(ranges + RANGE_BYTES * t, 12)
-        weights = scores + t * size
-        soften_tile(op, weights, spare)
+        bounds, weights, tile = integers(ranges + RANGE_BYTES * t, 12), scores + t * size, states + t * tile_size
+        soften_tile(op, weights, rewrite + _block_bytes(op.dim, op.out_dim))
         if bounds[0] < start + BLOCK_TOKENS or bounds[3] > start:
-            for i in range(TILE_QUERIES):
-                hide(weights, i, bounds[8 + i] - start, bounds[4 + i] - start)
-        weigh(weights, BLOCK_TOKENS, _state(op, states + t * tile_size))
-    if copied:
-        copy_block(op, v, v_row, op.out_dim, count, spare)
-        v, v_row = spare, 4 * op.out_dim
-    pace = LANES * op.width // (high - low)
-    for t in range(low, high):
-        tile = states + t * tile_size
-        call(code.gather, op.out_dim, scores + t * size, _state(op, tile), v, v_row, tile, after, pace)
-        after += pace * BLOCK_TOKENS * (op.out_dim // LANES)
+            own = ranges + RANGE_BYTES * t
+            hide(weights, start, own + 64, own + 32)
+        call(add, op.out_dim, op.width, high - low, weights, _state(op, tile), v, v_row, tile, after)
+        after += BLOCK_TOKENS * op.out_dim * op.width // (high - low)
 
 
-SCAN = Operation(ATTEND_LAYOUT, lambda op: Tasks(op.kv_heads, PER_UNIT), scan, lambda op: attend_code())
+SCAN = Operation(ATTEND_LAYOUT, lambda op: Tasks(op.kv_heads, PER_UNIT), scan, lambda op: block_code(op.kind))
 
 
 @compiled
 def combine(address: int, fields: int, code_address: int, task: int, slot: int) -> None:
     """One token and KV head: merge its splits, add the keys that only it sees, divide, and write the output."""
-    this, op, code = read_pass(address), read_attend(fields), read_attend_code(code_address)
+    this, op, code = read_pass(address), read_attend(fields), read_block_code(code_address)
     token, head = task // op.kv_heads, task % op.kv_heads
     number = integers(this.token_rows + 8 * token, 1)[0]
     row = read_row(this.rows + number * ROW_BYTES)
@@ -432,7 +378,21 @@ def combine(address: int, fields: int, code_address: int, task: int, slot: int) 
             if begun < full and begun >= low // SPLIT_TOKENS:
                 _copy_states(op, _kept_tiles(op, row, this.states, begun, head), place * group, group, part)
             _attend_branch(
-                op, code, row, number, head, token, place, position, base, low, this.parents, running, part, rest
+                op,
+                code,
+                fields,
+                row,
+                number,
+                head,
+                token,
+                place,
+                position,
+                base,
+                low,
+                this.parents,
+                running,
+                part,
+                rest,
             )
     for g in range(group):
         _divide(op, running, g, token, head * group + g, rest)
@@ -440,17 +400,21 @@ def combine(address: int, fields: int, code_address: int, task: int, slot: int) 
 
 @compiled
 def _attend_branch(
-    op: AttendOp, code: AttendCode, row: RowFields, number: int, head: int, token: int, place: int, position: int,
-    base: int, low: int, parents: int, running: int, part: int, rest: int,
+    op: AttendOp, code: BlockCode, fields: int, row: RowFields, number: int, head: int, token: int, place: int,
+    position: int, base: int, low: int, parents: int, running: int, part: int, rest: int,
 ) -> None:  # fmt: skip
     """Add a node's own keys from position ``base`` on, in order, block by block and split by split."""
     own = (op.heads // op.kv_heads + TILE_QUERIES - 1) // TILE_QUERIES
     q = rest
     scores = q + own * TILE_QUERIES * op.dim * 4
     keys = scores + own * TILE_QUERIES * BLOCK_TOKENS * 4
-    values = keys + BLOCK_TOKENS * op.dim * 4
+    values = keys + _block_bytes(op.dim, op.out_dim)
+    cap = values + _block_bytes(op.dim, op.out_dim)
+    bounds = cap + LINE
+    integers(bounds, 4)[:] = low
+    integers(bounds + 8 * TILE_QUERIES, 4)[:] = position + 1
     for t in range(own):
-        _pack_tile(op, token, 1, head, t, q + t * TILE_QUERIES * op.dim * 4)
+        _pack_tile(op, code, fields + SCALE_OFFSET, token, 1, head, t, q + t * TILE_QUERIES * op.dim * 4)
     k, v = kv_of(op, row, number, head)
     for start in range(base, position + 1, BLOCK_TOKENS):
         if start % SPLIT_TOKENS == 0 and start > base:
@@ -458,38 +422,36 @@ def _attend_branch(
             clear_states(op, part, own)
         if start + BLOCK_TOKENS <= low:
             continue
-        _copy_branch(op, row, k, row.k_row, op.dim, place, position, start, parents, keys)
-        _copy_branch(op, row, v, row.v_row, op.out_dim, place, position, start, parents, values)
-        call(code.scores, op.dim, op.width, 0, own, q, keys, 4 * op.dim, scores, keys)
+        _copy_branch(code, row, k, row.k_row, op.dim, place, position, start, parents, keys)
+        _copy_branch(code, row, v, row.v_row, op.out_dim, place, position, start, parents, values)
+        k_row, v_row = code.width * op.dim, code.width * op.out_dim
+        call(code.scores, op.dim, op.width, 0, own, q, keys, k_row, fields + SCALE_OFFSET, scores, keys)
         for t in range(own):
-            weights = scores + t * TILE_QUERIES * BLOCK_TOKENS * 4
-            soften_tile(op, weights, keys)  # in place of keys that were read
-            for i in range(TILE_QUERIES):
-                hide(weights, i, low - start, position + 1 - start)
-            to = part + t * _tile_bytes(op.out_dim)
-            weigh(weights, BLOCK_TOKENS, _state(op, to))
-            call(code.gather, op.out_dim, weights, _state(op, to), values, 4 * op.out_dim, to, values, 0)
+            weights, to = scores + t * TILE_QUERIES * BLOCK_TOKENS * 4, part + t * _tile_bytes(op.out_dim)
+            soften_tile(op, weights, cap)
+            hide(weights, start, bounds, bounds + 8 * TILE_QUERIES)
+            call(code.values, op.out_dim, op.width, own, weights, _state(op, to), values, v_row, to, values)
     merge_tiles(op, running, part, own)
 
 
 @compiled
 def _copy_branch(
-    op: AttendOp, row: RowFields, source: int, width: int, dim: int, place: int, position: int, start: int,
+    code: BlockCode, row: RowFields, source: int, width: int, dim: int, place: int, position: int, start: int,
     parents: int, to: int,
 ) -> None:  # fmt: skip
-    """Copy the keys or values of a block that a tree node sees, as floats, padded with zeros."""
-    end = start + BLOCK_TOKENS
+    """Copy the keys or values of a block that a tree node sees, padded with zeros."""
+    end, size = start + BLOCK_TOKENS, code.width * dim
     if position + 1 < end:
-        floats(to + 4 * (position + 1 - start) * dim, (end - position - 1) * dim)[:] = np.float32(0)
+        floats(to + (position + 1 - start) * size, (end - position - 1) * size // 4)[:] = np.float32(0)
     root = row.start + row.in_order  # positions from here on are tree nodes
     node, at = place - row.in_order, position
     while at >= start and at >= root:
         if at < end:
-            copy_row(op.kind, source + (root + node) * width, dim // LANES, to + 4 * (at - start) * dim)
+            call(code.copy, source + (root + node) * width, dim // LANES, to + (at - start) * size)
         node = integers(parents + 8 * (row.first + row.in_order + node), 1)[0]
         at -= 1
     for p in range(start, min(end, root, position + 1)):
-        copy_row(op.kind, source + p * width, dim // LANES, to + 4 * (p - start) * dim)
+        call(code.copy, source + p * width, dim // LANES, to + (p - start) * size)
 
 
 @compiled
@@ -522,4 +484,4 @@ def _divide(op: AttendOp, tiles: int, g: int, token: int, head: int, spare: int)
     words(op.out_kind, spare, op.out_dim // LANES, op.out + token * op.out_row + head * op.out_dim * width)
 
 
-COMBINE = Operation(ATTEND_LAYOUT, lambda op: Tasks(op.kv_heads, PER_TOKEN), combine, lambda op: attend_code())
+COMBINE = Operation(ATTEND_LAYOUT, lambda op: Tasks(op.kv_heads, PER_TOKEN), combine, lambda op: block_code(op.kind))

@@ -12,7 +12,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from forerun.kernels.runtime.vector_ir import F32, F64, FLOATS, I32, LANES, LINE, Emitter, features, wide
+from forerun.kernels.runtime.vector_ir import F32, F64, FLOATS, HALVES, I32, LANES, LINE, Emitter, features, wide
 
 Rows = Sequence[ir.Value]
 """Addresses of the same place in each row of a panel."""
@@ -37,6 +37,21 @@ BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
 def multiplies_pairs() -> bool:
     """Whether the processor can multiply pairs of bfloat16."""
     return "+avx512bf16" in features()
+
+
+def add_pairs(e: Emitter, a: ir.Value, b: ir.Value, total: ir.Value) -> ir.Value:
+    """``total`` plus both products of two vectors of pairs of bfloat16, lane by lane (AVX-512). Denormals count as
+    0."""
+    kind = ir.FunctionType(FLOATS, (FLOATS, BFLOATS, BFLOATS))
+    function = cgutils.get_or_insert_function(e.builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+    return e.builder.call(function, (total, e.builder.bitcast(a, BFLOATS), e.builder.bitcast(b, BFLOATS)))
+
+
+def rounded(e: Emitter, values: ir.Value) -> ir.Value:
+    """Floats as bfloat16, 16 bits each (AVX-512)."""
+    kind = ir.FunctionType(ir.VectorType(_BFloat(), LANES), (FLOATS,))
+    function = cgutils.get_or_insert_function(e.builder.module, kind, "llvm.x86.avx512bf16.cvtneps2bf16.512")
+    return e.builder.bitcast(e.builder.call(function, (values,)), HALVES)
 
 
 class NumberType:
@@ -69,9 +84,7 @@ class _Pairs(NumberType):
         b, lanes = e.builder, total.type.count
         w, x = b.bitcast(line, ir.VectorType(I32, lanes)), self.broadcast(e, word, lanes)
         if multiplies_pairs():
-            kind = ir.FunctionType(FLOATS, (FLOATS, BFLOATS, BFLOATS))
-            function = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
-            return b.call(function, (total, b.bitcast(w, BFLOATS), b.bitcast(x, BFLOATS)))
+            return add_pairs(e, w, x, total)
         sixteen, high = (ir.VectorType(I32, lanes)([value] * lanes) for value in (16, 0xFFFF0000))
         for one, other in ((b.shl(w, sixteen), b.shl(x, sixteen)), (b.and_(w, high), b.and_(x, high))):
             total = e.fma(b.bitcast(one, total.type), b.bitcast(other, total.type), total)

@@ -36,7 +36,7 @@ SPINS = 2000
 ONCE, PER_TOKEN, PER_OUTPUT, PER_UNIT = range(4)
 """What the tasks of an operation are counted by: the pass, its tokens, the tokens whose logits are wanted, or its units
 of attention."""
-HEAD_INTEGERS = 8
+HEAD_INTEGERS = 16
 """Integers before an operation's fields: the addresses of ``run`` and ``prepare``, by what its tasks are counted and
 their number for each, and the addresses of other machine code."""
 

@@ -189,24 +189,25 @@ class Emitter:
 
     def every_fourth(self, a: ir.Value, first: int) -> ir.Value:
         """Every fourth of 64 bytes, from ``first`` on: 16 bytes."""
-        return self._shuffle(a, a, list(range(first, 4 * LANES, 4)))
+        return self.pick(a, a, list(range(first, 4 * LANES, 4)))
 
     def everywhere(self, value: ir.Value) -> ir.Value:
-        """One float or integer, or four floats, repeated across the vector."""
+        """One float or integer, or four of them, repeated across the vector."""
         if value.type == I32:
             value = self.builder.insert_element(WORDS(ir.Undefined), value, I32(0))
-            return self._shuffle(value, value, [0] * LANES)
+            return self.pick(value, value, [0] * LANES)
         if value.type == F32:
             value = self.builder.insert_element(FOUR(ir.Undefined), value, I32(0))
-            return self._shuffle(value, value, [0] * LANES)
-        return self._shuffle(value, value, [0, 1, 2, 3] * (LANES // 4))
+            return self.pick(value, value, [0] * LANES)
+        return self.pick(value, value, [0, 1, 2, 3] * (LANES // 4))
 
     def within(self, a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
         """The same shuffle in each group of four lanes: 0 to 3 pick lanes of ``a``, 4 to 7 those of ``b``."""
         groups = range(0, LANES, 4)
-        return self._shuffle(a, b, [g + lane if lane < 4 else g + LANES + lane - 4 for g in groups for lane in lanes])
+        return self.pick(a, b, [g + lane if lane < 4 else g + LANES + lane - 4 for g in groups for lane in lanes])
 
-    def _shuffle(self, a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
+    def pick(self, a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
+        """Lanes of ``a``, and of ``b`` after them, as a vector."""
         return self.builder.shuffle_vector(a, b, ir.VectorType(I32, len(lanes))(lanes))
 
 
