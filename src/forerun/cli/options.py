@@ -17,6 +17,7 @@ LONG_PANEL, LONG = "Long contexts", LongContextConfig()
 TextKind = StrEnum("TextKind", "tasks novel random")
 DemoKind = StrEnum("DemoKind", "rag code json maths prose")
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64", "stored"]
+ActivationsName = Literal["auto", "int8", "float32"]
 
 DRAFTER_HELP = (
     "How to draft: auto, trie, lookup, none; for long contexts low-rank, triforce-trie, triforce; with a trained head "
@@ -31,6 +32,9 @@ SPARSE_HELP = (
     "The target's sparse cache in auto and in all triforce drafters; by default low-rank, and retrieval on a GPU."
 )
 DTYPE_HELP = "Of the weights; auto is the file's, and float32 for GGUF files, which stored leaves as they are."
+ACTIVATIONS_HELP = (
+    "Inputs of linear layers with stored weights: int8, which is auto, quantises each token's; float32 is slower."
+)
 BENCH_DRAFTERS = ("auto", "trie", "lookup")
 """Those that ``forerun bench`` measures unless others are named."""
 SIZE_UNITS = (
@@ -109,6 +113,7 @@ class AnyTypeModelOptions:
 
     model: Model = "bundled"
     device: Annotated[str, option(panel="Model", help="auto, cpu, cuda, cuda:1, ...")] = "auto"
+    activations: Annotated[ActivationsName, option(panel="Model", help=ACTIVATIONS_HELP)] = "auto"
     trust_remote_code: Annotated[
         bool, option("--trust-remote-code", panel="Model", help="Run code that comes with the model.")
     ] = False

@@ -25,6 +25,7 @@ from forerun.core.tree import DraftTree
 from forerun.kernels.linear import ordered_modules
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward import recurrent_layers
+from forerun.models.forward.architecture import quantises
 from forerun.models.forward.compiled_scorer import fastest_scorer
 from forerun.models.forward.inputs import position_limit
 from forerun.models.forward.scorer import (
@@ -46,6 +47,10 @@ type, hence the float64 entry."""
 RECURRENT_TOLERANCE = 1e-3
 """The least tolerance for recurrent layers: transformers computes them in float32 and in chunks, whatever the model's
 type, and a state carries rounding from token to token. A sibling's state gives errors of 0.1 and more."""
+
+QUANTISED_TOLERANCE = 3e-2
+"""The least tolerance for activations of eight bits. Two passes that differ by rounding put some inputs on different
+sides of the middle between two integers."""
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 UNWIDENED = frozenset({"__get__", "__set__", "__setitem__", "to", "type", "type_as", "bfloat16", "half"})
@@ -129,7 +134,10 @@ def _reason_in_numbers(scorer: Scorer) -> str | None:
 
 
 def _tolerance(scorer: Scorer) -> float:
-    return max(TOLERANCE[scorer.model.dtype], RECURRENT_TOLERANCE * scorer.recurrent)
+    model = scorer.model
+    return max(
+        TOLERANCE[model.dtype], RECURRENT_TOLERANCE * scorer.recurrent, QUANTISED_TOLERANCE * quantises(model)
+    )
 
 
 def _reason_in_trees(scorer: Scorer) -> str | None:
@@ -158,7 +166,7 @@ def _reason_in_chunk(scorer: Scorer) -> str | None:
             cache.commit(block, [])
         last.append(logits)
     error = _error(scorer.model, [torch.tensor(tokens[None], device=scorer.model.device)], last[:1], last[1:])
-    if error <= TOLERANCE[scorer.model.dtype]:
+    if error <= _tolerance(scorer):
         return None
     return f"a whole chunk of a prompt gives logits that are off by {error:.2g} (relative)"
 
