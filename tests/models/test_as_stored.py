@@ -50,7 +50,7 @@ UNWRITTEN = ("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4", "Q6_K")
 MIXED, RANDOM = "mixed", "random"
 
 
-def store(file: Path, name: str, kind: str, quantised: bool = False) -> tuple[PreTrainedModel, PreTrainedModel]:
+def store(file: Path, name: str, kind: str, eight_bits: bool = False) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Write a tiny model of that type; gives it read as stored, and with the numbers that gguf dequantises.
 
     Args:
@@ -58,7 +58,7 @@ def store(file: Path, name: str, kind: str, quantised: bool = False) -> tuple[Pr
         name: of the model type.
         kind: of all matrices; ``mixed`` for another kind from tensor to tensor; ``random`` for random blocks of
             ``UNWRITTEN``.
-        quantised: whether the first one quantises activations.
+        eight_bits: whether the first one quantises activations.
     """
     exact, known = copy.deepcopy(kept(name, torch.float32)), {**NAMES, **MIXTURES, "llama, wide": "llama"}[name]
     writer = gguf.GGUFWriter(file, known)
@@ -88,7 +88,7 @@ def store(file: Path, name: str, kind: str, quantised: bool = False) -> tuple[Pr
     config = copy.deepcopy(exact.config)
     if name == "mixtral":  # transformers reads Llama's configuration from its files
         config = LlamaConfig(**{**SHAPE, "rms_norm_eps": config.rms_norm_eps, "rope_theta": 1e6})
-    return as_stored.load_as_stored(file, header, config, quantised=quantised).eval(), exact
+    return as_stored.load_as_stored(file, header, config, quantised=eight_bits).eval(), exact
 
 
 def quantised(array: np.ndarray, kind: Any, at_random: bool) -> np.ndarray:
@@ -300,7 +300,7 @@ def test_a_file_is_loaded_with_its_tokenizer_and_says_that_weights_stay(tmp_path
     ],
 )
 def test_with_quantised_activations_every_pass_has_the_same_bits(tmp_path: Path, name: str, kind: str) -> None:
-    model, exact = store(tmp_path / "m.gguf", name, kind, quantised=True)
+    model, exact = store(tmp_path / "m.gguf", name, kind, eight_bits=True)
     scorer = admit(model)
     whole, right = scored(scorer, [300]), scored(Scorer(exact), [300])
     for sizes in ([300], [1] * 20 + [2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 24, 25, 162], [255, 1, 44]):
@@ -315,7 +315,7 @@ def test_with_quantised_activations_every_pass_has_the_same_bits(tmp_path: Path,
 def test_texts_with_drafts_equal_those_without_with_quantised_activations(
     tmp_path: Path, name: str, drafter: str
 ) -> None:
-    model, _ = store(tmp_path / "m.gguf", name, "Q4_1", quantised=True)
+    model, _ = store(tmp_path / "m.gguf", name, "Q4_1", eight_bits=True)
     prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 3], [*range(3, 40)]]
     for more in ({}, {"do_sample": True, "seed": 3, "temperature": 0.9}):
         how: Any = {"max_new_tokens": 60, "eos_token_id": None, **more}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from llvmlite import ir
 
 from forerun.kernels.linear.byte_products import bytes_by_words, shorts_by_words
-from forerun.kernels.runtime.vector_ir import F32, FLOATS, I32, WORDS, Emitter, words_of
+from forerun.kernels.runtime.vector_ir import F32, FLOATS, I32, LINE, WORDS, Emitter, words_of
 
 INPUT_BLOCK = 32
 """Columns of a block of the inputs."""
@@ -106,6 +106,10 @@ class _HalvesAndMinimum(BlockSums):
 SHIFTED, MINIMUM, SHIFTED_HALVES, HALVES_AND_MINIMUM = _Shifted(), _Minimum(), _ShiftedHalves(), _HalvesAndMinimum()
 BLOCK_SUMS: tuple[BlockSums, ...] = (SHIFTED, MINIMUM, SHIFTED_HALVES, HALVES_AND_MINIMUM)
 """By their numbers in machine code."""
+
+
+CODE_BYTES = LINE * (CODE_WORDS + max(len(each.factors) for each in BLOCK_SUMS))
+"""The most bytes of 32 columns' codes and factors."""
 
 
 def weighted(e: Emitter, products: Sequence[ir.Value], first: ir.Value, second: ir.Value) -> ir.Value:

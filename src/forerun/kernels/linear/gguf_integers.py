@@ -7,6 +7,7 @@ of the inputs (``quantised_rows.py``). The formats are those of ``gguf_formats.p
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -27,8 +28,7 @@ from forerun.kernels.linear.gguf_formats import (
     quads,
     splat,
 )
-from forerun.kernels.linear.weight_format import Rows
-from forerun.kernels.runtime.vector_ir import I32, I64, WORDS, Emitter, constant, words_of
+from forerun.kernels.runtime.vector_ir import I32, I64, LANES, WORDS, Emitter, constant, words_of
 
 
 class Codes(NamedTuple):
@@ -41,6 +41,30 @@ class Codes(NamedTuple):
 
     words: Sequence[ir.Value]
     factors: tuple[ir.Value, ...]
+
+
+class StridedRows(Sequence[ir.Value]):
+    """Addresses of the same place in sixteen rows at equal distances.
+
+    Four of them are kept, and a processor adds up to three rows to each while it loads. LLVM would keep all sixteen and
+    move each one in every turn of a loop, most of them in memory; so how the four come about is hidden from it.
+    """
+
+    def __init__(self, e: Emitter, w: ir.Value, row: ir.Value) -> None:
+        self._e, self._row = e, row
+        self._firsts = [e.at(w, e.times(row, i)) for i in range(0, LANES, 4)]
+
+    def at(self, offset: ir.Value) -> StridedRows:
+        """The same, so many bytes further."""
+        moved = copy(self)
+        moved._firsts = [self._e.hidden(self._e.at(first, offset)) for first in self._firsts]
+        return moved
+
+    def __len__(self) -> int:
+        return LANES
+
+    def __getitem__(self, i: Any) -> Any:
+        return self._e.at(self._firsts[i // 4], self._e.times(self._row, i % 4))
 
 
 class IntegerFormat:
@@ -59,11 +83,11 @@ class IntegerFormat:
         block = next(each for each in GGUF_FORMATS if each.name == name)
         self.name, self.columns, self.bytes, self.sums, self.most = name, block.words, block.bytes, sums, most
 
-    def scales(self, e: Emitter, rows: Rows) -> Any:
+    def scales(self, e: Emitter, rows: StridedRows) -> Any:
         """Values that all parts of a block need."""
         return None
 
-    def codes(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[Codes]:
+    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[Codes]:
         """Each 32 columns of a part, in order."""
         raise NotImplementedError
 
@@ -71,7 +95,7 @@ class IntegerFormat:
 class _Nibbles(IntegerFormat):
     """Q4_0, Q4_1, Q5_0 and Q5_1."""
 
-    def codes(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[Codes]:
+    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[Codes]:
         b = e.builder
         words = nibbles(e, quads(e, rows, self.bytes - 16))
         if self.most > 15:
@@ -89,7 +113,7 @@ class _Nibbles(IntegerFormat):
 class _Bytes(IntegerFormat):
     """Q8_0."""
 
-    def codes(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[Codes]:
+    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[Codes]:
         words = [e.builder.xor(word, words_of(0x80808080)) for at in (2, 18) for word in quads(e, rows, at)]
         yield Codes(words, (halves_at(e, rows, 0), shift(128)))
 
@@ -97,7 +121,7 @@ class _Bytes(IntegerFormat):
 class _Values(IntegerFormat):
     """IQ4_NL and MXFP4, whose codes stand for values of a table."""
 
-    def codes(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[Codes]:
+    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[Codes]:
         words = nibbles(e, quads(e, rows, self.bytes - 16))
         if self.name == "MXFP4":
             yield looked_up(e, words, FP4_VALUES, power_at(e, rows, 0))
@@ -110,7 +134,7 @@ class _SuperValues(IntegerFormat):
 
     parts = 8
 
-    def scales(self, e: Emitter, rows: Rows) -> Any:
+    def scales(self, e: Emitter, rows: StridedRows) -> Any:
         b, table = e.builder, VectorTable(e, 8)
         first, second, _, _ = quads(e, rows, 0)
         scale = both_halves(e, first)[0]
@@ -118,8 +142,8 @@ class _SuperValues(IntegerFormat):
             table.put(k, b.fmul(scale, b.fsub(bits(e, second, 4 * k, 4, first, 16 + 2 * k), constant(32.0))))
         return table
 
-    def codes(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[Codes]:
-        here = [e.at(row, e.times(part, 16)) for row in rows]
+    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[Codes]:
+        here = rows.at(e.times(part, 16))
         yield looked_up(e, nibbles(e, quads(e, here, 8)), IQ4_VALUES, scales.get(part))
 
 
@@ -128,7 +152,7 @@ class _Super(IntegerFormat):
 
     parts = 4
 
-    def scales(self, e: Emitter, rows: Rows) -> Any:
+    def scales(self, e: Emitter, rows: StridedRows) -> Any:
         b = e.builder
         both, first, second, third = quads(e, rows, 0)
         scale, minus = both_halves(e, both)
@@ -142,9 +166,9 @@ class _Super(IntegerFormat):
         highest.fill(quads(e, rows, 16) + quads(e, rows, 32) if self.most > 15 else [])
         return table, highest
 
-    def codes(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[Codes]:
+    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[Codes]:
         b, (table, highest) = e.builder, scales
-        here = [e.at(row, e.times(part, 32)) for row in rows]
+        here = rows.at(e.times(part, 32))
         raw = quads(e, here, self.bytes - 128) + quads(e, here, self.bytes - 112)
         for high in (0, 1):
             number = b.add(e.times(part, 2), I64(high))
@@ -161,16 +185,16 @@ class _Six(IntegerFormat):
 
     parts = 2
 
-    def scales(self, e: Emitter, rows: Rows) -> Any:
+    def scales(self, e: Emitter, rows: StridedRows) -> Any:
         b = e.builder
         signed = [
             b.ashr(b.shl(word, words_of(24 - 8 * k)), words_of(24)) for word in quads(e, rows, 192) for k in range(4)
         ]
         return halves_at(e, rows, 208), SixteenScales(e, signed, 32)
 
-    def codes(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[Codes]:
+    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[Codes]:
         b, (scale, table) = e.builder, scales
-        low_rows, high_rows = ([e.at(row, e.times(part, size)) for row in rows] for size in (64, 32))
+        low_rows, high_rows = (rows.at(e.times(part, size)) for size in (64, 32))
         low = [word for at in (0, 16, 32, 48) for word in quads(e, low_rows, at)]
         high = quads(e, high_rows, 128) + quads(e, high_rows, 144)
         for k in range(4):
@@ -187,7 +211,7 @@ class _Three(IntegerFormat):
 
     parts = 2
 
-    def scales(self, e: Emitter, rows: Rows) -> Any:
+    def scales(self, e: Emitter, rows: StridedRows) -> Any:
         b, signed = e.builder, []
         words = quads(e, rows, 94)  # the scales from 96 on, and the block's own behind them
         for k in range(16):
@@ -198,7 +222,7 @@ class _Three(IntegerFormat):
             signed.append(b.sub(six, words_of(32)))
         return both_halves(e, words[3])[1], SixteenScales(e, signed, 4)
 
-    def codes(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[Codes]:
+    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[Codes]:
         b, (scale, table) = e.builder, scales
         raw = two_bit_words(e, rows, part, 32)
         masks = quads(e, rows, 0) + quads(e, rows, 16)
@@ -216,7 +240,7 @@ class _Two(IntegerFormat):
 
     parts = 2
 
-    def scales(self, e: Emitter, rows: Rows) -> Any:
+    def scales(self, e: Emitter, rows: StridedRows) -> Any:
         b = e.builder
         scale, minus = both_halves(e, integers_at(e, rows, 80, I32))
         found = [shifted(e, word, 8 * k) for word in quads(e, rows, 0) for k in range(4)]
@@ -224,7 +248,7 @@ class _Two(IntegerFormat):
         table = SixteenScales(e, [b.and_(each, words_of(15)) for each in found], 0, minima)
         return scale, b.fsub(constant(-0.0), minus), table
 
-    def codes(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[Codes]:
+    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[Codes]:
         scale, minus, table = scales
         raw = two_bit_words(e, rows, part, 16)
         for k in range(4):
@@ -317,7 +341,7 @@ def shifted(e: Emitter, word: ir.Value, count: int) -> ir.Value:
     return e.builder.lshr(word, words_of(count)) if count else word
 
 
-def two_bit_words(e: Emitter, rows: Rows, part: ir.Value, at: int) -> list[ir.Value]:
+def two_bit_words(e: Emitter, rows: StridedRows, part: ir.Value, at: int) -> list[ir.Value]:
     """Eight words with two bits of 128 columns; they begin at ``at``."""
-    here = [e.at(row, e.times(part, 32)) for row in rows]
+    here = rows.at(e.times(part, 32))
     return quads(e, here, at) + quads(e, here, at + 16)

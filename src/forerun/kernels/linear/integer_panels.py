@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from llvmlite import ir
 
 from forerun.kernels.linear.block_sums import BLOCK_SUMS, CODE_WORDS, INPUT_BLOCK, X_BLOCK
-from forerun.kernels.linear.gguf_integers import INTEGER_FORMATS, IntegerFormat
+from forerun.kernels.linear.gguf_integers import INTEGER_FORMATS, IntegerFormat, StridedRows
 from forerun.kernels.linear.panels import (
     INTEGER_TOKENS,
     format_of,
@@ -20,7 +20,6 @@ from forerun.kernels.linear.panels import (
     least_that_suffices,
     parts_of,
     prefetch_part,
-    rows_of,
 )
 from forerun.kernels.runtime.vector_ir import I64, LANES, LINE, WORDS, Emitter, llvm_function
 
@@ -38,7 +37,7 @@ def integers_of(number: int) -> IntegerFormat:
 
 @llvm_function(constants=1)
 def few_by_integers(
-    e: Emitter, which: int, tokens: ir.Value, w: ir.Value, row: ir.Value, last: ir.Value, x: ir.Value, x_row: ir.Value,
+    e: Emitter, which: int, tokens: ir.Value, w: ir.Value, row: ir.Value, x: ir.Value, x_row: ir.Value,
     blocks: ir.Value, ahead: ir.Value, sums: ir.Value,
 ) -> None:  # fmt: skip
     """Add to the sums ``[tokens][lanes]`` the products of a panel with a few tokens' quantised inputs at ``x``.
@@ -49,12 +48,12 @@ def few_by_integers(
     b, each = e.builder, integers_of(which)
     per_block = each.columns // INPUT_BLOCK
     for size in least_that_suffices(e, tokens, INTEGER_TOKENS):
-        rows, tokens_rows = rows_of(e, LANES, w, row, last), _inputs(e, size, tokens, x, x_row)
+        rows, tokens_rows = StridedRows(e, w, row), _inputs(e, size, tokens, x, x_row)
         totals = [e.variable(e.load(e.at(sums, t * LINE))) for t in range(size)]
         with e.loop(blocks) as block:
-            here = [e.at(address, e.times(block, each.bytes)) for address in rows]
+            here = rows.at(e.times(block, each.bytes))
             scales = each.scales(e, here)
-            with parts_of(e, each.parts) as part:
+            for part in map(I64, range(each.parts)):
                 prefetch_part(e, each, LANES, e.at(w, ahead), row, block, part)
                 first = b.add(e.times(block, per_block), e.times(part, per_block // each.parts))
                 places = [e.at(address, e.times(first, X_BLOCK)) for address in tokens_rows]
@@ -82,14 +81,14 @@ def _inputs(e: Emitter, size: int, tokens: ir.Value, x: ir.Value, x_row: ir.Valu
 
 @llvm_function(constants=1)
 def codes_of_panel(
-    e: Emitter, which: int, w: ir.Value, row: ir.Value, last: ir.Value, blocks: ir.Value, ahead: ir.Value, to: ir.Value
+    e: Emitter, which: int, w: ir.Value, row: ir.Value, blocks: ir.Value, ahead: ir.Value, to: ir.Value
 ) -> None:
     """Write the codes and factors of a panel's blocks to ``to``, 32 columns after the other."""
     each = integers_of(which)
-    rows, size = rows_of(e, LANES, w, row, last), code_bytes(BLOCK_SUMS.index(each.sums))
-    per_block = each.columns // INPUT_BLOCK
+    rows = StridedRows(e, w, row)
+    size, per_block = code_bytes(BLOCK_SUMS.index(each.sums)), each.columns // INPUT_BLOCK
     with e.loop(blocks) as block:
-        here = [e.at(address, e.times(block, each.bytes)) for address in rows]
+        here = rows.at(e.times(block, each.bytes))
         scales = each.scales(e, here)
         with parts_of(e, each.parts) as part:
             prefetch_part(e, each, LANES, e.at(w, ahead), row, block, part)

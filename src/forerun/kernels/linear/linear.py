@@ -23,7 +23,7 @@ import torch
 from torch.nn.functional import pad
 
 from forerun.core.compiling import compiled
-from forerun.kernels.linear.block_sums import INPUT_BLOCK, X_BLOCK
+from forerun.kernels.linear.block_sums import CODE_BYTES, INPUT_BLOCK, X_BLOCK
 from forerun.kernels.linear.panels import (
     FEW_INTEGER_TOKENS,
     MANY_TOKENS,
@@ -235,15 +235,15 @@ def _integer_code(which: int) -> tuple[int, int, int]:
 
     @compiled
     def integer_products_of_few(
-        tokens: int, w: int, row: int, last: int, x: int, x_row: int, blocks: int, ahead: int, sums: int
+        tokens: int, w: int, row: int, x: int, x_row: int, blocks: int, ahead: int, sums: int
     ) -> None:
-        few_by_integers(which, tokens, w, row, last, x, x_row, blocks, ahead, sums)
+        few_by_integers(which, tokens, w, row, x, x_row, blocks, ahead, sums)
 
     @compiled
-    def codes_of(w: int, row: int, last: int, blocks: int, ahead: int, to: int) -> None:
-        codes_of_panel(which, w, row, last, blocks, ahead, to)
+    def codes_of(w: int, row: int, blocks: int, ahead: int, to: int) -> None:
+        codes_of_panel(which, w, row, blocks, ahead, to)
 
-    return address_of(integer_products_of_few, 9), address_of(codes_of, 6), _sums_code(*sums_kind(which))
+    return address_of(integer_products_of_few, 8), address_of(codes_of, 5), _sums_code(*sums_kind(which))
 
 
 @functools.cache
@@ -340,7 +340,8 @@ def scratch_bytes(tokens: int, words: int) -> int:
     groups = -(-tokens // 8)
     panels = max(words, 2 * UNPACKED_COLUMNS)  # one copied, or parts of two unpacked
     inputs = -(-tokens * (words // INPUT_BLOCK + 1) * X_BLOCK // LINE)  # quantised
-    return LINE * (groups * (words + LANES) + inputs + 2 * groups * LANES + panels + LANES + 1)
+    codes = UNPACKED_COLUMNS // INPUT_BLOCK * CODE_BYTES // LINE
+    return LINE * (groups * (words + LANES) + inputs + 2 * groups * LANES + codes + panels + LANES + 1)
 
 
 @compiled
@@ -464,21 +465,33 @@ def _alone(op: LinearOp, code: LinearCode, inputs: Inputs, panel: Panel, ahead: 
 @compiled
 def _integers(op: LinearOp, n: int, quantised: int, panel: Panel, ahead: int, spare: int) -> None:
     """Sums of integers with one panel; for many tokens its codes are unpacked once for all of them."""
-    matrix, row = panel.matrix, _quantised_row(op)
+    matrix, x_row, w, codes = panel.matrix, _quantised_row(op), panel.w, spare + LANES * LINE
+    further, blocks = ahead * matrix.row, op.words // matrix.block
+    if panel.last < LANES - 1:
+        w = codes + UNPACKED_COLUMNS // INPUT_BLOCK * CODE_BYTES
+        _copy_rows(panel, w)
     if n <= FEW_INTEGER_TOKENS:
-        blocks, w = op.words // matrix.block, panel.w
-        further = ahead * matrix.row
-        call(matrix.few_by_integers, n, w, matrix.row, panel.last, quantised, row, blocks, further, panel.sums)
+        call(matrix.few_by_integers, n, w, matrix.row, quantised, x_row, blocks, further, panel.sums)
         return
     for first in range(0, op.words, UNPACKED_COLUMNS):
         count = min(UNPACKED_COLUMNS, op.words - first)
-        _unpack(op, matrix.codes, panel, first, count, ahead, spare)
-        at, t = quantised + first // INPUT_BLOCK * X_BLOCK, 0
+        at = matrix.row // blocks * (first // matrix.block)
+        call(matrix.codes, w + at, matrix.row, count // matrix.block, further + (LANES - 1) * at, codes)
+        inputs, t = quantised + first // INPUT_BLOCK * X_BLOCK, 0
         while t < n:
-            number = min(FEW_INTEGER_TOKENS, n - t)
-            place, blocks = at + t * row, count // INPUT_BLOCK
-            call(matrix.many_by_integers, number, spare, blocks, place, row, panel.sums + t * LINE)
+            number, sums = min(FEW_INTEGER_TOKENS, n - t), panel.sums + t * LINE
+            call(matrix.many_by_integers, number, codes, count // INPUT_BLOCK, inputs + t * x_row, x_row, sums)
             t += number
+
+
+@compiled
+def _copy_rows(panel: Panel, to: int) -> None:
+    """Copy a panel with fewer rows than a vector has lanes; its last row is repeated."""
+    row = panel.matrix.row
+    for i in range(LANES):
+        source, target = bytes_at(panel.w + min(i, panel.last) * row, row), bytes_at(to + i * row, row)
+        for c in range(row):
+            target[c] = source[c]
 
 
 @compiled
@@ -524,8 +537,8 @@ def _unpacked(
     others = columns + UNPACKED_COLUMNS * LINE
     for first in range(0, op.words, UNPACKED_COLUMNS):
         count = min(UNPACKED_COLUMNS, op.words - first)
-        _unpack(op, one.matrix.unpack, one, first, count, ahead, columns)
-        _unpack(op, other.matrix.unpack, other, first, count, ahead, others)
+        _unpack(op, one, first, count, ahead, columns)
+        _unpack(op, other, first, count, ahead, others)
         t = 0
         while t < n:
             left = min(LANES - t % LANES, n - t)
@@ -536,12 +549,12 @@ def _unpacked(
 
 
 @compiled
-def _unpack(op: LinearOp, code: int, panel: Panel, first: int, count: int, ahead: int, to: int) -> None:
-    """Unpack some columns of a panel by the code at an address; prefetches from ``ahead`` on, in memory order."""
+def _unpack(op: LinearOp, panel: Panel, first: int, count: int, ahead: int, to: int) -> None:
+    """Unpack some columns of a panel; prefetches from ``ahead`` on, in memory order."""
     matrix = panel.matrix
     at = matrix.row // (op.words // matrix.block) * (first // matrix.block)
     further = ahead * matrix.row + (LANES - 1) * at
-    call(code, panel.w + at, matrix.row, panel.last, count // matrix.block, further, to)
+    call(matrix.unpack, panel.w + at, matrix.row, panel.last, count // matrix.block, further, to)
 
 
 @compiled

@@ -135,9 +135,7 @@ def _reason_in_numbers(scorer: Scorer) -> str | None:
 
 def _tolerance(scorer: Scorer) -> float:
     model = scorer.model
-    return max(
-        TOLERANCE[model.dtype], RECURRENT_TOLERANCE * scorer.recurrent, QUANTISED_TOLERANCE * quantises(model)
-    )
+    return max(TOLERANCE[model.dtype], RECURRENT_TOLERANCE * scorer.recurrent, QUANTISED_TOLERANCE * quantises(model))
 
 
 def _reason_in_trees(scorer: Scorer) -> str | None:
