@@ -439,7 +439,8 @@ def _both(op: LinearOp, code: LinearCode, inputs: Inputs, one: Panel, other: Pan
     elif a.codes or b.codes or (n <= op.few_tokens and a.few != b.few):
         _alone(op, code, inputs, one, ahead, spare)
         if other.w != one.w:
-            other = _begun(op, n, b, other.number, other.sums)  # ``few`` writes two panels' sums
+            if a.few:  # which writes two panels' sums
+                other = _begun(op, n, b, other.number, other.sums)
             _alone(op, code, inputs, other, ahead, spare)
     elif n > op.few_tokens:
         _unpacked(op, code, n, inputs.columns, one, other, ahead, spare)

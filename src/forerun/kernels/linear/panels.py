@@ -17,7 +17,7 @@ of a panel, which is repeated.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 from llvmlite import ir
@@ -194,15 +194,16 @@ def many(
 ) -> None:  # fmt: skip
     """Add to two panels' sums the products of ``count`` columns of each with the floats of up to 12 tokens.
 
-    The floats of all tokens for one column are one cache line. Sums after the last token's are overwritten, up to the
-    next of ``MANY_TOKENS``.
+    The floats of all tokens for one column are one cache line. The second panel may be the first one again, with the
+    same sums, which count once. Sums after the last token's are overwritten, up to the next of ``MANY_TOKENS``.
     """
-    panels = [(sums, columns), (other_sums, other)]
+    panels, two = [(sums, columns), (other_sums, other)], e.builder.icmp_signed("!=", sums, other_sums)
     for size in least_that_suffices(e, tokens, MANY_TOKENS):
         at_once = size if wide() else NARROW_TOKENS
-        for some in [panels] if wide() else [[panel] for panel in panels]:
-            for first in range(0, size, at_once):
-                _products(e, range(first, min(size, first + at_once)), some, count, x)
+        for i, some in enumerate([panels] if wide() else [[panel] for panel in panels]):
+            with e.builder.if_then(two) if i else nullcontext():
+                for first in range(0, size, at_once):
+                    _products(e, range(first, min(size, first + at_once)), some, count, x)
 
 
 def _products(
