@@ -69,6 +69,7 @@ def size_option(*, panel: str, help: str) -> Any:  # noqa: A002
 
 Model = Annotated[str, option("--model", "-m", panel="Model", help=MODEL_HELP, metavar="PATH|NAME")]
 AnyDtype = Annotated[Dtype, option("--dtype", panel="Model", help=DTYPE_HELP)]
+Activations = Annotated[ActivationsName, option(panel="Model", help=ACTIVATIONS_HELP)]
 Budget = Annotated[int | None, option("--budget", panel="Model", help="Most drafted tokens a step.", min=1)]
 DrafterName = Annotated[str, option("--drafter", "-d", panel="Model", help=DRAFTER_HELP)]
 Drafters = Annotated[
@@ -113,7 +114,6 @@ class AnyTypeModelOptions:
 
     model: Model = "bundled"
     device: Annotated[str, option(panel="Model", help="auto, cpu, cuda, cuda:1, ...")] = "auto"
-    activations: Annotated[ActivationsName, option(panel="Model", help=ACTIVATIONS_HELP)] = "auto"
     trust_remote_code: Annotated[
         bool, option("--trust-remote-code", panel="Model", help="Run code that comes with the model.")
     ] = False
@@ -124,6 +124,7 @@ class ModelOptions(AnyTypeModelOptions):
     """The target."""
 
     dtype: AnyDtype = "auto"
+    activations: Activations = "auto"
 
 
 @dataclass(frozen=True)
@@ -290,6 +291,7 @@ class AuditOptions(OutputOptions, LongOptions, AnyTypeModelOptions):
         Dtype | None,
         option(panel="Model", help="Default: on a CPU float64 under 100 million parameters, else the file's."),
     ] = None
+    activations: Activations = "auto"
     drafter: Drafters = None
     budget: Budget = None
     prompt: Annotated[list[str] | None, option("--prompt", "-p", panel="Text", help="May be repeated.")] = None
