@@ -16,7 +16,7 @@ from forerun.bench.machine import plain_values
 from forerun.cli.options import AnyTypeModelOptions, Dtype, Out, OutputOptions, Rounds, option
 from forerun.cli.terminal import progress_bar, stderr
 from forerun.models.forward.architecture import STORED
-from forerun.models.loading.load import ACTIVATIONS, load
+from forerun.models.loading.load import ACTIVATION_TYPES, load
 
 DTYPES = get_args(Dtype)
 
@@ -47,7 +47,7 @@ class PassesOptions(OutputOptions, AnyTypeModelOptions):
 
     def __post_init__(self) -> None:
         names("--dtypes", self.dtypes, DTYPES)
-        names("--activations", self.activations, ACTIVATIONS)
+        names("--activations", self.activations, ACTIVATION_TYPES)
         numbers("--passes", self.passes, int, 1)
         numbers("--prompt-tokens", self.prompt_tokens, int, 0)
 
@@ -60,7 +60,9 @@ def run(options: PassesOptions) -> None:
     models = [
         load(options.model, dtype, activations=activations, **some)[0]
         for dtype in dict.fromkeys(names("--dtypes", options.dtypes, DTYPES))
-        for activations in (names("--activations", options.activations, ACTIVATIONS) if dtype == STORED else ["auto"])
+        for activations in (
+            names("--activations", options.activations, ACTIVATION_TYPES) if dtype == STORED else ["auto"]
+        )
     ]
     sizes = PassSizes(
         passes=sorted({1, *numbers("--passes", options.passes, int, 1)}),

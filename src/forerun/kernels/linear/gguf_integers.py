@@ -31,7 +31,7 @@ from forerun.kernels.linear.gguf_formats import (
 from forerun.kernels.runtime.vector_ir import I32, I64, LANES, WORDS, Emitter, constant, words_of
 
 
-class Codes(NamedTuple):
+class BlockCodes(NamedTuple):
     """32 columns of sixteen rows.
 
     Attributes:
@@ -87,15 +87,15 @@ class IntegerFormat:
         """Values that all parts of a block need."""
         return None
 
-    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[Codes]:
+    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
         """Each 32 columns of a part, in order."""
         raise NotImplementedError
 
 
-class _Nibbles(IntegerFormat):
+class _NibbleCodes(IntegerFormat):
     """Q4_0, Q4_1, Q5_0 and Q5_1."""
 
-    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[Codes]:
+    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
         b = e.builder
         words = nibbles(e, quads(e, rows, self.bytes - 16))
         if self.most > 15:
@@ -105,23 +105,23 @@ class _Nibbles(IntegerFormat):
                 fifth = b.and_(b.mul(four, words_of(0x02040810)), words_of(0x10101010))  # one bit to each byte
                 words[i] = b.or_(word, fifth)
         if self.sums is MINIMUM:
-            yield Codes(words, both_halves(e, integers_at(e, rows, 0, I32)))
+            yield BlockCodes(words, both_halves(e, integers_at(e, rows, 0, I32)))
         else:
-            yield Codes(words, (halves_at(e, rows, 0), shift(self.most // 2 + 1)))
+            yield BlockCodes(words, (halves_at(e, rows, 0), shift(self.most // 2 + 1)))
 
 
-class _Bytes(IntegerFormat):
+class _ByteCodes(IntegerFormat):
     """Q8_0."""
 
-    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[Codes]:
+    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
         words = [e.builder.xor(word, words_of(0x80808080)) for at in (2, 18) for word in quads(e, rows, at)]
-        yield Codes(words, (halves_at(e, rows, 0), shift(128)))
+        yield BlockCodes(words, (halves_at(e, rows, 0), shift(128)))
 
 
-class _Values(IntegerFormat):
+class _TableCodes(IntegerFormat):
     """IQ4_NL and MXFP4, whose codes stand for values of a table."""
 
-    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[Codes]:
+    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
         words = nibbles(e, quads(e, rows, self.bytes - 16))
         if self.name == "MXFP4":
             yield looked_up(e, words, FP4_VALUES, power_at(e, rows, 0))
@@ -129,7 +129,7 @@ class _Values(IntegerFormat):
             yield looked_up(e, words, IQ4_VALUES, halves_at(e, rows, 0))
 
 
-class _SuperValues(IntegerFormat):
+class _SuperTableCodes(IntegerFormat):
     """IQ4_XS."""
 
     parts = 8
@@ -142,12 +142,12 @@ class _SuperValues(IntegerFormat):
             table.put(k, b.fmul(scale, b.fsub(bits(e, second, 4 * k, 4, first, 16 + 2 * k), constant(32.0))))
         return table
 
-    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[Codes]:
+    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
         here = rows.at(e.times(part, 16))
         yield looked_up(e, nibbles(e, quads(e, here, 8)), IQ4_VALUES, scales.get(part))
 
 
-class _Super(IntegerFormat):
+class _SuperNibbleCodes(IntegerFormat):
     """Q4_K and Q5_K; a part is 64 columns."""
 
     parts = 4
@@ -166,7 +166,7 @@ class _Super(IntegerFormat):
         highest.fill(quads(e, rows, 16) + quads(e, rows, 32) if self.most > 15 else [])
         return table, highest
 
-    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[Codes]:
+    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
         b, (table, highest) = e.builder, scales
         here = rows.at(e.times(part, 32))
         raw = quads(e, here, self.bytes - 128) + quads(e, here, self.bytes - 112)
@@ -177,10 +177,10 @@ class _Super(IntegerFormat):
                 for i, word in enumerate(words):
                     bit = b.and_(b.lshr(highest.get(I64(i)), splat(e, number)), words_of(0x01010101))
                     words[i] = b.or_(word, b.shl(bit, words_of(4)))
-            yield Codes(words, (table.get(number), table.get(b.add(number, I64(8)))))
+            yield BlockCodes(words, (table.get(number), table.get(b.add(number, I64(8)))))
 
 
-class _Six(IntegerFormat):
+class _SixBitCodes(IntegerFormat):
     """Q6_K; a part is 128 columns."""
 
     parts = 2
@@ -192,7 +192,7 @@ class _Six(IntegerFormat):
         ]
         return halves_at(e, rows, 208), SixteenScales(e, signed, 32)
 
-    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[Codes]:
+    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
         b, (scale, table) = e.builder, scales
         low_rows, high_rows = (rows.at(e.times(part, size)) for size in (64, 32))
         low = [word for at in (0, 16, 32, 48) for word in quads(e, low_rows, at)]
@@ -203,10 +203,10 @@ class _Six(IntegerFormat):
                 four = b.and_(shifted(e, low[8 * (k % 2) + i], 4 * (k // 2)), words_of(0x0F0F0F0F))
                 two = b.and_(shifted(e, high[i], 2 * k), words_of(0x03030303))
                 words.append(b.or_(four, b.shl(two, words_of(4))))
-            yield Codes(words, (scale, *table.factors(e, part, k)))
+            yield BlockCodes(words, (scale, *table.factors(e, part, k)))
 
 
-class _Three(IntegerFormat):
+class _ThreeBitCodes(IntegerFormat):
     """Q3_K; a part is 128 columns."""
 
     parts = 2
@@ -222,7 +222,7 @@ class _Three(IntegerFormat):
             signed.append(b.sub(six, words_of(32)))
         return both_halves(e, words[3])[1], SixteenScales(e, signed, 4)
 
-    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[Codes]:
+    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
         b, (scale, table) = e.builder, scales
         raw = two_bit_words(e, rows, part, 32)
         masks = quads(e, rows, 0) + quads(e, rows, 16)
@@ -232,10 +232,10 @@ class _Three(IntegerFormat):
             for word, mask in zip(raw, masks, strict=True):
                 third = b.shl(b.and_(b.lshr(mask, place), words_of(0x01010101)), words_of(2))
                 words.append(b.or_(b.and_(shifted(e, word, 2 * k), words_of(0x03030303)), third))
-            yield Codes(words, (scale, *table.factors(e, part, k)))
+            yield BlockCodes(words, (scale, *table.factors(e, part, k)))
 
 
-class _Two(IntegerFormat):
+class _TwoBitCodes(IntegerFormat):
     """Q2_K; a part is 128 columns."""
 
     parts = 2
@@ -248,30 +248,30 @@ class _Two(IntegerFormat):
         table = SixteenScales(e, [b.and_(each, words_of(15)) for each in found], 0, minima)
         return scale, b.fsub(constant(-0.0), minus), table
 
-    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[Codes]:
+    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
         scale, minus, table = scales
         raw = two_bit_words(e, rows, part, 16)
         for k in range(4):
             words = [e.builder.and_(shifted(e, word, 2 * k), words_of(0x03030303)) for word in raw]
-            yield Codes(words, (scale, *table.factors(e, part, k), minus))
+            yield BlockCodes(words, (scale, *table.factors(e, part, k), minus))
 
 
 INTEGER_FORMATS: dict[str, IntegerFormat] = {
     each.name: each
     for each in (
-        _Nibbles("Q4_0", SHIFTED, 15),
-        _Nibbles("Q4_1", MINIMUM, 15),
-        _Nibbles("Q5_0", SHIFTED, 31),
-        _Nibbles("Q5_1", MINIMUM, 31),
-        _Bytes("Q8_0", SHIFTED, 255),
-        _Two("Q2_K", HALVES_AND_MINIMUM, 3),
-        _Three("Q3_K", SHIFTED_HALVES, 7),
-        _Super("Q4_K", MINIMUM, 15),
-        _Super("Q5_K", MINIMUM, 31),
-        _Six("Q6_K", SHIFTED_HALVES, 63),
-        _Values("IQ4_NL", SHIFTED, max(IQ4_VALUES) - min(IQ4_VALUES)),
-        _SuperValues("IQ4_XS", SHIFTED, max(IQ4_VALUES) - min(IQ4_VALUES)),
-        _Values("MXFP4", SHIFTED, max(FP4_VALUES) - min(FP4_VALUES)),
+        _NibbleCodes("Q4_0", SHIFTED, 15),
+        _NibbleCodes("Q4_1", MINIMUM, 15),
+        _NibbleCodes("Q5_0", SHIFTED, 31),
+        _NibbleCodes("Q5_1", MINIMUM, 31),
+        _ByteCodes("Q8_0", SHIFTED, 255),
+        _TwoBitCodes("Q2_K", HALVES_AND_MINIMUM, 3),
+        _ThreeBitCodes("Q3_K", SHIFTED_HALVES, 7),
+        _SuperNibbleCodes("Q4_K", MINIMUM, 15),
+        _SuperNibbleCodes("Q5_K", MINIMUM, 31),
+        _SixBitCodes("Q6_K", SHIFTED_HALVES, 63),
+        _TableCodes("IQ4_NL", SHIFTED, max(IQ4_VALUES) - min(IQ4_VALUES)),
+        _SuperTableCodes("IQ4_XS", SHIFTED, max(IQ4_VALUES) - min(IQ4_VALUES)),
+        _TableCodes("MXFP4", SHIFTED, max(FP4_VALUES) - min(FP4_VALUES)),
     )
 }
 """By name; F32, F16 and BF16 hold no small integers."""
@@ -324,11 +324,11 @@ def nibbles(e: Emitter, words: Sequence[ir.Value]) -> list[ir.Value]:
     return [e.builder.and_(shifted(e, word, at), words_of(0x0F0F0F0F)) for at in (0, 4) for word in words]
 
 
-def looked_up(e: Emitter, words: Sequence[ir.Value], values: Sequence[int], scale: ir.Value) -> Codes:
-    """Codes that stand for values of a table, as bytes with an offset."""
+def looked_up(e: Emitter, words: Sequence[ir.Value], values: Sequence[int], scale: ir.Value) -> BlockCodes:
+    """BlockCodes that stand for values of a table, as bytes with an offset."""
     least = min(values)
     table = [value - least for value in values]
-    return Codes([bytes_from_table(e, word, table) for word in words], (scale, shift(-least)))
+    return BlockCodes([bytes_from_table(e, word, table) for word in words], (scale, shift(-least)))
 
 
 def shift(offset: int) -> ir.Constant:

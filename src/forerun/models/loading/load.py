@@ -44,7 +44,7 @@ LOG = log.getLogger(__name__)
 BUNDLED = "bundled"
 BUNDLED_DRAFT = "bundled-draft"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", STORED)
-ACTIVATIONS = ("auto", "int8", "float32")
+ACTIVATION_TYPES = ("auto", "int8", "float32")
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def load(
         dtype: one of ``DTYPES``. ``auto``: the file's own type; float32 for the bundled models and for GGUF files,
             which are dequantised. ``stored``: a GGUF file's weights stay as they are, mapped from the file.
         device: where the weights go. ``auto``: CUDA if there is one, else the CPU; always the CPU for ``stored``.
-        activations: how inputs of linear layers are multiplied with stored weights; one of ``ACTIVATIONS``. ``int8``,
+        activations: how inputs of linear layers are multiplied with stored weights; one of ``ACTIVATION_TYPES``. ``int8``,
             which is the default: each token's are quantised to eight bits, in blocks of 32. ``float32``: as they are.
         trust_remote_code: run code that comes with the model.
         ranks: processes that load the model together, each a part of every layer; they are what torchrun has started.
@@ -194,8 +194,8 @@ def _device(name: str) -> torch.device:
 
 
 def _check_activations(activations: str, dtype: str) -> None:
-    if activations not in ACTIVATIONS:
-        raise ValueError(f"activations is {activations!r}; allowed are {', '.join(ACTIVATIONS)}")
+    if activations not in ACTIVATION_TYPES:
+        raise ValueError(f"activations is {activations!r}; allowed are {', '.join(ACTIVATION_TYPES)}")
     if activations != "auto" and dtype != STORED:
         raise ValueError(
             f"activations is {activations!r}, and dtype {dtype!r}; with other weights than '{STORED}' "
