@@ -57,12 +57,11 @@ def run(options: PassesOptions) -> None:
     plots.check()
     console = stderr()
     some: dict[str, Any] = {"device": options.device, "trust_remote_code": options.trust_remote_code}
+    types = names("--activations", options.activations, ACTIVATION_TYPES)
     models = [
         load(options.model, dtype, activations=activations, **some)[0]
         for dtype in dict.fromkeys(names("--dtypes", options.dtypes, DTYPES))
-        for activations in (
-            names("--activations", options.activations, ACTIVATION_TYPES) if dtype == STORED else ["auto"]
-        )
+        for activations in (types if dtype == STORED else ["auto"])
     ]
     sizes = PassSizes(
         passes=sorted({1, *numbers("--passes", options.passes, int, 1)}),

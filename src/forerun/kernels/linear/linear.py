@@ -149,7 +149,7 @@ class Panel(NamedTuple):
     sums: int
 
 
-class Inputs(NamedTuple):
+class TokenInputs(NamedTuple):
     """The tokens of an operation: their number, and the addresses of their rows, of their words by column, and of their
     quantised rows."""
 
@@ -397,7 +397,7 @@ def _run(address: int, fields: int, code_address: int, task: int, slot: int) -> 
     n, x, y = this.outputs if op.which else this.n, op.x if op.x else this.x, op.y if op.y else this.y
     lanes, number = _lanes(op), 4 if op.to_kind == 0 else 2 if op.to_kind == 1 else 8
     groups, quantised = (n + lanes - 1) // lanes, slot + _columns_bytes(op, n)
-    inputs = Inputs(n, x, slot, quantised)
+    inputs = TokenInputs(n, x, slot, quantised)
     sums = quantised + (n * _quantised_row(op) + LINE - 1) // LINE * LINE
     twin = sums + groups * lanes * LINE
     spare = twin + groups * lanes * LINE
@@ -428,7 +428,9 @@ def _begun(op: LinearOp, n: int, matrix: Matrix, number: int, sums: int) -> Pane
 
 
 @compiled
-def _both(op: LinearOp, code: LinearCode, inputs: Inputs, one: Panel, other: Panel, ahead: int, spare: int) -> None:
+def _both(
+    op: LinearOp, code: LinearCode, inputs: TokenInputs, one: Panel, other: Panel, ahead: int, spare: int
+) -> None:
     """Sums of all tokens with two panels, which may be of different matrices; prefetches the panels ``ahead`` rows
     after."""
     a, b, n = one.matrix, other.matrix, inputs.n
@@ -451,7 +453,7 @@ def _both(op: LinearOp, code: LinearCode, inputs: Inputs, one: Panel, other: Pan
 
 
 @compiled
-def _alone(op: LinearOp, code: LinearCode, inputs: Inputs, panel: Panel, ahead: int, spare: int) -> None:
+def _alone(op: LinearOp, code: LinearCode, inputs: TokenInputs, panel: Panel, ahead: int, spare: int) -> None:
     """Sums with one panel of packed weights; if they are floats, paired with itself."""
     a, n, w, last = panel.matrix, inputs.n, panel.w, panel.last
     if a.codes:

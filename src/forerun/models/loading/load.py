@@ -74,8 +74,8 @@ def load(
         dtype: one of ``DTYPES``. ``auto``: the file's own type; float32 for the bundled models and for GGUF files,
             which are dequantised. ``stored``: a GGUF file's weights stay as they are, mapped from the file.
         device: where the weights go. ``auto``: CUDA if there is one, else the CPU; always the CPU for ``stored``.
-        activations: how inputs of linear layers are multiplied with stored weights; one of ``ACTIVATION_TYPES``. ``int8``,
-            which is the default: each token's are quantised to eight bits, in blocks of 32. ``float32``: as they are.
+        activations: how inputs of linear layers are multiplied with stored weights; one of ``ACTIVATION_TYPES``.
+            ``int8``, the default: each token's are quantised to eight bits, in blocks of 32. ``float32``: as they are.
         trust_remote_code: run code that comes with the model.
         ranks: processes that load the model together, each a part of every layer; they are what torchrun has started.
         progress: called with tensors done and to do, for a GGUF file.
