@@ -25,6 +25,7 @@ from forerun import Engine
 from forerun.cli import app
 from forerun.core.long_context import LongContextConfig
 from forerun.kernels.runtime import vector_ir
+from forerun.models.forward import gate
 from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.compiled_scorer import CompiledScorer, fastest_scorer
 from forerun.models.forward.exactness import Exactness, probe
@@ -277,7 +278,7 @@ def test_a_file_is_loaded_with_its_tokenizer_and_says_that_weights_stay(tmp_path
     plain, _ = load(str(file), "float32", device="cpu")
     floats, _ = load(str(file), "stored", activations="float32")
     assert float((logits(floats) - logits(plain)).norm() / logits(plain).norm()) < 1e-5
-    assert 1e-5 < float((logits(model) - logits(plain)).norm() / logits(plain).norm()) < 0.05
+    assert 1e-5 < float((logits(model) - logits(plain)).norm() / logits(plain).norm()) < 0.1
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == plain.generation_config.eos_token_id
     assert dtype_name(model) == "stored" and dtype_name(plain) == "float32"
     assert dtype_name(floats) == "stored, float32 activations"
@@ -307,7 +308,7 @@ def test_with_quantised_activations_every_pass_has_the_same_bits(tmp_path: Path,
         assert torch.equal(scored(scorer, sizes), whole)
     assert probe(scorer) == Exactness("bitwise")
     error = float((whole - right).norm() / right.norm())
-    assert 1e-5 < error < (0.3 if name in MIXTURES else 0.05)  # a router may choose other experts
+    assert 1e-5 < error < (0.3 if name in MIXTURES else 0.1)  # a router may choose other experts
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "trie", pytest.param("low-rank", marks=pytest.mark.matrix)])
@@ -325,6 +326,19 @@ def test_texts_with_drafts_equal_those_without_with_quantised_activations(
         found = engine.generate(prompts, **how)
         assert found.generated == plain and sum(sum(stats.drafted) for stats in found.stats) > 0
         assert Engine(model, "none").generate(prompts[0], **how).generated[0] == plain[0]
+
+
+def test_the_gate_asks_floats_where_quantised_passes_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is refused for rounding; what is wrong is."""
+    model, _ = store(tmp_path / "m.gguf", "qwen2", "Q4_1", eight_bits=True)
+    monkeypatch.setattr(gate, "QUANTISED_TOLERANCE", 1e-4)
+    scorer = fastest_scorer(Scorer(model))
+    found = scored(scorer, [20])
+    ids = [torch.from_numpy(TEXT[None, :20])]
+    near = found * (1 + 2e-4)
+    assert gate._error(model, ids, [near], [found]) < 1e-3
+    assert all(layer.mlp.up_proj.quantised for layer in model.model.layers)
+    assert gate._error(model, ids, [found.roll(1, 0)], [found]) > 0.1
 
 
 def test_other_activations_are_refused(tmp_path: Path) -> None:
