@@ -134,12 +134,32 @@ def _reason_in_numbers(scorer: Scorer) -> str | None:
 
 
 def _tolerance(scorer: Scorer) -> float:
-    return max(_rounding(scorer.model), RECURRENT_TOLERANCE * scorer.recurrent)
+    return max(rounding_error(scorer.model), RECURRENT_TOLERANCE * scorer.recurrent)
 
 
-def _rounding(model: PreTrainedModel) -> float:
-    """The error that rounding alone explains."""
+def rounds(model: PreTrainedModel) -> bool:
+    """Whether a model's own logits are rounded so much that float32 logits must decide: in 16 bits, or with quantised
+    activations."""
+    return model.dtype in SIXTEEN_BIT or quantises(model)
+
+
+def rounding_error(model: PreTrainedModel) -> float:
+    """The relative error that rounding alone explains."""
     return max(TOLERANCE[model.dtype], QUANTISED_TOLERANCE * quantises(model))
+
+
+@contextmanager
+def unrounded(model: PreTrainedModel) -> Iterator[None]:
+    """A context in which the model's own forward pass computes in float32, and quantises nothing."""
+    modules: list[Any] = [module for module in model.modules() if getattr(module, "quantised", False)]
+    for module in modules:
+        module.quantised = False
+    try:
+        with Float32View():
+            yield
+    finally:
+        for module in modules:
+            module.quantised = True
 
 
 def _reason_in_trees(scorer: Scorer) -> str | None:
@@ -258,24 +278,11 @@ def _error(
     largest of all texts, not of the same one, because rounding hits another text in each form of the pass.
     """
     error = max(map(relative_error, scored, own))
-    if (model.dtype in SIXTEEN_BIT or quantises(model)) and error > _rounding(model):
-        with Float32View(), _unquantised(model), use_implementations(model, experts=experts(model)):
+    if rounds(model) and error > rounding_error(model):
+        with unrounded(model), use_implementations(model, experts=experts(model)):
             wide = [_own(model, each, len(logits)) for each, logits in zip(ids, scored, strict=True)]
         error = max(map(relative_error, scored, wide)) - max(map(relative_error, own, wide))
     return error
-
-
-@contextmanager
-def _unquantised(model: PreTrainedModel) -> Iterator[None]:
-    """A context in which the model's own modules quantise no activations."""
-    modules: list[Any] = [module for module in model.modules() if getattr(module, "quantised", False)]
-    for module in modules:
-        module.quantised = False
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.quantised = True
 
 
 def _own(model: PreTrainedModel, ids: torch.Tensor, count: int) -> torch.Tensor:
