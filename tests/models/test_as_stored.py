@@ -308,7 +308,8 @@ def test_with_quantised_activations_every_pass_has_the_same_bits(tmp_path: Path,
         assert torch.equal(scored(scorer, sizes), whole)
     assert probe(scorer) == Exactness("bitwise")
     error = float((whole - right).norm() / right.norm())
-    assert 1e-5 < error < (0.3 if name in MIXTURES else 0.1)  # a router may choose other experts
+    wild = name in MIXTURES or kind == RANDOM  # a router may choose other experts
+    assert 1e-5 < error < (0.3 if wild else 0.1)
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "trie", pytest.param("low-rank", marks=pytest.mark.matrix)])
