@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from benchmarks.peers import peer_libraries
 from forerun import Engine
+from forerun.audit.audit import Plan, audit
 from forerun.cli import app
 from forerun.core.long_context import LongContextConfig
 from forerun.kernels.runtime import vector_ir
@@ -340,6 +341,14 @@ def test_the_gate_asks_floats_where_quantised_passes_differ(tmp_path: Path, monk
     assert gate._error(model, ids, [near], [found]) < 1e-3
     assert all(layer.mlp.up_proj.quantised for layer in model.model.layers)
     assert gate._error(model, ids, [found.roll(1, 0)], [found]) > 0.1
+
+
+def test_an_audit_with_quantised_activations_fails_nowhere(tmp_path: Path) -> None:
+    """The model's own passes quantise other numbers, where theirs differ by rounding; that is no failure."""
+    model, _ = store(tmp_path / "m.gguf", "llama", "Q4_1", eight_bits=True)
+    prompts = [np.random.default_rng(i).integers(6, 75, 12).tolist() for i in range(4)]
+    report = audit(model, prompts, Plan(drafters=("lookup",), max_new_tokens=24))
+    assert report.dtype == "stored" and report.exactness.level == "bitwise" and not report.failures
 
 
 def test_other_activations_are_refused(tmp_path: Path) -> None:
