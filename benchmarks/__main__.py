@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "capacity": ("capacity.capacity_command:CapacityOptions", "What a model takes on given devices, and the tables of docs/scaling.md."),
     "models": ("model_table.models_command:ModelsOptions", "What each family of models does, and what is refused: docs/models.md."),
     "passes": ("studies.passes_command:PassesOptions", "What passes of 1 to 64 tokens cost, beside the memory's bandwidth."),
+    "activations": ("studies.activations:ActivationsOptions", "What activations of eight bits change of a GGUF model's distributions."),
     "gpu": ("gpu.gpu_command:GpuOptions", "Forerun on this machine's GPU: exactness, bandwidth, passes, long contexts."),
     "offload": ("studies.offload_command:OffloadOptions", "Decoding with keys and values that are not on the device."),
     "replay": ("studies.replay_command:ReplayOptions", "Drafts on recorded answers, without a model."),

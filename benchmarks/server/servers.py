@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.server.client import ServerEndpoint
+from forerun.models.forward.architecture import STORED, STORED_BY_FLOATS
 
 PORTS = range(20_001, 32_768)
 """Where servers listen. Lower ones are likely somebody else's. Higher ones Linux gives to connections, so one that is
@@ -45,7 +46,7 @@ class ServedModel:
     Attributes:
         model: as ``forerun serve`` is told.
         folder: where its files are.
-        dtype: torch's name of the type of its weights, or ``stored``.
+        dtype: of its weights, see ``dtype_name``.
         device: as torch names it.
         chats: asked through its chat template.
         trust_remote_code: run code that comes with it.
@@ -83,7 +84,9 @@ class ServerContestant:
 def forerun(subject: ServedModel, drafter: str | None, replicas: int | None = None) -> ServerContestant:
     """``forerun serve`` with a drafter, None for its default; by so many replicas on Ray, None for no Ray."""
     command = [sys.executable, "-m", "forerun.cli", "serve", "--model", subject.model, "--name", "measured"]
-    command += ["--dtype", subject.dtype, "--device", subject.device, "--host", "127.0.0.1", "--no-page"]
+    floats = subject.dtype == STORED_BY_FLOATS
+    command += ["--dtype", STORED, "--activations", "float32"] if floats else ["--dtype", subject.dtype]
+    command += ["--device", subject.device, "--host", "127.0.0.1", "--no-page"]
     command += ["--namespaces", str(MANY)]
     command += ["--trust-remote-code"] * subject.trust_remote_code
     command += [] if drafter is None else ["--drafter", drafter]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 from benchmarks.reporting import plots
 from benchmarks.reporting.common_options import names, numbers
@@ -15,7 +15,8 @@ from benchmarks.studies.passes_report import add_passes
 from forerun.bench.machine import plain_values
 from forerun.cli.options import AnyTypeModelOptions, Dtype, Out, OutputOptions, Rounds, option
 from forerun.cli.terminal import progress_bar, stderr
-from forerun.models.loading.load import load
+from forerun.models.forward.architecture import STORED
+from forerun.models.loading.load import ACTIVATION_TYPES, load
 
 DTYPES = get_args(Dtype)
 
@@ -31,6 +32,9 @@ class PassesOptions(OutputOptions, AnyTypeModelOptions):
     dtypes: Annotated[str, option(panel="Model", help=f"Of {', '.join(DTYPES)}. Commas between.", metavar="LIST")] = (
         "auto"
     )
+    activations: Annotated[
+        str, option(panel="Model", help="Of stored weights: auto, int8, float32. Commas between.", metavar="LIST")
+    ] = "auto"
     passes: Annotated[str, option(panel="Text", help="Tokens of the passes. Commas between.", metavar="LIST")] = (
         "1,2,4,8,16,32,64"
     )
@@ -43,6 +47,7 @@ class PassesOptions(OutputOptions, AnyTypeModelOptions):
 
     def __post_init__(self) -> None:
         names("--dtypes", self.dtypes, DTYPES)
+        names("--activations", self.activations, ACTIVATION_TYPES)
         numbers("--passes", self.passes, int, 1)
         numbers("--prompt-tokens", self.prompt_tokens, int, 0)
 
@@ -51,9 +56,12 @@ def run(options: PassesOptions) -> None:
     """Measure, print the tables, and write JSON, Markdown and a plot."""
     plots.check()
     console = stderr()
+    some: dict[str, Any] = {"device": options.device, "trust_remote_code": options.trust_remote_code}
+    types = names("--activations", options.activations, ACTIVATION_TYPES)
     models = [
-        load(options.model, dtype, device=options.device, trust_remote_code=options.trust_remote_code)[0]
+        load(options.model, dtype, activations=activations, **some)[0]
         for dtype in dict.fromkeys(names("--dtypes", options.dtypes, DTYPES))
+        for activations in (types if dtype == STORED else ["auto"])
     ]
     sizes = PassSizes(
         passes=sorted({1, *numbers("--passes", options.passes, int, 1)}),

@@ -136,6 +136,7 @@ def diverging(model: PreTrainedModel, margin: float, noise: float) -> Divergence
     class Own:
         dtype = model.dtype
         device = model.device
+        modules = model.modules
 
         def __call__(self, input_ids: torch.Tensor, use_cache: bool) -> object:
             return type("Output", (), {"logits": logits[None, None]})

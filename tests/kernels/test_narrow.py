@@ -20,6 +20,12 @@ PROMISES = {
         "test_rows_of_an_embedding_are_those_of_gguf",
         "test_scales_of_every_size_are_widened_rightly",
     ),
+    "kernels/test_integer_products.py": (
+        "test_the_bits_of_the_products_written_out",
+        "test_the_largest_integers_of_both_overflow_nothing",
+        "test_matrices_of_several_formats_over_the_same_tokens",
+        "test_gates_are_activated_and_multiplied",
+    ),
     "kernels/test_linear.py": (
         "test_near_the_sums_in_double_precision",
         "test_the_same_bits_for_any_number_of_tokens_at_any_place",

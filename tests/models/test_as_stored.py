@@ -1,4 +1,7 @@
-"""GGUF models whose weights stay as they are stored: the bits of the dequantised model, in every pass, or an error."""
+"""GGUF models whose weights stay as they are stored: the bits of the dequantised model, in every pass, or an error.
+
+With activations of eight bits: the same bits in every pass, near the dequantised model.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,15 @@ from typer.testing import CliRunner
 
 from benchmarks.peers import peer_libraries
 from forerun import Engine
+from forerun.audit.audit import Plan, audit
 from forerun.cli import app
 from forerun.core.long_context import LongContextConfig
 from forerun.kernels.runtime import vector_ir
+from forerun.models.forward import gate
 from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.compiled_scorer import CompiledScorer, fastest_scorer
 from forerun.models.forward.exactness import Exactness, probe
+from forerun.models.forward.fingerprint import fingerprint, of_results
 from forerun.models.forward.gate import admit
 from forerun.models.forward.scorer import Scorer
 from forerun.models.loading import as_stored
@@ -46,7 +52,7 @@ UNWRITTEN = ("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4", "Q6_K")
 MIXED, RANDOM = "mixed", "random"
 
 
-def store(file: Path, name: str, kind: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+def store(file: Path, name: str, kind: str, eight_bits: bool = False) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Write a tiny model of that type; gives it read as stored, and with the numbers that gguf dequantises.
 
     Args:
@@ -54,6 +60,7 @@ def store(file: Path, name: str, kind: str) -> tuple[PreTrainedModel, PreTrained
         name: of the model type.
         kind: of all matrices; ``mixed`` for another kind from tensor to tensor; ``random`` for random blocks of
             ``UNWRITTEN``.
+        eight_bits: whether the first one quantises activations.
     """
     exact, known = copy.deepcopy(kept(name, torch.float32)), {**NAMES, **MIXTURES, "llama, wide": "llama"}[name]
     writer = gguf.GGUFWriter(file, known)
@@ -83,7 +90,7 @@ def store(file: Path, name: str, kind: str) -> tuple[PreTrainedModel, PreTrained
     config = copy.deepcopy(exact.config)
     if name == "mixtral":  # transformers reads Llama's configuration from its files
         config = LlamaConfig(**{**SHAPE, "rms_norm_eps": config.rms_norm_eps, "rope_theta": 1e6})
-    return as_stored.load_as_stored(file, header, config).eval(), exact
+    return as_stored.load_as_stored(file, header, config, quantised=eight_bits).eval(), exact
 
 
 def quantised(array: np.ndarray, kind: Any, at_random: bool) -> np.ndarray:
@@ -234,7 +241,7 @@ def test_a_file_with_experts_is_loaded_with_the_sizes_that_it_states(tmp_path: P
         add_experts(writer, 32, odd=True)
 
     file = write(tmp_path / "m.gguf", "Q4_1", change=add, without=DENSE, architecture="qwen3moe")
-    (model, _), (plain, _) = load(str(file), "stored"), load(str(file), "float32", device="cpu")
+    (model, _), (plain, _) = load(str(file), "stored", activations="float32"), load(str(file), "float32", device="cpu")
     assert model.config.model_type == "qwen3_moe" and model.config.moe_intermediate_size == 32
     assert isinstance(model.model.layers[1].mlp.experts, StoredExperts)
     assert "3, gate=Q4_0, up=Q4_0, down=Q4_0" in repr(model.model.layers[1].mlp.experts)
@@ -270,14 +277,88 @@ def test_a_file_is_loaded_with_its_tokenizer_and_says_that_weights_stay(tmp_path
     file = write(tmp_path / "m.gguf", "Q4_1")
     model, tokenizer = load(str(file), "stored")
     plain, _ = load(str(file), "float32", device="cpu")
-    assert float((logits(model) - logits(plain)).norm() / logits(plain).norm()) < 1e-5
+    floats, _ = load(str(file), "stored", activations="float32")
+    assert float((logits(floats) - logits(plain)).norm() / logits(plain).norm()) < 1e-5
+    assert 1e-5 < float((logits(model) - logits(plain)).norm() / logits(plain).norm()) < 0.1
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == plain.generation_config.eos_token_id
     assert dtype_name(model) == "stored" and dtype_name(plain) == "float32"
+    assert dtype_name(floats) == "stored, float32 activations"
+    assert len({of_results(each) for each in (model, floats, plain)}) == 3  # costs of one are not those of another
+    assert len({fingerprint(Scorer(each), Exactness("bitwise")) for each in (model, floats)}) == 2
     assert not model.training and model.dtype == torch.float32 and model.device.type == "cpu"
     arguments = ["generate", "-m", str(file), "--dtype", "stored", "--raw", "-p", "again and", "-n", "4"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.stderr
     assert result.stderr == f"{file}: the weights (Q4_1, F32) stay as they are stored\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("llama", "Q4_1"),
+        *(pytest.param(name, MIXED, marks=pytest.mark.matrix) for name in (*NAMES, *MIXTURES)),
+        *(pytest.param(name, "Q4_1", marks=pytest.mark.one_in(3)) for name in ("qwen2", "qwen3_moe")),
+        pytest.param("llama, wide", RANDOM, marks=pytest.mark.matrix),
+    ],
+)
+def test_with_quantised_activations_every_pass_has_the_same_bits(tmp_path: Path, name: str, kind: str) -> None:
+    model, exact = store(tmp_path / "m.gguf", name, kind, eight_bits=True)
+    scorer = admit(model)
+    whole, right = scored(scorer, [300]), scored(Scorer(exact), [300])
+    for sizes in ([300], [1] * 20 + [2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 24, 25, 162], [255, 1, 44]):
+        assert torch.equal(scored(scorer, sizes), whole)
+    assert probe(scorer) == Exactness("bitwise")
+    error = float((whole - right).norm() / right.norm())
+    wild = name in MIXTURES or kind == RANDOM  # a router may choose other experts
+    assert 1e-5 < error < (0.3 if wild else 0.1)
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "trie", pytest.param("low-rank", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.one_in(2))])
+def test_texts_with_drafts_equal_those_without_with_quantised_activations(
+    tmp_path: Path, name: str, drafter: str
+) -> None:
+    model, _ = store(tmp_path / "m.gguf", name, "Q4_1", eight_bits=True)
+    prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 3], [*range(3, 40)]]
+    for more in ({}, {"do_sample": True, "seed": 3, "temperature": 0.9}):
+        how: Any = {"max_new_tokens": 60, "eos_token_id": None, **more}
+        plain = Engine(model, "none").generate(prompts, **how).generated
+        engine = drafting(model, drafter)
+        assert engine.exactness.level == "bitwise"
+        found = engine.generate(prompts, **how)
+        assert found.generated == plain and sum(sum(stats.drafted) for stats in found.stats) > 0
+        assert Engine(model, "none").generate(prompts[0], **how).generated[0] == plain[0]
+
+
+def test_the_gate_asks_floats_where_quantised_passes_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is refused for rounding; what is wrong is."""
+    model, _ = store(tmp_path / "m.gguf", "qwen2", "Q4_1", eight_bits=True)
+    monkeypatch.setattr(gate, "QUANTISED_TOLERANCE", 1e-4)
+    scorer = fastest_scorer(Scorer(model))
+    found = scored(scorer, [20])
+    ids = [torch.from_numpy(TEXT[None, :20])]
+    near = found * (1 + 2e-4)
+    assert gate._error(model, ids, [near], [found]) < 1e-3
+    assert all(layer.mlp.up_proj.quantised for layer in model.model.layers)
+    assert gate._error(model, ids, [found.roll(1, 0)], [found]) > 0.1
+
+
+def test_an_audit_with_quantised_activations_fails_nowhere(tmp_path: Path) -> None:
+    """The model's own passes quantise other numbers, where theirs differ by rounding; that is no failure."""
+    model, _ = store(tmp_path / "m.gguf", "llama", "Q4_1", eight_bits=True)
+    prompts = [np.random.default_rng(i).integers(6, 75, 12).tolist() for i in range(4)]
+    report = audit(model, prompts, Plan(drafters=("lookup",), max_new_tokens=24))
+    assert report.dtype == "stored" and report.exactness.level == "bitwise" and not report.failures
+
+
+def test_other_activations_are_refused(tmp_path: Path) -> None:
+    file = str(write(tmp_path / "m.gguf", "Q4_1"))
+    message = refused(lambda: load(file, "stored", activations="int4"))
+    assert message == "activations is 'int4'; allowed are auto, int8, float32"
+    message = refused(lambda: load(file, "bfloat16", activations="int8"))
+    assert (
+        message == "activations is 'int8', and dtype 'bfloat16'; with other weights than 'stored' only auto is allowed"
+    )
 
 
 CHANGES: dict[str, Callable[[PreTrainedModel], Any]] = {

@@ -3,16 +3,16 @@
 The scores of the diverging step are compared with those of the model's own forward pass over the same tokens:
 
 - ``error`` is the relative error of the step's logits (norms over the vocabulary, as in
-  ``forerun.models.forward.gate``). The reference is the model's own logits; in 16-bit types these are rounded as much,
-  so it is the model's in float32.
+  ``forerun.models.forward.gate``). The reference is the model's own logits; in 16-bit types and with quantised
+  activations these are rounded as much, so it is the model's in float32.
 - ``margin`` is the gap between the two tokens in the model's own processed scores, including noise if sampled.
 - ``allowance`` is four times d, the largest difference between the two sets of scores, or one unit of rounding at their
   magnitude if that is larger. (A token that is best by scores with an error of d has a margin of at most 2d. The
   reference is rounded as well, hence four. Scores are processed in float32 whatever the model's dtype.)
 
 A divergence is due to rounding if its margin is within the allowance and its error within the tolerance. The tolerance
-is the gate's for the dtype; in 16-bit types the error of the model's own logits is added. A wrong verification fails
-the first condition, a wrong forward pass the second.
+is the gate's; where the reference is in float32, the error of the model's own logits is added. A wrong verification
+fails the first condition, a wrong forward pass the second.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, gumbel
-from forerun.models.forward.gate import SIXTEEN_BIT, TOLERANCE, Float32View, relative_error
+from forerun.models.forward.gate import relative_error, rounding_error, rounds, unrounded
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,14 @@ def weigh(
     """Measure the divergence of ``request`` from ``expected`` at a step with ``logits`` ``[V]``; see the module."""
     a = expected[position] if position < len(expected) else None
     b = int(request.generated[position]) if position < len(request.generated) else None
-    tolerance = TOLERANCE[model.dtype]
+    tolerance = rounding_error(model)
     if a is None or b is None or logits is None:
         return Divergence(position, a, b, math.inf, 0.0, math.inf, tolerance)
     ids = torch.from_numpy(request.tokens[: request.prompt_length + position].copy()).to(model.device)
     own = model(input_ids=ids[None], use_cache=False).logits[0, -1]
     error = relative_error(logits, own)
-    if model.dtype in SIXTEEN_BIT:
-        with Float32View():
+    if rounds(model):
+        with unrounded(model):
             wide = model(input_ids=ids[None], use_cache=False).logits[0, -1]
         error, tolerance = relative_error(logits, wide), tolerance + relative_error(own, wide)
     reference, step_scores = (_scores(request, ids, row) for row in (own, logits))

@@ -60,7 +60,7 @@ def load_target(options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
     with working(stderr(), f"loading {options.model}") as progress:
         loaded = load(
             options.model, options.dtype or "auto", device=options.device, trust_remote_code=options.trust_remote_code,
-            ranks=ranks(), progress=progress,
+            activations=options.activations, ranks=ranks(), progress=progress,
         )  # fmt: skip
     gc.freeze()
     return loaded

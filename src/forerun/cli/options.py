@@ -17,6 +17,7 @@ LONG_PANEL, LONG = "Long contexts", LongContextConfig()
 TextKind = StrEnum("TextKind", "tasks novel random")
 DemoKind = StrEnum("DemoKind", "rag code json maths prose")
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64", "stored"]
+ActivationsName = Literal["auto", "int8", "float32"]
 
 DRAFTER_HELP = (
     "How to draft: auto, trie, lookup, none; for long contexts low-rank, triforce-trie, triforce; with a trained head "
@@ -31,6 +32,9 @@ SPARSE_HELP = (
     "The target's sparse cache in auto and in all triforce drafters; by default low-rank, and retrieval on a GPU."
 )
 DTYPE_HELP = "Of the weights; auto is the file's, and float32 for GGUF files, which stored leaves as they are."
+ACTIVATIONS_HELP = (
+    "Inputs of linear layers with stored weights: int8, which is auto, quantises each token's; float32 is slower."
+)
 BENCH_DRAFTERS = ("auto", "trie", "lookup")
 """Those that ``forerun bench`` measures unless others are named."""
 SIZE_UNITS = (
@@ -65,6 +69,7 @@ def size_option(*, panel: str, help: str) -> Any:  # noqa: A002
 
 Model = Annotated[str, option("--model", "-m", panel="Model", help=MODEL_HELP, metavar="PATH|NAME")]
 AnyDtype = Annotated[Dtype, option("--dtype", panel="Model", help=DTYPE_HELP)]
+Activations = Annotated[ActivationsName, option(panel="Model", help=ACTIVATIONS_HELP)]
 Budget = Annotated[int | None, option("--budget", panel="Model", help="Most drafted tokens per step.", min=1)]
 DrafterName = Annotated[str, option("--drafter", "-d", panel="Model", help=DRAFTER_HELP)]
 Drafters = Annotated[
@@ -119,6 +124,7 @@ class ModelOptions(AnyTypeModelOptions):
     """The target."""
 
     dtype: AnyDtype = "auto"
+    activations: Activations = "auto"
 
 
 @dataclass(frozen=True)
@@ -285,6 +291,7 @@ class AuditOptions(OutputOptions, LongOptions, AnyTypeModelOptions):
         Dtype | None,
         option(panel="Model", help="Default: on a CPU float64 under 100 million parameters, else the file's."),
     ] = None
+    activations: Activations = "auto"
     drafter: Drafters = None
     budget: Budget = None
     prompt: Annotated[list[str] | None, option("--prompt", "-p", panel="Text", help="May be repeated.")] = None

@@ -28,7 +28,7 @@ class EmbedOp(NamedTuple):
 
 
 class LookupOp(NamedTuple):
-    """Embedding rows of packed weights, times a factor, as floats; see ``linear.Matrix``."""
+    """Embedding rows of packed weights, times a factor, as floats; ``unpack`` is the address of ``panels.unpack``."""
 
     w: int
     row: int

@@ -2,9 +2,12 @@
 
 An output starts with its bias and adds the products of weights and inputs column by column, in one accumulator. So the
 bits of a token's outputs do not depend on the other tokens of the pass, on how many there are, or on threads. With
-attention (``ordered_attention.py``) this makes speculative decoding bitwise exact. Packed weights are unpacked to
-float32 in registers, and give the bits of float32 weights of the same numbers. Weights are read once for all tokens of
-a pass; nothing is packed, copied or kept.
+attention (``ordered_attention.py``) this makes speculative decoding bitwise exact. Weights are read once for all tokens
+of a pass; nothing is packed, copied or kept.
+
+Packed weights are used in one of two ways. Unpacked to float32 in registers, they give the bits of float32 weights of
+the same numbers. As integers, with each token's inputs quantised to eight bits (``integer_panels.py``), they are three
+to four times faster; that rounds differently.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ import torch
 from torch.nn.functional import pad
 
 from forerun.core.compiling import compiled
+from forerun.kernels.linear.block_sums import CODE_BYTES, INPUT_BLOCK, X_BLOCK
 from forerun.kernels.linear.panels import (
+    FEW_INTEGER_TOKENS,
     MANY_TOKENS,
     few,
     format_number,
@@ -31,6 +36,7 @@ from forerun.kernels.linear.panels import (
     transpose,
     unpack,
 )
+from forerun.kernels.linear.quantised_rows import quantise
 from forerun.kernels.linear.rowwise import gated, words
 from forerun.kernels.linear.weight_format import PLAIN_FORMATS, Plain, WeightFormat
 from forerun.kernels.runtime.addresses import StructLayout, address_of, bytes_at, call, doubles, floats
@@ -56,11 +62,13 @@ class Weights(NamedTuple):
         rows: ``[O, K]`` of a type of ``NUMBER_KINDS``, or packed bytes ``[O, row]``; contiguous.
         format: its name, of ``PLAIN_FORMATS`` or ``GGUF_FORMATS``.
         bias: ``[O]`` in the type of the inputs, or None.
+        quantised: whether inputs are quantised to eight bits; has no effect on a format without integers.
     """
 
     rows: torch.Tensor
     format: str
     bias: torch.Tensor | None = None
+    quantised: bool = False
 
 
 def plain(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Weights:
@@ -70,8 +78,10 @@ def plain(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Weights:
 
 class Matrix(NamedTuple):
     """A matrix as kernels see it: address, bytes per row, rows, address of the bias or 0, words per block, and the
-    addresses of machine code for its format. ``unpack``, or ``many_in_rows`` and ``many_in_tiles``, are 0; without
-    AVX-512 the last one is 0 in any case."""
+    addresses of machine code for its format.
+
+    Plain weights have ``few``, ``many_in_rows`` and, with AVX-512, ``many_in_tiles``; packed ones ``few`` and
+    ``unpack``, or ``few_by_integers``, ``codes`` and ``many_by_integers``. The others are 0."""
 
     w: int
     row: int
@@ -82,6 +92,9 @@ class Matrix(NamedTuple):
     unpack: int
     many_in_rows: int
     many_in_tiles: int
+    few_by_integers: int
+    codes: int
+    many_by_integers: int
 
 
 class LinearOp(NamedTuple):
@@ -94,6 +107,7 @@ class LinearOp(NamedTuple):
         kind, to_kind: type of the inputs, and of the results: 0 float32, 1 bfloat16, 2 float64.
         x: address of the tokens' rows, in whole vectors; 0 for those of the pass.
         words: per row.
+        floats, integers: whether some matrix reads the tokens' words, and whether some reads quantised inputs.
         few_tokens: the most tokens for which the machine code ``few`` is made.
         mode: ``PUT``, ``ADD`` or ``GATE``.
         pairs: of panels, in all matrices.
@@ -110,6 +124,8 @@ class LinearOp(NamedTuple):
     x: int
     x_row: int
     words: int
+    floats: int
+    integers: int
     few_tokens: int
     mode: int
     pairs: int
@@ -133,8 +149,18 @@ class Panel(NamedTuple):
     sums: int
 
 
+class TokenInputs(NamedTuple):
+    """The tokens of an operation: their number, and the addresses of their rows, of their words by column, and of their
+    quantised rows."""
+
+    n: int
+    x: int
+    columns: int
+    quantised: int
+
+
 class LinearCode(NamedTuple):
-    """Addresses of the machine code that all formats share."""
+    """Addresses of the machine code that all formats share, or 0 if no matrix needs it."""
 
     transpose: int
     many: int
@@ -148,8 +174,10 @@ MatrixTable = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 
 @functools.cache
-def _shared_code(kind: int) -> LinearCode:
+def _shared_code(kind: int, floats: int) -> LinearCode:
     """The machine code that all formats share, compiled or loaded at the first call."""
+    if not floats:
+        return LinearCode(0, 0)
 
     @compiled
     def words_of_tokens(x: int, row: int, last: int, steps: int, to: int) -> None:
@@ -174,10 +202,6 @@ def _format_code(which: int) -> tuple[int, int, int, int]:
         few(which, tokens, w, other, row, last, other_last, x, x_row, blocks, ahead, sums)
 
     @compiled
-    def columns_of(w: int, row: int, last: int, blocks: int, ahead: int, to: int) -> None:
-        unpack(which, w, row, last, blocks, ahead, to)
-
-    @compiled
     def products_in_rows(
         tokens: int, w: int, row: int, last: int, x: int, steps: int, ahead: int, tiles: int, sums: int
     ) -> None:
@@ -190,15 +214,66 @@ def _format_code(which: int) -> tuple[int, int, int, int]:
     of_few = address_of(products_of_few, 11)
     if which < len(PLAIN_FORMATS):
         return of_few, 0, address_of(products_in_rows, 9), address_of(products_in_tiles, 4) if wide() else 0
-    return of_few, address_of(columns_of, 6), 0, 0
+    return of_few, unpack_code(which), 0, 0
+
+
+@functools.cache
+def unpack_code(which: int) -> int:
+    """The address of ``unpack`` for a packed format by its number."""
+
+    @compiled
+    def columns_of(w: int, row: int, last: int, blocks: int, ahead: int, to: int) -> None:
+        unpack(which, w, row, last, blocks, ahead, to)
+
+    return address_of(columns_of, 6)
+
+
+@functools.cache
+def _integer_code(which: int) -> tuple[int, int, int]:
+    """Addresses of ``few_by_integers``, ``codes_of_panel`` and ``many_by_integers`` for a format by its number."""
+    from forerun.kernels.linear.integer_panels import codes_of_panel, few_by_integers, sums_kind
+
+    @compiled
+    def integer_products_of_few(
+        tokens: int, w: int, row: int, x: int, x_row: int, blocks: int, ahead: int, sums: int
+    ) -> None:
+        few_by_integers(which, tokens, w, row, x, x_row, blocks, ahead, sums)
+
+    @compiled
+    def codes_of(w: int, row: int, blocks: int, ahead: int, to: int) -> None:
+        codes_of_panel(which, w, row, blocks, ahead, to)
+
+    return address_of(integer_products_of_few, 8), address_of(codes_of, 5), _sums_code(*sums_kind(which))
+
+
+@functools.cache
+def _sums_code(kind: int, most: int) -> int:
+    """The address of ``many_by_integers`` for a kind of sums."""
+    from forerun.kernels.linear.integer_panels import many_by_integers
+
+    @compiled
+    def integer_products_of_many(tokens: int, codes: int, count: int, x: int, x_row: int, sums: int) -> None:
+        many_by_integers(kind, most, tokens, codes, count, x, x_row, sums)
+
+    return address_of(integer_products_of_many, 6)
 
 
 def matrix_of(weights: Weights) -> Matrix:
     """A matrix as kernels see it."""
     rows, which = weights.rows, format_number(weights.format)
     bias = 0 if weights.bias is None else weights.bias.data_ptr()
+    code = (0, 0, 0, 0, *_integer_code(which)) if by_integers(weights) else (*_format_code(which), 0, 0, 0)
     row = rows.stride(0) * rows.element_size()
-    return Matrix(rows.data_ptr(), row, len(rows), bias, format_of(which).words, *_format_code(which))
+    return Matrix(rows.data_ptr(), row, len(rows), bias, format_of(which).words, *code)
+
+
+def by_integers(weights: Weights) -> bool:
+    """Whether products with these weights are sums of integers."""
+    if not weights.quantised or weights.format in PLAIN_NAMES.values():
+        return False
+    from forerun.kernels.linear.gguf_integers import INTEGER_FORMATS  # which a model with plain weights does without
+
+    return weights.format in INTEGER_FORMATS
 
 
 def table_of(matrices: Sequence[Weights]) -> MatrixTable:
@@ -215,11 +290,11 @@ def operation(
     panels = [math.ceil(outs / lanes) for outs in table[:, Matrix._fields.index("outs")].tolist()]
     pairs = panels[0] if mode == GATE else sum(math.ceil(count / 2) for count in panels)
     share = max(1, pairs // (TASKS_PER_THREAD * threads))
-    packed = table[0, Matrix._fields.index("unpack")] != 0
-    few_tokens = (WeightFormat if packed else Plain).few_tokens[-1]
+    packed, integers = (table[:, Matrix._fields.index(name)] != 0 for name in ("unpack", "codes"))
+    few_tokens = (WeightFormat if packed.any() else Plain).few_tokens[-1]
     return LINEAR, LinearOp(
-        which, kind, to_kind, *x, words, few_tokens, mode, pairs, share, share * threads, activation, *y,
-        table.ctypes.data, len(table),
+        which, kind, to_kind, *x, words, int(not integers.all()), int(integers.any()), few_tokens, mode, pairs, share,
+        share * threads, activation, *y, table.ctypes.data, len(table),
     )  # fmt: skip
 
 
@@ -250,7 +325,7 @@ def _program(weights: Weights, kind: int, words: int, x_row: int, y_row: int) ->
     """A program of one operation, cached for later calls with the same weights."""
     kept: dict[Any, tuple[Program, MatrixTable]] = _local.__dict__.setdefault("programs", {})
     bias, threads = 0 if weights.bias is None else weights.bias.data_ptr(), torch.get_num_threads()
-    key = (weights.rows.data_ptr(), weights.rows.shape, weights.format, bias, kind, threads)
+    key = (weights.rows.data_ptr(), weights.rows.shape, weights.format, weights.quantised, bias, kind, threads)
     if key not in kept:
         if len(kept) >= KEPT_PROGRAMS:
             del kept[next(iter(kept))]
@@ -264,7 +339,9 @@ def scratch_bytes(tokens: int, words: int) -> int:
     """Bytes that a thread needs, for ``tokens`` tokens and rows of ``words`` words."""
     groups = -(-tokens // 8)
     panels = max(words, 2 * UNPACKED_COLUMNS)  # one copied, or parts of two unpacked
-    return LINE * (groups * (words + LANES) + 2 * groups * LANES + panels + LANES + 1)
+    inputs = -(-tokens * (words // INPUT_BLOCK + 1) * X_BLOCK // LINE)  # quantised
+    codes = UNPACKED_COLUMNS // INPUT_BLOCK * CODE_BYTES // LINE
+    return LINE * (groups * (words + LANES) + inputs + 2 * groups * LANES + codes + panels + LANES + 1)
 
 
 @compiled
@@ -285,15 +362,32 @@ def _group_bytes(op: LinearOp) -> int:
 
 
 @compiled
+def _columns_bytes(op: LinearOp, n: int) -> int:
+    """Bytes of all tokens' words by column."""
+    return (n + _lanes(op) - 1) // _lanes(op) * _group_bytes(op) if op.floats else 0
+
+
+@compiled
+def _quantised_row(op: LinearOp) -> int:
+    """Bytes of a token's quantised inputs."""
+    return op.words // INPUT_BLOCK * X_BLOCK if op.integers else 0
+
+
+@compiled
 def _prepare(address: int, fields: int, code_address: int, task: int, slot: int) -> None:
-    """A thread's preparation before its first task, for many tokens: write their words column by column."""
+    """A thread's preparation before its first task: quantises inputs, and for many tokens writes their words column by
+    column."""
     this, op, code = read_pass(address), read_linear(fields), read_code(code_address)
     n, x = this.outputs if op.which else this.n, op.x if op.x else this.x
-    if n > op.few_tokens:
+    if op.floats and n > op.few_tokens:
         lanes = _lanes(op)
         for t in range(0, n, lanes):
             to = slot + t // lanes * _group_bytes(op)
             call(code.transpose, x + t * op.x_row, op.x_row, min(lanes, n - t) - 1, (op.words + lanes - 1) // lanes, to)
+    if op.integers:
+        to = slot + _columns_bytes(op, n)
+        for t in range(n):
+            quantise(x + t * op.x_row, op.words // INPUT_BLOCK, to + t * _quantised_row(op))
 
 
 @compiled
@@ -302,8 +396,9 @@ def _run(address: int, fields: int, code_address: int, task: int, slot: int) -> 
     this, op, code = read_pass(address), read_linear(fields), read_code(code_address)
     n, x, y = this.outputs if op.which else this.n, op.x if op.x else this.x, op.y if op.y else this.y
     lanes, number = _lanes(op), 4 if op.to_kind == 0 else 2 if op.to_kind == 1 else 8
-    groups = (n + lanes - 1) // lanes
-    sums = slot + groups * _group_bytes(op)
+    groups, quantised = (n + lanes - 1) // lanes, slot + _columns_bytes(op, n)
+    inputs = TokenInputs(n, x, slot, quantised)
+    sums = quantised + (n * _quantised_row(op) + LINE - 1) // LINE * LINE
     twin = sums + groups * lanes * LINE
     spare = twin + groups * lanes * LINE
     for pair in range(task * op.share, min(op.pairs, (task + 1) * op.share)):
@@ -316,7 +411,7 @@ def _run(address: int, fields: int, code_address: int, task: int, slot: int) -> 
         b = read_matrix(op.table + MATRIX_BYTES) if op.mode == GATE else a
         q = p if op.mode == GATE else min(p + 1, _panels(op, a) - 1)
         ahead = further * (1 if op.mode == GATE else 2) * lanes
-        _both(op, code, n, x, slot, _begun(op, n, a, p, sums), _begun(op, n, b, q, twin), ahead, spare)
+        _both(op, code, inputs, _begun(op, n, a, p, sums), _begun(op, n, b, q, twin), ahead, spare)
         place = y + (before + p * lanes) * number
         _finish(op, n, min(lanes, a.outs - p * lanes), sums, twin, place, number, spare)
         if q > p:
@@ -334,22 +429,72 @@ def _begun(op: LinearOp, n: int, matrix: Matrix, number: int, sums: int) -> Pane
 
 @compiled
 def _both(
-    op: LinearOp, code: LinearCode, n: int, x: int, tokens: int, one: Panel, other: Panel, ahead: int, spare: int
+    op: LinearOp, code: LinearCode, inputs: TokenInputs, one: Panel, other: Panel, ahead: int, spare: int
 ) -> None:
     """Sums of all tokens with two panels, which may be of different matrices; prefetches the panels ``ahead`` rows
     after."""
-    a = one.matrix
-    if not a.unpack:
-        _plain(op, n, x, tokens, one, ahead, spare)
+    a, b, n = one.matrix, other.matrix, inputs.n
+    if not (a.unpack or a.codes):
+        _plain(op, n, inputs.x, inputs.columns, one, ahead, spare)
         if other.w != one.w:
-            _plain(op, n, x, tokens, other, ahead, spare)
+            _plain(op, n, inputs.x, inputs.columns, other, ahead, spare)
+    elif a.codes or b.codes or (n <= op.few_tokens and a.few != b.few):
+        _alone(op, code, inputs, one, ahead, spare)
+        if other.w != one.w:
+            if a.few:  # which writes two panels' sums
+                other = _begun(op, n, b, other.number, other.sums)
+            _alone(op, code, inputs, other, ahead, spare)
     elif n > op.few_tokens:
-        _unpacked(op, code, n, tokens, one, other, ahead, spare)
-    elif a.few == other.matrix.few:
-        blocks = op.words // a.block
-        call(a.few, n, one.w, other.w, a.row, one.last, other.last, x, op.x_row, blocks, ahead * a.row, one.sums)
+        _unpacked(op, code, n, inputs.columns, one, other, ahead, spare)
     else:
-        _of_two_formats(op, n, x, one, other, ahead, spare)
+        blocks = op.words // a.block
+        x, x_row = inputs.x, op.x_row
+        call(a.few, n, one.w, other.w, a.row, one.last, other.last, x, x_row, blocks, ahead * a.row, one.sums)
+
+
+@compiled
+def _alone(op: LinearOp, code: LinearCode, inputs: TokenInputs, panel: Panel, ahead: int, spare: int) -> None:
+    """Sums with one panel of packed weights; if they are floats, paired with itself."""
+    a, n, w, last = panel.matrix, inputs.n, panel.w, panel.last
+    if a.codes:
+        _integers(op, n, inputs.quantised, panel, ahead, spare)
+    elif n > op.few_tokens:
+        _unpacked(op, code, n, inputs.columns, panel, panel, ahead, spare)
+    else:
+        blocks = op.words // a.block
+        call(a.few, n, w, w, a.row, last, last, inputs.x, op.x_row, blocks, ahead * a.row, panel.sums)
+
+
+@compiled
+def _integers(op: LinearOp, n: int, quantised: int, panel: Panel, ahead: int, spare: int) -> None:
+    """Sums of integers with one panel; for many tokens its codes are unpacked once for all of them."""
+    matrix, x_row, w, codes = panel.matrix, _quantised_row(op), panel.w, spare + LANES * LINE
+    further, blocks = ahead * matrix.row, op.words // matrix.block
+    if panel.last < LANES - 1:
+        w = codes + UNPACKED_COLUMNS // INPUT_BLOCK * CODE_BYTES
+        _copy_rows(panel, w)
+    if n <= FEW_INTEGER_TOKENS:
+        call(matrix.few_by_integers, n, w, matrix.row, quantised, x_row, blocks, further, panel.sums)
+        return
+    for first in range(0, op.words, UNPACKED_COLUMNS):
+        count = min(UNPACKED_COLUMNS, op.words - first)
+        at = matrix.row // blocks * (first // matrix.block)
+        call(matrix.codes, w + at, matrix.row, count // matrix.block, further + (LANES - 1) * at, codes)
+        inputs, t = quantised + first // INPUT_BLOCK * X_BLOCK, 0
+        while t < n:
+            number, sums = min(FEW_INTEGER_TOKENS, n - t), panel.sums + t * LINE
+            call(matrix.many_by_integers, number, codes, count // INPUT_BLOCK, inputs + t * x_row, x_row, sums)
+            t += number
+
+
+@compiled
+def _copy_rows(panel: Panel, to: int) -> None:
+    """Copy a panel with fewer rows than a vector has lanes; its last row is repeated."""
+    row = panel.matrix.row
+    for i in range(LANES):
+        source, target = bytes_at(panel.w + min(i, panel.last) * row, row), bytes_at(to + i * row, row)
+        for c in range(row):
+            target[c] = source[c]
 
 
 @compiled
@@ -384,19 +529,6 @@ def _in_groups(
         else:
             call(panel.matrix.many_in_rows, min(lanes, n - t), w, row, last, words_of_group, steps, ahead, tiles, sums)
         t += lanes
-
-
-@compiled
-def _of_two_formats(op: LinearOp, n: int, x: int, one: Panel, other: Panel, ahead: int, spare: int) -> None:
-    """Sums of a few tokens with panels of two formats: each is paired with itself."""
-    a, b = one.matrix, other.matrix
-    call(a.few, n, one.w, one.w, a.row, one.last, one.last, x, op.x_row, op.words // a.block, ahead * a.row, one.sums)
-    other = _begun(op, n, b, other.number, other.sums)
-    kept = _begun(op, n, b, other.number, spare + LANES * LINE)
-    blocks = op.words // b.block
-    call(b.few, n, kept.w, kept.w, b.row, kept.last, kept.last, x, op.x_row, blocks, ahead * b.row, kept.sums)
-    for t in range(n):
-        words(0, kept.sums + t * LINE, 1, other.sums + t * LINE)
 
 
 @compiled
@@ -485,5 +617,9 @@ def _finish(op: LinearOp, n: int, valid: int, sums: int, twin: int, y: int, numb
 
 
 LINEAR = Operation(
-    LINEAR_LAYOUT, lambda op: Tasks(-(-op.pairs // op.share)), _run, lambda op: _shared_code(op.kind), _prepare
+    LINEAR_LAYOUT,
+    lambda op: Tasks(-(-op.pairs // op.share)),
+    _run,
+    lambda op: _shared_code(op.kind, op.floats),
+    _prepare,
 )

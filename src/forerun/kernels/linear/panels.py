@@ -17,7 +17,8 @@ of a panel, which is repeated.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Protocol
 
 from llvmlite import ir
 from numba.core import cgutils
@@ -28,6 +29,10 @@ from forerun.kernels.runtime.vector_ir import I64, LANES, LINE, Emitter, llvm_fu
 MANY_TOKENS = (4, 6, 8, 10, 12)
 """Token counts with code of their own in ``many``: up to the most whose sums over two panels fit in registers beside
 one column of each."""
+INTEGER_TOKENS = (1, 2, 4, 8) if wide() else (1, 2, 4)
+"""Token counts with code of their own where sums are of integers (``integer_panels.py``): up to the most whose sums
+fit in registers, as integers and as floats."""
+FEW_INTEGER_TOKENS = INTEGER_TOKENS[-1]
 NARROW_ROWS = 4
 """Rows whose sums over as many tokens as a line has words fit in 16 registers of half a line, beside a column of words
 and a weight."""
@@ -66,18 +71,20 @@ def few(
     """
     each = format_of(which)
     numbers, starts = each.numbers, (w, other)[: each.panels]
-    for size in _least_that_suffices(e, tokens, each.few_tokens):
-        panels = [_rows(e, each, *one) for one in ((w, row, last), (other, row, other_last))[: each.panels]]
+    for size in least_that_suffices(e, tokens, each.few_tokens):
+        panels = [
+            rows_of(e, each.numbers.lanes, *one) for one in ((w, row, last), (other, row, other_last))[: each.panels]
+        ]
         places = [e.at(sums, panel * LANES * LINE) for panel in range(each.panels)]
         totals = [[e.variable(e.load(e.at(place, t * LINE), numbers.vector)) for t in range(size)] for place in places]
         final = e.builder.sub(tokens, I64(1))
-        rows_of_x = [e.at(x, e.times(x_row, _least(e, I64(t), final))) for t in range(size)]
+        rows_of_x = [e.at(x, e.times(x_row, least(e, I64(t), final))) for t in range(size)]
         with e.loop(blocks) as block:
             blocks_of = [[e.at(address, e.times(block, each.bytes)) for address in rows] for rows in panels]
             scales = [each.scales(e, rows) for rows in blocks_of]
-            with _parts(e, each) as part:
+            with parts_of(e, each.parts) as part:
                 for start in starts:
-                    _prefetch(e, each, e.at(start, ahead), row, block, part)
+                    prefetch_part(e, each, each.numbers.lanes, e.at(start, ahead), row, block, part)
                 words = [e.at(address, _word_bytes(e, each, block, part)) for address in rows_of_x]
                 unpacked = [each.unpack(e, rows, some, part) for rows, some in zip(blocks_of, scales, strict=True)]
                 for i, columns in enumerate(zip(*unpacked, strict=True)):
@@ -90,7 +97,7 @@ def few(
                 e.store(e.builder.load(total), e.at(place, t * LINE))
 
 
-def _least_that_suffices(e: Emitter, tokens: ir.Value, sizes: tuple[int, ...]) -> Iterator[int]:
+def least_that_suffices(e: Emitter, tokens: ir.Value, sizes: Sequence[int]) -> Iterator[int]:
     """Write the code of a loop's body for each of the token counts; at run time the smallest sufficient one is used."""
     b, before = e.builder, 0
     for size in sizes:
@@ -118,22 +125,24 @@ def _unpack(
     e: Emitter, each: WeightFormat, w: ir.Value, row: ir.Value, last: ir.Value, blocks: ir.Value, ahead: ir.Value,
     to: ir.Value,
 ) -> None:  # fmt: skip
-    rows = _rows(e, each, w, row, last)
+    rows = rows_of(e, each.numbers.lanes, w, row, last)
     with e.loop(blocks) as block:
         places = [e.at(address, e.times(block, each.bytes)) for address in rows]
         scales = each.scales(e, places)
-        with _parts(e, each) as part:
-            _prefetch(e, each, e.at(w, ahead), row, block, part)
+        with parts_of(e, each.parts) as part:
+            prefetch_part(e, each, each.numbers.lanes, e.at(w, ahead), row, block, part)
             at = e.at(to, e.times(_word_bytes(e, each, block, part), each.numbers.lanes))
             for i, column in enumerate(each.unpack(e, places, scales, part)):
                 e.store(column, e.at(at, i * LINE))
 
 
-def _rows(e: Emitter, each: WeightFormat, w: ir.Value, row: ir.Value, last: ir.Value) -> Rows:
-    return [e.at(w, e.times(row, _least(e, I64(i), last))) for i in range(each.numbers.lanes)]
+def rows_of(e: Emitter, count: int, w: ir.Value, row: ir.Value, last: ir.Value) -> Rows:
+    """Addresses of a panel's rows."""
+    return [e.at(w, e.times(row, least(e, I64(i), last))) for i in range(count)]
 
 
-def _least(e: Emitter, a: ir.Value, b: ir.Value) -> ir.Value:
+def least(e: Emitter, a: ir.Value, b: ir.Value) -> ir.Value:
+    """The smaller of two counts."""
     return e.builder.select(e.builder.icmp_signed("<", a, b), a, b)
 
 
@@ -143,29 +152,38 @@ def _word_bytes(e: Emitter, each: WeightFormat, block: ir.Value, part: ir.Value)
     return e.times(word, each.numbers.bytes)
 
 
-def _prefetch(e: Emitter, each: WeightFormat, ahead: ir.Value, row: ir.Value, block: ir.Value, part: ir.Value) -> None:
+class InParts(Protocol):
+    """Blocks that are read in parts: their size in bytes, and the number of parts."""
+
+    bytes: int
+    parts: int
+
+
+def prefetch_part(
+    e: Emitter, each: InParts, rows: int, ahead: ir.Value, row: ir.Value, block: ir.Value, part: ir.Value
+) -> None:
     """Prefetch a part of a block of the panel ahead: line by line of its rows, or in memory order if blocks are no
     whole lines.
 
     In memory order, a float32 pass over 8 tokens took 14 % longer (SmolLM2, two threads).
     """
     if each.bytes == LINE:
-        for i in range(each.numbers.lanes):
+        for i in range(rows):
             e.prefetch(e.at(ahead, e.times(row, I64(i)), e.times(block, LINE)))
         return
-    size = each.numbers.lanes * each.bytes // each.parts
+    size = rows * each.bytes // each.parts
     here = e.at(ahead, e.times(e.builder.add(e.times(block, each.parts), part), size))
     for at in range(0, size, LINE):
         e.prefetch(e.at(here, at))
 
 
 @contextmanager
-def _parts(e: Emitter, each: WeightFormat) -> Iterator[ir.Value]:
+def parts_of(e: Emitter, count: int) -> Iterator[ir.Value]:
     """Repeat the code inside for each part of a block; yields the part's number."""
-    if each.parts == 1:
+    if count == 1:
         yield I64(0)
     else:
-        with e.loop(I64(each.parts)) as part:
+        with e.loop(I64(count)) as part:
             yield part
 
 
@@ -176,15 +194,16 @@ def many(
 ) -> None:  # fmt: skip
     """Add to two panels' sums the products of ``count`` columns of each with the floats of up to 12 tokens.
 
-    The floats of all tokens for one column are one cache line. Sums after the last token's are overwritten, up to the
-    next of ``MANY_TOKENS``.
+    The floats of all tokens for one column are one cache line. The second panel may be the first one again, with the
+    same sums, which count once. Sums after the last token's are overwritten, up to the next of ``MANY_TOKENS``.
     """
-    panels = [(sums, columns), (other_sums, other)]
-    for size in _least_that_suffices(e, tokens, MANY_TOKENS):
+    panels, two = [(sums, columns), (other_sums, other)], e.builder.icmp_signed("!=", sums, other_sums)
+    for size in least_that_suffices(e, tokens, MANY_TOKENS):
         at_once = size if wide() else NARROW_TOKENS
-        for some in [panels] if wide() else [[panel] for panel in panels]:
-            for first in range(0, size, at_once):
-                _products(e, range(first, min(size, first + at_once)), some, count, x)
+        for i, some in enumerate([panels] if wide() else [[panel] for panel in panels]):
+            with e.builder.if_then(two) if i else nullcontext():
+                for first in range(0, size, at_once):
+                    _products(e, range(first, min(size, first + at_once)), some, count, x)
 
 
 def _products(
@@ -218,13 +237,13 @@ def many_in_rows(
     each = PLAIN_FORMATS[kind]
     lanes = each.numbers.lanes
     if not wide():
-        for size in _least_that_suffices(e, tokens, (lanes // 2, lanes)):
+        for size in least_that_suffices(e, tokens, (lanes // 2, lanes)):
             _some_rows_at_once(e, each, size, w, row, last, x, steps, ahead, sums)
         return
-    rows = _rows(e, each, w, row, last)
+    rows = rows_of(e, each.numbers.lanes, w, row, last)
 
     def copy(step: ir.Value) -> None:
-        _prefetch(e, each, e.at(w, ahead), row, step, I64(0))
+        prefetch_part(e, each, each.numbers.lanes, e.at(w, ahead), row, step, I64(0))
         to = e.at(tiles, e.times(step, lanes * LINE))
         for r, address in enumerate(rows):
             e.store(e.load(e.at(address, e.times(step, LINE)), each.numbers.vector), e.at(to, r * LINE))
@@ -252,7 +271,7 @@ def _many_in_tiles(
         copy(I64(0))
     with e.loop(steps) as step:
         if copy is not None:
-            copy(_least(e, b.add(step, I64(1)), b.sub(steps, I64(1))))
+            copy(least(e, b.add(step, I64(1)), b.sub(steps, I64(1))))
         words, tile = e.at(x, e.times(step, size)), e.at(tiles, e.times(step, size))
         with e.loop(I64(lanes)) as column:
             line = e.load(e.at(words, e.times(column, LINE)), numbers.vector)
@@ -269,7 +288,7 @@ def _some_rows_at_once(
     steps: ir.Value, ahead: ir.Value, sums: ir.Value,
 ) -> None:  # fmt: skip
     """The same with half as many registers of half the width: the rows whose sums fit in them, then the next ones."""
-    b, numbers, rows = e.builder, each.numbers, _rows(e, each, w, row, last)
+    b, numbers, rows = e.builder, each.numbers, rows_of(e, each.numbers.lanes, w, row, last)
     lanes, at_once = numbers.lanes, NARROW_ROWS * numbers.lanes // size
     vector = ir.VectorType(numbers.vector.element, size)
     kept = b.ptrtoint(cgutils.alloca_once(b, ir.ArrayType(numbers.vector, lanes)), I64)
@@ -280,7 +299,7 @@ def _some_rows_at_once(
         totals = [e.variable(e.load(place, vector)) for place in places]
         with e.loop(steps) as step:
             if not first:
-                _prefetch(e, each, e.at(w, ahead), row, step, I64(0))
+                prefetch_part(e, each, each.numbers.lanes, e.at(w, ahead), row, step, I64(0))
             words, here = e.at(x, e.times(step, lanes * LINE)), e.times(step, LINE)
             weights = [e.at(address, here) for address in rows[first : first + at_once]]
             with e.loop(I64(lanes)) as column:

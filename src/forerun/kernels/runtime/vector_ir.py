@@ -112,6 +112,11 @@ class Emitter:
         """The product of two integers."""
         return self.builder.mul(a, I64(b) if isinstance(b, int) else b)
 
+    def hidden(self, value: ir.Value) -> ir.Value:
+        """The same integer, of which LLVM does not know how it was computed."""
+        kind = ir.FunctionType(value.type, (value.type,))
+        return self.builder.asm(kind, "", "=r,0", (value,), False)
+
     def load(self, address: ir.Value, kind: ir.Type = FLOATS) -> ir.Value:
         """Load a value from memory."""
         return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=1)

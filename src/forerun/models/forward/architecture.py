@@ -36,6 +36,8 @@ CHANGING = frozenset({"dynamic", "longrope"})
 positions (``inputs.position_limit``), so a program can have them."""
 STORED = "stored"
 """The name of the type of weights that are as a file stores them (``stored_weights.py``)."""
+STORED_BY_FLOATS = "stored, float32 activations"
+"""The same if their inputs are not quantised."""
 ANGLES_CHUNK = 256
 """Positions whose angles are computed at once. Few enough that torch uses one thread, so that the bits are fixed."""
 
@@ -318,8 +320,15 @@ def is_stored(model: nn.Module) -> bool:
 
 
 def dtype_name(model: nn.Module) -> str:
-    """The type of a model's weights: ``STORED``, or torch's name."""
-    return STORED if is_stored(model) else str(model.dtype).removeprefix("torch.")
+    """The type of a model's weights: ``STORED``, ``STORED_BY_FLOATS``, or torch's name."""
+    if not is_stored(model):
+        return str(model.dtype).removeprefix("torch.")
+    return STORED if quantises(model) else STORED_BY_FLOATS
+
+
+def quantises(model: nn.Module) -> bool:
+    """Whether some of a model's products are of inputs that it quantises to eight bits."""
+    return any(getattr(module, "quantised", False) for module in model.modules())
 
 
 def _plain(model: PreTrainedModel, device: str) -> bool:

@@ -33,8 +33,9 @@ from forerun.kernels.linear.decoder_ops import (
     RotaryOp,
     ScaledRowsOp,
 )
-from forerun.kernels.linear.linear import ADD, GATE, PUT, matrix_of
+from forerun.kernels.linear.linear import ADD, GATE, PUT, unpack_code
 from forerun.kernels.linear.ordered_modules import filled
+from forerun.kernels.linear.panels import format_number, format_of
 from forerun.kernels.linear.rowwise import TO_FLOATS, TO_SUM, TO_WORDS
 from forerun.kernels.recurrent import short_convolution
 from forerun.kernels.recurrent.short_convolution import GATED_CONVOLUTION, GatedConvolutionOp
@@ -193,8 +194,8 @@ class CompiledForward:
         decoder, x = self._decoder, _rows(self.x)
         embedding, factor = decoder.parts.embedding, decoder.parts.embedding_factor
         if as_stored(embedding):
-            matrix = matrix_of(embedding.packed_weights)
-            fields = (matrix.w, matrix.row, matrix.block, matrix.unpack, decoder.hidden)
+            which, rows = format_number(embedding.kind), embedding.weight
+            fields = (*_rows(rows), format_of(which).words, unpack_code(which), decoder.hidden)
             return LOOKUP, LookupOp(*fields, *x, factor)
         return EMBED, EmbedOp(decoder.kind, *_rows(embedding.weight), decoder.hidden, *x, factor)
 

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 import forerun
 from forerun.core.compiling import sources
 from forerun.kernels.runtime.vector_ir import features, unusable
-from forerun.models.forward.architecture import CHANGING
+from forerun.models.forward.architecture import CHANGING, dtype_name
 from forerun.models.forward.exactness import Exactness
 from forerun.models.forward.scorer import Scorer
 from forerun.models.forward.weight_watch import SOURCES, added_code, settings
@@ -143,6 +143,7 @@ def _about(model: PreTrainedModel, folders: tuple[str, ...]) -> dict[str, Any]:
         "config": {name: value for name, value in config.items() if name not in ELSEWHERE},
         "model": type(model).__qualname__,
         "modules": [(name, type(module).__qualname__, _sorted(settings(vars(module)))) for name, module in modules],
+        "weights": dtype_name(model),
         "sources": [sources(root / folder) for folder in folders],
         "packages": _versions(),
         "processor": [platform.machine(), features(), torch.backends.cpu.get_cpu_capability(), unusable()],

@@ -67,8 +67,9 @@ def _is_floats(name: str, tensor: Tensor) -> bool:
 
 
 def load_as_stored(
-    file: Path, header: Header, config: PreTrainedConfig, progress: Progress = lambda done, total: None
-) -> PreTrainedModel:
+    file: Path, header: Header, config: PreTrainedConfig, progress: Progress = lambda done, total: None, *,
+    quantised: bool = True,
+) -> PreTrainedModel:  # fmt: skip
     """A decoder over the weights in a file.
 
     Args:
@@ -76,6 +77,7 @@ def load_as_stored(
         header: the file's header.
         config: the model's configuration.
         progress: called with tensors done and to do.
+        quantised: whether inputs of linear layers and experts are quantised to eight bits; see ``linear.Weights``.
 
     Raises:
         ValueError: if the file cannot be used; it says why.
@@ -84,7 +86,7 @@ def load_as_stored(
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _fill_buffers(file, model)
-    _Filler(file, header, model).fill(progress)
+    _Filler(file, header, model, quantised).fill(progress)
     model.name_or_path = str(file)
     return model.requires_grad_(False)
 
@@ -120,6 +122,7 @@ class _Filler:
     file: Path
     header: Header
     model: PreTrainedModel
+    quantised: bool
 
     def __post_init__(self) -> None:
         self._layout = layout_of(self.header.architecture, self.model)
@@ -207,7 +210,7 @@ class _Filler:
             return
         rows, kind, columns = matrix
         if isinstance(module, nn.Linear):
-            made: nn.Module = StoredLinear(rows, kind, columns, module.bias)
+            made: nn.Module = StoredLinear(rows, kind, columns, module.bias, quantised=self.quantised)
             if (order := self._orders.get(name)) is not None:
                 made = nn.Sequential(InputOrder(order), made)
         else:
@@ -218,4 +221,4 @@ class _Filler:
         matrices = [self._matrices.get(f"{name}.{part}") for part in EXPERTS]
         if None not in matrices:
             gate, up, down = ((rows, kind) for rows, kind, _ in filter(None, matrices))
-            self.model.set_submodule(name, StoredExperts(gate, up, down, module.act_fn))
+            self.model.set_submodule(name, StoredExperts(gate, up, down, module.act_fn, quantised=self.quantised))

@@ -44,6 +44,7 @@ LOG = log.getLogger(__name__)
 BUNDLED = "bundled"
 BUNDLED_DRAFT = "bundled-draft"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", STORED)
+ACTIVATION_TYPES = ("auto", "int8", "float32")
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ def load(
     dtype: str = "auto",
     *,
     device: str = "auto",
+    activations: str = "auto",
     trust_remote_code: bool = False,
     ranks: int = 1,
     progress: gguf.Progress = lambda done, total: None,
@@ -70,9 +72,10 @@ def load(
         name_or_path: ``bundled``, ``bundled-draft``, a folder, a GGUF file, or a hub name in this computer's Hugging
             Face cache.
         dtype: one of ``DTYPES``. ``auto``: the file's own type; float32 for the bundled models and for GGUF files,
-            which are dequantised. ``stored``: a GGUF file's weights stay as they are, mapped from the file;
-            activations are float32.
+            which are dequantised. ``stored``: a GGUF file's weights stay as they are, mapped from the file.
         device: where the weights go. ``auto``: CUDA if there is one, else the CPU; always the CPU for ``stored``.
+        activations: how inputs of linear layers are multiplied with stored weights; one of ``ACTIVATION_TYPES``.
+            ``int8``, the default: each token's are quantised to eight bits, in blocks of 32. ``float32``: as they are.
         trust_remote_code: run code that comes with the model.
         ranks: processes that load the model together, each a part of every layer; they are what torchrun has started.
         progress: called with tensors done and to do, for a GGUF file.
@@ -83,6 +86,7 @@ def load(
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; allowed are {', '.join(DTYPES)}")
+    _check_activations(activations, dtype)
     if ranks > 1 and device != "auto":
         raise ValueError(f"device is {device!r}; in {ranks} processes each takes its own, so only auto is allowed")
     place = _device("cpu" if dtype == STORED and device == "auto" else device)
@@ -96,7 +100,9 @@ def load(
         dtype = "float32"
     with quiet():
         model, tokenizer = (
-            _from_file(source, dtype, progress) if in_file else _from_folder(source, dtype, trust_remote_code, ranks)
+            _from_file(source, dtype, progress, activations != "float32")
+            if in_file
+            else _from_folder(source, dtype, trust_remote_code, ranks)
         )
     rows = int(model.get_input_embeddings().weight.shape[0])
     if (size := tokenizer.vocab_size) > rows:  # an added token may lie beyond, as Gemma 3's for pictures in text models
@@ -187,6 +193,16 @@ def _device(name: str) -> torch.device:
     return device
 
 
+def _check_activations(activations: str, dtype: str) -> None:
+    if activations not in ACTIVATION_TYPES:
+        raise ValueError(f"activations is {activations!r}; allowed are {', '.join(ACTIVATION_TYPES)}")
+    if activations != "auto" and dtype != STORED:
+        raise ValueError(
+            f"activations is {activations!r}, and dtype {dtype!r}; with other weights than '{STORED}' "
+            "only auto is allowed"
+        )
+
+
 def _check_stored(source: Path, place: torch.device) -> None:
     if not source.is_file():
         raise ValueError(f"dtype is '{STORED}', which is for GGUF files, and {source} is none; use auto or bfloat16")
@@ -209,7 +225,9 @@ def _from_folder(
     return _model(source, dtype, config.model_type, use_safetensors=True, **more), tokenizer
 
 
-def _from_file(file: Path, dtype: str, progress: gguf.Progress) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _from_file(
+    file: Path, dtype: str, progress: gguf.Progress, quantised: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     header = gguf.check(file)
     from forerun.models.loading.gguf_layout import has_operations  # needs gguf, which may not be installed
 
@@ -229,7 +247,7 @@ def _from_file(file: Path, dtype: str, progress: gguf.Progress) -> tuple[PreTrai
             config = gguf.with_what_is_not_read(_check_config(source), header)
             tokenizer = _tokenizer(source)
         if dtype == STORED:
-            model = load_as_stored(file, header, config, progress)
+            model = load_as_stored(file, header, config, progress, quantised=quantised)
         else:
             more = {"quantization_config": GgufConfig(dequantize=True)} if has_operations(header.architecture) else {}
             # transformers takes seconds to read the configuration again

@@ -12,17 +12,21 @@ from forerun.kernels.linear.linear import Weights, product
 
 
 class StoredLinear(nn.Module):
-    """A linear layer over stored weights, computed in float32 on a CPU.
+    """A linear layer over stored weights on a CPU. Its inputs are float32, and its outputs.
 
     Args:
         rows: bytes ``[O, row]``, kept as they are.
         kind: format of the blocks, one of ``GGUF_FORMATS``.
         in_features: columns.
         bias: float32 ``[O]``, or None.
+        quantised: whether products are of inputs quantised to eight bits, see ``linear.Weights``.
     """
 
-    def __init__(self, rows: nn.Parameter, kind: str, in_features: int, bias: nn.Parameter | None = None) -> None:
+    def __init__(
+        self, rows: nn.Parameter, kind: str, in_features: int, bias: nn.Parameter | None = None, *, quantised: bool
+    ) -> None:
         super().__init__()
+        self.quantised = quantised
         self.register_state_dict_pre_hook(_refuse_to_save)  # type: ignore[no-untyped-call]
         self.weight, self.bias, self.kind = rows, bias, kind
         self.in_features, self.out_features = in_features, len(rows)
@@ -30,13 +34,13 @@ class StoredLinear(nn.Module):
     @property
     def packed_weights(self) -> Weights:
         """The weights as kernels take them."""
-        return Weights(self.weight, self.kind, self.bias)
+        return Weights(self.weight, self.kind, self.bias, self.quantised)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         _check_place(self.weight)
         if self.bias is None or self.bias.dtype == torch.float32:
             return product(x, self.packed_weights)
-        return product(x, Weights(self.weight, self.kind)) + self.bias  # the bias was cast with the model
+        return product(x, self.packed_weights._replace(bias=None)) + self.bias  # the bias was cast with the model
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
@@ -103,19 +107,21 @@ class StoredEmbedding(nn.Module):
 
 
 class StoredExperts(nn.Module):
-    """Experts that are gated linear units over stored weights, computed one after the other in float32 on a CPU.
+    """Experts that are gated linear units over stored weights, computed one after the other on a CPU.
 
     Args:
         gate, up: bytes ``[E, I, row]``, kept as they are, and the format of the blocks.
         down: bytes ``[E, H, row]``, and the format.
         act_fn: activation of the gates.
+        quantised: as in ``StoredLinear``.
     """
 
     def __init__(
         self, gate: tuple[nn.Parameter, str], up: tuple[nn.Parameter, str], down: tuple[nn.Parameter, str],
-        act_fn: Callable[[torch.Tensor], torch.Tensor],
+        act_fn: Callable[[torch.Tensor], torch.Tensor], *, quantised: bool,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.quantised = quantised
         self.register_state_dict_pre_hook(_refuse_to_save)  # type: ignore[no-untyped-call]
         (self.gate, self.gate_kind), (self.up, self.up_kind), (self.down, self.down_kind) = gate, up, down
         self.act_fn = act_fn
@@ -135,11 +141,14 @@ class StoredExperts(nn.Module):
         for expert in sorted(set(top_k_index.flatten().tolist())):
             tokens, places = torch.where(top_k_index == expert)
             x = hidden_states[tokens]
-            gate = product(x, Weights(self.gate[expert], self.gate_kind))
-            inner = self.act_fn(gate) * product(x, Weights(self.up[expert], self.up_kind))
-            outputs = product(inner, Weights(self.down[expert], self.down_kind))
+            gate = self._product(x, self.gate[expert], self.gate_kind)
+            inner = self.act_fn(gate) * self._product(x, self.up[expert], self.up_kind)
+            outputs = self._product(inner, self.down[expert], self.down_kind)
             total.index_add_(0, tokens, (outputs * top_k_weights[tokens, places, None]).to(total.dtype))
         return total
+
+    def _product(self, x: torch.Tensor, rows: torch.Tensor, kind: str) -> torch.Tensor:
+        return product(x, Weights(rows, kind, quantised=self.quantised))
 
     def extra_repr(self) -> str:
         return f"{len(self.down)}, gate={self.gate_kind}, up={self.up_kind}, down={self.down_kind}"

@@ -1,0 +1,164 @@
+"""Exact sums of products of small integers, by the instructions that a processor has for them.
+
+Sums of 32-bit integers have the same bits in any order. So a token's sums are the same on every processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from forerun.kernels.runtime.vector_ir import BYTES, I32, LANES, WORDS, Emitter, features, wide, words_of
+
+SHORT = ir.IntType(16)
+SHORT_MOST = 32767
+"""Largest 16-bit integer. Two products of an unsigned and a signed byte are added in 16 bits by ``maddubs``."""
+LEAST_SIGNED_BYTE = 127
+"""Largest size of a quantised input."""
+
+
+def bytes_by_words(e: Emitter, a: ir.Value, b: ir.Value, c: ir.Value, most: int) -> ir.Value:
+    """``c`` plus four products in each word, of unsigned bytes of ``a`` and signed bytes of ``b``.
+
+    Args:
+        e: writes the code.
+        a, b, c: vectors of 16 words.
+        most: the largest byte of ``a``. The bytes of ``b`` are -127 to 127.
+    """
+    if "+avx512vnni" in features():
+        return _called(e, "llvm.x86.avx512.vpdpbusd.512", WORDS, c, a, b)
+    if "+avxvnni" in features():
+        return _in_halves(e, lambda *parts: _called(e, "llvm.x86.avx512.vpdpbusd.256", parts[0].type, *parts), c, a, b)
+    if not _multiplies_shorts():
+        return _one_by_one(e, a, b, c)
+    if 2 * most * LEAST_SIGNED_BYTE <= SHORT_MOST:
+        return e.builder.add(c, _shorts(e, _pairs_of_bytes(e, a, b), _both(1)))
+    return e.builder.add(e.builder.add(c, _shorts(e, *_even(e, a, b))), _shorts(e, *_odd(e, a, b)))
+
+
+def shorts_by_words(e: Emitter, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    """``c`` plus two products in each word, of signed 16-bit integers."""
+    if "+avx512vnni" in features():
+        return _called(e, "llvm.x86.avx512.vpdpwssd.512", WORDS, c, a, b)
+    return e.builder.add(c, _shorts(e, a, b))
+
+
+def bytes_from_table(e: Emitter, codes: ir.Value, values: Sequence[int]) -> ir.Value:
+    """Words whose bytes are values of a table of 16, given words whose bytes are numbers below 16."""
+    b, indices = e.builder, e.builder.bitcast(codes, BYTES)
+    kind = ir.IntType(8)
+    if "+avx512bw" in features():
+        table = BYTES([kind(value) for value in values] * (BYTES.count // 16))
+        return b.bitcast(_called(e, "llvm.x86.avx512.pshuf.b.512", BYTES, table, indices), WORDS)
+    if "+avx2" in features():
+        half = ir.VectorType(kind, BYTES.count // 2)
+        table = half([kind(value) for value in values] * (half.count // 16))
+
+        def look(part: ir.Value) -> ir.Value:
+            found = _called(e, "llvm.x86.avx2.pshuf.b", half, table, b.bitcast(part, half))
+            return b.bitcast(found, part.type)
+
+        return _in_halves(e, look, codes)
+    left = [BYTES([kind(value)] * BYTES.count) for value in values]
+    for k in range(4):
+        odd = b.icmp_unsigned(
+            "!=", b.and_(indices, BYTES([kind(1 << k)] * BYTES.count)), BYTES([kind(0)] * BYTES.count)
+        )
+        left = [b.select(odd, high, low) for low, high in zip(left[::2], left[1::2], strict=True)]
+    return b.bitcast(left[0], WORDS)
+
+
+def pair_of(e: Emitter, first: ir.Value, second: ir.Value) -> ir.Value:
+    """Two 16-bit integers in each word, from the lower halves of two vectors of words."""
+    b = e.builder
+    return b.or_(b.and_(first, words_of(0xFFFF)), b.shl(second, words_of(16)))
+
+
+def _multiplies_shorts() -> bool:
+    return "+avx512bw" in features() if wide() else "+avx2" in features()
+
+
+def _both(value: int) -> ir.Constant:
+    """The same 16-bit integer twice in every word."""
+    return words_of((value & 0xFFFF) * 0x10001)
+
+
+def _even(e: Emitter, a: ir.Value, b: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The first and third bytes of each word as 16-bit integers."""
+    builder, kind = e.builder, ir.VectorType(SHORT, 2 * LANES)
+    eight = kind([8] * kind.count)
+    signed = builder.ashr(builder.shl(builder.bitcast(b, kind), eight), eight)
+    return builder.and_(a, words_of(0x00FF00FF)), builder.bitcast(signed, WORDS)
+
+
+def _odd(e: Emitter, a: ir.Value, b: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The second and fourth bytes of each word as 16-bit integers."""
+    builder, kind = e.builder, ir.VectorType(SHORT, 2 * LANES)
+    eight = kind([8] * kind.count)
+    parts = builder.lshr(builder.bitcast(a, kind), eight), builder.ashr(builder.bitcast(b, kind), eight)
+    return builder.bitcast(parts[0], WORDS), builder.bitcast(parts[1], WORDS)
+
+
+def _shorts(e: Emitter, a: ir.Value, b: ir.Value) -> ir.Value:
+    """The sum of two products in each word, of signed 16-bit integers."""
+    builder = e.builder
+    if _multiplies_shorts():
+        return _of_narrow_numbers(e, SHORT, "llvm.x86.avx512.pmaddw.d.512", "llvm.x86.avx2.pmadd.wd", I32, a, b)
+    high = builder.mul(builder.ashr(a, words_of(16)), builder.ashr(b, words_of(16)))
+    low = [builder.ashr(builder.shl(each, words_of(16)), words_of(16)) for each in (a, b)]
+    return builder.add(builder.mul(*low), high)
+
+
+def _pairs_of_bytes(e: Emitter, a: ir.Value, b: ir.Value) -> ir.Value:
+    """The sums of two products of bytes as two 16-bit integers in each word."""
+    byte = ir.IntType(8)
+    names = "llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx2.pmadd.ub.sw"
+    return _of_narrow_numbers(e, byte, *names, SHORT, a, b)
+
+
+def _of_narrow_numbers(
+    e: Emitter, kind: ir.Type, wide_name: str, half_name: str, result: ir.Type, a: ir.Value, b: ir.Value
+) -> ir.Value:
+    """An instruction over vectors of numbers narrower than words, of the whole vector or of its halves."""
+    builder = e.builder
+
+    def call(name: str, *parts: ir.Value) -> ir.Value:
+        words = parts[0].type.count
+        given, found = (ir.VectorType(each, words * 32 // each.width) for each in (kind, result))
+        value = _called(e, name, found, *(builder.bitcast(part, given) for part in parts))
+        return builder.bitcast(value, parts[0].type)
+
+    if wide():
+        return call(wide_name, a, b)
+    return _in_halves(e, lambda *parts: call(half_name, *parts), a, b)
+
+
+def _one_by_one(e: Emitter, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    builder = e.builder
+    for k in range(4):
+        unsigned = builder.and_(builder.lshr(a, words_of(8 * k)), words_of(255))
+        signed = builder.ashr(builder.shl(b, words_of(24 - 8 * k)), words_of(24))
+        c = builder.add(c, builder.mul(unsigned, signed))
+    return c
+
+
+def _in_halves(e: Emitter, function: Callable[..., ir.Value], *vectors: ir.Value) -> ir.Value:
+    """A function of vectors, applied to their lower and to their upper halves."""
+    b, half = e.builder, LANES // 2
+    parts = [
+        function(*(b.shuffle_vector(v, v, _indices(range(first, first + half))) for v in vectors))
+        for first in (0, half)
+    ]
+    return b.shuffle_vector(*parts, _indices(range(LANES)))
+
+
+def _indices(lanes: Sequence[int]) -> ir.Constant:
+    return ir.VectorType(I32, len(lanes))(list(lanes))
+
+
+def _called(e: Emitter, name: str, result: ir.Type, *values: ir.Value) -> Any:
+    kind = ir.FunctionType(result, [value.type for value in values])
+    return e.builder.call(cgutils.get_or_insert_function(e.builder.module, kind, name), values)

@@ -1,0 +1,347 @@
+"""The small integers of GGUF blocks as bytes in registers, for products with inputs of eight bits.
+
+A vector of *codes* holds four columns of sixteen rows, a byte each; eight of them are 32 columns, which share a block
+of the inputs (``quantised_rows.py``). The formats are those of ``gguf_formats.py``, which unpacks them to floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import copy
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from forerun.kernels.linear.block_sums import HALVES_AND_MINIMUM, MINIMUM, SHIFTED, SHIFTED_HALVES, BlockSums
+from forerun.kernels.linear.byte_products import bytes_from_table, pair_of
+from forerun.kernels.linear.gguf_formats import (
+    FP4_VALUES,
+    GGUF_FORMATS,
+    IQ4_VALUES,
+    VectorTable,
+    bits,
+    both_halves,
+    halves_at,
+    integers_at,
+    power_at,
+    quads,
+    splat,
+)
+from forerun.kernels.runtime.vector_ir import I32, I64, LANES, WORDS, Emitter, constant, words_of
+
+
+class BlockCodes(NamedTuple):
+    """32 columns of sixteen rows.
+
+    Attributes:
+        words: eight vectors, four columns each.
+        factors: what turns sums over them into floats, as ``BlockSums`` says.
+    """
+
+    words: Sequence[ir.Value]
+    factors: tuple[ir.Value, ...]
+
+
+class StridedRows(Sequence[ir.Value]):
+    """Addresses of the same place in sixteen rows at equal distances.
+
+    Four of them are kept, and a processor adds up to three rows to each while it loads. LLVM would keep all sixteen and
+    move each one in every turn of a loop, most of them in memory; so how the four come about is hidden from it.
+    """
+
+    def __init__(self, e: Emitter, w: ir.Value, row: ir.Value) -> None:
+        self._e, self._row = e, row
+        self._firsts = [e.at(w, e.times(row, i)) for i in range(0, LANES, 4)]
+
+    def at(self, offset: ir.Value) -> StridedRows:
+        """The same, so many bytes further."""
+        moved = copy(self)
+        moved._firsts = [self._e.hidden(self._e.at(first, offset)) for first in self._firsts]
+        return moved
+
+    def __len__(self) -> int:
+        return LANES
+
+    def __getitem__(self, i: Any) -> Any:
+        return self._e.at(self._firsts[i // 4], self._e.times(self._row, i % 4))
+
+
+class IntegerFormat:
+    """The integers of a format's blocks.
+
+    Attributes:
+        name, columns, bytes: of a block.
+        sums: how sums over its integers become floats.
+        most: the largest of its bytes.
+        parts: equal parts in which a block is read, each of one or more times 32 columns.
+    """
+
+    parts = 1
+
+    def __init__(self, name: str, sums: BlockSums, most: int) -> None:
+        block = next(each for each in GGUF_FORMATS if each.name == name)
+        self.name, self.columns, self.bytes, self.sums, self.most = name, block.words, block.bytes, sums, most
+
+    def scales(self, e: Emitter, rows: StridedRows) -> Any:
+        """Values that all parts of a block need."""
+        return None
+
+    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
+        """Each 32 columns of a part, in order."""
+        raise NotImplementedError
+
+
+class _NibbleCodes(IntegerFormat):
+    """Q4_0, Q4_1, Q5_0 and Q5_1."""
+
+    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
+        b = e.builder
+        words = nibbles(e, quads(e, rows, self.bytes - 16))
+        if self.most > 15:
+            highest = integers_at(e, rows, self.bytes - 20, I32)
+            for i, word in enumerate(words):
+                four = b.and_(b.lshr(highest, words_of(4 * i)), words_of(15))
+                fifth = b.and_(b.mul(four, words_of(0x02040810)), words_of(0x10101010))  # one bit to each byte
+                words[i] = b.or_(word, fifth)
+        if self.sums is MINIMUM:
+            yield BlockCodes(words, both_halves(e, integers_at(e, rows, 0, I32)))
+        else:
+            yield BlockCodes(words, (halves_at(e, rows, 0), shift(self.most // 2 + 1)))
+
+
+class _ByteCodes(IntegerFormat):
+    """Q8_0."""
+
+    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
+        words = [e.builder.xor(word, words_of(0x80808080)) for at in (2, 18) for word in quads(e, rows, at)]
+        yield BlockCodes(words, (halves_at(e, rows, 0), shift(128)))
+
+
+class _TableCodes(IntegerFormat):
+    """IQ4_NL and MXFP4, whose codes stand for values of a table."""
+
+    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
+        words = nibbles(e, quads(e, rows, self.bytes - 16))
+        if self.name == "MXFP4":
+            yield looked_up(e, words, FP4_VALUES, power_at(e, rows, 0))
+        else:
+            yield looked_up(e, words, IQ4_VALUES, halves_at(e, rows, 0))
+
+
+class _SuperTableCodes(IntegerFormat):
+    """IQ4_XS."""
+
+    parts = 8
+
+    def scales(self, e: Emitter, rows: StridedRows) -> Any:
+        b, table = e.builder, VectorTable(e, 8)
+        first, second, _, _ = quads(e, rows, 0)
+        scale = both_halves(e, first)[0]
+        for k in range(8):
+            table.put(k, b.fmul(scale, b.fsub(bits(e, second, 4 * k, 4, first, 16 + 2 * k), constant(32.0))))
+        return table
+
+    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
+        here = rows.at(e.times(part, 16))
+        yield looked_up(e, nibbles(e, quads(e, here, 8)), IQ4_VALUES, scales.get(part))
+
+
+class _SuperNibbleCodes(IntegerFormat):
+    """Q4_K and Q5_K; a part is 64 columns."""
+
+    parts = 4
+
+    def scales(self, e: Emitter, rows: StridedRows) -> Any:
+        b = e.builder
+        both, first, second, third = quads(e, rows, 0)
+        scale, minus = both_halves(e, both)
+        minus, table = b.fsub(constant(-0.0), minus), VectorTable(e, 16)
+        for k in range(4):
+            table.put(k, b.fmul(scale, bits(e, first, 8 * k, 6)))
+            table.put(8 + k, b.fmul(minus, bits(e, second, 8 * k, 6)))
+            table.put(4 + k, b.fmul(scale, bits(e, third, 8 * k, 4, first, 8 * k + 6)))
+            table.put(12 + k, b.fmul(minus, bits(e, third, 8 * k + 4, 4, second, 8 * k + 6)))
+        highest = WordTable(e, 8 if self.most > 15 else 0)
+        highest.fill(quads(e, rows, 16) + quads(e, rows, 32) if self.most > 15 else [])
+        return table, highest
+
+    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
+        b, (table, highest) = e.builder, scales
+        here = rows.at(e.times(part, 32))
+        raw = quads(e, here, self.bytes - 128) + quads(e, here, self.bytes - 112)
+        for high in (0, 1):
+            number = b.add(e.times(part, 2), I64(high))
+            words = [b.and_(b.lshr(word, words_of(4)) if high else word, words_of(0x0F0F0F0F)) for word in raw]
+            if self.most > 15:
+                for i, word in enumerate(words):
+                    bit = b.and_(b.lshr(highest.get(I64(i)), splat(e, number)), words_of(0x01010101))
+                    words[i] = b.or_(word, b.shl(bit, words_of(4)))
+            yield BlockCodes(words, (table.get(number), table.get(b.add(number, I64(8)))))
+
+
+class _SixBitCodes(IntegerFormat):
+    """Q6_K; a part is 128 columns."""
+
+    parts = 2
+
+    def scales(self, e: Emitter, rows: StridedRows) -> Any:
+        b = e.builder
+        signed = [
+            b.ashr(b.shl(word, words_of(24 - 8 * k)), words_of(24)) for word in quads(e, rows, 192) for k in range(4)
+        ]
+        return halves_at(e, rows, 208), SixteenScales(e, signed, 32)
+
+    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
+        b, (scale, table) = e.builder, scales
+        low_rows, high_rows = (rows.at(e.times(part, size)) for size in (64, 32))
+        low = [word for at in (0, 16, 32, 48) for word in quads(e, low_rows, at)]
+        high = quads(e, high_rows, 128) + quads(e, high_rows, 144)
+        for k in range(4):
+            words = []
+            for i in range(8):
+                four = b.and_(shifted(e, low[8 * (k % 2) + i], 4 * (k // 2)), words_of(0x0F0F0F0F))
+                two = b.and_(shifted(e, high[i], 2 * k), words_of(0x03030303))
+                words.append(b.or_(four, b.shl(two, words_of(4))))
+            yield BlockCodes(words, (scale, *table.factors(e, part, k)))
+
+
+class _ThreeBitCodes(IntegerFormat):
+    """Q3_K; a part is 128 columns."""
+
+    parts = 2
+
+    def scales(self, e: Emitter, rows: StridedRows) -> Any:
+        b, signed = e.builder, []
+        words = quads(e, rows, 94)  # the scales from 96 on, and the block's own behind them
+        for k in range(16):
+            low, high = 2 + k % 8, 10 + k % 4
+            four = b.lshr(words[low // 4], words_of(low % 4 * 8 + k // 8 * 4))
+            two = b.lshr(words[high // 4], words_of(high % 4 * 8 + k // 4 * 2))
+            six = b.or_(b.and_(four, words_of(15)), b.shl(b.and_(two, words_of(3)), words_of(4)))
+            signed.append(b.sub(six, words_of(32)))
+        return both_halves(e, words[3])[1], SixteenScales(e, signed, 4)
+
+    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
+        b, (scale, table) = e.builder, scales
+        raw = two_bit_words(e, rows, part, 32)
+        masks = quads(e, rows, 0) + quads(e, rows, 16)
+        for k in range(4):
+            place = splat(e, b.add(e.times(part, 4), I64(k)))
+            words = []
+            for word, mask in zip(raw, masks, strict=True):
+                third = b.shl(b.and_(b.lshr(mask, place), words_of(0x01010101)), words_of(2))
+                words.append(b.or_(b.and_(shifted(e, word, 2 * k), words_of(0x03030303)), third))
+            yield BlockCodes(words, (scale, *table.factors(e, part, k)))
+
+
+class _TwoBitCodes(IntegerFormat):
+    """Q2_K; a part is 128 columns."""
+
+    parts = 2
+
+    def scales(self, e: Emitter, rows: StridedRows) -> Any:
+        b = e.builder
+        scale, minus = both_halves(e, integers_at(e, rows, 80, I32))
+        found = [shifted(e, word, 8 * k) for word in quads(e, rows, 0) for k in range(4)]
+        minima = [b.and_(b.lshr(each, words_of(4)), words_of(15)) for each in found]
+        table = SixteenScales(e, [b.and_(each, words_of(15)) for each in found], 0, minima)
+        return scale, b.fsub(constant(-0.0), minus), table
+
+    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
+        scale, minus, table = scales
+        raw = two_bit_words(e, rows, part, 16)
+        for k in range(4):
+            words = [e.builder.and_(shifted(e, word, 2 * k), words_of(0x03030303)) for word in raw]
+            yield BlockCodes(words, (scale, *table.factors(e, part, k), minus))
+
+
+INTEGER_FORMATS: dict[str, IntegerFormat] = {
+    each.name: each
+    for each in (
+        _NibbleCodes("Q4_0", SHIFTED, 15),
+        _NibbleCodes("Q4_1", MINIMUM, 15),
+        _NibbleCodes("Q5_0", SHIFTED, 31),
+        _NibbleCodes("Q5_1", MINIMUM, 31),
+        _ByteCodes("Q8_0", SHIFTED, 255),
+        _TwoBitCodes("Q2_K", HALVES_AND_MINIMUM, 3),
+        _ThreeBitCodes("Q3_K", SHIFTED_HALVES, 7),
+        _SuperNibbleCodes("Q4_K", MINIMUM, 15),
+        _SuperNibbleCodes("Q5_K", MINIMUM, 31),
+        _SixBitCodes("Q6_K", SHIFTED_HALVES, 63),
+        _TableCodes("IQ4_NL", SHIFTED, max(IQ4_VALUES) - min(IQ4_VALUES)),
+        _SuperTableCodes("IQ4_XS", SHIFTED, max(IQ4_VALUES) - min(IQ4_VALUES)),
+        _TableCodes("MXFP4", SHIFTED, max(FP4_VALUES) - min(FP4_VALUES)),
+    )
+}
+"""By name; F32, F16 and BF16 hold no small integers."""
+
+
+class WordTable:
+    """Vectors of integers, looked up by index."""
+
+    def __init__(self, e: Emitter, count: int) -> None:
+        self._builder = e.builder
+        self._place = cgutils.alloca_once(e.builder, ir.ArrayType(WORDS, count))
+
+    def fill(self, values: Sequence[ir.Value]) -> None:
+        """Store vectors, from index 0 on."""
+        for i, value in enumerate(values):
+            self._builder.store(value, self._builder.gep(self._place, [I32(0), I32(i)]))
+
+    def get(self, i: ir.Value) -> ir.Value:
+        """The vector at index ``i``."""
+        return self._builder.load(self._builder.gep(self._place, [I64(0), i]))
+
+
+class SixteenScales:
+    """The scales of every 16 of 256 columns, and what is added for their offset or minimum.
+
+    Args:
+        e: writes the code.
+        scales: 16 vectors of small signed integers.
+        offset: subtracted from every code.
+        minima: 16 vectors to use instead of an offset.
+    """
+
+    def __init__(
+        self, e: Emitter, scales: Sequence[ir.Value], offset: int, minima: Sequence[ir.Value] | None = None
+    ) -> None:
+        added = minima or [e.builder.mul(each, words_of(-offset & 0xFFFFFFFF)) for each in scales]
+        self._scales, self._pairs = WordTable(e, 16), WordTable(e, 8)
+        self._scales.fill(scales)
+        self._pairs.fill([pair_of(e, *two) for two in zip(added[::2], added[1::2], strict=True)])
+
+    def factors(self, e: Emitter, part: ir.Value, k: int) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """Two scales and a pair, of the 32 columns ``k`` of one of two parts."""
+        number = e.builder.add(e.times(part, 4), I64(k))
+        first = e.times(number, 2)
+        return self._scales.get(first), self._scales.get(e.at(first, 1)), self._pairs.get(number)
+
+
+def nibbles(e: Emitter, words: Sequence[ir.Value]) -> list[ir.Value]:
+    """The low halves of the bytes of four words, then the high halves."""
+    return [e.builder.and_(shifted(e, word, at), words_of(0x0F0F0F0F)) for at in (0, 4) for word in words]
+
+
+def looked_up(e: Emitter, words: Sequence[ir.Value], values: Sequence[int], scale: ir.Value) -> BlockCodes:
+    """BlockCodes that stand for values of a table, as bytes with an offset."""
+    least = min(values)
+    table = [value - least for value in values]
+    return BlockCodes([bytes_from_table(e, word, table) for word in words], (scale, shift(-least)))
+
+
+def shift(offset: int) -> ir.Constant:
+    """The pair that subtracts an offset from all codes."""
+    return words_of((-offset & 0xFFFF) * 0x10001)
+
+
+def shifted(e: Emitter, word: ir.Value, count: int) -> ir.Value:
+    """Words, moved right."""
+    return e.builder.lshr(word, words_of(count)) if count else word
+
+
+def two_bit_words(e: Emitter, rows: StridedRows, part: ir.Value, at: int) -> list[ir.Value]:
+    """Eight words with two bits of 128 columns; they begin at ``at``."""
+    here = rows.at(e.times(part, 32))
+    return quads(e, here, at) + quads(e, here, at + 16)

@@ -1,0 +1,129 @@
+"""Products of quantised inputs with a panel of packed weights, by exact sums of integers (``block_sums.py``).
+
+For a few tokens the codes of a panel are used as they are unpacked. For more, some columns' codes and factors are
+written to a buffer first, once for all tokens. The bits are the same. A lane belongs to an output. A token's broadcast
+operand is read from memory by the instruction that multiplies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llvmlite import ir
+
+from forerun.kernels.linear.block_sums import BLOCK_SUMS, CODE_WORDS, INPUT_BLOCK, X_BLOCK
+from forerun.kernels.linear.gguf_integers import INTEGER_FORMATS, IntegerFormat, StridedRows
+from forerun.kernels.linear.panels import (
+    INTEGER_TOKENS,
+    format_of,
+    least,
+    least_that_suffices,
+    parts_of,
+    prefetch_part,
+)
+from forerun.kernels.runtime.vector_ir import I64, LANES, LINE, WORDS, Emitter, llvm_function
+
+
+def sums_kind(which: int) -> tuple[int, int]:
+    """The constants of ``many_by_integers`` for a format by its number."""
+    each = integers_of(which)
+    return BLOCK_SUMS.index(each.sums), 127 if each.most <= 127 else 255
+
+
+def integers_of(number: int) -> IntegerFormat:
+    """The integers of a format, by its number (``panels.format_number``)."""
+    return INTEGER_FORMATS[format_of(number).name]
+
+
+@llvm_function(constants=1)
+def few_by_integers(
+    e: Emitter, which: int, tokens: ir.Value, w: ir.Value, row: ir.Value, x: ir.Value, x_row: ir.Value,
+    blocks: ir.Value, ahead: ir.Value, sums: ir.Value,
+) -> None:  # fmt: skip
+    """Add to the sums ``[tokens][lanes]`` the products of a panel with a few tokens' quantised inputs at ``x``.
+
+    Meanwhile prefetches the panel ``ahead`` bytes after. Sums after the last token's are overwritten, up to the next of
+    ``INTEGER_TOKENS``.
+    """
+    b, each = e.builder, integers_of(which)
+    per_block = each.columns // INPUT_BLOCK
+    for size in least_that_suffices(e, tokens, INTEGER_TOKENS):
+        rows, tokens_rows = StridedRows(e, w, row), _inputs(e, size, tokens, x, x_row)
+        totals = [e.variable(e.load(e.at(sums, t * LINE))) for t in range(size)]
+        with e.loop(blocks) as block:
+            here = rows.at(e.times(block, each.bytes))
+            scales = each.scales(e, here)
+            for part in map(I64, range(each.parts)):
+                prefetch_part(e, each, LANES, e.at(w, ahead), row, block, part)
+                first = b.add(e.times(block, per_block), e.times(part, per_block // each.parts))
+                places = [e.at(address, e.times(first, X_BLOCK)) for address in tokens_rows]
+                for i, codes in enumerate(each.codes(e, here, scales, part)):
+                    _add(e, each, codes.words, codes.factors, [e.at(place, i * X_BLOCK) for place in places], totals)
+        for t, total in enumerate(totals):
+            e.store(b.load(total), e.at(sums, t * LINE))
+
+
+def _add(
+    e: Emitter, each: IntegerFormat, words: Sequence[ir.Value], factors: Sequence[ir.Value],
+    places: Sequence[ir.Value], totals: Sequence[ir.Value],
+) -> None:  # fmt: skip
+    """Add the products of 32 columns with each token's inputs to its sums."""
+    products = each.sums.products(e, words, places, each.most)
+    for found, place, total in zip(products, places, totals, strict=True):
+        e.builder.store(each.sums.add(e, found, factors, place, e.builder.load(total)), total)
+
+
+def _inputs(e: Emitter, size: int, tokens: ir.Value, x: ir.Value, x_row: ir.Value) -> list[ir.Value]:
+    """Addresses of tokens' inputs; those after the last token's are the last one's."""
+    final = e.builder.sub(tokens, I64(1))
+    return [e.at(x, e.times(x_row, least(e, I64(t), final))) for t in range(size)]
+
+
+@llvm_function(constants=1)
+def codes_of_panel(
+    e: Emitter, which: int, w: ir.Value, row: ir.Value, blocks: ir.Value, ahead: ir.Value, to: ir.Value
+) -> None:
+    """Write the codes and factors of a panel's blocks to ``to``, 32 columns after the other."""
+    each = integers_of(which)
+    rows = StridedRows(e, w, row)
+    size, per_block = code_bytes(BLOCK_SUMS.index(each.sums)), each.columns // INPUT_BLOCK
+    with e.loop(blocks) as block:
+        here = rows.at(e.times(block, each.bytes))
+        scales = each.scales(e, here)
+        with parts_of(e, each.parts) as part:
+            prefetch_part(e, each, LANES, e.at(w, ahead), row, block, part)
+            first = e.builder.add(e.times(block, per_block), e.times(part, per_block // each.parts))
+            place = e.at(to, e.times(first, size))
+            for i, codes in enumerate(each.codes(e, here, scales, part)):
+                for k, vector in enumerate((*codes.words, *codes.factors)):
+                    e.store(vector, e.at(place, i * size + k * LINE))
+
+
+def code_bytes(kind: int) -> int:
+    """Bytes of 32 columns' codes and factors."""
+    return LINE * (CODE_WORDS + len(BLOCK_SUMS[kind].factors))
+
+
+@llvm_function(constants=2)
+def many_by_integers(
+    e: Emitter, kind: int, most: int, tokens: ir.Value, codes: ir.Value, count: ir.Value, x: ir.Value, x_row: ir.Value,
+    sums: ir.Value,
+) -> None:  # fmt: skip
+    """Add to the sums ``[tokens][lanes]`` the products of ``count`` times 32 columns' codes with tokens' inputs.
+
+    ``kind`` is a number of ``BLOCK_SUMS``, and ``most`` the largest code.
+    """
+    sums_of = BLOCK_SUMS[kind]
+    for size in least_that_suffices(e, tokens, INTEGER_TOKENS):
+        tokens_rows = _inputs(e, size, tokens, x, x_row)
+        totals = [e.variable(e.load(e.at(sums, t * LINE))) for t in range(size)]
+        with e.loop(count) as i:
+            here = e.at(codes, e.times(i, code_bytes(kind)))
+            words = [e.load(e.at(here, k * LINE), WORDS) for k in range(CODE_WORDS)]
+            factors = [e.load(e.at(here, (CODE_WORDS + k) * LINE), each) for k, each in enumerate(sums_of.factors)]
+            places = [e.at(address, e.times(i, X_BLOCK)) for address in tokens_rows]
+            products = sums_of.products(e, words, places, most)
+            for found, place, total in zip(products, places, totals, strict=True):
+                e.builder.store(sums_of.add(e, found, factors, place, e.builder.load(total)), total)
+        for t, total in enumerate(totals):
+            e.store(e.builder.load(total), e.at(sums, t * LINE))

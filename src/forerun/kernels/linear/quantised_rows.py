@@ -1,0 +1,74 @@
+"""Inputs of a linear layer as integers of eight bits, each token alone, in blocks of 32 columns with a scale each.
+
+A block of smaller numbers than ``LEAST_SIZE`` becomes zeros. One with an infinite number or a NaN has such a scale, so
+the outputs are not finite either.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from forerun.kernels.linear.block_sums import X_BLOCK, X_SCALE, X_SCALED_SUM, X_SUMS
+from forerun.kernels.linear.byte_products import pair_of
+from forerun.kernels.runtime.vector_ir import (
+    F32,
+    I32,
+    LANES,
+    LINE,
+    ROUND,
+    WORDS,
+    Emitter,
+    constant,
+    llvm_function,
+    words_of,
+)
+
+LARGEST = 127.0
+"""The integer of a block's largest number."""
+LEAST_SIZE = 2.0**-120
+"""``LARGEST`` divided by it is a float."""
+
+
+@llvm_function()
+def quantise(e: Emitter, x: ir.Value, blocks: ir.Value, to: ir.Value) -> None:
+    """Quantise a row of floats; writes blocks of ``X_BLOCK`` bytes, see ``block_sums.py``."""
+    b = e.builder
+    with e.loop(blocks) as block:
+        source, target = e.at(x, e.times(block, 2 * LINE)), e.at(to, e.times(block, X_BLOCK))
+        halves = [e.load(e.at(source, i * LINE)) for i in (0, 1)]
+        sizes = [b.and_(b.bitcast(half, WORDS), words_of(0x7FFFFFFF)) for half in halves]
+        size = b.bitcast(_largest(e, e.larger(*sizes)), F32)  # a NaN's bits are larger than any number's
+        small = b.fcmp_ordered("<", size, F32(LEAST_SIZE))
+        inverse = e.everywhere(b.select(small, F32(0.0), b.fdiv(F32(LARGEST), size)))
+        scale = b.fdiv(size, F32(LARGEST))
+        rounded_halves = []
+        for i, half in enumerate(halves):
+            rounded = b.bitcast(b.fadd(b.fmul(half, inverse), constant(ROUND)), WORDS)
+            integers = b.ashr(b.shl(rounded, words_of(24)), words_of(24))
+            e.store(b.trunc(integers, ir.VectorType(ir.IntType(8), LANES)), e.at(target, i * LANES))
+            rounded_halves.append(integers)
+        sums = _both_sums(e, pair_of(e, *rounded_halves))
+        total = b.add(b.ashr(b.shl(sums, I32(16)), I32(16)), b.ashr(sums, I32(16)))
+        e.store(sums, e.at(target, X_SUMS))
+        e.store(scale, e.at(target, X_SCALE))
+        e.store(b.fmul(scale, b.sitofp(total, F32)), e.at(target, X_SCALED_SUM))
+
+
+def _largest(e: Emitter, x: ir.Value) -> ir.Value:
+    """The largest word of a vector."""
+    kind = ir.FunctionType(I32, (WORDS,))
+    function = cgutils.get_or_insert_function(e.builder.module, kind, f"llvm.vector.reduce.smax.v{LANES}i32")
+    return e.builder.call(function, (x,))
+
+
+def _both_sums(e: Emitter, pairs: ir.Value) -> ir.Value:
+    """The sums of the lower and of the upper 16-bit integers of a vector's words, in one word."""
+    b, count = e.builder, LANES
+    while count > 1:
+        count //= 2
+        lanes = [ir.VectorType(I32, count)(list(range(first, first + count))) for first in (0, count)]
+        shorts = ir.VectorType(ir.IntType(16), 2 * count)
+        low, high = (b.bitcast(b.shuffle_vector(pairs, pairs, some), shorts) for some in lanes)
+        pairs = b.bitcast(b.add(low, high), ir.VectorType(I32, count))
+    return b.extract_element(pairs, I32(0))

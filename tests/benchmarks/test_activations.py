@@ -1,0 +1,41 @@
+"""The study of quantised activations: divergences are those of the formula, and zero for the same model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.compiled_models import kept
+
+from benchmarks.studies.activations import ActivationsOptions, compare, texts, windows
+
+
+def test_divergences_are_those_of_the_distributions() -> None:
+    exact, other = kept("llama", torch.float32), kept("qwen2", torch.float32)
+    pieces = [torch.arange(20)[None], torch.arange(7)[None] + 30]
+    same, different = compare(exact, {"same": exact, "other": other}, pieces)
+    assert same["divergence"] == 0 and same["same"] == "100.0 %" and same["tokens"] == 25
+    with torch.inference_mode():
+        expected = [
+            torch.nn.functional.kl_div(
+                other(ids).logits[0, :-1].double().log_softmax(-1), exact(ids).logits[0, :-1].double().softmax(-1),
+                reduction="sum",
+            )
+            for ids in pieces
+        ]  # fmt: skip
+    assert different["divergence"] == pytest.approx(float(sum(expected)) / 25, rel=1e-6)
+    assert different["exact_perplexity"] == same["perplexity"] != different["perplexity"]
+
+
+def test_texts_are_cut_into_pieces_of_at_most_a_window() -> None:
+    assert [len(piece[0]) for piece in windows(range(2000), 1100)] == [512, 512, 76]
+    assert [len(piece[0]) for piece in windows(range(514), 9999)] == [512, 2]
+    assert [len(piece[0]) for piece in windows(range(513), 9999)] == [512]
+
+
+def test_three_kinds_of_text_are_at_hand() -> None:
+    assert all(len(text) > 20_000 for text in texts(None).values()) and len(texts(None)) == 3
+
+
+def test_a_model_is_needed() -> None:
+    with pytest.raises(ValueError, match="--model"):
+        ActivationsOptions()
