@@ -11,8 +11,9 @@ from typing import Any, cast
 
 import pytest
 
-from forerun.core import compiling
-from forerun.core.compiling import COMPILES, MachineCodeFile, compiled, sources, stamp_of
+from forerun.core import called_code, compiling, kept_code
+from forerun.core.compiling import COMPILES, compiled, sources, stamp_of
+from forerun.core.kept_code import MachineCodeFile
 
 CONSTANT = "SCALE = 10\n"
 INNER = "from forerun.core.compiling import compiled\n@compiled\ndef inner(x):\n    return x + 1\n"
@@ -43,7 +44,8 @@ def package(tmp_path: Path) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     (root / "core").mkdir()
-    shutil.copy(compiling.__file__, root / "core")
+    for module in (compiling, called_code, kept_code):
+        shutil.copy(module.__file__, root / "core")
     return root
 
 
