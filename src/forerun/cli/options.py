@@ -390,3 +390,13 @@ class DemoOptions(OutputOptions):
         bool, option("--warm", panel="Text", help="Let the trie remember earlier runs; else each starts empty.")
     ] = False
     color: Colour = None
+
+
+@dataclass(frozen=True)
+class CompileOptions(ModelOptions, DebugOptions):
+    """Compile now what the first text would wait for, for this processor and user.
+
+    For images and for machines that start often. The code is kept beside the package, or in NUMBA_CACHE_DIR if that is
+    set. For the bundled model, the default, that of float32 and of bfloat16 is compiled; a model of your own may need
+    more, and then it is compiled too.
+    """

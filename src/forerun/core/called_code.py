@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import operator
-import re
 from collections.abc import Iterable
 from importlib import import_module
 from typing import Any, NamedTuple

@@ -1,9 +1,10 @@
 """Compilation. Machine code is kept between runs, and thrown away when a file changes that it may come from.
 
 A compiled function contains the code of the small functions it calls, the constants it names and the layout of the
-arrays it reads. Large functions are compiled once and called (``called_code``). All this comes from other files and other folders, but numba looks for changes in the function's own file only. Old
-machine code over a new layout loops for ever or crashes. So kept code has a stamp (``stamp_of``), a digest of whole
-folders: to follow each name to its file would be finer, and easier to get wrong.
+arrays it reads. Large functions are compiled once and called (``called_code``). All this comes from other files and
+other folders, but numba looks for changes in the function's own file only. Old machine code over a new layout loops for
+ever or crashes. So kept code has a stamp (``stamp_of``), a digest of whole folders: to follow each name to its file
+would be finer, and easier to get wrong.
 """
 
 from __future__ import annotations
@@ -44,6 +45,17 @@ def compiled(function: Function, nogil: bool = False) -> Function:
     if not COMPILES:
         return np.errstate(over="ignore")(function)  # hashes are meant to overflow
     return cast(Function, _dispatcher(_Compiled, function, nogil=nogil))
+
+
+def can_be_kept(function: Callable[..., Any]) -> bool:
+    """Whether there is a folder for a compiled function's machine code."""
+    return isinstance(cast(Any, function)._cache, KeptCode)
+
+
+def is_kept(function: Callable[..., Any]) -> bool:
+    """Whether a compiled function's machine code for this processor is kept, for any types of arguments."""
+    kept = cast(Any, function)._cache
+    return isinstance(kept, KeptCode) and kept.holds_any(cast(Any, function).targetctx)
 
 
 class _Dispatcher(CPUDispatcher):  # type: ignore[misc]  # numba has no types

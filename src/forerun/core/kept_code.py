@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,6 +63,11 @@ class KeptCode(FunctionCache):  # type: ignore[misc]  # numba has no types
     def __init__(self, function: Callable[..., Any], suffix: str, stamp: str) -> None:
         super().__init__(function)
         self._cache_file = MachineCodeFile(self.cache_path, self._impl.filename_base + suffix, stamp)
+
+    def holds_any(self, target_context: Any) -> bool:
+        """Whether there is code for this processor."""
+        processor = target_context.codegen().magic_tuple()
+        return any(key[1] == processor for key in self._cache_file.known())
 
     @contextmanager
     def alone(self, sig: Any, target_context: Any) -> Iterator[None]:
@@ -127,6 +132,10 @@ class MachineCodeFile(IndexDataCacheFile):  # type: ignore[misc]  # numba has no
             with suppress(OSError):
                 lock.unlink()
             os.close(descriptor)
+
+    def known(self) -> Iterable[Any]:
+        """The keys of the code that is kept."""
+        return self._load_index().keys()
 
     def load(self, key: Any) -> Any:
         """Code that was kept; None if there is none, or it is damaged: then it is compiled again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,12 +17,17 @@ from forerun.core.transfers import elsewhere
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
 from forerun.drafting.drafter import Drafter
+from forerun.models.forward.runtime import Runtime
+from forerun.models.forward.scorer import Scorer
 from forerun.trie import recycled
 from forerun.trie.arrays import Int32Array
+from forerun.trie.compilation import Compilation, compiled_before
 from forerun.trie.logistic_mixer import STEEPEST
 from forerun.trie.recycled import Float32Array, RecycledRows
 from forerun.trie.tables import LISTED
 from forerun.trie.trie import SamplingNoise, TextUpdate, Trie, TrieConfig
+
+log = logging.getLogger(__name__)
 
 TOKENS_A_READ = 8
 """Tokens that are indexed where a model reads one. Indexing one takes 3 us."""
@@ -72,6 +78,10 @@ class TrieDrafter(Drafter):
             raise ValueError("config and trie are both given; a trie brings its own configuration")
         self.trie = trie or Trie(config)
         self._texts: dict[int, _Text] = {}  # by request
+        self._waits_for_code = True
+        self._code: Compilation | None = None  # until it is there
+        self._early: list[Request] = []  # began before
+        self._ended_early: list[Request] = []
 
     def warm(self, namespace: str, sequences: Iterable[Sequence[int]]) -> None:
         self.trie.warm(namespace, sequences)
@@ -81,15 +91,48 @@ class TrieDrafter(Drafter):
         """Bytes in use for the texts of all namespaces."""
         return self.trie.kept
 
+    def bind(self, target: Scorer, runtime: Runtime) -> None:
+        self._waits_for_code = runtime.waits_for_code
+
     def warm_up(self) -> None:
+        """Load the trie's machine code. Where there is none, processes compile it, while this one waits or, if it does
+        not wait for code, generates without drafts."""
+        if not compiled_before():
+            self._code = Compilation()
+            if not self._waits_for_code:
+                log.info("drafting is being compiled, once; texts are generated without drafts meanwhile")
+                return
+            log.info("drafting is being compiled, once")
+            self._code.wait()
+        self._load_code()
+
+    def _load_code(self) -> None:
+        self._code = None
         best_of_rows(torch.zeros(1, LISTED))
         self.trie.warm_up()
+
+    def _ready(self) -> bool:
+        """Whether there is machine code. Once there is, texts that began before it are indexed, ended ones too."""
+        if self._code is None:
+            return True
+        if self._code.running:
+            return False
+        self._load_code()
+        early, ended, self._early, self._ended_early = self._early, self._ended_early, [], []
+        for request in early:
+            self.begin(request)
+        for request in ended:
+            self.finish(request)
+        return True
 
     def spell(self, tokenizer: Tokenizer) -> None:
         self.trie.spell(tokenizer)
 
     def begin(self, request: Request) -> None:
         """Index the prompt, for this request alone."""
+        if not self._ready():
+            self._early.append(request)
+            return
         noise = _noise_of(request.sampler)
         self.trie.begin(
             request.id, request.drafts_from, request.prompt, request.max_new_tokens, request.prediction, noise
@@ -98,16 +141,20 @@ class TrieDrafter(Drafter):
 
     def catch_up(self, request: Request, tokens: int) -> bool:
         """Index a piece of the prompt: ``TOKENS_A_READ`` where a model reads one token."""
-        return self.trie.catch_up(request.id, TOKENS_A_READ * tokens)
+        return not self._ready() or self.trie.catch_up(request.id, TOKENS_A_READ * tokens)
 
-    def propose(self, context: PassContext) -> list[DraftTree]:
+    def propose(self, context: PassContext) -> list[DraftTree] | None:
         """Draft the likeliest branches, merged. The texts of all rows are learned first."""
+        if not self._ready():
+            return None
         for request in context.rows:
             self._texts[request.id].asked = True
         drafts = self.trie.step([self._update(request, budget) for request, budget in context])
         return [DraftTree.unchecked(*draft) for draft in drafts]
 
     def known_suffixes(self, requests: Sequence[Request]) -> list[int]:
+        if not self._ready():
+            return [0] * len(requests)
         texts = [(request.id, request.tokens) for request in requests]
         if any(self._missing(request) >= LEARN_TOKENS for request in requests):
             self.trie.step([self._update(text.request) for text in self._texts.values() if self._missing(text.request)])
@@ -128,8 +175,8 @@ class TrieDrafter(Drafter):
 
     def observe(self, request: Request, outcome: Outcome) -> None:
         """Note what was committed, to be learned before the next draft at the latest."""
-        text = self._texts[request.id]
-        if text.asked:
+        text = self._texts.get(request.id)
+        if text is not None and text.asked:
             self._recycle(text, request, outcome)
             text.taught, text.asked = len(request), False
 
@@ -150,11 +197,16 @@ class TrieDrafter(Drafter):
         noted.rows.append((len(request), RecycledRows(before, last, *best)))
 
     def learn(self, request: Request) -> None:
-        """Learn all of a request's text now."""
+        """Learn all of a request's text now, or once there is machine code."""
+        if not self._ready():
+            return
         self.trie.step([self._update(request)])
 
     def finish(self, request: Request) -> None:
         """Free the prompt's index; what was generated stays."""
+        if not self._ready():
+            self._ended_early.append(request)
+            return
         self.trie.lock.when_free(lambda: self._finish(request))
 
     def _finish(self, request: Request) -> None:

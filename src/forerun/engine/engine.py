@@ -27,6 +27,7 @@ from forerun.engine.prefix_sharing import SHARED_CHUNK_TOKENS, PrefixCache, Pref
 from forerun.engine.result import Commit, GenerationInterrupted, GenerationResult, ends, feed
 from forerun.engine.step import DecodingStep, StepSeconds
 from forerun.kernels.attention.attention import warm_up
+from forerun.kernels.runtime.thread_cap import cap_threads
 from forerun.kv.cache import READ_BLOCK
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.architecture import dtype_name
@@ -111,6 +112,7 @@ class Engine:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         _check_model(model)
         _check_drafter(drafter)
+        cap_threads()
         self.prefixes = PrefixCache(prefix_cache)
         """Keys and values of prompts that are kept in memory for later ones."""
         self._runtime = _runtime or default_runtime()
