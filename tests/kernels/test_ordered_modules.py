@@ -137,10 +137,8 @@ def test_a_matrix_that_is_copied_for_each_call_leaves_no_program_behind() -> Non
     x, weight = torch.randn(3, 32), torch.randn(40, 64)[:, ::2]  # its columns do not lie together
     kept: dict[object, object] = linear._local.__dict__.setdefault("programs", {})
     before = set(kept)
-    copies = []
     with Ordered():
-        for _ in range(5):
-            copies.append(torch.matmul(x, weight.t()))
+        copies = [torch.matmul(x, weight.t()) for _ in range(5)]
     assert set(kept) == before
     with Ordered():
         assert torch.equal(copies[0], torch.matmul(x, weight.contiguous().t()))

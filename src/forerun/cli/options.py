@@ -65,6 +65,14 @@ def size_option(*, panel: str, help: str) -> Any:  # noqa: A002
 
 Model = Annotated[str, option("--model", "-m", panel="Model", help=MODEL_HELP, metavar="PATH|NAME")]
 AnyDtype = Annotated[Dtype, option("--dtype", panel="Model", help=DTYPE_HELP)]
+Quantize = Annotated[
+    str | None,
+    option(
+        panel="Model",
+        metavar="FORMAT",
+        help="Quantise a folder's weights, once: q8_0, q5_1, q5_0, q4_1 or q4_0; for the CPU.",
+    ),
+]
 Budget = Annotated[int | None, option("--budget", panel="Model", help="Most drafted tokens a step.", min=1)]
 DrafterName = Annotated[str, option("--drafter", "-d", panel="Model", help=DRAFTER_HELP)]
 Drafters = Annotated[
@@ -119,6 +127,7 @@ class ModelOptions(AnyTypeModelOptions):
     """The target."""
 
     dtype: AnyDtype = "auto"
+    quantize: Quantize = None
 
 
 @dataclass(frozen=True)

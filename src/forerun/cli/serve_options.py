@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from forerun.cli.options import DRAFTER_HELP, MODEL_HELP, Budget, DebugOptions, Dtype, option
+from forerun.cli.options import DRAFTER_HELP, MODEL_HELP, Budget, DebugOptions, Dtype, Quantize, option
 
 _WHO, _MUCH, _INDEX = "Where and for whom", "How much", "What is learned"
 _SIZE = "in bytes, or such as 4GiB."
@@ -36,6 +36,7 @@ class ServeOptions(DebugOptions):
     dtype: Annotated[
         Dtype | None, option(panel="Model", help="Of the weights; auto is the file's, float32 for bundled and GGUF.")
     ] = None
+    quantize: Quantize = None
     device: Annotated[str | None, option(panel="Model", help="auto, cpu, cuda, cuda:1, ...")] = None
     trust_remote_code: Annotated[
         bool | None, option("--trust-remote-code", panel="Model", help="Run code that comes with the model.")

@@ -41,6 +41,7 @@ class ServerSettings(BaseSettings):
     model: str = "bundled"
     name: str | None = None
     dtype: str = "auto"
+    quantize: str | None = None
     device: str = "auto"
     drafter: str = "auto"
     draft_model: str | None = None
