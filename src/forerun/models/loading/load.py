@@ -41,6 +41,7 @@ from transformers.utils import logging
 from forerun.kernels.runtime.vector_ir import unusable
 from forerun.models.forward.architecture import STORED
 from forerun.models.loading import gguf
+from forerun.models.loading.quantised_checkpoints import make_ordinary, prepare
 from forerun.reference import bundled
 
 LOG = log.getLogger(__name__)
@@ -235,6 +236,9 @@ def _from_folder(
     _check_tokenizer(folder)
     tokenizer = _tokenizer(source)
     more: dict[str, Any] = {} if ranks == 1 else {"distributed_config": DistributedConfig(tp_size=ranks)}
+    if (method := prepare(folder, config)) is not None:
+        LOG.info("%s: the weights (%s) are dequantised", folder, method)
+        more["config"] = config
     whole = partial(_model, source, dtype, config.model_type, use_safetensors=True, **more)
     if quantize is None:
         return whole(), tokenizer
@@ -325,6 +329,8 @@ def _model(source: _Source, dtype: str, kind: str, **more: Any) -> PreTrainedMod
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(f"the weights in {source.name} cannot be loaded: {error}") from error
     check_complete(source.name, sorted(info["missing_keys"]))
+    if source.folder == source.name:  # a GGUF file's is finished by ``gguf.finish``
+        make_ordinary(model)
     return model
 
 
