@@ -134,7 +134,7 @@ class Engine:
         self._tokenizer, self._lock = tokenizer, FairLock()
         self._grammars: Grammars | None = None
         self._speller: PreTrainedTokenizerBase | None = tokenizer
-        warm_up(self.target.device, self.target.model.dtype)
+        warm_up(self.target.device, self.target.model.dtype, self._runtime.waits_for_code)
         self.budget, self.prune_drafts, self.prefill_block = budget, prune_drafts, prefill_block
         self.set_drafter(build_drafter(drafter, settings) if isinstance(drafter, str) else drafter)
 

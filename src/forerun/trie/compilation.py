@@ -6,8 +6,6 @@ It takes some ten seconds, once on a machine: the code is kept. Processes that n
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +15,7 @@ import numba
 import numpy as np
 from numba import types
 
+from forerun.core.compile_process import start, step_back
 from forerun.core.compiling import COMPILES, can_be_kept, is_kept
 from forerun.core.cpu_limit import usable_cores
 from forerun.trie import best_first, entry_points, recycled, text_cursor, token_store
@@ -44,9 +43,6 @@ CALLED: tuple[Callable[..., Any], ...] = (
 PROCESSES = 2
 """A third one would wait for the others."""
 
-NICENESS = 5
-"""Of the processes: the model's passes come first."""
-
 POLL_SECONDS = 0.2
 """Between two looks at whether processes have ended."""
 
@@ -60,7 +56,7 @@ class Compilation:
     """Processes that compile the trie. They go on when this process ends, so that the next one finds more."""
 
     def __init__(self) -> None:
-        self._processes = [_started(number) for number in range(min(PROCESSES, usable_cores()))]
+        self._processes = [start(__name__, str(number)) for number in range(min(PROCESSES, usable_cores()))]
 
     @property
     def running(self) -> bool:
@@ -72,13 +68,6 @@ class Compilation:
         while self.running:
             progress(sum(map(is_kept, CALLED)), len(CALLED))
             time.sleep(POLL_SECONDS)
-
-
-def _started(number: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", __name__, str(number)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    return subprocess.Popen(command, env=environment, start_new_session=True, **quiet)  # type: ignore[call-overload,no-any-return]
 
 
 def compile_share(number: int) -> None:
@@ -105,6 +94,5 @@ def _rows() -> Iterator[np.ndarray[Any, Any]]:
 
 
 if __name__ == "__main__":
-    if hasattr(os, "nice"):
-        os.nice(NICENESS)
+    step_back()
     compile_share(int(sys.argv[1]))

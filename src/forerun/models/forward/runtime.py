@@ -204,8 +204,8 @@ class Runtime:
         exactness: finds out whether drafts can change the bits of a model's passes; called with the scorer, its
             position limit, and whether keys and values may lie off the device.
         self_test: tests whether a scorer's logits are the model's own; called with the scorer and the test.
-        waits_for_code: whether an engine compiles what drafting needs before its first text. If not, texts that come
-            before are generated without drafts; it has an effect once on a machine.
+        waits_for_code: whether an engine compiles what drafting and long texts need before its first text. If not,
+            texts that come before are generated without drafts; it has an effect once on a machine.
     """
 
     clock: Callable[[], float] = time.perf_counter
