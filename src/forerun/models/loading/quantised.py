@@ -32,9 +32,9 @@ from forerun.models.loading.as_stored import load_as_stored
 from forerun.models.loading.gguf import GGUF_SUFFIX, Progress, counted, read_header
 from forerun.models.loading.gguf_layout import EXPERTS, TransformersLayout
 
-LOG = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
-LAYOUT_VERSION = 1
+QUANTISED_VERSION = 1
 """Of the files; a file of another version is not found."""
 
 ROWS_AT_ONCE = 1 << 22
@@ -50,7 +50,7 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 @dataclass(frozen=True)
-class _Part:
+class _StoredPart:
     """A tensor of the file.
 
     Attributes:
@@ -109,26 +109,26 @@ def file_of(folder: Path, kind: str) -> Path:
         raise ValueError("there is no folder for quantised weights: set XDG_CACHE_HOME")
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")])
     stated = [(file.name, (found := file.stat()).st_size, found.st_mtime_ns) for file in files]
-    key = json.dumps([LAYOUT_VERSION, version("gguf"), version("transformers"), str(folder.resolve()), stated])
+    key = json.dumps([QUANTISED_VERSION, version("gguf"), version("transformers"), str(folder.resolve()), stated])
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     return base.parent / "quantised" / f"{folder.resolve().name}-{kind}-{digest}{GGUF_SUFFIX}"
 
 
-def _parts(folder: Path, model: PreTrainedModel, kind: GGMLQuantizationType) -> list[_Part]:
+def _parts(folder: Path, model: PreTrainedModel, kind: GGMLQuantizationType) -> list[_StoredPart]:
     """All parameters: the matrices of linear layers, embeddings and experts in blocks, all others as float32."""
     parts = []
     for name, weight in model.named_parameters():
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
         if isinstance(module, nn.Linear | nn.Embedding) and leaf == "weight":
-            parts.append(_Part(name, weight, kind))
+            parts.append(_StoredPart(name, weight, kind))
         elif leaf == "gate_up_proj" and weight.dim() == 3:
             for each, rows in zip(EXPERTS[:2], weight.chunk(2, 1), strict=True):
-                parts.append(_Part(f"{owner}.{each}", rows, kind))
+                parts.append(_StoredPart(f"{owner}.{each}", rows, kind))
         elif leaf == EXPERTS[2] and weight.dim() == 3:
-            parts.append(_Part(name, weight, kind))
+            parts.append(_StoredPart(name, weight, kind))
         else:
-            parts.append(_Part(name, weight, GGMLQuantizationType.F32))
+            parts.append(_StoredPart(name, weight, GGMLQuantizationType.F32))
     block, _ = GGML_QUANT_SIZES[kind]
     for part in parts:
         if part.kind == kind and part.weight.shape[-1] % block:
@@ -139,7 +139,7 @@ def _parts(folder: Path, model: PreTrainedModel, kind: GGMLQuantizationType) -> 
     return parts
 
 
-def _write(folder: Path, file: Path, parts: list[_Part], progress: Progress) -> None:
+def _write(folder: Path, file: Path, parts: list[_StoredPart], progress: Progress) -> None:
     """Write the file as a whole or not at all."""
     nbytes = sum(part.nbytes for part in parts)
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -148,7 +148,7 @@ def _write(folder: Path, file: Path, parts: list[_Part], progress: Progress) -> 
         raise ValueError(
             f"{file} will take {nbytes:,} bytes, and {free:,} are free; set XDG_CACHE_HOME to another disk"
         )
-    LOG.info(
+    log.info(
         "%s is quantised, once: %.2f GB in %s, in some %.0f s", folder, nbytes / 1e9, file, _expected_seconds(parts)
     )
     unfinished = file.with_suffix(f".{os.getpid()}.tmp")
@@ -160,7 +160,7 @@ def _write(folder: Path, file: Path, parts: list[_Part], progress: Progress) -> 
             unfinished.unlink()
 
 
-def _write_tensors(file: Path, parts: list[_Part], progress: Progress) -> None:
+def _write_tensors(file: Path, parts: list[_StoredPart], progress: Progress) -> None:
     writer = GGUFWriter(file, "transformers")
     for part in parts:
         block, size = GGML_QUANT_SIZES[part.kind]
@@ -178,11 +178,11 @@ def _write_tensors(file: Path, parts: list[_Part], progress: Progress) -> None:
         writer.close()
 
 
-def _expected_seconds(parts: list[_Part]) -> float:
+def _expected_seconds(parts: list[_StoredPart]) -> float:
     """How long quantising takes, by a sample."""
     largest = max(parts, key=lambda part: part.weight.numel())
     rows = largest.weight.detach().reshape(-1, largest.weight.shape[-1])
-    sample = _Part(largest.name, rows[: max(1, SAMPLE // rows.shape[1])], largest.kind)
+    sample = _StoredPart(largest.name, rows[: max(1, SAMPLE // rows.shape[1])], largest.kind)
     began = time.perf_counter()
     for _ in sample.pieces():
         pass
