@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
-from forerun.core import compiling
-from forerun.core.compiling import COMPILES, MachineCodeFile, compiled, sources, stamp_of
+from forerun.core import called_code, compiling, kept_code
+from forerun.core.compiling import COMPILES, compiled, sources, stamp_of
+from forerun.core.kept_code import MachineCodeFile
 
 CONSTANT = "SCALE = 10\n"
 INNER = "from forerun.core.compiling import compiled\n@compiled\ndef inner(x):\n    return x + 1\n"
@@ -43,7 +45,8 @@ def package(tmp_path: Path) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     (root / "core").mkdir()
-    shutil.copy(compiling.__file__, root / "core")
+    for module in (compiling, called_code, kept_code):
+        shutil.copy(module.__file__, root / "core")
     return root
 
 
@@ -184,3 +187,57 @@ def test_code_that_cannot_be_kept_or_is_damaged_is_compiled(package: Path, monke
     monkeypatch.setattr(file, "_save_data", full)
     file.save("key", "data")
     assert file.load("key") is None
+
+
+LARGE = (
+    """
+from forerun.core.compiling import compiled
+@compiled
+def small(x):
+    return x + 1
+@compiled
+def large(table, x):
+    total = 0
+"""
+    + "".join(f"    total += table[{k} + x] * {k + 2} // (x + {k + 1})\n" for k in range(40))
+    + """
+    return total
+@compiled
+def caller(table, x):
+    return large(table, small(x)) + large(table, 3)
+@compiled
+def outermost(table, x):
+    return caller(table, x) + large(table, x)
+"""
+)
+CALLS_LARGE = """
+import numpy as np
+from forerun.high.large import caller, large, outermost
+print(outermost(np.arange(100), 1), len(large.inner.overloads), sum(outermost.stats.cache_misses.values()))
+"""
+
+
+@pytest.mark.skipif(not COMPILES, reason="nothing is compiled")
+def test_a_large_function_is_compiled_once_and_called_by_the_kept_code_of_others(package: Path) -> None:
+    (package / "high/large.py").write_text(LARGE)
+    plain = {"table": np.arange(100)}
+    exec(LARGE.replace("from forerun.core.compiling import compiled", "compiled = lambda f: f"), plain)
+    expected = plain["outermost"](plain["table"], 1)  # type: ignore[operator]
+    assert run(CALLS_LARGE, package.parent) == f"{expected} 1 1\n"
+    assert run(CALLS_LARGE, package.parent) == f"{expected} 1 0\n"
+    for file in package.rglob("large.large-*"):  # of the function that others call
+        file.unlink()
+    assert run(CALLS_LARGE, package.parent) == f"{expected} 1 0\n"
+    sizes = {file.name.partition("-")[0]: file.stat().st_size for file in package.rglob("*.nbc")}
+    assert max(sizes, key=lambda name: sizes[name]) == "large.large"  # which no caller contains
+    assert not list(package.rglob("*.lock"))
+
+
+def test_processes_that_need_the_same_code_compile_it_once(package: Path) -> None:
+    (package / "high/large.py").write_text(LARGE)
+    environment = {**os.environ, "PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    script = f"{CALLS_LARGE}\nprint(sum(each.inner.stats.cache_misses.total() for each in (caller, large)))"
+    command = [sys.executable, "-c", script]
+    processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    outputs = [process.communicate()[0].split() for process in processes]
+    assert sum(int(output[-1]) for output in outputs) == 2 and len({output[0] for output in outputs}) == 1

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
-from forerun.kernels.linear import ordered_modules
+from forerun.kernels.linear import linear, ordered_modules
 from forerun.kernels.linear.ordered_modules import Ordered
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.gate import lay_out
@@ -131,3 +131,14 @@ def test_what_sums_in_order_by_itself_is_not_looked_at(name: str, monkeypatch: p
         scorer.score([block], [scorer.adopt(FullCache())])
     assert functional.linear in looked
     assert torch.Tensor.data_ptr not in looked
+
+
+def test_a_matrix_that_is_copied_for_each_call_leaves_no_program_behind() -> None:
+    x, weight = torch.randn(3, 32), torch.randn(40, 64)[:, ::2]  # its columns do not lie together
+    kept: dict[object, object] = linear._local.__dict__.setdefault("programs", {})
+    before = set(kept)
+    with Ordered():
+        copies = [torch.matmul(x, weight.t()) for _ in range(5)]
+    assert set(kept) == before
+    with Ordered():
+        assert torch.equal(copies[0], torch.matmul(x, weight.contiguous().t()))

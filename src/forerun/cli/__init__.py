@@ -12,6 +12,7 @@ from forerun.cli.options import (
     AuditOptions,
     BenchOptions,
     ChatOptions,
+    CompileOptions,
     DemoOptions,
     GenerateOptions,
     NeverSlowerOptions,
@@ -52,6 +53,7 @@ for name, options in (
     ("serve", ServeOptions),
     ("audit", AuditOptions),
     ("demo", DemoOptions),
+    ("compile", CompileOptions),
 ):
     command(app, name, options, f"forerun.cli.{name}")
 _bench = group(app, "bench", BenchOptions, "forerun.cli.bench")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from forerun.cli.terminal import preparing, stderr, working
 from forerun.core.long_context import MTP, LongContextConfig
 from forerun.decoding.recipes import DRAFTERS, Recipe, check_drafter
 from forerun.engine.engine import BUDGET, Engine
+from forerun.models.forward.runtime import default_runtime
 from forerun.models.heads.loading import is_head, load_head
 from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load, load_draft
 from forerun.models.loading.yarn import stretch_model
@@ -60,7 +62,7 @@ def load_target(options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
     with working(stderr(), f"loading {options.model}") as progress:
         loaded = load(
             options.model, options.dtype or "auto", device=options.device, trust_remote_code=options.trust_remote_code,
-            activations=options.activations, ranks=ranks(), progress=progress,
+            activations=options.activations, ranks=ranks(), quantize=getattr(options, "quantize", None), progress=progress,
         )  # fmt: skip
     gc.freeze()
     return loaded
@@ -116,5 +118,6 @@ def make_engine(options: Any, memory: Callable[[torch.device], dict[str, Any]] =
             settings=settings(options, [options.drafter], model, tokenizer),
             tokenizer=tokenizer,
             budget=BUDGET if options.budget is None else options.budget,
+            _runtime=replace(default_runtime(), waits_for_code=False),
             **memory(model.device),
         )

@@ -71,6 +71,14 @@ Model = Annotated[str, option("--model", "-m", panel="Model", help=MODEL_HELP, m
 AnyDtype = Annotated[Dtype, option("--dtype", panel="Model", help=DTYPE_HELP)]
 Activations = Annotated[ActivationsName, option(panel="Model", help=ACTIVATIONS_HELP)]
 Budget = Annotated[int | None, option("--budget", panel="Model", help="Most drafted tokens per step.", min=1)]
+Quantize = Annotated[
+    str | None,
+    option(
+        panel="Model",
+        metavar="FORMAT",
+        help="Quantise a folder's weights, once: q8_0, q5_1, q5_0, q4_1 or q4_0; for the CPU.",
+    ),
+]
 DrafterName = Annotated[str, option("--drafter", "-d", panel="Model", help=DRAFTER_HELP)]
 Drafters = Annotated[
     list[str] | None, option("--drafter", "-d", panel="Model", help=f"{DRAFTER_HELP} May be repeated.")
@@ -125,6 +133,7 @@ class ModelOptions(AnyTypeModelOptions):
 
     dtype: AnyDtype = "auto"
     activations: Activations = "auto"
+    quantize: Quantize = None
 
 
 @dataclass(frozen=True)
@@ -398,3 +407,13 @@ class DemoOptions(OutputOptions):
         option("--warm", panel="Text", help="Draft from earlier runs, too; else each starts with nothing learned."),
     ] = False
     color: Colour = None
+
+
+@dataclass(frozen=True)
+class CompileOptions(ModelOptions, DebugOptions):
+    """Compile now what the first text would wait for, for this processor and user.
+
+    For images and for machines that start often. The code is kept beside the package, or in NUMBA_CACHE_DIR if that is
+    set. For the bundled model, the default, that of float32 and of bfloat16 is compiled; a model of your own may need
+    more, and then it is compiled too.
+    """

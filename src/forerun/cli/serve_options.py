@@ -14,6 +14,7 @@ from forerun.cli.options import (
     Budget,
     DebugOptions,
     Dtype,
+    Quantize,
     option,
 )
 
@@ -46,6 +47,7 @@ class ServeOptions(DebugOptions):
         Dtype | None, option(panel="Model", help="Of the weights; auto is the file's, float32 for bundled and GGUF.")
     ] = None
     activations: Annotated[ActivationsName | None, option(panel="Model", help=ACTIVATIONS_HELP)] = None
+    quantize: Quantize = None
     device: Annotated[str | None, option(panel="Model", help="auto, cpu, cuda, cuda:1, ...")] = None
     trust_remote_code: Annotated[
         bool | None, option("--trust-remote-code", panel="Model", help="Run code that comes with the model.")

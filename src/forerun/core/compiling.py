@@ -1,16 +1,16 @@
 """Compilation. Machine code is kept between runs, and thrown away when a file changes that it may come from.
 
-A compiled function contains the code of the functions it calls, the constants it names and the layout of the arrays it
-reads. They come from other files and other folders, but numba looks for changes in the function's own file only. Old
-machine code over a new layout loops for ever or crashes. So kept code has a stamp (``stamp_of``), a digest of whole
-folders: to follow each name to its file would be finer, and easier to get wrong.
+A compiled function contains the code of the small functions it calls, the constants it names and the layout of the
+arrays it reads. Large functions are compiled once and called (``called_code``). All this comes from other files and
+other folders, but numba looks for changes in the function's own file only. Old machine code over a new layout loops for
+ever or crashes. So kept code has a stamp (``stamp_of``), a digest of whole folders: to follow each name to its file
+would be finer, and easier to get wrong.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,10 +20,12 @@ from typing import Any, TypeVar, cast
 import llvmlite
 import numba
 import numpy as np
-from numba.core.caching import IndexDataCacheFile
+from numba import types
 from numba.core.registry import CPUDispatcher
+from numba.core.sigutils import normalize_signature
 
-log = logging.getLogger(__name__)
+from forerun.core.called_code import call_if_large
+from forerun.core.kept_code import KeptCode
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -45,18 +47,57 @@ def compiled(function: Function, nogil: bool = False) -> Function:
     return cast(Function, _dispatcher(_Compiled, function, nogil=nogil))
 
 
-class _Compiled(CPUDispatcher):  # type: ignore[misc]  # numba has no types
-    """A compiled function. Compiled code that calls it contains ``inner`` instead: the same without what Python needs
-    to call it, which takes a third of the time of compiling."""
+def can_be_kept(function: Callable[..., Any]) -> bool:
+    """Whether there is a folder for a compiled function's machine code."""
+    return isinstance(cast(Any, function)._cache, KeptCode)
+
+
+def is_kept(function: Callable[..., Any]) -> bool:
+    """Whether a compiled function's machine code for this processor is kept, for any types of arguments."""
+    kept = cast(Any, function)._cache
+    return isinstance(kept, KeptCode) and kept.holds_any(cast(Any, function).targetctx)
+
+
+class _Dispatcher(CPUDispatcher):  # type: ignore[misc]  # numba has no types
+    """numba's object for a function. Processes that need it at once compile it once."""
+
+    def compile(self, sig: Any) -> Any:
+        kept = self._cache
+        if not isinstance(kept, KeptCode) or tuple(normalize_signature(sig)[0]) in self.overloads:
+            return super().compile(sig)
+        with kept.alone(sig, self.targetctx):
+            return super().compile(sig)
+
+
+class _Compiled(_Dispatcher):
+    """A compiled function. Compiled code that calls it contains or calls ``inner`` instead: the same without what
+    Python needs to call it, which takes a third of the time of compiling."""
 
     @functools.cached_property
     def inner(self) -> Any:
         options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-        return _dispatcher(CPUDispatcher, self.py_func, "-inner", **options)
+        return _dispatcher(_Inner, self.py_func, "-inner", **options)
 
     @property
     def _numba_type_(self) -> Any:
         return self.inner._numba_type_
+
+
+class _Inner(_Dispatcher):
+    """A function for compiled callers. It is compiled once for all integers, known or not, and called rather than
+    contained if it is large."""
+
+    def get_call_template(self, args: Any, kws: Any) -> Any:
+        return super().get_call_template(tuple(map(_widened, args)), {name: _widened(kws[name]) for name in kws})
+
+    def add_overload(self, result: Any) -> None:
+        super().add_overload(result)
+        call_if_large(result, self.targetctx)
+
+
+def _widened(kind: Any) -> Any:
+    kind = types.unliteral(kind)
+    return types.int64 if isinstance(kind, types.Integer) and kind.signed else kind
 
 
 def _dispatcher(kind: type[Any], function: Callable[..., Any], suffix: str = "", **options: bool) -> Any:
@@ -65,9 +106,7 @@ def _dispatcher(kind: type[Any], function: Callable[..., Any], suffix: str = "",
     package, _, module = function.__module__.partition(".")
     if package == PACKAGE.name:
         with suppress(RuntimeError):  # no folder for the cache can be written
-            dispatcher.enable_caching()
-            kept, stamp = dispatcher._cache, stamp_of(PACKAGE, module.partition(".")[0])
-            kept._cache_file = MachineCodeFile(kept.cache_path, kept._impl.filename_base + suffix, stamp)
+            dispatcher._cache = KeptCode(function, suffix, stamp_of(PACKAGE, module.partition(".")[0]))
     return dispatcher
 
 
@@ -116,53 +155,3 @@ def _files(path: Path) -> list[Path]:
 def _path(package: Path, part: str) -> Path:
     folder = package / part
     return folder if folder.is_dir() else folder.with_suffix(".py")
-
-
-class MachineCodeFile(IndexDataCacheFile):  # type: ignore[misc]  # numba has no types
-    """The file in which numba keeps a function's machine code. It names code by its signature and its sources' stamp.
-
-    numba numbers the code of a function's signatures by an index file. Two processes that compile at once give one
-    number to different code, and one of them then runs the code of another signature. An index that names a class by a
-    name it no longer has cannot be read at all.
-
-    Args:
-        folder: where the files are.
-        name: of the function.
-        stamp: of its sources; code with another stamp is removed.
-    """
-
-    def __init__(self, folder: str, name: str, stamp: str) -> None:
-        super().__init__(folder, name, stamp)
-        self._folder, self._name = Path(folder), name
-
-    def save(self, key: Any, data: Any) -> None:
-        """Keep code, whose file is complete before the index names it."""
-        known: dict[Any, str] = self._load_index()
-        if not known:
-            self._remove()
-        digest = hashlib.sha256(f"{self._source_stamp} {key!r}".encode()).hexdigest()
-        known[key] = f"{self._name}.{digest[:16]}.nbc"
-        try:
-            self._save_data(known[key], data)
-            self._save_index(known)
-        except OSError as error:  # such as a full disk; this process has the code
-            log.warning("machine code of %s is not kept: %s", self._name, error)
-
-    def load(self, key: Any) -> Any:
-        """Code that was kept; None if there is none, or it is damaged: then it is compiled again."""
-        try:
-            return super().load(key)
-        except Exception:  # unpickling fails in as many ways as files can be damaged
-            return None
-
-    def _load_index(self) -> dict[Any, str]:
-        try:
-            return dict(super()._load_index())
-        except Exception:  # unpickling fails in as many ways as classes can change
-            return {}
-
-    def _remove(self) -> None:
-        """Remove what the index does not name any more; another process finds it missing, and compiles."""
-        for file in self._folder.glob(f"{self._name}.*.nbc"):
-            with suppress(OSError):
-                file.unlink()

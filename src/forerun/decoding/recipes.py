@@ -66,6 +66,10 @@ class Setup:
             return AdaptivePlanner(self.runtime, self.target, trees, costly, confident=confident)
         return Planner(trees, costly, confident=confident)
 
+    def trie(self) -> TrieSource:
+        """A new trie."""
+        return TrieSource(waits=self.runtime.waits_for_code)
+
     def over(self, planner: Planner) -> Level:
         """The engine's level."""
         return Level(self.target, planner, clock=self.runtime.clock)
@@ -234,7 +238,7 @@ def _auto(setup: Setup) -> Level:
 
     Without a small model, the sparse cache is of use beyond its own size only.
     """
-    settings, trie = setup.settings, TrieSource()
+    settings, trie = setup.settings, setup.trie()
     head, budget = head_of(settings), settings.cache_budget
     costly = None if head is None else _head_source(head, setup.target)
     small = small_level(setup, settings.gamma1) if settings.draft_model is not None and head is None else None
@@ -310,17 +314,17 @@ def _triforce(setup: Setup) -> Level:
 
 def _triforce_auto(setup: Setup) -> Level:
     gamma1 = setup.settings.gamma1
-    return middle_level(setup, setup.planner(TrieSource(), small_level(setup, gamma1), gamma1), TRIE_NODES)
+    return middle_level(setup, setup.planner(setup.trie(), small_level(setup, gamma1), gamma1), TRIE_NODES)
 
 
 RECIPES: dict[str, Recipe] = {
     "none": Recipe(lambda setup: setup.over(Planner())),
     "lookup": Recipe(lambda setup: setup.over(setup.planner(Lookup()))),
-    "trie": Recipe(lambda setup: setup.over(setup.planner(TrieSource()))),
+    "trie": Recipe(lambda setup: setup.over(setup.planner(setup.trie()))),
     "auto": Recipe(_auto, sparse=sparse_cache),
     "triforce": long_context(_triforce, sparse_cache, small=True),
     "triforce-trie": long_context(
-        lambda setup: middle_level(setup, setup.planner(TrieSource()), TRIE_NODES), sparse_cache
+        lambda setup: middle_level(setup, setup.planner(setup.trie()), TRIE_NODES), sparse_cache
     ),
     "triforce-auto": long_context(_triforce_auto, sparse_cache, small=True),
     "retrieval": self_drafting(_retrieval),

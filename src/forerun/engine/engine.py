@@ -30,6 +30,7 @@ from forerun.engine.prefix_sharing import SHARED_CHUNK_TOKENS, PrefixCache, Pref
 from forerun.engine.result import Commit, GenerationInterrupted, GenerationResult, ends, feed, with_texts
 from forerun.engine.step import DecodingStep, StepSeconds
 from forerun.kernels.attention.attention import warm_up
+from forerun.kernels.runtime.thread_cap import cap_threads
 from forerun.kv.cache import READ_BLOCK
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.architecture import dtype_name
@@ -121,6 +122,7 @@ class Engine:
         check_settings(settings)
         _check_model(model)
         _check_drafter(drafter)
+        cap_threads()
         self.prefixes = PrefixCache(prefix_cache)
         """Keys and values of prompts that are kept in memory for later ones."""
         self._runtime = _runtime or default_runtime()
@@ -142,7 +144,7 @@ class Engine:
         self._tokenizer, self._lock = tokenizer, FairLock()
         self._grammars: Grammars | None = None
         self._speller: PreTrainedTokenizerBase | None = tokenizer
-        warm_up(self.target.device, self.target.model.dtype)
+        warm_up(self.target.device, self.target.model.dtype, self._runtime.waits_for_code)
         self.budget, self.prune_drafts, self.prefill_block = budget, prune_drafts, prefill_block
         self.set_drafter(drafter, settings)
 

@@ -42,6 +42,7 @@ class ServerSettings(BaseSettings):
     name: str | None = None
     dtype: str = "auto"
     activations: str = "auto"
+    quantize: str | None = None
     device: str = "auto"
     drafter: str = "auto"
     draft_model: str | None = None

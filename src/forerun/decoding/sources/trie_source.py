@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,10 +18,13 @@ from forerun.decoding.row import Row, State
 from forerun.decoding.source import Limit, Source, Wants
 from forerun.trie import recycled
 from forerun.trie.arrays import Int32Array
+from forerun.trie.compilation import Compilation, compiled_before
 from forerun.trie.logistic_mixer import STEEPEST
 from forerun.trie.recycled import Float32Array, RecycledRows
 from forerun.trie.tables import LISTED
 from forerun.trie.trie import SamplingNoise, TextUpdate, Trie, TrieConfig
+
+log = logging.getLogger(__name__)
 
 TOKENS_A_READ = 8
 """Tokens that are indexed where a model reads one. Indexing one takes 3 us."""
@@ -40,6 +44,8 @@ class _Text(State):
     Attributes:
         source: that it is of.
         request: the request.
+        begun: whether the trie knows it: not while its code is being compiled.
+        ended: whether its row has ended.
         taught: its length at the last step that a draft was asked for.
         asked: whether one is asked for in the step under way.
         rows: for each such step since ``learn``, the text's length after it, and the best tokens of its rows.
@@ -47,6 +53,8 @@ class _Text(State):
 
     source: TrieSource
     request: Request
+    begun: bool = False
+    ended: bool = False
     taught: int = 0
     asked: bool = False
     rows: list[tuple[int, RecycledRows]] = field(default_factory=list)
@@ -65,6 +73,7 @@ class TrieSource(Source):
     Args:
         config: of the trie that is made here.
         trie: one to use instead, shared or loaded from a file; it brings its own configuration.
+        waits: whether to wait for machine code where there is none; else nothing is drafted until it is there.
 
     Raises:
         ValueError: if both are given.
@@ -72,36 +81,71 @@ class TrieSource(Source):
 
     wants = Wants(best=LISTED)
 
-    def __init__(self, config: TrieConfig | None = None, trie: Trie | None = None) -> None:
+    def __init__(self, config: TrieConfig | None = None, trie: Trie | None = None, waits: bool = True) -> None:
         if config is not None and trie is not None:
             raise ValueError("config and trie are both given; a trie brings its own configuration")
         self.trie = trie or Trie(config)
         self._live: dict[_Text, None] = {}
+        self._waits = waits
+        self._code: Compilation | None = None  # under way
 
     def warm(self, namespace: str, sequences: Iterable[Sequence[int]]) -> None:
         """Learn from token ids as if they had been generated in ``namespace``."""
         self.trie.warm(namespace, sequences)
 
     def warm_up(self) -> None:
+        """Load the trie's machine code. Where there is none, processes compile it, while this one waits or, if it does
+        not wait for code, generates without drafts."""
+        if not compiled_before():
+            self._code = Compilation()
+            if not self._waits:
+                log.info("drafting is being compiled, once; texts are generated without drafts meanwhile")
+                return
+            log.info("drafting is being compiled, once")
+            self._code.wait()
+        self._load_code()
+
+    def _load_code(self) -> None:
+        self._code = None
         best_of_rows(torch.zeros(1, LISTED))
         self.trie.warm_up()
 
+    def _ready(self) -> bool:
+        """Whether there is machine code. Once there is, requests that began before it are indexed, ended ones too."""
+        if self._code is None:
+            return True
+        if self._code.running:
+            return False
+        self._load_code()
+        for text in list(self._live):
+            self._begin(text)
+            if text.ended:
+                self.close(text)
+        return True
+
     def open(self, row: Row) -> _Text:
         """Index the prompt, for this request alone."""
-        request, text = row.request, _Text(self, row.request)
-        noise = _noise_of(request.sampler)
-        self.trie.begin(
-            request.id, request.drafts_from, request.prompt, request.max_new_tokens, request.prediction, noise
-        )
+        text = _Text(self, row.request)
+        if self._ready():
+            self._begin(text)
         self._live[text] = None
         return text
 
+    def _begin(self, text: _Text) -> None:
+        request, noise = text.request, _noise_of(text.request.sampler)
+        self.trie.begin(
+            request.id, request.drafts_from, request.prompt, request.max_new_tokens, request.prediction, noise
+        )
+        text.begun = True
+
     def read(self, row: Row, tokens: int) -> bool:
         """Index a piece of the prompt: ``TOKENS_A_READ`` where a model reads one token."""
-        return self.trie.catch_up(row.request.id, TOKENS_A_READ * tokens)
+        return not self._ready() or self.trie.catch_up(row.request.id, TOKENS_A_READ * tokens)
 
     def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
         """Draft the likeliest branches, merged. The texts of all rows are learned first."""
+        if not self._ready():
+            return [DraftTree.empty()] * len(rows)
         updates = []
         for row, limit in zip(rows, limits, strict=True):
             text: _Text = row.states[self]
@@ -110,6 +154,8 @@ class TrieSource(Source):
         return [DraftTree.unchecked(*draft) for draft in self.trie.step(updates)]
 
     def promise(self, rows: Sequence[Row]) -> list[int]:
+        if not self._ready():
+            return [0] * len(rows)
         texts: list[_Text] = [row.states[self] for row in rows]
         if any(self._missing(text) >= LEARN_TOKENS for text in texts):
             self.trie.step([self._update(text, text.request) for text in self._live if self._missing(text)])
@@ -155,7 +201,9 @@ class TrieSource(Source):
 
     def close(self, text: _Text) -> None:
         """Free a text's index, once the step under way has ended."""
-        self.trie.lock.when_free(lambda: self._close(text))
+        text.ended = True
+        if text.begun:
+            self.trie.lock.when_free(lambda: self._close(text))
 
     def _close(self, text: _Text) -> None:
         try:

@@ -23,6 +23,7 @@ from forerun.kernels import gpu
 from forerun.kernels.attention.float64_attention import ATTEND_FLOAT64, FLOAT64_KIND
 from forerun.kernels.attention.ordered_attention import COMBINE, SCAN, AttendOp
 from forerun.kernels.attention.packed_pass import HeadShape, PackedPass, TopkTables
+from forerun.kernels.attention.sparse_compilation import compile_sparse
 from forerun.kernels.attention.topk_attention import ATTEND_TOPK
 from forerun.kernels.attention.topk_rank import PROJECT_QUERIES, RANK_CHUNKS, TOPK_BYTES
 from forerun.kernels.linear.ordered_modules import unwatched
@@ -297,13 +298,13 @@ def select_backend(q: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> str
     return "flash_cpu" if q.device.type == "cpu" else "math"
 
 
-def warm_up(device: torch.device, dtype: torch.dtype) -> None:
+def warm_up(device: torch.device, dtype: torch.dtype, wait: bool = True) -> None:
     """Compile what passes on this device with this type and sampling may run, or load it from an earlier process, so
-    that no request waits for it."""
+    that no request waits for it; but for ``wait`` see ``compile_sparse``."""
     if device.type == "cpu" and vector_ir.fused():
         address_of(executor.work)
-        for operation in (PROJECT_QUERIES, RANK_CHUNKS, ATTEND_TOPK) if dtype in TOPK_DTYPES else ():
-            address_of(operation.run, 5)
+        if dtype in TOPK_DTYPES:
+            compile_sparse(wait)
     sampling_kernels.warm_up()
 
 

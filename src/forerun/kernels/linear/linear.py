@@ -303,8 +303,12 @@ KEPT_PROGRAMS = 1 << 16
 """Programs of one product each, a kilobyte apiece, that a thread keeps; DeepSeek-V3 has 44,544 matrices of experts."""
 
 
-def product(x: torch.Tensor, weights: Weights) -> torch.Tensor:
-    """``x @ weights.T + bias`` for rows of x ``[..., K]`` on a CPU, in x's type, which is that of plain weights."""
+def product(x: torch.Tensor, weights: Weights, keep: bool = True) -> torch.Tensor:
+    """``x @ weights.T + bias`` for rows of x ``[..., K]`` on a CPU, in x's type, which is that of plain weights.
+
+    Its program is kept for later calls with the same weights, unless ``keep`` is false: then they are a copy for this
+    call.
+    """
     dtype, outs, columns = x.dtype, weights.rows.shape[0], x.shape[-1]
     n = x.numel() // columns
     if weights.rows.dtype not in NUMBER_KINDS:
@@ -316,23 +320,28 @@ def product(x: torch.Tensor, weights: Weights) -> torch.Tensor:
     y = x.new_empty(*x.shape[:-1], outs)
     if n:
         words = columns * width // PLAIN_FORMATS[kind].numbers.bytes
-        program = _program(weights, kind, words, x.shape[-1] * width, outs * width)
+        program, _ = (_kept if keep else _program)(weights, kind, words, x.shape[-1] * width, outs * width)
         program.run_in_scratch(scratch_bytes(n, words), n=n, x=x.data_ptr(), y=y.data_ptr())
     return y if dtype == y.dtype else y.to(dtype)
 
 
-def _program(weights: Weights, kind: int, words: int, x_row: int, y_row: int) -> Program:
-    """A program of one operation, cached for later calls with the same weights."""
+def _kept(weights: Weights, kind: int, words: int, x_row: int, y_row: int) -> tuple[Program, MatrixTable]:
+    """``_program``, cached for later calls with the same weights."""
     kept: dict[Any, tuple[Program, MatrixTable]] = _local.__dict__.setdefault("programs", {})
     bias, threads = 0 if weights.bias is None else weights.bias.data_ptr(), torch.get_num_threads()
     key = (weights.rows.data_ptr(), weights.rows.shape, weights.format, weights.quantised, bias, kind, threads)
     if key not in kept:
         if len(kept) >= KEPT_PROGRAMS:
             del kept[next(iter(kept))]
-        table = table_of([weights])
-        op = operation(table, kind, words, (0, x_row), (0, y_row), threads, to_kind=kind)
-        kept[key] = Program([op]), table
-    return kept[key][0]
+        kept[key] = _program(weights, kind, words, x_row, y_row)
+    return kept[key]
+
+
+def _program(weights: Weights, kind: int, words: int, x_row: int, y_row: int) -> tuple[Program, MatrixTable]:
+    """A program of one operation, and the table that it reads."""
+    table = table_of([weights])
+    op = operation(table, kind, words, (0, x_row), (0, y_row), torch.get_num_threads(), to_kind=kind)
+    return Program([op]), table
 
 
 def scratch_bytes(tokens: int, words: int) -> int:

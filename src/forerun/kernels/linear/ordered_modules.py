@@ -66,8 +66,8 @@ def _matmul(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     if kwargs or weight.dim() != 2:
         return None
     rows = weight.t()
-    if weight.device.type == "cpu" and not takes(x, rows):  # another layout is copied: slower, but as exact
-        rows = rows.contiguous()
+    if weight.device.type == "cpu" and not takes(x, rows) and takes(x, copied := rows.contiguous()):
+        return linear.product(x, linear.plain(copied), keep=False)  # another layout is copied: slower, but as exact
     return _product(x, rows)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from numba import types
 from numba.core import cgutils
 
 from forerun.core.compiling import compiled
+from forerun.core.cpu_limit import usable_cores
 from forerun.kernels.runtime.addresses import StructLayout, address_of, call, integers
 from forerun.kernels.runtime.vector_ir import I32, I64, LINE, Emitter, llvm_function
 
@@ -347,4 +347,4 @@ def openmp() -> Callable[[int, int, int, int], None] | None:
 @functools.cache
 def pool() -> ThreadPoolExecutor:
     """This process's pool of threads."""
-    return ThreadPoolExecutor(os.cpu_count(), "forerun-kernel")
+    return ThreadPoolExecutor(usable_cores(), "forerun-kernel")

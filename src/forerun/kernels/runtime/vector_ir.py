@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import platform
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -59,9 +60,11 @@ def fused() -> bool:
 
 
 def unusable() -> str | None:
-    """Why kernels cannot be used: no compiler, or no ``fma`` instruction. None if they can be used."""
+    """Why kernels cannot be used: no compiler, Windows, or no ``fma`` instruction. None if they can be used."""
     if config.DISABLE_JIT:
         return "numba's compiler is switched off (NUMBA_DISABLE_JIT)"
+    if sys.platform == "win32":
+        return "on Windows threads cannot yield their cores as kernels do it (sched_yield)"
     if "+fma" in features() or platform.machine().lower() in ("aarch64", "arm64"):
         return None
     return "the processor has no fused multiply-add"

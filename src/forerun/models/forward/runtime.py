@@ -204,12 +204,15 @@ class Runtime:
         exactness: finds out whether drafts can change the bits of a model's passes; called with the scorer, its
             position limit, and whether keys and values may lie off the device.
         self_test: tests whether a scorer's logits are the model's own; called with the scorer and the test.
+        waits_for_code: whether an engine compiles what drafting and long texts need before its first text. If not,
+            texts that come before are generated without drafts; it has an effect once on a machine.
     """
 
     clock: Callable[[], float] = time.perf_counter
     costs: Callable[[Scorer], CostCurve] = _startup.costs
     exactness: Callable[[Scorer, int | None, bool], Exactness] = _startup.exactness
     self_test: SelfTest = _startup.self_test
+    waits_for_code: bool = True
 
 
 _defaults = [Runtime()]

@@ -23,16 +23,13 @@ from transformers.integrations.moe import _default_apply_gate
 from forerun.kernels.linear.gguf_formats import GGUF_FORMATS
 from forerun.kernels.runtime.vector_ir import unusable
 from forerun.models.loading.gguf import Header, Progress, Tensor, counted, is_mixtral
-from forerun.models.loading.gguf_layout import EXPERTS, layout_of
+from forerun.models.loading.gguf_layout import EXPERTS, GgufLayout, is_floats, layout_of
 from forerun.models.loading.load import check_complete
 from forerun.models.loading.stored_weights import InputOrder, StoredEmbedding, StoredExperts, StoredLinear
 
 BLOCK_COLUMNS = {each.name: each.words for each in GGUF_FORMATS}
 """Columns per block, by the name of a format that there is a kernel for."""
 INSTEAD = "--dtype bfloat16 dequantises it"
-FLOAT_TENSORS = (".ffn_gate_inp", ".shortconv.conv", ".ssm_conv1d")
-"""Parts of the names of small matrices of modules that compute with floats: routers, and kernels of convolutions."""
-
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
@@ -47,7 +44,7 @@ def check_formats(file: Path, header: Header) -> None:
         raise ValueError(f"there is no kernel for stored weights here: {reason}; {INSTEAD}")
     for name, tensor in header.tensors.items():
         kind, columns = GGMLQuantizationType(tensor.kind).name, tensor.shape[0]
-        if _is_floats(name, tensor):
+        if is_floats(name, len(tensor.shape)):
             continue
         if kind not in BLOCK_COLUMNS:
             raise ValueError(
@@ -61,15 +58,15 @@ def check_formats(file: Path, header: Header) -> None:
             )
 
 
-def _is_floats(name: str, tensor: Tensor) -> bool:
-    """Whether a tensor becomes float32: vectors, and small matrices."""
-    return len(tensor.shape) == 1 or any(part in name for part in FLOAT_TENSORS)
-
-
 def load_as_stored(
-    file: Path, header: Header, config: PreTrainedConfig, progress: Progress = lambda done, total: None, *,
+    file: Path,
+    header: Header,
+    config: PreTrainedConfig,
+    progress: Progress = lambda done, total: None,
+    layout: GgufLayout | None = None,
+    *,
     quantised: bool = True,
-) -> PreTrainedModel:  # fmt: skip
+) -> PreTrainedModel:
     """A decoder over the weights in a file.
 
     Args:
@@ -78,6 +75,7 @@ def load_as_stored(
         config: the model's configuration.
         progress: called with tensors done and to do.
         quantised: whether inputs of linear layers and experts are quantised to eight bits; see ``linear.Weights``.
+        layout: of the file; by default that of llama.cpp's files.
 
     Raises:
         ValueError: if the file cannot be used; it says why.
@@ -86,7 +84,7 @@ def load_as_stored(
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _fill_buffers(file, model)
-    _Filler(file, header, model, quantised).fill(progress)
+    _Filler(file, header, model, quantised, layout or layout_of(header.architecture, model)).fill(progress)
     model.name_or_path = str(file)
     return model.requires_grad_(False)
 
@@ -123,9 +121,9 @@ class _Filler:
     header: Header
     model: PreTrainedModel
     quantised: bool
+    layout: GgufLayout
 
     def __post_init__(self) -> None:
-        self._layout = layout_of(self.header.architecture, self.model)
         self._data = np.memmap(self.file, np.uint8, "c")
         self._matrices: dict[str, tuple[nn.Parameter, str, int]] = {}
         self._orders: dict[str, torch.Tensor] = {}  # of the inputs of linear layers, by their names
@@ -133,7 +131,7 @@ class _Filler:
     def fill(self, progress: Progress) -> None:
         """Place all tensors, then exchange the modules that hold stored weights."""
         for name, tensor in counted([*self.header.tensors.items()], progress):
-            if (ours := self._layout.name(name)) is not None:
+            if (ours := self.layout.name(name)) is not None:
                 self._take(name, ours, tensor)
         for name, module in [*self.model.named_modules()]:
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -145,7 +143,8 @@ class _Filler:
     def _take(self, name: str, ours: str, tensor: Tensor) -> None:
         owner, _, leaf = ours.rpartition(".")
         module: Any = self.model.get_submodule(owner)
-        if _is_floats(name, tensor):
+        kind = GGMLQuantizationType(tensor.kind).name
+        if self.layout.is_floats(name, len(tensor.shape), kind):
             weights = self._floats(name, tensor)
             self._check_shape(name, weights.shape, getattr(module, leaf).shape)
             setattr(module, leaf, nn.Parameter(torch.from_numpy(weights), requires_grad=False))
@@ -158,16 +157,15 @@ class _Filler:
             raise ValueError(f"{self.file}: tensor {name} is not of a plain linear layer; {INSTEAD}")
         self._check_shape(name, tensor.shape[::-1], expected)
         rows = torch.from_numpy(self._in_order(name, self._rows(tensor))).view(*expected[:-1], -1)
-        kind = GGMLQuantizationType(tensor.kind).name
         self._matrices[ours] = nn.Parameter(rows, requires_grad=False), kind, tensor.shape[0]
-        columns = self._layout.columns(name)
+        columns = self.layout.columns(name)
         if columns is not None and not np.array_equal(columns, np.arange(len(columns))):
             self._orders[owner] = torch.from_numpy(columns)
 
     def _floats(self, name: str, tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
         """A tensor dequantised, with the shape that transformers gives it."""
         floats = dequantize(self._rows(tensor), GGMLQuantizationType(tensor.kind)).astype(np.float32)
-        return self._layout.floats(name, floats.reshape(tensor.shape[::-1]))
+        return self.layout.floats(name, floats.reshape(tensor.shape[::-1]))
 
     def _shape_of_experts(self, name: str, module: Any, leaf: str) -> torch.Size:
         """The shape ``[E, O, K]`` of one matrix of experts; refuses those that are more than three matrices each."""
@@ -194,7 +192,7 @@ class _Filler:
 
     def _in_order(self, name: str, rows: Bytes) -> Bytes:
         """The rows in transformers' order."""
-        order = self._layout.rows(name, len(rows))
+        order = self.layout.rows(name, len(rows))
         if order is None:
             raise ValueError(f"{self.file}: tensor {name} is more than rows in another order; {INSTEAD}")
         return rows if np.array_equal(order, np.arange(len(rows))) else np.ascontiguousarray(rows[order])

@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from forerun.core.install_command import install_command
+from forerun.models.loading.quantised_checkpoints import make_ordinary
 
 ItemT = TypeVar("ItemT")
 GGUF_SUFFIX = ".gguf"
@@ -229,10 +230,7 @@ def with_what_is_not_read(config: PreTrainedConfig, header: Header) -> PreTraine
 
 def finish(file: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, header: Header) -> None:
     """Make the loaded model an ordinary one, which can be moved, cast and saved, and name it after its file."""
-    model.hf_quantizer = None
-    model.is_quantized = False
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+    make_ordinary(model)
     model.name_or_path = model.config._name_or_path = tokenizer.name_or_path = str(file)
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         _drop_additions(tokenizer, header.metadata[TOKENS])

@@ -19,6 +19,9 @@ from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 from transformers.integrations.gguf.utils import get_gguf_conversion_mapping
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
+FLOAT_TENSORS = (".ffn_gate_inp", ".shortconv.conv", ".ssm_conv1d")
+"""Parts of the names of small matrices of modules that compute with floats: routers, and kernels of convolutions."""
+
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
 """Matrices of experts, each stacked in one tensor."""
 
@@ -27,6 +30,11 @@ PREDICTORS = "mtp."
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def is_floats(name: str, dimensions: int) -> bool:
+    """Whether a tensor of llama.cpp's names becomes float32: vectors, and small matrices."""
+    return dimensions == 1 or any(part in name for part in FLOAT_TENSORS)
 
 
 class GgufLayout(ABC):
@@ -53,6 +61,26 @@ class GgufLayout(ABC):
     def columns(self, name: str) -> Numbers | None:
         """The order of a matrix's inputs that suits the file's columns; None if it is the model's."""
         return None
+
+    def is_floats(self, name: str, dimensions: int, kind: str) -> bool:
+        """Whether a tensor becomes float32: vectors, and small matrices."""
+        return is_floats(name, dimensions)
+
+
+class TransformersLayout(GgufLayout):
+    """That of files with transformers' own names and order."""
+
+    def name(self, name: str) -> str | None:
+        return name
+
+    def floats(self, name: str, values: Floats) -> Floats:
+        return values
+
+    def rows(self, name: str, count: int) -> Numbers | None:
+        return np.arange(count)
+
+    def is_floats(self, name: str, dimensions: int, kind: str) -> bool:
+        return kind == "F32"
 
 
 def layout_of(architecture: str, model: PreTrainedModel) -> GgufLayout:

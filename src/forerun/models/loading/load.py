@@ -12,6 +12,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +38,17 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging
 
+from forerun.kernels.runtime.vector_ir import unusable
 from forerun.models.forward.architecture import STORED
 from forerun.models.loading import gguf
+from forerun.models.loading.quantised_checkpoints import make_ordinary, prepare
 from forerun.reference import bundled
 
 LOG = log.getLogger(__name__)
 BUNDLED = "bundled"
 BUNDLED_DRAFT = "bundled-draft"
+QUANTISATIONS = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+"""Formats that gguf's quantiser writes. K-quants it only reads; llama.cpp's own tool makes those files."""
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", STORED)
 ACTIVATION_TYPES = ("auto", "int8", "float32")
 
@@ -64,6 +70,7 @@ def load(
     activations: str = "auto",
     trust_remote_code: bool = False,
     ranks: int = 1,
+    quantize: str | None = None,
     progress: gguf.Progress = lambda done, total: None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A decoder in evaluation mode and its tokenizer.
@@ -78,7 +85,9 @@ def load(
             ``int8``, the default: each token's are quantised to eight bits, in blocks of 32. ``float32``: as they are.
         trust_remote_code: run code that comes with the model.
         ranks: processes that load the model together, each a part of every layer; they are what torchrun has started.
-        progress: called with tensors done and to do, for a GGUF file.
+        quantize: one of ``QUANTISATIONS``, for a folder and the CPU: its matrices are quantised once, kept as a file in
+            the user's cache, and used as they are stored there; activations are float32.
+        progress: called with tensors done and to do, for a GGUF file and for quantising.
 
     Raises:
         ValueError: says what is missing or does not fit.
@@ -89,8 +98,10 @@ def load(
     _check_activations(activations, dtype)
     if ranks > 1 and device != "auto":
         raise ValueError(f"device is {device!r}; in {ranks} processes each takes its own, so only auto is allowed")
-    place = _device("cpu" if dtype == STORED and device == "auto" else device)
+    place = _device("cpu" if (dtype == STORED or quantize) and device == "auto" else device)
     source = find(name_or_path)
+    if quantize is not None:
+        _check_quantize(quantize, source, dtype, place, ranks)
     in_file = source.is_file()
     if ranks > 1 and in_file:
         raise ValueError(f"{source} is a GGUF file, which one process loads; in {ranks} only a folder can be shared")
@@ -102,7 +113,7 @@ def load(
         model, tokenizer = (
             _from_file(source, dtype, progress, activations != "float32")
             if in_file
-            else _from_folder(source, dtype, trust_remote_code, ranks)
+            else _from_folder(source, dtype, trust_remote_code, ranks, quantize, progress)
         )
     rows = int(model.get_input_embeddings().weight.shape[0])
     if (size := tokenizer.vocab_size) > rows:  # an added token may lie beyond, as Gemma 3's for pictures in text models
@@ -201,6 +212,21 @@ def _check_activations(activations: str, dtype: str) -> None:
             f"activations is {activations!r}, and dtype {dtype!r}; with other weights than '{STORED}' "
             "only auto is allowed"
         )
+def _check_quantize(quantize: str, source: Path, dtype: str, place: torch.device, ranks: int) -> None:
+    """Refuse what cannot be quantised, before anything is loaded."""
+    if quantize not in QUANTISATIONS:
+        more = "; a file with K-quants, made by llama.cpp's tool, can be given in the model's place"
+        raise ValueError(f"quantize is {quantize!r}; allowed are {', '.join(QUANTISATIONS)}{more}")
+    if source.is_file():
+        raise ValueError(f"quantize is {quantize!r}, and {source} is a GGUF file already; use --dtype {STORED}")
+    if dtype != "auto":
+        raise ValueError(f"quantize is {quantize!r} and dtype is {dtype!r}; give only one of them")
+    if place.type != "cpu" or ranks > 1:
+        raise ValueError(f"quantize is {quantize!r}, which is for one process on the CPU; use --device cpu")
+    if (reason := unusable()) is not None:
+        raise ValueError(f"there is no kernel for quantised weights here: {reason}; use --dtype bfloat16")
+    if find_spec("gguf") is None:
+        raise ValueError("--quantize needs gguf, which is not installed; pip install 'forerun[real]'")
 
 
 def _check_stored(source: Path, place: torch.device) -> None:
@@ -214,7 +240,7 @@ def _check_stored(source: Path, place: torch.device) -> None:
 
 
 def _from_folder(
-    folder: Path, dtype: str, trust_remote_code: bool, ranks: int
+    folder: Path, dtype: str, trust_remote_code: bool, ranks: int, quantize: str | None, progress: gguf.Progress
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     source = _Source(folder, folder, {"local_files_only": True, "trust_remote_code": trust_remote_code})
     config = _check_config(source)
@@ -222,7 +248,15 @@ def _from_folder(
     _check_tokenizer(folder)
     tokenizer = _tokenizer(source)
     more: dict[str, Any] = {} if ranks == 1 else {"distributed_config": DistributedConfig(tp_size=ranks)}
-    return _model(source, dtype, config.model_type, use_safetensors=True, **more), tokenizer
+    if (method := prepare(folder, config)) is not None:
+        LOG.info("%s: the weights (%s) are dequantised", folder, method)
+        more["config"] = config
+    whole = partial(_model, source, dtype, config.model_type, use_safetensors=True, **more)
+    if quantize is None:
+        return whole(), tokenizer
+    from forerun.models.loading.quantised import load_quantised  # needs gguf, which may not be installed
+
+    return load_quantised(folder, quantize, config, whole, progress), tokenizer
 
 
 def _from_file(
@@ -309,6 +343,8 @@ def _model(source: _Source, dtype: str, kind: str, **more: Any) -> PreTrainedMod
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(f"the weights in {source.name} cannot be loaded: {error}") from error
     check_complete(source.name, sorted(info["missing_keys"]))
+    if source.folder == source.name:  # a GGUF file's is finished by ``gguf.finish``
+        make_ordinary(model)
     return model
 
 

@@ -1,0 +1,91 @@
+"""Calls between compiled functions by symbols, so that a large function is compiled once.
+
+numba copies a function's code into every caller, and optimises it there again. A small function is faster for it; a
+large one is not, and functions that contain each other make the code many times as large. So a large function is
+declared in its callers, under a name that is the same in every process.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import operator
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import llvmlite.binding as llvm
+
+LARGE = 200
+"""LLVM instructions from which on a function is called."""
+
+
+class Symbol(NamedTuple):
+    """A compiled function with a signature.
+
+    Attributes:
+        name: in machine code.
+        module, function: where Python finds the function.
+        arguments: its arguments' types.
+    """
+
+    name: str
+    module: str
+    function: str
+    arguments: tuple[Any, ...]
+
+
+_loaded: dict[str, Symbol] = {}
+"""By name, those whose machine code this process has."""
+
+
+def called_apart(result: Any) -> bool:
+    """Whether no caller contains the function of numba's compile result."""
+    if "apart" not in result.metadata:
+        result.metadata["apart"] = _is_for_python(result) or (_can_be_found(result) and _size(result) >= LARGE)
+    return bool(result.metadata["apart"])
+
+
+def call_if_large(result: Any, target_context: Any) -> None:
+    """Let callers that are compiled from now on call this function, rather than contain it, if it is large."""
+    if not called_apart(result):
+        return
+    symbol, described = _symbol_of(result), copy.copy(result.fndesc)
+    llvm.add_symbol(symbol.name, result.library.get_pointer_to_function(described.mangled_name))
+    described.mangled_name = symbol.name
+    target_context.remove_user_function(result.entry_point)
+    target_context.insert_user_function(result.entry_point, described)
+    _loaded[symbol.name] = symbol
+
+
+def needed_by(module: Any) -> list[Symbol]:
+    """What an LLVM module calls by symbols."""
+    return [_loaded[each.name] for each in module.functions if each.is_declaration and each.name in _loaded]
+
+
+def load(symbols: Iterable[Symbol]) -> None:
+    """Load or compile functions."""
+    for name, module, function, arguments in symbols:
+        if name not in _loaded:
+            operator.attrgetter(function)(import_module(module)).inner.compile(arguments)
+
+
+def _symbol_of(result: Any) -> Symbol:
+    described = result.fndesc
+    module, function, arguments = described.modname, described.qualname, tuple(result.signature.args)
+    digest = hashlib.sha256(repr(arguments).encode()).hexdigest()[:16]
+    return Symbol(f"{module}.{function}.{digest}", module, function, arguments)
+
+
+def _is_for_python(result: Any) -> bool:
+    return result.fndesc.llvm_cpython_wrapper_name in {each.name for each in result.library._final_module.functions}
+
+
+def _can_be_found(result: Any) -> bool:
+    return "<locals>" not in result.fndesc.qualname
+
+
+def _size(result: Any) -> int:
+    """Instructions of the optimised function."""
+    function = result.library.get_function(result.fndesc.mangled_name)
+    return sum(1 for block in function.blocks for _ in block.instructions)

@@ -1,0 +1,157 @@
+"""Files with the machine code of compiled functions.
+
+Code may call that of other functions by symbols (``called_code``). A file names the symbols that its code needs; they
+are loaded first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import llvmlite.binding as llvm
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile
+
+from forerun.core.called_code import called_apart, load, needed_by
+
+log = logging.getLogger(__name__)
+
+NO_CODE = llvm.parse_assembly("").as_bitcode()
+"""LLVM code that defines nothing."""
+
+
+class _Packing(CompileResultCacheImpl):  # type: ignore[misc]  # numba has no types
+    """What is kept of a compiled function."""
+
+    def reduce(self, result: Any) -> Any:
+        """As numba does it, with the symbols that the code needs, and without LLVM code that no caller contains."""
+        (name, kind, (code, shared)), *rest = result._reduce()
+        module, apart = result.library._final_module, called_apart(result)
+        shared = NO_CODE if apart else shared
+        defined = [each.name for each in (*module.functions, *module.global_variables) if not each.is_declaration]
+        return needed_by(module), apart, defined, ((name, kind, (code, shared)), *rest)
+
+    def rebuild(self, target_context: Any, kept: Any) -> Any:
+        needed, apart, defined, packed = kept
+        load(needed)
+        symbols = [SimpleNamespace(name=name, is_declaration=False) for name in defined]
+        module = SimpleNamespace(functions=symbols, global_variables=[])
+        target_context.codegen()._engine._load_defined_symbols(module)
+        return super().rebuild(target_context, packed)._replace(metadata={"apart": apart})
+
+
+class KeptCode(FunctionCache):  # type: ignore[misc]  # numba has no types
+    """The machine code of one function, by signature.
+
+    Args:
+        function: the function.
+        suffix: of the files' names.
+        stamp: of the function's sources; code with another stamp is removed.
+
+    Raises:
+        RuntimeError: if no folder for the files can be written.
+    """
+
+    _impl_class = _Packing
+
+    def __init__(self, function: Callable[..., Any], suffix: str, stamp: str) -> None:
+        super().__init__(function)
+        self._cache_file = MachineCodeFile(self.cache_path, self._impl.filename_base + suffix, stamp)
+
+    def holds_any(self, target_context: Any) -> bool:
+        """Whether there is code for this processor."""
+        processor = target_context.codegen().magic_tuple()
+        return any(key[1] == processor for key in self._cache_file.known())
+
+    @contextmanager
+    def alone(self, sig: Any, target_context: Any) -> Iterator[None]:
+        """A context in which no other process compiles this signature: it waits, and finds the code afterwards."""
+        target_context.refresh()
+        with self._cache_file.alone(self._index_key(sig, target_context.codegen())):
+            yield
+
+
+class MachineCodeFile(IndexDataCacheFile):  # type: ignore[misc]  # numba has no types
+    """The file in which numba keeps a function's machine code. It names code by its signature and its sources' stamp.
+
+    numba numbers the code of a function's signatures by an index file. Two processes that compile at once give one
+    number to different code, and one of them then runs the code of another signature. An index that names a class by a
+    name it no longer has cannot be read at all.
+
+    Args:
+        folder: where the files are.
+        name: of the function.
+        stamp: of its sources; code with another stamp is removed.
+    """
+
+    def __init__(self, folder: str, name: str, stamp: str) -> None:
+        super().__init__(folder, name, stamp)
+        self._folder, self._name = Path(folder), name
+
+    def save(self, key: Any, data: Any) -> None:
+        """Keep code, whose file is complete before the index names it."""
+        known: dict[Any, str] = self._load_index()
+        if not known:
+            self._remove()
+        known[key] = self._file_of(key)
+        try:
+            self._save_data(known[key], data)
+            self._save_index(known)
+        except OSError as error:  # such as a full disk; this process has the code
+            log.warning("machine code of %s is not kept: %s", self._name, error)
+
+    def _file_of(self, key: Any) -> str:
+        digest = hashlib.sha256(f"{self._source_stamp} {key!r}".encode()).hexdigest()
+        return f"{self._name}.{digest[:16]}.nbc"
+
+    @contextmanager
+    def alone(self, key: Any) -> Iterator[None]:
+        """A context in which no other process compiles this code. Nobody waits for code that is kept."""
+        file = self._folder / self._file_of(key)
+        if file.exists() or os.name != "posix":
+            yield
+            return
+        import fcntl  # only POSIX has it
+
+        lock = file.with_suffix(".lock")
+        try:
+            descriptor = os.open(lock, os.O_CREAT | os.O_RDWR, 0o600)
+        except OSError:  # nothing can be written: what is compiled here is kept nowhere
+            yield
+            return
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            with suppress(OSError):
+                lock.unlink()
+            os.close(descriptor)
+
+    def known(self) -> Iterable[Any]:
+        """The keys of the code that is kept."""
+        return self._load_index().keys()
+
+    def load(self, key: Any) -> Any:
+        """Code that was kept; None if there is none, or it is damaged: then it is compiled again."""
+        try:
+            return super().load(key)
+        except Exception:  # unpickling fails in as many ways as files can be damaged
+            return None
+
+    def _load_index(self) -> dict[Any, str]:
+        try:
+            return dict(super()._load_index())
+        except Exception:  # unpickling fails in as many ways as classes can change
+            return {}
+
+    def _remove(self) -> None:
+        """Remove what the index does not name any more; another process finds it missing, and compiles."""
+        for file in self._folder.glob(f"{self._name}.*.nbc"):
+            with suppress(OSError):
+                file.unlink()

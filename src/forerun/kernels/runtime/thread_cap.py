@@ -1,0 +1,22 @@
+"""No more of torch's threads than this process may use cores."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from forerun.core.cpu_limit import usable_cores
+
+log = logging.getLogger(__name__)
+
+
+def cap_threads() -> None:
+    """Lower torch's number of threads to ``usable_cores``; a lower one stays.
+
+    torch starts as many as its affinity allows, and knows of no quota.
+    """
+    threads, cores = torch.get_num_threads(), usable_cores()
+    if threads > cores:
+        log.info("%d threads instead of %d: this process may use as much time as %d cores have", cores, threads, cores)
+        torch.set_num_threads(cores)

@@ -1,0 +1,87 @@
+"""How many cores a process may use, by control groups written out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forerun.core import cpu_limit
+from forerun.core.cpu_limit import usable_cores
+
+CORES = 64
+
+
+@pytest.fixture(autouse=True)
+def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(CORES)), raising=False)
+
+
+def cores(folder: Path, group: str, **files: str) -> int:
+    """Cores of a process in a group; a file's name has ``__`` for each slash."""
+    (folder / "cgroup").write_text(group)
+    for name, text in files.items():
+        file = folder / "mount" / name.replace("__", "/").replace("cpu_", "cpu.")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return usable_cores(folder / "mount", folder / "cgroup")
+
+
+def test_a_quota_of_two_cores_of_many_is_two(tmp_path: Path) -> None:
+    assert cores(tmp_path, "0::/\n", cpu_max="200000 100000\n") == 2
+
+
+def test_a_quota_above_the_group_counts_and_the_least_one_is_taken(tmp_path: Path) -> None:
+    files = {"a__b__cpu_max": "max 100000\n", "a__cpu_max": "300000 100000\n", "cpu_max": "400000 100000\n"}
+    assert cores(tmp_path, "0::/a/b\n", **files) == 3
+
+
+def test_a_part_of_a_core_does_not_count_and_one_thread_is_left(tmp_path: Path) -> None:
+    assert cores(tmp_path, "0::/\n", cpu_max="250000 100000\n") == 2
+    assert cores(tmp_path, "0::/\n", cpu_max="50000 100000\n") == 1
+
+
+@pytest.mark.parametrize("text", ["max 100000\n", "", "nonsense\n", "-1 100000\n", "0 0\n"])
+def test_without_a_quota_the_affinity_counts(tmp_path: Path, text: str) -> None:
+    assert cores(tmp_path, "0::/\n", cpu_max=text) == CORES
+    assert usable_cores(tmp_path / "none", tmp_path / "none") == CORES
+
+
+def test_quotas_of_the_first_version_of_control_groups(tmp_path: Path) -> None:
+    groups = "12:memory:/m\n4:cpu,cpuacct:/docker/x\n"
+    folder = tmp_path / "mount/cpu/docker/x"
+    folder.mkdir(parents=True)
+    (folder / "cpu.cfs_quota_us").write_text("-1\n")
+    (folder / "cpu.cfs_period_us").write_text("100000\n")
+    assert cores(tmp_path, groups) == CORES
+    (folder / "cpu.cfs_quota_us").write_text("600000\n")
+    assert cores(tmp_path, groups) == 6
+
+
+SCRIPT = """
+from pathlib import Path
+import os, sys
+from forerun.core import cpu_limit
+os.sched_getaffinity = lambda pid: set(range(8))
+cpu_limit.usable_cores.__defaults__ = Path(sys.argv[1]), Path(sys.argv[2])
+import torch
+from forerun.kernels.runtime.thread_cap import cap_threads
+torch.set_num_threads(8)
+cap_threads()
+print(torch.get_num_threads())
+torch.set_num_threads(1)
+cap_threads()
+print(torch.get_num_threads())
+"""
+
+
+def test_torch_gets_no_more_threads_than_the_quota_and_keeps_fewer(tmp_path: Path) -> None:
+    """In a process of its own, as it is a setting of the process."""
+    cores(tmp_path, "0::/\n", cpu_max="200000 100000\n")
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "mount"), str(tmp_path / "cgroup")]
+    environment = os.environ | {"PYTHONPATH": str(Path(cpu_limit.__file__).parents[2])}
+    out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert out.split() == ["2", "1"]
