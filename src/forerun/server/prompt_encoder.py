@@ -5,8 +5,23 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from forerun.core.fairness import FairLock
-from forerun.models.text.message_formats import knows_tools, with_known_roles, with_tools_as_text
-from forerun.models.text.prompts import apply_template, encode, rendered
+from forerun.models.text.control_tokens import ControlTokens
+from forerun.models.text.message_formats import (
+    Json,
+    arrangements,
+    knows_tools,
+    message_format,
+    with_known_roles,
+    with_tools_as_text,
+)
+from forerun.models.text.prompts import (
+    TemplateError,
+    apply_template,
+    encode,
+    encodes_messages,
+    has_template,
+    rendered,
+)
 from forerun.server.api_errors import ApiError
 from forerun.server.schema import ChatRequest, GenerationBody, TokenizeRequest
 
@@ -44,6 +59,7 @@ class PromptEncoder:
     def __init__(self, tokenizer: Any, positions: int | None) -> None:
         self._tokenizer, self._positions = tokenizer, positions
         self._lock = FairLock()
+        self._controls = ControlTokens(tokenizer, message_format(tokenizer)) if has_template(tokenizer) else None
 
     def __call__(self, body: GenerationBody) -> list[EncodedPrompt]:
         """The prompts.
@@ -54,31 +70,54 @@ class PromptEncoder:
             ValueError, TypeError: see ``encode`` and ``apply_template``.
         """
         if isinstance(body, ChatRequest):
-            return [self.chat(body)]
+            return [self._cut(self.chat(body), body)]
         if body.suffix is not None:
             return [self._around(prompt, body.suffix) for prompt in body.prompts]
-        return [self.text(prompt) for prompt in body.prompts]
+        return [self._cut(self.text(prompt, body.add_special_tokens), body) for prompt in body.prompts]
 
-    def text(self, prompt: str | list[int], special: bool = True) -> EncodedPrompt:
-        """One prompt; ``special``: with the tokens that the tokenizer puts around texts."""
+    def text(self, prompt: str | list[int], special: bool = True, what: str = "prompt") -> EncodedPrompt:
+        """One prompt; ``special``: with the tokens that the tokenizer puts around texts. ``what`` errors call it."""
         if not isinstance(prompt, str):
             return EncodedPrompt(encode(prompt, self._tokenizer)[0])
-        self._check(prompt)
+        self._check(prompt, what)
         with self._lock:
             if not special:
                 return EncodedPrompt(self._bare(prompt), prompt)
             return EncodedPrompt(encode(prompt, self._tokenizer)[0], prompt)
 
     def chat(self, body: ChatRequest | TokenizeRequest) -> EncodedPrompt:
+        """A conversation, as the chat template writes it."""
         messages = with_known_roles([message.for_template() for message in body.messages or ()], self._tokenizer)
-        options, tools = body.template_options, body.template_tools
+        tools, controls = body.template_tools, self._controls
+        if controls is None or encodes_messages(self._tokenizer):
+            text = self._written(messages, tools, body)
+            with self._lock:
+                ids = apply_template(messages, self._tokenizer, tools, body.template_options, body.continued)
+            return EncodedPrompt(ids, text)
+        messages, tools, cut = controls.guard(messages, tools)
+        text = self._written(messages, tools, body)
+        with self._lock:
+            return EncodedPrompt(controls.encode(text, cut), text.replace(cut, "") if cut else text)
+
+    def _written(self, messages: list[Json], tools: list[Json] | None, body: ChatRequest | TokenizeRequest) -> str:
+        """The text of a conversation, in the first arrangement that the template takes, and says all of."""
         if not knows_tools(self._tokenizer):
             messages, tools = with_tools_as_text(messages, tools or ()), None
-        with self._lock:
-            text = rendered(messages, self._tokenizer, tools, options)
+        refusal: TemplateError | None = None
+        for each in arrangements(messages):
+            try:
+                with self._lock:
+                    text = rendered(each, self._tokenizer, tools, body.template_options, body.continued)
+            except TemplateError as error:
+                refusal = refusal or error
+                continue
+            if all(turn["content"].strip() in text for turn in each if turn["role"] == "system"):
+                break
+        else:
+            if refusal is not None:
+                raise refusal
         self._check(text)
-        with self._lock:
-            return EncodedPrompt(apply_template(messages, self._tokenizer, tools, text, options), text)
+        return text
 
     def decode(self, tokens: list[int]) -> str:
         """The text of tokens, special ones included."""
@@ -94,7 +133,7 @@ class PromptEncoder:
             raise ApiError(400, message, "unsupported", "suffix")
         if isinstance(prefix, str):
             self._check(prefix)
-        self._check(suffix)
+        self._check(suffix, "suffix")
         before, between, end = (known[mark] for mark in marks)
         with self._lock:
             first = [token for token in self._tokenizer("")["input_ids"] if token == self._tokenizer.bos_token_id]
@@ -104,7 +143,14 @@ class PromptEncoder:
     def _bare(self, text: str) -> list[int]:
         return [int(token) for token in self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
 
-    def _check(self, text: str) -> None:
+    def _cut(self, prompt: EncodedPrompt, body: GenerationBody) -> EncodedPrompt:
+        """A prompt without its beginning, if it is longer than wanted; -1 is what the model takes."""
+        most = self._positions if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
+        return (
+            prompt if most is None or len(prompt.ids) <= most else EncodedPrompt(prompt.ids[-most or len(prompt.ids) :])
+        )
+
+    def _check(self, text: str, what: str = "prompt") -> None:
         """Refuse a text by its beginning: to encode 8 MiB took 24 seconds and 2 GiB."""
         if self._positions is None:
             return
@@ -113,6 +159,6 @@ class PromptEncoder:
             with self._lock:
                 tokens = len(encode(text[:characters], self._tokenizer)[0])
             if tokens > EXCESS_TOKENS * self._positions:
-                message = f"the prompt has more than {tokens:,} tokens; the model takes {self._positions}"
-                raise ApiError(400, message, "context_length_exceeded")
+                message = f"the {what} has more than {tokens:,} tokens; the model takes {self._positions}"
+                raise ApiError(400, message, "context_length_exceeded", None if what == "prompt" else what)
             characters *= 2

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -372,6 +372,24 @@ def with_known_roles(messages: Sequence[Json], tokenizer: PreTrainedTokenizerBas
         else:
             turns.append({**message, "role": "system"})
     return turns
+
+
+def arrangements(messages: Sequence[Json]) -> Iterator[list[Json]]:
+    """A conversation, and what it may be for templates that refuse it: with all that the system says at its beginning;
+    then without a system, and with turns of users and of the assistant that take turns."""
+    yield list(messages)
+    said = "\n\n".join(turn["content"] for turn in messages if turn["role"] == "system")
+    others = [turn for turn in messages if turn["role"] != "system"]
+    if len(others) < len(messages):
+        yield [{"role": "system", "content": said}, *others]
+    joined: list[Json] = [{"role": "user", "content": said}] if said else []
+    for turn in others:
+        plain = turn.keys() == {"role", "content"} == (joined[-1].keys() if joined else None)
+        if joined and plain and turn["role"] == joined[-1]["role"]:
+            joined[-1] = {**turn, "content": f"{joined[-1]['content']}\n\n{turn['content']}"}
+        else:
+            joined.append(turn)
+    yield joined
 
 
 def with_tools_as_text(messages: Sequence[Json], tools: Sequence[Json]) -> list[Json]:
