@@ -5,8 +5,9 @@
 The other tenant reads one stream after the other, first alone and then beside the attacks, which come from a process of
 their own: floods of texts (n = 15 and 128), long texts that a schema spells out, characters that never end, schemas
 that are hard to compile, log-probabilities without measure, a namespace for each request, and bodies of the largest
-size: one long text, or hundreds of thousands of ids, fields, messages or tools. Writes JSON and Markdown. The last line printed is the result. Exit status 1 if the other tenant was refused
-once, or its 99th percentile of the time between chunks more than doubled.
+size: one long text, or hundreds of thousands of ids, fields, messages or tools. Writes JSON and Markdown. The last line
+printed is the result. Exit status 1 if the other tenant was refused once, or its 99th percentile of the time between
+chunks more than doubled.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class AnswerRow:
         logprobs = None if self.logprobs is None else self.logprobs.take(len(text), stop is None)
         if self.parser is None:
             return Delta(index, text, finish, logprobs, stop_string=stop)
-        rest = self.parser.feed(text, True)
+        rest = self.parser.feed(text, True, finish == "length")
         self._add(rest, parts)
         if finish == "stop" and self.parser.calls:
             finish = "tool_calls"
