@@ -59,7 +59,7 @@ ROWS: list[tuple[str, Json]] = [
     (MESSAGES, {"system": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]}),
     (MESSAGES, {"cache_control": {"type": "ephemeral"}}),
     (MESSAGES, {"tools": [{**PLAIN_TOOL, "cache_control": {"type": "ephemeral"}}]}),
-    (MESSAGES, {"speed": "fast", "inference_geo": "us", "thread": "t", "mcp_servers": []}),
+    (MESSAGES, {"speed": "fast", "inference_geo": "us", "thread": {"type": "create"}, "mcp_servers": []}),
     (MESSAGES, {"messages": [USER, {"role": "system", "content": "Be short."}, USER]}),
     (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}, PLAIN_TOOL]}),
     (MESSAGES, {"tool_choice": {"type": "auto", "name": None, "disable_parallel_tool_use": None}}),

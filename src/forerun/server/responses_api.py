@@ -65,6 +65,7 @@ class ReasoningOptions(StrictModel):
     summary: Any = None
     generate_summary: Any = None
     context: Any = None
+    mode: Any = None
 
 
 class ChosenFunction(FunctionName):
@@ -188,7 +189,7 @@ def _add_item(messages: list[Json], item: Json, where: str, notes: Notes) -> Non
 
 UNREADABLE_ITEMS = (
     "item_reference", "compaction", "compaction_summary", "context_compaction", "mcp_list_tools", "ghost_snapshot",
-    "mcp_approval_request", "mcp_approval_response", "tool_search_output",
+    "mcp_approval_request", "mcp_approval_response", "tool_search_output", "additional_tools", "compaction_trigger",
 )  # fmt: skip
 """Items that say nothing to a model here, as what they stand for is kept by OpenAI's servers."""
 

@@ -24,7 +24,7 @@ HINTS = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
         "prompt_cache_options", "verbosity", "client_metadata", "cache_control", "context_management", "speed",
-        "inference_geo", "thread", "betas", "include", "max_tool_calls", "priority", "request_id", "cache_salt",
+        "inference_geo", "betas", "billing_policy", "diagnostics", "fallbacks", "fallback_credit_token", "include", "max_tool_calls", "priority", "request_id", "cache_salt",
         "cache_prompt", "id_slot", "timings_per_token", "return_progress", "provider", "transforms", "route",
         "stream_obfuscation",
     }
@@ -38,7 +38,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,), "allowed_token_ids": ([],), "bad_words": ([],), "functions": ([],),
     "function_call": ("none", "auto"), "modalities": (["text"],), "documents": ([],), "mm_processor_kwargs": ({},),
     "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
-    "chat_template": (), "audio": (), "web_search_options": (), "container": (), "mcp_servers": ([],),
+    "thread": ({"type": "create"},), "compaction": (), "moderation": (), "chat_template": (), "audio": (), "web_search_options": (), "container": (), "mcp_servers": ([],),
     "previous_response_id": (), "conversation": (), "prompt": (), "background": (False,),
     "truncation": ("disabled", "auto"), "top_logprobs": (0,), "logprobs": (False,), "top_a": (0,), "typical_p": (1,),
     "tfs_z": (1,), "mirostat": (0,), "dry_multiplier": (0,), "xtc_probability": (0,), "no_repeat_ngram_size": (0,),
@@ -55,17 +55,18 @@ MESSAGE_HINTS = frozenset(
 """Fields of a turn that say nothing to the model; ``thinking_blocks`` are the reasoning once more, signed."""
 TEXT_FIELDS = {
     "text": "text", "input_text": "text", "output_text": "text", "reasoning_text": "text", "summary_text": "text",
-    "refusal": "refusal", "thinking": "thinking", "reasoning.text": "text", "reasoning.summary": "summary",
+    "refusal": "refusal", "thinking": "thinking", "compaction": "content", "reasoning.text": "text", "reasoning.summary": "summary",
 }  # fmt: skip
 """Parts of a content that are texts, and the field that has the text."""
 UNREADABLE = {
     "image": "a picture", "image_url": "a picture", "input_image": "a picture", "output_image": "a picture",
     "computer_screenshot": "a screenshot", "input_audio": "a recording", "audio": "a recording",
     "audio_url": "a recording", "video": "a video", "video_url": "a video", "input_video": "a video", "file": "a file",
-    "input_file": "a file", "container_upload": "a file",
+    "input_file": "a file", "container_upload": "a file", "mcp_tool_listing": "a list of tools",
+    "tool_addition": "a change of tools", "tool_removal": "a change of tools",
 }  # fmt: skip
 """Parts of a content that a text model cannot read, in words."""
-HIDDEN = ("redacted_thinking", "reasoning.encrypted", "encrypted_content")
+HIDDEN = ("redacted_thinking", "reasoning.encrypted", "encrypted_content", "fallback")
 """Parts that only their own server can read."""
 
 
@@ -125,7 +126,10 @@ def content_text(content: Any, where: str, notes: Notes) -> str:
     if not isinstance(content, list):
         raise ApiError(400, f"{where}: must be text, or a list of parts", "invalid_value", where)
     bounded(content, where, MAX_TURNS)
-    return "".join(_part_text(part, f"{where}.{number}", notes) for number, part in enumerate(content))
+    texts = [_part_text(part, f"{where}.{number}", notes) for number, part in enumerate(content)]
+    plain = [part["type"] in TEXT_FIELDS for part in content]
+    apart = [place > 0 and not (plain[place] and plain[place - 1]) for place in range(len(texts))]
+    return "".join(f"\n{text}" if own and text else text for text, own in zip(texts, apart, strict=True))
 
 
 def _part_text(part: Any, where: str, notes: Notes) -> str:
