@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from forerun.engine.result import GenerationInterrupted as GenerationInterrupted
     from forerun.engine.result import GenerationResult as GenerationResult
     from forerun.models.forward.gate import UnsupportedModelError as UnsupportedModelError
-    from forerun.models.text.grammar_limits import SchemaError as SchemaError
+    from forerun.models.text.schemas import SchemaError as SchemaError
     from forerun.models.text.requests import GenerationOptions as GenerationOptions
     from forerun.tensor_parallel.channel import ParallelError as ParallelError
 

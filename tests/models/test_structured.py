@@ -22,7 +22,7 @@ from forerun.core.sampling import Constraint
 from forerun.core.tree import DraftTree
 from forerun.engine.engine import Engine
 from forerun.models.text.grammar import KEPT_GRAMMARS, GrammarError, Grammars, _Walker
-from forerun.models.text.grammar_limits import SchemaError
+from forerun.models.text.schemas import SchemaError
 from forerun.models.text.token_bytes import TokenBytes
 from forerun.server.admission import SchedulerLimits
 

@@ -27,7 +27,7 @@ from forerun.core.json_counts import JsonCounts, count_json
 from forerun.core.request import Request
 from forerun.engine.engine import BUDGET, Engine
 from forerun.kv.full_cache import FullCache
-from forerun.models.text.grammar_limits import SchemaError
+from forerun.models.text.schemas import SchemaError
 from forerun.server import bodies, http_server, middleware
 from forerun.server.admission import SchedulerLimits
 from forerun.server.api_errors import ApiError

@@ -17,11 +17,11 @@ from forerun.engine.engine import Engine
 from forerun.engine.result import ends
 from forerun.models.forward.inputs import position_limit
 from forerun.models.text.grammar import grammar_source
-from forerun.models.text.grammar_limits import SchemaError
 from forerun.models.text.message_formats import message_format
 from forerun.models.text.message_parser import MessageParser
 from forerun.models.text.processors import OccurrencePenalties
 from forerun.models.text.prompts import has_template
+from forerun.models.text.schemas import SchemaError
 from forerun.models.text.token_bytes import TokenBytes
 from forerun.server.admission import QueueFullError, SchedulerLimits
 from forerun.server.answers import AnswerText, Echo, LogprobStreamer

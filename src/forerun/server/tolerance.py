@@ -24,9 +24,9 @@ HINTS = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
         "prompt_cache_options", "verbosity", "client_metadata", "cache_control", "context_management", "speed",
-        "inference_geo", "betas", "billing_policy", "diagnostics", "fallbacks", "fallback_credit_token", "include", "max_tool_calls", "priority", "request_id", "cache_salt",
-        "cache_prompt", "id_slot", "timings_per_token", "return_progress", "provider", "transforms", "route",
-        "stream_obfuscation",
+        "inference_geo", "betas", "billing_policy", "diagnostics", "fallbacks", "fallback_credit_token", "include",
+        "max_tool_calls", "priority", "request_id", "cache_salt", "cache_prompt", "id_slot", "timings_per_token",
+        "return_progress", "provider", "transforms", "route", "stream_obfuscation",
     }
 )  # fmt: skip
 """Fields of a request that are for somebody else, and change no text here. Any value is accepted, without effect."""
@@ -38,24 +38,26 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,), "allowed_token_ids": ([],), "bad_words": ([],), "functions": ([],),
     "function_call": ("none", "auto"), "modalities": (["text"],), "documents": ([],), "mm_processor_kwargs": ({},),
     "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
-    "thread": ({"type": "create"},), "compaction": (), "moderation": (), "chat_template": (), "audio": (), "web_search_options": (), "container": (), "mcp_servers": ([],),
-    "previous_response_id": (), "conversation": (), "prompt": (), "background": (False,),
-    "truncation": ("disabled", "auto"), "top_logprobs": (0,), "logprobs": (False,), "top_a": (0,), "typical_p": (1,),
-    "tfs_z": (1,), "mirostat": (0,), "dry_multiplier": (0,), "xtc_probability": (0,), "no_repeat_ngram_size": (0,),
-    "min_tokens": (0,), "ignore_eos": (False,), "n": (1,), "kv_transfer_params": (), "vllm_xargs": ({},),
-    "logit_bias": ({},), "stop": ([],), "frequency_penalty": (0,), "presence_penalty": (0,), "tool_resources": (),
+    "thread": ({"type": "create"},), "compaction": (), "moderation": (), "chat_template": (), "audio": (),
+    "web_search_options": (), "container": (), "mcp_servers": ([],), "previous_response_id": (), "conversation": (),
+    "prompt": (), "background": (False,), "truncation": ("disabled", "auto"), "top_logprobs": (0,),
+    "logprobs": (False,), "top_a": (0,), "typical_p": (1,), "tfs_z": (1,), "mirostat": (0,), "dry_multiplier": (0,),
+    "xtc_probability": (0,), "no_repeat_ngram_size": (0,), "min_tokens": (0,), "ignore_eos": (False,), "n": (1,),
+    "kv_transfer_params": (), "vllm_xargs": ({},), "logit_bias": ({},), "stop": ([],), "frequency_penalty": (0,),
+    "presence_penalty": (0,), "tool_resources": (),
 }  # fmt: skip
 """Missing features, and the values with which a request does not ask for them; null never does."""
 MESSAGE_HINTS = frozenset(
     {
         "id", "type", "status", "phase", "cache_control", "annotations", "provider_specific_fields", "logprobs",
-        "created_at", "thinking_blocks", "images", "stop_reason", "model",
+        "created_at", "thinking_blocks", "stop_reason", "model",
     }
 )  # fmt: skip
 """Fields of a turn that say nothing to the model; ``thinking_blocks`` are the reasoning once more, signed."""
 TEXT_FIELDS = {
     "text": "text", "input_text": "text", "output_text": "text", "reasoning_text": "text", "summary_text": "text",
-    "refusal": "refusal", "thinking": "thinking", "compaction": "content", "reasoning.text": "text", "reasoning.summary": "summary",
+    "refusal": "refusal", "thinking": "thinking", "compaction": "content", "reasoning.text": "text",
+    "reasoning.summary": "summary",
 }  # fmt: skip
 """Parts of a content that are texts, and the field that has the text."""
 UNREADABLE = {

@@ -25,7 +25,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from forerun.core.fairness import eviction, owner_of
 from forerun.core.sampling import Constraint
 from forerun.core.tree import IntArray
-from forerun.models.text.grammar_limits import SchemaError, check_lark, check_regex, checked_schema
+from forerun.models.text.grammar_limits import check_lark, check_regex, checked_schema
+from forerun.models.text.schemas import SchemaError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
