@@ -6,6 +6,7 @@ import gzip
 import json
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,6 +197,11 @@ def test_hints_and_neutral_values_change_nothing(server: LiveServer) -> None:
         answer = server.post({**BASES[TEXTS], **neutral}, TEXTS)
         assert answer.status_code == 200 and answer.json()["choices"] == wanted, answer.text
     assert not is_neutral("best_of", True) and not is_neutral("use_beam_search", 0)
+
+
+def test_the_docs_name_every_hint_and_every_missing_feature() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    assert not [name for name in (*HINTS, *NEUTRAL) if f"`{name}`" not in page]
 
 
 def test_what_was_left_out_is_said(server: LiveServer) -> None:

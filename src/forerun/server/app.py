@@ -170,6 +170,8 @@ async def _answer(
     tenant, number, deadline = state["tenant"], state["request_id"], service.deadline()
     form = kind(body, number)
     form.note(notes)
+    if notes:
+        log.info("of the request: %s", "; ".join(notes))
     watcher = asyncio.create_task(disconnected(request.receive))
     try:
         call = await service.call(asked, tenant, number, state["held"])

@@ -272,10 +272,8 @@ def function_tools(tools: Any, function: Callable[[Json], Json | None], notes: N
         if made is not None:
             kept.append(made)
         else:
-            name = tool.get("name") or tool.get("server_label") or tool["type"]
-            notes.add(
-                f"{where}.{number} ({str(name)[:64]}, of type {str(tool['type'])[:64]}) was left out: it runs elsewhere"
-            )
+            name = str(tool.get("name") or tool.get("server_label") or tool["type"])[:64]
+            notes.add(f"{where}.{number} ({name!r}, of type {tool['type'][:64]!r}) was left out: it runs elsewhere")
     return kept
 
 

@@ -221,10 +221,14 @@ class MessageParser:
 
     def feed(self, text: str, last: bool = False, cut: bool = False) -> MessageDelta:
         """The parts of new text; ``last`` when the message has ended, ``cut`` if it was as long as it may be."""
-        self._delta, self._cut = MessageDelta(), cut
+        self._delta, self._cut = MessageDelta(), False
         self._text += text
-        for event in self._events(text, last):
+        for event in self._events(lambda: self._parser.feed(text)):
             self._take(event)
+        if last:
+            self._cut = cut  # what has not ended by now
+            for event in self._events(lambda: self._parser.finalize()[1]):
+                self._take(event)
         if not self._readable:
             if not (cut and self._inside):
                 self._add_content(self._text[self._end :])
@@ -233,17 +237,14 @@ class MessageParser:
             self._delta.content += self._space
         return self._delta
 
-    def _events(self, text: str, last: bool) -> list[dict[str, Any]]:
-        events: list[dict[str, Any]] = []
+    def _events(self, parse: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
         if not self._readable:
-            return events
+            return []
         try:
-            events += self._parser.feed(text)
-            if last:
-                events += self._parser.finalize()[1]
+            return parse()
         except (ValueError, KeyError, TypeError):  # a region that the tokenizer's own template cannot read
             self._readable = False
-        return events
+            return []
 
     def _take(self, event: dict[str, Any]) -> None:
         name, kind = event["field"], event["type"]
@@ -301,9 +302,7 @@ class MessageParser:
             first = not self._head
             self._head += event["text"]
             if first and self._format.bare:
-                self._bare = (
-                    self._format.marks[0] not in self._text[self._region : self._text.find(event["text"], self._region)]
-                )
+                self._bare = not self._text[self._region :].lstrip().startswith(self._format.marks[0])
             if not self._bare:
                 self._read_call(event["text"], self._format)
         elif kind == "region_close":
@@ -322,6 +321,8 @@ class MessageParser:
         try:
             if self._bare:
                 return read_bare(self._head, [*self._names])
+            if self._cut:
+                return []
             if self._format.body == "tags":
                 name, _, rest = self._head.partition(">")
                 schema = self._schemas.get(name.strip(), {})
@@ -335,11 +336,10 @@ class MessageParser:
     def _is_cut_call(self) -> bool:
         """Whether the answer ended inside of a call, of which nothing can be passed on. An object without marks is one
         if it names a tool."""
-        if not self._cut or (self._format is not None and not self._head.strip() and self._bare):
-            return False
-        return not (self._bare or (self._format is not None and not self._format.marked)) or any(
-            re.match(rf'\s*\{{\s*"name"\s*:\s*{re.escape(json.dumps(name))}', self._head) for name in self._names
-        )
+        if self._bare or (self._format is not None and not self._format.marked):
+            begun = (rf'\s*\{{\s*"name"\s*:\s*{re.escape(json.dumps(name))}' for name in self._names)
+            return self._cut and any(re.match(each, self._head) for each in begun)
+        return self._cut
 
     def _read_call(self, text: str, form: CallFormat) -> None:
         if form.body == "named":
