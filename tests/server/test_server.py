@@ -264,7 +264,7 @@ def test_wrong_values_are_named(server: LiveServer, change: Json, param: str | N
     assert "TextEncodeInput" not in error["message"]
 
 
-@pytest.mark.parametrize("body", [b'{"model": ', b"[" * 50_000, b"\xff\xfe{}", b"[]", b"", b'{"n": NaN}', b"1" * 9_000])
+@pytest.mark.parametrize("body", [b'{"model": ', b"[" * 9_000, b"\xff\xfe{}", b"[]", b"", b'{"n": NaN}', b"1" * 9_000])
 def test_what_is_no_request_is_refused(server: LiveServer, body: bytes) -> None:
     answer = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert error_of(answer, 400)["type"] == "invalid_request_error"

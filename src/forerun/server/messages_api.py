@@ -14,7 +14,7 @@ from forerun.server.answers import Finish
 from forerun.server.api_errors import ApiError
 from forerun.server.replies import BlockFormat, compact, event
 from forerun.server.schema import Count, Objects, Stop, StrictModel, Text, TopK, TranslatedRequest, one_error
-from forerun.server.tolerance import MAX_TURNS, Notes, bounded, content_text, function_call, function_tools
+from forerun.server.tolerance import MAX_TURNS, Notes, bounded, content_text, function_call, function_tools, part_text
 
 STOP_REASONS: dict[Finish | None, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -117,7 +117,7 @@ def _turns(message: Json, where: str, notes: Notes) -> list[Json]:
         elif kind == "thinking":
             own["reasoning_content"] = own.get("reasoning_content", "") + str(block.get("thinking", ""))
         else:
-            own["content"] += content_text([block], inside, notes)
+            own["content"] += part_text(block, inside, notes)
     return [*turns, own] if own["content"] or len(own) > 2 or not turns else turns
 
 

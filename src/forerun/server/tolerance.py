@@ -128,13 +128,14 @@ def content_text(content: Any, where: str, notes: Notes) -> str:
     if not isinstance(content, list):
         raise ApiError(400, f"{where}: must be text, or a list of parts", "invalid_value", where)
     bounded(content, where, MAX_TURNS)
-    texts = [_part_text(part, f"{where}.{number}", notes) for number, part in enumerate(content)]
+    texts = [part_text(part, f"{where}.{number}", notes) for number, part in enumerate(content)]
     plain = [part["type"] in TEXT_FIELDS for part in content]
     apart = [place > 0 and not (plain[place] and plain[place - 1]) for place in range(len(texts))]
     return "".join(f"\n{text}" if own and text else text for text, own in zip(texts, apart, strict=True))
 
 
-def _part_text(part: Any, where: str, notes: Notes) -> str:
+def part_text(part: Any, where: str, notes: Notes) -> str:
+    """A part of a content as text; see ``content_text``."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in TEXT_FIELDS:
         text = part.get(TEXT_FIELDS[kind])

@@ -486,7 +486,7 @@ def _keepable(tool: Json) -> Json:
     try:
         usable_schema(tool["function"].get("parameters"))
         return tool
-    except (SchemaError, RecursionError):
+    except SchemaError:
         return {
             **tool,
             "function": {**tool["function"], "parameters": {"type": "object", "additionalProperties": True}},

@@ -41,7 +41,10 @@ def usable_schema(schema: Any, where: str = "schema") -> Any:
     Raises:
         SchemaError: for a keyword that cannot be kept to; it names the place and the keyword.
     """
-    return _Usable(schema if isinstance(schema, Mapping) else {}).of(schema, where)
+    try:
+        return _Usable(schema if isinstance(schema, Mapping) else {}).of(schema, where)
+    except RecursionError:
+        raise SchemaError(f"{where.split('.')[0]}: it is nested too deeply") from None
 
 
 class _Usable:
