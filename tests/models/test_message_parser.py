@@ -210,7 +210,7 @@ MESSAGES: dict[str, tuple[Any, Any, str, str, tuple[str, str, Calls]]] = {
         None,
         "<function=add>\n<parameter=a>\n1\n</function>\nand so",
         "",
-        ("\nand so", "", [ADD]),
+        ("and so", "", [ADD]),
     ),
     "coder, ends that are missing": (
         CODER,
@@ -271,7 +271,7 @@ MESSAGES: dict[str, tuple[Any, Any, str, str, tuple[str, str, Calls]]] = {
         None,
         '<|tool_call_start|>[get_weather(city="Rome", days=3), add(a=1)]<|tool_call_end|>Wait.',
         "",
-        ("\nWait.", "", [ROME, ADD]),
+        ("Wait.", "", [ROME, ADD]),
     ),
     "lfm2, python's and json's words": (
         LFM2,

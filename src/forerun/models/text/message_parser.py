@@ -215,7 +215,7 @@ class MessageParser:
         self._at_start = begins_thinking
         self._scanner: ObjectScanner | None = None
         self._value: ValueScanner | None = None
-        self._inside = self._bare = False  # of a call, and of one without marks
+        self._inside = self._bare = self._behind = False  # of a call, of one without marks, and behind its arguments
         self._head = ""
         self._calls_before = self._region = 0
 
@@ -230,7 +230,9 @@ class MessageParser:
             for event in self._events(lambda: self._parser.finalize()[1]):
                 self._take(event)
         if not self._readable:
-            if not (cut and self._inside):
+            if cut and self._inside:
+                self._space = ""
+            else:
                 self._add_content(self._text[self._end :])
             self._end = len(self._text)
         if last and not self.calls:
@@ -297,7 +299,7 @@ class MessageParser:
             self._calls_before, self._head, self._region, self._inside = self.calls, "", self._end, True
             any_name = self._format is None or self._format.marked
             self._scanner = ObjectScanner(self._begin, self._add, None if any_name else self._names)
-            self._value, self._bare = None, False
+            self._value, self._bare, self._behind = None, False, False
         elif kind == "region_chunk" and self._format is not None:
             first = not self._head
             self._head += event["text"]
@@ -309,7 +311,9 @@ class MessageParser:
             self._inside = False
             for name, arguments in self._whole_calls(event["value"]):
                 self._take_whole({"name": name, "arguments": arguments})
-            if self.calls == self._calls_before and not self._is_cut_call():
+            if self.calls == self._calls_before and self._is_cut_call():
+                self._space = ""
+            elif self.calls == self._calls_before:
                 self._add_content(self._text[self._region : self._end])
             self._at_start |= self.calls > self._calls_before
 
@@ -363,8 +367,9 @@ class MessageParser:
         assert self._value is not None
         inside, behind = self._value.feed(text)
         self._add(inside)
-        if behind.strip() and "close" not in form.field:
-            self._at_start = True
+        if "close" not in form.field and (self._behind or behind.strip()):
+            self._at_start |= not self._behind
+            self._behind = True
             self._add_content(behind)
 
     def _take_whole(self, function: Any) -> None:
