@@ -104,6 +104,7 @@ class GuardMiddleware:
         self._app, self._keys, self._limit, self._open = app, keys, body_limit, frozenset(open_addresses)
         self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
         self._origins = frozenset(origins)
+        check_parts(b" " * 2 * SMALL_BYTES, body_limit)  # compiles it, which nobody's body should wait for
         self._share = FairShare(BODIES_IN_MEMORY * body_limit, len(keys.tenants), KEPT_BODIES * body_limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
