@@ -309,6 +309,13 @@ MESSAGES: dict[str, tuple[Any, Any, str, str, tuple[str, str, Calls]]] = {
         ("", "", [ROME]),
     ),
     "mistral, a text behind the call": (MISTRAL, None, '[TOOL_CALLS]add[ARGS]{"a": 1} Wait.', "", ("Wait.", "", [ADD])),
+    "old mistral, a text behind the calls": (
+        OLD_MISTRAL,
+        None,
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}] Wait, [so].',
+        "",
+        ("Wait, [so].", "", [ADD]),
+    ),
     "deepseek 3.1, arguments as a text of JSON": (
         DEEPSEEK_31,
         None,

@@ -21,6 +21,8 @@ from forerun.models.text.message_formats import CallFormat, MessageFormat, with_
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 ARGUMENT_KEYS = ("arguments", "parameters")
+SEPARATORS = " \n\r\t[];,"
+"""Between the objects of calls and around them, where no mark ends them."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class ObjectScanner:
         self._string: str | None = None
         self._word = self._key = self._object = self._early = ""
         self._name: str | None = None
+        self.outside = ""
+        """What stands between the objects and behind them."""
 
     def feed(self, text: str) -> None:
         """Read on.
@@ -70,6 +74,8 @@ class ObjectScanner:
         for character in text:
             if self._depth or character == "{":
                 self._object += character
+            else:
+                self.outside += character
             was_inside = self._inside
             self._read(character)
             if was_inside or self._inside:
@@ -315,6 +321,9 @@ class MessageParser:
                 self._space = ""
             elif self.calls == self._calls_before:
                 self._add_content(self._text[self._region : self._end])
+            elif self._format is not None and self._scanner is not None and "close" not in self._format.field:
+                self._at_start = True
+                self._add_content(self._scanner.outside.strip(SEPARATORS))
             self._at_start |= self.calls > self._calls_before
 
     def _whole_calls(self, value: Any) -> Calls:
