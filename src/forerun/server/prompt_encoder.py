@@ -89,35 +89,40 @@ class PromptEncoder:
         """A conversation, as the chat template writes it."""
         messages = with_known_roles([message.for_template() for message in body.messages or ()], self._tokenizer)
         tools, controls = body.template_tools, self._controls
-        if controls is None or encodes_messages(self._tokenizer):
-            text = self._written(messages, tools, body)
-            with self._lock:
-                ids = apply_template(messages, self._tokenizer, tools, body.template_options, body.continued)
-            return EncodedPrompt(ids, text)
-        messages, tools, cut = controls.guard(messages, tools)
-        text = self._written(messages, tools, body)
-        with self._lock:
-            return EncodedPrompt(controls.encode(text, cut), text.replace(cut, "") if cut else text)
-
-    def _written(self, messages: list[Json], tools: list[Json] | None, body: ChatRequest | TokenizeRequest) -> str:
-        """The text of a conversation, in the first arrangement that the template takes, and says all of."""
+        if controls is not None and encodes_messages(self._tokenizer):
+            controls = None
+        cut = None
+        if controls is not None:
+            messages, tools, cut = controls.guard(messages, tools)
         if not knows_tools(self._tokenizer):
             messages, tools = with_tools_as_text(messages, tools or ()), None
+        turns, text = self._written(messages, tools, body)
+        self._check(text)
+        with self._lock:
+            if controls is not None:
+                return EncodedPrompt(controls.encode(text, cut), text.replace(cut, "") if cut else text)
+            ids = apply_template(turns, self._tokenizer, tools, body.template_options, body.continued)
+            return EncodedPrompt(ids, text)
+
+    def _written(
+        self, messages: list[Json], tools: list[Json] | None, body: ChatRequest | TokenizeRequest
+    ) -> tuple[list[Json], str]:
+        """A conversation in the first arrangement that the template takes and says all of, and its text."""
+        written: list[tuple[list[Json], str]] = []
         refusal: TemplateError | None = None
-        for each in arrangements(messages):
+        for turns in arrangements(messages):
             try:
                 with self._lock:
-                    text = rendered(each, self._tokenizer, tools, body.template_options, body.continued)
+                    text = rendered(turns, self._tokenizer, tools, body.template_options, body.continued)
             except TemplateError as error:
                 refusal = refusal or error
                 continue
-            if all(turn["content"].strip() in text for turn in each if turn["role"] == "system"):
-                break
-        else:
-            if refusal is not None:
-                raise refusal
-        self._check(text)
-        return text
+            written.append((turns, text))
+            if all(turn["content"].strip() in text for turn in turns if turn["role"] == "system"):
+                return turns, text
+        if refusal is not None and not written:
+            raise refusal
+        return written[0]
 
     def decode(self, tokens: list[int]) -> str:
         """The text of tokens, special ones included."""
