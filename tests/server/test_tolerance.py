@@ -347,6 +347,9 @@ def test_anthropics_errors_have_its_shape(server: LiveServer) -> None:
     assert answer.json()["error"]["type"] == "invalid_request_error"
     assert answer.headers["request-id"] == answer.headers["x-request-id"]
     assert server.post({**BASES[MESSAGES], "model": "x"}, MESSAGES).json()["error"]["type"] == "not_found_error"
+    thread = {"type": "continue", "previous_message_id": "msg_1"}
+    answer = server.post({**BASES[MESSAGES], "thread": thread}, MESSAGES)
+    assert answer.json()["error"]["details"] == {"error_code": "thread_not_found"}
     assert "request-id" not in server.post({**BASES[CHATS], "n": 0}, CHATS).headers
 
 

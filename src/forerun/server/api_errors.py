@@ -52,9 +52,9 @@ class ApiError(Exception):
 
     @property
     def anthropic_body(self) -> dict[str, Any]:
-        """In Anthropic's shape."""
+        """In Anthropic's shape; its client looks for the code where a conversation is kept elsewhere."""
         kind = ANTHROPIC_ERRORS.get(self.status, "api_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        return {"type": "error", "error": {"type": kind, "message": self.message, "details": {"error_code": self.code}}}
 
     def response(self, path: str = "") -> Response:
         """For HTTP, in the shape of the API at an address. It is ASCII, so no text of a client can break it."""

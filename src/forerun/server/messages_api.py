@@ -51,8 +51,12 @@ class MessagesRequest(TranslatedRequest):
     thinking: Any = None
     output_config: OutputOptions | None = None
     output_format: dict[str, Any] | None = None
+    thread: Any = None
 
     def _chat_fields(self, notes: Notes) -> Json:
+        if isinstance(self.thread, dict) and self.thread.get("type") != "create":
+            message = "thread: no conversation is kept here; send the whole of it"
+            raise ApiError(404, message, "thread_not_found", "thread")  # for which Anthropic's client does so
         choice, output = self.tool_choice or ToolChoiceOptions(type="auto"), self.output_config or OutputOptions()
         named = {"type": "function", "function": {"name": choice.name}}
         words = {"auto": "auto", "any": "required", "none": "none", "tool": named}
