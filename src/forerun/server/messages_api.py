@@ -27,7 +27,7 @@ class ToolChoiceOptions(StrictModel):
     disable_parallel_tool_use: bool = False
 
 
-class OutputOptions(StrictModel):
+class OutputConfig(StrictModel):
     """How the answer looks; ``effort`` goes to the chat template."""
 
     format: dict[str, Any] | None = None
@@ -49,7 +49,7 @@ class MessagesRequest(TranslatedRequest):
     top_k: TopK | None = None
     tool_choice: ToolChoiceOptions | None = None
     thinking: Any = None
-    output_config: OutputOptions | None = None
+    output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None
     thread: Any = None
 
@@ -57,7 +57,7 @@ class MessagesRequest(TranslatedRequest):
         if isinstance(self.thread, dict) and self.thread.get("type") != "create":
             message = "thread: no conversation is kept here; send the whole of it"
             raise ApiError(404, message, "thread_not_found", "thread")  # for which Anthropic's client does so
-        choice, output = self.tool_choice or ToolChoiceOptions(type="auto"), self.output_config or OutputOptions()
+        choice, output = self.tool_choice or ToolChoiceOptions(type="auto"), self.output_config or OutputConfig()
         named = {"type": "function", "function": {"name": choice.name}}
         words = {"auto": "auto", "any": "required", "none": "none", "tool": named}
         system = [{"role": "system", "content": content_text(self.system, "system", notes)}] if self.system else []

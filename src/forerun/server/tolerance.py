@@ -54,7 +54,7 @@ MESSAGE_HINTS = frozenset(
     }
 )  # fmt: skip
 """Fields of a turn that say nothing to the model; ``thinking_blocks`` are the reasoning once more, signed."""
-TEXT_FIELDS = {
+READABLE = {
     "text": "text", "input_text": "text", "output_text": "text", "reasoning_text": "text", "summary_text": "text",
     "refusal": "refusal", "thinking": "thinking", "compaction": "content", "reasoning.text": "text",
     "reasoning.summary": "summary",
@@ -129,7 +129,7 @@ def content_text(content: Any, where: str, notes: Notes) -> str:
         raise ApiError(400, f"{where}: must be text, or a list of parts", "invalid_value", where)
     bounded(content, where, MAX_TURNS)
     texts = [part_text(part, f"{where}.{number}", notes) for number, part in enumerate(content)]
-    plain = [part["type"] in TEXT_FIELDS for part in content]
+    plain = [part["type"] in READABLE for part in content]
     apart = [place > 0 and not (plain[place] and plain[place - 1]) for place in range(len(texts))]
     return "".join(f"\n{text}" if own and text else text for text, own in zip(texts, apart, strict=True))
 
@@ -137,10 +137,10 @@ def content_text(content: Any, where: str, notes: Notes) -> str:
 def part_text(part: Any, where: str, notes: Notes) -> str:
     """A part of a content as text; see ``content_text``."""
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind in TEXT_FIELDS:
-        text = part.get(TEXT_FIELDS[kind])
+    if kind in READABLE:
+        text = part.get(READABLE[kind])
         if not isinstance(text, str):
-            raise ApiError(400, f"{where}: {TEXT_FIELDS[kind]} must be text", "invalid_value", where)
+            raise ApiError(400, f"{where}: {READABLE[kind]} must be text", "invalid_value", where)
         return text
     if kind in HIDDEN:
         return ""
@@ -150,7 +150,7 @@ def part_text(part: Any, where: str, notes: Notes) -> str:
         return _SPECIAL_PARTS[kind](part, where, notes)
     if isinstance(kind, str) and kind.endswith("_tool_result"):
         return left_out(f"a result of {kind.removesuffix('_tool_result')}", "", notes)
-    types = ", ".join((*list(TEXT_FIELDS)[:3], "image", "document", "search_result"))
+    types = ", ".join((*list(READABLE)[:3], "image", "document", "search_result"))
     message = f"{where}: must be text, or a part of a type that is known, such as {types}"
     raise ApiError(400, message, "invalid_value", where)
 
