@@ -157,8 +157,8 @@ class PromptEncoder:
         )
 
     def _check(self, text: str, what: str = "prompt") -> None:
-        """Refuse a text by its beginning, which is counted piece by piece, so that others have their turn: to encode all of
-        8 MiB took 24 seconds and 2 GiB."""
+        """Refuse a text by its beginning, which is counted piece by piece, so that others have their turn. To encode all
+        of 8 MiB took 24 seconds and 2 GiB."""
         if self._positions is None or len(text) <= FIRST_LOOK_CHARACTERS * self._positions:
             return
         tokens = 0
