@@ -263,7 +263,7 @@ def function_tools(tools: Any, function: Callable[[Json], Json | None], notes: N
         where: the field that has them.
 
     Raises:
-        ApiError: for too many.
+        ApiError: for too many, or one without a type.
     """
     if not isinstance(bounded(tools, where, MAX_TOOLS), list):
         return tools
@@ -272,6 +272,8 @@ def function_tools(tools: Any, function: Callable[[Json], Json | None], notes: N
         made = function(tool) if isinstance(tool, dict) else tool
         if made is not None:
             kept.append(made)
+        elif not isinstance(tool.get("type"), str):
+            raise ApiError(400, f"{where}.{number}: a tool needs a type", "invalid_value", f"{where}.{number}")
         else:
             name = str(tool.get("name") or tool.get("server_label") or tool["type"])[:64]
             notes.add(f"{where}.{number} ({name!r}, of type {tool['type'][:64]!r}) was left out: it runs elsewhere")
