@@ -4,9 +4,10 @@
 
 The other tenant reads one stream after the other, first alone and then beside the attacks, which come from a process of
 their own: floods of texts (n = 15 and 128), long texts that a schema spells out, characters that never end, schemas
-that are hard to compile, bodies of the largest size, log-probabilities without measure, and a namespace for each
-request. Writes JSON and Markdown. The last line printed is the result. Exit status 1 if the other tenant was refused
-once, or its 99th percentile of the time between chunks more than doubled.
+that are hard to compile, log-probabilities without measure, a namespace for each request, and bodies of the largest
+size: one long text, or hundreds of thousands of ids, fields, messages or tools. Writes JSON and Markdown. The last line
+printed is the result. Exit status 1 if the other tenant was refused once, or its 99th percentile of the time between
+chunks more than doubled.
 """
 
 from __future__ import annotations
@@ -35,8 +36,6 @@ from forerun.cli.options import DebugOptions
 Json = dict[str, Any]
 QUIET_KEY, ATTACKING_KEY = "key-of-the-quiet", "key-of-the-attacker"
 OPTIONS = ("--api-key", QUIET_KEY, "--api-key", ATTACKING_KEY, "--kv-memory", "1GiB")
-ATTACKERS = 12
-"""Requests of the attacker at once."""
 MAX_RATIO = 2.0
 STREAM_TOKENS = 96
 
@@ -52,6 +51,31 @@ def _slow(patterns: int) -> Json:
     return _schema({"allOf": [{"pattern": f"[a-z]{{{i}}}.*x"} for i in range(patterns)]})
 
 
+def _repeated(field: str, entry: str, size: int = (8 << 20) - 300) -> bytes:
+    """A body of the largest size, whose field has one entry again and again."""
+    return f'{{"model":"bundled","max_tokens":4,"{field}":[{",".join([entry] * (size // (len(entry) + 1)))}]}}'.encode()
+
+
+def _unknown_fields() -> bytes:
+    return ('{"model":"bundled","prompt":"x"' + "".join(f',"x{i}":1' for i in range(700_000)) + "}").encode()
+
+
+def _many_tools() -> bytes:
+    tool = '{"type":"function","function":{"name":"f","parameters":{"type":"object"}}}'
+    return _repeated("tools", tool).replace(
+        b'"max_tokens"', b'"messages":[{"role":"user","content":"Hi"}],"max_tokens"'
+    )
+
+
+LARGE: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "ids": ("/detokenize", lambda: _repeated("tokens", "5", 7_000_000).replace(b'"max_tokens":4,', b"")),
+    "fields": ("/v1/completions", _unknown_fields),
+    "messages": ("/v1/chat/completions", lambda: _repeated("messages", '{"role":"user","content":""}', 7_000_000)),
+    "blocks": ("/v1/messages", lambda: _repeated("messages", '{"role":"user","content":[{"type":"text","text":"a"}]}')),
+    "tools": ("/v1/chat/completions", _many_tools),
+    "long text": ("/v1/completions", lambda: b'{"model":"bundled","prompt":"' + b"word " * 1_600_000 + b'"}'),
+}  # fmt: skip
+"""Addresses and bodies that are costly to read, by the kind of the attack."""
 ATTACKS: dict[str, Callable[[random.Random], Json]] = {
     "many texts": lambda chance: {"prompt": "Once", "n": chance.choice((15, 128)), "max_tokens": 4096},
     "forced text": lambda chance: _schema({"const": "a" * chance.choice((1900, 60_000))}, n=15, max_tokens=4096),
@@ -72,7 +96,10 @@ class AttackOptions(DebugOptions):
     """Two tenants, of whom one attacks: is the other one served as before?"""
 
     seconds: Annotated[float, typer.Option(help="Of the attacks; a third of it before them.")] = 300.0
-    attacks: Annotated[str, typer.Option(help="Which, with commas between; all by default.")] = ",".join(ATTACKS)
+    attacks: Annotated[str, typer.Option(help="Which, with commas between; all by default.")] = ",".join(
+        (*ATTACKS, *LARGE)
+    )
+    attackers: Annotated[int, typer.Option(help="Requests of the attacker at once.")] = 12
     seed: Annotated[int, typer.Option(help="Of the attacks.")] = 0
     out: Annotated[Path, typer.Option(help="The results without their suffixes.")] = Path("runs/attack")
 
@@ -86,7 +113,7 @@ def run(options: AttackOptions) -> None:
         alone = asyncio.run(_read(served.port, options.seconds / 3, "alone"))
         context = multiprocessing.get_context("spawn")
         counts = context.Queue()
-        attacker = context.Process(target=_attack, args=(served.port, names, options.seconds, options.seed, counts))
+        attacker = context.Process(target=_attack, args=(served.port, names, options, counts))
         attacker.start()
         beside = asyncio.run(_read(served.port, options.seconds, "beside"))
         attacked = counts.get(timeout=options.seconds + 120)
@@ -115,12 +142,15 @@ def summary(alone: Json, beside: Json, attacked: dict[str, dict[str, int]]) -> J
 
 def markdown(result: Json) -> str:
     """The figures as tables."""
-    lines = ["| | streams | p50 between chunks | p99 | p99 to the first | answers |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| | streams | chunks | p50 between chunks | p99 | longest | p50 to the first | p99 | answers |",
+        "|---" * 9 + "|",
+    ]
     for name in ("alone", "beside"):
         row = result[name]
-        times = [row["p50_between_chunks"], row["p99_between_chunks"], row["p99_first"]]
-        shown = ["–" if each is None else f"{1000 * each:.0f} ms" for each in times]
-        lines.append(f"| {name} | {row['streams']} | {' | '.join(shown)} | {row['statuses']} |")
+        names = ("p50_between_chunks", "p99_between_chunks", "longest_gap", "p50_first", "p99_first")
+        shown = ["–" if row[each] is None else f"{1000 * row[each]:.0f} ms" for each in names]
+        lines.append(f"| {name} | {row['streams']} | {row['chunks']} | {' | '.join(shown)} | {row['statuses']} |")
     ratio = "–" if result["ratio_p99"] is None else f"{result['ratio_p99']:.2f}"
     lines += ["", f"p99 beside the attacks / alone: {ratio}. Faults: {'; '.join(result['faults']) or 'none'}.", ""]
     lines += ["| attack | answers |", "|---|---|"]
@@ -135,6 +165,9 @@ def _figures(phase: Json) -> Json:
         "statuses": phase["statuses"],
         "p50_between_chunks": percentile(gaps, 50),
         "p99_between_chunks": percentile(gaps, 99),
+        "chunks": len(gaps) + len(first),
+        "longest_gap": max(gaps, default=None),
+        "p50_first": percentile(first, 50),
         "p99_first": percentile(first, 99),
     }
 
@@ -167,29 +200,37 @@ async def _read(port: int, seconds: float, namespace: str) -> Json:
     return {"gaps": gaps, "first": first, "statuses": dict(statuses)}
 
 
-def _attack(port: int, names: list[str], seconds: float, seed: int, counts: Any) -> None:
+def _attack(port: int, names: list[str], options: AttackOptions, counts: Any) -> None:
     """In a process of its own, with the lowest priority: a real attacker does not take this computer's processors."""
     if hasattr(os, "nice"):
         os.nice(19)
-    counts.put(asyncio.run(_flood(port, names, seconds, seed)))
+    large = {name: (LARGE[name][0], LARGE[name][1]()) for name in names if name in LARGE}
+    counts.put(asyncio.run(_flood(port, names, large, options)))
 
 
-async def _flood(port: int, names: list[str], seconds: float, seed: int) -> dict[str, dict[str, int]]:
-    until, statuses = time.perf_counter() + seconds, {name: Counter[str]() for name in names}
+def _drawn(name: str, chance: random.Random) -> tuple[str, bytes]:
+    body = {"model": "bundled", "max_tokens": 64, **ATTACKS[name](chance)}
+    return "/v1/chat/completions" if "messages" in body else "/v1/completions", json.dumps(body).encode()
+
+
+async def _flood(
+    port: int, names: list[str], large: dict[str, tuple[str, bytes]], options: AttackOptions
+) -> dict[str, dict[str, int]]:
+    until, statuses = time.perf_counter() + options.seconds, {name: Counter[str]() for name in names}
 
     async def one(number: int) -> None:
-        chance = random.Random(seed + number)
+        chance = random.Random(options.seed + number)
         async with connect(port, ATTACKING_KEY) as client:
             while (left := until - time.perf_counter()) > 0:
                 name = chance.choice(names)
-                body = {"model": "bundled", "max_tokens": 64, **ATTACKS[name](chance)}
-                address = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+                address, content = large.get(name) or _drawn(name, chance)
+                told = {"content": content, "headers": {"content-type": "application/json"}}
                 try:
-                    answer = await client.post(address, json=body, timeout=max(1.0, min(left, chance.uniform(1, 8))))
+                    answer = await client.post(address, timeout=max(1.0, min(left, chance.uniform(1, 8))), **told)
                     statuses[name][str(answer.status_code)] += 1
                 except httpx.HTTPError as error:
                     statuses[name][type(error).__name__] += 1
                     await asyncio.sleep(0.05)
 
-    await asyncio.gather(*map(one, range(ATTACKERS)))
+    await asyncio.gather(*map(one, range(options.attackers)))
     return {name: dict(counted) for name, counted in statuses.items()}

@@ -262,6 +262,12 @@ class RequestFuzzer:
             "n": lambda: self._random.choice((1, 1, 2, 3, 128)),
             "stop": lambda: self._random.choice(("e", ["a", "\n"], "long " * 2000, ["e" * 100_000])),
             "response_format": self._format,
+            "messages": lambda: self._random.choice(([{"role": "user", "content": "Hi"}], self._value(schema))),
+            "min_tokens": lambda: self._random.choice((0, 0, 1)),
+            "stop_token_ids": lambda: self._random.choice(([], [5], [10**6])),
+            "continue_final_message": lambda: self._random.choice((None, False, True)),
+            "add_generation_prompt": lambda: self._random.choice((None, True, False)),
+            "output_format": lambda: None,
             "forerun": lambda: {
                 "namespace": self._random.choice(("a", "b", "c", f"n{self._random.randrange(10**6)}")),
                 "budget": self._random.choice((0, 4, 64)),

@@ -1,7 +1,7 @@
 """Clients that nobody here wrote, against a running server: each row of the table in docs/serving.md.
 
     forerun serve --model FOLDER --port 20500
-    pip install openai openai-agents langchain-openai litellm anthropic   # in an environment of its own
+    pip install openai openai-agents langchain-openai litellm anthropic instructor   # in an environment of its own
     python benchmarks/server/real_clients.py --url http://127.0.0.1:20500/v1
 
 A row whose client is not installed is skipped, and says so. The status is the number of rows that failed. Answers may
@@ -367,6 +367,106 @@ def _messages_errors(url: str, model: str) -> None:
             assert error.message
         else:
             raise AssertionError(f"{wrong}: nothing was refused")
+
+
+@row("anthropic", "messages.parse by a schema, and an answer as long as fits")
+def _messages_parse(url: str, model: str) -> None:
+    from pydantic import BaseModel, Field
+
+    class Age(BaseModel):
+        age: int = Field(ge=0, le=120)
+
+    client = anthropic_client(url)
+    parsed = client.messages.parse(model=model, messages=MESSAGES, max_tokens=32_000, output_format=Age)
+    assert isinstance(parsed.parsed_output, Age)
+
+
+@row("anthropic", "a loop with a tool (beta.messages.tool_runner)")
+def _tool_runner(url: str, model: str) -> None:
+    import anthropic
+
+    calls: list[str] = []
+
+    @anthropic.beta_tool
+    def clock() -> str:
+        """The time."""
+        calls.append("clock")
+        return "noon"
+
+    runner = anthropic_client(url).beta.messages.tool_runner(
+        model=model,
+        max_tokens=100,
+        messages=MESSAGES,
+        tools=[clock],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+        max_iterations=2,
+    )
+    assert [message.stop_reason for message in runner] == ["tool_use"] * 2 and calls
+
+
+@row("anthropic", "what agents send: cached parts, pictures, results of searches, hosted tools, thinking")
+def _messages_agents(url: str, model: str) -> None:
+    cached = {"type": "ephemeral"}
+    hosted: Any = {"type": "web_search_20250305", "name": "web_search"}
+    own: Any = {"name": "get_weather", "input_schema": PARAMETERS, "cache_control": cached}
+    picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "eA=="}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [picture], "cache_control": cached}
+    call = {"type": "tool_use", "id": "t", "name": "get_weather", "input": {"city": "Rome", "days": 1}}
+    hidden = {"type": "redacted_thinking", "data": "x"}
+    turns: Any = [*MESSAGES, {"role": "assistant", "content": [hidden, call]}, {"role": "user", "content": [result]}]
+    answer = anthropic_client(url).beta.messages.create(
+        model=model, max_tokens=8, messages=turns, tools=[own, hosted], betas=["context-management-2025-06-27"],
+        context_management={"edits": []}, thinking={"type": "enabled", "budget_tokens": 1024}, mcp_servers=[],
+        output_config={"effort": "low"},
+    )  # fmt: skip
+    assert answer.content and len(answer.model_dump()["warnings"]) == 2
+
+
+@row("openai", "what Codex sends: a custom tool, hosted ones, their items, efforts")
+def _responses_agents(url: str, model: str) -> None:
+    create = openai_client(url).responses.create
+    tools: Any = [{"type": "custom", "name": "apply_patch"}, {"type": "web_search"}, {"type": "local_shell"}]
+    items: Any = [
+        *MESSAGES,
+        {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "*** Begin Patch"},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "done"},
+        {"type": "web_search_call", "id": "w", "status": "completed", "action": {"type": "search", "query": "x"}},
+        {
+            "role": "user",
+            "content": [{"type": "input_text", "text": "And?"}, {"type": "input_image", "image_url": "x"}],
+        },
+    ]
+    fields: Any = {"model": model, "input": items, "tools": tools, "max_output_tokens": 60}
+    fields |= {"reasoning": {"effort": "xhigh", "summary": "auto"}, "include": ["reasoning.encrypted_content"]}
+    assert create(**fields).metadata
+    (call,) = create(**fields, tool_choice={"type": "custom", "name": "apply_patch"}).output
+    assert call.type == "custom_tool_call" and isinstance(call.input, str)
+
+
+@row("openai", "histories with reasoning, no content and a last turn to go on with; what load tools ask")
+def _histories(url: str, model: str) -> None:
+    client = openai_client(url)
+    turns: Any = [*MESSAGES, {"role": "assistant", "content": None, "reasoning": "Hm."}, *MESSAGES]
+    asked: Any = {"model": model, "max_tokens": 4, "extra_body": {"ignore_eos": True, "min_tokens": 4, "best_of": 1}}
+    answer = client.chat.completions.create(messages=turns, **asked)
+    assert answer.usage.completion_tokens == 4
+    assert answer.usage.completion_tokens_details.accepted_prediction_tokens is not None
+    turns.append({"role": "assistant", "content": "It is"})
+    assert client.chat.completions.create(messages=turns, **asked).choices[0].message.content
+
+
+@row("instructor", "structured output by a tool")
+def _instructor(url: str, model: str) -> None:
+    import instructor
+    from pydantic import BaseModel, Field
+
+    class Age(BaseModel):
+        """An age."""
+
+        age: int = Field(ge=0, le=120)
+
+    client = instructor.from_openai(openai_client(url), mode=instructor.Mode.TOOLS)
+    assert client.chat.completions.create(model=model, messages=MESSAGES, response_model=Age, max_retries=0)
 
 
 def run(url: str, model: str, only: str | None = None) -> int:

@@ -20,8 +20,8 @@ RESPONSE_ENDS = ("response.completed", "response.incomplete", "error")
 """Types of the events that end a stream of ``/v1/responses``."""
 SERVER_FAULTS = ("failed", "closing", "kv_memory_failed")
 """Codes of errors that are the server's."""
-FIELDS = {"message", "type", "param", "code"}
-"""Of an error in OpenAI's shape."""
+FIELDS = ({"message", "type", "param", "code"}, {"message", "type", "details"})
+"""Of an error in OpenAI's shape, and in Anthropic's."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _shape(body: bytes) -> str | None:
         error = json.loads(body)["error"]
     except (ValueError, KeyError, TypeError):
         return f"no error in OpenAI's shape: {body[:100]!r}"
-    fit = isinstance(error, dict) and set(error) == FIELDS and isinstance(error["message"], str) and error["message"]
+    fit = isinstance(error, dict) and set(error) in FIELDS and isinstance(error["message"], str) and error["message"]
     return None if fit else f"no error in OpenAI's shape: {body[:100]!r}"
 
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from forerun.engine.result import GenerationResult as GenerationResult
     from forerun.models.forward.gate import UnsupportedModelError as UnsupportedModelError
     from forerun.models.loading.load import load as load
-    from forerun.models.text.grammar_limits import SchemaError as SchemaError
     from forerun.models.text.requests import GenerationOptions as GenerationOptions
+    from forerun.models.text.schemas import SchemaError as SchemaError
     from forerun.tensor_parallel.channel import ParallelError as ParallelError
 
 __version__ = "0.1.0"
@@ -52,7 +52,7 @@ _NAMES = {
     "engine.result": ("Commit", "GenerationInterrupted", "GenerationResult"),
     "models.forward.gate": ("UnsupportedModelError",),
     "models.loading.load": ("load",),
-    "models.text.grammar_limits": ("SchemaError",),
+    "models.text.schemas": ("SchemaError",),
     "models.text.requests": ("GenerationOptions",),
     "tensor_parallel.channel": ("ParallelError",),
 }

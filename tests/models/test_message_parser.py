@@ -11,6 +11,7 @@ from support.chat_models import TOOLS
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
+from forerun.models.text.call_readers import read_braces, read_python, read_tags
 from forerun.models.text.grammar import Grammars
 from forerun.models.text.message_formats import (
     CALL_FORMATS,
@@ -25,7 +26,8 @@ from forerun.models.text.message_parser import MessageParser
 
 Calls = list[tuple[str, Any]]
 THINK, HARMONY = THINKING_FORMATS[0], THINKING_FORMATS[3]
-CODER, DEEPSEEK, DEEPSEEK_31, MISTRAL, OLD_MISTRAL, GPT_OSS, LLAMA = (CALL_FORMATS[i] for i in (0, 2, 3, 4, 5, 6, 7))
+CODER, DEEPSEEK, DEEPSEEK_31, MISTRAL, OLD_MISTRAL, GPT_OSS = (CALL_FORMATS[i] for i in (0, 2, 3, 4, 5, 6))
+LFM2, GEMMA, FUNCTION_GEMMA, LLAMA = CALL_FORMATS[7:]
 ROME, ADD = ("get_weather", {"city": "Rome", "days": 3}), ("add", {"a": 1})
 
 
@@ -42,6 +44,7 @@ def parsed(
     prompt: str = "",
     tools: Any = TOOLS,
     parallel: bool = True,
+    cut: bool = False,
 ) -> tuple[str, str, Calls]:
     template = form.response_template(bool(tools))
     assert template is not None
@@ -50,7 +53,7 @@ def parsed(
     calls: list[list[str]] = []
     pieces = [text[i : i + step] for i in range(0, len(text), step)]
     for place, piece in enumerate([*pieces, ""]):
-        delta = parser.feed(piece, place == len(pieces))
+        delta = parser.feed(piece, place == len(pieces), cut and place == len(pieces))
         content, reasoning = content + delta.content, reasoning + delta.reasoning
         for call in delta.calls:
             if call.id is not None:
@@ -202,6 +205,124 @@ MESSAGES: dict[str, tuple[Any, Any, str, str, tuple[str, str, Calls]]] = {
         "",
         ("Hello", "Hm.", []),
     ),
+    "coder, without marks around": (
+        CODER,
+        None,
+        "<function=add>\n<parameter=a>\n1\n</function>\nand so",
+        "",
+        ("and so", "", [ADD]),
+    ),
+    "coder, ends that are missing": (
+        CODER,
+        None,
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n<parameter=days>\n3\n</parameter>\n</tool_call>",
+        "",
+        ("", "", [ROME]),
+    ),
+    "coder, a call behind one without an end": (
+        CODER,
+        None,
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<tool_call>\n<function=add>\n<parameter=a>\n2\n"
+        "</parameter>\n</function>\n</tool_call>",
+        "",
+        ("", "", [ADD, ("add", {"a": 2})]),
+    ),
+    "bare": (HERMES, None, '{"name": "add", "arguments": {"a": 1}}', "", ("", "", [ADD])),
+    "bare, with spaces": (HERMES, None, '\n{\n "name": "add",\n "arguments": {"a": 1}\n}\n', "", ("", "", [ADD])),
+    "bare, in a fence": (HERMES, None, '```json\n{"name": "add", "arguments": {"a": 1}}\n```', "", ("", "", [ADD])),
+    "bare, two": (
+        HERMES,
+        None,
+        '{"name": "get_weather", "arguments": {"city": "Rome", "days": 3}}\n{"name": "add", "arguments": {"a": 1}}',
+        "",
+        ("", "", [ROME, ADD]),
+    ),
+    "bare, after reasoning": (
+        HERMES,
+        THINK,
+        '<think>Hm.</think>\n\n{"name": "add", "arguments": {"a": 1}}',
+        "",
+        ("", "Hm.", [ADD]),
+    ),
+    "bare, of no tool": (
+        HERMES,
+        None,
+        '{"name": "Bob", "arguments": {"a": 1}}',
+        "",
+        ('{"name": "Bob", "arguments": {"a": 1}}', "", []),
+    ),
+    "bare, with more": (
+        HERMES,
+        None,
+        '{"name": "add", "arguments": {"a": 1}} is the call',
+        "",
+        ('{"name": "add", "arguments": {"a": 1}} is the call', "", []),
+    ),
+    "an object that is no call": (HERMES, None, '{"name": "add", "age": 3}', "", ('{"name": "add", "age": 3}', "", [])),
+    "an object behind a text": (
+        HERMES,
+        None,
+        'So: {"name": "add", "arguments": {}}',
+        "",
+        ('So: {"name": "add", "arguments": {}}', "", []),
+    ),
+    "lfm2": (
+        LFM2,
+        None,
+        '<|tool_call_start|>[get_weather(city="Rome", days=3), add(a=1)]<|tool_call_end|>Wait.',
+        "",
+        ("Wait.", "", [ROME, ADD]),
+    ),
+    "lfm2, python's and json's words": (
+        LFM2,
+        None,
+        "<|tool_call_start|>[f(a=None, b=true, c=[1, -2.5], d={'x': ('y',)})]<|tool_call_end|>",
+        "",
+        ("", "", [("f", {"a": None, "b": True, "c": [1, -2.5], "d": {"x": ["y"]}})]),
+    ),
+    "lfm2, no call": (
+        LFM2,
+        None,
+        "<|tool_call_start|>[__import__('os').system('x')]<|tool_call_end|>",
+        "",
+        ("<|tool_call_start|>[__import__('os').system('x')]<|tool_call_end|>", "", []),
+    ),
+    "gemma": (
+        GEMMA,
+        None,
+        'So<|tool_call>call:get_weather{city:<|"|>Rome<|"|>,days:3}<tool_call|><|tool_call>call:add{a:1}<tool_call|>',
+        "",
+        ("So", "", [ROME, ADD]),
+    ),
+    "gemma, nested": (
+        GEMMA,
+        None,
+        '<|tool_call>call:f{a:{b:[1,<|"|>x, }y<|"|>],c:null},d:true,e:{}}<tool_call|>',
+        "",
+        ("", "", [("f", {"a": {"b": [1, "x, }y"], "c": None}, "d": True, "e": {}})]),
+    ),
+    "functiongemma": (
+        FUNCTION_GEMMA,
+        None,
+        "<start_function_call>call:get_weather{city:<escape>Rome<escape>,days:3}<end_function_call>",
+        "",
+        ("", "", [ROME]),
+    ),
+    "mistral, a text behind the call": (MISTRAL, None, '[TOOL_CALLS]add[ARGS]{"a": 1} Wait.', "", ("Wait.", "", [ADD])),
+    "old mistral, a text behind the calls": (
+        OLD_MISTRAL,
+        None,
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}] Wait, [so].',
+        "",
+        ("Wait, [so].", "", [ADD]),
+    ),
+    "deepseek 3.1, arguments as a text of JSON": (
+        DEEPSEEK_31,
+        None,
+        '<｜tool▁call▁begin｜>add<｜tool▁sep｜>"{\\"a\\": 1}"<｜tool▁call▁end｜>',
+        "",
+        ("", "", [ADD]),
+    ),
     "llama": (
         LLAMA,
         None,
@@ -234,6 +355,98 @@ MESSAGES: dict[str, tuple[Any, Any, str, str, tuple[str, str, Calls]]] = {
 def test_a_message_is_taken_apart(tokenizer: PreTrainedTokenizerBase, name: str, step: int) -> None:
     calls, thinking, text, prompt, wanted = MESSAGES[name]
     assert parsed(tokenizer, MessageFormat(calls, thinking, None, {}, {}), text, step, prompt) == wanted
+
+
+CUT = {
+    "in the name": (HERMES, 'Sure.\n<tool_call>\n{"name": "get_w', ("Sure.", [])),
+    "before the arguments": (HERMES, '<tool_call>\n{"name": "get_weather", "argu', ("", [])),
+    "in the arguments": (HERMES, '<tool_call>\n{"name": "add", "arguments": {"a": 1', ("", [("add", '{"a": 1')])),
+    "a bare one": (HERMES, '{"name": "add", "arguments": {"a": 1', ("", [])),
+    "an object of no tool": (HERMES, '{"name": "Bob", "argu', ('{"name": "Bob", "argu', [])),
+    "between tags": (CODER, "ok\n<tool_call>\n<function=add>\n<param", ("ok", [])),
+    "in python": (LFM2, "<|tool_call_start|>[add(a=", ("", [])),
+    "in braces": (GEMMA, "<|tool_call>call:add{a:", ("", [])),
+    "a name and a part of the arguments": (MISTRAL, '[TOOL_CALLS]add[ARGS]{"a"', ("", [("add", '{"a"')])),
+}
+
+
+@pytest.mark.parametrize("step", [1, 5, 1000])
+@pytest.mark.parametrize("name", CUT)
+def test_a_call_that_is_cut_leaves_no_marks_in_the_content(
+    tokenizer: PreTrainedTokenizerBase, name: str, step: int
+) -> None:
+    calls, text, (content, wanted) = CUT[name]
+    found = parsed(tokenizer, MessageFormat(calls, None, None, {}, {}), text, step, cut=True)
+    assert found == (content, "", wanted)
+
+
+@pytest.mark.parametrize("step", [1, 5, 1000])
+def test_a_call_that_is_cut_leaves_nothing_of_an_own_template(tokenizer: PreTrainedTokenizerBase, step: int) -> None:
+    calls = {"open": "<c>", "close": "</c>", "repeats": True, "content": "json"}
+    own = {"start_anchor": "\0", "fields": {"content": {"content_args": {"strip": False}}, "tool_calls": calls}}
+    form = MessageFormat(None, None, own, {}, {})
+    assert parsed(tokenizer, form, 'Hi <c>{"name": "add", "argu', step, cut=True) == ("Hi", "", [])
+
+
+TYPES: Any = {
+    "properties": {
+        "when": {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]},
+        "count": {"type": "integer"},
+        "kind": {"enum": [1, 2, "x"]},
+        "words": {"type": "array"},
+        "note": {"type": "string"},
+        "flag": {"type": "boolean"},
+    },
+    "required": ["when"],
+}
+
+
+def test_values_between_tags_have_the_types_of_the_schema() -> None:
+    def read(**given: str) -> Any:
+        body = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in given.items())
+        return read_tags(body, TYPES["properties"], TYPES["required"])
+
+    assert read(when="2026-11-29", count="3", kind="2", words="['a', None]", note="None", flag="False") == {
+        "when": "2026-11-29",
+        "count": 3,
+        "kind": 2,
+        "words": ["a", None],
+        "note": "None",
+        "flag": False,
+    }
+    assert read(when="None", count="None", kind="x", words="null", flag="") == {"when": None, "kind": "x"}
+    assert read(count="3.0", words="no list") == {"count": 3, "words": "no list"}
+
+
+@pytest.mark.parametrize("text", ["f(" * 500, "[" * 5000, "f(a=1, b)", "f(**x)", "1", "f(a=g())", "f(a=b)"])
+def test_what_is_no_call_in_python_is_none(text: str) -> None:
+    with pytest.raises(ValueError, match="Python"):
+        read_python(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["f", "call:f{a", "call:f{a:}", "call:f{a:1} x", 'call:f{a:<|"|>x}', "call:f{" + "a:{" * 5000]
+)
+def test_what_is_no_call_in_braces_is_none(text: str) -> None:
+    if text == "f":
+        assert read_braces(text) == [("f", {})]
+        return
+    with pytest.raises((ValueError, RecursionError)):
+        read_braces(text)
+
+
+def test_a_tool_without_properties_is_called_without_arguments(tokenizer: PreTrainedTokenizerBase) -> None:
+    pytest.importorskip("llguidance")
+    form = MessageFormat(HERMES, None, None, {}, {})
+    for parameters in (None, {}, {"type": "object"}, {"type": "object", "properties": {}}):
+        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        grammar = Grammars(tokenizer, len(tokenizer), []).of(form.grammar(None, tools, False, "closed"))  # type: ignore[arg-type]
+        assert grammar is not None
+        for arguments, allowed in (("{}", True), ('{"a": 1}', False)):
+            text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            matcher = grammar.matcher.deep_copy()
+            assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == allowed
 
 
 def test_arguments_come_while_they_are_written(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -395,6 +608,14 @@ def _written(calls: Any) -> list[str]:
         text = json.dumps(arguments)
         if calls.body == "tags":
             text = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+        elif calls.body == "python":
+            text = ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items())
+        elif calls.body == "braces":
+            mark = calls.separator
+            texts = [
+                f"{mark}{each}{mark}" if isinstance(each, str) else json.dumps(each) for each in arguments.values()
+            ]
+            text = ",".join(f"{key}:{value}" for key, value in zip(arguments, texts, strict=True))
         text_of_calls.append(calls.before.replace("{name}", name) + text + calls.after)
     return text_of_calls
 

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 import forerun.reference
 from forerun.models.text import grammar
 from forerun.models.text.grammar import GrammarError, Grammars
-from forerun.models.text.grammar_limits import SchemaError
+from forerun.models.text.schemas import SchemaError
 from forerun.server import grammar_pool
 from forerun.server.api_errors import ApiError
 from forerun.server.grammar_pool import GrammarPool

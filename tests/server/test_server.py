@@ -217,7 +217,7 @@ def test_eight_clients_at_once_each_get_the_text_they_get_alone(engine: Engine, 
     ("field", "value", "chat"),
     [
         ("best_of", 3, False), ("suffix", "x", False), ("modalities", ["audio"], True), ("top_q", 3, False),
-        ("functions", [], True), ("messages", [{"role": "user", "content": "x"}], False),
+        ("functions", [{}], True), ("messages", [{"role": "user", "content": "x"}], False),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused(server: LiveServer, field: str, value: Any, chat: bool) -> None:
@@ -248,7 +248,7 @@ def test_neutral_values_of_what_is_not_supported_are_taken(server: LiveServer) -
         ({"temperature": 1e-300}, "temperature"), ({"temperature": "1"}, "temperature"),
         ({"top_p": 0}, "top_p"), ({"n": 0}, "n"), ({"n": 10**6}, "n"), ({"n": 100, "prompt": ["a", "b"]}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"stop": ["a"] * 5}, "stop"), ({"stop": ""}, "stop"), ({"stop": 3}, "stop"), ({"seed": 2**64}, "seed"),
+        ({"stop": ["a"] * 65}, "stop"), ({"stop": ""}, "stop"), ({"stop": 3}, "stop"), ({"seed": 2**64}, "seed"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"forerun": {"namespace": "a/b"}}, "forerun.namespace"),
         ({"max_tokens": 65}, "max_tokens"), ({"prompt": ""}, None), ({"prompt": [2**31 - 1]}, None),
@@ -264,7 +264,7 @@ def test_wrong_values_are_named(server: LiveServer, change: Json, param: str | N
     assert "TextEncodeInput" not in error["message"]
 
 
-@pytest.mark.parametrize("body", [b'{"model": ', b"[" * 50_000, b"\xff\xfe{}", b"[]", b"", b'{"n": NaN}', b"1" * 9_000])
+@pytest.mark.parametrize("body", [b'{"model": ', b"[" * 9_000, b"\xff\xfe{}", b"[]", b"", b'{"n": NaN}', b"1" * 9_000])
 def test_what_is_no_request_is_refused(server: LiveServer, body: bytes) -> None:
     answer = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert error_of(answer, 400)["type"] == "invalid_request_error"

@@ -17,9 +17,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from forerun.replicas.prefix_index import digests
-from forerun.server.api_errors import ApiError
+from forerun.server.api_errors import ANTHROPIC_ADDRESS, ApiError
 from forerun.server.app import disconnected
-from forerun.server.messages_api import messages_error
 from forerun.server.replies import event
 
 log = logging.getLogger(__name__)
@@ -163,7 +162,7 @@ class Front:
             if relaying.done():
                 await relaying
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
         finally:
             relaying.cancel()
             leaving.cancel()
@@ -228,7 +227,7 @@ def _is_stream(head: ResponseHead) -> bool:
 def _lost_event(path: str) -> bytes:
     """What ends a stream in its API's form; Anthropic's clients look at events with names only."""
     error = ApiError(*REPLICA_LOST)
-    return (messages_error(error) if path == "/v1/messages" else event(error.body)).encode()
+    return (event(error.anthropic_body, "error") if path.startswith(ANTHROPIC_ADDRESS) else event(error.body)).encode()
 
 
 def merged_metrics(metrics: Mapping[str, str]) -> bytes:

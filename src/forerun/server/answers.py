@@ -121,6 +121,7 @@ class AnswerText:
         stops: strings that end it.
         keep: see ``Detokenizer``.
         echo: of the prompt; None for an answer without it.
+        hidden: tokens that end an answer, and are no part of it.
     """
 
     def __init__(
@@ -130,7 +131,9 @@ class AnswerText:
         stops: Sequence[str],
         keep: frozenset[int] = frozenset(),
         echo: Echo | None = None,
+        hidden: frozenset[int] = frozenset(),
     ) -> None:
+        self._hidden = hidden
         self._detokenizer = Detokenizer(tokenizer, prompt, keep)
         self._stops = StopStrings(stops)
         self._echo = echo.text if echo is not None else ""
@@ -151,6 +154,8 @@ class AnswerText:
         text, self._echo = self._echo, ""
         if self._echoed or not self.goes_on:
             self._echoed -= 1
+            return text
+        if token in self._hidden:
             return text
         return text + "".join(self._stops.add(piece.text) for piece in self._detokenizer.add(token, False))
 

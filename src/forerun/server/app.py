@@ -11,7 +11,6 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi import Request as HTTPRequest
-from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -23,7 +22,8 @@ from forerun import __version__
 from forerun.core.request import Request
 from forerun.engine.engine import Engine
 from forerun.server.admission import SchedulerLimits
-from forerun.server.api_errors import ApiError, validation_error
+from forerun.server.api_errors import ApiError
+from forerun.server.bodies import BodyReader, describe_bodies
 from forerun.server.calls import Call, ClientGoneError
 from forerun.server.learned_texts import restore_index
 from forerun.server.messages_api import CountTokensRequest, MessagesFormat, MessagesRequest
@@ -38,10 +38,10 @@ from forerun.server.schema import (
     GenerationBody,
     TokenizeRequest,
     TranslatedRequest,
-    field_names,
 )
 from forerun.server.service import Service
 from forerun.server.settings import ServerSettings
+from forerun.server.tolerance import Notes
 
 log = logging.getLogger(__name__)
 AnyFormat = ReplyFormat | ResponsesFormat | MessagesFormat
@@ -113,13 +113,15 @@ def create_app(
     app.state.service = service
     app.add_middleware(guarded, settings)
     _add_error_handlers(app)
-    _add_generation(app, service)
-    _add_tokens(app, service)
+    bodies = BodyReader(settings.served_name)
+    _add_generation(app, service, bodies)
+    _add_tokens(app, service, bodies)
     _add_models(app, service)
     _add_health(app, service)
     if settings.page:
         for address, file in PAGE_FILES.items():
-            app.add_api_route(address, _page_file(file), methods=["GET", "HEAD"], include_in_schema=False)
+            app.add_api_route(address, _page_file(file), include_in_schema=False)
+    describe_bodies(app, bodies)
     return app
 
 
@@ -141,27 +143,25 @@ def guarded(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
     )
 
 
-def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions", response_model=None)
-    async def completions(body: CompletionRequest, request: HTTPRequest) -> Response:
-        return await _answer(service, body, request, CompletionFormat)
+def _add_generation(app: FastAPI, service: Service, bodies: BodyReader) -> None:
+    def add(
+        address: str, model: type[GenerationBody | TranslatedRequest], kind: Callable[[Any, str], AnyFormat]
+    ) -> None:
+        @app.post(address, response_model=None, openapi_extra=bodies.described(model))
+        async def answer(request: HTTPRequest) -> Response:
+            return await _answer(service, *await bodies.read(request, model), request, kind)
 
-    @app.post("/v1/chat/completions", response_model=None)
-    async def chat(body: ChatRequest, request: HTTPRequest) -> Response:
-        return await _answer(service, body, request, ChatFormat)
-
-    @app.post("/v1/responses", response_model=None)
-    async def responses(body: ResponsesRequest, request: HTTPRequest) -> Response:
-        return await _answer(service, body, request, ResponsesFormat)
-
-    @app.post("/v1/messages", response_model=None)
-    async def messages(body: MessagesRequest, request: HTTPRequest) -> Response:
-        return await _answer(service, body, request, MessagesFormat)
+    add("/v1/completions", CompletionRequest, CompletionFormat)
+    add("/v1/chat/completions", ChatRequest, ChatFormat)
+    add("/v1/responses", ResponsesRequest, ResponsesFormat)
+    add("/v1/messages", MessagesRequest, MessagesFormat)
 
 
 async def _answer(
     service: Service,
     body: GenerationBody | TranslatedRequest,
+    asked: GenerationBody,
+    notes: Notes,
     request: HTTPRequest,
     kind: Callable[[Any, str], AnyFormat],
 ) -> Response:
@@ -169,7 +169,9 @@ async def _answer(
     state = request.scope["state"]
     tenant, number, deadline = state["tenant"], state["request_id"], service.deadline()
     form = kind(body, number)
-    asked = body.chat() if isinstance(body, TranslatedRequest) else body
+    form.note(notes)
+    if notes:
+        log.info("of the request: %s", "; ".join(notes))
     watcher = asyncio.create_task(disconnected(request.receive))
     try:
         call = await service.call(asked, tenant, number, state["held"])
@@ -178,8 +180,7 @@ async def _answer(
     except BaseException:
         watcher.cancel()
         raise
-    for parsed in ("_body", "_json"):  # the framework would keep them as long as the answer takes
-        request.__dict__.pop(parsed, None)
+    request.__dict__.pop("_body", None)  # the framework would keep it as long as the answer takes
     state["held"].release(keep=call.nbytes)
     if asked.stream:
         return StreamingResponse(_events(call, form, watcher), 200, STREAM_HEADERS, "text/event-stream")
@@ -219,7 +220,7 @@ async def _events(call: Call, form: AnyFormat, watcher: asyncio.Task[None]) -> A
         for begin in form.begin():
             yield begin
         async for delta in call:
-            yield PING if delta is None else form.chunk(delta)
+            yield PING if delta is None else form.chunk(delta, call.usage if form.counts else None)
         for end in form.end(*call.figures()):
             yield end
     except ApiError as error:
@@ -240,7 +241,7 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-def _add_tokens(app: FastAPI, service: Service) -> None:
+def _add_tokens(app: FastAPI, service: Service, bodies: BodyReader) -> None:
     """vLLM's addresses for tokens, and Anthropic's."""
 
     async def of_chat(request: HTTPRequest, body: ChatRequest | TokenizeRequest) -> EncodedPrompt:
@@ -249,8 +250,9 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         except (ValueError, TypeError) as error:
             raise ApiError(400, str(error), "invalid_value") from error
 
-    @app.post("/tokenize")
-    async def tokenize(request: HTTPRequest, body: TokenizeRequest) -> dict[str, Any]:
+    @app.post("/tokenize", openapi_extra=bodies.described(TokenizeRequest))
+    async def tokenize(request: HTTPRequest) -> dict[str, Any]:
+        body, _, _ = await bodies.read(request, TokenizeRequest)
         service.check_model(body.model)
         if body.prompt is None:
             prompt = await of_chat(request, body)
@@ -261,13 +263,15 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         count = {"count": len(prompt.ids), "max_model_len": service.positions}
         return {**count, "tokens": prompt.ids, "token_strs": words}
 
-    @app.post("/v1/messages/count_tokens")
-    async def count_tokens(request: HTTPRequest, body: CountTokensRequest) -> dict[str, int]:
+    @app.post("/v1/messages/count_tokens", openapi_extra=bodies.described(CountTokensRequest))
+    async def count_tokens(request: HTTPRequest) -> dict[str, int]:
+        body, chat, _ = await bodies.read(request, CountTokensRequest)
         service.check_model(body.model)
-        return {"input_tokens": len((await of_chat(request, body.chat())).ids)}
+        return {"input_tokens": len((await of_chat(request, chat)).ids)}
 
-    @app.post("/detokenize")
-    async def detokenize(request: HTTPRequest, body: DetokenizeRequest) -> dict[str, str]:
+    @app.post("/detokenize", openapi_extra=bodies.described(DetokenizeRequest))
+    async def detokenize(request: HTTPRequest) -> dict[str, str]:
+        body, _, _ = await bodies.read(request, DetokenizeRequest)
         service.check_model(body.model)
         words = service.engine.target.vocabulary
         if wrong := [token for token in body.tokens if token >= words]:
@@ -318,19 +322,17 @@ def _page_file(file: Path) -> Callable[[], Awaitable[Response]]:
 
 def _add_error_handlers(app: FastAPI) -> None:
     async def answer(request: HTTPRequest, error: Exception) -> Response:
-        response = _as_api_error(error).response()
+        response = _as_api_error(error).response(request.url.path)
         response.headers["x-request-id"] = request.scope["state"]["request_id"]
         return response
 
-    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+    for kind in (ApiError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)
 
 
 def _as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, RequestValidationError):
-        return validation_error(error.errors(), field_names())
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail), headers=error.headers)
     return SERVER_FAILED

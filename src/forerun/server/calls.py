@@ -105,7 +105,7 @@ class AnswerRow:
         logprobs = None if self.logprobs is None else self.logprobs.take(len(text), stop is None)
         if self.parser is None:
             return Delta(index, text, finish, logprobs, stop_string=stop)
-        rest = self.parser.feed(text, True)
+        rest = self.parser.feed(text, True, finish == "length")
         self._add(rest, parts)
         if finish == "stop" and self.parser.calls:
             finish = "tool_calls"
@@ -225,7 +225,7 @@ class Call:
 
     def figures(self) -> tuple[Json, Json]:
         """The usage of the ended requests, and what drafts were worth in the words of vLLM's ``metrics``."""
-        usage = _usage(self.rows, self._prompts)
+        usage = self.usage
         if self._shared:
             return usage, {}
         stats = Stats()
@@ -233,7 +233,17 @@ class Call:
             stats.drafted += row.request.stats.drafted
             stats.accepted += row.request.stats.accepted
             stats.emitted += row.request.stats.emitted
+        accepted = sum(stats.accepted)
+        usage["completion_tokens_details"] |= {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": sum(stats.drafted) - accepted,
+        }
         return {**usage, "forerun": _speculation(stats)}, _speculative_metrics(stats, self._budget)
+
+    @property
+    def usage(self) -> Json:
+        """The tokens so far."""
+        return _usage(self.rows, self._prompts)
 
     def _step(self, index: int, commit: Commit) -> list[Delta]:
         row = self.rows[index]
@@ -284,7 +294,7 @@ class Call:
 
 
 def _usage(rows: Sequence[AnswerRow], prompts: int) -> Json:
-    """The usage of ended requests: equally many for each of so many prompts, one prompt after the other."""
+    """The usage of requests: equally many for each of so many prompts, one prompt after the other."""
     read = sum(row.request.prompt_length + row.answer.echoed for row in rows) // (len(rows) // prompts)
     written = sum(len(row.request.generated) - row.answer.echoed for row in rows if row.answer.goes_on)
     cached = sum(row.request.cached_tokens for row in rows[:: len(rows) // prompts])

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.models.text.grammar import JSON_STYLE, Grammars, GrammarSource, grammar_source
-from forerun.models.text.grammar_limits import SchemaError
+from forerun.models.text.schemas import SchemaError
 from forerun.server.api_errors import ApiError
 
 log = logging.getLogger(__name__)

@@ -9,16 +9,18 @@ import gc
 import logging
 import math
 import socket
+import sys
 from contextlib import ExitStack
 from typing import Any, Literal
 
 import h11
 import uvicorn
 from fastapi import FastAPI
-from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from forerun.server.api_errors import CLOSE, ApiError
+from forerun.server.middleware import OPEN_ADDRESSES
 from forerun.server.service import Service
 
 log = logging.getLogger(__name__)
@@ -29,8 +31,11 @@ READING_SECONDS = 60.0
 """Time after which a client that reads slowly is looked at."""
 MIN_READING_RATE = 1024
 """Bytes a second that a client has to read of what waits for it."""
-REFUSED_CONNECTIONS = 32
-"""Connections beyond the limit that get an error. Further ones are dropped at once."""
+RESERVED_CONNECTIONS = 32
+"""Connections beyond the limits, which are asked for the server's health, or get an error. For a further one, that is
+dropped which has been there the longest."""
+KEPT_CONNECTIONS = 1 / 8
+"""Of all connections, the part that one address leaves to others."""
 CLOSING_SECONDS = 5
 """Time for clients to read the end of their answers, once nothing is decoded any more."""
 
@@ -38,23 +43,36 @@ CLOSING_SECONDS = 5
 class BoundedConnection(H11Protocol):
     """uvicorn's connection, with bounds. uvicorn's ``limit_concurrency`` is the number of connections.
 
-    A connection beyond that number has its requests answered by 503. A client that is silent for too long or reads too
-    slowly is dropped.
+    On a connection beyond that number, or beyond what one address may have, requests get 503, but for those that ask
+    for the server's health: so these are answered whatever else comes. A client that is silent for too long or reads
+    too slowly is dropped.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._limit, self.limit_concurrency = self.limit_concurrency, None
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._reserved_since: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self._limit is not None and len(self.connections) > self._limit:
-            self.app = _refuse
-            if len(self.connections) > self._limit + REFUSED_CONNECTIONS:
-                transport.abort()
-                return
+        if self._limit is not None and self._is_beyond(self._limit):
+            self.app, self._reserved_since = _health_alone(self.app), self.loop.time()
+            reserved = [each for each in self._beside() if each._reserved_since and not each.transport.is_closing()]
+            if len(reserved) > RESERVED_CONNECTIONS:
+                min(reserved, key=lambda each: each._reserved_since or 0.0).transport.abort()
         self._watch("head", HEAD_SECONDS)
+
+    def _beside(self) -> list[BoundedConnection]:
+        """All connections, with this one."""
+        return [each for each in self.connections if isinstance(each, BoundedConnection)]
+
+    def _is_beyond(self, limit: int) -> bool:
+        """Whether this connection is one too many of all, or of its address."""
+        ordinary = [each for each in self._beside() if each._reserved_since is None]
+        address = (self.client or ())[:1]
+        of_address = sum((each.client or ())[:1] == address for each in ordinary) if address else 0
+        return len(ordinary) > limit or of_address > limit - int(KEPT_CONNECTIONS * limit)
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in self._timers.values():
@@ -83,8 +101,11 @@ class BoundedConnection(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            error = ApiError(400, "this is not a request in HTTP/1.1", "invalid_http", headers=CLOSE).response()
-            head = h11.Response(status_code=400, headers=error.raw_headers, reason=b"Bad Request")
+            found = sys.exc_info()[1]  # uvicorn calls this where it handles h11's error
+            too_large = isinstance(found, h11.RemoteProtocolError) and found.error_status_hint == 431
+            status, why = (431, "the head is too large") if too_large else (400, "this is not a request in HTTP/1.1")
+            error = ApiError(status, why, "invalid_http", headers=CLOSE).response()
+            head = h11.Response(status_code=status, headers=error.raw_headers, reason=STATUS_PHRASES[status])
             for event in (head, h11.Data(data=bytes(error.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
@@ -109,15 +130,27 @@ class BoundedConnection(H11Protocol):
         return self.transport.get_write_buffer_size()
 
 
-async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
-    """An ASGI application for connections beyond the limit. It reads the request first; see ``GuardMiddleware``."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(HEAD_SECONDS):
-            while (await receive()).get("more_body", False):
-                pass
-    message = "there are as many connections as this server takes; try again"
-    error = ApiError(503, message, "too_many_connections", headers={**CLOSE, "Retry-After": "1"})
-    await error.response()(scope, receive, send)
+def _health_alone(app: Any) -> Any:
+    """An application of which only the addresses without checks are left; a connection is for one request."""
+
+    async def asked(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_last(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
+        if scope["path"] in OPEN_ADDRESSES:
+            await app(scope, receive, send_last)
+            return
+        with contextlib.suppress(TimeoutError):  # to close it before would reset it under a client that still sends
+            async with asyncio.timeout(HEAD_SECONDS):
+                while (await receive()).get("more_body", False):
+                    pass
+        message = "there are as many connections as this server takes; try again"
+        error = ApiError(503, message, "too_many_connections", headers={**CLOSE, "Retry-After": "1"})
+        await error.response(scope["path"])(scope, receive, send)
+
+    return asked
 
 
 class DrainingServer(uvicorn.Server):

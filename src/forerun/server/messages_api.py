@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -12,26 +13,10 @@ from forerun.models.text.message_parser import CallDelta
 from forerun.server.answers import Finish
 from forerun.server.api_errors import ApiError
 from forerun.server.replies import BlockFormat, compact, event
-from forerun.server.schema import (
-    Count,
-    Objects,
-    Stop,
-    StrictModel,
-    Text,
-    TopK,
-    TranslatedRequest,
-    joined_parts,
-    one_error,
-    only,
-)  # fmt: skip
+from forerun.server.schema import Count, Objects, Stop, StrictModel, Text, TopK, TranslatedRequest, one_error
+from forerun.server.tolerance import MAX_TURNS, Notes, bounded, content_text, function_call, function_tools, part_text
 
 STOP_REASONS: dict[Finish | None, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-ANTHROPIC_ERRORS = {
-    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
-}  # fmt: skip
-"""Anthropic's types of errors by their status; others are ``api_error``."""
-BLOCK_TYPES = ("text", "tool_use", "tool_result", "thinking")
 
 
 class ToolChoiceOptions(StrictModel):
@@ -42,9 +27,21 @@ class ToolChoiceOptions(StrictModel):
     disable_parallel_tool_use: bool = False
 
 
-class MessagesRequest(TranslatedRequest):
-    """To ``/v1/messages``."""
+class OutputConfig(StrictModel):
+    """How the answer looks; ``effort`` goes to the chat template."""
 
+    format: dict[str, Any] | None = None
+    effort: str | None = None
+
+
+class MessagesRequest(TranslatedRequest):
+    """To ``/v1/messages``. An answer may be as long as fits, however long ``max_tokens`` is."""
+
+    names: ClassVar[Mapping[str, str]] = {
+        "max_completion_tokens": "max_tokens",
+        "stop": "stop_sequences",
+        "response_format": "output_config.format",
+    }
     messages: Annotated[Objects, Field(min_length=1)]
     max_tokens: Count
     system: Annotated[Text | Objects | None, one_error("must be text or a list of text blocks")] = None
@@ -52,23 +49,32 @@ class MessagesRequest(TranslatedRequest):
     top_k: TopK | None = None
     tool_choice: ToolChoiceOptions | None = None
     thinking: Any = None
-    container: Annotated[Any, only(None)] = None
+    output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None
+    thread: Any = None
 
-    def _chat_fields(self) -> Json:
-        choice = self.tool_choice or ToolChoiceOptions(type="auto")
+    def _chat_fields(self, notes: Notes) -> Json:
+        if isinstance(self.thread, dict) and self.thread.get("type") != "create":
+            message = "thread: no conversation is kept here; send the whole of it"
+            raise ApiError(404, message, "thread_not_found", "thread")  # for which Anthropic's client does so
+        choice, output = self.tool_choice or ToolChoiceOptions(type="auto"), self.output_config or OutputConfig()
         named = {"type": "function", "function": {"name": choice.name}}
         words = {"auto": "auto", "any": "required", "none": "none", "tool": named}
-        system = (
-            [{"role": "system", "content": joined_parts(self.system, "system", BLOCK_TYPES)}] if self.system else []
-        )
-        turns = [turn for place, each in enumerate(self.messages) for turn in _turns(each, f"messages.{place}")]
+        system = [{"role": "system", "content": content_text(self.system, "system", notes)}] if self.system else []
+        given = enumerate(bounded(self.messages, "messages", MAX_TURNS))
+        turns = [turn for place, each in given for turn in _turns(each, f"messages.{place}", notes)]
+        form = output.format or self.output_format
+        off = isinstance(self.thinking, dict) and self.thinking.get("type") == "disabled"
         return {
             "messages": [*system, *turns],
             "max_completion_tokens": self.max_tokens,
             "stop": self.stop_sequences,
-            "tools": [_tool(number, tool) for number, tool in enumerate(self.tools or ())] or None,
+            "tools": function_tools(self.tools, _tool, notes),
             "tool_choice": words[choice.type],
             "parallel_tool_calls": not choice.disable_parallel_tool_use,
+            "response_format": None if form is None else _schema_format(form),
+            "reasoning_effort": output.effort,
+            "chat_template_kwargs": {"enable_thinking": False} if off else None,
         }
 
 
@@ -78,10 +84,17 @@ class CountTokensRequest(MessagesRequest):
     max_tokens: Count = 1
 
 
-def _tool(number: int, tool: Json) -> Json:
+def _schema_format(form: Json) -> Json:
+    if form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
+        where, message = "output_config.format", 'must be {"type": "json_schema", "schema": {...}}'
+        raise ApiError(400, f"{where}: {message}", "invalid_value", where)
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form["schema"]}}
+
+
+def _tool(tool: Json) -> Json | None:
+    """A tool with a schema of its own; None for one of Anthropic's."""
     if tool.get("type", "custom") != "custom":
-        message = f"tool {number} is run by Anthropic's servers; this one takes tools with an input_schema"
-        raise ApiError(400, message, "unsupported", f"tools.{number}")
+        return None
     names = {"name": "name", "description": "description", "input_schema": "parameters"}
     return {
         "type": "function",
@@ -89,26 +102,26 @@ def _tool(number: int, tool: Json) -> Json:
     }
 
 
-def _turns(message: Json, where: str) -> list[Json]:
+def _turns(message: Json, where: str, notes: Notes) -> list[Json]:
     """A message as turns of a chat: results of tools are turns of their own, before what else it says."""
     role, content = message.get("role"), message.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if role not in ("user", "assistant") or not isinstance(blocks, list):
-        raise ApiError(400, f"{where}: must have role user or assistant, and content", "invalid_value", where)
+    if role not in ("user", "assistant", "system") or not isinstance(blocks, list):
+        raise ApiError(400, f"{where}: must have role user, assistant or system, and content", "invalid_value", where)
     turns: list[Json] = []
     own: Json = {"role": role, "content": ""}
-    for block in blocks:
-        kind = block.get("type") if isinstance(block, dict) else None
+    for place, block in enumerate(bounded(blocks, where, MAX_TURNS)):
+        kind, inside = block.get("type") if isinstance(block, dict) else None, f"{where}.content.{place}"
         if kind == "tool_result":
-            result = joined_parts(block.get("content") or "", where, BLOCK_TYPES)
+            result = content_text(block.get("content") or "", inside, notes)
             turns.append({"role": "tool", "content": result, "tool_call_id": block.get("tool_use_id")})
         elif kind == "tool_use":
-            function = {"name": block.get("name"), "arguments": compact(block.get("input") or {})}
-            own.setdefault("tool_calls", []).append({"id": block.get("id"), "type": "function", "function": function})
+            call = function_call(block.get("id"), block.get("name"), compact(block.get("input") or {}))
+            own.setdefault("tool_calls", []).append(call)
         elif kind == "thinking":
             own["reasoning_content"] = own.get("reasoning_content", "") + str(block.get("thinking", ""))
         else:
-            own["content"] += joined_parts([block], where, BLOCK_TYPES)
+            own["content"] += part_text(block, inside, notes)
     return [*turns, own] if own["content"] or len(own) > 2 or not turns else turns
 
 
@@ -119,6 +132,10 @@ class MessagesFormat(BlockFormat):
         super().__init__()
         self._head: Json = {"id": f"msg_{number}", "type": "message", "role": "assistant", "model": body.model}
 
+    def note(self, notes: Sequence[str]) -> None:
+        if notes:
+            self._head["warnings"] = list(notes)
+
     def begin(self) -> list[str]:
         usage = {"input_tokens": 0, "output_tokens": 0}
         return [_event("message_start", message={**self._message, "usage": usage})]
@@ -128,7 +145,7 @@ class MessagesFormat(BlockFormat):
         return [_event("message_delta", delta=delta, usage=_usage(usage)), _event("message_stop")]
 
     def error(self, error: ApiError) -> str:
-        return messages_error(error)
+        return event(error.anthropic_body, "error")
 
     @property
     def _message(self) -> Json:
@@ -163,12 +180,6 @@ class MessagesFormat(BlockFormat):
 
     def _of_block(self, what: str, **fields: Any) -> str:
         return _event(f"content_block_{what}", index=len(self._blocks) - 1, **fields)
-
-
-def messages_error(error: ApiError) -> str:
-    """An event that ends a stream by an error."""
-    kind = ANTHROPIC_ERRORS.get(error.status, "api_error")
-    return _event("error", error={"type": kind, "message": error.message})
 
 
 def _object(arguments: str) -> Json:

@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun.server.admission import FairShare
-from forerun.server.api_errors import CLOSE, ApiError
+from forerun.server.api_errors import ANTHROPIC_ADDRESS, CLOSE, ApiError
+from forerun.server.bodies import SMALL_BYTES, check_parts
 from forerun.server.tenants import ApiKeys
 
 OPEN_ADDRESSES = ("/health", "/ready")
@@ -25,8 +26,10 @@ BODIES_IN_MEMORY = 32
 take after that."""
 KEPT_BODIES = 16
 """Those that are kept for tenants who hold none."""
-BODY_SECONDS = 60.0
-"""Time that a body may take to arrive: enough for 8 MiB over a slow line of 1.2 Mbit/s."""
+BODY_SECONDS = 10.0
+"""Time that a body may take to arrive, beside that for its bytes."""
+MIN_BODY_RATE = 1 << 17
+"""Bytes a second that a body has to arrive at: a slow line of a megabit a second."""
 REQUEST_ID_HEADER = b"x-request-id"
 REQUEST_ID_PATTERN = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
@@ -69,7 +72,7 @@ class HeldBytes:
 
 class GuardMiddleware:
     """Gives each request an id and its tenant, and refuses wrong keys (401), foreign hosts and origins (403), large
-    bodies (413) and slow ones (408).
+    bodies and those of many parts (413), slow ones (408) and compressed ones (415). HEAD is answered as GET is.
 
     The application behind it gets a body in one piece, and none that does not arrive in full. It finds the request's
     ``HeldBytes`` in the scope's state, as ``held``, and gives them back once the body is parsed. The rest of a refused
@@ -101,6 +104,7 @@ class GuardMiddleware:
         self._app, self._keys, self._limit, self._open = app, keys, body_limit, frozenset(open_addresses)
         self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
         self._origins = frozenset(origins)
+        check_parts(b" " * 2 * SMALL_BYTES, body_limit)  # compiles it, which nobody's body should wait for
         self._share = FairShare(BODIES_IN_MEMORY * body_limit, len(keys.tenants), KEPT_BODIES * body_limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -108,6 +112,8 @@ class GuardMiddleware:
             await self._app(scope, receive, send)
             return
         send = _with_id(scope, send)
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # uvicorn, which has the first one, sends no body
         held = HeldBytes(self._share, "")
         try:
             if not scope["state"].get("tenant"):
@@ -121,7 +127,7 @@ class GuardMiddleware:
             if whole is not None:
                 await self._app(scope, whole, send)
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
         finally:
             held.release()
 
@@ -173,18 +179,25 @@ class GuardMiddleware:
 
     async def _read(self, scope: Scope, receive: Receive, held: HeldBytes) -> Receive | None:
         """Messages with the whole body first; None if the client goes before all of it has arrived."""
+        if (_header(scope, b"content-encoding") or b"identity").lower() != b"identity":
+            raise ApiError(415, "the body is compressed; send it as it is", "unsupported_encoding")
         declared = _header(scope, b"content-length") or b"0"
         if declared.isdigit():
             self._check_size(int(declared))
         try:
-            async with asyncio.timeout(BODY_SECONDS):
-                return await self._collect(receive, held)
+            async with asyncio.timeout(BODY_SECONDS) as timeout:
+                body = await self._collect(receive, held, timeout)
         except TimeoutError:
-            message = f"the body did not come within {BODY_SECONDS:g} seconds"
+            message = f"the body did not come within {BODY_SECONDS:g} seconds and a second for {MIN_BODY_RATE:,} bytes"
             raise ApiError(408, message, "request_timeout", headers=CLOSE) from None
+        if body is None:
+            return None
+        if len(body) > SMALL_BYTES:
+            await asyncio.to_thread(check_parts, body, self._limit)
+        return _replay(body, receive)
 
-    async def _collect(self, receive: Receive, held: HeldBytes) -> Receive | None:
-        body, more = bytearray(), True
+    async def _collect(self, receive: Receive, held: HeldBytes, timeout: asyncio.Timeout) -> bytes | None:
+        body, more, began = bytearray(), True, asyncio.get_running_loop().time()
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -193,7 +206,8 @@ class GuardMiddleware:
             self._check_size(len(body))
             held.take(len(part))
             more = message.get("more_body", False)
-        return _replay(bytes(body), receive)
+            timeout.reschedule(began + BODY_SECONDS + len(body) / MIN_BODY_RATE)
+        return bytes(body)
 
     def _check_size(self, size: int) -> None:
         if size > self._limit:
@@ -210,11 +224,12 @@ def _with_id(scope: Scope, send: Send) -> Send:
     scope.setdefault("state", {})["request_id"] = number.decode()
     request_id.set(number.decode())
 
+    own = [REQUEST_ID_HEADER, *([b"request-id"] if scope["path"].startswith(ANTHROPIC_ADDRESS) else [])]
+
     async def send_with_id(message: Message) -> None:
         if message["type"] == "http.response.start":
-            headers = list(message.get("headers", ()))
-            if not any(name.lower() == REQUEST_ID_HEADER for name, _ in headers):
-                message = {**message, "headers": [*headers, (REQUEST_ID_HEADER, number)]}
+            headers = [(name, value) for name, value in message.get("headers", ()) if name.lower() not in own]
+            message = {**message, "headers": [*headers, *((name, number) for name in own)]}
         await send(message)
 
     return send_with_id

@@ -5,14 +5,30 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from forerun.core.fairness import FairLock
-from forerun.models.text.message_formats import knows_tools, with_known_roles, with_tools_as_text
-from forerun.models.text.prompts import apply_template, encode, rendered
+from forerun.models.text.control_tokens import ControlTokens
+from forerun.models.text.message_formats import (
+    Json,
+    arrangements,
+    knows_tools,
+    message_format,
+    with_known_roles,
+    with_tools_as_text,
+)
+from forerun.models.text.prompts import (
+    TemplateError,
+    apply_template,
+    encode,
+    encodes_messages,
+    has_template,
+    rendered,
+)
 from forerun.server.api_errors import ApiError
 from forerun.server.schema import ChatRequest, GenerationBody, TokenizeRequest
 
 FIRST_LOOK_CHARACTERS = 2
-"""Characters for each of the model's positions. The beginning of a longer text is counted before the whole is encoded;
-each further look takes twice as much."""
+"""Characters for each of the model's positions. A text up to this is encoded at once; a longer one is counted first."""
+PIECE_CHARACTERS = 1 << 15
+"""Of a long text that are counted at a time: some hundredths of a second, for which others wait."""
 EXCESS_TOKENS = 1.5
 """Tokens of a beginning for each of the model's positions that make the whole too long, wherever it was cut."""
 MIDDLE_TOKENS = (
@@ -44,6 +60,7 @@ class PromptEncoder:
     def __init__(self, tokenizer: Any, positions: int | None) -> None:
         self._tokenizer, self._positions = tokenizer, positions
         self._lock = FairLock()
+        self._controls = ControlTokens(tokenizer, message_format(tokenizer)) if has_template(tokenizer) else None
 
     def __call__(self, body: GenerationBody) -> list[EncodedPrompt]:
         """The prompts.
@@ -54,31 +71,59 @@ class PromptEncoder:
             ValueError, TypeError: see ``encode`` and ``apply_template``.
         """
         if isinstance(body, ChatRequest):
-            return [self.chat(body)]
+            return [self._cut(self.chat(body), body)]
         if body.suffix is not None:
             return [self._around(prompt, body.suffix) for prompt in body.prompts]
-        return [self.text(prompt) for prompt in body.prompts]
+        return [self._cut(self.text(prompt, body.add_special_tokens), body) for prompt in body.prompts]
 
-    def text(self, prompt: str | list[int], special: bool = True) -> EncodedPrompt:
-        """One prompt; ``special``: with the tokens that the tokenizer puts around texts."""
+    def text(self, prompt: str | list[int], special: bool = True, what: str = "prompt") -> EncodedPrompt:
+        """One prompt; ``special``: with the tokens that the tokenizer puts around texts. ``what`` errors call it."""
         if not isinstance(prompt, str):
             return EncodedPrompt(encode(prompt, self._tokenizer)[0])
-        self._check(prompt)
+        self._check(prompt, what)
         with self._lock:
             if not special:
                 return EncodedPrompt(self._bare(prompt), prompt)
             return EncodedPrompt(encode(prompt, self._tokenizer)[0], prompt)
 
     def chat(self, body: ChatRequest | TokenizeRequest) -> EncodedPrompt:
+        """A conversation, as the chat template writes it."""
         messages = with_known_roles([message.for_template() for message in body.messages or ()], self._tokenizer)
-        options, tools = body.template_options, body.template_tools
+        tools, controls = body.template_tools, self._controls
+        if controls is not None and encodes_messages(self._tokenizer):
+            controls = None
+        cut = None
+        if controls is not None:
+            messages, tools, cut = controls.guard(messages, tools)
         if not knows_tools(self._tokenizer):
             messages, tools = with_tools_as_text(messages, tools or ()), None
-        with self._lock:
-            text = rendered(messages, self._tokenizer, tools, options)
+        turns, text = self._written(messages, tools, body)
         self._check(text)
         with self._lock:
-            return EncodedPrompt(apply_template(messages, self._tokenizer, tools, text, options), text)
+            if controls is not None:
+                return EncodedPrompt(controls.encode(text, cut), text.replace(cut, "") if cut else text)
+            ids = apply_template(turns, self._tokenizer, tools, body.template_options, body.continued)
+            return EncodedPrompt(ids, text)
+
+    def _written(
+        self, messages: list[Json], tools: list[Json] | None, body: ChatRequest | TokenizeRequest
+    ) -> tuple[list[Json], str]:
+        """A conversation in the first arrangement that the template takes and says all of, and its text."""
+        written: list[tuple[list[Json], str]] = []
+        refusal: TemplateError | None = None
+        for turns in arrangements(messages):
+            try:
+                with self._lock:
+                    text = rendered(turns, self._tokenizer, tools, body.template_options, body.continued)
+            except TemplateError as error:
+                refusal = refusal or error
+                continue
+            written.append((turns, text))
+            if all(turn["content"].strip() in text for turn in turns if turn["role"] == "system"):
+                return turns, text
+        if refusal is not None and not written:
+            raise refusal
+        return written[0]
 
     def decode(self, tokens: list[int]) -> str:
         """The text of tokens, special ones included."""
@@ -94,7 +139,7 @@ class PromptEncoder:
             raise ApiError(400, message, "unsupported", "suffix")
         if isinstance(prefix, str):
             self._check(prefix)
-        self._check(suffix)
+        self._check(suffix, "suffix")
         before, between, end = (known[mark] for mark in marks)
         with self._lock:
             first = [token for token in self._tokenizer("")["input_ids"] if token == self._tokenizer.bos_token_id]
@@ -104,15 +149,22 @@ class PromptEncoder:
     def _bare(self, text: str) -> list[int]:
         return [int(token) for token in self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
 
-    def _check(self, text: str) -> None:
-        """Refuse a text by its beginning: to encode 8 MiB took 24 seconds and 2 GiB."""
-        if self._positions is None:
+    def _cut(self, prompt: EncodedPrompt, body: GenerationBody) -> EncodedPrompt:
+        """A prompt without its beginning, if it is longer than wanted; -1 is what the model takes."""
+        most = self._positions if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
+        return (
+            prompt if most is None or len(prompt.ids) <= most else EncodedPrompt(prompt.ids[-most or len(prompt.ids) :])
+        )
+
+    def _check(self, text: str, what: str = "prompt") -> None:
+        """Refuse a text by its beginning, which is counted piece by piece, so that others have their turn. To encode
+        all of 8 MiB took 24 seconds and 2 GiB."""
+        if self._positions is None or len(text) <= (look := FIRST_LOOK_CHARACTERS * self._positions):
             return
-        characters = FIRST_LOOK_CHARACTERS * self._positions
-        while characters < len(text):
+        tokens, size = 0, min(look, PIECE_CHARACTERS)
+        for first in range(0, len(text), size):
             with self._lock:
-                tokens = len(encode(text[:characters], self._tokenizer)[0])
+                tokens += len(self._bare(text[first : first + size]))
             if tokens > EXCESS_TOKENS * self._positions:
-                message = f"the prompt has more than {tokens:,} tokens; the model takes {self._positions}"
-                raise ApiError(400, message, "context_length_exceeded")
-            characters *= 2
+                message = f"the {what} has more than {tokens:,} tokens; the model takes {self._positions}"
+                raise ApiError(400, message, "context_length_exceeded", None if what == "prompt" else what)

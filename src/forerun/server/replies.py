@@ -63,9 +63,16 @@ class ReplyFormat(ABC):
     part: str
 
     def __init__(self, body: GenerationRequest, number: str) -> None:
-        self._head = {"id": f"{self.prefix}-{number}", "created": int(time.time()), "model": body.model}
+        self._head: Json = {"id": f"{self.prefix}-{number}", "created": int(time.time()), "model": body.model}
         self._options = body.stream_options or StreamOptions()
         self._parts = [AnswerParts() for _ in range(body.texts)]
+        self.counts = self._options.include_usage and self._options.continuous_usage_stats
+        """Whether each chunk has the usage so far."""
+
+    def note(self, notes: Sequence[str]) -> None:
+        """Let the answer carry notes on its request."""
+        if notes:
+            self._head["warnings"] = list(notes)
 
     @abstractmethod
     def _choice(self, delta: Delta) -> Json:
@@ -82,8 +89,9 @@ class ReplyFormat(ABC):
     def begin(self) -> list[str]:
         return []
 
-    def chunk(self, delta: Delta) -> str:
-        return self._event([self._piece(delta)], trace=delta.trace)
+    def chunk(self, delta: Delta, usage: Json | None = None) -> str:
+        """The event of new text, with the usage so far where each chunk has it."""
+        return self._event([self._piece(delta)], usage, trace=delta.trace)
 
     def end(self, usage: Json, metrics: Json) -> list[str]:
         """The last events, with the usage if it is wanted."""
@@ -147,6 +155,17 @@ class ChatFormat(ReplyFormat):
         message = {"role": "assistant", **_message(delta)}
         return {"index": delta.index, "message": message, "finish_reason": delta.finish_reason}
 
+    def chunk(self, delta: Delta, usage: Json | None = None) -> str:
+        """A call begins with a delta of its own, without arguments: clients look for those in later ones."""
+        begun = [replace(call, arguments="") for call in delta.calls if call.id is not None]
+        if not begun:
+            return super().chunk(delta, usage)
+        rest = [replace(call, id=None, name=None) for call in delta.calls if call.arguments]
+        first = replace(delta, calls=begun, finish_reason=None, trace=None)
+        last = replace(delta, calls=rest, text="", reasoning="", logprobs=None)
+        more = super().chunk(last, usage) if rest or delta.finish_reason or delta.trace else ""
+        return super().chunk(first, usage) + more
+
     def _piece(self, delta: Delta) -> Json:
         message: Json = {"content": delta.text} if delta.text else {}
         if delta.reasoning:
@@ -174,6 +193,8 @@ class ChatFormat(ReplyFormat):
 class BlockFormat(ABC):
     """The form of one answer in blocks that follow each other: ``reasoning``, ``text``, and each ``call`` its own."""
 
+    counts = False
+
     def __init__(self) -> None:
         self._blocks: list[Json] = []
         self._kind, self._text, self._call = "", "", -1
@@ -196,7 +217,11 @@ class BlockFormat(ABC):
     def _closed(self, kind: str, text: str) -> list[str]:
         """Give the last block its whole text; the events of its end."""
 
-    def chunk(self, delta: Delta) -> str:
+    @abstractmethod
+    def note(self, notes: Sequence[str]) -> None:
+        """Let the answer carry notes on its request."""
+
+    def chunk(self, delta: Delta, usage: Json | None = None) -> str:
         going_on = [call for call in delta.calls if call.index == self._call]  # before new text, which ends the call
         events = [self._grow(call.arguments) for call in going_on if call.arguments]
         for kind, text in (("reasoning", delta.reasoning), ("text", delta.text)):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from forerun.models.text.message_formats import Json
 from forerun.models.text.message_parser import CallDelta
 from forerun.server.api_errors import ApiError
-from forerun.server.replies import BlockFormat, event, padded
+from forerun.server.replies import BlockFormat, compact, event, padded
 from forerun.server.schema import (
     Count,
     FunctionName,
@@ -22,15 +24,25 @@ from forerun.server.schema import (
     StrictModel,
     Text,
     TranslatedRequest,
-    joined_parts,
     one_error,
-    only,
-)  # fmt: skip
+)
+from forerun.server.tolerance import (
+    CUSTOM_FIELD,
+    MAX_TURNS,
+    Notes,
+    bounded,
+    chosen,
+    content_text,
+    custom_arguments,
+    custom_input,
+    function_call,
+    function_tools,
+)
 
-TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
-ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 ITEMS = {"text": ("message", "msg"), "reasoning": ("reasoning", "rs"), "call": ("function_call", "fc")}
 """Types of an answer's items and what their ids begin with, by the kind of block."""
+OWN_FIELDS = ("id", "type", "status", "call_id", "name", "namespace")
+"""Of a call's item; the others are what it was called with."""
 
 
 class FlatSchemaFormat(NamedSchema):
@@ -52,45 +64,64 @@ class ReasoningOptions(StrictModel):
     effort: str | None = None
     summary: Any = None
     generate_summary: Any = None
+    context: Any = None
+    mode: Any = None
 
 
 class ChosenFunction(FunctionName):
     """The one tool that must be called."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
 
 
-FLAT_CHOICES = 'must be auto, none, required, or {"type": "function", "name": ...}'
+class AllowedTools(StrictModel):
+    """The tools among which the model chooses."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"] = "auto"
+    tools: Objects
+
+
+FLAT_CHOICES = (
+    'must be auto, none, required, {"type": "function", "name": ...}, or '
+    '{"type": "allowed_tools", "mode": ..., "tools": [...]}'
+)
 
 
 class ResponsesRequest(TranslatedRequest):
     """To ``/v1/responses``. Nothing is kept, so there is no earlier response to go on with."""
 
+    names: ClassVar[Mapping[str, str]] = {
+        "messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+    }  # fmt: skip
     input: Annotated[Text | Objects, one_error("must be text or a list of items")]
     instructions: Text | None = None
     max_output_tokens: Count | None = None
     stream_options: StreamOptions | None = None
     text: TextOptions | None = None
-    tool_choice: Annotated[Literal["none", "auto", "required"] | ChosenFunction, one_error(FLAT_CHOICES)] | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | ChosenFunction | AllowedTools | None, one_error(FLAT_CHOICES)
+    ] = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
-    include: Any = None
-    max_tool_calls: Any = None
-    truncation: Annotated[Any, only(None, "disabled", "auto")] = None
-    top_logprobs: Annotated[Any, only(None, 0)] = None
-    background: Annotated[Any, only(None, False)] = None
-    previous_response_id: Annotated[Any, only(None)] = None
-    conversation: Annotated[Any, only(None)] = None
-    prompt: Annotated[Any, only(None)] = None
 
-    def _chat_fields(self) -> Json:
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """The names of tools that are called with any text."""
+        return frozenset(str(tool.get("name")) for tool in self.tools or () if tool.get("type") == "custom")
+
+    def _chat_fields(self, notes: Notes) -> Json:
         choice: Any = self.tool_choice
-        if isinstance(choice, ChosenFunction):
+        tools = function_tools(self.tools, _tool, notes)
+        if isinstance(choice, AllowedTools):
+            tools, choice = chosen(tools or (), [tool.get("name") for tool in choice.tools]), choice.mode
+        elif isinstance(choice, ChosenFunction):
             choice = {"type": "function", "function": {"name": choice.name}}
         return {
-            "messages": self._messages(),
+            "messages": self._messages(notes),
             "max_completion_tokens": self.max_output_tokens,
-            "tools": [_tool(number, tool) for number, tool in enumerate(self.tools or ())] or None,
+            "tools": tools,
             "tool_choice": choice,
             "response_format": self._format(),
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
@@ -102,45 +133,87 @@ class ResponsesRequest(TranslatedRequest):
             return None if form is None else {"type": form.type}
         return {"type": "json_schema", "json_schema": form.model_dump(by_alias=True, exclude={"type"})}
 
-    def _messages(self) -> list[Json]:
+    def _messages(self, notes: Notes) -> list[Json]:
         messages: list[Json] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
-        for number, item in enumerate(self.input):
-            _add_item(messages, item, f"input.{number}")
+        for number, item in enumerate(bounded(self.input, "input", MAX_TURNS)):
+            _add_item(messages, item, f"input.{number}", notes)
         return messages
 
 
-def _tool(number: int, tool: Json) -> Json:
-    if tool.get("type") != "function":
-        message = f"tool {number} is of another type; allowed is function"
-        raise ApiError(400, message, "unsupported", f"tools.{number}")
-    function = {name: value for name, value in tool.items() if name not in ("type", "strict") and value is not None}
+def _tool(tool: Json) -> Json | None:
+    """A tool that is a function, or takes one text; None for one of OpenAI's."""
+    if tool.get("type") not in ("function", "custom"):
+        return None
+    function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+    if tool["type"] == "custom":
+        given = tool.get("format")
+        form: Json = given if isinstance(given, dict) else {}
+        if definition := form.get("definition"):
+            syntax = f"Its input follows this {form.get('syntax', '')} grammar:\n{definition}"
+            function["description"] = "\n\n".join(filter(None, (function.get("description"), syntax)))
+        text = {"type": "string", "description": "All that the tool is given, as it is."}
+        function["parameters"] = {"type": "object", "properties": {CUSTOM_FIELD: text}, "required": [CUSTOM_FIELD]}
     return {"type": "function", "function": function}
 
 
-def _add_item(messages: list[Json], item: Json, where: str) -> None:
+def _add_item(messages: list[Json], item: Json, where: str, notes: Notes) -> None:
     """Add what an item says to the turns of a chat."""
     kind = item.get("type", "message")
     if kind == "message":
-        turn = {"role": item.get("role"), "content": joined_parts(item.get("content"), where, TEXT_PARTS)}
+        turn = {"role": item.get("role"), "content": content_text(item.get("content"), f"{where}.content", notes)}
         if turn["role"] == "assistant" and _is_thought(messages):
             turn = messages.pop() | turn
         messages.append(turn)
-    elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        call = {"id": item.get("call_id"), "type": "function", "function": function}
-        if not messages or messages[-1]["role"] != "assistant":
-            messages.append({"role": "assistant", "content": ""})
-        messages[-1].setdefault("tool_calls", []).append(call)
-    elif kind == "function_call_output":
-        content = joined_parts(item.get("output"), where, TEXT_PARTS)
-        messages.append({"role": "tool", "content": content, "tool_call_id": item.get("call_id")})
     elif kind == "reasoning":
-        if text := joined_parts(item.get("content") or "", where, TEXT_PARTS):
+        parts = item.get("content") or item.get("summary") or ""
+        if text := content_text(parts, f"{where}.content", notes):
             messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+    elif isinstance(kind, str) and kind.endswith("_output") and "call_id" in item:
+        output = item.get("output", item.get("tools")) or ""
+        text = content_text(output, f"{where}.output", notes) if _is_content(output) else compact(output)
+        messages.append({"role": "tool", "content": text, "tool_call_id": item.get("call_id")})
+    elif isinstance(kind, str) and kind.endswith("_call") and "call_id" in item:
+        _own_turn(messages).setdefault("tool_calls", []).append(_past_call(item, kind))
+    elif isinstance(kind, str) and kind.endswith("_call"):
+        notes.add(f"the results of {kind} were left out: they are kept elsewhere")
+        given = {name: value for name, value in item.items() if name not in OWN_FIELDS and name != "result"}
+        _own_turn(messages)["content"] += f"[{kind.removesuffix('_call')}: {compact(given)}]"
+    elif kind in UNREADABLE_ITEMS:
+        notes.add(f"{where} ({kind}) was left out: it is kept elsewhere")
     else:
-        raise ApiError(400, f"{where}: the type must be one of {', '.join(ITEM_TYPES)}", "invalid_value", where)
+        known = "message, function_call, function_call_output, custom_tool_call, reasoning"
+        raise ApiError(400, f"{where}: the type must be one that is known, such as {known}", "invalid_value", where)
+
+
+UNREADABLE_ITEMS = (
+    "item_reference", "compaction", "compaction_summary", "context_compaction", "mcp_list_tools", "ghost_snapshot",
+    "mcp_approval_request", "mcp_approval_response", "tool_search_output", "additional_tools", "compaction_trigger",
+)  # fmt: skip
+"""Items that say nothing to a model here, as what they stand for is kept by OpenAI's servers."""
+
+
+def _is_content(output: Any) -> bool:
+    return isinstance(output, str) or (isinstance(output, list) and all(isinstance(part, dict) for part in output))
+
+
+def _own_turn(messages: list[Json]) -> Json:
+    """The assistant's turn that is the last one."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _past_call(item: Json, kind: str) -> Json:
+    """A call that was made; those of OpenAI's own tools are named for their type."""
+    if kind == "function_call":
+        arguments = item.get("arguments")
+        return function_call(item.get("call_id"), item.get("name"), "{}" if arguments is None else arguments)
+    if kind == "custom_tool_call":
+        return function_call(item.get("call_id"), item.get("name"), custom_arguments(item.get("input")))
+    given = {name: value for name, value in item.items() if name not in OWN_FIELDS}
+    return function_call(item.get("call_id"), kind.removesuffix("_call"), json.dumps(given, ensure_ascii=False))
 
 
 def _is_thought(messages: list[Json]) -> bool:
@@ -155,6 +228,7 @@ class ResponsesFormat(BlockFormat):
         super().__init__()
         self._sequence = 0
         self._pads = body.stream_options is not None and bool(body.stream_options.include_obfuscation)
+        self._custom = body.custom_tools
         self._head: Json = {
             "id": f"resp_{number}",
             "object": "response",
@@ -176,6 +250,9 @@ class ResponsesFormat(BlockFormat):
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
         }
+
+    def note(self, notes: Sequence[str]) -> None:
+        self._head["metadata"] = {f"forerun_note_{number}": note[:512] for number, note in enumerate(notes, 1)}
 
     def begin(self) -> list[str]:
         response = {"response": self._response("in_progress")}
@@ -217,6 +294,10 @@ class ResponsesFormat(BlockFormat):
         name, prefix = ITEMS[kind]
         item: Json = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": name, "status": "in_progress"}
         self._blocks.append(item)
+        if call is not None and call.name in self._custom:
+            item |= {"id": f"ctc_{uuid.uuid4().hex}", "type": "custom_tool_call", "call_id": call.id, "name": call.name}
+            item["input"] = ""
+            return [self._of_list("added")]
         if call is not None:
             item |= {"call_id": call.id, "name": call.name, "arguments": ""}
             return [self._of_list("added")]
@@ -227,6 +308,8 @@ class ResponsesFormat(BlockFormat):
         return [added, self._of_item("content_part.added", content_index=0, part=item["content"][0])]
 
     def _grown(self, kind: str, text: str) -> str:
+        if kind == "call" and "input" in self._blocks[-1]:
+            return ""  # its text is known when the arguments have ended, whose JSON it is written in
         if kind == "call":
             return self._of_item("function_call_arguments.delta", delta=text)
         return self._of_item(f"{_part_type(kind)}.delta", content_index=0, delta=text, **_no_logprobs(kind))
@@ -234,7 +317,13 @@ class ResponsesFormat(BlockFormat):
     def _closed(self, kind: str, text: str) -> list[str]:
         item = self._blocks[-1]
         item["status"] = self._status
-        if kind == "call":
+        if kind == "call" and "input" in item:
+            item["input"] = text = custom_input(text)
+            events = [
+                self._of_item("custom_tool_call_input.delta", delta=text),
+                self._of_item("custom_tool_call_input.done", input=text),
+            ]
+        elif kind == "call":
             item["arguments"] = text
             events = [self._of_item("function_call_arguments.done", arguments=text, name=item["name"])]
         else:

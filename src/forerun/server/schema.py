@@ -1,14 +1,15 @@
 """Requests of OpenAI's ``/v1/completions`` and ``/v1/chat/completions``, as far as Forerun serves them.
 
-A feature that is missing is refused unless its field has the neutral value, and so is an unknown field. So no request
-means more than it gets. A check of a list stops at the first error: a body of 8 MiB may have millions.
+What is left of a request once ``forerun.server.tolerance`` has looked at it: an unknown field is refused. So no request
+means more than it gets. A check of a list stops at the first error: there may be a hundred thousand.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -17,6 +18,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     ValidatorFunctionWrapHandler,
     WrapValidator,
     model_validator,
@@ -24,34 +26,19 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from forerun.models.text.prompts import RESERVED_VARIABLES
-from forerun.server.api_errors import ApiError, validation_error
+from forerun.server.field_errors import validation_error
 from forerun.server.tenants import NAMESPACE_PATTERN
+from forerun.server.tolerance import Notes, chat_turns, chosen, content_text, function_tools, requested
 
 MAX_CHOICES = 128
 """Texts for one prompt; OpenAI's limit."""
 MAX_BIASES = 1024
 """Tokens that a request may have a bias for."""
 SEED_LIMIT = 2**63
-IGNORED_FIELDS = frozenset(
-    {
-        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "verbosity",
-    }
-)  # fmt: skip
-"""Fields that are for somebody else, and change no text here. Any value is accepted, and has no effect."""
+MAX_STOPS = 64
+"""Stop strings and tokens of a request. Each string is looked for in every new text."""
 MIN_TEMPERATURE = 1e-6
 """Logits divided by less may not fit into a float32."""
-
-
-def only(*neutral: Any) -> AfterValidator:
-    """A check for a missing feature: its field may be left out or have a neutral value."""
-
-    def check(value: Any) -> Any:
-        if any(type(value) is type(each) and value == each for each in neutral):
-            return value
-        raise PydanticCustomError("unsupported", "is not supported yet; leave it out")
-
-    return AfterValidator(check)
 
 
 def one_error(message: str) -> WrapValidator:
@@ -66,31 +53,22 @@ def one_error(message: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-def _check_unicode(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise PydanticCustomError("text", "must be valid text; it has half of a surrogate pair") from None
-    return text
-
-
 def _check_temperature(temperature: float) -> float:
     if 0 < temperature < MIN_TEMPERATURE:
         raise PydanticCustomError("temperature", "must be 0, which is greedy, or at least a millionth")
     return temperature
 
 
-Nothing = Annotated[Any, only(None, {}, "", [])]
-One = Annotated[Any, only(None, 1)]
 FAIL_FAST = Field(fail_fast=True)
 """A list stops at its first error. Four million errors took half a minute and 6 GiB."""
 StopString = Annotated[str, Field(min_length=1)]
 Stop = Annotated[
-    StopString | Annotated[list[StopString], Field(max_length=4), FAIL_FAST] | None,
-    one_error("must be a string or a list of up to four strings, none of them empty: it would stop everywhere"),
+    StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS), FAIL_FAST] | None,
+    one_error(f"must be a string or a list of up to {MAX_STOPS}, none of them empty: it would stop everywhere"),
 ]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
-Text = Annotated[str, AfterValidator(_check_unicode)]
+Text = str
+"""Of whole characters: the body was looked through for halves of surrogate pairs."""
 Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_check_temperature)]
 Tokens = Annotated[list[Token], Field(min_length=1), FAIL_FAST]
 Prompt = Annotated[
@@ -114,30 +92,46 @@ TopK = Annotated[int, Field(ge=-1, lt=2**31)]
 
 
 class StrictModel(BaseModel):
-    """Takes no unknown field and converts nothing."""
+    """Takes no unknown field and converts nothing; null is as good as no field."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    ignores: ClassVar[bool] = False
-    """Whether it leaves out ``IGNORED_FIELDS``."""
+    tolerant: ClassVar[bool] = False
+    """Whether hints and features that are not asked for are left out."""
 
     @model_validator(mode="before")
     @classmethod
-    def _check_number_of_fields(cls, given: Any) -> Any:
-        """Leave out what is ignored. One error for many unknown fields: there may be half a million."""
-        if isinstance(given, dict) and cls.ignores:
-            given = {name: value for name, value in given.items() if name not in IGNORED_FIELDS}
-        if isinstance(given, dict) and len(given) > len(cls.model_fields):
+    def _tolerate(cls, given: Any, info: ValidationInfo) -> Any:
+        """Leave out what asks for nothing. One error for many unknown fields: there may be thousands."""
+        if not isinstance(given, dict):
+            return given
+        known = _own_names(cls)
+        if cls.tolerant:
+            given = requested(given, known)
+        else:
+            given = {name: value for name, value in given.items() if value is not None or name not in known}
+        if len(given) > len(known):
             message = "there are {given} fields, of which {known} are known"
-            raise PydanticCustomError("unsupported", message, {"given": len(given), "known": len(cls.model_fields)})
+            raise PydanticCustomError("unsupported", message, {"given": len(given), "known": len(known)})
+        return cls._translated(given, info.context if isinstance(info.context, Notes) else Notes())
+
+    @classmethod
+    def _translated(cls, given: dict[str, Any], notes: Notes) -> dict[str, Any]:
+        """The fields in the one form that is checked."""
         return given
 
 
+@functools.cache
+def _own_names(model: type[BaseModel]) -> frozenset[str]:
+    return frozenset(each.alias or name for name, each in model.model_fields.items())
+
+
 class StreamOptions(StrictModel):
-    """``include_usage``: a last chunk has the usage. ``include_obfuscation``: chunks are padded."""
+    """``include_usage``: a last chunk has the usage, with ``continuous_usage_stats`` each has that so far.
+    ``include_obfuscation``: chunks are padded."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = None
-    continuous_usage_stats: Annotated[Any, only(None, False)] = None
+    continuous_usage_stats: bool = False
 
 
 class Extension(StrictModel):
@@ -192,34 +186,25 @@ class GrammarFormat(StrictModel):
 ResponseFormat = Annotated[PlainFormat | SchemaFormat | RegexFormat | GrammarFormat, Field(discriminator="type")]
 
 
-class Part(StrictModel):
-    """A part of a message; texts only."""
-
-    type: Literal["text"]
-    text: Text
-
-
-Content = Annotated[
-    Text | Annotated[list[Part], FAIL_FAST] | None, one_error("must be valid text, or a list of parts of type text")
-]
-
-
-def plain_text(content: str | list[Part] | None) -> str:
-    """A content as one text."""
-    return content if isinstance(content, str) else "".join(part.text for part in content or ())
-
-
 class Prediction(StrictModel):
     """A text that the answer is expected to resemble, to draft from."""
 
     type: Literal["content"]
-    content: Content
+    content: Text
+
+    @classmethod
+    def _translated(cls, given: dict[str, Any], notes: Notes) -> dict[str, Any]:
+        if isinstance(given.get("content"), list):
+            given["content"] = content_text(given["content"], "prediction.content", notes)
+        return given
 
 
 class GenerationRequest(StrictModel):
     """The fields that both kinds of requests have."""
 
-    ignores = True
+    tolerant = True
+    clamps: ClassVar[bool] = False
+    """Whether an answer may be as long as fits where the request allows more."""
     model: str
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -238,11 +223,21 @@ class GenerationRequest(StrictModel):
     presence_penalty: Penalty | None = None
     logit_bias: Biases | None = None
     prediction: Prediction | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    ignore_eos: bool = False
+    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOPS), FAIL_FAST] = []
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    skip_special_tokens: bool = True
 
     @property
     def token_limit(self) -> int | None:
         """The longest answer that the request names, in tokens."""
         return self.max_tokens
+
+    @property
+    def limit_name(self) -> str:
+        """The field that names it."""
+        return "max_tokens"
 
     @property
     def format(self) -> dict[str, Any] | None:
@@ -265,6 +260,8 @@ class GenerationRequest(StrictModel):
 
     @model_validator(mode="after")
     def _check_streamed(self) -> GenerationRequest:
+        if self.min_tokens and self.stops:
+            raise PydanticCustomError("min_tokens", "min_tokens and stop do not go together")
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("stream_options", "stream_options is for streams; add stream: true")
         if self.forerun.trace and not self.stream:
@@ -277,10 +274,10 @@ class CompletionRequest(GenerationRequest):
     answer. ``echo``: the answer begins with the prompt."""
 
     prompt: Prompt
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     suffix: Text | None = None
     echo: bool | None = None
-    best_of: One = None
+    add_special_tokens: bool = True
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
     @property
@@ -313,22 +310,19 @@ class Message(StrictModel):
     """A turn of a conversation. A call's arguments go to the chat template as an object where they are one."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content = None
+    content: Text | None = None
     name: str | None = None
     tool_calls: Objects | None = None
     tool_call_id: str | None = None
     reasoning_content: Text | None = None
-    refusal: Nothing = None
-    annotations: Nothing = None
-    audio: Nothing = None
-    function_call: Nothing = None
 
     @model_validator(mode="after")
     def _check_content(self) -> Message:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+        if self.content is None:
             raise PydanticCustomError("content", "a message needs content")
         for number, call in enumerate(self.tool_calls or ()):
-            if not isinstance(call.get("function"), dict):
+            function = call.get("function")
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 raise PydanticCustomError(
                     "tool_calls", "call {number} needs a function, with its name and arguments", {"number": number}
                 )
@@ -339,7 +333,7 @@ class Message(StrictModel):
         more = self.model_dump(include={"name", "tool_call_id", "reasoning_content"})
         more["tool_calls"] = [_with_object(call) for call in self.tool_calls or ()]
         given = {name: value for name, value in more.items() if value}
-        return {"role": self.role, "content": plain_text(self.content), **given}
+        return {"role": self.role, "content": self.content, **given}
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:
@@ -352,6 +346,25 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _chat_tool(tool: dict[str, Any]) -> dict[str, Any] | None:
+    """A tool as it is, but for hints; None for one that runs elsewhere. What is no tool is refused later."""
+    kind = tool.get("type")
+    if isinstance(kind, str) and kind not in ("function", "custom"):
+        return None
+    return {name: value for name, value in tool.items() if name != "cache_control"}
+
+
+def _allowed(given: dict[str, Any]) -> dict[str, Any]:
+    """A choice among some of the tools is a choice among all that are there."""
+    choice: Any = given.get("tool_choice")
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return given
+    inner = choice.get("allowed_tools", choice)  # chats nest what responses do not
+    listed = [each for each in inner.get("tools") or () if isinstance(each, dict)]
+    names = [(each.get("function") or each).get("name") for each in listed]
+    return {**given, "tools": chosen(given.get("tools") or (), names), "tool_choice": inner.get("mode", "auto")}
 
 
 def _check_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -415,13 +428,30 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     chat_template_kwargs: TemplateOptions | None = None
-    modalities: Annotated[Any, only(None, ["text"])] = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+
+    @classmethod
+    def _translated(cls, given: dict[str, Any], notes: Notes) -> dict[str, Any]:
+        return _conversation(given, notes)
 
     @property
     def token_limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def limit_name(self) -> str:
+        return "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
+
+    @property
+    def continued(self) -> bool:
+        """Whether the answer goes on with the assistant's last turn: if nothing else is asked for, where it is one."""
+        if self.continue_final_message is not None:
+            return self.continue_final_message
+        last = self.messages[-1]
+        return last.role == "assistant" and not last.tool_calls and self.add_generation_prompt is not True
 
     @property
     def alternatives(self) -> int | None:
@@ -454,6 +484,12 @@ class ChatRequest(GenerationRequest):
     def _check_limits(self) -> ChatRequest:
         if self.max_completion_tokens and self.max_tokens and self.max_completion_tokens != self.max_tokens:
             raise PydanticCustomError("max_tokens", "max_tokens and max_completion_tokens differ; give one")
+        if self.continued and (self.messages[-1].role != "assistant" or self.add_generation_prompt):
+            message = "it is for an assistant's turn at the end, and not with add_generation_prompt: true"
+            raise PydanticCustomError("continue_final_message", message)
+        if self.add_generation_prompt is False and not self.continued:
+            message = "it is false, which is for a last turn that is continued: continue_final_message: true"
+            raise PydanticCustomError("add_generation_prompt", message)
         if self.top_logprobs is not None and not self.logprobs:
             raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs: true")
         if self.tool_choice not in (None, "none", "auto") and not self.required_tools:
@@ -463,12 +499,28 @@ class ChatRequest(GenerationRequest):
         return self
 
 
+def _conversation(given: dict[str, Any], notes: Notes) -> dict[str, Any]:
+    """A chat's fields with turns and tools in the one form that is checked."""
+    if "messages" in given:
+        given["messages"] = chat_turns(given["messages"], notes)
+    if "tools" in given:
+        given["tools"] = function_tools(given["tools"], _chat_tool, notes)
+    return _allowed(given)
+
+
+class FittingChat(ChatRequest):
+    """A chat whose answer may be as long as fits, as it was asked for in another API."""
+
+    clamps = True
+
+
 GenerationBody = CompletionRequest | ChatRequest
 
 
 class TokenizeRequest(StrictModel):
     """To ``/tokenize``: a ``prompt``, or ``messages`` as the chat template writes them."""
 
+    tolerant = True
     model: str | None = None
     prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1), FAIL_FAST] | None = None
@@ -476,6 +528,11 @@ class TokenizeRequest(StrictModel):
     add_special_tokens: bool = True
     return_token_strs: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
+    continued: ClassVar[bool] = False
+
+    @classmethod
+    def _translated(cls, given: dict[str, Any], notes: Notes) -> dict[str, Any]:
+        return _conversation(given, notes)
 
     @property
     def template_tools(self) -> Objects | None:
@@ -501,16 +558,21 @@ class DetokenizeRequest(StrictModel):
     tokens: Annotated[list[Token], FAIL_FAST]
 
 
-def field_names(model: type[BaseModel] = StrictModel) -> set[str]:
-    """The names of all fields of requests."""
-    own = {each.alias or name for name, each in model.model_fields.items()}
-    return own.union(*map(field_names, model.__subclasses__()))
+@functools.cache
+def field_names(model: type[BaseModel], nested: bool = False) -> frozenset[str]:
+    """The names of a request's fields, or of those inside of its fields."""
+    if not nested:
+        return _own_names(model)
+    parts = model.model_json_schema().get("$defs", {}).values()
+    return frozenset(name for part in parts for name in part.get("properties", ()))
 
 
 class TranslatedRequest(StrictModel):
     """A request at another address that is a chat in other words."""
 
-    ignores = True
+    tolerant = True
+    names: ClassVar[Mapping[str, str]] = {}
+    """Its own names of a chat's fields, for errors."""
     model: str
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -518,34 +580,24 @@ class TranslatedRequest(StrictModel):
     tools: Objects | None = None
     forerun: Extension = Extension()
 
-    def chat(self) -> ChatRequest:
+    def chat(self, notes: Notes | None = None) -> ChatRequest:
         """The same as a chat.
 
         Raises:
             ApiError: if it cannot be one.
         """
+        notes = Notes() if notes is None else notes
         same = ("model", "temperature", "top_p", "stream", "top_k", "parallel_tool_calls", "forerun")
-        fields = self.model_dump(include={*same}) | self._chat_fields()
+        fields = self.model_dump(include={*same}) | self._chat_fields(notes)
         try:
-            return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
+            return FittingChat.model_validate(fields, context=notes)
         except ValidationError as error:
-            raise validation_error(error.errors(), field_names()) from None
+            faults = error.errors(include_url=False, include_context=False, include_input=False)
+            renamed = [
+                {**each, "loc": tuple(self.names.get(str(part), part) for part in each["loc"])} for each in faults
+            ]
+            raise validation_error(renamed, functools.partial(field_names, type(self))) from None
 
-    def _chat_fields(self) -> dict[str, Any]:
+    def _chat_fields(self, notes: Notes) -> dict[str, Any]:
         """The fields that a chat has under another name or in another form."""
         raise NotImplementedError
-
-
-def joined_parts(content: Any, where: str, types: Sequence[str]) -> str:
-    """Text, or parts of some types that have text, as one text.
-
-    Raises:
-        ApiError: for anything else; it names ``where`` in the request that is.
-    """
-    parts = [{"type": types[0], "text": content}] if isinstance(content, str) else content
-    if not isinstance(parts, list) or not all(
-        isinstance(part, dict) and part.get("type") in types and isinstance(part.get("text"), str) for part in parts
-    ):
-        message = f"{where}: must be text, or parts of type {' or '.join(types)}"
-        raise ApiError(400, message, "invalid_value", where)
-    return "".join(part["text"] for part in parts)

@@ -17,11 +17,11 @@ from forerun.engine.engine import Engine
 from forerun.engine.result import ends
 from forerun.models.forward.inputs import position_limit
 from forerun.models.text.grammar import grammar_source
-from forerun.models.text.grammar_limits import SchemaError
 from forerun.models.text.message_formats import message_format
 from forerun.models.text.message_parser import MessageParser
 from forerun.models.text.processors import OccurrencePenalties
 from forerun.models.text.prompts import has_template
+from forerun.models.text.schemas import SchemaError
 from forerun.models.text.token_bytes import TokenBytes
 from forerun.server.admission import QueueFullError, SchedulerLimits
 from forerun.server.answers import AnswerText, Echo, LogprobStreamer
@@ -33,7 +33,7 @@ from forerun.server.metrics import Metrics, RequestMeter
 from forerun.server.middleware import HeldBytes
 from forerun.server.prompt_encoder import EncodedPrompt, PromptEncoder
 from forerun.server.scheduler import Scheduler
-from forerun.server.schema import ChatRequest, CompletionRequest, Extension, GenerationBody, plain_text
+from forerun.server.schema import ChatRequest, CompletionRequest, Extension, GenerationBody
 from forerun.server.settings import ServerSettings
 from forerun.server.tenants import drafting_namespace, private_namespace
 
@@ -91,7 +91,7 @@ class Service:
         arrived = time.monotonic()
         self.check_model(body.model)
         self._check_cheap(body)
-        tokens = self._default_tokens(body) if body.token_limit is None else body.token_limit
+        tokens = self._most_tokens(body)
         nbytes = _hold_logprobs(held, body, body.texts * tokens)
         try:
             await asyncio.to_thread(self.scheduler.check_places, tenant, body.texts)
@@ -133,6 +133,7 @@ class Service:
             text = self.tokenizer.decode(prompt.ids) if prompt.text is None else prompt.text
             echo = Echo(text, len(prompt.ids) - 1 if scored else 0, body.max_tokens != 0)
         parser, keep = None, frozenset[int]()
+        hidden = frozenset(body.stop_token_ids)
         if isinstance(body, ChatRequest):
             tools = body.template_tools or []
             template = self.form.response_template(bool(tools))
@@ -142,8 +143,11 @@ class Service:
         logprobs = None
         if body.alternatives is not None:
             told, text = (prompt.ids, echo.text) if scored and echo is not None else ((), "")
-            logprobs = LogprobStreamer(self._bytes, request, self._ends, told, text, body.max_tokens != 0)
-        answer = AnswerText(self.tokenizer, prompt.ids, body.stops, keep, echo)
+            logprobs = LogprobStreamer(self._bytes, request, self._ends_of(body), told, text, body.max_tokens != 0)
+        if not body.skip_special_tokens:
+            hidden = self._ends_of(body) - keep
+            keep |= frozenset(self.form.special.values())
+        answer = AnswerText(self.tokenizer, prompt.ids, body.stops, keep, echo, hidden)
         return AnswerRow(request, answer, RequestMeter(self.metrics, request, arrived), logprobs, parser)
 
     def _response_format(self, body: GenerationBody, prompt: str) -> dict[str, Any] | None:
@@ -195,14 +199,22 @@ class Service:
         if wrong := [token for token in body.logit_bias or () if int(token) >= words]:
             message = f"logit_bias has token {wrong[0]}; this model has tokens from 0 to {words - 1}"
             raise ApiError(400, message, "invalid_value", "logit_bias")
-        if body.token_limit is not None and body.token_limit > self.settings.max_tokens:
-            message = f"max_tokens is {body.token_limit}; this server allows {self.settings.max_tokens}"
-            raise ApiError(400, message, "max_tokens_exceeded", "max_tokens")
+        if not body.clamps and body.token_limit is not None and body.token_limit > self.settings.max_tokens:
+            message = f"{body.limit_name} is {body.token_limit}; this server allows {self.settings.max_tokens}"
+            raise ApiError(400, message, "max_tokens_exceeded", body.limit_name)
+        if (last := max(body.stop_token_ids, default=0)) >= words:
+            message = f"stop_token_ids has {last}; this model has tokens from 0 to {words - 1}"
+            raise ApiError(400, message, "invalid_value", "stop_token_ids")
+        if body.min_tokens > self._most_tokens(body):
+            message = f"min_tokens is {body.min_tokens}; the answer has {self._most_tokens(body)} at most"
+            raise ApiError(400, message, "invalid_value", "min_tokens")
         self._budget(body.forerun)
 
-    def _default_tokens(self, body: GenerationBody) -> int:
-        """The longest answer if the request names no limit."""
-        return DEFAULT_COMPLETION_TOKENS if isinstance(body, CompletionRequest) else self.settings.max_tokens
+    def _most_tokens(self, body: GenerationBody) -> int:
+        """The longest answer, if there is room for it."""
+        if body.token_limit is None:
+            return DEFAULT_COMPLETION_TOKENS if isinstance(body, CompletionRequest) else self.settings.max_tokens
+        return min(body.token_limit, self.settings.max_tokens) if body.clamps else body.token_limit
 
     def _requests(
         self,
@@ -221,8 +233,12 @@ class Service:
             "logprobs": body.alternatives,
             "response_format": response_format,
         }
-        if body.prediction is not None and (text := plain_text(body.prediction.content)):
-            options["prediction"] = self.encode.text(text, special=False).ids
+        if body.prediction is not None and body.prediction.content:
+            options["prediction"] = self.encode.text(body.prediction.content, False, "prediction").ids
+        if body.min_tokens:
+            options["min_new_tokens"] = body.min_tokens
+        if body.stop_token_ids:
+            options["eos_token_id"] = sorted(self._ends_of(body))
         requests = []
         for ids, _ in prompts:
             tokens = self._answer_tokens(body, len(ids))
@@ -230,11 +246,17 @@ class Service:
             for choice in range(body.n or 1):
                 sampling = _sampling(body, choice, len(ids))
                 (request,) = self.engine.requests([read], max_new_tokens=new, **options, **sampling)
+                if body.ignore_eos:
+                    request.eos_token_ids = self._ends_of(body)
                 if body.stops:
                     answer = AnswerText(self.tokenizer, ids, body.stops)
                     request.stopping = _stopping_at_string(answer, request.stopping)
                 requests.append(scoring_prompt(request, ids, tokens) if scored else request)
         return requests
+
+    def _ends_of(self, body: GenerationBody) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self._ends)
 
     def _budget(self, wanted: Extension) -> int | None:
         """The longest draft in tokens; None for the server's."""
@@ -261,14 +283,14 @@ class Service:
         Raises:
             ApiError: for more than the model can take.
         """
-        wanted, default = body.token_limit, self._default_tokens(body)
+        most, fits = self._most_tokens(body), body.clamps or body.token_limit is None
         if self.positions is None:
-            return default if wanted is None else wanted
-        room, least = self.positions - prompt, 1 if wanted is None else wanted
+            return most
+        room, least = self.positions - prompt, 1 if fits else most
         if room < least:
             message = f"the prompt has {prompt} tokens, the answer up to {least}; the model takes {self.positions}"
             raise ApiError(400, message, "context_length_exceeded")
-        return min(default, room) if wanted is None else wanted
+        return min(most, room) if fits else most
 
 
 def _hold_logprobs(held: HeldBytes, body: GenerationBody, tokens: int) -> int:

@@ -26,7 +26,8 @@ from forerun.core.fairness import eviction, owner_of
 from forerun.core.install_command import install_command
 from forerun.core.sampling import Constraint
 from forerun.core.tree import IntArray
-from forerun.models.text.grammar_limits import SchemaError, check_lark, check_regex, checked_schema
+from forerun.models.text.grammar_limits import check_lark, check_regex, checked_schema
+from forerun.models.text.schemas import SchemaError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -37,8 +38,13 @@ ResponseFormat = Mapping[str, Any]
 {"name": ..., "schema": {...}}}``. Beside them ``{"type": "regex", "regex": ...}``, and ``{"type": "grammar",
 "grammar": ...}`` with a grammar in llguidance's form of Lark."""
 FORMAT_TYPES = ("text", "json_object", "json_schema", "regex", "grammar")
-JSON_STYLE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""How JSON is written, in llguidance's words."""
+JSON_STYLE: JsonCompileOptions = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "coerce_one_of": True,
+}
+"""How JSON is written, in llguidance's words; choices may overlap."""
 KEPT_GRAMMARS = 64
 """The grammars used last are kept: an application has a handful of schemas, and each takes kilobytes."""
 MAX_FORCED_TOKENS = 2_000
@@ -340,14 +346,23 @@ def _compile(tokenizer: LLTokenizer, source: GrammarSource) -> LLMatcher:
             grammar = make(source.text)
         matcher = LLMatcher(tokenizer, grammar, log_level=0)
     except ValueError as error:
-        raise SchemaError(f"the {what} cannot be used: {error}") from None
+        raise SchemaError(f"the {what} cannot be used: {_reason(str(error))}") from None
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
-        reason = _first_line(matcher.get_error())
+        reason = _reason(matcher.get_error())
         reason = "no text fits it" if reason.startswith("NoExtension") else reason
         raise SchemaError(f"the {what} cannot be used: {reason}")
     return matcher
+
+
+def _reason(message: str) -> str:
+    """What is wrong, on one line: of a regular expression, what is said below it."""
+    first, *more = message.strip().splitlines()
+    if not first.endswith(":"):
+        return first
+    last = next((line for line in reversed(more) if line.strip().startswith("error:")), "")
+    return f"{first} {last.strip().removeprefix('error:').strip()}".strip()
 
 
 def _first_line(message: str) -> str:

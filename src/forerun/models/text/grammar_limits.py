@@ -14,13 +14,13 @@ from decimal import Decimal
 from re import _parser  # type: ignore[attr-defined]  # the one way to the length of a pattern's matches
 from typing import Any
 
+from forerun.models.text.schemas import SCHEMAS_BY_NAME, SchemaError, usable_schema
+
 MAX_REMAINDERS = 50_000
 """Remainders of all divisors in a schema together. A state is compiled for each: 50,000 took up to 1.3 seconds, and
 9,999,991 more than a minute."""
 MAX_SCHEMA_CHARACTERS = 1 << 16
 """One of 5,000 optional properties, in twice as many characters, took 3.7 seconds to compile."""
-SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
-"""Keywords whose values have schemas under names of a user's own, which may read like keywords."""
 MAX_FORCED_CHARACTERS = 2_000
 """Characters of a text that a schema spells out, repetitions included. All of it is worked out at once: 60,000 took 0.6
 seconds, in which no other thread of Python ran."""
@@ -31,15 +31,11 @@ MAX_RULE_PASSES = 64
 """Passes over a grammar's rules after which their shortest texts must be known."""
 
 
-class SchemaError(ValueError):
-    """A response format that cannot be met: it has a wrong shape, or its schema has."""
-
-
 def checked_schema(schema: Mapping[str, Any]) -> str:
-    """A JSON schema as text.
+    """A JSON schema as text, as far as llguidance can keep to it; see ``usable_schema``.
 
     Raises:
-        SchemaError: if it is no JSON, or asks for too much.
+        SchemaError: if it is no JSON, asks for too much, or has a keyword that cannot be kept to.
     """
     try:
         text = json.dumps(schema, allow_nan=False)
@@ -52,9 +48,9 @@ def checked_schema(schema: Mapping[str, Any]) -> str:
     _check_forced("schema", max(_longest_literals(schema), default=0))
     try:
         _ShortestJson(schema).check()
+        return json.dumps(usable_schema(schema))
     except RecursionError:
         raise SchemaError("the schema is nested too deeply") from None
-    return text
 
 
 def check_regex(pattern: str) -> None:

@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from forerun.models.text.grammar import JSON_STYLE
-from forerun.models.text.grammar_limits import SCHEMAS_BY_NAME
+from forerun.models.text.schemas import SCHEMAS_BY_NAME, SchemaError, usable_schema
 
 Json = dict[str, Any]
-Body = Literal["object", "named", "tags"]
-"""What stands inside of a call: an object with name and arguments, the name and then the arguments, or tags."""
+Body = Literal["object", "named", "tags", "python", "braces"]
+"""What stands inside of a call: an object with name and arguments, the name and then the arguments, the name and tags,
+or what ``call_readers`` reads."""
+OPEN_KEYWORDS = frozenset(
+    {"additionalProperties", "patternProperties", "propertyNames", "anyOf", "oneOf", "allOf", "$ref", "minProperties"}
+)
+"""Keywords of a schema of arguments with which there may be others than its properties."""
 ANNOTATIONS = ("description", "title", "examples", "default")
 """Keywords of a schema that allow and forbid nothing."""
 Thinking = Literal["open", "free", "closed"]
@@ -37,10 +43,11 @@ class CallFormat:
         before, after: around the arguments of a call; ``{name}`` is the tool's name.
         begin, end: around all calls.
         between: two calls.
-        separator: between name and arguments, where the body is both.
+        separator: between name and arguments, where the body is both; around texts, where it has braces.
         noise: marks around calls that are no part of the content.
         id_length: characters of a call's id that such a template takes; None for any.
         marked: whether a mark shows that it is a call. Else only an object that names a tool is one.
+        bare: whether a message that is a call's object alone, without marks, is a call, too.
     """
 
     marks: tuple[str, ...]
@@ -55,14 +62,17 @@ class CallFormat:
     noise: tuple[str, ...] = ()
     id_length: int | None = None
     marked: bool = True
+    bare: bool = False
 
 
+BARE_CALL = r'(?:\A|(?<=</think>))\s*(?:```(?:json)?\s*)?(?=\{\s*"name"\s*:)'
 HERMES = CallFormat(
     ("<tool_call>",),
-    {"open": "<tool_call>", "close": "</tool_call>"},
+    {"open_pattern": f"<tool_call>|{BARE_CALL}", "close": "</tool_call>"},
     "object",
     '<tool_call>\n{"name": "{name}", "arguments": ',
     "}\n</tool_call>",
+    bare=True,
 )
 """Of Hermes, Qwen 2.5 and 3, and many that were trained after them; where a template names no family."""
 DEEPSEEK_NOISE = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -70,11 +80,8 @@ CALL_FORMATS = (
     CallFormat(  # Qwen3-Coder, Qwen 3.5
         ("<tool_call>", "<function=", "<parameter="),
         {
-            "open_pattern": r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>",
-            "close": "</function>",
-            "content": "xml-inline",
-            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
-            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            "open_pattern": r"(?:<tool_call>\s*)?<function=",
+            "close_pattern": r"</function>|</tool_call>|(?=<tool_call>|<function=)",
         },
         "tags",
         "<tool_call>\n<function={name}>\n",
@@ -141,6 +148,34 @@ CALL_FORMATS = (
         between="<|start|>assistant",
         separator="<|message|>",
         noise=("<|start|>assistant",),
+    ),
+    CallFormat(  # LFM2
+        ("<|tool_call_start|>",),
+        {"open": "<|tool_call_start|>", "close": "<|tool_call_end|>"},
+        "python",
+        "{name}(",
+        ")",
+        "<|tool_call_start|>[",
+        "]<|tool_call_end|>",
+        ", ",
+    ),
+    CallFormat(  # Gemma 4
+        ("<|tool_call>", "<tool_call|>"),
+        {"open": "<|tool_call>", "close": "<tool_call|>"},
+        "braces",
+        "<|tool_call>call:{name}{",
+        "}<tool_call|>",
+        between="",
+        separator='<|"|>',
+    ),
+    CallFormat(  # FunctionGemma
+        ("<start_function_call>", "<end_function_call>"),
+        {"open": "<start_function_call>", "close": "<end_function_call>"},
+        "braces",
+        "<start_function_call>call:{name}{",
+        "}<end_function_call>",
+        between="",
+        separator="<escape>",
     ),
     CallFormat(  # Llama 3
         ('"parameters"', "<|start_header_id|>"),
@@ -235,11 +270,16 @@ class MessageFormat:
     ) -> Json | None:
         """A response format for a whole message: reasoning, if there may be any, and then an answer or calls.
 
+        Where calls are free, those of a tool whose schema cannot be kept to may have any arguments.
+
         Args:
             response_format: of the answer; None if it must be calls, or for any text where there are no tools.
             tools: that may be called, or must be where there is no response format.
             parallel: whether there may be several calls.
             thinking: see ``thinking_after``.
+
+        Raises:
+            SchemaError: if a tool must be called whose schema cannot be kept to.
         """
         free = response_format is None or response_format["type"] == "text"
         if free and not tools:
@@ -249,7 +289,7 @@ class MessageFormat:
         rules = [] if free or response_format is None else [_answer_rules(response_format)]
         choices = [] if free else [self._lark(self.thinking.answer if self.thinking else "") + " forerun_answer"]
         if tools:
-            rules += self._call_rules(tools, parallel)
+            rules += self._call_rules(tools if free else list(map(_keepable, tools)), parallel)
             choices.append("forerun_calls")
         reasoning, more = self._thinking_rules(thinking)
         return {"type": "grammar", "grammar": "\n".join([f"start: {reasoning} ({' | '.join(choices)})", *more, *rules])}
@@ -283,11 +323,13 @@ class MessageFormat:
 
     def _arguments(self, body: Body, function: Json, number: int) -> tuple[str, list[str]]:
         """A call's arguments, and rules that they refer to."""
-        schema = dict(function.get("parameters") or {})
+        schema = usable_schema(dict(function.get("parameters") or {}), f"tool {function['name']}")
         properties = schema.get("properties") or {}
-        if body != "tags":
-            closed = {"additionalProperties": False} if properties else {}
+        if body in ("object", "named"):
+            closed = {} if schema.keys() & OPEN_KEYWORDS else {"additionalProperties": False}
             return _lark_json({"type": "object", **closed, **schema}), []
+        if body != "tags":
+            return self._named_arguments(schema, number)
         parts, rules = [], []
         shared = _shared_schemas(schema)
         for place, (name, inner) in enumerate(properties.items()):
@@ -302,6 +344,28 @@ class MessageFormat:
                 part = f"{self._lark(begin)} ({' | '.join(words)}) {self._lark(end)}"
             parts.append(part if name in schema.get("required", ()) else f"({part})?")
         return " ".join(parts), rules
+
+    def _named_arguments(self, schema: Json, number: int) -> tuple[str, list[str]]:
+        """Arguments with their names, and commas between those that are there."""
+        assert self.calls is not None
+        shared, required, mark = _shared_schemas(schema), schema.get("required", ()), self.calls.separator
+        rules, first, later = [f"forerun_first_{number}_end: "], "end", "end"
+        for place, (name, inner) in reversed([*enumerate((schema.get("properties") or {}).items())]):
+            one = f"forerun_one_{number}_{place}"
+            words = _bare(inner, shared, self._lark(mark)) if mark else [_lark_json({**shared, **inner})]
+            begin = self._lark(f"{name}{':' if mark else '='}")
+            if words is None:
+                rules.append(f"{one}_text[suffix={self._lark(mark)}]: /(?s:.*)/")
+                rules.append(f"{one}: {begin} {self._lark(mark)} {one}_text")
+            else:
+                rules.append(f"{one}: {begin} ({' | '.join(words)})")
+            comma = self._lark("," if mark else ", ")
+            rest = "" if later == "end" else f"forerun_later_{number}_{later}"
+            skip = "" if name in required else f" | forerun_first_{number}_{first}"
+            rules.append(f"forerun_first_{number}_{place}: {one} {rest}{skip}")
+            rules.append(f"forerun_later_{number}_{place}: ({comma} {one}){'' if name in required else '?'} {rest}")
+            first = later = str(place)
+        return f"forerun_first_{number}_{first}", rules
 
     def _lark(self, text: str) -> str:
         """A text in Lark. Tokens that are spelt as a whole are given by their numbers, as llguidance takes some of them
@@ -323,8 +387,11 @@ def message_format(tokenizer: PreTrainedTokenizerBase) -> MessageFormat:
     text = template if isinstance(template, str) else json.dumps(template, ensure_ascii=False)
     own = getattr(tokenizer, "response_template", None)
     unknown = HERMES if own is None else None
-    calls = next((each for each in CALL_FORMATS if all(mark in text for mark in each.marks)), unknown)
     words = tokenizer.get_added_vocab() if text else {}
+    shown = (each for each in CALL_FORMATS if all(mark in text for mark in each.marks))
+    # a template may leave its family's marks to the model, which has tokens for them
+    spelled = (each for each in CALL_FORMATS if all(mark in words for mark in each.marks))
+    calls = next(chain(shown, spelled), unknown)
 
     def is_known(thinking: ThinkingFormat) -> bool:
         if thinking.answer:  # its end may be any turn's, as in Phi-3
@@ -374,6 +441,24 @@ def with_known_roles(messages: Sequence[Json], tokenizer: PreTrainedTokenizerBas
     return turns
 
 
+def arrangements(messages: Sequence[Json]) -> Iterator[list[Json]]:
+    """A conversation, and what it may be for templates that refuse it: with all that the system says at its beginning;
+    then without a system, and with turns of users and of the assistant that take turns."""
+    yield list(messages)
+    said = "\n\n".join(turn["content"] for turn in messages if turn["role"] == "system")
+    others = [turn for turn in messages if turn["role"] != "system"]
+    if len(others) < len(messages):
+        yield [{"role": "system", "content": said}, *others]
+    joined: list[Json] = [{"role": "user", "content": said}] if said else []
+    for turn in others:
+        plain = turn.keys() == {"role", "content"} == (joined[-1].keys() if joined else None)
+        if joined and plain and turn["role"] == joined[-1]["role"]:
+            joined[-1] = {**turn, "content": f"{joined[-1]['content']}\n\n{turn['content']}"}
+        else:
+            joined.append(turn)
+    yield joined
+
+
 def with_tools_as_text(messages: Sequence[Json], tools: Sequence[Json]) -> list[Json]:
     """A conversation for a template that knows no tools: they, their calls and results are texts in Hermes' form."""
     if not tools:  # any more
@@ -394,6 +479,18 @@ def _as_text(message: Json) -> Json:
     parts = [message["content"]] if message["content"] else []
     parts += [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
     return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": "\n".join(parts)}
+
+
+def _keepable(tool: Json) -> Json:
+    """A tool, with any arguments if its schema cannot be kept to."""
+    try:
+        usable_schema(tool["function"].get("parameters"))
+        return tool
+    except SchemaError:
+        return {
+            **tool,
+            "function": {**tool["function"], "parameters": {"type": "object", "additionalProperties": True}},
+        }
 
 
 def _lark_json(schema: Mapping[str, Any]) -> str:
@@ -442,16 +539,28 @@ def _alternatives(schema: Any, shared: Json) -> list[Any]:
     return found
 
 
-def _bare(schema: Any, shared: Json) -> list[str] | None:
-    """What may stand between tags, in Lark: strings without quotes where the schema lists them, else JSON. None where
-    it may be any text."""
+BARE_FORMATS = {
+    "date": r"[0-9]{4}-[01][0-9]-[0-3][0-9]",
+    "time": r"[0-2][0-9]:[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-][0-2][0-9]:[0-5][0-9])?",
+    "date-time": r"[0-9]{4}-[01][0-9]-[0-3][0-9]T[0-2][0-9]:[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?"
+    r"(Z|[+-][0-2][0-9]:[0-5][0-9])?",
+    "uuid": r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
+}
+"""Formats of texts that are kept to also where a text has no quotes, as regular expressions."""
+
+
+def _bare(schema: Any, shared: Json, mark: str = "") -> list[str] | None:
+    """What may stand between tags, in Lark: strings without quotes where the schema lists them, or between marks, else
+    JSON. None where it may be any text."""
     found: list[str] = []
     for each in _alternatives(schema, shared):
         own = each if isinstance(each, Mapping) else {}
         values = own.get("enum", [own["const"]] if "const" in own else None)
         if isinstance(values, list) and values:
-            texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
-            found += [json.dumps(text, ensure_ascii=False) for text in texts]
+            texts = [(value, mark) if isinstance(value, str) else (json.dumps(value), "") for value in values]
+            found += [f"{around} {json.dumps(text, ensure_ascii=False)} {around}" for text, around in texts]
+        elif own.get("type") == "string" and own.get("format") in BARE_FORMATS:
+            found.append(f"{mark} /{BARE_FORMATS[own['format']]}/ {mark}")
         elif own.get("type") == "string":
             return None
         else:
@@ -483,7 +592,7 @@ def _answer_rules(response_format: Json) -> str:
     if kind == "regex":
         pattern = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], response_format["regex"])
         return f"forerun_answer: /{pattern}/"
-    schema = {"type": "object"} if kind == "json_object" else response_format["json_schema"]["schema"]
+    schema = {"type": "object"} if kind == "json_object" else usable_schema(response_format["json_schema"]["schema"])
     return f"forerun_answer: {_lark_json(schema)}"
 
 

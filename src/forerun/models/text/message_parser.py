@@ -1,8 +1,8 @@
 """Takes a message apart while it is written: its content, its reasoning, and its calls of tools.
 
 transformers' parser of responses finds where the parts begin and end. The arguments of a call are passed on as they
-come, where the model writes them as JSON. A call that cannot be read stays part of the content; where transformers'
-parser fails at one, so does all that follows.
+come, where the model writes them as JSON. A call that cannot be read stays part of the content, but for one that the
+end of the answer has cut; where transformers' parser fails at one, so does all that follows.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from forerun.models.text.call_readers import Calls, read_bare, read_braces, read_python, read_tags
 from forerun.models.text.message_formats import CallFormat, MessageFormat, with_types
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 ARGUMENT_KEYS = ("arguments", "parameters")
+SEPARATORS = " \n\r\t[];,"
+"""Between the objects of calls and around them, where no mark ends them."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class ObjectScanner:
         self._string: str | None = None
         self._word = self._key = self._object = self._early = ""
         self._name: str | None = None
+        self.outside = ""
+        """What stands between the objects and behind them."""
 
     def feed(self, text: str) -> None:
         """Read on.
@@ -69,6 +74,8 @@ class ObjectScanner:
         for character in text:
             if self._depth or character == "{":
                 self._object += character
+            else:
+                self.outside += character
             was_inside = self._inside
             self._read(character)
             if was_inside or self._inside:
@@ -130,6 +137,50 @@ class ObjectScanner:
         self._add(arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
 
 
+class ValueScanner:
+    """Finds the end of a JSON value that comes in pieces. A text is taken for the JSON that it spells."""
+
+    def __init__(self) -> None:
+        self._depth, self._inside, self._escaped, self._ended = 0, False, False, False
+        self._text: str | None = None
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """What is part of the value, and what comes behind it."""
+        inside = ""
+        for place, character in enumerate(text):
+            if self._ended:
+                return inside, text[place:]
+            if not self._depth and not self._inside and character == '"' and not inside.strip():
+                self._text = ""
+            self._step(character)
+            if self._text is None:
+                inside += character
+            else:
+                self._text += character
+                inside = self._spelled() if self._ended else ""
+        return inside, ""
+
+    def _step(self, character: str) -> None:
+        if self._inside:
+            self._inside = character != '"' or self._escaped
+            self._escaped = character == "\\" and not self._escaped
+        elif character == '"':
+            self._inside = True
+        elif character in "{[":
+            self._depth += 1
+        elif character in "}]":
+            self._depth -= 1
+        else:
+            return
+        self._ended = self._depth <= 0 and not self._inside and character in '"}]'
+
+    def _spelled(self) -> str:
+        try:
+            return str(json.loads(self._text or ""))
+        except ValueError:
+            return self._text or ""
+
+
 class MessageParser:
     """Parses one message.
 
@@ -156,44 +207,52 @@ class MessageParser:
         begins_thinking = form.own is None and form.thinking is not None and form.thinking_after(prompt) == "open"
         prefix = prompt if form.own is not None else form.thinking.begin if begins_thinking and form.thinking else ""
         self._parser = tokenizer.get_response_parser(template, prefix=prefix, tools=with_types(tools) or None)
-        whole = form.own is not None or form.calls is None or form.calls.body == "tags"
-        self._format = None if whole else form.calls  # of calls that are passed on as they come
+        self._format = None if form.own is not None else form.calls
+        self._schemas = {
+            tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in with_types(tools)
+        }
         self.calls = 0
         """How many calls have begun."""
         self._fields: dict[str, Any] = template["fields"]
-        self._delta, self._last = MessageDelta(), False
+        self._delta, self._cut = MessageDelta(), False
         self._text, self._end, self._body_end = "", 0, 0  # the end of what was passed on, and of a call's body
         self._readable = True
         self._space, self._has_content = "", False
         self._at_start = begins_thinking
         self._scanner: ObjectScanner | None = None
+        self._value: ValueScanner | None = None
+        self._inside = self._bare = self._behind = False  # of a call, of one without marks, and behind its arguments
         self._head = ""
         self._calls_before = self._region = 0
 
-    def feed(self, text: str, last: bool = False) -> MessageDelta:
-        """The parts of new text; ``last`` when the message has ended."""
-        self._delta, self._last = MessageDelta(), last
+    def feed(self, text: str, last: bool = False, cut: bool = False) -> MessageDelta:
+        """The parts of new text; ``last`` when the message has ended, ``cut`` if it was as long as it may be."""
+        self._delta, self._cut = MessageDelta(), False
         self._text += text
-        for event in self._events(text, last):
+        for event in self._events(lambda: self._parser.feed(text)):
             self._take(event)
+        if last:
+            self._cut = cut  # what has not ended by now
+            for event in self._events(lambda: self._parser.finalize()[1]):
+                self._take(event)
         if not self._readable:
-            self._add_content(self._text[self._end :])
+            if cut and self._inside:
+                self._space = ""
+            else:
+                self._add_content(self._text[self._end :])
             self._end = len(self._text)
         if last and not self.calls:
             self._delta.content += self._space
         return self._delta
 
-    def _events(self, text: str, last: bool) -> list[dict[str, Any]]:
-        events: list[dict[str, Any]] = []
+    def _events(self, parse: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
         if not self._readable:
-            return events
+            return []
         try:
-            events += self._parser.feed(text)
-            if last:
-                events += self._parser.finalize()[1]
+            return parse()
         except (ValueError, KeyError, TypeError):  # a region that the tokenizer's own template cannot read
             self._readable = False
-        return events
+            return []
 
     def _take(self, event: dict[str, Any]) -> None:
         name, kind = event["field"], event["type"]
@@ -218,11 +277,12 @@ class MessageParser:
                 self._end = self._body_end
         elif kind == "region_close":
             self._end = max(self._end, self._body_end)
-            close = self._fields.get(name, {}).get("close", ())
-            rest = self._text[self._end :]
-            mark = next((each for each in ([close] if isinstance(close, str) else close) if each in rest), "")
-            if mark and not rest.partition(mark)[0].strip():
-                self._end += rest.index(mark) + len(mark)
+            field = self._fields.get(name, {})
+            close = field.get("close", ())
+            marks = [re.escape(each) for each in ([close] if isinstance(close, str) else close)]
+            pattern = field.get("close_pattern") or "|".join(marks)
+            mark = re.compile(rf"\s*(?:{pattern})").match(self._text, self._end) if pattern else None
+            self._end = mark.end() if mark else self._end
 
     def _add_content(self, text: str) -> None:
         """Space waits for what follows: before a call it is left out, as it is after the reasoning."""
@@ -242,40 +302,84 @@ class MessageParser:
     def _take_call(self, event: dict[str, Any]) -> None:
         kind = event["type"]
         if kind == "region_open":
-            self._calls_before, self._head, self._region = self.calls, "", self._end
+            self._calls_before, self._head, self._region, self._inside = self.calls, "", self._end, True
             any_name = self._format is None or self._format.marked
             self._scanner = ObjectScanner(self._begin, self._add, None if any_name else self._names)
+            self._value, self._bare, self._behind = None, False, False
         elif kind == "region_chunk" and self._format is not None:
-            self._read_call(event["text"], self._format)
-        elif kind == "region_close" and self._format is None:
-            calls = [_function(call) for call in _listed(event["value"])]
-            for function in [] if None in calls else calls:
-                self._take_whole(function)
-            if self.calls == self._calls_before:
+            first = not self._head
+            self._head += event["text"]
+            if first and self._format.bare:
+                self._bare = not self._text[self._region :].lstrip().startswith(self._format.marks[0])
+            if not self._bare:
+                self._read_call(event["text"], self._format)
+        elif kind == "region_close":
+            self._inside = False
+            for name, arguments in self._whole_calls(event["value"]):
+                self._take_whole({"name": name, "arguments": arguments})
+            if self.calls == self._calls_before and self._is_cut_call():
+                self._space = ""
+            elif self.calls == self._calls_before:
                 self._add_content(self._text[self._region : self._end])
-        elif kind == "region_close" and self._format is not None and self.calls == self._calls_before:
-            field, cut = self._format.field, self._last
-            if not (cut and self.calls):
-                end = "" if cut else str(field.get("close", ""))
-                self._add_content(str(field.get("open", "")) + str(event["value"]) + end)
-        if kind == "region_close" and self.calls > self._calls_before:
-            self._at_start = True
+            elif self._format is not None and self._scanner is not None and "close" not in self._format.field:
+                self._at_start = True
+                self._add_content(self._scanner.outside.strip(SEPARATORS))
+            self._at_start |= self.calls > self._calls_before
+
+    def _whole_calls(self, value: Any) -> Calls:
+        """The calls of a region that are read when it has ended; none if it cannot be read."""
+        if self._format is None:
+            calls = [_function(call) for call in _listed(value)]
+            return [] if None in calls else [(call["name"], call.get("arguments", {})) for call in calls]
+        try:
+            if self._bare:
+                return read_bare(self._head, [*self._names])
+            if self._cut:
+                return []
+            if self._format.body == "tags":
+                name, _, rest = self._head.partition(">")
+                schema = self._schemas.get(name.strip(), {})
+                return [(name.strip(), read_tags(rest, schema.get("properties", {}), schema.get("required", ())))]
+            if self._format.body == "python":
+                return read_python(self._head)
+            return read_braces(self._head) if self._format.body == "braces" else []
+        except (ValueError, RecursionError):
+            return []
+
+    def _is_cut_call(self) -> bool:
+        """Whether the answer ended inside of a call, of which nothing can be passed on. An object without marks is one
+        if it names a tool."""
+        if self._bare or (self._format is not None and not self._format.marked):
+            begun = (rf'\s*\{{\s*"name"\s*:\s*{re.escape(json.dumps(name))}' for name in self._names)
+            return self._cut and any(re.match(each, self._head) for each in begun)
+        return self._cut
 
     def _read_call(self, text: str, form: CallFormat) -> None:
         if form.body == "named":
             if self.calls > self._calls_before:
-                self._add(text)
+                self._read_arguments(text, form)
                 return
-            name, separator, arguments = (self._head + text).partition(form.separator)
-            self._head += text
+            name, separator, arguments = self._head.partition(form.separator)
             if separator:
                 self._begin(re.split(r"[\s<\[]", name.strip(), maxsplit=1)[0])
-                self._add(arguments)
-        elif self._scanner is not None:
+                self._value = ValueScanner()
+                self._read_arguments(arguments, form)
+        elif form.body == "object" and self._scanner is not None:
             try:
                 self._scanner.feed(text)
             except (ValueError, RecursionError):
                 self._scanner = None
+
+    def _read_arguments(self, text: str, form: CallFormat) -> None:
+        """Arguments as JSON, or as text of JSON, which is known when it has ended. What comes behind is content, where
+        no mark ends the call."""
+        assert self._value is not None
+        inside, behind = self._value.feed(text)
+        self._add(inside)
+        if "close" not in form.field and (self._behind or behind.strip()):
+            self._at_start |= not self._behind
+            self._behind = True
+            self._add_content(behind)
 
     def _take_whole(self, function: Any) -> None:
         arguments = function.get("arguments", {})

@@ -41,8 +41,12 @@ def has_template(tokenizer: PreTrainedTokenizerBase | None) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
-def check_messages(messages: Messages) -> None:
-    """Refuse anything but a conversation that waits for an answer.
+class TemplateError(ValueError):
+    """A chat template does not write a conversation."""
+
+
+def check_messages(messages: Messages, continued: bool = False) -> None:
+    """Refuse anything but a conversation that waits for an answer, or with ``continued`` for the rest of its last turn.
 
     Raises:
         ValueError: for no messages, a message without role or content, or an answer as the last message.
@@ -52,7 +56,7 @@ def check_messages(messages: Messages) -> None:
         raise ValueError("there is no message")
     for place, message in enumerate(messages):
         _check_message(f"message {place}", message)
-    if messages[-1]["role"] == ANSWERER:
+    if messages[-1]["role"] == ANSWERER and not continued:
         raise ValueError(f"the last message is the {ANSWERER}'s; the last one must be another's, which it answers")
 
 
@@ -60,8 +64,8 @@ def apply_template(
     messages: Messages,
     tokenizer: PreTrainedTokenizerBase | None,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    text: str | None = None,
     options: Mapping[str, Any] | None = None,
+    continued: bool = False,
 ) -> list[int]:
     """Token ids of a conversation, up to where the answer begins.
 
@@ -69,19 +73,20 @@ def apply_template(
         messages: the turns, oldest first.
         tokenizer: has the chat template.
         tools: descriptions of functions, as JSON, that the template tells the model of; None for none.
-        text: the conversation as ``rendered`` returned it, so that the template runs once.
         options: further variables of the template.
+        continued: whether the answer goes on with the last turn, which is the assistant's.
 
     Raises:
         ValueError: as from ``check_messages``; without a tokenizer or a chat template; or if the template refuses.
         TypeError: as from ``check_messages``.
     """
-    own = getattr(type(tokenizer), "apply_chat_template", None) is PreTrainedTokenizerBase.apply_chat_template
-    if text is not None and own:  # it does the same; other tokenizers may encode messages in another way
-        encoded = tokenizer(text, add_special_tokens=False)  # type: ignore[misc]
-    else:
-        encoded = _applied(messages, tokenizer, tools, options, True)
+    encoded = _applied(messages, tokenizer, tools, options, True, continued)
     return [int(token) for token in encoded["input_ids"]]
+
+
+def encodes_messages(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a tokenizer encodes messages in its own way, not by the text that its chat template writes."""
+    return type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
 
 
 def rendered(
@@ -89,9 +94,10 @@ def rendered(
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[Mapping[str, Any]] | None,
     options: Mapping[str, Any] | None,
+    continued: bool = False,
 ) -> str:
     """The text of a conversation, whose token ids ``apply_template`` gives; see there."""
-    return str(_applied(messages, tokenizer, tools, options, False))
+    return str(_applied(messages, tokenizer, tools, options, False, continued))
 
 
 def _applied(
@@ -100,8 +106,9 @@ def _applied(
     tools: Sequence[Mapping[str, Any]] | None,
     options: Mapping[str, Any] | None,
     tokenize: bool,
+    continued: bool,
 ) -> Any:
-    check_messages(messages)
+    check_messages(messages, continued)
     if tokenizer is None:
         raise ValueError("the prompt is messages and there is no tokenizer; pass tokenizer= or token ids")
     if not has_template(tokenizer):
@@ -110,12 +117,13 @@ def _applied(
         return tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             tools=None if tools is None else [dict(tool) for tool in tools],
-            add_generation_prompt=True,
+            add_generation_prompt=not continued,
+            continue_final_message=continued,
             tokenize=tokenize,
             **(options or {}),
         )
     except Exception as error:  # a template is a program, and may raise anything
-        raise ValueError(f"the chat template refuses these messages: {error}") from error
+        raise TemplateError(f"the chat template refuses these messages: {error}") from error
 
 
 def _check_message(name: str, message: Any) -> None:

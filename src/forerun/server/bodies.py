@@ -1,0 +1,168 @@
+"""From a body's bytes to a checked request, beside the event loop: streams go on meanwhile.
+
+What is made of a body is bounded before it is made (``check_parts``). One body of each tenant is read at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from fastapi import FastAPI
+from fastapi import Request as HTTPRequest
+from fastapi.openapi.utils import get_openapi
+from pydantic import ValidationError
+from pydantic.json_schema import models_json_schema
+
+from forerun.core.fairness import FairExecutor
+from forerun.core.json_counts import count_json
+from forerun.server.api_errors import ApiError
+from forerun.server.field_errors import validation_error
+from forerun.server.schema import StrictModel, TranslatedRequest, field_names
+from forerun.server.tolerance import Notes
+
+Model = TypeVar("Model", bound=StrictModel)
+
+SMALL_BYTES = 1 << 14
+"""A body up to this is read at once: to hand it to a thread takes longer."""
+TEXT_BYTES = 80
+"""Bytes of the largest body for each of the strings, objects and arrays that a body may have: 104,857 of 8 MiB. As many
+take 0.02 seconds to be made, in which no other thread of Python runs."""
+NUMBER_BYTES = 32
+"""The same for numbers: 262,144, such as the tokens of a prompt."""
+LEAST_PARTS = 10_000
+"""A body may have as many parts, however small the largest body is."""
+NO_OBJECT = (400, "the body must be a JSON object, sent as application/json", "invalid_json")
+"""An ``ApiError``."""
+READING_TENANTS = 2
+"""Tenants whose bodies are read at a time."""
+
+
+def check_parts(body: bytes, largest: int) -> None:
+    """Refuse a body that is made of too many parts, before any is made.
+
+    Raises:
+        ApiError: 413, with the numbers.
+    """
+    if len(body) < LEAST_PARTS:
+        return
+    counts = count_json(body)
+    for what, count, each in (
+        ("strings, objects and arrays", counts.strings + counts.containers, TEXT_BYTES),
+        ("numbers", counts.others, NUMBER_BYTES),
+    ):
+        most = max(LEAST_PARTS, largest // each)
+        if count > most:
+            raise ApiError(413, f"the body has {count:,} {what}; this server takes {most:,}", "too_many_parts")
+
+
+class BodyReader:
+    """Reads the bodies of an application's requests.
+
+    Args:
+        served_name: of the model that a request is for, which names none.
+    """
+
+    def __init__(self, served_name: str) -> None:
+        self._served_name = served_name
+        self._executor = FairExecutor(READING_TENANTS, "forerun-bodies")
+        self.models: dict[type[StrictModel], None] = {}
+        """Those of the requests that there are."""
+
+    def described(self, model: type[StrictModel]) -> dict[str, Any]:
+        """What an address's description says of its bodies; see ``describe_bodies``."""
+        self.models[model] = None
+        return {
+            "requestBody": {
+                "required": True,
+                "content": {"application/json": {"schema": {"$ref": _REFERENCE.format(model=model.__name__)}}},
+            }
+        }
+
+    async def read(self, request: HTTPRequest, model: type[Model]) -> tuple[Model, Any, Notes]:
+        """A request's body; the same as a chat, if it is one in other words; and what was left out of it.
+
+        Raises:
+            ApiError: says what is wrong.
+        """
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+            raise ApiError(*NO_OBJECT)
+        body = await request.body()
+        job = functools.partial(parsed, body, model, self._served_name)
+        if len(body) <= SMALL_BYTES:
+            return job()
+        return await asyncio.wrap_future(self._executor.submit(request.state.tenant, job))
+
+
+def parsed(body: bytes, model: type[Model], served_name: str) -> tuple[Model, Any, Notes]:
+    """See ``BodyReader.read``."""
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the body is not JSON", "invalid_json") from None
+    if not isinstance(given, dict):
+        raise ApiError(*NO_OBJECT)
+    _check_characters(body, given)
+    if given.get("model") is None and "model" in model.model_fields:
+        given["model"] = served_name
+    notes = Notes()
+    try:
+        form = model.model_validate(given, context=notes)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False, include_input=False)
+        raise validation_error(faults, functools.partial(field_names, model)) from None
+    return form, form.chat(notes) if isinstance(form, TranslatedRequest) else form, notes
+
+
+def _check_characters(body: bytes, given: Any) -> None:
+    """Refuse half of a surrogate pair, which JSON can spell, and no tokenizer can read."""
+    if b"\\ud" not in body and b"\\uD" not in body:
+        return
+    try:
+        wrong = next((path for path, text in _strings(given, "") if not _is_whole(text)), None)
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply", "invalid_json") from None
+    if wrong is not None:
+        message = "must be valid text; it has half of a surrogate pair"
+        raise ApiError(400, f"{wrong or 'a field'}: {message}", "invalid_value", wrong or None)
+
+
+def _is_whole(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _strings(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Each text in a JSON value with its place; a field's name has that of what holds it."""
+    if isinstance(value, str):
+        yield path, value
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, each in inner:
+        if isinstance(name, str):
+            yield path, name
+        yield from _strings(each, f"{path}.{name}" if path else str(name))
+
+
+_REFERENCE = "#/components/schemas/{model}"
+
+
+def describe_bodies(app: FastAPI, bodies: BodyReader) -> None:
+    """Let an application's description have the schemas of its bodies, which the framework does not read."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            schemas: Any = models_json_schema(
+                [(each, "validation") for each in bodies.models], ref_template=_REFERENCE
+            )[1]
+            app.openapi_schema.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,46 @@
+"""What a client is told of the fields of its request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from forerun.server.api_errors import ApiError
+from forerun.server.tolerance import NEUTRAL
+
+LISTED_FAULTS = 8
+"""Faults of one request that the error names in full."""
+
+
+def validation_error(errors: Sequence[Any], names: Callable[[bool], Collection[str]]) -> ApiError:
+    """All of pydantic's errors about a request in one; ``param`` and ``code`` are the first one's.
+
+    It repeats nothing that the client has sent but the names of its fields. An unknown one is told the nearest of
+    ``names``: of the request itself, or with True of what its fields hold.
+    """
+    first = errors[0]
+    if not first["loc"] and first["type"] in ("model_attributes_type", "model_type", "missing"):
+        return ApiError(400, "the body must be a JSON object, sent as application/json", "invalid_json")
+    code = "unsupported" if first["type"] in ("unsupported", "extra_forbidden") else "invalid_value"
+    message = "; ".join(_fault(each, names) for each in errors[:LISTED_FAULTS])
+    if len(errors) > LISTED_FAULTS:
+        message += f"; and {len(errors) - LISTED_FAULTS} more fields are wrong"
+    # a check of several fields has no place, and is named for the one to change
+    return ApiError(400, message, code, _field(first) or (first["type"] if first["type"] in names(False) else None))
+
+
+def _field(error: Any) -> str | None:
+    return ".".join(map(str, error["loc"])) or None
+
+
+def _fault(error: Any, names: Callable[[bool], Collection[str]]) -> str:
+    message = str(error["msg"])
+    if error["type"] == "extra_forbidden":
+        near = get_close_matches(str(error["loc"][-1])[:64], sorted(names(len(error["loc"]) > 1)), 1)
+        message = f"there is no such field; did you mean {near[0]}?" if near else "there is no such field"
+        if len(error["loc"]) == 1 and error["loc"][0] in NEUTRAL:
+            message = "it is not supported; leave it out"
+    message = message[:1].lower() + message[1:]
+    field = _field(error)
+    return f"{field}: {message}" if field else message
