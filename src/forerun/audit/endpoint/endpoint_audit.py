@@ -1,6 +1,6 @@
 """Compares a server's answers with speculation to those without: two servers, two settings of one, or one asked twice.
 
-Each case is sent whole, streamed, and together with all others. If an answer differs, the reference is asked again: one
+Each case is sent whole, streamed, and together with others. If an answer differs, the reference is asked again: one
 that does not repeat itself cannot judge. Then log-probabilities tell how near the two tokens were.
 """
 
@@ -22,6 +22,8 @@ Verdict = Literal["equal", "rounding", "different", "unstable", "refused"]
 VERDICTS: tuple[Verdict, ...] = ("equal", "rounding", "different", "unstable", "refused")
 ROUNDING = 0.125
 """Gap of log-probabilities that rounding may close: one step of a bfloat16 logit between 16 and 32."""
+AT_ONCE = 8
+"""Requests that are sent together. A server may refuse more."""
 CONTROLS = 2
 """Times that a reference is asked again where an answer differs."""
 
@@ -42,8 +44,8 @@ class Variant:
         return self.endpoint.ask(case.address, body)
 
     def together(self, cases: Sequence[Case]) -> list[Answer]:
-        """Its answers to cases that are sent at once."""
-        with ThreadPoolExecutor(max(1, len(cases))) as pool:
+        """Its answers to cases of which ``AT_ONCE`` are under way at any time."""
+        with ThreadPoolExecutor(AT_ONCE) as pool:
             return list(pool.map(self.ask, cases))
 
 
@@ -112,7 +114,7 @@ def audit_endpoint(
         for case in cases:
             progress(len(found), total, f"{case.kind}: {case.name}, {form}")
             found.append(run.compare(case, form))
-    progress(len(found), total, "all at once")
+    progress(len(found), total, f"{AT_ONCE} at once")
     found += run.compare_together()
     return EndpointReport(audited, reference, found)
 
@@ -134,7 +136,7 @@ class _Run:
         return self._judge(case, form, expected, got, lambda: self.reference.ask(case, streamed))
 
     def compare_together(self) -> list[Comparison]:
-        """All cases at once, each with the reference's answer to it alone."""
+        """All cases, several at once, each with the reference's answer to it alone."""
         answers = self.audited.together(self.cases)
         controls: dict[int, Answer] = {}
 
