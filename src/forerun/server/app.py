@@ -58,7 +58,10 @@ SERVER_FAILED = ApiError(500, "the server failed; its log says more", "failed")
 STATIC = Path(__file__).parent / "static"
 PAGE_FILES = {
     "/": STATIC / "index.html",
-    **{f"/page/{name}": STATIC / name for name in ("page.css", "page.js", "column.js", "stream.js", "icon.svg")},
+    **{
+        f"/page/{name}": STATIC / name
+        for name in ("page.css", "page.js", "column.js", "stream.js", "verdict.js", "icon.svg")
+    },
     "/page/prompts.json": Path(forerun.reference.__file__).parent / "demo.json",
 }
 """The page's addresses and files. They need no key, as nothing in them is secret."""
