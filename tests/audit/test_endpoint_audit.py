@@ -56,7 +56,8 @@ def server(reply: Reply, told: Json | None = None, usage: Json | None = None) ->
             self.wfile.write(data)
 
         def do_GET(self) -> None:
-            self.send(200, json.dumps({"data": [{"id": "small", **(told or {})}]}).encode())
+            listed = {"data": [{"id": "small", **(told or {})}]} if self.path == "/v1/models" else {}
+            self.send(200 if listed else 404, json.dumps(listed).encode())
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -262,6 +263,18 @@ def test_fields_and_forerun_s_own_drafter_make_a_reference_of_one_server() -> No
         assert call("--url", url, "-k", "greedy", "--against-fields", '{"plain": true}').exit_code == 1
     with server(drafting, {"forerun": {"drafters": ["auto", "none"]}}) as url:
         assert call("--url", url, "-k", "greedy").exit_code == 1
+
+
+def test_a_name_is_enough_where_no_model_is_listed() -> None:
+    with server(right) as url, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Endpoint, "_open", _without_list(Endpoint._open))
+        listed = call("--url", url, "-k", "greedy")
+        assert listed.exit_code == 2 and "name the model with --name" in listed.output
+        assert call("--url", url, "-k", "greedy", "--name", "small").exit_code == 0
+
+
+def _without_list(inner: Any) -> Any:
+    return lambda self, address, body=None: inner(self, "none/such" if body is None else address, body)
 
 
 def test_own_requests_are_sent_as_they_are(tmp_path: Path) -> None:

@@ -57,12 +57,17 @@ def _variants(options: AuditOptions) -> tuple[Variant, Variant]:
 
 
 def _model(endpoint: Endpoint, name: str | None) -> Json:
-    """The model of this name, or the first one, as the server lists it.
+    """The model of this name, or the first one, as the server lists it; a name is enough where nothing is listed.
 
     Raises:
-        ValueError: if it lists none.
+        ValueError: if there is neither.
     """
-    models = endpoint.models()
+    try:
+        models = endpoint.models()
+    except ValueError:
+        if name is None:
+            raise
+        models = []
     if name is not None:
         return next((each for each in models if each["id"] == name), {"id": name})
     if not models:

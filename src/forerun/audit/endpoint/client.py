@@ -82,17 +82,19 @@ class Endpoint:
         """The models that it serves.
 
         Raises:
-            OSError: if it cannot be reached, or does not list any.
+            OSError: if it cannot be reached.
+            ValueError: if it does not list them.
         """
         try:
             with self._open("models") as response:
                 listed = json.load(response)["data"]
         except HTTPError as error:
-            raise OSError(f"{self.url}/v1/models answers {_told(error)}") from None
+            raise ValueError(f"{self.url}/v1/models answers {_told(error)}; name the model with --name") from None
         except (OSError, HTTPException) as error:
             raise OSError(f"{self.url} cannot be reached: {error}") from None
         except (ValueError, KeyError, TypeError) as error:
-            raise OSError(f"{self.url}/v1/models is no list of models: {error}") from None
+            message = f"{self.url}/v1/models is no list of models ({error!r}); name the model with --name"
+            raise ValueError(message) from None
         return [each for each in listed if isinstance(each, dict) and "id" in each]
 
     def ask(self, address: str, body: Json) -> Answer:
