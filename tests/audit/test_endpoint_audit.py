@@ -210,7 +210,10 @@ def test_what_both_refuse_is_no_difference_and_what_one_refuses_is() -> None:
 
 
 def test_a_stream_that_breaks_off_is_no_answer() -> None:
-    assert fold([{"choices": [{"delta": {"content": "a"}}]}]).text == "a"
+    chunks: list[Json] = [{"choices": [{"delta": {"content": "a"}}]}]
+    with pytest.raises(ValueError, match="broke off"):
+        fold(chunks)
+    assert fold([*chunks, {"choices": [{"delta": {}, "finish_reason": "stop"}]}]).text == "a"
     with pytest.raises(ValueError, match="broken"):
         fold([{"choices": []}, {"error": {"message": "broken"}}])
 
@@ -226,7 +229,9 @@ def test_a_stream_that_breaks_off_is_no_answer() -> None:
 def test_drafts_are_counted_as_each_server_tells_them(usage: Json, drafts: tuple[int | None, int | None]) -> None:
     (report,) = (audited(right, "greedy", usage=usage),)
     assert {(each.drafted, each.accepted) for each in report.comparisons} == {drafts}
-    told = fold([{"timings": {"draft_n": 5, "draft_n_accepted": 1}}])
+    told = fold(
+        [{"choices": [{"text": "", "finish_reason": "stop"}], "timings": {"draft_n": 5, "draft_n_accepted": 1}}]
+    )
     assert (told.drafted, told.accepted) == (5, 1)
 
 

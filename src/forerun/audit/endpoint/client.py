@@ -118,7 +118,7 @@ def fold(chunks: Iterable[Json]) -> Answer:
     """One answer from its chunks, or from one whole answer.
 
     Raises:
-        ValueError: for an error within a stream, with its message.
+        ValueError: for an error within a stream, with its message, and for an answer that broke off.
     """
     text, reasoning, finish = "", "", ""
     calls: dict[int, list[str]] = {}
@@ -139,17 +139,15 @@ def fold(chunks: Iterable[Json]) -> Answer:
                 known = calls.setdefault(call.get("index", place), ["", ""])
                 known[0] += told.get("name") or ""
                 known[1] += told.get("arguments") or ""
+    if not finish:
+        raise ValueError("the answer broke off: it has no finish_reason")
     drafted, accepted = drafts or (None, None)
     pairs = [(name, arguments) for _, (name, arguments) in sorted(calls.items())]
     return Answer(text, reasoning, finish, pairs, scores, drafted, accepted)
 
 
 def _events(response: HTTPResponse) -> Iterator[Json]:
-    """The chunks of a stream.
-
-    Raises:
-        ValueError: if it breaks off.
-    """
+    """The chunks of a stream, up to ``[DONE]`` or its end: not every server says that it is done."""
     for line in response:
         if not line.startswith(b"data:"):
             continue  # a comment, or an event's name
@@ -157,7 +155,6 @@ def _events(response: HTTPResponse) -> Iterator[Json]:
         if data == b"[DONE]":
             return
         yield json.loads(data)
-    raise ValueError("the stream broke off before [DONE]")
 
 
 def _scores(told: Json) -> list[TokenScore]:

@@ -46,7 +46,7 @@ def as_markdown(report: EndpointReport) -> str:
     if differences := [each for each in report.comparisons if each.difference is not None]:
         parts += ["## Differences", "\n".join(map(_difference, differences))]
     if refusals := list(dict.fromkeys(_refusal(each) for each in report.comparisons if each.verdict == "refused")):
-        parts += ["## Refused by both", "\n".join(refusals)]
+        parts += ["## Neither answers", "\n".join(refusals)]
     return "\n\n".join(parts) + "\n"
 
 
