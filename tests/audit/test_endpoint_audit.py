@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from forerun.audit.endpoint.cases import CasePlan, read_requests
-from forerun.audit.endpoint.client import Answer, Endpoint, TokenScore, fold
+from forerun.audit.endpoint.client import EndpointAnswer, Endpoint, TokenScore, fold
 from forerun.audit.endpoint.difference import Difference, first_difference, margin
 from forerun.audit.endpoint.endpoint_audit import Variant, audit_endpoint
 from forerun.audit.endpoint.endpoint_report import as_json, as_markdown
@@ -173,8 +173,8 @@ def test_a_near_tie_is_rounding_only_in_greedy_text_and_a_wide_gap_is_not() -> N
 
 
 def test_log_probabilities_are_compared_too() -> None:
-    a = Answer("x", finish="stop", scores=[TokenScore(b"x", -1.0, {b"x": -1.0, b"y": -2.0})])
-    b = Answer("x", finish="stop", scores=[TokenScore(b"x", -1.25, {b"x": -1.25, b"y": -2.0})])
+    a = EndpointAnswer("x", finish="stop", scores=[TokenScore(b"x", -1.0, {b"x": -1.0, b"y": -2.0})])
+    b = EndpointAnswer("x", finish="stop", scores=[TokenScore(b"x", -1.25, {b"x": -1.25, b"y": -2.0})])
     found = first_difference(a, b)
     assert found is not None and (found.part, found.margin) == ("log-probabilities", 0.25)
     assert first_difference(a, a) is None
@@ -237,11 +237,13 @@ def test_drafts_are_counted_as_each_server_tells_them(usage: Json, drafts: tuple
 
 def test_the_margin_is_found_in_the_text_where_the_difference_does_not_come_again() -> None:
     scores = [TokenScore("né".encode(), -0.1, {}), TokenScore(b" is", -0.2, {b" is": -0.2, b" i": -0.25, b" in": -0.3})]
-    reference = Answer("né is", scores=scores)
+    reference = EndpointAnswer("né is", scores=scores)
     found = Difference("text", 4, "s", "n a box")
-    assert margin(found, Answer("né in a box"), reference, reference) == pytest.approx(0.1)  # the longest that fits
-    assert margin(found, Answer("no in a box"), reference, reference) is None
-    assert margin(Difference("call 0 name", 0, "a", "b"), Answer(), reference, reference) is None
+    assert margin(found, EndpointAnswer("né in a box"), reference, reference) == pytest.approx(
+        0.1
+    )  # the longest that fits
+    assert margin(found, EndpointAnswer("no in a box"), reference, reference) is None
+    assert margin(Difference("call 0 name", 0, "a", "b"), EndpointAnswer(), reference, reference) is None
 
 
 def call(*arguments: object, **more: Any) -> Result:

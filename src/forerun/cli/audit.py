@@ -8,9 +8,9 @@ from forerun.cli.options import AuditOptions
 def run(options: AuditOptions) -> None:
     """Run the audit that the options are for; only that of a model imports torch."""
     if options.url is not None:
-        from forerun.cli import endpoint_audit
+        from forerun.cli import server_audit
 
-        endpoint_audit.run(options)
+        server_audit.run(options)
     else:
         from forerun.cli import model_audit
 

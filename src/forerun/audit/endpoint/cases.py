@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from forerun.audit.endpoint.client import Json
 
 Kind = Literal["greedy", "seeded", "tools", "schema", "stops", "logprobs", "long", "own"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+CASE_KINDS: tuple[Kind, ...] = get_args(Kind)
 Address = Literal["completions", "chat/completions"]
 
 PROMPTS = (
@@ -126,7 +126,7 @@ class CasePlan:
         own: bodies of the user's own requests.
     """
 
-    kinds: Sequence[Kind] = KINDS
+    kinds: Sequence[Kind] = CASE_KINDS
     prompts: Sequence[str] = ()
     max_tokens: int = 64
     seeds: int = 1
@@ -137,7 +137,7 @@ class CasePlan:
     def cases(self) -> list[Case]:
         """All of them."""
         made = {"own": self._own(), **{kind: make(self) for kind, make in _MAKERS.items()}}
-        return [case for kind in KINDS if kind in self.kinds for case in made[kind]]
+        return [case for kind in CASE_KINDS if kind in self.kinds for case in made[kind]]
 
     @property
     def texts(self) -> list[str]:
@@ -184,7 +184,7 @@ def _tools(plan: CasePlan) -> Iterator[Case]:
 def _schema(plan: CasePlan) -> Iterator[Case]:
     for name, schema, asked in (
         ("people", SCHEMA, "Ada is 36 and a member, Alan is 41 and none. Write them as JSON."),
-        ("colour", CHOICE, "Which colour is grass? Answer as JSON."),
+        ("colour", CHOICE, "Which colour is grass? EndpointAnswer as JSON."),
     ):
         wanted = {"type": "json_schema", "json_schema": {"name": name, "schema": schema, "strict": True}}
         yield plan.chat("schema", name, [{"role": "user", "content": asked}], response_format=wanted)

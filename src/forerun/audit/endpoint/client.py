@@ -32,7 +32,7 @@ class TokenScore:
 
 
 @dataclass(frozen=True)
-class Answer:
+class EndpointAnswer:
     """What a server answered.
 
     Attributes:
@@ -97,15 +97,15 @@ class Endpoint:
             raise ValueError(message) from None
         return [each for each in listed if isinstance(each, dict) and "id" in each]
 
-    def ask(self, address: str, body: Json) -> Answer:
+    def ask(self, address: str, body: Json) -> EndpointAnswer:
         """The answer to a request at ``/v1/{address}``; a failure is an answer with ``error``."""
         try:
             with self._open(address, body) as response:
                 return fold(_events(response) if body.get("stream") else [json.load(response)])
         except HTTPError as error:
-            return Answer(error=_told(error))
+            return EndpointAnswer(error=_told(error))
         except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
-            return Answer(error=f"no answer: {type(error).__name__}: {error}"[:ERROR_CHARACTERS])
+            return EndpointAnswer(error=f"no answer: {type(error).__name__}: {error}"[:ERROR_CHARACTERS])
 
     def _open(self, address: str, body: Json | None = None) -> HTTPResponse:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
@@ -114,7 +114,7 @@ class Endpoint:
         return response
 
 
-def fold(chunks: Iterable[Json]) -> Answer:
+def fold(chunks: Iterable[Json]) -> EndpointAnswer:
     """One answer from its chunks, or from one whole answer.
 
     Raises:
@@ -143,7 +143,7 @@ def fold(chunks: Iterable[Json]) -> Answer:
         raise ValueError("the answer broke off: it has no finish_reason")
     drafted, accepted = drafts or (None, None)
     pairs = [(name, arguments) for _, (name, arguments) in sorted(calls.items())]
-    return Answer(text, reasoning, finish, pairs, scores, drafted, accepted)
+    return EndpointAnswer(text, reasoning, finish, pairs, scores, drafted, accepted)
 
 
 def _events(response: HTTPResponse) -> Iterator[Json]:

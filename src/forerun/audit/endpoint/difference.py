@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forerun.audit.endpoint.client import Answer, TokenScore
+from forerun.audit.endpoint.client import EndpointAnswer, TokenScore
 
 SHOWN_CHARACTERS = 40
 """Of each answer from the first difference on."""
@@ -29,7 +29,7 @@ class Difference:
     margin: float | None = None
 
 
-def first_difference(expected: Answer, got: Answer) -> Difference | None:
+def first_difference(expected: EndpointAnswer, got: EndpointAnswer) -> Difference | None:
     """The first difference; None for equal answers."""
     if expected.error != got.error:
         return Difference("answer", 0, expected.error or "an answer", got.error or "an answer")
@@ -42,7 +42,7 @@ def first_difference(expected: Answer, got: Answer) -> Difference | None:
     return _score_difference(expected, got)
 
 
-def _score_difference(expected: Answer, got: Answer) -> Difference | None:
+def _score_difference(expected: EndpointAnswer, got: EndpointAnswer) -> Difference | None:
     if len(expected.scores) != len(got.scores):
         counts = f"{len(expected.scores)} tokens", f"{len(got.scores)} tokens"
         return Difference("log-probabilities", min(len(expected.scores), len(got.scores)), *counts)
@@ -55,7 +55,9 @@ def _score_difference(expected: Answer, got: Answer) -> Difference | None:
     return Difference("log-probabilities", at, f"{a.spelling!r} {a.logprob}", f"{b.spelling!r} {b.logprob}", margin)
 
 
-def margin(difference: Difference, got: Answer, reference: Answer, audited: Answer) -> float | None:
+def margin(
+    difference: Difference, got: EndpointAnswer, reference: EndpointAnswer, audited: EndpointAnswer
+) -> float | None:
     """The gap of the two tokens at the first difference, by the reference's log-probabilities.
 
     Of a token that is not among those listed, only the least gap is known, that to the last one listed.
@@ -72,7 +74,7 @@ def margin(difference: Difference, got: Answer, reference: Answer, audited: Answ
     return _gap_in_text(difference, got, reference) if difference.part == "text" else None
 
 
-def _gap_in_text(difference: Difference, got: Answer, reference: Answer) -> float | None:
+def _gap_in_text(difference: Difference, got: EndpointAnswer, reference: EndpointAnswer) -> float | None:
     """The gap where the difference does not come again with log-probabilities: tokens are laid along the text."""
     if reference.text[: difference.position] != got.text[: difference.position]:
         return None

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Literal
 
 from forerun.audit.endpoint.cases import Case
-from forerun.audit.endpoint.client import Answer, Endpoint, Json
+from forerun.audit.endpoint.client import EndpointAnswer, Endpoint, Json
 from forerun.audit.endpoint.difference import Difference, first_difference, margin
 
 Form = Literal["whole", "streamed", "together"]
@@ -36,21 +36,21 @@ class Variant:
     model: str
     fields: Json = field(default_factory=dict)
 
-    def ask(self, case: Case, streamed: bool = False, scored: bool = False) -> Answer:
+    def ask(self, case: Case, streamed: bool = False, scored: bool = False) -> EndpointAnswer:
         """Its answer to a case."""
         body = {"model": self.model, **(case.scored() if scored else case.body), **self.fields}
         if streamed:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         return self.endpoint.ask(case.address, body)
 
-    def together(self, cases: Sequence[Case]) -> list[Answer]:
+    def together(self, cases: Sequence[Case]) -> list[EndpointAnswer]:
         """Its answers to cases of which ``AT_ONCE`` are under way at any time."""
         with ThreadPoolExecutor(AT_ONCE) as pool:
             return list(pool.map(self.ask, cases))
 
 
 @dataclass(frozen=True)
-class Comparison:
+class CaseComparison:
     """A case in one form.
 
     Attributes:
@@ -74,7 +74,7 @@ class EndpointReport:
 
     audited: Variant
     reference: Variant
-    comparisons: Sequence[Comparison]
+    comparisons: Sequence[CaseComparison]
 
     def count(self, verdict: Verdict) -> int:
         """Comparisons with a verdict."""
@@ -108,8 +108,8 @@ def audit_endpoint(
         rounding: the gap of log-probabilities that rounding may close.
         progress: called with comparisons done, comparisons to do, and a description of the current one.
     """
-    run = _Run(audited, reference, cases, rounding)
-    total, found = len(FORMS) * len(cases), list[Comparison]()
+    run = _CaseRuns(audited, reference, cases, rounding)
+    total, found = len(FORMS) * len(cases), list[CaseComparison]()
     for form in ("whole", "streamed"):
         for case in cases:
             progress(len(found), total, f"{case.kind}: {case.name}, {form}")
@@ -119,14 +119,14 @@ def audit_endpoint(
     return EndpointReport(audited, reference, found)
 
 
-class _Run:
+class _CaseRuns:
     """One audit, with the reference's answers."""
 
     def __init__(self, audited: Variant, reference: Variant, cases: Sequence[Case], rounding: float) -> None:
         self.audited, self.reference, self.cases, self.rounding = audited, reference, cases, rounding
-        self._expected: list[Answer] = []  # whole answers, in the order of the cases
+        self._expected: list[EndpointAnswer] = []  # whole answers, in the order of the cases
 
-    def compare(self, case: Case, form: Form) -> Comparison:
+    def compare(self, case: Case, form: Form) -> CaseComparison:
         """One case by itself."""
         streamed = form == "streamed"
         expected = self.reference.ask(case, streamed)
@@ -135,12 +135,12 @@ class _Run:
         got = self.audited.ask(case, streamed)
         return self._judge(case, form, expected, got, lambda: self.reference.ask(case, streamed))
 
-    def compare_together(self) -> list[Comparison]:
+    def compare_together(self) -> list[CaseComparison]:
         """All cases, several at once, each with the reference's answer to it alone."""
         answers = self.audited.together(self.cases)
-        controls: dict[int, Answer] = {}
+        controls: dict[int, EndpointAnswer] = {}
 
-        def control(index: int) -> Answer:
+        def control(index: int) -> EndpointAnswer:
             if not controls:
                 controls.update(enumerate(self.reference.together(self.cases)))
             return controls[index]
@@ -150,11 +150,13 @@ class _Run:
             for index, (case, expected, got) in enumerate(zip(self.cases, self._expected, answers, strict=True))
         ]
 
-    def _judge(self, case: Case, form: Form, expected: Answer, got: Answer, again: Callable[[], Answer]) -> Comparison:
+    def _judge(
+        self, case: Case, form: Form, expected: EndpointAnswer, got: EndpointAnswer, again: Callable[[], EndpointAnswer]
+    ) -> CaseComparison:
         """``again``: asks the reference once more."""
-        judged = partial(Comparison, case, form, drafted=got.drafted, accepted=got.accepted)
+        judged = partial(CaseComparison, case, form, drafted=got.drafted, accepted=got.accepted)
         if expected.error and got.error:
-            return Comparison(case, form, "refused", refusal=got.error)
+            return CaseComparison(case, form, "refused", refusal=got.error)
         difference = first_difference(expected, got)
         if difference is None:
             return judged("equal")

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from forerun import __version__
-from forerun.audit.endpoint.cases import KINDS
+from forerun.audit.endpoint.cases import CASE_KINDS
 from forerun.audit.endpoint.client import Json
-from forerun.audit.endpoint.endpoint_audit import FORMS, VERDICTS, Comparison, EndpointReport, Variant
+from forerun.audit.endpoint.endpoint_audit import FORMS, VERDICTS, CaseComparison, EndpointReport, Variant
 
 MEANINGS = {
     "equal": "the same text, calls, finish reason and log-probabilities",
@@ -78,7 +78,7 @@ def _variant(variant: Variant) -> Json:
     return {"url": variant.endpoint.url, "model": variant.model, "fields": variant.fields}
 
 
-def _comparison(one: Comparison) -> Json:
+def _comparison(one: CaseComparison) -> Json:
     case = {"kind": one.case.kind, "case": one.case.name, "form": one.form, "verdict": one.verdict}
     more = {
         "difference": None if one.difference is None else asdict(one.difference),
@@ -105,19 +105,19 @@ def _table(report: EndpointReport) -> str:
     return "\n".join(rows)
 
 
-def _groups(report: EndpointReport) -> Iterator[tuple[str, str, list[Comparison]]]:
-    for kind in KINDS:
+def _groups(report: EndpointReport) -> Iterator[tuple[str, str, list[CaseComparison]]]:
+    for kind in CASE_KINDS:
         for form in FORMS:
             if group := [each for each in report.comparisons if (each.case.kind, each.form) == (kind, form)]:
                 yield kind, form, group
 
 
-def _cells(group: Sequence[Comparison]) -> str:
+def _cells(group: Sequence[CaseComparison]) -> str:
     counts = [sum(each.verdict == verdict for each in group) for verdict in VERDICTS]
     return " | ".join(str(count) if count else "·" for count in (len(group) - counts[-1], *counts))
 
 
-def _difference(one: Comparison) -> str:
+def _difference(one: CaseComparison) -> str:
     found = one.difference
     assert found is not None
     gap = "not known" if found.margin is None else f"{found.margin:.3g}"
@@ -128,7 +128,7 @@ def _difference(one: Comparison) -> str:
     return f"- **{one.verdict}** {one.case.kind}, {one.case.name}, {one.form}: {where}: {texts}; margin {gap}"
 
 
-def _refusal(one: Comparison) -> str:
+def _refusal(one: CaseComparison) -> str:
     return f"- {one.case.kind}, {one.case.name}: {one.refusal}"
 
 

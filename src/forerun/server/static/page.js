@@ -226,7 +226,8 @@ function conclude(together) {
   const limits = equal || served.forerun.exactness === "bitwise" ? "" : " This server's texts are equal within rounding.";
   const shared = together ? " They shared passes; compare tokens a step." : " Decoding only, without the first step, which reads the prompt.";
   const whole = [plain, fast].some(({ speed }) => !speed) ? " All of a text came in that step, so there is no speed." : "";
-  const passes = `${plain.passes} passes of the model against ${fast.passes}.`;
+  const passes = `${count(plain.passes, "pass", "passes")} of the model against ${fast.passes}.`;
+  $("race").hidden = !ratio;
   judge(kind, title, times, `${passes}${shared}${together ? "" : whole}${limits}`, fast.counts.earlier);
   say([title, times && `${times}.`, $("earlier-count").textContent].filter(Boolean).join(" "), true);
 }

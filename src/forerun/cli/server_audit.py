@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from forerun.audit.endpoint.cases import KINDS, CasePlan, read_requests
+from forerun.audit.endpoint.cases import CASE_KINDS, CasePlan, read_requests
 from forerun.audit.endpoint.client import Endpoint, Json
 from forerun.audit.endpoint.endpoint_audit import EndpointReport, Variant, audit_endpoint
 from forerun.audit.endpoint.endpoint_report import as_json, as_markdown
@@ -34,7 +34,7 @@ def run(options: AuditOptions) -> None:
 
 def _plan(options: AuditOptions) -> CasePlan:
     own = [] if options.requests is None else read_requests(options.requests)
-    kinds = [kind for kind in KINDS if kind in (options.kind or KINDS)]
+    kinds = [kind for kind in CASE_KINDS if kind in (options.kind or CASE_KINDS)]
     prompts = read_prompts(options.prompt, options.prompt_file)
     return CasePlan(
         kinds, prompts, options.max_new_tokens, options.seeds, options.temperature, options.long_characters, own
