@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from forerun.audit.endpoint.cases import CasePlan, read_requests
-from forerun.audit.endpoint.client import EndpointAnswer, Endpoint, TokenScore, fold
+from forerun.audit.endpoint.client import Endpoint, EndpointAnswer, TokenScore, fold
 from forerun.audit.endpoint.difference import Difference, first_difference, margin
 from forerun.audit.endpoint.endpoint_audit import Variant, audit_endpoint
 from forerun.audit.endpoint.endpoint_report import as_json, as_markdown

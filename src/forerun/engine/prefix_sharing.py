@@ -206,7 +206,8 @@ class PrefixSharing:
     def join(self, row: Row) -> None:
         """A row with an empty cache: it begins with what is kept, or follows a row that shares more with it."""
         keys = keys_of(row.request, self.chunk)
-        row.cache.recurrent().keep_at(row.request.turns)
+        if row.cache.stateful:
+            row.cache.recurrent().keep_at(row.request.turns)
         if row.request.wants_prefix_break:
             row.request.prefix_break = self._prefixes.prefix_break(row.request)
         self._follow(row, keys)

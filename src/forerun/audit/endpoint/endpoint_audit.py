@@ -13,7 +13,7 @@ from functools import partial
 from typing import Literal
 
 from forerun.audit.endpoint.cases import Case
-from forerun.audit.endpoint.client import EndpointAnswer, Endpoint, Json
+from forerun.audit.endpoint.client import Endpoint, EndpointAnswer, Json
 from forerun.audit.endpoint.difference import Difference, first_difference, margin
 
 Form = Literal["whole", "streamed", "together"]
