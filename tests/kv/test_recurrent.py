@@ -120,10 +120,10 @@ def test_stored_snapshots_go_on_with_the_same_bits() -> None:
     states = RecurrentStates()
     read(states, TEXT[:500], 120)
     stored = states.saved_state(400)
-    again = RecurrentStates.of({name: t.clone() for name, t in stored.items()}, 390)
+    again = RecurrentStates().beginning({name: t.clone() for name, t in stored.items()}, 390)
     assert again.length == 384
     assert torch.equal(read(again, TEXT[:600], 50), one_by_one(TEXT[:600]))
-    assert RecurrentStates.of({}, 390).length == 0
+    assert RecurrentStates().beginning({}, 390).length == 0
 
 
 def test_there_are_few_snapshots_of_a_long_text_and_the_last_ones_are_close() -> None:
@@ -133,6 +133,22 @@ def test_there_are_few_snapshots_of_a_long_text_and_the_last_ones_are_close() ->
     assert positions[-2:] == [19 * SNAPSHOT_TOKENS, 20 * SNAPSHOT_TOKENS]
     assert len(positions) <= MAX_SNAPSHOTS + 2
     assert positions[0] <= 4 * SNAPSHOT_TOKENS
+
+
+def test_snapshots_stay_where_messages_begin_and_are_no_more_for_it() -> None:
+    text, turns = np.resize(TEXT, 40 * SNAPSHOT_TOKENS + 10), [0, 70, 700, 1000, 1100, 1300, 1500, 1990, 2100, 2500]
+    states = RecurrentStates()
+    states.keep_at(turns)
+    read(states, text, 100)
+    saved = states.saved_state(10_000)
+    positions = sorted({int(name.partition(".")[0]) for name in saved})
+    assert {64, 640, 1472, 1984, 2048, 2496} <= set(positions) and len(positions) <= MAX_SNAPSHOTS + 2
+    again = states.beginning(saved, 2200)  # as a prompt begins that was changed in its last turn
+    assert again.length == 2048
+    other = np.concatenate((text[:2200], text[:900]))
+    assert torch.equal(read(again, other, 50), one_by_one(other))
+    kept = {int(name.partition(".")[0]) for name in again.saved_state(10_000)}
+    assert {64, 640, 1472, 1984, 2048} <= kept and len(kept) <= MAX_SNAPSHOTS + 2
 
 
 def test_a_pass_without_commit_has_no_effect() -> None:

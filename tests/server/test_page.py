@@ -82,8 +82,9 @@ class Page:
     def figure(self, column: str, name: str) -> str:
         return str(self.run(f"document.querySelector('#{column} [data-figure={name}]').textContent"))
 
-    def fill(self, prompt: str, **values: Any) -> None:
+    def fill(self, prompt: str, chat: bool = False, **values: Any) -> None:
         self.greeted()
+        self.run("document.getElementById(arguments[0]).click()", "chat" if chat else "continue")
         for name, value in {"prompt": prompt, "length": LENGTH, **values}.items():
             self.run("document.getElementById(arguments[0]).value = arguments[1]", name, value)
 
@@ -138,7 +139,7 @@ def test_both_columns_fill_with_the_engines_text(held: PausableEngine, page: Pag
     page["start"].click()
     assert page.ended() == "Both texts are equal, token for token."
     assert page.text("plain") == page.text("fast") == alone(held, PROMPT)
-    assert re.fullmatch(r"\d+\.\d\d times as fast", page["verdict-times"].text)
+    assert re.fullmatch(r"\d+\.\d\d times as fast|\d+ % slower", page["verdict-times"].text)
     assert "equal" in page["status"].get_attribute("textContent")  # a screen reader is told
     assert (page.figure("plain", "stride"), page.figure("plain", "acceptance")) == ("1.00", "–")
     assert float(page.figure("fast", "stride")) > 1.5 and page.figure("fast", "acceptance").endswith(" %")
@@ -219,22 +220,22 @@ def test_a_keyboard_is_enough(driver: Any, server: LiveServer, page: Page) -> No
 
     page.greeted()
     found = []
-    for _ in range(13):
+    for _ in range(11):
         page.keys(Keys.TAB)
         at = page.driver.switch_to.active_element
         found.append(at.get_attribute("id") or at.tag_name)
         assert at.accessible_name, found[-1]
         assert page.run("getComputedStyle(document.activeElement).outlineStyle") != "none", found[-1]
     assert found == [
-        "input", "example", "prompt", "drafter", "budget", "temperature", "length", "seed", "order", "start", "stop",
-        "div", "div",
+        "chat", "example", "prompt", "length", "temperature", "start", "stop", "summary", "div", "div", "summary",
     ]  # fmt: skip
     page = Page(driver, server)
     page.greeted()
-    page.keys(Keys.TAB, Keys.TAB, Keys.TAB, "The sun", Keys.TAB, Keys.TAB, Keys.TAB, "0.5", Keys.TAB, "12")
+    page.keys(Keys.TAB, Keys.TAB, Keys.TAB, "The sun", Keys.TAB, "12", Keys.TAB, "0.5")
     assert page["prompt"].get_attribute("value") == "The sun"
     page.ctrl_enter()
     assert "equal" in page.ended()
+    page.run("document.querySelector('#prompt').value = 'More'")
     page.run("document.querySelector('#length').value = 0")
     page.ctrl_enter()
     assert not page.running  # the browser says what is wrong with it
@@ -284,22 +285,21 @@ CONTRASTS = """() => {
 
 @browsing
 def test_a_chat_goes_on_from_its_turns(held: PausableEngine, page: Page) -> None:
-    page.greeted()
-    page["chat"].click()
-    page.fill("Hi", length=8)
+    page.fill("Hi", chat=True, length=8)
     page["start"].click()
     page.ended()
     first = alone(held, "user: Hi\nassistant:", max_new_tokens=8)
     assert page.text("fast") == first and page["prompt"].get_attribute("value") == ""
-    page.fill("And?", length=8, order="together")
+    page.fill("And?", chat=True, length=8, order="together")
     page["start"].click()
     assert "equal" in page.ended() and "shared passes" in page["verdict-note"].text
     second = alone(held, f"user: Hi\nassistant: {first}\nuser: And?\nassistant:", max_new_tokens=8)
     assert page.text("fast") == page.text("plain") == second
     turns = page.run("[...document.querySelectorAll('#turns li')].map((e) => e.textContent)")
     assert turns == ["YouHi", f"Model{first}", "YouAnd?", f"Model{second}"]
+    assert page["turns-count"].text == "The conversation so far: 4 messages"
     page["fresh"].click()
-    assert not page["turns"].is_displayed()
+    assert not page["conversation"].is_displayed()
 
 
 @browsing
@@ -320,7 +320,7 @@ def test_what_is_changed_while_a_text_grows_is_for_the_next_one(held: PausableEn
     page["start"].click()
     page["chat"].click()
     held.gate.set()
-    assert "equal" in page.ended() and not page["turns"].is_displayed()
+    assert "equal" in page.ended() and not page["conversation"].is_displayed()
     held.gate.clear()
     page["start"].click()
     page.run("document.getElementById('prompt').value = 'And?'")
@@ -344,6 +344,7 @@ def test_two_starts_before_the_server_answered_are_one(held: PausableEngine, dri
         until(lambda: page["key"].is_displayed())
         page.run("document.getElementById('key').value = 'key-of-a'")
         page.run("document.getElementById('prompt').value = 'Hi'")
+        assert page.run("document.getElementById('continue').checked")
         page.run("[1, 2].forEach(() => document.getElementById('form').requestSubmit())")
         assert "equal" in page.ended()
         assert page.text("plain") == page.text("fast") == alone(held, "Hi", max_new_tokens=160)
@@ -373,6 +374,104 @@ def test_a_seed_names_the_text_and_no_drafts_means_none(held: PausableEngine, pa
     assert "equal" in page.ended()
     wanted = alone(held, PROMPT, do_sample=True, temperature=0.9, top_k=0, seed=7)
     assert page.text("fast") == wanted and page.figure("fast", "stride") == "1.00"
+
+
+@browsing
+def test_what_came_from_earlier_runs_is_said_and_can_be_left_out(held: PausableEngine, page: Page) -> None:
+    page.fill("The river was named after the man who")
+    for _ in range(2):
+        page["start"].click()
+        page.ended()
+    told = re.fullmatch(
+        rf"(\d+) of its {LENGTH} tokens came from answers of earlier runs\.", page["earlier-count"].text
+    )
+    assert told is not None and int(told[1]) > LENGTH // 2
+    assert told[0] in page["status"].get_attribute("textContent")
+    page["without"].click()
+    until(lambda: not page["earlier"].is_selected() and not page.running)
+    page.ended()
+    assert not page["verdict-earlier"].is_displayed()
+    assert page.text("fast") == page.text("plain") == alone(held, "The river was named after the man who")
+
+
+@browsing
+def test_a_chat_is_run_again_from_where_it_was(page: Page) -> None:
+    for _ in range(2):
+        page.fill("Hi", chat=True, length=16)
+        page.run("document.getElementById('fresh').click()")
+        page["start"].click()
+        page.ended()
+    turns, said = page["turns"].get_attribute("textContent"), page.text("fast")
+    page["without"].click()
+    until(lambda: not page["earlier"].is_selected() and not page.running)
+    page.ended()
+    assert page.text("fast") == said and page["turns"].get_attribute("textContent") == turns
+
+
+@browsing
+def test_a_slowdown_is_neither_green_nor_called_fast(page: Page) -> None:
+    page.greeted()
+    found = [page.run(f"({CONCLUSION})({ratio})") for ratio in (0.73, 0.999, 2.5)]
+    assert [times for times, _ in found] == ["27 % slower", "1.00 times as fast", "2.50 times as fast"]
+    assert found[0][1] == found[1][1] != found[2][1]
+
+
+CONCLUSION = """async (ratio) => {
+  const { outcome } = await import("/page/verdict.js");
+  const { kind, times } = outcome(true, ratio);
+  const verdict = document.getElementById("verdict");
+  verdict.className = `verdict ${kind}`;
+  return [times, getComputedStyle(verdict).borderTopColor];
+}"""
+"""What is said of two equal texts, and the colour of its frame."""
+
+
+@browsing
+def test_both_texts_stand_in_the_first_screen_and_no_line_is_cut(page: Page) -> None:
+    page.tell("Emulation.setDeviceMetricsOverride", width=1280, height=720, deviceScaleFactor=1, mobile=False)
+    page.greeted()
+    assert "appears here" in page.run("getComputedStyle(document.querySelector('#plain .answer'), '::before').content")
+    assert not page["drafter"].is_displayed() and not page["budget"].is_displayed() and not page["seed"].is_displayed()
+    page.fill("one word on each line\n" * 4, length=160)
+    page["start"].click()
+    page.ended()
+    for column in ("plain", "fast"):
+        box, line = page.run(f"(({BOX})('{column}'))")
+        assert box["top"] + 3 * line <= 720 and box["height"] % line == 0
+        assert page.run(f"document.querySelector('#{column} .answer').scrollTop") % line == 0
+
+
+BOX = """(column) => {
+  const answer = document.querySelector(`#${column} .answer`);
+  const { top, height } = answer.getBoundingClientRect();
+  return [{ top, height }, parseFloat(getComputedStyle(answer).lineHeight)];
+}"""
+
+
+@browsing
+def test_an_error_leaves_the_last_result_and_says_where_a_folded_setting_is_wrong(page: Page) -> None:
+    page.fill(PROMPT, length=8)
+    page["start"].click()
+    page.ended()
+    before = page.text("plain"), page.text("fast"), page["verdict-times"].text
+    page.run("document.getElementById('length').max = 100000")
+    page.fill("x", length=90000)
+    page["start"].click()
+    assert "max_tokens" in page.complaint()
+    assert (page.text("plain"), page.text("fast"), page["verdict-times"].text) == before
+    page.fill(PROMPT, length=8, seed=-1)
+    page["start"].click()
+    assert page["seed"].is_displayed() and page.run("document.activeElement.id") == "seed"
+    assert ["400" in line["message"] for line in page.driver.get_log("browser")] == [True]
+
+
+@browsing
+def test_a_phone_is_shown_the_verdict(driver: Any, server: LiveServer, page: Page) -> None:
+    phone = Page(driver, server, width=390)
+    phone.fill(PROMPT, length=8)
+    phone["start"].click()
+    phone.ended()
+    until(lambda: 0 <= phone.run("document.getElementById('verdict').getBoundingClientRect().top") < 100)
 
 
 @browsing

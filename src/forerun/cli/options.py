@@ -13,8 +13,10 @@ import typer
 from forerun.bench.machine import plain_values
 from forerun.core.long_context import LongContextConfig, Policy, Sparse
 
+_SERVER = "A server"
 LONG_PANEL, LONG = "Long contexts", LongContextConfig()
 TextKind = StrEnum("TextKind", "tasks novel random")
+AuditKind = StrEnum("AuditKind", "greedy seeded tools schema stops logprobs long own")
 DemoKind = StrEnum("DemoKind", "rag code json maths prose")
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64", "stored"]
 ActivationsName = Literal["auto", "int8", "float32"]
@@ -288,14 +290,41 @@ class ChatOptions(OutputOptions, WriterOptions):
 
 @dataclass(frozen=True)
 class AuditOptions(OutputOptions, LongOptions, AnyTypeModelOptions):
-    """Check on your own model that drafting changes nothing.
+    """Check that drafting changes nothing, on your own model or on any OpenAI-compatible server.
 
-    Compares greedy text with transformers' own generate, sampled text with plain sampling of the same seeds, and a
-    batch with each of its prompts alone. Exit status 1 if any text differs by more than rounding, or a drafter never
-    drafted. Drafts have fixed lengths unless --paced is given, so that they are made although they may not pay. Unless
-    some are named, all are audited that need no small model or head, or the given one.
+    Of a model it compares greedy text with transformers' own generate, sampled text with plain sampling of the same
+    seeds, and a batch with each of its prompts alone. Exit status 1 if any text differs by more than rounding, or a
+    drafter never drafted. Drafts have fixed lengths unless --paced is given, so that they are made although they may
+    not pay. Unless some are named, all are audited that need no small model or head, or the given one.
+
+    With --url it asks a server: each request with speculation, and again without, by --against or --against-fields, or
+    twice the same. Forerun's own server needs neither. Exit status 1 if an answer differs by more than rounding.
     """
 
+    url: Annotated[str | None, option(panel=_SERVER, help="The server to audit, such as http://127.0.0.1:8000.")] = None
+    against: Annotated[str | None, option(panel=_SERVER, help="A server of the same model without speculation.")] = None
+    fields: Annotated[
+        str | None, option(panel=_SERVER, help="Fields, as a JSON object, of each audited request.", metavar="JSON")
+    ] = None
+    against_fields: Annotated[
+        str | None, option(panel=_SERVER, help="Fields of each request without speculation.", metavar="JSON")
+    ] = None
+    name: Annotated[str | None, option(panel=_SERVER, help="What the server calls the model; else its first.")] = None
+    api_key: Annotated[
+        str | None, option(panel=_SERVER, help="For both servers.", envvar="FORERUN_AUDIT_KEY", show_envvar=True)
+    ] = None
+    requests: Annotated[
+        Path | None, option(panel=_SERVER, help="Your own: JSON lines of bodies with messages or a prompt.")
+    ] = None
+    kind: Annotated[
+        list[AuditKind] | None, option("--kind", "-k", panel=_SERVER, help="May be repeated. Default: all.")
+    ] = None
+    long_characters: Annotated[int, option(panel=_SERVER, help="Of the long prompts.", min=1)] = 8000
+    rounding: Annotated[
+        float, option(panel=_SERVER, help="Gap of log-probabilities that rounding may close.", min=0.0)
+    ] = 0.125
+    strict: Annotated[bool, option("--strict", panel=_SERVER, help="Fail if any answer is not equal.")] = False
+    out: Annotated[Path | None, option(panel="Output", help="A folder for the server's report.")] = None
     dtype: Annotated[
         Dtype | None,
         option(panel="Model", help="Default: on a CPU float64 under 100 million parameters, else the file's."),
@@ -315,8 +344,28 @@ class AuditOptions(OutputOptions, LongOptions, AnyTypeModelOptions):
     def __post_init__(self) -> None:
         if self.temperature <= 0:
             raise ValueError(f"--temperature is {self.temperature}; it must be above 0 (greedy is audited in any case)")
-        if self.model != "bundled" and not self.prompt and not self.prompt_file:
+        self._check_whose()
+        if self.url is None and self.model != "bundled" and not self.prompt and not self.prompt_file:
             raise ValueError("give --prompt or --prompt-file: only the bundled model has prompts of its own")
+
+    def _check_whose(self) -> None:
+        """Refuse options of a server without one, and of a model with one."""
+        given = {each.name for each in fields(AuditOptions) if getattr(self, each.name) != each.default}
+        wrong = given & OF_SERVERS if self.url is None else given - OF_SERVERS - OF_BOTH
+        if wrong:
+            names = ", ".join(map(flag_of, sorted(wrong)))
+            raise ValueError(f"{names}: only {'with --url' if self.url is None else 'without --url'}")
+
+
+OF_SERVERS = frozenset(
+    {
+        "url", "against", "fields", "against_fields", "name", "requests", "kind", "long_characters", "rounding",
+        "strict", "out",
+    }
+)  # fmt: skip
+"""Options of an audit that are for a server."""
+OF_BOTH = frozenset({"prompt", "prompt_file", "max_new_tokens", "seeds", "temperature", "api_key", "json", "debug"})
+"""Those that are for a model's audit, too."""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,20 @@ class Logprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True)
+class PrefixBreak:
+    """Where a prompt leaves the kept one that begins most like it.
+
+    Attributes:
+        position: tokens that both have in common.
+        kept, given: the tokens from there on, of the kept prompt and of this one.
+    """
+
+    position: int
+    kept: IntArray
+    given: IntArray
+
+
 class Request:
     """A prompt being continued. Rows of a batch share nothing but the forward pass.
 
@@ -98,6 +112,11 @@ class Request:
         self.prediction = np.array(prediction, np.int64)
         self.cached_tokens = 0
         """Tokens of the prompt that were read for another text, and not again for this one."""
+        self.turns: Sequence[int] = ()
+        """Positions in the prompt where a message or its parts begin. Later prompts are likely to leave it there."""
+        self.wants_prefix_break = False
+        """Whether it is to be told where its prompt leaves the kept one that begins most like it."""
+        self.prefix_break: PrefixBreak | None = None
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         """The error that ended the text, if one did."""

@@ -14,12 +14,14 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from forerun.core.fairness import eviction, owner_of
-from forerun.core.request import Request
+from forerun.core.request import PrefixBreak, Request
+from forerun.core.tree import IntArray
 from forerun.engine.step import BatchRow
 from forerun.kv.recurrent import RECURRENT_STATES
 from forerun.kv.shared_prefix import SharedPrefix, Tensors
@@ -41,6 +43,8 @@ Keys = Sequence[bytes]
 
 KEY_BYTES = 16
 """Bytes of a key."""
+SHOWN_TOKENS = 16
+"""Tokens of a ``PrefixBreak`` from where two prompts differ: about a line of text."""
 
 
 def keys_of(request: Request, chunk: int) -> Keys:
@@ -56,6 +60,22 @@ def keys_of(request: Request, chunk: int) -> Keys:
 def common(a: Keys, b: Keys) -> int:
     """Chunks that two prompts share."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+class _Kept(NamedTuple):
+    """A prompt's beginning, as it is kept.
+
+    Attributes:
+        keys: of its chunks.
+        beginning: its keys and values.
+        namespace: who may begin with it.
+        tokens: its ids, a thousandth of what it takes.
+    """
+
+    keys: Keys
+    beginning: SharedPrefix
+    namespace: str
+    tokens: IntArray
 
 
 class PrefixCache:
@@ -76,7 +96,7 @@ class PrefixCache:
         self.limit = limit
         self.hits = self.misses = 0
         """Tokens of prompts that were kept here or in a store, and tokens that had to be read."""
-        self._entries: OrderedDict[bytes, tuple[Keys, SharedPrefix, str]] = OrderedDict()  # by the last key
+        self._entries: OrderedDict[bytes, _Kept] = OrderedDict()  # by the last key
 
     def __len__(self) -> int:
         """Prompts whose beginnings are kept."""
@@ -85,39 +105,51 @@ class PrefixCache:
     @property
     def nbytes(self) -> int:
         """Bytes kept."""
-        return sum(beginning.nbytes for _, beginning, _ in self._entries.values())
+        return sum(kept.beginning.nbytes for kept in self._entries.values())
 
     def find(self, keys: Keys) -> tuple[SharedPrefix | None, int]:
         """The beginning that shares the most chunks with a prompt, and how many."""
         best, count = None, 0
-        for last, (others, *_) in self._entries.items():
-            if (shared := common(keys, others)) > count:
+        for last, kept in self._entries.items():
+            if (shared := common(keys, kept.keys)) > count:
                 best, count = last, shared
         if best is None:
             return None, 0
         self._entries.move_to_end(best)
-        return self._entries[best][1], count
+        return self._entries[best].beginning, count
 
-    def keep(self, keys: Keys, beginning: SharedPrefix, namespace: str = "default") -> None:
+    def prefix_break(self, request: Request) -> PrefixBreak | None:
+        """Where a prompt leaves the kept one of its namespace that begins most like it; None if it goes on after it,
+        or none is kept."""
+        ids = request.prompt
+        others = [kept.tokens for kept in self._entries.values() if kept.namespace == request.namespace]
+        lengths = [_common_tokens(ids, tokens) for tokens in others]
+        best = max(range(len(others)), key=lengths.__getitem__, default=None)
+        if best is None or lengths[best] == len(others[best]):
+            return None
+        at = lengths[best]
+        return PrefixBreak(at, *(each[at : at + SHOWN_TOKENS].copy() for each in (others[best], ids)))
+
+    def keep(self, keys: Keys, beginning: SharedPrefix, namespace: str, tokens: IntArray) -> None:
         """Keep a prompt's beginning, unless a longer one that holds it is kept. A shorter one that it holds is
         dropped."""
         if beginning.nbytes > self.limit or not keys:
             return
-        for last, (others, *_) in list(self._entries.items()):
-            shared = common(keys, others)
+        for last, kept in list(self._entries.items()):
+            others, shared = kept.keys, common(keys, kept.keys)
             if shared == len(keys) < len(others):
                 self._entries.move_to_end(last)
                 return
             if shared == len(others):
                 del self._entries[last]
-        self._entries[keys[-1]] = keys, beginning, owner_of(namespace)
+        self._entries[keys[-1]] = _Kept(keys, beginning, namespace, tokens.copy())
         self._trim()
 
     def add_state(self, keys: Keys, name: str, tensors: Tensors) -> None:
         """Keep the tensors of a view of this name with a prompt's beginning, if that is still kept itself."""
         entry = self._entries.get(keys[-1]) if keys else None
         if entry is not None:
-            entry[1].add_state(name, tensors)
+            entry.beginning.add_state(name, tensors)
             self._trim()
 
     def count(self, hits: int, misses: int) -> None:
@@ -132,9 +164,17 @@ class PrefixCache:
     def _trim(self) -> None:
         most = _files()
         while self.nbytes > self.limit or len(self) > most:
-            oldest = eviction([(key, owner, kept.nbytes) for key, (_, kept, owner) in self._entries.items()])
+            held = [(key, owner_of(kept.namespace), kept.beginning.nbytes) for key, kept in self._entries.items()]
+            oldest = eviction(held)
             assert oldest is not None
             del self._entries[oldest]
+
+
+def _common_tokens(a: IntArray, b: IntArray) -> int:
+    """How many tokens two texts begin with alike."""
+    count = min(len(a), len(b))
+    different = np.flatnonzero(a[:count] != b[:count])
+    return int(different[0]) if len(different) else count
 
 
 def _files() -> int:
@@ -184,6 +224,10 @@ class PrefixSharing:
     def join(self, row: BatchRow) -> None:
         """A row with an empty cache: it begins with what is kept, or follows a row that shares more with it."""
         keys = keys_of(row.request, self.chunk)
+        if row.cache.stateful:
+            row.cache.recurrent().keep_at(row.request.turns)
+        if row.request.wants_prefix_break:
+            row.request.prefix_break = self._prefixes.prefix_break(row.request)
         self._follow(row, keys)
         hits = row.cache.length // self.chunk
         self._prefixes.count(self.chunk * hits, self.chunk * (len(keys) - hits))
@@ -242,7 +286,8 @@ class PrefixSharing:
         length = len(keys) * self.chunk
         if length * row.cache.shape.nbytes <= self._prefixes.limit:
             try:
-                self._prefixes.keep(keys, row.cache.share(length), row.request.namespace)
+                beginning, request = row.cache.share(length), row.request
+                self._prefixes.keep(keys, beginning, request.namespace, request.prompt[:length])
             except NO_MEMORY as error:
                 log.warning("there is no memory to keep a prompt's beginning: %s", error)
 

@@ -295,7 +295,7 @@ class FullCache(Cache):
         ``least``."""
         states = None
         if self.stateful:
-            states = RecurrentStates.of(prefix.state(RECURRENT_STATES) or {}, length)
+            states = self._recurrent.beginning(prefix.state(RECURRENT_STATES) or {}, length)
             length = states.length
         if length < prefix.least or (states is not None and length <= self.length):
             return

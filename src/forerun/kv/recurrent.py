@@ -26,8 +26,11 @@ from forerun.kv.shared_prefix import Tensors
 SNAPSHOT_TOKENS = 64
 """Snapshots are at multiples of this many tokens: the granularity of prefix sharing."""
 MAX_SNAPSHOTS = 8
-"""A row keeps up to this many snapshots at equal distances; if there are more, every second one goes. Besides, it keeps
-the last two multiples of ``SNAPSHOT_TOKENS``, so that it can always go back that many tokens."""
+"""A row keeps up to this many snapshots: some where messages begin, the others at equal distances; if there are more of
+these, every second one goes. Besides, it keeps the last two multiples of ``SNAPSHOT_TOKENS``, so that it can always go
+back that many tokens."""
+FIRST_TURNS, LAST_TURNS = 2, 4
+"""Snapshots where messages begin: behind the system prompt and tools, and in the last turns, where a prompt changes."""
 KEPT_INPUTS = 3 * SNAPSHOT_TOKENS
 """Inputs that are kept at least, in tokens: from the last snapshot but one on, and those of an accepted path."""
 MAX_INPUTS = 4 * KEPT_INPUTS
@@ -139,12 +142,18 @@ class RecurrentStates:
         self._states: dict[int, _State] = {}
         self._snapshots: dict[int, dict[Key, torch.Tensor]] = {}
         self._spacing = SNAPSHOT_TOKENS
+        self._turns: frozenset[int] = frozenset()  # where messages begin, as multiples of SNAPSHOT_TOKENS
         self._owned = False  # whether nothing else refers to the states
         self._plan: _BlockPlan | None = None
 
     def __bool__(self) -> bool:
         """True once a pass has used it."""
         return bool(self._inputs)
+
+    def keep_at(self, positions: Sequence[int]) -> None:
+        """Keep snapshots where the first and the last of these positions are, instead of some at equal distances."""
+        places = sorted({position // SNAPSHOT_TOKENS * SNAPSHOT_TOKENS for position in positions} - {0})
+        self._turns = frozenset((*places[:FIRST_TURNS], *places[-LAST_TURNS:]))
 
     def convolve(
         self, layer: int, x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, block: Block
@@ -266,7 +275,7 @@ class RecurrentStates:
         """The same states, to go on from independently. Both refer to the same memory, and neither changes it."""
         fork = RecurrentStates()
         fork.length, fork._position = self.length, self._position
-        fork._origin, fork._spacing = self._origin, self._spacing
+        fork._origin, fork._spacing, fork._turns = self._origin, self._spacing, self._turns
         fork._inputs = {
             key: _Inputs(
                 inputs.part(first := self._position - inputs.before, self.length).clone(), first, inputs.before
@@ -289,10 +298,11 @@ class RecurrentStates:
             for (layer, kind), t in each.items()
         }
 
-    @classmethod
-    def of(cls, tensors: Tensors, length: int) -> RecurrentStates:
-        """States for as many of a text's first ``length`` tokens as there is a snapshot of; see ``saved_state``."""
-        states = cls()
+    def beginning(self, tensors: Tensors, length: int) -> RecurrentStates:
+        """States for as many of a text's first ``length`` tokens as there is a snapshot of, see ``saved_state``; they
+        keep snapshots where these do."""
+        states = RecurrentStates()
+        states._turns = self._turns
         for name, t in tensors.items():
             position, layer, kind = name.split(".")
             if int(position) <= length:
@@ -329,10 +339,12 @@ class RecurrentStates:
 
     def _is_kept(self, position: int, end: int) -> bool:
         """Whether a snapshot is kept when the states have read ``end`` tokens."""
-        return position % self._spacing == 0 or position >= (end // SNAPSHOT_TOKENS - 1) * SNAPSHOT_TOKENS
+        last = (end // SNAPSHOT_TOKENS - 1) * SNAPSHOT_TOKENS
+        return position % self._spacing == 0 or position in self._turns or position >= last
 
     def _thin_out(self) -> None:
-        while sum(1 for position in self._snapshots if position % self._spacing == 0) > MAX_SNAPSHOTS:
+        most = MAX_SNAPSHOTS - len(self._turns)
+        while sum(1 for each in self._snapshots if each % self._spacing == 0 and each not in self._turns) > most:
             self._spacing *= 2
         for position in [each for each in self._snapshots if not self._is_kept(each, self._position)]:
             del self._snapshots[position]
@@ -340,7 +352,7 @@ class RecurrentStates:
     def clear(self) -> None:
         """Forget the text."""
         self.length = self._position = self._origin = 0
-        self._spacing, self._owned, self._plan = SNAPSHOT_TOKENS, False, None
+        self._spacing, self._turns, self._owned, self._plan = SNAPSHOT_TOKENS, frozenset(), False, None
         self._inputs, self._states, self._snapshots = {}, {}, {}
 
     def _windows(self, position: int) -> dict[Key, torch.Tensor]:

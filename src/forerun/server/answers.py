@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -245,6 +245,16 @@ class LogprobStreamer:
     def _spelled(self, one: Logprob) -> TokenLogprob:
         top = [(self._spell(token), max(logprob, IMPOSSIBLE_LOGPROB)) for token, logprob in one.top]
         return TokenLogprob(self._spell(one.token), max(one.logprob, IMPOSSIBLE_LOGPROB), top, self._characters)
+
+
+def prompt_trace(request: Request, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    """What was read of a prompt, and where it leaves the kept one of its namespace that begins most like it: from there
+    or a little before it is read anew. Without ``differs_at`` it left none."""
+    told: dict[str, Any] = {"tokens": request.prompt_length, "cached": request.cached_tokens}
+    if (broken := request.prefix_break) is not None:
+        told["differs_at"] = broken.position
+        told |= {"kept": decode(broken.kept.tolist()), "given": decode(broken.given.tolist())}
+    return told
 
 
 def step_trace(commit: Commit, texts: Sequence[str], shared: bool = False) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from forerun.server.schema import (
 from forerun.server.service import Service
 from forerun.server.settings import ServerSettings
 from forerun.server.tolerance import Notes
+from forerun.server.warm_prompts import read_prompts, warm_prompts
 
 log = logging.getLogger(__name__)
 AnyFormat = ReplyFormat | ResponsesFormat | MessagesFormat
@@ -58,7 +59,10 @@ SERVER_FAILED = ApiError(500, "the server failed; its log says more", "failed")
 STATIC = Path(__file__).parent / "static"
 PAGE_FILES = {
     "/": STATIC / "index.html",
-    **{f"/page/{name}": STATIC / name for name in ("page.css", "page.js", "column.js", "stream.js", "icon.svg")},
+    **{
+        f"/page/{name}": STATIC / name
+        for name in ("page.css", "page.js", "column.js", "stream.js", "verdict.js", "icon.svg")
+    },
     "/page/prompts.json": Path(forerun.reference.__file__).parent / "demo.json",
 }
 """The page's addresses and files. They need no key, as nothing in them is secret."""
@@ -95,16 +99,19 @@ def create_app(
         ValueError: for a wrong key, or a file that cannot fill the index.
         OSError: if that cannot be read.
     """
-    saver = restore_index(engine, settings, settings.tenant_keys().tenants)
+    tenants = settings.tenant_keys().tenants
+    saver = restore_index(engine, settings, tenants)
     service = Service(engine, settings, limits, on_finished)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         if saver is not None:
             saver.start()
+        reading = asyncio.create_task(read_prompts(service, warm_prompts(settings.warm), tenants))
         try:
             yield
         finally:
+            reading.cancel()
             await asyncio.to_thread(service.close)
             if saver is not None:
                 await asyncio.to_thread(saver.close)

@@ -22,7 +22,7 @@ from forerun.models.text.grammar import GrammarError
 from forerun.models.text.message_formats import Json
 from forerun.models.text.message_parser import MessageDelta, MessageParser
 from forerun.server.admission import Ending, QueueFullError, ScheduledRequest
-from forerun.server.answers import FINISH, AnswerText, Delta, Finish, LogprobStreamer, step_trace
+from forerun.server.answers import FINISH, AnswerText, Delta, Finish, LogprobStreamer, prompt_trace, step_trace
 from forerun.server.api_errors import ApiError
 from forerun.server.metrics import RequestMeter
 from forerun.server.scheduler import Scheduler
@@ -79,6 +79,8 @@ class AnswerRow:
     reasoning_tokens: int = 0
     held_tokens: int = 0
     """Tokens so far whose text is held back."""
+    decode: Callable[[Sequence[int]], str] | None = None
+    """Spells tokens of the prompt for the trace of the first step; None once that was told, or if it is not wanted."""
 
     def step(self, index: int, texts: Sequence[str], trace: Json | None = None) -> list[Delta]:
         """New texts of a step's tokens, as they are sent; nothing if all of it is held back."""
@@ -248,8 +250,12 @@ class Call:
     def _step(self, index: int, commit: Commit) -> list[Delta]:
         row = self.rows[index]
         texts = row.answer.add(commit.tokens)
-        traced = self._trace and texts and len(commit.origins) == len(commit.tokens)
-        return row.step(index, texts, step_trace(commit, texts, self._shared) if traced else None)
+        if not (self._trace and texts and len(commit.origins) == len(commit.tokens)):
+            return row.step(index, texts)
+        trace = step_trace(commit, texts, self._shared)
+        if row.decode is not None:
+            trace["prompt"], row.decode = prompt_trace(row.request, row.decode), None
+        return row.step(index, texts, trace)
 
     def _last_delta(self, index: int, how: Ending) -> Delta:
         row = self.rows[index]

@@ -1,13 +1,13 @@
 """What a server has learned: the files that it starts with, and the folder that keeps its index for the next start.
 
-Files to learn from are texts, or JSON lines of answers. They are checked as a whole before the model is loaded, so that
-a wrong line is reported at once. Later they are encoded piece by piece, until all is done or the time is over.
+Files to learn from are texts, or JSON lines of answers, beside prompts to read (``warm_prompts.py``). They are checked
+as a whole before the model is loaded, so that a wrong line is reported at once. Later they are encoded piece by piece,
+until all is done or the time is over.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import re
 import time
@@ -25,6 +25,7 @@ from forerun.engine.engine import Engine
 from forerun.models.text.prompts import vocabulary_of
 from forerun.server.settings import ServerSettings
 from forerun.server.tenants import NAMESPACE_PATTERN, drafting_namespace
+from forerun.server.warm_prompts import JSON_LINES_SUFFIXES, is_prompt, json_rows, text_lines, warm_prompts
 from forerun.trie.autosave import AutoSaver
 from forerun.trie.trie import Trie
 from forerun.trie.trie_file import Content
@@ -32,8 +33,6 @@ from forerun.trie.trie_folder import Folder
 
 log = logging.getLogger(__name__)
 
-JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
-"""File names with JSON lines; all other files are texts."""
 PASSAGE_CHARACTERS = 1 << 14
 """Text that is learned as one output. A full index drops whole outputs, and encoding one takes some milliseconds."""
 TEXT_FIELDS = ("text", "answer")
@@ -58,7 +57,7 @@ def check_files(files: Iterable[Path], namespaces: int) -> None:
 
     Raises:
         ValueError: for a line that is not UTF-8 or no row, or one namespace too many, with file and line; or for a file
-            with nothing to learn.
+            with nothing to learn or read.
         OSError: if a file cannot be read.
     """
     names: set[str] = set()
@@ -70,8 +69,11 @@ def check_files(files: Iterable[Path], namespaces: int) -> None:
             if len(names) > namespaces:
                 where = f"{file}:{passage.line} has namespace {passage.namespace!r}"
                 raise ValueError(f"{where}: there are {namespaces} namespaces already, and no more may be")
+        for prompt in warm_prompts([file]):
+            empty = False
+            prompt.request("any")
         if empty:
-            raise ValueError(f"{file} has no text to learn from")
+            raise ValueError(f"{file} has no text to learn from and no prompt to read")
 
 
 def passages(file: Path) -> Iterator[Passage]:
@@ -116,7 +118,7 @@ def _trie(engine: Engine, settings: ServerSettings) -> Trie | None:
     try:
         return trie_of(engine.level)
     except ValueError as error:
-        if settings.index is None and not settings.warm:
+        if settings.index is None and not any(True for file in settings.warm for _ in passages(file)):
             return None
         wrong = f"index and warm are for drafters with a trie, and drafter is {settings.drafter!r}"
         raise ValueError(wrong) from error
@@ -161,20 +163,11 @@ def _text_digest(tokens: IntArray) -> bytes:
     return hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
 
 
-def _lines(file: Path) -> Iterator[tuple[int, str]]:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                yield number, line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{file}:{number} is not UTF-8 text (byte {error.start} of the line)") from None
-
-
 def _paragraphs(file: Path) -> Iterator[tuple[str, str, int]]:
     """A text in whole lines, a passage at a time."""
     lines: list[str] = []
     size, first = 0, 1
-    for number, line in _lines(file):
+    for number, line in text_lines(file):
         if lines and size + len(line) > PASSAGE_CHARACTERS:
             yield "".join(lines), "default", first
             lines, size, first = [], 0, number
@@ -185,13 +178,14 @@ def _paragraphs(file: Path) -> Iterator[tuple[str, str, int]]:
 
 
 def _rows(file: Path) -> Iterator[tuple[str, str, int]]:
-    for number, line in _lines(file):
-        if line.strip():
-            try:
-                yield *_row(json.loads(line)), number
-            except (ValueError, TypeError) as error:
-                wrong = f"{file}:{number} is no JSON object with 'text' or 'answer', and perhaps 'namespace': {error}"
-                raise ValueError(wrong) from None
+    for number, row in json_rows(file):
+        if is_prompt(row):
+            continue
+        try:
+            yield *_row(row), number
+        except (ValueError, TypeError) as error:
+            wrong = f"{file}:{number} is no JSON object with 'text', 'answer' or 'messages', and perhaps 'namespace'"
+            raise ValueError(f"{wrong}: {error}") from None
 
 
 def _row(row: Any) -> tuple[str, str]:

@@ -71,6 +71,8 @@ class Service:
         self._encoding = FairExecutor(ENCODING_TENANTS, "forerun-encode")
         self.form = message_format(self.tokenizer)
         self._bytes = TokenBytes(self.tokenizer)
+        self._marks = frozenset(getattr(self.tokenizer, "added_tokens_decoder", ()))
+        """Tokens that are no pieces of words: chat templates put them around messages and what these are made of."""
         self._ends = frozenset(ends(engine.target.model.generation_config))
         self._dispatcher: LoopDispatcher | None = None
         self.grammars = GrammarPool(engine.grammars)
@@ -148,7 +150,9 @@ class Service:
             hidden = self._ends_of(body) - keep
             keep |= frozenset(self.form.special.values())
         answer = AnswerText(self.tokenizer, prompt.ids, body.stops, keep, echo, hidden)
-        return AnswerRow(request, answer, RequestMeter(self.metrics, request, arrived), logprobs, parser)
+        meter = RequestMeter(self.metrics, request, arrived)
+        decode = partial(self.tokenizer.decode, clean_up_tokenization_spaces=False) if body.forerun.trace else None
+        return AnswerRow(request, answer, meter, logprobs, parser, decode=decode)
 
     def _response_format(self, body: GenerationBody, prompt: str) -> dict[str, Any] | None:
         """What the engine makes the whole text follow, reasoning and calls included."""
@@ -248,6 +252,8 @@ class Service:
                 (request,) = self.engine.requests([read], max_new_tokens=new, **options, **sampling)
                 if body.ignore_eos:
                     request.eos_token_ids = self._ends_of(body)
+                request.wants_prefix_break = body.forerun.trace
+                request.turns = [place for place, token in enumerate(read) if token in self._marks]
                 if body.stops:
                     answer = AnswerText(self.tokenizer, ids, body.stops)
                     request.stopping = _stopping_at_string(answer, request.stopping)

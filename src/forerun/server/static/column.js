@@ -14,6 +14,7 @@ export class Column {
       [...element.querySelectorAll("[data-figure]")].map((each) => [each.dataset.figure, each]),
     );
     this.empty = this.figures.summary.textContent;
+    this.waiting = this.text.dataset.empty;
     this.clear();
   }
 
@@ -29,6 +30,7 @@ export class Column {
     this.finish = null;
     this.scheduled = 0;
     this.text.replaceChildren();
+    this.text.dataset.empty = this.waiting;
     this.steps.replaceChildren();
     this.figures.summary.textContent = this.empty;
     for (const name of ["speed", "stride", "acceptance"]) this.figures[name].textContent = "–";
@@ -51,7 +53,10 @@ export class Column {
     const choice = chunk.choices[0];
     const text = choice?.text ?? choice?.delta?.content ?? "";
     this.said += text;
-    if (choice?.finish_reason) this.finish = choice.finish_reason;
+    if (choice?.finish_reason) {
+      this.finish = choice.finish_reason;
+      this.text.dataset.empty = "The model ended its text at once.";
+    }
     if (chunk.forerun) this.step(chunk.forerun);
     else this.undrawn.push([text, "target"]); // the rest of a text, at its end
     this.scheduled ||= requestAnimationFrame(() => this.show());
@@ -120,6 +125,6 @@ function part(source) {
   return piece;
 }
 
-export const count = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
+export const count = (number, noun, many = `${noun}s`) => `${number} ${number === 1 ? noun : many}`;
 
 const inSeconds = (seconds) => `${seconds.toFixed(seconds < 1 ? 3 : 2)} s`;

@@ -2,6 +2,7 @@
 
 import { Column, count } from "./column.js";
 import { chunks, examples, servedModel } from "./stream.js";
+import { outcome } from "./verdict.js";
 
 const $ = (id) => document.getElementById(id);
 const plain = new Column($("plain"));
@@ -10,6 +11,7 @@ const fast = new Column($("fast"));
 let served = null; // the model, as the server describes it
 let running = null; // what stops the run
 let turns = []; // of the conversation
+let asked = null; // address and body of the last run
 
 const chatting = () => $("chat").checked;
 const number = (id) => Number($(id).value);
@@ -46,8 +48,10 @@ async function greet(starting = false) {
   $("budget").max = $("budget").value = budget;
   $("length").max = most;
   $("length").value = Math.min(number("length"), most);
+  if (!starting && chat === $("chat").disabled) $(chat ? "chat" : "continue").checked = true; // first of all
   $("chat").disabled = !chat;
   $("chat").parentElement.title = chat ? "" : "This model has no chat template.";
+  changeKind();
 }
 
 async function offerExamples() {
@@ -63,12 +67,12 @@ async function offerExamples() {
 
 function changeKind() {
   $("prompt-label").textContent = chatting() ? "Message" : "Text to continue";
-  $("example-field").hidden = chatting();
   showTurns();
 }
 
 function showTurns() {
-  $("turns").hidden = $("fresh").hidden = !chatting() || !turns.length;
+  $("conversation").hidden = $("fresh").hidden = !chatting() || !turns.length;
+  $("turns-count").textContent = `The conversation so far: ${count(turns.length, "message")}`;
   $("turns").replaceChildren(
     ...turns.map(({ role, content }) => {
       const turn = document.createElement("li");
@@ -78,25 +82,30 @@ function showTurns() {
       return turn;
     }),
   );
-  $("turns").scrollTop = $("turns").scrollHeight;
 }
 
 /** Fill a column. The two have namespaces of their own, so that neither reads a prompt that the other has read. */
-async function fill(column, name, drafter, asked, signal) {
+async function fill(column, name, forerun, began, signal) {
   say(`${name}: reading the prompt.`);
   column.busy(true);
   const [address, about] = asked;
-  const forerun = { trace: true, drafter, namespace: drafter === "none" ? "page-plain" : "page" };
-  if (drafter !== "none") forerun.budget = number("budget");
-  const body = { ...about, stream: true, stream_options: { include_usage: true }, forerun };
+  const body = { ...about, stream: true, stream_options: { include_usage: true }, forerun: { trace: true, ...forerun } };
   try {
     for await (const chunk of chunks(address, body, $("key").value, signal)) {
+      began();
       if (!column.passes) say(`${name}: decoding.`);
       column.take(chunk);
     }
   } finally {
     column.busy(false);
   }
+}
+
+/** How the accelerated text is drafted. A namespace that nobody has used holds no earlier texts. */
+function drafting() {
+  const namespace = $("earlier").checked ? "page" : `page-${Math.random().toString(36).slice(2)}`;
+  const drafter = $("drafter").value;
+  return drafter === "none" ? { drafter, namespace } : { drafter, namespace, budget: number("budget") };
 }
 
 function question() {
@@ -110,7 +119,8 @@ function question() {
   return ["/v1/chat/completions", { ...about, messages: [...turns, { role: "user", content: $("prompt").value }] }];
 }
 
-async function start() {
+/** Run what is asked, or the last run `again`. */
+async function start(again = false) {
   if (running) return;
   const { signal } = (running = new AbortController());
   showRunning();
@@ -118,7 +128,7 @@ async function start() {
   try {
     if (!served) await greet(true);
     signal.throwIfAborted();
-    if (served) await compare(signal);
+    if (served) await compare(again && asked ? asked : question(), signal);
   } catch (error) {
     running.abort(); // the other one, too
     say("Stopped.");
@@ -126,25 +136,50 @@ async function start() {
   } finally {
     running = null;
     showRunning();
+    showStale(false);
   }
 }
 
 /** Fill both columns, and conclude. What is changed in the form meanwhile is for the next run. */
-async function compare(signal) {
-  for (const column of [plain, fast]) column.clear();
-  judge("", "Are both texts equal?", "–", "Time of decoding, without the first step, which reads the prompt.");
-  for (const show of [mark, race]) show();
-  const asked = question();
+async function compare(question, signal) {
   const before = turns;
-  const drafter = $("drafter").value;
   const together = $("order").value === "together";
-  $("race").hidden = together;
-  const first = fill(plain, "Plain", "none", asked, signal);
+  const plainly = { drafter: "none", namespace: "page-plain" };
+  const drafted = drafting();
+  asked = question;
+  let begun = false;
+  const began = () => {
+    if (!begun) clear(together);
+    begun = true;
+  };
+  showStale(true);
+  const first = fill(plain, "Plain", plainly, began, signal);
   if (!together) await first;
-  await Promise.all([first, fill(fast, "Accelerated", drafter, asked, signal)]);
+  await Promise.all([first, fill(fast, "Accelerated", drafted, began, signal)]);
   conclude(together);
-  const { messages } = asked[1];
+  const { messages } = question[1];
   if (messages && turns === before) keepTurn(messages);
+  showVerdict();
+}
+
+/** The last result stands until the new one begins: an error before leaves it as it was. */
+function clear(together) {
+  showStale(false);
+  for (const column of [plain, fast]) column.clear();
+  judge("", "The model writes the text twice.", "", "Time of decoding, without the first step, which reads the prompt.");
+  for (const show of [mark, race]) show();
+  $("race").hidden = together;
+  showVerdict();
+}
+
+function showStale(stale) {
+  for (const { element } of [plain, fast]) element.classList.toggle("stale", stale);
+}
+
+/** Where the texts stand one below the other, what came of them is out of sight. */
+function showVerdict() {
+  const behavior = matchMedia("(prefers-reduced-motion: reduce)").matches ? "instant" : "smooth";
+  if (matchMedia("(max-width: 52rem)").matches) $("verdict").scrollIntoView({ behavior });
 }
 
 function stop() {
@@ -187,17 +222,22 @@ function conclude(together) {
   const place = different < 0 ? plain.ids.length : different;
   const title = equal ? "Both texts are equal, token for token." : `The texts differ from token ${place + 1} on.`;
   const ratio = !together && plain.speed && fast.speed ? fast.speed / plain.speed : 0;
-  const times = ratio ? `${ratio.toFixed(2)} times as fast` : "";
+  const { kind, times } = outcome(equal, ratio);
   const limits = equal || served.forerun.exactness === "bitwise" ? "" : " This server's texts are equal within rounding.";
   const shared = together ? " They shared passes; compare tokens per step." : " Decoding only, without the first step, which reads the prompt.";
   const whole = [plain, fast].some(({ speed }) => !speed) ? " All of a text came in that step, so there is no speed." : "";
-  const passes = `${plain.passes} passes of the model against ${fast.passes}.`;
-  judge(equal ? "equal" : "different", title, times || "–", `${passes}${shared}${together ? "" : whole}${limits}`);
-  say(times ? `${title} ${times}.` : title, true);
+  const passes = `${count(plain.passes, "pass", "passes")} of the model against ${fast.passes}.`;
+  $("race").hidden = !ratio;
+  judge(kind, title, times, `${passes}${shared}${together ? "" : whole}${limits}`, fast.counts.earlier);
+  say([title, times && `${times}.`, $("earlier-count").textContent].filter(Boolean).join(" "), true);
 }
 
-function judge(kind, title, times, note) {
+function judge(kind, title, times, note, earlier = 0) {
   $("verdict").className = `verdict ${kind}`;
+  $("verdict-earlier").hidden = !earlier;
+  $("earlier-count").textContent = earlier
+    ? `${earlier} of its ${count(fast.ids.length, "token")} came from answers of earlier runs.`
+    : "";
   $("verdict-title").textContent = title;
   $("verdict-times").textContent = times;
   $("verdict-note").textContent = note;
@@ -208,6 +248,11 @@ $("form").addEventListener("submit", (event) => {
   start();
 });
 $("stop").addEventListener("click", stop);
+$("without").addEventListener("click", () => {
+  $("earlier").checked = false;
+  start(true);
+});
+$("more").addEventListener("invalid", () => ($("more").open = true), true); // what is folded away cannot be pointed at
 $("fast").addEventListener("figures", mark);
 for (const column of [plain, fast]) column.element.addEventListener("figures", race);
 $("key").addEventListener("change", () => greet());

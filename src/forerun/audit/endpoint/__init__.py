@@ -1,0 +1,1 @@
+"""Audits any OpenAI-compatible server from outside, by its answers alone."""

@@ -1,0 +1,202 @@
+"""Asks an OpenAI-compatible server and reads its answers; a whole answer is a stream of one chunk.
+
+Python's own HTTP client does it, so an audit needs no package beyond Forerun.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from http.client import HTTPException, HTTPResponse
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+Json = dict[str, Any]
+
+TIMEOUT_SECONDS = 600.0
+"""Silence after which a request counts as failed. Reading a long prompt on a CPU takes minutes."""
+ERROR_CHARACTERS = 300
+"""The most of a server's error message that is kept."""
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """A token's bytes, its log-probability, and those of the likeliest tokens at its place."""
+
+    spelling: bytes
+    logprob: float
+    top: Mapping[bytes, float]
+
+
+@dataclass(frozen=True)
+class EndpointAnswer:
+    """What a server answered.
+
+    Attributes:
+        text, reasoning, finish: as the client reads them.
+        calls: name and arguments of each tool call.
+        scores: log-probabilities, if they were asked for.
+        drafted, accepted: drafted tokens by the server's own count; None if it does not tell.
+        error: why there is no answer.
+    """
+
+    text: str = ""
+    reasoning: str = ""
+    finish: str = ""
+    calls: Sequence[tuple[str, str]] = ()
+    scores: Sequence[TokenScore] = ()
+    drafted: int | None = None
+    accepted: int | None = None
+    error: str | None = None
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """What must be equal, by name; ids and times are not among it."""
+        calls = {f"call {i} {word}": call[n] for i, call in enumerate(self.calls) for n, word in enumerate(CALL_PARTS)}
+        return {"reasoning": self.reasoning, "text": self.text, **calls, "finish_reason": self.finish}
+
+
+CALL_PARTS = ("name", "arguments")
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server's base address, such as ``http://127.0.0.1:8000``, and the key that it wants.
+
+    Raises:
+        ValueError: for an address that is not HTTP.
+    """
+
+    url: str
+    key: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not re.match(r"https?://[^/]", self.url):
+            raise ValueError(f"the server's address is {self.url!r}; it must begin with http:// or https://")
+        object.__setattr__(self, "url", self.url.rstrip("/").removesuffix("/v1"))
+
+    def models(self) -> list[Json]:
+        """The models that it serves.
+
+        Raises:
+            OSError: if it cannot be reached.
+            ValueError: if it does not list them.
+        """
+        try:
+            with self._open("models") as response:
+                listed = json.load(response)["data"]
+        except HTTPError as error:
+            raise ValueError(f"{self.url}/v1/models answers {_told(error)}; name the model with --name") from None
+        except (OSError, HTTPException) as error:
+            raise OSError(f"{self.url} cannot be reached: {error}") from None
+        except (ValueError, KeyError, TypeError) as error:
+            message = f"{self.url}/v1/models is no list of models ({error!r}); name the model with --name"
+            raise ValueError(message) from None
+        return [each for each in listed if isinstance(each, dict) and "id" in each]
+
+    def ask(self, address: str, body: Json) -> EndpointAnswer:
+        """The answer to a request at ``/v1/{address}``; a failure is an answer with ``error``."""
+        try:
+            with self._open(address, body) as response:
+                return fold(_events(response) if body.get("stream") else [json.load(response)])
+        except HTTPError as error:
+            return EndpointAnswer(error=_told(error))
+        except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
+            return EndpointAnswer(error=f"no answer: {type(error).__name__}: {error}"[:ERROR_CHARACTERS])
+
+    def _open(self, address: str, body: Json | None = None) -> HTTPResponse:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
+        data = None if body is None else json.dumps(body).encode()
+        response: HTTPResponse = urlopen(Request(f"{self.url}/v1/{address}", data, headers), timeout=TIMEOUT_SECONDS)
+        return response
+
+
+def fold(chunks: Iterable[Json]) -> EndpointAnswer:
+    """One answer from its chunks, or from one whole answer.
+
+    Raises:
+        ValueError: for an error within a stream, with its message, and for an answer that broke off.
+    """
+    text, reasoning, finish = "", "", ""
+    calls: dict[int, list[str]] = {}
+    scores: list[TokenScore] = []
+    drafts: tuple[int, int] | None = None
+    for chunk in chunks:
+        if chunk.get("error"):
+            raise ValueError(str(chunk["error"]))
+        drafts = _drafts(chunk) or drafts
+        for choice in chunk.get("choices") or ():
+            part = choice.get("delta") or choice.get("message") or choice
+            text += part.get("content") or part.get("text") or ""
+            reasoning += part.get("reasoning_content") or part.get("reasoning") or ""
+            finish = choice.get("finish_reason") or finish
+            scores += _scores(choice.get("logprobs") or {})
+            for place, call in enumerate(part.get("tool_calls") or ()):
+                told = call.get("function") or {}
+                known = calls.setdefault(call.get("index", place), ["", ""])
+                known[0] += told.get("name") or ""
+                known[1] += told.get("arguments") or ""
+    if not finish:
+        raise ValueError("the answer broke off: it has no finish_reason")
+    drafted, accepted = drafts or (None, None)
+    pairs = [(name, arguments) for _, (name, arguments) in sorted(calls.items())]
+    return EndpointAnswer(text, reasoning, finish, pairs, scores, drafted, accepted)
+
+
+def _events(response: HTTPResponse) -> Iterator[Json]:
+    """The chunks of a stream, up to ``[DONE]`` or its end: not every server says that it is done."""
+    for line in response:
+        if not line.startswith(b"data:"):
+            continue  # a comment, or an event's name
+        data = line.removeprefix(b"data:").strip()
+        if data == b"[DONE]":
+            return
+        yield json.loads(data)
+
+
+def _scores(told: Json) -> list[TokenScore]:
+    """Log-probabilities in the form of chats, or in that of completions."""
+    if told.get("content") is not None:
+        return [
+            TokenScore(
+                _spelling(each), each["logprob"], {_spelling(one): one["logprob"] for one in each["top_logprobs"]}
+            )
+            for each in told["content"]
+        ]
+    tops = told.get("top_logprobs") or [{} for _ in told.get("tokens") or ()]
+    return [
+        TokenScore(token.encode(), logprob, {name.encode(): value for name, value in (top or {}).items()})
+        for token, logprob, top in zip(told.get("tokens") or (), told.get("token_logprobs") or (), tops, strict=True)
+        if logprob is not None
+    ]
+
+
+def _spelling(one: Json) -> bytes:
+    return bytes(one["bytes"]) if one.get("bytes") else str(one["token"]).encode()
+
+
+def _drafts(chunk: Json) -> tuple[int, int] | None:
+    """Drafted and accepted tokens, in the words of OpenAI, Forerun or llama.cpp."""
+    usage, timings = chunk.get("usage") or {}, chunk.get("timings") or {}
+    details = usage.get("completion_tokens_details") or {}
+    if "accepted_prediction_tokens" in details:
+        accepted = details["accepted_prediction_tokens"] or 0
+        return accepted + (details.get("rejected_prediction_tokens") or 0), accepted
+    if "forerun" in usage:
+        return usage["forerun"]["drafted"], usage["forerun"]["accepted"]
+    return (timings["draft_n"], timings.get("draft_n_accepted", 0)) if "draft_n" in timings else None
+
+
+def _told(error: HTTPError) -> str:
+    """A refusal's status, with the server's own words."""
+    body = error.read(1 << 16).decode(errors="replace")
+    try:
+        told = json.loads(body)
+        told = told.get("error", told)
+        message = told["message"] if isinstance(told, dict) and "message" in told else str(told)
+    except (ValueError, AttributeError):
+        message = body
+    return f"{error.code}: {' '.join(str(message).split())}"[:ERROR_CHARACTERS]

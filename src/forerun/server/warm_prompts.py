@@ -1,0 +1,119 @@
+"""Prompts that a server reads before anybody sends them, such as a system prompt and tools.
+
+They are JSON lines with ``messages`` in the files to start with, each as the body of a chat. They are read in the
+background, as requests of their tenants, so that others go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forerun.server.admission import FairShare
+from forerun.server.api_errors import ApiError
+from forerun.server.bodies import parsed
+from forerun.server.middleware import HeldBytes
+from forerun.server.schema import ChatRequest
+
+if TYPE_CHECKING:
+    from forerun.server.service import Service
+
+log = logging.getLogger(__name__)
+
+JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
+"""File names with JSON lines; all other files are texts."""
+
+
+@dataclass(frozen=True)
+class WarmPrompt:
+    """A conversation whose prompt is read, and its place in a file."""
+
+    fields: dict[str, Any]
+    file: Path
+    line: int
+
+    def request(self, model: str) -> ChatRequest:
+        """The chat that reads it: as short as one can be, and nothing is learned from it.
+
+        Raises:
+            ValueError: for fields that a chat does not have, with file and line.
+        """
+        namespace = {"namespace": self.fields["namespace"]} if "namespace" in self.fields else {}
+        fields = {name: value for name, value in self.fields.items() if name not in ("namespace", "model", "stream")}
+        own = {"model": model, "max_tokens": 1, "forerun": {**namespace, "drafter": "none"}}
+        try:
+            return parsed(json.dumps({**fields, **own}).encode(), ChatRequest, model)[0]
+        except ApiError as error:
+            raise ValueError(f"{self.file}:{self.line} is no prompt of a chat: {error.message}") from None
+
+
+def warm_prompts(files: Iterable[Path]) -> Iterator[WarmPrompt]:
+    """The prompts of files.
+
+    Raises:
+        ValueError: for a line that is not JSON.
+        OSError: if a file cannot be read.
+    """
+    for file in files:
+        if file.suffix in JSON_LINES_SUFFIXES:
+            for number, row in json_rows(file):
+                if is_prompt(row):
+                    yield WarmPrompt(row, file, number)
+
+
+def is_prompt(row: Any) -> bool:
+    """Whether a line is a prompt to read, and no text to learn."""
+    return isinstance(row, dict) and "messages" in row
+
+
+async def read_prompts(service: Service, prompts: Iterable[WarmPrompt], tenants: Iterable[str]) -> None:
+    """Read prompts for all tenants, one after the other. One that fails is named in the log."""
+    share = FairShare(float("inf"))
+    for prompt in prompts:
+        for tenant in tenants:
+            place = f"{prompt.file}:{prompt.line}"
+            try:
+                body = prompt.request(service.settings.served_name)
+                call = await service.call(body, tenant, place, HeldBytes(share, tenant))
+                await call.start(tenant, None)
+                async for _ in call:
+                    pass
+            except (ApiError, ValueError) as error:
+                log.warning("%s was not read: %s", place, error)
+                continue
+            usage, _ = call.figures()
+            log.info("%s was read: %s tokens", place, f"{usage['prompt_tokens']:,}")
+
+
+def json_rows(file: Path) -> Iterator[tuple[int, Any]]:
+    """The JSON lines of a file with their numbers.
+
+    Raises:
+        ValueError: for a line that is not UTF-8 or not JSON, with file and line.
+        OSError: if the file cannot be read.
+    """
+    for number, line in text_lines(file):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{file}:{number} is no JSON: {error}") from None
+
+
+def text_lines(file: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a file with their numbers.
+
+    Raises:
+        ValueError: for a line that is not UTF-8, with file and line.
+        OSError: if the file cannot be read.
+    """
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield number, line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file}:{number} is not UTF-8 text (byte {error.start} of the line)") from None
