@@ -28,20 +28,20 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 import typer
+from forerun.core.pass_context import PassContext
+from forerun.drafting.adaptive import AdaptiveDrafter
+from forerun.drafting.drafter import Drafter, OuterDrafter, trees_of
+from forerun.drafting.merged import MergedDrafter
+from forerun.drafting.trie_drafter import TrieDrafter
 from tokenizers import Tokenizer
 
 import forerun
 from benchmarks.studies.replay import Recorded, Selection, follow
 from forerun.cli.options import DebugOptions
-from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, uniform
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
-from forerun.drafting.adaptive import AdaptiveDrafter
-from forerun.drafting.drafter import Drafter, OuterDrafter, trees_of
-from forerun.drafting.merged import MergedDrafter
-from forerun.drafting.trie_drafter import TrieDrafter
 from forerun.engine.prefill_pacing import PrefillPacing
 from forerun.models.forward.runtime import Runtime
 from forerun.policy.cost_curve import CostCurve
