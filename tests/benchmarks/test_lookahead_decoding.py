@@ -257,15 +257,14 @@ def test_the_pool_keeps_the_most_recent_ngrams_of_each_first_token(guesses: int)
 def test_requests_do_not_see_each_other_and_are_forgotten() -> None:
     target, drafter = WholeContextTarget(vocabulary=3), JacobiSource(JacobiConfig(4, 3, 2))
     alone, one, other = Request([1, 2], 60), Request([1, 2], 60), Request([2, 0], 60)
-    for request in (alone, one, other):
-        row = opened(drafter, request)
-    trees = [step(target, drafter, alone, ROOM).tree for _ in range(10)]
+    rows = [opened(drafter, request) for request in (alone, one, other)]
+    trees = [step(target, drafter, rows[0], ROOM).tree for _ in range(10)]
     for tree in trees:
-        assert step(target, drafter, one, ROOM).tree.tokens.tolist() == tree.tokens.tolist()
-        step(target, drafter, other, ROOM)
-    for request in (alone, one, other, Request([1], 1)):  # the last one never began
-        drafter.finish(request)
-    assert not drafter._states
+        assert step(target, drafter, rows[1], ROOM).tree.tokens.tolist() == tree.tokens.tolist()
+        step(target, drafter, rows[2], ROOM)
+    for row in rows:
+        row.close()
+        assert not row.states
 
 
 @pytest.mark.parametrize(("name", "least"), [("window", 1), ("ngram", 2), ("guesses", 1)])
