@@ -37,6 +37,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "offload": ("studies.offload_command:OffloadOptions", "Decoding with keys and values that are not on the device."),
     "replay": ("studies.replay_command:ReplayOptions", "Drafts on recorded answers, without a model."),
     "exact-texts": ("studies.exact_texts:ExactTextsOptions", "How many texts differ, bit for bit, between any drafter and none."),
+    "decisions": ("studies.decisions_command:DecisionOptions", "What the planner decides on a simulated clock, beside each source alone."),
     "constants": ("studies.constants:ConstantsOptions", "How much each hand-set constant matters."),
     "proposers": ("studies.proposers:ProposersOptions", "Forerun's proposer for vLLM beside prompt lookup, replayed."),
     "train-bundled": ("training.train:TrainOptions", "Train the bundled models anew."),

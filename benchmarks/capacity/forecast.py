@@ -3,7 +3,7 @@
 TriForce has two levels (section 4.2 of its paper). The small model, over a short window, drafts for the target over a
 sparse cache of ``budget`` tokens; their chain of ``gamma2`` tokens is verified by one pass over the full cache. So per
 step the keys and values are read once, and once streamed if they are in the host's memory. Where the text fits the
-budget, the small model drafts for the full cache at once, as ``HierarchyDrafter`` lets it.
+budget, the small model drafts for the full cache at once, as ``decoding.level.Level`` lets it.
 """
 
 from __future__ import annotations

@@ -22,9 +22,10 @@ from forerun.cli.terminal import say
 from forerun.core.block import Block
 from forerun.core.sampling import Salt, gumbel
 from forerun.core.tree import DraftTree
+from forerun.decoding.level import CacheFactory
 from forerun.kv.cache import Cache
 from forerun.kv.view import View
-from forerun.models.forward.level import CacheFactory, counting, read
+from forerun.models.forward.prefill import counting, read_prompt
 from forerun.models.forward.scorer import Scorer
 
 SEED = 0
@@ -55,7 +56,7 @@ class Follower:
             cache = make(target, prompt.cache)
             if not isinstance(cache, View):
                 on_read = counting(prompt.held, progress_lines(f"{name} reads"))
-                read(target, cache, np.array(prompt.tokens[: prompt.held]), on_read=on_read)
+                read_prompt(target, cache, np.array(prompt.tokens[: prompt.held]), on_read=on_read)
                 self._base[name] = cache
         self.readings: dict[str, Reading] = {}
         """Bytes that a token read through each sparse cache in the last continuation."""
@@ -98,9 +99,9 @@ class Follower:
             for name, make in self._makers.items()
         }
         full.truncate(min(full.length, len(text) - 1))
-        read(self._target, full, text)
+        read_prompt(self._target, full, text)
         for name in self._base:
-            read(self._target, caches[name], text)
+            read_prompt(self._target, caches[name], text)
         return caches
 
     def _draft(self, block: Block, meters: Mapping[str, Meter]) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ from benchmarks.long_context.long_bench import Prefilled
 from benchmarks.papers.h2o import HeavyHitterCache
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree, IntArray
+from forerun.decoding.level import CacheFactory
 from forerun.kernels.attention.attention import AttentionSpec
 from forerun.kernels.attention.topk_attention import MARGIN_NATS
 from forerun.kernels.attention.topk_rank import CHUNK_KEYS
@@ -27,7 +28,7 @@ from forerun.kv.low_rank import LowRankCache
 from forerun.kv.retrieval import RetrievalCache
 from forerun.kv.streaming import StreamingCache
 from forerun.kv.view import View
-from forerun.models.forward.level import CacheFactory, read
+from forerun.models.forward.prefill import read_prompt
 from forerun.models.forward.scorer import Scorer
 
 
@@ -143,7 +144,7 @@ def at_end(target: Scorer, prompt: Prefilled, make: CacheFactory | None) -> Read
     if isinstance(cache, View):
         cache.sync()
     else:
-        read(target, cache, np.array(prompt.tokens[: prompt.held]))
+        read_prompt(target, cache, np.array(prompt.tokens[: prompt.held]))
     meter = Meter(cache)
     target.score([Block(np.array(prompt.tokens[-1:]), DraftTree.empty(), cache.length)], [meter])
     return meter.reading

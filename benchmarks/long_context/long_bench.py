@@ -22,10 +22,10 @@ from forerun.cli.terminal import say
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.core.stats import Stats
-from forerun.drafting.recipes import build_drafter
+from forerun.decoding.recipes import build
 from forerun.engine.engine import Engine
 from forerun.kv.full_cache import FullCache
-from forerun.models.forward.level import read
+from forerun.models.forward.prefill import read_prompt
 
 PLAIN = "none"
 """The baseline: plain autoregression."""
@@ -98,7 +98,7 @@ def shortened(engine: Engine, prompt: Prefilled, length: int) -> Prefilled:
         return prompt
     cut = prompt.cut(length)
     cut.cache.truncate(max(0, cut.held - engine.prefill_block))
-    read(engine.target, cut.cache, np.array(cut.tokens[: cut.held]), engine.prefill_block)
+    read_prompt(engine.target, cut.cache, np.array(cut.tokens[: cut.held]), engine.prefill_block)
     return replace(cut, queries=cut.cache.queries)
 
 
@@ -235,7 +235,7 @@ class LongBench:
             self._once(rows, name, settings, make)
 
     def _once(self, rows: Sequence[Prefilled], name: str, settings: LongContextConfig, make: RequestMaker) -> LongRun:
-        self.engine.set_drafter(build_drafter(name, settings, RECIPES))
+        self.engine.set_drafter(lambda setup: build(name, setup, RECIPES), settings)
         for row in rows:
             row.rewind()
         requests = [make(self.engine, row.tokens, name) for row in rows]

@@ -28,7 +28,7 @@ from forerun.engine.engine import Engine
 from forerun.kv.cache import Cache
 from forerun.kv.full_cache import FullCache
 from forerun.kv.view import View
-from forerun.models.forward.level import read
+from forerun.models.forward.prefill import read_prompt
 from forerun.models.forward.scorer import Scorer
 
 TOKENS_A_FACT = 100
@@ -98,7 +98,7 @@ class UnverifiedDecoder:
         self._base: Cache | None = None
         cache = self._make(scorer, full)
         if not isinstance(cache, View):
-            read(scorer, cache, np.array(text))
+            read_prompt(scorer, cache, np.array(text))
             self._base = cache
 
     @torch.inference_mode()
@@ -118,10 +118,10 @@ class UnverifiedDecoder:
     def _read(self, prompt: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Cache:
         if self._base is not None:
             cache = copy.deepcopy(self._base)
-            read(self._scorer, cache, prompt)
+            read_prompt(self._scorer, cache, prompt)
             return cache
         self._full.truncate(len(self._text))
-        read(self._scorer, self._full, prompt)
+        read_prompt(self._scorer, self._full, prompt)
         view = self._make(self._scorer, self._full)
         assert isinstance(view, View)
         view.sync()

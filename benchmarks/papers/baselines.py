@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from benchmarks.papers import h2o, topk
-from benchmarks.papers.lookahead_decoding import JacobiDrafter
-from benchmarks.papers.lookahead_trie import LookaheadTrieDrafter
-from benchmarks.papers.token_recycling import TokenRecyclingDrafter
+from benchmarks.papers.lookahead_decoding import fitted_jacobi
+from benchmarks.papers.lookahead_trie import LookaheadTrieSource
+from benchmarks.papers.token_recycling import TokenRecyclingSource
 from forerun.core.long_context import LongContextConfig
-from forerun.drafting import recipes
-from forerun.drafting.drafter import Drafter
-from forerun.drafting.hierarchy import HierarchyDrafter
-from forerun.drafting.recipes import Recipe, long_context, self_drafting, small_drafter, streaming_cache
-from forerun.models.forward.level import CacheFactory
+from forerun.decoding import recipes
+from forerun.decoding.level import CacheFactory, Level
+from forerun.decoding.planner import Planner
+from forerun.decoding.recipes import Recipe, Setup, long_context, reading, self_drafting, small_level, streaming_cache
+from forerun.decoding.source import Source
 
 
 def streaming_llm(settings: LongContextConfig) -> CacheFactory:
@@ -22,10 +22,23 @@ def streaming_llm(settings: LongContextConfig) -> CacheFactory:
     return streaming_cache(settings, max(1, settings.cache_budget - settings.sinks))
 
 
-def streaming_hierarchy(settings: LongContextConfig) -> Drafter:
+def streaming_hierarchy(setup: Setup) -> Level:
     """TriForce's hierarchy with a streaming cache in the middle."""
-    small = small_drafter(settings, settings.gamma1)
-    return HierarchyDrafter(small, streaming_llm(settings), settings.gamma1, settings.gamma2)
+    settings = setup.settings
+    return Level(
+        setup.target,
+        Planner(chains=small_level(setup, settings.gamma1)),
+        cache=streaming_llm(settings),
+        nodes=settings.gamma1,
+        chain=settings.gamma2,
+        reads=reading(settings.cache_budget),
+        clock=setup.runtime.clock,
+    )
+
+
+def _whole(make: Callable[[Setup], Source]) -> Recipe:
+    """A method of which all drafts are scored."""
+    return Recipe(lambda setup: setup.over(Planner(make(setup))))
 
 
 SPARSE: dict[str, Callable[[LongContextConfig], CacheFactory]] = {
@@ -38,9 +51,9 @@ SPARSE: dict[str, Callable[[LongContextConfig], CacheFactory]] = {
 
 RECIPES: dict[str, Recipe] = {
     **recipes.RECIPES,
-    "lookahead-trie": Recipe(lambda settings: LookaheadTrieDrafter()),
-    "token-recycling": Recipe(lambda settings: TokenRecyclingDrafter()),
-    "jacobi": Recipe(lambda settings: JacobiDrafter()),
+    "lookahead-trie": _whole(lambda setup: LookaheadTrieSource()),
+    "token-recycling": Recipe(lambda setup: setup.over(setup.planner(TokenRecyclingSource()))),
+    "jacobi": _whole(fitted_jacobi),
     "streaming-hierarchy": long_context(streaming_hierarchy, streaming_llm, small=True),
     "streaming-self": self_drafting(streaming_llm),
     "h2o": self_drafting(h2o.target_cache),

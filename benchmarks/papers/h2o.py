@@ -15,10 +15,10 @@ import torch
 from benchmarks.papers.topk import attention_scores, softmax_weights
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
-from forerun.drafting.recipes import rollback_tokens
+from forerun.decoding.level import CacheFactory
+from forerun.decoding.recipes import rollback_tokens
 from forerun.kernels.attention.attention import AttentionSpec, Rows
 from forerun.kv.cache import READ_BLOCK, Cache, KVShape, append, compact
-from forerun.models.forward.level import CacheFactory
 
 
 def target_cache(settings: LongContextConfig) -> CacheFactory:

@@ -12,20 +12,19 @@ tree: a guess that the target accepts by chance is right all the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, uniform
 from forerun.core.tree import DraftTree, IntArray
 from forerun.core.verify import Outcome
-from forerun.drafting.drafter import Drafter
-from forerun.models.forward.runtime import Runtime
-from forerun.models.forward.scorer import Scorer
+from forerun.decoding.recipes import Setup
+from forerun.decoding.row import Row
+from forerun.decoding.source import Limit, Source
 from forerun.policy.cost_curve import CostCurve
 
 
@@ -67,7 +66,7 @@ CHOICES = (
     *(JacobiConfig(window, ngram, window) for ngram in (2, 3, 4) for window in (2, 3, 5, 7)),
     *(JacobiConfig(window, 5, window) for window in (7, 10, 15)),
 )
-"""What a drafter chooses from by the cost of passes."""
+"""What ``fitted_jacobi`` chooses from by the cost of passes."""
 
 
 def expected_tokens(config: JacobiConfig) -> float:
@@ -87,39 +86,30 @@ def best_config(costs: CostCurve) -> JacobiConfig:
     return max(CHOICES, key=speed)
 
 
-class JacobiDrafter(Drafter):
+class JacobiSource(Source):
     """Drafts the pool's n-grams that begin with the last token, and sends the window along.
 
     The window moves on by one position a step, however many tokens were accepted, as the authors' code does by default:
     its n-grams are found by their first token, wherever in the window they arose.
 
     Args:
-        config: the sizes; by default chosen by what the target's passes cost.
+        config: the sizes.
     """
-
-    sized = True
 
     def __init__(self, config: JacobiConfig | None = None) -> None:
         self.config = config or JacobiConfig()
-        self._fixed = config is not None
-        self._states: dict[int, _State] = {}
 
-    def bind(self, target: Scorer, runtime: Runtime) -> None:
-        """Choose the sizes, unless they were given."""
-        if not self._fixed:
-            self.config = best_config(runtime.costs(target))
-
-    def begin(self, request: Request) -> None:
+    def open(self, row: Row) -> _Window:
         """Fill level 0 with tokens of the prompt, enough for one column to drop out with each level that is added."""
         columns = self.config.window + self.config.ngram - 2
-        self._states[request.id] = _State(_random_tokens(request, columns)[None], _Pool(self.config.guesses))
+        return _Window(_random_tokens(row.request, columns)[None], _Pool(self.config.guesses))
 
-    def propose(self, context: PassContext) -> list[DraftTree]:
-        return [self._draft(request, budget) for request, budget in context]
+    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
+        both = zip(rows, limits, strict=True)
+        return [self._draft(row.states[self], row.request, limit.nodes) for row, limit in both]
 
-    def _draft(self, request: Request, budget: int) -> DraftTree:
+    def _draft(self, state: _Window, request: Request, budget: int) -> DraftTree:
         """The pool's n-grams, then the window if it fits into the budget and under ``request.max_draft_depth``."""
-        state = self._states[request.id]
         levels, depth = state.levels, request.max_draft_depth
         n_grams = state.pool.branches(int(request.tokens[-1]), depth)
         state.sent = levels.size - 1 <= budget and sum(levels.shape) - 2 <= depth
@@ -128,16 +118,18 @@ class JacobiDrafter(Drafter):
         levels[0, 0] = request.tokens[-1]
         return _join(DraftTree.from_branches(n_grams, budget - levels.size + 1), levels)
 
-    def observe(self, request: Request, outcome: Outcome) -> None:
-        """Advance the window by the new level, unless it did not come back whole."""
-        state = self._states[request.id]
-        if state.sent and (new_level := _new_level(state.levels, outcome)) is not None:
-            state.advance(new_level, self.config.ngram)
-        state.sent = False
+    def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
+        """Advance each window by the new level, unless it did not come back whole."""
+        for row, outcome in zip(rows, outcomes, strict=True):
+            state: _Window = row.states[self]
+            if state.sent and (new_level := _new_level(state.levels, outcome)) is not None:
+                state.advance(new_level, self.config.ngram)
+            state.sent = False
 
-    def finish(self, request: Request) -> None:
-        """Forget the request's window and pool."""
-        self._states.pop(request.id, None)
+
+def fitted_jacobi(setup: Setup) -> JacobiSource:
+    """Lookahead decoding with the sizes that suit what the target's passes cost."""
+    return JacobiSource(best_config(setup.runtime.costs(setup.target)))
 
 
 class _Pool:
@@ -161,7 +153,7 @@ class _Pool:
 
 
 @dataclass
-class _State:
+class _Window:
     """One request's. ``levels`` are the window's tokens ``[level, column]``; ``sent``: the last tree had them."""
 
     levels: IntArray

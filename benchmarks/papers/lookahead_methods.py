@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
-from benchmarks.papers.lookahead_decoding import JacobiConfig, JacobiDrafter
-from benchmarks.papers.lookahead_trie import Form, LookaheadTrieConfig, LookaheadTrieDrafter
+from benchmarks.papers.lookahead_decoding import JacobiConfig, fitted_jacobi
+from benchmarks.papers.lookahead_trie import Form, LookaheadTrieConfig, LookaheadTrieSource
 from benchmarks.papers.variants import Variant
-from benchmarks.tasks.task_bench import WrongDrafter
+from benchmarks.tasks.task_bench import WrongSource
 from forerun.bench.rounds import PLAIN, Tokens
-from forerun.drafting.drafter import Drafter, NoDrafter
-from forerun.drafting.lookup import LookupConfig, LookupDrafter
-from forerun.drafting.trie_drafter import TrieDrafter
+from forerun.decoding.planner import Planner
+from forerun.decoding.sources.lookup import Lookup, LookupConfig
+from forerun.decoding.sources.trie_source import TrieSource
 from forerun.trie.trie import TrieConfig
 
-D = TypeVar("D", bound=Drafter)
+T = TypeVar("T", TrieSource, LookaheadTrieSource)
 
 NAMESPACE = "default"
 FORMS: tuple[Form, ...] = ("single", "parallel", "hierarchical")
@@ -54,26 +54,26 @@ class Known:
         return list(chain.from_iterable(zip(self.prompts, self.answers, strict=True)))
 
 
-def warmed(drafter: D, texts: Sequence[Tokens]) -> D:
-    """The drafter after learning the texts as if it had generated them."""
-    drafter.warm(NAMESPACE, texts)
-    return drafter
+def warmed(source: T, texts: Sequence[Tokens]) -> T:
+    """The source after learning the texts as if they had been generated."""
+    source.warm(NAMESPACE, texts)
+    return source
 
 
 def plain() -> Variant:
     """No drafts."""
-    return Variant(NoDrafter)
+    return Variant(lambda setup: setup.over(Planner()))
 
 
 def llma(length: int) -> Variant:
     """A chain that continues the latest match in the text; all of it is scored."""
-    return Variant(lambda: LookupDrafter(LookupConfig(branch_length=length)), length, planned=False)
+    return Variant(lambda setup: Lookup(LookupConfig(branch_length=length)), length, planned=False)
 
 
 def published(form: Form, lengths: Lengths, texts: Sequence[Tokens]) -> Variant:
     """A published form of the trie with the paper's lengths; all drafts are scored."""
     config = form_config(form, lengths)
-    return Variant(lambda: warmed(LookaheadTrieDrafter(config), texts), lengths.decoding, planned=False)
+    return Variant(lambda setup: warmed(LookaheadTrieSource(config), texts), lengths.decoding, planned=False)
 
 
 def form_config(form: Form, lengths: Lengths) -> LookaheadTrieConfig:
@@ -88,12 +88,12 @@ def form_config(form: Form, lengths: Lengths) -> LookaheadTrieConfig:
 
 def merged(decoding: int, texts: Sequence[Tokens]) -> Variant:
     """Forerun's own trie, up to a decoding length; all drafts are scored."""
-    return Variant(lambda: warmed(TrieDrafter(), texts), decoding, planned=False)
+    return Variant(lambda setup: warmed(TrieSource(), texts), decoding, planned=False)
 
 
 def default(texts: Sequence[Tokens], config: TrieConfig | None = None) -> Variant:
     """Forerun's own trie: merged by probability; only nodes that pay are scored."""
-    return Variant(lambda: warmed(TrieDrafter(config), texts))
+    return Variant(lambda setup: warmed(TrieSource(config), texts))
 
 
 def methods(lengths: Lengths, known: Known) -> dict[str, Variant]:
@@ -101,9 +101,9 @@ def methods(lengths: Lengths, known: Known) -> dict[str, Variant]:
     return {
         PLAIN: plain(),
         "forerun lookup (LLMA)": llma(lengths.decoding),
-        "forerun jacobi (LookaheadDecoding)": Variant(JacobiDrafter, JacobiConfig().nodes),
+        "forerun jacobi (LookaheadDecoding)": Variant(fitted_jacobi, JacobiConfig().nodes, planned=False),
         **{f"forerun {form}": published(form, lengths, known.answers) for form in FORMS},
         "forerun merged": merged(lengths.decoding, known.answers),
         "forerun trie, the default": default(known.answers),
-        "forerun, wrong drafts, all scored": Variant(WrongDrafter, lengths.decoding, planned=False),
+        "forerun, wrong drafts, all scored": Variant(lambda setup: WrongSource(), lengths.decoding, planned=False),
     }

@@ -16,11 +16,11 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome
-from forerun.drafting.drafter import Drafter
+from forerun.decoding.row import Row
+from forerun.decoding.source import Limit, Source
 
 Form = Literal["hierarchical", "parallel", "single"]
 
@@ -147,20 +147,18 @@ class _Branches:
         return DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64))
 
 
-class LookaheadTrieDrafter(Drafter):
+class LookaheadTrieSource(Source):
     """Drafts from the request's prompt and from all that was generated in its namespace, by frequency."""
-
-    sized = True
 
     def __init__(self, config: LookaheadTrieConfig | None = None) -> None:
         self.config = config or LookaheadTrieConfig()
         self._outputs: dict[str, Outputs] = {}
-        self._live: dict[int, _Live] = {}
 
     def _of(self, namespace: str) -> Outputs:
         return self._outputs.setdefault(namespace, Outputs(self.config.max_prefix, self.config.capacity))
 
     def warm(self, namespace: str, sequences: Iterable[Tokens]) -> None:
+        """Learn from token ids as if they had been generated in ``namespace``."""
         for sequence in sequences:
             self._of(namespace).extend([], list(map(int, sequence)))
 
@@ -168,55 +166,56 @@ class LookaheadTrieDrafter(Drafter):
         """Tokens of the outputs that a namespace keeps."""
         return self._of(namespace).tokens
 
-    def begin(self, request: Request) -> None:
+    def open(self, row: Row) -> _Live:
         own = NGrams(self.config.max_prefix)
-        own.count(request.prompt.tolist()[-self.config.prompt_tokens :])
-        self._live[request.id] = _Live(own, request.prompt_length)
+        own.count(row.request.prompt.tolist()[-self.config.prompt_tokens :])
+        return _Live(own, row.request.prompt_length)
 
-    def observe(self, request: Request, outcome: Outcome) -> None:
-        live, orders = self._live[request.id], self.config.max_prefix
+    def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
+        for row in rows:
+            self._count(row.states[self], row.request)
+
+    def _count(self, live: _Live, request: Request) -> None:
+        orders = self.config.max_prefix
         first, live.known = live.known, len(request)
         if self.config.learns_outputs:
             text = request.tokens[max(0, first - orders) :].tolist()
             live.own.count(text, min(first, orders))
             self._of(request.drafts_from).extend(live.output, text[min(first, orders) :])
 
-    def finish(self, request: Request) -> None:
-        self._live.pop(request.id, None)
+    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
+        return [self.draft(row, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
 
-    def propose(self, context: PassContext) -> list[DraftTree]:
-        return [self.draft(row, budget) for row, budget in context]
-
-    def draft(self, request: Request, budget: int) -> DraftTree:
-        """A tree of at most ``budget`` nodes behind a request's text."""
+    def draft(self, row: Row, budget: int) -> DraftTree:
+        """A tree of at most ``budget`` nodes after a row's text."""
         config, draft = self.config, _Branches()
-        text = request.tokens[-config.max_prefix :].tolist()
+        text = row.request.tokens[-config.max_prefix :].tolist()
         for length in range(min(config.max_prefix, len(text)), 0, -1):
-            if self._followers(request, tuple(text[-length:])):
-                self._stage(request, draft, text, length, budget)
+            if self._followers(row, tuple(text[-length:])):
+                self._stage(row, draft, text, length, budget)
             if len(draft.tokens) >= config.min_matches or (config.form == "single" and draft.tokens):
                 break
         if config.form == "parallel":
             return draft.side_by_side(budget)
         return DraftTree(np.array(draft.tokens, np.int64), np.array(draft.parents, np.int64))
 
-    def _followers(self, request: Request, context: tuple[int, ...]) -> Counter[int]:
+    def _followers(self, row: Row, context: tuple[int, ...]) -> Counter[int]:
         """Weighted counts of what followed a context, in the request's own text and in earlier outputs."""
-        weights: Counter[int] = Counter(self._of(request.drafts_from).ngrams.after(context))
-        for token, times in self._live[request.id].own.after(context).items():
+        weights: Counter[int] = Counter(self._of(row.request.drafts_from).ngrams.after(context))
+        for token, times in row.states[self].own.after(context).items():
             weights[token] += self.config.prompt_weight * times  # type: ignore[assignment]
         return weights
 
-    def _stage(self, request: Request, draft: _Branches, text: list[int], length: int, budget: int) -> None:
+    def _stage(self, row: Row, draft: _Branches, text: list[int], length: int, budget: int) -> None:
         """Add the branches behind the last ``length`` tokens to the draft."""
         orders, single = self.config.max_prefix, self.config.form == "single"
-        deepest = min(request.max_draft_depth, self.config.branch_length - length)
+        deepest = min(row.request.max_draft_depth, self.config.branch_length - length)
         frontier: list[tuple[float, int, int, int]] = []  # minus the weight, order of entry, node above, token
         number = count()
 
         def expand(node: int, order: int, weight: float | None) -> None:
             path = text + [draft.tokens[each] for each in draft.path(node)]
-            followers = self._followers(request, tuple(path[-order:]))
+            followers = self._followers(row, tuple(path[-order:]))
             factor = 1.0 if weight is None else weight / max(sum(followers.values()), 1)
             for token, times in followers.items():
                 heapq.heappush(frontier, (-factor * times, next(number), node, token))

@@ -17,13 +17,13 @@ from benchmarks.papers.lookahead_methods import (
     published,
     warmed,
 )
-from benchmarks.papers.lookahead_trie import Form, LookaheadTrieDrafter
-from benchmarks.papers.timed_drafter import TimedDrafter, Times
+from benchmarks.papers.lookahead_trie import Form, LookaheadTrieSource
+from benchmarks.papers.timed_trie import TimedTrie, Times
 from benchmarks.papers.variants import Variant
 from forerun.bench.machine import Row
 from forerun.bench.rounds import Tokens
 from forerun.core.request import Request
-from forerun.drafting.trie_drafter import TrieDrafter
+from forerun.decoding.sources.trie_source import TrieSource, _Text
 from forerun.trie.trie import TextUpdate, TrieConfig
 
 Labelled = dict[str, tuple[Row, Variant]]
@@ -36,12 +36,12 @@ BRANCHED: tuple[Form, ...] = ("parallel", "hierarchical")
 """The paper's forms with several branches."""
 
 
-class WithoutOutputs(TrieDrafter):
+class WithoutOutputs(TrieSource):
     """Learns no generated token; drafts from the prompt alone."""
 
-    def _update(self, request: Request, budget: int = 0) -> TextUpdate:
+    def _update(self, text: _Text, request: Request, budget: int = 0) -> TextUpdate:
         """All that was generated counts as a draft."""
-        update, generated = super()._update(request, budget), request.tokens[request.prompt_length :]
+        update, generated = super()._update(text, request, budget), request.tokens[request.prompt_length :]
         return update._replace(new=(), lists=(), pending=generated, untaught=0)
 
 
@@ -60,7 +60,7 @@ def _default_updates(known: Known) -> dict[str, Variant]:
     return {
         "all": default(known.answers),
         "without prompt": default(known.answers, replace(config, prompt_capacity=CONTEXT)),
-        "without output": Variant(lambda: WithoutOutputs(config)),
+        "without output": Variant(lambda setup: WithoutOutputs(config)),
         "pruned": default(known.answers, replace(config, capacity=PRUNED_BYTES)),
         "without eliminating": default(known.texts),
     }
@@ -71,7 +71,7 @@ def _form_updates(lengths: Lengths, known: Known) -> dict[str, Variant]:
 
     def variant(texts: Sequence[Tokens], **changed: Any) -> Variant:
         config = replace(form_config("hierarchical", lengths), **changed)
-        return Variant(lambda: warmed(LookaheadTrieDrafter(config), texts), lengths.decoding, planned=False)
+        return Variant(lambda setup: warmed(LookaheadTrieSource(config), texts), lengths.decoding, planned=False)
 
     return {
         "all": variant(known.answers),
@@ -93,14 +93,14 @@ def by_capacity(capacities: Sequence[int], texts: Sequence[Tokens], times: dict[
     found: Labelled = {}
     for capacity in capacities:
         config = TrieConfig(capacity=capacity)
-        held = warmed(TrieDrafter(config), texts)
-        label = {"capacity": capacity, "held": held.trie.tokens(NAMESPACE), "bytes": held.nbytes}
+        held = warmed(TrieSource(config), texts)
+        label = {"capacity": capacity, "held": held.trie.tokens(NAMESPACE), "bytes": held.trie.nbytes}
         found[f"{capacity >> 10} KiB"] = label, _clocked(config, texts, times.setdefault(capacity, Times()))
     return found
 
 
 def _clocked(config: TrieConfig, texts: Sequence[Tokens], times: Times) -> Variant:
-    return Variant(lambda: TimedDrafter(warmed(TrieDrafter(config), texts), times))
+    return Variant(lambda setup: warmed(TimedTrie(times, config), texts))
 
 
 def by_lengths(decodings: Sequence[int], branches: Sequence[int], answers: Sequence[Tokens]) -> Labelled:

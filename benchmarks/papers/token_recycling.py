@@ -9,15 +9,15 @@ its rank as ``RANK_CHANCES`` says.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 
-from forerun.core.pass_context import PassContext
-from forerun.core.request import Request
 from forerun.core.tree import ROOT, DraftTree, IntArray
 from forerun.core.verify import Outcome
-from forerun.drafting.drafter import Drafter
-from forerun.drafting.trie_drafter import best_of_rows
+from forerun.decoding.row import Row
+from forerun.decoding.source import Limit, Source
+from forerun.decoding.sources.trie_source import best_of_rows
 from forerun.trie.tables import LISTED
 
 NODES, CANDIDATES = 80, LISTED
@@ -40,7 +40,7 @@ def fixed_tree() -> list[tuple[int, int]]:
     return found
 
 
-class TokenRecyclingDrafter(Drafter):
+class TokenRecyclingSource(Source):
     """One matrix for all texts, as in the paper."""
 
     def __init__(self) -> None:
@@ -48,8 +48,9 @@ class TokenRecyclingDrafter(Drafter):
         self._matrix: dict[int, IntArray] = {}
         """By token, the candidates behind it; a row that was never written has none."""
 
-    def propose(self, context: PassContext) -> list[DraftTree]:
-        return [self._draft(int(row.tokens[-1]), budget) for row, budget in context]
+    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
+        both = zip(rows, limits, strict=True)
+        return [self._draft(int(row.request.tokens[-1]), limit.nodes) for row, limit in both]
 
     def _draft(self, last: int, budget: int) -> DraftTree:
         tokens: list[int] = []
@@ -66,9 +67,10 @@ class TokenRecyclingDrafter(Drafter):
                 parents.append(places[parent])
         return DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64))
 
-    def observe(self, request: Request, outcome: Outcome) -> None:
-        """Write the row of each token that logits were worked out behind; the last one wins."""
-        root = request.tokens[len(request) - len(outcome.verdict.tokens) - 1]
-        best, _ = best_of_rows(outcome.logits)
-        for token, candidates in zip([root, *outcome.tree.tokens], best, strict=True):
-            self._matrix[int(token)] = candidates
+    def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
+        """Write the matrix row of each token after which logits were computed; the last one wins."""
+        for row, outcome in zip(rows, outcomes, strict=True):
+            root = row.request.tokens[len(row.request) - len(outcome.verdict.tokens) - 1]
+            best, _ = best_of_rows(outcome.logits)
+            for token, candidates in zip([root, *outcome.tree.tokens], best, strict=True):
+                self._matrix[int(token)] = candidates

@@ -11,11 +11,11 @@ import torch
 
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
+from forerun.decoding.level import CacheFactory
 from forerun.kernels.attention.attention import AttentionSpec
 from forerun.kv.cache import KVShape
 from forerun.kv.full_cache import FullCache
 from forerun.kv.view import View
-from forerun.models.forward.level import CacheFactory
 
 SPECULATIVE_TOKENS = 64
 """Tokens on trial that ``TopKCache.needs`` counts."""

@@ -31,7 +31,7 @@ from forerun.bench.machine import plain_values
 from forerun.cli.models import check_drafters
 from forerun.cli.options import LONG_PANEL, Out, option
 from forerun.cli.terminal import say
-from forerun.drafting.recipes import buildable
+from forerun.decoding.recipes import buildable
 from forerun.engine.engine import Engine
 from forerun.models.forward.architecture import dtype_name
 

@@ -2,7 +2,7 @@
 pays.
 
 Making an engine takes seconds, so there is one per model, and a variant changes only what may change between texts.
-Its drafter is new in each turn, so that no turn sees the answers of another.
+Its source is new in each turn, so that no turn sees the answers of another.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from benchmarks.tasks.task_bench import TaskBench
 from forerun.bench.rounds import Contestant, Tokens
-from forerun.drafting.drafter import Drafter
+from forerun.decoding.recipes import Setup
+from forerun.decoding.source import Source
 from forerun.engine.engine import BUDGET
 
 
@@ -21,12 +22,12 @@ class Variant:
     """A way to draft.
 
     Attributes:
-        make: makes the drafter, including what it remembers.
+        make: makes the source of drafts, with what it remembers, or a level of the engine's own.
         budget: the most nodes of a tree.
         planned: whether only what pays is scored; otherwise all drafts are scored, as in the Lookahead paper.
     """
 
-    make: Callable[[], Drafter]
+    make: Callable[[Setup], Source]
     budget: int = BUDGET
     planned: bool = True
 

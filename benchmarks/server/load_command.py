@@ -48,7 +48,7 @@ from forerun.cli.options import (
 )
 from forerun.cli.terminal import say
 from forerun.core.install_command import install_command
-from forerun.drafting.recipes import check_drafter
+from forerun.decoding.recipes import check_drafter
 from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.load import find

@@ -30,7 +30,7 @@ from forerun.cli.bench import check_texts
 from forerun.cli.models import check_drafters, load_target
 from forerun.cli.options import Drafters, ModelOptions, Out, OutputOptions, option
 from forerun.cli.terminal import say
-from forerun.drafting.drafter import Drafter
+from forerun.decoding.level import Level
 from forerun.engine.engine import BUDGET
 from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.inputs import position_limit
@@ -120,14 +120,14 @@ class SpecBench(Bench):
 
     def _keeping(self, name: str, budget: int, first: Tokens) -> Contestant:
         """A drafter that is made anew for the first prompt, and kept for those behind it."""
-        kept: list[Drafter] = []
+        kept: list[Level] = []
 
         def run(rows: Rows, max_new_tokens: int) -> Run:
             self.engine.prune_drafts, self.engine.budget = not self._options.every_node, budget
             if not kept or rows[0] == first:
                 self.engine.set_drafter(self._drafter(name))
-                kept[:] = [self.engine.drafter]
-            self.engine.drafter = kept[0]
+                kept[:] = [self.engine.level]
+            self.engine.level = kept[0]
             return timed(self.generate)(rows, max_new_tokens)
 
         return Contestant(run)

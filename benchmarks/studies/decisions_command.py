@@ -1,8 +1,8 @@
 """``python -m benchmarks decisions``: what the planner decides on a simulated clock, beside each source alone.
 
-Batches of texts that drafts foresee in part: short ones, in which SmolLM2's costs leave little to gain, and long ones, in
-which chains of a sparse cache pay. Speed over plain decoding, median and worst of ten seeds, and the ledger's own account
-of what was lost.
+Batches of texts that drafts foresee in part: short ones, in which SmolLM2's costs leave little to gain, and long ones,
+in which chains of a sparse cache pay. Speed over plain decoding, median and worst of ten seeds, and the ledger's own
+account of what was lost.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from forerun.bench.journal import Journal, TurnKey, about
 from forerun.bench.rounds import sampling
 from forerun.cli.options import DebugOptions, Model
 from forerun.core.long_context import LongContextConfig
-from forerun.drafting.recipes import RECIPES, build_drafter, buildable
+from forerun.decoding.recipes import RECIPES, buildable
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import BUNDLED, load, load_draft
 
@@ -124,7 +124,7 @@ def _texts(
     """Each prompt's text with the drafter, in one batch, beside its text alone without one."""
     how = {"max_new_tokens": count, **sampling(temperature, SEED)}
     expected = [_without(engine, prompt, temperature, how) for prompt in prompts]
-    engine.set_drafter(build_drafter(name, settings))
+    engine.set_drafter(name, settings)
     found = engine.generate(prompts, **how).requests
     return [
         {
@@ -139,7 +139,7 @@ def _texts(
 def _without(engine: Engine, prompt: list[int], temperature: float, how: dict[str, Any]) -> list[int]:
     key = (tuple(prompt), temperature)
     if key not in _plain:
-        engine.set_drafter(build_drafter("none"))
+        engine.set_drafter("none")
         _plain[key] = engine.generate(prompt, **how).requests[0].generated.tolist()
     return _plain[key]
 

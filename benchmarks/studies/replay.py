@@ -1,9 +1,9 @@
 """Replay: how many tokens of a recorded answer each step would have accepted, without a model.
 
 The prompt is indexed, and the answer's first token is given, as from a prefill. Then every step drafts a tree, accepts
-the longest path that follows the recorded answer, and adds one token. The drafter keeps its memory from row to row;
+the longest path that follows the recorded answer, and adds one token. The source keeps its memory from row to row;
 prompts stay private to their row. Effective decoding length (EDL, Lookahead paper, definition 1) is tokens per step,
-without the prefill.
+without the prefill. What a trie indexes is timed as an update only if it does so at once (``EagerTrie``).
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.papers.timed_drafter import update
-from forerun.core.pass_context import PassContext
+from benchmarks.papers.lookahead_trie import LookaheadTrieSource
 from forerun.core.request import Request
 from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome, Verdict
-from forerun.drafting.drafter import Drafter, trees_of
+from forerun.decoding.planner import Planner, StepTimes
+from forerun.decoding.row import Row
+from forerun.decoding.source import Limit, Source
+from forerun.decoding.sources.trie_source import TrieSource
+from forerun.kv.full_cache import FullCache
 
 Encode = Callable[[str], list[int]]
 _NO_LOGITS = torch.empty(0, 0)
+_NO_TIMES = StepTimes(0.0, 0.0, 0.0)
 _SELECTION = re.compile(r"^(?P<path>.+?)(?::author=(?P<author>.+?))?(?::from=(?P<start>\d+))?(?::to=(?P<stop>\d+))?$")
 
 
@@ -97,8 +101,8 @@ class ReplayReport:
         retrieve_us: time of each draft, in microseconds.
         update_us: time of each index update per new token, in microseconds.
         prompt_us: time of each prompt's indexing per token, in microseconds.
-        indexed: tokens that the drafter keeps.
-        nbytes: bytes that the drafter keeps, or None if it does not say.
+        indexed: tokens that the source keeps.
+        nbytes: bytes that the source keeps, or None if it does not say.
     """
 
     tokens: int = 0
@@ -126,45 +130,55 @@ class ReplayReport:
         }
 
 
-def replay(drafter: Drafter, rows: Sequence[Recorded], budget: int, warm: Iterable[Recorded] = ()) -> ReplayReport:
-    """Replay recorded answers through a drafter.
+def replay(source: Source | None, rows: Sequence[Recorded], budget: int, warm: Iterable[Recorded] = ()) -> ReplayReport:
+    """Replay recorded answers through a source of drafts.
 
     Args:
-        drafter: any that needs no logits.
+        source: any that needs no logits; None for no drafts.
         rows: what to replay, in order; rows without a prompt, or with an answer of one token, are skipped.
         budget: the most nodes of a tree.
-        warm: rows whose answers the drafter learns first.
+        warm: rows whose answers the source learns first.
+
+    Raises:
+        ValueError: if a source is to be warmed that keeps nothing from earlier texts.
     """
-    drafter.warm_up()
+    if source is not None:
+        source.warm_up()
     report = ReplayReport()
     seen = [row.answer for row in warm]
     if seen:
-        drafter.warm("default", seen)
+        if not isinstance(source, TrieSource | LookaheadTrieSource):
+            raise ValueError(f"a {type(source).__name__} keeps nothing from earlier texts: it cannot be warmed")
+        source.warm("default", seen)
     report.indexed = sum(map(len, seen))
     for row in rows:
         if row.prompt and len(row.answer) > 1:
-            _replay_row(drafter, row, budget, report)
-    report.nbytes = drafter.nbytes
+            _replay_row(Planner(source), row, budget, report)
+    report.nbytes = source.trie.nbytes if isinstance(source, TrieSource) else None
     return report
 
 
-def _replay_row(drafter: Drafter, row: Recorded, budget: int, report: ReplayReport) -> None:
-    request = Request(row.prompt, len(row.answer))
+def _replay_row(planner: Planner, recorded: Recorded, budget: int, report: ReplayReport) -> None:
+    request = Request(recorded.prompt, len(recorded.answer))
+    row, answer = Row(request, FullCache()), recorded.answer
     begin = time.perf_counter_ns()
-    drafter.begin(request)
-    report.prompt_us.append((time.perf_counter_ns() - begin) / 1e3 / len(row.prompt))
-    _commit(drafter, request, DraftTree.empty(), Verdict([], row.answer[:1]), report)
+    row.open(planner.sources)
+    while not planner.read(row, len(request)):
+        pass
+    report.prompt_us.append((time.perf_counter_ns() - begin) / 1e3 / len(request))
+    _commit(planner, row, DraftTree.empty(), Verdict([], answer[:1]), report)
     while request.remaining:
         begin = time.perf_counter_ns()
-        [tree] = trees_of(drafter, PassContext.decoding([request], budget))
+        [tree] = planner.draft([row], [Limit(budget)])
+        tree = tree.first(budget)
         report.retrieve_us.append((time.perf_counter_ns() - begin) / 1e3)
-        verdict = follow(tree, row.answer[len(request.generated) :])
+        verdict = follow(tree, answer[len(request.generated) :])
         report.drafted.append(len(tree))
         report.accepted.append(len(verdict.path))
         report.tokens += len(verdict.tokens)
-        _commit(drafter, request, tree, verdict, report)
-    drafter.finish(request)
-    report.indexed += len(row.answer)
+        _commit(planner, row, tree, verdict, report)
+    row.close()
+    report.indexed += len(answer)
 
 
 def follow(tree: DraftTree, rest: list[int]) -> Verdict:
@@ -179,11 +193,11 @@ def follow(tree: DraftTree, rest: list[int]) -> Verdict:
     return Verdict(path, rest[: len(path) + 1])
 
 
-def _commit(drafter: Drafter, request: Request, tree: DraftTree, verdict: Verdict, report: ReplayReport) -> None:
+def _commit(planner: Planner, row: Row, tree: DraftTree, verdict: Verdict, report: ReplayReport) -> None:
     for token in verdict.tokens:
-        request.append(token)
+        row.request.append(token)
     begin = time.perf_counter_ns()
-    update(drafter, request, Outcome(tree, verdict, _NO_LOGITS))
+    planner.learn([row], [Outcome(tree, verdict, _NO_LOGITS)], _NO_TIMES)
     report.update_us.append((time.perf_counter_ns() - begin) / 1e3 / len(verdict.tokens))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -11,10 +12,23 @@ import typer
 from rich.table import Table
 from tokenizers import Tokenizer
 
+from benchmarks.papers.lookahead_trie import LookaheadTrieSource
+from benchmarks.papers.timed_trie import EagerTrie
 from benchmarks.studies.replay import Selection, replay
-from forerun.cli.options import DRAFTER_HELP, OutputOptions, option
+from forerun.cli.options import OutputOptions, option
 from forerun.cli.terminal import stderr, stdout, working
-from forerun.drafting.recipes import build_drafter
+from forerun.decoding.source import Source
+from forerun.decoding.sources.lookup import Lookup
+from forerun.decoding.sources.trie_source import TrieSource
+
+SOURCES: dict[str, Callable[[], Source | None]] = {
+    "none": lambda: None,
+    "lookup": Lookup,
+    "trie": EagerTrie,
+    "lookahead-trie": LookaheadTrieSource,
+}
+"""What drafts without a model."""
+KNOWN = f"What drafts: {', '.join(SOURCES)}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +40,13 @@ class ReplayOptions(OutputOptions):
 
     file: Annotated[str, typer.Argument(metavar="FILE", help="What to replay.")]
     tokenizer: Annotated[Path, option(panel="Text", help="A tokenizer.json.")]
-    drafter: Annotated[str, option("--drafter", "-d", panel="Model", help=DRAFTER_HELP)] = "trie"
+    drafter: Annotated[str, option("--drafter", "-d", panel="Model", help=KNOWN)] = "trie"
     budget: Annotated[int, option(panel="Model", help="Most drafted tokens per step.", min=1)] = 64
     warm: Annotated[list[str] | None, option(panel="Text", metavar="FILE", help="Seen before; may be repeated.")] = None
 
     def __post_init__(self) -> None:
-        if self.drafter == "jacobi":
-            raise ValueError("--drafter is 'jacobi', which drafts from a model's logits; replay has no model")
+        if self.drafter not in SOURCES:
+            raise ValueError(f"--drafter is {self.drafter!r}; without a model known are {', '.join(SOURCES)}")
 
 
 def run(options: ReplayOptions) -> None:
@@ -44,11 +58,12 @@ def run(options: ReplayOptions) -> None:
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
-    drafter = build_drafter(options.drafter)
-    drafter.spell(tokenizer)
+    source = SOURCES[options.drafter]()
+    if isinstance(source, TrieSource):
+        source.trie.spell(tokenizer)
     warm = [row for each in options.warm or [] for row in Selection.parse(each).read(encode)]
     with working(stderr(), f"replaying {options.file}"):
-        summary = replay(drafter, Selection.parse(options.file).read(encode), options.budget, warm).summary()
+        summary = replay(source, Selection.parse(options.file).read(encode), options.budget, warm).summary()
     if options.json:
         print(json.dumps({"drafter": options.drafter, "budget": options.budget, **summary}))
         return

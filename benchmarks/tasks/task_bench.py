@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,30 +12,30 @@ from benchmarks.papers.baselines import RECIPES
 from forerun.bench.contestants import Bench, Makers
 from forerun.bench.journal import Journal
 from forerun.bench.rounds import BASELINE, Contestant, PromptSet, Rows, Series, Tokens, measure
-from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
-from forerun.drafting.drafter import Drafter
-from forerun.drafting.recipes import build_drafter
+from forerun.decoding.row import Row
+from forerun.decoding.source import Limit, Source
 
 PADDED = "transformers padded"
 
 
-class WrongDrafter(Drafter):
+class WrongSource(Source):
     """Drafts tokens that hardly ever come, and rates them as likely: measures the cost of useless drafts."""
 
-    def begin(self, request: Request) -> None:
+    def open(self, row: Row) -> int:
         """Find a token that the prompt does not contain."""
-        self._absent = int(np.setdiff1d(np.arange(len(request) + 1), request.prompt)[0])
+        return int(np.setdiff1d(np.arange(len(row.request) + 1), row.request.prompt)[0])
 
-    def propose(self, context: PassContext) -> list[DraftTree]:
-        return [self._draft(request, budget) for request, budget in context]
+    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
+        both = zip(rows, limits, strict=True)
+        return [self._draft(row.states[self], row.request, limit.nodes) for row, limit in both]
 
-    def _draft(self, request: Request, budget: int) -> DraftTree:
+    def _draft(self, absent: int, request: Request, budget: int) -> DraftTree:
         """A chain of that token, each rated as likely."""
         length = max(0, min(budget, request.max_draft_depth))
         claimed = np.full(length, 0.9).cumprod()
-        return DraftTree(np.full(length, self._absent), np.arange(-1, length - 1), probability=claimed)
+        return DraftTree(np.full(length, absent), np.arange(-1, length - 1), probability=claimed)
 
 
 class TaskBench(Bench):
@@ -53,7 +54,9 @@ class TaskBench(Bench):
         self.measures_batches = False
 
     def makers(self, prompts: PromptSet) -> Makers:
-        others: dict[str, Callable[[], Contestant]] = {"forerun, wrong drafts": lambda: self.forerun(WrongDrafter)}
+        others: dict[str, Callable[[], Contestant]] = {
+            "forerun, wrong drafts": lambda: self.forerun(lambda setup: WrongSource())
+        }
         others |= {name: lambda other=other: other for name, other in self.others.items()}  # type: ignore[misc]
         return {**super().makers(prompts), **others}
 
@@ -73,9 +76,7 @@ class TaskBench(Bench):
         return measure(contestants, f"batches of {size}", in_batches(prompts, size), max_new_tokens, rounds, journal)
 
     def _batch_makers(self) -> Makers:
-        ours = {
-            f"forerun {name}": lambda name=name: self.forerun(lambda: build_drafter(name)) for name in ("none", "trie")
-        }
+        ours = {f"forerun {name}": partial(self.forerun, self._drafter(name)) for name in ("none", "trie")}
         return {PADDED: self.transformers, **ours}
 
     def _all_makers(self, sets: Sequence[PromptSet]) -> list[Makers]:

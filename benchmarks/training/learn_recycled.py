@@ -21,7 +21,7 @@ import typer
 
 from benchmarks.training.untrained_mixer import untrained
 from forerun.cli.options import DebugOptions
-from forerun.drafting.trie_drafter import TrieDrafter
+from forerun.decoding.sources.trie_source import TrieSource
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import load
 from forerun.trie import logistic_mixer
@@ -57,8 +57,8 @@ def run(options: RecycledOptions) -> None:
     model, tokenizer = load(options.model, options.dtype)
     for number, (rate, session) in enumerate(sessions(prompts, [float(rate) for rate in options.rates.split(",")])):
         keep_texts(mixer, texts)
-        drafter = TrieDrafter(trie=Trie(TrieConfig(learning_rate=rate), mixer))
-        engine = Engine(model, drafter, tokenizer=tokenizer, budget=options.budget, prune_drafts=False)
+        source = TrieSource(trie=Trie(TrieConfig(learning_rate=rate), mixer))
+        engine = Engine(model, source, tokenizer=tokenizer, budget=options.budget, prune_drafts=False)
         for prompt in session:
             engine.generate(
                 [{"role": "user", "content": prompt}],
@@ -67,7 +67,7 @@ def run(options: RecycledOptions) -> None:
                 temperature=options.temperature,
                 seed=number,
             )
-        mixer = logistic_mixer.restore(drafter.trie.snapshot("default")[1])
+        mixer = logistic_mixer.restore(source.trie.snapshot("default")[1])
         print(f"session {number}: {len(session)} prompts, rate {rate}", flush=True)
     keep_texts(mixer, texts)
     np.minimum(mixer.cells.uses, options.most, out=mixer.cells.uses)

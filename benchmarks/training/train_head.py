@@ -35,7 +35,9 @@ from forerun.cli.options import DebugOptions
 from forerun.cli.terminal import progress_bar, stderr
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
-from forerun.drafting.head_drafter import HeadDrafter
+from forerun.decoding.recipes import Setup
+from forerun.decoding.source import Source
+from forerun.decoding.sources.head_source import HeadSource
 from forerun.engine.engine import Engine
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.scorer import Scorer
@@ -410,7 +412,11 @@ def figures(
 ) -> None:
     """Print tokens per step on prompts that were held out: counted, not timed, and the last line as JSON."""
     found: dict[str, float] = {}
-    for name, drafter in (("trie", "trie"), ("head", HeadDrafter(load_head(options.out)))):
+
+    def head(setup: Setup) -> Source:
+        return HeadSource(load_head(options.out), setup.target)
+
+    for name, drafter in (("trie", "trie"), ("head", head)):
         engine = Engine(target, drafter, tokenizer=tokenizer, prune_drafts=False)
         steps, tokens = 0, 0
         for text in held[: options.check]:

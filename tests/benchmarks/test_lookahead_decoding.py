@@ -1,4 +1,4 @@
-"""JacobiDrafter against the paper's algorithm written out, and in the loop against the slow generator."""
+"""JacobiSource against the paper's algorithm written out, and in the loop against the slow generator."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.mocks import PROMPT, SAMPLERS, MockScorer, MockTarget, draft, generate, oracle, paths, step
+from support.mocks import PROMPT, SAMPLERS, MockScorer, MockTarget, draft, generate, opened, oracle, paths, step
 
-from benchmarks.papers.lookahead_decoding import JacobiConfig, JacobiDrafter, best_config, expected_tokens
+from benchmarks.papers.lookahead_decoding import JacobiConfig, JacobiSource, best_config, expected_tokens, fitted_jacobi
+from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.core.sampling import Sampler
 from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome, verify
+from forerun.decoding.recipes import Setup
+from forerun.decoding.row import Row
 from forerun.models.forward.runtime import default_runtime
 from forerun.policy.cost_curve import CostCurve
 
@@ -84,47 +87,48 @@ ROOM = 100
 """A budget for the window and all n-grams."""
 
 
-def window_of(drafter: JacobiDrafter, request: Request, tree: DraftTree) -> list[int]:
-    state = drafter._states[request.id]
+def window_of(drafter: JacobiSource, row: Row, tree: DraftTree) -> list[int]:
+    state = row.states[drafter]
     return tree.tokens[len(tree) - state.levels.size + 1 :].tolist() if state.sent else []
 
 
-def initial_guesses(drafter: JacobiDrafter, request: Request) -> list[int]:
-    drafter.begin(request)
-    return window_of(drafter, request, draft(drafter, request, ROOM))
+def initial_guesses(drafter: JacobiSource, request: Request) -> tuple[Row, list[int]]:
+    row = opened(drafter, request)
+    return row, window_of(drafter, row, draft(drafter, row, ROOM))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_window_and_pool_are_the_papers_at_every_step(config: JacobiConfig) -> None:
-    target, drafter = WholeContextTarget(vocabulary=3), JacobiDrafter(config)
+    target, drafter = WholeContextTarget(vocabulary=3), JacobiSource(config)
     request = Request([1, 2, 0, 1, 1, 2], 40)
-    paper = Paper(config, initial_guesses(drafter, request))
+    row, guesses = initial_guesses(drafter, request)
+    paper = Paper(config, guesses)
     assert len(paper.levels[0]) == config.window + config.ngram - 3
     drafted = 0
     while request.remaining > config.window + config.ngram + 1:
         text = request.tokens.tolist()
-        tree = draft(drafter, request, 100)
+        tree = draft(drafter, row, 100)
         window = [token for level in paper.levels for token in level]
-        assert window_of(drafter, request, tree) == window
+        assert window_of(drafter, row, tree) == window
         branches = [branch[: request.max_draft_depth] for branch in reversed(paper.pool.get(text[-1], []))]
         expected = DraftTree.from_branches(branches, 100)
         assert tree.tokens[: -len(window) or None].tolist() == expected.tokens.tolist()
         assert tree.parents[: -len(window) or None].tolist() == expected.parents.tolist()
         paper.step(target, text)
-        step(target, drafter, request, 100)
+        step(target, drafter, row, 100)
         drafted += len(branches)
     assert drafted
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_a_column_hangs_under_the_column_above_and_level_0_is_a_chain(config: JacobiConfig) -> None:
-    target, drafter, request = WholeContextTarget(vocabulary=3), JacobiDrafter(config), Request(PROMPT[:1], 60)
-    drafter.begin(request)
+    target, drafter, request = WholeContextTarget(vocabulary=3), JacobiSource(config), Request(PROMPT[:1], 60)
+    row = opened(drafter, request)
     for steps in range(12):
         levels = min(steps + 1, config.ngram - 1)
         columns = config.window + config.ngram - 1 - levels
         size = levels * columns - 1
-        tree = step(target, drafter, request, ROOM).tree
+        tree = step(target, drafter, row, ROOM).tree
         first = len(tree) - size
         node = {(0, 0): ROOT}
         node |= {(i // columns, i % columns): first + i - 1 for i in range(1, levels * columns)}
@@ -143,7 +147,7 @@ def test_the_text_is_the_oracles(name: str, config: JacobiConfig) -> None:
     for seed, budget, eos in ((0, 8, frozenset[int]()), (1, 3, frozenset({3})), (2, 0, frozenset[int]())):
         target = MockTarget(peak=2, seed=seed)
         request = Request(PROMPT, 30, sampler=SAMPLERS[name], eos_token_ids=eos)
-        text = generate(target, JacobiDrafter(config), request, 8 * budget)
+        text = generate(target, JacobiSource(config), request, 8 * budget)
         assert text == oracle(target, PROMPT, 30, SAMPLERS[name], eos)
 
 
@@ -160,7 +164,7 @@ def test_any_configuration_gives_the_oracles_text(
     window: int, ngram: int, guesses: int, prompt: list[int], limit: int, budget: int, seed: int
 ) -> None:
     target, sampler = MockTarget(peak=2, seed=seed), Sampler("coupled", seed)
-    drafter = JacobiDrafter(JacobiConfig(window, ngram, guesses))
+    drafter = JacobiSource(JacobiConfig(window, ngram, guesses))
     assert generate(target, drafter, Request(prompt, limit, sampler=sampler), budget) == oracle(
         target, prompt, limit, sampler
     )
@@ -169,15 +173,15 @@ def test_any_configuration_gives_the_oracles_text(
 def test_a_predictable_text_takes_few_steps() -> None:
     target = MockTarget(vocabulary=50, order=1, peak=3, seed=1)
     request = Request([1, 2, 3], 100)
-    generate(target, JacobiDrafter(JacobiConfig(window=5, ngram=4, guesses=3)), request, 24)
+    generate(target, JacobiSource(JacobiConfig(window=5, ngram=4, guesses=3)), request, 24)
     assert request.stats.tokens_per_step > 2
     assert max(request.stats.emitted) == 4
 
 
 def test_the_window_starts_with_tokens_of_the_prompt_as_a_function_of_prompt_and_seed() -> None:
-    drafter, prompt = JacobiDrafter(JacobiConfig(40, 3, 1)), [7, 8, 9, 9]
+    drafter, prompt = JacobiSource(JacobiConfig(40, 3, 1)), [7, 8, 9, 9]
     first, again, other = (
-        initial_guesses(drafter, Request(prompt, 99, sampler=Sampler(seed=seed))) for seed in (1, 1, 2)
+        initial_guesses(drafter, Request(prompt, 99, sampler=Sampler(seed=seed)))[1] for seed in (1, 1, 2)
     )
     assert set(first) == {7, 8, 9}
     assert first == again != other
@@ -187,81 +191,80 @@ def test_the_window_starts_with_tokens_of_the_prompt_as_a_function_of_prompt_and
 def test_the_window_is_left_out_exactly_when_the_text_ends_before_it(config: JacobiConfig) -> None:
     deepest = config.window + config.ngram - 3
     for limit in range(1, deepest + 4):
-        drafter, request = JacobiDrafter(config), Request(PROMPT, limit)
-        drafter.begin(request)
-        draft(drafter, request, ROOM)
-        assert drafter._states[request.id].sent == (request.max_draft_depth >= deepest)
+        drafter, request = JacobiSource(config), Request(PROMPT, limit)
+        row = opened(drafter, request)
+        draft(drafter, row, ROOM)
+        assert row.states[drafter].sent == (request.max_draft_depth >= deepest)
 
 
 def test_nothing_is_sent_without_budget_and_the_window_waits() -> None:
-    target, drafter, request = MockTarget(seed=1), JacobiDrafter(JacobiConfig(4, 3, 2)), Request(PROMPT, 60)
-    before = initial_guesses(drafter, request)
-    assert not len(step(target, drafter, request, 0).tree)
-    assert window_of(drafter, request, draft(drafter, request, ROOM)) == before
+    target, drafter, request = MockTarget(seed=1), JacobiSource(JacobiConfig(4, 3, 2)), Request(PROMPT, 60)
+    row, before = initial_guesses(drafter, request)
+    assert not len(step(target, drafter, row, 0).tree)
+    assert window_of(drafter, row, draft(drafter, row, ROOM)) == before
 
 
 def test_a_window_that_did_not_come_back_whole_is_not_used() -> None:
-    target, drafter, request = MockTarget(seed=1), JacobiDrafter(JacobiConfig(4, 3, 2)), Request(PROMPT, 60)
-    drafter.begin(request)
+    target, drafter, request = MockTarget(seed=1), JacobiSource(JacobiConfig(4, 3, 2)), Request(PROMPT, 60)
+    row = opened(drafter, request)
     for _ in range(5):
-        step(target, drafter, request)
-    tree = draft(drafter, request, ROOM)
-    window = window_of(drafter, request, tree)
+        step(target, drafter, row)
+    tree = draft(drafter, row, ROOM)
+    window = window_of(drafter, row, tree)
     for cut in (tree.trim(3, 1 << 31), DraftTree.empty()):
         logits = target.score(request.tokens.tolist(), cut)
-        drafter.observe(request, Outcome(cut, verify(cut, logits, request), logits))
-        tree = draft(drafter, request, ROOM)
-        assert window_of(drafter, request, tree) == window
+        drafter.learn([row], [Outcome(cut, verify(cut, logits, request), logits)])
+        tree = draft(drafter, row, ROOM)
+        assert window_of(drafter, row, tree) == window
 
 
 def test_branches_cut_from_the_tree_do_not_shift_the_windows_logits() -> None:
-    target, drafter = WholeContextTarget(vocabulary=2), JacobiDrafter(JacobiConfig(4, 3, 2))
+    target, drafter = WholeContextTarget(vocabulary=2), JacobiSource(JacobiConfig(4, 3, 2))
     request = Request([0, 1], 90)
-    drafter.begin(request)
-    while len(draft(drafter, request, ROOM)) < drafter._states[request.id].levels.size:
-        step(target, drafter, request, ROOM)
-    tree = draft(drafter, request, ROOM)
+    row = opened(drafter, request)
+    while len(draft(drafter, row, ROOM)) < row.states[drafter].levels.size:
+        step(target, drafter, row, ROOM)
+    tree = draft(drafter, row, ROOM)
     text, assumed = request.tokens.tolist(), list(paths(tree))
-    kept = tree.select(np.arange(len(tree)) >= len(tree) - drafter._states[request.id].levels.size + 1)
+    kept = tree.select(np.arange(len(tree)) >= len(tree) - row.states[drafter].levels.size + 1)
     logits = target.score(text, kept)
-    drafter.observe(request, Outcome(kept, verify(kept, logits, request), logits))
+    drafter.learn([row], [Outcome(kept, verify(kept, logits, request), logits)])
     last_level = [target.best([*text, *path]) for path in assumed[-4:]]
-    assert window_of(drafter, request, draft(drafter, request, ROOM))[-4:] == last_level
+    assert window_of(drafter, row, draft(drafter, row, ROOM))[-4:] == last_level
 
 
 def test_the_first_step_of_an_engine_observes_what_was_not_proposed() -> None:
-    target, drafter, request = MockTarget(seed=1), JacobiDrafter(JacobiConfig(1, 2, 1)), Request(PROMPT, 9)
-    drafter.begin(request)
+    target, drafter, request = MockTarget(seed=1), JacobiSource(JacobiConfig(1, 2, 1)), Request(PROMPT, 9)
+    row = opened(drafter, request)
     tree = DraftTree.empty()
     logits = target.score(PROMPT, tree)
-    drafter.observe(request, Outcome(tree, verify(tree, logits, request), logits))
-    assert not drafter._states[request.id].pool._rests
+    drafter.learn([row], [Outcome(tree, verify(tree, logits, request), logits)])
+    assert not row.states[drafter].pool._rests
 
 
 @pytest.mark.parametrize("guesses", [1, 2, 5])
 def test_the_pool_keeps_the_most_recent_ngrams_of_each_first_token(guesses: int) -> None:
-    target, drafter = WholeContextTarget(vocabulary=3), JacobiDrafter(JacobiConfig(6, 4, guesses))
+    target, drafter = WholeContextTarget(vocabulary=3), JacobiSource(JacobiConfig(6, 4, guesses))
     request = Request(PROMPT[:1], 80)
-    drafter.begin(request)
+    row = opened(drafter, request)
     while request.remaining > 9:
-        step(target, drafter, request, ROOM)
-    pool = drafter._states[request.id].pool._rests
+        step(target, drafter, row, ROOM)
+    pool = row.states[drafter].pool._rests
     assert max(map(len, pool.values())) == guesses
     assert all(len(rest) == 3 for rests in pool.values() for rest in rests)
 
 
 def test_requests_do_not_see_each_other_and_are_forgotten() -> None:
-    target, drafter = WholeContextTarget(vocabulary=3), JacobiDrafter(JacobiConfig(4, 3, 2))
+    target, drafter = WholeContextTarget(vocabulary=3), JacobiSource(JacobiConfig(4, 3, 2))
     alone, one, other = Request([1, 2], 60), Request([1, 2], 60), Request([2, 0], 60)
-    for request in (alone, one, other):
-        drafter.begin(request)
-    trees = [step(target, drafter, alone, ROOM).tree for _ in range(10)]
+    rows = [opened(drafter, request) for request in (alone, one, other)]
+    trees = [step(target, drafter, rows[0], ROOM).tree for _ in range(10)]
     for tree in trees:
-        assert step(target, drafter, one, ROOM).tree.tokens.tolist() == tree.tokens.tolist()
-        step(target, drafter, other, ROOM)
-    for request in (alone, one, other, Request([1], 1)):  # the last one never began
-        drafter.finish(request)
-    assert not drafter._states
+        assert step(target, drafter, rows[1], ROOM).tree.tokens.tolist() == tree.tokens.tolist()
+        step(target, drafter, rows[2], ROOM)
+    for row in rows:
+        row.close()
+        assert not row.states
 
 
 @pytest.mark.parametrize(("name", "least"), [("window", 1), ("ngram", 2), ("guesses", 1)])
@@ -284,9 +287,7 @@ def test_the_expected_tokens_rise_with_every_size() -> None:
 
 
 def test_sizes_that_were_given_are_kept() -> None:
-    drafter, free = JacobiDrafter(JacobiConfig(9, 4, 2)), JacobiDrafter()
     runtime = replace(default_runtime(), costs=lambda scorer: CostCurve.linear(8))
-    for one in (drafter, free):
-        one.bind(MockScorer(MockTarget()), runtime)  # type: ignore[arg-type]
-    assert drafter.config == JacobiConfig(9, 4, 2)
-    assert free.config == best_config(CostCurve.linear(8))
+    setup = Setup(LongContextConfig(), MockScorer(MockTarget()), runtime)  # type: ignore[arg-type]
+    assert JacobiSource(JacobiConfig(9, 4, 2)).config == JacobiConfig(9, 4, 2)
+    assert fitted_jacobi(setup).config == best_config(CostCurve.linear(8)) != JacobiConfig()

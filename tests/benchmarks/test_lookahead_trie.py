@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.mocks import opened
 
 from benchmarks.papers.lookahead_trie import Form, LookaheadTrieConfig, LookaheadTrieSource
 from forerun.core.request import Request
@@ -19,9 +20,7 @@ def paths(tree: DraftTree) -> list[tuple[int, ...]]:
 def draft(form: Form, budget: int) -> DraftTree:
     drafter = LookaheadTrieSource(LookaheadTrieConfig(form=form))
     drafter.warm("default", [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 5], [1, 6]])
-    request = Request([9, 1], 20)
-    drafter.begin(request)
-    return drafter.draft(request, budget)
+    return drafter.draft(opened(drafter, Request([9, 1], 20)), budget)
 
 
 def test_the_hierarchical_form_merges_shared_prefixes_heaviest_first() -> None:
@@ -43,20 +42,17 @@ def test_the_single_form_is_one_chain_of_the_most_frequent() -> None:
 def test_the_own_text_weighs_more_and_longer_contexts_come_first() -> None:
     drafter = LookaheadTrieSource(LookaheadTrieConfig(prompt_weight=3.0))
     drafter.warm("default", [[6, 1, 7], [6, 1, 7]])
-    request = Request([1, 8, 5, 1], 2)
-    drafter.begin(request)
-    assert drafter.draft(request, 2).tokens.tolist() == [8, 7]
-    longer = Request([2, 1, 4, 1, 3, 1, 3, 2, 1], 20)
-    drafter.begin(longer)
+    row = opened(drafter, Request([1, 8, 5, 1], 2))
+    assert drafter.draft(row, 2).tokens.tolist() == [8, 7]
+    longer = opened(drafter, Request([2, 1, 4, 1, 3, 1, 3, 2, 1], 20))
     assert drafter.draft(longer, 1).tokens.tolist() == [4]
 
 
 def test_the_oldest_outputs_give_way() -> None:
     drafter = LookaheadTrieSource(LookaheadTrieConfig(capacity=6))
     drafter.warm("default", [[1, 2, 3], [1, 4, 5], [7, 8, 9]])
-    request = Request([1], 20)
-    drafter.begin(request)
-    assert drafter.draft(request, 8).tokens.tolist() == [4, 5]
+    row = opened(drafter, Request([1], 20))
+    assert drafter.draft(row, 8).tokens.tolist() == [4, 5]
 
 
 @pytest.mark.parametrize(("field", "value"), [("form", "wide"), ("max_prefix", 12)])

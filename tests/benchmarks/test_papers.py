@@ -8,18 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forerun.core.pass_context import PassContext
-from forerun.drafting import recipes
+from support.mocks import draft, opened
 from support.tiny import PROMPTS, tiny
 
 from benchmarks.papers.baselines import RECIPES, SPARSE
 from benchmarks.papers.h2o import HeavyHitterCache
-from benchmarks.papers.lookahead_decoding import JacobiConfig, JacobiDrafter
+from benchmarks.papers.lookahead_decoding import JacobiConfig, JacobiSource
 from benchmarks.papers.topk import TopKCache
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
+from forerun.decoding import recipes
+from forerun.decoding.recipes import Setup
 from forerun.engine.engine import Engine
 from forerun.kernels.attention.attention import AttentionSpec, attend
 from forerun.kv.cache import Cache
@@ -48,7 +49,7 @@ def test_the_text_is_that_without_drafts_and_some_drafts_are_right(name: str, ho
     options = {"max_new_tokens": 60, "eos_token_id": None, **HOW[how]}
     engine = Engine(model, "none", prune_drafts=False)
     wanted = engine.generate([*PROMPTS], **options).generated
-    engine.set_drafter(recipes.build_drafter(name, settings(draft_model=copy.deepcopy(model)), RECIPES))
+    engine.set_drafter(lambda setup: recipes.build(name, setup, RECIPES), settings(draft_model=copy.deepcopy(model)))
     result = engine.generate([*PROMPTS], **options)
     assert result.generated == wanted
     assert sum(sum(stats.accepted) for stats in result.stats) > 0
@@ -68,22 +69,22 @@ def test_the_names_are_those_of_the_package_and_of_the_baselines() -> None:
 @pytest.mark.parametrize("name", ["streaming-self", "h2o"])
 @torch.inference_mode()
 def test_drafts_longer_than_the_recent_tokens_can_be_rejected(name: str) -> None:
-    drafter = recipes.build_drafter(name, settings(gamma2=200, cache_budget=8), RECIPES)
+    setup = Setup(settings(gamma2=200, cache_budget=8), Scorer(tiny("llama")), default_runtime())
+    chains = recipes.build(name, setup, RECIPES).planner.chains
     request = Request(list(range(6, 18)), 300)
-    drafter.bind(Scorer(tiny("llama")), default_runtime())
-    drafter.begin(request)
-    drafter.prefilled(request, FullCache())
-    assert drafter.catch_up(request, len(request))
-    first = drafter.propose(PassContext.decoding([request], 200))[0].tokens.tolist()
+    assert chains is not None
+    row = opened(chains, request, FullCache())
+    assert chains.read(row, len(request))
+    first = draft(chains, row, 200).tokens.tolist()
     request.append((first[0] + 1) % 40)
-    assert len(first) == len(drafter.propose(PassContext.decoding([request], 200))[0]) == 200
+    assert len(first) == len(draft(chains, row, 200)) == 200
 
 
 def test_a_window_that_is_larger_than_the_budget_is_not_sent() -> None:
-    drafter, request = JacobiDrafter(JacobiConfig(4, 3, 2)), Request([1, 2, 3], 60)
-    drafter.begin(request)
-    assert len(drafter.propose(PassContext.decoding([request], 4))[0]) == 4  # a level of four guesses
-    assert not len(drafter.propose(PassContext.decoding([request], 3))[0])
+    drafter, request = JacobiSource(JacobiConfig(4, 3, 2)), Request([1, 2, 3], 60)
+    row = opened(drafter, request)
+    assert len(draft(drafter, row, 4)) == 4  # a level of four guesses
+    assert not len(draft(drafter, row, 3))
 
 
 # --- the oracle and heavy hitters beside the full cache

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from forerun.core.pass_context import PassContext
-from forerun.drafting.drafter import NoDrafter
 
+from benchmarks.papers.lookahead_trie import LookaheadTrieSource
+from benchmarks.papers.timed_trie import EagerTrie
 from benchmarks.studies.replay import Recorded, Selection, replay
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
-from forerun.decoding.recipes import RECIPES, build_drafter
+from forerun.decoding.row import Row
+from forerun.decoding.source import Limit, Source
 from forerun.decoding.sources.trie_source import TrieSource
 
 
@@ -30,21 +33,27 @@ class Scripted(Source):
     def _draft(self, request: Request, budget: int) -> DraftTree:
         return DraftTree.chain(self.drafts.get(len(request.generated), [])[:budget])
 
-    def observe(self, request: Request, outcome: Outcome) -> None:
+    def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
+        [(request, outcome)] = [(row.request, outcome) for row, outcome in zip(rows, outcomes, strict=True)]
         assert request.generated.tolist()[-len(outcome.verdict.tokens) :] == outcome.verdict.tokens
         self.observed.append(outcome.verdict.tokens)
 
 
-class Ready(TrieSource):
+class Ready(EagerTrie):
     """Has learned all of a text when it is asked for drafts, and when the text ends."""
 
-    def propose(self, context: PassContext) -> list[DraftTree]:
-        assert all(self.trie.length(request.id) == len(request) for request in context.rows)
-        return super().propose(context)
+    asked = ended = 0
 
-    def finish(self, request: Request) -> None:
-        assert self.trie.length(request.id) == len(request)
-        super().finish(request)
+    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
+        self.asked += 1
+        if not all(self.trie.length(row.request.id) == len(row.request) for row in rows):
+            pytest.fail("not all is learned")
+        return super().propose(rows, limits)
+
+    def close(self, text: Any) -> None:
+        self.ended += 1
+        assert self.trie.length(text.request.id) == len(text.request)
+        super().close(text)
 
 
 def encode(text: str) -> list[int]:
@@ -69,32 +78,30 @@ def test_nothing_is_accepted_behind_the_answers_end() -> None:
 
 
 def test_without_drafts_every_step_commits_one_token() -> None:
-    summary = replay(NoDrafter(), [Recorded([0], [1, 2, 3]), Recorded([0], [4]), Recorded([0], [5, 6])], 8).summary()
+    summary = replay(None, [Recorded([0], [1, 2, 3]), Recorded([0], [4]), Recorded([0], [5, 6])], 8).summary()
     assert (summary["edl"], summary["steps"], summary["tokens"], summary["hit_rate"]) == (1.0, 3, 3, 0.0)
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("trie")])
-def test_what_was_answered_before_is_drafted_again(name: str) -> None:
+@pytest.mark.parametrize("make", [TrieSource, EagerTrie, LookaheadTrieSource])
+def test_what_was_answered_before_is_drafted_again(make: Callable[[], Source]) -> None:
     answer = [7 * i % 101 for i in range(60)]
-    cold = replay(build_drafter(name), [Recorded([200], answer)], 16).summary()
-    warm = replay(build_drafter(name), [Recorded([200], answer)], 16, [Recorded([201], answer)]).summary()
+    cold = replay(make(), [Recorded([200], answer)], 16).summary()
+    warm = replay(make(), [Recorded([200], answer)], 16, [Recorded([201], answer)]).summary()
     assert float(str(warm["edl"])) > 3 > float(str(cold["edl"]))
 
 
 def test_the_state_carries_over_from_row_to_row_and_prompts_do_not() -> None:
     answer = list(range(1, 41))
     rows = [Recorded([200], answer), Recorded([201], answer)]
-    assert replay(build_drafter("trie"), rows, 16).tokens == 78
-    again = replay(build_drafter("trie"), rows, 16)
+    assert replay(TrieSource(), rows, 16).tokens == 78
+    again = replay(TrieSource(), rows, 16)
     assert len(again.drafted) < 60
-    prompts = replay(build_drafter("trie"), [Recorded(answer, [50, 51, 52]), Recorded([0], answer)], 16)
+    prompts = replay(TrieSource(), [Recorded(answer, [50, 51, 52]), Recorded([0], answer)], 16)
     assert len(prompts.drafted) > 35
 
 
 def test_the_summary_reports_percentiles_of_times_and_bytes_per_token() -> None:
-    summary = replay(
-        build_drafter("trie"), [Recorded([1, 2], list(range(50)))] * 3, 8, [Recorded([0], [1, 2])]
-    ).summary()
+    summary = replay(TrieSource(), [Recorded([1, 2], list(range(50)))] * 3, 8, [Recorded([0], [1, 2])]).summary()
     for key in ("retrieve_us", "update_us", "prompt_us"):
         times = summary[key]
         assert isinstance(times, dict)
@@ -104,7 +111,9 @@ def test_the_summary_reports_percentiles_of_times_and_bytes_per_token() -> None:
 
 
 def test_a_trie_learns_in_the_time_of_its_updates() -> None:
-    assert replay(Ready(), [Recorded([1, 2], list(range(50)))] * 2, 8).tokens == 98
+    source = Ready()
+    assert replay(source, [Recorded([1, 2], list(range(50)))] * 2, 8).tokens == 98
+    assert source.asked > 2 == source.ended
 
 
 def write(path: Path) -> Path:
@@ -145,9 +154,9 @@ def test_a_line_that_is_no_row_is_refused_by_its_number(tmp_path: Path, line: st
 
 
 def test_rows_without_a_prompt_are_left_out() -> None:
-    assert replay(build_drafter("trie"), [Recorded([], [1, 2, 3])], 8).tokens == 0
+    assert replay(TrieSource(), [Recorded([], [1, 2, 3])], 8).tokens == 0
 
 
 def test_a_drafter_that_keeps_nothing_is_not_warmed() -> None:
     with pytest.raises(ValueError, match="cannot be warmed"):
-        replay(NoDrafter(), [Recorded([0], [1, 2])], 8, [Recorded([0], [1, 2])])
+        replay(None, [Recorded([0], [1, 2])], 8, [Recorded([0], [1, 2])])

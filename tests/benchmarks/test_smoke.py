@@ -61,7 +61,7 @@ def test_every_constant_that_is_studied_is_there(file: str, name: str, tmp_path:
     assert _set(tmp_path / "changed.py", text, name, 0.5)
 
 
-@pytest.mark.parametrize("world", ["asking", "prompts"])
+@pytest.mark.parametrize("world", ["decisions", "prompts"])
 def test_simulated_worlds_of_constants_run(world: str) -> None:
     done = CliRunner().invoke(app, ["constants", world, "--once"])
     assert done.exit_code == 0, done.output

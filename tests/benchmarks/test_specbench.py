@@ -14,7 +14,7 @@ from benchmarks.specbench.specbench_command import SpecBench, SpecBenchOptions, 
 from forerun.bench.journal import Journal
 from forerun.bench.prompts_file import TemplateEncoder
 from forerun.bench.rounds import PromptSet
-from forerun.decoding.sources.trie_source import TrieSource
+from forerun.decoding.recipes import trie_of
 
 
 def test_the_second_turn_follows_the_models_own_answer() -> None:
@@ -40,7 +40,7 @@ def test_drafters_learn_from_prompt_to_prompt_and_a_measured_category_is_not_run
     job = PromptSet("qa", [*PROMPTS, PROMPTS[1]], (), 12)
     series = _measured(bench, job, Journal(tmp_path / "turns.jsonl", {}))
     assert [one.contestant for one in series] == ["forerun none", "forerun trie, 4", "forerun trie, 8"]
-    assert isinstance(bench.engine.drafter, TrieSource)
+    assert trie_of(bench.engine.level).kept
     none, _, trie = ([runs[0] for runs in one.runs] for one in series)
     assert [run.texts for run in none] == [run.texts for run in trie]
     assert [run.passes for run in none] == [len(run.texts[0]) for run in none]

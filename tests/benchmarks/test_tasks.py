@@ -27,7 +27,8 @@ from forerun.bench import report
 from forerun.bench.journal import TurnKey
 from forerun.bench.prompts_file import Prompt
 from forerun.bench.rounds import PromptSet, Rows
-from forerun.decoding.recipes import build_drafter
+from forerun.decoding.sources.lookup import Lookup
+from forerun.decoding.sources.trie_source import TrieSource
 from forerun.engine.engine import Engine
 
 
@@ -168,7 +169,7 @@ def test_selections_are_parsed(text: str, selection: Selection) -> None:
 
 def test_replay_of_an_answer_that_stands_in_the_prompt_takes_few_steps() -> None:
     text = list(range(100, 160))
-    report = replay(build_drafter("lookup"), [Recorded([*text, 5000], text)], budget=10)
+    report = replay(Lookup(), [Recorded([*text, 5000], text)], budget=10)
     assert report.tokens == 59
     assert len(report.drafted) == 6  # from the second token on ten drafted and one more, the last step four
     summary = report.summary()
@@ -177,14 +178,14 @@ def test_replay_of_an_answer_that_stands_in_the_prompt_takes_few_steps() -> None
 
 
 def test_replay_without_drafts_has_one_token_a_step() -> None:
-    summary = replay(build_drafter("none"), [Recorded([1, 2], [3, 4, 5])], budget=8).summary()
+    summary = replay(None, [Recorded([1, 2], [3, 4, 5])], budget=8).summary()
     assert summary["edl"] == 1
     assert summary["hit_rate"] == summary["drafted_per_step"] == 0
 
 
 def test_a_warm_trie_replays_what_it_has_seen_in_fewer_steps() -> None:
     rows = [Recorded([1], list(range(10, 40)))]
-    cold, warm = (replay(build_drafter("trie"), rows, 16, seen) for seen in ([], rows))
+    cold, warm = (replay(TrieSource(), rows, 16, seen) for seen in ([], rows))
     assert len(cold.drafted) == 29
     assert len(warm.drafted) < 5
 

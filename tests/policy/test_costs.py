@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forerun.policy.prices import AS_THE_CURVE_SAYS, LOADED_DOUBT, STEP_NOISE, Prices, TimeModel
 from support.tiny import tiny
 
 import forerun
@@ -29,6 +28,7 @@ from forerun.models.forward.pass_timing import (
 from forerun.models.forward.runtime import default_runtime
 from forerun.models.forward.scorer import Scorer
 from forerun.policy.cost_curve import CostCurve
+from forerun.policy.time_model import AS_THE_CURVE_SAYS, LOADED_DOUBT, STEP_NOISE, TimeModel
 
 CURVE = CostCurve((1, 2, 10), (1.0, 1.2, 2.0), cached_sizes=(1, 2, 10), cached_costs=(0.001, 0.001, 0.003))
 
@@ -203,43 +203,6 @@ def test_passes_are_measured_where_drafts_are_cut() -> None:
     measured.clear()
     engine.set_drafter(TrieSource())
     assert measured == [engine.target]
-
-
-def test_what_passes_take_is_known_from_loading_until_a_step_shows_it() -> None:
-    prices = Prices(loaded=2.0)
-    assert prices.plain_known and prices.unit == pytest.approx(2.0) and not prices.plain_step_due(1.0)
-    for _ in range(8):
-        prices.record_step(plain=1.0, added=0.0, seconds=1.8, empty=True)
-    assert prices.unit == pytest.approx(1.8, rel=0.02)
-    assert not Prices().plain_known
-
-
-def test_a_chains_price_is_a_line_by_its_length_that_no_disturbed_one_moves() -> None:
-    prices = Prices(loaded=1.0)
-    assert prices.chain(2.0) == (0.0, 2.0)  # the guess
-    for length, seconds in ((1, 5.8), (12, 42.1), (4, 15.7), (8, 900.0), *[(6, 22.3), (1, 5.8), (10, 35.5)] * 3):
-        prices.record_chains(length, 2.0, seconds)
-    line = prices.chain(2.0)
-    assert [line.at(length) for length in (1, 6, 12)] == pytest.approx([5.8, 22.3, 42.1], rel=0.25)
-
-
-def test_chains_that_take_the_same_whatever_their_length_still_cost_something_a_token() -> None:
-    prices = Prices(loaded=1.0)
-    for length in (1, 5, 9):
-        prices.record_chains(length, 1.0, 10.0)
-    assert prices.chain(1.0).each > 0
-
-
-def test_a_first_time_that_was_held_up_is_corrected_by_the_next() -> None:
-    prices = Prices(loaded=0.001)
-    guess = prices.asking
-    prices.record_asking(2, 2 * 0.03)
-    assert guess < prices.asking < 30
-    for _ in range(2):
-        prices.record_asking(2, 2 * 0.0002)
-    assert prices.asking == pytest.approx(0.2, rel=0.3)
-    prices.record_asking(2, 2 * 0.02)  # held up
-    assert prices.asking < 0.4
 
 
 def passes(*taken: tuple[float, float, float], unit: float = 1.0) -> TimeModel:

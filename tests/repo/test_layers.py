@@ -11,12 +11,18 @@ import forerun
 
 SOURCE = Path(forerun.__file__).parent
 LAYERS = [
-    "reference", "core", "trie", "integrations", "kernels", "kv", "policy", "models", "tensor_parallel", "drafting",
+    "reference", "core", "trie", "integrations", "kernels", "kv", "policy", "models", "tensor_parallel", "decoding",
     "engine", "audit", "bench", "api", "server", "replicas", "cli",
 ]  # fmt: skip
 USES_TRANSFORMERS = {"models", "tensor_parallel", "engine", "audit", "bench", "api", "cli"}
 RANK = {name: rank for rank, name in enumerate(LAYERS)}
-FEW_NEED = {"drafting.head_drafter", "engine.kv_store", "kernels.linear.gguf_formats", "models.heads", "models.loading"}
+FEW_NEED = {
+    "decoding.sources.head_source",
+    "engine.kv_store",
+    "kernels.linear.gguf_formats",
+    "models.heads",
+    "models.loading",
+}
 """What is imported once it is wanted: trained heads, stored weights, the loading of models, a store on disk."""
 
 
@@ -46,12 +52,12 @@ def test_what_only_posix_has_is_imported_where_it_is_used() -> None:
             assert not {"fcntl", "resource", "termios", "pwd"} & set(names), f"{file} imports {names}"
 
 
-def test_drafters_do_not_import_each_other_and_caches_do_not_import_the_model() -> None:
-    for file in (SOURCE / "drafting").glob("*.py"):
-        if file.name == "recipes.py":
-            continue  # it builds them all
-        others = {name for name in imports(file) if name.startswith("forerun.drafting.")} - {"forerun.drafting.drafter"}
-        assert not others, f"{file} imports {others}"
+def test_sources_do_not_import_each_other() -> None:
+    files = list((SOURCE / "decoding" / "sources").glob("*.py"))
+    assert len(files) > 3
+    for file in files:
+        others = {name for name in imports(file) if name.startswith("forerun.decoding.")}
+        assert others <= {"forerun.decoding.source", "forerun.decoding.row"}, f"{file} imports {others}"
 
 
 def test_an_engine_imports_only_what_all_of_its_users_need() -> None:
