@@ -24,7 +24,7 @@ from forerun.trie import entry_points, text_cursor
 from forerun.trie.arrays import Index
 from forerun.trie.draft_workspace import Draft, DraftWorkspace
 from forerun.trie.logistic_mixer import Mixer
-from forerun.trie.recycled import NO_ROWS, RecycledRows
+from forerun.trie.recycled import NO_ROWS, RecycledRows, static_table
 from forerun.trie.spelling import spellings
 from forerun.trie.tables import CHUNK_TOKENS, TEXT_STEP, RecordArray
 from forerun.trie.text_cursor import TextCursor
@@ -140,7 +140,8 @@ class Trie(TrieStore):
         self._workspace = DraftWorkspace.allocate(64)
         self._scratch = TextCursor.start()
         self._handles: tuple[ArrayHandles[DraftWorkspace], ArrayHandles[TextCursor]] = (ArrayHandles(), ArrayHandles())
-        self._spelling = Index.allocate(0, 0, 0).spelling
+        blank = Index.allocate(0, 0, 0)
+        self._spelling, self._static = blank.spelling, blank.static
 
     def warm_up(self) -> None:
         """Compile, or load, what drafting runs, so that no user's answer waits for it. Nothing is learned."""
@@ -158,6 +159,12 @@ class Trie(TrieStore):
     def spell(self, tokenizer: Tokenizer) -> None:
         """Learn how words are spelled without a space, for requests from now on: matches follow them then."""
         self._spelling = spellings(tokenizer)
+
+    @locked
+    def list_static(self, rows: RecycledRows) -> None:
+        """Draft from lists that the model alone made, for requests from now on: the best tokens behind each row's last
+        one, whatever stood before it. They hold no text, and all namespaces share them."""
+        self._static = static_table(rows)
 
     @locked
     def begin(
@@ -192,7 +199,7 @@ class Trie(TrieStore):
         room = max(1, read + min(expected, 4096))
         space = self._shared.open(namespace)
         space.make_room(0)
-        own = Index.for_tokens(room)._replace(spelling=self._spelling).with_hints(read)
+        own = Index.for_tokens(room)._replace(spelling=self._spelling, static=self._static).with_hints(read)
         cursor = TextCursor.start()
         unread = deque(each for each in ((TextCursor.start(), predicted), (cursor, kept)) if len(each[1]))
         live = _Live(namespace, own, cursor, len(tokens), room, unread, len(predicted) > 0, noise)
