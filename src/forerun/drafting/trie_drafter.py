@@ -16,6 +16,8 @@ from forerun.core.transfers import elsewhere
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
 from forerun.drafting.drafter import Drafter
+from forerun.models.forward.runtime import Runtime
+from forerun.models.forward.scorer import Scorer
 from forerun.trie import recycled
 from forerun.trie.arrays import Int32Array
 from forerun.trie.logistic_mixer import STEEPEST
@@ -84,6 +86,9 @@ class TrieDrafter(Drafter):
     def warm_up(self) -> None:
         best_of_rows(torch.zeros(1, LISTED))
         self.trie.warm_up()
+
+    def bind(self, target: Scorer, runtime: Runtime) -> None:
+        self.trie.set_static_lists(runtime.static_lists(target))
 
     def spell(self, tokenizer: Tokenizer) -> None:
         self.trie.spell(tokenizer)

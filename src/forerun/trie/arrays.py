@@ -65,8 +65,7 @@ class Index(NamedTuple):
         free_blocks: first free block of each size, int64 ``[SIZE_CLASSES]``.
         state: counters; ``INDEX_STATE`` ``[1]``.
         recycled: lists of recycled logits, by the hash of their context; ``RECYCLED_LIST`` ``[power of two]``.
-        static: lists that the model alone made, see ``recycled.static_table``; ``RECYCLED_LIST`` ``[power of two]``.
-            Never written.
+        static: lists of the same kind that the model made without a text. Never written here.
     """
 
     slots: RecordArray

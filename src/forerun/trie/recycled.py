@@ -29,7 +29,7 @@ from forerun.trie.candidates import (
     PositionEvidence,
     candidate,
 )
-from forerun.trie.tables import CHANCE_CLASSES, LISTED, OWN, RECYCLED_LIST, SHARED, RecordArray
+from forerun.trie.tables import CHANCE_CLASSES, LISTED, OWN, SHARED, RecordArray
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -149,26 +149,6 @@ def keep(own: Index, shared: Index, rows: RecycledRows, row: int) -> None:
         pair = mix(mix(np.uint64(0), before), last)
         _copy(shared, pair, written)
         _copy(own, pair, written)
-
-
-def static_table(rows: RecycledRows) -> RecordArray:
-    """A table for ``Index.static``, of lists that a model made of each row's last token alone.
-
-    It has four places for each list. Of two lists with one place, the first is kept.
-    """
-    table = np.zeros(1 << (4 * len(rows.last)).bit_length(), RECYCLED_LIST)
-    _fill(table, rows)
-    return table
-
-
-@compiled
-def _fill(table: RecordArray, rows: RecycledRows) -> None:
-    """Write lists into the places that are free."""
-    for row in range(len(rows.last)):
-        hashed = mix(np.uint64(0), rows.last[row])
-        place = table[table_row(hashed, len(table))]
-        if place.key == 0:
-            _write(place, hashed, rows.tokens[row], rows.scores[row])
 
 
 @compiled

@@ -24,7 +24,7 @@ from forerun.trie import entry_points, text_cursor
 from forerun.trie.arrays import Index
 from forerun.trie.draft_workspace import Draft, DraftWorkspace
 from forerun.trie.logistic_mixer import Mixer
-from forerun.trie.recycled import NO_ROWS, RecycledRows, static_table
+from forerun.trie.recycled import NO_ROWS, RecycledRows
 from forerun.trie.spelling import spellings
 from forerun.trie.tables import CHUNK_TOKENS, TEXT_STEP, RecordArray
 from forerun.trie.text_cursor import TextCursor
@@ -160,11 +160,18 @@ class Trie(TrieStore):
         """Learn how words are spelled without a space, for requests from now on: matches follow them then."""
         self._spelling = spellings(tokenizer)
 
-    @locked
-    def list_static(self, rows: RecycledRows) -> None:
-        """Draft from lists that the model alone made, for requests from now on: the best tokens behind each row's last
-        one, whatever stood before it. They hold no text, and all namespaces share them."""
-        self._static = static_table(rows)
+    def set_static_lists(self, rows: RecycledRows) -> None:
+        """Draft from lists that the model alone made, for requests from now on, where neither a request nor its
+        namespace has one. They hold no user's text, so all namespaces may read them.
+
+        Args:
+            rows: the most frequent tokens first, whose lists stay where two have one place.
+        """
+        maker = Trie(self.config)
+        maker.begin(0, "", [0])
+        maker.recycle(0, RecycledRows(*(np.flip(part, 0).copy() for part in rows)))
+        with self.lock:
+            self._static = maker._live[0].own.recycled
 
     @locked
     def begin(
