@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 from support.tiny import PROMPTS, VOCABULARY, tiny
+from transformers import PreTrainedModel
 
 from forerun.core.origin import Origin
 from forerun.engine.engine import Engine
 from forerun.models.forward import static_lists
 from forerun.models.forward.gate import admit
 from forerun.models.forward.runtime import LISTS_SUFFIX, StartupCache, default_runtime
+from forerun.models.forward.scorer import Scorer
 from forerun.models.forward.static_lists import PASS_TOKENS, content, extended, read
 from forerun.trie.recycled import NO_ROWS, RecycledRows
 from forerun.trie.tables import LISTED
@@ -24,10 +27,15 @@ from forerun.trie.tables import LISTED
 BOS = 3
 
 
-def scorer_of(name: str = "llama") -> Any:
-    scorer = admit(tiny(name))
-    scorer.model.generation_config.bos_token_id = BOS
-    return scorer
+def begun(name: str) -> PreTrainedModel:
+    """A model whose texts begin with a token."""
+    model = copy.deepcopy(tiny(name))
+    model.generation_config.bos_token_id = BOS
+    return model
+
+
+def scorer_of(name: str = "llama") -> Scorer:
+    return admit(begun(name))
 
 
 def still() -> float:
@@ -53,17 +61,11 @@ def test_each_list_has_the_models_best_tokens_behind_the_beginning_of_a_text_and
 
 def test_a_model_without_a_first_token_takes_one_that_ends_texts_and_without_both_there_are_no_lists() -> None:
     scorer = scorer_of()
-    config = scorer.model.generation_config
-    kept = config.eos_token_id
-    try:
-        config.eos_token_id = [BOS, 4]
-        expected = extended(scorer, clock=still)
-        config.bos_token_id = None
-        assert equal(extended(scorer, clock=still), expected)
-        config.eos_token_id = None
-        assert not len(extended(scorer, clock=still).last)
-    finally:
-        config.eos_token_id = kept
+    config, expected = scorer.model.generation_config, extended(scorer, clock=still)
+    config.bos_token_id, config.eos_token_id = None, [BOS, 4]
+    assert equal(extended(scorer, clock=still), expected)
+    config.eos_token_id = None
+    assert not len(extended(scorer, clock=still).last)
 
 
 def test_a_start_makes_what_fits_its_time_and_the_next_one_goes_on(tmp_path: Path) -> None:
@@ -104,7 +106,7 @@ def test_they_are_made_once_a_process_and_kept_beside_the_costs_for_later_ones(
     made = cache.static_lists(scorer)
     assert len(made.last) == VOCABULARY
     (file,) = tmp_path.glob(f"*{LISTS_SUFFIX}")
-    cache.costs(scorer)
+    cache.self_test(scorer, lambda: None)
     assert file.name.removesuffix(LISTS_SUFFIX) in {each.stem for each in tmp_path.glob("*.json")}
 
     def fail(*_: Any) -> Any:
@@ -119,8 +121,7 @@ def test_they_are_made_once_a_process_and_kept_beside_the_costs_for_later_ones(
     "sampling", [{}, {"do_sample": True, "temperature": 0.8, "seed": 3}], ids=["greedy", "sampled"]
 )
 def test_texts_are_the_same_and_the_first_step_has_drafts_from_them(sampling: dict[str, Any]) -> None:
-    model = tiny("llama")
-    model.generation_config.bos_token_id = BOS
+    model = begun("llama")
     lists = extended(admit(model), clock=still)
     runtime = replace(default_runtime(), static_lists=lambda scorer: lists)
     plain = Engine(model, "none").generate(list(PROMPTS), max_new_tokens=20, **sampling)
