@@ -2,20 +2,19 @@
 
     python -m benchmarks learn-recycled --model M --prompts FILE
 
-Recorded texts have no logits. So a model answers prompts, in sessions of eight, each with an empty index and the
-model's static lists. Every node of its drafts is scored, and every second session is sampled. What each step brought to
-the index is noted, and learned from at each rate, in sessions of one to thirty. What ``learn-evidence`` learned from
-texts stays as it is: where there is no list, drafts are those of texts alone.
+Recorded texts have no logits. So a model answers prompts, in sessions of one to thirty, each with an empty index and
+the model's static lists. Every node of its drafts is scored, and every second session is sampled. What
+``learn-evidence`` learned from texts stays as it is: where there is no list, drafts are those of texts alone.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -31,11 +30,7 @@ from forerun.models.loading.load import load
 from forerun.trie import logistic_mixer
 from forerun.trie.candidates import RECYCLED, RECYCLED_CELLS, SUBSTITUTE
 from forerun.trie.logistic_mixer import TEXT_SETS, Mixer
-from forerun.trie.recycled import RecycledRows
-from forerun.trie.trie import Draft, TextUpdate, Trie, TrieConfig
-
-SESSION_PROMPTS = 8
-"""Prompts that are answered with one index."""
+from forerun.trie.trie import Trie, TrieConfig
 
 FIRST_WEIGHT = 0.3
 """Weight of the new inputs before anything was learned."""
@@ -51,62 +46,27 @@ class RecycledOptions(DebugOptions):
     temperature: Annotated[float, typer.Option(help="Of every second session.")] = 0.8
     budget: Annotated[int, typer.Option(help="Nodes of a draft.")] = 24
     tokens: Annotated[int, typer.Option(help="Of an answer.")] = 96
-    rates: Annotated[str, typer.Option(help="Learning rate of each time through the answers.")] = "0.02,0.01,0.005"
+    rates: Annotated[str, typer.Option(help="Learning rate of each time through the prompts.")] = "0.02,0.01,0.005"
     most: Annotated[float, typer.Option(help="How often a piece of evidence counts as seen, at most.")] = 30.0
     out: Annotated[Path, typer.Option(help="The file.")] = logistic_mixer.PRIOR_FILE
-
-
-class Answer(NamedTuple):
-    """What a request brought to the index: what ``Trie.begin`` was given behind its number, and each step's update."""
-
-    begun: tuple[Any, ...]
-    updates: list[TextUpdate]
-
-
-class RecordingTrie(Trie):
-    """Notes what requests bring to it.
-
-    Attributes:
-        answers: of all requests, in the order in which they began.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.answers: dict[int, Answer] = {}
-
-    def begin(self, request_id: int, *given: Any) -> None:
-        """Start a request."""
-        self.answers[request_id] = Answer(given, [])
-        super().begin(request_id, *given)
-
-    def step(self, updates: Sequence[TextUpdate]) -> list[Draft]:
-        """Learn, then draft."""
-        for update in updates:
-            learned = update._replace(new=np.array(update.new), pending=(), budget=0, untaught=0)
-            self.answers[update.request_id].updates.append(learned)
-        return super().step(updates)
 
 
 def run(options: RecycledOptions) -> None:
     """Learn, and write what was learned."""
     rows = options.prompts.read_text(encoding="utf-8").splitlines()
-    lists, answers = recorded([json.loads(row)["prompt"] for row in rows], options)
-    mixer = learned(answers, lists, [float(rate) for rate in options.rates.split(",")], logistic_mixer.prior())
-    np.minimum(mixer.cells.uses, options.most, out=mixer.cells.uses)
-    np.save(options.out, logistic_mixer.dump(mixer).astype(np.float32), allow_pickle=False)
-
-
-def recorded(prompts: list[str], options: RecycledOptions) -> tuple[RecycledRows, list[Answer]]:
-    """The model's static lists, and its answers."""
+    prompts = [json.loads(row)["prompt"] for row in rows]
+    texts = logistic_mixer.prior()
+    mixer = started(texts)
     model, tokenizer = load(options.model, options.dtype)
     lists = extended(admit(model, default_runtime().self_test), clock=lambda: 0.0)
-    runtime, answers = replace(default_runtime(), static_lists=lambda scorer: lists), list[Answer]()
-    for number, first in enumerate(range(0, len(prompts), SESSION_PROMPTS)):
-        drafter = TrieDrafter(trie=(trie := RecordingTrie()))
+    runtime = replace(default_runtime(), static_lists=lambda scorer: lists)
+    for number, (rate, session) in enumerate(sessions(prompts, [float(rate) for rate in options.rates.split(",")])):
+        keep_texts(mixer, texts)
+        drafter = TrieDrafter(trie=Trie(TrieConfig(learning_rate=rate), mixer))
         engine = Engine(
             model, drafter, tokenizer=tokenizer, budget=options.budget, prune_drafts=False, _runtime=runtime
         )
-        for prompt in prompts[first : first + SESSION_PROMPTS]:
+        for prompt in session:
             engine.generate(
                 [{"role": "user", "content": prompt}],
                 max_new_tokens=options.tokens,
@@ -114,26 +74,11 @@ def recorded(prompts: list[str], options: RecycledOptions) -> tuple[RecycledRows
                 temperature=options.temperature,
                 seed=number,
             )
-        answers += trie.answers.values()
-        print(f"{len(answers)} of {len(prompts)} prompts are answered", flush=True)
-    return lists, answers
-
-
-def learned(answers: list[Answer], lists: RecycledRows, rates: list[float], texts: Mixer) -> Mixer:
-    """What evidence was worth in the answers; ``texts`` is what is known of texts without lists."""
-    mixer = started(texts)
-    for rate, session in sessions(answers, rates):
-        keep_texts(mixer, texts)
-        trie = Trie(TrieConfig(learning_rate=rate), mixer)
-        trie.set_static_lists(lists)
-        for number, answer in enumerate(session):
-            trie.begin(number, *answer.begun)
-            for update in answer.updates:
-                trie.step([update._replace(request_id=number)])
-            trie.finish(number)
-        mixer = logistic_mixer.restore(trie.snapshot("default")[1])
+        mixer = logistic_mixer.restore(drafter.trie.snapshot("default")[1])
+        print(f"session {number}: {len(session)} prompts, rate {rate}", flush=True)
     keep_texts(mixer, texts)
-    return mixer
+    np.minimum(mixer.cells.uses, options.most, out=mixer.cells.uses)
+    np.save(options.out, logistic_mixer.dump(mixer).astype(np.float32), allow_pickle=False)
 
 
 def started(texts: Mixer) -> Mixer:
@@ -153,11 +98,11 @@ def keep_texts(mixer: Mixer, texts: Mixer) -> None:
     mixer.weights[:TEXT_SETS], mixer.correction[:TEXT_SETS] = texts.weights[:TEXT_SETS], texts.correction[:TEXT_SETS]
 
 
-def sessions(answers: list[Answer], rates: list[float]) -> Iterator[tuple[float, list[Answer]]]:
-    """All answers once for each rate, in another order each time, cut into sessions."""
+def sessions(prompts: list[str], rates: list[float]) -> Iterator[tuple[float, list[str]]]:
+    """All prompts once for each rate, in another order each time, cut into sessions."""
     rng = Random(0)
     for rate in rates:
-        left = rng.sample(answers, len(answers))
+        left = rng.sample(prompts, len(prompts))
         while left:
             count = int(30 ** rng.random())
             yield rate, left[:count]
