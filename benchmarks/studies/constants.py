@@ -45,6 +45,7 @@ from forerun.drafting.trie_drafter import TrieDrafter
 from forerun.engine.prefill_pacing import PrefillPacing
 from forerun.models.forward.runtime import Runtime
 from forerun.policy.cost_curve import CostCurve
+from forerun.trie.recycled import NO_ROWS
 
 CONSTANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "drafts": {
@@ -227,7 +228,8 @@ STUDIES: dict[str, Callable[[Path | None], dict[str, float]]] = {"drafts": draft
 def _run(chooser: Any, rows: Sequence[Recorded], simulated: SimulatedTime) -> float:
     """Tokens a second of texts, one after another."""
 
-    chooser.bind(simulated, Runtime(simulated.clock, lambda target: COSTS))
+    runtime = Runtime(simulated.clock, lambda target: COSTS, static_lists=lambda target: NO_ROWS)
+    chooser.bind(simulated, runtime)
     tokens, nothing = 0, torch.empty(0, 0)
     for row in rows:
         request = Request(row.prompt, len(row.answer))
