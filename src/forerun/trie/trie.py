@@ -167,9 +167,10 @@ class Trie(TrieStore):
         Args:
             rows: the most frequent tokens first, whose lists stay where two have one place.
         """
-        maker = Trie(self.config)
+        maker, last_first = Trie(self.config), np.arange(len(rows.last))[::-1]
         maker.begin(0, "", [0])
-        maker.recycle(0, RecycledRows(*(np.flip(part, 0).copy() for part in rows)))
+        before, last, tokens, scores = rows
+        maker.recycle(0, RecycledRows(before[last_first], last[last_first], tokens[last_first], scores[last_first]))
         with self.lock:
             self._static = maker._live[0].own.recycled
 
