@@ -70,9 +70,13 @@ def fixed_runtime(folder: Path | None = None) -> Iterator[None]:
     each one that is loaded again from the same file."""
     from forerun.models.forward.runtime import Runtime, StartupCache, runtime_as_default
     from forerun.policy.cost_curve import CostCurve
+    from forerun.trie.recycled import NO_ROWS
 
     kept = StartupCache(lambda: folder)
-    with runtime_as_default(Runtime(lambda: 0.0, lambda scorer: CostCurve.linear(24), kept.exactness, kept.self_test)):
+    fixed = Runtime(
+        lambda: 0.0, lambda scorer: CostCurve.linear(24), kept.exactness, kept.self_test, lambda scorer: NO_ROWS
+    )
+    with runtime_as_default(fixed):
         yield
 
 

@@ -15,6 +15,7 @@ from forerun.cli.options import DebugOptions, option
 from forerun.cli.terminal import progress_bar, stderr
 from forerun.models.forward.runtime import Runtime, StartupCache, runtime_as_default
 from forerun.policy.cost_curve import CostCurve
+from forerun.trie.recycled import NO_ROWS
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,9 @@ def run(options: ModelsOptions) -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     kept = StartupCache(lambda: None)
-    fixed = Runtime(lambda: 0.0, lambda scorer: CostCurve.linear(24), kept.exactness, kept.self_test)
+    fixed = Runtime(
+        lambda: 0.0, lambda scorer: CostCurve.linear(24), kept.exactness, kept.self_test, lambda scorer: NO_ROWS
+    )
     found, every = [], variants()
     with runtime_as_default(fixed), progress_bar(stderr(), "models") as show:
         for done, variant in enumerate(every):

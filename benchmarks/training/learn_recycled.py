@@ -2,16 +2,16 @@
 
     python -m benchmarks learn-recycled --model M --prompts FILE
 
-Recorded texts have no logits. So a model answers prompts, in sessions of one to thirty, each with an empty index. Every
-node of its drafts is scored, and every second session is sampled. What ``learn-evidence`` learned from texts stays as
-it is: where there is no list, drafts are those of texts alone.
+Recorded texts have no logits. So a model answers prompts, in sessions of one to thirty, each with an empty index and
+the model's static lists. Every node of its drafts is scored, and every second session is sampled. What
+``learn-evidence`` learned from texts stays as it is: where there is no list, drafts are those of texts alone.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Annotated
@@ -23,6 +23,9 @@ from benchmarks.training.untrained_mixer import untrained
 from forerun.cli.options import DebugOptions
 from forerun.decoding.sources.trie_source import TrieSource
 from forerun.engine.engine import Engine
+from forerun.models.forward.gate import admit
+from forerun.models.forward.runtime import default_runtime
+from forerun.models.forward.static_lists import extended
 from forerun.models.loading.load import load
 from forerun.trie import logistic_mixer
 from forerun.trie.candidates import RECYCLED, RECYCLED_CELLS, SUBSTITUTE
@@ -55,6 +58,8 @@ def run(options: RecycledOptions) -> None:
     texts = logistic_mixer.prior()
     mixer = started(texts)
     model, tokenizer = load(options.model, options.dtype)
+    lists = extended(admit(model, default_runtime().self_test), clock=lambda: 0.0)
+    runtime = replace(default_runtime(), static_lists=lambda scorer: lists)
     for number, (rate, session) in enumerate(sessions(prompts, [float(rate) for rate in options.rates.split(",")])):
         keep_texts(mixer, texts)
         source = TrieSource(trie=Trie(TrieConfig(learning_rate=rate), mixer))

@@ -17,12 +17,13 @@ from forerun.trie.candidates import (
     COPY_CELLS,
     COUNT_CLASSES,
     FOLLOWER_STATES,
+    LIST_GROUPS,
     MATCH_CELLS,
     MISS_CLASSES,
     NONE,
     RECYCLED_CELLS,
-    RECYCLED_ORDERS,
     SKIPPED,
+    STATIC_GROUP,
     SUBSTITUTE,
     TOTAL_CLASSES,
     UNIGRAM,
@@ -60,8 +61,8 @@ def _initial_chances() -> FloatArray:
     matches[:] = np.concatenate((ahead, others))[:, None, None]  # in the order of the kinds
     matches[0, :, 0] = 0.6
     share = 1 / (1 + np.exp(CHANCE_CLASSES / 2 - 0.5 - np.arange(CHANCE_CLASSES)))
-    lists = chance[RECYCLED_CELLS:CELLS].reshape(RECYCLED_ORDERS, LISTED + 1, CHANCE_CLASSES)
-    lists[0], lists[1] = 0.5 * share, 0.8 * share
+    lists = chance[RECYCLED_CELLS:CELLS].reshape(LIST_GROUPS, LISTED + 1, CHANCE_CLASSES)
+    lists[:], lists[2:STATIC_GROUP] = 0.5 * share, 0.8 * share
     lists[:, LISTED] = 0.01
     chance[NONE] = 0.5
     return chance

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forerun.drafting.drafter import NoDrafter
 from support.live_server import Json, LiveServer, bundled_engine, until
 from support.tiny import HYBRIDS, build
 
-from forerun.drafting.drafter import NoDrafter
 from forerun.engine.engine import Engine
 from forerun.server.admission import SchedulerLimits
 

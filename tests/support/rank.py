@@ -34,6 +34,7 @@ from forerun.models.forward.pass_timing import measure
 from forerun.models.forward.runtime import Runtime, default_runtime, runtime_as_default
 from forerun.models.forward.scorer import Scorer
 from forerun.policy.cost_curve import CostCurve
+from forerun.trie.recycled import NO_ROWS
 from support.tiny import PROMPTS, tiny
 
 SMALL = "qwen2"
@@ -276,7 +277,7 @@ def fixed_runtime() -> Runtime:
         known[:] = known or [exactness.probe(scorer, limit)]
         return known[0]
 
-    return Runtime(lambda: 0.0, lambda scorer: CostCurve.linear(24), probe)
+    return Runtime(lambda: 0.0, lambda scorer: CostCurve.linear(24), probe, static_lists=lambda scorer: NO_ROWS)
 
 
 def main(name: str, cases: list[str], rank: int, port: int, out: Path) -> None:

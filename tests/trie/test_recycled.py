@@ -12,15 +12,16 @@ from support.mocks import draft, opened
 
 from forerun.core.origin import Origin
 from forerun.core.request import Request
-from forerun.core.sampling import Salt, Sampler, gumbel, mixed
+from forerun.core.sampling import MASK64, Salt, Sampler, gumbel, mixed
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, Verdict, verify
 from forerun.decoding.sources.trie_source import TrieSource, best_of_rows
 from forerun.trie import logistic_mixer, trie_file
-from forerun.trie.arrays import RECYCLED_SHARE
+from forerun.trie.arrays import OWN_LISTS, RECYCLED_SHARE
+from forerun.trie.candidates import RECYCLED, RECYCLED_CELLS, STATIC_GROUP
 from forerun.trie.evidence import EULER, noise_of
 from forerun.trie.recycled import RecycledRows
-from forerun.trie.tables import LISTED, NOISE
+from forerun.trie.tables import CHANCE_CLASSES, LISTED, NOISE, OWN, RECYCLED_LIST, SHARED
 from forerun.trie.trie import SamplingNoise, TextUpdate, Trie, TrieConfig
 
 
@@ -30,6 +31,12 @@ def rows(before: int, last: int, tokens: list[int], gap: float = 3.0) -> Recycle
     filled[0, : len(tokens)] = tokens
     scores = np.where(filled >= 0, -gap * np.arange(LISTED), -np.inf).astype(np.float32)
     return RecycledRows(np.array([before]), np.array([last]), filled, scores)
+
+
+def place_of(token: int, rows: int) -> int:
+    """The row of a token's list in a table."""
+    mixed = (token + 2) * 0x9E3779B97F4A7C15 & MASK64
+    return (mixed ^ mixed >> 29) >> 20 & rows - 1
 
 
 def drafted(trie: Trie, request: int, budget: int = 4) -> list[int]:
@@ -82,7 +89,7 @@ def test_a_list_of_two_tokens_speaks_louder_than_one_of_the_last_alone() -> None
     assert drafted(trie, 0)[:2] == [60, 70]
 
 
-def test_a_newer_list_takes_the_place_of_an_older_one_and_the_table_does_not_grow() -> None:
+def test_a_newer_list_takes_the_place_of_an_older_one_and_the_tables_do_not_grow() -> None:
     trie = Trie(TrieConfig(capacity=1 << 16))
     trie.begin(0, "n", [1, 2, 3, 4])
     trie.recycle(0, rows(3, 4, [50]))
@@ -90,12 +97,64 @@ def test_a_newer_list_takes_the_place_of_an_older_one_and_the_table_does_not_gro
     for token in range(5000):
         trie.recycle(0, rows(token % 71, token % 97, [token]))
     trie.recycle(0, rows(3, 4, [60]))
-    assert before < trie.nbytes <= before + (1 << 16) * RECYCLED_SHARE
+    own = OWN_LISTS * RECYCLED_LIST.itemsize
+    assert before < trie.nbytes <= before + own + (1 << 16) * RECYCLED_SHARE
     assert drafted(trie, 0)[0] == 60
+    kept = trie._shared.nbytes
+    trie.finish(0)
+    assert trie.nbytes == kept  # the request's own lists go with it
+
+
+def test_requests_of_one_namespace_do_not_overwrite_each_others_lists() -> None:
+    trie = Trie()
+    for number, token in ((0, 50), (1, 60)):
+        trie.begin(number, "n", [1, 2, 3, 4])
+        trie.recycle(number, rows(3, 4, [token]))
+    assert [drafted(trie, number)[0] for number in (0, 1)] == [50, 60]
+    trie.begin(2, "n", [1, 2, 3, 4])
+    assert drafted(trie, 2)[0] == 60  # the latest of its namespace
+
+
+def test_static_lists_are_drafted_where_there_is_no_other_list_and_are_evidence_of_their_own() -> None:
+    trie = Trie()
+    trie.set_static_lists(rows(-1, 4, [70, 71]))
+    trie.begin(0, "n", [1, 2, 3, 4])
+    assert drafted(trie, 0)[0] == 70
+    cells = []
+    for make in (lambda: None, lambda: trie.recycle(0, rows(-1, 4, [70, 71])), lambda: trie.begin(1, "n", [2, 3, 4])):
+        make()
+        number = max(trie._live)
+        trie.retrieve(number, 1, 1)
+        table = trie._workspace.table
+        [listed] = [n for n in range(table.size[0]) if table.candidates[n].token == 70]
+        cells.append(int(table.cells[listed, RECYCLED]))
+    assert [(cell - RECYCLED_CELLS) // ((LISTED + 1) * CHANCE_CLASSES) for cell in cells] == [STATIC_GROUP, OWN, SHARED]
+
+
+def test_no_request_changes_static_lists_and_the_first_of_two_in_one_place_stays() -> None:
+    count = 2 * OWN_LISTS
+    best = np.full((count, LISTED), -1, np.int32)
+    best[:, 0] = np.arange(count) + 5
+    last = np.arange(count)
+    scores = np.where(best >= 0, 0.0, -np.inf).astype(np.float32)
+    trie = Trie()
+    trie.set_static_lists(RecycledRows(np.full(count, -1), last, best, scores))
+    table = trie._static
+    before = table.tobytes()
+    places = {}
+    for token in range(count):
+        places.setdefault(place_of(token, len(table)), token)
+    assert [int(table[row].tokens[0]) for row in places] == [token + 5 for token in places.values()]
+    trie.begin(0, "n", [1, 2, 3, 4])
+    trie.recycle(0, rows(3, 4, [9000]))
+    trie.extend(0, [9000, 4, 9000])
+    assert trie._static.tobytes() == before
 
 
 def test_no_other_namespace_is_drafted_from_a_list_or_learns_what_one_was_worth() -> None:
     used, fresh = Trie(), Trie()
+    for trie in (used, fresh):
+        trie.set_static_lists(rows(-1, 4, [70, 71]))
     used.begin(0, "one", [1, 2, 3, 4])
     used.recycle(0, rows(3, 4, [77, 78]))
     used.extend(0, [77, 4, 77, 4, 78])
@@ -172,14 +231,16 @@ def test_only_coupled_noise_is_known(method: str, known: bool, monkeypatch: pyte
     assert [each is not None for each in given] == [known]
 
 
-def test_texts_of_the_version_before_are_read_and_what_was_learned_starts_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("version", trie_file.TEXTS_VERSIONS)
+def test_texts_of_older_versions_are_read_and_what_was_learned_starts_anew(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trie_file, "TRIE_FILE_VERSION", trie_file.TEXTS_VERSION)
+    monkeypatch.setattr(trie_file, "TRIE_FILE_VERSION", version)
     trie_file.write(tmp_path / "trie", {"n": [np.array([5, 6, 7])]}, {"n": np.ones(154)}, "words")
     monkeypatch.undo()
-    data = (tmp_path / "trie").read_bytes()
-    (tmp_path / "trie").write_bytes(_halved_count(data))  # numbers of that version are twice as wide
+    if version == trie_file.ONE_MIXER_VERSION:
+        data = (tmp_path / "trie").read_bytes()
+        (tmp_path / "trie").write_bytes(_halved_count(data))  # numbers of that version are twice as wide
     content = trie_file.read(tmp_path / "trie")
     assert [text.tolist() for text in content.namespaces["n"]] == [[5, 6, 7]]
     assert (logistic_mixer.dump(content.mixers["n"]) == logistic_mixer.dump(logistic_mixer.prior())).all()

@@ -754,7 +754,7 @@ def test_another_version_is_refused_by_its_number(tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(trie_file, "TRIE_FILE_VERSION", 1)
         filled()[0].save(tmp_path / "trie")
-    refuses(tmp_path / "trie", "has version 1; this program reads versions 3 and 4")
+    refuses(tmp_path / "trie", "has version 1; this program reads versions 3 to 5")
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\x80\x04pickle", bytes(4096)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,8 @@ class Setup:
 
     def trie(self) -> TrieSource:
         """A new trie."""
-        return TrieSource(waits=self.runtime.waits_for_code)
+        lists = partial(self.runtime.static_lists, self.target)
+        return TrieSource(waits=self.runtime.waits_for_code, lists=lists)
 
     def over(self, planner: Planner) -> Level:
         """The engine's level."""

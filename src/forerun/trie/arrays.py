@@ -44,6 +44,9 @@ RECYCLED_SHARE = 1 / 16
 """Share of a namespace's bytes that lists of recycled logits take. With 1/1024 to 1/4 of 64 MiB, drafts of 16 tokens
 differ by 1 % (50 chat answers)."""
 
+OWN_LISTS = 1 << 14
+"""Lists of recycled logits of one request, 80 bytes each. A step with a draft of 64 nodes keeps 130."""
+
 RECENT_TOKENS = 48
 """Distinct tokens that are remembered as seen last."""
 
@@ -61,8 +64,8 @@ class Index(NamedTuple):
         spelling: tokens of each word without the space before it, int32 ``[vocabulary, n]``; see ``spelling``.
         free_blocks: first free block of each size, int64 ``[SIZE_CLASSES]``.
         state: counters; ``INDEX_STATE`` ``[1]``.
-        recycled: lists of recycled logits, by the hash of their context; ``RECYCLED_LIST`` ``[power of two]``. An index
-            of one request keeps none.
+        recycled: lists of recycled logits, by the hash of their context; ``RECYCLED_LIST`` ``[power of two]``.
+        static: lists of the same kind that the model made without a text. Never written here.
     """
 
     slots: RecordArray
@@ -75,6 +78,7 @@ class Index(NamedTuple):
     free_blocks: IntArray
     state: RecordArray
     recycled: RecordArray
+    static: RecordArray
 
     @classmethod
     def allocate(cls, slots: int, rows: int, chunks: int) -> Index:
@@ -92,6 +96,7 @@ class Index(NamedTuple):
             free_blocks=np.zeros(SIZE_CLASSES, np.int64),
             state=state,
             recycled=np.zeros(1, RECYCLED_LIST),
+            static=np.zeros(1, RECYCLED_LIST),
         )
 
     @classmethod
@@ -100,7 +105,8 @@ class Index(NamedTuple):
 
         Each token is counted behind ``ORDERS`` contexts, and behind up to two that gapped matches add.
         """
-        return cls.allocate((ORDERS + 2) * tokens, 5 * (ORDERS + 2) * tokens, tokens // CHUNK_TOKENS + 3)
+        index = cls.allocate((ORDERS + 2) * tokens, 5 * (ORDERS + 2) * tokens, tokens // CHUNK_TOKENS + 3)
+        return index._replace(recycled=_zeros(OWN_LISTS, RECYCLED_LIST))
 
     @classmethod
     def for_bytes(cls, nbytes: int) -> Index:

@@ -61,9 +61,14 @@ MATCH_CELLS = UNIGRAM_CELLS + 2 * FREQUENCY_CLASSES * RECENCY_CLASSES
 RECYCLED_ORDERS = 2
 """Tokens of the longest context that recycled logits are kept by."""
 
+STATIC_GROUP = 2 * RECYCLED_ORDERS
+LIST_GROUPS = STATIC_GROUP + 1
+"""Groups of cells for lists of recycled logits: by order and source (the request's own, its namespace's), and one for
+static lists."""
+
 RECYCLED_CELLS = MATCH_CELLS + GAPPED_MATCH_CELLS
 
-CELLS = RECYCLED_CELLS + RECYCLED_ORDERS * (LISTED + 1) * CHANCE_CLASSES
+CELLS = RECYCLED_CELLS + LIST_GROUPS * (LISTED + 1) * CHANCE_CLASSES
 """Number of cells; the names above it are the first cell of each kind of input."""
 
 MAX_CANDIDATES = 64

@@ -94,7 +94,7 @@ def _learn(
         return OWN_ROOM
     while True:
         while text.list_at < text.list_end and behind[text.list_at] <= text.at:
-            keep(shared, lists, text.list_at)
+            keep(own, shared, lists, text.list_at)
             text.list_at += 1
         if text.at == text.new_end:
             return 0

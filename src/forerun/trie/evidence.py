@@ -252,7 +252,7 @@ def gather(own: Index, shared: Index, workspace: DraftWorkspace, node: int, leas
     hashes, copies, matches = workspace.hashes, workspace.copies, workspace.matches
     table, evidence = workspace.table, workspace.evidence
     clear(table)
-    recall(shared, hashes, node, evidence, table, least)
+    recall(own, shared, hashes, node, evidence, table, least)
     _add_matches(own, matches, node, hashes[node, OWN, 2], evidence, table)
     _add_substitutes(own, matches[node, PROMPT_MATCH], evidence, table, least)
     _add_copy(own, copies, node, OWN, evidence, table)

@@ -24,11 +24,12 @@ from forerun.trie.candidates import (
     RECYCLED,
     RECYCLED_CELLS,
     RECYCLED_ORDERS,
+    STATIC_GROUP,
     CandidateTable,
     PositionEvidence,
     candidate,
 )
-from forerun.trie.tables import CHANCE_CLASSES, LISTED
+from forerun.trie.tables import CHANCE_CLASSES, LISTED, OWN, SHARED, RecordArray
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -104,54 +105,101 @@ def _chance_class(chance: float) -> int:
 
 
 @compiled
-def _keep(index: Index, hashed: np.uint64, tokens: Int32Array, scores: Float32Array, row: int) -> None:
-    """Write a list where its context has its place."""
-    place = index.recycled[table_row(hashed, len(index.recycled))]
-    if place.key == 0:
-        index.state[0].lists += 1
-    place.key = hashed
-    total = 0.0
+def _write(place: np.record, hashed: np.uint64, tokens: Int32Array, scores: Float32Array) -> None:
+    """Write a list: its context's hash, its tokens and their logits, best first."""
+    place.key, total = hashed, 0.0
     for rank in range(LISTED):
-        total += math.exp(scores[row, rank] - scores[row, 0])
+        total += math.exp(scores[rank] - scores[0])
     for rank in range(LISTED):
-        chance = math.exp(scores[row, rank] - scores[row, 0]) / total
-        place.tokens[rank], place.chances[rank] = tokens[row, rank], chance
+        chance = math.exp(scores[rank] - scores[0]) / total
+        place.tokens[rank], place.chances[rank] = tokens[rank], chance
         place.classes[rank] = _chance_class(chance)
 
 
 @compiled
-def keep(index: Index, rows: RecycledRows, row: int) -> None:
-    """Keep the best tokens of one of the rows, in a namespace's index."""
-    if len(index.recycled) < 2 or rows.tokens[row, 0] < 0:
-        return
-    last, before = rows.last[row], rows.before[row]
-    _keep(index, mix(np.uint64(0), last), rows.tokens, rows.scores, row)
-    if before >= 0:
-        _keep(index, mix(mix(np.uint64(0), before), last), rows.tokens, rows.scores, row)
+def _place(index: Index, hashed: np.uint64) -> int:
+    """The row of the table where a context has its list, counted as written."""
+    row = table_row(hashed, len(index.recycled))
+    if index.recycled[row].key == 0:
+        index.state[0].lists += 1
+    return row
 
 
 @compiled
-def _listed_cell(order: int, rank: int, chance: int) -> int:
-    """The cell of a token that a list of this order has in this place, with a chance of this class."""
-    return RECYCLED_CELLS + ((order - 1) * (LISTED + 1) + rank) * CHANCE_CLASSES + int(chance)
+def _copy(index: Index, hashed: np.uint64, source: np.record) -> None:
+    """Keep a list that is written elsewhere for another context, or in another index."""
+    place = index.recycled[_place(index, hashed)]
+    place.key = hashed
+    for rank in range(LISTED):
+        place.tokens[rank], place.chances[rank] = source.tokens[rank], source.chances[rank]
+        place.classes[rank] = source.classes[rank]
+
+
+@compiled
+def keep(own: Index, shared: Index, rows: RecycledRows, row: int) -> None:
+    """Keep the best tokens of one of the rows, for its request and for its namespace."""
+    if rows.tokens[row, 0] < 0:
+        return
+    last, before = rows.last[row], rows.before[row]
+    hashed = mix(np.uint64(0), last)
+    written = own.recycled[_place(own, hashed)]
+    _write(written, hashed, rows.tokens[row], rows.scores[row])
+    _copy(shared, hashed, written)
+    if before >= 0:
+        pair = mix(mix(np.uint64(0), before), last)
+        _copy(shared, pair, written)
+        _copy(own, pair, written)
+
+
+@compiled
+def _listed_cell(group: int, rank: int, chance: int) -> int:
+    """The cell of a token that a list of this group has in this place, with a chance of this class."""
+    return RECYCLED_CELLS + (group * (LISTED + 1) + rank) * CHANCE_CLASSES + int(chance)
+
+
+@compiled
+def _add_listed(
+    lists: RecordArray,
+    hashed: np.uint64,
+    order: int,
+    group: int,
+    evidence: PositionEvidence,
+    table: CandidateTable,
+    least: float,
+) -> bool:
+    """Make what a context's list has candidates, as far as their chances exceed ``least``; False if it has none."""
+    place = lists[table_row(hashed, len(lists))]
+    if place.key != hashed or hashed == 0:
+        return False
+    evidence.unlisted[order - 1] = _listed_cell(group, LISTED, place.classes[0])
+    for rank in range(LISTED):
+        if place.tokens[rank] < 0:
+            break
+        number = candidate(table, place.tokens[rank], place.chances[rank] > least)
+        if number != NONE:
+            table.cells[number, RECYCLED + order - 1] = _listed_cell(group, rank, place.classes[rank])
+            table.candidates[number].listed = max(table.candidates[number].listed, order)
+    return True
 
 
 @compiled
 def recall(
-    index: Index, hashes: HashArray, node: int, evidence: PositionEvidence, table: CandidateTable, least: float
+    own: Index,
+    shared: Index,
+    hashes: HashArray,
+    node: int,
+    evidence: PositionEvidence,
+    table: CandidateTable,
+    least: float,
 ) -> None:
-    """Make what the lists of a node's last tokens have candidates, as far as their chances exceed ``least``."""
+    """Make what the lists of a node's last tokens have candidates: for each context the request's own list, else its
+    namespace's, else the static one."""
     for order in range(RECYCLED_ORDERS, 0, -1):
-        hashed = hashes[node, 0, order]
-        place = index.recycled[table_row(hashed, len(index.recycled))]
-        if place.key != hashed or hashed == 0:
-            evidence.unlisted[order - 1] = NONE
+        hashed, group = hashes[node, 0, order], 2 * (order - 1)
+        evidence.unlisted[order - 1] = NONE
+        if _add_listed(own.recycled, hashed, order, group + OWN, evidence, table, least):
             continue
-        evidence.unlisted[order - 1] = _listed_cell(order, LISTED, place.classes[0])
-        for rank in range(LISTED):
-            if place.tokens[rank] < 0:
-                break
-            number = candidate(table, place.tokens[rank], place.chances[rank] > least)
-            if number != NONE:
-                table.cells[number, RECYCLED + order - 1] = _listed_cell(order, rank, place.classes[rank])
-                table.candidates[number].listed = max(table.candidates[number].listed, order)
+        if _add_listed(shared.recycled, hashed, order, group + SHARED, evidence, table, least):
+            continue
+        if order == 1:
+            _add_listed(own.static, hashed, order, STATIC_GROUP, evidence, table, least)

@@ -140,7 +140,8 @@ class Trie(TrieStore):
         self._workspace = DraftWorkspace.allocate(64)
         self._scratch = TextCursor.start()
         self._handles: tuple[ArrayHandles[DraftWorkspace], ArrayHandles[TextCursor]] = (ArrayHandles(), ArrayHandles())
-        self._spelling = Index.allocate(0, 0, 0).spelling
+        blank = Index.allocate(0, 0, 0)
+        self._spelling, self._static = blank.spelling, blank.static
 
     def warm_up(self) -> None:
         """Compile, or load, what drafting runs, so that no user's answer waits for it. Nothing is learned."""
@@ -158,6 +159,20 @@ class Trie(TrieStore):
     def spell(self, tokenizer: Tokenizer) -> None:
         """Learn how words are spelled without a space, for requests from now on: matches follow them then."""
         self._spelling = spellings(tokenizer)
+
+    def set_static_lists(self, rows: RecycledRows) -> None:
+        """Draft from lists that the model alone made, for requests from now on, where neither a request nor its
+        namespace has one. They hold no user's text, so all namespaces may read them.
+
+        Args:
+            rows: the most frequent tokens first, whose lists stay where two have one place.
+        """
+        maker, last_first = Trie(self.config), np.arange(len(rows.last))[::-1]
+        maker.begin(0, "", [0])
+        before, last, tokens, scores = rows
+        maker.recycle(0, RecycledRows(before[last_first], last[last_first], tokens[last_first], scores[last_first]))
+        with self.lock:
+            self._static = maker._live[0].own.recycled
 
     @locked
     def begin(
@@ -192,7 +207,7 @@ class Trie(TrieStore):
         room = max(1, read + min(expected, 4096))
         space = self._shared.open(namespace)
         space.make_room(0)
-        own = Index.for_tokens(room)._replace(spelling=self._spelling).with_hints(read)
+        own = Index.for_tokens(room)._replace(spelling=self._spelling, static=self._static).with_hints(read)
         cursor = TextCursor.start()
         unread = deque(each for each in ((TextCursor.start(), predicted), (cursor, kept)) if len(each[1]))
         live = _Live(namespace, own, cursor, len(tokens), room, unread, len(predicted) > 0, noise)

@@ -25,10 +25,13 @@ from forerun.trie.arrays import FloatArray
 from forerun.trie.logistic_mixer import Mixer
 
 TRIE_FILE_MAGIC = b"forerun trie\n"
-TRIE_FILE_VERSION = 4
+TRIE_FILE_VERSION = 5
 
-TEXTS_VERSION = 3
-"""An older version whose texts are read. What it learned is not: it had other kinds of evidence."""
+TEXTS_VERSIONS = (3, 4)
+"""Older versions whose texts are read. What they learned is not: they had other kinds of evidence."""
+
+ONE_MIXER_VERSION = 3
+"""This version has what it learned once for all namespaces, float64."""
 
 _PREFIX = struct.Struct(f"<{len(TRIE_FILE_MAGIC)}sI32sI")
 
@@ -117,9 +120,9 @@ def read(path: str | os.PathLike[str]) -> Content:
     if len(data) < _PREFIX.size:
         raise TrieFileError(f"{path} is truncated")
     _, version, digest, length = _PREFIX.unpack_from(data)
-    if version not in (TEXTS_VERSION, TRIE_FILE_VERSION):
+    if version not in (*TEXTS_VERSIONS, TRIE_FILE_VERSION):
         raise TrieFileError(
-            f"{path} has version {version}; this program reads versions {TEXTS_VERSION} and {TRIE_FILE_VERSION}"
+            f"{path} has version {version}; this program reads versions {min(TEXTS_VERSIONS)} to {TRIE_FILE_VERSION}"
         )
     if hashlib.sha256(data[_PREFIX.size - 4 :]).digest() != digest:
         raise TrieFileError(f"{path} is truncated or damaged: its checksum does not match")
@@ -131,18 +134,19 @@ def read(path: str | os.PathLike[str]) -> Content:
 
 def _parse(body: bytes, length: int, version: int) -> Content:
     vocabulary, count, *sizes = json.loads(body[:length])
-    old = version == TEXTS_VERSION
-    offset = length + (8 * count if old else 0)
+    once = version == ONE_MIXER_VERSION
+    offset = length + (8 * count if once else 0)
     namespaces: dict[str, list[IntArray]] = {}
     mixers: dict[str, Mixer] = {}
     for name, outputs, tokens in sizes:
-        learned = np.frombuffer(body, "<f4", 0 if old else count, offset)
+        learned = np.frombuffer(body, "<f4", 0 if once else count, offset)
         lengths = np.frombuffer(body, "<i4", outputs, offset + learned.nbytes)
         text = np.frombuffer(body, "<i4", tokens, offset + learned.nbytes + lengths.nbytes).astype(np.int64)
         if (lengths < 0).any() or lengths.sum() != tokens or (text < 0).any():
             raise ValueError(f"namespace {name!r} is no list of texts")
         namespaces[str(name)] = np.split(text, np.cumsum(lengths)[:-1]) if outputs else []
-        mixers[str(name)] = logistic_mixer.prior() if old else logistic_mixer.restore(learned.astype(np.float64))
+        fits = version == TRIE_FILE_VERSION
+        mixers[str(name)] = logistic_mixer.restore(learned.astype(np.float64)) if fits else logistic_mixer.prior()
         offset += learned.nbytes + lengths.nbytes + 4 * tokens
     if offset != len(body):
         raise ValueError(f"{len(body) - offset} bytes too many")

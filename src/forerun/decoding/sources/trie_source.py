@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -74,6 +74,7 @@ class TrieSource(Source):
         config: of the trie that is made here.
         trie: one to use instead, shared or loaded from a file; it brings its own configuration.
         waits: whether to wait for machine code where there is none; else nothing is drafted until it is there.
+        lists: makes the model's static lists; see ``models.forward.static_lists``.
 
     Raises:
         ValueError: if both are given.
@@ -81,12 +82,15 @@ class TrieSource(Source):
 
     wants = Wants(best=LISTED)
 
-    def __init__(self, config: TrieConfig | None = None, trie: Trie | None = None, waits: bool = True) -> None:
+    def __init__(
+        self, config: TrieConfig | None = None, trie: Trie | None = None, waits: bool = True,
+        lists: Callable[[], RecycledRows] | None = None,
+    ) -> None:  # fmt: skip
         if config is not None and trie is not None:
             raise ValueError("config and trie are both given; a trie brings its own configuration")
         self.trie = trie or Trie(config)
         self._live: dict[_Text, None] = {}
-        self._waits = waits
+        self._waits, self._lists = waits, lists
         self._code: Compilation | None = None  # under way
 
     def warm(self, namespace: str, sequences: Iterable[Sequence[int]]) -> None:
@@ -94,8 +98,10 @@ class TrieSource(Source):
         self.trie.warm(namespace, sequences)
 
     def warm_up(self) -> None:
-        """Load the trie's machine code. Where there is none, processes compile it, while this one waits or, if it does
+        """Get the model's static lists, and load the trie's machine code. Where there is none, processes compile it, while this one waits or, if it does
         not wait for code, generates without drafts."""
+        if self._lists is not None:
+            self.trie.set_static_lists(self._lists())
         if not compiled_before():
             self._code = Compilation()
             if not self._waits:

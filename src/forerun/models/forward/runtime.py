@@ -4,6 +4,7 @@ This takes seconds and comes out alike each time. So results are kept in the pro
 model, and as a file in the user's cache folder for later processes. The key is ``fingerprint.of_results``: the model,
 the machine, the versions and the sources that compute. A result under another key is not seen. Files are JSON and
 replaced as a whole; one that cannot be read counts as missing, and a folder that cannot be written is left alone.
+Static lists have a file of their own beside it.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from forerun.models.forward import static_lists
 from forerun.models.forward.exactness import LEVELS, Exactness, probe
 from forerun.models.forward.fingerprint import of_results, unknowable_code
 from forerun.models.forward.pass_timing import measure, seconds_of_passes, undisturbed
 from forerun.models.forward.scorer import Scorer, SelfTest, is_sharded
 from forerun.policy.cost_curve import CostCurve
+from forerun.trie.recycled import NO_ROWS, RecycledRows
 
 log = logging.getLogger(__name__)
 COSTS_LAST_SECONDS = 7 * 86_400
@@ -35,7 +38,9 @@ COSTS_LAST_SECONDS = 7 * 86_400
 FASTER = 0.7
 """Share of the measured seconds of a pass; one that takes less shows that the measurement was disturbed."""
 KEPT_MODELS = 256
-"""Files in the folder, of about a kilobyte each; beyond these the oldest are removed."""
+"""Files in the folder, of about a kilobyte each, and as many of 130 with static lists; beyond these the oldest are
+removed."""
+LISTS_SUFFIX = ".lists.npy"
 
 
 def user_folder() -> Path | None:
@@ -119,6 +124,22 @@ class StartupCache:
         results.keep(asdict(found) | {"measured": time.time()}, in_file=not found.doubtful)
         return found
 
+    def static_lists(self, scorer: Scorer) -> RecycledRows:
+        """Those of earlier processes, and what ``static_lists.extended`` adds to them, once in this process."""
+        if is_sharded(scorer.model):  # its ranks have to pass together
+            return NO_ROWS
+        results = self._of(scorer, "static lists")
+        if not results.in_process:
+            file = results.beside(LISTS_SUFFIX)
+            known = NO_ROWS if file is None else static_lists.read(file, scorer.vocabulary)
+            found = static_lists.extended(scorer, known)
+            if file is not None and len(found.last) > len(known.last):
+                with suppress(OSError):
+                    _replace(file, static_lists.content(found))
+            results.keep(found, in_file=False)
+        lists: RecycledRows = results.get()
+        return lists
+
     def _of(self, scorer: Scorer, name: str) -> _Result:
         model = scorer.model
         sharded = is_sharded(model)
@@ -152,6 +173,10 @@ class _Result:
             with suppress(OSError):
                 _write(self._file, _read(self._file) | {self._name: value})
 
+    def beside(self, suffix: str) -> Path | None:
+        """A file of the same model with this suffix, if results are kept in files."""
+        return None if self._file is None else self._file.with_suffix(suffix)
+
     def said(self, reason: str | None) -> str:
         """A reason, and that it comes from the folder."""
         kept = f"measured earlier on this machine ({self._file})"
@@ -176,17 +201,22 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _write(file: Path, results: dict[str, Any]) -> None:
+    _replace(file, json.dumps(results, indent=1).encode())
+    for old in sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)[:-KEPT_MODELS]:
+        old.unlink(missing_ok=True)
+        old.with_suffix(LISTS_SUFFIX).unlink(missing_ok=True)
+
+
+def _replace(file: Path, content: bytes) -> None:
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     handle, name = tempfile.mkstemp(".tmp", ".", file.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as opened:
-            json.dump(results, opened, indent=1)
+        with os.fdopen(handle, "wb") as opened:
+            opened.write(content)
         Path(name).replace(file)
     except OSError:
         Path(name).unlink(missing_ok=True)
         raise
-    for old in sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)[:-KEPT_MODELS]:
-        old.unlink(missing_ok=True)
 
 
 _startup = StartupCache()
@@ -206,6 +236,7 @@ class Runtime:
         self_test: tests whether a scorer's logits are the model's own; called with the scorer and the test.
         waits_for_code: whether an engine compiles what drafting and long texts need before its first text. If not,
             texts that come before are generated without drafts; it has an effect once on a machine.
+        static_lists: what a model expects behind single tokens, for drafts from the trie.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -213,6 +244,7 @@ class Runtime:
     exactness: Callable[[Scorer, int | None, bool], Exactness] = _startup.exactness
     self_test: SelfTest = _startup.self_test
     waits_for_code: bool = True
+    static_lists: Callable[[Scorer], RecycledRows] = _startup.static_lists
 
 
 _defaults = [Runtime()]
