@@ -63,7 +63,7 @@ def run(options: RecycledOptions) -> None:
     for number, (rate, session) in enumerate(sessions(prompts, [float(rate) for rate in options.rates.split(",")])):
         keep_texts(mixer, texts)
         source = TrieSource(trie=Trie(TrieConfig(learning_rate=rate), mixer))
-        engine = Engine(model, source, tokenizer=tokenizer, budget=options.budget, prune_drafts=False)
+        engine = Engine(model, source, tokenizer=tokenizer, budget=options.budget, prune_drafts=False, _runtime=runtime)
         for prompt in session:
             engine.generate(
                 [{"role": "user", "content": prompt}],

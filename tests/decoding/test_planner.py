@@ -96,11 +96,11 @@ def test_rows_without_drafts_do_not_lose_what_one_row_gains(sources: str, accept
     """Alone, half of its drafts right, the row gains a third or more. The others go on after it."""
     foresees = by_chance(accepted)
     world = World(
-        CostCurve((1, 2), (1.0, 1.05), unit=1.0),
-        drafting=0.1, hits=foresees, accepted=foresees, deep=lambda row, place: (foresees(row, place), max(accepted, 0.1)),
+        CostCurve((1, 2), (1.0, 1.05), unit=1.0), drafting=0.1, hits=foresees, accepted=foresees, deep=lambda row,
+        place: (foresees(row, place), max(accepted, 0.1)),
     )  # fmt: skip
     outline = Outline(1, 400, undrafted=15, weight=0.1, sources=sources, closed=False)
-    seconds, planner = simulate(world, outline)
+    seconds, _ = simulate(world, outline)
     step = world.curve.of([1] * 16, [0] * 16)
     assert (15 * world.steps + 400) * step / 16 / seconds >= 0.98
 

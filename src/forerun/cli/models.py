@@ -62,7 +62,8 @@ def load_target(options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
     with working(stderr(), f"loading {options.model}") as progress:
         loaded = load(
             options.model, options.dtype or "auto", device=options.device, trust_remote_code=options.trust_remote_code,
-            activations=options.activations, ranks=ranks(), quantize=getattr(options, "quantize", None), progress=progress,
+            activations=options.activations, ranks=ranks(), quantize=getattr(options, "quantize", None),
+            progress=progress,
         )  # fmt: skip
     gc.freeze()
     return loaded

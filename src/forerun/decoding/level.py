@@ -1,11 +1,11 @@
 """A level: a model over a cache, and a planner over sources. Its step is propose, score, verify, commit, learn.
 
-The engine's target is a level; so is each level below it, since *a verifier over a drafter is itself a drafter* (TriForce,
-section 4): a level proposes a chain by taking steps with forks of the rows until the chain is long enough. Its tokens are
-distributed exactly as if its model had drawn them one by one, whatever its sources proposed. So ``q`` for the level above
-is its model's own distribution. (The authors' code hands on a distribution that its tokens were not drawn from after a
-rejection.) A small model alone is a level without sources. Plain decoding is a step with an empty tree.
-"""
+The engine's target is a level; so is each level below it, since *a verifier over a drafter is itself a drafter*
+(TriForce, section 4): a level proposes a chain by taking steps with forks of the rows until the chain is long enough.
+Its tokens are distributed exactly as if its model had drawn them one by one, whatever its sources proposed. So ``q``
+for the level above is its model's own distribution. (The authors' code hands on a distribution that its tokens were not
+drawn from after a rejection.) A small model alone is a level without sources. Plain decoding is a step with an empty
+tree."""
 
 from __future__ import annotations
 
@@ -175,8 +175,8 @@ class Level(Source):
         reading: Sequence[tuple[Row, Block]],
         closed: bool,
     ) -> tuple[list[DraftTree], bool]:
-        """The trees to score: forced tokens, and under the last of them what the planner drafts, as if they were part of
-        the text already. And whether it drafts nothing."""
+        """The trees to score: forced tokens, and under the last of them what the planner drafts, as if they were part
+        of the text already. And whether it drafts nothing."""
         trees = [DraftTree.empty()] * len(rows)
         texts = [row.followed_by(chain) if chain else row for row, chain in zip(rows, forced, strict=True)]
         drafted = [n for n, row in enumerate(texts) if row.request.drafts and row.request.finish_reason is None]
@@ -222,7 +222,8 @@ class Level(Source):
 
     def _score(self, rows: Sequence[Row], blocks: Sequence[Block]) -> Sequence[Scored]:
         """Logits of each row; on a GPU they may be still to come. A pass that fails leaves no trace. Then each row has
-        a pass of its own, and those that fail again are the ones to blame. At a lower level nothing fails but drafts."""
+        a pass of its own, and those that fail again are the ones to blame. At a lower level only drafts
+        fail."""
         most = self.limit.now(len(rows))
         parts = [slice(first, first + most) for first in range(0, len(rows), most)]
         if len(parts) > 1:
@@ -262,7 +263,8 @@ class Level(Source):
         return choices
 
     def _verify(self, row: Row, block: Block, scored: Scored, choices: RowChoices) -> Outcome | None:
-        """Verify a row's tree and commit what is accepted. An error ends this row alone; at a lower level, its draft."""
+        """Verify a row's tree and commit what is accepted. An error ends this row alone (at a lower level: its
+        draft)."""
         try:
             if isinstance(scored, Exception):
                 raise scored

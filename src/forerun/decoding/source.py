@@ -53,8 +53,8 @@ class Source(ABC):
         """Begin with a row, whose prompt is known. Returns what is kept of it; a ``State`` if it is to be closed."""
 
     def read(self, row: Row, tokens: int) -> bool:
-        """Read about ``tokens`` more tokens of the prompt, which the target has read into ``row.cache`` but for its last
-        block. The pieces are small, so that other rows do not wait long.
+        """Read about ``tokens`` more tokens of the prompt, which the target has read into ``row.cache`` but for its
+        last block. The pieces are small, so that other rows do not wait long.
 
         Returns:
             Whether nothing is left.
@@ -80,8 +80,8 @@ class Source(ABC):
         """
 
     def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:  # noqa: B027
-        """Learn from a step of the target: ``request.tokens`` ends with ``outcome.verdict.tokens`` already. If the source
-        wants hidden states, it is called for chunks of prompts, too, which commit no tokens."""
+        """Learn from a step of the target: ``request.tokens`` ends with ``outcome.verdict.tokens`` already. If the
+        source wants hidden states, it is called for chunks of prompts, too, which commit no tokens."""
 
     def needs(self, tokens: int) -> int:
         """Maximum bytes that a row of ``tokens`` tokens takes here, until it ends."""

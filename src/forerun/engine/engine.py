@@ -75,8 +75,8 @@ class Engine:
 
     Args:
         model: a transformers decoder; it decides what is generated.
-        drafter: proposes the trees: a name from ``forerun.decoding.recipes``, a source, or a function that makes one from
-            a ``Setup``, such as a ``Level`` over a cache of your own.
+        drafter: proposes the trees: a name from ``forerun.decoding.recipes``, a source, or a function that makes one
+            from a ``Setup``, such as a ``Level`` over a cache of your own.
         settings: what a drafter given by name is built with.
         tokenizer: for prompts and results as text, and for ``stop_strings``.
         budget: maximum number of nodes of a tree (the Lookahead paper's decoding length).

@@ -1,8 +1,7 @@
 """Where a chain ends: how likely all of it is accepted, by what the drafting model itself thinks of its tokens.
 
-The model states how likely each token is, and that is corrected by how often tokens of similar statements were accepted.
-So a chain ends where a further token is not worth its cost.
-"""
+The model states how likely each token is, and that is corrected by how often tokens of similar statements were
+accepted. So a chain ends where a further token is not worth its cost."""
 
 from __future__ import annotations
 

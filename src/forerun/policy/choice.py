@@ -1,11 +1,10 @@
 """What to draft at a step: a tree from cheap sources, a chain from a model, or nothing.
 
-One rule decides on everything: an action is taken if the tokens that it is expected to gain are worth more than it costs
-(``ledger.TokenValues``), and if the ledger affords its cost though all of it may be wrong. A tree is asked for by what it
-promises, then cut where nodes cost more than they are worth. A chain is drafted where its net worth is higher than the
-tree's. What is not expected to pay, but might (one standard error more), is tried from the part of the slack that is kept
-for trials. Proposed trees are judged by the committed tokens even where they were not scored.
-"""
+One rule decides on everything: an action is taken if the tokens that it is expected to gain are worth more than it
+costs (``ledger.TokenValues``), and if the ledger affords its cost though all of it may be wrong. A tree is asked for by
+what it promises, then cut where nodes cost more than they are worth. A chain is drafted where its net worth is higher
+than the tree's. What is not expected to pay, but might (one standard error more), is tried from the part of the slack
+that is kept for trials. Proposed trees are judged by the committed tokens even where they were not scored."""
 
 from __future__ import annotations
 
@@ -72,8 +71,8 @@ class DraftPasses:
     Attributes:
         reads: how many of a row's cached tokens it reads.
         weight: its cost, where the target's pass over as many cached tokens costs 1.
-        small: costs of a small model's passes, if one drafts for the target itself while a request has at most ``alone``
-            cached tokens.
+        small: costs of a small model's passes, if one drafts for the target itself while a request has at most
+            ``alone`` cached tokens.
         share: cost of the small model's pass over one token.
         window: cached tokens that the small model reads at most.
     """
@@ -253,7 +252,9 @@ class Choice:
             if pays and self.ledger.affords(line.at(len(rows)), doubt > 0):
                 break
         else:
-            rows = [row for row, kind in enumerate(kinds) if step.shape.budgets[row] > 0 and (kind or line.at(1) < CHEAP)]
+            rows = [
+                row for row, kind in enumerate(kinds) if step.shape.budgets[row] > 0 and (kind or line.at(1) < CHEAP)
+            ]
             if not rows or not self._affords_hopeless(line.at(len(rows))):
                 return []
         step.asked, step.trial = {row: kinds[row] for row in rows}, not pays or doubt > 0

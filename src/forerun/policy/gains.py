@@ -70,8 +70,8 @@ class AcceptanceRate:
 
     Attributes:
         tested, accepted: numbers of tokens; old ones fade.
-        longest: how long the next chain may be: twice as long as the last was accepted, or a token longer. The rate of a
-            few tokens says little of long chains.
+        longest: how long the next chain may be: twice as long as the last was accepted, or a token longer. The rate of
+            a few tokens says little of long chains.
     """
 
     tested: float = STATEMENT_WEIGHT

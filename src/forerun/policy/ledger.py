@@ -6,14 +6,14 @@ Costs are counted in plain passes, by the cost curve: c(B) is the cost of a pass
 R_B tokens, so what is left costs Phi = sum over k of (R_k - R_{k-1}) c(B - k + 1). In a server, whose rows others
 replace, each token costs its share of a pass: Phi = sum(R) c(B) / B.
 
-**Value of a token.** A token more for a row takes off the cost to go what a step less of that row saves. A row that ends
-last saves a whole pass of its own, any other only its share of the batch's passes. Rows end by T = R / g, where g is
-what they gained per step lately; which one ends last is uncertain by about sqrt(max T). At s, what a step costs over a
-plain one, a row's token is worth P s / g, with P = last c(1) + (1 - last) (c(B) - c(1)) / (B - 1).
+**Value of a token.** A token more for a row takes off the cost to go what a step less of that row saves. A row that
+ends last saves a whole pass of its own, any other only its share of the batch's passes. Rows end by T = R / g, where g
+is what they gained per step lately; which one ends last is uncertain by about sqrt(max T). At s, what a step costs over
+a plain one, a row's token is worth P s / g, with P = last c(1) + (1 - last) (c(B) - c(1)) / (B - 1).
 
 **Ledger.** A step loses its whole time, in plain passes, less what it took off the cost to go. The slack is what may
-still be lost: a small start, a share of the progress, and what was saved before, up to ``SAVED``. An action is taken only
-if it costs no more than the slack even if all of its drafts are wrong. Therefore a batch takes at most
+still be lost: a small start, a share of the progress, and what was saved before, up to ``SAVED``. An action is taken
+only if it costs no more than the slack even if all of its drafts are wrong. Therefore a batch takes at most
 
     (1 + SHARE) Phi_0 + START
 
@@ -40,8 +40,8 @@ SHARE = 0.01
 SAVED = 16.0
 """The maximum of savings that count, in plain passes: for how long drafts are trusted after they stop paying."""
 CREDIT = 0.06
-"""The share of a batch's own cost to go that savings of earlier batches may be lost in it. With ``SHARE`` it is 7 %, what
-``forerun bench never-slower`` allows a single run."""
+"""The share of a batch's own cost to go that savings of earlier batches may be lost in it. With ``SHARE`` it is 7 %,
+what ``forerun bench never-slower`` allows a single run."""
 
 
 class Ledger:

@@ -98,8 +98,8 @@ class TrieSource(Source):
         self.trie.warm(namespace, sequences)
 
     def warm_up(self) -> None:
-        """Get the model's static lists, and load the trie's machine code. Where there is none, processes compile it, while this one waits or, if it does
-        not wait for code, generates without drafts."""
+        """Get the model's static lists, and load the trie's machine code. Where there is none, processes compile it,
+        while this one waits or, if it does not wait for code, generates without drafts."""
         if self._lists is not None:
             self.trie.set_static_lists(self._lists())
         if not compiled_before():

@@ -212,6 +212,8 @@ def _check_activations(activations: str, dtype: str) -> None:
             f"activations is {activations!r}, and dtype {dtype!r}; with other weights than '{STORED}' "
             "only auto is allowed"
         )
+
+
 def _check_quantize(quantize: str, source: Path, dtype: str, place: torch.device, ranks: int) -> None:
     """Refuse what cannot be quantised, before anything is loaded."""
     if quantize not in QUANTISATIONS:
