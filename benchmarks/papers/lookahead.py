@@ -13,7 +13,7 @@ from benchmarks.papers.lookahead_methods import Known, Lengths, default, llma, m
 from benchmarks.papers.pass_grid import pass_rows
 from benchmarks.papers.peak_memory import peaks, why_not
 from benchmarks.papers.sweeps import Labelled
-from benchmarks.papers.timed_drafter import Times
+from benchmarks.papers.timed_trie import Times
 from benchmarks.papers.variants import VariantBench
 from benchmarks.reporting.study_report import Delivery
 from benchmarks.tasks.task_bench import PADDED, in_batches
