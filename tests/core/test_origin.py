@@ -16,7 +16,7 @@ from forerun.core.origin import Origin
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.decoding.recipes import RECIPES, trie_of
-from forerun.decoding.row import Row, State
+from forerun.decoding.row import Row, RowState
 from forerun.decoding.source import Limit, Source
 from forerun.engine.engine import Engine
 from forerun.models.forward.runtime import default_runtime, runtime_as_default
@@ -129,7 +129,7 @@ def test_what_an_engine_wrote_before_is_an_earlier_text() -> None:
 
 
 @dataclass
-class Heard(State):
+class Heard(RowState):
     """Notes that it was closed."""
 
     spy: Spy
@@ -147,7 +147,7 @@ class Spy(Source):
         self.closed: set[int] = set()
         self.budgets: list[int] = []
 
-    def open(self, row: Row) -> State:
+    def open(self, row: Row) -> RowState:
         self.heard.add(row.request.id)
         return Heard(self, row.request.id)
 

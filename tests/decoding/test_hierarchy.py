@@ -49,7 +49,7 @@ from forerun.decoding.source import Limit, Source
 from forerun.decoding.sources.trie_source import TrieSource
 from forerun.models.forward.runtime import default_runtime
 from forerun.policy.cost_curve import CostCurve
-from forerun.policy.ledger import SHARE, START
+from forerun.policy.ledger import SHARE, START_SLACK
 from forerun.policy.pass_shape import PassShape
 
 TARGET = MockTarget(3, peak=1.5, seed=7)
@@ -383,5 +383,5 @@ def test_a_middle_level_asks_its_drafter_by_the_same_rule(right: bool, asking: f
     if right:
         assert clock.now < 0.5 * passes
     else:
-        lost = START + SHARE * passes + 2 * asking + 0.02 * chains  # a chain's first pass reads two tokens
+        lost = START_SLACK + SHARE * passes + 2 * asking + 0.02 * chains  # a chain's first pass reads two tokens
         assert clock.now <= passes + lost and guesses.asked * asking <= lost

@@ -33,7 +33,7 @@ from forerun.policy.chain_confidence import ChainConfidence
 from forerun.policy.choice import DraftPasses
 from forerun.policy.cost_curve import CostCurve
 from forerun.policy.gains import RECENT_TREES, SUFFIX_GAINS, SUFFIXES, Gains
-from forerun.policy.ledger import CREDIT, SAVED, SHARE, START, Ledger, TokenValues
+from forerun.policy.ledger import CREDIT, SAVED, SHARE, START_SLACK, Ledger, TokenValues
 from forerun.policy.pass_shape import PassShape
 from forerun.policy.time_model import AS_THE_CURVE_SAYS, TimeModel
 
@@ -75,8 +75,8 @@ def test_what_never_comes_true_costs_no_more_than_the_bound(
     outline = Outline(rows, tokens, sources=sources)
     seconds, planner = simulate(world, outline)
     overrun = 2 * asking + world.drafting + world.deepening * ("d" in sources) + 8 * rows * 0.02
-    assert lost(world, outline, seconds) <= START + SHARE * tokens + overrun
-    assert planner.choice.ledger.lost <= START + SHARE * tokens * LOADED.of([1] * rows, [0] * rows) + overrun
+    assert lost(world, outline, seconds) <= START_SLACK + SHARE * tokens + overrun
+    assert planner.choice.ledger.lost <= START_SLACK + SHARE * tokens * LOADED.of([1] * rows, [0] * rows) + overrun
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -87,7 +87,7 @@ def test_under_load_what_is_lost_beside_prompts_counts_as_well(rows: int, asking
     outline = Outline(rows, 1000, sources="t", closed=False)
     seconds, _ = simulate(world, outline)
     reading = sum(20 * 0.02 for step in range(world.steps) if step % 30)
-    assert lost(world, outline, seconds - reading) <= 0.02 * 1000 + START
+    assert lost(world, outline, seconds - reading) <= 0.02 * 1000 + START_SLACK
 
 
 @pytest.mark.parametrize("sources", ["t", "c", "td"])
@@ -118,7 +118,7 @@ def test_savings_of_earlier_batches_are_lost_as_a_share_of_a_later_one_only() ->
     ledger.open(200.0)
     assert ledger.slack == pytest.approx(CREDIT * 200)
     ledger.open(10.0)
-    assert ledger.slack == START and choice.ledger is ledger
+    assert ledger.slack == START_SLACK and choice.ledger is ledger
 
 
 @pytest.mark.parametrize("adversary", range(6))
@@ -130,7 +130,7 @@ def test_an_adversary_that_knows_the_planner_keeps_the_bound(adversary: int) -> 
     world.stated = lambda row, place: 0.95
     outline = Outline(1, 1500, sources="t")
     seconds, planner = simulate(world, outline)
-    assert lost(world, outline, seconds) <= START + SHARE * 1500 + 1.0
+    assert lost(world, outline, seconds) <= START_SLACK + SHARE * 1500 + 1.0
     assert planner.choice.ledger.lost == pytest.approx(lost(world, outline, seconds), abs=2.0)
 
 
@@ -143,7 +143,7 @@ def test_where_the_curve_says_too_little_the_ledger_books_what_passes_took(token
     world.plain = said.of([1] * rows, [0] * rows) / true.of([1] * rows, [0] * rows)
     outline = Outline(rows, tokens, sources="t")
     seconds, _ = simulate(world, outline)
-    assert lost(world, outline, seconds) <= 2.5 * (START + SHARE * tokens) + 1.0
+    assert lost(world, outline, seconds) <= 2.5 * (START_SLACK + SHARE * tokens) + 1.0
 
 
 # what pays
@@ -160,7 +160,7 @@ def test_a_passage_is_found_by_its_first_tokens_however_expensive_asking_is(aski
     seconds, _ = simulate(world, Outline(rows, 800, sources="t"))
     assert seconds / unit < 800 * 0.75
     in_vain = [place for row, place in world.asked if not world.known(row, place)]
-    assert asking < 0.25 or len(in_vain) * asking / rows <= 2 * START + SHARE * 800
+    assert asking < 0.25 or len(in_vain) * asking / rows <= 2 * START_SLACK + SHARE * 800
 
 
 def test_a_source_that_cannot_tell_is_tried_however_expensive_it_is() -> None:
@@ -276,7 +276,7 @@ def test_chains_that_could_not_pay_are_hardly_tried() -> None:
     """Their cost is a guess until one was measured."""
     world = World(LOADED, drafting=0.95, accepted=by_chance(0.0))
     simulate(world, Outline(1, 300, weight=0.95, sources="c"))
-    assert sum(world.chains) * 0.95 <= START + SHARE * 300
+    assert sum(world.chains) * 0.95 <= START_SLACK + SHARE * 300
 
 
 @pytest.mark.parametrize("loaded", [None, 1.0])
@@ -439,9 +439,9 @@ def test_a_token_of_the_row_that_ends_last_is_worth_most_and_in_a_server_all_are
 def test_a_ledger_keeps_savings_up_to_a_limit_and_trials_apart() -> None:
     ledger = Ledger()
     ledger.book(1.0, 101.0)
-    assert ledger.slack == SAVED and ledger.trials == pytest.approx(START + SHARE * 101)
+    assert ledger.slack == SAVED and ledger.trials == pytest.approx(START_SLACK + SHARE * 101)
     ledger.book(3.0, 1.0, trial=True)
-    assert ledger.trials == pytest.approx(START + SHARE * 101 - 2 + SHARE) and ledger.affords(10.0)
+    assert ledger.trials == pytest.approx(START_SLACK + SHARE * 101 - 2 + SHARE) and ledger.affords(10.0)
     assert not ledger.affords(10.0, trial=True)
 
 

@@ -22,7 +22,7 @@ import forerun
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.decoding.level import Level
-from forerun.decoding.row import Row, State
+from forerun.decoding.row import Row, RowState
 from forerun.decoding.source import Limit, Source
 from forerun.engine.batch import Batch
 from forerun.engine.engine import Engine
@@ -197,9 +197,9 @@ class Told(Source):
     def __init__(self, begins: Callable[[Row], Any], ends: Callable[[Row], Any]) -> None:
         self.begins, self.ends = begins, ends
 
-    def open(self, row: Row) -> State:
+    def open(self, row: Row) -> RowState:
         self.begins(row)
-        state = State()
+        state = RowState()
         state.close = lambda: self.ends(row)  # type: ignore[method-assign]
         return state
 

@@ -37,7 +37,7 @@ from transformers.generation.streamers import BaseStreamer
 import forerun
 from forerun.api import ENGINES, engine_of
 from forerun.core.request import Request
-from forerun.decoding.row import Row, State
+from forerun.decoding.row import Row, RowState
 from forerun.decoding.source import Limit
 from forerun.decoding.sources.lookup import Lookup
 from forerun.decoding.sources.trie_source import TrieSource
@@ -281,12 +281,12 @@ def test_streamers_receive_every_token(tokenizer: PreTrainedTokenizerFast, capsy
 def test_stream_yields_what_generate_returns_and_closing_it_ends_the_request() -> None:
     events = []
 
-    class Watched(State):
+    class Watched(RowState):
         def close(self) -> None:
             events.append("closed")
 
     class Watching(Silent):
-        def open(self, row: Row) -> State:
+        def open(self, row: Row) -> RowState:
             return Watched()
 
     engine = forerun.Engine(MODEL, Watching())
@@ -382,12 +382,12 @@ def test_bad_settings_are_refused_with_the_reason(tokenizer: PreTrainedTokenizer
 def test_a_failing_step_still_closes_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = []
 
-    class Watched(State):
+    class Watched(RowState):
         def close(self) -> None:
             closed.append(1)
 
     class Watching(Silent):
-        def open(self, row: Row) -> State:
+        def open(self, row: Row) -> RowState:
             return Watched()
 
     engine = forerun.Engine(MODEL, Watching())

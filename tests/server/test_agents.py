@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forerun.drafting.drafter import NoDrafter
 from support.live_server import Json, LiveServer, bundled_engine, until
+from support.mocks import Silent
 from support.tiny import HYBRIDS, build
 
 from forerun.engine.engine import Engine
@@ -100,7 +100,7 @@ def test_a_hybrid_reads_the_end_alone_where_the_end_was_changed() -> None:
 
     def read(told: list[int]) -> tuple[int, list[int]]:
         model = build(kind, {**config, "max_position_embeddings": 4096}, seed=3).float()
-        engine = Engine(model, NoDrafter(), prefix_cache=1 << 28)
+        engine = Engine(model, Silent(), prefix_cache=1 << 28)
         requests = []
         for prompt in (text, changed):
             (request,) = engine.requests([prompt.tolist()], max_new_tokens=4)

@@ -15,12 +15,12 @@ from forerun.core.compiling import COMPILES
 pytestmark = [pytest.mark.matrix, pytest.mark.skipif(not COMPILES, reason="nothing is compiled")]
 
 COMPILING = """
-from forerun.trie.compilation import CALLED, Compilation, compiled_before
+from forerun.trie.compilation import CALLED_FUNCTIONS, Compilation, compiled_before
 assert not compiled_before()
 seen = []
 code = Compilation()
 code.wait(lambda done, total: seen.append(done))
-assert compiled_before() and not code.running and seen == sorted(seen) and seen[-1] <= len(CALLED)
+assert compiled_before() and not code.running and seen == sorted(seen) and seen[-1] <= len(CALLED_FUNCTIONS)
 """
 
 AFTERWARDS = """
@@ -28,7 +28,7 @@ from forerun.trie import compilation
 from forerun.trie.trie import Trie
 Trie().warm_up()
 compilation.recycled.best_of_rows(*compilation._rows())
-each = [function for called in compilation.CALLED for function in (called, called.inner)]
+each = [function for called in compilation.CALLED_FUNCTIONS for function in (called, called.inner)]
 print(sum(function.stats.cache_misses.total() for function in each))
 """
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
 from forerun.decoding import asking
-from forerun.decoding.row import Row, State
+from forerun.decoding.row import Row, RowState
 from forerun.decoding.source import Limit, Source, Wants
 from forerun.kv.cache import READ_BLOCK
 from forerun.models.forward.runtime import Runtime
@@ -108,7 +108,7 @@ class Planner:
 
 
 @dataclass(slots=True)
-class _RowPlan(State):
+class _RowPlan(RowState):
     """What an ``AdaptivePlanner`` keeps of a row.
 
     Attributes:
@@ -136,7 +136,7 @@ class _RowPlan(State):
 
 
 @dataclass(slots=True)
-class _Plan:
+class _PlannedStep:
     """A step under way: what was decided for which rows, and when."""
 
     decision: Decision
@@ -183,7 +183,7 @@ class AdaptivePlanner(Planner):
         )
         self._draft = draft or DraftPasses()
         self._measured: list[CostCurve] = []
-        self._under_way: _Plan | None = None
+        self._under_way: _PlannedStep | None = None
         self._fresh = True  # no step was taken since there were no rows
         self.live = 0
         """Rows that are open."""
@@ -278,7 +278,7 @@ class AdaptivePlanner(Planner):
         if self._fresh:
             chosen.ledger.open(decision.cost_to_go)
             self._fresh = False
-        self._under_way = _Plan(decision, rows, states)
+        self._under_way = _PlannedStep(decision, rows, states)
         if shape.decodes and chosen.plain_step_due:
             return None
         trees = self._trees(rows, decision)

@@ -22,7 +22,7 @@ class Opener(Protocol):
         """Begin with a row. Returns what is kept of it."""
 
 
-class State:
+class RowState:
     """What a source keeps of a row, from ``Source.open`` to the row's end."""
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class Row:
         states, self.states = self.states, {}
         with ExitStack() as every:
             for state in states.values():
-                if isinstance(state, State):
+                if isinstance(state, RowState):
                     every.callback(state.close)
 
     def followed_by(self, tokens: Iterable[int]) -> Row:

@@ -50,7 +50,7 @@ class Source(ABC):
     """What it wants of the target's passes."""
 
     def open(self, row: Row) -> Any:  # noqa: B027
-        """Begin with a row, whose prompt is known. Returns what is kept of it; a ``State`` if it is to be closed."""
+        """Begin with a row, whose prompt is known. Returns what is kept of it; a ``RowState`` if it is to be closed."""
 
     def read(self, row: Row, tokens: int) -> bool:
         """Read about ``tokens`` more tokens of the prompt, which the target has read into ``row.cache`` but for its

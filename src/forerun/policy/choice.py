@@ -27,7 +27,7 @@ from forerun.policy.gains import (
     AcceptanceRate,
     Gains,
 )
-from forerun.policy.ledger import SHARE, START, Ledger, TokenValues
+from forerun.policy.ledger import SHARE, START_SLACK, Ledger, TokenValues
 from forerun.policy.pass_shape import PassShape
 from forerun.policy.time_model import (
     AS_THE_CURVE_SAYS,
@@ -53,7 +53,7 @@ DOUBT = 1.0
 """Standard errors by which trials are more hopeful than what is expected."""
 CHEAP = 0.25
 """Share of a plain pass that a chain may always cost, if it is expected to pay, however short earlier ones were."""
-RESERVE = START / 2
+RESERVE = START_SLACK / 2
 """What trials leave that promise nothing, for actions that do. Texts change: what was never right may become so."""
 RECENT = 0.1
 """Weight of the last step in what steps gained and cost lately."""

@@ -15,7 +15,7 @@ a plain one, a row's token is worth P s / g, with P = last c(1) + (1 - last) (c(
 still be lost: a small start, a share of the progress, and what was saved before, up to ``SAVED``. An action is taken
 only if it costs no more than the slack even if all of its drafts are wrong. Therefore a batch takes at most
 
-    (1 + SHARE) Phi_0 + START
+    (1 + SHARE) Phi_0 + START_SLACK
 
 in plain passes, and the overrun of one step (what it cost beyond what was foreseen), the time of deciding in steps
 without drafts, the error of the unit (the seconds of a plain pass), and what single disturbances of the machine took
@@ -33,7 +33,7 @@ from forerun.core.compiling import compiled
 from forerun.core.tree import IntArray
 from forerun.policy.cost_curve import CostTable, FloatArray
 
-START = 1.0
+START_SLACK = 1.0
 """What the first batch may lose at its start, in plain passes: one wrong draft of a typical size."""
 SHARE = 0.01
 """The share of the progress that drafting may lose in the long run."""
@@ -48,16 +48,16 @@ class Ledger:
     """The account of a level's losses."""
 
     def __init__(self) -> None:
-        self.slack = START
+        self.slack = START_SLACK
         """What the next action may cost if all of it is wrong, in plain passes."""
-        self.trials = START
+        self.trials = START_SLACK
         """The same for an action that is not expected to pay: savings are not for trials."""
         self.lost = self.progress = 0.0
         """Losses and progress of all steps, in plain passes: the account that benchmarks print."""
 
     def open(self, cost_to_go: float) -> None:
         """Begin with a batch: of earlier savings only a share of its own cost counts."""
-        allowed = max(START, CREDIT * cost_to_go)
+        allowed = max(START_SLACK, CREDIT * cost_to_go)
         self.slack, self.trials = min(self.slack, allowed), min(self.trials, allowed)
 
     def affords(self, cost: float, trial: bool = False) -> bool:
@@ -78,7 +78,7 @@ class Ledger:
         self.slack = min(self.slack + SHARE * progress - loss, SAVED)
         if trial:
             self.trials -= max(loss, 0.0)
-        self.trials = min(self.trials + SHARE * progress, START + SHARE * self.progress)
+        self.trials = min(self.trials + SHARE * progress, START_SLACK + SHARE * self.progress)
 
 
 class TokenValues:

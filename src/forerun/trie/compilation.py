@@ -27,7 +27,7 @@ from forerun.trie.trie import Trie
 
 Progress = Callable[[int, int], None]
 
-CALLED: tuple[Callable[..., Any], ...] = (
+CALLED_FUNCTIONS: tuple[Callable[..., Any], ...] = (
     entry_points.step,
     entry_points.known_suffix,
     text_cursor.ingest,
@@ -49,7 +49,7 @@ POLL_SECONDS = 0.2
 
 def compiled_before() -> bool:
     """Whether all code is there already, or is never kept, so that no other process can help."""
-    return not COMPILES or not can_be_kept(entry_points.step) or all(map(is_kept, CALLED))
+    return not COMPILES or not can_be_kept(entry_points.step) or all(map(is_kept, CALLED_FUNCTIONS))
 
 
 class Compilation:
@@ -66,7 +66,7 @@ class Compilation:
     def wait(self, progress: Progress = lambda done, total: None) -> None:
         """Wait until all code is there; ``progress`` is called with functions compiled and to compile."""
         while self.running:
-            progress(sum(map(is_kept, CALLED)), len(CALLED))
+            progress(sum(map(is_kept, CALLED_FUNCTIONS)), len(CALLED))
             time.sleep(POLL_SECONDS)
 
 

@@ -14,7 +14,7 @@ from forerun.core.sampling import MASK64, Sampler, mixed
 from forerun.core.transfers import elsewhere
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
-from forerun.decoding.row import Row, State
+from forerun.decoding.row import Row, RowState
 from forerun.decoding.source import Limit, Source, Wants
 from forerun.trie import recycled
 from forerun.trie.arrays import Int32Array
@@ -38,7 +38,7 @@ NOTHING_BEFORE = np.array([-1])
 
 
 @dataclass(slots=True, eq=False)
-class _Text(State):
+class _Text(RowState):
     """What is not learned yet of a request's text.
 
     Attributes:

@@ -54,7 +54,7 @@ ACTIVATION_TYPES = ("auto", "int8", "float32")
 
 
 @dataclass(frozen=True)
-class _Source:
+class _ModelFile:
     """A model's name in messages, and where and how transformers reads it."""
 
     name: Path
@@ -244,7 +244,7 @@ def _check_stored(source: Path, place: torch.device) -> None:
 def _from_folder(
     folder: Path, dtype: str, trust_remote_code: bool, ranks: int, quantize: str | None, progress: gguf.Progress
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    source = _Source(folder, folder, {"local_files_only": True, "trust_remote_code": trust_remote_code})
+    source = _ModelFile(folder, folder, {"local_files_only": True, "trust_remote_code": trust_remote_code})
     config = _check_config(source)
     _check_weights(folder)
     _check_tokenizer(folder)
@@ -278,7 +278,7 @@ def _from_file(
     done = "stay as they are stored" if dtype == STORED else f"are dequantised to {dtype}"
     LOG.info("%s: the weights (%s) %s", file, gguf.quantisations(header), done)
     with gguf.alone(file) as folder, gguf.bar_to(progress):
-        source = _Source(file, folder, {"local_files_only": True, "gguf_file": file.name})
+        source = _ModelFile(file, folder, {"local_files_only": True, "gguf_file": file.name})
         with gguf.read_by(header):
             config = gguf.with_what_is_not_read(_check_config(source), header)
             tokenizer = _tokenizer(source)
@@ -292,7 +292,7 @@ def _from_file(
     return model, tokenizer
 
 
-def _check_config(source: _Source) -> PreTrainedConfig:
+def _check_config(source: _ModelFile) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(source.folder, **source.options)
     except (OSError, KeyError, ValueError) as error:
@@ -324,7 +324,7 @@ def _check_tokenizer(folder: Path) -> None:
         raise ValueError(f"{folder} has no tokenizer (tokenizer.json or the like)")
 
 
-def _tokenizer(source: _Source) -> PreTrainedTokenizerBase:
+def _tokenizer(source: _ModelFile) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.folder, **source.options)
     except Exception as error:
@@ -334,7 +334,7 @@ def _tokenizer(source: _Source) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _model(source: _Source, dtype: str, kind: str, **more: Any) -> PreTrainedModel:
+def _model(source: _ModelFile, dtype: str, kind: str, **more: Any) -> PreTrainedModel:
     wrapper = kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     auto = AutoModelForImageTextToText if wrapper else AutoModelForCausalLM  # of text and pictures; given text alone
     chosen = dtype if dtype == "auto" else getattr(torch, dtype)
