@@ -64,8 +64,8 @@ def test_a_verification_that_accepts_wrong_drafts_fails(monkeypatch: pytest.Monk
         request.append(int(tree.tokens[0]))
         return Verdict([0], [int(tree.tokens[0])])
 
-    monkeypatch.setitem(DRAFTERS, "lookup", Recipe(lambda settings: Guess()))
-    monkeypatch.setattr(forerun.engine.step, "verify", gullible)
+    monkeypatch.setitem(DRAFTERS, "lookup", Recipe(lambda setup: setup.over(setup.planner(Guess()))))
+    monkeypatch.setattr(forerun.decoding.level, "verify", gullible)
     report = audit(tiny("llama"), PROMPTS, PLAN)
     failed = [c for c in report.failures if c.drafter == "lookup" and c.check != "batch"]
     assert {c.check for c in failed} == {"greedy", "plain", "coupled"}
@@ -86,7 +86,7 @@ def test_scores_that_are_wrong_fail_though_the_walk_is_right(monkeypatch: pytest
     model = tiny("llama")
     monkeypatch.setattr(forerun.engine.engine, "admit", lambda model, *_, **__: Scorer(model))
     monkeypatch.setattr(Scorer, "score", leaky)
-    monkeypatch.setitem(DRAFTERS, "lookup", Recipe(lambda settings: Guess()))
+    monkeypatch.setitem(DRAFTERS, "lookup", Recipe(lambda setup: setup.over(setup.planner(Guess()))))
     report = audit(model, PROMPTS, dataclasses.replace(PLAN, drafters=("lookup",)))
     alone = [c for c in report.failures if c.check == "greedy"]
     assert alone
@@ -113,8 +113,8 @@ def test_a_text_that_ends_too_early_fails(monkeypatch: pytest.MonkeyPatch) -> No
             request.finish_reason = "stop"
         return verdict
 
-    monkeypatch.setitem(DRAFTERS, "lookup", Recipe(lambda settings: Guess()))
-    monkeypatch.setattr(forerun.engine.step, "verify", hasty)
+    monkeypatch.setitem(DRAFTERS, "lookup", Recipe(lambda setup: setup.over(setup.planner(Guess()))))
+    monkeypatch.setattr(forerun.decoding.level, "verify", hasty)
     report = audit(tiny("llama"), PROMPTS, dataclasses.replace(PLAN, drafters=("lookup",)))
     ended = [c.divergence for c in report.failures if c.check == "greedy" and c.divergence is not None]
     assert ended

@@ -352,7 +352,7 @@ def test_an_audit_in_which_a_drafter_never_drafted_fails_and_its_table_is_whole(
 
 
 def test_an_audit_fails_when_verification_is_broken(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forerun.engine.step, "verify", gullible)
+    monkeypatch.setattr(forerun.decoding.level, "verify", gullible)
     broken = ("-p", "again again again again", "-d", "lookup", "-n", 24, "--seeds", 0)
     result = audit(model, *broken, "--json")
     report = as_json(result)

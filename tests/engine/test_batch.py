@@ -6,6 +6,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,10 @@ from forerun.engine.batch import Batch
 from forerun.engine.engine import Engine
 from forerun.engine.prefill_pacing import PrefillPacing
 from forerun.engine.prefix_sharing import PrefixSharing
-from forerun.engine.step import DecodingStep
 from forerun.kv.cache import READ_BLOCK
 from forerun.kv.full_cache import FullCache
 from forerun.kv.shared_prefix import SharedMemory, SharedPrefix
+from forerun.models.forward.runtime import default_runtime
 from forerun.models.loading.load import load
 
 
@@ -109,7 +110,8 @@ def test_a_long_prompt_does_not_hold_up_the_others() -> None:
 
 def test_the_parts_of_steps_come_to_the_time_that_they_take() -> None:
     model, tokenizer = bundled()
-    one = Engine(model, "trie", tokenizer=tokenizer)
+    runtime = replace(default_runtime(), clock=time.perf_counter)
+    one = Engine(model, "trie", tokenizer=tokenizer, _runtime=runtime)
     requests = [one.requests(["a, b, c, " * n], max_new_tokens=60, namespace="x")[0] for n in (100, 60, 3)]
     parts, began = one.step_seconds, time.perf_counter()
     with one.batch() as batch:
@@ -336,14 +338,14 @@ def test_a_prompt_that_cannot_be_taken_in_ends_its_row_alone(monkeypatch: pytest
     one = engine("none")
     wanted = engine("none").generate([prompt(5, 1)], max_new_tokens=12).generated[0]
     good, bad = sampled(one, prompt(5, 1), 0), sampled(one, prompt(60, 2), 0)
-    record = DecodingStep._record_states
+    commit = Row.commit_prompt
 
-    def fails_while_reading(self: DecodingStep, request: Any, block: Any, *more: Any) -> None:
-        if request is bad and len(block.pending) > 1:
+    def fails_while_reading(self: Row, block: Any) -> None:
+        if self.request is bad:
             raise RuntimeError("no memory")
-        record(self, request, block, *more)
+        commit(self, block)
 
-    monkeypatch.setattr(DecodingStep, "_record_states", fails_while_reading)
+    monkeypatch.setattr(Row, "commit_prompt", fails_while_reading)
     with one.batch() as batch:
         for request in (good, bad):
             batch.admit(request)
@@ -398,7 +400,7 @@ def test_what_cannot_be_admitted_is_refused_and_leaves_no_trace() -> None:
     for wrong in (0, -3):
         with pytest.raises(ValueError, match=f"limit is {wrong}"):
             one.batch(limit=wrong)
-    with pytest.raises(ValueError, match="-1 bytes"):
+    with pytest.raises(ValueError, match="prefix_cache is -1"):
         engine("none", prefix_cache=-1)
 
 

@@ -131,7 +131,7 @@ def test_experts_are_quantised_too(folder: Path) -> None:
     ids = torch.arange(8)[None]
     with torch.no_grad():
         ours, theirs = model(ids).logits, moe.eval()(ids).logits
-    assert (ours - theirs).norm() < 0.05 * theirs.norm()
+    assert (ours - theirs).norm() < 0.1 * theirs.norm()  # inputs have eight bits, too
 
 
 def stated(folder: Path, method: str, **more: object) -> None:

@@ -477,8 +477,8 @@ def test_the_fingerprint_is_of_tokens_and_their_ids(model: tuple[Any, Any]) -> N
 
 
 @pytest.mark.parametrize("name", ["trie", "auto", "triforce-trie"])
-def test_drafters_with_a_trie_show_it(name: str) -> None:
-    assert isinstance(trie_of(Engine(engine().target.model, name).level), Trie)
+def test_drafters_with_a_trie_show_it(name: str, model: tuple[Any, Any]) -> None:
+    assert isinstance(trie_of(Engine(model[0], name).level), Trie)
 
 
 @pytest.mark.matrix

@@ -98,6 +98,11 @@ def watched(server: LiveServer) -> list[dict[str, int]]:
 # --- texts
 
 
+def drafting_bytes(one: Engine, longest: int) -> int:
+    """Most bytes that drafting takes for a request of so many tokens."""
+    return sum(source.needs(longest) for source in one.level.planner.sources)
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("drafter", ["trie", "auto", "low-rank"])
 def test_texts_at_once_are_those_of_a_server_without_tiers(
@@ -107,7 +112,7 @@ def test_texts_at_once_are_those_of_a_server_without_tiers(
     expected = [wanted(plain, text, seed) for seed, text in enumerate(texts)]
     kv = plain.target.kv
     longest = max(tokens(plain, text) for text in texts)
-    drafting = Engine(model[0], drafter, settings=SMALL, tokenizer=model[1]).drafter.needs(longest)
+    drafting = drafting_bytes(Engine(model[0], drafter, settings=SMALL, tokenizer=model[1]), longest)
     device = min_device_bytes(kv, longest) + kv.nbytes * 100 + 2 * drafting  # the longest, and a short one beside it
     assert device - drafting < kv.nbytes * longest
     one = engine(model, drafter, device, min_device_bytes(kv, longest) // 2, folder=tmp_path)
@@ -293,7 +298,7 @@ def test_copies_that_fail_end_one_request_and_no_other(
     texts = [prompt(words, seed) for seed, words in enumerate((600, 500, 700))]
     expected = [wanted(plain, text) for text in texts]
     kv, size = plain.target.kv, max(tokens(plain, text) for text in texts)
-    drafting = Engine(model[0], drafter, settings=SMALL, tokenizer=model[1]).drafter.needs(size)
+    drafting = drafting_bytes(Engine(model[0], drafter, settings=SMALL, tokenizer=model[1]), size)
     one = engine(model, drafter, 3 * (min_device_bytes(kv, size) + drafting), 1 << 30)
     servers.append(LiveServer(one, SchedulerLimits(1, rows=3)))
     server, write, broken = servers[0], CopyEngine.write, threading.Event()
@@ -342,7 +347,7 @@ def test_a_draft_that_cannot_be_made_ends_the_request_whose_keys_are_lost(
     assert one.tiers is not None
     monkeypatch.setattr(Admission, "_wanted", lambda *_: 1 << 40)  # no layer stays on the device
     caches: list[OffloadedCache] = []
-    chunks, urgent, propose = OffloadedCache.chunks, CopyEngine.fetch_now, one.drafter.propose
+    chunks, urgent, propose = OffloadedCache.chunks, CopyEngine.fetch_now, one.level.planner.own[-1].propose
     drafting = failing = False
 
     def asking(cache: OffloadedCache, *told: Any) -> Any:
@@ -370,7 +375,7 @@ def test_a_draft_that_cannot_be_made_ends_the_request_whose_keys_are_lost(
 
     monkeypatch.setattr(OffloadedCache, "chunks", asking)
     monkeypatch.setattr(CopyEngine, "fetch_now", hurried)
-    monkeypatch.setattr(one.drafter, "propose", proposing)
+    monkeypatch.setattr(one.level.planner.own[-1], "propose", proposing)
     with ThreadPoolExecutor(3) as pool:
         answers = [each.result(PATIENCE) for each in [pool.submit(servers[0].post, asked(text)) for text in texts]]
     failed = [number for number, each in enumerate(answers) if each.status_code != 200]

@@ -10,7 +10,7 @@ import numpy as np
 
 from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome
-from forerun.decoding.row import Row
+from forerun.decoding.row import Row, RowState
 from forerun.decoding.source import Limit, Source
 from forerun.tensor_parallel.channel import ParallelError
 
@@ -19,8 +19,19 @@ log = logging.getLogger(__name__)
 TINY = 1e-12
 
 
-class Failed:
-    """The state of a source that failed for a row: it rests until the row ends."""
+class Failed(RowState):
+    """The state of a source that failed for a row: it rests until the row ends.
+
+    Args:
+        state: what it had kept of the row.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def close(self) -> None:
+        if isinstance(self._state, RowState):
+            self._state.close()
 
 
 def works(source: Source, row: Row) -> bool:
@@ -30,7 +41,7 @@ def works(source: Source, row: Row) -> bool:
 
 def _rest(source: Source, row: Row, error: Exception) -> None:
     log.warning("%s failed for request %d and rests until it ends: %r", type(source).__name__, row.request.id, error)
-    row.states[source] = Failed()
+    row.states[source] = Failed(row.states.get(source))
 
 
 def propose(source: Source, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:

@@ -429,8 +429,8 @@ class Choice:
         if step.shape.decodes and step.plain > 0:
             credible = self._record_pass(step.plain, added, scoring, not nodes)
         unit = self.unit
-        if not unit:
-            return 0.0
+        if not unit:  # no clock has said anything yet: the curve is believed
+            return 0.0 if step.rests else step.alone + (self._scored(step, added) if nodes else 0.0)
         cost = self._deciding.record(max(beside - step.asking - step.deepening - step.drafting, 0.0) / unit)
         if step.asked and self._asking is not None:
             cost += self._asking.record(step.asking / unit, len(step.asked), sized=True)

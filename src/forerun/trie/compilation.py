@@ -66,7 +66,7 @@ class Compilation:
     def wait(self, progress: Progress = lambda done, total: None) -> None:
         """Wait until all code is there; ``progress`` is called with functions compiled and to compile."""
         while self.running:
-            progress(sum(map(is_kept, CALLED_FUNCTIONS)), len(CALLED))
+            progress(sum(map(is_kept, CALLED_FUNCTIONS)), len(CALLED_FUNCTIONS))
             time.sleep(POLL_SECONDS)
 
 
