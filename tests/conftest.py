@@ -74,7 +74,11 @@ def fixed_runtime(folder: Path | None = None) -> Iterator[None]:
 
     kept = StartupCache(lambda: folder)
     fixed = Runtime(
-        lambda: 0.0, lambda scorer: CostCurve.linear(24), kept.exactness, kept.self_test, lambda scorer: NO_ROWS
+        lambda: 0.0,
+        lambda scorer: CostCurve.linear(24),
+        kept.exactness,
+        kept.self_test,
+        static_lists=lambda scorer: NO_ROWS,
     )
     with runtime_as_default(fixed):
         yield

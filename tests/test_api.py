@@ -177,7 +177,7 @@ def test_a_trie_is_saved_and_loaded_by_its_engine(model: Any, tokenizer: Any, tm
 def test_an_engine_says_what_it_is() -> None:
     engine = forerun.Engine(tiny("llama"), "none")
     assert repr(engine) == (
-        f"Engine(LlamaForCausalLM, {tiny('llama').num_parameters():,} parameters, float64 on cpu, drafter=NoDrafter, "
+        f"Engine(LlamaForCausalLM, {tiny('llama').num_parameters():,} parameters, float64 on cpu, drafter=none, "
         "budget=64, exactness='bitwise')"
     )
 

@@ -31,7 +31,11 @@ def run(options: ModelsOptions) -> None:
     transformers.logging.set_verbosity_error()
     kept = StartupCache(lambda: None)
     fixed = Runtime(
-        lambda: 0.0, lambda scorer: CostCurve.linear(24), kept.exactness, kept.self_test, lambda scorer: NO_ROWS
+        lambda: 0.0,
+        lambda scorer: CostCurve.linear(24),
+        kept.exactness,
+        kept.self_test,
+        static_lists=lambda scorer: NO_ROWS,
     )
     found, every = [], variants()
     with runtime_as_default(fixed), progress_bar(stderr(), "models") as show:

@@ -337,7 +337,7 @@ def test_copies_that_fail_end_one_request_and_no_other(
     assert text_of(server.post(asked(texts[0]))) == expected[0]
 
 
-def test_a_draft_that_cannot_be_made_ends_the_request_whose_keys_are_lost(
+def test_a_draft_whose_keys_cannot_be_fetched_ends_no_request(
     model: Any, plain: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [prompt(words, seed) for seed, words in enumerate((600, 500, 700))]
@@ -378,12 +378,7 @@ def test_a_draft_that_cannot_be_made_ends_the_request_whose_keys_are_lost(
     monkeypatch.setattr(one.level.planner.own[-1], "propose", proposing)
     with ThreadPoolExecutor(3) as pool:
         answers = [each.result(PATIENCE) for each in [pool.submit(servers[0].post, asked(text)) for text in texts]]
-    failed = [number for number, each in enumerate(answers) if each.status_code != 200]
-    assert len(failed) == 1, [each.text for each in answers]
-    assert error_of(answers[failed[0]], 500)["code"] == "kv_memory_failed"
-    assert [text_of(answers[n]) for n in range(3) if n not in failed] == [
-        text for n, text in enumerate(expected) if n not in failed
-    ]
+    assert caches and [text_of(answer) for answer in answers] == expected
     nothing_taken(servers[0])
 
 

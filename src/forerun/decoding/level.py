@@ -161,7 +161,7 @@ class Level(Source):
         read = [self._take_in(*each) for each in passes[len(rows) :]]
         times = StepTimes(planned - began, passed - planned, self._clock() - passed)
         self._learn([*rows, *every[len(rows) :]], [*outcomes, *read], forced, times)
-        return outcomes, times
+        return outcomes, times._replace(verifying=self._clock() - passed)
 
     def _forced(self, row: Row, budget: int) -> list[int]:
         """Tokens that the row's grammar forces. Plain decoding drafts nothing, so it leaves them out."""

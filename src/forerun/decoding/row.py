@@ -48,8 +48,8 @@ class Row:
 
     @property
     def pending(self) -> IntArray:
-        """Tokens that the cache does not hold, int64."""
-        return self.request.tokens[self.cache.length :]
+        """Tokens that the cache does not hold, int64; the last one at least."""
+        return self.request.tokens[min(self.cache.length, len(self.request) - 1) :]
 
     @property
     def wants(self) -> int:

@@ -27,7 +27,8 @@ def validation_error(errors: Sequence[Any], names: Callable[[bool], Collection[s
     if len(errors) > LISTED_FAULTS:
         message += f"; and {len(errors) - LISTED_FAULTS} more fields are wrong"
     # a check of several fields has no place, and is named for the one to change
-    return ApiError(400, message, code, _field(first) or (first["type"] if first["type"] in names(False) else None))
+    named = first["type"] if first["type"] in {*names(False), *names(True)} else None
+    return ApiError(400, message, code, _field(first) or named)
 
 
 def _field(error: Any) -> str | None:
