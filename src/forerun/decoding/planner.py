@@ -272,6 +272,13 @@ class AdaptivePlanner(Planner):
 
     def plan(self, rows: Sequence[Row], shape: PassShape) -> list[DraftTree] | None:
         """The best part of each tree, or chains, or nothing, whichever is worth most."""
+        began = self._clock()
+        trees = self._decide(rows, shape)
+        if self._under_way is not None:
+            self._under_way.decision.planning = self._clock() - began
+        return trees
+
+    def _decide(self, rows: Sequence[Row], shape: PassShape) -> list[DraftTree] | None:
         states = [row.states[self] for row in rows]
         chosen = self.choice
         decision = chosen.begin(shape, [state.gain for state in states])
@@ -355,8 +362,8 @@ class AdaptivePlanner(Planner):
         if plan.decision.asked:
             plan.decision.asking += taught
         rates = [state.rate for state in plan.states]
-        rest = seconds.verifying + taught
-        tokens = self._choice.learn(plan.decision, own, rates, seconds.planning, seconds.scoring, rest)
+        passed = seconds.scoring + seconds.verifying  # without drafts both are there, too
+        tokens = self._choice.learn(plan.decision, own, rates, passed, taught)
         for state, got in zip(plan.states, tokens, strict=True):
             state.gain += GAIN_WEIGHT * (got - state.gain)
 

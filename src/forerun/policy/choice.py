@@ -44,6 +44,8 @@ from forerun.policy.tree_pruning import PrunedTrees, TreePruner
 
 FIRST_ASKING = 0.0002
 """Seconds assumed for proposing a tree before one was: measured are 150 us, and 20 us for each further row."""
+FIRST_DECIDING = 5e-5
+"""Seconds assumed for deciding before a step was decided on; measured: 40 to 70 us."""
 FURTHER_ROW = 0.13
 """What a further row adds to it, as a share."""
 FIRST_DEEPENING = 0.3
@@ -115,7 +117,8 @@ class Decision:
         chain: length of the chains that are scored in their place.
         passes: cost of one of their passes, as it was guessed.
         trial: whether what is drafted is not expected to pay.
-        asking, deepening, drafting: seconds that sources took.
+        planning: seconds of deciding and of asking sources.
+        asking, deepening, drafting: the part of it that sources took.
     """
 
     shape: PassShape
@@ -130,6 +133,7 @@ class Decision:
     chain: int = 0
     passes: float = 0.0
     trial: bool = False
+    planning: float = 0.0
     asking: float = 0.0
     deepening: float = 0.0
     drafting: float = 0.0
@@ -166,7 +170,7 @@ class Choice:
         self._asking: TimeModel | None = None
         self._deepening = TimeModel(FIRST_DEEPENING, GUESS_DOUBT, LinearCost(1.0 - FURTHER_ROW, FURTHER_ROW))
         self._drafting = {alone: TimeModel(1.0, GUESS_DOUBT, IN_PROPORTION) for alone in (False, True)}
-        self._deciding = TimeModel(1.0, NOTHING_KNOWN)
+        self._deciding: TimeModel | None = None
         self._since, self._after_plain, self._plain_measured = 0, False, False
 
     # what things cost
@@ -233,7 +237,7 @@ class Choice:
         if not self._plain_measured and (not self._loaded or self._after_plain):
             return gain <= PLAIN_STEPS_TO_MEASURE
         doubt = self._passes.doubt
-        if self._since and doubt > CREDIBLE * STEP_NOISE and gain < math.exp(CREDIBLE * doubt):
+        if self.unit and self._since and doubt > CREDIBLE * STEP_NOISE and gain < math.exp(CREDIBLE * doubt):
             return True
         return self._since * SHARE > PLAIN_STEPS_TO_MEASURE * max(gain, 1.0)
 
@@ -365,9 +369,8 @@ class Choice:
         step: Decision,
         outcomes: Sequence[Outcome | None],
         rates: Sequence[AcceptanceRate],
-        planning: float,
-        scoring: float,
-        rest: float,
+        passed: float,
+        taught: float,
     ) -> list[int]:
         """Learn from a step, and book it.
 
@@ -375,7 +378,8 @@ class Choice:
             step: the step.
             outcomes: of its rows; None for one that failed.
             rates: of its rows' chains.
-            planning, scoring, rest: seconds of planning, of the pass, and of all else.
+            passed: seconds of the pass and of verifying.
+            taught: seconds of the sources' learning.
 
         Returns:
             Tokens that each row got.
@@ -383,13 +387,16 @@ class Choice:
         tokens = [1 if outcome is None else len(outcome.verdict.tokens) for outcome in outcomes]
         if not step.rests:
             self._judge(step, outcomes, rates)
-        cost = self._learn_times(step, outcomes, planning + rest, scoring)
+        cost = self._learn_times(step, outcomes, step.planning + taught, passed)
         shape = step.shape
         after = [max(left - got, 0) for left, got in zip(shape.left, tokens, strict=True)]
         waiting = [max(left - 1, 0) for left in shape.undrafted_left]
         cached = shape.cached + shape.undrafted_cached
         progress = step.cost_to_go - self._values.cost_to_go(after + waiting, cached, self.table, shape.closed)
-        self.ledger.book(progress + cost if step.rests else cost, progress, step.trial)
+        if step.rests:
+            self.ledger.rest(cost, progress)
+        else:
+            self.ledger.book(cost, progress, step.trial)
         self._stretch += RECENT * ((1.0 + cost if step.rests else cost / step.alone) - self._stretch)
         self._tokens = MEMORY * self._tokens + (sum(tokens) + len(waiting)) / shape.waiting
         self._spent = MEMORY * self._spent + (1.0 if step.rests else cost / step.alone)
@@ -431,6 +438,8 @@ class Choice:
         unit = self.unit
         if not unit:  # no clock has said anything yet: the curve is believed
             return 0.0 if step.rests else step.alone + (self._scored(step, added) if nodes else 0.0)
+        if self._deciding is None:
+            self._deciding = TimeModel(FIRST_DECIDING / unit, GUESS_DOUBT)
         cost = self._deciding.record(max(beside - step.asking - step.deepening - step.drafting, 0.0) / unit)
         if step.asked and self._asking is not None:
             cost += self._asking.record(step.asking / unit, len(step.asked), sized=True)

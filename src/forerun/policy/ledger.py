@@ -64,6 +64,14 @@ class Ledger:
         """Whether an action may cost this if all of it is wrong."""
         return cost <= (min(self.trials, self.slack) if trial else self.slack)
 
+    def rest(self, overhead: float, progress: float) -> None:
+        """Book a step without drafts. What deciding took counts as lost, and takes nothing from the slack: else a
+        ledger that says no would never say anything else."""
+        self.lost += overhead
+        self.progress += progress
+        self.slack = min(self.slack + SHARE * progress, SAVED)
+        self.trials = min(self.trials + SHARE * progress, START_SLACK + SHARE * self.progress)
+
     def book(self, cost: float, progress: float, trial: bool = False) -> None:
         """Book a step.
 
