@@ -184,7 +184,8 @@ def test_log_probabilities_of_a_step_take_one_transfer() -> None:
 def test_a_pass_is_timed_until_it_is_done(monkeypatch: pytest.MonkeyPatch, lower: bool) -> None:
     """A pass takes five seconds, which go by where someone waits for it: with the transfer of its choices."""
     now, waited = [0.0], []
-    monkeypatch.setattr(engine_step, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for module in (engine_step, level_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def wait(trees: Any, logits: Any, *rest: Any, **options: Any) -> Any:
         waited.append(logits[-1].device.type)

@@ -91,8 +91,8 @@ class Noise:
         def draw(probability: torch.Tensor, seed: int, position: int, salt: Salt) -> int:
             return self.take(position, salt, probability, seed)
 
-        def choose(sampler: Sampler, scores: torch.Tensor, position: int, salt: Salt = Salt.TARGET) -> int:
-            return self.take(position, salt, scores.double().softmax(-1), sampler.seed)
+        def choose(sampler: Sampler, scores: torch.Tensor, position: int, salt: Salt | None = None) -> int:
+            return self.take(position, sampler.salt if salt is None else salt, scores.double().softmax(-1), sampler.seed)
 
         patch.setattr(verify_module, "uniform", uniform)
         patch.setattr(verify_module, "draw", draw)

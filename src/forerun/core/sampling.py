@@ -142,6 +142,7 @@ class Sampler:
         constraint: leaves out the tokens that may not come, before the processor runs; or None.
         temperature: that the processor divides scores by. It decides nothing here; drafts judge by it how much the
             noise counts.
+        salt: what it draws with.
     """
 
     method: Method = "greedy"
@@ -149,6 +150,7 @@ class Sampler:
     processor: Processor | None = None
     constraint: Constraint | None = None
     temperature: float = 1.0
+    salt: Salt = Salt.TARGET
 
     def __post_init__(self) -> None:
         if self.method not in ("greedy", "coupled", "rejection"):
@@ -187,17 +189,17 @@ class Sampler:
             return scores
         return self.processor(torch.empty((len(scores), 0), dtype=torch.int64, device=scores.device), scores)
 
-    def choose(self, scores: torch.Tensor, position: int, salt: Salt = Salt.TARGET) -> int:
+    def choose(self, scores: torch.Tensor, position: int, salt: Salt | None = None) -> int:
         """The token at ``position`` (its index in the sequence, prompt included) for processed scores ``[V]``."""
         if self.method == "greedy":
             return int(scores.argmax())
-        return _sample(scores, self.seed, position, salt)
+        return _sample(scores, self.seed, position, self.salt if salt is None else salt)
 
-    def choices(self, scores: torch.Tensor, positions: Sequence[int], salt: Salt = Salt.TARGET) -> torch.Tensor:
+    def choices(self, scores: torch.Tensor, positions: Sequence[int], salt: Salt | None = None) -> torch.Tensor:
         """``choose`` for rows of scores ``[n, V]``, each at its own position; int64 ``[n]``, on the scores' device."""
         if self.method == "greedy":
             return scores.argmax(-1)
-        return highest_of_rows(scores, self.seed, positions, salt)
+        return highest_of_rows(scores, self.seed, positions, self.salt if salt is None else salt)
 
     def chances(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """The model's probability of tokens ``[n]`` by the logits before each, ``[n, V]``, before any processor;

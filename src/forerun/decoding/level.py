@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -90,7 +90,7 @@ class Level(Source):
         helper: whether the model is another one than the target's, so that it always has something to add.
         beyond: tokens of a request before which nothing is drafted over the cache.
         reads: how many of a row's cached tokens a pass over the cache reads.
-        clock: gives seconds.
+        clock: gives the planner's seconds; statistics are of the wall's clock.
 
     Raises:
         ValueError: for a ``chain`` under 1.
@@ -147,21 +147,22 @@ class Level(Source):
         Returns:
             The outcome of each row that decodes, None for one that failed; and what the parts of the step took.
         """
-        began = self._clock()
+        began, shown = self._clock(), time.perf_counter()
         forced = [self._forced(row, budget) for row, budget in zip(rows, budgets, strict=True)]
         trees, rests = self._plan(rows, budgets, forced, reading, closed)
         blocks = [row.block(tree) for row, tree in zip(rows, trees, strict=True)] + [block for _, block in reading]
         every = [*rows, *(row for row, _ in reading)]
-        planned = self._clock()
+        planned, shown_planned = self._clock(), time.perf_counter()
         scored = self._score(every, blocks)
         choices = self._choices(rows, trees, scored, rests)
-        passed = self._clock()
+        passed, shown_passed = self._clock(), time.perf_counter()
         passes = list(zip(every, blocks, scored, strict=True))
         outcomes = [self._verify(*each, choice) for each, choice in zip(passes, choices, strict=False)]
         read = [self._take_in(*each) for each in passes[len(rows) :]]
         times = StepTimes(planned - began, passed - planned, self._clock() - passed)
         self._learn([*rows, *every[len(rows) :]], [*outcomes, *read], forced, times)
-        return outcomes, times._replace(verifying=self._clock() - passed)
+        shown_times = shown_planned - shown, shown_passed - shown_planned, time.perf_counter() - shown_passed
+        return outcomes, StepTimes(*shown_times)
 
     def _forced(self, row: Row, budget: int) -> list[int]:
         """Tokens that the row's grammar forces. Plain decoding drafts nothing, so it leaves them out."""
@@ -402,6 +403,9 @@ class Level(Source):
         own.start(request, min(length, self._room(own, request)) if length > 0 else 0, limit.least)
         if self.planner.own:
             own.request.stats = request.stats.inner()
+        else:  # its draws are what the level above tests
+            sampler = own.request.sampler
+            own.request.sampler = replace(sampler, salt=sampler.draft_salt())
         if own.missing > 0:
             own.follow()
 
