@@ -92,7 +92,9 @@ class Noise:
             return self.take(position, salt, probability, seed)
 
         def choose(sampler: Sampler, scores: torch.Tensor, position: int, salt: Salt | None = None) -> int:
-            return self.take(position, sampler.salt if salt is None else salt, scores.double().softmax(-1), sampler.seed)
+            return self.take(
+                position, sampler.salt if salt is None else salt, scores.double().softmax(-1), sampler.seed
+            )
 
         patch.setattr(verify_module, "uniform", uniform)
         patch.setattr(verify_module, "draw", draw)
