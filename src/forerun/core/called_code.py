@@ -19,6 +19,9 @@ import llvmlite.binding as llvm
 LARGE = 200
 """LLVM instructions from which on a function is called."""
 
+code_of = operator.attrgetter("library")
+"""The machine code that numba's compile result has, of its function and all that it contains."""
+
 
 class Symbol(NamedTuple):
     """A compiled function with a signature.
@@ -51,7 +54,7 @@ def call_if_large(result: Any, target_context: Any) -> None:
     if not called_apart(result):
         return
     symbol, described = _symbol_of(result), copy.copy(result.fndesc)
-    llvm.add_symbol(symbol.name, result.library.get_pointer_to_function(described.mangled_name))
+    llvm.add_symbol(symbol.name, code_of(result).get_pointer_to_function(described.mangled_name))
     described.mangled_name = symbol.name
     target_context.remove_user_function(result.entry_point)
     target_context.insert_user_function(result.entry_point, described)
@@ -78,7 +81,7 @@ def _symbol_of(result: Any) -> Symbol:
 
 
 def _is_for_python(result: Any) -> bool:
-    return result.fndesc.llvm_cpython_wrapper_name in {each.name for each in result.library._final_module.functions}
+    return result.fndesc.llvm_cpython_wrapper_name in {each.name for each in code_of(result)._final_module.functions}
 
 
 def _can_be_found(result: Any) -> bool:
@@ -87,5 +90,5 @@ def _can_be_found(result: Any) -> bool:
 
 def _size(result: Any) -> int:
     """Instructions of the optimised function."""
-    function = result.library.get_function(result.fndesc.mangled_name)
+    function = code_of(result).get_function(result.fndesc.mangled_name)
     return sum(1 for block in function.blocks for _ in block.instructions)

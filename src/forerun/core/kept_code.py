@@ -18,7 +18,7 @@ from typing import Any
 import llvmlite.binding as llvm
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile
 
-from forerun.core.called_code import called_apart, load, needed_by
+from forerun.core.called_code import called_apart, code_of, load, needed_by
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class _Packing(CompileResultCacheImpl):  # type: ignore[misc]  # numba has no ty
     def reduce(self, result: Any) -> Any:
         """As numba does it, with the symbols that the code needs, and without LLVM code that no caller contains."""
         (name, kind, (code, shared)), *rest = result._reduce()
-        module, apart = result.library._final_module, called_apart(result)
+        module, apart = code_of(result)._final_module, called_apart(result)
         shared = NO_CODE if apart else shared
         defined = [each.name for each in (*module.functions, *module.global_variables) if not each.is_declaration]
         return needed_by(module), apart, defined, ((name, kind, (code, shared)), *rest)
