@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "replay": ("studies.replay_command:ReplayOptions", "Drafts on recorded answers, without a model."),
     "exact-texts": ("studies.exact_texts:ExactTextsOptions", "How many texts differ, bit for bit, between any drafter and none."),
     "decisions": ("studies.decisions_command:DecisionOptions", "What the planner decides on a simulated clock, beside each source alone."),
+    "step-trace": ("studies.step_trace:TraceOptions", "How much Python a step runs: files, functions and lines."),
     "constants": ("studies.constants:ConstantsOptions", "How much each hand-set constant matters."),
     "proposers": ("studies.proposers:ProposersOptions", "Forerun's proposer for vLLM beside prompt lookup, replayed."),
     "train-bundled": ("training.train:TrainOptions", "Train the bundled models anew."),

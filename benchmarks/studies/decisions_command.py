@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.studies.simulated_steps import Outline, World, plain_seconds, simulate
+from forerun.cli.options import DebugOptions
 from forerun.core.sampling import Salt, uniform
 from forerun.policy.cost_curve import CostCurve
 
@@ -37,7 +38,7 @@ class Case(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DecisionOptions:
+class DecisionOptions(DebugOptions):
     """What the planner decides on a simulated clock, beside each source alone.
 
     Attributes:

@@ -35,13 +35,13 @@ class Block:
     @property
     def tokens(self) -> IntArray:
         """Token ids, int64 ``[m + n]``."""
-        return np.concatenate((self.pending, self.tree.tokens))
+        return np.concatenate((self.pending, self.tree.tokens)) if len(self.tree) else self.pending
 
     @cached_property
     def offsets(self) -> IntArray:
         """Position of each token relative to ``start``, int64 ``[m + n]``."""
         m = len(self.pending)
-        return np.concatenate((np.arange(m), m - 1 + self.tree.depths))
+        return np.concatenate((np.arange(m), m - 1 + self.tree.depths)) if len(self.tree) else np.arange(m)
 
     @cached_property
     def deepest(self) -> int:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from forerun.core.compiling import compiled
 from forerun.core.origin import Origin
 
 if TYPE_CHECKING:
@@ -146,10 +147,8 @@ class DraftTree:
     @cached_property
     def depths(self) -> IntArray:
         """Distance from the root, 1 for its children; int64 ``[n]``."""
-        depths = np.ones(len(self), np.int64)
-        for i, parent in enumerate(self.parents.tolist()):
-            if parent != ROOT:
-                depths[i] = depths[parent] + 1
+        depths = np.empty(len(self), np.int64)
+        _write_depths(self.parents, depths)
         return depths
 
     @cached_property
@@ -220,6 +219,13 @@ class DraftTree:
         if unknown.any():
             keep &= ~(self.ancestors & unknown).any(1)
         return self if keep.all() else self.select(keep)
+
+
+@compiled
+def _write_depths(parents: IntArray, depths: IntArray) -> None:
+    """Write each node's distance from the root."""
+    for i in range(len(parents)):
+        depths[i] = 1 if parents[i] < 0 else depths[parents[i]] + 1
 
 
 def _under_certain(tokens: Sequence[int], q: torch.Tensor) -> torch.Tensor:

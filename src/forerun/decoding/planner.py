@@ -133,6 +133,8 @@ class _RowPlan(RowState):
 
     def close(self) -> None:
         self.planner.live -= 1
+        if not self.planner.live:
+            self.planner.end_rest()
 
 
 @dataclass(slots=True)
@@ -142,6 +144,24 @@ class _PlannedStep:
     decision: Decision
     rows: Sequence[Row]
     states: Sequence[_RowPlan]
+
+
+@dataclass(slots=True)
+class _Rest:
+    """A decision to draft nothing, which stands for some steps.
+
+    Attributes:
+        plan: the decision.
+        left: steps for which it still stands.
+        steps: for which it stood.
+        deciding, passed: seconds in which that was found out, and of these steps' passes.
+    """
+
+    plan: _PlannedStep
+    left: int
+    steps: int = 0
+    deciding: float = 0.0
+    passed: float = 0.0
 
 
 class AdaptivePlanner(Planner):
@@ -184,6 +204,8 @@ class AdaptivePlanner(Planner):
         self._draft = draft or DraftPasses()
         self._measured: list[CostCurve] = []
         self._under_way: _PlannedStep | None = None
+        self._rest: _Rest | None = None
+        self._resting = False  # in the step under way
         self._fresh = True  # no step was taken since there were no rows
         self.live = 0
         """Rows that are open."""
@@ -273,10 +295,35 @@ class AdaptivePlanner(Planner):
     def plan(self, rows: Sequence[Row], shape: PassShape) -> list[DraftTree] | None:
         """The best part of each tree, or chains, or nothing, whichever is worth most."""
         began = self._clock()
+        self._resting = self._rest is not None and self._rests(self._rest, rows, shape)
+        if self._rest is not None:
+            self._rest.deciding += self._clock() - began
+            return None
         trees = self._decide(rows, shape)
         if self._under_way is not None:
             self._under_way.decision.planning = self._clock() - began
         return trees
+
+    def _rests(self, rest: _Rest, rows: Sequence[Row], shape: PassShape) -> bool:
+        """Whether a decision to draft nothing still stands: for these rows, none of which promises more than then. If
+        not, it is booked."""
+        same = shape.decodes and [id(row.states) for row in rows] == [id(row.states) for row in rest.plan.rows]
+        if same and rest.left and not shape.undrafted_left and self.trees is not None:
+            kinds = self._choice.kinds(self.trees.promise(rows))
+            if all(now <= then for now, then in zip(kinds, rest.plan.decision.kinds, strict=True)):
+                rest.left -= 1
+                rest.steps += 1
+                return True
+        self.end_rest()
+        return False
+
+    def end_rest(self) -> None:
+        """Book the steps for which the last decision to draft nothing stood."""
+        rest, self._rest = self._rest, None
+        if rest is not None and rest.steps:
+            self._choice.rested(rest.plan.decision, rest.steps, rest.deciding, rest.passed)
+            for state in rest.plan.states:
+                state.gain = 1.0 + (1.0 - GAIN_WEIGHT) ** rest.steps * (state.gain - 1.0)
 
     def _decide(self, rows: Sequence[Row], shape: PassShape) -> list[DraftTree] | None:
         states = [row.states[self] for row in rows]
@@ -355,6 +402,8 @@ class AdaptivePlanner(Planner):
         super().learn(rows, outcomes, seconds)
         plan, self._under_way = self._under_way, None
         if plan is None:
+            if self._resting and self._rest is not None:
+                self._rest.passed += seconds.scoring + seconds.verifying
             return
         taught = self._clock() - began
         by_row = {id(row.states): outcome for row, outcome in zip(rows, outcomes, strict=True)}
@@ -366,6 +415,11 @@ class AdaptivePlanner(Planner):
         tokens = self._choice.learn(plan.decision, own, rates, passed, taught)
         for state, got in zip(plan.states, tokens, strict=True):
             state.gain += GAIN_WEIGHT * (got - state.gain)
+        steps = self._choice.patience(plan.decision)
+        if self.chains is not None:
+            steps = min(steps, self._beyond - max(plan.decision.shape.cached))
+        if steps > 0:
+            self._rest = _Rest(plan, steps)
 
 
 def _is_short(row: Row) -> bool:

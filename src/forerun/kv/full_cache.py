@@ -199,10 +199,9 @@ class FullCache(Cache):
     def commit(self, block: Block, path: Sequence[int]) -> None:
         """An accepted chain is already in place and costs nothing."""
         start = self.length + len(block.pending)
-        if self._store is not None:
-            compact((self._store.flatten(0, 2)[None],), start, path)
-        else:
-            for rows in self._layers.values():
+        if any(node != place for place, node in enumerate(path)):
+            whole = [(self._store.flatten(0, 2)[None],)] if self._store is not None else self._layers.values()
+            for rows in whole:
                 compact(rows, start, path)
         if self._recurrent:
             self._recurrent.commit(block, path)

@@ -61,6 +61,8 @@ RECENT = 0.1
 """Weight of the last step in what steps gained and cost lately."""
 SLOPE_NODES = 8
 """Nodes over which the slope of the cost curve is taken."""
+REST_STEPS = 32
+"""Most steps for which a decision to draft nothing stands: what tokens are worth changes little meanwhile."""
 PLAIN_STEPS_TO_MEASURE = 2
 """Plain steps that it takes to measure one. Drafting displaces what the next pass reads from the processor's caches, so
 only a plain step that follows another one is measured."""
@@ -110,7 +112,9 @@ class Decision:
         values: what a token of each row is worth.
         cost_to_go: of all rows that wait.
         plain, alone: cost of the pass without drafts, and without prompts either.
-        asked: the class of what was promised, by row.
+        kinds: the class of what each row promised, if they were looked at.
+        lacks: what the slack lacked for the cheapest action that was not taken for that reason, in plain passes.
+        asked: the class of what was promised, by row for which trees are asked.
         deeper: by row, the class of what a costly source was asked to add, and the tree before.
         trees: proposed, by row.
         pruned: what is scored of them.
@@ -126,6 +130,8 @@ class Decision:
     cost_to_go: float
     plain: float
     alone: float
+    kinds: list[int] = field(default_factory=list)
+    lacks: float = math.inf
     asked: dict[int, int] = field(default_factory=dict)
     deeper: dict[int, tuple[int, DraftTree]] = field(default_factory=dict)
     trees: Sequence[DraftTree] = ()
@@ -245,7 +251,7 @@ class Choice:
         """Choose the rows to ask for trees, by the known suffix of each; where a source cannot tell, a short one is
         assumed."""
         line, (fixed, slopes) = self.asking, self._node_costs(step)
-        kinds = [self._gains.kind(SUFFIXES[0] if promise is None else promise) for promise in promises]
+        step.kinds = kinds = self.kinds(promises)
         for doubt in (0.0, DOUBT):
             worth = [
                 value * self._gains.expected(kind, slope / value, doubt) - line.each
@@ -253,16 +259,33 @@ class Choice:
             ]
             rows = [row for row, net in enumerate(worth) if net > 0 and step.shape.budgets[row] > 0]
             pays = bool(rows) and sum(worth[row] for row in rows) > line.start + fixed
-            if pays and self.ledger.affords(line.at(len(rows)), doubt > 0):
-                break
+            if pays:
+                lacks = self.ledger.lacks(line.at(len(rows)), doubt > 0)
+                if lacks <= 0:
+                    break
+                step.lacks = min(step.lacks, lacks)
         else:
             rows = [
                 row for row, kind in enumerate(kinds) if step.shape.budgets[row] > 0 and (kind or line.at(1) < CHEAP)
             ]
-            if not rows or not self._affords_hopeless(line.at(len(rows))):
+            if not rows:
+                return []
+            if not self._affords_hopeless(line.at(len(rows))):
+                step.lacks = min(step.lacks, self.ledger.lacks(line.at(len(rows)) + RESERVE, trial=True))
                 return []
         step.asked, step.trial = {row: kinds[row] for row in rows}, not pays or doubt > 0
         return rows
+
+    def kinds(self, promises: Sequence[int | None]) -> list[int]:
+        """The classes of what rows promise."""
+        return [self._gains.kind(SUFFIXES[0] if promise is None else promise) for promise in promises]
+
+    def patience(self, step: Decision) -> int:
+        """Steps for which a decision to draft nothing stands, unless a row promises more: until the slack has grown to
+        what was lacking."""
+        if not (step.rests and step.kinds and step.shape.decodes) or step.shape.undrafted_left:
+            return 0
+        return int(min(step.lacks / (SHARE * step.plain), REST_STEPS))
 
     def _affords_hopeless(self, cost: float) -> bool:
         """Whether to try something that promises nothing."""
@@ -401,6 +424,23 @@ class Choice:
         self._tokens = MEMORY * self._tokens + (sum(tokens) + len(waiting)) / shape.waiting
         self._spent = MEMORY * self._spent + (1.0 if step.rests else cost / step.alone)
         return tokens
+
+    def rested(self, step: Decision, steps: int, deciding: float, passed: float) -> None:
+        """Learn from steps for which a decision to draft nothing stood, and book them.
+
+        Args:
+            step: of the decision.
+            steps: number of them.
+            deciding: seconds in which it was found that it stands.
+            passed: seconds of their passes.
+        """
+        self._passes.record(passed / steps / step.plain)
+        self._plain_measured, self._after_plain, self._since = True, True, 0
+        cost, kept, fade = deciding / (self.unit or 1.0), (1.0 - RECENT) ** steps, MEMORY**steps
+        self.ledger.rest(cost, steps * step.plain)
+        stretch, share = 1.0 + cost / steps, (1.0 - fade) / (1.0 - MEMORY)
+        self._stretch = stretch + kept * (self._stretch - stretch)
+        self._tokens, self._spent = fade * self._tokens + share, fade * self._spent + share
 
     def _judge(self, step: Decision, outcomes: Sequence[Outcome | None], rates: Sequence[AcceptanceRate]) -> None:
         """Learn what the step's drafts were right about, whether they were scored or not."""

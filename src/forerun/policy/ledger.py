@@ -60,12 +60,16 @@ class Ledger:
         allowed = max(START_SLACK, CREDIT * cost_to_go)
         self.slack, self.trials = min(self.slack, allowed), min(self.trials, allowed)
 
+    def lacks(self, cost: float, trial: bool = False) -> float:
+        """What the slack lacks for an action that costs this if all of it is wrong; 0 or less if it suffices."""
+        return cost - (min(self.trials, self.slack) if trial else self.slack)
+
     def affords(self, cost: float, trial: bool = False) -> bool:
         """Whether an action may cost this if all of it is wrong."""
-        return cost <= (min(self.trials, self.slack) if trial else self.slack)
+        return self.lacks(cost, trial) <= 0
 
     def rest(self, overhead: float, progress: float) -> None:
-        """Book a step without drafts. What deciding took counts as lost, and takes nothing from the slack: else a
+        """Book steps without drafts. What deciding took counts as lost, and takes nothing from the slack: else a
         ledger that says no would never say anything else."""
         self.lost += overhead
         self.progress += progress

@@ -6,21 +6,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from forerun.core.block import Block
+from forerun.core.compiling import compiled
 from forerun.core.tree import IntArray
 from forerun.kernels.attention import float64_attention, ordered_attention, topk_attention, topk_rank
 from forerun.kernels.attention.attention_tile import TILE_QUERIES
 from forerun.kernels.attention.ordered_attention import (
     ALL_SPLITS,
-    ROW_LAYOUT,
+    ROW_BYTES,
     SPLIT_TOKENS,
-    UNIT_LAYOUT,
+    UNIT_BYTES,
     RowFields,
-    UnitFields,
     tile_bytes,
 )
 from forerun.kernels.attention.topk_rank import GROUP_CHUNKS, RANK_UNIT_BYTES, TopkFields
@@ -33,6 +34,11 @@ UNIT_TILES = 32
 """Tiles per unit in that case; their states fit in the nearer caches."""
 UNITS_PER_THREAD = 4
 """A shorter row is cut into this many units per thread, so that threads finish at about the same time."""
+CUT_INTEGERS = 8
+"""Integers of a row in the table by which ``_cut`` and ``_fill`` go."""
+NO_PARENTS = np.zeros(0, np.int64)
+ROW_INTEGERS, UNIT_INTEGERS = ROW_BYTES // 8, UNIT_BYTES // 8
+STRIDES = slice(RowFields._fields.index("k_head"), RowFields._fields.index("v_row") + 1)
 TOPK_FIELD_COUNT = len(TopkFields._fields)
 CHUNKS_FIELD, MOST_FIELD, RANK_FIELD, QUERIES_FIELD = (
     TopkFields._fields.index(name) for name in ("chunks", "most", "rank", "queries")
@@ -58,86 +64,167 @@ class PackedPass:
     """The blocks of all rows.
 
     Args:
-        blocks: each row's input, with its place in the row's cache as its start.
+        blocks: each row's input.
         heads: the model's.
         threads: number of threads of the pass.
-        positions: of the tokens for the model; by default their places.
+        positions: of the tokens for the model; by default their places in their row's memory.
+        places: of each block's first token in its row's memory; by default the blocks' starts.
+
+    Attributes:
+        ids: token ids, int64 ``[n]``.
+        output_indices: see ``wanted_tokens``.
+        unit_count, most_tiles, states_bytes: number of units, the most tiles of one, and bytes of all states.
     """
 
     def __init__(
-        self, blocks: Sequence[Block], heads: HeadShape, threads: int, positions: IntArray | None = None
-    ) -> None:
-        self.blocks, self.heads = blocks, heads
+        self, blocks: Sequence[Block], heads: HeadShape, threads: int, positions: IntArray | None = None,
+        places: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        self.blocks, self.heads, self.threads = blocks, heads, threads
+        self.places = [block.start for block in blocks] if places is None else places
         self.counts = [len(block) for block in blocks]
-        self.n = sum(self.counts)
-        self.cache_positions: IntArray = np.concatenate([block.positions for block in blocks])
-        self.positions = self.cache_positions if positions is None else positions
-        self.parents: IntArray = np.concatenate(
-            [part for block in blocks for part in (np.full(len(block.pending), -1), block.tree.parents)]
+        self.n, rows = sum(self.counts), len(blocks)
+        trees = [block.tree for block in blocks if len(block.tree)]
+        parents = np.concatenate([tree.parents for tree in trees]) if trees else NO_PARENTS
+        cuts = np.empty((rows, CUT_INTEGERS), np.int64)
+        cuts[:, :3] = [
+            (len(block.pending), len(block.tree), place) for block, place in zip(blocks, self.places, strict=True)
+        ]
+        self.unit_count, self.most_tiles, self.states_bytes = _cut(
+            cuts, parents, heads.group, heads.kv_heads, threads, tile_bytes(heads.out_dim)
         )
-        self.token_rows: IntArray = np.repeat(np.arange(len(blocks)), self.counts)
-        self.tiles = [math.ceil(count * heads.group / TILE_QUERIES) for count in self.counts]
-        self.reach = int(self.positions.max()) + 1
-        self.threads = threads
-        self._units()
+        ends = list(accumulate((rows * ROW_INTEGERS, self.unit_count * UNIT_INTEGERS, self.n, self.n, self.n)))
+        self._memory = np.zeros(ends[-1] + rows + len(parents), np.int64)
+        self._rows, self._units, self._token_rows, self.cache_positions, self._parents, self.output_indices = (
+            self._memory[first:last] for first, last in pairwise((0, *ends, len(self._memory)))
+        )
+        _fill(
+            cuts, parents, self._rows.reshape(rows, -1), self._units.reshape(self.unit_count, -1), self._token_rows,
+            self.cache_positions, self._parents, self.output_indices,
+        )  # fmt: skip
+        self._offsets = (0, *ends)
+        self.positions = self.cache_positions if positions is None else positions
 
     @cached_property
     def ids(self) -> IntArray:
         """Token ids, int64 ``[n]``."""
-        return np.concatenate([block.tokens for block in self.blocks])
+        parts = [part for block in self.blocks for part in (block.pending, block.tree.tokens) if len(part)]
+        return np.concatenate(parts)
 
-    @cached_property
-    def output_indices(self) -> IntArray:
-        """See ``wanted_tokens``."""
-        return wanted_tokens(self.blocks)
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The least and the greatest token id."""
+        return _bounds(self.ids)
 
-    def rows(self, strides: Sequence[tuple[int, int, int, int]]) -> bytearray:
+    @property
+    def reach(self) -> int:
+        """The largest position, plus one."""
+        return _bounds(self.positions)[1] + 1
+
+    def rows(self, strides: Sequence[tuple[int, int, int, int]]) -> IntArray:
         """The table of rows, given each cache's strides in bytes: heads and rows of keys, heads and rows of values."""
-        rows, first = list[RowFields](), 0
-        for i, (block, count) in enumerate(zip(self.blocks, self.counts, strict=True)):
-            in_order = count if block.tree.is_chain else len(block.pending)
-            rows.append(RowFields(first, count, in_order, block.start, *strides[i], self._states[i], self._splits[i]))
-            first += count
-        return ROW_LAYOUT.table(rows)
+        table = self._rows.reshape(len(self.blocks), -1).copy()
+        table[:, STRIDES] = strides
+        return table
 
-    def _units(self) -> None:
-        """Cut the rows into units, and assign the places of their states."""
-        units: list[UnitFields] = []
-        self._states, self._splits, self.states_bytes = [], [], 0
-        for i, (block, tiles) in enumerate(zip(self.blocks, self.tiles, strict=True)):
-            chain = block.tree.is_chain
-            end = block.start + (len(block) if chain else len(block.pending))
-            splits = 0 if chain and tiles > MANY_TILES else math.ceil(end / SPLIT_TOKENS)
-            if splits:
-                wanted = math.ceil(UNITS_PER_THREAD * self.threads / (splits * self.heads.kv_heads * len(self.blocks)))
-                share = max(1, math.ceil(tiles / wanted))
-            else:
-                share = min(UNIT_TILES, max(1, tiles // (UNITS_PER_THREAD * self.threads)))
-            cuts = range(0, tiles, share)
-            for split in range(splits) if splits else (ALL_SPLITS,):
-                units += [UnitFields(i, split, cut, min(cut + share, tiles)) for cut in cuts]
-            self._states.append(self.states_bytes)
-            self._splits.append(splits)
-            self.states_bytes += max(splits, 1) * tiles * self.heads.kv_heads * tile_bytes(self.heads.out_dim)
-        self.unit_count = len(units)
-        self.most_tiles = max(unit.last - unit.first for unit in units)
-        self.units = UNIT_LAYOUT.table(units)
-
-    def fields(self, rows: bytearray, work: PackedPass | TopkTables) -> dict[str, int]:
+    def fields(self, rows: IntArray, work: PackedPass | TopkTables) -> dict[str, int]:
         """What operations of attention need of ``PassFields``, given the table of rows, and whose units are their work;
         without memory."""
+        memory = self._memory.ctypes.data
+        _, units, token_rows, cache_positions, parents, _ = (memory + 8 * offset for offset in self._offsets)
         return {
-            "rows": address(rows), "units": address(work.units), "unit_count": work.unit_count,
-            "token_rows": address(self.token_rows), "cache_positions": address(self.cache_positions),
-            "parents": address(self.parents),
+            "rows": address(rows), "units": units if work is self else address(work.units),
+            "unit_count": work.unit_count, "token_rows": token_rows, "cache_positions": cache_positions,
+            "parents": parents,
         }  # fmt: skip
+
+    @property
+    def units(self) -> IntArray:
+        """The table of units."""
+        return self._units
 
     @property
     def slot_size(self) -> int:
         """Bytes that each thread needs for attention."""
-        heads = self.heads
+        heads, furthest = self.heads, max(map(sum, zip(self.places, self.counts, strict=True)))
         scan = ordered_attention.scratch_bytes(self.most_tiles, heads.group, heads.dim, heads.out_dim)
-        return max(scan, float64_attention.scratch_bytes(int(self.cache_positions.max()) + 1, heads.out_dim))
+        return max(scan, float64_attention.scratch_bytes(furthest, heads.out_dim))
+
+
+@compiled
+def _bounds(numbers: IntArray) -> tuple[int, int]:
+    """The least and the greatest number."""
+    least = most = numbers[0]
+    for number in numbers:
+        least, most = min(least, number), max(most, number)
+    return least, most
+
+
+@compiled
+def _cut(cuts: IntArray, parents: IntArray, group: int, kv_heads: int, threads: int, tile: int) -> tuple[int, int, int]:
+    """Decide how rows are cut into units, and where their states lie.
+
+    Args:
+        cuts: of each row its pending tokens, its nodes and its place; then written: its tiles, its splits, the tiles of
+            a unit, where its states begin, and its tokens in text order.
+        parents: of all nodes.
+        group, kv_heads: of the model.
+        threads: of the pass.
+        tile: bytes of a tile's state.
+
+    Returns:
+        Number of units, the most tiles of one, and bytes of all states.
+    """
+    units, most, states, node = 0, 0, 0, 0
+    for row in range(len(cuts)):
+        pending, nodes, place = cuts[row, 0], cuts[row, 1], cuts[row, 2]
+        chain = True
+        for i in range(nodes):
+            chain &= parents[node + i] == i - 1
+        node += nodes
+        in_order = pending + nodes if chain else pending
+        tiles = -(-(pending + nodes) * group // TILE_QUERIES)
+        splits = 0 if chain and tiles > MANY_TILES else -(-(place + in_order) // SPLIT_TOKENS)
+        if splits:
+            wanted = -(-UNITS_PER_THREAD * threads // (splits * kv_heads * len(cuts)))
+            share = max(1, -(-tiles // wanted))
+        else:
+            share = min(UNIT_TILES, max(1, tiles // (UNITS_PER_THREAD * threads)))
+        cuts[row, 3], cuts[row, 4], cuts[row, 5], cuts[row, 6], cuts[row, 7] = tiles, splits, share, states, in_order
+        units += max(splits, 1) * -(-tiles // share)
+        most = max(most, min(share, tiles))
+        states += max(splits, 1) * tiles * kv_heads * tile
+    return units, most, states
+
+
+@compiled
+def _fill(
+    cuts: IntArray, parents: IntArray, rows: IntArray, units: IntArray, token_rows: IntArray, positions: IntArray,
+    token_parents: IntArray, wanted: IntArray,
+) -> None:  # fmt: skip
+    """Write the tables of a pass that ``_cut`` has cut; see ``RowFields``, ``UnitFields`` and ``PassFields``."""
+    token, node, unit, output = 0, 0, 0, 0
+    for row in range(len(cuts)):
+        pending, nodes, place = cuts[row, 0], cuts[row, 1], cuts[row, 2]
+        tiles, splits, share = cuts[row, 3], cuts[row, 4], cuts[row, 5]
+        rows[row, 0], rows[row, 1], rows[row, 2], rows[row, 3] = token, pending + nodes, cuts[row, 7], place
+        rows[row, 8], rows[row, 9] = cuts[row, 6], splits
+        root = token + pending - 1
+        for i in range(pending):
+            token_rows[token + i], positions[token + i], token_parents[token + i] = row, place + i, -1
+        for i in range(nodes):
+            parent = parents[node + i]
+            above = root if parent < 0 else root + 1 + parent
+            token_rows[root + 1 + i], token_parents[root + 1 + i] = row, parent
+            positions[root + 1 + i] = positions[above] + 1
+        for i in range(nodes + 1):
+            wanted[output + i] = root + i
+        for split in range(max(splits, 1)):
+            for first in range(0, tiles, share):
+                units[unit, 0], units[unit, 1] = row, split if splits else ALL_SPLITS
+                units[unit, 2], units[unit, 3] = first, min(first + share, tiles)
+                unit += 1
+        token, node, output = token + pending + nodes, node + nodes, output + nodes + 1
 
 
 class TopkTables:
@@ -157,7 +244,7 @@ class TopkTables:
     def __init__(self, packed: PackedPass, tables: Sequence[IntArray]) -> None:
         self._tables, self._sizes = tables, list[_TopkSizes]()  # by row
         heads, ranked, self.slot_size, self.states_bytes = packed.heads, [], 0, 0
-        for table, block, count in zip(tables, packed.blocks, packed.counts, strict=True):
+        for table, place, count in zip(tables, packed.places, packed.counts, strict=True):
             chunks, most, rank = (int(table[0, field]) for field in (CHUNKS_FIELD, MOST_FIELD, RANK_FIELD))
             ranked.append(chunks if most < chunks else 0)
             padded, worth = topk_rank.padded_queries(count, heads.group), 4 * _whole(ranked[-1], GROUP_CHUNKS)
@@ -165,9 +252,7 @@ class TopkTables:
             self._sizes.append(_TopkSizes(padded, _whole(every * rank, LINE), _whole(4 * every, LINE), worth))
             self.worth_offset = self.states_bytes + self._sizes[-1].rounded_bytes + self._sizes[-1].unit_bytes
             self.states_bytes = self.worth_offset + every * worth
-            self.slot_size = max(
-                self.slot_size, topk_attention.scratch_bytes(chunks, most, block.start + count, heads.dim)
-            )
+            self.slot_size = max(self.slot_size, topk_attention.scratch_bytes(chunks, most, place + count, heads.dim))
         self.units = topk_rank.rank_units(ranked)
         self.unit_count = len(self.units) // RANK_UNIT_BYTES
         self._kv_heads = heads.kv_heads

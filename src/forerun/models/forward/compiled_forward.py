@@ -98,6 +98,8 @@ class Decoder:
         self.layers, self.attention, self.convolutions = parts.layers, parts.attention, parts.convolutions
         self.attending = list(self.attention)
         """Layers with keys and values."""
+        self.specs = {number: part.spec for number, part in self.attention.items()}
+        """Attention parameters of each of them."""
         self.head = MatrixRows(parts.head, 0, parts.head.out_features)
         self.kind, self.width = PROGRAM_DTYPES[parts.dtype], int(parts.dtype.itemsize)
         self.hidden = int(parts.embedding.embedding_dim)
@@ -110,13 +112,14 @@ class Decoder:
         self.inputs = torch.empty(0, self.hidden, dtype=torch.float32)
         """Inputs of convolutions of no token; see ``RecurrentStates.history``."""
         self.positions = 0
+        longest = max(self.hidden, self.inner, self.heads.heads * self.heads.dim)
+        self._words = longest if as_stored(self.head.module) else longest * self.width // 4
+        taps = max((part.taps.weight.shape[2] for part in self.convolutions.values()), default=0)
+        self._convolution_bytes = short_convolution.scratch_bytes(taps)
 
     def scratch_bytes(self, tokens: int) -> int:
         """Bytes that a thread needs for a pass over ``tokens`` tokens."""
-        longest = max(self.hidden, self.inner, self.heads.heads * self.heads.dim)
-        words = longest if as_stored(self.head.module) else longest * self.width // 4
-        taps = max((part.taps.weight.shape[2] for part in self.convolutions.values()), default=0)
-        return max(linear.scratch_bytes(tokens, words), short_convolution.scratch_bytes(taps))
+        return max(linear.scratch_bytes(tokens, self._words), self._convolution_bytes)
 
     def grow_angles(self, count: int) -> None:
         """Make sure that there are angles for ``count`` positions."""

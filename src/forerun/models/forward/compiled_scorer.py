@@ -34,6 +34,8 @@ SPARE_SCRATCH_BYTES = 4096
 LEAST_CAPACITY = 16
 """Tokens and rows that the smallest program has memory for. Making one takes up to as long as a pass over one token
 (0.9 ms for the bundled model, 5 for SmolLM2), so it should be rare. Unused memory costs some hundred kilobytes."""
+NO_ROWS = np.zeros(1, np.int64)
+"""The table of rows of a stage without attention."""
 
 
 class CompiledScorer(Scorer):
@@ -55,6 +57,7 @@ class CompiledScorer(Scorer):
         self._decoder = Decoder(self.model) if known(self.model) else None
         self._compiled: dict[tuple[bool, bool, tuple[int, ...]], CompiledForward] = {}
         """By whether queries choose, whether they are kept, and the layers whose states are kept."""
+        self._embedded = self.vocabulary
 
     def reads_whole(self, cache: Cache) -> bool:
         return self._decoder is not None and isinstance(cache, FullCache) and cache.offloaded
@@ -86,12 +89,11 @@ class CompiledScorer(Scorer):
         rows: Sequence[Addresses],
         layers: tuple[int, ...],
     ) -> PassResult:
-        placed = [
-            block if row.place == block.start else Block(block.pending, block.tree, row.place)
-            for block, row in zip(blocks, rows, strict=True)
-        ]
-        positions = np.concatenate([cache.positions(block) for cache, block in zip(caches, blocks, strict=True)])
-        packed = PackedPass(placed, decoder.heads, torch.get_num_threads(), positions)
+        positions = [cache.positions(block) for cache, block in zip(caches, blocks, strict=True)]
+        packed = PackedPass(
+            blocks, decoder.heads, torch.get_num_threads(),
+            positions[0] if len(positions) == 1 else np.concatenate(positions), [row.place for row in rows],
+        )  # fmt: skip
         tables = [row.topk for row in rows if row.topk is not None]
         topk = TopkTables(packed, tables) if tables else None
         keeps = topk is None and any(map(self.keeps_queries, blocks, caches))
@@ -112,7 +114,7 @@ class CompiledScorer(Scorer):
         self._hand_over_queries(decoder, compiled, packed, caches, keeps)
         return PassResult(decoder.finished(logits), compiled.states[: packed.n].clone() if layers else None)
 
-    def _fields(self, packed: PackedPass, rows: bytearray, topk: TopkTables | None = None) -> dict[str, int]:
+    def _fields(self, packed: PackedPass, rows: IntArray, topk: TopkTables | None = None) -> dict[str, int]:
         """A program's fields for a pass that is prepared, given its table of rows; without its output."""
         return {
             **packed.fields(rows, packed if topk is None else topk), "n": packed.n, "ids": address(packed.ids),
@@ -135,9 +137,9 @@ class CompiledScorer(Scorer):
         counts = [len(block) for block in blocks]
         for cache, count in zip(caches, counts, strict=True):
             cache.addressed(decoder.attending, decoder.like, count)  # makes room
-            cache.begin_pass({number: part.spec for number, part in decoder.attention.items()})
+            cache.begin_pass(decoder.specs)
         for piece in pieces:
-            self._run_stage(compiled, 0, piece, bytearray(8))
+            self._run_stage(compiled, 0, piece, NO_ROWS)
         for layer in decoder.attending:
             rows = [cache.fetch_layer(layer, count) for cache, count in zip(caches, counts, strict=True)]
             for piece in pieces:
@@ -156,14 +158,14 @@ class CompiledScorer(Scorer):
             if any(piece.ends):
                 wanted = piece.packed.output_indices
                 logits = torch.empty(len(wanted), decoder.head.count, dtype=torch.float32)
-                self._run_stage(compiled, -1, piece, bytearray(8), **_outputs(wanted, logits))
+                self._run_stage(compiled, -1, piece, NO_ROWS, **_outputs(wanted, logits))
                 split = torch.split(decoder.finished(logits), [len(block.tree) + 1 for block in piece.packed.blocks])
                 found |= {row: t for row, t, ends in zip(piece.rows, split, piece.ends, strict=True) if ends}
         logits = torch.cat([found[row] for row in range(len(blocks))])
         return PassResult(logits, _states_by_row(pieces, len(blocks)) if states_of else None)
 
     def _run_stage(
-        self, compiled: CompiledForward, stage: int, piece: _RowSlice, rows: bytearray, **outputs: int
+        self, compiled: CompiledForward, stage: int, piece: _RowSlice, rows: IntArray, **outputs: int
     ) -> None:
         """One stage of the program, from a piece's residual stream to its next."""
         compiled.x[: piece.packed.n] = piece.x
@@ -174,10 +176,10 @@ class CompiledScorer(Scorer):
 
     def _check(self, packed: PackedPass) -> None:
         """Refuse token ids that the embedding does not have."""
-        least, most = int(packed.ids.min()), int(packed.ids.max())
-        if least < 0 or most >= self.vocabulary:
+        least, most = packed.bounds
+        if least < 0 or most >= self._embedded:
             wrong = least if least < 0 else most
-            raise IndexError(f"token {wrong} is not in the vocabulary of {self.vocabulary} tokens")
+            raise IndexError(f"token {wrong} is not in the vocabulary of {self._embedded} tokens")
 
     def _prepare(
         self, decoder: Decoder, packed: PackedPass, layers: tuple[int, ...], keeps: bool, topk: TopkTables | None = None
@@ -212,8 +214,7 @@ class CompiledScorer(Scorer):
         self, decoder: Decoder, compiled: CompiledForward, packed: PackedPass, caches: Sequence[Cache], kept: bool
     ) -> None:
         """Hand full caches what sparse caches read from them: queries and attention parameters."""
-        specs = {number: part.spec for number, part in decoder.attention.items()}
-        first = 0
+        specs, first = decoder.specs, 0
         for cache, block, count in zip(caches, packed.blocks, packed.counts, strict=True):
             if isinstance(cache, FullCache):
                 cache.begin_pass(specs)

@@ -1,0 +1,126 @@
+"""``python -m benchmarks step-trace``: how much Python a step runs, on the bundled model.
+
+A tracer counts what runs in at least half of the steps of an answer: files of the package, functions and lines; and how
+often execution moves from one file to another, at the median step. These numbers do not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from types import FrameType
+from typing import Any
+
+import forerun
+from benchmarks.reporting.study_report import listing
+from forerun.cli.options import DebugOptions
+from forerun.core.long_context import LongContextConfig
+from forerun.engine.batch import Batch
+from forerun.reference import bundled, demo_prompts
+
+PACKAGE = str(Path(forerun.__file__).parent)
+STEPS = {
+    "plain": ("none", {}),
+    "trie": ("trie", {"prune_drafts": False}),
+    "auto": ("auto", {}),
+    "chain over a sparse cache, with a trie": ("triforce-trie", {}),
+}
+"""What is traced: a drafter and the engine's options."""
+
+
+@dataclass(frozen=True)
+class TraceOptions(DebugOptions):
+    """How much Python a step runs, on the bundled model.
+
+    Attributes:
+        tokens: new tokens of the traced answer.
+    """
+
+    tokens: int = 40
+
+
+@dataclass
+class StepTrace:
+    """What ran in one step."""
+
+    lines: set[tuple[str, int]] = field(default_factory=set)
+    functions: set[tuple[str, int]] = field(default_factory=set)
+    moves: int = 0
+
+
+class Tracer:
+    """Records each call of ``Batch.step`` within ``tracing``."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepTrace] = []
+        self._step = Batch.step.__code__
+        self._last = ""
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Trace this thread."""
+        sys.settrace(self._called)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+
+    def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
+        code = frame.f_code
+        if not code.co_filename.startswith(PACKAGE):
+            return None
+        if code is self._step:
+            self.steps.append(StepTrace())
+        if self.steps:
+            self.steps[-1].functions.add((code.co_filename, code.co_firstlineno))
+        return self._ran
+
+    def _ran(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line" and self.steps:
+            name, step = frame.f_code.co_filename, self.steps[-1]
+            step.lines.add((name, frame.f_lineno))
+            step.moves += name != self._last
+            self._last = name
+        return self._ran
+
+
+def usual(found: list[set[Any]]) -> set[Any]:
+    """What is in at least half of the sets."""
+    counts = Counter(each for one in found for each in one)
+    return {each for each, count in counts.items() if 2 * count >= len(found)}
+
+
+def traced(engine: forerun.Engine, prompt: str, tokens: int) -> dict[str, object]:
+    """A row of the table, by the second answer to a prompt: caches are warm, and costs known."""
+    engine.generate(prompt, max_new_tokens=tokens)
+    tracer = Tracer()
+    with tracer.tracing():
+        engine.generate(prompt, max_new_tokens=tokens)
+    steps = tracer.steps[1:]  # the first one reads the prompt
+    lines = usual([step.lines for step in steps])
+    return {
+        "files": len({name for name, _ in lines}),
+        "functions": len(usual([step.functions for step in steps])),
+        "lines": len(lines),
+        "moves": int(median(step.moves for step in steps)),
+    }
+
+
+def run(options: TraceOptions) -> None:
+    """Print the table."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path, prompt = bundled("target"), demo_prompts()[0]["prompt"]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
+    tokenizer, rows = AutoTokenizer.from_pretrained(path), []
+    for name, (drafter, engine_options) in STEPS.items():
+        settings = LongContextConfig(cache_budget=64) if drafter.startswith("triforce") else None
+        engine = forerun.Engine(model, drafter, tokenizer=tokenizer, settings=settings, **engine_options)
+        rows.append({"step": name} | traced(engine, prompt, options.tokens))
+    columns = {name: name for name in ("step", "files", "functions", "lines")} | {"moves": "moves between files"}
+    print(listing(rows, columns), end="")
