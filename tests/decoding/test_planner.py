@@ -30,7 +30,7 @@ from forerun.kv.cache import READ_BLOCK
 from forerun.models.forward.runtime import Runtime
 from forerun.policy.calibration import LOWEST_ODDS, odds_of
 from forerun.policy.chain_confidence import ChainConfidence
-from forerun.policy.choice import DraftPasses
+from forerun.policy.choice import Choice, DraftPasses
 from forerun.policy.cost_curve import CostCurve
 from forerun.policy.gains import RECENT_TREES, SUFFIX_GAINS, SUFFIXES, Gains
 from forerun.policy.ledger import CREDIT, SAVED, SHARE, START_SLACK, Ledger, TokenValues
@@ -161,6 +161,21 @@ def test_a_passage_is_found_by_its_first_tokens_however_expensive_asking_is(aski
     assert seconds / unit < 800 * 0.75
     in_vain = [place for row, place in world.asked if not world.known(row, place)]
     assert asking < 0.25 or len(in_vain) * asking / rows <= 2 * START_SLACK + SHARE * 800
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_decision_to_draft_nothing_ends_where_a_row_promises_more(rows: int) -> None:
+    """It stands for most steps before, and all of these are booked as progress."""
+    world = World(LOADED, asking=0.2, known=lambda row, place: 40 if place >= 300 else 0)
+    world.hits = lambda row, place: place >= 300
+    decided, begin = list[int](), Choice.begin
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Choice, "begin", lambda *given: decided.append(world.steps) or begin(*given))
+        seconds, planner = simulate(world, Outline(rows, 400, sources="t"))
+    assert sum(step < 300 for step in decided) < 60
+    assert min(place for _, place in world.asked if place > 100) <= 301
+    assert planner.choice.ledger.progress == pytest.approx(400 * LOADED.of([1] * rows, [0] * rows), rel=0.01)
+    assert seconds < 0.9 * plain_seconds(world, Outline(rows, 400, sources="t"))
 
 
 def test_a_source_that_cannot_tell_is_tried_however_expensive_it_is() -> None:
