@@ -18,6 +18,7 @@ from benchmarks.training import train_head
 from benchmarks.training.train_head import EagleModel, HeadOptions, aux_layers, export, frequent, run
 from forerun.decoding.sources.head_source import HeadSource
 from forerun.engine.engine import Engine
+from forerun.kv.full_cache import FullCache
 from forerun.models.forward.scorer import Scorer
 from forerun.models.heads.loading import load_head
 
@@ -62,7 +63,7 @@ def test_the_head_that_is_written_computes_what_was_trained(tmp_path: Path) -> N
     with torch.inference_mode():
         found = target(torch.from_numpy(tokens[None]), output_hidden_states=True).hidden_states
         states = torch.cat([found[layer] for layer in model.layers], -1)
-        text = head.text()
+        text = head.text(FullCache())
         head.record(text, tokens[:12], 0, states[0, :11])
         growths, first = head.start([text])
         second = head.extend(growths, [[0]], [[int(tokens[12])]])

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 from forerun.core.tree import IntArray
+from forerun.kv.cache import Cache
 from forerun.models.heads.head import Growth, Head, HeadText
 from forerun.models.loading.load import quiet
 from support.tiny import FAMILIES, build
@@ -131,8 +132,8 @@ class OracleHead(Head):
         self._seen: dict[HeadText, list[int]] = {}
         self._paths: dict[Growth, list[list[int]]] = {}
 
-    def text(self) -> HeadText:
-        text = HeadText(1)
+    def text(self, cache: Cache) -> HeadText:
+        text = HeadText(1, cache)
         self._seen[text] = []
         return text
 
