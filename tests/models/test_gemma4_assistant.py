@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "shared layers": ({}, {}),
     "no shared layers": ({"shared": 0}, {}),
     "centroids": ({}, {"centroids": 8}),
-    "unified": ({}, {"unified": True}),
+    "unified": ({"unified": True}, {"unified": True}),
 }
 """Of the target, and of the assistant."""
 
@@ -111,10 +111,11 @@ def at(head: Gemma4AssistantHead, cache: FullCache, states: torch.Tensor, read: 
 
 
 def check(growth: Growth, node: int, logits: torch.Tensor, expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """transformers' norms are in float32 whatever the type, and chains of random layers make their errors larger."""
     state, exact = expected
-    assert torch.allclose(growth.hidden[node], state, atol=1e-4)
+    assert torch.allclose(growth.hidden[node], state, atol=1e-3)
     known = ~logits.isinf()
-    assert torch.allclose(logits[known], exact[known], atol=1e-4)
+    assert torch.allclose(logits[known], exact[known], atol=1e-3)
     assert known.all() or (exact[~known] == exact.min()).all()  # transformers leaves these the least logit less 1
 
 
@@ -225,6 +226,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a token twice": (
         lambda f: weights(f, lambda w: w["masked_embedding.token_ordering"].fill_(3)), "each of 48 tokens once"),
     "no configuration": (lambda f: (f / "config.json").unlink(), "config.json cannot be read"),
+    "another kind": (lambda f: change(f, model_type="gemma4_text"), "model_type is 'gemma4_text'"),
     "another form": (lambda f: change(f, text_config=3), "not a Gemma 4 assistant's"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "no .safetensors file"),
 }  # fmt: skip
@@ -238,7 +240,7 @@ def test_an_assistant_that_does_not_fit_is_refused_before_any_work(name: str, tm
     spoil, message = WRONG[name]
     spoil(folder)
     with pytest.raises(ValueError, match=message):
-        load_head(folder).bind(Scorer(gemma4()))
+        Gemma4AssistantHead(folder).bind(Scorer(gemma4()))
 
 
 def test_an_assistant_for_a_target_without_such_layers_is_refused(tmp_path: Path) -> None:

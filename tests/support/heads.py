@@ -23,7 +23,7 @@ from support.tiny import FAMILIES, build
 def _random(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.randn(shape, generator=generator) * 0.3 + (1.0 if "norm" in name else 0.0)
+        name: torch.randn(shape, generator=generator) * 0.3 + (1.0 if "norm" in name or "scalar" in name else 0.0)
         for name, shape in shapes.items()
     }
 
@@ -111,11 +111,11 @@ def dflash(folder: Path, target: PreTrainedModel, block: int = 5, sliding: bool 
 GEMMA4_LAYERS = ["sliding_attention", "full_attention"] * 3
 
 
-def gemma4(dtype: torch.dtype = torch.float64, shared: int = 2, **more: Any) -> PreTrainedModel:
+def gemma4(dtype: torch.dtype = torch.float64, shared: int = 2, unified: bool = False, **more: Any) -> PreTrainedModel:
     """A random Gemma 4 of six layers, the last ``shared`` of which have no keys of their own."""
     class_name, extra = FAMILIES["gemma4"]
     extra = {**extra, "num_hidden_layers": 6, "num_kv_shared_layers": shared, "layer_types": GEMMA4_LAYERS, **more}
-    return build(class_name, extra, seed=6).to(dtype)
+    return build("Gemma4UnifiedForCausalLM" if unified else class_name, extra, seed=6).to(dtype)
 
 
 def _assistant_config(target: PreTrainedModel, kinds: list[str], unified: bool = False, **text: Any) -> dict[str, Any]:
@@ -162,17 +162,17 @@ def gemma4_assistant(
 
 
 def gemma4_and_its_last_layers(folder: Path, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    """A Gemma 4 whose last two layers, in the folder, are an assistant that is nearly always right.
+    """A Gemma 4 whose last two layers, in the folder, are an assistant that is often right.
 
     The layers with keys of their own add nothing to the residual stream. So the last two compute the next token from an
     embedding and these keys, of which the assistant lacks the last token's and those of drafts.
     """
-    more = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "tie_word_embeddings": False}
-    model = gemma4(**more)
-    for layer in model.model.layers[:4]:
-        layer.self_attn.o_proj.weight.data.zero_()
-        layer.mlp.down_proj.weight.data.zero_()
-    for layer in model.model.layers[4:]:  # no query sees its own key alone
+    model = gemma4(tie_word_embeddings=False)
+    for number, layer in enumerate(model.model.layers):
+        parts = [layer.per_layer_projection] + [layer.self_attn.o_proj, layer.mlp.down_proj] * (number < 4)
+        for part in parts:
+            part.weight.data.zero_()
+    for layer in model.model.layers[4:]:  # flat attention: a query's own key hardly counts
         layer.self_attn.q_norm.weight.data.fill_(0.3)
     config = _assistant_config(
         model, GEMMA4_LAYERS[4:], hidden_size=32, intermediate_size=48, tie_word_embeddings=False
@@ -180,7 +180,8 @@ def gemma4_and_its_last_layers(folder: Path, dtype: torch.dtype = torch.float64)
     tensors = {"pre_projection.weight": torch.eye(32, 64).double(), "post_projection.weight": torch.eye(32).double()}
     for name, weight in model.state_dict().items():
         plain = name.replace("layers.4.", "layers.0.").replace("layers.5.", "layers.1.") if ".layers." in name else name
-        if plain != name or name in ("model.norm.weight", "lm_head.weight"):
+        read = plain != name and "per_layer" not in name
+        if read or name in ("model.norm.weight", "lm_head.weight"):
             tensors[plain] = weight.clone()
     _write(folder, config | {"tie_word_embeddings": False}, tensors)
     return model.to(dtype)

@@ -35,6 +35,7 @@ from forerun.models.heads.head import Growth, Head, HeadFile, HeadText, config_o
 
 MODEL_TYPES = frozenset({"gemma4_assistant", "gemma4_unified_assistant"})
 SLIDING = "sliding_attention"
+NORMS = "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 UNSCALED = AttentionSpec(1.0)
 """Gemma 4 normalises queries and keys, and scales no scores."""
 
@@ -53,7 +54,10 @@ class Gemma4AssistantHead(Head):
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        config_of(self.folder)
+        if not is_gemma4_assistant(given := config_of(self.folder)):
+            raise ValueError(
+                f"model_type is {given.get('model_type')!r} in {self.folder}; allowed are {sorted(MODEL_TYPES)}"
+            )
         try:
             self._config = AutoConfig.from_pretrained(self.folder)
         except Exception as error:
@@ -136,13 +140,7 @@ class Gemma4AssistantHead(Head):
             shapes["masked_embedding.centroids.weight"] = self._centroids, size
         for number, dim in enumerate(self._dims):
             at, out = f"layers.{number}.", own.num_attention_heads * dim
-            norms = (
-                "input_layernorm",
-                "post_attention_layernorm",
-                "pre_feedforward_layernorm",
-                "post_feedforward_layernorm",
-            )
-            shapes |= {f"{at}{name}.weight": (size,) for name in norms}
+            shapes |= {f"{at}{name}.weight": (size,) for name in NORMS}
             for part, shape in {"q": (out, size), "o": (size, out)}.items():
                 shapes[f"{at}self_attn.{part}_proj.weight"] = shape
                 if own.attention_bias:
@@ -153,11 +151,6 @@ class Gemma4AssistantHead(Head):
         return shapes
 
     def text(self, cache: Cache) -> HeadText:
-        """See ``Head``.
-
-        Raises:
-            ValueError: for a cache that does not hold all of the target's own keys.
-        """
         if not isinstance(cache, FullCache):
             raise ValueError(
                 f"a Gemma 4 assistant reads all of the target's keys; a {type(cache).__name__} does not hold them"
