@@ -161,7 +161,7 @@ def check_assistant(kind: str, dtype: str, sampling: str, folder: Path) -> None:
 
 
 ASSISTED = list(itertools.product(GEMMA4, ("float64", "float32", "bfloat16"), SAMPLING))
-FEW_ASSISTED = ASSISTED[::8]
+FEW_ASSISTED = ASSISTED[::13]
 
 
 @pytest.mark.parametrize(
@@ -183,12 +183,12 @@ def test_an_assistant_reads_keys_off_the_device_and_those_of_a_conversation(tmp_
     found = away.generate(text, **ON).requests[0]
     assert found.tokens.tolist() == expected and found.stats.tokens_per_step > 2
     assert away.tiers is not None and away.tiers.copy_engine.fetched > 0
-    near = Engine(model, "auto", settings=settings, prune_drafts=False)
+    near = Engine(model, "head", settings=settings, prune_drafts=False)
     cache = near.prefill(text[:300], len(expected))
     (request,) = near.requests(text, **ON)
     for _ in near.run([request], caches=[cache]):
         pass
-    assert request.tokens.tolist() == expected and Origin.HEAD in {*request.stats.origins}
+    assert request.tokens.tolist() == expected and request.stats.tokens_per_step > 2
 
 
 @pytest.mark.matrix

@@ -63,6 +63,7 @@ class Oracle:
         for kind in set(own):  # without shared layers transformers 5.23 stores none
             model.model.layers[len(own) - 1 - own[::-1].index(kind)].self_attn.store_full_length_kv = True
         self.ids = torch.from_numpy(TEXT[None])
+        self._states: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self.out = model(self.ids, use_cache=False, output_hidden_states=True, return_shared_kv_states=True)
 
     def keys(self, read: int) -> dict[str, tuple[torch.Tensor, ...]]:
@@ -70,15 +71,15 @@ class Oracle:
 
     def __call__(self, read: int, path: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """State and logits after drafted tokens, where the target has read ``read`` tokens and one more is known."""
-        hidden = self.out.hidden_states[-1][:, read - 1 : read]
-        for token in (int(TEXT[read]), *path):
-            embedded = self.model.get_input_embeddings()(torch.tensor([[token]]))
+        if (read, *path) not in self._states:
+            known = self(read, path[:-1])[0] if path else self.out.hidden_states[-1][0, read - 1]
+            token = torch.tensor([[path[-1] if path else int(TEXT[read])]])
+            inputs = torch.cat([self.model.get_input_embeddings()(token), known[None, None]], -1)
             found = self.assistant(
-                inputs_embeds=torch.cat([embedded, hidden], -1), position_ids=torch.tensor([[read]]),
-                shared_kv_states=self.keys(read),
-            )  # fmt: skip
-            hidden = found.last_hidden_state
-        return hidden[0, 0], found.logits[0, 0]
+                inputs_embeds=inputs, position_ids=torch.tensor([[read]]), shared_kv_states=self.keys(read)
+            )
+            self._states[read, *path] = found.last_hidden_state[0, 0], found.logits[0, 0]
+        return self._states[read, *path]
 
     def candidates(self, read: int, count: int) -> list[int]:
         """The tokens that transformers' assisted generation drafts after its first pass, over ``read`` tokens."""

@@ -114,7 +114,8 @@ GEMMA4_LAYERS = ["sliding_attention", "full_attention"] * 3
 def gemma4(dtype: torch.dtype = torch.float64, shared: int = 2, unified: bool = False, **more: Any) -> PreTrainedModel:
     """A random Gemma 4 of six layers, the last ``shared`` of which have no keys of their own."""
     class_name, extra = FAMILIES["gemma4"]
-    extra = {**extra, "num_hidden_layers": 6, "num_kv_shared_layers": shared, "layer_types": GEMMA4_LAYERS, **more}
+    layers = {"num_hidden_layers": 6, "num_kv_shared_layers": shared, "layer_types": GEMMA4_LAYERS}
+    extra = {**extra, **layers, "max_position_embeddings": 512, **more}
     return build("Gemma4UnifiedForCausalLM" if unified else class_name, extra, seed=6).to(dtype)
 
 

@@ -95,7 +95,7 @@ class Gemma4AssistantHead(Head):
         Raises:
             ValueError: if there is none, or its keys and values do not fit the assistant's queries.
         """
-        count = theirs.num_hidden_layers - (getattr(theirs, "num_kv_shared_layers", 0) or 0)
+        count = int(theirs.num_hidden_layers) - int(getattr(theirs, "num_kv_shared_layers", None) or 0)
         kinds = list(getattr(theirs, "layer_types", None) or ())[:count]
         if kind not in kinds:
             raise ValueError(
