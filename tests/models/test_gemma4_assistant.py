@@ -120,9 +120,12 @@ def check(growth: Growth, node: int, logits: torch.Tensor, expected: tuple[torch
     assert known.all() or (exact[~known] == exact.min()).all()  # transformers leaves these the least logit less 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "every"),
+    [*((kind, 13) for kind in KINDS), pytest.param("shared layers", 1, marks=pytest.mark.matrix)],
+)
 @torch.inference_mode()
-def test_states_and_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+def test_states_and_logits_are_those_of_transformers(kind: str, every: int, tmp_path: Path) -> None:
     """In chains of its own best tokens, as assisted generation drafts them, and in trees of two texts side by side."""
     ours, theirs = KINDS[kind]
     model = gemma4(**ours)
@@ -131,7 +134,6 @@ def test_states_and_logits_are_those_of_transformers(kind: str, tmp_path: Path) 
     head.bind(Scorer(model))
     cache, states = reading(Scorer(model), head, FullCache())
     assert torch.allclose(states, oracle.out.hidden_states[-1][0], atol=1e-4)
-    every = 1 if kind == "shared layers" else 13
     for read in range(1, len(TEXT), every):
         (growth,), logits = head.start([at(head, cache, states, read)])
         path: tuple[int, ...] = ()
