@@ -18,6 +18,7 @@ from benchmarks.training import train_head
 from benchmarks.training.train_head import EagleModel, HeadOptions, aux_layers, export, frequent, run
 from forerun.decoding.sources.head_source import HeadSource
 from forerun.engine.engine import Engine
+from forerun.kv.full_cache import FullCache
 from forerun.models.forward.scorer import Scorer
 from forerun.models.heads.loading import load_head
 
@@ -62,7 +63,7 @@ def test_the_head_that_is_written_computes_what_was_trained(tmp_path: Path) -> N
     with torch.inference_mode():
         found = target(torch.from_numpy(tokens[None]), output_hidden_states=True).hidden_states
         states = torch.cat([found[layer] for layer in model.layers], -1)
-        text = head.text()
+        text = head.text(FullCache())
         head.record(text, tokens[:12], 0, states[0, :11])
         growths, first = head.start([text])
         second = head.extend(growths, [[0]], [[int(tokens[12])]])
@@ -76,7 +77,7 @@ def test_the_head_that_is_written_computes_what_was_trained(tmp_path: Path) -> N
             logits.append(model.lm_head(model.norm(hidden))[0, -1])
     assert torch.allclose(first[0], logits[0], atol=1e-4)
     assert torch.allclose(second[0], logits[1], atol=1e-4)
-    engine = Engine(target, HeadSource(load_head(tmp_path)), prune_drafts=False)
+    engine = Engine(target, lambda setup: HeadSource(load_head(tmp_path), setup.target), prune_drafts=False)
     text = engine.generate(tokens.tolist(), max_new_tokens=12, eos_token_id=None).requests[0]
     assert text.tokens.tolist() == Engine(target, "none").generate(
         tokens.tolist(), max_new_tokens=12, eos_token_id=None).requests[0].tokens.tolist()  # fmt: skip

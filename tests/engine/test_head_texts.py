@@ -7,6 +7,7 @@ decoding. The heads' states are watched by the one that knows.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.heads import OracleHead, dflash, eagle3, mtp_target
+from support.heads import OracleHead, dflash, eagle3, gemma4, gemma4_and_its_last_layers, gemma4_assistant, mtp_target
 from support.tiny import ARCHITECTURES, HYBRIDS, PROMPTS, build, tiny
 from transformers import PreTrainedModel
 
@@ -27,6 +28,7 @@ from forerun.core.tree import DraftTree
 from forerun.decoding.asking import merged_estimates
 from forerun.decoding.recipes import Setup
 from forerun.decoding.sources.head_source import HeadSource
+from forerun.kv.kv_tiers import min_device_bytes
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -125,6 +127,68 @@ def test_heads_of_a_checkpoint_change_nothing(kind: str, count: int, dtype: str,
         ids = torch.tensor([PROMPTS[1]])
         own = model.generate(ids, do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0)
         assert own[0].tolist() == engine.generate(PROMPTS[1], do_sample=False, **ON).requests[0].tokens.tolist()
+
+
+GEMMA4: dict[str, Callable[[Path, torch.dtype], PreTrainedModel]] = {
+    "its last layers": gemma4_and_its_last_layers,
+    "random": lambda folder, dtype: with_assistant(folder, gemma4(dtype, shared=0)),
+    "centroids": lambda folder, dtype: with_assistant(folder, gemma4(dtype), centroids=8),
+}
+
+
+def with_assistant(folder: Path, model: PreTrainedModel, **options: Any) -> PreTrainedModel:
+    gemma4_assistant(folder, model, **options)
+    return model
+
+
+def check_assistant(kind: str, dtype: str, sampling: str, folder: Path) -> None:
+    """Alone in float64 against transformers; in a batch, and after prefixes that were kept, against plain decoding."""
+    model = GEMMA4[kind](folder, getattr(torch, dtype))
+    plain = Engine(model, "none", prune_drafts=False, prefill_block=4)
+    expected = [plain.generate(prompt, **SAMPLING[sampling] | ON).requests[0].tokens.tolist() for prompt in PROMPTS]
+    settings = LongContextConfig(draft_model=folder)
+    engine = Engine(model, "head", settings=settings, prune_drafts=False, prefill_block=4, prefix_cache=1 << 24)
+    assert engine.exactness.level == "bitwise"
+    for _ in range(2):
+        found = engine.generate(list(PROMPTS), **SAMPLING[sampling] | ON).requests
+        assert [request.tokens.tolist() for request in found] == expected
+        assert all(sum(request.stats.drafted) > 0 for request in found)
+        assert kind != "its last layers" or all(request.stats.tokens_per_step > 2 for request in found)
+    if dtype == "float64" and sampling == "greedy":
+        ids = torch.tensor([PROMPTS[1]])
+        own = model.generate(ids, do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0)
+        assert own[0].tolist() == expected[1]
+
+
+ASSISTED = list(itertools.product(GEMMA4, ("float64", "float32", "bfloat16"), SAMPLING))
+FEW_ASSISTED = ASSISTED[::13]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell, marks=[pytest.mark.matrix] * (cell not in FEW_ASSISTED)) for cell in ASSISTED],
+    ids="-".join,
+)
+def test_an_assistant_that_reads_the_targets_keys_changes_nothing(cell: tuple[str, str, str], tmp_path: Path) -> None:
+    check_assistant(*cell, tmp_path)
+
+
+def test_an_assistant_reads_keys_off_the_device_and_those_of_a_conversation(tmp_path: Path) -> None:
+    model = gemma4_and_its_last_layers(tmp_path, torch.float32)
+    settings, text = LongContextConfig(draft_model=tmp_path), list(PROMPTS[1]) * 30
+    plain = Engine(model, "none", prune_drafts=False)
+    expected = plain.generate(text, **ON).requests[0].tokens.tolist()
+    memory = min_device_bytes(plain.target.kv, len(expected) + plain.budget)
+    away = Engine(model, "head", settings=settings, prune_drafts=False, kv_memory=memory)
+    found = away.generate(text, **ON).requests[0]
+    assert found.tokens.tolist() == expected and found.stats.tokens_per_step > 2
+    assert away.tiers is not None and away.tiers.copy_engine.fetched > 0
+    near = Engine(model, "head", settings=settings, prune_drafts=False)
+    cache = near.prefill(text[:300], len(expected))
+    (request,) = near.requests(text, **ON)
+    for _ in near.run([request], caches=[cache]):
+        pass
+    assert request.tokens.tolist() == expected and request.stats.tokens_per_step > 2
 
 
 @pytest.mark.matrix

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
+from forerun.kv.full_cache import FullCache
 from forerun.models.forward.scorer import Scorer
 from forerun.models.heads.eagle3 import _aux_layers
 from forerun.models.heads.head import Growth, Head
@@ -94,7 +95,7 @@ def eagle3_logits(folder: Path, model: PreTrainedModel, text: list[int], read: i
 def check_tree(head: Head, model: PreTrainedModel, exact: Callable[[list[int], int], torch.Tensor]) -> None:
     """Logits at the nodes of a tree, for a text that is read in pieces and one beside it."""
     head.bind(Scorer(model))
-    texts, ends = [head.text(), head.text()], (18, 13)
+    texts, ends = [head.text(FullCache()), head.text(FullCache())], (18, 13)
     for text, end in zip(texts, ends, strict=True):
         tokens = TEXT[: end + 1]
         found = model(torch.from_numpy(tokens[None]), output_hidden_states=True).hidden_states

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 from forerun.core.tree import IntArray
+from forerun.kv.cache import Cache
 from forerun.models.heads.head import Growth, Head, HeadText
 from forerun.models.loading.load import quiet
 from support.tiny import FAMILIES, build
@@ -22,7 +23,7 @@ from support.tiny import FAMILIES, build
 def _random(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.randn(shape, generator=generator) * 0.3 + (1.0 if "norm" in name else 0.0)
+        name: torch.randn(shape, generator=generator) * 0.3 + (1.0 if "norm" in name or "scalar" in name else 0.0)
         for name, shape in shapes.items()
     }
 
@@ -107,6 +108,86 @@ def dflash(folder: Path, target: PreTrainedModel, block: int = 5, sliding: bool 
     return _write(folder, config, _random(shapes, seed))
 
 
+GEMMA4_LAYERS = ["sliding_attention", "full_attention"] * 3
+
+
+def gemma4(dtype: torch.dtype = torch.float64, shared: int = 2, unified: bool = False, **more: Any) -> PreTrainedModel:
+    """A random Gemma 4 of six layers, the last ``shared`` of which have no keys of their own."""
+    class_name, extra = FAMILIES["gemma4"]
+    layers = {"num_hidden_layers": 6, "num_kv_shared_layers": shared, "layer_types": GEMMA4_LAYERS}
+    extra = {**extra, **layers, "max_position_embeddings": 512, **more}
+    return build("Gemma4UnifiedForCausalLM" if unified else class_name, extra, seed=6).to(dtype)
+
+
+def _assistant_config(target: PreTrainedModel, kinds: list[str], unified: bool = False, **text: Any) -> dict[str, Any]:
+    theirs, form = target.config.get_text_config(), "gemma4_unified" if unified else "gemma4"
+    shape: dict[str, Any] = {
+        "model_type": f"{form}_text", "vocab_size": theirs.vocab_size, "num_hidden_layers": len(kinds),
+        "num_kv_shared_layers": len(kinds), "layer_types": kinds, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 8, "global_head_dim": 16, "sliding_window": theirs.sliding_window,
+        "rope_parameters": theirs.rope_parameters, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+    }  # fmt: skip
+    name = "Gemma4UnifiedAssistantForCausalLM" if unified else "Gemma4AssistantForCausalLM"
+    config = {"architectures": [name], "model_type": f"{form}_assistant", "backbone_hidden_size": theirs.hidden_size}
+    return config | {"text_config": shape | text}
+
+
+def gemma4_assistant(
+    folder: Path, target: PreTrainedModel, centroids: int = 0, unified: bool = False, seed: int = 0
+) -> Path:
+    """A random assistant of three layers, in the names and shapes of Google's files."""
+    vocabulary, wide, size = int(target.config.vocab_size), int(target.config.hidden_size), 24
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    config = _assistant_config(target, kinds, unified, hidden_size=size, intermediate_size=40)
+    shapes: dict[str, tuple[int, ...]] = {
+        "pre_projection.weight": (size, 2 * wide),
+        "post_projection.weight": (wide, size),
+        "model.embed_tokens.weight": (vocabulary, size),
+        "model.norm.weight": (size,),
+    }
+    for layer, kind in enumerate(kinds):
+        at, dim = f"model.layers.{layer}.", 8 if kind == "sliding_attention" else 16
+        norms = "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+        shapes |= {f"{at}{norm}.weight": (size,) for norm in norms}
+        shapes |= {f"{at}layer_scalar": (1,), f"{at}self_attn.q_norm.weight": (dim,)}
+        shapes |= {f"{at}self_attn.q_proj.weight": (4 * dim, size), f"{at}self_attn.o_proj.weight": (size, 4 * dim)}
+        shapes |= {f"{at}mlp.{part}_proj.weight": (40, size) for part in ("gate", "up")}
+        shapes[f"{at}mlp.down_proj.weight"] = size, 40
+    tensors = _random(shapes, seed)
+    if centroids:
+        config |= {"use_ordered_embeddings": True, "num_centroids": centroids, "centroid_intermediate_top_k": 3}
+        tensors |= _random({"masked_embedding.centroids.weight": (centroids, size)}, seed)
+        order = np.random.default_rng(seed).permutation(vocabulary)
+        tensors["masked_embedding.token_ordering"] = torch.from_numpy(order)
+    return _write(folder, config, tensors)
+
+
+def gemma4_and_its_last_layers(folder: Path, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """A Gemma 4 whose last two layers, in the folder, are an assistant that is often right.
+
+    The layers with keys of their own add nothing to the residual stream. So the last two compute the next token from an
+    embedding and these keys, of which the assistant lacks the last token's and those of drafts.
+    """
+    model = gemma4(tie_word_embeddings=False)
+    for number, layer in enumerate(model.model.layers):
+        parts = [layer.per_layer_projection] + [layer.self_attn.o_proj, layer.mlp.down_proj] * (number < 4)
+        for part in parts:
+            part.weight.data.zero_()
+    for layer in model.model.layers[4:]:  # flat attention: a query's own key hardly counts
+        layer.self_attn.q_norm.weight.data.fill_(0.3)
+    config = _assistant_config(
+        model, GEMMA4_LAYERS[4:], hidden_size=32, intermediate_size=48, tie_word_embeddings=False
+    )
+    tensors = {"pre_projection.weight": torch.eye(32, 64).double(), "post_projection.weight": torch.eye(32).double()}
+    for name, weight in model.state_dict().items():
+        plain = name.replace("layers.4.", "layers.0.").replace("layers.5.", "layers.1.") if ".layers." in name else name
+        read = plain != name and "per_layer" not in name
+        if read or name in ("model.norm.weight", "lm_head.weight"):
+            tensors[plain] = weight.clone()
+    _write(folder, config | {"tie_word_embeddings": False}, tensors)
+    return model.to(dtype)
+
+
 def _write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -131,8 +212,8 @@ class OracleHead(Head):
         self._seen: dict[HeadText, list[int]] = {}
         self._paths: dict[Growth, list[list[int]]] = {}
 
-    def text(self) -> HeadText:
-        text = HeadText(1)
+    def text(self, cache: Cache) -> HeadText:
+        text = HeadText(1, cache)
         self._seen[text] = []
         return text
 

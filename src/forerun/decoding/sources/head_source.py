@@ -64,7 +64,7 @@ class HeadSource(Source):
         return self.head.needs(tokens)
 
     def open(self, row: Row) -> HeadText:
-        return self.head.text()
+        return self.head.text(row.cache)
 
     def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
         """Let the head read the states of what was committed, and of prompts."""

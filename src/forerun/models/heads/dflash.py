@@ -20,6 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from forerun.kernels.attention.attention import AttentionSpec, attend
 from forerun.kernels.linear.ordered_modules import Ordered
+from forerun.kv.cache import Cache
 from forerun.models.forward.architecture import text_config
 from forerun.models.forward.scorer import Scorer
 from forerun.models.heads.head import (
@@ -129,8 +130,8 @@ class DFlashHead(Head):
         self._causal = sliding if causal is None else [bool(causal)] * self._count
         self._windows = [self.config.get("sliding_window") if each else None for each in sliding]
 
-    def text(self) -> HeadText:
-        return HeadText(self._count)
+    def text(self, cache: Cache) -> HeadText:
+        return HeadText(self._count, cache)
 
     def read(self, texts: Sequence[HeadText]) -> None:
         for text in texts:

@@ -21,7 +21,7 @@ from forerun.core.block import Block
 from forerun.core.tree import DraftTree, IntArray
 from forerun.kernels.attention.attention import AttentionSpec, Rows, attend, attend_in_order, merge
 from forerun.kernels.linear.ordered_modules import Ordered
-from forerun.kv.cache import append
+from forerun.kv.cache import Cache, append
 from forerun.models.forward.scorer import Scorer, attending, is_sharded
 
 READ_ENTRIES = 64
@@ -37,13 +37,18 @@ GROWTH_TOKENS = 256
 class HeadText:
     """A text as a head follows it.
 
+    Args:
+        layers: of the head that keep keys and values of it.
+        cache: the target's of this text. It may hold tokens whose states the head has not seen.
+
     Attributes:
         next: place of the first token whose states it has not seen; None before it has seen any.
         pending: states that are not read yet, with the tokens behind those that they belong to.
         rows: keys and values of each of the head's layers, and how many there are for good.
     """
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, cache: Cache) -> None:
+        self.cache = cache
         self.next: int | None = None
         self.pending: list[tuple[torch.Tensor, IntArray]] = []
         self.rows: list[Rows | None] = [None] * layers
@@ -140,8 +145,12 @@ class Head(ABC):
             raise ValueError("the target lies in several processes; a head needs its embeddings and its head whole")
 
     @abstractmethod
-    def text(self) -> HeadText:
-        """An empty text."""
+    def text(self, cache: Cache) -> HeadText:
+        """Begin with a text, of which the head knows nothing yet.
+
+        Args:
+            cache: the target's, which holds the text's keys and values as the target reads them.
+        """
 
     def needs(self, tokens: int) -> int:
         """Maximum bytes that a text of this many tokens takes."""
@@ -154,7 +163,7 @@ class Head(ABC):
         knows the text from there on.
         """
         if text.next != start:
-            text.__init__(len(text.rows))  # type: ignore[misc]
+            text.__init__(len(text.rows), text.cache)  # type: ignore[misc]
         end = min(start + len(states), len(tokens) - 1)
         text.pending.append((states[: end - start], tokens[start + 1 : end + 1].copy()))
         text.next, text.last = end, int(tokens[end])
@@ -217,8 +226,8 @@ class RecurrentHead(Head):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[n, D]`` of what left a layer."""
 
-    def text(self) -> HeadText:
-        return HeadText(self.depth_layers)
+    def text(self, cache: Cache) -> HeadText:
+        return HeadText(self.depth_layers, cache)
 
     def read(self, texts: Sequence[HeadText]) -> None:
         texts = [text for text in texts if text.pending]

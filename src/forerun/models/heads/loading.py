@@ -7,6 +7,7 @@ from pathlib import Path
 from forerun.core.long_context import MTP
 from forerun.models.heads.dflash import DFlashHead, is_dflash
 from forerun.models.heads.eagle3 import Eagle3Head, is_eagle3
+from forerun.models.heads.gemma4_assistant import Gemma4AssistantHead, is_gemma4_assistant
 from forerun.models.heads.head import Head, config_of
 from forerun.models.heads.mtp import MtpHead
 
@@ -24,7 +25,11 @@ def load_head(folder: str | Path) -> Head:
         return DFlashHead(folder)
     if is_eagle3(config):
         return Eagle3Head(folder)
-    raise ValueError(f"{folder} holds no head that is known: neither EAGLE-3 nor DFlash, by its config.json")
+    if is_gemma4_assistant(config):
+        return Gemma4AssistantHead(folder)
+    raise ValueError(
+        f"{folder} holds no head that is known: by its config.json neither EAGLE-3, nor DFlash, nor a Gemma 4 assistant"
+    )
 
 
 def is_head(folder: str | Path) -> bool:
@@ -33,4 +38,4 @@ def is_head(folder: str | Path) -> bool:
         config = config_of(Path(folder))
     except ValueError:
         return False
-    return is_dflash(config) or is_eagle3(config)
+    return is_dflash(config) or is_eagle3(config) or is_gemma4_assistant(config)

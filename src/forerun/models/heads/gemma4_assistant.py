@@ -1,0 +1,273 @@
+"""Gemma 4's assistants (Google, 2026): a few layers with queries only, which read the target's keys and values.
+
+The input is the target's embedding of the last token, beside the target's last hidden state at the token before. Each
+layer attends to the keys and values of the target's last layer of its kind, ``full_attention`` or
+``sliding_attention``, in the target's own cache. The assistant keeps no copy.
+
+After a drafted token the assistant's own output takes the place of the target's state. The position stays that of the
+sequence's last token, and drafted tokens have no keys. So a node of a tree depends on its parent's output and its own
+token, and no node attends to another.
+
+Logits are of all tokens, or of those in the likeliest clusters of the vocabulary. What is computed is transformers'
+``gemma4_assistant``, with ``SinglePositionMultiTokenCandidateGenerator`` over the keys of committed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.nn.functional import linear
+from transformers import AutoConfig
+from transformers.activations import ACT2FN
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
+
+from forerun.core.tree import IntArray
+from forerun.kernels.attention.attention import AttentionSpec, Rows, attend
+from forerun.kernels.linear.ordered_modules import Ordered
+from forerun.kv.cache import Cache
+from forerun.kv.full_cache import FullCache
+from forerun.models.forward.architecture import text_config
+from forerun.models.forward.scorer import Scorer
+from forerun.models.heads.head import Growth, Head, HeadFile, HeadText, config_of, rms_norm, rotated
+
+MODEL_TYPES = frozenset({"gemma4_assistant", "gemma4_unified_assistant"})
+SLIDING = "sliding_attention"
+NORMS = "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+UNSCALED = AttentionSpec(1.0)
+"""Gemma 4 normalises queries and keys, and scales no scores."""
+
+
+class Gemma4AssistantHead(Head):
+    """An assistant in a folder.
+
+    Args:
+        folder: with ``config.json`` and safetensors files, as transformers saves them.
+
+    Raises:
+        ValueError: if they are not those of an assistant; says which part.
+    """
+
+    token_bytes = 0
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if not is_gemma4_assistant(given := config_of(self.folder)):
+            raise ValueError(
+                f"model_type is {given.get('model_type')!r} in {self.folder}; allowed are {sorted(MODEL_TYPES)}"
+            )
+        try:
+            self._config = AutoConfig.from_pretrained(self.folder)
+        except Exception as error:
+            raise ValueError(f"config.json in {self.folder} is not a Gemma 4 assistant's: {error}") from error
+        self._own: Any = self._config.get_text_config()
+        self._kinds: list[str] = list(self._own.layer_types)
+        self._dims = [int(layer.head_dim) for layer in self._own.per_layer_config]
+        self._eps, self._act = float(self._own.rms_norm_eps), ACT2FN[self._own.hidden_activation]
+        self._centroids = int(self._config.num_centroids) if self._config.use_ordered_embeddings else 0
+        self._likely, tokens = int(self._config.centroid_intermediate_top_k), int(self._own.vocab_size)
+        if self._centroids and (tokens % self._centroids or not 0 < self._likely <= self._centroids):
+            raise ValueError(
+                f"num_centroids is {self._centroids} and centroid_intermediate_top_k {self._likely} in {self.folder}; "
+                f"the first must divide the vocabulary of {tokens} tokens, the second lie between 1 and the first"
+            )
+
+    def bind(self, target: Scorer) -> None:
+        super().bind(target)
+        theirs = text_config(target.model)
+        self._target, self.layers = target, (int(theirs.num_hidden_layers),)
+        self._require("hidden size", self._config.backbone_hidden_size, theirs.hidden_size)
+        self._require("vocabulary", self._own.vocab_size, target.vocabulary)
+        self._sources = {kind: self._source(kind, theirs, target) for kind in dict.fromkeys(self._kinds)}
+        self._load(target)
+
+    def _require(self, what: str, own: Any, theirs: Any) -> None:
+        if own != theirs:
+            raise ValueError(
+                f"the Gemma 4 assistant in {self.folder} is for a target whose {what} is {own}; this one's is {theirs}"
+            )
+
+    def _source(self, kind: str, theirs: Any, target: Scorer) -> int:
+        """Return the target's last layer of a kind that has keys and values of its own.
+
+        Raises:
+            ValueError: if there is none, or its keys and values do not fit the assistant's queries.
+        """
+        count = int(theirs.num_hidden_layers) - int(getattr(theirs, "num_kv_shared_layers", None) or 0)
+        kinds = list(getattr(theirs, "layer_types", None) or ())[:count]
+        if kind not in kinds:
+            raise ValueError(
+                f"the Gemma 4 assistant in {self.folder} reads keys of {kind} layers, "
+                f"and the target's layers are {sorted(set(kinds)) or 'of no named kind'}"
+            )
+        source = count - 1 - kinds[::-1].index(kind)
+        held, layer = target.kv.layers[source], self._own.per_layer_config[self._kinds.index(kind)]
+        own = int(layer.num_key_value_heads), int(layer.head_dim), int(layer.head_dim)
+        self._require(f"(KV heads, key size, value size) in {kind} layers", own, (held.heads, held.dim, held.out_dim))
+        if kind == SLIDING:
+            self._require("sliding window", self._own.sliding_window, theirs.sliding_window)
+        return source
+
+    def _load(self, target: Scorer) -> None:
+        """Read all weights, in the target's type."""
+        file, dtype = HeadFile(self.folder, "Gemma 4 assistant"), target.model.dtype
+        self._weights = {
+            name: file.take(name, *shape).to(target.device, dtype).contiguous()
+            for name, shape in self._shapes().items()
+        }
+        tied = self._config.tie_word_embeddings
+        self._head = self._weights["embed_tokens.weight" if tied else "lm_head.weight"]
+        if self._centroids:
+            tokens = file.take("masked_embedding.token_ordering", len(self._head)).to(target.device, torch.int64)
+            if not torch.equal(tokens.sort().values, torch.arange(len(tokens), device=tokens.device)):
+                raise ValueError(
+                    f"masked_embedding.token_ordering in {self.folder} does not name each of {len(tokens)} tokens once"
+                )
+            self._clusters = tokens.view(self._centroids, -1)
+        self._rotary = Gemma4TextRotaryEmbedding(self._own).to(target.device)
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each weight by its name, without ``model.`` before it."""
+        own, wide = self._own, int(self._config.backbone_hidden_size)
+        size, inner = int(own.hidden_size), int(own.intermediate_size)
+        shapes: dict[str, tuple[int, ...]] = {
+            "pre_projection.weight": (size, 2 * wide), "post_projection.weight": (wide, size), "norm.weight": (size,),
+            "embed_tokens.weight" if self._config.tie_word_embeddings else "lm_head.weight": (own.vocab_size, size),
+        }  # fmt: skip
+        if self._centroids:
+            shapes["masked_embedding.centroids.weight"] = self._centroids, size
+        for number, dim in enumerate(self._dims):
+            at, out = f"layers.{number}.", own.num_attention_heads * dim
+            shapes |= {f"{at}{name}.weight": (size,) for name in NORMS}
+            for part, shape in {"q": (out, size), "o": (size, out)}.items():
+                shapes[f"{at}self_attn.{part}_proj.weight"] = shape
+                if own.attention_bias:
+                    shapes[f"{at}self_attn.{part}_proj.bias"] = shape[:1]
+            shapes |= {f"{at}self_attn.q_norm.weight": (dim,), f"{at}layer_scalar": (1,)}
+            shapes |= {f"{at}mlp.{part}_proj.weight": (inner, size) for part in ("gate", "up")}
+            shapes[f"{at}mlp.down_proj.weight"] = size, inner
+        return shapes
+
+    def text(self, cache: Cache) -> HeadText:
+        if not isinstance(cache, FullCache):
+            raise ValueError(
+                f"a Gemma 4 assistant reads all of the target's keys; a {type(cache).__name__} does not hold them"
+            )
+        return HeadText(0, cache)
+
+    def record(self, text: HeadText, tokens: IntArray, start: int, states: torch.Tensor) -> None:
+        """Keep the last state; all else is in the target's cache."""
+        end = min(start + len(states), len(tokens) - 1)
+        if end > start:
+            text.hidden = states[end - start - 1 : end - start].clone()
+            text.next, text.last = end, int(tokens[end])
+
+    def read(self, texts: Sequence[HeadText]) -> None:
+        pass
+
+    def start(self, texts: Sequence[HeadText]) -> tuple[list[Growth], torch.Tensor]:
+        rounds = [_Round(text, self._visible(text)) for text in texts]
+        states = torch.cat([text.hidden for text in texts if text.hidden is not None])
+        return [*rounds], self._score(rounds, [[text.last] for text in texts], states)
+
+    def extend(
+        self, growths: Sequence[Growth], parents: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        states = torch.cat([growth.hidden[list(above)] for growth, above in zip(growths, parents, strict=True)])
+        for growth, above in zip(growths, parents, strict=True):
+            growth.add(above)
+        return self._score(cast("Sequence[_Round]", growths), tokens, states)
+
+    def _visible(self, text: HeadText) -> dict[str, Rows]:
+        """Return by kind of layer the keys and values that all queries of a round see, ``[1, Hkv, m, d]``.
+
+        The window is transformers': it holds one token more than that of the target's query at this position.
+        """
+        cache, end = text.cache, text.next or 0
+        assert isinstance(cache, FullCache)
+        first = {SLIDING: max(0, end - 1 - int(self._own.sliding_window))}
+        return {kind: cache.read(source, first.get(kind, 0), end) for kind, source in self._sources.items()}
+
+    def _score(self, rounds: Sequence[_Round], tokens: Sequence[Sequence[int]], states: torch.Tensor) -> torch.Tensor:
+        """Compute nodes of several trees and add their outputs to the trees.
+
+        Args:
+            rounds: the trees.
+            tokens: of each tree's nodes.
+            states: of the token before each node, of all trees side by side, ``[n, backbone hidden]``.
+
+        Returns:
+            Logits after each node, ``[n, V]``.
+        """
+        w, counts, device = self._weights, [len(own) for own in tokens], self._target.device
+        ids = torch.tensor([token for own in tokens for token in own], device=device)
+        ends = [each.text.next for each, count in zip(rounds, counts, strict=True) for _ in range(count)]
+        places, embed = torch.tensor([ends], device=device), self._target.model.get_input_embeddings()
+        with Ordered():
+            inputs = torch.cat([embed(ids).to(self._head.dtype), states.to(self._head.dtype)], -1)
+            x = linear(inputs, w["pre_projection.weight"])
+            angles = {kind: self._rotary(x, places, kind) for kind in self._sources}
+            for number, kind in enumerate(self._kinds):
+                x = self._layer(number, x, [each.keys[kind] for each in rounds], counts, angles[kind])
+            x = rms_norm(x, w["norm.weight"], self._eps)
+            left, logits = linear(x, w["post_projection.weight"]), self._logits(x)
+        for each, part in zip(rounds, torch.split(left, counts), strict=True):
+            each.hidden = torch.cat([each.hidden, part])
+        return logits
+
+    def _layer(
+        self, number: int, x: torch.Tensor, keys: Sequence[Rows], counts: Sequence[int], angles: Any
+    ) -> torch.Tensor:
+        """One layer; ``[n, hidden]`` in and out."""
+        w, eps, at = self._weights, self._eps, f"layers.{number}."
+        y = self._attention(number, rms_norm(x, w[f"{at}input_layernorm.weight"], eps), keys, counts, angles)
+        x = x + rms_norm(y, w[f"{at}post_attention_layernorm.weight"], eps)
+        y = rms_norm(x, w[f"{at}pre_feedforward_layernorm.weight"], eps)
+        y = self._act(linear(y, w[f"{at}mlp.gate_proj.weight"])) * linear(y, w[f"{at}mlp.up_proj.weight"])
+        y = linear(y, w[f"{at}mlp.down_proj.weight"])
+        return (x + rms_norm(y, w[f"{at}post_feedforward_layernorm.weight"], eps)) * w[f"{at}layer_scalar"]
+
+    def _attention(
+        self, number: int, x: torch.Tensor, keys: Sequence[Rows], counts: Sequence[int], angles: Any
+    ) -> torch.Tensor:
+        """Attention of each tree's nodes over the keys and values ``keys`` that they see."""
+        w, at = self._weights, f"layers.{number}.self_attn."
+        q = linear(x, w[f"{at}q_proj.weight"], w.get(f"{at}q_proj.bias")).view(1, len(x), -1, self._dims[number])
+        q = rotated(rms_norm(q.transpose(1, 2), w[f"{at}q_norm.weight"], self._eps), *angles)
+        split = torch.split(q, list(counts), 2)
+        outs = [attend(own, rows[0], rows[1], UNSCALED).out for own, rows in zip(split, keys, strict=True)]
+        out = torch.cat(outs, 2).transpose(1, 2).reshape(len(x), -1)
+        return linear(out, w[f"{at}o_proj.weight"], w.get(f"{at}o_proj.bias"))
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits ``[n, V]``; minus infinity at tokens outside of the likeliest clusters.
+
+        transformers puts the least logit less 1 there. That would leave the many tokens outside a share of the
+        probability, which decides whether a node is worth a pass.
+        """
+        if not self._centroids:
+            return linear(x, self._head)
+        scores = linear(x, self._weights["masked_embedding.centroids.weight"])
+        tokens = self._clusters[scores.topk(self._likely).indices].flatten(1)
+        chosen = torch.bmm(self._head[tokens], x[:, :, None])[:, :, 0]
+        return x.new_full((len(x), len(self._head)), -torch.inf).scatter_(1, tokens, chosen)
+
+
+class _Round(Growth):
+    """A tree whose nodes all see the same keys.
+
+    Attributes:
+        keys: by kind of layer, keys and values.
+    """
+
+    def __init__(self, text: HeadText, keys: Mapping[str, Rows]) -> None:
+        assert text.hidden is not None
+        super().__init__(text, text.hidden[:0])
+        self.keys = keys
+
+
+def is_gemma4_assistant(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration is that of a Gemma 4 assistant."""
+    return config.get("model_type") in MODEL_TYPES
