@@ -116,8 +116,8 @@ class Cache(ABC):
     settled: int = 0
     """Tokens of a view that its source had committed at the last ``sync``; later ones are speculative."""
     log: OperationLog | None = None
-    """Called after each of the cache's ``CACHE_OPERATIONS`` that succeeds, so that a cache in another process can repeat it.
-    An operation inside another one is not logged."""
+    """Called after each of ``CACHE_OPERATIONS`` that succeeds, so that a cache in another process can repeat it. An
+    operation inside another one is not logged."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -1,7 +1,7 @@
 """A log of rank 0's cache operations, which the other ranks repeat.
 
-All caches change by the same few operations (``kv.cache.CACHE_OPERATIONS``). On rank 0 a cache logs them; on the other ranks
-a cache of the same kind, with the keys and values of other heads, repeats them. A sparse cache chooses for each head by
+All caches change by the same few operations (``CACHE_OPERATIONS``). On rank 0 a cache logs them; on the other ranks a
+cache of the same kind, with the keys and values of other heads, repeats them. A sparse cache chooses for each head by
 itself, so its choice needs no message. A log entry is JSON.
 """
 
