@@ -24,7 +24,6 @@ from forerun.core.sampling import Salt, gumbel
 from forerun.core.tree import DraftTree
 from forerun.decoding.level import CacheFactory
 from forerun.kv.cache import Cache
-from forerun.kv.view import View
 from forerun.models.forward.prefill import counting, read_prompt
 from forerun.models.forward.scorer import Scorer
 
@@ -54,7 +53,7 @@ class Follower:
         prompt.rewind()
         for name, make in makers.items():
             cache = make(target, prompt.cache)
-            if not isinstance(cache, View):
+            if cache.source is None:
                 on_read = counting(prompt.held, progress_lines(f"{name} reads"))
                 read_prompt(target, cache, np.array(prompt.tokens[: prompt.held]), on_read=on_read)
                 self._base[name] = cache
@@ -83,9 +82,7 @@ class Follower:
             full.commit(block, [])
             for name, draft in drafts.items():
                 shares[name].append(overlap(logits, draft, temperature))
-                view = caches[name]
-                if isinstance(view, View):
-                    view.verified([-1], 1, round(shares[name][-1]))
+                caches[name].verified([-1], 1, round(shares[name][-1]))
             tokens.append(_choose(logits, temperature, len(tokens)))
         self.readings = {name: meter.reading for name, meter in meters.items()}
         return {name: float(np.mean(found)) for name, found in shares.items()}
@@ -107,11 +104,10 @@ class Follower:
     def _draft(self, block: Block, meters: Mapping[str, Meter]) -> dict[str, torch.Tensor]:
         """The logits ``[V]`` over each sparse cache, from one pass."""
         for meter in meters.values():
-            if isinstance(meter.cache, View):
-                meter.cache.sync()
+            meter.cache.sync()
         logits = self._target.score([block] * len(meters), list(meters.values()))
         for meter in meters.values():
-            if not isinstance(meter.cache, View):
+            if meter.cache.source is None:
                 meter.commit(block, [])
         return {name: rows[0] for name, rows in zip(meters, logits, strict=True)}
 

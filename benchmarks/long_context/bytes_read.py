@@ -27,7 +27,6 @@ from forerun.kv.cache import Cache
 from forerun.kv.low_rank import LowRankCache
 from forerun.kv.retrieval import RetrievalCache
 from forerun.kv.streaming import StreamingCache
-from forerun.kv.view import View
 from forerun.models.forward.prefill import read_prompt
 from forerun.models.forward.scorer import Scorer
 
@@ -141,7 +140,7 @@ def at_end(target: Scorer, prompt: Prefilled, make: CacheFactory | None) -> Read
     """What the token after a prompt reads, through the full cache, or the sparse cache that ``make`` gives."""
     prompt.rewind()
     cache = prompt.cache if make is None else make(target, prompt.cache)
-    if isinstance(cache, View):
+    if cache.source is not None:
         cache.sync()
     else:
         read_prompt(target, cache, np.array(prompt.tokens[: prompt.held]))

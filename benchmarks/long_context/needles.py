@@ -27,7 +27,6 @@ from forerun.core.tree import DraftTree
 from forerun.engine.engine import Engine
 from forerun.kv.cache import Cache
 from forerun.kv.full_cache import FullCache
-from forerun.kv.view import View
 from forerun.models.forward.prefill import read_prompt
 from forerun.models.forward.scorer import Scorer
 
@@ -97,7 +96,7 @@ class UnverifiedDecoder:
         self._make = SPARSE[name](settings)
         self._base: Cache | None = None
         cache = self._make(scorer, full)
-        if not isinstance(cache, View):
+        if cache.source is None:
             read_prompt(scorer, cache, np.array(text))
             self._base = cache
 
@@ -123,7 +122,6 @@ class UnverifiedDecoder:
         self._full.truncate(len(self._text))
         read_prompt(self._scorer, self._full, prompt)
         view = self._make(self._scorer, self._full)
-        assert isinstance(view, View)
         view.sync()
         return view
 

@@ -76,6 +76,24 @@ def test_an_engine_imports_only_what_all_of_its_users_need() -> None:
     assert not {name for name in seen for few in FEW_NEED if f"{name}.".startswith(f"forerun.{few}.")}
 
 
+def test_no_module_outside_kv_asks_for_a_caches_class() -> None:
+    for file in SOURCE.rglob("*.py"):
+        if file.relative_to(SOURCE).parts[0] == "kv":
+            continue
+        nodes = list(ast.walk(parsed(file)))
+        kv = [
+            node for node in nodes if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("forerun.kv.")
+        ]
+        caches = {alias.name for node in kv for alias in node.names if alias.name.endswith(("Cache", "View"))}
+        for node in nodes:
+            asks = isinstance(node, ast.Compare) or (
+                isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass")
+            )
+            named = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} if asks else set()
+            assert not named & caches, f"{file}:{node.lineno} asks for {named & caches}"
+            assert getattr(node, "attr", "") != "__class__", f"{file}:{node.lineno}"
+
+
 def test_what_several_tests_use_is_in_support() -> None:
     for file in Path(__file__).parents[1].rglob("test_*.py"):
         for name in imports(file):

@@ -9,6 +9,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from forerun.kernels.attention.attention import AttentionSpec, Rows, attend_in_o
 from forerun.kernels.runtime.addresses import head_rows
 from forerun.kv.recurrent import RecurrentStates
 
+if TYPE_CHECKING:
+    from forerun.kv.full_cache import FullCache
+
 READ_BLOCK = 512
 """The most tokens of a prompt that are read in one pass."""
 ROLLBACK_TOKENS = 64
@@ -27,6 +31,12 @@ ROLLBACK_TOKENS = 64
 MIN_SLACK_TOKENS = 512
 """The least number of tokens behind a window that are kept, so that a text can be taken back by as many. It is one
 block of a prompt, and more than a block of attention, which is read whole where a window begins within it."""
+
+
+CACHE_OPERATIONS = ("begin_with", "blank", "commit", "prepare", "share", "skip", "sync", "truncate", "verified")
+"""Methods that change a cache between passes."""
+OperationLog = Callable[["Cache", str, tuple[Any, ...], object], None]
+"""Called with a cache, the name of an operation, its arguments and its result."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +115,21 @@ class Cache(ABC):
     """The cache that a sparse view reads; None for a cache that reads the text itself."""
     settled: int = 0
     """Tokens of a view that its source had committed at the last ``sync``; later ones are speculative."""
+    log: OperationLog | None = None
+    """Called after each of ``CACHE_OPERATIONS`` that succeeds, so that a cache in another process can repeat it. An
+    operation inside another one is not logged."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name in CACHE_OPERATIONS:
+            if name in vars(cls):
+                setattr(cls, name, _logged(vars(cls)[name]))
+
+    @property
+    def full(self) -> FullCache | None:
+        """This cache, if it holds all tokens of its sequence, each at its place; None for any other. Passes read and
+        write such a cache layer by layer, and leave queries there that sparse views choose by."""
+        return None
 
     @property
     def ready(self) -> bool:
@@ -222,6 +247,25 @@ class Cache(ABC):
             tokens: of the text at its longest, drafts included.
         """
         return shape.nbytes * tokens
+
+
+def _logged(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """The operation, with a call of ``Cache.log`` after it."""
+
+    @functools.wraps(operation)
+    def run(self: Cache, *arguments: Any) -> Any:
+        log = self.log
+        if log is None:
+            return operation(self, *arguments)
+        self.log = None
+        try:
+            result = operation(self, *arguments)
+        finally:
+            self.log = log
+        log(self, operation.__name__, arguments, result)
+        return result
+
+    return run
 
 
 def append(rows: Rows | None, new: Rows, held: int, capacity: int, first: int = 0) -> Rows:

@@ -71,6 +71,10 @@ class FullCache(Cache):
         self._prefix_length = 0  # tokens that it holds of that
         self._recurrent = RecurrentStates()
 
+    @property
+    def full(self) -> FullCache:
+        return self
+
     def store(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
     ) -> Rows:

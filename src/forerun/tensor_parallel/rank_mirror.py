@@ -7,29 +7,20 @@ itself, so its choice needs no message. A log entry is JSON.
 
 from __future__ import annotations
 
-import functools
 import json
 import weakref
-from abc import ABCMeta
 from collections import deque
-from collections.abc import Callable
-from dataclasses import astuple
-from typing import Any, NamedTuple, cast
+from collections.abc import Hashable
+from typing import Any
 
 import numpy as np
 
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
-from forerun.kv.cache import Cache
-from forerun.kv.full_cache import FullCache
-from forerun.kv.low_rank import LowRankCache, LowRankConfig
-from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
+from forerun.kv.cache import CACHE_OPERATIONS, Cache
+from forerun.kv.cache_kinds import CacheParts, made_of, parts_of
 from forerun.kv.shared_prefix import SharedPrefix
-from forerun.kv.streaming import Rotation, StreamingCache
-from forerun.kv.view import View
-
-CACHE_OPERATIONS = ("begin_with", "blank", "commit", "prepare", "share", "skip", "sync", "truncate", "verified")
-"""Methods that change a cache between passes."""
+from forerun.kv.streaming import Rotation
 
 Entry = list[Any]
 """A log entry: its name and its arguments."""
@@ -62,20 +53,16 @@ class RankMirror:
         """
         if cache in self._numbers:
             return
-        if isinstance(cache, View):
+        if cache.source is not None:
             self.adopt(cache.source)
         if cache.length:
             raise ValueError(f"this cache holds {cache.length} tokens that other ranks do not know; use an empty one")
-        kind = next((name for name, known in _KINDS.items() if type(cache) is known.cache), None)
-        if kind is None:
-            allowed = ", ".join(_KINDS)
-            raise ValueError(f"a {type(cache).__name__} cannot lie in several processes; allowed are {allowed}")
-        self.note("make", self._number(cache), kind, _KINDS[kind].parts(cache))
-        cache.__class__ = _logging_class(type(cache))
-        cache.__dict__["_mirror"] = self
+        kind, values = parts_of(cache)
+        self.note("make", self._number(cache), kind, values)
+        cache.log = self._log
 
-    def done(self, cache: Cache, operation: str, arguments: tuple[Any, ...], result: object) -> None:
-        """Log an operation of a cache."""
+    def _log(self, cache: Cache, operation: str, arguments: tuple[Any, ...], result: object) -> None:
+        """Add an operation of a cache."""
         number = self._number(result) if isinstance(result, SharedPrefix) else None
         self.note("do", self._number(cache), operation, arguments, number)
 
@@ -91,9 +78,10 @@ class RankMirror:
         if isinstance(value, Block):
             tree = value.tree
             return {"block": [value.pending.tolist(), tree.tokens.tolist(), tree.parents.tolist(), value.start]}
-        if isinstance(value, Cache | SharedPrefix):
-            return {"number": self._number(value)}
-        return value.item() if isinstance(value, np.generic) else list(value)
+        if isinstance(value, np.generic):
+            return value.item()
+        known = isinstance(value, Hashable) and value in self._numbers
+        return {"number": self._number(value)} if known else list(value)
 
 
 class MirroredCaches:
@@ -104,7 +92,7 @@ class MirroredCaches:
 
     def make(self, number: int, kind: str, parts: list[Any], rotation: Rotation | None) -> None:
         """Make a cache as rank 0 did."""
-        self._things[number] = _KINDS[kind].make([self.value(part) for part in parts], rotation)
+        self._things[number] = made_of(CacheParts(kind, [self.value(part) for part in parts]), rotation)
 
     def do(self, number: int, operation: str, arguments: list[Any], result: int | None) -> None:
         """Repeat an operation of rank 0."""
@@ -125,64 +113,3 @@ class MirroredCaches:
             tree = DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64))
             return Block(np.array(pending, np.int64), tree, start)
         return self._things[plain["number"]] if isinstance(plain, dict) else plain
-
-
-class _CacheKind(NamedTuple):
-    """A kind of cache; what it is made of on rank 0, in plain values; and how it is made of that on another rank."""
-
-    cache: type[Cache]
-    parts: Callable[[Any], list[Any]]
-    make: Callable[[list[Any], Rotation | None], Cache]
-
-
-def _streaming(parts: list[Any], rotation: Rotation | None) -> StreamingCache:
-    window, sinks, slack, rotated = parts
-    if rotated and rotation is None:
-        raise ValueError("rank 0 knows the rotation of the model's keys, and this rank does not")
-    return StreamingCache(window, sinks, slack, rotation if rotated else None)
-
-
-_KINDS = {
-    "full": _CacheKind(
-        FullCache, lambda cache: [cache.capacity, False, cache.releases], lambda parts, rotation: FullCache(*parts)
-    ),
-    "retrieval": _CacheKind(
-        RetrievalCache,
-        lambda cache: [cache.source, *astuple(cache.config)],
-        lambda parts, rotation: RetrievalCache(parts[0], RetrievalConfig(*parts[1:])),
-    ),
-    "low-rank": _CacheKind(
-        LowRankCache,
-        lambda cache: [cache.source, *astuple(cache.config)],
-        lambda parts, rotation: LowRankCache(parts[0], LowRankConfig(*parts[1:])),
-    ),
-    "streaming": _CacheKind(
-        StreamingCache,
-        lambda cache: [cache.window, cache.sinks, cache.slack, cache.rotation is not None],
-        _streaming,
-    ),
-}
-
-
-@functools.cache
-def _logging_class(kind: type[Cache]) -> type[Cache]:
-    """The same class, with operations that are logged."""
-    logged = {name: _logged(getattr(kind, name)) for name in CACHE_OPERATIONS if hasattr(kind, name)}
-    return cast(type[Cache], ABCMeta(kind.__name__, (kind,), logged))
-
-
-def _logged(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """The operation, which is logged once it has succeeded; operations inside it are not."""
-
-    @functools.wraps(operation)
-    def run(self: Any, *arguments: Any) -> Any:
-        mirror, self._mirror = self._mirror, None
-        try:
-            result = operation(self, *arguments)
-        finally:
-            self._mirror = mirror
-        if mirror is not None:
-            mirror.done(self, operation.__name__, arguments, result)
-        return result
-
-    return run

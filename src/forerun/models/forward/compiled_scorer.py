@@ -60,7 +60,7 @@ class CompiledScorer(Scorer):
         self._embedded = self.vocabulary
 
     def reads_whole(self, cache: Cache) -> bool:
-        return self._decoder is not None and isinstance(cache, FullCache) and cache.offloaded
+        return self._decoder is not None and cache.full is not None and cache.full.offloaded
 
     def _pass(self, blocks: Sequence[Block], caches: Sequence[Cache], layers: tuple[int, ...]) -> PassResult:
         with self._lock:
@@ -71,7 +71,7 @@ class CompiledScorer(Scorer):
         self, decoder: Decoder, blocks: Sequence[Block], caches: Sequence[Cache], layers: tuple[int, ...]
     ) -> PassResult | None:
         """All rows' logits and states; None if a program cannot read some of the caches."""
-        full = [cache for cache in caches if isinstance(cache, FullCache)]
+        full = [cache.full for cache in caches if cache.full is not None]
         if len(full) == len(caches) and any(cache.offloaded for cache in full):
             return None if decoder.convolutions else self._run_by_layers(decoder, blocks, full, layers)
         pairs = zip(caches, blocks, strict=True)
@@ -216,12 +216,12 @@ class CompiledScorer(Scorer):
         """Hand full caches what sparse caches read from them: queries and attention parameters."""
         specs, first = decoder.specs, 0
         for cache, block, count in zip(caches, packed.blocks, packed.counts, strict=True):
-            if isinstance(cache, FullCache):
-                cache.begin_pass(specs)
-                if kept and self.keeps_queries(block, cache):
+            if (full := cache.full) is not None:
+                full.begin_pass(specs)
+                if kept and self.keeps_queries(block, full):
                     (queries,) = _queries(decoder, compiled.qkv[:, first : first + count], [count])
                     for layer, each in zip(decoder.attending, queries, strict=True):
-                        cache.record_queries(layer, each[None], block)
+                        full.record_queries(layer, each[None], block)
             first += count
 
 

@@ -27,7 +27,6 @@ from forerun.kernels.gpu import attend
 from forerun.kernels.gpu.linear import GPU_LINEAR_DTYPES
 from forerun.kernels.gpu.pass_tables import TABLE_ALIGNMENT, PassDescription, PassTables
 from forerun.kv.cache import Cache, LayerShape
-from forerun.kv.full_cache import FullCache
 from forerun.models.forward.architecture import known_on_gpu
 from forerun.models.forward.cuda_graphs import GraphCache
 from forerun.models.forward.gpu_forward import Attention, GpuForward, library_attention, library_product
@@ -146,7 +145,7 @@ class GpuScorer(Scorer):
         return PassResult(torch.cat([part.logits for part in parts]), torch.cat(states) if states else None)
 
     def _reads_chunk(self, block: Block, cache: Cache) -> bool:
-        return block.whole_chunk and len(block) == self.prompt_chunk and isinstance(cache, FullCache)
+        return block.whole_chunk and len(block) == self.prompt_chunk and cache.full is not None
 
     def _by_row(self, tables: TableLayers, rows: Sequence[_Row], layers: tuple[int, ...]) -> list[PassResult]:
         if not rows:
@@ -160,12 +159,12 @@ class GpuScorer(Scorer):
     def _read_chunk(self, tables: TableLayers, row: _Row, states_of: tuple[int, ...]) -> PassResult:
         """A whole chunk of a prompt, by torch's libraries."""
         block, cache, _ = row
-        assert self._decoder is not None
-        assert isinstance(cache, FullCache)
+        full = cache.full
+        assert self._decoder is not None and full is not None
         batch = self._description(tables, [row])
         places = PassTables(batch.sizes, self.device, batch.aligned)
         places.fill(batch)
-        memory = [cache.read(layer, 0, cache.length + len(block)) for layer in tables.places]
+        memory = [full.read(layer, 0, full.length + len(block)) for layer in tables.places]
         layers = LayerQueries({}, {})
         attention = _recording(layers, self.keeps_queries(block, cache), library_attention(memory))
         result = self._decoder.run(places, attention, states_of, library_product)
@@ -209,11 +208,11 @@ class GpuScorer(Scorer):
         first = 0
         for block, cache, _ in rows:
             last = first + len(block)
-            if isinstance(cache, FullCache):
-                cache.begin_pass(layers.specs)
-                if layers.queries and self.keeps_queries(block, cache):
+            if (full := cache.full) is not None:
+                full.begin_pass(layers.specs)
+                if layers.queries and self.keeps_queries(block, full):
                     for layer, queries in layers.queries.items():
-                        cache.record_queries(layer, queries[:, :, first:last], block)
+                        full.record_queries(layer, queries[:, :, first:last], block)
             first = last
 
 
@@ -265,9 +264,10 @@ def _rows(tables: TableLayers, blocks: Sequence[Block], caches: Sequence[Cache])
     found = []
     for block, cache in zip(blocks, caches, strict=True):
         if not tables.uniform:
-            if not isinstance(cache, FullCache) or cache.offloaded:
+            full = cache.full
+            if full is None or full.offloaded:
                 return None  # others make room for layers of one shape
-            rows = cache.reserve_layers(tables.likes, len(block))
+            rows = full.reserve_layers(tables.likes, len(block))
             addresses = np.array([[t.data_ptr() for t in rows[layer]] for layer in tables.places], np.int64)
             strides = np.array([_strides(rows[layer]) for layer in tables.places], np.int64)
             found.append(TableRow(addresses, strides, cache.length))

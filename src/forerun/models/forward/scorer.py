@@ -264,10 +264,11 @@ class Scorer:
 
     def keeps_queries(self, block: Block, cache: Cache) -> bool:
         """Whether a cache is to keep the queries of a pass over this block."""
-        if self.queries_from is None or not isinstance(cache, FullCache):
+        full = cache.full
+        if self.queries_from is None or full is None:
             return False
-        longest = max(cache.capacity, cache.length + len(block))
-        return longest >= self.queries_from and cache.wants_queries(block)
+        longest = max(full.capacity, full.length + len(block))
+        return longest >= self.queries_from and full.wants_queries(block)
 
     @cached_property
     def kv(self) -> KVShape:
@@ -294,8 +295,8 @@ class Scorer:
 
     def adopt(self, cache: AnyCache) -> AnyCache:
         """A cache that passes will use, before anything is done to it."""
-        if isinstance(cache, FullCache):
-            cache.stateful = self.recurrent
+        if cache.full is not None:
+            cache.full.stateful = self.recurrent
         return cache
 
     def rotation(self) -> Rotation | None:

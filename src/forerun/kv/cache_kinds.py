@@ -1,0 +1,87 @@
+"""Caches as plain values, from which another process makes caches of the same kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
+from typing import Any, NamedTuple
+
+from forerun.kv.cache import Cache
+from forerun.kv.full_cache import FullCache
+from forerun.kv.low_rank import LowRankCache, LowRankConfig
+from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
+from forerun.kv.streaming import Rotation, StreamingCache
+
+
+class CacheParts(NamedTuple):
+    """What a cache is made of.
+
+    Attributes:
+        kind: its name among the kinds that can be made.
+        values: plain values, and a view's source.
+    """
+
+    kind: str
+    values: Sequence[Any]
+
+
+def parts_of(cache: Cache) -> CacheParts:
+    """Describe an empty cache.
+
+    Raises:
+        ValueError: for a kind of cache that plain values do not describe.
+    """
+    for name, kind in _KINDS.items():
+        if type(cache) is kind.cache:
+            return CacheParts(name, kind.values(cache))
+    raise ValueError(f"a {type(cache).__name__} cannot lie in several processes; allowed are {', '.join(_KINDS)}")
+
+
+def made_of(parts: CacheParts, rotation: Rotation | None) -> Cache:
+    """Make a cache as it was described.
+
+    Args:
+        parts: from ``parts_of``.
+        rotation: of the model's keys; None if it is not known here.
+
+    Raises:
+        ValueError: if the cache needs the rotation.
+    """
+    return _KINDS[parts.kind].make(parts.values, rotation)
+
+
+class _CacheKind(NamedTuple):
+    """A kind of cache, what it is made of, and how it is made of that."""
+
+    cache: type[Cache]
+    values: Callable[[Any], list[Any]]
+    make: Callable[[Sequence[Any], Rotation | None], Cache]
+
+
+def _streaming(values: Sequence[Any], rotation: Rotation | None) -> StreamingCache:
+    window, sinks, slack, rotated = values
+    if rotated and rotation is None:
+        raise ValueError("rank 0 knows the rotation of the model's keys, and this rank does not")
+    return StreamingCache(window, sinks, slack, rotation if rotated else None)
+
+
+_KINDS = {
+    "full": _CacheKind(
+        FullCache, lambda cache: [cache.capacity, False, cache.releases], lambda values, rotation: FullCache(*values)
+    ),
+    "retrieval": _CacheKind(
+        RetrievalCache,
+        lambda cache: [cache.source, *astuple(cache.config)],
+        lambda values, rotation: RetrievalCache(values[0], RetrievalConfig(*values[1:])),
+    ),
+    "low-rank": _CacheKind(
+        LowRankCache,
+        lambda cache: [cache.source, *astuple(cache.config)],
+        lambda values, rotation: LowRankCache(values[0], LowRankConfig(*values[1:])),
+    ),
+    "streaming": _CacheKind(
+        StreamingCache,
+        lambda cache: [cache.window, cache.sinks, cache.slack, cache.rotation is not None],
+        _streaming,
+    ),
+}
