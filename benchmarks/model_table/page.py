@@ -35,19 +35,20 @@ PATHS = ("program", "recurrent", "hooks", "refused")
 """Where models of one shape take different paths, as their sizes differ, the first of these is shown."""
 HEAD = """# Models, all results
 
-Measured on {date} on {machine}, with transformers {transformers} and torch {torch}. The [short form](../models.md) names the exceptions.
+Measured on {date} on {machine}, with transformers {transformers} and torch {torch}; the [short form](../models.md).
 `python -m benchmarks models` writes this page: it runs each tiny random model of the tests.
 
 - **family**: `model_type` in the `config.json` of the model, or of its text part.
-- **CPU**: how a pass runs in float32 and bfloat16. `program` is one [program of kernels](../how-it-works.md#exact-bits) per pass,
-  `hooks` is the model's own code with Forerun's kernels inside, `recurrent` adds [states that follow
+- **CPU**: how a pass runs in float32 and bfloat16. `program` is one [program of kernels](../how-it-works.md#exact-bits)
+  per pass, `hooks` is the model's own code with Forerun's kernels inside, `recurrent` adds [states that follow
   trees](../how-it-works.md#recurrent-layers).
 - **GPU**: the path by the model's structure ([what ran](../how-it-works.md#on-a-gpu)).
 - **float32**, **bfloat16**: what the [test of exactness](../how-it-works.md#exact-bits) finds.
-- **trie**, **draft model**: whether greedy outputs of a batch of three prompts equal those of `transformers`' `generate`, all computed in
-  float64, recurrences included. Drafts come from the trie, or from TriForce with a small model.
-- **KV store**, **offloading**: output with stored keys and values, or with some off the device, against output without. `-`
-  is not tried: too few layers, or no keys and values.
+- **trie**, **draft model**: whether greedy outputs of a batch of three prompts equal those of `transformers`'
+  `generate`, all computed in float64, recurrences included. Drafts come from the trie, or from TriForce with a small
+  model.
+- **KV store**, **offloading**: output with stored keys and values, or with some off the device, against output
+  without. `-` is not tried: too few layers, or no keys and values.
 - **tests**: what other tests cover: quantised GGUF weights (`stored`), and a model in two processes (`ranks`).
 
 """
