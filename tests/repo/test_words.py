@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import io
 import re
+import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
@@ -104,8 +105,7 @@ def test_docstrings_and_comments_have_no_more_such_phrases_than_before() -> None
 def lower() -> None:
     """Print all places, and write the counts that are lower now."""
     known, found = (allowed() if EXCEPTIONS.exists() else None), places()
-    for each in (place for folder in found.values() for place in folder):
-        print(each)
+    sys.stdout.writelines(f"{place}\n" for each in found.values() for place in each)
     counts = {name: len(each) if known is None else min(len(each), known[name]) for name, each in found.items()}
     EXCEPTIONS.write_text("".join(f"{name}: {count}\n" for name, count in sorted(counts.items()) if count))
 
