@@ -38,7 +38,9 @@ def caption(settings: Row) -> str:
     """Return one line for a plot: the model, its type, the machine and the date."""
     here, model, dtype = machine(), settings.get("model"), settings.get("dtype")
     said = [Path(model).name if model else None, dtype if dtype != "auto" else None, here["processor"]]
-    said.append(here["device"] if here["device"] != "cpu" else f"{here['threads']} threads")
+    said.append(
+        here["device"] if here["device"] != "cpu" else f"{here['threads']} thread{'s' * (here['threads'] != 1)}"
+    )
     return ", ".join(each for each in [*said, date.today().isoformat()] if each)
 
 
