@@ -30,7 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "server agents": ("server.agents:AgentOptions", "How soon an agent's turns begin, beside llama-server."),
     "server streams": ("server.many_streams:StreamsOptions", "Many streams at once: is each the text of its request alone?"),
     "capacity": ("capacity.capacity_command:CapacityOptions", "What a model takes on given devices, and the tables of docs/scaling.md."),
-    "models": ("model_table.models_command:ModelsOptions", "What each family of models does, and what is refused: docs/models.md."),
+    "models": ("model_table.models_command:ModelsOptions", "What each family of models does, and what is refused: docs/results/models.md."),
     "passes": ("studies.passes_command:PassesOptions", "What passes of 1 to 64 tokens cost, beside the memory's bandwidth."),
     "activations": ("studies.activations:ActivationsOptions", "What activations of eight bits change of a GGUF model's distributions."),
     "gpu": ("gpu.gpu_command:GpuOptions", "Forerun on this machine's GPU: exactness, bandwidth, passes, long contexts."),

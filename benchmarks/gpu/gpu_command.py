@@ -227,11 +227,11 @@ def _fill(report: Report, options: GpuOptions) -> None:
 
 def _plot(report: Report, name: str, rows: Sequence[Row]) -> None:
     if name == "decoding":
-        frame = Frame("Plain decoding", "tokens in the cache", "share of the bandwidth", log=True, zero=True)
+        frame = Frame("Plain decoding", "tokens in the cache", "share of the bandwidth", log=True)
         lines = _lines(rows, ("model", "who"), "context", "share_of_bandwidth")
         report.lines(name, frame, lines)
     if name == "passes":
-        relative = Frame("Passes", "tokens", "times one token's", log=True, zero=True)
+        relative = Frame("Passes", "tokens", "times one token's", log=True)
         curves = _lines(rows, ("model", "context"), "tokens", "ratio_to_one_token")
         report.lines(name, relative, curves)
 

@@ -1,1 +1,1 @@
-"""``docs/models.md``: what the tests' tiny models do, found by running them."""
+"""``docs/results/models.md``: what the tests' tiny models do, found by running them."""

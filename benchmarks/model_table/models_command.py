@@ -1,4 +1,4 @@
-"""``python -m benchmarks models``: run the tests' tiny models, and write ``docs/models.md``."""
+"""``python -m benchmarks models``: run the tests' tiny models, and write ``docs/results/models.md``."""
 
 from __future__ import annotations
 

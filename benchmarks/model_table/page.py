@@ -1,20 +1,22 @@
-"""The page ``docs/models.md``, from what was found, and its rows read back for a test."""
+"""Write ``docs/results/models.md`` from the trials' results, and read its rows back for a test."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 
 import torch
 import transformers
 
 from benchmarks.reporting.study_report import listing
+from forerun.bench.machine import machine
 
 Row = dict[str, str]
 REASON = re.compile(r"refused\[(.*?)\]")
 """A trial that was refused, with why."""
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "models.md"
 COLUMNS = {
     "type": "family",
     "shapes": "shapes tried beside the plain one",
@@ -31,32 +33,29 @@ COLUMNS = {
 TRIALS = ("float32", "bfloat16", "trie", "draft model", "store", "offload")
 PATHS = ("program", "recurrent", "hooks", "refused")
 """Where models of one shape take different paths, as their sizes differ, the first of these is shown."""
-HEAD = """# Models
+HEAD = """# Models, all results
 
-`python -m benchmarks models` writes this page: it runs each tiny random model of the tests, here on a CPU with
-transformers {transformers} and torch {torch}. Other models may work, too. Forerun refuses a model that fails the
-[self-test](how-it-works.md#attention), with the reason.
-
-## What runs
+Measured on {date} on {machine}, with transformers {transformers} and torch {torch}; the [short form](../models.md).
+`python -m benchmarks models` writes this page: it runs each tiny random model of the tests.
 
 - **family**: `model_type` in the `config.json` of the model, or of its text part.
-- **CPU**: how a pass runs in float32 and bfloat16. `program` is one [program of kernels](how-it-works.md#bits) a pass,
-  `hooks` the model's own code with Forerun's kernels inside, `recurrent` the same with [states that follow
-  trees](how-it-works.md#recurrent-layers). Heads and layers of odd sizes take no `program`.
-- **GPU**: the path by the model's structure ([what ran](how-it-works.md#on-a-gpu)).
-- **float32**, **bfloat16**: what the [test of exactness](how-it-works.md#bits) finds.
-- **trie**, **draft model**: whether greedy texts of a batch of three prompts equal those of `generate` of
-  `transformers`, all computed in float64, recurrences included. Drafts come from the trie, or from TriForce with a
-  small model.
-- **KV store**, **offloading**: text with stored keys and values, or with some off the device, against text without. `-`
-  is not tried: too few layers, or no keys and values.
-- **tests**: what other tests cover: GGUF weights as stored (`stored`), and a model in two processes (`ranks`).
+- **CPU**: how a pass runs in float32 and bfloat16. `program` is one [program of kernels](../how-it-works.md#exact-bits)
+  per pass, `hooks` is the model's own code with Forerun's kernels inside, `recurrent` adds [states that follow
+  trees](../how-it-works.md#recurrent-layers).
+- **GPU**: the path by the model's structure ([what ran](../how-it-works.md#on-a-gpu)).
+- **float32**, **bfloat16**: what the [test of exactness](../how-it-works.md#exact-bits) finds.
+- **trie**, **draft model**: whether greedy outputs of a batch of three prompts equal those of `transformers`'
+  `generate`, all computed in float64, recurrences included. Drafts come from the trie, or from TriForce with a small
+  model.
+- **KV store**, **offloading**: output with stored keys and values, or with some off the device, against output
+  without. `-` is not tried: too few layers, or no keys and values.
+- **tests**: what other tests cover: quantised GGUF weights (`stored`), and a model in two processes (`ranks`).
 
 """
 REFUSED_HEAD = """
 ## What is refused
 
-The words are those of the error when an engine is made.
+These are the words of the error when an engine is made.
 
 """
 NOTES = """
@@ -104,7 +103,13 @@ def page(rows: Sequence[Row], refused: Mapping[str, str]) -> str:
     """The page as Markdown."""
     reasons = sorted({why for row in rows for name in TRIALS for why in REASON.findall(row[name])})
     shown = [row | {name: REASON.sub("refused", row[name]) for name in TRIALS} for row in rows]
-    head = HEAD.format(transformers=transformers.__version__, torch=torch.__version__.partition("+")[0])
+    here = machine()
+    head = HEAD.format(
+        date=date.today().isoformat(),
+        machine=f"{here['processor']}, {here['cores']} cores",
+        transformers=transformers.__version__,
+        torch=torch.__version__.partition("+")[0],
+    )
     notes = NOTES.format(reasons="; ".join(f'"{why}"' for why in reasons))
     whys = [{"type": name, "why": why} for name, why in refused.items()]
     refusals = listing(whys, {"type": "family", "why": "why"})

@@ -15,6 +15,7 @@ from forerun.bench.rounds import BASELINE, PLAIN
 
 Triple = tuple[str, str, str]
 _SPEEDS: Triple = ("tokens_per_second", "slowest", "fastest")
+_RANGE = ("slowest", "fastest")
 SPEED = "tokens per second"
 STEPS = "tokens per step"
 MEMORY = "Table 5: peak memory of a text beyond the model's"
@@ -41,7 +42,7 @@ def report_methods(report: Report, rows: Sequence[Row]) -> None:
         listing(rows, METHODS),
         _equal_in_tasks(rows),
     )
-    report.plot("methods", lambda path: plot_tasks(rows, path))
+    report.plot("methods", lambda path: plot_tasks(rows, path, report.note))
 
 
 def report_updating(report: Report, rows: Sequence[Row]) -> None:
@@ -82,7 +83,7 @@ def report_capacity(report: Report, rows: Sequence[Row]) -> None:
         "Retrieving and updating are medians of a step.\n",
         equality(rows),
     )
-    frame = Frame(f"Speed by the trie's capacity, {_task(rows)}", "KiB", SPEED, log=True, zero=True)
+    frame = Frame(f"Speed by the trie's capacity, {_task(rows)}", "KiB", SPEED, log=True)
     report.lines("capacity", frame, _beside(rows, [_spread("default", tries, "kib")]))
 
 
@@ -114,7 +115,7 @@ def report_memory(report: Report, rows: Sequence[Row], device: str) -> None:
     xs = [row["decoding"] for row in drafted]
     line = Line("hierarchical", xs, *_columns(drafted, ("peak", "least", "most"), 1e-6))
     title = "Peak memory of a text beyond the model's"
-    frame = Frame(title, "decoding length, tokens", "MB", log=True, zero=True)
+    frame = Frame(title, "decoding length, tokens", "MB", log=True)
     report.lines("memory", frame, [line, _level("without drafts", xs, plain["peak"] / 1e6)])
 
 
@@ -147,10 +148,10 @@ def report_lengths(report: Report, rows: Sequence[Row]) -> None:
         equality(rows),
     )
     x, task = "decoding length, tokens", _task(rows)
-    frame = Frame(f"Speed by decoding length, {task}", x, SPEED, log=True, zero=True)
-    found = _beside(rows, plots.by(drafted, "line", "decoding", "tokens_per_second"))
+    frame = Frame(f"Speed by decoding length, {task}", x, SPEED, log=True)
+    found = _beside(rows, plots.by(drafted, "line", "decoding", "tokens_per_second", _RANGE))
     report.lines("lengths-speed", frame, found)
-    frame = Frame(f"Effective decoding length, {task}", x, STEPS, log=True, zero=True)
+    frame = Frame(f"Effective decoding length, {task}", x, STEPS, log=True)
     report.lines("lengths-steps", frame, plots.by(drafted, "line", "decoding", "tokens_per_pass"))
 
 
@@ -158,7 +159,9 @@ def report_passes(report: Report, rows: Sequence[Row]) -> None:
     """Figures 1 and 6."""
     named = [
         row | {"line": f"{row['rows']} x {row['context']:,}", "width": 1 + row["drafts"],
-               "rows x context": f"{row['rows']} x {row['context']:,}"}
+               "rows x context": f"{row['rows']} x {row['context']:,}",
+               "least_ratio": row["ratio_to_no_drafts"] * row["fastest"] / row["milliseconds"],
+               "most_ratio": row["ratio_to_no_drafts"] * row["slowest"] / row["milliseconds"]}
         for row in rows
     ]  # fmt: skip
     report.add(
@@ -168,10 +171,12 @@ def report_passes(report: Report, rows: Sequence[Row]) -> None:
         pivot(named, "rows x context", "drafts", lambda r: f"{r['milliseconds']:.3g} ({r['ratio_to_no_drafts']:.2f})"),
     )
     title = "A pass by rows x context"
-    frame = Frame(title, "tokens of each row in the pass", "milliseconds", log=True, zero=True)
-    report.lines("passes", frame, plots.by(named, "line", "width", "milliseconds"))
+    frame = Frame(title, "tokens of each row in the pass", "milliseconds", log=True)
+    report.lines("passes", frame, plots.by(named, "line", "width", "milliseconds", _RANGE[::-1]))
     frame = Frame(title, "tokens of each row in the pass", "times a pass without drafts", log=True, reference=1)
-    report.lines("passes-ratio", frame, plots.by(named, "line", "width", "ratio_to_no_drafts"))
+    report.lines(
+        "passes-ratio", frame, plots.by(named, "line", "width", "ratio_to_no_drafts", ("least_ratio", "most_ratio"))
+    )
 
 
 def report_warmup(report: Report, rows: Sequence[Row]) -> None:
@@ -184,7 +189,7 @@ def report_warmup(report: Report, rows: Sequence[Row]) -> None:
         pivot([row | {"method": row["line"]} for row in drafted], "method", "warm", _speed_cell),
         equality(rows),
     )
-    frame = Frame(f"Speed by answers known, {_task(rows)}", "answers to other prompts", SPEED, zero=True)
+    frame = Frame(f"Speed by answers known, {_task(rows)}", "answers to other prompts", SPEED)
     lines = [_spread(line, [row for row in drafted if row["line"] == line], "warm")
              for line in dict.fromkeys(row["line"] for row in drafted)]  # fmt: skip
     report.lines("warmup", frame, _beside(rows, lines))
@@ -201,8 +206,8 @@ def report_batches(report: Report, rows: Sequence[Row]) -> None:
         listing(rows, COLUMNS),
     )
     title = "Batches of ragged prompts, greedy"
-    frame = Frame(title, "rows", "tokens per second of all rows", log=True, zero=True)
-    report.lines("batches", frame, plots.by(rows, "contestant", "batch", "tokens_per_second"))
+    frame = Frame(title, "rows", "tokens per second of all rows", log=True)
+    report.lines("batches", frame, plots.by(rows, "contestant", "batch", "tokens_per_second", _RANGE))
 
 
 def equality(rows: Sequence[Row]) -> str:

@@ -27,6 +27,7 @@ COLUMNS = {
     "same_output": "same output",
 }
 SPEED_UP = "speed-up over plain autoregression"
+RANGE = ("slowest", "fastest")
 
 
 def report_temperatures(report: Report, rows: Sequence[Row]) -> None:
@@ -41,7 +42,7 @@ def report_temperatures(report: Report, rows: Sequence[Row]) -> None:
         equality(rows),
     )
     frame = Frame(f"Speed-up of decoding at {context:,} tokens", "temperature", SPEED_UP, reference=1)
-    report.lines("temperatures", frame, plots.with_spread(drafted(rows), "contestant", "temperature"))
+    report.lines("temperatures", frame, plots.by(drafted(rows), "contestant", "temperature", "speed_up", RANGE))
     frame = Frame(f"Acceptance at {context:,} tokens", "temperature", "accepted per tested draft", share=True)
     report.lines("acceptance", frame, plots.by(drafted(rows), "contestant", "temperature", "acceptance"))
 
@@ -58,7 +59,7 @@ def report_contexts(report: Report, rows: Sequence[Row]) -> None:
         equality(rows),
     )
     frame = Frame("Speed-up of decoding, greedy", "context, tokens", SPEED_UP, log=True, reference=1)
-    report.lines("contexts", frame, plots.with_spread(drafted(rows), "contestant", "context"))
+    report.lines("contexts", frame, plots.by(drafted(rows), "contestant", "context", "speed_up", RANGE))
 
 
 def report_batches(report: Report, rows: Sequence[Row]) -> None:
@@ -90,7 +91,7 @@ def report_needles(report: Report, rows: Sequence[Row]) -> None:
     lossless = [row["contestant"] for row in rows if row["lossless"]]
     title = f"Needles at {rows[0]['context']:,} tokens: eviction alone is lossy (crosses), drafting lossless (dots)"
     frame = Frame(title, "milliseconds per token", "share of needles found", share=True)
-    report.plot("needles", lambda path: plots.points(path, frame, places, lossless))
+    report.plot("needles", lambda path: plots.points(path, report.framed(frame), places, lossless))
 
 
 def equality(rows: Sequence[Row]) -> str:

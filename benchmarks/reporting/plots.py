@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from forerun.bench.machine import Row
-from forerun.bench.report import figure
+from forerun.bench.report import COLOURS, bar_styles, figure
 from forerun.core.install_command import install_command
 
 MARKERS = "os^Dv*P"
+DASHES = ("-", ":", "-.")
 
 
 def check() -> None:
@@ -28,13 +29,13 @@ def check() -> None:
 
 @dataclass(frozen=True)
 class Frame:
-    """Title and axes.
+    """Title and axes; every y axis starts at 0.
 
     Attributes:
         log: logarithmic x axis, base 2.
         reference: height of a horizontal line, or None.
-        share: the y axis is from 0 to 1.
-        zero: the y axis begins at 0.
+        share: the y axis ends at 1.
+        note: what was measured where and when, in small print.
     """
 
     title: str
@@ -43,7 +44,7 @@ class Frame:
     log: bool = False
     reference: float | None = None
     share: bool = False
-    zero: bool = False
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,20 @@ class Line:
 
 
 def lines(path: Path, frame: Frame, found: Sequence[Line]) -> None:
-    """Lines over one axis."""
+    """Draw lines over one axis; whiskers, or bands of long lines, show the spread."""
     with _figure(path, frame) as axis:
         for i, line in enumerate(found):
-            style = {"marker": MARKERS[i % len(MARKERS)], "ms": 5} if len(line.xs) <= 20 else {}
-            colour, dashes = _colour(i, len(found)), "--" if line.dashed else "-"
-            axis.plot(line.xs, line.ys, color=colour, label=line.name, ls=dashes, alpha=0.85, **style)
-            if line.low:
-                axis.fill_between(line.xs, line.low, line.high, color=colour, alpha=0.15, lw=0)
+            few = len(line.xs) <= 20
+            style: dict[str, Any] = {"color": _colour(i), "alpha": 0.85, "label": line.name}
+            style["ls"] = "--" if line.dashed else DASHES[i // len(COLOURS) % len(DASHES)]
+            if few:
+                style |= {"marker": MARKERS[i % len(MARKERS)], "ms": 5}
+            if few and line.low:
+                axis.errorbar(line.xs, line.ys, yerr=_spread(line), elinewidth=0.8, capsize=2, **style)
+            else:
+                axis.plot(line.xs, line.ys, **style)
+                if line.low:
+                    axis.fill_between(line.xs, line.low, line.high, color=style["color"], alpha=0.15, lw=0)
         if frame.log:
             axis.set_xscale("log", base=2)
             ticks = sorted({x for line in found for x in line.xs})
@@ -78,35 +85,37 @@ def lines(path: Path, frame: Frame, found: Sequence[Line]) -> None:
 
 
 def bars(path: Path, frame: Frame, groups: Sequence[str], found: Sequence[Line]) -> None:
-    """Bars in groups; a line's points are its bars in each group, in order."""
-    width = 0.8 / len(found)
+    """Draw bars in groups; a line's points are its bars in each group, in order."""
+    width, styles = 0.8 / len(found), bar_styles([line.name for line in found])
     with _figure(path, frame, 4 + 0.14 * len(groups) * (len(found) + 1)) as axis:
         for i, line in enumerate(found):
             at = [x + (i - (len(found) - 1) / 2) * width for x in range(len(groups))]
-            spread = [_distance(line.ys, line.low), _distance(line.high, line.ys)] if line.low else None
-            axis.bar(at, line.ys, width * 0.92, yerr=spread, color=_colour(i, len(found)), label=line.name,
-                     error_kw={"lw": 0.8})  # fmt: skip
+            spread = _spread(line) if line.low else None
+            axis.bar(at, line.ys, width * 0.92, yerr=spread, label=line.name, error_kw={"lw": 0.8, "capsize": 2},
+                     **styles[line.name])  # fmt: skip
         axis.set_xticks(range(len(groups)), groups)
         _legend(axis, len(found))
 
 
 def points(path: Path, frame: Frame, found: Mapping[str, tuple[float, float]], filled: Sequence[str]) -> None:
-    """Points in different colours with a legend beside the plot; those not ``filled`` are crosses."""
+    """Draw points in different colours with a legend beside the plot; those not ``filled`` are crosses."""
     with _figure(path, frame) as axis:
         for i, (name, (x, y)) in enumerate(found.items()):
             marker = "o" if name in filled else "X"
-            axis.scatter([x], [y], s=90, marker=marker, color=_colour(i, len(found)), label=name, zorder=3)
+            axis.scatter([x], [y], s=90, marker=marker, color=_colour(i), label=name, zorder=3)
         axis.set_xlim(left=0)
         _legend(axis, len(found))
 
 
-def by(rows: Sequence[Row], name: str, x: str, y: str) -> list[Line]:
-    """A line for each value of the column ``name``, over the rows that have a value in ``y``."""
+def by(rows: Sequence[Row], name: str, x: str, y: str, spread: tuple[str, str] | None = None) -> list[Line]:
+    """Return a line for each value of the column ``name``, over the rows that have a value in ``y``; ``spread`` names
+    the columns of the smallest and the largest value, in the unit of ``y``."""
     found = []
     for value in dict.fromkeys(row[name] for row in rows):
         mine = sorted((row for row in rows if row[name] == value and row.get(y) is not None), key=lambda row: row[x])
         if mine:
-            found.append(Line(str(value), [row[x] for row in mine], [row[y] for row in mine]))
+            low, high = ([row[each] for row in mine] for each in spread) if spread else ([], [])
+            found.append(Line(str(value), [row[x] for row in mine], [row[y] for row in mine], low, high))
     return found
 
 
@@ -123,13 +132,9 @@ def grouped(
     return groups, lines
 
 
-def with_spread(rows: Sequence[Row], name: str, x: str) -> list[Line]:
-    """Speed-ups with the slowest and fastest round as spread."""
-    found = []
-    for line in by(rows, name, x, "speed_up"):
-        mine = sorted((row for row in rows if str(row[name]) == line.name), key=lambda row: row[x])
-        found.append(Line(line.name, line.xs, line.ys, [r["slowest"] for r in mine], [r["fastest"] for r in mine]))
-    return found
+def _spread(line: Line) -> tuple[list[float], list[float]]:
+    """Return the distances of a line's smallest and largest values from its points."""
+    return _distance(line.ys, line.low), _distance(line.high, line.ys)
 
 
 def _distance(high: Sequence[float], low: Sequence[float]) -> list[float]:
@@ -145,12 +150,8 @@ def _apart(ticks: Sequence[float]) -> list[float]:
     return kept
 
 
-def _colour(index: int, count: int) -> Any:
-    import matplotlib as mpl
-
-    if count <= 20:
-        return mpl.colormaps["tab10" if count <= 10 else "tab20"](index)
-    return mpl.colormaps["viridis"](0.05 + 0.85 * index / (count - 1))
+def _colour(index: int) -> str:
+    return COLOURS[index % len(COLOURS)]
 
 
 def _legend(axis: Any, count: int) -> None:
@@ -160,15 +161,11 @@ def _legend(axis: Any, count: int) -> None:
 
 @contextmanager
 def _figure(path: Path, frame: Frame, width: float = 8.0) -> Iterator[Any]:
-    with figure(path, figsize=(width, 4.2)) as (whole, axis):
+    with figure(path, title=frame.title, note=frame.note, figsize=(width, 4.2)) as (_, axis):
         yield axis
         if frame.reference is not None:
             axis.axhline(frame.reference, color="grey", lw=0.8, ls=":")
-        if frame.share:
-            axis.set_ylim(-0.04, 1.04)
-        if frame.zero:
-            axis.set_ylim(bottom=0)
-        whole.suptitle(frame.title, fontsize=9.5)
+        axis.set_ylim(0, 1.04 if frame.share else None)
         axis.set_xlabel(frame.x)
         axis.set_ylabel(frame.y)
         axis.grid(alpha=0.3)

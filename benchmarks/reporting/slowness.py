@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from forerun.bench.never_slower import LEAST_MEDIAN
-from forerun.bench.report import figure
+from forerun.bench.never_slower import LEAST_MEDIAN, LEAST_SINGLE
+from forerun.bench.report import COLOURS, figure
 
 LINE = re.compile(r"^\| ([^,|]+)[^|]*: ([\d,]+) x \d+ \|(.*)\|$", re.MULTILINE)
+MEASURED = re.compile(r"^Measured [^;]*", re.MULTILINE)
 CELL = re.compile(r"\**(\d\.\d\d)\**†? \(\**(\d\.\d\d)")
 HEAD = "| model, prompt | cells | lowest | middle | highest | under 0.97 | worst run |\n|---|---|---|---|---|---|---|\n"
 
@@ -39,21 +39,20 @@ def short_table(page: str) -> str:
 
 
 def draw(page: str, path: Path) -> None:
-    """One dot for each cell's median, on a row for each model and length of prompt."""
+    """Draw one dot for each cell's median and a tick for its worst run, in a row per model and length of prompt."""
     groups = cells(page)
-    with figure(path, figsize=(8, 3.2)) as (_, axis):
-        for place, values in enumerate(groups.values()):
-            axis.plot(_sorted(values), [place - 0.3 + 0.6 * i / len(values) for i in range(len(values))], ".", ms=4)
+    colours = dict(zip(dict.fromkeys(model for model, _ in groups), COLOURS, strict=False))
+    title = f"Speed of auto relative to none: {sum(map(len, groups.values()))} cells"
+    with figure(path, title=title, note=" ".join(MEASURED.findall(page)), figsize=(8, 3.8)) as (_, axis):
+        for place, ((model, _), values) in enumerate(groups.items()):
+            heights = [place - 0.3 + 0.6 * i / len(values) for i in range(len(values))]
+            ordered = sorted(values)
+            axis.plot([worst for _, worst in ordered], heights, "|", ms=4, color="0.6")
+            axis.plot([middle for middle, _ in ordered], heights, ".", ms=4, color=colours[model])
         axis.axvline(1.0, color="black", lw=0.8)
-        axis.set_xscale("log")
-        ticks = [0.8, 1.0, 1.5, 2.0, 3.0, 4.0]
-        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
-        axis.set_xticks([], minor=True)
+        axis.axvline(LEAST_SINGLE, color="tab:red", lw=0.8, ls=":")
+        axis.set_xlim(left=0)
         axis.set_yticks(range(len(groups)), [f"{model}, {context} tokens" for model, context in groups])
         axis.invert_yaxis()
         axis.grid(axis="x", alpha=0.3)
-        axis.set_xlabel("speed of auto, relative to none")
-
-
-def _sorted(values: Sequence[tuple[float, float]]) -> list[float]:
-    return sorted(middle for middle, _ in values)
+        axis.set_xlabel(f"times as fast as none (dot: median of a cell; tick: its worst run; dotted: {LEAST_SINGLE})")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.reporting import plots
 from benchmarks.reporting.plots import Frame, Line
-from forerun.bench.machine import Row, footer, machine
+from forerun.bench.machine import Row, caption, footer, machine
 from forerun.bench.report import replace_file, shown
 from forerun.cli.terminal import show_report, stdout
 
@@ -72,15 +72,22 @@ class Report:
         self.plots[name] = draw
 
     def lines(self, name: str, frame: Frame, found: Sequence[Line]) -> None:
-        """Add a plot of lines; its title gets the label."""
-        self.plot(name, lambda path: plots.lines(path, self._labelled(frame), found))
+        """Add a plot of lines, with label and note."""
+        self.plot(name, lambda path: plots.lines(path, self.framed(frame), found))
 
     def bars(self, name: str, frame: Frame, groups: Sequence[str], found: Sequence[Line]) -> None:
-        """Add a plot of bars in groups; its title gets the label."""
-        self.plot(name, lambda path: plots.bars(path, self._labelled(frame), groups, found))
+        """Add a plot of bars in groups, with label and note."""
+        self.plot(name, lambda path: plots.bars(path, self.framed(frame), groups, found))
 
-    def _labelled(self, frame: Frame) -> Frame:
-        return replace(frame, title=f"{frame.title}\n({self.label})") if self.label else frame
+    def framed(self, frame: Frame) -> Frame:
+        """Return the frame with the label in its title, and the model and machine as its note."""
+        title = f"{frame.title}\n({self.label})" if self.label else frame.title
+        return replace(frame, title=title, note=self.note)
+
+    @property
+    def note(self) -> str:
+        """What was measured where and when, for plots."""
+        return caption(self.settings)
 
     @property
     def heading(self) -> str:

@@ -2,8 +2,8 @@
 
     python -m benchmarks update-pages [--tables bench,long,scaling,never-slower]
 
-`bench`, of `python -m benchmarks tasks --out runs/bench-TYPE`, goes into README.md; `long`, of `python -m benchmarks
-papers triforce`, into docs/benchmarks.md; `never-slower`, of `forerun bench never-slower --out
+`bench`, of `python -m benchmarks tasks --out runs/bench-TYPE`, goes into README.md and docs/results/tasks.md; `long`,
+of `python -m benchmarks papers triforce`, into docs/benchmarks.md; `never-slower`, of `forerun bench never-slower --out
 runs/never-slower-NAME`, into docs/results/never-slower.md, and its short form and plot into docs/benchmarks.md;
 `scaling`, of `python -m benchmarks capacity --published`, into docs/scaling.md.
 """
@@ -21,7 +21,7 @@ import typer
 from benchmarks.capacity.capacity_tables import SIZES, SPEEDS
 from benchmarks.capacity.published import COLUMNS as PUBLISHED
 from benchmarks.long_context.long_bench import PLAIN
-from benchmarks.reporting import slowness
+from benchmarks.reporting import slowness, task_results
 from benchmarks.reporting.common_options import names
 from benchmarks.reporting.study_report import listing, speed_cell
 from forerun.bench.machine import Row
@@ -34,6 +34,7 @@ ROOT = Path(__file__).parents[2]
 CAPACITY = ROOT / "runs" / "capacity" / "capacity.json"
 TABLES = "bench", "long", "scaling", "never-slower"
 SLOWNESS = ROOT / "docs" / "results" / "never-slower.md"
+TASKS = ROOT / "docs" / "results" / "tasks.md"
 LONG = ROOT / "runs" / "triforce" / "triforce.json"
 RAISED = "¹²³⁴"
 """Marks a cell of so many draws. By default there are more."""
@@ -133,6 +134,8 @@ def run(options: UpdateOptions) -> None:
     wanted = names("--tables", options.tables, TABLES)
     if "bench" in wanted and (there := {dtype: path for dtype, path in REPORTS.items() if path.exists()}):
         into_page(ROOT / "README.md", speed_table(there), "bench")
+        TASKS.write_text(task_results.page(there), encoding="utf-8")
+        task_results.draw(there, TASKS.with_suffix(".svg"))
     if "long" in wanted and LONG.exists():
         into_page(ROOT / "docs" / "benchmarks.md", long_table(LONG), "long")
     if "never-slower" in wanted and (slow := sorted(ROOT.glob("runs/never-slower-*/never-slower.json"))):

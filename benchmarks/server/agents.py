@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoTokenizer
 from benchmarks.server import servers
 from benchmarks.server.client import PATIENCE, ServerEndpoint
 from benchmarks.server.servers import ServedModel, ServerContestant
-from forerun.bench.machine import Row, machine
+from forerun.bench.machine import Row, caption, machine
 from forerun.bench.report import figure
 from forerun.cli.options import DebugOptions
 from forerun.cli.terminal import say, show_report
@@ -119,7 +119,7 @@ def run(options: AgentOptions) -> None:
     files = [options.out / name for name in ("agents.json", "agents.md", "agents.png")]
     files[0].write_text(json.dumps(report, indent=1) + "\n")
     files[1].write_text(markdown(rows))
-    _plot(rows, files[2])
+    _plot(rows, files[2], caption(_plain(options)))
     show_report(markdown(rows), files)
 
 
@@ -198,9 +198,10 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _plot(rows: Sequence[Row], path: Path) -> None:
-    """Seconds to the first token, by turn."""
-    with figure(path, 1, len(SESSIONS), figsize=(9, 3.6), sharey=True) as (_, axes):
+def _plot(rows: Sequence[Row], path: Path, note: str) -> None:
+    """Draw the seconds to the first token by turn."""
+    title = "How soon an agent's turns start"
+    with figure(path, 1, len(SESSIONS), title=title, note=note, figsize=(9, 3.6), sharey=True) as (_, axes):
         for axis, session in zip(axes, SESSIONS, strict=True):
             for contestant in dict.fromkeys(row["contestant"] for row in rows):
                 own = [row for row in rows if (row["contestant"], row["session"]) == (contestant, session)]

@@ -22,13 +22,13 @@ COLOURS = {
 OTHERS = ("tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan", "tab:grey")
 
 
-def drawer(rows: Sequence[Row], title: str) -> Draw:
+def drawer(rows: Sequence[Row], title: str, note: str) -> Draw:
     """A panel for each time: p50 and p99, a point for each load; its number is clients, or arrivals per second."""
 
     def draw(path: Path) -> None:
         from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-        with figure(path, 1, len(PANELS), figsize=(4.1 * len(PANELS), 4.4)) as (whole, axes):
+        with figure(path, 1, len(PANELS), title=title, note=note, figsize=(4.1 * len(PANELS), 4.4)) as (whole, axes):
             for axis, name in zip(axes, PANELS, strict=True):
                 for contestant, colour in _colours(rows).items():
                     _line(axis, [row for row in rows if row["contestant"] == contestant], name, colour)
@@ -42,7 +42,6 @@ def drawer(rows: Sequence[Row], title: str) -> Draw:
             handles, labels = axes[0].get_legend_handles_labels()
             columns = len(_colours(rows))
             whole.legend(handles, labels, fontsize=8, frameon=False, loc="outside lower center", ncols=columns)
-            whole.suptitle(title, fontsize=10)
 
     return draw
 

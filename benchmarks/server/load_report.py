@@ -147,6 +147,6 @@ def _plots(report: Report, load: Sequence[Row]) -> None:
     ):
         mine = [row for row in kept if row["kind"] == kind]
         if mine:
-            report.plot(kind, drawer(mine, title))
+            report.plot(kind, drawer(mine, title, report.note))
     groups, lines = plots.grouped(kept, lambda row: str(row["load"]), "tokens_per_second")
     report.bars("tokens", Frame("Tokens per second of all clients", "load", "tokens per second"), groups, lines)

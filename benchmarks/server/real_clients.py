@@ -1,4 +1,4 @@
-"""Clients that nobody here wrote, against a running server: each row of the table in docs/serving.md.
+"""Clients that nobody here wrote, against a running server: each row of the table in docs/results/clients.md.
 
     forerun serve --model FOLDER --port 20500
     pip install openai openai-agents langchain-openai litellm anthropic instructor   # in an environment of its own

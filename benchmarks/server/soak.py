@@ -35,6 +35,7 @@ import typer
 
 from benchmarks.server.request_mixture import mixed, streamed
 from benchmarks.server.server_process import ServerProcess, connect
+from forerun.bench.machine import caption
 from forerun.bench.report import figure
 from forerun.cli.options import DebugOptions
 
@@ -152,7 +153,8 @@ def _slope(samples: Samples, name: str) -> float:
 
 def _plot(samples: Samples, file: Path) -> None:
     shown = ["rss", *BOUNDS, "kv_cache_usage_perc"]
-    with figure(file, len(shown), sharex=True, figsize=(8, 1.6 * len(shown))) as (_, axes):
+    title, note = "A server under load for hours", caption({"model": "bundled"})
+    with figure(file, len(shown), title=title, note=note, sharex=True, figsize=(8, 1.6 * len(shown))) as (_, axes):
         for axis, name in zip(axes, shown, strict=True):
             scale = 1 << 20 if name in ("rss", "allocated", "index_bytes") else 1
             minutes = [(each["at"] - samples[0]["at"]) / 60 for each in samples]

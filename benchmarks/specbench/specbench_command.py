@@ -6,7 +6,7 @@ turn of a question has the same prompt for all: it contains Forerun's own answer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -223,7 +223,17 @@ def _fill(report: Report, measured: Mapping[str, list[Series]], timed: bool) -> 
         report.add(name, heading, rows if name == "tokens" else (), cells)
         categories = list(measured)
         bars = [
-            plots.Line(contestant, [], [row[column] for row in rows if row["contestant"] == contestant])
+            _bars(contestant, [row for row in rows if row["contestant"] == contestant], column)
             for contestant in dict.fromkeys(row["contestant"] for row in rows)
         ]
-        report.bars(name, plots.Frame(heading, "", heading.lower(), zero=True), categories, bars)
+        report.bars(name, plots.Frame(heading, "", heading.lower()), categories, bars)
+
+
+def _bars(name: str, rows: Sequence[Row], column: str) -> plots.Line:
+    """Return a contestant's bars; speed-ups have the slowest and the fastest round as their spread."""
+    if column != "speed_up":
+        return plots.Line(name, [], [row[column] for row in rows])
+    low, high = (
+        [row[column] * row[each] / row["tokens_per_second"] for row in rows] for each in ("slowest", "fastest")
+    )
+    return plots.Line(name, [], [row[column] for row in rows], low, high)

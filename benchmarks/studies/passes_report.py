@@ -45,10 +45,10 @@ def add_passes(report: Report, rows: Sequence[Row], context: int) -> None:
     passes = [_shown(row) for row in rows if row["kind"] == "pass"]
     prompts = [_shown(row) for row in rows if row["kind"] == "prompt"]
     said = f"This machine reads {read['gigabytes_per_second']:.1f} GB/s, measured in the same rounds.\n"
-    heading = f"Passes behind {context:,} tokens"
+    heading = f"Passes after {context:,} tokens"
     report.add("passes", heading, [*passes, read], said, listing(passes, PASSES))
     frame = Frame(heading, "tokens in the pass", "milliseconds", log=True)
-    report.lines("times", frame, plots.by(passes, "line", "tokens", "milliseconds"))
+    report.lines("times", frame, plots.by(passes, "line", "tokens", "milliseconds", ("fastest", "slowest")))
     if prompts:
         report.add("prompts", "Reading a prompt", prompts, listing(prompts, PROMPTS))
 

@@ -20,7 +20,7 @@ from benchmarks.tasks.task_bench import PADDED, TaskBench
 from benchmarks.tasks.task_prompts import Counts, build_jobs
 from benchmarks.tasks.task_sets import tasks_for
 from forerun.bench.journal import Journal, about
-from forerun.bench.machine import Row, footer, plain_values
+from forerun.bench.machine import Row, caption, footer, plain_values
 from forerun.bench.prompts_file import PromptLine, TemplateEncoder, encode_lines, prompt_sets, read_prompts_file
 from forerun.bench.report import BenchResult, equality_table, pivot, speed_table, summarise, warnings, write
 from forerun.bench.rounds import Decode, PromptSet, Tokens
@@ -260,8 +260,9 @@ def _write(result: TaskResult, folder: Path) -> list[Path]:
     """The report of ``forerun bench``, and a plot of the batches."""
     paths = write(result, folder, "speed")
     if result.batches:
-        frame = plots.Frame("Batches of ragged prompts, greedy", "rows", "tokens per second of all rows", log=True)
-        lines = plots.by(result.batches, "contestant", "batch", "tokens_per_second")
+        frame = plots.Frame("Batches of ragged prompts, greedy", "rows", "tokens per second of all rows", log=True,
+                            note=caption(result.settings))  # fmt: skip
+        lines = plots.by(result.batches, "contestant", "batch", "tokens_per_second", ("slowest", "fastest"))
         paths.append(folder / "speed-batches.png")
         plots.lines(paths[-1], frame, lines)
     return paths

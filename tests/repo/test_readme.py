@@ -18,17 +18,18 @@ pytestmark = pytest.mark.usefixtures("called_again")
 ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
-    "docs/usage.md",
+    "docs/install.md",
+    "docs/python.md",
+    "docs/command-line.md",
+    "docs/drafters.md",
+    "docs/long-contexts.md",
     "docs/lossless.md",
     "docs/benchmarks.md",
     "docs/how-it-works.md",
     "docs/decisions.md",
 ]
-LINKING = [
-    *PAGES, "docs/serving.md", "docs/scaling.md", "docs/trie.md", "docs/integrations.md", "docs/models.md",
-    "docs/results/never-slower.md", "CONTRIBUTING.md", "CHANGELOG.md",
-]  # fmt: skip
-"""Pages whose links are followed; what those that are no ``PAGES`` show is tested elsewhere."""
+LINKING = sorted(str(page.relative_to(ROOT)) for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")))
+"""Pages whose links are followed; commands and code of those that are no ``PAGES`` are tested elsewhere."""
 README = (ROOT / "README.md").read_text()
 
 
@@ -56,6 +57,8 @@ def test_python_blocks_run_one_after_another(page: str, capsys: pytest.CaptureFi
 
 LONG = ("forerun audit", "forerun bench")
 """What these do is tested on tiny models each time, and on the bundled one by ``make matrix``."""
+WORDS = 19100
+"""Of all pages in docs together."""
 LINES = {line for page in PAGES for block in blocks(page, "bash") for line in block.splitlines() if line}
 
 
@@ -83,6 +86,14 @@ def test_links_lead_somewhere(page: str) -> None:
         linked = path.parent / file if file else path
         assert linked.exists(), target
         assert not anchor or anchor in anchors(linked), target
+    for image in re.findall(r'<img src="([^"]+)"', path.read_text()):
+        assert (path.parent / image).is_file(), image
+
+
+def test_the_docs_are_short_enough_to_be_read() -> None:
+    words = {page.name: len(page.read_text().split()) for page in (ROOT / "docs").glob("*.md")}
+    assert words["decisions.md"] <= 4000
+    assert sum(words.values()) <= WORDS, sorted(words.items())
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)

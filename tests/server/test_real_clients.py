@@ -1,4 +1,4 @@
-"""Clients that nobody here wrote go through the table of docs/serving.md; those that are not installed are skipped."""
+"""Clients that nobody here wrote go through the table of docs/results/clients.md; missing clients are skipped."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import os
 import platform
 from contextlib import suppress
 from dataclasses import asdict
+from datetime import date
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,16 @@ def machine() -> Row:
         "python": platform.python_version(),
         **_versions(),
     }
+
+
+def caption(settings: Row) -> str:
+    """Return one line for a plot: the model, its type, the machine and the date."""
+    here, model, dtype = machine(), settings.get("model"), settings.get("dtype")
+    said = [Path(model).name if model else None, dtype if dtype != "auto" else None, here["processor"]]
+    said.append(
+        here["device"] if here["device"] != "cpu" else f"{here['threads']} thread{'s' * (here['threads'] != 1)}"
+    )
+    return ", ".join(each for each in [*said, date.today().isoformat()] if each)
 
 
 def _versions() -> dict[str, str]:

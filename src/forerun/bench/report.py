@@ -12,10 +12,8 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-import numpy as np
-
 from forerun.bench.disturbance import BUSY
-from forerun.bench.machine import Row, footer, machine
+from forerun.bench.machine import Row, caption, footer, machine
 from forerun.bench.rounds import BASELINE, PLAIN, Decode, Series
 
 MEAN = "geometric mean"
@@ -176,7 +174,7 @@ class BenchResult:
 
     def plot(self, path: Path) -> None:
         """Draw the rows into a file."""
-        plot(self.rows, path)
+        plot(self.rows, path, caption(self.settings))
 
 
 def warnings(rows: Sequence[Row]) -> list[str]:
@@ -239,11 +237,22 @@ def replace_file(path: Path, text: str) -> Path:
 
 
 @contextmanager
-def figure(path: Path, rows: int = 1, columns: int = 1, **how: Any) -> Iterator[tuple[Any, Any]]:
-    """A context with a figure and its axes: one, or an array of them. At the end it is written to ``path``."""
+def figure(
+    path: Path, rows: int = 1, columns: int = 1, *, title: str, note: str = "", **how: Any
+) -> Iterator[tuple[Any, Any]]:
+    """Yield a new figure and its axes, and write it to ``path`` at the end.
+
+    Args:
+        path: a ``.png`` or ``.svg`` file.
+        rows, columns: of the axes; the context yields one axis, or an array of them.
+        title: what the figure shows.
+        note: what was measured where and when, in small print below; see ``machine.caption``.
+        how: further arguments of ``matplotlib.pyplot.subplots``.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
+    mpl.rcParams["svg.hashsalt"] = "forerun"  # a plot drawn again is the same file
     import matplotlib.pyplot as plt
 
     made, axes = plt.subplots(rows, columns, layout="constrained", **how)
@@ -252,21 +261,42 @@ def figure(path: Path, rows: int = 1, columns: int = 1, **how: Any) -> Iterator[
         for axis in made.axes:
             axis.spines[["top", "right"]].set_visible(False)
             axis.set_axisbelow(True)
-        made.savefig(path, dpi=130)
+        made.suptitle(title, fontsize=10)
+        if note:
+            made.supxlabel(note, fontsize=7, color="0.4", x=0.99, ha="right")
+        made.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
     finally:
         plt.close(made)
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """Bars by task: tokens per second with the rounds' spread, and tokens per pass."""
+HATCHES = ("", "///", "...", "xx")
+COLOURS = tuple(f"C{number}" for number in (0, 1, 2, 3, 4, 5, 6, 8, 9))
+"""Matplotlib's, without the grey, which is for transformers."""
+
+
+def bar_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return a colour and a hatch for each name, so that up to 36 bars differ: greys for transformers, else colours."""
+    theirs = [name for name in names if name.startswith("transformers")]
+    others = [name for name in names if name not in theirs]
+    looks = {name: ("0.6", HATCHES[i % len(HATCHES)]) for i, name in enumerate(theirs)}
+    looks |= {
+        name: (COLOURS[i % len(COLOURS)], HATCHES[i // len(COLOURS) % len(HATCHES)]) for i, name in enumerate(others)
+    }
+    return {name: {"color": looks[name][0], "hatch": looks[name][1], "edgecolor": "white", "lw": 0} for name in names}
+
+
+def plot(rows: Sequence[Row], path: Path, note: str) -> None:
+    """Draw bars by task: tokens per second with the slowest and the fastest round, and tokens per pass."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     contestants = list(dict.fromkeys(row["contestant"] for row in rows))
     width, size = 0.86 / len(contestants), (4.2 + 1.6 * len(tasks), 6 + 0.12 * len(contestants))
-    with figure(path, 2, figsize=size, sharex=True) as (_, axes):
-        for i, (contestant, colour) in enumerate(_colours(contestants).items()):
+    title = "Decoding speed by task: median, slowest and fastest round"
+    with figure(path, 2, title=title, note=note, figsize=size, sharex=True) as (_, axes):
+        for i, (contestant, style) in enumerate(bar_styles(contestants).items()):
             shift = (i - (len(contestants) - 1) / 2) * width
             places = {tasks.index(row["task"]) + shift: row for row in rows if row["contestant"] == contestant}
-            _bars(axes, places, width * 0.92, contestant, colour)
+            bars_with_spread(axes[0], places, width * 0.92, contestant, style)
+            axes[1].bar(list(places), [row["tokens_per_pass"] or 0 for row in places.values()], width * 0.92, **style)
         axes[0].set_ylabel("tokens per second")
         axes[1].set_ylabel("tokens per forward pass")
         axes[1].set_xticks(range(len(tasks)), tasks)
@@ -275,24 +305,12 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             axis.grid(axis="y", alpha=0.3)
 
 
-def _bars(axes: Any, places: dict[float, Row], width: float, label: str, colour: Any) -> None:
+def bars_with_spread(axis: Any, places: dict[float, Row], width: float, label: str, style: dict[str, Any]) -> None:
+    """Draw the tokens per second of rows at their places, from the slowest to the fastest round."""
     rows = places.values()
     speeds = [row["tokens_per_second"] for row in rows]
     spread = [
         [row["tokens_per_second"] - row["slowest"] for row in rows],
         [row["fastest"] - row["tokens_per_second"] for row in rows],
     ]
-    axes[0].bar(list(places), speeds, width, yerr=spread, label=label, color=colour, error_kw={"lw": 0.8})
-    axes[1].bar(list(places), [row["tokens_per_pass"] or 0 for row in rows], width, color=colour)
-
-
-def _colours(contestants: Sequence[str]) -> dict[str, Any]:
-    """Colours of contestants: shades of one colour map per library."""
-    import matplotlib as mpl
-
-    makers = {"transformers": ("Greys", 0.7, 0.3), "forerun": ("viridis", 0.9, 0.1), "": ("autumn", 0.0, 0.7)}
-    colours: dict[str, Any] = {}
-    for maker, (name, first, last) in makers.items():
-        mine = [one for one in contestants if one.startswith(maker) and one not in colours]
-        colours |= dict(zip(mine, mpl.colormaps[name](np.linspace(first, last, len(mine))), strict=True))
-    return {name: colours[name] for name in contestants}
+    axis.bar(list(places), speeds, width, yerr=spread, label=label, error_kw={"lw": 0.8, "capsize": 2}, **style)

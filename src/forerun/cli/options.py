@@ -23,7 +23,7 @@ ActivationsName = Literal["auto", "int8", "float32"]
 
 DRAFTER_HELP = (
     "How to draft: auto, trie, lookup, none; for long contexts low-rank, triforce-trie, triforce; with a trained head "
-    "head or mtp; see docs/usage.md."
+    "head or mtp; see docs/drafters.md."
 )
 MODEL_HELP = "A model's folder, a GGUF file, a hub name that is in the local cache, or 'bundled'."
 DRAFT_MODEL_HELP = (

@@ -96,7 +96,7 @@ def attention(
     """The function registered with transformers, with its shapes: ``[1, H, n, d]`` in, ``[1, n, H, d]`` out."""
     rows = running_pass()
     if attention_mask is not None:
-        raise RuntimeError("this model's attention has a mask of its own, which is not supported")
+        raise RuntimeError("this model's attention builds its mask itself, which is not supported")
     spec = AttentionSpec(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
     layer: Any = module.layer_idx
     return rows.attend(layer, query, key, value, spec).transpose(1, 2).contiguous(), None
