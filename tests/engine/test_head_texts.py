@@ -130,6 +130,7 @@ def test_heads_of_a_checkpoint_change_nothing(kind: str, count: int, dtype: str,
         assert own[0].tolist() == engine.generate(PROMPTS[1], do_sample=False, **ON).requests[0].tokens.tolist()
 
 
+@pytest.mark.matrix
 def test_auto_with_the_layers_of_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
     """Of a target with recurrent layers, with prompts that share a prefix, and chunks that end anywhere."""
     model = qwen_target(tmp_path, "qwen3_5", torch.float32)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.gguf_hybrids import MODELS, built, write
+from support.qwen_mtp import mtp_tensors
 from transformers import PreTrainedModel
 
 import forerun
@@ -42,15 +43,16 @@ def test_a_file_read_as_it_is_stored_is_what_transformers_dequantises(tmp_path: 
 
 @pytest.mark.parametrize("architecture", ["lfm2", "qwen35"])
 def test_drafts_change_nothing(tmp_path: Path, architecture: str) -> None:
-    file = write(tmp_path / "m.gguf", architecture, "Q4_1")
+    mtp = mtp_tensors(built(architecture)) if architecture == "qwen35" else None
+    file = write(tmp_path / "m.gguf", architecture, "Q4_1", mtp)
     texts, (model, _) = [], load(str(file), "stored")
-    for drafter in ("none", "auto", "trie"):
+    for drafter in ("none", "auto", "trie", *(() if mtp is None else ("mtp",))):
         engine = forerun.Engine(model, drafter)
         assert engine.exactness.level == "bitwise", engine.exactness.reason
         assert isinstance(engine.target, CompiledScorer) == (architecture == "lfm2")
         prompts = [[3, 20, 30, 41, 7, 3, 20, 30], [9, 9, 9]]
         texts.append(engine.generate(prompts, max_new_tokens=60, eos_token_id=None).sequences.tolist())
-    assert texts[0] == texts[1] == texts[2]
+    assert all(text == texts[0] for text in texts)
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:

@@ -132,8 +132,8 @@ def _fill_buffers(file: Path, model: PreTrainedModel) -> None:
 
 def floats_of(data: Bytes, header: Header, tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Dequantise a tensor of a file that is mapped as ``data``, in torch's order of dimensions."""
-    floats = dequantize(_rows(data, header, tensor), GGMLQuantizationType(tensor.kind)).astype(np.float32)
-    return floats.reshape(tensor.shape[::-1])
+    floats = dequantize(_rows(data, header, tensor), GGMLQuantizationType(tensor.kind))
+    return np.asarray(floats, np.float32).reshape(tensor.shape[::-1])
 
 
 def _rows(data: Bytes, header: Header, tensor: Tensor) -> Bytes:
