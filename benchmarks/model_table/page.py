@@ -91,9 +91,9 @@ def _together(results: Sequence[tuple[str, str]]) -> str:
 
 def _also(kind: str) -> str:
     """What tests of their own run a family as, by their lists."""
+    from support.gguf_hybrids import FAMILIES
     from test_as_stored import MIXTURES, NAMES
     from test_parallel import RECIPE_CASES
-    from test_stored_hybrids import FAMILIES
 
     stored = {*NAMES, *MIXTURES, *FAMILIES}
     return ", ".join(name for name, families in (("stored", stored), ("ranks", RECIPE_CASES)) if kind in families)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from support.heads import OracleHead, dflash, eagle3, gemma4, gemma4_and_its_last_layers, gemma4_assistant, mtp_target
+from support.qwen_mtp import FAMILIES, qwen_target
 from support.tiny import ARCHITECTURES, HYBRIDS, PROMPTS, build, tiny
 from transformers import PreTrainedModel
 
@@ -106,13 +107,15 @@ def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("kind", "count", "dtype"),
-    [("deepseek_v3", 1, "float64"), ("deepseek_v3", 1, "bfloat16"),
+    [("deepseek_v3", 1, "float64"), ("deepseek_v3", 1, "bfloat16"), ("qwen3_5_moe", 1, "bfloat16"),
      *(pytest.param(*each, marks=pytest.mark.matrix) for each in [
          ("deepseek_v3", 2, "bfloat16"), ("deepseek_v3", 2, "float64"), ("glm4_moe", 2, "float32"),
-         ("glm4_moe", 1, "float64"), ("glm4_moe", 1, "bfloat16")])],
+         ("glm4_moe", 1, "float64"), ("glm4_moe", 1, "bfloat16"), ("qwen3_5_moe", 1, "float64"),
+         *((family, 1, dtype) for family in FAMILIES[:2] for dtype in ("float64", "float32", "bfloat16"))])],
 )  # fmt: skip
 def test_heads_of_a_checkpoint_change_nothing(kind: str, count: int, dtype: str, tmp_path: Path) -> None:
-    model = mtp_target(tmp_path, count, getattr(torch, dtype), kind)
+    made = getattr(torch, dtype)
+    model = qwen_target(tmp_path, kind, made) if kind in FAMILIES else mtp_target(tmp_path, count, made, kind)
     none, texts, before = Engine(model, "none", prune_drafts=False, prefill_block=4), {}, _tensors(model)
     for sampling in ("greedy", "coupled"):
         texts[sampling] = [none.generate(prompt, **SAMPLING[sampling] | ON).requests[0] for prompt in PROMPTS]
@@ -189,6 +192,20 @@ def test_an_assistant_reads_keys_off_the_device_and_those_of_a_conversation(tmp_
     for _ in near.run([request], caches=[cache]):
         pass
     assert request.tokens.tolist() == expected and request.stats.tokens_per_step > 2
+
+
+@pytest.mark.matrix
+def test_auto_with_the_layers_of_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
+    """Of a target with recurrent layers, with prompts that share a prefix, and chunks that end anywhere."""
+    model = qwen_target(tmp_path, "qwen3_5", torch.float32)
+    prompts = [*PROMPTS, [*PROMPTS[1], 3, 4]]
+    plain_engine = Engine(model, "none", prefill_block=4)
+    expected = [plain_engine.generate(prompt, do_sample=False, **ON).requests[0].tokens.tolist() for prompt in prompts]
+    settings = LongContextConfig(draft_model="mtp")
+    engine = Engine(model, "auto", settings=settings, prefill_block=4, prefix_cache=1 << 24)
+    for _ in range(2):
+        found = engine.generate(prompts, do_sample=False, **ON).requests
+        assert [request.tokens.tolist() for request in found] == expected
 
 
 @pytest.mark.matrix

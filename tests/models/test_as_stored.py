@@ -69,7 +69,7 @@ def store(file: Path, name: str, kind: str, eight_bits: bool = False) -> tuple[P
         writer.add_expert_used_count(2)
     arch = next(arch for arch, theirs in gguf.MODEL_ARCH_NAMES.items() if theirs == known)
     names = gguf.get_tensor_name_map(arch, SHAPE["num_hidden_layers"])
-    for i, (ours, weight) in enumerate(separated(exact)):
+    for i, (ours, weight) in enumerate(separated(exact.named_parameters())):
         array, theirs = weight.detach().numpy(), names.get_name(ours, (".weight", ".bias"))
         theirs += ".weight" * theirs.endswith("_exps")
         if array.ndim == 1 or ".mlp.gate." in ours:

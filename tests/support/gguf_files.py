@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,9 @@ def model() -> PreTrainedModel:
     return LlamaForCausalLM(config).eval()
 
 
-def separated(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """A model's parameters as GGUF has them: gates and ups of experts are apart."""
-    for name, weight in model.named_parameters():
+def separated(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters as GGUF has them: gates and ups of experts are apart."""
+    for name, weight in weights:
         if name.endswith("gate_up_proj"):
             for part, rows in zip(("gate_proj", "up_proj"), weight.chunk(2, 1), strict=True):
                 yield name.replace("gate_up_proj", part), rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,8 +19,11 @@ from forerun.decoding.recipes import DRAFTERS, Recipe, check_drafter
 from forerun.engine.engine import BUDGET, Engine
 from forerun.models.forward.runtime import default_runtime
 from forerun.models.heads.loading import is_head, load_head
+from forerun.models.heads.mtp import stated_layers
 from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load, load_draft
 from forerun.models.loading.yarn import stretch_model
+
+log = logging.getLogger(__name__)
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
@@ -98,6 +102,8 @@ def settings(
     name = options.draft_model or (BUNDLED_DRAFT if options.model == BUNDLED else None)
     needed = options.draft_model is not None or any(recipes[each].small for each in drafters if each in recipes)
     if name is None or not needed:
+        if "auto" in drafters and (count := stated_layers(target)):
+            log.info("%s states %d MTP layer(s) of its own: --draft-model mtp lets auto use them", options.model, count)
         return make()
     if name == MTP or is_head(name):
         return make(name if name == MTP else load_head(name))

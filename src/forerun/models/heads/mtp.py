@@ -1,20 +1,25 @@
 """Heads that come in a checkpoint (MTP: DeepSeek-V3, section 2.2): further decoder layers, each a token further ahead.
 
-transformers builds and reads them (``MtpModel``); the target's own loading leaves them out. A layer reads the hidden
-state of a token, at first the target's last, and the embedding of a token behind it. Embeddings and the head are the
-target's. Beyond as many tokens as there are layers, the layers take turns again, each over its own keys and values.
+transformers' ``MtpModel`` computes them; the target's own loading leaves them out. A layer reads the hidden state of a
+token, at first the target's last after its final norm, and the embedding of the token that follows. Embeddings and the
+head are the target's. Beyond as many tokens as there are layers, the layers take turns again, each over its own keys
+and values. transformers finds the layers by ``num_mtp_layers``; Qwen's are found by ``qwen_mtp.py``.
 """
 
 from __future__ import annotations
 
 import torch
+from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 from forerun.models.forward.architecture import text_config
 from forerun.models.forward.scorer import ATTENTION_NAME, Scorer, experts, use_implementations
 from forerun.models.heads.head import RecurrentHead
+from forerun.models.heads.qwen_mtp import STATED, load_qwen_mtp
 from forerun.models.loading.load import quiet
 
+TRANSFORMERS_NAME = "num_mtp_layers"
+"""transformers' name of the number of layers in a configuration."""
 THE_TARGETS = ("embed_tokens", "shared_head", "rotary_emb")
 """Parts of transformers' model of the heads that are the target's own."""
 
@@ -25,19 +30,8 @@ class MtpHead(RecurrentHead):
     def bind(self, target: Scorer) -> None:
         super().bind(target)
         model = target.model
+        self._model = _layers_of(model).eval()
         config, name = text_config(model), type(model).__name__
-        count = getattr(config, "num_mtp_layers", None)
-        if not count:
-            raise ValueError(f"{name} has no heads for further tokens: its configuration has no num_mtp_layers")
-        try:
-            with quiet():
-                heads = MtpModel.from_pretrained(model, device_map={"": target.device})
-            self._model = heads.eval()
-        except Exception as error:
-            raise ValueError(
-                f"{name} says that it has {count} heads for further tokens (num_mtp_layers), and they cannot be read "
-                f"from {config.name_or_path or model.config.name_or_path or 'memory'}: {error}"
-            ) from error
         kinds = set(getattr(self._model.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         if kinds:
             raise ValueError(
@@ -46,7 +40,7 @@ class MtpHead(RecurrentHead):
         for name, part in self._model.named_children():
             if name not in THE_TARGETS:  # a cast would round the angles that the target itself reads
                 part.to(model.dtype)
-        self.depth_layers, self.layers = int(count), (int(config.num_hidden_layers),)
+        self.depth_layers, self.layers = len(self._model.layers), (int(config.num_hidden_layers),)
         self.token_bytes = self.depth_layers * max(layer.nbytes for layer in target.kv.layers.values())
 
     def features(self, states: torch.Tensor) -> torch.Tensor:
@@ -78,3 +72,36 @@ class MtpHead(RecurrentHead):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self._model._project_to_logits(hidden)
         return logits
+
+
+def stated_layers(model: PreTrainedModel) -> int:
+    """Return the number of MTP layers that a model's configuration states, 0 if it states none."""
+    return next((n for name in (TRANSFORMERS_NAME, STATED) if (n := getattr(text_config(model), name, None))), 0)
+
+
+def _layers_of(model: PreTrainedModel) -> MtpModel:
+    """The layers in the target's own files.
+
+    Raises:
+        ValueError: if there are none, or they cannot be read; says why.
+    """
+    config, name = text_config(model), type(model).__name__
+    place = model.name_or_path or config.name_or_path or "memory"
+    count = getattr(config, TRANSFORMERS_NAME, None)
+    if not count:
+        with quiet():
+            heads = load_qwen_mtp(model)
+        if heads is None:
+            raise ValueError(
+                f"{name} has no heads for further tokens: its configuration has no {TRANSFORMERS_NAME} and no "
+                f"{STATED}, and there are no tensors mtp.* or blk.*.nextn.* in {place}"
+            )
+        return heads
+    try:
+        with quiet():
+            return MtpModel.from_pretrained(model, device_map={"": model.device})
+    except Exception as error:
+        raise ValueError(
+            f"{name} says that it has {count} heads for further tokens ({TRANSFORMERS_NAME}), and they cannot be read "
+            f"from {place}: {error}"
+        ) from error

@@ -84,9 +84,26 @@ def load_as_stored(
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _fill_buffers(file, model)
-    _Filler(file, header, model, quantised, layout or layout_of(header.architecture, model)).fill(progress)
+    fill(file, header, model, layout or layout_of(header.architecture, model), progress, quantised=quantised)
     model.name_or_path = str(file)
     return model.requires_grad_(False)
+
+
+def fill(
+    file: Path,
+    header: Header,
+    model: PreTrainedModel,
+    layout: GgufLayout,
+    progress: Progress = lambda done, total: None,
+    *,
+    quantised: bool,
+) -> None:
+    """Put a file's tensors into a model that was built without weights; the arguments are ``load_as_stored``'s.
+
+    Raises:
+        ValueError: for a tensor without a place or of another shape, and for weights that the file lacks.
+    """
+    _Filler(file, header, model, quantised, layout).fill(progress)
 
 
 def _mixtral(config: PreTrainedConfig, header: Header) -> PreTrainedConfig:
@@ -111,6 +128,20 @@ def _fill_buffers(file: Path, model: PreTrainedModel) -> None:
             value = module._buffers[name]
             if value is None or value.isnan().any():
                 raise ValueError(f"{file}: {type(module).__name__}.{name} cannot be had without its weights; {INSTEAD}")
+
+
+def floats_of(data: Bytes, header: Header, tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Dequantise a tensor of a file that is mapped as ``data``, in torch's order of dimensions."""
+    floats = dequantize(_rows(data, header, tensor), GGMLQuantizationType(tensor.kind))
+    return np.asarray(floats, np.float32).reshape(tensor.shape[::-1])
+
+
+def _rows(data: Bytes, header: Header, tensor: Tensor) -> Bytes:
+    """A tensor's bytes ``[O, row]``, mapped from the file."""
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
+    begin, count = header.data + tensor.offset, prod(tensor.shape[1:])
+    row = tensor.shape[0] // block * size
+    return data[begin : begin + count * row].reshape(count, row)
 
 
 @dataclass
@@ -156,7 +187,8 @@ class _Filler:
         else:
             raise ValueError(f"{self.file}: tensor {name} is not of a plain linear layer; {INSTEAD}")
         self._check_shape(name, tensor.shape[::-1], expected)
-        rows = torch.from_numpy(self._in_order(name, self._rows(tensor))).view(*expected[:-1], -1)
+        stored = self._in_order(name, _rows(self._data, self.header, tensor))
+        rows = torch.from_numpy(stored).view(*expected[:-1], -1)
         self._matrices[ours] = nn.Parameter(rows, requires_grad=False), kind, tensor.shape[0]
         columns = self.layout.columns(name)
         if columns is not None and not np.array_equal(columns, np.arange(len(columns))):
@@ -164,8 +196,7 @@ class _Filler:
 
     def _floats(self, name: str, tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
         """A tensor dequantised, with the shape that transformers gives it."""
-        floats = dequantize(self._rows(tensor), GGMLQuantizationType(tensor.kind)).astype(np.float32)
-        return self.layout.floats(name, floats.reshape(tensor.shape[::-1]))
+        return self.layout.floats(name, floats_of(self._data, self.header, tensor))
 
     def _shape_of_experts(self, name: str, module: Any, leaf: str) -> torch.Size:
         """The shape ``[E, O, K]`` of one matrix of experts; refuses those that are more than three matrices each."""
@@ -182,13 +213,6 @@ class _Filler:
     def _check_shape(self, name: str, there: tuple[int, ...], expected: torch.Size) -> None:
         if tuple(there) != tuple(expected):
             raise ValueError(f"{self.file}: tensor {name} has the shape {[*there]}, and the model's is {[*expected]}")
-
-    def _rows(self, tensor: Tensor) -> Bytes:
-        """A tensor's bytes ``[O, row]``, mapped from the file."""
-        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
-        begin, count = self.header.data + tensor.offset, prod(tensor.shape[1:])
-        row = tensor.shape[0] // block * size
-        return self._data[begin : begin + count * row].reshape(count, row)
 
     def _in_order(self, name: str, rows: Bytes) -> Bytes:
         """The rows in transformers' order."""

@@ -222,6 +222,8 @@ def with_what_is_not_read(config: PreTrainedConfig, header: Header) -> PreTraine
     rope = getattr(config, "rope_parameters", None) or {}
     if stated("rope.freq_base") is not None and "rope_theta" in rope:
         rope["rope_theta"] = stated("rope.freq_base")
+    if (predictors := stated("nextn_predict_layers")) is not None:
+        config.mtp_num_hidden_layers = predictors  # MTP layers; transformers does not count them as the decoder's
     if SCALED_BY_WIDTH.get(header.architecture) == stated("block_count") is not None:
         own = config.get_text_config()
         own.query_pre_attn_scalar = own.hidden_size // own.num_attention_heads

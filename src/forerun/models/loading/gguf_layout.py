@@ -13,9 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-from transformers import PreTrainedModel
-from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, rename_source_key
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import (
+    Concatenate,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    rename_source_key,
+)
 from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
+from transformers.integrations.gguf.gguf_conversion_mapping import SubtractOne
 from transformers.integrations.gguf.utils import get_gguf_conversion_mapping
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
@@ -85,14 +92,36 @@ class TransformersLayout(GgufLayout):
 
 def layout_of(architecture: str, model: PreTrainedModel) -> GgufLayout:
     """The layout of files of an architecture, by llama.cpp's name."""
-    return (
-        OperationsLayout(architecture, model) if has_operations(architecture) else ProcessorLayout(architecture, model)
-    )
+    if not has_operations(architecture):
+        return ProcessorLayout(architecture, model)
+    return OperationsLayout(get_gguf_conversion_mapping(architecture, model.config), model)
 
 
 def has_operations(architecture: str) -> bool:
     """Whether transformers has a list of operations for it."""
     return architecture in GGUF_CONFIG_ARCHS
+
+
+def predictor_mapping(architecture: str, config: PreTrainedConfig, block: int) -> list[WeightTransform]:
+    """Return the operations on the tensors of an MTP layer, which is a block of the file after the decoder's.
+
+    llama.cpp's converter adds 1 to the layer's norms as to the decoder's, also to those that are called ``nextn``.
+
+    Args:
+        architecture: llama.cpp's name.
+        config: of transformers' ``MtpModel``, to whose names the operations lead.
+        block: the block's number.
+    """
+    norms = {"enorm": "enorm", "hnorm": "hnorm", "shared_head_norm": "post_norm"}
+    return [
+        WeightRenaming(rf"^blk\.{block}\.nextn\.", "layers.0."),
+        WeightRenaming(rf"^blk\.{block}\.", "layers.0.mtp_block."),
+        *get_gguf_conversion_mapping(architecture, config),
+        *(
+            WeightConverter(rf"^layers\.0\.{theirs}\.weight", f"layers.0.{ours}.weight", operations=[SubtractOne()])
+            for theirs, ours in norms.items()
+        ),
+    ]
 
 
 class ProcessorLayout(GgufLayout):
@@ -124,8 +153,8 @@ class ProcessorLayout(GgufLayout):
 class OperationsLayout(GgufLayout):
     """By transformers' lists of operations."""
 
-    def __init__(self, architecture: str, model: PreTrainedModel) -> None:
-        mapping = deepcopy(get_gguf_conversion_mapping(architecture, model.config))
+    def __init__(self, mapping: list[WeightTransform], model: PreTrainedModel) -> None:
+        mapping = deepcopy(mapping)
         self._renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
         self._converters = [each for each in mapping if isinstance(each, WeightConverter)]
         self._parameters = {each for name, _ in model.named_parameters() for each in _separate(name)}

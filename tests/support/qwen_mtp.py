@@ -1,0 +1,127 @@
+"""Random models of Qwen's families with an MTP layer, in files with the tensors' real names; and what the layer says.
+
+The reference computes all entries again for every node: transformers' decoder layer and projections, no cache, no tree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from support.tiny import HYBRIDS, build
+
+FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+
+
+def empty_layer(model: PreTrainedModel) -> nn.Module:
+    """A decoder layer of the model's family with full attention, without a cache."""
+    config = deepcopy(model.config.get_text_config(decoder=True))
+    config.layer_types, config._attn_implementation = ["full_attention"], "eager"
+    config._experts_implementation = "eager"
+    layer: nn.Module = type(model.get_decoder().layers[0])(config, 0).to(model.dtype).eval()
+    return layer
+
+
+def mtp_tensors(model: PreTrainedModel, seed: int = 7) -> dict[str, torch.Tensor]:
+    """A random MTP layer as Qwen3.5's files have it: experts in one tensor, and norms to which 1 is added."""
+    size = int(model.config.hidden_size)
+    shapes = {f"layers.0.{name}": weight.shape for name, weight in empty_layer(model).named_parameters()}
+    shapes |= {"fc.weight": torch.Size((size, 2 * size))}
+    shapes |= {
+        f"{name}.weight": torch.Size((size,)) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    }
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"mtp.{name}": (torch.randn(shape, generator=generator) * 0.3).to(model.dtype) for name, shape in shapes.items()
+    }
+
+
+def one_by_one(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors with each expert's matrices apart, as Qwen3-Next's files have them."""
+    found: dict[str, torch.Tensor] = {}
+    for name, weight in tensors.items():
+        owner, _, leaf = name.rpartition(".")
+        if leaf not in ("gate_up_proj", "down_proj") or not owner.endswith("experts"):
+            found[name] = weight
+            continue
+        parts = (
+            {leaf: weight}
+            if leaf == "down_proj"
+            else dict(zip(("gate_proj", "up_proj"), weight.chunk(2, 1), strict=True))
+        )
+        found |= {
+            f"{owner}.{e}.{part}.weight": rows[e].clone() for part, rows in parts.items() for e in range(len(rows))
+        }
+    return found
+
+
+def qwen_target(folder: Path, family: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """A random target with an MTP layer, loaded from its folder.
+
+    Qwen3-Next's configuration does not state the layer, and its experts lie apart. Qwen3.5's states it, and the layer
+    is in a file of its own.
+    """
+    whole = build(*HYBRIDS[family], seed=3)
+    whole.save_pretrained(folder)
+    tensors, mtp = load_file(folder / "model.safetensors"), mtp_tensors(whole)
+    if family == "qwen3_next":
+        save_file(tensors | one_by_one(mtp), folder / "model.safetensors", metadata={"format": "pt"})
+    else:
+        save_file(mtp, folder / "mtp.safetensors", metadata={"format": "pt"})
+        change(folder, mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False)
+    return reload(folder, type(whole), dtype)
+
+
+def reload(folder: Path, model_class: type[PreTrainedModel], dtype: torch.dtype) -> PreTrainedModel:
+    return model_class.from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
+
+
+def change(folder: Path, **entries: object) -> None:
+    """Change a folder's configuration."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | entries))
+
+
+class Reference:
+    """An MTP layer computed anew for each question.
+
+    Args:
+        model: the target.
+        tensors: of the layer, as ``mtp_tensors`` has them.
+    """
+
+    def __init__(self, model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.model, self.tensors, self.layer = model, tensors, empty_layer(model)
+        at = "mtp.layers.0."
+        self.layer.load_state_dict({name.removeprefix(at): t for name, t in tensors.items() if name.startswith(at)})
+
+    def states(self, text: list[int], read: int) -> torch.Tensor:
+        """What leaves the layer at each entry of a text, ``[len(text) - 1, hidden]``.
+
+        An entry has a token and the state before it: the target's after its final norm for ``read`` tokens, then what
+        left the layer itself. It has the position of the state, as in vLLM and SGLang.
+        """
+        decoder = self.model.get_decoder()
+        hidden = decoder(torch.tensor([text[:read]])).last_hidden_state[0]
+        embeddings = self.model.get_input_embeddings()(torch.tensor(text[1:]))
+        while True:
+            count = len(hidden)
+            pair = self._norm(embeddings[:count], "pre_fc_norm_embedding"), self._norm(hidden, "pre_fc_norm_hidden")
+            x = torch.cat(pair, -1) @ self.tensors["mtp.fc.weight"].T
+            angles = decoder.rotary_emb(x[None], torch.arange(count)[None])
+            mask = torch.full((count, count), -torch.inf, dtype=x.dtype).triu(1)[None, None]
+            left = self._norm(self.layer(x[None], angles, mask)[0], "norm")
+            if count == len(text) - 1:
+                return left
+            hidden = torch.cat([hidden, left[-1:]])
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        eps = self.model.config.rms_norm_eps
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (1 + self.tensors[f"mtp.{name}.weight"])
