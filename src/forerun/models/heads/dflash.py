@@ -145,18 +145,14 @@ class DFlashHead(BlockHead):
             name: file.take(name, *shape).to(target.device, model.dtype).contiguous()
             for name, shape in self._shapes().items()
         }
-        theirs: Any = (model.get_input_embeddings(), model.get_output_embeddings())
-        own = {
-            "embed_tokens.weight": own_matrix(
-                file, "embed_tokens.weight", (target.vocabulary, size), getattr(theirs[0], "weight", None)
-            ),
-            "lm_head.weight": own_matrix(
-                file, "lm_head.weight", (self._known, size), getattr(theirs[1], "weight", None)
-            ) if self._known == target.vocabulary else file.take("lm_head.weight", self._known, size),
-        }  # fmt: skip
-        self._weights |= {
-            name: each.to(target.device, model.dtype).contiguous() for name, each in own.items() if each is not None
-        }
+        theirs = target.vocabulary, size
+        for name, shape, module in (
+            ("embed_tokens.weight", theirs, model.get_input_embeddings()),
+            ("lm_head.weight", (self._known, size), model.get_output_embeddings()),
+        ):
+            own = own_matrix(file, name, shape, theirs, module)
+            if own is not None:
+                self._weights[name] = own.to(target.device, model.dtype).contiguous()
         tokens = known_tokens(file, self._known, target.vocabulary, self.folder)
         self.tokens = tokens if tokens is None else tokens.to(target.device)
         fields = {name: value for name, value in self._layer.items() if name in ROTARY_FIELDS}

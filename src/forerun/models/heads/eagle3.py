@@ -128,21 +128,11 @@ class Eagle3Layers(Head):
             norms = [file.take(f"fc_norm.{number}.weight", wide) for number in range(states)]
             w["fc_norm"] = torch.stack(norms)
         w["norm"] = file.take("norm.weight", size)
-        model: Any = target.model
-        theirs = model.get_input_embeddings().weight
-        w["embed"] = own_matrix(file, "embed_tokens.weight", (self._vocabulary, size), theirs)
-        if self._known == self._vocabulary:
-            theirs = getattr(model.get_output_embeddings(), "weight", None)
-            w["head"] = own_matrix(file, "lm_head.weight", (self._known, size), theirs)
-            if self.config.get("tie_word_embeddings") and file.find("lm_head.weight", self._known, size) is None:
-                w["head"] = w["embed"]
-        else:
-            w["head"] = file.take("lm_head.weight", self._known, size)
-        if size != wide and (w["embed"] is None or w["head"] is None):
-            raise ValueError(
-                f"the {self.kind} head in {self.folder} is {size} wide and the target {wide}; "
-                "so it needs embed_tokens.weight and lm_head.weight of its own"
-            )
+        model, theirs = target.model, (self._vocabulary, wide)
+        ins, outs = model.get_input_embeddings(), model.get_output_embeddings()
+        w["embed"] = own_matrix(file, "embed_tokens.weight", (self._vocabulary, size), theirs, ins)
+        tied = self.config.get("tie_word_embeddings") and file.find("lm_head.weight", self._known, size) is None
+        w["head"] = w["embed"] if tied else own_matrix(file, "lm_head.weight", (self._known, size), theirs, outs)
         self._weights, *self._layer_weights = (
             {name: each.to(target.device, model.dtype).contiguous() for name, each in part.items() if each is not None}
             for part in (w, *(self._take_layer(file, layer) for layer in range(self.count)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,12 +26,26 @@ def known_tokens(file: HeadFile, known: int, vocabulary: int, folder: Path) -> t
     return tokens
 
 
-def own_matrix(file: HeadFile, name: str, shape: tuple[int, int], theirs: torch.Tensor | None) -> torch.Tensor | None:
-    """A head's own embeddings or output matrix; None if it has none, or a copy of the target's ``theirs``.
+def own_matrix(
+    file: HeadFile, name: str, shape: tuple[int, int], theirs: tuple[int, int], module: Any
+) -> torch.Tensor | None:
+    """A head's own embeddings or output matrix; None if it has none, or a copy of the target's.
 
     Training programs write a copy even of a matrix that they froze. It would be read from memory a second time.
+
+    Args:
+        file: of the head.
+        name: of the tensor.
+        shape: that it has.
+        theirs: the shape of the target's matrix in its place.
+        module: of the target, which has that matrix.
+
+    Raises:
+        ValueError: if it is missing where the target's does not fit, or has another shape.
     """
-    own = file.find(name, *shape)
-    if own is None or theirs is None or own.shape != theirs.shape or not theirs.is_floating_point():
+    if shape != theirs:
+        return file.take(name, *shape)
+    own, weight = file.find(name, *shape), getattr(module, "weight", None)
+    if own is None or weight is None or own.shape != weight.shape or not weight.is_floating_point():
         return own
-    return None if torch.equal(own.to(theirs.device, theirs.dtype), theirs) else own
+    return None if torch.equal(own.to(weight.device, weight.dtype), weight) else own
