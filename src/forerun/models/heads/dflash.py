@@ -44,7 +44,7 @@ from forerun.models.heads.vocabulary import known_tokens, own_matrix
 
 MASKED_BLOCK_TOKENS = 16
 """Tokens of a block, where a configuration does not say."""
-READ = frozenset(
+DFLASH_ENTRIES = frozenset(
     {"aux_hidden_state_layer_ids", "block_size", "causal", "dflash_config", "final_logit_softcapping",
      "input_embedding_scale", "is_causal", "mask_token_id", "output_multiplier", "sample_from_anchor",
      "sliding_window_non_causal", "target_layer_ids"}
@@ -64,8 +64,8 @@ class DFlashHead(BlockHead):
 
     kind = "DFlash"
     architectures = frozenset({"DFlashDraftModel", "DFlashSpeculator"})
-    read_entries = READ
-    one_way: Mapping[str, Any] = {"attention_mode": "gqa", "projector_type": "dflash"}
+    read_entries = DFLASH_ENTRIES
+    single_valued: Mapping[str, Any] = {"attention_mode": "gqa", "projector_type": "dflash"}
     from_anchor = False
     """Whether the block's first row says the next token, where a configuration does not say."""
     non_causal_windows = False
@@ -78,7 +78,7 @@ class DFlashHead(BlockHead):
         self._layer = inner if isinstance(inner, dict) else self.config
         self._parts = [part for part in (more, self.config, inner) if isinstance(part, dict)]
         for part in self._parts:
-            check_entries(part, self.read_entries, self.one_way, self.kind, self.folder)
+            check_entries(part, self.read_entries, self.single_valued, self.kind, self.folder)
         named = set(self.config.get("architectures") or ())
         if named - self.architectures:
             raise ValueError(

@@ -19,10 +19,10 @@ from torch.nn.functional import linear, pad
 
 from forerun.kernels.linear.ordered_modules import Ordered
 from forerun.models.forward.scorer import Scorer
-from forerun.models.heads.dflash import READ, DFlashHead
+from forerun.models.heads.dflash import DFLASH_ENTRIES, DFlashHead
 from forerun.models.heads.head import Growth, HeadFile, HeadText, count_in, rms_norm
 
-NUMBERS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+SELECTOR_NUMBERS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 CODEBOOKS = ("predecessor_codebook", "successor_codebook")
 
 
@@ -45,14 +45,20 @@ class DFlash2Head(DFlashHead):
 
     kind = "DFlash2"
     architectures = frozenset({"DFlash2DraftModel"})
-    read_entries = READ - {"sample_from_anchor"} | {*NUMBERS}
-    one_way: Mapping[str, Any] = {**DFlashHead.one_way, "projector_type": "dflash2", "sample_from_anchor": False}
+    read_entries = DFLASH_ENTRIES - {"sample_from_anchor"} | {*SELECTOR_NUMBERS}
+    single_valued: Mapping[str, Any] = {
+        **DFlashHead.single_valued,
+        "projector_type": "dflash2",
+        "sample_from_anchor": False,
+    }
     non_causal_windows = True
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__(folder)
-        stated = {name: self._value(name) for name in NUMBERS}
-        self._taps, self._group, self._rank, self._top = (count_in(stated, name, self.folder) for name in NUMBERS)
+        stated = {name: self._value(name) for name in SELECTOR_NUMBERS}
+        self._taps, self._group, self._rank, self._top = (
+            count_in(stated, name, self.folder) for name in SELECTOR_NUMBERS
+        )
         if self._size % self._group or self._taps > self._block:
             raise ValueError(
                 f"conv_group_size is {self._group} and conv_kernel_size {self._taps} in {self.folder}; "

@@ -20,11 +20,11 @@ from torch.nn.functional import linear
 
 from forerun.kernels.linear.ordered_modules import Ordered
 from forerun.models.forward.scorer import Scorer
-from forerun.models.heads.dflash import READ, DFlashHead
+from forerun.models.heads.dflash import DFLASH_ENTRIES, DFlashHead
 from forerun.models.heads.head import Growth, HeadFile, HeadText, count_in
 
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
-CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov")
+CONFIDENCE_ENTRIES = ("enable_confidence_head", "confidence_head_with_markov")
 
 
 class MarkovGrowth(Growth):
@@ -46,8 +46,8 @@ class DSparkHead(DFlashHead):
 
     kind = "DSpark"
     architectures = frozenset({"Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator"})
-    read_entries = READ | {"markov_head_type", "markov_rank", *CONFIDENCE}
-    one_way: Mapping[str, Any] = {**DFlashHead.one_way, "projector_type": "dspark"}
+    read_entries = DFLASH_ENTRIES | {"markov_head_type", "markov_rank", *CONFIDENCE_ENTRIES}
+    single_valued: Mapping[str, Any] = {**DFlashHead.single_valued, "projector_type": "dspark"}
     from_anchor = True
 
     def __init__(self, folder: str | Path) -> None:

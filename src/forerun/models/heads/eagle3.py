@@ -43,12 +43,12 @@ from forerun.models.heads.head import (
 )
 from forerun.models.heads.vocabulary import known_tokens, own_matrix
 
-READ = frozenset(
+EAGLE_ENTRIES = frozenset(
     {"eagle_aux_hidden_state_layer_ids", "eagle_config", "fc_norm", "norm_before_fc", "norm_before_residual",
      "norm_output"}
 )  # fmt: skip
 """Entries that a head of this family reads."""
-ONE_WAY: Mapping[str, Any] = {
+EAGLE_SINGLE_VALUED: Mapping[str, Any] = {
     "is_causal": True, "next_layer_regular": True, "parallel_draft_heads_num_layers": 1, "parallel_draft_step": 1,
     "parallel_drafting": False, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
     "use_mtp_layernorm": False,
@@ -67,8 +67,8 @@ class Eagle3Layers(Head):
     """
 
     kind = "EAGLE-3"
-    read_entries = READ
-    one_way: Mapping[str, Any] = ONE_WAY
+    read_entries = EAGLE_ENTRIES
+    single_valued: Mapping[str, Any] = EAGLE_SINGLE_VALUED
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -77,7 +77,7 @@ class Eagle3Layers(Head):
         self._layer = inner if isinstance(inner, dict) else self.config  # the configuration of the decoder layers
         for part in (self.config, inner, more):
             if isinstance(part, dict):
-                check_entries(part, self.read_entries, self.one_way, self.kind, self.folder)
+                check_entries(part, self.read_entries, self.single_valued, self.kind, self.folder)
         size, heads, self._inner, self._vocabulary = (
             count_in(self._layer, name, self.folder)
             for name in ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")

@@ -2,7 +2,7 @@
 
 Public formats gain entries faster than this package reads them. A head whose entry is ignored still loads, and its
 drafts are wrong: nothing but the speed would tell. So each kind of head names the entries that it reads, and those that
-it reads in one way only; every other entry must be one of ``IDLE``.
+it reads in one way only; every other entry must be one of ``IDLE_ENTRIES``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-IDLE = frozenset(
+IDLE_ENTRIES = frozenset(
     """
     _attn_implementation _name_or_path attn_implementation auto_map chunk_size_feed_forward dtype is_encoder_decoder
     ignore_keys_at_rope_validation max_window_layers model_type name_or_path num_aux_hidden_states num_target_layers
@@ -32,7 +32,7 @@ IDLE = frozenset(
     """.split()  # noqa: SIM905  # as a list they would fill a page
 )
 """Entries that change nothing in a head's computation: versions, special tokens, training, and generation."""
-LAYER = frozenset(
+LAYER_ENTRIES = frozenset(
     """
     architectures attention_bias draft_vocab_size head_dim hidden_act hidden_size intermediate_size layer_types
     max_position_embeddings num_attention_heads num_hidden_layers num_key_value_heads rms_norm_eps rope_parameters
@@ -41,13 +41,13 @@ LAYER = frozenset(
     """.split()  # noqa: SIM905  # as a list they would fill a page
 )
 """Entries that every head of decoder layers reads."""
-ONE_WAY: Mapping[str, Any] = {
+SINGLE_VALUED: Mapping[str, Any] = {
     "bias": False, "is_neox_style": True, "logit_scale": 1.0, "mlp_bias": False, "partial_rotary_factor": 1.0,
     "qkv_bias": False, "rope_interleave": False, "rope_is_neox_style": True, "use_aux_hidden_state": True,
     "use_gemma_norm": False,
 }  # fmt: skip
 """Entries that every head reads with one value only."""
-ROTARY = frozenset(
+ROTARY_ENTRIES = frozenset(
     """
     attention_factor beta_fast beta_slow factor high_freq_factor long_factor low_freq_factor mrope_interleaved
     mrope_section mscale mscale_all_dim original_max_position_embeddings rope_theta rope_type short_factor truncate type
@@ -57,32 +57,32 @@ ROTARY = frozenset(
 
 
 def check_entries(
-    config: Mapping[str, Any], read: Collection[str], one_way: Mapping[str, Any], kind: str, folder: Path
+    config: Mapping[str, Any], read: Collection[str], single_valued: Mapping[str, Any], kind: str, folder: Path
 ) -> None:
     """Refuse a head's configuration, or a part of it, that says what is not known. An entry of None says nothing.
 
     Args:
         config: of the head, or a part of it.
         read: names of the entries that the head reads, beside those of every head.
-        one_way: entries that the head reads with one value only, beside those of every head.
+        single_valued: entries that the head reads with one value only, beside those of every head.
         kind: of the head, for messages.
         folder: of the head.
 
     Raises:
         ValueError: names the entry.
     """
-    only, file = {**ONE_WAY, **one_way}, folder / "config.json"
+    only, file = {**SINGLE_VALUED, **single_valued}, folder / "config.json"
     for name, value in config.items():
         if value is None or name in read:
             continue
         if name in only:
             if value != only[name]:
                 raise ValueError(f"{name} is {value!r} in {file}; a head of {kind} is read with {only[name]!r} only")
-        elif name not in LAYER | IDLE:
+        elif name not in LAYER_ENTRIES | IDLE_ENTRIES:
             raise ValueError(f"{name} is {value!r} in {file}, and no such entry of a head of {kind} is known")
     for name in ("rope_parameters", "rope_scaling"):
         for inner, value in (config.get(name) or {}).items():
-            if inner not in ROTARY and not (inner == "partial_rotary_factor" and value == 1):
+            if inner not in ROTARY_ENTRIES and not (inner == "partial_rotary_factor" and value == 1):
                 raise ValueError(f"{inner} is {value!r} in {name} of {file}, which is not supported")
 
 

@@ -15,7 +15,7 @@ from forerun.models.heads.head import Head, config_of
 from forerun.models.heads.mtp import MtpHead
 from forerun.models.heads.peagle import PEagleHead, is_peagle
 
-KINDS: tuple[tuple[Callable[[Mapping[str, Any]], bool], Callable[[str | Path], Head]], ...] = (
+HEAD_KINDS: tuple[tuple[Callable[[Mapping[str, Any]], bool], Callable[[str | Path], Head]], ...] = (
     (is_dflash2, DFlash2Head), (is_dspark, DSparkHead), (is_dflash, DFlashHead), (is_peagle, PEagleHead),
     (is_eagle3, Eagle3Head),
 )  # fmt: skip
@@ -48,4 +48,4 @@ def is_head(folder: str | Path) -> bool:
 
 
 def _kind(config: Mapping[str, Any]) -> Callable[[str | Path], Head] | None:
-    return next((kind for fits, kind in KINDS if fits(config)), None)
+    return next((kind for fits, kind in HEAD_KINDS if fits(config)), None)

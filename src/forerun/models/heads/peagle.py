@@ -18,12 +18,12 @@ import torch
 from forerun.kernels.linear.ordered_modules import Ordered
 from forerun.models.forward.scorer import Scorer, attending
 from forerun.models.heads.block_head import BlockHead
-from forerun.models.heads.eagle3 import ONE_WAY, READ, Eagle3Layers
+from forerun.models.heads.eagle3 import EAGLE_ENTRIES, EAGLE_SINGLE_VALUED, Eagle3Layers
 from forerun.models.heads.head import Growth, HeadFile, HeadText, Reading
 
-DEPTHS = 8
+PARALLEL_DEPTHS = 8
 """Tokens of a pass, where a configuration does not say: those that the paper trains."""
-MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
+MASK_ENTRIES = ("mask_token_id", "pard_token", "ptd_token_id")
 """Entries that name the mask token, in the order in which vLLM looks for them."""
 
 
@@ -31,13 +31,15 @@ class PEagleHead(BlockHead, Eagle3Layers):
     """A head in a folder."""
 
     kind = "P-EAGLE"
-    read_entries = READ | {*MASK_TOKENS, "num_depths", "para_depths", "parallel_drafting"}
-    one_way: Mapping[str, Any] = {name: value for name, value in ONE_WAY.items() if name != "parallel_drafting"}
+    read_entries = EAGLE_ENTRIES | {*MASK_ENTRIES, "num_depths", "para_depths", "parallel_drafting"}
+    single_valued: Mapping[str, Any] = {
+        name: value for name, value in EAGLE_SINGLE_VALUED.items() if name != "parallel_drafting"
+    }
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__(folder)
         self.levels = int(_depths(self.config))
-        named = {name: self.config[name] for name in MASK_TOKENS if self.config.get(name) is not None}
+        named = {name: self.config[name] for name in MASK_ENTRIES if self.config.get(name) is not None}
         self._mask_token = next(iter(named.values()), None)
         if self.levels < 1 or not isinstance(self._mask_token, int) or not 0 <= self._mask_token < self._vocabulary:
             raise ValueError(
@@ -103,12 +105,12 @@ def _depths(config: Mapping[str, Any]) -> int:
     """Tokens that a pass predicts, as one of the forms says it."""
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     stated = (config.get("num_depths"), config.get("para_depths"), methods[0].get("speculative_tokens"))
-    return next((int(depths) for depths in stated if depths), DEPTHS)
+    return next((int(depths) for depths in stated if depths), PARALLEL_DEPTHS)
 
 
 def is_peagle(config: Mapping[str, Any]) -> bool:
     """Whether a configuration is that of a P-EAGLE head."""
-    masked = any(config.get(name) is not None for name in MASK_TOKENS) and "draft_vocab_size" in config
+    masked = any(config.get(name) is not None for name in MASK_ENTRIES) and "draft_vocab_size" in config
     return config.get("speculators_model_type") == "peagle" or bool(config.get("parallel_drafting")) or (
         masked and "speculators_model_type" not in config and "dflash_config" not in config
     )  # fmt: skip
