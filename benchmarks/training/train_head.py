@@ -70,6 +70,7 @@ class HeadOptions(DebugOptions):
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
     draft_vocab: Annotated[int, typer.Option(help="Tokens that the head knows: the most frequent ones.")] = 8192
     ahead: Annotated[int, typer.Option(help="Steps of training-time test.")] = 3
+    eagle31: Annotated[bool, typer.Option(help="EAGLE-3.1: norms of the states, and of what is fed back.")] = False
     length: Annotated[int, typer.Option(help="Tokens of a text that are used.")] = 384
     batch: Annotated[int, typer.Option(help="Texts of a step.")] = 4
     rate: Annotated[float, typer.Option(help="Learning rate at first, of the head and norms.")] = 3e-3
@@ -132,9 +133,12 @@ class EagleModel(nn.Module):
         target: gives its sizes, and its head's first weights.
         known: the target's ids of the tokens that it knows, ascending.
         layers: of the target that it reads.
+        eagle31: whether each of the states has a norm, and what is fed back has the last one's.
     """
 
-    def __init__(self, target: PreTrainedModel, known: torch.Tensor, layers: Sequence[int]) -> None:
+    def __init__(
+        self, target: PreTrainedModel, known: torch.Tensor, layers: Sequence[int], eagle31: bool = False
+    ) -> None:
         super().__init__()
         base = target.config.get_text_config(decoder=True)
         size, heads = int(base.hidden_size), int(base.num_attention_heads)
@@ -147,6 +151,7 @@ class EagleModel(nn.Module):
         }  # fmt: skip
         config = LlamaConfig(**self.settings)
         self.layers = tuple(layers)
+        self.fc_norm = nn.ModuleList(LlamaRMSNorm(size, config.rms_norm_eps) for _ in self.layers if eagle31)
         self.fc = nn.Linear(len(self.layers) * size, size, bias=False)
         self.midlayer = EagleLayer(config)
         self.norm = LlamaRMSNorm(size, config.rms_norm_eps)
@@ -166,6 +171,14 @@ class EagleModel(nn.Module):
         self.fc.weight.zero_()
         self.fc.weight[:, -size:] = torch.eye(size)
         self.lm_head.weight.copy_(target.get_output_embeddings().weight[self.known].float())
+
+    def features(self, states: torch.Tensor) -> torch.Tensor:
+        """What the layer reads of the target's states, ``[..., layers * hidden]``."""
+        if len(self.fc_norm):
+            parts = states.chunk(len(self.layers), -1)
+            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        features: torch.Tensor = self.fc(states)
+        return features
 
     def losses(
         self,
@@ -188,14 +201,16 @@ class EagleModel(nn.Module):
         """  # fmt: skip
         texts, places = mask.nonzero(as_tuple=True)
         teacher = (last[texts, places] @ head.T).softmax(-1)
-        hidden, earlier, right = self.fc(states), list[tuple[torch.Tensor, torch.Tensor]](), list[float]()
+        hidden, earlier, right = self.features(states), list[tuple[torch.Tensor, torch.Tensor]](), list[float]()
         total, n = states.new_zeros(()), states.shape[1] - ahead
         for step in range(ahead):
             angles = self.rotary(hidden, torch.arange(n, device=states.device)[None] + step)
-            hidden = self.midlayer(embeddings[:, step + 1 : step + 1 + n], hidden[:, :n], angles, earlier)
+            out = self.midlayer(embeddings[:, step + 1 : step + 1 + n], hidden[:, :n], angles, earlier)
+            normed = self.norm(out)
+            hidden = normed if len(self.fc_norm) else out
             entries = places - step - 1
             kept = (entries >= 0) & (entries < n)
-            logits = self.lm_head(self.norm(hidden[texts[kept], entries[kept]])).log_softmax(-1)
+            logits = self.lm_head(normed[texts[kept], entries[kept]]).log_softmax(-1)
             aim = teacher[kept]
             total = total - DECAY**step * (aim * logits).sum(-1).mean()
             right.append(float((logits.argmax(-1) == aim.argmax(-1)).float().mean()))
@@ -306,7 +321,7 @@ def run(options: HeadOptions) -> None:
         raise ValueError(f"{len(texts)} texts are long enough to learn from; at least 2 are needed")
     held, learned = texts[::HELD_OUT], [text for number, text in enumerate(texts) if number % HELD_OUT]
     known = frequent(learned, options.draft_vocab, int(target.get_input_embeddings().weight.shape[0]))
-    model = EagleModel(target, known, aux_layers(target)).to(target.device)
+    model = EagleModel(target, known, aux_layers(target), options.eagle31).to(target.device)
     training = HeadTraining(engine.target, model, learned, options)
     estimate(training)
     train(training)
@@ -403,6 +418,7 @@ def export(model: EagleModel, out: Path) -> None:
         "draft_vocab_size": len(known), "tie_word_embeddings": False, "torch_dtype": "float32",
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(model.layers), "use_aux_hidden_state": True},
     }  # fmt: skip
+    config |= {"fc_norm": True, "norm_output": True} if len(model.fc_norm) else {}
     save_file(tensors, out / "model.safetensors")
     (out / "config.json").write_text(json.dumps(config, indent=2))
 

@@ -49,11 +49,12 @@ def test_a_head_is_trained_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     assert json.loads((out / "config.json").read_text())["draft_vocab_size"] == 256
 
 
-def test_the_head_that_is_written_computes_what_was_trained(tmp_path: Path) -> None:
+@pytest.mark.parametrize("eagle31", [False, True])
+def test_the_head_that_is_written_computes_what_was_trained(eagle31: bool, tmp_path: Path) -> None:
     """One step behind the target's states, and one behind its own."""
     target, tokens = tiny("llama", torch.float32), np.random.default_rng(0).integers(0, 48, 14)
     known = frequent([], 20, 48)
-    model = EagleModel(target, known, aux_layers(target))
+    model = EagleModel(target, known, aux_layers(target), eagle31)
     for weight in model.parameters():
         weight.data += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel()))
     export(model, tmp_path)
@@ -67,14 +68,16 @@ def test_the_head_that_is_written_computes_what_was_trained(tmp_path: Path) -> N
         head.record(text, tokens[:12], 0, states[0, :11])
         growths, first = head.start([text])
         second = head.extend(growths, [[0]], [[int(tokens[12])]])
-        hidden, earlier, logits = model.fc(states), list[tuple[torch.Tensor, torch.Tensor]](), []
+        hidden, earlier, logits = model.features(states), list[tuple[torch.Tensor, torch.Tensor]](), []
         embeddings = target.get_input_embeddings()(torch.from_numpy(tokens[None]))
         for step in range(2):
             places = torch.arange(11)[None] + step
             hidden = model.midlayer(
                 embeddings[:, step + 1 : step + 12], hidden[:, :11], model.rotary(hidden, places), earlier
             )
-            logits.append(model.lm_head(model.norm(hidden))[0, -1])
+            normed = model.norm(hidden)
+            logits.append(model.lm_head(normed)[0, -1])
+            hidden = normed if eagle31 else hidden
     assert torch.allclose(first[0], logits[0], atol=1e-4)
     assert torch.allclose(second[0], logits[1], atol=1e-4)
     engine = Engine(target, lambda setup: HeadSource(load_head(tmp_path), setup.target), prune_drafts=False)

@@ -15,7 +15,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.heads import OracleHead, dflash, eagle3, gemma4, gemma4_and_its_last_layers, gemma4_assistant, mtp_target
+from support.heads import (
+    OracleHead,
+    dflash,
+    dflash2,
+    dspark,
+    eagle3,
+    eagle31,
+    gemma4,
+    gemma4_and_its_last_layers,
+    gemma4_assistant,
+    mtp_target,
+    peagle,
+)
 from support.qwen_mtp import FAMILIES, qwen_target
 from support.tiny import ARCHITECTURES, HYBRIDS, PROMPTS, build, tiny
 from transformers import PreTrainedModel
@@ -40,7 +52,11 @@ ON: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": None}
 HEADS: dict[str, Callable[[Path, PreTrainedModel], Path]] = {
     "eagle3": eagle3,
     "eagle3, speculators": lambda folder, model: eagle3(folder, model, "speculators"),
+    "eagle31": eagle31,
+    "peagle": peagle,
     "dflash": dflash,
+    "dflash2": dflash2,
+    "dspark": dspark,
 }
 
 
@@ -209,12 +225,19 @@ def test_auto_with_the_layers_of_a_checkpoint_changes_nothing(tmp_path: Path) ->
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "bamba"])
-def test_heads_of_a_target_with_recurrent_layers_change_nothing(name: str, tmp_path: Path) -> None:
-    model = build(*HYBRIDS[name], seed=3).float()
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        (("lfm2", "qwen3_5", "bamba")[(number + turn) % 3], head)
+        for number, head in enumerate(HEADS)
+        for turn in range(2)
+    ],
+)
+def test_heads_of_a_target_with_recurrent_layers_change_nothing(name: str, head: str, tmp_path: Path) -> None:
+    model = build(*HYBRIDS[name], seed=3).to(torch.bfloat16 if name == "bamba" else torch.float32)
     none = Engine(model, "none").generate(list(PROMPTS), do_sample=False, **ON).requests
     expected = [request.tokens.tolist() for request in none]
-    settings = LongContextConfig(draft_model=eagle3(tmp_path, model))
+    settings = LongContextConfig(draft_model=HEADS[head](tmp_path, model))
     for drafter in ("head", with_head(OracleHead(expected, model))):
         engine = Engine(model, drafter, settings=settings, prefill_block=4, prune_drafts=False)
         found = engine.generate(list(PROMPTS), do_sample=False, **ON).requests

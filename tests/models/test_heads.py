@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from support.heads import dflash, eagle3, mtp_target
+from support.head_reference import (
+    attend,
+    change,
+    check_long,
+    check_tree,
+    gated_mlp,
+    norm,
+    read_folder,
+    turn,
+    weights,
+)
+from support.heads import eagle3, eagle31, mtp_target
 from support.tiny import tiny
 from transformers import PreTrainedModel
 from transformers.cache_utils import MtpCache
@@ -21,24 +29,8 @@ from transformers.modeling_layers import MtpModel
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.scorer import Scorer
 from forerun.models.heads.eagle3 import _aux_layers
-from forerun.models.heads.head import Growth, Head
 from forerun.models.heads.loading import load_head
 from forerun.models.heads.mtp import MtpHead
-
-TEXT = np.random.default_rng(3).integers(0, 48, 20)
-BRANCHES = ([3, 4, 5], [3, 4, 6], [3, 9], [11])
-
-
-def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * weight
-
-
-def turn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rotary positions on ``[n, H, d]``."""
-    half = x.shape[-1] // 2
-    angles = positions[:, None, None] * 1e4 ** (-torch.arange(half) / half)
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
 
 
 @pytest.mark.parametrize(
@@ -54,26 +46,19 @@ def test_the_default_layers_are_known_however_they_are_numbered(config: Any, lay
     assert _aux_layers(config, 32) == layers
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention over ``[n, H, d]``."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = (each.repeat_interleave(groups, 1) for each in (k, v))
-    scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[-1])
-    scores = scores.masked_fill(~torch.ones(len(q), len(q)).tril().bool(), -torch.inf)
-    return torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).flatten(1)
-
-
-def eagle3_logits(folder: Path, model: PreTrainedModel, text: list[int], read: int) -> torch.Tensor:
-    """Logits of an EAGLE-3 head behind a text, of which the target has read the first ``read`` tokens: written out."""
-    config = json.loads((folder / "config.json").read_text())
-    w = {
-        name.replace("midlayer.", "layers.0."): t.double()
-        for name, t in load_file(folder / "model.safetensors").items()
-    }
-    authors = "transformer_layer_config" not in config
-    layers = (config["eagle_config"] if authors else config)["eagle_aux_hidden_state_layer_ids"]
-    states = model(torch.tensor([text[:read]]), output_hidden_states=True).hidden_states
-    hidden = torch.cat([states[layer][0] for layer in layers], -1) @ w["fc.weight"].T
+def eagle3_outputs(folder: Path, model: PreTrainedModel, text: list[int], read: int) -> tuple[torch.Tensor, ...]:
+    """What an EAGLE-3 head feeds back behind a text, of which the target has read ``read`` tokens; and its logits."""
+    config, w = read_folder(folder)
+    eagle, layer = config.get("eagle_config", config), config.get("transformer_layer_config", config)
+    layers = eagle["eagle_aux_hidden_state_layer_ids"]
+    found = model(torch.tensor([text[:read]]), output_hidden_states=True).hidden_states
+    states = [found[number][0] for number in layers]
+    if config.get("fc_norm"):
+        states = [norm(each, w[f"fc_norm.{number}.weight"]) for number, each in enumerate(states)]
+    side_by_side = torch.cat(states, -1)
+    if config.get("norm_before_fc"):
+        side_by_side = norm(side_by_side, w["input_norm.weight"])
+    hidden = side_by_side @ w["fc.weight"].T
     embeddings = model.get_input_embeddings()(torch.tensor(text[1:]))
     while True:
         count, at = len(hidden), "layers.0."
@@ -81,113 +66,58 @@ def eagle3_logits(folder: Path, model: PreTrainedModel, text: list[int], read: i
         x = torch.cat([norm(embeddings[:count], w[at + "input_layernorm.weight"]), normed], -1)
         q, k, v = ((x @ w[f"{at}self_attn.{part}_proj.weight"].T).view(count, -1, 8) for part in "qkv")
         places = torch.arange(count)
-        out = attend(turn(q, places), turn(k, places), v) @ w[at + "self_attn.o_proj.weight"].T
-        residual = (hidden if authors else normed) + out
-        x = norm(residual, w[at + "post_attention_layernorm.weight"])
-        gate = torch.nn.functional.silu(x @ w[at + "mlp.gate_proj.weight"].T) * (x @ w[at + "mlp.up_proj.weight"].T)
-        left = residual + gate @ w[at + "mlp.down_proj.weight"].T
+        seen = places[:, None] - places[None] < layer.get("sliding_window", count)
+        out = attend(turn(q, places), turn(k, places), v, seen.tril()) @ w[at + "self_attn.o_proj.weight"].T
+        residual = (normed if config.get("norm_before_residual") else hidden) + out
+        left = residual + gated_mlp(norm(residual, w[at + "post_attention_layernorm.weight"]), w, at + "mlp.")
+        final = norm(left[-1:], w["norm.weight"])
+        fed = final if config.get("norm_output") else left[-1:]
         if count == len(text) - 1:
-            return norm(left[-1], w["norm.weight"]) @ w["lm_head.weight"].T
-        hidden = torch.cat([hidden, left[-1:]])
+            return fed[0], final[0] @ w["lm_head.weight"].T
+        hidden = torch.cat([hidden, fed])
 
 
+EAGLES: dict[str, Callable[[Path, PreTrainedModel], Path]] = {
+    "authors": eagle3,
+    "speculators": lambda folder, model: eagle3(folder, model, "speculators"),
+    "3.1": eagle31,
+    "3.1, speculators": lambda folder, model: eagle3(
+        folder, model, "speculators", fc_norm=True, norm_output=True, norm_before_residual=False
+    ),
+    "one norm before": lambda folder, model: eagle3(folder, model, norm_before_fc=True, norm_output=True),
+    "a window": lambda folder, model: eagle3(folder, model, layer_types=["sliding_attention"], sliding_window=5),
+}
+
+
+@pytest.mark.parametrize("form", EAGLES)
+def test_eagle3_computes_what_its_papers_say(form: str, tmp_path: Path) -> None:
+    model = tiny("llama")
+    folder = EAGLES[form](tmp_path, model)
+    check_tree(load_head(folder), model, lambda text, read: eagle3_outputs(folder, model, text, read)[1])
+
+
+@pytest.mark.parametrize("form", ["authors", "3.1"])
+def test_eagle3_computes_it_along_200_tokens(form: str, tmp_path: Path) -> None:
+    model = tiny("llama")
+    folder = EAGLES[form](tmp_path, model)
+    check_long(load_head(folder), model, lambda text, read: eagle3_outputs(folder, model, text, read)[1])
+
+
+@pytest.mark.parametrize("form", ["authors", "3.1"])
 @torch.inference_mode()
-def check_tree(head: Head, model: PreTrainedModel, exact: Callable[[list[int], int], torch.Tensor]) -> None:
-    """Logits at the nodes of a tree, for a text that is read in pieces and one beside it."""
+def test_eagle3_feeds_back_what_its_papers_say(form: str, tmp_path: Path) -> None:
+    model, tokens = tiny("llama"), np.arange(3, 15)
+    head = load_head(EAGLES[form](tmp_path, model))
     head.bind(Scorer(model))
-    texts, ends = [head.text(FullCache()), head.text(FullCache())], (18, 13)
-    for text, end in zip(texts, ends, strict=True):
-        tokens = TEXT[: end + 1]
-        found = model(torch.from_numpy(tokens[None]), output_hidden_states=True).hidden_states
-        states = torch.cat([found[layer][0] for layer in head.layers], -1)[:-1]
-        for first, last in ((0, 5), (5, 6), (6, end)):
-            head.record(text, tokens[: last + 1], first, states[first:last])
-            if last == 6:
-                head.read([text])
-    growths, logits = head.start(texts)
-    for own, end in zip(logits, ends, strict=True):
-        assert torch.allclose(own, exact(TEXT[: end + 1].tolist(), end), atol=1e-4)
-    check_branches(head, growths, ends, exact)
-
-
-def check_branches(
-    head: Head, growths: list[Growth], ends: Any, exact: Callable[[list[int], int], torch.Tensor]
-) -> None:
-    numbers: list[dict[tuple[int, ...], int]] = [{(): 0}, {(): 0}]
-    for depth in range(3):
-        level = list(dict.fromkeys(tuple(branch[: depth + 1]) for branch in BRANCHES if len(branch) > depth))
-        parents = [[own[path[:-1]] for path in level] for own in numbers]
-        logits = head.extend(growths, parents, [[path[-1] for path in level]] * 2)
-        rows = iter(logits)
-        for own, end in zip(numbers, ends, strict=True):
-            for path in level:
-                own[path] = len(own)
-                assert torch.allclose(next(rows), exact([*TEXT[: end + 1].tolist(), *path], end), atol=1e-4), path
-
-
-@pytest.mark.parametrize("form", ["authors", "speculators"])
-def test_eagle3_computes_what_its_paper_says(form: str, tmp_path: Path) -> None:
-    model = tiny("llama")
-    folder = eagle3(tmp_path, model, form)
-    check_tree(load_head(folder), model, lambda text, read: eagle3_logits(folder, model, text, read))
-
-
-def dflash_logits(folder: Path, model: PreTrainedModel, text: list[int], read: int) -> torch.Tensor:
-    """Logits of a DFlash head behind a text, of which the target has read ``read`` tokens: written out."""
-    config = json.loads((folder / "config.json").read_text())
-    w = {name: t.double() for name, t in load_file(folder / "model.safetensors").items()}
-    states = model(torch.tensor([text[:read]]), output_hidden_states=True).hidden_states
-    context = torch.cat([states[layer + 1][0] for layer in config["dflash_config"]["target_layer_ids"]], -1)
-    context = norm(context @ w["fc.weight"].T, w["hidden_norm.weight"])
-    size = config["block_size"]
-    x = model.get_input_embeddings().weight[[text[read], *[2] * (size - 1)]]
-    places = torch.arange(read + size)
-    for layer, kind in enumerate(config.get("layer_types", ["full_attention"] * 2)):
-        at = f"layers.{layer}."
-        y = norm(x, w[at + "input_layernorm.weight"])
-        both = torch.cat([context, y])
-        q = norm((y @ w[at + "self_attn.q_proj.weight"].T).view(size, 4, 8), w[at + "self_attn.q_norm.weight"])
-        k = norm((both @ w[at + "self_attn.k_proj.weight"].T).view(-1, 2, 8), w[at + "self_attn.k_norm.weight"])
-        v = (both @ w[at + "self_attn.v_proj.weight"].T).view(-1, 2, 8)
-        q, k = turn(q, places[read:]), turn(k, places).repeat_interleave(2, 1)
-        scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(8)
-        if kind == "sliding_attention":
-            behind = places[read:, None] - places[None]
-            scores = scores.masked_fill((behind < 0) | (behind >= 6), -torch.inf)
-        out = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v.repeat_interleave(2, 1)).flatten(1)
-        x = x + out @ w[at + "self_attn.o_proj.weight"].T
-        y = norm(x, w[at + "post_attention_layernorm.weight"])
-        gate = torch.nn.functional.silu(y @ w[at + "mlp.gate_proj.weight"].T) * (y @ w[at + "mlp.up_proj.weight"].T)
-        x = x + gate @ w[at + "mlp.down_proj.weight"].T
-    return model.lm_head(norm(x, w["norm.weight"]))[len(text) - read]  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("sliding", [False, True])
-def test_dflash_computes_what_its_authors_say(sliding: bool, tmp_path: Path) -> None:
-    model = tiny("llama")
-    folder = dflash(tmp_path, model, sliding=sliding)
-    check_tree(load_head(folder), model, lambda text, read: dflash_logits(folder, model, text, read))
-
-
-DFLASH_WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a tensor less": (lambda f: weights(f, lambda w: w.pop("layers.1.mlp.up_proj.weight")), "lacks the tensor"),
-    "another shape": (lambda f: change(f, lambda c: c.update(intermediate_size=44)), "mlp.gate_proj.*40.*44"),
-    "another width": (lambda f: change(f, lambda c: c.update(hidden_size=64)), "64 numbers, and the target has 32"),
-    "no mask": (lambda f: change(f, lambda c: c["dflash_config"].pop("mask_token_id")), "mask_token_id is None"),
-    "no block": (lambda f: change(f, lambda c: c.update(block_size=1)), "block_size is 1"),
-    "a layer that there is not": (
-        lambda f: change(f, lambda c: c["dflash_config"].update(target_layer_ids=[0, 2])), "the target has 2 layers"),
-    "its next version": (lambda f: change(f, lambda c: c.update(architectures=["DFlash2DraftModel"])), "further form"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", DFLASH_WRONG)
-def test_a_dflash_head_that_does_not_fit_is_refused_before_any_work(name: str, tmp_path: Path) -> None:
-    folder = dflash(tmp_path, tiny("llama"))
-    spoil, message = DFLASH_WRONG[name]
-    spoil(folder)
-    with pytest.raises(ValueError, match=message):
-        load_head(folder).bind(Scorer(tiny("llama")))
+    found = model(torch.from_numpy(tokens[None]), output_hidden_states=True).hidden_states
+    text = head.text(FullCache())
+    head.record(text, tokens, 0, torch.cat([found[layer][0] for layer in head.layers], -1))
+    (growth,), _ = head.start([text])
+    head.extend([growth], [[0]], [[7]])
+    head.extend([growth], [[1]], [[9]])
+    for row, after in enumerate(([], [7], [7, 9])):
+        fed, _ = eagle3_outputs(tmp_path, model, [*tokens.tolist(), *after], len(tokens) - 1)
+        assert torch.allclose(growth.hidden[row], fed, atol=1e-4)
 
 
 def mtp_logits(heads: MtpModel, model: PreTrainedModel, text: list[int], read: int) -> torch.Tensor:
@@ -224,18 +154,6 @@ def test_a_target_without_heads_is_refused(tmp_path: Path) -> None:
     weights(tmp_path, lambda w: w.pop("model.layers.2.eh_proj.weight"))
     with pytest.raises(ValueError, match=r"cannot be read.*eh_proj"):
         MtpHead().bind(Scorer(model))
-
-
-def change(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    edit(config)
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, folder / "model.safetensors")
 
 
 WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {

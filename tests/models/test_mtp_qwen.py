@@ -15,6 +15,7 @@ from support.qwen_mtp import FAMILIES, Reference, change, mtp_tensors, one_by_on
 from transformers import PreTrainedModel
 
 from forerun.kernels.runtime import vector_ir
+from forerun.kv.full_cache import FullCache
 from forerun.models.forward.scorer import Scorer
 from forerun.models.heads.mtp import MtpHead
 from forerun.models.loading.load import load
@@ -41,7 +42,7 @@ def check_text(model: PreTrainedModel, reference: Reference, near: float, step: 
     head.bind(Scorer(model))
     states, left = states_of(model, TEXT[:end]), reference.states(TEXT.tolist(), end)
     expected = model.get_output_embeddings()(left)
-    text, first = head.text(), 0
+    text, first = head.text(FullCache()), 0
     for last in (*range(step, end, step), end):
         head.record(text, TEXT[: last + 1], first, states[first:last])
         first = last
@@ -73,7 +74,7 @@ def test_a_pair_of_texts_is_read_together(tmp_path: Path) -> None:
 
     @torch.inference_mode()
     def read(ends: Sequence[int]) -> list[torch.Tensor]:
-        texts = [head.text() for _ in ends]
+        texts = [head.text(FullCache()) for _ in ends]
         for text, end in zip(texts, ends, strict=True):
             head.record(text, TEXT[: end + 1], 0, states_of(model, TEXT[:end]))
         growths, logits = head.start(texts)
@@ -128,7 +129,7 @@ def test_a_stored_layer_is_what_is_dequantised(tmp_path: Path) -> None:
         head = MtpHead()
         head.bind(Scorer(model))
         with torch.inference_mode():
-            text, states = head.text(), torch.sin(torch.arange(30 * 64).view(30, 64))
+            text, states = head.text(FullCache()), torch.sin(torch.arange(30 * 64).view(30, 64))
             head.record(text, TEXT[:31], 0, states)
             found.append(head.start([text])[1])
     kinds = [type(module) for module in head._model.layers.modules()]

@@ -28,40 +28,70 @@ def _random(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Te
     }
 
 
-def eagle3_shapes(target: PreTrainedModel, known: int, states: int = 3) -> dict[str, tuple[int, ...]]:
-    """Shapes of the authors' form, for a head of the target's width with four heads on two."""
-    size = int(target.config.hidden_size)
+def _layer_shapes(size: int, wide: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of a decoder layer with four heads on two, whose projections read ``wide`` numbers."""
     narrow = size // 4 * 2
     return {
+        "input_layernorm.weight": (size,),
+        "post_attention_layernorm.weight": (size,),
+        "self_attn.q_proj.weight": (size, wide),
+        "self_attn.k_proj.weight": (narrow, wide),
+        "self_attn.v_proj.weight": (narrow, wide),
+        "self_attn.o_proj.weight": (size, size),
+        "mlp.gate_proj.weight": (40, size),
+        "mlp.up_proj.weight": (40, size),
+        "mlp.down_proj.weight": (size, 40),
+    }
+
+
+def eagle3_shapes(target: PreTrainedModel, known: int, states: int = 3) -> dict[str, tuple[int, ...]]:
+    """Shapes of the authors' form, for a head of the target's width."""
+    size = int(target.config.hidden_size)
+    layer = {f"midlayer.{name}": shape for name, shape in _layer_shapes(size, 2 * size).items()}
+    return layer | {
         "fc.weight": (size, states * size),
         "midlayer.hidden_norm.weight": (size,),
-        "midlayer.input_layernorm.weight": (size,),
-        "midlayer.post_attention_layernorm.weight": (size,),
-        "midlayer.self_attn.q_proj.weight": (size, 2 * size),
-        "midlayer.self_attn.k_proj.weight": (narrow, 2 * size),
-        "midlayer.self_attn.v_proj.weight": (narrow, 2 * size),
-        "midlayer.self_attn.o_proj.weight": (size, size),
-        "midlayer.mlp.gate_proj.weight": (40, size),
-        "midlayer.mlp.up_proj.weight": (40, size),
-        "midlayer.mlp.down_proj.weight": (size, 40),
         "norm.weight": (size,),
         "lm_head.weight": (known, size),
     }
 
 
+def _layer_config(target: PreTrainedModel, layers: int = 1) -> dict[str, Any]:
+    size = int(target.config.hidden_size)
+    return {
+        "hidden_size": size, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": size // 4,
+        "intermediate_size": 40, "vocab_size": int(target.get_input_embeddings().weight.shape[0]),
+        "rms_norm_eps": 1e-5, "num_hidden_layers": layers, "max_position_embeddings": 512, "rope_theta": 1e4,
+        "hidden_act": "silu",
+    }  # fmt: skip
+
+
+def _token_maps(known: int, vocabulary: int, seed: int) -> dict[str, torch.Tensor]:
+    """Which tokens a head knows, in both directions; nothing for one that knows all."""
+    chosen = np.sort(np.random.default_rng(seed).permutation(vocabulary)[:known])
+    maps = {
+        "d2t": torch.from_numpy(chosen - np.arange(known)),
+        "t2d": torch.from_numpy(np.isin(np.arange(vocabulary), chosen)),
+    }
+    return maps if known < vocabulary else {}
+
+
 def eagle3(
-    folder: Path, target: PreTrainedModel, form: str = "authors", known: int | None = None, seed: int = 0
+    folder: Path,
+    target: PreTrainedModel,
+    form: str = "authors",
+    known: int | None = None,
+    seed: int = 0,
+    **entries: Any,
 ) -> Path:
-    """A random EAGLE-3 head: the authors' form, with a part of the vocabulary; or that of ``speculators``, with all."""
+    """A random EAGLE-3 head: the authors' form, with a part of the vocabulary; or that of ``speculators``, with all.
+
+    Further entries of its configuration bring the tensors that they need.
+    """
     vocabulary, size = int(target.get_input_embeddings().weight.shape[0]), int(target.config.hidden_size)
     authors = form == "authors"
     known = known or (vocabulary // 2 if authors else vocabulary)
-    layer: dict[str, Any] = {
-        "hidden_size": size, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": size // 4,
-        "intermediate_size": 40, "vocab_size": vocabulary, "rms_norm_eps": 1e-5, "num_hidden_layers": 1,
-        "max_position_embeddings": 512, "rope_theta": 1e4, "hidden_act": "silu",
-    }  # fmt: skip
-    layers = [0, 1, int(target.config.num_hidden_layers)]
+    layer, layers = _layer_config(target), [0, 1, int(target.config.num_hidden_layers)]
     if authors:
         config = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": known, **layer,
                   "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers}}  # fmt: skip
@@ -69,42 +99,117 @@ def eagle3(
         config = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"], "draft_vocab_size": known,
                   "norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": layers,
                   "transformer_layer_config": {"model_type": "llama", **layer}}  # fmt: skip
-    tensors = _random(eagle3_shapes(target, known), seed)
-    if known < vocabulary:
-        chosen = np.sort(np.random.default_rng(seed).permutation(vocabulary)[:known])
-        tensors["d2t"] = torch.from_numpy(chosen - np.arange(known))
-        tensors["t2d"] = torch.from_numpy(np.isin(np.arange(vocabulary), chosen))
+    shapes = eagle3_shapes(target, known) | _norm_shapes(size, entries)
+    tensors = _random(shapes, seed) | _token_maps(known, vocabulary, seed)
     if not authors:
         tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-    return _write(folder, config, tensors)
+    return _write(folder, config | entries, tensors)
 
 
-def dflash(folder: Path, target: PreTrainedModel, block: int = 5, sliding: bool = False, seed: int = 0) -> Path:
-    """A random DFlash head of two layers."""
+def _norm_shapes(size: int, entries: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Norms of the target's states that a configuration asks for."""
+    shapes: dict[str, tuple[int, ...]] = {
+        f"fc_norm.{n}.weight": (size,) for n in range(3 * bool(entries.get("fc_norm")))
+    }
+    return shapes | ({"input_norm.weight": (3 * size,)} if entries.get("norm_before_fc") else {})
+
+
+def eagle31(folder: Path, target: PreTrainedModel, seed: int = 0) -> Path:
+    """A random EAGLE-3 head with the norms of EAGLE-3.1."""
+    return eagle3(folder, target, seed=seed, fc_norm=True, norm_output=True)
+
+
+def peagle(folder: Path, target: PreTrainedModel, form: str = "authors", seed: int = 0, **entries: Any) -> Path:
+    """A random P-EAGLE head of two layers that predicts four tokens a pass."""
     vocabulary, size = int(target.get_input_embeddings().weight.shape[0]), int(target.config.hidden_size)
-    narrow, dim = size // 4 * 2, size // 4
-    config: dict[str, Any] = {
-        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": size, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": dim, "intermediate_size": 40, "vocab_size": vocabulary,
-        "rms_norm_eps": 1e-5, "num_hidden_layers": 2, "max_position_embeddings": 512, "block_size": block,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "hidden_act": "silu",
-        "dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": 2},
-    }  # fmt: skip
+    layer, layers = _layer_config(target, 2), [0, 1, int(target.config.num_hidden_layers)]
+    known = vocabulary if form == "authors" else vocabulary // 2
+    base: dict[str, Any] = {"draft_vocab_size": known, "eagle_aux_hidden_state_layer_ids": layers}
+    if form == "authors":
+        config = {"architectures": ["LlamaForCausalLMEagle3"], **layer, **base, "ptd_token_id": 2, "para_depths": 4}
+    else:
+        config = {"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"], **base,
+                  "mask_token_id": 2, "norm_before_residual": True, "norm_output": True,
+                  "speculators_config": {"proposal_methods": [{"speculative_tokens": 4}]},
+                  "transformer_layer_config": {"model_type": "llama", **layer}}  # fmt: skip
+    shapes = eagle3_shapes(target, known) | _norm_shapes(size, entries) | {"mask_hidden": (1, 1, 3 * size)}
+    shapes |= {f"layers.1.{name}": shape for name, shape in _layer_shapes(size, size).items()}
+    shapes["embed_tokens.weight"] = vocabulary, size
+    tensors = _random(shapes, seed) | _token_maps(vocabulary if form == "authors" else known, vocabulary, seed)
+    if form == "authors":
+        tensors |= {"d2t": torch.zeros(known, dtype=torch.int64), "t2d": torch.ones(vocabulary, dtype=torch.bool)}
+    else:
+        tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    return _write(folder, config | entries, tensors)
+
+
+def _dflash_parts(target: PreTrainedModel, sliding: bool) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    """The configuration of two layers, and the shapes of DFlash's tensors."""
+    size = int(target.config.hidden_size)
+    layer = _layer_config(target, 2)
+    layer["rope_parameters"] = {"rope_type": "default", "rope_theta": layer.pop("rope_theta")}
     if sliding:
-        config |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+        layer |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (size, 2 * size),
         "hidden_norm.weight": (size,),
         "norm.weight": (size,),
     }
-    for layer in range(2):
-        parts = {"q": (size, size), "k": (narrow, size), "v": (narrow, size), "o": (size, size)}
-        at = f"layers.{layer}."
-        shapes |= {f"{at}self_attn.{part}_proj.weight": shape for part, shape in parts.items()}
-        shapes |= {f"{at}self_attn.{part}_norm.weight": (dim,) for part in "qk"}
-        shapes |= {f"{at}{name}.weight": (size,) for name in ("input_layernorm", "post_attention_layernorm")}
-        shapes |= {f"{at}mlp.{part}_proj.weight": (40, size) for part in ("gate", "up")}
-        shapes[f"{at}mlp.down_proj.weight"] = size, 40
+    for number in range(2):
+        at = f"layers.{number}."
+        shapes |= {f"{at}{name}": shape for name, shape in _layer_shapes(size, size).items()}
+        shapes |= {f"{at}self_attn.{part}_norm.weight": (size // 4,) for part in "qk"}
+    return layer, shapes
+
+
+def _dflash_config(
+    layer: dict[str, Any], form: str, kind: str, architecture: str, entries: dict[str, Any], nested: dict[str, Any]
+) -> dict[str, Any]:
+    """A configuration in the authors' form, or in that of ``speculators``."""
+    if form == "authors":
+        inner = {"target_layer_ids": [0, 1], "mask_token_id": 2, **nested}
+        return {"architectures": [architecture], "model_type": "qwen3", **layer, **entries, "dflash_config": inner}
+    return {"speculators_model_type": kind, "architectures": [architecture], "aux_hidden_state_layer_ids": [1, 2],
+            "mask_token_id": 2, **entries, **nested,
+            "transformer_layer_config": {"model_type": "qwen3", **layer}}  # fmt: skip
+
+
+def dflash(
+    folder: Path,
+    target: PreTrainedModel,
+    block: int = 5,
+    sliding: bool = False,
+    seed: int = 0,
+    form: str = "authors",
+    **entries: Any,
+) -> Path:
+    """A random DFlash head of two layers; in the form of ``speculators``, one that knows a part of the vocabulary."""
+    layer, shapes = _dflash_parts(target, sliding)
+    authors = form == "authors"
+    architecture, vocabulary = "DFlashDraftModel" if authors else "DFlashSpeculator", layer["vocab_size"]
+    known = vocabulary if authors else vocabulary // 2
+    if not authors:
+        entries = {"draft_vocab_size": known, "sample_from_anchor": False, **entries}
+        shapes["lm_head.weight"] = known, layer["hidden_size"]
+    config = _dflash_config(layer, form, "dflash", architecture, {"block_size": block, **entries}, {})
+    return _write(folder, config, _random(shapes, seed) | _token_maps(known, vocabulary, seed))
+
+
+def dflash2(
+    folder: Path, target: PreTrainedModel, sliding: bool = False, seed: int = 0, form: str = "authors", **entries: Any
+) -> Path:
+    """A random DFlash2 head of two layers, whose kernels have three taps and whose selector has six candidates."""
+    layer, shapes = _dflash_parts(target, sliding)
+    size, vocabulary = layer["hidden_size"], layer["vocab_size"]
+    for at in (f"layers.{number}.{part}_conv." for number in range(2) for part in ("attention", "mlp")):
+        shapes |= {f"{at}base_kernel": (2, 3, size), f"{at}kernel_projection.weight": (2 * 3 * size // 8, size)}
+    shapes["candidate_selector.hidden_projection.weight"] = 4, size
+    codebook = "" if form == "authors" else ".weight"
+    shapes |= {
+        f"candidate_selector.{side}_codebook{codebook}": (vocabulary, 4) for side in ("predecessor", "successor")
+    }
+    nested = {"block_size": 5, "conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 6}
+    config = _dflash_config(layer, form, "dflash2", "DFlash2DraftModel", entries, nested)
     return _write(folder, config, _random(shapes, seed))
 
 
@@ -186,6 +291,39 @@ def gemma4_and_its_last_layers(folder: Path, dtype: torch.dtype = torch.float64)
             tensors[plain] = weight.clone()
     _write(folder, config | {"tie_word_embeddings": False}, tensors)
     return model.to(dtype)
+
+
+def dspark(
+    folder: Path,
+    target: PreTrainedModel,
+    markov: str = "vanilla",
+    sliding: bool = False,
+    seed: int = 0,
+    form: str = "authors",
+    **entries: Any,
+) -> Path:
+    """A random DSpark head of two layers, with a Markov head of rank 4."""
+    layer, shapes = _dflash_parts(target, sliding)
+    size, vocabulary, authors = layer["hidden_size"], layer["vocab_size"], form == "authors"
+    known = vocabulary if authors else vocabulary // 2
+    shapes |= {"markov_head.markov_w1.weight": (vocabulary, 4), "markov_head.markov_w2.weight": (known, 4)}
+    shapes |= {"confidence_head.proj.weight": (1, size + 4), "confidence_head.proj.bias": (1,)}
+    made = {"gated": ("gate_proj", 4, size + 4), "rnn": ("joint_proj", 12, size + 8)}
+    if markov in made:
+        name, out, wide = made[markov]
+        shapes |= {f"markov_head.{name}.weight": (out, wide), f"markov_head.{name}.bias": (out,)}
+    shapes["lm_head.weight"] = known, size
+    if authors:  # DeepSpec's entries stand beside the layers', and its file has all matrices
+        shapes["embed_tokens.weight"] = vocabulary, size
+    entries = {"block_size": 4, "markov_rank": 4, "markov_head_type": markov, "enable_confidence_head": True,
+               "confidence_head_with_markov": True, **entries}  # fmt: skip
+    if authors:
+        config = {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", **layer, "num_anchors": 8,
+                  "target_layer_ids": [-1, 1], "mask_token_id": 2, **entries}  # fmt: skip
+    else:
+        entries = {"draft_vocab_size": known, "sample_from_anchor": True, **entries}
+        config = _dflash_config(layer, form, "dspark", "DSparkSpeculator", entries, {})
+    return _write(folder, config, _random(shapes, seed) | _token_maps(known, vocabulary, seed))
 
 
 def _write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:

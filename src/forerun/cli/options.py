@@ -27,7 +27,7 @@ DRAFTER_HELP = (
 )
 MODEL_HELP = "A model's folder, a GGUF file, a hub name that is in the local cache, or 'bundled'."
 DRAFT_MODEL_HELP = (
-    "The small model, like --model; with bundled, the bundled one. Or the folder of an EAGLE-3 or DFlash head; mtp for "
+    "The small model, like --model; with bundled, the bundled one. Or the folder of a trained head; mtp for "
     "those in the model's own files."
 )
 SPARSE_HELP = (

@@ -20,8 +20,8 @@ class LongContextConfig:
 
     Attributes:
         draft_model: the small model, a transformers decoder; for ``triforce``, ``triforce-auto`` and ``streaming``. Or
-            a trained head, for ``head`` and ``auto``: the folder of an EAGLE-3 or DFlash head, or ``mtp`` for those in
-            the target's own files.
+            a trained head, for ``head`` and ``auto``: the folder of one (``models/heads/loading.py``), or ``mtp`` for
+            those in the target's own files.
         gamma1: tokens that the small model drafts at a time.
         gamma2: tokens that the target verifies at a time, at most.
         cache_budget: tokens that a sparse cache of the target holds, per layer and KV head. For the low-rank cache: the

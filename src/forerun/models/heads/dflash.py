@@ -1,9 +1,12 @@
 """DFlash (2026): a few decoder layers that fill in a block of tokens at once, over the target's hidden states.
 
-The block is the text's last token and masks behind it. Its tokens see each other, and keys and values that each layer
-makes of the target's states, several layers' side by side and made narrower by ``fc``. What leaves the block at a mask
-says which token is likely there, whatever stands at the others. So a tree has the same tokens behind all nodes of a
-level. Read is the authors' form (z-lab): its layers are those of Qwen 3, embeddings and the head are the target's.
+The block is the sequence's last token and masks after it. Its tokens see each other, and keys and values that each
+layer makes of the target's states, several layers' side by side and made narrower by ``fc``. What leaves the block at a
+mask says which token is likely there, whatever stands at the others. So a tree has the same tokens after all nodes of a
+level. Layers are those of Qwen 3; embeddings and the output matrix are the target's, unless a file has its own.
+
+Two forms are read: that of the authors (z-lab), and that of ``speculators``, whose configuration has the layers' own
+inside, counts the target's layers from the embedding, and may know a part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import embedding, linear
 from transformers import Qwen3Config
 from transformers.activations import ACT2FN
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
@@ -23,10 +26,11 @@ from forerun.kernels.linear.ordered_modules import Ordered
 from forerun.kv.cache import Cache
 from forerun.models.forward.architecture import text_config
 from forerun.models.forward.scorer import Scorer
+from forerun.models.heads.block_head import BlockHead
+from forerun.models.heads.entries import check_entries, windows
 from forerun.models.heads.head import (
     ROTARY_FIELDS,
     Growth,
-    Head,
     HeadFile,
     HeadText,
     check_layers,
@@ -37,12 +41,19 @@ from forerun.models.heads.head import (
     rms_norm,
     rotated,
 )
+from forerun.models.heads.vocabulary import known_tokens, own_matrix
 
 MASKED_BLOCK_TOKENS = 16
 """Tokens of a block, where a configuration does not say."""
+DFLASH_ENTRIES = frozenset(
+    {"aux_hidden_state_layer_ids", "block_size", "causal", "dflash_config", "final_logit_softcapping",
+     "input_embedding_scale", "is_causal", "mask_token_id", "output_multiplier", "sample_from_anchor",
+     "sliding_window_non_causal", "target_layer_ids"}
+)  # fmt: skip
+"""Entries that a head of this family reads."""
 
 
-class DFlashHead(Head):
+class DFlashHead(BlockHead):
     """A head in a folder.
 
     Args:
@@ -52,60 +63,105 @@ class DFlashHead(Head):
         ValueError: if they are not those of such a head; says which part.
     """
 
+    kind = "DFlash"
+    architectures = frozenset({"DFlashDraftModel", "DFlashSpeculator"})
+    read_entries = DFLASH_ENTRIES
+    single_valued: Mapping[str, Any] = {"attention_mode": "gqa", "projector_type": "dflash"}
+    from_anchor = False
+    """Whether the block's first row says the next token, where a configuration does not say."""
+    non_causal_windows = False
+    """Whether tokens of a block see later ones in layers with a window, where ``speculators`` do not say."""
+
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.config = config_of(self.folder)
-        if "DFlash2" in str(self.config.get("architectures")) or "speculators_model_type" in self.config:
+        inner, more = self.config.get("transformer_layer_config"), self.config.get("dflash_config")
+        self._layer = inner if isinstance(inner, dict) else self.config
+        self._parts = [part for part in (more, self.config, inner) if isinstance(part, dict)]
+        for part in self._parts:
+            check_entries(part, self.read_entries, self.single_valued, self.kind, self.folder)
+        named = set(self.config.get("architectures") or ())
+        if named - self.architectures:
             raise ValueError(
-                f"{self.folder} holds a further form of DFlash; read is the one of z-lab's DFlashDraftModel"
+                f"architectures is {sorted(named)} in {self.folder / 'config.json'}; "
+                f"a head of {self.kind} is one of {sorted(self.architectures)}"
             )
         self._size, heads, self._inner, self._count = (
-            count_in(self.config, name, self.folder)
+            count_in(self._layer, name, self.folder)
             for name in ("hidden_size", "num_attention_heads", "intermediate_size", "num_hidden_layers")
         )
-        self._heads, self._kv_heads = heads, int(self.config.get("num_key_value_heads") or heads)
-        self._dim = int(self.config.get("head_dim") or self._size // heads)
-        self._eps = float(self.config.get("rms_norm_eps", 1e-6))
-        self._act = ACT2FN[self.config.get("hidden_act", "silu")]
+        self._heads, self._kv_heads = heads, int(self._layer.get("num_key_value_heads") or heads)
+        self._dim = int(self._layer.get("head_dim") or self._size // heads)
+        self._eps = float(self._layer.get("rms_norm_eps", 1e-6))
+        self._act = ACT2FN[self._layer.get("hidden_act", "silu")]
         self._block = int(self._value("block_size", MASKED_BLOCK_TOKENS))
+        self._first = 0 if self._value("sample_from_anchor", self.from_anchor) else 1
         if self._block < 2:
             raise ValueError(f"block_size is {self._block} in {self.folder}; it must be at least 2")
-        self.levels = self._block - 1
+        self.levels = self._block - self._first
+        self._windows = windows(self._layer, self._count, self.folder)
+        self._causal = self._find_causal()
 
     def _value(self, name: str, default: Any = None) -> Any:
-        """An entry of ``dflash_config``, or of the configuration."""
-        inner = self.config.get("dflash_config")
-        own = inner if isinstance(inner, dict) else {}
-        return own.get(name, self.config.get(name, default))
+        """An entry of ``dflash_config``, or of the configuration, or of the layers'."""
+        return next((part[name] for part in self._parts if part.get(name) is not None), default)
+
+    def _find_causal(self) -> list[bool]:
+        """Whether tokens of a block see only earlier ones, for each layer."""
+        stated, sliding = self._value("is_causal", self._value("causal")), [each is not None for each in self._windows]
+        if "speculators_model_type" in self.config:
+            non_causal = self._value("sliding_window_non_causal", self.non_causal_windows)
+            return [each and not non_causal for each in sliding]
+        return sliding if stated is None else [bool(stated)] * self._count
 
     def bind(self, target: Scorer) -> None:
         super().bind(target)
         config = text_config(target.model)
         self._target, count, wide = target, int(config.num_hidden_layers), int(config.hidden_size)
-        ids = self._value("target_layer_ids") or ()
-        plus = [each + 1 if isinstance(each, int) else each for each in ids]
-        self.layers = check_layers(plus, count, "target_layer_ids (from 1)", self.folder)
+        ids, after = self._value("aux_hidden_state_layer_ids"), self._value("target_layer_ids") or ()
+        plus = [each + 1 if isinstance(each, int) else each for each in after]
+        self.layers = check_layers(ids or plus, count, "target_layer_ids (from 1)", self.folder)
         if self._size != wide:
             raise ValueError(
-                f"the DFlash head in {self.folder} reads hidden states of {self._size} numbers, "
+                f"the {self.kind} head in {self.folder} reads hidden states of {self._size} numbers, "
                 f"and the target has {wide}"
             )
-        stated = self.config.get("vocab_size", target.vocabulary)
+        stated = self._layer.get("vocab_size", target.vocabulary)
         if stated != target.vocabulary:
             raise ValueError(
-                f"the DFlash head in {self.folder} is for a vocabulary of {stated} tokens, "
+                f"the {self.kind} head in {self.folder} is for a vocabulary of {stated} tokens, "
                 f"and the target has {target.vocabulary}"
             )
         mask = self._value("mask_token_id")
         if not isinstance(mask, int) or not 0 <= mask < target.vocabulary:
             raise ValueError(f"mask_token_id is {mask!r} in {self.folder}; it must be a token of the target")
-        self._mask = mask
+        self._mask, self._known = mask, int(self.config.get("draft_vocab_size") or target.vocabulary)
         self.token_bytes = 2 * self._count * self._kv_heads * self._dim * target.model.dtype.itemsize
-        self._load(target)
+        self._load(HeadFile(self.folder, self.kind), target)
 
-    def _load(self, target: Scorer) -> None:
+    def _load(self, file: HeadFile, target: Scorer) -> None:
         """Read all weights, in the target's type."""
-        file, size, dtype = HeadFile(self.folder, "DFlash"), self._size, target.model.dtype
+        size, model = self._size, target.model
+        self._weights = {
+            name: file.take(name, *shape).to(target.device, model.dtype).contiguous()
+            for name, shape in self._shapes().items()
+        }
+        theirs = target.vocabulary, size
+        for name, shape, module in (
+            ("embed_tokens.weight", theirs, model.get_input_embeddings()),
+            ("lm_head.weight", (self._known, size), model.get_output_embeddings()),
+        ):
+            own = own_matrix(file, name, shape, theirs, module)
+            if own is not None:
+                self._weights[name] = own.to(target.device, model.dtype).contiguous()
+        tokens = known_tokens(file, self._known, target.vocabulary, self.folder)
+        self.tokens = tokens if tokens is None else tokens.to(target.device)
+        fields = {name: value for name, value in self._layer.items() if name in ROTARY_FIELDS}
+        self._rotary = Qwen3RotaryEmbedding(Qwen3Config(**fields, head_dim=self._dim)).to(target.device)
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor that must be there."""
+        size = self._size
         names: dict[str, tuple[int, ...]] = {
             "fc.weight": (size, len(self.layers) * size), "hidden_norm.weight": (size,), "norm.weight": (size,)
         }  # fmt: skip
@@ -116,19 +172,11 @@ class DFlashHead(Head):
             names |= {f"{at}{name}.weight": (size,) for name in ("input_layernorm", "post_attention_layernorm")}
             names |= {f"{at}self_attn.{name}.weight": (self._dim,) for name in ("q_norm", "k_norm")}
             names |= {f"{at}self_attn.{part}_proj.weight": shape for part, shape in shapes.items()}
-            if self.config.get("attention_bias"):
+            if self._layer.get("attention_bias"):
                 names |= {f"{at}self_attn.{part}_proj.bias": shape[:1] for part, shape in shapes.items()}
             names |= {f"{at}mlp.{part}_proj.weight": (self._inner, size) for part in ("gate", "up")}
             names[f"{at}mlp.down_proj.weight"] = size, self._inner
-        self._weights = {
-            name: file.take(name, *shape).to(target.device, dtype).contiguous() for name, shape in names.items()
-        }
-        fields = {name: value for name, value in self.config.items() if name in ROTARY_FIELDS}
-        self._rotary = Qwen3RotaryEmbedding(Qwen3Config(**fields, head_dim=self._dim)).to(target.device)
-        kinds = self.config.get("layer_types") or ["full_attention"] * self._count
-        sliding, causal = [kind == "sliding_attention" for kind in kinds], self.config.get("is_causal")
-        self._causal = sliding if causal is None else [bool(causal)] * self._count
-        self._windows = [self.config.get("sliding_window") if each else None for each in sliding]
+        return names
 
     def text(self, cache: Cache) -> HeadText:
         return HeadText(self._count, cache)
@@ -161,29 +209,44 @@ class DFlashHead(Head):
         return made.view(1, len(x), -1, self._dim).transpose(1, 2)
 
     def start(self, texts: Sequence[HeadText]) -> tuple[list[Growth], torch.Tensor]:
+        hidden = self._fill(texts)
+        with Ordered():
+            logits = self._logits(hidden.flatten(0, 1)).view(len(texts), self.levels, -1)
+        return [Growth(text, own) for text, own in zip(texts, logits, strict=True)], logits[:, 0]
+
+    def _fill(self, texts: Sequence[HeadText]) -> torch.Tensor:
+        """What leaves each text's block after the final norm, at rows that say a token, ``[rows, levels, hidden]``."""
         self.read(texts)
         device = self._target.device
-        anchors = [int(text.last) for text in texts]
-        ids = torch.tensor([[anchor, *[self._mask] * self.levels] for anchor in anchors], device=device)
+        ids = torch.tensor([[int(text.last), *[self._mask] * (self._block - 1)] for text in texts], device=device)
         places = torch.cat([torch.arange(self._block) + (text.next or 0) for text in texts]).to(device)
         with Ordered():
-            logits = self._fill(texts, ids.flatten(), places).view(len(texts), self._block, -1)
-        return [Growth(text, own[1:]) for text, own in zip(texts, logits, strict=True)], logits[:, 1]
+            x = self._embed(ids.flatten())
+            angles = self._rotary(x, places[None])
+            for layer in range(self._count):
+                x = self._decoder_layer(layer, x, texts, angles)
+            x = rms_norm(x, self._weights["norm.weight"], self._eps)
+        return x.view(len(texts), self._block, -1)[:, self._first :]
 
-    def _fill(self, texts: Sequence[HeadText], ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Logits at all tokens of the texts' blocks, ``[rows * block, V]``."""
-        w, eps = self._weights, self._eps
-        x = input_embeddings(self._target, ids).to(w["fc.weight"].dtype) * float(
-            self._value("input_embedding_scale", 1.0)
-        )
-        angles = self._rotary(x, places[None])
-        for layer in range(self._count):
-            at = f"layers.{layer}."
-            x = x + self._attention(layer, rms_norm(x, w[f"{at}input_layernorm.weight"], eps), texts, angles)
-            y = rms_norm(x, w[f"{at}post_attention_layernorm.weight"], eps)
-            gate = self._act(linear(y, w[f"{at}mlp.gate_proj.weight"])) * linear(y, w[f"{at}mlp.up_proj.weight"])
-            x = x + linear(gate, w[f"{at}mlp.down_proj.weight"])
-        logits = output_logits(self._target, rms_norm(x, w["norm.weight"], eps))
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        own = self._weights.get("embed_tokens.weight")
+        embedded = input_embeddings(self._target, ids) if own is None else embedding(ids, own)
+        return embedded.to(self._weights["fc.weight"].dtype) * float(self._value("input_embedding_scale", 1.0))
+
+    def _decoder_layer(self, layer: int, x: torch.Tensor, texts: Sequence[HeadText], angles: Any) -> torch.Tensor:
+        w, eps, at = self._weights, self._eps, f"layers.{layer}."
+        x = x + self._attention(layer, rms_norm(x, w[f"{at}input_layernorm.weight"], eps), texts, angles)
+        return x + self._mlp(layer, rms_norm(x, w[f"{at}post_attention_layernorm.weight"], eps))
+
+    def _mlp(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        w, at = self._weights, f"layers.{layer}.mlp."
+        gate = self._act(linear(x, w[f"{at}gate_proj.weight"])) * linear(x, w[f"{at}up_proj.weight"])
+        return linear(gate, w[f"{at}down_proj.weight"])
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits ``[n, D]`` after the final norm."""
+        own = self._weights.get("lm_head.weight")
+        logits = output_logits(self._target, hidden) if own is None else linear(hidden, own)
         logits = logits * float(self._value("output_multiplier", 1.0))
         cap = self._value("final_logit_softcapping")
         return torch.tanh(logits / cap) * cap if cap else logits
@@ -211,16 +274,6 @@ class DFlashHead(Head):
         if window is not None:
             seen &= behind.abs() < window
         return torch.zeros(seen.shape, dtype=like.dtype).masked_fill_(~seen, -torch.inf).to(like.device)
-
-    def extend(
-        self, growths: Sequence[Growth], parents: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
-        parts = []
-        for growth, above in zip(growths, parents, strict=True):
-            depth, rows = growth.add(above), growth.hidden
-            row = rows[depth] if depth < len(rows) else torch.zeros_like(rows[0])
-            parts.append(row.expand(len(above), -1))
-        return torch.cat(parts)
 
 
 def is_dflash(config: Mapping[str, Any]) -> bool:

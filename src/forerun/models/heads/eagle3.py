@@ -1,8 +1,12 @@
 """EAGLE-3 (Li et al., 2025, section 3): one decoder layer over three of the target's hidden states and the next token.
 
-An entry's input is the hidden state of a token, three layers' side by side and made narrower by ``fc``, and the
-embedding of the token after it. Behind the text the head's own output takes the place of the target's states. It may
+An entry's input is the hidden state of a token, several layers' side by side and made narrower by ``fc``, and the
+embedding of the token after it. After the sequence the head's own output takes the place of the target's states. It may
 know a part of the vocabulary: ``d2t`` holds for each of its tokens how far on the target's id is.
+
+EAGLE-3.1 ("attention drift", 2605.09992) keeps the size of these inputs the same at any depth: ``fc_norm`` is a norm of
+each of the target's states by itself before ``fc``, and with ``norm_output`` the head's output is fed back after the
+final norm instead of before it. ``norm_before_fc`` is one norm of all states side by side.
 
 Two forms are read: that of the authors (SafeAILab) and that of ``speculators``, whose configuration has the layer's own
 inside. Layers of the target are counted as vLLM counts them: 0 is the embedding, i what leaves the i-th layer.
@@ -10,6 +14,7 @@ inside. Layers of the target are counted as vLLM counts them: 0 is the embedding
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +27,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from forerun.kernels.attention.attention import AttentionSpec
 from forerun.models.forward.architecture import text_config
 from forerun.models.forward.scorer import Scorer, running_pass
+from forerun.models.heads.entries import check_entries, windows
 from forerun.models.heads.head import (
     ROTARY_FIELDS,
+    Head,
     HeadFile,
     RecurrentHead,
     check_layers,
@@ -34,13 +41,23 @@ from forerun.models.heads.head import (
     rms_norm,
     rotated,
 )
+from forerun.models.heads.vocabulary import known_tokens, own_matrix
 
-AUX_STATES = 3
-"""The target's hidden states that an entry has."""
+EAGLE_ENTRIES = frozenset(
+    {"eagle_aux_hidden_state_layer_ids", "eagle_config", "fc_norm", "norm_before_fc", "norm_before_residual",
+     "norm_output"}
+)  # fmt: skip
+"""Entries that a head of this family reads."""
+EAGLE_SINGLE_VALUED: Mapping[str, Any] = {
+    "is_causal": True, "next_layer_regular": True, "parallel_draft_heads_num_layers": 1, "parallel_draft_step": 1,
+    "parallel_drafting": False, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+}  # fmt: skip
+"""Entries of ``eagle_config``, or beside it, that are read with one value only."""
 
 
-class Eagle3Head(RecurrentHead):
-    """A head in a folder.
+class Eagle3Layers(Head):
+    """The decoder layers of EAGLE-3 and P-EAGLE: their weights, and what each computes.
 
     Args:
         folder: with ``config.json`` and safetensors files.
@@ -49,28 +66,37 @@ class Eagle3Head(RecurrentHead):
         ValueError: if they are not those of such a head; says which part.
     """
 
-    shift = -1
+    kind = "EAGLE-3"
+    read_entries = EAGLE_ENTRIES
+    single_valued: Mapping[str, Any] = EAGLE_SINGLE_VALUED
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.config = config_of(self.folder)
-        inner = self.config.get("transformer_layer_config")
-        self._layer = inner if isinstance(inner, dict) else self.config  # the configuration of the decoder layer
+        inner, more = self.config.get("transformer_layer_config"), self.config.get("eagle_config")
+        self._layer = inner if isinstance(inner, dict) else self.config  # the configuration of the decoder layers
+        for part in (self.config, inner, more):
+            if isinstance(part, dict):
+                check_entries(part, self.read_entries, self.single_valued, self.kind, self.folder)
         size, heads, self._inner, self._vocabulary = (
             count_in(self._layer, name, self.folder)
             for name in ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
         )
-        if self._layer.get("num_hidden_layers", 1) != 1:
-            raise ValueError(f"num_hidden_layers is {self._layer['num_hidden_layers']} in {self.folder}; it must be 1")
+        self.count = int(self._layer.get("num_hidden_layers") or 1)
         self._size, self._heads = size, heads
         self._kv_heads = int(self._layer.get("num_key_value_heads") or heads)
         self._dim = int(self._layer.get("head_dim") or size // heads)
         self._known = self.config.get("draft_vocab_size") or self._vocabulary
         self._eps = float(self._layer.get("rms_norm_eps", 1e-6))
         self._norm_first = bool(self.config.get("norm_before_residual", False))
+        said = {**self.config, **more} if isinstance(more, dict) else self.config
+        self._norms = {name: bool(said.get(name)) for name in ("norm_before_fc", "fc_norm")}
+        if all(self._norms.values()):
+            raise ValueError(f"norm_before_fc and fc_norm are both True in {self.folder / 'config.json'}")
         self._act = ACT2FN[self._layer.get("hidden_act", "silu")]
-        self._weights: dict[str, torch.Tensor] = {}
-        self._spec = AttentionSpec(self._dim**-0.5)
+        self._specs = [
+            AttentionSpec(self._dim**-0.5, window=window) for window in windows(self._layer, self.count, self.folder)
+        ]
 
     def bind(self, target: Scorer) -> None:
         super().bind(target)
@@ -78,91 +104,93 @@ class Eagle3Head(RecurrentHead):
         self._target, count, wide = target, int(config.num_hidden_layers), int(config.hidden_size)
         ids = _aux_layers(self.config, count)
         self.layers = check_layers(ids, count, "eagle_aux_hidden_state_layer_ids", self.folder)
-        if len(self.layers) != AUX_STATES:
-            raise ValueError(
-                f"eagle_aux_hidden_state_layer_ids has {len(self.layers)} layers; it must have {AUX_STATES}"
-            )
         if self._vocabulary != target.vocabulary:
             raise ValueError(
-                f"the EAGLE-3 head in {self.folder} is for a vocabulary of {self._vocabulary} tokens, "
+                f"the {self.kind} head in {self.folder} is for a vocabulary of {self._vocabulary} tokens, "
                 f"and the target has {target.vocabulary}"
             )
         stated = self.config.get("target_hidden_size") or self._size
         if stated != wide:
             raise ValueError(
-                f"the EAGLE-3 head in {self.folder} reads hidden states of {stated} numbers, and the target has {wide}"
+                f"the {self.kind} head in {self.folder} reads hidden states of {stated} numbers, "
+                f"and the target has {wide}"
             )
-        self.token_bytes = 2 * self._kv_heads * self._dim * target.model.dtype.itemsize
-        self._load(target, wide)
+        self.token_bytes = 2 * self.count * self._kv_heads * self._dim * target.model.dtype.itemsize
+        self._load(HeadFile(self.folder, self.kind), target, wide)
 
-    def _load(self, target: Scorer, wide: int) -> None:
+    def _load(self, file: HeadFile, target: Scorer, wide: int) -> None:
         """Read all weights, in the target's type."""
-        file, size, w = HeadFile(self.folder, "EAGLE-3"), self._size, dict[str, torch.Tensor | None]()
-        w["fc"] = file.take("fc.weight", size, AUX_STATES * wide)
-        for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
-            w[name] = file.take(f"layers.0.{name}.weight", size)
-        out, kv = self._heads * self._dim, self._kv_heads * self._dim
-        shapes = {"q": (out, 2 * size), "k": (kv, 2 * size), "v": (kv, 2 * size), "o": (size, out)}
-        for part, shape in shapes.items():
-            w[part] = file.take(f"layers.0.self_attn.{part}_proj.weight", *shape)
-            w[f"{part}_bias"] = file.find(f"layers.0.self_attn.{part}_proj.bias", shape[0])
-        for part in ("q_norm", "k_norm"):
-            w[part] = file.find(f"layers.0.self_attn.{part}.weight", self._dim)
-        for part, shape in (("gate", (self._inner, size)), ("up", (self._inner, size)), ("down", (size, self._inner))):
-            w[part] = file.take(f"layers.0.mlp.{part}_proj.weight", *shape)
+        size, states, w = self._size, len(self.layers), dict[str, torch.Tensor | None]()
+        w["fc"] = file.take("fc.weight", size, states * wide)
+        if self._norms["norm_before_fc"]:
+            w["input_norm"] = file.take("input_norm.weight", states * wide)
+        if self._norms["fc_norm"]:
+            norms = [file.take(f"fc_norm.{number}.weight", wide) for number in range(states)]
+            w["fc_norm"] = torch.stack(norms)
         w["norm"] = file.take("norm.weight", size)
-        if self.config.get("norm_before_fc"):
-            w["input_norm"] = file.take("input_norm.weight", AUX_STATES * wide)
-        w["embed"] = file.find("embed_tokens.weight", self._vocabulary, size)
-        find_head = file.find if self._known == self._vocabulary else file.take
-        w["head"] = find_head("lm_head.weight", self._known, size)
-        if size != wide and (w["embed"] is None or w["head"] is None):
-            raise ValueError(
-                f"the EAGLE-3 head in {self.folder} is {size} wide and the target {wide}; "
-                "so it needs embed_tokens.weight and lm_head.weight of its own"
-            )
-        dtype = target.model.dtype
-        self._weights = {
-            name: each.to(target.device, dtype).contiguous() for name, each in w.items() if each is not None
-        }
-        self._map_tokens(file, target)
+        model, theirs = target.model, (self._vocabulary, wide)
+        ins, outs = model.get_input_embeddings(), model.get_output_embeddings()
+        w["embed"] = own_matrix(file, "embed_tokens.weight", (self._vocabulary, size), theirs, ins)
+        tied = self.config.get("tie_word_embeddings") and file.find("lm_head.weight", self._known, size) is None
+        w["head"] = w["embed"] if tied else own_matrix(file, "lm_head.weight", (self._known, size), theirs, outs)
+        self._weights, *self._layer_weights = (
+            {name: each.to(target.device, model.dtype).contiguous() for name, each in part.items() if each is not None}
+            for part in (w, *(self._take_layer(file, layer) for layer in range(self.count)))
+        )
+        tokens = known_tokens(file, self._known, self._vocabulary, self.folder)
+        self.tokens = tokens if tokens is None else tokens.to(target.device)
         fields = {name: value for name, value in self._layer.items() if name in ROTARY_FIELDS}
         self._rotary = LlamaRotaryEmbedding(LlamaConfig(**fields, head_dim=self._dim)).to(target.device)
 
-    def _map_tokens(self, file: HeadFile, target: Scorer) -> None:
-        self.tokens = None
-        if self._known == self._vocabulary:
-            return
-        offsets = file.take("d2t", self._known).to(torch.int64)
-        tokens = torch.arange(self._known) + offsets
-        if int(tokens.min()) < 0 or int(tokens.max()) >= self._vocabulary:
-            raise ValueError(f"d2t in {self.folder} names tokens outside of the vocabulary of {self._vocabulary}")
-        self.tokens = tokens.to(target.device)
+    def _take_layer(self, file: HeadFile, layer: int) -> dict[str, torch.Tensor | None]:
+        """The weights of a layer; the first one alone reads embeddings beside hidden states."""
+        size, at, w = self._size, f"layers.{layer}.", dict[str, torch.Tensor | None]()
+        for name in ("input_layernorm", "post_attention_layernorm", *(("hidden_norm",) if layer == 0 else ())):
+            w[name] = file.take(f"{at}{name}.weight", size)
+        out, kv, wide = self._heads * self._dim, self._kv_heads * self._dim, size * (2 if layer == 0 else 1)
+        for part, shape in {"q": (out, wide), "k": (kv, wide), "v": (kv, wide), "o": (size, out)}.items():
+            w[part] = file.take(f"{at}self_attn.{part}_proj.weight", *shape)
+            w[f"{part}_bias"] = file.find(f"{at}self_attn.{part}_proj.bias", shape[0])
+        for part in ("q_norm", "k_norm"):
+            w[part] = file.find(f"{at}self_attn.{part}.weight", self._dim)
+        for part, shape in (("gate", (self._inner, size)), ("up", (self._inner, size)), ("down", (size, self._inner))):
+            w[part] = file.take(f"{at}mlp.{part}_proj.weight", *shape)
+        return w
 
     def features(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's states ``[n, layers * hidden]`` as the first layer reads them, ``[n, hidden]``."""
         w = self._weights
         states = states.to(w["fc"].dtype)
         if "input_norm" in w:
             states = rms_norm(states, w["input_norm"], self._eps)
+        if "fc_norm" in w:
+            each = states.view(len(states), *w["fc_norm"].shape)
+            states = rms_norm(each, w["fc_norm"], self._eps).flatten(1)
         return linear(states, w["fc"])
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Embeddings of tokens ``[n]``."""
         if "embed" in self._weights:
             return torch.nn.functional.embedding(tokens, self._weights["embed"])
         return input_embeddings(self._target, tokens)
 
-    def forward(
+    def decoder_layer(
         self, layer: int, embeddings: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        w, eps = self._weights, self._eps
-        normed = rms_norm(hidden, w["hidden_norm"], eps)
-        x = torch.cat([rms_norm(embeddings.to(hidden.dtype), w["input_layernorm"], eps), normed], -1)
-        residual = (normed if self._norm_first else hidden) + self._attention(x, positions)
+        """One layer, ``[n, hidden]`` in and out; the first one alone reads the embeddings."""
+        w, eps = self._layer_weights[layer], self._eps
+        if layer == 0:
+            normed = rms_norm(hidden, w["hidden_norm"], eps)
+            x = torch.cat([rms_norm(embeddings.to(hidden.dtype), w["input_layernorm"], eps), normed], -1)
+            hidden = normed if self._norm_first else hidden
+        else:
+            x = rms_norm(hidden, w["input_layernorm"], eps)
+        residual = hidden + self._attention(layer, x, positions)
         x = rms_norm(residual, w["post_attention_layernorm"], eps)
         return residual + linear(self._act(linear(x, w["gate"])) * linear(x, w["up"]), w["down"])
 
-    def _attention(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        w, n = self._weights, len(x)
+    def _attention(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        w, n = self._layer_weights[layer], len(x)
         q, k, v = (
             linear(x, w[part], w.get(f"{part}_bias")).view(1, n, -1, self._dim).transpose(1, 2) for part in "qkv"
         )
@@ -170,17 +198,40 @@ class Eagle3Head(RecurrentHead):
             rms_norm(each, w[norm], self._eps) if norm in w else each for each, norm in ((q, "q_norm"), (k, "k_norm"))
         )
         cos, sin = self._rotary(x, positions[None])
-        out = running_pass().attend(0, rotated(q, cos, sin), rotated(k, cos, sin), v, self._spec)
+        out = running_pass().attend(layer, rotated(q, cos, sin), rotated(k, cos, sin), v, self._specs[layer])
         return linear(out.transpose(1, 2).reshape(n, -1), w["o"], w.get("o_bias"))
 
+    def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the output matrix reads, of what left the last layer."""
+        return rms_norm(hidden, self._weights["norm"], self._eps)
+
+    def output(self, normed: torch.Tensor) -> torch.Tensor:
+        """Logits ``[n, D]`` after the final norm."""
+        return linear(normed, self._weights["head"]) if "head" in self._weights else output_logits(self._target, normed)
+
+
+class Eagle3Head(Eagle3Layers, RecurrentHead):
+    """A head in a folder, of one layer."""
+
+    shift = -1
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(folder)
+        if self.count != 1:
+            raise ValueError(f"num_hidden_layers is {self.count} in {self.folder}; it must be 1")
+        self._feed_normed = bool(self.config.get("norm_output"))
+
+    def forward(
+        self, layer: int, embeddings: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        out = self.decoder_layer(layer, embeddings, hidden, positions)
+        return self.final_norm(out) if self._feed_normed else out
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        normed = rms_norm(hidden, self._weights["norm"], self._eps)
-        if "head" in self._weights:
-            return linear(normed, self._weights["head"])
-        return output_logits(self._target, normed)
+        return self.output(hidden if self._feed_normed else self.final_norm(hidden))
 
 
-def _aux_layers(config: dict[str, Any], count: int) -> tuple[Any, ...]:
+def _aux_layers(config: Mapping[str, Any], count: int) -> tuple[Any, ...]:
     """The layers of a target of ``count`` before which its states are read, as either form names them.
 
     SpecForge numbers the layers behind which it reads; its default is known by that.
@@ -191,7 +242,7 @@ def _aux_layers(config: dict[str, Any], count: int) -> tuple[Any, ...]:
     return default if ids == tuple(layer - 1 for layer in default) else ids
 
 
-def is_eagle3(config: dict[str, Any]) -> bool:
+def is_eagle3(config: Mapping[str, Any]) -> bool:
     """Whether a configuration is that of an EAGLE-3 head."""
     names = config.get("architectures") or [""]
     return config.get("speculators_model_type") == "eagle3" or "Eagle3" in str(names[0]) or (

@@ -28,7 +28,6 @@ from forerun.core.tree import IntArray
 from forerun.kernels.attention.attention import AttentionSpec, Rows, attend
 from forerun.kernels.linear.ordered_modules import Ordered
 from forerun.kv.cache import Cache
-from forerun.kv.full_cache import FullCache
 from forerun.models.forward.architecture import text_config
 from forerun.models.forward.scorer import Scorer
 from forerun.models.heads.head import Growth, Head, HeadFile, HeadText, config_of, rms_norm, rotated
@@ -151,7 +150,7 @@ class Gemma4AssistantHead(Head):
         return shapes
 
     def text(self, cache: Cache) -> HeadText:
-        if not isinstance(cache, FullCache):
+        if cache.full is None:
             raise ValueError(
                 f"a Gemma 4 assistant reads all of the target's keys; a {type(cache).__name__} does not hold them"
             )
@@ -185,8 +184,8 @@ class Gemma4AssistantHead(Head):
 
         The window is transformers': it holds one token more than that of the target's query at this position.
         """
-        cache, end = text.cache, text.next or 0
-        assert isinstance(cache, FullCache)
+        cache, end = text.cache.full, text.next or 0
+        assert cache is not None
         first = {SLIDING: max(0, end - 1 - int(self._own.sliding_window))}
         return {kind: cache.read(source, first.get(kind, 0), end) for kind, source in self._sources.items()}
 

@@ -256,7 +256,7 @@ class RecurrentHead(Head):
         tokens = np.concatenate([entries[text][-count:] for text, count in zip(given, counts, strict=True)])
         ends = [(text.next or 0) + 1 + self.shift for text in given]
         positions = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
-        with attending(_Reading(list(given), counts)):
+        with attending(Reading(list(given), counts)):
             out = self._forward(layer, tokens, torch.cat(list(given.values())), positions)
         left = {}
         for text, part in zip(given, torch.split(out, counts), strict=True):
@@ -304,7 +304,7 @@ class RecurrentHead(Head):
             return self.logits(torch.cat(given))
 
 
-class _Reading:
+class Reading:
     """A pass over new entries of texts."""
 
     def __init__(self, texts: Sequence[HeadText], counts: Sequence[int]) -> None:

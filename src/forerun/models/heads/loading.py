@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from forerun.core.long_context import MTP
 from forerun.models.heads.dflash import DFlashHead, is_dflash
+from forerun.models.heads.dflash2 import DFlash2Head, is_dflash2
+from forerun.models.heads.dspark import DSparkHead, is_dspark
 from forerun.models.heads.eagle3 import Eagle3Head, is_eagle3
 from forerun.models.heads.gemma4_assistant import Gemma4AssistantHead, is_gemma4_assistant
 from forerun.models.heads.head import Head, config_of
 from forerun.models.heads.mtp import MtpHead
+from forerun.models.heads.peagle import PEagleHead, is_peagle
+
+HEAD_KINDS: tuple[tuple[Callable[[Mapping[str, Any]], bool], Callable[[str | Path], Head]], ...] = (
+    (is_dflash2, DFlash2Head), (is_dspark, DSparkHead), (is_dflash, DFlashHead), (is_peagle, PEagleHead),
+    (is_eagle3, Eagle3Head), (is_gemma4_assistant, Gemma4AssistantHead),
+)  # fmt: skip
+"""How each kind is recognised, the more special one before that which it extends."""
 
 
 def load_head(folder: str | Path) -> Head:
@@ -20,16 +31,13 @@ def load_head(folder: str | Path) -> Head:
     """
     if folder == MTP:
         return MtpHead()
-    config = config_of(Path(folder))
-    if is_dflash(config):
-        return DFlashHead(folder)
-    if is_eagle3(config):
-        return Eagle3Head(folder)
-    if is_gemma4_assistant(config):
-        return Gemma4AssistantHead(folder)
-    raise ValueError(
-        f"{folder} holds no head that is known: by its config.json neither EAGLE-3, nor DFlash, nor a Gemma 4 assistant"
-    )
+    kind = _kind(config_of(Path(folder)))
+    if kind is None:
+        raise ValueError(
+            f"{folder} holds no head that is known, by its config.json: EAGLE-3, P-EAGLE, DFlash, DFlash2, DSpark, "
+            "or a Gemma 4 assistant"
+        )
+    return kind(folder)
 
 
 def is_head(folder: str | Path) -> bool:
@@ -38,4 +46,8 @@ def is_head(folder: str | Path) -> bool:
         config = config_of(Path(folder))
     except ValueError:
         return False
-    return is_dflash(config) or is_eagle3(config) or is_gemma4_assistant(config)
+    return _kind(config) is not None
+
+
+def _kind(config: Mapping[str, Any]) -> Callable[[str | Path], Head] | None:
+    return next((kind for fits, kind in HEAD_KINDS if fits(config)), None)

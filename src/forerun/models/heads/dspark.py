@@ -1,0 +1,119 @@
+"""DSpark (DeepSeek, 2026): DFlash's block, and a Markov head that adds what the token before says of the next.
+
+The block's first row says the next token already, so a block of n rows drafts n tokens. To each row's logits comes
+``markov_w2(f(markov_w1[token before]))``, of a low rank. ``f`` is the identity (``vanilla``), a gate made of the row's
+hidden state and the token (``gated``), or a recurrent state that goes along a path of the tree (``rnn``).
+
+The confidence head, which says how likely a drafted token is accepted, is not read: a tree has its estimates from the
+logits. Read are the forms of the authors (DeepSpec), of SpecForge, and of ``speculators``; not layers inside a
+DeepSeek-V4 checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+from forerun.kernels.linear.ordered_modules import Ordered
+from forerun.models.forward.scorer import Scorer
+from forerun.models.heads.dflash import DFLASH_ENTRIES, DFlashHead
+from forerun.models.heads.head import Growth, HeadFile, HeadText, count_in
+
+MARKOV_KINDS = ("vanilla", "gated", "rnn")
+CONFIDENCE_ENTRIES = ("enable_confidence_head", "confidence_head_with_markov")
+
+
+class MarkovGrowth(Growth):
+    """A tree that grows, with the recurrent state of each node.
+
+    Attributes:
+        hidden: logits of each level without the Markov head, ``[levels, D]``.
+        rows: hidden states of each level, ``[levels, hidden]``.
+        memory: what the recurrence keeps at each node, ``[n, rank]``; at the text's end in row 0.
+    """
+
+    def __init__(self, text: HeadText, hidden: torch.Tensor, rows: torch.Tensor, rank: int) -> None:
+        super().__init__(text, hidden)
+        self.rows, self.memory = rows, rows.new_zeros(1, rank)
+
+
+class DSparkHead(DFlashHead):
+    """A head in a folder."""
+
+    kind = "DSpark"
+    architectures = frozenset({"Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator"})
+    read_entries = DFLASH_ENTRIES | {"markov_head_type", "markov_rank", *CONFIDENCE_ENTRIES}
+    single_valued: Mapping[str, Any] = {**DFlashHead.single_valued, "projector_type": "dspark"}
+    from_anchor = True
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(folder)
+        self._rank = count_in({"markov_rank": self._value("markov_rank")}, "markov_rank", self.folder)
+        self._markov = str(self._value("markov_head_type", "vanilla"))
+        if self._markov not in MARKOV_KINDS:
+            raise ValueError(f"markov_head_type is {self._markov!r} in {self.folder}; it must be one of {MARKOV_KINDS}")
+
+    def _load(self, file: HeadFile, target: Scorer) -> None:
+        self._vocabulary = target.vocabulary
+        super()._load(file, target)
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        size, rank, at = self._size, self._rank, "markov_head."
+        names = super()._shapes()
+        names |= {f"{at}markov_w1.weight": (self._vocabulary, rank), f"{at}markov_w2.weight": (self._known, rank)}
+        made = {"gated": ("gate_proj", rank, size + rank), "rnn": ("joint_proj", 3 * rank, size + 2 * rank)}
+        if self._markov in made:
+            name, out, wide = made[self._markov]
+            names |= {f"{at}{name}.weight": (out, wide), f"{at}{name}.bias": (out,)}
+        return names
+
+    def start(self, texts: Sequence[HeadText]) -> tuple[list[Growth], torch.Tensor]:
+        hidden = self._fill(texts)
+        with Ordered():
+            logits = self._logits(hidden.flatten(0, 1)).view(len(texts), self.levels, -1)
+            parts = zip(texts, logits, hidden, strict=True)
+            growths = [MarkovGrowth(*part, self._rank) for part in parts]
+            made = [self._after(growth, 0, growth.memory, [int(growth.text.last)]) for growth in growths]
+        for growth, (_, memory) in zip(growths, made, strict=True):
+            growth.memory = memory
+        return [*growths], torch.cat([first for first, _ in made])
+
+    def extend(
+        self, growths: Sequence[Growth], parents: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        parts = []
+        with Ordered():
+            for growth, above, new in zip(growths, parents, tokens, strict=True):
+                assert isinstance(growth, MarkovGrowth)
+                logits, memory = self._after(growth, growth.add(above), growth.memory[list(above)], new)
+                growth.memory = torch.cat([growth.memory, memory])
+                parts.append(logits)
+        return torch.cat(parts)
+
+    def _after(
+        self, growth: MarkovGrowth, level: int, memory: torch.Tensor, before: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits ``[n, D]`` at a level after these tokens, and the recurrence's state there, ``[n, rank]``."""
+        if level >= len(growth.hidden):
+            return growth.hidden.new_zeros(len(before), growth.hidden.shape[1]), memory
+        w, at = self._weights, "markov_head."
+        bias = w[f"{at}markov_w1.weight"][torch.tensor(before, device=memory.device)]
+        row = growth.rows[level].expand(len(before), -1)
+        if self._markov == "gated":
+            x = torch.cat([row, bias], -1)
+            bias = linear(x, w[f"{at}gate_proj.weight"], w[f"{at}gate_proj.bias"]).sigmoid() * bias
+        elif self._markov == "rnn":
+            x = torch.cat([memory, bias, row], -1)
+            gate, new, out = linear(x, w[f"{at}joint_proj.weight"], w[f"{at}joint_proj.bias"]).chunk(3, -1)
+            gate, bias = gate.sigmoid(), out.tanh()
+            memory = gate * memory + (1 - gate) * new.tanh()
+        return growth.hidden[level] + linear(bias, w[f"{at}markov_w2.weight"]), memory
+
+
+def is_dspark(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration is that of a DSpark head."""
+    return "DSpark" in str(config.get("architectures")) or config.get("speculators_model_type") == "dspark"

@@ -1,0 +1,107 @@
+"""What a head's ``config.json`` may say: an entry that could change what the head computes is known, or is refused.
+
+Public formats gain entries faster than this package reads them. A head whose entry is ignored still loads, and its
+drafts are wrong: nothing but the speed would tell. So each kind of head names the entries that it reads, and those that
+it reads in one way only; every other entry must be one of ``IDLE_ENTRIES``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+IDLE_ENTRIES = frozenset(
+    """
+    _attn_implementation _name_or_path attn_implementation auto_map chunk_size_feed_forward dtype is_encoder_decoder
+    ignore_keys_at_rope_validation max_window_layers model_type name_or_path num_aux_hidden_states num_target_layers
+    pretraining_tp speculators_version target_layer_count torch_dtype transformers_version use_bfloat16 use_cache
+
+    bos_token_id decoder_start_token_id eos_token_id mask_token pad_token_id sep_token_id tokenizer_class
+
+    attention_dropout confidence_head_alpha down_sample_ratio down_sample_ratio_min embed_requires_grad
+    enable_sp_ulysses initializer_range loss_decay_gamma max_seq_len num_anchors prediction_loss_weight
+
+    add_cross_attention bad_words_ids begin_suppress_tokens cross_attention_hidden_size diversity_penalty do_sample
+    early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task forced_bos_token_id
+    forced_eos_token_id id2label is_decoder label2id length_penalty max_length min_length no_repeat_ngram_size
+    num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states output_scores prefix
+    problem_type pruned_heads remove_invalid_values repetition_penalty return_dict return_dict_in_generate
+    suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder top_k top_p torchscript
+    typical_p
+    """.split()  # noqa: SIM905  # as a list they would fill a page
+)
+"""Entries that change nothing in a head's computation: versions, special tokens, training, and generation."""
+LAYER_ENTRIES = frozenset(
+    """
+    architectures attention_bias draft_vocab_size head_dim hidden_act hidden_size intermediate_size layer_types
+    max_position_embeddings num_attention_heads num_hidden_layers num_key_value_heads rms_norm_eps rope_parameters
+    rope_scaling rope_theta sliding_window speculators_config speculators_model_type target_hidden_size
+    tie_word_embeddings transformer_layer_config use_sliding_window vocab_size
+    """.split()  # noqa: SIM905  # as a list they would fill a page
+)
+"""Entries that every head of decoder layers reads."""
+SINGLE_VALUED: Mapping[str, Any] = {
+    "bias": False, "is_neox_style": True, "logit_scale": 1.0, "mlp_bias": False, "partial_rotary_factor": 1.0,
+    "qkv_bias": False, "rope_interleave": False, "rope_is_neox_style": True, "use_aux_hidden_state": True,
+    "use_gemma_norm": False,
+}  # fmt: skip
+"""Entries that every head reads with one value only."""
+ROTARY_ENTRIES = frozenset(
+    """
+    attention_factor beta_fast beta_slow factor high_freq_factor long_factor low_freq_factor mrope_interleaved
+    mrope_section mscale mscale_all_dim original_max_position_embeddings rope_theta rope_type short_factor truncate type
+    """.split()  # noqa: SIM905  # as a list they would fill a page
+)
+"""Entries of ``rope_parameters`` and ``rope_scaling``; sections of a picture's positions are one place each in text."""
+
+
+def check_entries(
+    config: Mapping[str, Any], read: Collection[str], single_valued: Mapping[str, Any], kind: str, folder: Path
+) -> None:
+    """Refuse a head's configuration, or a part of it, that says what is not known. An entry of None says nothing.
+
+    Args:
+        config: of the head, or a part of it.
+        read: names of the entries that the head reads, beside those of every head.
+        single_valued: entries that the head reads with one value only, beside those of every head.
+        kind: of the head, for messages.
+        folder: of the head.
+
+    Raises:
+        ValueError: names the entry.
+    """
+    only, file = {**SINGLE_VALUED, **single_valued}, folder / "config.json"
+    for name, value in config.items():
+        if value is None or name in read:
+            continue
+        if name in only:
+            if value != only[name]:
+                raise ValueError(f"{name} is {value!r} in {file}; a head of {kind} is read with {only[name]!r} only")
+        elif name not in LAYER_ENTRIES | IDLE_ENTRIES:
+            raise ValueError(f"{name} is {value!r} in {file}, and no such entry of a head of {kind} is known")
+    for name in ("rope_parameters", "rope_scaling"):
+        for inner, value in (config.get(name) or {}).items():
+            if inner not in ROTARY_ENTRIES and not (inner == "partial_rotary_factor" and value == 1):
+                raise ValueError(f"{inner} is {value!r} in {name} of {file}, which is not supported")
+
+
+def windows(config: Mapping[str, Any], count: int, folder: Path) -> list[int | None]:
+    """The window of each of a head's layers, in tokens with the query's own; None for one that sees all.
+
+    Raises:
+        ValueError: for another kind of layer, or a window that is not stated.
+    """
+    kinds, file = config.get("layer_types"), folder / "config.json"
+    if kinds is None and config.get("use_sliding_window"):
+        raise ValueError(f"use_sliding_window is True in {file}, which has no layer_types to say where")
+    kinds = ["full_attention"] * count if kinds is None else list(kinds)[:count]
+    sliding = [kind == "sliding_attention" for kind in kinds]
+    if len(kinds) < count or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"layer_types is {kinds} in {file}; it must be full_attention or sliding_attention for each of {count}"
+        )
+    window, used = config.get("sliding_window"), config.get("use_sliding_window", True)
+    if any(sliding) and (not used or not isinstance(window, int) or window < 1):
+        raise ValueError(f"sliding_window is {window!r} in {file}, and use_sliding_window {used!r}; layers need one")
+    return [window if each else None for each in sliding]

@@ -1,0 +1,117 @@
+"""P-EAGLE (2602.01469): EAGLE-3 that predicts several tokens in one pass instead of one.
+
+After the sequence's last entry stand masks: each has the embedding of one mask token, and one learned vector,
+``mask_hidden``, in place of the target's states. A mask sees the entries before it and the masks above, and says which
+token is likely at its depth, whatever was drafted in between. The layers are EAGLE-3's, and after the first one plain
+decoder layers. Read are the forms of the authors (AWS), of NeMo and of ``speculators``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from forerun.kernels.linear.ordered_modules import Ordered
+from forerun.kv.cache import Cache
+from forerun.models.forward.scorer import Scorer, attending
+from forerun.models.heads.block_head import BlockHead
+from forerun.models.heads.eagle3 import EAGLE_ENTRIES, EAGLE_SINGLE_VALUED, Eagle3Layers
+from forerun.models.heads.head import Growth, HeadFile, HeadText, Reading
+
+PARALLEL_DEPTHS = 8
+"""Tokens of a pass, where a configuration does not say: those that the paper trains."""
+MASK_ENTRIES = ("mask_token_id", "pard_token", "ptd_token_id")
+"""Entries that name the mask token, in the order in which vLLM looks for them."""
+
+
+class PEagleHead(BlockHead, Eagle3Layers):
+    """A head in a folder."""
+
+    kind = "P-EAGLE"
+    read_entries = EAGLE_ENTRIES | {*MASK_ENTRIES, "num_depths", "para_depths", "parallel_drafting"}
+    single_valued: Mapping[str, Any] = {
+        name: value for name, value in EAGLE_SINGLE_VALUED.items() if name != "parallel_drafting"
+    }
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(folder)
+        self.levels = int(_depths(self.config))
+        named = {name: self.config[name] for name in MASK_ENTRIES if self.config.get(name) is not None}
+        self._mask_token = next(iter(named.values()), None)
+        if self.levels < 1 or not isinstance(self._mask_token, int) or not 0 <= self._mask_token < self._vocabulary:
+            raise ValueError(
+                f"a P-EAGLE head predicts at least one token, with a mask that is a token of the target; "
+                f"{self.folder / 'config.json'} says {self.levels}, and {named or 'no mask_token_id'}"
+            )
+
+    def _load(self, file: HeadFile, target: Scorer, wide: int) -> None:
+        super()._load(file, target, wide)
+        mask = file.take("mask_hidden", 1, 1, len(self.layers) * wide)
+        with Ordered():
+            self._mask = self.features(mask[0].to(target.device))
+
+    def text(self, cache: Cache) -> HeadText:
+        return HeadText(self.count, cache)
+
+    def read(self, texts: Sequence[HeadText]) -> None:
+        self._pass([text for text in texts if text.pending], 0)
+
+    def start(self, texts: Sequence[HeadText]) -> tuple[list[Growth], torch.Tensor]:
+        left = self._pass(texts, self.levels - 1)
+        with Ordered():
+            logits = self.output(self.final_norm(torch.cat(left))).view(len(texts), self.levels, -1)
+        return [Growth(text, own) for text, own in zip(texts, logits, strict=True)], logits[:, 0]
+
+    def _pass(self, texts: Sequence[HeadText], masks: int) -> list[torch.Tensor]:
+        """Read all pending entries, with masks after them that leave nothing behind.
+
+        Returns:
+            Of each text, what left the last layer at its last entry and at the masks, ``[1 + masks, hidden]``.
+        """
+        if not texts:
+            return []
+        entries = [torch.cat([states for states, _ in text.pending]) if text.pending else None for text in texts]
+        fresh = [0 if own is None else len(own) for own in entries]
+        counts = [count + masks for count in fresh]
+        tokens = [[*(token for _, own in text.pending for token in own.tolist()), *[self._mask_token] * masks]
+                  for text in texts]  # fmt: skip
+        ends = [text.next or 0 for text in texts]
+        places = [np.arange(end - count, end + masks) for end, count in zip(ends, fresh, strict=True)]
+        device = self._target.device
+        with Ordered():
+            embeddings = self.embed(torch.tensor([token for own in tokens for token in own], device=device))
+            hidden = torch.cat([part for own in entries for part in self._inputs(own, masks)])
+            positions = torch.from_numpy(np.concatenate(places)).to(device)
+            with attending(Reading(texts, counts)):
+                for layer in range(self.count):
+                    hidden = self.decoder_layer(layer, embeddings, hidden, positions)
+        left = []
+        for text, count, part in zip(texts, fresh, torch.split(hidden, counts), strict=True):
+            text.lengths = [length + count for length in text.lengths]
+            text.hidden = part[count - 1 : count] if count else text.hidden
+            text.pending.clear()
+            left.append(part[count:] if text.hidden is None else torch.cat([text.hidden, part[count:]]))
+        return left
+
+    def _inputs(self, states: torch.Tensor | None, masks: int) -> list[torch.Tensor]:
+        """What the first layer reads at new entries, whose states these are, and at masks."""
+        return [*([] if states is None else [self.features(states)]), self._mask.expand(masks, -1)]
+
+
+def _depths(config: Mapping[str, Any]) -> int:
+    """Tokens that a pass predicts, as one of the forms says it."""
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    stated = (config.get("num_depths"), config.get("para_depths"), methods[0].get("speculative_tokens"))
+    return next((int(depths) for depths in stated if depths), PARALLEL_DEPTHS)
+
+
+def is_peagle(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration is that of a P-EAGLE head."""
+    masked = any(config.get(name) is not None for name in MASK_ENTRIES) and "draft_vocab_size" in config
+    return config.get("speculators_model_type") == "peagle" or bool(config.get("parallel_drafting")) or (
+        masked and "speculators_model_type" not in config and "dflash_config" not in config
+    )  # fmt: skip

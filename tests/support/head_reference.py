@@ -1,0 +1,126 @@
+"""What a head must compute, written out without a cache and without trees, and how a head is compared with it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from forerun.kv.full_cache import FullCache
+from forerun.models.forward.scorer import Scorer
+from forerun.models.heads.head import Growth, Head, HeadText
+
+TEXT = np.random.default_rng(3).integers(0, 48, 20)
+LONG = np.random.default_rng(4).integers(0, 48, 201)
+BRANCHES = ([3, 4, 5], [3, 4, 6], [3, 9], [11])
+Exact = Callable[[list[int], int], torch.Tensor]
+"""Logits behind a text, of which the target has read so many tokens."""
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * weight
+
+
+def turn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rotary positions on ``[n, H, d]``."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None, None] * 1e4 ** (-torch.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
+    """Attention over ``[n, H, d]`` of the keys that are seen, ``[n, m]``; causal without."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (each.repeat_interleave(groups, 1) for each in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[-1])
+    seen = torch.ones(len(q), len(k)).tril().bool() if seen is None else seen
+    return torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v).flatten(1)
+
+
+def gated_mlp(x: torch.Tensor, w: dict[str, torch.Tensor], at: str) -> torch.Tensor:
+    gate = torch.nn.functional.silu(x @ w[f"{at}gate_proj.weight"].T) * (x @ w[f"{at}up_proj.weight"].T)
+    return gate @ w[f"{at}down_proj.weight"].T
+
+
+def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """A head's configuration, and its tensors under one form's names in float64."""
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    return config, {name.replace("midlayer.", "layers.0."): tensor.double() for name, tensor in tensors.items()}
+
+
+def change(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    edit(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@torch.inference_mode()
+def check_tree(head: Head, model: PreTrainedModel, exact: Exact) -> None:
+    """Logits at the nodes of a tree, for a text that is read in pieces and one beside it."""
+    head.bind(Scorer(model))
+    texts, ends = [head.text(FullCache()), head.text(FullCache())], (18, 13)
+    for text, end in zip(texts, ends, strict=True):
+        tokens = TEXT[: end + 1]
+        states = _states(head, model, tokens)[:-1]
+        for first, last in ((0, 5), (5, 6), (6, end)):
+            head.record(text, tokens[: last + 1], first, states[first:last])
+            if last == 6:
+                head.read([text])
+    _check_here(head, texts, [TEXT[: end + 1].tolist() for end in ends], exact)
+
+
+@torch.inference_mode()
+def check_long(head: Head, model: PreTrainedModel, exact: Exact) -> None:
+    """Logits at chains and trees along 200 tokens, of a head that is told of one to thirty tokens at a time."""
+    head.bind(Scorer(model))
+    text, told, states = head.text(FullCache()), 0, _states(head, model, LONG)
+    for end in (3, 4, 7, 17, 46, 47, 60, 90, 119, 120, 150, 180, 199, 200):
+        head.record(text, LONG[: end + 1], told, states[told:end])
+        told = end
+        _check_here(head, [text], [LONG[: end + 1].tolist()], exact)
+
+
+def _states(head: Head, model: PreTrainedModel, tokens: np.ndarray) -> torch.Tensor:
+    found = model(torch.from_numpy(tokens[None]), output_hidden_states=True).hidden_states
+    return torch.cat([found[layer][0] for layer in head.layers], -1)
+
+
+def _check_here(head: Head, texts: list[HeadText], tokens: list[list[int]], exact: Exact) -> None:
+    growths, logits = head.start(texts)
+    for row, own in zip(logits, tokens, strict=True):
+        check_equal(head, row, exact(own, len(own) - 1))
+    check_branches(head, growths, tokens, exact)
+
+
+def check_branches(head: Head, growths: list[Growth], tokens: Sequence[list[int]], exact: Exact) -> None:
+    numbers: list[dict[tuple[int, ...], int]] = [{(): 0} for _ in growths]
+    for depth in range(min(3, head.levels - 1)):
+        level = list(dict.fromkeys(tuple(branch[: depth + 1]) for branch in BRANCHES if len(branch) > depth))
+        parents = [[own[path[:-1]] for path in level] for own in numbers]
+        logits = head.extend(growths, parents, [[path[-1] for path in level]] * len(growths))
+        rows = iter(logits)
+        for own, text in zip(numbers, tokens, strict=True):
+            for path in level:
+                own[path] = len(own)
+                check_equal(head, next(rows), exact([*text, *path], len(text) - 1))
+
+
+def check_equal(head: Head, found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Logits equal within the rounding of rotary angles, which are of float32 in a head."""
+    assert found.shape == expected.shape
+    assert torch.allclose(found, expected, atol=1e-3), (found - expected).abs().max()
