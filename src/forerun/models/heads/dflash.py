@@ -32,10 +32,10 @@ from forerun.models.heads.head import (
     config_of,
     count_in,
     input_embeddings,
-    output_logits,
     rms_norm,
     rotated,
 )
+from forerun.models.heads.shortlist import OutputMatrix, drafting
 
 MASKED_BLOCK_TOKENS = 16
 """Tokens of a block, where a configuration does not say."""
@@ -101,6 +101,7 @@ class DFlashHead(Head):
         self._mask = mask
         self.token_bytes = 2 * self._count * self._kv_heads * self._dim * target.model.dtype.itemsize
         self._load(target)
+        self._matrix = self.output = OutputMatrix.of_target(target)
 
     def _load(self, target: Scorer) -> None:
         """Read all weights, in the target's type."""
@@ -170,7 +171,7 @@ class DFlashHead(Head):
         return [Growth(text, own[1:]) for text, own in zip(texts, logits, strict=True)], logits[:, 1]
 
     def _fill(self, texts: Sequence[HeadText], ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Logits at all tokens of the texts' blocks, ``[rows * block, V]``."""
+        """Logits at all tokens of the texts' blocks, ``[rows * block, D]``."""
         w, eps = self._weights, self._eps
         x = input_embeddings(self._target, ids).to(w["fc.weight"].dtype) * float(
             self._value("input_embedding_scale", 1.0)
@@ -182,7 +183,8 @@ class DFlashHead(Head):
             y = rms_norm(x, w[f"{at}post_attention_layernorm.weight"], eps)
             gate = self._act(linear(y, w[f"{at}mlp.gate_proj.weight"])) * linear(y, w[f"{at}mlp.up_proj.weight"])
             x = x + linear(gate, w[f"{at}mlp.down_proj.weight"])
-        logits = output_logits(self._target, rms_norm(x, w["norm.weight"], eps))
+        with drafting([text.shortlist for text in texts], [self._block] * len(texts)):
+            logits = self._matrix(rms_norm(x, w["norm.weight"], eps))
         logits = logits * float(self._value("output_multiplier", 1.0))
         cap = self._value("final_logit_softcapping")
         return torch.tanh(logits / cap) * cap if cap else logits

@@ -30,10 +30,10 @@ from forerun.models.heads.head import (
     config_of,
     count_in,
     input_embeddings,
-    output_logits,
     rms_norm,
     rotated,
 )
+from forerun.models.heads.shortlist import OutputMatrix
 
 AUX_STATES = 3
 """The target's hidden states that an entry has."""
@@ -126,6 +126,9 @@ class Eagle3Head(RecurrentHead):
             name: each.to(target.device, dtype).contiguous() for name, each in w.items() if each is not None
         }
         self._map_tokens(file, target)
+        own = self._weights.pop("head", None)
+        self._matrix = OutputMatrix.of_target(target) if own is None else OutputMatrix.of(own)
+        self.output = self._matrix if self.tokens is None else None
         fields = {name: value for name, value in self._layer.items() if name in ROTARY_FIELDS}
         self._rotary = LlamaRotaryEmbedding(LlamaConfig(**fields, head_dim=self._dim)).to(target.device)
 
@@ -174,10 +177,7 @@ class Eagle3Head(RecurrentHead):
         return linear(out.transpose(1, 2).reshape(n, -1), w["o"], w.get("o_bias"))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        normed = rms_norm(hidden, self._weights["norm"], self._eps)
-        if "head" in self._weights:
-            return linear(normed, self._weights["head"])
-        return output_logits(self._target, normed)
+        return self._matrix(rms_norm(hidden, self._weights["norm"], self._eps))
 
 
 def _aux_layers(config: dict[str, Any], count: int) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from transformers.modeling_layers import MtpModel
 from forerun.models.forward.architecture import text_config
 from forerun.models.forward.scorer import ATTENTION_NAME, Scorer, experts, use_implementations
 from forerun.models.heads.head import RecurrentHead
+from forerun.models.heads.shortlist import OutputMatrix
 from forerun.models.loading.load import quiet
 
 THE_TARGETS = ("embed_tokens", "shared_head", "rotary_emb")
@@ -46,6 +47,7 @@ class MtpHead(RecurrentHead):
         for name, part in self._model.named_children():
             if name not in THE_TARGETS:  # a cast would round the angles that the target itself reads
                 part.to(model.dtype)
+        self._matrix = self.output = OutputMatrix.of_target(target, getattr(config, "unpadded_vocab_size", None))
         self.depth_layers, self.layers = int(count), (int(config.num_hidden_layers),)
         self.token_bytes = self.depth_layers * max(layer.nbytes for layer in target.kv.layers.values())
 
@@ -76,5 +78,5 @@ class MtpHead(RecurrentHead):
         return model.rotary_emb(x, position_ids=positions, **kind)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self._model._project_to_logits(hidden)
-        return logits
+        multiplier = getattr(self._model.config, "logits_mup_width_multiplier", None)
+        return self._matrix(hidden if multiplier is None else hidden / multiplier)
