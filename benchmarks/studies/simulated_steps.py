@@ -49,6 +49,7 @@ class World:
         drafting: seconds of a token of chains.
         passes: of chains by their length, how many tokens' time they take.
         deepening: seconds of a costly source's drafts.
+        carrying: seconds that a costly source takes at each step, whether it is asked or not.
         hits: whether the trees have a token.
         stated: how sure they are of their first token.
         known: length of the suffix before a token that the trees know; None if they cannot tell.
@@ -73,6 +74,7 @@ class World:
     drafting: float = 0.2
     passes: Callable[[int], float] = float
     deepening: float = 0.5
+    carrying: float = 0.0
     hits: Callable[[int, int], bool] = never
     stated: Callable[[int, int], float] | None = None
     known: Callable[[int, int], int | None] = lambda row, place: None
@@ -172,6 +174,9 @@ class Deep(_Simulated):
     def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
         self.world.take(self.world.deepening)
         return [self._draft(row.states[self], len(row.request)) for row in rows]
+
+    def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
+        self.world.take(self.world.carrying)
 
     def _draft(self, row: int, place: int) -> DraftTree:
         self.world.deepened.append((row, place))

@@ -113,6 +113,7 @@ class Decision:
         asked: the class of what was promised, by row.
         deeper: by row, the class of what a costly source was asked to add, and the tree before.
         trees: proposed, by row.
+        shallow: what would be scored without the costly source, if it was asked.
         pruned: what is scored of them.
         chain: length of the chains that are scored in their place.
         passes: cost of one of their passes, as it was guessed.
@@ -129,6 +130,7 @@ class Decision:
     asked: dict[int, int] = field(default_factory=dict)
     deeper: dict[int, tuple[int, DraftTree]] = field(default_factory=dict)
     trees: Sequence[DraftTree] = ()
+    shallow: PrunedTrees | None = None
     pruned: PrunedTrees | None = None
     chain: int = 0
     passes: float = 0.0
@@ -308,14 +310,18 @@ class Choice:
         return rows
 
     def prune(self, step: Decision, trees: Sequence[DraftTree]) -> list[DraftTree]:
-        """What is worth scoring of the rows' trees."""
-        correction = self.correction
-        fixed = (correction.start - 1.0) * step.alone
+        """What is worth scoring of the rows' trees, and of those without a costly source."""
         step.trees = trees
-        step.pruned = self._pruner.prune(
-            step.shape, trees, step.values, self.table, fixed, correction.each, max(self._left(step), 0.0)
-        )
+        if step.deeper:
+            before = [step.deeper[row][1] if row in step.deeper else tree for row, tree in enumerate(trees)]
+            step.shallow = self._pruned(step, before)
+        step.pruned = self._pruned(step, trees)
         return step.pruned.trees
+
+    def _pruned(self, step: Decision, trees: Sequence[DraftTree]) -> PrunedTrees:
+        correction = self.correction
+        fixed, left = (correction.start - 1.0) * step.alone, max(self._left(step), 0.0)
+        return self._pruner.prune(step.shape, trees, step.values, self.table, fixed, correction.each, left)
 
     def chain_length(
         self, step: Decision, rates: Sequence[AcceptanceRate], most: int, stops_early: bool
@@ -421,11 +427,19 @@ class Choice:
             self._pruner.note(row, outcome, drawn)
             if row in step.deeper:
                 kind, before = step.deeper[row]
-                shallow = before.matches(outcome.verdict.tokens)
-                self._deeper_gains.record(kind, max(right - shallow, 0))
-                right = shallow
+                self._deeper_gains.record(kind, self._added_by_deeper(step, row, outcome))
+                right = before.matches(outcome.verdict.tokens)
             self._gains.record(step.asked[row], right)
         self._pruner.learn()
+
+    def _added_by_deeper(self, step: Decision, row: int, outcome: Outcome) -> float:
+        """Tokens that a costly source added to a row, less what its nodes cost: by what is worth scoring with it and
+        without it, whether that was scored or a chain."""
+        assert step.pruned is not None and step.shallow is not None
+        with_it, without = step.pruned.trees[row], step.shallow.trees[row].matches(outcome.verdict.tokens)
+        right = len(outcome.verdict.path) if with_it.q is not None else with_it.matches(outcome.verdict.tokens)
+        costs = [self._scored(step, each.added) if each.nodes else 0.0 for each in (step.pruned, step.shallow)]
+        return right - without - (costs[0] - costs[1]) / len(step.deeper) / float(step.values[row])
 
     def _learn_times(self, step: Decision, outcomes: Sequence[Outcome | None], beside: float, scoring: float) -> float:
         """Learn what the parts of a step took. Returns its cost in plain passes; of a step without drafts, what it cost
