@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 from transformers import Qwen3Config
 from transformers.activations import ACT2FN
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
@@ -35,6 +34,7 @@ from forerun.models.heads.head import (
     rms_norm,
     rotated,
 )
+from forerun.models.heads.matrices import linear, weight_beside
 from forerun.models.heads.shortlist import OutputMatrix, drafting
 
 MASKED_BLOCK_TOKENS = 16
@@ -105,7 +105,7 @@ class DFlashHead(Head):
 
     def _load(self, target: Scorer) -> None:
         """Read all weights, in the target's type."""
-        file, size, dtype = HeadFile(self.folder, "DFlash"), self._size, target.model.dtype
+        file, size = HeadFile(self.folder, "DFlash"), self._size
         names: dict[str, tuple[int, ...]] = {
             "fc.weight": (size, len(self.layers) * size), "hidden_norm.weight": (size,), "norm.weight": (size,)
         }  # fmt: skip
@@ -120,9 +120,7 @@ class DFlashHead(Head):
                 names |= {f"{at}self_attn.{part}_proj.bias": shape[:1] for part, shape in shapes.items()}
             names |= {f"{at}mlp.{part}_proj.weight": (self._inner, size) for part in ("gate", "up")}
             names[f"{at}mlp.down_proj.weight"] = size, self._inner
-        self._weights = {
-            name: file.take(name, *shape).to(target.device, dtype).contiguous() for name, shape in names.items()
-        }
+        self._weights = {name: weight_beside(target, file.take(name, *shape)) for name, shape in names.items()}
         fields = {name: value for name, value in self.config.items() if name in ROTARY_FIELDS}
         self._rotary = Qwen3RotaryEmbedding(Qwen3Config(**fields, head_dim=self._dim)).to(target.device)
         kinds = self.config.get("layer_types") or ["full_attention"] * self._count
@@ -144,7 +142,9 @@ class DFlashHead(Head):
     def _read(self, text: HeadText, states: torch.Tensor, first: int) -> None:
         """Keep each layer's keys and values of the target's states ``[n, layers * hidden]``."""
         w, places = self._weights, torch.arange(first, first + len(states), device=states.device)
-        features = rms_norm(linear(states.to(w["fc.weight"].dtype), w["fc.weight"]), w["hidden_norm.weight"], self._eps)
+        features = rms_norm(
+            linear(states.to(w["norm.weight"].dtype), w["fc.weight"]), w["hidden_norm.weight"], self._eps
+        )
         angles = self._rotary(features, places[None])
         for layer in range(self._count):
             text.store(layer, *self._keys(layer, features, angles), text.lengths[layer])
@@ -173,7 +173,7 @@ class DFlashHead(Head):
     def _fill(self, texts: Sequence[HeadText], ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Logits at all tokens of the texts' blocks, ``[rows * block, D]``."""
         w, eps = self._weights, self._eps
-        x = input_embeddings(self._target, ids).to(w["fc.weight"].dtype) * float(
+        x = input_embeddings(self._target, ids).to(w["norm.weight"].dtype) * float(
             self._value("input_embedding_scale", 1.0)
         )
         angles = self._rotary(x, places[None])

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -33,6 +32,7 @@ from forerun.models.heads.head import (
     rms_norm,
     rotated,
 )
+from forerun.models.heads.matrices import linear, placed, weight_beside
 from forerun.models.heads.shortlist import OutputMatrix
 
 AUX_STATES = 3
@@ -121,11 +121,12 @@ class Eagle3Head(RecurrentHead):
                 f"the EAGLE-3 head in {self.folder} is {size} wide and the target {wide}; "
                 "so it needs embed_tokens.weight and lm_head.weight of its own"
             )
-        dtype = target.model.dtype
-        self._weights = {
-            name: each.to(target.device, dtype).contiguous() for name, each in w.items() if each is not None
-        }
         self._map_tokens(file, target)
+        self._weights = {
+            name: (placed if name == "embed" else weight_beside)(target, each)
+            for name, each in w.items()
+            if each is not None
+        }
         own = self._weights.pop("head", None)
         self._matrix = OutputMatrix.of_target(target) if own is None else OutputMatrix.of(own)
         self.output = self._matrix if self.tokens is None else None
@@ -144,7 +145,7 @@ class Eagle3Head(RecurrentHead):
 
     def features(self, states: torch.Tensor) -> torch.Tensor:
         w = self._weights
-        states = states.to(w["fc"].dtype)
+        states = states.to(w["norm"].dtype)
         if "input_norm" in w:
             states = rms_norm(states, w["input_norm"], self._eps)
         return linear(states, w["fc"])

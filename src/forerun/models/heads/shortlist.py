@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
 
 from forerun.core.tree import BoolArray, IntArray
-from forerun.kernels.linear.linear import Weights, product
+from forerun.kernels.linear.linear import Weights
 from forerun.models.forward.scorer import Scorer
 from forerun.models.forward.static_lists import LISTED_TOKENS
+from forerun.models.heads.matrices import multiply, weights_of
 from forerun.models.loading.stored_weights import StoredLinear
 from forerun.trie.recycled import RecycledRows
 
@@ -58,8 +59,8 @@ class OutputMatrix:
 
     @classmethod
     def of(cls, rows: torch.Tensor) -> OutputMatrix:
-        """A head's own, ``[V, hidden]``."""
-        return cls(lambda: Weights(rows, str(rows.dtype)))
+        """A head's own, made by ``weight_beside``."""
+        return cls(lambda: weights_of(rows))
 
     @classmethod
     def of_target(cls, target: Scorer, tokens: int | None = None) -> OutputMatrix:
@@ -102,25 +103,17 @@ class OutputMatrix:
         one's in its rows means nothing."""
         texts = _texts.get()
         if self._common is None or not texts:
-            return _product(hidden, self._weights())
+            return multiply(hidden, self._weights())
         parts = torch.split(hidden, [count for _, count in texts])
-        own = [_product(part, text.weights) for (text, _), part in zip(texts, parts, strict=True)]
+        own = [multiply(part, text.weights) for (text, _), part in zip(texts, parts, strict=True)]
         widest = max(part.shape[-1] for part in own)
         padded = torch.cat([pad(part, (0, widest - part.shape[-1])) for part in own])
-        return torch.cat([_product(hidden, self._common), padded], -1)
+        return torch.cat([multiply(hidden, self._common), padded], -1)
 
 
 def _part(weights: Weights, places: torch.Tensor | slice) -> Weights:
     bias = None if weights.bias is None else weights.bias.detach()[places]
     return weights._replace(rows=weights.rows[places], bias=bias)
-
-
-def _product(hidden: torch.Tensor, weights: Weights) -> torch.Tensor:
-    """In ``Ordered()`` by the kernels that the target's own layers have."""
-    if weights.rows.is_floating_point():
-        return linear(hidden, weights.rows, weights.bias)
-    made = product(hidden, weights._replace(bias=None))
-    return made if weights.bias is None else made + weights.bias
 
 
 class Shortlist:
