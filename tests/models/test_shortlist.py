@@ -21,6 +21,7 @@ from forerun.models.heads.head import Head
 from forerun.models.heads.loading import load_head
 from forerun.models.heads.mtp import MtpHead
 from forerun.models.heads.shortlist import OutputMatrix, Shortlist, drafting, frequent_tokens
+from forerun.models.loading.load import load
 from forerun.models.loading.stored_weights import StoredLinear
 from forerun.trie.recycled import NO_ROWS
 
@@ -170,3 +171,22 @@ def test_all_products_of_heads_are_those_of_our_kernels(
     head.extend(growths, [[0, 0]], [[3, 4]])
     model.double()
     assert len(taken) > 5 and all(taken)
+
+
+@torch.inference_mode()
+def test_beside_a_stored_target_a_heads_matrices_are_stored_too(tmp_path: Path) -> None:
+    """Its logits are those of float32 within eight bits' rounding."""
+    gguf_files = pytest.importorskip("support.gguf_files")
+    model = gguf_files.model()
+    model.save_pretrained(tmp_path / "target")
+    stored, _ = load(str(tmp_path / "target"), quantize="q8_0")
+    folder, found = eagle3(tmp_path / "head", model), []
+    for target in (model, stored):
+        head = load_head(folder)
+        head.bind(Scorer(target))
+        text, states = head.text(), torch.randn(19, 96, generator=torch.Generator().manual_seed(0))
+        head.record(text, TEXT[:20], 0, states)
+        found.append(head.start([text])[1][0])
+    kinds = {name: weight.dtype for name, weight in head._weights.items()}  # type: ignore[attr-defined]
+    assert kinds["fc"] == kinds["q"] == torch.uint8 and kinds["down"] == kinds["norm"] == torch.float32  # 40 columns
+    assert torch.corrcoef(torch.stack(found))[0, 1] > 0.999
