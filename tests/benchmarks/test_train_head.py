@@ -76,7 +76,7 @@ def test_the_head_that_is_written_computes_what_was_trained(tmp_path: Path) -> N
             logits.append(model.lm_head(model.norm(hidden))[0, -1])
     assert torch.allclose(first[0], logits[0], atol=1e-4)
     assert torch.allclose(second[0], logits[1], atol=1e-4)
-    engine = Engine(target, HeadSource(load_head(tmp_path)), prune_drafts=False)
+    engine = Engine(target, lambda setup: HeadSource(load_head(tmp_path), setup.target), prune_drafts=False)
     text = engine.generate(tokens.tolist(), max_new_tokens=12, eos_token_id=None).requests[0]
     assert text.tokens.tolist() == Engine(target, "none").generate(
         tokens.tolist(), max_new_tokens=12, eos_token_id=None).requests[0].tokens.tolist()  # fmt: skip

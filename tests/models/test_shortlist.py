@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from support.heads import dflash, eagle3, mtp_target
-from support.tiny import tiny
+from support.saved_models import small_tokenizer
+from support.tiny import build, tiny
 from torch import nn
 
 from forerun.kernels.linear import ordered_modules
@@ -174,11 +175,15 @@ def test_all_products_of_heads_are_those_of_our_kernels(
 
 
 @torch.inference_mode()
-def test_beside_a_stored_target_a_heads_matrices_are_stored_too(tmp_path: Path) -> None:
+def test_beside_a_stored_target_a_heads_matrices_are_stored_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its logits are those of float32 within eight bits' rounding."""
-    gguf_files = pytest.importorskip("support.gguf_files")
-    model = gguf_files.model()
+    pytest.importorskip("gguf")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = build("LlamaForCausalLM", {"vocab_size": len(small_tokenizer()), "intermediate_size": 64}, seed=3).float()
     model.save_pretrained(tmp_path / "target")
+    small_tokenizer().save_pretrained(tmp_path / "target")
     stored, _ = load(str(tmp_path / "target"), quantize="q8_0")
     folder, found = eagle3(tmp_path / "head", model), []
     for target in (model, stored):
