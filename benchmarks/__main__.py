@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "capacity": ("capacity.capacity_command:CapacityOptions", "What a model takes on given devices, and the tables of docs/scaling.md."),
     "models": ("model_table.models_command:ModelsOptions", "What each family of models does, and what is refused: docs/results/models.md."),
     "passes": ("studies.passes_command:PassesOptions", "What passes of 1 to 64 tokens cost, beside the memory's bandwidth."),
+    "heads": ("studies.head_costs:HeadsOptions", "What a trained head costs, in plain passes of its target."),
     "activations": ("studies.activations:ActivationsOptions", "What activations of eight bits change of a GGUF model's distributions."),
     "gpu": ("gpu.gpu_command:GpuOptions", "Forerun on this machine's GPU: exactness, bandwidth, passes, long contexts."),
     "offload": ("studies.offload_command:OffloadOptions", "Decoding with keys and values that are not on the device."),
@@ -45,6 +46,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "evaluate-bundled": ("training.evaluate:EvaluateOptions", "Evaluate the bundled models as MODEL_CARD.md shows it."),
     "learn-evidence": ("training.learn_evidence:EvidenceOptions", "Write what the trie takes evidence to be worth at first."),
     "train-head": ("training.train_head:HeadOptions", "Train an EAGLE-3 head for a model, from texts that it wrote."),
+    "evaluate-head": ("training.evaluate_head:EvaluateHeadOptions", "A trained head beside the trie, alone and in auto."),
     "learn-recycled": ("training.learn_recycled:RecycledOptions", "Write what recycled logits are worth at first."),
     "update-pages": ("reporting.update_pages:UpdateOptions", "Put the last measured tables into README.md and docs/."),
 }  # fmt: skip

@@ -49,6 +49,7 @@ class World:
         drafting: seconds of a token of chains.
         passes: of chains by their length, how many tokens' time they take.
         deepening: seconds of a costly source's drafts.
+        carrying: seconds that a costly source takes at each step, whether it is asked or not.
         hits: whether the trees have a token.
         stated: how sure they are of their first token.
         known: length of the suffix before a token that the trees know; None if they cannot tell.
@@ -73,6 +74,7 @@ class World:
     drafting: float = 0.2
     passes: Callable[[int], float] = float
     deepening: float = 0.5
+    carrying: float = 0.0
     hits: Callable[[int, int], bool] = never
     stated: Callable[[int, int], float] | None = None
     known: Callable[[int, int], int | None] = lambda row, place: None
@@ -94,13 +96,10 @@ class World:
         """Let time pass."""
         self.now += seconds * self.slowness(self.steps)
 
-    def take_pass(self, tokens: Sequence[int], beside: int) -> None:
-        """Let the time of a pass pass."""
-        curve = self.true_curve or self.curve
-        self.take(
-            self.plain
-            * (curve.of([*tokens, beside], [0] * (len(tokens) + 1)) if beside else curve.of(tokens, [0] * len(tokens)))
-        )
+    def take_pass(self, tokens: Sequence[int], cached: int, beside: int) -> None:
+        """Let the time of a pass pass; ``cached``: tokens that each row looks back on."""
+        curve, looks = self.true_curve or self.curve, [cached] * len(tokens)
+        self.take(self.plain * (curve.of([*tokens, beside], [*looks, 0]) if beside else curve.of(tokens, looks)))
         self.steps += 1
 
 
@@ -173,6 +172,9 @@ class Deep(_Simulated):
         self.world.take(self.world.deepening)
         return [self._draft(row.states[self], len(row.request)) for row in rows]
 
+    def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
+        self.world.take(self.world.carrying)
+
     def _draft(self, row: int, place: int) -> DraftTree:
         self.world.deepened.append((row, place))
         found = [self.world.deep(row, place + i) for i in range(4)]
@@ -194,6 +196,7 @@ class Outline:
     Attributes:
         rows: that are drafted for.
         tokens: of each text.
+        cached: tokens that each row looks back on, from the first step to the last.
         undrafted: rows that decode in all steps without drafts.
         sources: ``t`` for trees, ``d`` for a costly source beside them, ``c`` for chains.
         most: maximum length of a chain.
@@ -204,6 +207,7 @@ class Outline:
 
     rows: int = 1
     tokens: int = 64
+    cached: int = 0
     undrafted: int = 0
     sources: str = "tc"
     most: int = 12
@@ -234,9 +238,8 @@ def simulate(world: World, outline: Outline) -> tuple[float, AdaptivePlanner]:
 
 def plain_seconds(world: World, outline: Outline) -> float:
     """Seconds of the same texts without drafts."""
-    cost = (world.true_curve or world.curve).of(
-        [1] * (outline.rows + outline.undrafted), [0] * (outline.rows + outline.undrafted)
-    )
+    rows = outline.rows + outline.undrafted
+    cost = (world.true_curve or world.curve).of([1] * rows, [outline.cached] * rows)
     return world.plain * cost * outline.tokens * outline.batches
 
 
@@ -255,14 +258,14 @@ def _step(world: World, outline: Outline, planner: AdaptivePlanner, live: list[R
     count, beside = len(live), world.beside(world.steps)
     left = [row.wants for row in live]
     shape = PassShape(
-        left, [0] * count, [1] * count, [64] * count, [each - 1 for each in left], beside,
-        [max(left)] * outline.undrafted, [0] * outline.undrafted, outline.closed,
+        left, [outline.cached] * count, [1] * count, [64] * count, [each - 1 for each in left], beside,
+        [max(left)] * outline.undrafted, [outline.cached] * outline.undrafted, outline.closed,
     )  # fmt: skip
     began = world.now
     trees = planner.plan(live, shape) or [DraftTree.empty()] * count
     trees = [tree.trim(row.wants - 1, 48) for tree, row in zip(trees, live, strict=True)]
     planned = world.now
-    world.take_pass([*(1 + len(tree) for tree in trees), *[1] * outline.undrafted], beside)
+    world.take_pass([*(1 + len(tree) for tree in trees), *[1] * outline.undrafted], outline.cached, beside)
     passed = world.now
     outcomes = [_verified(world, row, tree) for row, tree in zip(live, trees, strict=True)]
     planner.learn(live, outcomes, StepTimes(planned - began, passed - planned, world.now - passed))

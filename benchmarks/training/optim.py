@@ -57,7 +57,11 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 
 def build(model: nn.Module, muon_rate: float, adam_rate: float) -> list[Optimizer]:
     """Return the two optimizers; each parameter group keeps its full learning rate as `peak`."""
-    named = [(p.ndim == 2 and "embed" not in name and "lm_head" not in name, p) for name, p in model.named_parameters()]
+    named = [
+        (p.ndim == 2 and "embed" not in name and "lm_head" not in name, p)
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    ]
     matrices, others = [p for inside, p in named if inside], [p for inside, p in named if not inside]
     optimizers: list[Optimizer] = [
         Muon(matrices, lr=muon_rate, weight_decay=0.01),

@@ -10,6 +10,7 @@ The same command resumes a run that was interrupted. Hidden states are worked ou
 
 from __future__ import annotations
 
+import enum
 import json
 import time
 from collections import Counter
@@ -54,6 +55,13 @@ HELD_OUT = 20
 """One text of so many is held out."""
 
 
+class Matrix(enum.StrEnum):
+    """Whose output matrix a head has."""
+
+    OWN = "own"
+    TARGET = "target"
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeadOptions(DebugOptions):
     """Train an EAGLE-3 head for a model, from texts that it wrote."""
@@ -68,7 +76,11 @@ class HeadOptions(DebugOptions):
     minutes: Annotated[float, typer.Option(help="Processor minutes of training, of all threads.")] = 60.0
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
-    draft_vocab: Annotated[int, typer.Option(help="Tokens that the head knows: the most frequent ones.")] = 8192
+    draft_vocab: Annotated[int, typer.Option(help="Tokens that it is trained on: the most frequent ones.")] = 8192
+    matrix: Annotated[
+        Matrix,
+        typer.Option(help="Its output matrix: one of its own for these tokens, or the target's, for all tokens."),
+    ] = Matrix.OWN
     ahead: Annotated[int, typer.Option(help="Steps of training-time test.")] = 3
     eagle31: Annotated[bool, typer.Option(help="EAGLE-3.1: norms of the states, and of what is fed back.")] = False
     length: Annotated[int, typer.Option(help="Tokens of a text that are used.")] = 384
@@ -131,13 +143,19 @@ class EagleModel(nn.Module):
 
     Args:
         target: gives its sizes, and its head's first weights.
-        known: the target's ids of the tokens that it knows, ascending.
+        known: the target's ids of the tokens that it is trained on, ascending.
         layers: of the target that it reads.
+        matrix: if it is the target's, it does not learn, and the head that is written knows all tokens.
         eagle31: whether each of the states has a norm, and what is fed back has the last one's.
     """
 
     def __init__(
-        self, target: PreTrainedModel, known: torch.Tensor, layers: Sequence[int], eagle31: bool = False
+        self,
+        target: PreTrainedModel,
+        known: torch.Tensor,
+        layers: Sequence[int],
+        matrix: Matrix = Matrix.OWN,
+        eagle31: bool = False,
     ) -> None:
         super().__init__()
         base = target.config.get_text_config(decoder=True)
@@ -157,6 +175,7 @@ class EagleModel(nn.Module):
         self.norm = LlamaRMSNorm(size, config.rms_norm_eps)
         self.lm_head = nn.Linear(size, len(known), bias=False)
         self.rotary = LlamaRotaryEmbedding(config)
+        self.lm_head.requires_grad_(matrix is Matrix.OWN)
         self.known = known
         self._start(target)
 
@@ -321,7 +340,7 @@ def run(options: HeadOptions) -> None:
         raise ValueError(f"{len(texts)} texts are long enough to learn from; at least 2 are needed")
     held, learned = texts[::HELD_OUT], [text for number, text in enumerate(texts) if number % HELD_OUT]
     known = frequent(learned, options.draft_vocab, int(target.get_input_embeddings().weight.shape[0]))
-    model = EagleModel(target, known, aux_layers(target), options.eagle31).to(target.device)
+    model = EagleModel(target, known, aux_layers(target), options.matrix, options.eagle31).to(target.device)
     training = HeadTraining(engine.target, model, learned, options)
     estimate(training)
     train(training)
@@ -408,8 +427,11 @@ def train(training: HeadTraining) -> None:
 
 def export(model: EagleModel, out: Path) -> None:
     """Write the head in its authors' form."""
+    learned = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+    tensors = {name: weight.detach().cpu().contiguous() for name, weight in learned}
     vocabulary, known = model.settings["vocab_size"], model.known.cpu()
-    tensors = {name: weight.detach().cpu().contiguous() for name, weight in model.named_parameters()}
+    if not model.lm_head.weight.requires_grad:
+        known = torch.arange(vocabulary)
     if len(known) < vocabulary:
         tensors["d2t"] = known - torch.arange(len(known))
         tensors["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, known, True)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from support.tiny import tiny
 
 from benchmarks.training import train_head
-from benchmarks.training.train_head import EagleModel, HeadOptions, aux_layers, export, frequent, run
+from benchmarks.training.train_head import EagleModel, HeadOptions, Matrix, aux_layers, export, frequent, run
 from forerun.decoding.sources.head_source import HeadSource
 from forerun.engine.engine import Engine
 from forerun.kv.full_cache import FullCache
@@ -84,3 +84,21 @@ def test_the_head_that_is_written_computes_what_was_trained(eagle31: bool, tmp_p
     text = engine.generate(tokens.tolist(), max_new_tokens=12, eos_token_id=None).requests[0]
     assert text.tokens.tolist() == Engine(target, "none").generate(
         tokens.tolist(), max_new_tokens=12, eos_token_id=None).requests[0].tokens.tolist()  # fmt: skip
+
+
+def test_a_head_with_the_targets_matrix_learns_on_some_tokens_and_knows_all(tmp_path: Path) -> None:
+    """The matrix itself does not learn, and is not written."""
+    target = tiny("llama", torch.float32)
+    model = EagleModel(target, frequent([], 20, 48), aux_layers(target), Matrix.TARGET)
+    states, embeddings, last = (torch.randn(2, 12, 32 * count) for count in (3, 1, 1))
+    rows = target.get_output_embeddings().weight[model.known].detach()
+    loss, _ = model.losses(states, embeddings, last, torch.ones(2, 12), rows, ahead=2)
+    loss.backward()
+    assert model.lm_head.weight.grad is None and model.norm.weight.grad is not None
+    assert torch.equal(model.lm_head.weight, rows)
+    export(model, tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    assert not {"lm_head.weight", "d2t"} & set(written)
+    head = load_head(tmp_path)
+    head.bind(Scorer(target))
+    assert head.tokens is None and head.output is not None and len(head.output) == 48

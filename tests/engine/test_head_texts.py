@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.distributions import chi_square_p
 from support.heads import (
     OracleHead,
     dflash,
@@ -42,6 +43,8 @@ from forerun.decoding.asking import merged_estimates
 from forerun.decoding.recipes import Setup
 from forerun.decoding.sources.head_source import HeadSource
 from forerun.kv.kv_tiers import min_device_bytes
+from forerun.models.heads import shortlist
+from forerun.models.heads.loading import load_head
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -114,6 +117,73 @@ def test_output_equals_plain_generation(cell: tuple[str, str, str, str], tmp_pat
 @pytest.mark.parametrize("cell", [cell for cell in EVERY if cell not in FEW], ids="-".join)
 def test_output_equals_plain_generation_in_every_cell(cell: tuple[str, str, str, str], tmp_path: Path) -> None:
     check_cell(*cell, tmp_path)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shortlists of up to 20 of the 48 tokens."""
+    monkeypatch.setattr(shortlist, "OWN_TOKENS", 12)
+    monkeypatch.setattr(shortlist, "FIRST_TOKENS", 4)
+
+
+def over_shortlists(head: Any) -> Callable[[Setup], HeadSource]:
+    return lambda setup: HeadSource(head, setup.target, frequent=lambda: np.arange(8))
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize(
+    "head", [next(iter(HEADS)), *(pytest.param(h, marks=pytest.mark.matrix) for h in [*HEADS][1:])]
+)
+def test_drafting_over_shortlists_changes_nothing(head: str, sampling: str, tmp_path: Path, short: None) -> None:
+    """Rows of a batch have shortlists of their own; only their tokens are drafted."""
+    expected, model = plain("llama", "float64", sampling), tiny("llama")
+    folder = eagle3(tmp_path, model, known=48) if head == "eagle3" else HEADS[head](tmp_path, model)
+    own = load_head(folder)
+    engine = Engine(model, over_shortlists(own), prune_drafts=False, prefill_block=4)
+    assert own.output is not None and own.output.frequent is not None
+    found = engine.generate(list(PROMPTS), **SAMPLING[sampling] | ON).requests
+    assert [request.tokens.tolist() for request in found] == expected
+    assert all(sum(request.stats.drafted) > 0 for request in found)
+
+
+@torch.inference_mode()
+def test_under_rejection_sampling_q_is_what_a_shortlist_was_drawn_from(tmp_path: Path, short: None) -> None:
+    """It is 0 for all other tokens, and the texts have the target's distribution: of 600 texts the tokens of the first
+    step with drafts, by a chi-square test."""
+    model, prompt, trees = tiny("llama", torch.float32), PROMPTS[1][:6], list[DraftTree]()
+    own = load_head(eagle3(tmp_path, model, known=48))
+
+    class Watched(HeadSource):
+        def propose(self, rows: Any, limits: Any) -> list[DraftTree]:
+            found = super().propose(rows, limits)
+            for row, tree in zip(rows, found, strict=True):
+                if tree.q is not None:
+                    listed = row.states[self].shortlist.tokens
+                    rest = np.setdiff1d(np.arange(48), listed)
+                    assert len(rest) >= 28 and float(tree.q[:, rest].abs().max()) == 0.0
+                    assert tree.q.sum(-1).tolist() == pytest.approx([1.0] * len(tree))
+                    assert set(tree.tokens.tolist()) <= set(listed.tolist())
+            trees.extend(found)
+            return found
+
+    engine = Engine(model, lambda setup: Watched(own, setup.target, frequent=lambda: np.arange(8)), prune_drafts=False)
+    logits = [model(torch.tensor([[*prompt, token]])).logits[0, -2:].double() for token in range(48)]
+    first = logits[0][0].div(1.5).softmax(-1)
+    second = sum(p * own[1].div(1.5).softmax(-1) for p, own in zip(first, logits, strict=True)).numpy()  # type: ignore[attr-defined]
+    counts = np.zeros(48)
+    for seed in range(0, 600, 50):
+        requests = [
+            engine.requests(prompt, max_new_tokens=3, do_sample=True, temperature=1.5, top_k=0, top_p=1.0,
+                            seed=seed + row, verification="rejection", eos_token_id=None)[0]
+            for row in range(50)
+        ]  # fmt: skip
+        for _ in engine.run(requests):
+            pass
+        counts += np.bincount([int(request.generated[1]) for request in requests], minlength=48)
+    assert sum(len(tree) for tree in trees) > 500
+    seldom = second * 600 < 5  # the test is for cells of some five texts; others count as one
+    cells = [np.append(each[~seldom], each[seldom].sum()) for each in (counts, second)]
+    assert chi_square_p(*cells) > 0.001
 
 
 def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -34,11 +34,14 @@ class InTurn:
         rowwise: whether each looks at nothing but a row's scores, so that scores of many rows ``[n, V]`` may come at
             once. No value is read from their device.
         anywhere: whether they may be called on one device now, and on another one next.
+        nameless: whether the result for a score is the same whatever token it is of. Then they may be called with the
+            scores of some tokens, if all others are minus infinity.
     """
 
     parts: tuple[Processor, ...]
     rowwise: bool = False
     anywhere: bool = False
+    nameless: bool = False
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """See ``Processor``."""
@@ -166,6 +169,13 @@ class Sampler:
         """Whether a choice depends on logits and position alone, so that those of many rows can be made at once."""
         return self.constraint is None and (
             self.processor is None or (isinstance(self.processor, InTurn) and self.processor.rowwise)
+        )
+
+    @property
+    def nameless(self) -> bool:
+        """Whether scores may be worked out of some tokens' logits ``[n, D]``, if all others are minus infinity."""
+        return self.constraint is None and (
+            self.processor is None or (isinstance(self.processor, InTurn) and self.processor.nameless)
         )
 
     @property

@@ -123,7 +123,8 @@ def merge(
     """
     unsure = choose({row: tree for row, tree in enumerate(trees) if tree.expected < confident})
     if unsure:
-        found = propose(costly, [rows[row] for row in unsure], [limits[row] for row in unsure])
+        beside = [limits[row]._replace(beside=trees[row]) for row in unsure]
+        found = propose(costly, [rows[row] for row in unsure], beside)
         for row, tree in zip(unsure, found, strict=True):
             trees[row] = merged_estimates(tree, trees[row], limits[row].nodes)
     return trees

@@ -230,7 +230,7 @@ class AdaptivePlanner(Planner):
         if small and small[0].unit and target.unit:
             share = small[0].unit / target.unit
             draft = DraftPasses(draft.reads, draft.weight, CostTable(small[0]), share, draft.window, draft.alone)
-        self._choice = Choice(target, self._vocabulary, draft)
+        self._choice = Choice(target, self._vocabulary, draft, self.costly is not None)
         self._preparation = ChainPreparation(self._choice, self._longest, self.trees is not None)
 
     def open(self, row: Row) -> _RowPlan:
@@ -345,33 +345,33 @@ class AdaptivePlanner(Planner):
         if self.trees is None:
             return None
         asked = self._choice.ask(decision, self.trees.promise(rows))
-        if not asked:
+        if not asked and self.costly is None:
             return None
         began = self._clock()
-        limits = [Limit(*limit) for limit in self._choice.limits(decision)]
-
-        found = self._drafted([rows[row] for row in asked], limits, decision)
-        trees = [DraftTree.empty()] * len(rows)
-        for row, tree in zip(asked, found, strict=True):
-            trees[row] = tree
+        limits, trees = [Limit(*limit) for limit in self._choice.limits(decision)], [DraftTree.empty()] * len(rows)
+        if asked:
+            found = asking.propose(self.trees, [rows[row] for row in asked], [limits[row] for row in asked])
+            for row, tree in zip(asked, found, strict=True):
+                trees[row] = tree
+        if self.costly is not None:
+            trees = self._deepened(trees, rows, limits, decision)
+        if decision.rests:
+            return None
         kept = self._choice.prune(decision, trees)
-        decision.asking = self._clock() - began - decision.deepening
+        if asked:
+            decision.asking = self._clock() - began - decision.deepening
         return kept
 
-    def _drafted(self, rows: list[Row], limits: list[Limit], decision: Decision) -> list[DraftTree]:
-        """Trees of the cheap source, with those of the costly one where it is worth asking."""
-        assert self.trees is not None
-        trees = asking.propose(self.trees, rows, limits)
-        if self.costly is not None:
-            began = self._clock()
-            wide = [Limit(limit.nodes) for limit in limits]
-            asked = list(decision.asked)
-
-            def choose(unsure: dict[int, DraftTree]) -> list[int]:
-                chosen = self._choice.deepen(decision, {asked[place]: tree for place, tree in unsure.items()})
-                return [asked.index(row) for row in chosen]
-
-            trees = asking.merge(trees, self.costly, rows, wide, self.confident, choose)
+    def _deepened(
+        self, trees: list[DraftTree], rows: Sequence[Row], limits: Sequence[Limit], decision: Decision
+    ) -> list[DraftTree]:
+        """Trees with those of the costly source, for the rows where it is worth asking."""
+        assert self.costly is not None
+        began, wide = self._clock(), [Limit(limit.nodes) for limit in limits]
+        trees = asking.merge(
+            trees, self.costly, rows, wide, self.confident, lambda unsure: self._choice.deepen(decision, unsure)
+        )
+        if decision.deeper:
             decision.deepening = self._clock() - began
         return trees
 
@@ -410,12 +410,14 @@ class AdaptivePlanner(Planner):
         own = [by_row.get(id(row.states)) for row in plan.rows]
         if plan.decision.asked:
             plan.decision.asking += taught
+        elif plan.decision.deeper:
+            plan.decision.deepening += taught
         rates = [state.rate for state in plan.states]
         passed = seconds.scoring + seconds.verifying  # without drafts both are there, too
         tokens = self._choice.learn(plan.decision, own, rates, passed, taught)
         for state, got in zip(plan.states, tokens, strict=True):
             state.gain += GAIN_WEIGHT * (got - state.gain)
-        steps = self._choice.patience(plan.decision)
+        steps = 0 if self.costly is not None else self._choice.patience(plan.decision)
         if self.chains is not None:
             steps = min(steps, self._beyond - max(plan.decision.shape.cached))
         if steps > 0:

@@ -119,13 +119,17 @@ def _head_alone(setup: Setup, settings: LongContextConfig) -> Level:
     head = head_of(settings)
     if head is None:
         raise ValueError("this drafter needs a trained head, draft_model, and there is none")
-    return setup.over(setup.planner(_head_source(head, setup.target)))
+    return setup.over(setup.planner(_head_source(head, setup)))
 
 
-def _head_source(head: Head, target: Scorer) -> Source:
+def _head_source(head: Head, setup: Setup) -> Source:
     from forerun.decoding.sources.head_source import HeadSource
+    from forerun.models.heads.shortlist import frequent_tokens
 
-    return HeadSource(head, target)
+    target = setup.target
+    return HeadSource(
+        head, target, frequent=lambda: frequent_tokens(setup.runtime.static_lists(target), target.vocabulary)
+    )
 
 
 def small_model(settings: LongContextConfig) -> Scorer:
@@ -242,7 +246,7 @@ def _auto(setup: Setup) -> Level:
     """
     settings, trie = setup.settings, setup.trie()
     head, budget = head_of(settings), settings.cache_budget
-    costly = None if head is None else _head_source(head, setup.target)
+    costly = None if head is None else _head_source(head, setup)
     small = small_level(setup, settings.gamma1) if settings.draft_model is not None and head is None else None
     beyond = 0 if small else budget
     if small is None:

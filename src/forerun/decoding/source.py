@@ -17,10 +17,12 @@ class Limit(NamedTuple):
     Attributes:
         nodes: maximum number of nodes.
         least: least chance of being accepted at which a node can be worth its cost. A hint: other nodes are cut off.
+        beside: what another source has proposed for the row already.
     """
 
     nodes: int
     least: float = 0.0
+    beside: DraftTree = DraftTree.empty()
 
 
 class Wants(NamedTuple):

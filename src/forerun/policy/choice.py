@@ -21,13 +21,15 @@ from forerun.policy.calibration import MEMORY
 from forerun.policy.cost_curve import CostCurve, CostTable, FloatArray
 from forerun.policy.gains import (
     DEEPER_GAINS,
+    DEEPER_PRIOR_TREES,
+    DEEPER_SPREAD,
     EXPECTED_NODES,
     SUFFIX_GAINS,
     SUFFIXES,
     AcceptanceRate,
     Gains,
 )
-from forerun.policy.ledger import SHARE, START_SLACK, Ledger, TokenValues
+from forerun.policy.ledger import RESERVE, SHARE, Ledger, TokenValues
 from forerun.policy.pass_shape import PassShape
 from forerun.policy.time_model import (
     AS_THE_CURVE_SAYS,
@@ -55,8 +57,6 @@ DOUBT = 1.0
 """Standard errors by which trials are more hopeful than what is expected."""
 CHEAP = 0.25
 """Share of a plain pass that a chain may always cost, if it is expected to pay, however short earlier ones were."""
-RESERVE = START_SLACK / 2
-"""What trials leave that promise nothing, for actions that do. Texts change: what was never right may become so."""
 RECENT = 0.1
 """Weight of the last step in what steps gained and cost lately."""
 SLOPE_NODES = 8
@@ -117,10 +117,13 @@ class Decision:
         asked: the class of what was promised, by row for which trees are asked.
         deeper: by row, the class of what a costly source was asked to add, and the tree before.
         trees: proposed, by row.
+        worth_it: if a costly source was asked, what is worth scoring without it and with it, were the slack large.
         pruned: what is scored of them.
         chain: length of the chains that are scored in their place.
         passes: cost of one of their passes, as it was guessed.
         trial: whether what is drafted is not expected to pay.
+        deeper_trial: whether what a costly source adds is not.
+        added: worth of what a costly source added, in plain passes.
         planning: seconds of deciding and of asking sources.
         asking, deepening, drafting: the part of it that sources took.
     """
@@ -135,10 +138,13 @@ class Decision:
     asked: dict[int, int] = field(default_factory=dict)
     deeper: dict[int, tuple[int, DraftTree]] = field(default_factory=dict)
     trees: Sequence[DraftTree] = ()
+    worth_it: tuple[PrunedTrees, PrunedTrees] | None = None
     pruned: PrunedTrees | None = None
     chain: int = 0
     passes: float = 0.0
     trial: bool = False
+    deeper_trial: bool = False
+    added: float = 0.0
     planning: float = 0.0
     asking: float = 0.0
     deepening: float = 0.0
@@ -147,7 +153,7 @@ class Decision:
     @property
     def rests(self) -> bool:
         """Whether nothing is asked for and nothing drafted."""
-        return not self.asked and not self.chain
+        return not self.asked and not self.deeper and not self.chain
 
 
 class Choice:
@@ -157,14 +163,17 @@ class Choice:
         costs: of the level's passes.
         vocabulary: number of tokens that its model knows.
         draft: what passes that draft chains are assumed to cost.
+        costly: whether there is a costly source beside the trees.
     """
 
-    def __init__(self, costs: CostCurve, vocabulary: int, draft: DraftPasses | None = None) -> None:
-        self.ledger, self.draft = Ledger(), draft or DraftPasses()
+    def __init__(
+        self, costs: CostCurve, vocabulary: int, draft: DraftPasses | None = None, costly: bool = False
+    ) -> None:
+        self.ledger, self.draft, self._costly = Ledger(), draft or DraftPasses(), costly
         self.chains = AcceptanceRate()
         """That of all requests."""
         self._gains = Gains(SUFFIXES, SUFFIX_GAINS)
-        self._deeper_gains = Gains(EXPECTED_NODES, DEEPER_GAINS)
+        self._deeper_gains = Gains(EXPECTED_NODES, DEEPER_GAINS, DEEPER_PRIOR_TREES, DEEPER_SPREAD)
         self._pruner, self._values = TreePruner(vocabulary), TokenValues()
         self._stretch = self._tokens = self._spent = 1.0
         self.fit(costs)
@@ -250,7 +259,7 @@ class Choice:
     def ask(self, step: Decision, promises: Sequence[int | None]) -> list[int]:
         """Choose the rows to ask for trees, by the known suffix of each; where a source cannot tell, a short one is
         assumed."""
-        line, (fixed, slopes) = self.asking, self._node_costs(step)
+        line, (fixed, slopes), kept = self.asking, self._node_costs(step), self._kept_for_costly(step)
         step.kinds = kinds = self.kinds(promises)
         for doubt in (0.0, DOUBT):
             worth = [
@@ -260,7 +269,7 @@ class Choice:
             rows = [row for row, net in enumerate(worth) if net > 0 and step.shape.budgets[row] > 0]
             pays = bool(rows) and sum(worth[row] for row in rows) > line.start + fixed
             if pays:
-                lacks = self.ledger.lacks(line.at(len(rows)), doubt > 0)
+                lacks = self.ledger.lacks(line.at(len(rows)) + kept, doubt > 0)
                 if lacks <= 0:
                     break
                 step.lacks = min(step.lacks, lacks)
@@ -270,8 +279,8 @@ class Choice:
             ]
             if not rows:
                 return []
-            if not self._affords_hopeless(line.at(len(rows))):
-                step.lacks = min(step.lacks, self.ledger.lacks(line.at(len(rows)) + RESERVE, trial=True))
+            if not self._affords_hopeless(line.at(len(rows)) + kept):
+                step.lacks = min(step.lacks, self.ledger.lacks(line.at(len(rows)) + kept + RESERVE, trial=True))
                 return []
         step.asked, step.trial = {row: kinds[row] for row in rows}, not pays or doubt > 0
         return rows
@@ -287,17 +296,24 @@ class Choice:
             return 0
         return int(min(step.lacks / (SHARE * step.plain), REST_STEPS))
 
+    def _kept_for_costly(self, step: Decision) -> float:
+        """The part of the slack that cheap sources leave: a draft of the costly one, if that is expected to pay."""
+        cost = self._deepening.line.at(1)
+        pays = self._costly and self._deeper_gains.expected(0) * float(step.values.max()) > cost
+        return cost + RESERVE if pays and cost <= self.ledger.costly else 0.0
+
     def _affords_hopeless(self, cost: float) -> bool:
         """Whether to try something that promises nothing."""
         return self.ledger.affords(cost + RESERVE, trial=True)
 
     def limits(self, step: Decision) -> list[tuple[int, float]]:
-        """Most nodes of each asked row's tree, and the least chance of a node that can be worth its cost."""
+        """Most nodes of each row's tree, and the least chance of a node that can be worth its cost."""
         left = self._left(step)
         _, slopes = self._node_costs(step)
         nodes = max(1, int(left / max(min(slopes), 1e-9))) if left > 0 else 1
         return [
-            (min(step.shape.budgets[row], nodes), min(slopes[row] / float(step.values[row]), 1.0)) for row in step.asked
+            (min(budget, nodes), min(slope / value, 1.0))
+            for budget, slope, value in zip(step.shape.budgets, slopes, step.values.tolist(), strict=True)
         ]
 
     def _left(self, step: Decision) -> float:
@@ -313,7 +329,9 @@ class Choice:
     def deepen(self, step: Decision, trees: Mapping[int, DraftTree]) -> list[int]:
         """Choose the rows to which a costly source is to add, among these with their trees."""
         line, spent = self._deepening.line, self._spent_on(step)
-        kinds = {row: self._deeper_gains.kind(tree.expected) for row, tree in trees.items()}
+        kinds = {
+            row: self._deeper_gains.kind(tree.expected) for row, tree in trees.items() if step.shape.budgets[row] > 0
+        }
         for doubt in (0.0, DOUBT):
             worth = {
                 row: self._deeper_gains.expected(kind, 0.0, doubt) * float(step.values[row]) - line.each
@@ -321,24 +339,30 @@ class Choice:
             }
             rows = [row for row, net in worth.items() if net > 0]
             pays = bool(rows) and sum(worth[row] for row in rows) > line.start
-            if pays and self.ledger.affords(spent + line.at(len(rows)), doubt > 0):
+            if pays and self.ledger.affords_costly(spent, line.at(len(rows)), doubt > 0):
                 break
         else:
-            rows = list(trees)
-            if not rows or not self._affords_hopeless(spent + line.at(len(rows))):
+            rows = list(kinds)
+            if not rows or not self.ledger.affords_costly(spent, line.at(len(rows)), trial=True):
                 return []
         step.deeper = {row: (kinds[row], trees[row]) for row in rows}
+        step.deeper_trial = not pays or doubt > 0
+        step.trial |= not step.asked and step.deeper_trial
         return rows
 
     def prune(self, step: Decision, trees: Sequence[DraftTree]) -> list[DraftTree]:
-        """What is worth scoring of the rows' trees."""
+        """What is worth scoring of the rows' trees, and of those without a costly source."""
+        step.trees = trees
+        if step.deeper:
+            before = [step.deeper[row][1] if row in step.deeper else tree for row, tree in enumerate(trees)]
+            step.worth_it = self._pruned(step, before, math.inf), self._pruned(step, trees, math.inf)
+        step.pruned = self._pruned(step, trees, max(self._left(step), 0.0))
+        return step.pruned.trees
+
+    def _pruned(self, step: Decision, trees: Sequence[DraftTree], slack: float) -> PrunedTrees:
         correction = self.correction
         fixed = (correction.start - 1.0) * step.alone
-        step.trees = trees
-        step.pruned = self._pruner.prune(
-            step.shape, trees, step.values, self.table, fixed, correction.each, max(self._left(step), 0.0)
-        )
-        return step.pruned.trees
+        return self._pruner.prune(step.shape, trees, step.values, self.table, fixed, correction.each, slack)
 
     def chain_length(
         self, step: Decision, rates: Sequence[AcceptanceRate], most: int, stops_early: bool
@@ -419,7 +443,8 @@ class Choice:
         if step.rests:
             self.ledger.rest(cost, progress)
         else:
-            self.ledger.book(cost, progress, step.trial)
+            costly = max(step.deepening / self.unit - step.added, 0.0) if step.deeper and self.unit else 0.0
+            self.ledger.book(cost, progress, step.trial, costly, not step.deeper_trial)
         self._stretch += RECENT * ((1.0 + cost if step.rests else cost / step.alone) - self._stretch)
         self._tokens = MEMORY * self._tokens + (sum(tokens) + len(waiting)) / shape.waiting
         self._spent = MEMORY * self._spent + (1.0 if step.rests else cost / step.alone)
@@ -451,7 +476,7 @@ class Choice:
             if step.chain and (drafted := len(outcome.tree)):
                 rates[row].record(accepted, drafted)
                 self.chains.record(accepted, drafted)
-            if row not in step.asked:
+            if row not in step.asked and row not in step.deeper:
                 continue
             tree = step.trees[row]
             drawn = tree.q is not None
@@ -461,11 +486,23 @@ class Choice:
             self._pruner.note(row, outcome, drawn)
             if row in step.deeper:
                 kind, before = step.deeper[row]
-                shallow = before.matches(outcome.verdict.tokens)
-                self._deeper_gains.record(kind, max(right - shallow, 0))
-                right = shallow
-            self._gains.record(step.asked[row], right)
+                added = self._added_by_deeper(step, row, outcome)
+                self._deeper_gains.record(kind, added)
+                step.added += added * float(step.values[row])
+                right = before.matches(outcome.verdict.tokens)
+            if row in step.asked:
+                self._gains.record(step.asked[row], right)
         self._pruner.learn()
+
+    def _added_by_deeper(self, step: Decision, row: int, outcome: Outcome) -> float:
+        """Tokens that a costly source added to a row, less what its nodes cost: by what was worth scoring without it
+        and with it, whether that was scored or not. A chain with ``q`` is right as far as it was accepted."""
+        assert step.worth_it is not None
+        right = [each.trees[row].matches(outcome.verdict.tokens) for each in step.worth_it]
+        costs = [self._scored(step, each.added) if each.nodes else 0.0 for each in step.worth_it]
+        if step.trees[row].q is not None:
+            right[1] = len(outcome.verdict.path)
+        return right[1] - right[0] - (costs[1] - costs[0]) / len(step.deeper) / float(step.values[row])
 
     def _learn_times(self, step: Decision, outcomes: Sequence[Outcome | None], beside: float, scoring: float) -> float:
         """Learn what the parts of a step took. Returns its cost in plain passes; of a step without drafts, what it cost

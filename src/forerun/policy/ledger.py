@@ -37,6 +37,11 @@ START_SLACK = 1.0
 """What the first batch may lose at its start, in plain passes: one wrong draft of a typical size."""
 SHARE = 0.01
 """The share of the progress that drafting may lose in the long run."""
+RESERVE = START_SLACK / 2
+"""What costly sources leave, and trials that promise nothing, for actions that do. Texts change: what was never right
+may become so."""
+COSTLY_SHARE = 0.5
+"""The part of a small slack's income that is for costly sources: as much as for cheap ones."""
 SAVED = 16.0
 """The maximum of savings that count, in plain passes: for how long drafts are trusted after they stop paying."""
 CREDIT = 0.06
@@ -52,6 +57,9 @@ class Ledger:
         """What the next action may cost if all of it is wrong, in plain passes."""
         self.trials = START_SLACK
         """The same for an action that is not expected to pay: savings are not for trials."""
+        self.costly = 0.0
+        """What a costly source may lose while the slack is small, so that a cheap one is tried first, and neither takes
+        what the other needs to be tried."""
         self.lost = self.progress = 0.0
         """Losses and progress of all steps, in plain passes: the account that benchmarks print."""
 
@@ -68,29 +76,45 @@ class Ledger:
         """Whether an action may cost this if all of it is wrong."""
         return self.lacks(cost, trial) <= 0
 
+    def affords_costly(self, spent: float, cost: float, trial: bool = False) -> bool:
+        """Whether a costly source may cost this, in a step that cost ``spent`` so far. It leaves ``RESERVE``, by which
+        what it proposes can be scored."""
+        return (cost <= self.costly or self.slack > START_SLACK) and self.affords(spent + cost + RESERVE, trial)
+
     def rest(self, overhead: float, progress: float) -> None:
         """Book steps without drafts. What deciding took counts as lost, and takes nothing from the slack: else a
         ledger that says no would never say anything else."""
         self.lost += overhead
         self.progress += progress
         self.slack = min(self.slack + SHARE * progress, SAVED)
-        self.trials = min(self.trials + SHARE * progress, START_SLACK + SHARE * self.progress)
+        self._add_income(SHARE * progress)
 
-    def book(self, cost: float, progress: float, trial: bool = False) -> None:
+    def book(
+        self, cost: float, progress: float, trial: bool = False, costly: float = 0.0, hopeful: bool = True
+    ) -> None:
         """Book a step.
 
         Args:
             cost: of all of the step.
             progress: what it took off the cost to go.
             trial: whether it was not expected to pay.
+            costly: what a costly source lost in it.
+            hopeful: whether that source was expected to pay.
         """
         loss = cost - progress
         self.lost += loss
         self.progress += progress
         self.slack = min(self.slack + SHARE * progress - loss, SAVED)
+        self.costly -= costly
         if trial:
             self.trials -= max(loss, 0.0)
-        self.trials = min(self.trials + SHARE * progress, START_SLACK + SHARE * self.progress)
+        elif not hopeful:
+            self.trials -= costly
+        self._add_income(SHARE * min(cost, progress))  # a share of the time: what is fast already has less to lose
+
+    def _add_income(self, income: float) -> None:
+        self.trials = min(self.trials + income, START_SLACK + SHARE * self.progress)
+        self.costly = min(self.costly + COSTLY_SHARE * income, START_SLACK)
 
 
 class TokenValues:

@@ -6,11 +6,15 @@ head's probabilities down to it. The likeliest nodes of all are the tree.
 With coupled sampling the noise of the tokens to come is known. So a token ranks by log p + noise, as the target takes
 it; and its estimate is its share among the exponentials of these. Under rejection sampling the head draws a chain
 independently, and hands out ``q``.
+
+A head may draft over shortlists (``models/heads/shortlist.py``). Then its probabilities are shares among the tokens of
+a text's shortlist, and ``q`` is 0 for all others. A text's own tokens are those of its prompt, those that were
+committed, and those that another drafter proposes beside the head: the trie's, recycled ones among them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +31,7 @@ from forerun.decoding.row import Row
 from forerun.decoding.source import Limit, Source, Wants
 from forerun.models.forward.scorer import Scorer
 from forerun.models.heads.head import Head, HeadText
+from forerun.models.heads.shortlist import Shortlist
 
 WIDTH = 8
 """Nodes of a level that the head is asked about; EAGLE-2's default is 10, over 6 levels."""
@@ -48,17 +53,26 @@ class HeadSource(Source):
         head: the head.
         target: the model that it was trained for.
         width: nodes of a level that the head is asked about, and tokens that it offers behind each.
+        frequent: gives the tokens that all shortlists have in common; None to draft over all tokens of the head.
 
     Raises:
         ValueError: for a width under 1, or a head that does not fit the target.
     """
 
-    def __init__(self, head: Head, target: Scorer, width: int = WIDTH) -> None:
+    def __init__(
+        self, head: Head, target: Scorer, width: int = WIDTH, frequent: Callable[[], IntArray] | None = None
+    ) -> None:
         if width < 1:
             raise ValueError(f"width is {width}; it must be at least 1")
         head.bind(target)
         self.head, self.width, self._vocabulary = head, width, target.vocabulary
+        self._device, self._frequent = target.device, frequent
         self.wants = Wants(states=head.layers)
+
+    def warm_up(self) -> None:
+        """Copy the weights of the tokens that all shortlists have in common."""
+        if self._frequent is not None and self.head.output is not None:
+            self.head.output.shorten(self._frequent())
 
     def needs(self, tokens: int) -> int:
         return self.head.needs(tokens)
@@ -74,6 +88,8 @@ class HeadSource(Source):
 
     def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
         """Grow a tree for each row whose last tokens the target has read."""
+        for row, limit in zip(rows, limits, strict=True):
+            self._update_shortlist(row.states[self], row.request, limit.beside)
         trees = [
             _GrowingTree(row.states[self], row.request, min(self.head.levels, row.request.max_draft_depth), limit.nodes)
             for row, limit in zip(rows, limits, strict=True)
@@ -82,6 +98,17 @@ class HeadSource(Source):
         if growing:
             self._grow(growing)
         return [tree.tree().by(Origin.HEAD) for tree in trees]
+
+    def _update_shortlist(self, text: HeadText, request: Request, beside: DraftTree) -> None:
+        """Add a text's new tokens to its shortlist, and what is proposed beside the head."""
+        matrix = self.head.output
+        if matrix is None or matrix.frequent is None:
+            return
+        if text.shortlist is None:
+            text.shortlist = Shortlist(matrix)
+        text.shortlist.add(request.tokens[text.listed :])
+        text.shortlist.add(beside.tokens)
+        text.listed = len(request)
 
     def _grow(self, trees: Sequence[_GrowingTree]) -> None:
         growths, logits = self.head.start([tree.text for tree in trees])
@@ -93,7 +120,7 @@ class HeadSource(Source):
         active = list(zip(trees, growths, rows, strict=True))
         while active:
             for tree, _, own in active:
-                tree.offer(own, self.head.tokens, self._vocabulary, self.width)
+                tree.offer(own, self._tokens_of(tree.text), self._vocabulary, self.width)
             levels = [(tree, growth, tree.next_level(self.width)) for tree, growth, _ in active]
             levels = [level for level in levels if len(level[2])]
             if not levels:
@@ -103,6 +130,12 @@ class HeadSource(Source):
             logits = self.head.extend([growth for _, growth, _ in levels], parents, tokens)
             parts = torch.split(logits, [len(nodes) for _, _, nodes in levels])
             active = [(tree, growth, part) for (tree, growth, _), part in zip(levels, parts, strict=True)]
+
+    def _tokens_of(self, text: HeadText) -> torch.Tensor | None:
+        """The target's id of each column of a text's logits; None if they are the same."""
+        if text.shortlist is None:
+            return self.head.tokens
+        return torch.from_numpy(text.shortlist.tokens).to(self._device)
 
 
 class _Offer(NamedTuple):
@@ -143,7 +176,15 @@ class _GrowingTree:
         return self.base + self._asked[node]
 
     def offer(self, logits: torch.Tensor, known: torch.Tensor | None, vocabulary: int, width: int) -> None:
-        """Add the likeliest tokens behind the nodes of the last level, by the head's logits ``[n, D]`` there."""
+        """Add the likeliest tokens behind the nodes of the last level.
+
+        Args:
+            logits: the head's there, ``[n, D]``, of the tokens ``known``, or of all.
+            known: ids, ``[D]``; further columns of logits mean nothing.
+            vocabulary: number of the target's tokens.
+            width: number of tokens behind each node.
+        """
+        logits = logits if known is None else logits[:, : len(known)]
         offer = self._choose(logits.float(), known, vocabulary, width)
         first, self._reached = len(self.tokens), self._reached + 1
         for node, tokens, chances in zip(self._level, offer.tokens.tolist(), offer.chances.tolist(), strict=True):
@@ -185,11 +226,15 @@ class _GrowingTree:
             top = logits.softmax(-1).topk(min(width, logits.shape[-1]))
             chosen = top.indices if known is None else known[top.indices]
             return _Offer(chosen.cpu().numpy(), top.values.double().cpu().numpy())
-        scores = self._scores(logits, known, vocabulary)
+        if known is not None and sampler.nameless and sampler.method != "rejection":
+            scores = sampler.scores_of_rows(logits)
+        else:
+            scores, known = self._scores(logits, known, vocabulary), None
         if sampler.method == "rejection":
             return self._draw(scores)
-        top = scores.topk(min(CANDIDATES, vocabulary))
-        tokens, values = top.indices.cpu().numpy(), top.values.double().cpu().numpy()
+        top = scores.topk(min(CANDIDATES, scores.shape[-1]))
+        chosen = top.indices if known is None else known[top.indices]
+        tokens, values = chosen.cpu().numpy(), top.values.double().cpu().numpy()
         if sampler.method == "coupled":
             values = values + self._noise(tokens)
         with np.errstate(invalid="ignore"):  # a processor may leave none of the tokens that the head knows

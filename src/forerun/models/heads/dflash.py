@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 from transformers import Qwen3Config
 from transformers.activations import ACT2FN
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
@@ -37,10 +37,11 @@ from forerun.models.heads.head import (
     config_of,
     count_in,
     input_embeddings,
-    output_logits,
     rms_norm,
     rotated,
 )
+from forerun.models.heads.matrices import linear, placed, weight_beside
+from forerun.models.heads.shortlist import OutputMatrix, drafting
 from forerun.models.heads.vocabulary import known_tokens, own_matrix
 
 MASKED_BLOCK_TOKENS = 16
@@ -67,6 +68,10 @@ class DFlashHead(BlockHead):
     architectures = frozenset({"DFlashDraftModel", "DFlashSpeculator"})
     read_entries = DFLASH_ENTRIES
     single_valued: Mapping[str, Any] = {"attention_mode": "gqa", "projector_type": "dflash"}
+    looked_up: frozenset[str] = frozenset()
+    """Matrices whose rows are looked up, and nothing is multiplied with."""
+    takes_shortlists = True
+    """Whether its logits may be those of a shortlist."""
     from_anchor = False
     """Whether the block's first row says the next token, where a configuration does not say."""
     non_causal_windows = False
@@ -143,19 +148,17 @@ class DFlashHead(BlockHead):
         """Read all weights, in the target's type."""
         size, model = self._size, target.model
         self._weights = {
-            name: file.take(name, *shape).to(target.device, model.dtype).contiguous()
+            name: (placed if name in self.looked_up else weight_beside)(target, file.take(name, *shape))
             for name, shape in self._shapes().items()
         }
-        theirs = target.vocabulary, size
-        for name, shape, module in (
-            ("embed_tokens.weight", theirs, model.get_input_embeddings()),
-            ("lm_head.weight", (self._known, size), model.get_output_embeddings()),
-        ):
-            own = own_matrix(file, name, shape, theirs, module)
-            if own is not None:
-                self._weights[name] = own.to(target.device, model.dtype).contiguous()
+        theirs, ins, outs = (target.vocabulary, size), model.get_input_embeddings(), model.get_output_embeddings()
+        if (own := own_matrix(file, "embed_tokens.weight", theirs, theirs, ins)) is not None:
+            self._weights["embed_tokens.weight"] = placed(target, own)
+        own = own_matrix(file, "lm_head.weight", (self._known, size), theirs, outs)
+        self.matrix = OutputMatrix.of_target(target) if own is None else OutputMatrix.of(weight_beside(target, own))
         tokens = known_tokens(file, self._known, target.vocabulary, self.folder)
         self.tokens = tokens if tokens is None else tokens.to(target.device)
+        self.output = self.matrix if self.tokens is None and self.takes_shortlists else None
         fields = {name: value for name, value in self._layer.items() if name in ROTARY_FIELDS}
         self._rotary = Qwen3RotaryEmbedding(Qwen3Config(**fields, head_dim=self._dim)).to(target.device)
 
@@ -192,7 +195,9 @@ class DFlashHead(BlockHead):
     def _read(self, text: HeadText, states: torch.Tensor, first: int) -> None:
         """Keep each layer's keys and values of the target's states ``[n, layers * hidden]``."""
         w, places = self._weights, torch.arange(first, first + len(states), device=states.device)
-        features = rms_norm(linear(states.to(w["fc.weight"].dtype), w["fc.weight"]), w["hidden_norm.weight"], self._eps)
+        features = rms_norm(
+            linear(states.to(w["norm.weight"].dtype), w["fc.weight"]), w["hidden_norm.weight"], self._eps
+        )
         angles = self._rotary(features, places[None])
         for layer in range(self._count):
             text.store(layer, *self._keys(layer, features, angles), text.lengths[layer])
@@ -210,7 +215,7 @@ class DFlashHead(BlockHead):
 
     def start(self, texts: Sequence[HeadText]) -> tuple[list[Growth], torch.Tensor]:
         hidden = self._fill(texts)
-        with Ordered():
+        with Ordered(), drafting([text.shortlist for text in texts], [self.levels] * len(texts)):
             logits = self._logits(hidden.flatten(0, 1)).view(len(texts), self.levels, -1)
         return [Growth(text, own) for text, own in zip(texts, logits, strict=True)], logits[:, 0]
 
@@ -231,7 +236,7 @@ class DFlashHead(BlockHead):
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         own = self._weights.get("embed_tokens.weight")
         embedded = input_embeddings(self._target, ids) if own is None else embedding(ids, own)
-        return embedded.to(self._weights["fc.weight"].dtype) * float(self._value("input_embedding_scale", 1.0))
+        return embedded.to(self._weights["norm.weight"].dtype) * float(self._value("input_embedding_scale", 1.0))
 
     def _decoder_layer(self, layer: int, x: torch.Tensor, texts: Sequence[HeadText], angles: Any) -> torch.Tensor:
         w, eps, at = self._weights, self._eps, f"layers.{layer}."
@@ -245,9 +250,7 @@ class DFlashHead(BlockHead):
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[n, D]`` after the final norm."""
-        own = self._weights.get("lm_head.weight")
-        logits = output_logits(self._target, hidden) if own is None else linear(hidden, own)
-        logits = logits * float(self._value("output_multiplier", 1.0))
+        logits = self.matrix(hidden) * float(self._value("output_multiplier", 1.0))
         cap = self._value("final_logit_softcapping")
         return torch.tanh(logits / cap) * cap if cap else logits
 

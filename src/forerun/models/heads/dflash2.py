@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
 
 from forerun.kernels.linear.ordered_modules import Ordered
 from forerun.models.forward.scorer import Scorer
 from forerun.models.heads.dflash import DFLASH_ENTRIES, DFlashHead
 from forerun.models.heads.head import Growth, HeadFile, HeadText, count_in, rms_norm
+from forerun.models.heads.matrices import linear, placed
 
 SELECTOR_NUMBERS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 CODEBOOKS = ("predecessor_codebook", "successor_codebook")
@@ -51,6 +52,7 @@ class DFlash2Head(DFlashHead):
         "projector_type": "dflash2",
         "sample_from_anchor": False,
     }
+    takes_shortlists = False
     non_causal_windows = True
 
     def __init__(self, folder: str | Path) -> None:
@@ -79,7 +81,7 @@ class DFlash2Head(DFlashHead):
             full, shape = f"candidate_selector.{name}", (target.vocabulary, self._rank)
             found = file.find(f"{full}.weight", *shape)
             found = file.take(full, *shape) if found is None else found
-            self._weights[name] = found.to(target.device, target.model.dtype).contiguous()
+            self._weights[name] = placed(target, found)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         size, taps = self._size, self._taps

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 
 from forerun.kernels.linear.ordered_modules import Ordered
 from forerun.models.forward.scorer import Scorer
 from forerun.models.heads.dflash import DFLASH_ENTRIES, DFlashHead
 from forerun.models.heads.head import Growth, HeadFile, HeadText, count_in
+from forerun.models.heads.matrices import linear
 
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
 CONFIDENCE_ENTRIES = ("enable_confidence_head", "confidence_head_with_markov")
@@ -48,6 +48,8 @@ class DSparkHead(DFlashHead):
     architectures = frozenset({"Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator"})
     read_entries = DFLASH_ENTRIES | {"markov_head_type", "markov_rank", *CONFIDENCE_ENTRIES}
     single_valued: Mapping[str, Any] = {**DFlashHead.single_valued, "projector_type": "dspark"}
+    looked_up = frozenset({"markov_head.markov_w1.weight"})
+    takes_shortlists = False
     from_anchor = True
 
     def __init__(self, folder: str | Path) -> None:

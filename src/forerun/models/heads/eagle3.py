@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -37,10 +36,11 @@ from forerun.models.heads.head import (
     config_of,
     count_in,
     input_embeddings,
-    output_logits,
     rms_norm,
     rotated,
 )
+from forerun.models.heads.matrices import linear, placed, weight_beside
+from forerun.models.heads.shortlist import OutputMatrix
 from forerun.models.heads.vocabulary import known_tokens, own_matrix
 
 EAGLE_ENTRIES = frozenset(
@@ -54,6 +54,8 @@ EAGLE_SINGLE_VALUED: Mapping[str, Any] = {
     "use_mtp_layernorm": False,
 }  # fmt: skip
 """Entries of ``eagle_config``, or beside it, that are read with one value only."""
+NO_PRODUCTS = frozenset({"embed", "fc_norm"})
+"""Weights of two dimensions that nothing is multiplied with as a matrix."""
 
 
 class Eagle3Layers(Head):
@@ -133,12 +135,19 @@ class Eagle3Layers(Head):
         w["embed"] = own_matrix(file, "embed_tokens.weight", (self._vocabulary, size), theirs, ins)
         tied = self.config.get("tie_word_embeddings") and file.find("lm_head.weight", self._known, size) is None
         w["head"] = w["embed"] if tied else own_matrix(file, "lm_head.weight", (self._known, size), theirs, outs)
+        own = None if (head := w.pop("head")) is None else weight_beside(target, head)
         self._weights, *self._layer_weights = (
-            {name: each.to(target.device, model.dtype).contiguous() for name, each in part.items() if each is not None}
+            {
+                name: (placed if name in NO_PRODUCTS else weight_beside)(target, each)
+                for name, each in part.items()
+                if each is not None
+            }
             for part in (w, *(self._take_layer(file, layer) for layer in range(self.count)))
         )
         tokens = known_tokens(file, self._known, self._vocabulary, self.folder)
         self.tokens = tokens if tokens is None else tokens.to(target.device)
+        self.matrix = OutputMatrix.of_target(target) if own is None else OutputMatrix.of(own)
+        self.output = self.matrix if self.tokens is None else None
         fields = {name: value for name, value in self._layer.items() if name in ROTARY_FIELDS}
         self._rotary = LlamaRotaryEmbedding(LlamaConfig(**fields, head_dim=self._dim)).to(target.device)
 
@@ -160,7 +169,7 @@ class Eagle3Layers(Head):
     def features(self, states: torch.Tensor) -> torch.Tensor:
         """The target's states ``[n, layers * hidden]`` as the first layer reads them, ``[n, hidden]``."""
         w = self._weights
-        states = states.to(w["fc"].dtype)
+        states = states.to(w["norm"].dtype)
         if "input_norm" in w:
             states = rms_norm(states, w["input_norm"], self._eps)
         if "fc_norm" in w:
@@ -205,10 +214,6 @@ class Eagle3Layers(Head):
         """What the output matrix reads, of what left the last layer."""
         return rms_norm(hidden, self._weights["norm"], self._eps)
 
-    def output(self, normed: torch.Tensor) -> torch.Tensor:
-        """Logits ``[n, D]`` after the final norm."""
-        return linear(normed, self._weights["head"]) if "head" in self._weights else output_logits(self._target, normed)
-
 
 class Eagle3Head(Eagle3Layers, RecurrentHead):
     """A head in a folder, of one layer."""
@@ -228,7 +233,7 @@ class Eagle3Head(Eagle3Layers, RecurrentHead):
         return self.final_norm(out) if self._feed_normed else out
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.output(hidden if self._feed_normed else self.final_norm(hidden))
+        return self.matrix(hidden if self._feed_normed else self.final_norm(hidden))
 
 
 def _aux_layers(config: Mapping[str, Any], count: int) -> tuple[Any, ...]:

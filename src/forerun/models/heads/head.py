@@ -23,6 +23,7 @@ from forerun.kernels.attention.attention import AttentionSpec, Rows, attend, att
 from forerun.kernels.linear.ordered_modules import Ordered
 from forerun.kv.cache import Cache, append
 from forerun.models.forward.scorer import Scorer, attending, is_sharded
+from forerun.models.heads.shortlist import OutputMatrix, Shortlist, drafting
 
 READ_ENTRIES = 64
 """Entries of a text that are read at once; fewer wait until a draft is wanted, which may be never."""
@@ -60,6 +61,10 @@ class HeadText:
 
     last = -1
     """The token at ``next``, the first one whose states the head has not seen."""
+    shortlist: Shortlist | None = None
+    """The tokens that it is drafted over; None for all that the head knows."""
+    listed = 0
+    """Number of its first tokens that the shortlist has been told."""
 
     @property
     def unread(self) -> int:
@@ -126,12 +131,14 @@ class Head(ABC):
     Attributes:
         layers: the target's layers whose hidden states it reads; see ``Scorer.score_with_states``.
         tokens: the target's id of each token that it knows, int64 ``[D]``; None if they are the same.
+        output: makes its logits, if it knows all of the target's tokens by one matrix. Then texts may have shortlists.
         levels: of a tree that it is worth asking for.
         token_bytes: bytes of a token's keys and values in all of its layers, once it is bound.
     """
 
     layers: tuple[int, ...] = ()
     tokens: torch.Tensor | None = None
+    output: OutputMatrix | None = None
     levels = 6
     token_bytes: int
 
@@ -154,7 +161,8 @@ class Head(ABC):
 
     def needs(self, tokens: int) -> int:
         """Maximum bytes that a text of this many tokens takes."""
-        return self.token_bytes * _grown(tokens)
+        shortlist = 0 if self.output is None else self.output.needs()
+        return self.token_bytes * _grown(tokens) + shortlist
 
     def record(self, text: HeadText, tokens: IntArray, start: int, states: torch.Tensor) -> None:
         """Take over hidden states ``[n, layers * hidden]`` of a text's tokens from ``start`` on.
@@ -176,7 +184,10 @@ class Head(ABC):
 
     @abstractmethod
     def start(self, texts: Sequence[HeadText]) -> tuple[list[Growth], torch.Tensor]:
-        """A tree behind each of these texts, of which states are known; and logits of their next tokens, ``[n, D]``."""
+        """A tree behind each of these texts, of which states are known; and logits of their next tokens, ``[n, D]``.
+
+        Where texts have shortlists, D is that of the longest; what follows a shorter one's in its rows means nothing.
+        """
 
     @abstractmethod
     def extend(
@@ -278,7 +289,7 @@ class RecurrentHead(Head):
         self.read(texts)
         growths = [Growth(text, text.hidden) for text in texts if text.hidden is not None]
         with Ordered():
-            return growths, self.logits(torch.cat([growth.hidden for growth in growths]))
+            return growths, self._logits(growths, [growth.hidden for growth in growths])
 
     def extend(
         self, growths: Sequence[Growth], parents: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
@@ -301,7 +312,12 @@ class RecurrentHead(Head):
                 for number, part in zip(chosen, torch.split(out, counts), strict=True):
                     given[number] = part
                     growths[number].hidden = torch.cat([growths[number].hidden, part])
-            return self.logits(torch.cat(given))
+            return self._logits(growths, given)
+
+    def _logits(self, growths: Sequence[Growth], hidden: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Logits of what left a layer, over the texts' shortlists if they have some."""
+        with drafting([growth.text.shortlist for growth in growths], list(map(len, hidden))):
+            return self.logits(torch.cat(list(hidden)))
 
 
 class Reading:
@@ -431,13 +447,6 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     """Rotary positions on ``[1, H, n, d]``, by angles ``[1, n, d]``."""
     first, second = x.chunk(2, -1)
     return x * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
-
-
-def output_logits(target: Scorer, hidden: torch.Tensor) -> torch.Tensor:
-    """What the target's own head makes of hidden states."""
-    head: Any = target.model.get_output_embeddings()
-    logits: torch.Tensor = head(hidden)
-    return logits
 
 
 def input_embeddings(target: Scorer, tokens: torch.Tensor) -> torch.Tensor:

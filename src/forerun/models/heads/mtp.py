@@ -16,6 +16,7 @@ from forerun.models.forward.architecture import text_config
 from forerun.models.forward.scorer import ATTENTION_NAME, Scorer, experts, use_implementations
 from forerun.models.heads.head import RecurrentHead
 from forerun.models.heads.qwen_mtp import STATED, load_qwen_mtp
+from forerun.models.heads.shortlist import OutputMatrix
 from forerun.models.loading.load import quiet
 
 TRANSFORMERS_NAME = "num_mtp_layers"
@@ -40,6 +41,7 @@ class MtpHead(RecurrentHead):
         for name, part in self._model.named_children():
             if name not in THE_TARGETS:  # a cast would round the angles that the target itself reads
                 part.to(model.dtype)
+        self._matrix = self.output = OutputMatrix.of_target(target, getattr(config, "unpadded_vocab_size", None))
         self.depth_layers, self.layers = len(self._model.layers), (int(config.num_hidden_layers),)
         self.token_bytes = self.depth_layers * max(layer.nbytes for layer in target.kv.layers.values())
 
@@ -70,8 +72,8 @@ class MtpHead(RecurrentHead):
         return model.rotary_emb(x, position_ids=positions, **kind)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self._model._project_to_logits(hidden)
-        return logits
+        multiplier = getattr(self._model.config, "logits_mup_width_multiplier", None)
+        return self._matrix(hidden if multiplier is None else hidden / multiplier)
 
 
 def stated_layers(model: PreTrainedModel) -> int:

@@ -21,6 +21,7 @@ from forerun.models.forward.scorer import Scorer, attending
 from forerun.models.heads.block_head import BlockHead
 from forerun.models.heads.eagle3 import EAGLE_ENTRIES, EAGLE_SINGLE_VALUED, Eagle3Layers
 from forerun.models.heads.head import Growth, HeadFile, HeadText, Reading
+from forerun.models.heads.shortlist import drafting
 
 PARALLEL_DEPTHS = 8
 """Tokens of a pass, where a configuration does not say: those that the paper trains."""
@@ -62,8 +63,8 @@ class PEagleHead(BlockHead, Eagle3Layers):
 
     def start(self, texts: Sequence[HeadText]) -> tuple[list[Growth], torch.Tensor]:
         left = self._pass(texts, self.levels - 1)
-        with Ordered():
-            logits = self.output(self.final_norm(torch.cat(left))).view(len(texts), self.levels, -1)
+        with Ordered(), drafting([text.shortlist for text in texts], [self.levels] * len(texts)):
+            logits = self.matrix(self.final_norm(torch.cat(left))).view(len(texts), self.levels, -1)
         return [Growth(text, own) for text, own in zip(texts, logits, strict=True)], logits[:, 0]
 
     def _pass(self, texts: Sequence[HeadText], masks: int) -> list[torch.Tensor]:

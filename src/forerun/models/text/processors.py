@@ -62,7 +62,9 @@ ROWWISE = frozenset(
     f"{name}LogitsWarper" for name in ("Epsilon", "MinP", "Temperature", "TopK", "TopP", "Typical")
 ) | {"InfNanRemoveLogitsProcessor", "LogitNormalization", "SuppressTokensLogitsProcessor"}  # fmt: skip
 """Those that ignore ids, take scores of many rows, and read no value back from their device."""
-ANYWHERE = ROWWISE - {"SuppressTokensLogitsProcessor"} | {
+NAMELESS = ROWWISE - {"SuppressTokensLogitsProcessor"}
+"""Those of them that treat all tokens alike."""
+ANYWHERE = NAMELESS | {
     "NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "TopHLogitsWarper"
 }  # fmt: skip
 """Those that hold nothing on the model's device; biases and the ids that end a text do, some since their first call."""
@@ -125,8 +127,8 @@ def _in_turn(processors: Sequence[Any]) -> Processor | None:
         return LogitsProcessorList(processors)  # type: ignore[no-any-return]
     if not processors:
         return None
-    rowwise, anywhere = (all(_among(names, each) for each in processors) for names in (ROWWISE, ANYWHERE))
-    return InTurn(tuple(processors), rowwise, anywhere)
+    kinds = (all(_among(names, each) for each in processors) for names in (ROWWISE, ANYWHERE, NAMELESS))
+    return InTurn(tuple(processors), *kinds)
 
 
 def _among(names: frozenset[str], processor: Any) -> bool:

@@ -1,0 +1,277 @@
+"""``python -m benchmarks heads``: what a trained head costs, in plain passes of its target.
+
+Weights are random, of the shapes of published models: an EAGLE-3 head of the target's width that uses the target's
+output matrix, as the layers do that come in checkpoints (MTP). The target has attention in all layers, and few of them:
+passes of one and of ``SLOPE_LAYERS`` layers say what each further layer costs. All takes turns, and medians count.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Literal, cast
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from benchmarks.capacity.shapes import ModelShape
+from benchmarks.reporting.common_options import names
+from benchmarks.reporting.study_report import Report, deliver, listing
+from forerun.bench.machine import Row, plain_values
+from forerun.cli.options import Out, OutputOptions, Rounds, option
+from forerun.cli.terminal import progress_bar, stderr
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
+from forerun.decoding.sources.head_source import WIDTH
+from forerun.kv.full_cache import FullCache
+from forerun.models.forward import gate
+from forerun.models.forward.scorer import Scorer
+from forerun.models.forward.static_lists import LISTED_TOKENS
+from forerun.models.heads.head import Growth, Head, HeadText
+from forerun.models.heads.loading import load_head
+from forerun.models.heads.shortlist import OWN_TOKENS, Shortlist
+from forerun.models.loading.stored_weights import StoredEmbedding, StoredLinear
+
+MODELS = {
+    "qwen3.5-0.8b": ModelShape(24, 1024, 3584, 8, 2, 248320, 256, True),
+    "qwen3.5-4b": ModelShape(32, 2560, 9216, 16, 4, 248320, 256, True),
+    "qwen3.5-9b": ModelShape(32, 4096, 12288, 16, 4, 248320, 256),
+    "gemma-4-e2b": ModelShape(35, 1536, 6144, 8, 1, 262144, 256, True),
+}
+"""Shapes by name. Qwen's are read as if all layers had attention, Gemma's without inputs of its own for each layer and
+with one width of all networks. Output matrices share memory with the embeddings here: that changes no time."""
+SLOPE_LAYERS = 3
+CONTEXT = 64
+"""Tokens before a pass; 512 rather cost more of a target with attention in all layers than of its head."""
+NAMED_TOKENS = 2048
+"""Tokens that static lists name beyond the first ones, as with SmolLM2."""
+Kind = Literal["bfloat16", "q8_0"]
+KINDS: tuple[Kind, ...] = ("bfloat16", "q8_0")
+COLUMNS = {
+    "model": "shape", "kind": "weights", "matrix": "logits over", "plain_ms": "plain pass, ms", "read": "read a token",
+    "level": f"level of {WIDTH} nodes", "tree": "tree of 6 levels",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HeadsOptions(OutputOptions):
+    """What a trained head costs on this machine, in plain passes of its target, with all logits and over a shortlist.
+
+    Weights are random, of published shapes. Writes JSON and Markdown.
+    """
+
+    models: Annotated[str, option(panel="Model", help=f"Of {', '.join(MODELS)}. Commas between.", metavar="LIST")] = (
+        ",".join(MODELS)
+    )
+    kinds: Annotated[str, option(panel="Model", help=f"Of {', '.join(KINDS)}. Commas between.", metavar="LIST")] = (
+        "bfloat16"
+    )
+    rounds: Rounds = 7
+    out: Out = Path("runs/heads")
+
+    def __post_init__(self) -> None:
+        names("--models", self.models, tuple(MODELS))
+        names("--kinds", self.kinds, KINDS)
+
+
+def random_target(shape: ModelShape, kind: Kind, layers: int) -> PreTrainedModel:
+    """A Llama of a shape with fewer layers, and random weights."""
+    config = LlamaConfig(
+        hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim, vocab_size=shape.vocabulary,
+        num_hidden_layers=layers, tie_word_embeddings=True, max_position_embeddings=4096,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.float32 if kind == "q8_0" else torch.bfloat16)
+    model.to_empty(device="cpu").eval()
+    model.model.rotary_emb.__init__(config)
+    for weight in model.parameters():
+        weight.requires_grad_(False)
+        weight.fill_(1.0) if weight.dim() == 1 else weight.normal_(std=0.02)
+    if kind == "q8_0":
+        _store(model)
+    return cast("PreTrainedModel", model)
+
+
+def _store(model: PreTrainedModel) -> None:
+    """Put stored weights in the place of all matrices."""
+    embedding: Any = model.get_input_embeddings()
+    rows = _random_blocks(*embedding.weight.shape)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear):
+            own = rows if name == "lm_head" else _random_blocks(module.out_features, module.in_features)
+            model.set_submodule(name, StoredLinear(own, "Q8_0", module.in_features, quantised=True))
+    model.set_input_embeddings(StoredEmbedding(rows, "Q8_0", embedding.embedding_dim))
+
+
+def _random_blocks(rows: int, columns: int) -> nn.Parameter:
+    """Blocks of 32 random bytes with a scale that makes their deviation 0.02."""
+    blocks = torch.randint(0, 256, (rows, columns // 32, 34), dtype=torch.uint8)
+    scale = np.frombuffer(np.float16(0.02 / 74).tobytes(), np.uint8).copy()
+    blocks[..., :2] = torch.from_numpy(scale)
+    return nn.Parameter(blocks.view(rows, -1), requires_grad=False)
+
+
+def random_head(shape: ModelShape, layers: int, folder: Path) -> Head:
+    """An EAGLE-3 head of a target's width, without matrices of the vocabulary."""
+    size, kv = shape.hidden, shape.kv_heads * shape.head_dim
+    wide = shape.heads * shape.head_dim
+    parts = {"q": (wide, 2 * size), "k": (kv, 2 * size), "v": (kv, 2 * size), "o": (size, wide)}
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (size, 3 * size), "norm.weight": (size,)}
+    shapes |= {f"midlayer.self_attn.{part}_proj.weight": each for part, each in parts.items()}
+    shapes |= {f"midlayer.mlp.{part}_proj.weight": (shape.intermediate, size) for part in ("gate", "up")}
+    shapes["midlayer.mlp.down_proj.weight"] = size, shape.intermediate
+    for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
+        shapes[f"midlayer.{name}.weight"] = (size,)
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": size, "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "intermediate_size": shape.intermediate,
+        "vocab_size": shape.vocabulary, "draft_vocab_size": shape.vocabulary, "max_position_embeddings": 4096,
+        "rope_theta": 1e4, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, layers, layers]},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: torch.empty(each, dtype=torch.bfloat16) for name, each in shapes.items()}
+    for tensor in tensors.values():
+        tensor.fill_(1.0) if tensor.dim() == 1 else tensor.normal_(std=0.02)
+    save_file(tensors, folder / "model.safetensors")
+    return load_head(folder)
+
+
+@dataclass
+class Work:
+    """Something to measure, and the seconds of its runs."""
+
+    name: str
+    run: Callable[[], float]
+    seconds: list[float] = field(default_factory=list)
+
+
+class HeadCosts:
+    """A shape's works: plain passes of two targets, and the head with all logits and over a shortlist.
+
+    Args:
+        shape: of the target.
+        kind: of its weights.
+        folder: for the head's files.
+        clock: gives seconds.
+    """
+
+    def __init__(self, shape: ModelShape, kind: Kind, folder: Path, clock: Callable[[], float]) -> None:
+        self.shape, self._clock = shape, clock
+        self.targets = {layers: gate.admit(random_target(shape, kind, layers)) for layers in (1, SLOPE_LAYERS)}
+        self.head = random_head(shape, 1, folder)
+        self.head.bind(self.targets[1])
+        assert self.head.output is not None
+        self.head.output.shorten(np.arange(LISTED_TOKENS + NAMED_TOKENS))
+        self._rng = np.random.default_rng(0)
+        self._tokens = self._rng.integers(0, shape.vocabulary, CONTEXT + 1)
+        self._text, self._end = self._read_text(), CONTEXT
+        self.shortlist = Shortlist(self.head.output)
+        self.shortlist.add(np.arange(shape.vocabulary - OWN_TOKENS // 2, shape.vocabulary))
+
+    def _read_text(self) -> HeadText:
+        text = self.head.text()
+        self.head.record(text, self._tokens, 0, self._states(CONTEXT))
+        self.head.read([text])
+        return text
+
+    def _states(self, count: int) -> torch.Tensor:
+        return torch.randn(count, 3 * self.shape.hidden, dtype=torch.float32)
+
+    def works(self) -> Iterator[Work]:
+        """All of them."""
+        for layers, target in self.targets.items():
+            yield Work(f"pass {layers}", self._plain(target))
+        yield Work("read", self._read)
+        for name, shortlist in (("all", None), ("shortlist", self.shortlist)):
+            yield Work(f"level {name}", lambda shortlist=shortlist: self._level(shortlist, 1))  # type: ignore[misc]
+            yield Work(f"tree {name}", lambda shortlist=shortlist: self._level(shortlist, self.head.levels))  # type: ignore[misc]
+
+    def _plain(self, target: Scorer) -> Callable[[], float]:
+        cache = target.adopt(FullCache())
+        block = Block(self._tokens[:CONTEXT], DraftTree.empty(), 0)
+        target.score([block], [cache])
+        cache.commit(block, [])
+        one = Block(self._tokens[CONTEXT:], DraftTree.empty(), CONTEXT)
+
+        def run() -> float:
+            began = self._clock()
+            target.score([one], [cache])[0][-1, -1].item()
+            return self._clock() - began
+
+        return run
+
+    def _read(self) -> float:
+        """A committed token more."""
+        tokens = np.append(self._tokens, self._rng.integers(0, self.shape.vocabulary, self._end + 2 - CONTEXT))
+        states, began = self._states(1), self._clock()
+        self.head.record(self._text, tokens[: self._end + 2], self._end, states)
+        self.head.read([self._text])
+        self._end += 1
+        return self._clock() - began
+
+    def _level(self, shortlist: Shortlist | None, levels: int) -> float:
+        """The root's logits and those of further levels; of a single level, that one alone."""
+        text = self._text
+        text.shortlist = shortlist
+        began = self._clock()
+        growths, logits = self.head.start([text])
+        float(logits[-1, -1])
+        for level in range(max(levels - 1, 1)):
+            if levels == 1:
+                began = self._clock()
+            self._extend(growths, level)
+        return self._clock() - began
+
+    def _extend(self, growths: Sequence[Growth], level: int) -> None:
+        parents = [0] * WIDTH if level == 0 else list(range(1 + WIDTH * (level - 1), 1 + WIDTH * level))
+        logits = self.head.extend(growths, [parents], [self._rng.integers(0, self.shape.vocabulary, WIDTH).tolist()])
+        float(logits.softmax(-1).topk(WIDTH).values[-1, -1])
+
+
+@torch.inference_mode()
+def measure(name: str, kind: Kind, rounds: int, clock: Callable[[], float] = time.perf_counter) -> list[Row]:
+    """Rows of a shape: with all logits, and over a shortlist. Costs are in plain passes."""
+    shape = MODELS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        works = list(HeadCosts(shape, kind, Path(folder), clock).works())
+    for turn in range(rounds + 1):
+        shift = turn % len(works)
+        for work in works[shift:] + works[:shift]:
+            work.seconds.append(work.run())
+    times = {work.name: median(work.seconds[1:]) for work in works}
+    each = (times[f"pass {SLOPE_LAYERS}"] - times["pass 1"]) / (SLOPE_LAYERS - 1)
+    plain = times["pass 1"] + (shape.layers - 1) * each
+    shared: Row = {"model": name, "kind": kind, "plain_ms": 1000 * plain, "layer_ms": 1000 * each}
+    return [
+        shared
+        | {"matrix": matrix, "read": times["read"] / plain}
+        | {part: times[f"{part} {matrix}"] / plain for part in ("level", "tree")}
+        for matrix in ("all", "shortlist")
+    ]
+
+
+def run(options: HeadsOptions) -> None:
+    """Measure, print the table, and write JSON and Markdown."""
+    report, rows = Report("What a trained head costs", plain_values(options)), list[Row]()
+    wanted = [(name, cast("Kind", kind)) for kind in names("--kinds", options.kinds, KINDS)
+              for name in names("--models", options.models, tuple(MODELS))]  # fmt: skip
+    with progress_bar(stderr(), "measuring") as show:
+        for done, (name, kind) in enumerate(wanted):
+            show(done, len(wanted))
+            rows += measure(name, kind, options.rounds)
+    said = (
+        f"In plain passes of the target, scaled up from passes of 1 and {SLOPE_LAYERS} layers after {CONTEXT} tokens. "
+        f"Shortlists have {LISTED_TOKENS + NAMED_TOKENS:,} tokens in common "
+        f"and {OWN_TOKENS // 2:,} of the text's own.\n"
+    )
+    report.add("heads", "In plain passes", rows, said, listing(rows, COLUMNS))
+    deliver(report, options.out, "heads", options.json)

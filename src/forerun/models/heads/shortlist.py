@@ -1,0 +1,185 @@
+"""Draft over a shortlist: the rows of the output matrix whose tokens may come next, in place of all of it.
+
+The output matrix is most of what a head costs on a CPU: a third of Qwen3.5-0.8B's weights, and thirteen times those of
+an EAGLE-3 layer of that width. But nearly all tokens that come next are frequent ones, tokens of the text, or tokens
+that another drafter proposes as well. So a head's logits are worked out for these alone. The target
+verifies with the whole matrix, so a token that is missing here costs a draft and never changes the output.
+
+Rows are copied out of the matrix: those of frequent tokens once, for all texts; a text's own as they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from forerun.core.tree import BoolArray, IntArray
+from forerun.kernels.linear.linear import Weights
+from forerun.models.forward.scorer import Scorer
+from forerun.models.forward.static_lists import LISTED_TOKENS
+from forerun.models.heads.matrices import multiply, weights_of
+from forerun.models.loading.stored_weights import StoredLinear
+from forerun.trie.recycled import RecycledRows
+
+OWN_TOKENS = 2048
+"""Tokens of a text's own, besides the frequent ones; the ones named last stay. 32,000 tokens of a book have 1,900 that
+are not among SmolLM2's frequent ones. Rows take 2 to 8 KB each."""
+FIRST_TOKENS = 256
+"""A text's memory begins with room for so many, and doubles."""
+
+_texts: ContextVar[Sequence[tuple[Shortlist, int]]] = ContextVar("texts", default=())
+"""Shortlists of the texts whose rows this thread multiplies, and how many rows each has; none for all tokens."""
+
+
+def frequent_tokens(lists: RecycledRows, vocabulary: int) -> IntArray:
+    """The tokens that every text is drafted over, ascending: the first of the vocabulary, which are frequent because a
+    tokenizer is trained so, and those that a model's static lists name."""
+    named = lists.tokens[lists.tokens >= 0]
+    return np.union1d(np.arange(min(LISTED_TOKENS, vocabulary)), named).astype(np.int64)
+
+
+class OutputMatrix:
+    """Makes logits of what leaves a head's last norm: over all tokens, and inside ``drafting`` over shortlists.
+
+    Args:
+        weights: gives the matrix, of which a model may get another one; rows are ``[V, hidden]``, or packed bytes.
+    """
+
+    def __init__(self, weights: Callable[[], Weights]) -> None:
+        self._weights = weights
+        self.frequent: IntArray | None = None
+        """The tokens that shortlists have in common; None while there are no shortlists."""
+        self._common: Weights | None = None
+
+    @classmethod
+    def of(cls, rows: torch.Tensor) -> OutputMatrix:
+        """A head's own, made by ``weight_beside``."""
+        return cls(lambda: weights_of(rows))
+
+    @classmethod
+    def of_target(cls, target: Scorer, tokens: int | None = None) -> OutputMatrix:
+        """The target's, or its first ``tokens`` rows."""
+
+        def weights() -> Weights:
+            module: Any = target.model.get_output_embeddings()
+            if isinstance(module, StoredLinear):
+                found = module.packed_weights
+            else:
+                bias: torch.Tensor | None = getattr(module, "bias", None)
+                found = Weights(module.weight.detach(), str(module.weight.dtype), bias)
+            return found if tokens is None else _part(found, slice(tokens))
+
+        return cls(weights)
+
+    def __len__(self) -> int:
+        return len(self._weights().rows)
+
+    def shorten(self, frequent: IntArray) -> None:
+        """Let texts have shortlists from now on, with these tokens in common; unless those are half of all tokens."""
+        if 2 * (len(frequent) + OWN_TOKENS) < len(self):
+            self.frequent, self._common = frequent, self.take(frequent)
+
+    def take(self, tokens: IntArray) -> Weights:
+        """A copy of some tokens' rows and of their biases."""
+        weights = self._weights()
+        return _part(weights, torch.from_numpy(tokens).to(weights.rows.device))
+
+    def needs(self) -> int:
+        """Maximum bytes of a text's shortlist; 0 if texts have none."""
+        if self.frequent is None:
+            return 0
+        rows, ids = self._weights().rows, np.dtype(np.int64).itemsize
+        own = OWN_TOKENS * (rows.stride(0) * rows.element_size() + ids)
+        return own + len(self.frequent) * ids + len(rows)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits ``[n, V]``, or ``[n, D]`` over shortlists, of which the longest has D tokens; what follows a shorter
+        one's in its rows means nothing."""
+        texts = _texts.get()
+        if self._common is None or not texts:
+            return multiply(hidden, self._weights())
+        parts = torch.split(hidden, [count for _, count in texts])
+        own = [multiply(part, text.weights) for (text, _), part in zip(texts, parts, strict=True)]
+        widest = max(part.shape[-1] for part in own)
+        padded = torch.cat([pad(part, (0, widest - part.shape[-1])) for part in own])
+        return torch.cat([multiply(hidden, self._common), padded], -1)
+
+
+def _part(weights: Weights, places: torch.Tensor | slice) -> Weights:
+    bias = None if weights.bias is None else weights.bias.detach()[places]
+    return weights._replace(rows=weights.rows[places], bias=bias)
+
+
+class Shortlist:
+    """The tokens that one text is drafted over, and the weights of those that are its own.
+
+    Args:
+        matrix: has the weights.
+    """
+
+    def __init__(self, matrix: OutputMatrix) -> None:
+        assert matrix.frequent is not None
+        self._matrix, self._count, self._next = matrix, 0, 0
+        self._named: BoolArray = np.zeros(len(matrix), np.bool_)
+        self._named[matrix.frequent] = True
+        self._common = len(matrix.frequent)
+        self._tokens: IntArray = np.concatenate((matrix.frequent, np.zeros(FIRST_TOKENS, np.int64)))
+        self.weights = matrix.take(np.zeros(FIRST_TOKENS, np.int64))
+        """Of its own tokens; as many rows as there is room for."""
+
+    @property
+    def tokens(self) -> IntArray:
+        """The target's ids, int64 ``[D]``: of logits that are worked out over this shortlist."""
+        return self._tokens[: self._common + self._count]
+
+    def add(self, tokens: IntArray) -> None:
+        """Name tokens that may come next. Where there are too many, those named first go. Ids that the matrix does not
+        have are left out."""
+        tokens = tokens[(tokens >= 0) & (tokens < len(self._named))]
+        new = tokens[~self._named[tokens]]
+        if not len(new):
+            return
+        _, last = np.unique(new[::-1], return_index=True)  # where each was named last, from the end
+        new = new[::-1][np.sort(last)[:OWN_TOKENS]][::-1].astype(np.int64)
+        count = min(self._count + len(new), OWN_TOKENS)
+        self._make_room(count)
+        places, own = (self._next + np.arange(len(new))) % OWN_TOKENS, self._tokens[self._common :]
+        self._named[own[places[places < self._count]]] = False
+        own[places], self._named[new] = new, True
+        self._count, self._next = count, int(places[-1] + 1) % OWN_TOKENS
+        rows, at = self._matrix.take(new), torch.from_numpy(places).to(self.weights.rows.device)
+        self.weights.rows[at] = rows.rows
+        if self.weights.bias is not None and rows.bias is not None:
+            self.weights.bias[at] = rows.bias
+
+    def _make_room(self, count: int) -> None:
+        """Let the memory hold so many tokens of the text's own; it doubles."""
+        room = len(self.weights.rows)
+        while room < count:
+            room *= 2
+        if room > len(self.weights.rows):
+            self._tokens = np.resize(self._tokens, self._common + room)
+            first = torch.arange(room, device=self.weights.rows.device) % len(self.weights.rows)
+            self.weights = _part(self.weights, first)
+
+
+@contextmanager
+def drafting(shortlists: Sequence[Shortlist | None], counts: Sequence[int]) -> Iterator[None]:
+    """A context in which an ``OutputMatrix`` works out logits over shortlists.
+
+    Args:
+        shortlists: of the texts, in the order of their rows: one each, or None for all.
+        counts: rows of each text's hidden states.
+    """
+    known = [(shortlist, count) for shortlist, count in zip(shortlists, counts, strict=True) if shortlist is not None]
+    before = _texts.set(known)
+    try:
+        yield
+    finally:
+        _texts.reset(before)
