@@ -14,6 +14,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -52,19 +53,23 @@ def settle(device: torch.device) -> None:
 def adjoined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Tensors of one shape but for their first dimension, one after the other. Nothing is copied if they lie so."""
     first, end = tensors[0], tensors[0].data_ptr()
+    if len(tensors) == 1:
+        return first
     for tensor in tensors:
         if tensor.data_ptr() != end or not tensor.is_contiguous():
             return torch.cat(list(tensors))
         end += tensor.nbytes
-    return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
+    return first.as_strided((sum(t.shape[0] for t in tensors), *first.shape[1:]), first.stride())
 
 
 def carried(vectors: Sequence[torch.Tensor]) -> list[IntArray]:
     """Int64 vectors of one device, brought to the CPU in one transfer."""
-    if not vectors:
-        return []
-    ends = np.cumsum([len(vector) for vector in vectors])
-    return np.split(adjoined(vectors).cpu().numpy(), ends[:-1])
+    return _parted(adjoined(vectors).cpu().numpy(), [vector.shape[0] for vector in vectors]) if vectors else []
+
+
+def _parted(array: IntArray, counts: Sequence[int]) -> list[IntArray]:
+    """The first rows of an array, and so on."""
+    return [array[end - count : end] for end, count in zip(accumulate(counts), counts, strict=True)]
 
 
 FloatArray = npt.NDArray[np.float64]
@@ -125,13 +130,13 @@ def foresee(
     found = [RowChoices()] * len(trees)
     if not away:
         return found
-    counts, whole = [len(own) for own in away.values()], adjoined(list(away.values()))
+    counts = [own.shape[0] for own in away.values()]
     shared: dict[str, torch.Tensor] = {}
     if best:
-        values, shared["tokens"] = whole.float().topk(min(best, whole.shape[-1]))
-        shared["scores"] = values.double().view(torch.int64)
+        scores, shared["tokens"] = adjoined(list(away.values())).float().topk(min(best, away[min(away)].shape[-1]))
+        shared["scores"] = scores.double().view(torch.int64)
     if any(requests[n].sampler.takes_best for n in away):
-        shared["choices"] = best_of_rows(whole) if known is None else known
+        shared["choices"] = best_of_rows(adjoined(list(away.values()))) if known is None else known
     tops = torch.split(shared["choices"], counts) if "choices" in shared else [None] * len(counts)
     own = [
         list(_vectors(trees[n], each, requests[n], top, chances))
@@ -139,7 +144,7 @@ def foresee(
     ]
     vectors = [*(each.flatten() for each in shared.values()), *(vector for row in own for _, vector in row)]
     brought = iter(carried(vectors))
-    tables = {name: np.split(next(brought).reshape(len(whole), -1), np.cumsum(counts)[:-1]) for name in shared}
+    tables = {name: _parted(next(brought).reshape(each.shape), counts) for name, each in shared.items()}
     for place, (n, row) in enumerate(zip(away, own, strict=True)):
         parts = {name: table[place] for name, table in tables.items()}
         if not requests[n].sampler.takes_best:
@@ -171,7 +176,7 @@ def _choices(parts: Mapping[str, IntArray]) -> RowChoices:
     if "tokens" in parts:
         best = BestTokens(parts["tokens"].astype(np.int32), parts["scores"].view(np.float64).astype(np.float32))
     chances = parts["chances"].view(np.float64) if "chances" in parts else None
-    return RowChoices(parts["choices"].reshape(-1) if "choices" in parts else None, best, chances)
+    return RowChoices(parts.get("choices"), best, chances)
 
 
 def foretell(tree: DraftTree, logits: torch.Tensor, request: Request) -> torch.Tensor:

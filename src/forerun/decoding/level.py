@@ -260,9 +260,9 @@ class Level(Source):
         logits = [each.logits if isinstance(each, RowScores) else None for each in scored]
         best = self.wants.best if rows and rows[0].settled and not rests else 0
         chances = any(isinstance(row, TrialRow) and row.least > 0 for row in rows)
-        counts, known = [0 if each is None else len(each) for each in logits], self.model.best
+        counts, known = [0 if each is None else each.shape[0] for each in logits], self.model.best
         if known is not None:  # of the last pass, which may have been over some of the rows
-            known = known[: sum(counts[: len(rows)])] if len(known) == sum(counts) else None
+            known = known[: sum(counts[: len(rows)])] if known.shape[0] == sum(counts) else None
         choices = foresee(trees, logits[: len(rows)], [row.request for row in rows], best, chances, known)
         if all(each.choices is None and each.best is None for each in choices) and logits[-1] is not None:
             settle(logits[-1].device)

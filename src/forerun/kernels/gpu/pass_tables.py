@@ -17,7 +17,6 @@ import torch
 
 from forerun.core.block import Block
 from forerun.core.tree import IntArray
-from forerun.kernels.attention.packed_pass import wanted_tokens
 
 GPU_BLOCK_TOKENS = 64
 """Positions of a block. A tree's own keys begin at one. Attention of one token of Llama-3-8B's shape over 122,000 keys
@@ -182,23 +181,24 @@ class PassDescription:
         self.group = group
         self.aligned = are_aligned(addresses, strides) if aligned is None else aligned
         tiles = [-(-count * group // tile) for count in counts]
-        own = [_own(block) for block in blocks]
+        ends, own = list(accumulate(counts)), [_own(block) for block in blocks]
         most = max(each.shape[1] for each in own)
+        wanted = [at for end, block in zip(ends, blocks, strict=True) for at in range(end - len(block.tree) - 1, end)]
         tokens = np.concatenate([_tokens(row, block) for row, block in enumerate(blocks)])
         self.tables: dict[str, IntArray] = {
             "ids": np.concatenate([block.tokens for block in blocks]),
             "positions": positions,
-            "wanted": wanted_tokens(blocks),
+            "wanted": np.array(wanted),
             "addresses": addresses,
             "strides": strides,
             "tokens": tokens,
             "own": np.concatenate([np.pad(each, ((0, 0), (0, most - each.shape[1]))) for each in own] if most else own),
-            "rows": np.array(list(zip(_sums_before(counts), counts, _sums_before(tiles), strict=True))),
+            "rows": np.array(list(zip([0, *ends], counts, [0, *accumulate(tiles)], strict=False))),
             "tiles": np.array([(row, number) for row, count in enumerate(tiles) for number in range(count)]),
         }
-        count, splits = len(self.tables["wanted"]), splits_of(int(tokens[:, 3].max()))
+        splits = splits_of(int(tokens[:, 3].max()))
         self.sizes = TableSizes(
-            len(addresses), len(blocks), len(tokens), sum(tiles), tile, most + most % 2, count, splits
+            len(addresses), len(blocks), len(tokens), sum(tiles), tile, most + most % 2, len(wanted), splits
         )
 
     def moved(self, addresses: IntArray, strides: IntArray) -> PassDescription:
@@ -218,11 +218,6 @@ def splits_of(length: int) -> int:
     """The number of splits that the first ``length`` positions lie in."""
     short = GPU_SHORT_SPLITS * GPU_SHORT_SPLIT_TOKENS
     return -(-min(length, short) // GPU_SHORT_SPLIT_TOKENS) + -(-max(length - short, 0) // GPU_SPLIT_TOKENS)
-
-
-def _sums_before(counts: Sequence[int]) -> list[int]:
-    """The sum of all counts before each."""
-    return list(accumulate(counts, initial=0))[:-1]
 
 
 def _base(block: Block) -> int:
