@@ -40,7 +40,7 @@ SMALL: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "vocab_size": 61, "max_position_embeddings": 24,
 }  # fmt: skip
-CPU = torch.device("cpu")
+CPU, ROOM = torch.device("cpu"), 1024
 TREE = DraftTree(np.arange(6), np.array([ROOT, ROOT, 0, 1, 3, 3]))
 TEXT = np.random.default_rng(0).integers(0, 61, 24)
 
@@ -333,9 +333,10 @@ def test_rows_off_the_device_share_the_program_and_its_bits(
 ) -> None:
     """Beside a row that is all on the device; what was accepted of a tree is where it belongs."""
     scorer = GpuScorer(model(kind, layers=3))
-    monkeypatch.setattr(gpu_scorer.Scorer, "_pass", lambda *_: pytest.fail("a pass went row by row"))
-    with closing(Tiers(KVMemory(min_device_bytes(scorer.kv, 24)), CPU, scorer.kv, torch.float32)) as tiers:
-        caches = [tiers.cache(24), FullCache(24)]
+    kv = scorer.kv
+    monkeypatch.setattr(Scorer, "_pass", lambda *_: pytest.fail("a pass went row by row"))
+    with closing(Tiers(KVMemory(min_device_bytes(kv, ROOM)), CPU, kv, torch.float32)) as tiers:
+        caches = [tiers.cache(ROOM), FullCache(ROOM)]
         assert caches[0].offloaded
         found = []
         for start, count, tree, path in ((0, 9, DraftTree.empty(), []), (9, 1, TREE, [1, 3, 5]), (13, 2, TREE, [0])):
@@ -354,8 +355,9 @@ def test_rows_off_the_device_share_the_program_and_its_bits(
 def test_an_offloaded_prompt_is_read_by_libraries(on_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_scorer, "PROMPT_CHUNK_TOKENS", 4)
     scorer = GpuScorer(model(layers=3))
-    with closing(Tiers(KVMemory(min_device_bytes(scorer.kv, 24)), CPU, scorer.kv, torch.float32)) as tiers:
-        caches, found = [tiers.cache(24), FullCache(24)], []
+    with closing(Tiers(KVMemory(min_device_bytes(scorer.kv, ROOM)), CPU, scorer.kv, torch.float32)) as tiers:
+        caches, found = [tiers.cache(ROOM), FullCache(ROOM)], []
+        assert caches[0].offloaded
         for cache in caches:
             for start in (0, 4):
                 block = Block(TEXT[start : start + 4], DraftTree.empty(), start, whole_chunk=True)
@@ -413,7 +415,7 @@ class Waits(TorchFunctionMode):
 def test_a_step_waits_for_one_transfer(drafter: str, on_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole texts, whose passes are recorded or not: a step waits once, and so does a drafting pass. Nothing else does,
     neither a pass, nor a choice of chunks."""
-    for name in ("core.transfers", "core.verify", "decoding.level", "kv.retrieval"):
+    for name in ("core.transfers", "core.verify", "decoding.sources.trie_source", "kv.retrieval"):
         monkeypatch.setattr(f"forerun.{name}.elsewhere", lambda tensor: True)
     settings = LongContextConfig(cache_budget=6, chunk=2, gamma2=3, sparse="retrieval", paced=False)
     engine = Engine(model(), drafter, settings=settings, prune_drafts=False)
