@@ -157,8 +157,7 @@ class RetrievalCache(ChunkedView):
         """Copy the source's tokens from ``first`` on to index ``place`` of each layer."""
         end = place + self.length - first
         self._reserve(end)
-        together = None if self._store is None else self.source.read_together(first, self.length)
-        if together is not None:
+        if self._store is not None and (together := self.source.read_together(first, self.length)) is not None:
             self._store[:, :, :, place:end] = together
             return
         for layer, rows in self._rows.items():

@@ -144,7 +144,7 @@ class GpuProgram:
         known = heads and all(not heads % shape.heads for shape in shapes.values())
         if not known or any(shape.width != model.dtype.itemsize for shape in shapes.values()):
             return None
-        likes = {}
+        likes: dict[int, Rows] = {}
         for layer, shape in shapes.items():
             keys = torch.empty(1, shape.heads, 0, shape.dim, dtype=model.dtype, device=self._plain.device)
             likes[layer] = keys, keys.new_empty(1, shape.heads, 0, shape.out_dim)
