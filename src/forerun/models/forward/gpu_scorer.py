@@ -232,7 +232,7 @@ class GpuScorer(Scorer):
         self._read_model()
 
     def _read_model(self) -> None:
-        self._memory = TableMemory([], *(np.empty((0, 0, 0), np.int64),) * 2, True)
+        self._memory: TableMemory | None = None
         self._program = GpuProgram.of(self.model)
         self.prompt_chunk = None if self._program.decoder is None else PROMPT_CHUNK_TOKENS
         super()._read_model()
@@ -319,12 +319,14 @@ class GpuScorer(Scorer):
         return PassResult(logits[:wanted].clone(), states, None if best is None else best[:wanted].clone())
 
     def _description(self, tables: TableLayers, rows: Sequence[_Row]) -> PassDescription:
-        if not self._memory.holds(where := [row for *_, row in rows]):
-            self._memory = TableMemory.of(where, self.model.dtype.itemsize)
+        where, memory = [row for *_, row in rows], self._memory
+        if memory is None or not memory.holds(where):
+            memory = self._memory = TableMemory.of(where, self.model.dtype.itemsize)
         placed = [Block(block.pending, block.tree, row.place) for block, _, row in rows]
         positions = np.concatenate([cache.positions(block) for block, cache, _ in rows])
-        _, addresses, strides, aligned = self._memory
-        return PassDescription(placed, addresses, strides, positions, tables.group, aligned)
+        return PassDescription(
+            placed, memory.addresses, memory.strides, positions, tables.group, aligned=memory.aligned
+        )
 
     def _hand_over_queries(self, layers: LayerQueries, rows: Sequence[_Row]) -> None:
         """Give full caches what sparse caches read from them."""

@@ -143,7 +143,7 @@ class _Answer:
         config.__dict__[self._name] = value
 
 
-_NAMES = ("_attn_implementation_internal", "_experts_implementation_internal")
+_ANSWERED = ("_attn_implementation_internal", "_experts_implementation_internal")
 
 
 class _Answers:
@@ -156,14 +156,14 @@ class _Answers:
         with self._lock:
             self._users += 1
             if self._users == 1:
-                for name in _NAMES:
+                for name in _ANSWERED:
                     setattr(PreTrainedConfig, name, _Answer(name))
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
             self._users -= 1
             if not self._users:
-                for name in _NAMES:
+                for name in _ANSWERED:
                     delattr(PreTrainedConfig, name)
 
 
