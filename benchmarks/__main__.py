@@ -35,6 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "heads": ("studies.head_costs:HeadsOptions", "What a trained head costs, in plain passes of its target."),
     "activations": ("studies.activations:ActivationsOptions", "What activations of eight bits change of a GGUF model's distributions."),
     "gpu": ("gpu.gpu_command:GpuOptions", "Forerun on this machine's GPU: exactness, bandwidth, passes, long contexts."),
+    "gpu-host": ("gpu.host_time:HostTimeOptions", "What a step on a GPU costs the host, measured without one."),
     "offload": ("studies.offload_command:OffloadOptions", "Decoding with keys and values that are not on the device."),
     "replay": ("studies.replay_command:ReplayOptions", "Drafts on recorded answers, without a model."),
     "exact-texts": ("studies.exact_texts:ExactTextsOptions", "How many texts differ, bit for bit, between any drafter and none."),

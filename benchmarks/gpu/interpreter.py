@@ -14,16 +14,55 @@ from forerun.models.forward import exactness, pass_timing
 
 
 class RunAgain:
-    """Stands in for ``cuda_graphs.Recorder``."""
+    """Stands in for ``cuda_graphs.Recorder``: a replay overwrites the recording's result with that of another run."""
 
     def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """See ``Recorder.record``."""
         result = work()
+        return lambda: _overwrite(result, work()), result
 
-        def replay() -> None:
-            result[0].logits.copy_(work()[0].logits)
 
-        return replay, result
+class Idle:
+    """Stands in for ``cuda_graphs.Recorder``: a replay does nothing, as the host's share of one."""
+
+    def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """See ``Recorder.record``."""
+        result = work()
+        return lambda: None, result
+
+
+@contextmanager
+def host_code() -> Iterator[None]:
+    """A context in which models on a CPU run as on a GPU whose kernels take no time and compute nothing: what is left
+    is the host's part. Tensors count as lying elsewhere, and texts are what memory happens to hold."""
+    from forerun.core import transfers, verify
+    from forerun.decoding.sources import trie_source
+    from forerun.kernels.gpu import attend
+    from forerun.kv import retrieval
+    from forerun.models.forward import cuda_graphs, gate
+    from forerun.models.forward.scorer import Scorer
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(gpu, "runs_on", lambda device: True))
+        stack.enter_context(mock.patch.object(gate, "_reason_in_numbers", lambda scorer: None))
+        stack.enter_context(mock.patch.object(Scorer, "rotation", lambda scorer: None))
+        stack.enter_context(mock.patch.object(cuda_graphs, "Recorder", Idle))
+        stack.enter_context(mock.patch.object(type(attend._scan), "__getitem__", lambda *_: lambda *_, **__: None))
+        for module in (transfers, verify, trie_source, retrieval):
+            stack.enter_context(mock.patch.object(module, "elsewhere", lambda tensor: True))
+        yield
+
+
+def _overwrite(to: Any, source: Any) -> None:
+    """Copy all tensors of a result."""
+    if isinstance(to, torch.Tensor):
+        to.copy_(source)
+    elif isinstance(to, dict):
+        for key, value in to.items():
+            _overwrite(value, source[key])
+    elif isinstance(to, tuple):
+        for value, new in zip(to, source, strict=True):
+            _overwrite(value, new)
 
 
 @contextmanager
@@ -49,6 +88,7 @@ def gpu_code(device: torch.device) -> Iterator[None]:
             (gpu, "runs_on", lambda device: True),
             (cuda_graphs, "Recorder", RunAgain),
             (gpu_scorer, "PROMPT_CHUNK_TOKENS", 4),
+            (gpu_scorer, "RECORDED_TOKENS", 1),
             (exactness, "PROBED_PASS_TOKENS", (1, 2, 5)),
             (exactness, "FAR_PASS_TOKENS", (1, 2)),
             (exactness, "LONG_TEXT_TOKENS", 12),

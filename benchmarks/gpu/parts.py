@@ -214,7 +214,7 @@ def _stepped(bench: GpuBench, engine: Engine, seeds: Sequence[int]) -> Row:
 
 
 def recordings(engine: Engine) -> int:
-    """The number of passes recorded so far."""
+    """The number of passes recorded so far, by all engines of the model."""
     return engine.target.recordings if isinstance(engine.target, GpuScorer) else 0
 
 
@@ -225,6 +225,9 @@ class NoCopies(CopyEngine):
         return self
 
     def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def finish(self) -> None:
         """Nothing to wait for."""
 
     def done(self) -> bool:

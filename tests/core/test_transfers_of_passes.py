@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers.generation.logits_process as theirs
-from support.away import PLACE, AwayScorer, Device, there, tokens_of
+from support.away import PLACE, AwayScorer, ChainScorer, Device, there, tokens_of
 from support.mocks import PROMPT, MockScorer, MockTarget, Silent, TokenCache, ban_repeats, opened
 from support.tiny import PROMPTS, tiny
 
@@ -82,6 +82,30 @@ def test_a_drafting_pass_takes_one_transfer_for_all_rows(
     for mine, own in zip(here[:-1], away, strict=True):
         assert tokens_of(mine) == tokens_of(own) and len(mine)
         assert (own.q is None) == (mine.q is None) == (method != "rejection")
+        if mine.q is not None and own.q is not None:
+            assert torch.equal(own.q.as_subclass(torch.Tensor), mine.q)
+
+
+@pytest.mark.parametrize("method", ["greedy", "coupled", "rejection"])
+@pytest.mark.parametrize("enough", [None, 0.4])
+@pytest.mark.parametrize("eos", [frozenset[int](), frozenset({0, 4})])
+def test_a_chain_stays_on_the_device_where_token_ids_may(
+    method: str, enough: float | None, eos: frozenset[int]
+) -> None:
+    """The drafts are those of single steps. There is one transfer for the tokens that all rows still want; for three at
+    most, if chains may end early."""
+    here, passes, asked = drafting(MockScorer, mixed(method)[:-1], enough, eos)
+    with Device() as device:
+        away, more, told = drafting(ChainScorer, mixed(method)[:-1], enough, eos)
+    lengths = {len(tree) for tree in here}
+    assert set(device.reads) == {"cpu"} and len(device.reads) < passes
+    if enough is None and not eos:
+        assert len(device.reads) == len(lengths) and more == passes
+    assert more <= passes + 2 * len(here)
+    assert sorted(told.told) == pytest.approx(sorted(asked.told))
+    for mine, own in zip(here, away, strict=True):
+        assert tokens_of(mine) == tokens_of(own)
+        assert (own.q is None) == (mine.q is None)
         if mine.q is not None and own.q is not None:
             assert torch.equal(own.q.as_subclass(torch.Tensor), mine.q)
 

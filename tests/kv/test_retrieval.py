@@ -100,7 +100,7 @@ def test_it_holds_the_chunks_of_its_definition_whole(
         for layer in range(LAYERS):
             for head, chunks in enumerate(expected_chunks(row, layer, config)):
                 place = cache._place(cache.length)
-                keys = cache._layers[layer].read(0, place)[0][0, head]
+                keys = cache._rows[layer][0][0, head, :place]
                 assert {key.numpy().tobytes() for key in keys} == held_keys(row, chunks, head, layer, config)
 
 
@@ -198,10 +198,14 @@ def test_memory_stays_at_the_budget_however_long_the_text() -> None:
     row = Row.of(400)
     cache = RetrievalCache(row.full, config)
     cache.sync()
-    keys = [sum(layer.key_bytes for layer in cache._layers.values())]
+
+    def key_bytes() -> int:
+        return sum(t.nbytes for rows in cache._rows.values() for t in rows)
+
+    keys = [key_bytes()]
     for _ in range(1500):
         read_on(row, cache, 3, 2)
-        keys.append(sum(layer.key_bytes for layer in cache._layers.values()))
+        keys.append(key_bytes())
     assert row.full.length == 400 + 1500 * 3
     token = 2 * KV_HEADS * DIM * 8 * LAYERS
     assert max(keys) <= (128 + 64 + 8) * token

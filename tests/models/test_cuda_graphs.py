@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from forerun.core import work_clock
 from forerun.core.block import Block
 from forerun.core.tree import ROOT, DraftTree
 from forerun.kernels.gpu.pass_tables import TABLE_ALIGNMENT, PassDescription, PassTables
@@ -47,25 +48,24 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def graphs(done: list[str]) -> GraphCache[None]:
-    return GraphCache(lambda places: done.append("at once"), SPARE, CPU)
+    return GraphCache(lambda places: done.append("at once"), SPARE, CPU, cuda_graphs.Recorder())
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_one_row_has_few_recordings_over_all_lengths(recorded: list[str], group: int) -> None:
     """Chains and trees of 1 to 64 tokens, at 139 lengths up to 200,000 tokens: seven sizes at each of three lengths.
-    When all were there twice, nothing is recorded, and nothing runs at once."""
+    When one of each was there, nothing is recorded. Nothing runs at once."""
     cache = graphs(recorded)
 
-    def all_sizes(lengths: list[int]) -> None:
-        for length in lengths:
-            for count in COUNTS:
-                cache.run(described([length], [count], group, branches=count % 2 == 0))
-
-    all_sizes([5, 5, 4097, 30_000, 30_000, 60_000, 60_000])
-    assert cache.recordings == 7 * 3
+    for length in (5, 4097, 60_000):
+        for count in (1, 2, 4, 8, 16, 32, 64):
+            cache.run(described([length], [count], group))
+    assert len(cache.keys) == 7 * 3
     recorded.clear()
-    all_sizes(LENGTHS)
+    for length in LENGTHS:
+        for count in COUNTS:
+            cache.run(described([length], [count], group, branches=count % 2 == 0))
     assert set(recorded) == {"replayed"} and len(recorded) == len(LENGTHS) * len(COUNTS)
 
 
@@ -80,8 +80,54 @@ def test_recordings_of_many_rows_are_bounded(recorded: list[str], group: int, mo
         counts = np.minimum(random.geometric(0.4, rows), 64 // rows).tolist()
         lengths = np.exp(random.uniform(0, 12, rows)).astype(int).tolist()
         cache.run(described(lengths, counts, group))
-    assert cache.recordings == recorded.count("recorded") == 20
+    assert len(cache.keys) == recorded.count("recorded") == 20
     assert "at once" in recorded[-100:]
+
+
+def test_want_of_memory_ends_no_recordings(recorded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are tried again; what has nothing to do with recordings is an error of the pass."""
+    monkeypatch.setattr(cuda_graphs, "PASSES_UNTIL_RETRY", 3)
+    monkeypatch.setattr(cuda_graphs, "settle", lambda device: None)
+    cache, good = graphs(recorded), cuda_graphs.Recorder.record
+
+    def failing(error: Exception) -> None:
+        def record(self: Any, work: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(cuda_graphs.Recorder, "record", record)
+
+    failing(torch.OutOfMemoryError("CUDA out of memory"))
+    cache.run(described([5], [1], 4))
+    monkeypatch.setattr(cuda_graphs.Recorder, "record", good)
+    for _ in range(3):
+        cache.run(described([5], [1], 4))
+    assert recorded == ["at once"] * 3 + ["recorded", "replayed"]
+    failing(RuntimeError("an illegal memory access"))
+    with pytest.raises(RuntimeError, match="illegal"):
+        cache.run(described([5], [2], 4))
+    failing(RuntimeError("operation not permitted when stream is capturing"))
+    cache.run(described([5], [2], 4))
+    monkeypatch.setattr(cuda_graphs.Recorder, "record", good)
+    cache.run(described([5], [2], 4))
+    assert recorded[5:] == ["at once"] * 2
+
+
+def test_a_clock_of_prices_stands_while_a_pass_is_recorded(
+    recorded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(work_clock.time, "perf_counter", lambda: now[0])
+    good = cuda_graphs.Recorder.record
+
+    def record(self: Any, work: Any) -> Any:
+        now[0] += 5.0
+        return good(self, work)
+
+    monkeypatch.setattr(cuda_graphs.Recorder, "record", record)
+    began = work_clock.work_seconds()
+    graphs(recorded).run(described([5], [1], 4))
+    now[0] += 1.0
+    assert work_clock.work_seconds() - began == 1.0
 
 
 def test_all_tables_begin_at_multiples_of_16_bytes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from support import tiny
 from support.away import READS
 from support.triton_products import interpret_products, interpret_quickly
 
+from benchmarks.gpu.interpreter import RunAgain
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
 from forerun.core.tree import ROOT, DraftTree
@@ -25,6 +27,7 @@ from forerun.engine.engine import Engine
 from forerun.kernels import gpu
 from forerun.kernels.gpu import attend, decoder_ops, linear
 from forerun.kv.full_cache import FullCache
+from forerun.kv.kv_tiers import KVMemory, Tiers, min_device_bytes
 from forerun.models.forward import cuda_graphs, gate, gpu_scorer
 from forerun.models.forward.gate import admit
 from forerun.models.forward.gpu_forward import library_product
@@ -37,6 +40,7 @@ SMALL: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "vocab_size": 61, "max_position_embeddings": 24,
 }  # fmt: skip
+CPU, ROOM = torch.device("cpu"), 1024
 TREE = DraftTree(np.arange(6), np.array([ROOT, ROOT, 0, 1, 3, 3]))
 TEXT = np.random.default_rng(0).integers(0, 61, 24)
 
@@ -48,18 +52,14 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     interpret_products(monkeypatch)
     interpret_quickly(monkeypatch)
 
-    class Again:
+    class Noted(RunAgain):
         def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
             recorded.append(1)
-            result = work()
-
-            def replay() -> None:
-                result[0].logits.copy_(work()[0].logits)
-
-            return replay, result
+            return super().record(work)
 
     monkeypatch.setattr(gpu, "runs_on", lambda device: True)
-    monkeypatch.setattr(cuda_graphs, "Recorder", Again)
+    monkeypatch.setattr(cuda_graphs, "Recorder", Noted)
+    monkeypatch.setattr(GpuScorer, "warm_up", lambda *_: None)  # its passes take the interpreter seconds
     return recorded
 
 
@@ -83,10 +83,10 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 """Models whose own code runs; heads of keys and of values differ in ``mla``."""
 
 
-def model(kind: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
+def model(kind: str = "llama", dtype: torch.dtype = torch.float32, layers: int = 1) -> Any:
     torch.manual_seed(0)
     name, more = (FAMILIES | OTHERS)[kind]
-    config = getattr(transformers, f"{name}Config")(**SMALL | more)
+    config = getattr(transformers, f"{name}Config")(**SMALL | more | {"num_hidden_layers": layers})
     return getattr(transformers, f"{name}ForCausalLM")(config).to(dtype).eval()
 
 
@@ -110,8 +110,8 @@ def test_logits_are_the_models(on_gpu: list[int], kind: str, dtype: torch.dtype)
     own = model(kind, dtype)
     scorer = admit(own)
     assert type(scorer) is GpuScorer
-    assert (scorer._decoder is not None) == (kind in FAMILIES)
-    assert scorer._layers is not None
+    assert (scorer._program.decoder is not None) == (kind in FAMILIES)
+    assert scorer._program.layers is not None
     trees = [TREE, DraftTree.chain(np.arange(3)), DraftTree.empty()]
     counts = [15, 7, 10]
     caches = [read(scorer, count) for count in counts]
@@ -130,7 +130,7 @@ def test_logits_are_the_models(on_gpu: list[int], kind: str, dtype: torch.dtype)
 def test_layers_that_differ_have_tables(on_gpu: list[int], name: str) -> None:
     """Heads of several sizes, several numbers of KV heads, sinks, and angles from a table: right over a draft tree."""
     scorer = GpuScorer(tiny.build(*tiny.FAMILIES[name], seed=1).float())
-    tables = scorer._layers
+    tables = scorer._program.layers
     assert tables is not None
     assert tables.uniform == (name not in ("gemma4", "mimo_v2_flash"))
     assert gate._reason_in_numbers(scorer) is None
@@ -152,7 +152,7 @@ def test_each_kind_of_recordings_keeps_its_spare_memory(on_gpu: list[int]) -> No
     for _ in range(2):
         scorer.score([Block(TEXT[:3], DraftTree.empty(), 0)], [FullCache()])
         scorer.score_with_states([Block(TEXT[:3], DraftTree.empty(), 0)], [FullCache()], (1,))
-    plain, with_states = scorer._graphs.values()
+    plain, with_states = scorer._program.graphs.values()
     assert plain._spare.data_ptr() != with_states._spare.data_ptr()
     for graphs in (plain, with_states):
         for recording in graphs._kept.values():
@@ -198,7 +198,7 @@ def test_what_a_recorded_pass_has_of_a_model_follows(on_gpu: list[int], copied: 
     scorer.refresh()
 
     def found() -> torch.Tensor:
-        for _ in range(3):  # the first is not recorded, and the last one is a recording
+        for _ in range(2):
             (logits,) = scorer.score([Block(TEXT[:5], DraftTree.chain(TEXT[5:8]), 0)], [FullCache()])
         return logits.clone()
 
@@ -225,8 +225,7 @@ def test_recordings_are_few_and_never_made_twice(on_gpu: list[int]) -> None:
             for tree in trees:
                 scorer.score([Block(TEXT[cache.length : cache.length + 1], tree, cache.length)], [cache])
     assert len(on_gpu) == 4  # 1, 2, 4 and 8 tokens
-    [graphs] = scorer._graphs.values()
-    assert graphs.recordings == 4
+    assert scorer.recordings == 4
 
 
 class Launches:
@@ -307,12 +306,14 @@ def test_a_prompt_is_read_by_libraries_and_its_bits_do_not_depend_on_drafts(
 
 @torch.inference_mode()
 def test_recorded_passes_have_the_same_bits(on_gpu: list[int]) -> None:
-    """Sizes are rounded up: what fills them up changes nothing. A size is recorded when it comes again."""
+    """Sizes are rounded up: what fills them up changes nothing."""
     scorer = GpuScorer(model())
     caches = [read(scorer, 14), read(scorer, 9)]
     blocks = [Block(TEXT[14:15], TREE, 14), Block(TEXT[9:10], DraftTree.chain(np.arange(4)), 9)]
     on_gpu.clear()
-    first = scorer.score(blocks, caches)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_graphs, "RECORDED_TOKENS", 0)
+        first = scorer.score(blocks, caches)
     assert not on_gpu
     again = scorer.score(blocks, caches)
     assert len(on_gpu) == 1
@@ -323,6 +324,47 @@ def test_recorded_passes_have_the_same_bits(on_gpu: list[int]) -> None:
     for one, two, three in zip(first, again, last, strict=True):
         assert torch.equal(one, two)
         assert torch.equal(one, three)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt-neox"])
+@torch.inference_mode()
+def test_rows_off_the_device_share_the_program_and_its_bits(
+    on_gpu: list[int], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a row that is all on the device; what was accepted of a tree is where it belongs."""
+    scorer = GpuScorer(model(kind, layers=3))
+    kv = scorer.kv
+    monkeypatch.setattr(Scorer, "_pass", lambda *_: pytest.fail("a pass went row by row"))
+    with closing(Tiers(KVMemory(min_device_bytes(kv, ROOM)), CPU, kv, torch.float32)) as tiers:
+        caches = [tiers.cache(ROOM), FullCache(ROOM)]
+        assert caches[0].offloaded
+        found = []
+        for start, count, tree, path in ((0, 9, DraftTree.empty(), []), (9, 1, TREE, [1, 3, 5]), (13, 2, TREE, [0])):
+            blocks = [Block(TEXT[start : start + count], tree, start) for _ in caches]
+            found.append(scorer.score(blocks, caches))
+            for cache, block in zip(caches, blocks, strict=True):
+                cache.commit(block, path)
+        assert all(torch.equal(away, here) for away, here in found)
+        assert caches[0].lost is None
+        for layer in range(3):
+            for away, here in zip(*(cache.read(layer, 0, 16) for cache in caches), strict=True):
+                assert torch.equal(away, here)
+
+
+@torch.inference_mode()
+def test_an_offloaded_prompt_is_read_by_libraries(on_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_scorer, "PROMPT_CHUNK_TOKENS", 4)
+    scorer = GpuScorer(model(layers=3))
+    with closing(Tiers(KVMemory(min_device_bytes(scorer.kv, ROOM)), CPU, scorer.kv, torch.float32)) as tiers:
+        caches, found = [tiers.cache(ROOM), FullCache(ROOM)], []
+        assert caches[0].offloaded
+        for cache in caches:
+            for start in (0, 4):
+                block = Block(TEXT[start : start + 4], DraftTree.empty(), start, whole_chunk=True)
+                (logits,) = scorer.score([block], [cache])
+                cache.commit(block, [])
+            found.append(logits)
+    assert torch.equal(*found)
 
 
 def test_a_model_whose_passes_cannot_be_recorded(on_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,7 +415,7 @@ class Waits(TorchFunctionMode):
 def test_a_step_waits_for_one_transfer(drafter: str, on_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole texts, whose passes are recorded or not: a step waits once, and so does a drafting pass. Nothing else does,
     neither a pass, nor a choice of chunks."""
-    for name in ("core.transfers", "core.verify", "decoding.level", "kv.retrieval"):
+    for name in ("core.transfers", "core.verify", "decoding.sources.trie_source", "kv.retrieval"):
         monkeypatch.setattr(f"forerun.{name}.elsewhere", lambda tensor: True)
     settings = LongContextConfig(cache_budget=6, chunk=2, gamma2=3, sparse="retrieval", paced=False)
     engine = Engine(model(), drafter, settings=settings, prune_drafts=False)

@@ -84,5 +84,17 @@ class AwayScorer(MockScorer):
         return [there(logits) for logits in super().score(blocks, caches)]
 
 
+class ChainScorer(AwayScorer):
+    """Takes token ids that lie there, as a scorer does that goes by tables."""
+
+    by_tables = True
+
+    def score(self, blocks: Sequence[Block], caches: Sequence[TokenCache]) -> list[torch.Tensor]:
+        known = [
+            block if block.ids is None else Block(_here(block.ids).numpy(), block.tree, block.start) for block in blocks
+        ]
+        return super().score(known, caches)
+
+
 def tokens_of(tree: Any) -> tuple[list[int], list[int]]:
     return np.asarray(tree.tokens).tolist(), np.asarray(tree.parents).tolist()

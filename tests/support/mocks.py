@@ -58,7 +58,8 @@ class TokenCache(Cache):
 
     def commit(self, block: Block, path: Sequence[int]) -> None:
         assert block.start == len(self.tokens)
-        self.tokens += [*block.pending.tolist(), *block.tree.tokens[list(path)].tolist()]
+        pending = block.pending if block.ids is None else block.ids.as_subclass(torch.Tensor).numpy()
+        self.tokens += [*pending.tolist(), *block.tree.tokens[list(path)].tolist()]
 
     def truncate(self, length: int) -> None:
         assert length <= len(self.tokens)
@@ -74,6 +75,8 @@ class MockScorer:
 
     limit = None
     prompt_chunk = None
+    best = None
+    by_tables = False
     device = torch.device("cpu")
 
     def __init__(self, target: MockTarget) -> None:
@@ -88,6 +91,9 @@ class MockScorer:
         return work()
 
     def keep_queries(self, beyond: int) -> None:
+        pass
+
+    def warm_up(self, states_of: Sequence[int] = ()) -> None:
         pass
 
     def reads_whole(self, cache: Any) -> bool:

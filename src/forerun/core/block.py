@@ -20,13 +20,23 @@ class Block:
         start: tokens in the cache; the position of ``pending[0]``.
         whole_chunk: whether it is a whole chunk of a prompt, which is read in one pass whatever else there is to do. A
             scorer may read it in an order of sums of its own; see ``Scorer.prompt_chunk``.
+        ids: the tokens ``[m + n]`` on the model's device, if only that has them yet; ``pending`` then holds zeros. For
+            scorers with ``by_tables``.
     """
 
-    def __init__(self, pending: IntArray, tree: DraftTree, start: int, whole_chunk: bool = False) -> None:
+    def __init__(
+        self,
+        pending: IntArray,
+        tree: DraftTree,
+        start: int,
+        whole_chunk: bool = False,
+        ids: torch.Tensor | None = None,
+    ) -> None:
         self.pending = pending
         self.tree = tree
         self.start = start
         self.whole_chunk = whole_chunk
+        self.ids = ids
         self._biases: dict[tuple[object, ...], torch.Tensor | None] = {}
 
     def __len__(self) -> int:

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -49,18 +50,39 @@ def settle(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+def adjoined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors of one shape but for their first dimension, one after the other. Nothing is copied if they lie so."""
+    first, end = tensors[0], tensors[0].data_ptr()
+    if len(tensors) == 1:
+        return first
+    for tensor in tensors:
+        if tensor.data_ptr() != end or not tensor.is_contiguous():
+            return torch.cat(list(tensors))
+        end += tensor.nbytes
+    return first.as_strided((sum(t.shape[0] for t in tensors), *first.shape[1:]), first.stride())
+
+
 def carried(vectors: Sequence[torch.Tensor]) -> list[IntArray]:
     """Int64 vectors of one device, brought to the CPU in one transfer."""
-    ends = np.cumsum([len(vector) for vector in vectors])
-    return np.split(torch.cat(list(vectors)).cpu().numpy(), ends[:-1]) if vectors else []
+    return _parted(adjoined(vectors).cpu().numpy(), [vector.shape[0] for vector in vectors]) if vectors else []
+
+
+def _parted(array: IntArray, counts: Sequence[int]) -> list[IntArray]:
+    """The first rows of an array, and so on."""
+    return [array[end - count : end] for end, count in zip(accumulate(counts), counts, strict=True)]
 
 
 FloatArray = npt.NDArray[np.float64]
 
 
 def best_of(logits: torch.Tensor) -> int:
-    """The best token of logits ``[V]``; as transformers has it, in float32 at most."""
-    return int((logits.float() if logits.dtype == torch.float64 else logits).argmax())
+    """The best token of logits ``[V]``."""
+    return int(best_of_rows(logits))
+
+
+def best_of_rows(logits: torch.Tensor) -> torch.Tensor:
+    """The best tokens of logits ``[..., V]``; as transformers has it, in float32 at most."""
+    return (logits.float() if logits.dtype == torch.float64 else logits).argmax(-1)
 
 
 class BestTokens(NamedTuple):
@@ -92,50 +114,67 @@ def foresee(
     requests: Sequence[Request],
     best: int = 0,
     chances: bool = False,
+    known: torch.Tensor | None = None,
 ) -> list[RowChoices]:
-    """Everything that a step needs of each row's logits, in one transfer for all of them.
+    """Everything that a step needs of each row's logits, in one transfer for all of them. What all rows need is found
+    at once, in rows of logits that lie one below the other.
 
     Args:
         trees, requests: of the rows.
         logits: of each row, ``[n + 1, V]``; anything else for a row without logits.
         best: number of best tokens that are wanted of each row of logits.
         chances: whether the choices' probabilities are wanted.
+        known: the best token of each row of these logits, int64 ``[m]``, if the pass found it.
     """
-    vectors: dict[tuple[int, str], torch.Tensor] = {}
-    for row, (tree, own, request) in enumerate(zip(trees, logits, requests, strict=True)):
-        if isinstance(own, torch.Tensor) and elsewhere(own):
-            vectors |= {(row, name): each for name, each in _vectors(tree, own, request, best, chances)}
-    found: list[dict[str, IntArray]] = [{} for _ in trees]
-    for (row, name), values in zip(vectors, carried(list(vectors.values())), strict=True):
-        found[row][name] = values
-    return [_choices(len(tree) + 1, parts) for tree, parts in zip(trees, found, strict=True)]
+    away = {n: own for n, own in enumerate(logits) if isinstance(own, torch.Tensor) and elsewhere(own)}
+    found = [RowChoices()] * len(trees)
+    if not away:
+        return found
+    counts = [own.shape[0] for own in away.values()]
+    shared: dict[str, torch.Tensor] = {}
+    if best:
+        scores, shared["tokens"] = adjoined(list(away.values())).float().topk(min(best, away[min(away)].shape[-1]))
+        shared["scores"] = scores.double().view(torch.int64)
+    if any(requests[n].sampler.takes_best for n in away):
+        shared["choices"] = best_of_rows(adjoined(list(away.values()))) if known is None else known
+    tops = torch.split(shared["choices"], counts) if "choices" in shared else [None] * len(counts)
+    own = [
+        list(_vectors(trees[n], each, requests[n], top, chances))
+        for (n, each), top in zip(away.items(), tops, strict=True)
+    ]
+    vectors = [*(each.flatten() for each in shared.values()), *(vector for row in own for _, vector in row)]
+    brought = iter(carried(vectors))
+    tables = {name: _parted(next(brought).reshape(each.shape), counts) for name, each in shared.items()}
+    for place, (n, row) in enumerate(zip(away, own, strict=True)):
+        parts = {name: table[place] for name, table in tables.items()}
+        if not requests[n].sampler.takes_best:
+            parts.pop("choices", None)
+        found[n] = _choices(parts | {name: next(brought) for name, _ in row})
+    return found
 
 
 def _vectors(
-    tree: DraftTree, logits: torch.Tensor, request: Request, best: int, chances: bool
+    tree: DraftTree, logits: torch.Tensor, request: Request, best: torch.Tensor | None, chances: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parts of a row's transfer by their names, as int64 vectors; numbers as the bits of float64."""
-    if best:
-        values, indices = logits.float().topk(min(best, logits.shape[-1]))
-        yield "tokens", indices.flatten()
-        yield "scores", values.double().flatten().view(torch.int64)
+    """The parts of a row's own transfer by their names, as int64 vectors; numbers as the bits of float64. ``best`` has
+    the best token of each row of logits."""
     if not request.sampler.rowwise:
         return
-    try:
-        choices = foretell(tree, logits, request)
-    except Exception as error:  # a processor may raise anything
-        log.debug("a row cannot be verified: %s", error)
-        return
-    yield "choices", choices
-    if chances and len(choices) == len(logits):
-        yield "chances", request.sampler.chances(logits, choices).view(torch.int64)
+    if not request.sampler.takes_best or best is None:
+        try:
+            best = foretell(tree, logits, request)
+        except Exception as error:  # a processor may raise anything
+            log.debug("a row cannot be verified: %s", error)
+            return
+        yield "choices", best
+    if chances and len(best) == len(logits):
+        yield "chances", request.sampler.chances(logits, best).view(torch.int64)
 
 
-def _choices(rows: int, parts: Mapping[str, IntArray]) -> RowChoices:
+def _choices(parts: Mapping[str, IntArray]) -> RowChoices:
     best = None
     if "tokens" in parts:
-        tokens, scores = parts["tokens"].astype(np.int32), parts["scores"].view(np.float64).astype(np.float32)
-        best = BestTokens(tokens.reshape(rows, -1), scores.reshape(rows, -1))
+        best = BestTokens(parts["tokens"].astype(np.int32), parts["scores"].view(np.float64).astype(np.float32))
     chances = parts["chances"].view(np.float64) if "chances" in parts else None
     return RowChoices(parts.get("choices"), best, chances)
 
@@ -149,7 +188,7 @@ def foretell(tree: DraftTree, logits: torch.Tensor, request: Request) -> torch.T
     if q is not None:
         return _trial(tree, q, logits, request)
     if request.sampler.takes_best:
-        return (logits.float() if logits.dtype == torch.float64 else logits).argmax(-1)
+        return best_of_rows(logits)
     positions = len(request) + np.append(0, tree.depths)
     ends = range(NOISE_ROWS, len(positions), NOISE_ROWS)
     parts = zip(torch.split(logits, NOISE_ROWS), np.split(positions, ends), strict=True)

@@ -189,7 +189,7 @@ class DraftTree:
     @property
     def is_chain(self) -> bool:
         """Whether every node hangs under the one before it."""
-        return bool((self.parents == np.arange(-1, len(self) - 1)).all())
+        return not len(self) or bool((self.parents == np.arange(-1, len(self) - 1)).all())
 
     def select(self, keep: BoolArray) -> DraftTree:
         """The tree of the nodes marked in ``keep``, which must hold the parent of each of its nodes."""

@@ -25,6 +25,8 @@ from forerun.core.request import Request
 from forerun.core.transfers import BestTokens, RowChoices, foresee, settle
 from forerun.core.tree import DraftTree, IntArray
 from forerun.core.verify import Outcome, Verdict, verify
+from forerun.decoding import device_chain
+from forerun.decoding.device_chain import ChainPiece
 from forerun.decoding.planner import Planner, StepTimes
 from forerun.decoding.row import Row
 from forerun.decoding.source import Limit, Source
@@ -258,7 +260,10 @@ class Level(Source):
         logits = [each.logits if isinstance(each, RowScores) else None for each in scored]
         best = self.wants.best if rows and rows[0].settled and not rests else 0
         chances = any(isinstance(row, TrialRow) and row.least > 0 for row in rows)
-        choices = foresee(trees, logits[: len(rows)], [row.request for row in rows], best, chances)
+        counts, known = [0 if each is None else each.shape[0] for each in logits], self.model.best
+        if known is not None:  # of the last pass, which may have been over some of the rows
+            known = known[: sum(counts[: len(rows)])] if known.shape[0] == sum(counts) else None
+        choices = foresee(trees, logits[: len(rows)], [row.request for row in rows], best, chances, known)
         if all(each.choices is None and each.best is None for each in choices) and logits[-1] is not None:
             settle(logits[-1].device)
         return choices
@@ -318,6 +323,7 @@ class Level(Source):
         yield from self.planner.sources
 
     def warm_up(self) -> None:
+        self.model.warm_up(self.wants.states if self.makes_none else ())
         self.planner.warm_up()
         if self._make is not None:
             self._make(self.model, FullCache())  # a model's first one finds out how its positions rotate
@@ -410,7 +416,11 @@ class Level(Source):
             own.follow()
 
     def _extend(self, rows: Sequence[TrialRow]) -> None:
-        """Take a step with rows whose chains are not long enough."""
+        """Take a step with rows whose chains are not long enough, or some at once where their tokens can stay on the
+        device meanwhile."""
+        if not self.planner.own and device_chain.fits(self.model, [row.request for row in rows]):
+            self._extend_on_device(rows)
+            return
         before = [row.request.fork() if row.request.sampler.method == "rejection" else None for row in rows]
         outcomes, seconds = self.step(rows, [self.nodes] * len(rows))
         for row, fork, outcome in zip(rows, before, outcomes, strict=True):
@@ -419,6 +429,16 @@ class Level(Source):
             row.request.stats.add_seconds(*seconds)
             if row.least > 0:
                 row.stop_if_unlikely(probabilities(row.request, outcome), self._confidence)
+
+    def _extend_on_device(self, rows: Sequence[TrialRow]) -> None:
+        """Draft a piece of each row's chain, with one transfer."""
+        began, early = time.perf_counter(), any(row.least > 0 for row in rows)
+        most = device_chain.TOKENS_BEFORE_A_LOOK if early else UNLIMITED
+        pieces = device_chain.draft(self.model, rows, min(most, *(row.missing for row in rows)), early)
+        seconds = time.perf_counter() - began
+        for row, piece in zip(rows, pieces, strict=True):
+            row.take_piece(piece, self._confidence)
+            row.request.stats.add_seconds(0.0, seconds, 0.0)
 
     def _room(self, own: TrialRow, request: Request) -> int:
         """Number of tokens that can be drafted after the text at the cost of decoding passes.
@@ -533,6 +553,24 @@ class TrialRow(Row):
         self.origins += outcome.origins
         if self.request.finish_reason is not None:
             self.length = 0
+
+    def take_piece(self, piece: ChainPiece, confidence: ChainConfidence) -> None:
+        """Add tokens that the cache holds already, but for the last one, as far as the chain goes."""
+        first = self.first
+        held = self.cache.length - first
+        known = np.concatenate((self.request.tokens[first:], np.array(piece.tokens[:-1], np.int64)))
+        self.reading[:held] = known[:held]
+        for place, token in enumerate(piece.tokens):
+            if self.missing <= 0:
+                break
+            self.tokens.append(token)
+            self.origins.append(int(Origin.TARGET))
+            self.q += piece.q[place : place + 1]
+            self.request.stats.record(0, 0, 1)
+            if self.request.append(token):
+                self.length = 0
+            if self.least > 0:
+                self.stop_if_unlikely(piece.chances[place : place + 1], confidence)
 
     def stop_if_unlikely(self, probabilities: Sequence[float], confidence: ChainConfidence) -> None:
         """End the chain if it is too unlikely that all of it is accepted."""

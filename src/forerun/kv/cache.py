@@ -7,7 +7,7 @@ import functools
 import mmap
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -287,6 +287,20 @@ def reserve(rows: Rows | None, like: Rows, held: int, end: int, capacity: int, f
     for old, room in zip(rows or (), grown, strict=bool(rows)):
         room[:, :, first:held] = old[:, :, first:held]
     return grown
+
+
+def stacked(likes: Iterable[Rows], room: int) -> torch.Tensor | None:
+    """Memory in one piece for the rows of layers that are alike, ``[layers, 2, Hkv, room, d]``; None if they are not.
+
+    Args:
+        likes: keys and values of any tokens of each layer.
+        room: tokens.
+    """
+    rows = list(likes)
+    first = rows[0][0]
+    if {(*t.shape[:2], t.shape[3]) for both in rows for t in both} != {(1, first.shape[1], first.shape[3])}:
+        return None
+    return first.new_empty(len(rows), 2, first.shape[1], room, first.shape[3])
 
 
 def addresses_of(rows: Sequence[Rows], index: int, topk: IntArray | None = None) -> Addresses | None:

@@ -343,6 +343,20 @@ class FullCache(Cache):
         keys, values = self._layers[layer]
         return keys[:, :, first:last], values[:, :, first:last]
 
+    def read_keys(self, layer: int, first: int, last: int) -> torch.Tensor:
+        """The keys that ``read`` returns."""
+        return self._layers[layer][0][:, :, first:last]
+
+    def read_together(self, first: int, last: int) -> torch.Tensor | None:
+        """A view of all layers' keys and values of some positions, ``[layers, 2, Hkv, m, d]``; None if they do not lie
+        in one piece."""
+        return None if self._store is None else self._store[:, :, :, first:last]
+
+    @property
+    def likes(self) -> Mapping[int, Rows]:
+        """Keys and values of no token of each layer, on the device that computes."""
+        return {layer: (keys[:, :, :0], values[:, :, :0]) for layer, (keys, values) in self._layers.items()}
+
     def strided_keys(self, layer: int, step: int) -> torch.Tensor:
         """Every ``step``-th of a layer's committed keys, ``[1, Hkv, m, d]``."""
         return self._layers[layer][0][:, :, : self.length : step]

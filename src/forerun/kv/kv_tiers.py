@@ -13,14 +13,16 @@ import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from forerun.core.pinned import pinned, pinned_size
 from forerun.kernels.attention.attention import Rows
 from forerun.kv.cache import KVShape
 from forerun.kv.full_cache import FullCache
@@ -114,7 +116,12 @@ def layer_bytes(shape: KVShape, tokens: int) -> dict[int, int]:
 
 
 def place(
-    memory: KVMemory, taken: Mapping[str, int], shape: KVShape, tokens: int, reserve: DeviceReserve = NO_RESERVE
+    memory: KVMemory,
+    taken: Mapping[str, int],
+    shape: KVShape,
+    tokens: int,
+    reserve: DeviceReserve = NO_RESERVE,
+    host_size: Callable[[int], int] = int,
 ) -> Placement:
     """Which tiers hold the layers of a text of ``tokens`` tokens.
 
@@ -124,6 +131,7 @@ def place(
         shape: of a token's keys and values.
         tokens: of the text at its longest, drafts included.
         reserve: what it leaves free on the device.
+        host_size: bytes that memory of so many takes on the host.
 
     Raises:
         NoRoomError: if it fits nowhere; with the numbers.
@@ -134,24 +142,32 @@ def place(
             return Placement(tokens, True, {}, {"device": shape.nbytes * tokens, "host": 0, "file": 0})
         if min_device_bytes(shape, tokens) > left:
             break
-        free = _offloaded(memory, taken, shape, tokens, left - spare)
+        free = _offloaded(memory, taken, shape, tokens, left - spare, host_size)
         if free is not None:
             return free
     raise NoRoomError(_why(memory, taken, shape, tokens, left))
 
 
-def _offloaded(memory: KVMemory, taken: Mapping[str, int], shape: KVShape, tokens: int, left: int) -> Placement | None:
+def _offloaded(
+    memory: KVMemory,
+    taken: Mapping[str, int],
+    shape: KVShape,
+    tokens: int,
+    left: int,
+    host_size: Callable[[int], int],
+) -> Placement | None:
     """Fill the device with layers, then the tiers below; None if they are full."""
     sizes = layer_bytes(shape, tokens)
     buffers, limits = min_device_bytes(shape, tokens), memory.limits
     stay = _fitting(sizes, list(sizes), left - buffers)
     away = [layer for layer in sizes if layer not in stay]
-    host = _fitting(sizes, away, limits["host"] - taken["host"])
+    host = _fitting(sizes, away, limits["host"] - taken["host"], host_size)
     layers = {"device": stay, "host": host, "file": away[len(host) :]}
     nbytes = {tier: sum(sizes[layer] for layer in layers[tier]) for tier in TIERS}
     if nbytes["file"] and nbytes["file"] > limits["file"] - taken["file"]:
         return None
-    return Placement(aligned(tokens), False, layers, nbytes | {"device": nbytes["device"] + buffers})
+    taken_now = {"device": nbytes["device"] + buffers, "host": host_size(nbytes["host"])}
+    return Placement(aligned(tokens), False, layers, nbytes | taken_now)
 
 
 def _why(memory: KVMemory, taken: Mapping[str, int], shape: KVShape, tokens: int, left: int) -> str:
@@ -173,10 +189,12 @@ def _why(memory: KVMemory, taken: Mapping[str, int], shape: KVShape, tokens: int
     return f"{message}; {free} in the host's memory, and {max(0, file - taken['file']):,} of {file:,} in files"
 
 
-def _fitting(sizes: Mapping[int, int], layers: Sequence[int], left: float) -> list[int]:
-    """The first layers that fit in what is left."""
+def _fitting(
+    sizes: Mapping[int, int], layers: Sequence[int], left: float, taken: Callable[[int], int] = int
+) -> list[int]:
+    """The first layers that fit in what is left, where so many bytes take ``taken`` of it."""
     totals = accumulate(sizes[layer] for layer in layers)
-    return [layer for layer, total in zip(layers, totals, strict=True) if total <= left]
+    return [layer for layer, total in zip(layers, totals, strict=True) if taken(total) <= left]
 
 
 class Tiers:
@@ -193,6 +211,7 @@ class Tiers:
         self.memory = memory if isinstance(memory, KVMemory) else KVMemory(memory)
         self.shape, self.dtype = shape, dtype
         self.copy_engine = CopyEngine(device, self.memory.bandwidth)
+        self._host_size: Callable[[int], int] = pinned_size if device.type == "cuda" else int
         self._lock = threading.RLock()  # the garbage collector may close a text, which is freed, in the middle of it
         self._taken = dict.fromkeys(TIERS, 0)
         self._released: deque[Mapping[str, int]] = deque()  # by finalizers, which must not wait for a lock
@@ -222,7 +241,7 @@ class Tiers:
         """
         with self._lock:
             taken = dict.fromkeys(TIERS, 0) if empty else self._collect()
-            return place(self.memory, taken, self.shape, tokens, reserve)
+            return place(self.memory, taken, self.shape, tokens, reserve, self._host_size)
 
     def charge(self, nbytes: int) -> None:
         """Count device bytes for something else than a full cache; a negative number releases them."""
@@ -244,7 +263,7 @@ class Tiers:
             OffloadError: if its file cannot be made.
         """
         with self._lock:
-            placed = place(self.memory, self._collect(), self.shape, tokens, reserve or NO_RESERVE)
+            placed = place(self.memory, self._collect(), self.shape, tokens, reserve or NO_RESERVE, self._host_size)
             for tier, size in placed.nbytes.items():
                 self._taken[tier] += size
         try:
@@ -284,8 +303,8 @@ class Tiers:
             tier: Layout({layer: kinds[layer] for layer in layers}, placed.tokens)
             for tier, layers in placed.layers.items()
         }
-        pinned = device.type == "cuda"
-        home = cut["host"].cut(torch.empty(placed.nbytes["host"], dtype=torch.uint8, pin_memory=pinned))
+        make = pinned if device.type == "cuda" else partial(torch.empty, dtype=torch.uint8)
+        home = cut["host"].cut(make(cut["host"].size))
         home |= cut["file"].cut(self._file_memory(placed.nbytes["file"]))
         largest = max(layer_bytes(self.shape, placed.tokens).values())
         spare = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from forerun.core.block import Block
+from forerun.kernels import gpu
 from forerun.kernels.attention.attention import Rows
 from forerun.kv.cache import KVShape, compact
 from forerun.kv.full_cache import FullCache
@@ -124,6 +125,19 @@ class CopyEngine:
             with self._urgent_done:
                 self._urgent -= 1
                 self._urgent_done.notify_all()
+
+    def gather(self, rows: Rows, head: torch.Tensor, chunk: torch.Tensor, size: int) -> tuple[Rows, PendingCopy]:
+        """Let the device that computes copy chunks from pinned memory, in order with what it computes; see
+        ``FullCache.chunks``. The memory may go once the copy has ended."""
+        from forerun.kernels.gpu.gather import gather_chunks  # which needs Triton
+
+        found = list[torch.Tensor]()
+        copy = _StreamCopy(
+            lambda: found.extend(gather_chunks(t, head, chunk, size, self.device) for t in rows),
+            torch.cuda.current_stream(self.device),
+        )
+        self.fetched += sum(t.nbytes for t in found)
+        return tuple(found), copy
 
     def close(self) -> None:
         """End the thread after the requested copies."""
@@ -262,10 +276,10 @@ class OffloadedCache(FullCache):
         return self._failure
 
     def clear(self) -> None:
-        """Copies on their way end first: they write to this memory."""
+        """Copies on their way end first: they read and write this memory."""
         for copy in self._pending_copies():
             with suppress(OffloadError):
-                copy.wait()
+                copy.finish()
         super().clear()
         self._rows, self.offloaded_layers, self._buffers, self._writes = {}, [], [], []
 
@@ -276,8 +290,7 @@ class OffloadedCache(FullCache):
             ValueError: if there is no room.
             OffloadError: if a copy failed.
         """
-        if self.length + count > self._capacity:
-            raise ValueError(f"this cache has room for {self._capacity} tokens, not for {self.length + count}")
+        self._check_room(count)
         if layer not in self._rows:
             return self._layers[layer]
         buffer = self._prefetch(layer)
@@ -342,17 +355,43 @@ class OffloadedCache(FullCache):
             keys, values = self._fetch_now((keys, values))
         return keys, values
 
+    def read_keys(self, layer: int, first: int, last: int) -> torch.Tensor:
+        """Keys that are not on the device are copied to it."""
+        keys = super().read_keys(layer, first, last)
+        return keys if layer not in self._rows else self._fetch_now((keys,))[0]
+
+    @property
+    def likes(self) -> Mapping[int, Rows]:
+        return {layer: tuple(t[:, :, :0] for t in self._rows.get(layer, rows)) for layer, rows in self._layers.items()}
+
+    def reserve_layers(self, likes: Mapping[int, Rows], count: int) -> Mapping[int, Rows]:
+        """Each layer's rows where a pass reads them, once ``fetch_layer`` brought them there."""
+        self._check_room(count)
+        return self._layers | self._rows
+
+    def _check_room(self, count: int) -> None:
+        """Refuse more tokens than there is room for."""
+        if self.length + count > self._capacity:
+            raise ValueError(f"this cache has room for {self._capacity} tokens, not for {self.length + count}")
+
     def strided_keys(self, layer: int, step: int) -> torch.Tensor:
         """Rows that are not on the device are copied to it."""
         keys = super().strided_keys(layer, step)
         return keys if layer not in self._rows else self._fetch_now((keys,))[0]
 
     def chunks(self, layer: int, head: torch.Tensor, chunk: torch.Tensor, size: int) -> Rows:
-        """Rows that are not on the device are copied to it."""
+        """Rows that are not on the device are copied to it: by the device itself, if it can address them."""
         if layer not in self._rows:
             return super().chunks(layer, head, chunk, size)
+        rows = self._layers[layer]
+        if gpu.runs_on(self.copy_engine.device) and all(t.is_pinned() for t in rows):
+            for copy in self._writes:
+                copy.wait()
+            found, gathered = self.copy_engine.gather(rows, head, chunk, size)
+            self._writes.append(gathered)
+            return found
         self._wait_for_writes()
-        place = self._layers[layer][0].device
+        place = rows[0].device
         found = super().chunks(layer, head.to(place), chunk.to(place), size)
         return tuple(t[0] for t in self._fetch_now([t[None] for t in found]))
 

@@ -10,8 +10,8 @@ grows, and only those that changed are copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,7 +20,7 @@ from forerun.core.long_context import Policy
 from forerun.core.pinned import brought
 from forerun.core.transfers import elsewhere
 from forerun.kernels.attention.attention import AttentionSpec, Rows
-from forerun.kv.cache import ROLLBACK_TOKENS, Addresses, KVShape, addresses_of, append, compact, reserve
+from forerun.kv.cache import ROLLBACK_TOKENS, Addresses, KVShape, addresses_of, compact, stacked
 from forerun.kv.full_cache import FullCache
 from forerun.kv.view import ChunkedView
 
@@ -100,6 +100,10 @@ class RetrievalCache(ChunkedView):
         """Choices made so far."""
         self._layers: dict[int, ChosenChunks] = {}
         self._chunks = 0  # chosen, in each layer
+        self._rows: Mapping[int, Rows] = {}  # the chosen chunks in slots, recent tokens, and the block being scored
+        self._store: torch.Tensor | None = None  # all of them, if layers are alike: [layers, 2, Hkv, room, d]
+        self._room = 0  # tokens in each layer
+        self._where: Addresses | None = None
         self._acceptance = 1.0
 
     @property
@@ -113,8 +117,7 @@ class RetrievalCache(ChunkedView):
         if not self.refreshes or self.length - self._tail > self.config.recent + self.config.growth + self.config.chunk:
             self.refresh()
         else:
-            for index, layer in self._layers.items():
-                layer.write(self._place(known), *self.source.read(index, known, self.length))
+            self._write(self._place(known), known)
 
     def verified(self, rows: Sequence[int], drafted: int, accepted: int) -> None:
         if not self.refreshes:
@@ -137,6 +140,7 @@ class RetrievalCache(ChunkedView):
         self._tail = self._far(self.length)
         self._chunks = min(self._tail // self._chunk, self.config.slots)
         chosen_by = torch.tensor(rows)
+        self._reserve(self._place(self.length))
         for layer in self.source.layers:
             mine = self._index(layer)
             if self.source.specs[layer].window is None:
@@ -145,9 +149,38 @@ class RetrievalCache(ChunkedView):
                     chosen_by = brought(chosen_by, queries.device)
                 query = queries[:, :, chosen_by].sum(2)
                 mine.extend(self._keys(layer), self._tail)
-                mine.choose(query, self.source, layer, self._chunks)
-            mine.write(self._chunks * self._chunk, *self.source.read(layer, self._tail, self.length))
+                mine.choose(query, self.source, layer, self._rows[layer], self._chunks)
+        self._write(self._chunks * self._chunk, self._tail)
         self.refreshes += 1
+
+    def _write(self, place: int, first: int) -> None:
+        """Copy the source's tokens from ``first`` on to index ``place`` of each layer."""
+        end = place + self.length - first
+        self._reserve(end)
+        if self._store is not None and (together := self.source.read_together(first, self.length)) is not None:
+            self._store[:, :, :, place:end] = together
+            return
+        for layer, rows in self._rows.items():
+            for mine, new in zip(rows, self.source.read(layer, first, self.length), strict=True):
+                mine[:, :, place:end] = new
+
+    def _reserve(self, end: int) -> None:
+        """Make room for ``end`` tokens in each layer. Memory stays where it is as long as there is room."""
+        if end <= self._room:
+            return
+        before, kept, self._room, self._where = self._rows, self._room, _grown(end), None
+        likes = self.source.likes
+        self._store = stacked(likes.values(), self._room)
+        if self._store is not None:
+            self._rows = {layer: (both[:1], both[1:]) for layer, both in zip(likes, self._store, strict=True)}
+        else:
+            self._rows = {
+                layer: tuple(t.new_empty(*t.shape[:2], self._room, t.shape[3]) for t in both)
+                for layer, both in likes.items()
+            }
+        for layer, old in before.items():
+            for new, t in zip(self._rows[layer], old, strict=True):
+                new[:, :, :kept] = t
 
     def _index(self, layer: int) -> ChosenChunks:
         return self._layers.setdefault(layer, ChosenChunks(self._chunk))
@@ -155,23 +188,29 @@ class RetrievalCache(ChunkedView):
     def store(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
     ) -> Rows:
-        mine, held = self._layers[layer], self._place(self.length)
-        mine.write(held, k, v)
-        if spec.window is None:
-            return mine.read(0, held + len(block))
+        held = self._place(self.length)
+        end = held + len(block)
+        self._reserve(end)
+        for mine, new in zip(self._rows[layer], (k, v), strict=True):
+            mine[:, :, held:end] = new
         tail = min(self.settled, self.length)
-        return self._window_rows(layer, spec.window, tail, mine.read(self._place(tail), held + len(block)))
+        near = tuple(t[:, :, 0 if spec.window is None else self._place(tail) : end] for t in self._rows[layer])
+        return near if spec.window is None else self._window_rows(layer, spec.window, tail, near)
 
     def addressed(self, layers: Sequence[int], like: torch.Tensor, count: int) -> Addresses | None:
         """A layer with a sliding window reads more than the cache's own memory."""
-        if any(self.source.specs[layer].window is not None for layer in self._layers):
+        if any(self.source.specs[layer].window is not None for layer in self._rows):
             return None
         held = self._place(self.length)
-        return addresses_of([self._layers[layer].reserve(held, count) for layer in layers], held)
+        self._reserve(held + count)
+        if self._where is None:
+            self._where = addresses_of([self._rows[layer] for layer in layers], 0)
+        return None if self._where is None else replace(self._where, place=held)
 
     def _compact(self, start: int, path: Sequence[int]) -> None:
-        for layer in self._layers.values():
-            layer.compact(self._place(start), path)
+        every = self._rows.values() if self._store is None else [(self._store.flatten(0, 1),)]
+        for rows in every:
+            compact(rows, self._place(start), path)
 
     def _place(self, position: int) -> int:
         """Index in the buffers of a recent position."""
@@ -198,29 +237,29 @@ class RetrievalCache(ChunkedView):
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values held, and of the chunk means (1/32 of a full cache in float32)."""
-        return sum(layer.key_bytes + layer.mean_bytes for layer in self._layers.values())
+        means = sum(layer.mean_bytes for layer in self._layers.values())
+        return means + sum(t.nbytes for rows in self._rows.values() for t in rows)
 
 
 class ChosenChunks:
-    """One layer's rows: the chosen chunks in slots, then recent tokens, then the block being scored."""
+    """One layer's chunks: the mean key of each, and which are chosen."""
 
     def __init__(self, chunk: int) -> None:
         self._chunk = chunk
-        self._rows: Rows | None = None
         self._means = torch.empty(0)  # [Hkv, room, d]; half precision is enough for choosing
         self._known = 0  # number of means so far
         self._chosen = torch.empty(0, 0, dtype=torch.int64)  # [Hkv, slots], the chunk in each slot
 
-    def choose(self, query: torch.Tensor, source: FullCache, layer: int, count: int) -> None:
-        """Hold the ``count`` best of a layer's known chunks for the query ``[1, H, d]``."""
+    def choose(self, query: torch.Tensor, source: FullCache, layer: int, rows: Rows, count: int) -> None:
+        """Hold the ``count`` best of a layer's known chunks for the query ``[1, H, d]`` in the slots of ``rows``."""
         held = self._chosen.shape[1]
         if held < count:  # all chunks so far are held, in order: append the next ones
             first = held * self._chunk
-            keys, values = source.read(layer, first, count * self._chunk)
-            self.write(first, keys, values)
-            self._chosen = torch.arange(count, device=keys.device).repeat(keys.shape[1], 1)
+            for mine, new in zip(rows, source.read(layer, first, count * self._chunk), strict=True):
+                mine[:, :, first : count * self._chunk] = new
+            self._chosen = torch.arange(count, device=query.device).repeat(rows[0].shape[1], 1)
         if count < self._known:
-            self._replace(self._best(query, count), source, layer)
+            self._replace(self._best(query, count), source, layer, rows)
 
     def extend(self, read: Callable[[int, int], torch.Tensor], length: int) -> None:
         count = length // self._chunk
@@ -239,32 +278,6 @@ class ChosenChunks:
     @property
     def known(self) -> int:
         return self._known * self._chunk
-
-    def write(self, place: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write keys and values ``[1, Hkv, n, d]`` at index ``place``; those at later indices may be lost."""
-        self._rows = append(self._rows, (k, v), place, _grown(place + k.shape[2]))
-
-    def reserve(self, place: int, count: int) -> Rows:
-        """Its keys and values, with room for ``count`` more at index ``place``."""
-        assert self._rows is not None
-        self._rows = reserve(self._rows, self._rows, place, place + count, _grown(place + count))
-        return self._rows
-
-    def read(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of indices ``first`` to ``last`` (excluded)."""
-        assert self._rows is not None
-        keys, values = self._rows
-        return keys[:, :, first:last], values[:, :, first:last]
-
-    def compact(self, place: int, path: Sequence[int]) -> None:
-        """Move the nodes of ``path``, of a tree at index ``place``, side by side."""
-        assert self._rows is not None
-        compact(self._rows, place, path)
-
-    @property
-    def key_bytes(self) -> int:
-        """Bytes reserved for keys and values."""
-        return sum(t.nbytes for t in self._rows or ())
 
     @property
     def known_bytes(self) -> int:
@@ -295,10 +308,9 @@ class ChosenChunks:
         scores[some == 0] = torch.inf
         return some.gather(1, scores.topk(count, -1).indices)
 
-    def _replace(self, best: torch.Tensor, source: FullCache, layer: int) -> None:
+    def _replace(self, best: torch.Tensor, source: FullCache, layer: int, rows: Rows) -> None:
         """Write the chunks of ``best`` that are not held yet into slots whose chunks are no longer wanted. Elsewhere
         than on a CPU all are written, for asking how many changed would take longer."""
-        assert self._rows is not None
         heads, count = best.shape
         if elsewhere(best) and not source.offloaded:
             head = torch.arange(heads, device=best.device).repeat_interleave(count)
@@ -311,7 +323,7 @@ class ChosenChunks:
             head, slot = (~stays).nonzero(as_tuple=True)  # per head as many as in `wanted`, in the same order
             chunk = wanted.nonzero(as_tuple=True)[1]
         self._chosen[head, slot] = chunk
-        for mine, new in zip(self._rows, source.chunks(layer, head, chunk, self._chunk), strict=True):
+        for mine, new in zip(rows, source.chunks(layer, head, chunk, self._chunk), strict=True):
             slots = self._in_chunks(mine[0, :, : count * self._chunk])
             slots[head, slot] = new
 

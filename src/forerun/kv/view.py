@@ -163,4 +163,4 @@ class ChunkedView(View):
         return max(0, length - self._recent) // self._chunk * self._chunk
 
     def _keys(self, layer: int) -> Callable[[int, int], torch.Tensor]:
-        return lambda first, last: self.source.read(layer, first, last)[0][0]
+        return lambda first, last: self.source.read_keys(layer, first, last)[0]

@@ -192,9 +192,10 @@ class TrieSource(Source):
         """Note the best tokens of the scored rows.
 
         They are kept once the step's tokens are learned. Otherwise the mixer would judge lists made from the answer.
-        Where texts are replayed there are no logits.
+        Where texts are replayed there are no logits. Elsewhere than on a CPU they come with the step's transfer, or not
+        at all.
         """
-        if outcome.best is None and not outcome.logits.shape[0]:
+        if outcome.best is None and (elsewhere(outcome.logits) or not outcome.logits.shape[0]):
             return
         request = noted.request
         tree, text, end = outcome.tree, request.tokens, len(request) - len(outcome.verdict.tokens)
@@ -230,12 +231,7 @@ def _noise_of(sampler: Sampler) -> SamplingNoise | None:
 
 
 def best_of_rows(logits: torch.Tensor) -> tuple[Int32Array, Float32Array]:
-    """The best tokens of each row of logits ``[n, V]`` and their logits, best first; ``[n, LISTED]`` each."""
-    if elsewhere(logits):
-        values, indices = logits.float().topk(min(LISTED, logits.shape[-1]))
-        both = torch.cat((indices.int(), values.view(torch.int32)), 1).cpu().numpy()  # one transfer
-        count = both.shape[1] // 2
-        return both[:, :count].copy(), both[:, count:].copy().view(np.float32)
+    """The best tokens of each row of logits ``[n, V]`` on a CPU, and their logits, best first; ``[n, LISTED]`` each."""
     tokens, scores = np.empty((len(logits), LISTED), np.int32), np.empty((len(logits), LISTED), np.float32)
     recycled.best_of_rows(logits.float().contiguous().numpy(), tokens, scores)
     return tokens, scores

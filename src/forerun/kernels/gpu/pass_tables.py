@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,6 @@ import torch
 
 from forerun.core.block import Block
 from forerun.core.tree import IntArray
-from forerun.kernels.attention.packed_pass import wanted_tokens
 
 GPU_BLOCK_TOKENS = 64
 """Positions of a block. A tree's own keys begin at one. Attention of one token of Llama-3-8B's shape over 122,000 keys
@@ -125,21 +125,22 @@ class PassTables:
     rows: torch.Tensor
     tiles: torch.Tensor
 
-    def fill(self, batch: PassDescription, spare: torch.Tensor | None = None) -> None:
+    def fill(self, batch: PassDescription, spare: torch.Tensor | None = None, ids: torch.Tensor | None = None) -> None:
         """Describe a pass.
 
         Args:
             batch: the pass.
             spare: memory for a key and a value of the row of further tokens, ``[2, width]``, if the tables are larger
                 than the pass. All tokens, heads and layers of that row share it, and nobody reads it.
+            ids: token ids ``[n]`` on the device, in the place of the pass's.
         """
         size = batch.sizes
         if self._copied is not None:
             self._copied.synchronize()
+        if spare is not None:  # what was there is of another pass
+            self._host.zero_()
         for name, table in batch.tables.items():
-            whole = self._tables[name]
-            whole[...] = 0
-            whole[tuple(slice(count) for count in table.shape)] = table
+            self._tables[name][tuple(map(slice, table.shape))] = table
         if spare is not None:
             self._tables["addresses"][:, size.rows] = spare[0].data_ptr(), spare[1].data_ptr()
             self._tables["strides"][:, size.rows] = 0
@@ -147,8 +148,10 @@ class PassTables:
             self._tables["tiles"][size.tiles :, 0] = size.rows
         if self._there is not self._host:
             self._there.copy_(self._host, non_blocking=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied = self._copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
+        if ids is not None:
+            self.ids[: len(ids)].copy_(ids)
 
 
 def _padded(shape: tuple[int, ...]) -> int:
@@ -165,45 +168,49 @@ class PassDescription:
         addresses, strides: as in ``PassTables``.
         positions: of the tokens for the model, ``[n]``.
         group: query heads of a KV head.
+        aligned: whether all addresses and strides are multiples of 16, if that is known.
     """
 
     def __init__(
-        self, blocks: Sequence[Block], addresses: IntArray, strides: IntArray, positions: IntArray, group: int
-    ) -> None:
-        counts = np.array([len(block) for block in blocks])
-        tile = GPU_COMBINE_QUERIES if counts.max() * group <= GPU_COMBINE_QUERIES else GPU_TILE_QUERIES
+        self, blocks: Sequence[Block], addresses: IntArray, strides: IntArray, positions: IntArray, group: int,
+        aligned: bool | None = None,
+    ) -> None:  # fmt: skip
+        counts = [len(block) for block in blocks]
+        small = _next_power(max(counts), 2) * group <= GPU_COMBINE_QUERIES  # rounded, so that a size has one tile
+        tile = GPU_COMBINE_QUERIES if small else GPU_TILE_QUERIES
         self.group = group
-        self.aligned = _are_aligned(addresses, strides)
-        ends, tiles = np.cumsum(counts), -(-counts * group // tile)
-        parts = [_described(row, block) for row, block in enumerate(blocks)]
-        tokens = np.concatenate([part for part, _ in parts])
-        most = max(own.shape[1] for _, own in parts)
+        self.aligned = are_aligned(addresses, strides) if aligned is None else aligned
+        tiles = [-(-count * group // tile) for count in counts]
+        ends, own = list(accumulate(counts)), [_own(block) for block in blocks]
+        most = max(each.shape[1] for each in own)
+        wanted = [at for end, block in zip(ends, blocks, strict=True) for at in range(end - len(block.tree) - 1, end)]
+        tokens = np.concatenate([_tokens(row, block) for row, block in enumerate(blocks)])
         self.tables: dict[str, IntArray] = {
             "ids": np.concatenate([block.tokens for block in blocks]),
             "positions": positions,
-            "wanted": wanted_tokens(blocks),
+            "wanted": np.array(wanted),
             "addresses": addresses,
             "strides": strides,
             "tokens": tokens,
-            "own": np.concatenate([np.pad(own, ((0, 0), (0, most - own.shape[1]))) for _, own in parts]),
-            "rows": np.stack((ends - counts, counts, np.cumsum(tiles) - tiles), 1),
-            "tiles": np.array([(row, tile) for row, count in enumerate(tiles.tolist()) for tile in range(count)]),
+            "own": np.concatenate([np.pad(each, ((0, 0), (0, most - each.shape[1]))) for each in own] if most else own),
+            "rows": np.array(list(zip([0, *ends], counts, [0, *accumulate(tiles)], strict=False))),
+            "tiles": np.array([(row, number) for row, count in enumerate(tiles) for number in range(count)]),
         }
-        count = len(self.tables["wanted"])
         splits = splits_of(int(tokens[:, 3].max()))
         self.sizes = TableSizes(
-            len(addresses), len(blocks), len(tokens), int(tiles.sum()), tile, most + most % 2, count, splits
+            len(addresses), len(blocks), len(tokens), sum(tiles), tile, most + most % 2, len(wanted), splits
         )
 
     def moved(self, addresses: IntArray, strides: IntArray) -> PassDescription:
         """The same pass over rows that lie elsewhere."""
         other = copy.copy(self)
         other.tables = self.tables | {"addresses": addresses, "strides": strides}
-        other.aligned = _are_aligned(addresses, strides)
+        other.aligned = are_aligned(addresses, strides)
         return other
 
 
-def _are_aligned(addresses: IntArray, strides: IntArray) -> bool:
+def are_aligned(addresses: IntArray, strides: IntArray) -> bool:
+    """Whether all addresses and strides are multiples of 16."""
     return not ((addresses % TABLE_ALIGNMENT).any() or (strides % TABLE_ALIGNMENT).any())
 
 
@@ -213,18 +220,29 @@ def splits_of(length: int) -> int:
     return -(-min(length, short) // GPU_SHORT_SPLIT_TOKENS) + -(-max(length - short, 0) // GPU_SPLIT_TOKENS)
 
 
-def _described(row: int, block: Block) -> tuple[IntArray, IntArray]:
-    """A row's part of ``tokens`` and of ``own``."""
-    pending, n = len(block.pending), len(block)
-    tokens = np.stack((np.full(n, row), block.start + np.arange(n), block.positions, block.positions + 1), 1)
+def _base(block: Block) -> int:
+    """Where the scan of a tree's tokens ends: at the last block of positions that begins before the tree."""
+    return (block.start + len(block.pending)) // GPU_BLOCK_TOKENS * GPU_BLOCK_TOKENS
+
+
+def _tokens(row: int, block: Block) -> IntArray:
+    """A row's part of ``tokens``."""
+    first, count = block.start, len(block)
+    if block.tree.is_chain:  # then slots and positions are the same
+        return np.array([(row, at, at, at + 1) for at in range(first, first + count)])
+    tokens = np.stack((np.full(count, row), first + np.arange(count), block.positions, block.positions + 1), 1)
+    tokens[len(block.pending) :, 3] = _base(block)
+    return tokens
+
+
+def _own(block: Block) -> IntArray:
+    """A row's part of ``own``."""
     if block.tree.is_chain:
-        return tokens, np.zeros((n, 0), np.int64)
-    end = block.start + pending
-    base = end // GPU_BLOCK_TOKENS * GPU_BLOCK_TOKENS
-    tokens[pending:, 3] = base
-    before = np.arange(base, end)
+        return np.zeros((len(block), 0), np.int64)
+    pending, n, end = len(block.pending), len(block), block.start + len(block.pending)
+    before = np.arange(_base(block), end)
     own = np.zeros((n, len(before) + int(block.tree.depths.max())), np.int64)
     for node, above in enumerate(block.tree.ancestors):
         slots = np.concatenate((before, end + np.flatnonzero(above)))
         own[pending + node, : len(slots)] = slots
-    return tokens, own
+    return own

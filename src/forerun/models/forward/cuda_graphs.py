@@ -2,8 +2,8 @@
 
 A recording reads its input from tables that stay where they are, so sizes are rounded up to few: powers of two of
 tokens and of rows, and powers of four of the text's splits (``TableSizes.rounded``). All else that differs between
-passes is read on the device. So there is a bound on recordings, and none is made twice. A recording is made when a size
-comes for the second time. It takes as long as some passes; the first one compiles.
+passes is read on the device. So there is a bound on recordings, and none is made twice. A size is recorded before its
+first pass, while the clock of prices stands (``core/work_clock.py``): no pass of these sizes runs unrecorded.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
+from forerun.core.transfers import settle
+from forerun.core.work_clock import made_once
 from forerun.kernels.gpu.pass_tables import RECORDED_OWN_KEYS, PassDescription, PassTables, TableSizes
 
 Result = TypeVar("Result")
@@ -21,32 +23,37 @@ RECORDED_TOKENS = 64
 """The largest pass that is recorded, in tokens. Larger ones compute for longer than Python takes to launch them."""
 RECORDINGS_KEPT = 128
 """The most recordings. Passes have seven sizes for one row, and 28 for any; texts have three or four lengths."""
+PASSES_UNTIL_RETRY = 256
+"""Passes after which a recording is tried again that failed for want of memory, as many as ``level.RETRY_STEPS``."""
 
 log = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Makes CUDA graphs that share one pool of memory: what one leaves there, the next one that runs overwrites."""
+    """Makes CUDA graphs that share one pool of memory: what one leaves there, the next one that runs overwrites.
+
+    All are recorded on one stream: torch keeps the memory of passes for the stream that they ran on.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def record(self, work: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
         """Run a function and return how to run it again, and its result, which is overwritten then.
 
         ``torch.cuda.graph`` would wait for the device and empty the allocator's memory first; here other work goes on.
         """
-        beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        beside.wait_stream(torch.cuda.current_stream())
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(beside):
+        present, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+        self._beside.wait_stream(present)
+        with torch.cuda.stream(self._beside):
             work()  # compiles kernels
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # other threads may allocate
             try:
                 result = work()
             finally:
                 graph.capture_end()
-        torch.cuda.current_stream().wait_stream(beside)
+        present.wait_stream(self._beside)
         return graph.replay, result
 
 
@@ -57,57 +64,80 @@ class _Recording(NamedTuple, Generic[Result]):
 
 
 class GraphCache(Generic[Result]):
-    """The recordings of one model.
+    """The recordings of one kind of pass of a model.
 
     Args:
         run: a pass, given its tables.
         spare: memory of a row for tokens that only fill up a size.
         device: where passes run.
+        recorder: makes the recordings.
     """
 
-    def __init__(self, run: Callable[[PassTables], Result], spare: torch.Tensor, device: torch.device) -> None:
-        self._run, self._spare, self._device = run, spare, device
-        self._recorder = Recorder()
-        self._kept: dict[tuple[TableSizes, bool], _Recording[Result] | None] = {}
-        self._refused = False
+    def __init__(
+        self, run: Callable[[PassTables], Result], spare: torch.Tensor, device: torch.device, recorder: Recorder
+    ) -> None:
+        self._run, self._spare, self._device, self._recorder = run, spare, device, recorder
+        self._kept: dict[tuple[TableSizes, bool], _Recording[Result]] = {}
+        self._refused, self._waits = False, 0
 
     @property
-    def recordings(self) -> int:
-        """The number of recordings made so far."""
-        return sum(each is not None for each in self._kept.values())
+    def keys(self) -> frozenset[tuple[TableSizes, bool]]:
+        """The sizes that are recorded, each with whether its rows are aligned."""
+        return frozenset(self._kept)
 
-    def run(self, batch: PassDescription) -> Result:
-        """A pass's result; it is valid until the next pass."""
-        small = batch.sizes.tokens <= RECORDED_TOKENS and batch.sizes.own <= RECORDED_OWN_KEYS
-        sizes = batch.sizes.rounded(batch.group)
-        if self._refused or not small:
-            return self._at_once(batch)
-        key = sizes, batch.aligned
-        if key not in self._kept:
-            self._kept[key] = None
-            return self._at_once(batch)
-        recording = self._kept[key]
-        if recording is None and self.recordings < RECORDINGS_KEPT:
-            recording = self._kept[key] = self._recorded(batch, sizes)
+    def run(self, batch: PassDescription, ids: torch.Tensor | None = None) -> Result:
+        """A pass's result; it is valid until the next pass.
+
+        Args:
+            batch: the pass.
+            ids: its token ids ``[n]`` on the device, if they are not in ``batch``.
+        """
+        recording = self._recording(batch)
         if recording is None:
-            return self._at_once(batch)
-        recording.places.fill(batch, self._spare)
+            return unrecorded(batch, self._run, self._device, ids)
+        recording.places.fill(batch, self._spare, ids)
         recording.replay()
         return recording.result
 
-    def _at_once(self, batch: PassDescription) -> Result:
-        places = PassTables(batch.sizes, self._device, batch.aligned)
-        places.fill(batch)
-        return self._run(places)
+    def _recording(self, batch: PassDescription) -> _Recording[Result] | None:
+        """The recording for a pass, made now if there is none of its size; None if it has to run unrecorded."""
+        if batch.sizes.tokens > RECORDED_TOKENS or batch.sizes.own > RECORDED_OWN_KEYS:
+            return None
+        key = batch.sizes.rounded(batch.group), batch.aligned
+        found = self._kept.get(key)
+        if found is not None or self._refused or len(self._kept) >= RECORDINGS_KEPT:
+            return found
+        self._waits -= 1
+        if self._waits > 0:
+            return None
+        with made_once():
+            made = self._recorded(batch, key[0])
+            settle(self._device)  # the pass that follows is timed
+        if made is not None:
+            self._kept[key] = made
+        return made
 
     def _recorded(self, batch: PassDescription, sizes: TableSizes) -> _Recording[Result] | None:
-        places = PassTables(sizes, self._device, batch.aligned)
-        places.fill(batch, self._spare)
         try:
-            replay, result = self._recorder.record(lambda: self._run(places))
+            places = PassTables(sizes, self._device, batch.aligned)
+            places.fill(batch, self._spare)
+            return _Recording(places, *self._recorder.record(lambda: self._run(places)))
+        except torch.OutOfMemoryError:
+            log.warning("there is no memory to record a pass of %d tokens; it is slower meanwhile", sizes.tokens)
+            self._waits = PASSES_UNTIL_RETRY
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
+            if "captur" not in reason:
+                raise
             log.warning("this model's passes cannot be recorded as CUDA graphs, so they are slower: %s", reason)
             self._refused = True
-            return None
-        return _Recording(places, replay, result)
+        return None
+
+
+def unrecorded(
+    batch: PassDescription, run: Callable[[PassTables], Result], device: torch.device, ids: torch.Tensor | None = None
+) -> Result:
+    """Run a pass by a function of its tables; see ``GraphCache.run``."""
+    places = PassTables(batch.sizes, device, batch.aligned)
+    places.fill(batch, ids=ids)
+    return run(places)

@@ -59,7 +59,7 @@ def probe(scorer: Scorer, limit: int | None = None, offloads: bool = False) -> E
         limit: the model's positions; test texts are no longer than this.
         offloads: whether keys and values may lie off the device.
     """
-    if offloads and scorer.device.type != "cpu":
+    if offloads and scorer.device.type != "cpu" and not scorer.by_tables:
         return Exactness("rounding", "keys and values off the device are attended to row by row")
     return Exactness(*scorer.led(lambda: astuple(_probe(scorer, limit))))
 

@@ -110,13 +110,19 @@ class GpuForward:
         """Angles of all positions, where the model's module cannot compute them in a recorded pass."""
 
     def run(
-        self, places: PassTables, attention: Attention, states_of: tuple[int, ...] = (), product: Product = linear.sums
+        self,
+        places: PassTables,
+        attention: Attention,
+        fetch: Callable[[int], None],
+        states_of: tuple[int, ...] = (),
+        product: Product = linear.sums,
     ) -> PassResult:
         """A pass, whose input is in the tables: float32 logits ``[wanted, V]``, and hidden states.
 
         Args:
             places: the tables.
             attention: reads keys and values that are in their rows' memory already.
+            fetch: called with each layer before its keys and values are written.
             states_of: layers, as in ``Scorer.score_with_states``.
             product: of linear layers.
         """
@@ -129,6 +135,7 @@ class GpuForward:
             h = decoder_ops.add_norm(x, added, after, _norm(parts.before_mixer), factor, self._dtype)
             if number in states_of:
                 states[number] = x.clone()
+            fetch(number)
             mixed = self._attend(number, layer, h, places, angles[layer.attention.rotary], attention, product)
             factor = parts.residual_multiplier
             added = Summands(product(mixed, layer.output.weight), layer.output.bias)
@@ -138,7 +145,8 @@ class GpuForward:
             gated = decoder_ops.gate(gate_up, self._parts.activation == SILU, self._dtype)
             added, after = Summands(product(gated, layer.down.weight), layer.down.bias), _norm(parts.after_mlp)
         h = decoder_ops.add_norm(x, added, after, self._norm, factor, self._dtype)
-        states[len(self._layers)] = h.float()
+        if len(self._layers) in states_of:
+            states[len(self._layers)] = h.float()
         logits = self._finished(linear.product(h[places.wanted], self._parts.head.weight, to=torch.float32))
         return PassResult(logits, torch.cat([states[layer] for layer in states_of], -1) if states_of else None)
 

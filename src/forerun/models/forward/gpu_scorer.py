@@ -2,7 +2,8 @@
 
 A known decoder runs as few kernels (``gpu_forward.py``). Else the model's own code runs, and its linear layers, means
 and attention go to the kernels of ``kernels/gpu``. Caches keep their own memory, and a pass has a table of addresses.
-Caches that choose among keys (low-rank) or lie elsewhere (offloaded) take the way of ``Scorer``, row by row.
+Layers that lie off the device are fetched before their turn and written back after it, into buffers that stay where
+they are. Caches that choose among keys (low-rank) take the way of ``Scorer``, row by row.
 
 A whole chunk of a prompt has a pass of its own, in which torch's libraries compute products and attention: many times
 faster, with bits that depend on the chunk's length and place. These are the same whatever is drafted and whatever else
@@ -21,19 +22,26 @@ import torch
 from transformers import PreTrainedModel
 
 from forerun.core.block import Block
-from forerun.core.tree import IntArray
+from forerun.core.fairness import FairLock
+from forerun.core.transfers import adjoined
+from forerun.core.tree import DraftTree, IntArray
 from forerun.kernels.attention.attention import AttentionSpec, Rows, contiguous_numbers
 from forerun.kernels.gpu import attend
 from forerun.kernels.gpu.linear import GPU_LINEAR_DTYPES
-from forerun.kernels.gpu.pass_tables import TABLE_ALIGNMENT, PassDescription, PassTables
-from forerun.kv.cache import Cache, LayerShape
+from forerun.kernels.gpu.pass_tables import TABLE_ALIGNMENT, PassDescription, PassTables, are_aligned
+from forerun.kv.cache import Cache
+from forerun.kv.full_cache import FullCache
+from forerun.models.forward import cuda_graphs
 from forerun.models.forward.architecture import known_on_gpu
-from forerun.models.forward.cuda_graphs import GraphCache
+from forerun.models.forward.cuda_graphs import RECORDED_TOKENS, GraphCache, unrecorded
 from forerun.models.forward.gpu_forward import Attention, GpuForward, library_attention, library_product
 from forerun.models.forward.scorer import PassResult, Scorer
+from forerun.models.forward.weight_watch import Change, WeightWatch
 
 PROMPT_CHUNK_TOKENS = 512
 """Tokens of a prompt's chunk that libraries read: enough that arithmetic, not memory, decides how long it takes."""
+PROGRAM_ATTRIBUTE = "_forerun_gpu"
+"""The model's attribute for its ``GpuProgram``."""
 
 
 class LayerQueries(NamedTuple):
@@ -60,18 +68,156 @@ class TableLayers(NamedTuple):
 
 
 class TableRow(NamedTuple):
-    """Where a row's keys and values are: addresses ``[layers, 2]``, strides in bytes ``[layers, 4]``, and the place of
-    the block's first token."""
+    """Where a row's keys and values are: addresses ``[layers, 2]``, strides in bytes ``[layers, 4]`` or ``[4]``, and
+    the place of the block's first token."""
 
     addresses: IntArray
-    strides: IntArray
+    strides: IntArray | tuple[int, ...]
     place: int
+
+
+class TableMemory(NamedTuple):
+    """Where the rows of a pass are: each one's addresses as its cache gave them, and what tables have of them."""
+
+    given: list[IntArray]
+    addresses: IntArray
+    strides: IntArray
+    aligned: bool
+
+    @classmethod
+    def of(cls, rows: Sequence[TableRow], width: int) -> TableMemory:
+        """For numbers of ``width`` bytes."""
+        given = [row.addresses for row in rows]
+        addresses = np.stack(given, 1)
+        strides = np.stack([np.broadcast_to(np.array(row.strides), (len(addresses), 4)) for row in rows], 1) // width
+        return cls(given, addresses, strides, are_aligned(addresses, strides))
+
+    def holds(self, rows: Sequence[TableRow]) -> bool:
+        """Whether these rows are where they were: a cache gives the same array until its memory moves."""
+        return len(rows) == len(self.given) and all(
+            row.addresses is known for row, known in zip(rows, self.given, strict=True)
+        )
 
 
 _Row = tuple[Block, Cache, TableRow]
 _Kept = tuple[bool, tuple[int, ...]]
 """What a pass keeps: queries or not, and hidden states of these layers."""
 _Results = tuple[PassResult, LayerQueries]
+
+
+class GpuProgram:
+    """A model's passes on a GPU, with their recordings; all scorers of the model share it.
+
+    Args:
+        model: the model. A program is of the model as it is now.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        known = known_on_gpu(model) and model.dtype in GPU_LINEAR_DTYPES
+        self.decoder = GpuForward(model) if known else None
+        self.lock = FairLock()
+        """Held during a pass: recordings share their tables and their results."""
+        self.watch = WeightWatch(model)  # now that the decoder has moved weights
+        self._plain, self._recorder = Scorer(model), cuda_graphs.Recorder()
+        self.graphs: dict[_Kept, GraphCache[_Results]] = {}
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> GpuProgram:
+        """The model's program; a new one if the model has changed."""
+        found = model.__dict__.get(PROGRAM_ATTRIBUTE)
+        if not isinstance(found, cls) or found.watch.look() is Change.MODEL:
+            found = model.__dict__[PROGRAM_ATTRIBUTE] = cls(model)
+        return found
+
+    def __reduce__(self) -> tuple[type[object], tuple[()]]:
+        """Leave a copy of the model without one."""
+        return object, ()
+
+    @cached_property
+    def layers(self) -> TableLayers | None:
+        """None if tables cannot describe the layers, or there are others, which keep a state of the text."""
+        if self._plain.recurrent:
+            return None
+        model = self._plain.model
+        shapes = self._plain.kv.layers
+        heads = getattr(model.config.get_text_config(), "num_attention_heads", 0)
+        known = heads and all(not heads % shape.heads for shape in shapes.values())
+        if not known or any(shape.width != model.dtype.itemsize for shape in shapes.values()):
+            return None
+        likes: dict[int, Rows] = {}
+        for layer, shape in shapes.items():
+            keys = torch.empty(1, shape.heads, 0, shape.dim, dtype=model.dtype, device=self._plain.device)
+            likes[layer] = keys, keys.new_empty(1, shape.heads, 0, shape.out_dim)
+        first = next(iter(shapes.values()))
+        in_order = list(shapes) == list(range(len(shapes)))
+        alike = len({replace(shape, window=None) for shape in shapes.values()}) == 1
+        return TableLayers(
+            {layer: place for place, layer in enumerate(shapes)},
+            likes,
+            max(heads // shape.heads for shape in shapes.values()),
+            in_order and alike and first.dim == first.out_dim,
+        )
+
+    def run(
+        self, tables: TableLayers, batch: PassDescription, kept: _Kept, ids: torch.Tensor | None, away: Transfers
+    ) -> _Results:
+        """Run a pass; its result is valid until the next one.
+
+        Args:
+            tables: the layers.
+            batch: the pass.
+            kept: what is kept of it.
+            ids: token ids ``[n]`` on the device, if they are not in ``batch``.
+            away: rows of which some layers lie off the device. A pass over such rows is not recorded: copies end when
+                they end.
+        """
+        if away.rows:
+            return unrecorded(batch, partial(self._run, tables, kept, away), self._plain.device, ids)
+        if kept not in self.graphs:  # a recording keeps queries and states, or it does not
+            most = max(t.shape[3] for rows in tables.likes.values() for t in rows)
+            keys, _ = next(iter(tables.likes.values()))
+            spare = keys.new_zeros(2, -(-most // TABLE_ALIGNMENT) * TABLE_ALIGNMENT)  # see ``PassTables.fill``
+            run = partial(self._run, tables, kept, away)
+            self.graphs[kept] = GraphCache(run, spare, keys.device, self._recorder)
+        return self.graphs[kept].run(batch, ids)
+
+    def _run(self, tables: TableLayers, kept: _Kept, away: Transfers, places: PassTables) -> _Results:
+        keeps_queries, states_of = kept
+        layers = LayerQueries({}, {})
+        if self.decoder is not None:
+            attention = _recording(layers, keeps_queries, away, attend.attend)
+            result = self.decoder.run(places, attention, away.fetch, states_of)
+        else:
+            rows = TabledPass(places, tables, layers, keeps_queries, away)
+            result = self._plain._forward(places.ids, places.positions, rows, places.wanted, states_of)
+        return result._replace(best=result.logits.argmax(-1)), layers
+
+
+class Transfers(NamedTuple):
+    """What a pass fetches before a layer, and writes back after it.
+
+    Attributes:
+        rows: offloaded caches, each with the number of tokens of its block.
+    """
+
+    rows: Sequence[tuple[FullCache, int]]
+
+    @classmethod
+    def of(cls, rows: Sequence[_Row]) -> Transfers:
+        """Those of a pass."""
+        return cls(
+            [(full, len(block)) for block, cache, _ in rows if (full := cache.full) is not None and full.offloaded]
+        )
+
+    def fetch(self, layer: int) -> None:
+        """Let the device have a layer's keys and values before what it does next."""
+        for cache, count in self.rows:
+            cache.fetch_layer(layer, count)
+
+    def write_back(self, layer: int) -> None:
+        """Bring a layer's new keys and values to where they are kept."""
+        for cache, count in self.rows:
+            cache.write_back(layer, count)
 
 
 class GpuScorer(Scorer):
@@ -86,45 +232,37 @@ class GpuScorer(Scorer):
         self._read_model()
 
     def _read_model(self) -> None:
-        known = known_on_gpu(self.model) and self.model.dtype in GPU_LINEAR_DTYPES
-        self._decoder = GpuForward(self.model) if known else None
-        self.prompt_chunk = PROMPT_CHUNK_TOKENS if known else None
-        super()._read_model()  # now that the decoder has moved weights
-        self._graphs: dict[_Kept, GraphCache[_Results]] = {}
-        self.__dict__.pop("_layers", None)  # they depend on the weights' type
+        self._memory: TableMemory | None = None
+        self._program = GpuProgram.of(self.model)
+        self.prompt_chunk = None if self._program.decoder is None else PROMPT_CHUNK_TOKENS
+        super()._read_model()
+
+    def renew(self) -> None:
+        self.model.__dict__.pop(PROGRAM_ATTRIBUTE, None)
+        super().renew()
 
     @property
     def recordings(self) -> int:
-        """The number of passes recorded so far."""
-        return sum(graphs.recordings for graphs in self._graphs.values())
+        """The number of passes recorded so far, by all scorers of the model."""
+        return sum(len(graphs.keys) for graphs in self._program.graphs.values())
 
-    @cached_property
-    def _layers(self) -> TableLayers | None:
-        """None if tables cannot describe the layers, or there are others, which keep a state of the text."""
-        if self.recurrent:
-            return None
-        shapes = Scorer(self.model).kv.layers
-        heads = getattr(self.model.config.get_text_config(), "num_attention_heads", 0)
-        known = heads and all(not heads % shape.heads for shape in shapes.values())
-        if not known or any(shape.width != self.model.dtype.itemsize for shape in shapes.values()):
-            return None
-        first = next(iter(shapes.values()))
-        in_order = list(shapes) == list(range(len(shapes)))
-        alike = len({replace(shape, window=None) for shape in shapes.values()}) == 1
-        return TableLayers(
-            {layer: place for place, layer in enumerate(shapes)},
-            {layer: self._no_tokens(shape) for layer, shape in shapes.items()},
-            max(heads // shape.heads for shape in shapes.values()),
-            in_order and alike and first.dim == first.out_dim,
-        )
+    @property
+    def by_tables(self) -> bool:
+        return self._program.layers is not None
 
-    def _no_tokens(self, shape: LayerShape) -> Rows:
-        keys = torch.empty(1, shape.heads, 0, shape.dim, dtype=self.model.dtype, device=self.device)
-        return keys, keys.new_empty(1, shape.heads, 0, shape.out_dim)
+    @torch.inference_mode()
+    def warm_up(self, states_of: tuple[int, ...] = ()) -> None:
+        """Record the passes of one row, of every size; those of more rows and of long texts are recorded when the first
+        one comes."""
+        tokens, cache = 1, FullCache(RECORDED_TOKENS)
+        while self._program.layers is not None and tokens <= RECORDED_TOKENS:
+            chain = DraftTree.chain(np.zeros(tokens - 1, np.int64))
+            self.score_with_states([Block(np.zeros(1, np.int64), chain, 0)], [cache], states_of)
+            tokens *= 2
 
     def _pass(self, blocks: Sequence[Block], caches: Sequence[Cache], layers: tuple[int, ...]) -> PassResult:
-        tables = self._layers
-        with self._lock:
+        tables = self._program.layers
+        with self._lock, self._program.lock:
             rows = None if tables is None else _rows(tables, blocks, caches)
             if tables is not None and rows is not None:
                 return self._score(tables, list(zip(blocks, caches, rows, strict=True)), layers)
@@ -150,7 +288,7 @@ class GpuScorer(Scorer):
     def _by_row(self, tables: TableLayers, rows: Sequence[_Row], layers: tuple[int, ...]) -> list[PassResult]:
         if not rows:
             return []
-        logits, states = self._score_together(tables, rows, layers)
+        logits, states, _ = self._score_together(tables, rows, layers)
         each = torch.split(logits, [len(block.tree) + 1 for block, _, _ in rows])
         if states is None:
             return [PassResult(own, None) for own in each]
@@ -159,49 +297,36 @@ class GpuScorer(Scorer):
     def _read_chunk(self, tables: TableLayers, row: _Row, states_of: tuple[int, ...]) -> PassResult:
         """A whole chunk of a prompt, by torch's libraries."""
         block, cache, _ = row
+        decoder = self._program.decoder
         full = cache.full
-        assert self._decoder is not None and full is not None
-        batch = self._description(tables, [row])
-        places = PassTables(batch.sizes, self.device, batch.aligned)
-        places.fill(batch)
-        memory = [full.read(layer, 0, full.length + len(block)) for layer in tables.places]
-        layers = LayerQueries({}, {})
-        attention = _recording(layers, self.keeps_queries(block, cache), library_attention(memory))
-        result = self._decoder.run(places, attention, states_of, library_product)
+        assert decoder is not None and full is not None
+        end, here = full.length + len(block), full.reserve_layers(tables.likes, len(block))
+        memory = [tuple(t[:, :, :end] for t in here[layer]) for layer in tables.places]
+        layers, away = LayerQueries({}, {}), Transfers.of([row])
+        attention = _recording(layers, self.keeps_queries(block, cache), away, library_attention(memory))
+        run = partial(decoder.run, attention=attention, fetch=away.fetch, states_of=states_of, product=library_product)
+        result = unrecorded(self._description(tables, [row]), run, self.device)
         self._hand_over_queries(layers, [row])
         return result
 
     def _score_together(self, tables: TableLayers, rows: Sequence[_Row], states_of: tuple[int, ...]) -> PassResult:
-        keeps = any(self.keeps_queries(block, cache) for block, cache, _ in rows)
-        batch, kept = self._description(tables, rows), (keeps, states_of)
-        if kept not in self._graphs:  # a recording keeps queries and states, or it does not
-            self._graphs[kept] = GraphCache(partial(self._run, tables, kept), self._spare(tables), self.device)
-        (logits, states), layers = self._graphs[kept].run(batch)
+        kept = any(self.keeps_queries(block, cache) for block, cache, _ in rows), states_of
+        batch, ids = self._description(tables, rows), _ids([block for block, _, _ in rows])
+        (logits, states, best), layers = self._program.run(tables, batch, kept, ids, Transfers.of(rows))
         self._hand_over_queries(layers, rows)
+        wanted = batch.sizes.wanted
         states = None if states is None else states[: batch.sizes.tokens].clone()
-        return PassResult(logits[: batch.sizes.wanted].clone(), states)
+        return PassResult(logits[:wanted].clone(), states, None if best is None else best[:wanted].clone())
 
     def _description(self, tables: TableLayers, rows: Sequence[_Row]) -> PassDescription:
+        where, memory = [row for *_, row in rows], self._memory
+        if memory is None or not memory.holds(where):
+            memory = self._memory = TableMemory.of(where, self.model.dtype.itemsize)
         placed = [Block(block.pending, block.tree, row.place) for block, _, row in rows]
         positions = np.concatenate([cache.positions(block) for block, cache, _ in rows])
-        addresses, width = np.stack([row.addresses for *_, row in rows], 1), self.model.dtype.itemsize
-        strides = np.stack([row.strides for *_, row in rows], 1) // width
-        return PassDescription(placed, addresses, strides, positions, tables.group)
-
-    def _run(self, tables: TableLayers, kept: _Kept, places: PassTables) -> _Results:
-        """A pass, whose input is in the tables."""
-        keeps_queries, states_of = kept
-        if self._decoder is not None:
-            layers = LayerQueries({}, {})
-            return self._decoder.run(places, _recording(layers, keeps_queries, attend.attend), states_of), layers
-        rows = TabledPass(places, tables, keeps_queries)
-        return self._forward(places.ids, places.positions, rows, places.wanted, states_of), rows.layers
-
-    def _spare(self, tables: TableLayers) -> torch.Tensor:
-        """Memory for one token; see ``PassTables.fill``."""
-        most = max(t.shape[3] for rows in tables.likes.values() for t in rows)
-        keys, _ = next(iter(tables.likes.values()))
-        return keys.new_zeros(2, -(-most // TABLE_ALIGNMENT) * TABLE_ALIGNMENT)
+        return PassDescription(
+            placed, memory.addresses, memory.strides, positions, tables.group, aligned=memory.aligned
+        )
 
     def _hand_over_queries(self, layers: LayerQueries, rows: Sequence[_Row]) -> None:
         """Give full caches what sparse caches read from them."""
@@ -222,12 +347,15 @@ class TabledPass:
     Args:
         places: the tables.
         tables: the layers that they have.
+        layers: gets each layer's queries and attention parameters.
         keeps: whether to keep queries.
+        away: what is fetched and written back.
     """
 
-    def __init__(self, places: PassTables, tables: TableLayers, keeps: bool) -> None:
-        self.places, self.tables, self.keeps = places, tables, keeps
-        self.layers = LayerQueries({}, {})
+    def __init__(
+        self, places: PassTables, tables: TableLayers, layers: LayerQueries, keeps: bool, away: Transfers
+    ) -> None:
+        self.places, self.tables, self.layers, self.keeps, self.away = places, tables, layers, keeps, away
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
@@ -243,39 +371,51 @@ class TabledPass:
             self.layers.queries[layer] = q
         self.layers.specs[layer] = spec
         place = self.tables.places[layer]
+        self.away.fetch(layer)
         attend.store(place, contiguous_numbers(k), contiguous_numbers(v), self.places)
-        return attend.attend(place, contiguous_numbers(q), k.shape[1], self.places, spec, v.shape[3])
+        found = attend.attend(place, contiguous_numbers(q), k.shape[1], self.places, spec, v.shape[3])
+        self.away.write_back(layer)
+        return found
 
 
-def _recording(layers: LayerQueries, keeps: bool, attention: Attention) -> Attention:
-    """Attention that notes each layer's queries, if they are kept, and parameters."""
+def _recording(layers: LayerQueries, keeps: bool, away: Transfers, attention: Attention) -> Attention:
+    """Attention that notes each layer's queries, if they are kept, and parameters, and after which a layer is written
+    back."""
 
     def recorded(layer: int, q: torch.Tensor, kv_heads: int, places: PassTables, spec: AttentionSpec) -> torch.Tensor:
         if keeps:
             layers.queries[layer] = q
         layers.specs[layer] = spec
-        return attention(layer, q, kv_heads, places, spec)
+        found = attention(layer, q, kv_heads, places, spec)
+        away.write_back(layer)
+        return found
 
     return recorded
 
 
+def _ids(blocks: Sequence[Block]) -> torch.Tensor | None:
+    """Token ids of all rows that are on the device alone, ``[n]``; None if the CPU has them."""
+    given = [block.ids for block in blocks if block.ids is not None]
+    return adjoined(given) if given else None
+
+
 def _rows(tables: TableLayers, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[TableRow] | None:
-    """Where all rows' keys and values are; None if a cache does not say, or its queries choose."""
+    """Where all rows' keys and values are on the device; None if a cache does not say, or its queries choose."""
     found = []
     for block, cache in zip(blocks, caches, strict=True):
-        if not tables.uniform:
-            full = cache.full
-            if full is None or full.offloaded:
-                return None  # others make room for layers of one shape
+        full = cache.full
+        if full is not None and (full.offloaded or not tables.uniform):
             rows = full.reserve_layers(tables.likes, len(block))
             addresses = np.array([[t.data_ptr() for t in rows[layer]] for layer in tables.places], np.int64)
             strides = np.array([_strides(rows[layer]) for layer in tables.places], np.int64)
             found.append(TableRow(addresses, strides, cache.length))
             continue
-        row = cache.addressed(list(tables.likes), next(iter(tables.likes.values()))[0], len(block))
+        row = None  # others make room for layers of one shape
+        if tables.uniform:
+            row = cache.addressed(list(tables.likes), next(iter(tables.likes.values()))[0], len(block))
         if row is None or row.topk is not None:
             return None
-        found.append(TableRow(row.layers, np.tile(np.array(row.strides), (len(row.layers), 1)), row.place))
+        found.append(TableRow(row.layers, row.strides, row.place))
     return found
 
 

@@ -20,6 +20,7 @@ import torch
 
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
+from forerun.core.work_clock import work_seconds
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.inputs import position_limit
 from forerun.models.forward.scorer import Scorer
@@ -60,7 +61,7 @@ Kind = tuple[int, int, int]
 @torch.inference_mode()
 def measure(
     scorer: Scorer,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] = work_seconds,
     thread_clock: Callable[[], float] = time.thread_time,
 ) -> CostCurve:
     """The cost curve of a model, rounded so that it seldom differs from one measurement to the next.
@@ -114,9 +115,9 @@ def seconds_of_passes(scorer: Scorer, sizes: Sequence[int]) -> list[float]:
     near = NEAR_TOKENS if _positions(scorer) >= NEAR_TOKENS + max(PASS_SIZES) else 0
     cache, seconds = _blank(scorer, near), []
     for size in (sizes[0], *sizes):
-        begin = time.perf_counter()
+        begin = work_seconds()
         _pass(scorer, [cache], size)
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(work_seconds() - begin)
     return seconds[1:]
 
 

@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from forerun.core.work_clock import work_seconds
 from forerun.models.forward import static_lists
 from forerun.models.forward.exactness import LEVELS, Exactness, probe
 from forerun.models.forward.fingerprint import of_results, unknowable_code
@@ -229,7 +230,7 @@ class Runtime:
     By default results are kept for later engines and processes (``StartupCache``). A runtime equals only itself.
 
     Attributes:
-        clock: gives seconds, for drafters that go by time.
+        clock: gives seconds, for drafters that go by time; by default without those in which passes are recorded.
         costs: measures the passes of a model.
         exactness: finds out whether drafts can change the bits of a model's passes; called with the scorer, its
             position limit, and whether keys and values may lie off the device.
@@ -239,7 +240,7 @@ class Runtime:
         static_lists: what a model expects behind single tokens, for drafts from the trie.
     """
 
-    clock: Callable[[], float] = time.perf_counter
+    clock: Callable[[], float] = work_seconds
     costs: Callable[[Scorer], CostCurve] = _startup.costs
     exactness: Callable[[Scorer, int | None, bool], Exactness] = _startup.exactness
     self_test: SelfTest = _startup.self_test

@@ -8,6 +8,7 @@ threads, a model keeps its own attention.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -108,7 +109,8 @@ AttentionInterface.register(ATTENTION_NAME, attention)
 # transformers asks the model's configuration at every layer for the implementation of attention and experts to use. All
 # threads share this configuration. If a pass changed it, another thread's ``model.generate`` would run with Forerun's
 # attention; and of two concurrent passes, the first to end would switch it off for the other. So the configuration is
-# not changed. It answers each thread separately.
+# not changed. While passes run, its class answers each thread separately; outside of them it is as transformers has it,
+# which ``torch.compile`` can trace.
 
 
 @dataclass(frozen=True)
@@ -141,8 +143,31 @@ class _Answer:
         config.__dict__[self._name] = value
 
 
-for _name in ("_attn_implementation_internal", "_experts_implementation_internal"):
-    setattr(PreTrainedConfig, _name, _Answer(_name))
+_ANSWERED = ("_attn_implementation_internal", "_experts_implementation_internal")
+
+
+class _Answers:
+    """A context in which configurations answer each thread separately."""
+
+    def __init__(self) -> None:
+        self._lock, self._users = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                for name in _ANSWERED:
+                    setattr(PreTrainedConfig, name, _Answer(name))
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                for name in _ANSWERED:
+                    delattr(PreTrainedConfig, name)
+
+
+_answers = _Answers()
 
 
 @contextmanager
@@ -156,7 +181,8 @@ def use_implementations(model: PreTrainedModel, **names: str | None) -> Iterator
     internal = {f"_{kind}_implementation_internal": name for kind, name in names.items()}
     before = _inside.set(_Inside(frozenset(map(id, _configs(model.config))), internal))
     try:
-        yield
+        with _answers:
+            yield
     finally:
         _inside.reset(before)
 
@@ -186,10 +212,12 @@ def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 class PassResult(NamedTuple):
-    """What a pass gives: logits of the wanted tokens ``[m, V]``, and states of all tokens if layers were asked for."""
+    """What a pass gives: logits of the wanted tokens ``[m, V]``, and states of all tokens if layers were asked for; and
+    the best token of each row of logits, int64 ``[m]``, if the pass finds it itself."""
 
     logits: torch.Tensor
     states: torch.Tensor | None
+    best: torch.Tensor | None = None
 
 
 class Scorer:
@@ -216,6 +244,8 @@ class Scorer:
         in one order."""
         self.queries_from: int | None = None
         """Full caches of texts that may become this long keep queries; None for no cache."""
+        self.best: torch.Tensor | None = None
+        """The best token of each row of the last pass's logits, int64 ``[m]``, if that pass found it itself."""
 
     def refresh(self) -> int:
         """Look whether the model has changed since the last call; if so, the next passes are those of the model as it
@@ -289,6 +319,19 @@ class Scorer:
         return False
 
     @property
+    def by_tables(self) -> bool:
+        """Whether passes go by tables of addresses on the device. Then they take token ids that the CPU does not have
+        yet (see ``Block``), and rows that are not all on the device sum in the order of others."""
+        return False
+
+    def warm_up(self, states_of: tuple[int, ...] = ()) -> None:
+        """Make what passes need that is made once, so that no request waits for it.
+
+        Args:
+            states_of: layers whose states passes will give.
+        """
+
+    @property
     def device(self) -> torch.device:
         """The device of the inputs."""
         return self._inputs.weight.device  # type: ignore[no-any-return]
@@ -336,8 +379,9 @@ class Scorer:
             The logits of each row; and of each row the states at all tokens of its block, those of the layers side by
             side, ``[len(block), len(layers) * hidden]``. Without layers there are no states.
         """
+        self.best = None
         with present(self.device):
-            logits, states = self._pass(blocks, caches, tuple(layers))
+            logits, states, self.best = self._pass(blocks, caches, tuple(layers))
         rows = list(torch.split(logits, [len(block.tree) + 1 for block in blocks]))
         return rows, [] if states is None else list(torch.split(states, [len(block) for block in blocks]))
 

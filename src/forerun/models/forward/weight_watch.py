@@ -50,7 +50,7 @@ def _added(hooks: dict[int, Any]) -> list[Any]:
 
 BOOKKEEPING = frozenset(vars(nn.Module())) | {
     "name_or_path", "warnings_issued", "_is_hf_initialized", "_output_capturing_hooks_installed",
-    "_forerun_engines", "_forerun_parallel",
+    "_forerun_engines", "_forerun_gpu", "_forerun_parallel",
 }  # fmt: skip
 """Attributes of modules that are torch's or our own, or that no pass reads."""
 

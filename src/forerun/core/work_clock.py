@@ -1,0 +1,25 @@
+"""A thread's clock for what passes cost: it stands while the thread makes what is made once, such as a recording."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_made = threading.local()
+
+
+def work_seconds() -> float:
+    """Return this thread's seconds, without those spent in ``made_once``."""
+    return time.perf_counter() - getattr(_made, "seconds", 0.0)
+
+
+@contextmanager
+def made_once() -> Iterator[None]:
+    """Stop this thread's clock."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        _made.seconds = getattr(_made, "seconds", 0.0) + time.perf_counter() - began

@@ -1,0 +1,97 @@
+"""Chains whose tokens stay on the device until the last of them is chosen: one transfer for all of them.
+
+A level without sources decodes one token a pass. Nothing of the next pass depends on the token but its id, so that can
+go from pass to pass on the device, while the CPU describes passes ahead of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from forerun.core.block import Block
+from forerun.core.request import Request
+from forerun.core.transfers import best_of_rows, carried
+from forerun.core.tree import DraftTree, IntArray
+from forerun.decoding.row import Row
+from forerun.models.forward.scorer import Scorer
+
+TOKENS_BEFORE_A_LOOK = 3
+"""Tokens of a chain that may end early between two transfers: TriForce's inner chains are as long. A pass of a small
+model costs as much as some transfers, and up to two are in vain."""
+UNKNOWN = np.zeros(1, np.int64)
+
+
+class ChainPiece(NamedTuple):
+    """What a piece of a chain brought of a row.
+
+    Attributes:
+        tokens: that were chosen.
+        chances: the model's probability of each before any processor, if they were wanted.
+        q: the distribution that each was drawn from, ``[V]``, if the sampler tests by rejection.
+    """
+
+    tokens: list[int]
+    chances: list[float]
+    q: list[torch.Tensor]
+
+
+def fits(model: Scorer, requests: Sequence[Request]) -> bool:
+    """Whether a model's tokens can be chosen on the device for all of these requests."""
+    return model.by_tables and all(request.sampler.rowwise for request in requests)
+
+
+@torch.inference_mode()
+def draft(model: Scorer, rows: Sequence[Row], count: int, chances: bool) -> list[ChainPiece]:
+    """Choose ``count`` tokens for each row. The caches hold all of them but the last; the requests do not change.
+
+    Args:
+        model: one that ``fits``.
+        rows: of a level without sources.
+        count: of tokens.
+        chances: whether their probabilities are wanted.
+    """
+    requests, caches = [row.request for row in rows], [row.cache for row in rows]
+    blocks = [row.block(DraftTree.empty()) for row in rows]
+    chosen: list[torch.Tensor] = []  # of each pass, [rows]
+    found: list[list[torch.Tensor]] = []  # probabilities of each pass and row, [1]
+    q: list[list[torch.Tensor]] = [[] for _ in rows]
+    for turn in range(count):
+        logits = model.score(blocks, caches)
+        chosen.append(_choices(logits, requests, turn, q, model.best))
+        if chances:
+            each = torch.split(chosen[-1], 1)
+            found.append([r.sampler.chances(own, token) for r, own, token in zip(requests, logits, each, strict=True)])
+        for cache, block in zip(caches, blocks, strict=True):
+            cache.commit(block, [])
+        ids = torch.split(chosen[-1], 1)
+        blocks = [Block(UNKNOWN, DraftTree.empty(), c.length, ids=own) for c, own in zip(caches, ids, strict=True)]
+    bits = [each.view(torch.int64) for turn in found for each in turn]
+    tokens, *rest = carried([torch.cat(chosen), *([torch.cat(bits)] if bits else [])])
+    return list(_pieces(tokens.reshape(count, -1), rest, q))
+
+
+def _choices(
+    logits: Sequence[torch.Tensor], requests: Sequence[Request], turn: int, q: list[list[torch.Tensor]],
+    best: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Each row's token by logits ``[1, V]``, ``turn`` tokens after its text; ``q`` gets what it was drawn from."""
+    if all(request.sampler.takes_best for request in requests):
+        return best_of_rows(torch.cat(list(logits))) if best is None else best
+    chosen = []
+    for own, request, drawn_from in zip(logits, requests, q, strict=True):
+        scores = request.sampler.scores_of_rows(own)
+        chosen.append(request.sampler.choices(scores, [len(request) + turn]))
+        if request.sampler.method == "rejection":
+            drawn_from.append(scores[0].double().softmax(-1))
+    return torch.cat(chosen)
+
+
+def _pieces(tokens: IntArray, chances: Sequence[IntArray], q: list[list[torch.Tensor]]) -> Iterator[ChainPiece]:
+    """Each row's piece, given tokens ``[count, rows]`` and the bits of as many probabilities, if there are any."""
+    bits = [each.view(np.float64).reshape(tokens.shape) for each in chances]
+    for row, own in enumerate(q):
+        yield ChainPiece(tokens[:, row].tolist(), bits[0][:, row].tolist() if bits else [], own)

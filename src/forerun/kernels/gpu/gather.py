@@ -1,0 +1,40 @@
+"""Chunks of keys or values gathered by the GPU itself, from memory that it can address: its own, or the host's."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def gather_chunks(
+    rows: torch.Tensor, head: torch.Tensor, chunk: torch.Tensor, size: int, device: torch.device
+) -> torch.Tensor:
+    """Copy chunks to the device; nothing waits for it.
+
+    Args:
+        rows: ``[1, Hkv, m, d]``, on the device or in pinned memory of the host.
+        head, chunk: KV head and number of each chunk, int64 ``[n]``, on the device.
+        size: rows of a chunk.
+        device: the device.
+
+    Returns:
+        ``[n, size, d]``.
+    """
+    dim = rows.shape[3]
+    found = torch.empty(len(head), size, dim, dtype=rows.dtype, device=device)
+    if len(head):
+        _gather[(len(head), size)](
+            rows.data_ptr(), *rows.stride()[1:3], head, chunk, found, size, dim, triton.next_power_of_2(dim)
+        )
+    return found
+
+
+@triton.jit(do_not_specialize=["address", "head_stride", "row_stride"])
+def _gather(address, head_stride, row_stride, head, chunk, found, size, DIM: tl.constexpr, WIDE: tl.constexpr):
+    """One row of a chunk."""
+    number, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, WIDE)
+    place = tl.load(head + number) * head_stride + (tl.load(chunk + number) * size + row) * row_stride
+    rows = address.to(tl.int64).to(found.dtype)
+    tl.store(found + (number * size + row) * DIM + d, tl.load(rows + place + d, d < DIM, 0.0), d < DIM)

@@ -1,0 +1,157 @@
+"""The host's part of a step on a GPU, counted on a CPU: replays and kernels do nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from benchmarks.capacity.shapes import ModelShape
+from benchmarks.gpu.counting import LaunchCounter, WaitCounter
+from benchmarks.gpu.host_time import HostTimeOptions, host_rows, host_runtime
+from benchmarks.gpu.interpreter import host_code
+from benchmarks.papers.simulated_acceptance import random_model
+from forerun.core.long_context import LongContextConfig
+from forerun.core.tree import DraftTree
+from forerun.decoding import device_chain
+from forerun.decoding.planner import AdaptivePlanner
+from forerun.engine.engine import Engine
+from forerun.models.forward.cuda_graphs import RECORDED_TOKENS, GraphCache
+from forerun.models.forward.gpu_scorer import GpuScorer
+
+TEXTS = np.random.default_rng(0).integers(0, 61, (8, 20)).tolist()
+
+
+@pytest.fixture(autouse=True)
+def host() -> Iterator[None]:
+    with host_code():
+        yield
+
+
+def model(layers: int = 4) -> Any:
+    return random_model(ModelShape(layers, 32, 32, 4, 2, 61), torch.bfloat16)
+
+
+def engine_of(own: Any, drafter: str, settings: LongContextConfig | None = None, budget: int = 63) -> Engine:
+    """Its drafts have no more tokens than recorded passes."""
+    return Engine(
+        own, drafter, settings=settings, budget=budget, prune_drafts=drafter == "auto", _runtime=host_runtime()
+    )
+
+
+def steps_of(engine: Engine, rows: int = 1) -> tuple[Counter[str], int, dict[str, int]]:
+    """What a step launches, copies to the device, and waits for. Only drafts that were accepted out of their order are
+    moved, in some steps."""
+    requests = engine.requests(TEXTS[:rows], max_new_tokens=9, eos_token_id=None)
+    steps = engine.run(requests)
+    next(steps)
+    with WaitCounter(torch.device("cpu")) as waits, LaunchCounter() as launches:
+        before = [request.stats.steps for request in requests]
+        for _ in steps:
+            pass
+    count = max(request.stats.steps - first for request, first in zip(requests, before, strict=True))
+    kernels = {name: number for name, number in launches.kernels.items() if name not in ("index_select", "copy_")}
+    moves = launches.kernels["index_select"]
+    found = [*kernels.values(), launches.copies - moves, *waits.counts.values()]
+    assert count > 0 and not any(number % count for number in found), (launches.kernels, count)
+    each = Counter({name: number // count for name, number in kernels.items()})
+    waited = {name: number // count for name, number in waits.counts.items()}
+    return each, (launches.copies - moves) // count, waited
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_plain_step_keeps_its_results_and_brings_the_tokens(rows: int) -> None:
+    kernels, copies, waits = steps_of(engine_of(model(), "none"), rows)
+    assert kernels == {"clone": 2}
+    assert (copies, waits) == (1, {"transfers": 1})
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_step_with_drafts_finds_the_best_tokens_of_all_rows_at_once(rows: int) -> None:
+    kernels, copies, waits = steps_of(engine_of(model(), "trie", budget=64 // rows - 1), rows)
+    assert kernels == {"clone": 2, "topk": 1, "to": 1, "cat": 1}
+    assert (copies, waits) == (1, {"transfers": 1})
+
+
+def test_a_step_that_skips_drafting_is_a_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a draft was made, and none of it was worth its cost."""
+    engine = engine_of(model(), "auto")
+
+    def nothing(self: AdaptivePlanner, rows: Sequence[Any], shape: Any) -> list[DraftTree] | None:
+        own(self, rows, shape)
+        return None
+
+    own = AdaptivePlanner.plan
+    monkeypatch.setattr(AdaptivePlanner, "plan", nothing)
+    kernels, copies, waits = steps_of(engine)
+    assert kernels == {"clone": 2}
+    assert (copies, waits) == (1, {"transfers": 1})
+
+
+def test_every_size_of_one_row_is_recorded_when_an_engine_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the first engine of a model, for all of them. Texts of one row find all their sizes there."""
+    asked, recording = [], GraphCache._recording
+    own = model()
+    plain = engine_of(own, "none")
+    assert isinstance(plain.target, GpuScorer)
+    recorded = [graphs.keys for graphs in plain.target._program.graphs.values()]
+    assert [len(keys) for keys in recorded] == [7]
+
+    def noted(self: Any, batch: Any) -> Any:
+        if batch.sizes.tokens <= RECORDED_TOKENS:  # not a prompt's end with a draft
+            asked.append((batch.sizes.rounded(batch.group), batch.aligned))
+        return recording(self, batch)
+
+    monkeypatch.setattr(GraphCache, "_recording", noted)
+    for drafter in ("none", "trie", "auto"):
+        engine = engine_of(own, drafter)
+        asked.clear()
+        for text in TEXTS[:3]:
+            engine.generate(text, max_new_tokens=12, eos_token_id=None)
+        assert asked and set(asked) <= recorded[0] and engine.target._program is plain.target._program  # type: ignore[attr-defined]
+    assert plain.target.recordings == 7
+
+
+def test_a_copy_of_a_model_has_recordings_of_its_own() -> None:
+    own = model()
+    first = GpuScorer(own)
+    other = GpuScorer(copy.deepcopy(own))
+    assert other._program is not first._program
+    assert GpuScorer(own)._program is first._program
+
+
+def test_an_inner_chain_is_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TriForce: the small model's tokens stay on the device until the last of them."""
+    settings = LongContextConfig(model(2), cache_budget=8, chunk=2, gamma1=3, gamma2=4, paced=False, sparse="retrieval")
+    engine = engine_of(model(), "triforce", settings)
+    passes, pieces, own_pass, own_draft = Counter[int](), list[int](), GpuScorer._pass, device_chain.draft
+
+    def one_pass(self: GpuScorer, *given: Any) -> Any:
+        passes[len(self._program.layers.places)] += 1  # type: ignore[union-attr]
+        return own_pass(self, *given)
+
+    def drafted(scorer: Any, rows: Any, count: int, chances: bool) -> Any:
+        pieces.append(count)
+        return own_draft(scorer, rows, count, chances)
+
+    steps = engine.run(engine.requests(TEXTS[:1], max_new_tokens=12, eos_token_id=None))
+    next(steps)
+    monkeypatch.setattr(GpuScorer, "_pass", one_pass)
+    monkeypatch.setattr(device_chain, "draft", drafted)
+    with WaitCounter(torch.device("cpu")) as waits:
+        for _ in steps:
+            pass
+    assert pieces and max(pieces) == 3 and passes[2] == sum(pieces)
+    assert waits.counts["transfers"] == passes[4] + len(pieces)
+
+
+def test_the_measurement_runs() -> None:
+    rows = list(host_rows(HostTimeOptions(layers=2, tokens=3, rounds=1)))
+    assert all(row["microseconds"] > 0 and row["copies"] >= 1 for row in rows)
