@@ -34,7 +34,7 @@ SPARE_SCRATCH_BYTES = 4096
 LEAST_CAPACITY = 16
 """Tokens and rows that the smallest program has memory for. Making one takes up to as long as a pass over one token
 (0.9 ms for the bundled model, 5 for SmolLM2), so it should be rare. Unused memory costs some hundred kilobytes."""
-NO_ROWS = np.zeros(1, np.int64)
+NO_ATTENTION_ROWS = np.zeros(1, np.int64)
 """The table of rows of a stage without attention."""
 
 
@@ -139,7 +139,7 @@ class CompiledScorer(Scorer):
             cache.addressed(decoder.attending, decoder.like, count)  # makes room
             cache.begin_pass(decoder.specs)
         for piece in pieces:
-            self._run_stage(compiled, 0, piece, NO_ROWS)
+            self._run_stage(compiled, 0, piece, NO_ATTENTION_ROWS)
         for layer in decoder.attending:
             rows = [cache.fetch_layer(layer, count) for cache, count in zip(caches, counts, strict=True)]
             for piece in pieces:
@@ -158,7 +158,7 @@ class CompiledScorer(Scorer):
             if any(piece.ends):
                 wanted = piece.packed.output_indices
                 logits = torch.empty(len(wanted), decoder.head.count, dtype=torch.float32)
-                self._run_stage(compiled, -1, piece, NO_ROWS, **_outputs(wanted, logits))
+                self._run_stage(compiled, -1, piece, NO_ATTENTION_ROWS, **_outputs(wanted, logits))
                 split = torch.split(decoder.finished(logits), [len(block.tree) + 1 for block in piece.packed.blocks])
                 found |= {row: t for row, t, ends in zip(piece.rows, split, piece.ends, strict=True) if ends}
         logits = torch.cat([found[row] for row in range(len(blocks))])
