@@ -52,7 +52,7 @@ SLOPE_LAYERS = 3
 CONTEXT = 64
 """Tokens before a pass; 512 rather cost more of a target with attention in all layers than of its head."""
 NAMED_TOKENS = 2048
-"""Tokens that static lists name beyond the first ones, as with SmolLM2."""
+"""Tokens that static lists are taken to name beyond the first ones."""
 Kind = Literal["bfloat16", "q8_0"]
 KINDS: tuple[Kind, ...] = ("bfloat16", "q8_0")
 COLUMNS = {

@@ -7,7 +7,7 @@ round in a namespace of its own, so that no trie has seen an answer. Every text 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -25,6 +25,10 @@ from forerun.bench.rounds import sampling
 from forerun.cli.options import Out, OutputOptions, option
 from forerun.cli.terminal import progress_bar, stderr
 from forerun.core.long_context import LongContextConfig
+from forerun.decoding.level import Level
+from forerun.decoding.planner import Planner
+from forerun.decoding.recipes import Setup
+from forerun.decoding.sources.head_source import HeadSource
 from forerun.engine.engine import Engine
 from forerun.models.forward.scorer import Scorer
 from forerun.models.heads.head import Head
@@ -32,7 +36,7 @@ from forerun.models.heads.loading import load_head
 from forerun.models.loading.load import load
 from forerun.models.text.prompts import encode
 
-PLAIN = "none"
+PLAIN, ALL_NODES = "none", "all nodes"
 COLUMNS = {
     "temperature": "temperature", "drafter": "drafter", "tokens_per_step": "tokens a step", "speed": "over plain",
     "least": "slowest prompt", "differing": "texts that differ",
@@ -119,7 +123,20 @@ def engines(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, head: P
         found[name] = made(drafter, own)
         if own.output is not None and own.output.frequent is not None:
             found[f"{name}, all logits"] = made(drafter, with_all_logits(load_head(head)))
+    for name in ("trie", "head", "both"):
+        found[f"{name}, {ALL_NODES}"] = Engine(target, of_all_nodes(name, head), tokenizer=tokenizer)
     return found
+
+
+def of_all_nodes(name: str, head: Path) -> Callable[[Setup], Level]:
+    """A level that scores all that the trie, the head or both propose, whatever that costs."""
+
+    def made(setup: Setup) -> Level:
+        trie = None if name == "head" else setup.trie()
+        own = None if name == "trie" else HeadSource(load_head(head), setup.target)
+        return setup.over(Planner(trie, own) if trie is not None else Planner(own))
+
+    return made
 
 
 def measure(options: EvaluateHeadOptions, prompts: Sequence[Sequence[int]], made: Mapping[str, Engine]) -> list[Row]:

@@ -59,7 +59,8 @@ def test_a_head_is_compared_with_the_trie(tmp_path: Path, monkeypatch: pytest.Mo
         )
     )
     rows = json.loads((tmp_path / "evaluate-head.json").read_text())["parts"]["heads"]
-    names = ["none", "trie", "auto", "head", "head, all logits", "auto with head", "auto with head, all logits"]
+    names = ["none", "trie", "auto", "head", "head, all logits", "auto with head", "auto with head, all logits",
+             *(f"{name}, all nodes" for name in ("trie", "head", "both"))]  # fmt: skip
     assert [(row["temperature"], row["drafter"]) for row in rows] == [(t, name) for t in (0.0, 0.8) for name in names]
     assert all(row["differing"] == 0 and row["tokens_per_step"] >= 1 for row in rows)
     assert [row["speed"] for row in rows if row["drafter"] == "none"] == [1.0, 1.0]

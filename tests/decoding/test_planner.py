@@ -530,7 +530,7 @@ def test_a_costly_source_spends_its_own_part_while_the_slack_is_small() -> None:
     ledger.book(1.5, 2.0, costly=0.2, hopeful=False)
     assert ledger.costly == pytest.approx(0.3 - 0.2 + 0.0075)
     assert ledger.trials == pytest.approx(trials - 0.2 + 0.015)
-    assert ledger.slack > START_SLACK and ledger.affords_costly(0.0, 1.2)
+    assert ledger.slack > START_SLACK and ledger.affords_costly(0.0, 0.9)
 
 
 def test_what_trees_gave_is_followed_for_each_class_of_suffixes() -> None:

@@ -28,8 +28,8 @@ from forerun.models.loading.stored_weights import StoredLinear
 from forerun.trie.recycled import RecycledRows
 
 OWN_TOKENS = 2048
-"""Tokens of a text's own, besides the frequent ones; the ones named last stay. 32,000 tokens of a book have 1,900 that
-are not among SmolLM2's frequent ones. Rows take 2 to 8 KB each."""
+"""Tokens of a text's own, besides the frequent ones; the ones named last stay. The first 32,000 tokens of War and Peace
+have 3,220 different ones beyond SmolLM2's first 2,048. Rows take 2 to 8 KB each."""
 FIRST_TOKENS = 256
 """A text's memory begins with room for so many, and doubles."""
 
