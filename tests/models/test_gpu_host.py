@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from benchmarks.capacity.shapes import ModelShape
 from benchmarks.gpu.counting import LaunchCounter, WaitCounter
-from benchmarks.gpu.host_time import HostTimeOptions, host_rows, host_runtime
+from benchmarks.gpu.host_time import HOST_DRAFTERS, HostTimeOptions, host_rows, host_runtime
 from benchmarks.gpu.interpreter import host_code
 from benchmarks.papers.simulated_acceptance import random_model
 from forerun.core.long_context import LongContextConfig
@@ -153,5 +153,7 @@ def test_an_inner_chain_is_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_measurement_runs() -> None:
+    """Of each drafter; a plain step is as counted above."""
     rows = list(host_rows(HostTimeOptions(layers=2, tokens=3, rounds=1)))
-    assert all(row["microseconds"] > 0 and row["copies"] >= 1 for row in rows)
+    assert [row["drafter"] for row in rows[::2]] == list(HOST_DRAFTERS)
+    assert (rows[0]["kernels"], rows[0]["copies"]) == (2, 1) and rows[0]["microseconds"] > 0

@@ -16,6 +16,7 @@ from torch import nn
 
 from forerun.kernels.linear import ordered_modules
 from forerun.kernels.linear.ordered_modules import Ordered
+from forerun.kv.full_cache import FullCache
 from forerun.models.forward.scorer import Scorer
 from forerun.models.heads import shortlist
 from forerun.models.heads.head import Head
@@ -122,7 +123,7 @@ def test_every_head_drafts_over_shortlists(name: str, tmp_path: Path) -> None:
     head.output.shorten(COMMON)
     found = []
     for own in (None, [Shortlist(head.output), Shortlist(head.output)]):
-        texts = [head.text(), head.text()]
+        texts = [head.text(FullCache()), head.text()]
         for number, (text, end) in enumerate(zip(texts, (18, 13), strict=True)):
             tokens = TEXT[: end + 1]
             states = model(torch.from_numpy(tokens[None]), output_hidden_states=True).hidden_states
@@ -165,7 +166,7 @@ def test_all_products_of_heads_are_those_of_our_kernels(
         return found
 
     monkeypatch.setattr(ordered_modules, "_product", product)
-    text = head.text()
+    text = head.text(FullCache())
     layers = [torch.randn(18, model.config.hidden_size) for _ in head.layers]
     head.record(text, TEXT[:19], 0, torch.cat(layers, -1))
     growths, _ = head.start([text])
@@ -189,7 +190,7 @@ def test_beside_a_stored_target_a_heads_matrices_are_stored_too(
     for target in (model, stored):
         head = load_head(folder)
         head.bind(Scorer(target))
-        text, states = head.text(), torch.randn(19, 96, generator=torch.Generator().manual_seed(0))
+        text, states = head.text(FullCache()), torch.randn(19, 96, generator=torch.Generator().manual_seed(0))
         head.record(text, TEXT[:20], 0, states)
         found.append(head.start([text])[1][0])
     kinds = {name: weight.dtype for name, weight in head._weights.items()}  # type: ignore[attr-defined]
