@@ -123,7 +123,7 @@ def test_every_head_drafts_over_shortlists(name: str, tmp_path: Path) -> None:
     head.output.shorten(COMMON)
     found = []
     for own in (None, [Shortlist(head.output), Shortlist(head.output)]):
-        texts = [head.text(FullCache()), head.text()]
+        texts = [head.text(FullCache()), head.text(FullCache())]
         for number, (text, end) in enumerate(zip(texts, (18, 13), strict=True)):
             tokens = TEXT[: end + 1]
             states = model(torch.from_numpy(tokens[None]), output_hidden_states=True).hidden_states
@@ -193,6 +193,7 @@ def test_beside_a_stored_target_a_heads_matrices_are_stored_too(
         text, states = head.text(FullCache()), torch.randn(19, 96, generator=torch.Generator().manual_seed(0))
         head.record(text, TEXT[:20], 0, states)
         found.append(head.start([text])[1][0])
-    kinds = {name: weight.dtype for name, weight in head._weights.items()}  # type: ignore[attr-defined]
+    parts = (head._weights, *head._layer_weights)  # type: ignore[attr-defined]
+    kinds = {name: weight.dtype for part in parts for name, weight in part.items()}
     assert kinds["fc"] == kinds["q"] == torch.uint8 and kinds["down"] == kinds["norm"] == torch.float32  # 40 columns
     assert torch.corrcoef(torch.stack(found))[0, 1] > 0.999
