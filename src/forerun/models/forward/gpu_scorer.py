@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from forerun.core.tree import IntArray
 from forerun.kernels.attention.attention import AttentionSpec, Rows, contiguous_numbers
 from forerun.kernels.gpu import attend
 from forerun.kernels.gpu.linear import GPU_LINEAR_DTYPES
-from forerun.kernels.gpu.pass_tables import TABLE_ALIGNMENT, PassDescription, PassTables
+from forerun.kernels.gpu.pass_tables import TABLE_ALIGNMENT, PassDescription, PassTables, scan_programs
 from forerun.kv.cache import Cache, LayerShape
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.architecture import known_on_gpu
@@ -51,12 +51,14 @@ class TableLayers(NamedTuple):
         places: each layer's index in the tables.
         likes: each layer's keys and values of no token, ``[1, Hkv, 0, d]`` and ``[1, Hkv, 0, dv]``.
         group: the most query heads of a KV head.
+        programs: over which a KV head's scan is spread.
         uniform: whether all keys and values have one shape.
     """
 
     places: dict[int, int]
     likes: dict[int, Rows]
     group: int
+    programs: int
     uniform: bool
 
 
@@ -116,6 +118,7 @@ class GpuScorer(Scorer):
             {layer: place for place, layer in enumerate(shapes)},
             {layer: self._no_tokens(shape) for layer, shape in shapes.items()},
             max(heads // shape.heads for shape in shapes.values()),
+            scan_programs(self.device, min(shape.heads for shape in shapes.values())),
             in_order and alike and first.dim == first.out_dim,
         )
 
@@ -187,7 +190,7 @@ class GpuScorer(Scorer):
         positions = np.concatenate([cache.positions(block) for block, cache, _ in rows])
         addresses, width = np.stack([row.addresses for *_, row in rows], 1), self.model.dtype.itemsize
         strides = np.stack([row.strides for *_, row in rows], 1) // width
-        return PassDescription(placed, addresses, strides, positions, tables.group)
+        return PassDescription(placed, addresses, strides, positions, tables.group, tables.programs)
 
     def _run(self, tables: TableLayers, kept: _Kept, places: PassTables) -> _Results:
         """A pass, whose input is in the tables."""
@@ -251,11 +254,13 @@ class TabledPass:
 def _recording(layers: LayerQueries, keeps: bool, attention: Attention) -> Attention:
     """Attention that notes each layer's queries, if they are kept, and parameters."""
 
-    def recorded(layer: int, q: torch.Tensor, kv_heads: int, places: PassTables, spec: AttentionSpec) -> torch.Tensor:
+    def recorded(
+        layer: int, q: torch.Tensor, kv_heads: int, places: PassTables, spec: AttentionSpec, **more: Any
+    ) -> torch.Tensor:
         if keeps:
             layers.queries[layer] = q
         layers.specs[layer] = spec
-        return attention(layer, q, kv_heads, places, spec)
+        return attention(layer, q, kv_heads, places, spec, **more)
 
     return recorded
 
