@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from support.triton_products import interpret_products
+from support.triton_products import interpret_products, interpret_quickly
 
 from forerun import kernels
 from forerun.core.block import Block
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.matrix  # Triton's interpreter is slow
 @pytest.fixture(autouse=True)
 def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret_products(monkeypatch)
+    interpret_quickly(monkeypatch)
 
 
 CPU = torch.device("cpu")
@@ -174,7 +175,8 @@ def test_splits_of_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(1, 2, 1, 16, generator=generator)
     block = Block(np.zeros(1, np.int64), DraftTree.empty(), 899)
     found = []
-    for programs in (1024, 3, 1):  # one a split, three for all, and one that merges
+    for programs, loaded in ((1024, 4), (3, 1), (1, 1)):  # one a split, three for all, and one that merges
+        monkeypatch.setattr(gpu, "GPU_COMBINE_SPLITS", loaded)
         found += run([(Memory(text, 899, 900), block, q, text[:, :, 899:])], AttentionSpec(scaling=0.3), programs)
     wanted = reference(q, text, 899, AttentionSpec(scaling=0.3))
     torch.testing.assert_close(found[0].double(), wanted, atol=1e-5, rtol=0)
@@ -187,15 +189,15 @@ def test_groups_of_any_size(heads: int) -> None:
     """Queries of a group are merged side by side, each as often as a tensor core's tile has room for it; groups of more
     than 16 go to two programs."""
     generator = torch.Generator().manual_seed(heads)
-    text, spec = torch.randn(2, 1, 600, 16, generator=generator), AttentionSpec(scaling=0.3)
+    text, spec = torch.randn(2, 1, 300, 16, generator=generator), AttentionSpec(scaling=0.3)
     q = torch.randn(1, heads, 2, 16, generator=generator)
-    chain = Block(np.zeros(1, np.int64), DraftTree.chain(np.arange(1)), 598)
-    (found,) = run([(Memory(text, 598, 600), chain, q, text[:, :, 598:])], spec)
-    for i, position in enumerate((598, 599)):
+    chain = Block(np.zeros(1, np.int64), DraftTree.chain(np.arange(1)), 298)
+    (found,) = run([(Memory(text, 298, 300), chain, q, text[:, :, 298:])], spec)
+    for i, position in enumerate((298, 299)):
         wanted = reference(q[:, :, i : i + 1], text, position, spec)
         torch.testing.assert_close(found[:, :, i : i + 1].double(), wanted, atol=1e-5, rtol=0)
-    block = Block(np.zeros(1, np.int64), DraftTree.empty(), 598)
-    (alone,) = run([(Memory(text, 598, 599), block, q[:, :, :1], text[:, :, 598:599])], spec, 1)
+    block = Block(np.zeros(1, np.int64), DraftTree.empty(), 298)
+    (alone,) = run([(Memory(text, 298, 299), block, q[:, :, :1], text[:, :, 298:299])], spec, 1)
     assert torch.equal(alone, found[:, :, :1])
 
 
@@ -205,7 +207,7 @@ def test_one_long_row_among_many_short_ones(count: int) -> None:
     generator = torch.Generator().manual_seed(count)
     spec = AttentionSpec(scaling=0.3)
     lengths = [3 + row % 5 for row in range(count)]
-    lengths[count // 2] = 900
+    lengths[count // 2] = 530
     rows = []
     for length in lengths:
         text = torch.randn(2, 1, length + 1, 16, generator=generator)

@@ -139,12 +139,13 @@ def all_codes(capability: int, kind: str) -> dict[str, Any]:
                 **own,
             )  # fmt: skip
     for group in GROUPS:
-        lanes, numbers = attend.combine_shape(group, 128)
+        lanes, numbers, threads = attend.combine_shape(group, 128)
         how = {"TILE": GPU_COMBINE_QUERIES, "MERGING": False, "SOFTCAP": False, **wide, **ahead}
         more = {"OUT_WIDE": numbers, "GPU_COMBINE_QUERIES": GPU_COMBINE_QUERIES, "LANES": lanes, "SINKS": True,
-                "GPU_COMBINE_SPLITS": attend.GPU_COMBINE_SPLITS, "THREADS": attend.GPU_COMBINE_THREADS}  # fmt: skip
-        warps = attend.GPU_COMBINE_THREADS // 32
-        found[f"combine of {group}"] = code(attend._combine, capability, how | more, warps, stages, **own, y=f"*{kind}")
+                "GPU_COMBINE_SPLITS": attend.GPU_COMBINE_SPLITS, "THREADS": threads}  # fmt: skip
+        found[f"combine of {group}"] = code(
+            attend._combine, capability, how | more, threads // 32, stages, **own, y=f"*{kind}"
+        )
     norms = {"ADDED": True, "BIAS": False, "AFTER": True, "BEFORE": True, "AFTER_OFFSET": 1, "BEFORE_OFFSET": 0,
              "WIDE": 4096, "WARPS": decoder_ops.NORM_WARPS, **ahead}  # fmt: skip
     kinds = {"after": f"*{kind}", "before": f"*{kind}", "y": f"*{kind}", "x": "*fp32"}

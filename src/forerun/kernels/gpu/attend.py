@@ -34,7 +34,8 @@ from forerun.kernels.gpu.pass_tables import (
 from forerun.kernels.gpu.prefetch import Ahead, prefetch
 
 GPU_COMBINE_THREADS = 128
-"""Threads of a program that combines. Each has one number of one query, so that many loads fit its registers."""
+"""The fewest threads of a program that combines. Each has one number of one query, so that its registers hold many
+loads."""
 GPU_COMBINE_SPLITS = 32
 """Splits whose states are loaded before any of them is merged: a load costs as much as hundreds of sums. At 122,000
 tokens there are 132, so five rounds of loads; with 8 there were 17, which cost 12 to 15 us of 193 (H200, one token)."""
@@ -91,15 +92,15 @@ def attend(
             enable_fp_fusion=False, num_stages=stages, **scan_options(size.tile, size.merging, row_bytes),
         )  # fmt: skip
     floats = None if sinks is None else sinks.detach().float().contiguous()
-    lanes, part = combine_shape(group, _width(out_dim))
+    lanes, part, threads = combine_shape(group, _width(out_dim))
     loaded = 1 if size.merging else GPU_COMBINE_SPLITS  # merged already
     ahead = Ahead.of(following)
     programs = kv_heads * triton.cdiv(group, GPU_COMBINE_QUERIES), triton.cdiv(out_dim, part)
     _combine[(n + triton.cdiv(ahead.programs, math.prod(programs)), *programs)](
         *queries, places.own, size.own, n, kv_heads, q if floats is None else floats, floats is not None, out,
         ahead.start(q), ahead.bytes, ahead.programs > 0, size.merging, dim, out_dim, _width(dim), part, *how,
-        GPU_COMBINE_QUERIES, lanes, loaded, GPU_COMBINE_THREADS, *cuts, enable_fp_fusion=False, num_stages=stages,
-        num_warps=GPU_COMBINE_THREADS // 32,
+        GPU_COMBINE_QUERIES, lanes, loaded, threads, *cuts, enable_fp_fusion=False, num_stages=stages,
+        num_warps=threads // 32,
     )  # fmt: skip
     return out.transpose(0, 1)[None]
 
@@ -125,10 +126,12 @@ def scan_options(tile: int, merging: bool, row_bytes: int) -> dict[str, int]:
     return {"num_warps": 4} | ({"maxnreg": SCAN_REGISTERS} if limited else {})
 
 
-def combine_shape(group: int, width: int) -> tuple[int, int]:
-    """Queries and numbers of each that a program combines, given those of a KV head and the width of a value."""
+def combine_shape(group: int, width: int) -> tuple[int, int, int]:
+    """Queries and numbers of each that a program combines, and its threads, given the queries of a KV head and the
+    width of a value."""
     lanes = min(GPU_COMBINE_QUERIES, triton.next_power_of_2(group))
-    return lanes, min(width, max(16, GPU_COMBINE_THREADS // lanes))
+    part = min(width, max(16, GPU_COMBINE_THREADS // lanes))
+    return lanes, part, max(GPU_COMBINE_THREADS, lanes * part)
 
 
 def _width(dim: int) -> int:
@@ -350,9 +353,16 @@ def _combine(
     if MERGING:
         skipped, whole, after = 0, (skipped < whole).to(tl.int64), 1
     for at in range(skipped, whole, GPU_COMBINE_SPLITS):
+        loaded, least = (), tops
         for i in tl.static_range(GPU_COMBINE_SPLITS):
             here = (there & (merged * 0 + at + i < whole))[:, None] & numbers
-            top2, total2, out2 = _kept(state, sums, (place + at + i)[:, None], lane, here, dv[None, :], OUT_DIM, TILE)
+            kept = _kept(state, sums, (place + at + i)[:, None], lane, here, dv[None, :], OUT_DIM, TILE)
+            loaded = loaded + (kept,)  # noqa: RUF005, which Triton does not compile
+            least = tl.minimum(least, tl.minimum(kept[0], tl.minimum(kept[1], kept[2])))
+        # 0 is added, but only when all is there: else the compiler puts loads between sums, which wait for them
+        tops += tl.maximum(least, -3e38) * 0.0
+        for i in tl.static_range(GPU_COMBINE_SPLITS):
+            top2, total2, out2 = loaded[i]
             highest = tl.maximum(tops, top2)
             one, two = tl.exp2(tops - highest), tl.exp2(top2 - highest)
             tops, totals, outs = highest, totals * one + total2 * two, outs * one + out2 * two
