@@ -106,6 +106,21 @@ class GpuBench:
             times.append(time.perf_counter() - began)
         return median(times[2:])
 
+    def device_seconds(self, work: Callable[[], Any], repeats: int) -> float:
+        """Median time of what a call launches, of so many in one CUDA graph. On a CPU that of calls."""
+
+        def works() -> None:
+            for _ in range(repeats if self.on_gpu else 1):
+                work()
+
+        if not self.on_gpu:
+            return self.seconds(works)
+        work()  # compiles kernels
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            works()
+        return self.seconds(graph.replay) / repeats
+
     def host_seconds(self, work: Callable[[], Any]) -> float:
         """Median time until a call returns; what it launched may still run."""
         times = []
