@@ -27,11 +27,11 @@ from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.kernels import gpu
 from forerun.kernels.attention import topk_rank
-from forerun.kernels.gpu import linear
+from forerun.kernels.gpu import attend, linear
+from forerun.kernels.gpu.pass_tables import PassDescription, PassTables
 from forerun.kernels.gpu.prefetch import PREFETCH_PROGRAM_BYTES, Ahead, piece_of
 from forerun.kernels.linear.ordered_modules import Ordered
-from forerun.kv.full_cache import FullCache
-from forerun.models.forward.gpu_scorer import GpuScorer
+from forerun.models.forward.gpu_forward import GpuForward
 
 pytestmark = pytest.mark.matrix  # Triton's interpreter is slow
 
@@ -168,20 +168,27 @@ KERNELS_OF_A_LAYER = {"_sums": 4, "_add_norm": 2, "_rotate_and_store": 1, "_scan
 @torch.inference_mode()
 def test_a_layer_has_ten_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches of a pass over one token, by what one more layer adds."""
-    monkeypatch.setattr(gpu, "runs_on", lambda device: True)
     interpret_quickly(monkeypatch)
     launched: list[str] = []
     call = GridExecutor.__call__
-    monkeypatch.setattr(
-        GridExecutor, "__call__", lambda self, *a, **k: (launched.append(self.fn.__name__), call(self, *a, **k))[1]
-    )
+
+    def count(self: Any, *arguments: Any, **options: Any) -> Any:
+        launched.append(self.fn.__name__)
+        return call(self, *arguments, **options)
+
+    monkeypatch.setattr(GridExecutor, "__call__", count)
     counts = []
     for layers in (1, 2):
-        config = LlamaConfig(hidden_size=32, intermediate_size=24, num_hidden_layers=layers, num_attention_heads=2,
-                             num_key_value_heads=1, vocab_size=61)  # fmt: skip
-        scorer = GpuScorer(LlamaForCausalLM(config).eval())
+        sizes = {"hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, vocab_size=61, **sizes)).eval()
+        kv = torch.zeros(layers, 2, 1, 1, 16)
+        addresses = np.array([[[keys.data_ptr(), values.data_ptr()]] for keys, values in kv])
+        block = Block(np.zeros(1, np.int64), DraftTree.empty(), 0)
+        batch = PassDescription([block], addresses, np.full((layers, 1, 4), 16), block.positions, 2, 1)
+        places = PassTables(batch.sizes, torch.device("cpu"), batch.aligned)
+        places.fill(batch)
         launched.clear()
-        scorer.score([Block(np.zeros(1, np.int64), DraftTree.empty(), 0)], [FullCache()])
+        GpuForward(model).run(places, attend.attend)
         counts.append(Counter(launched))
     assert counts[1] - counts[0] == KERNELS_OF_A_LAYER
 
