@@ -44,7 +44,7 @@ class GpuBench:
         draft: shape of TriForce's small model.
         new_tokens: of a text.
         budget: tokens of the retrieval cache.
-        gammas: draft lengths of ``triforce``.
+        gammas, rates: draft lengths and acceptance rates of ``triforce``.
         offload: layers and draft length of ``offload``.
         whole_layers: of the large models.
     """
@@ -64,6 +64,7 @@ class GpuBench:
     new_tokens: int
     budget: int
     gammas: Sequence[int]
+    rates: Sequence[float]
     offload: tuple[int, int]
     whole_layers: int
 
@@ -73,7 +74,8 @@ class GpuBench:
         shapes = {name: ModelShape.parse(name) for name in ("llama-2-7b", "llama-3-8b")}
         return cls(
             torch.device("cuda"), torch.bfloat16, shapes, (2, 8), (2048, 122_000), (5000, 20_000), 16,
-            (1, 2, 5, 8, 16, 64), 5, READ_BYTES, SMOLLM2, ModelShape.parse("llama-68m"), 96, 4096, (6, 8), (8, 32), 32,
+            (1, 2, 5, 8, 16, 64), 5, READ_BYTES, SMOLLM2, ModelShape.parse("llama-68m"), 96, 4096, (6, 8),
+            (0.9, 0.923), (8, 32), 32,
         )  # fmt: skip
 
     @classmethod
@@ -82,7 +84,7 @@ class GpuBench:
         shape = ModelShape(1, 32, 48, 2, 1, 61)
         return cls(
             torch.device("cpu"), torch.float32, {"smallest": shape}, (1, 2), (40, 280), (270,), 2, (1, 2), 1, 1 << 20,
-            shape, shape, 6, 8, (3,), (3, 4), 3,
+            shape, shape, 4, 8, (2,), (0.9,), (3, 2), 2,
         )  # fmt: skip
 
     @property

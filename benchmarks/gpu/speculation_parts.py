@@ -29,7 +29,7 @@ TEXTS = 2
 PROMPT_TOKENS = 12
 ENGINES = 2
 """Engines of each kind: most of a part's time is their load."""
-ACCEPTANCES = (0.9, 0.923)
+OFFLOADED_RATE = 0.9
 SMALL_ACCEPTANCE = 0.45
 DRAFTERS = ("retrieval", "triforce", "triforce-trie")
 """A chain by the target over its retrieval cache, one with a small level, and one with the trie."""
@@ -88,7 +88,7 @@ def triforce(bench: GpuBench) -> Iterator[Row]:
             small, gamma1=2, gamma2=gamma, paced=False, cache_budget=bench.budget, chunk=min(CHUNK, bench.budget // 2),
             sparse="retrieval",
         )  # fmt: skip
-        for acceptance in ACCEPTANCES:
+        for acceptance in bench.rates:
             make = simulated(acceptance, SMALL_ACCEPTANCE, bench.new_tokens, vocabulary)
             yield from _drafted(long, prompt, settings, make, {"gamma": gamma, "rate": acceptance})
 
@@ -161,7 +161,7 @@ def offload(bench: GpuBench) -> Iterator[Row]:
         sparse="retrieval",
     )  # fmt: skip
     traffic = Traffic(
-        engine.tiers.copy_engine, simulated(ACCEPTANCES[0], SMALL_ACCEPTANCE, bench.new_tokens, vocabulary)
+        engine.tiers.copy_engine, simulated(OFFLOADED_RATE, SMALL_ACCEPTANCE, bench.new_tokens, vocabulary)
     )
     series = LongBench(engine, 1).run([[prompt]], _offloaded(bench), settings, traffic)
     for row, each in zip(summarise(series), series, strict=True):

@@ -40,8 +40,8 @@ GPU_COMBINE_SPLITS = 32
 """Splits whose states are loaded before any of them is merged: a load costs as much as hundreds of sums. At 122,000
 tokens there are 132, so five rounds of loads; with 8 there were 17, which cost 12 to 15 us of 193 (H200, one token)."""
 SCAN_REGISTERS = 168
-"""Registers of a thread that scans: three programs of 128 threads then share a processor. The compiler would take 181,
-with which two do."""
+"""Registers of a thread that scans: three programs of 128 threads then share a Hopper's processor. The compiler would
+take 181, with which two do. On an Ampere the shared memory has room for two."""
 
 
 def store(layer: int, k: torch.Tensor, v: torch.Tensor, places: PassTables) -> None:
