@@ -357,12 +357,13 @@ def _combine(
         for i in tl.static_range(GPU_COMBINE_SPLITS):
             here = (there & (merged * 0 + at + i < whole))[:, None] & numbers
             kept = _kept(state, sums, (place + at + i)[:, None], lane, here, dv[None, :], OUT_DIM, TILE)
-            loaded = loaded + (kept,)  # noqa: RUF005, which Triton does not compile
+            # Triton compiles no (*loaded, kept)
+            loaded = loaded + (kept,)  # type: ignore[assignment]  # noqa: RUF005
             least = tl.minimum(least, tl.minimum(kept[0], tl.minimum(kept[1], kept[2])))
         # 0 is added, but only when all is there: else the compiler puts loads between sums, which wait for them
         tops += tl.maximum(least, -3e38) * 0.0
         for i in tl.static_range(GPU_COMBINE_SPLITS):
-            top2, total2, out2 = loaded[i]
+            top2, total2, out2 = loaded[i]  # type: ignore[var-annotated]
             highest = tl.maximum(tops, top2)
             one, two = tl.exp2(tops - highest), tl.exp2(top2 - highest)
             tops, totals, outs = highest, totals * one + total2 * two, outs * one + out2 * two
