@@ -9,6 +9,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from benchmarks.gpu import parts, speculation_parts
@@ -26,6 +27,9 @@ PARTS: dict[str, Callable[[GpuBench], Iterator[Row]]] = {
     "offload": speculation_parts.offload,
 }
 """The parts in their order."""
+INTERPRETED = ("bits", "kernels", "choices", "auto")
+"""Parts whose dry run goes the way of GPUs in the interpreter. TriForce's would last for minutes; the CPU's kernels
+walk the code of those parts as well."""
 
 
 def rows_file(out: Path, name: str) -> Path:
@@ -35,7 +39,7 @@ def rows_file(out: Path, name: str) -> Path:
 
 def measure(name: str, bench: GpuBench, out: Path) -> None:
     """Measure a part, and write a line for each row. An error is a row, and is raised again."""
-    with rows_file(out, name).open("w", encoding="utf-8") as file, gpu_code(bench.device):
+    with rows_file(out, name).open("w", encoding="utf-8") as file, _device_code(name, bench):
         try:
             for row in PARTS[name](bench):
                 file.write(json.dumps(row) + "\n")
@@ -44,6 +48,10 @@ def measure(name: str, bench: GpuBench, out: Path) -> None:
             first = (str(error).splitlines() or [""])[0]
             file.write(json.dumps({"error": f"{type(error).__name__}: {first}"}) + "\n")
             raise
+
+
+def _device_code(name: str, bench: GpuBench) -> AbstractContextManager[None]:
+    return gpu_code(bench.device) if name in INTERPRETED else nullcontext()
 
 
 def main() -> None:

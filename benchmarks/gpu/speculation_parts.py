@@ -21,6 +21,7 @@ from forerun.core.long_context import LongContextConfig
 from forerun.engine.engine import Engine
 from forerun.kv.kv_tiers import KVMemory, min_device_bytes
 from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
+from forerun.models.forward.gate import admit
 from forerun.models.forward.gpu_scorer import GpuScorer
 from forerun.models.forward.runtime import default_runtime, without_folder
 
@@ -145,7 +146,7 @@ def offload(bench: GpuBench) -> Iterator[Row]:
     vocabulary = min(shape.vocabulary, bench.draft.vocabulary)
     context, room = bench.contexts[-1], bench.new_tokens + gamma + 128
     bandwidth = None if bench.on_gpu else 1e8
-    memory = KVMemory(min_device_bytes(GpuScorer(model).kv, context + room), bandwidth=bandwidth)
+    memory = KVMemory(min_device_bytes(admit(model).kv, context + room), bandwidth=bandwidth)
     engine = Engine(model, "none", kv_memory=memory)
     assert engine.tiers is not None
     began = time.perf_counter()

@@ -104,7 +104,7 @@ def test_wrong_calls_end_before_any_part(
 def test_kernels_times_and_the_gaps_before_them() -> None:
     events = [KernelEvent("a", 0, 4), KernelEvent("b", 5, 7), KernelEvent("a", 9, 13), KernelEvent("b", 13, 16)]
     assert kernel_rows(events) == [
-        {"kernel": "a", "calls": 2, "microseconds": 4, "gap": 1},
+        {"kernel": "a", "calls": 2, "microseconds": 4, "gap": 2},
         {"kernel": "b", "calls": 2, "microseconds": 2.5, "gap": 0.5},
     ]
     assert kernel_rows([]) == []

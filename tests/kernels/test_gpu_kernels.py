@@ -206,7 +206,7 @@ class Needs(NamedTuple):
 
 
 NEEDS = {
-    "sums 16 alone": Needs(64, 5, 7), "sums 32 alone": Needs(80, 4, 6), "sums 64 alone": Needs(208, 3, 4),
+    "sums 16 alone": Needs(64, 5, 7), "sums 32 alone": Needs(80, 4, 6), "sums 64 alone": Needs(224, 3, 4),
     "sums 64 in turn": Needs(255, 3, 4), "scan 16 spread": Needs(168, 2, 3), "scan 16 merging": Needs(255, 2, 2),
     "scan 32 spread": Needs(255, 2, 2), "scan 32 merging": Needs(255, 1, 1), "combine of 1": Needs(255, 2, 2),
     "combine of 4": Needs(255, 2, 2), "combine of 8": Needs(255, 2, 2), "combine of 16": Needs(255, 1, 1),
