@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.capacity.capacity import DEVICES, Machine
 from benchmarks.capacity.capacity_tables import add_sizes, add_speeds
 from benchmarks.capacity.forecast import Drafting
+from benchmarks.capacity.predicted import add_predicted
 from benchmarks.capacity.published import add_published
 from benchmarks.capacity.shapes import SHAPES, ModelShape
 from benchmarks.reporting.common_options import list_option, numbers
@@ -32,7 +33,7 @@ class CapacityOptions(OutputOptions):
     """What a model takes on which devices: bytes, what fits, and the most tokens a second, plain and with TriForce.
 
     Computed from sizes alone, without weights: how much passes must read, and how fast devices can. Writes JSON and
-    Markdown; ``update-pages`` puts the tables of ``--published`` into docs/scaling.md.
+    Markdown; ``update-pages`` puts the tables of ``--predict`` into docs/scaling.md.
     """
 
     model_shape: Annotated[
@@ -75,6 +76,9 @@ class CapacityOptions(OutputOptions):
     published: Annotated[
         bool, option("--published", panel="Output", help="Compare with figures that others published.")
     ] = False
+    predict: Annotated[
+        bool, option("--predict", panel="Output", help="What Forerun's kernels should cost on four cards.")
+    ] = False  # fmt: skip
     out: Out = Path("runs/capacity")
 
     def __post_init__(self) -> None:
@@ -121,6 +125,8 @@ def run(options: CapacityOptions) -> None:
     contexts = options.contexts()
     add_sizes(report, shapes, contexts, options.rows)
     add_speeds(report, shapes, contexts, machines, options.rows, _drafting(options))
+    if options.predict:
+        add_predicted(report)
     if options.published:
         add_published(report)
     deliver(report, options.out, "capacity", options.json)

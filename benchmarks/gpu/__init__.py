@@ -1,1 +1,1 @@
-"""Forerun on a GPU: everything that has to be measured the first time that one is there."""
+"""Forerun on a GPU: what has to be measured the next time that one is there, in at most 345 seconds."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
 from typing import Any
@@ -13,83 +13,128 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.capacity.shapes import ModelShape
-from benchmarks.papers.simulated_acceptance import random_model
+from benchmarks.papers.simulated_acceptance import random_model, random_prompt
 from benchmarks.studies.memory_bandwidth import BufferReader
-from forerun.bench.machine import Row
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
+from forerun.kv.full_cache import FullCache
+from forerun.models.forward.scorer import Scorer
 
-SMALLEST = ModelShape(1, 32, 48, 2, 1, 61)
-"""A model for Triton's interpreter."""
-SMALLEST_OFFLOADED = (ModelShape(3, 32, 48, 2, 1, 61), 248)
-"""The same with one layer more than there are buffers on the device, and a text that fills whole pages."""
 READ_BYTES = 1 << 31
 """Bytes that are read to measure a GPU's bandwidth."""
+SMOLLM2 = ModelShape(30, 576, 1536, 9, 3, 49152)
+"""SmolLM2-135M's sizes; its output head is a matrix of its own here."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class GpuBench:
-    """What is measured.
+    """Sizes.
 
     Attributes:
-        device: of the models.
-        dtype: of the weights.
-        shapes: of the models with random weights, by name.
+        device, dtype: of the models.
+        shapes: of the large models, by name; the first one drafts in ``triforce`` and ``offload``.
+        layers: of the large models in ``kernels``, few and more; what one layer costs is the difference.
         contexts: tokens in the cache.
+        far: contexts of ``bits``.
+        rows: of a batch in ``bits``.
         passes: tokens of passes.
         rounds: measurements of each; medians count.
-        models: names of trained models.
-        buffer: bytes read to measure the bandwidth.
-        sources: arguments that say what tasks are drawn from.
-        skipped: what was not measured, and why.
+        buffer: bytes read to measure the bandwidth; copies have half of it, and pinning twice.
+        small: SmolLM2's shape.
+        draft: shape of TriForce's small model.
+        new_tokens: of a text.
+        budget: tokens of the retrieval cache.
+        gammas, rates: draft lengths and acceptance rates of ``triforce``.
+        offload: layers and draft length of ``offload``.
+        whole_layers: of the large models.
     """
 
     device: torch.device
     dtype: torch.dtype
     shapes: dict[str, ModelShape]
+    layers: tuple[int, int]
     contexts: Sequence[int]
+    far: Sequence[int]
+    rows: int
     passes: Sequence[int]
     rounds: int
-    models: Sequence[str]
-    buffer: int = READ_BYTES
-    sources: Sequence[str] = ()
-    skipped: dict[str, str] = field(default_factory=dict)
-    _model: tuple[str, PreTrainedModel] | None = None
+    buffer: int
+    small: ModelShape
+    draft: ModelShape
+    new_tokens: int
+    budget: int
+    gammas: Sequence[int]
+    rates: Sequence[float]
+    offload: tuple[int, int]
+    whole_layers: int
+
+    @classmethod
+    def of_card(cls) -> GpuBench:
+        """On this machine's GPU."""
+        shapes = {name: ModelShape.parse(name) for name in ("llama-2-7b", "llama-3-8b")}
+        return cls(
+            torch.device("cuda"), torch.bfloat16, shapes, (2, 8), (2048, 122_000), (5000, 20_000), 16,
+            (1, 2, 5, 8, 16, 64), 5, READ_BYTES, SMOLLM2, ModelShape.parse("llama-68m"), 96, 4096, (6, 8),
+            (0.9, 0.923), (8, 32), 32,
+        )  # fmt: skip
 
     @classmethod
     def smallest(cls) -> GpuBench:
-        """Without a GPU."""
-        return cls(torch.device("cpu"), torch.float32, {"smallest": SMALLEST}, [40], [1, 2, 4], 1, [], 1 << 20)
-
-    @property
-    def sizes(self) -> Row:
-        """What a part's rows depend on, besides the card."""
-        return {
-            "shapes": [*self.shapes], "contexts": [*self.contexts], "passes": [*self.passes], "rounds": self.rounds,
-        }  # fmt: skip
+        """On a CPU, in Triton's interpreter, where times mean nothing."""
+        shape = ModelShape(1, 32, 48, 2, 1, 61)
+        return cls(
+            torch.device("cpu"), torch.float32, {"smallest": shape}, (1, 2), (40, 280), (270,), 2, (1, 2), 1, 1 << 20,
+            shape, shape, 4, 8, (2,), (0.9,), (3, 2), 2,
+        )  # fmt: skip
 
     @property
     def on_gpu(self) -> bool:
-        """Whether anything here is worth a time."""
+        """Whether times mean anything."""
         return self.device.type == "cuda"
 
-    def shaped(self, name: str) -> PreTrainedModel:
-        """The model of a shape; one is kept at a time."""
-        if self._model is None or self._model[0] != name:
-            self._model = None
-            self._model = name, random_model(self.shapes[name], self.dtype, str(self.device))
-        return self._model[1]
+    def model(self, shape: ModelShape, layers: int | None = None) -> PreTrainedModel:
+        """Random weights of this shape, or of so many layers of it."""
+        chosen = shape if layers is None else replace(shape, layers=layers)
+        return random_model(chosen, self.dtype, str(self.device))
 
-    def seconds(self, work: Callable[[], Any]) -> float:
-        """Median time of a call, after two that warm up: the second one may record it."""
+    def seconds(self, work: Callable[[], Any], rounds: int | None = None) -> float:
+        """Median time of a call and of what it launches, after two that warm up."""
         times = []
-        for _ in range(self.rounds + 2):
-            self._wait()
+        for _ in range((rounds or self.rounds) + 2):
+            self.wait()
             began = time.perf_counter()
             work()
-            self._wait()
+            self.wait()
             times.append(time.perf_counter() - began)
         return median(times[2:])
 
-    def _wait(self) -> None:
+    def device_seconds(self, work: Callable[[], Any], repeats: int) -> float:
+        """Median time of what a call launches, of so many in one CUDA graph. On a CPU that of calls."""
+
+        def works() -> None:
+            for _ in range(repeats if self.on_gpu else 1):
+                work()
+
+        if not self.on_gpu:
+            return self.seconds(works)
+        work()  # compiles kernels
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            works()
+        return self.seconds(graph.replay) / repeats
+
+    def host_seconds(self, work: Callable[[], Any]) -> float:
+        """Median time until a call returns; what it launched may still run."""
+        times = []
+        for _ in range(self.rounds):
+            self.wait()
+            began = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - began)
+        return median(times)
+
+    def wait(self) -> None:
+        """Wait for the device."""
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
@@ -99,22 +144,12 @@ class GpuBench:
         reader = BufferReader(self.device, self.buffer)
         return reader.nbytes / self.seconds(reader)
 
-    def texts(self) -> Iterator[tuple[str, int]]:
-        """Each shape with each number of tokens that fits the device beside it. What does not fit is noted."""
-        for name, shape in self.shapes.items():
-            for context in self.contexts:
-                needed = shape.stored_bytes + shape.token_kv_bytes * (context + max(self.passes)) * 1.05 + 2e9
-                free = torch.cuda.get_device_properties(self.device).total_memory if self.on_gpu else needed
-                if needed > free:
-                    self.skipped[f"{name} at {context:,} tokens"] = f"needs {needed / 1e9:.0f} GB of {free / 1e9:.0f}"
-                else:
-                    yield name, context
+    def prompt(self, scorer: Scorer, context: int, seed: int = 0) -> FullCache:
+        """A cache of so many random tokens, with room for a pass."""
+        return random_prompt(scorer, context, max(self.passes) + 1, scorer.vocabulary, seed).cache
 
-    def decoded(self, name: str, context: int, who: str, seconds: float) -> Row:
-        """A row of plain decoding: what a token must read, and how much of the bandwidth that is."""
-        shape = self.shapes[name]
-        nbytes = shape.read_weights * self.dtype.itemsize + shape.token_kv_bytes * context
-        return {
-            "model": name, "context": context, "who": who, "milliseconds": 1000 * seconds,
-            "gigabytes": nbytes / 1e9, "share_of_bandwidth": nbytes / seconds / self.bandwidth,
-        }  # fmt: skip
+
+def block_of(tokens: int, at: int) -> Block:
+    """A draft chain, ``tokens`` with the token before it."""
+    ids = torch.arange(tokens).numpy()
+    return Block(ids[:1], DraftTree.chain(ids[1:]), at)

@@ -69,8 +69,8 @@ def _overwrite(to: Any, source: Any) -> None:
 def gpu_code(device: torch.device) -> Iterator[None]:
     """A context in which models on this device run as on a GPU. On a GPU it changes nothing.
 
-    In the interpreter a program of a kernel takes milliseconds, whatever it computes. So prompts' chunks, the texts by
-    which exactness is tested and the passes that are timed are a few tokens long, and a scan has one program a tile.
+    In the interpreter a program of a kernel runs for milliseconds, whatever it computes. So prompts' chunks, the texts
+    by which exactness is tested and the passes that are timed are a few tokens long.
 
     Raises:
         ValueError: on a CPU, without Triton.
@@ -96,7 +96,6 @@ def gpu_code(device: torch.device) -> Iterator[None]:
             (pass_timing, "NEAR_TOKENS", 8),
             (pass_timing, "FAR_TOKENS", 1 << 40),
             (pass_timing, "MAX_ROUNDS", 1),
-            (attend, "SCAN_PROGRAMS", 1),
             (attend, "GPU_COMBINE_SPLITS", 1),
             (decoder_ops, "PARTS_AHEAD", 1),
         ):

@@ -28,16 +28,6 @@ def product(shape: ModelShape, sizes: Sequence[int], dtype: torch.dtype, device:
     return _row("product", dtype, whole, x.double() @ weight.double().T, same)
 
 
-def mean(shape: ModelShape, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Row:
-    """A mean of each row."""
-    from forerun.kernels.gpu import linear
-
-    x = _random(max(sizes) + 1, shape.hidden).to(device, dtype) + 1
-    whole = linear.mean(x, True)
-    same = all(torch.equal(linear.mean(x[:n], True), whole[:n]) for n in sizes)
-    return _row("mean", dtype, whole, x.double().mean(-1, keepdim=True), same)
-
-
 def attention(shape: ModelShape, context: int, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Row:
     """Attention of a text's last tokens: in one pass beside passes of these sizes."""
     size, count = shape.head_dim, max(sizes)
@@ -127,13 +117,14 @@ def _convolve(inputs: Sequence[torch.Tensor], parents: IntArray) -> torch.Tensor
 def _attend(q: torch.Tensor, text: torch.Tensor, context: int) -> torch.Tensor:
     """Attention of the queries ``[1, H, n, d]`` after ``context`` tokens of a text ``[2, Hkv, room, d]``."""
     from forerun.kernels.gpu import attend
-    from forerun.kernels.gpu.pass_tables import PassDescription, PassTables
+    from forerun.kernels.gpu.pass_tables import PassDescription, PassTables, scan_programs
 
     keys, values = text
     block = Block(np.zeros(1, np.int64), DraftTree.chain(np.arange(q.shape[2] - 1)), context)
     addresses = np.array([[[keys.data_ptr(), values.data_ptr()]]])
     strides = np.array([[[*keys.stride()[:2], *values.stride()[:2]]]])
-    batch = PassDescription([block], addresses, strides, block.positions, q.shape[1] // len(keys))
+    group, programs = q.shape[1] // len(keys), scan_programs(q.device, len(keys))
+    batch = PassDescription([block], addresses, strides, block.positions, group, programs)
     places = PassTables(batch.sizes, q.device, batch.aligned)
     places.fill(batch)
     return attend.attend(0, q, len(keys), places, AttentionSpec(q.shape[3] ** -0.5))

@@ -1,278 +1,202 @@
-"""The parts of ``python -m benchmarks gpu`` that measure Forerun itself. Each yields rows."""
+"""The parts of ``python -m benchmarks gpu`` about the card and the kernels. Each yields rows."""
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from benchmarks.capacity.shapes import ModelShape
 from benchmarks.gpu import kernel_checks
-from benchmarks.gpu.counting import WaitCounter, compilations
-from benchmarks.gpu.gpu_bench import SMALLEST_OFFLOADED, GpuBench
-from benchmarks.papers.simulated_acceptance import random_model, random_prompt
-from forerun.audit.audit import Comparison, Plan
-from forerun.audit.audit import audit as audit_of
+from benchmarks.gpu.gpu_bench import GpuBench, block_of
+from benchmarks.gpu.kernel_times import kernel_events, kernel_rows
 from forerun.bench.machine import Row
 from forerun.core.block import Block
-from forerun.core.long_context import LongContextConfig
-from forerun.core.tree import DraftTree
-from forerun.engine.engine import Engine
-from forerun.kv.cache import Cache
-from forerun.kv.kv_tiers import KVMemory, min_device_bytes
-from forerun.kv.offloaded import CopyEngine, PendingCopy
-from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
+from forerun.kernels.attention.attention import AttentionSpec
 from forerun.models.forward.gpu_scorer import GpuScorer
-from forerun.models.forward.runtime import default_runtime, without_folder
-from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load, load_draft
-from forerun.models.text.prompts import encode
-from forerun.reference import demo_prompts
+
+TRIVIAL_KERNELS = 300
+"""Kernels of a graph that do nothing: what is measured is the time from one to the next."""
+REGISTER_THREADS = 8
+
+
+def machine(bench: GpuBench) -> Iterator[Row]:
+    """What the card reads, what copies from pinned memory get, what pinning costs, and a kernel in a graph."""
+    yield {"what": "reading", "gigabytes_per_second": bench.bandwidth / 1e9}
+    host = torch.empty(bench.buffer // 2, dtype=torch.uint8, pin_memory=bench.on_gpu)
+    there = torch.empty_like(host, device=bench.device)
+    for what, to, source in (("copies to the card", there, host), ("copies from the card", host, there)):
+        seconds = bench.seconds(partial(to.copy_, source, non_blocking=True))
+        yield {"what": what, "gigabytes_per_second": host.nbytes / seconds / 1e9}
+    number = torch.zeros(1, device=bench.device)
+    trivial = bench.device_seconds(partial(number.add_, 1), TRIVIAL_KERNELS)
+    yield {"what": "a kernel in a graph", "microseconds": 1e6 * trivial}
+    size = 2 * bench.buffer
+    for what, pin in (("torch's pinned memory", _pinned), ("pages registered after they were written", _registered)):
+        began = time.perf_counter()
+        pin(size, bench.on_gpu)
+        yield {"what": what, "gigabytes": size / 1e9, "seconds": time.perf_counter() - began}
+
+
+def _pinned(size: int, on_gpu: bool) -> None:
+    torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+
+
+def _registered(size: int, on_gpu: bool) -> None:
+    memory = torch.empty(size, dtype=torch.uint8)
+    torch.set_num_threads(max(torch.get_num_threads(), REGISTER_THREADS) if on_gpu else torch.get_num_threads())
+    memory.zero_()
+    if on_gpu:
+        runtime = torch.cuda.cudart()
+        runtime.cudaHostRegister(memory.data_ptr(), size, 0)
+        runtime.cudaHostUnregister(memory.data_ptr())
 
 
 @torch.inference_mode()
-def kernels(bench: GpuBench) -> Iterator[Row]:
-    """Errors against float64, and whether a token's bits depend on the pass."""
+def bits(bench: GpuBench) -> Iterator[Row]:
+    """Whether a token's bits depend on what shares its pass: kernels, and ragged rows after the first splits."""
     shape = next(iter(bench.shapes.values()))
-    for dtype in dict.fromkeys((torch.float32, bench.dtype)):
-        yield kernel_checks.product(shape, bench.passes, dtype, bench.device)
-        yield kernel_checks.mean(shape, bench.passes, dtype, bench.device)
-        for context in bench.contexts[:2]:
-            yield kernel_checks.attention(shape, context, bench.passes, dtype, bench.device)
+    yield kernel_checks.product(shape, bench.passes, bench.dtype, bench.device)
+    scorer = GpuScorer(bench.model(shape, bench.layers[0]))
+    for context in bench.far:
+        yield kernel_checks.attention(shape, context, bench.passes, bench.dtype, bench.device)
+        lengths = [context, *(7 + 37 * row for row in range(bench.rows - 1))]  # one long row among short ones
+        caches = [bench.prompt(scorer, length, seed) for seed, length in enumerate(lengths)]
+        blocks = [block_of(1, cache.length) for cache in caches]
+        alone = [scorer.score([block], [cache])[0].clone() for block, cache in zip(blocks, caches, strict=True)]
+        together = scorer.score(blocks, caches)
+        same = all(map(torch.equal, alone, together))
+        yield {"kernel": f"{bench.rows} rows", "context": context, "same_bits": same}
+        yield {
+            "kernel": "a draft chain", "context": context, "same_bits": all(
+                torch.equal(scorer.score([block_of(count, caches[0].length)], caches[:1])[0][:1], alone[0])
+                for count in bench.passes
+            ),
+        }  # fmt: skip
     for name in kernel_checks.RECURRENCES:
         yield kernel_checks.recurrence(name, bench.device, 1 if bench.on_gpu else 16)
 
 
-def exactness(bench: GpuBench) -> Iterator[Row]:
-    """What the probe says of each trained model, and of each shape."""
-    for name, model, _ in _trained(bench):
-        yield {"model": name} | _probed(model)
-    for name in bench.shapes:
-        yield {"model": f"{name}, random weights"} | _probed(bench.shaped(name))
+@torch.inference_mode()
+def kernels(bench: GpuBench) -> Iterator[Row]:
+    """Passes over one token: the share of the bandwidth, the host's part, and each kernel with the gap before it.
+
+    A model of all layers costs what one of few does, and so many times what a layer costs.
+    """
+    few, more = bench.layers
+    for name, shape in bench.shapes.items():
+        scorers = [GpuScorer(bench.model(shape, layers)) for layers in bench.layers]
+        for context in bench.contexts:
+            seconds, host, events = [], 0.0, kernel_rows([])
+            for scorer in scorers:
+                cache = bench.prompt(scorer, context)
+                work = partial(scorer.score, [block_of(1, cache.length)], [cache])
+                seconds.append(bench.seconds(work))
+                host = bench.host_seconds(work)
+                events = kernel_rows(kernel_events(work, bench.device))
+            layer = (seconds[1] - seconds[0]) / (more - few)
+            whole = seconds[1] + layer * (bench.whole_layers - more)
+            yield _decoded(bench, name, context, whole) | {"layer_microseconds": 1e6 * layer, "host_ms": 1000 * host}
+            for row in events:
+                yield {"model": name, "context": context} | row
 
 
-def _probed(model: PreTrainedModel) -> Row:
-    engine = Engine(model, "none", _runtime=without_folder(default_runtime()))  # nothing that was measured earlier
+def _decoded(bench: GpuBench, name: str, context: int, seconds: float) -> Row:
+    """A row of plain decoding: what a token must read, and how much of the bandwidth that is."""
+    shape = bench.shapes[name]
+    sizes = ModelShape(
+        bench.whole_layers, shape.hidden, shape.intermediate, shape.heads, shape.kv_heads, shape.vocabulary
+    )
+    nbytes = sizes.read_weights * bench.dtype.itemsize + sizes.token_kv_bytes * context
     return {
-        "dtype": str(engine.target.model.dtype),
-        "scorer": type(engine.target).__name__,
-        "level": engine.exactness.level,
-        "reason": engine.exactness.reason,
-    }
+        "model": name, "context": context, "milliseconds": 1000 * seconds, "gigabytes": nbytes / 1e9,
+        "share_of_bandwidth": nbytes / seconds / bench.bandwidth,
+    }  # fmt: skip
 
 
-CELLS_OF_ATTENTION = {"many KV heads": (4, 4), "groups": (4, 2), "one KV head": (4, 1)}
-"""Query heads and KV heads of the models of ``cells``."""
-DRAFTERS_OF_CELLS = ("trie", "auto", "triforce-trie", "retrieval")
-"""In the interpreter the last of them alone; other parts have the others."""
-
-
-def cells(bench: GpuBench) -> Iterator[Row]:
-    """Texts of small random models with each drafter, against none: heads, sampling, and one row or three."""
-    kinds = CELLS_OF_ATTENTION if bench.on_gpu else {"groups": (4, 2)}
-    for name, (heads, kv_heads) in kinds.items():
-        model = random_model(
-            ModelShape(2 if bench.on_gpu else 1, 64, 96, heads, kv_heads, 61), bench.dtype, str(bench.device)
-        )
-        texts = np.random.default_rng(0).integers(0, 4, (3, 40 if bench.on_gpu else 8)).tolist()
-        settings = LongContextConfig(cache_budget=16 if bench.on_gpu else 6, chunk=2, gamma2=4, paced=False)
-        plain = Engine(model, "none")
-        for drafter in DRAFTERS_OF_CELLS[0 if bench.on_gpu else -1 :]:
-            engine = Engine(model, drafter, settings=settings, prune_drafts=drafter == "auto")
-            for sample, batch in itertools.product((False, True), (1, 3)) if bench.on_gpu else [(False, 1)]:
-                options: dict[str, Any] = {"do_sample": sample, "seed": 1, "eos_token_id": None}
-                options["max_new_tokens"] = 48 if bench.on_gpu else 6
-                pair = [each.generate(texts[:batch], **options) for each in (plain, engine)]
-                yield {
-                    "heads": name, "drafter": drafter, "sampled": sample, "rows": batch,
-                    "exactness": plain.exactness.level, "equal": pair[0].generated == pair[1].generated,
-                    "accepted": sum(sum(stats.accepted) for stats in pair[1].stats),
-                }  # fmt: skip
-
-
-def _trained(bench: GpuBench) -> Iterator[tuple[str, PreTrainedModel, Any]]:
-    """Each trained model with its name and tokenizer."""
-    for name in bench.models:
-        try:
-            yield name, *load(name, "auto", device=str(bench.device))
-        except (OSError, ValueError) as error:
-            bench.skipped[f"model {name}"] = str(error).splitlines()[0]
-
-
-def audit(bench: GpuBench) -> Iterator[Row]:
-    """``forerun audit`` of each trained model, of the bundled one with its small model; of random weights elsewhere."""
-    for name, model, tokenizer in _trained(bench):
-        small = load_draft(BUNDLED_DRAFT, model, tokenizer) if name == BUNDLED else None
-        prompts = encode([prompt["prompt"] for prompt in demo_prompts()][:3], tokenizer)
-        settings = LongContextConfig(small, paced=False)
-        drafters = ("trie", "auto", "retrieval", *(["triforce"] if small is not None else []))
-        yield from _audited(name, model, prompts, Plan(drafters, settings, 48))
-    if not bench.on_gpu:
-        settings = LongContextConfig(cache_budget=6, chunk=2, gamma2=3, paced=False)
-        for name in bench.shapes:
-            yield from _audited(name, bench.shaped(name), [[1, 2, 3, 1, 2, 3, 1, 2]], Plan(("retrieval",), settings, 5))
-
-
-def _audited(name: str, model: PreTrainedModel, prompts: list[list[int]], plan: Plan) -> Iterator[Row]:
-    groups: dict[tuple[str, str], list[Comparison]] = {}
-    for each in audit_of(model, prompts, plan).comparisons:
-        groups.setdefault((each.drafter, each.check), []).append(each)
-    for (drafter, check), own in groups.items():
-        different = sum(each.failed for each in own)
-        yield {"model": name, "drafter": drafter, "check": check, "texts": len(own), "different": different}
+PROGRAMS = (2, 4, 8)
+"""Programs of a scan for each processor: 264, 528 and 1,056 on an H100."""
+ATTENDED_PASSES = (1, 8, 16)
+REPEATS = 8
+"""Calls in one graph, so that the host's part of each is not measured."""
 
 
 @torch.inference_mode()
-def decoding(bench: GpuBench) -> Iterator[Row]:
-    """Plain passes over one token."""
-    for name, context in bench.texts():
-        scorer = GpuScorer(bench.shaped(name))
-        cache = random_prompt(scorer, context, max(bench.passes) + 1, scorer.vocabulary).cache
-        seconds = bench.seconds(partial(scorer.score, [_one_token(cache)], [cache]))
-        yield bench.decoded(name, context, "forerun", seconds)
+def choices(bench: GpuBench) -> Iterator[Row]:
+    """What a card has to decide: programs of a scan, its registers, and the library's products against ours."""
+    from forerun.kernels.gpu import attend, pass_tables
+
+    for name, shape in bench.shapes.items():
+        for programs in PROGRAMS:
+            for registers in (attend.SCAN_REGISTERS, None):
+                with (
+                    mock.patch.object(pass_tables, "SCAN_PROGRAMS_PER_PROCESSOR", programs),
+                    mock.patch.object(attend, "SCAN_REGISTERS", registers),
+                ):
+                    for tokens in (each for each in ATTENDED_PASSES if each <= max(bench.passes)):
+                        seconds = bench.device_seconds(_attention(bench, shape, bench.contexts[-1], tokens), REPEATS)
+                        yield {
+                            "choice": "scan", "model": name, "programs": programs, "registers": registers,
+                            "tokens": tokens, "microseconds": 1e6 * seconds,
+                        }  # fmt: skip
+    yield from _products(bench, next(iter(bench.shapes.values())))
 
 
-@torch.inference_mode()
-def passes(bench: GpuBench) -> Iterator[Row]:
-    """Passes over several tokens, relative to one."""
-    for name, context in bench.texts():
-        scorer, one = GpuScorer(bench.shaped(name)), None
-        cache = random_prompt(scorer, context, max(bench.passes) + 1, scorer.vocabulary).cache
-        for count in bench.passes:
-            block = Block(np.zeros(1, np.int64), DraftTree.chain([0] * (count - 1)), cache.length)
-            seconds = bench.seconds(partial(scorer.score, [block], [cache]))
-            one = one or seconds
+def _attention(bench: GpuBench, shape: ModelShape, context: int, tokens: int) -> Callable[[], Any]:
+    """Attention of one layer."""
+    from forerun.kernels.gpu import attend
+    from forerun.kernels.gpu.pass_tables import PassDescription, PassTables, scan_programs
+
+    keys, values = torch.zeros(
+        2, shape.kv_heads, context + tokens, shape.head_dim, dtype=bench.dtype, device=bench.device
+    )
+    q = torch.zeros(1, shape.heads, tokens, shape.head_dim, dtype=bench.dtype, device=bench.device)
+    addresses = np.array([[[keys.data_ptr(), values.data_ptr()]]])
+    strides = np.array([[[*keys.stride()[:2], *values.stride()[:2]]]])
+    block: Block = block_of(tokens, context)
+    programs = scan_programs(bench.device, shape.kv_heads)
+    group = shape.heads // shape.kv_heads
+    batch = PassDescription([block], addresses, strides, block.positions, group, programs)
+    places = PassTables(batch.sizes, bench.device, batch.aligned)
+    places.fill(batch)
+    spec = AttentionSpec(shape.head_dim**-0.5)
+
+    def work(held: tuple[torch.Tensor, torch.Tensor] = (keys, values)) -> torch.Tensor:  # tables have addresses only
+        return attend.attend(0, q, len(held[0]), places, spec)
+
+    return work
+
+
+def _products(bench: GpuBench, shape: ModelShape) -> Iterator[Row]:
+    """Each matrix of a layer by our kernel and by the library at 64 rows: time, share of the bandwidth, and bits."""
+    from forerun.kernels.gpu import linear
+
+    width = shape.head_dim * (shape.heads + 2 * shape.kv_heads)
+    sizes = {
+        "qkv": (width, shape.hidden), "output": (shape.hidden, shape.hidden),
+        "gate and up": (2 * shape.intermediate, shape.hidden), "down": (shape.hidden, shape.intermediate),
+    }  # fmt: skip
+    for name, size in sizes.items():
+        weights = [
+            torch.randn(*size, dtype=bench.dtype, device=bench.device) for _ in range(3)
+        ]  # more than an L2 holds
+        x = torch.randn(max(bench.passes), size[1], dtype=bench.dtype, device=bench.device)
+        for who, product in (("ours", linear.sums), ("library, 64 rows", linear.padded)):
+
+            def work(product: Any = product, weights: Any = weights, x: Any = x) -> None:
+                for weight in weights:
+                    product(x[:1], weight)
+
+            seconds = bench.device_seconds(work, REPEATS) / len(weights)
+            whole = product(x, weights[0])
+            same = all(torch.equal(product(x[:count], weights[0]), whole[:, :count]) for count in bench.passes)
+            moved = [torch.equal(product(x.roll(1, 0), weights[0]).roll(-1, 1), whole)]
             yield {
-                "model": name, "context": context, "tokens": count, "milliseconds": 1000 * seconds,
-                "ratio_to_one_token": seconds / one,
+                "choice": "product", "matrix": name, "who": who, "microseconds": 1e6 * seconds,
+                "share_of_bandwidth": weights[0].nbytes / seconds / bench.bandwidth, "same_bits": same and all(moved),
             }  # fmt: skip
-
-
-@torch.inference_mode()
-def sparse(bench: GpuBench) -> Iterator[Row]:
-    """What drafting over a retrieval cache is made of: its passes, beside one over the whole text, and its choices."""
-    for name, context in bench.texts():
-        scorer = GpuScorer(bench.shaped(name))
-        cache = random_prompt(scorer, context, max(bench.passes) + 1, scorer.vocabulary).cache
-        scorer.keep_queries(0)
-        view = RetrievalCache(cache, RetrievalConfig(min(SPARSE_BUDGET, context // 2)))
-        whole = bench.seconds(partial(scorer.score, [_one_token(cache)], [cache]))
-        view.sync()
-        over = bench.seconds(partial(scorer.score, [_one_token(view)], [view]))
-        times = {"whole": whole, "view": over, "choosing": bench.seconds(view.refresh)}
-        yield {"model": name, "context": context} | {which: 1000 * seconds for which, seconds in times.items()}
-
-
-def _one_token(cache: Cache) -> Block:
-    return Block(np.zeros(1, np.int64), DraftTree.empty(), cache.length)
-
-
-def steps(bench: GpuBench) -> Iterator[Row]:
-    """What a step takes beside its pass, what it waits for, and what is recorded or compiled after the first texts.
-
-    A shape writes one text again and again, so that drafts are right. Trained models write others.
-    """
-    name = next(iter(bench.shapes))
-    for drafter in ("none", "trie"):
-        yield {"model": name, "drafter": drafter} | _stepped(
-            bench, Engine(bench.shaped(name), drafter), [0] * TEXTS_OF_STEPS
-        )
-    for trained, model, _ in _trained(bench):
-        for drafter in ("none", "auto"):
-            yield {"model": trained, "drafter": drafter} | _stepped(
-                bench, Engine(model, drafter), range(TEXTS_OF_STEPS)
-            )
-
-
-TEXTS_OF_STEPS = 5
-"""Texts, of which the last one counts: a pass is recorded when its size comes for the second time, and drafts grow at
-first."""
-
-
-def _stepped(bench: GpuBench, engine: Engine, seeds: Sequence[int]) -> Row:
-    """Texts after random tokens; the steps of the last one."""
-    options = {"max_new_tokens": 8 * bench.rounds, "eos_token_id": None}
-    *before, last = [np.random.default_rng(seed).integers(0, engine.target.vocabulary, 12).tolist() for seed in seeds]
-    for prompt in before:
-        engine.generate(prompt, **options)
-    recorded = recordings(engine)
-    with compilations() as compiled, WaitCounter(bench.device) as counter:
-        began = time.perf_counter()
-        [stats] = engine.generate(last, **options).stats
-        seconds = time.perf_counter() - began
-    return {
-        "steps": stats.steps, "milliseconds": 1000 * seconds / stats.steps,
-        "passes": 1000 * stats.score_seconds / max(1, stats.steps - 1),
-        **{kind: counter.counts[kind] / stats.steps for kind in ("transfers", "synchronisations", "blocking")},
-        "recorded_late": recordings(engine) - recorded, "compiled_late": len(compiled),
-    }  # fmt: skip
-
-
-def recordings(engine: Engine) -> int:
-    """The number of passes recorded so far, by all engines of the model."""
-    return engine.target.recordings if isinstance(engine.target, GpuScorer) else 0
-
-
-class NoCopies(CopyEngine):
-    """Copies nothing, so that a pass computes with what the buffers hold."""
-
-    def _submit(self, job: Any) -> PendingCopy:
-        return self
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
-
-    def finish(self) -> None:
-        """Nothing to wait for."""
-
-    def done(self) -> bool:
-        """At once."""
-        return True
-
-
-SPARSE_BUDGET = 4096
-"""Tokens that a retrieval cache holds, as in the paper."""
-OVERLAP_ROOM = 8
-"""Tokens after the text, for the pass."""
-
-
-@torch.inference_mode()
-def overlap(bench: GpuBench) -> Iterator[Row]:
-    """Passes over keys and values in the host's memory: copies alone, computing alone, and both.
-
-    The text is the middle one, because the host's memory takes long to be allocated. On a CPU a link is simulated, over
-    which the copies take some tenths of a second.
-    """
-    name, context = next(iter(bench.shapes)), bench.contexts[len(bench.contexts) // 2]
-    bandwidth = None
-    if not bench.on_gpu:
-        bench.shapes[name], context = SMALLEST_OFFLOADED
-        bandwidth = 4 * bench.shapes[name].token_kv_bytes * context
-    model = bench.shaped(name)
-    memory = KVMemory(min_device_bytes(GpuScorer(model).kv, context + OVERLAP_ROOM), bandwidth=bandwidth)
-    engine = Engine(model, "none", kv_memory=memory)
-    assert engine.tiers is not None
-    scorer, room = engine.target, engine.tiers.cache(context + OVERLAP_ROOM)
-    cache: Any = random_prompt(scorer, context, OVERLAP_ROOM, scorer.vocabulary, cache=room).cache
-    block = _one_token(cache)
-
-    def copy() -> None:
-        for layer in cache.offloaded_layers:
-            cache.fetch_layer(layer, 1)
-
-    both = bench.seconds(partial(scorer.score, [block], [cache]))
-    before, copies = cache.copy_engine.fetched, bench.seconds(copy)
-    fetched = (cache.copy_engine.fetched - before) / (bench.rounds + 2)
-    cache.copy_engine = NoCopies(bench.device)
-    computing = bench.seconds(partial(scorer.score, [block], [cache]))
-    engine.close()
-    yield {
-        "model": name, "context": context, "gigabytes": fetched / 1e9, "copies": 1000 * copies,
-        "gigabytes_per_second": fetched / copies / 1e9, "computing": 1000 * computing, "both": 1000 * both,
-        "hidden": (copies + computing - both) / min(copies, computing),
-    }  # fmt: skip

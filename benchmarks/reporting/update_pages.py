@@ -5,7 +5,7 @@
 `bench`, of `python -m benchmarks tasks --out runs/bench-TYPE`, goes into README.md and docs/results/tasks.md; `long`,
 of `python -m benchmarks papers triforce`, into docs/benchmarks.md; `never-slower`, of `forerun bench never-slower --out
 runs/never-slower-NAME`, into docs/results/never-slower.md, and its short form and plot into docs/benchmarks.md;
-`scaling`, of `python -m benchmarks capacity --published`, into docs/scaling.md.
+`scaling`, of `python -m benchmarks capacity --predict`, into docs/scaling.md, with its plot.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Annotated
 import typer
 
 from benchmarks.capacity.capacity_tables import SIZES, SPEEDS
-from benchmarks.capacity.published import COLUMNS as PUBLISHED
+from benchmarks.capacity.predicted import predicted_table, share_plot
 from benchmarks.long_context.long_bench import PLAIN
-from benchmarks.reporting import slowness, task_results
+from benchmarks.reporting import plots, slowness, task_results
 from benchmarks.reporting.common_options import names
 from benchmarks.reporting.study_report import listing, speed_cell
 from forerun.bench.machine import Row
@@ -35,6 +35,7 @@ CAPACITY = ROOT / "runs" / "capacity" / "capacity.json"
 TABLES = "bench", "long", "scaling", "never-slower"
 SLOWNESS = ROOT / "docs" / "results" / "never-slower.md"
 TASKS = ROOT / "docs" / "results" / "tasks.md"
+SCALING = ROOT / "docs" / "scaling.md"
 LONG = ROOT / "runs" / "triforce" / "triforce.json"
 RAISED = "¹²³⁴"
 """Marks a cell of so many draws. By default there are more."""
@@ -104,8 +105,8 @@ def _slowness(row: Row) -> str:
 def scaling_tables(report: Path) -> dict[str, str]:
     """The capacity report's tables by their markers."""
     parts: dict[str, list[Row]] = json.loads(report.read_text(encoding="utf-8"))["parts"]
-    columns = {"sizes": SIZES, "speeds": SPEEDS, "published": PUBLISHED}
-    return {name: listing(parts[name], shown) for name, shown in columns.items()}
+    found = {name: predicted_table(parts[name]) for name in ("predicted", "drafted")}
+    return found | {name: listing(parts[name], shown) for name, shown in (("sizes", SIZES), ("speeds", SPEEDS))}
 
 
 def into_page(page: Path, table: str, marker: str) -> None:
@@ -146,4 +147,6 @@ def run(options: UpdateOptions) -> None:
         slowness.draw(page, SLOWNESS.with_suffix(".svg"))
     if "scaling" in wanted and CAPACITY.exists():
         for name, table in scaling_tables(CAPACITY).items():
-            into_page(ROOT / "docs" / "scaling.md", table, name)
+            into_page(SCALING, table, name)
+        plain: list[Row] = json.loads(CAPACITY.read_text(encoding="utf-8"))["parts"]["predicted"]
+        plots.bars(SCALING.with_suffix(".svg"), *share_plot(plain))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from support.triton_products import interpret_products
+from support.triton_products import interpret_products, interpret_quickly
 
 from forerun import kernels
 from forerun.core.block import Block
@@ -18,7 +18,7 @@ from forerun.core.tree import ROOT, DraftTree
 from forerun.kernels.attention.attention import AttentionSpec, AttentionState, _math, attend_in_order, merge
 from forerun.kernels.gpu import attend as gpu
 from forerun.kernels.gpu import pass_tables
-from forerun.kernels.gpu.pass_tables import PassDescription, PassTables, splits_of
+from forerun.kernels.gpu.pass_tables import PassDescription, PassTables, TableSizes, scan_jobs, splits_of
 
 pytestmark = pytest.mark.matrix  # Triton's interpreter is slow
 
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.matrix  # Triton's interpreter is slow
 @pytest.fixture(autouse=True)
 def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret_products(monkeypatch)
+    interpret_quickly(monkeypatch)
 
 
 CPU = torch.device("cpu")
@@ -47,14 +48,16 @@ class Memory:
         return [keys.data_ptr(), values.data_ptr()], [*keys.stride()[:2], *values.stride()[:2]]
 
 
-def run(rows: Sequence[tuple[Memory, Block, torch.Tensor, torch.Tensor]], spec: AttentionSpec) -> list[torch.Tensor]:
+def run(
+    rows: Sequence[tuple[Memory, Block, torch.Tensor, torch.Tensor]], spec: AttentionSpec, programs: int = 64
+) -> list[torch.Tensor]:
     """Each row's output ``[1, H, n, d]``, given its memory, block, queries ``[1, H, n, d]`` and new keys and values
-    ``[2, Hkv, n, d]``."""
+    ``[2, Hkv, n, d]``; ``programs`` are those of a KV head's scan."""
     found = [memory.places() for memory, *_ in rows]
     blocks = [block for _, block, _, _ in rows]
     addresses, strides = np.array([[place for place, _ in found]]), np.array([[each for _, each in found]])
     positions = np.concatenate([block.positions for block in blocks])
-    batch = PassDescription(blocks, addresses, strides, positions, rows[0][2].shape[1] // rows[0][3].shape[1])
+    batch = PassDescription(blocks, addresses, strides, positions, rows[0][2].shape[1] // rows[0][3].shape[1], programs)
     places = PassTables(batch.sizes, CPU, batch.aligned)
     places.fill(batch)
     q = torch.cat([each for _, _, each, _ in rows], 2)
@@ -117,10 +120,9 @@ def test_right_and_the_same_bits(
         torch.testing.assert_close(right[:, :, i : i + 1].double(), wanted, atol=ERRORS[dtype],
                                    rtol=0)  # fmt: skip
 
-    if merging:
-        monkeypatch.setattr(gpu, "MERGING_PROGRAMS", 1)
+    programs = 1 if merging else 64
     chain = Block(np.zeros(1, np.int64), DraftTree.chain(np.arange(len(PATH))), held)
-    (found,) = run([(Memory(text, held, length), chain, queries[:, :, held:], text[:, :, held:])], spec)
+    (found,) = run([(Memory(text, held, length), chain, queries[:, :, held:], text[:, :, held:])], spec, programs)
     assert torch.equal(found, right)
 
     tree = Block(np.zeros(1, np.int64), TREE, held)
@@ -133,7 +135,7 @@ def test_right_and_the_same_bits(
         torch.randn(1, 6, 9, 24, generator=generator).to(dtype), other[:, :, 61:],
     )  # fmt: skip
     for rows in ([], [beside]):
-        found = run([*rows, (Memory(text, held, held + 7), tree, q, new)], spec)[-1]
+        found = run([*rows, (Memory(text, held, held + 7), tree, q, new)], spec, programs)[-1]
         assert torch.equal(found[:, :, own], right)
 
     memory = Memory(text, held, held + 7)
@@ -173,14 +175,73 @@ def test_splits_of_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(1, 2, 1, 16, generator=generator)
     block = Block(np.zeros(1, np.int64), DraftTree.empty(), 899)
     found = []
-    for programs, merging in ((1024, 512), (2, 512), (1, 1)):
-        monkeypatch.setattr(gpu, "SCAN_PROGRAMS", programs)
-        monkeypatch.setattr(gpu, "MERGING_PROGRAMS", merging)
-        found += run([(Memory(text, 899, 900), block, q, text[:, :, 899:])], AttentionSpec(scaling=0.3))
+    for programs, loaded in ((1024, 4), (3, 1), (1, 1)):  # one a split, three for all, and one that merges
+        monkeypatch.setattr(gpu, "GPU_COMBINE_SPLITS", loaded)
+        found += run([(Memory(text, 899, 900), block, q, text[:, :, 899:])], AttentionSpec(scaling=0.3), programs)
     wanted = reference(q, text, 899, AttentionSpec(scaling=0.3))
     torch.testing.assert_close(found[0].double(), wanted, atol=1e-5, rtol=0)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("heads", [1, 3, 8, 20])
+def test_groups_of_any_size(heads: int) -> None:
+    """Queries of a group are merged side by side, each as often as a tensor core's tile has room for it; groups of more
+    than 16 go to two programs."""
+    generator = torch.Generator().manual_seed(heads)
+    text, spec = torch.randn(2, 1, 300, 16, generator=generator), AttentionSpec(scaling=0.3)
+    q = torch.randn(1, heads, 2, 16, generator=generator)
+    chain = Block(np.zeros(1, np.int64), DraftTree.chain(np.arange(1)), 298)
+    (found,) = run([(Memory(text, 298, 300), chain, q, text[:, :, 298:])], spec)
+    for i, position in enumerate((298, 299)):
+        wanted = reference(q[:, :, i : i + 1], text, position, spec)
+        torch.testing.assert_close(found[:, :, i : i + 1].double(), wanted, atol=1e-5, rtol=0)
+    block = Block(np.zeros(1, np.int64), DraftTree.empty(), 298)
+    (alone,) = run([(Memory(text, 298, 299), block, q[:, :, :1], text[:, :, 298:299])], spec, 1)
+    assert torch.equal(alone, found[:, :, :1])
+
+
+@pytest.mark.parametrize("count", [16, 64])
+def test_one_long_row_among_many_short_ones(count: int) -> None:
+    """The bits of each row alone, in a batch of 16 and of 64 rows, of which one has most of the splits."""
+    generator = torch.Generator().manual_seed(count)
+    spec = AttentionSpec(scaling=0.3)
+    lengths = [3 + row % 5 for row in range(count)]
+    lengths[count // 2] = 530
+    rows = []
+    for length in lengths:
+        text = torch.randn(2, 1, length + 1, 16, generator=generator)
+        block = Block(np.zeros(1, np.int64), DraftTree.empty(), length)
+        q = torch.randn(1, 2, 1, 16, generator=generator)
+        rows.append((Memory(text, length, length + 1), block, q, text[:, :, length:]))
+    together = run(rows, spec, 2 * count + 8)
+    for i in (0, count // 2, count - 1):
+        assert torch.equal(run(rows[i : i + 1], spec)[0], together[i]), i
+
+
+def sizes(tiles: int, splits: int, programs: int) -> TableSizes:
+    return TableSizes(1, 1, 1, tiles, 16, 0, 1, splits, programs)
+
+
+@pytest.mark.parametrize("programs", [1, 7, 33, 132, 1056])
+@pytest.mark.parametrize("splits", [[1], [132], [0, 2, 0], [1] * 15 + [132], [20] * 40, [3, 3, 64, 64]])
+def test_each_split_is_some_program_s_job(programs: int, splits: list[int]) -> None:
+    size = sizes(len(splits), max(splits), programs)
+    jobs = scan_jobs(np.array(splits), size)
+    assert len(jobs) <= size.jobs
+    done = [(tile, split) for tile, part, parts in jobs.tolist() for split in range(part, splits[tile], parts)]
+    assert sorted(done) == [(tile, split) for tile, count in enumerate(splits) for split in range(count)]
+    if not size.merging and sum(splits) > programs > 4 * len(splits):
+        longest = max(len(range(part, splits[tile], parts)) for tile, part, parts in jobs.tolist())
+        assert longest <= 2 * -(-sum(splits) // programs) + 1
+
+
+def test_one_row_s_tiles_are_those_that_it_needs() -> None:
+    """A pass of 5 to 16 tokens of one row with four query heads a KV head: no program has an empty tile."""
+    for tokens in range(5, 17):
+        rounded = 1 << (tokens - 1).bit_length()
+        size = TableSizes(1, 1, tokens, -(-tokens * 4 // 32), 32, 0, 1, 132, 132).rounded(4)
+        assert size.tiles == -(-rounded * 4 // 32) and size.jobs == 132
 
 
 def test_numbers_of_a_head_must_be_contiguous() -> None:

@@ -6,19 +6,32 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from support.triton_products import interpret_products
+import triton
+import triton.language as tl
+from support.triton_products import interpret_products, interpret_quickly
+from transformers import LlamaConfig, LlamaForCausalLM
+from triton.runtime.interpreter import GridExecutor
 
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
 from forerun.kernels import gpu
 from forerun.kernels.attention import topk_rank
-from forerun.kernels.gpu import linear
+from forerun.kernels.gpu import attend, linear
+from forerun.kernels.gpu.pass_tables import PassDescription, PassTables
+from forerun.kernels.gpu.prefetch import PREFETCH_PROGRAM_BYTES, Ahead, piece_of
 from forerun.kernels.linear.ordered_modules import Ordered
+from forerun.models.forward.gpu_forward import GpuForward
 
 pytestmark = pytest.mark.matrix  # Triton's interpreter is slow
 
@@ -107,28 +120,139 @@ def test_the_best_keys(monkeypatch: pytest.MonkeyPatch, rank: int, count: int) -
     assert torch.equal(topk_rank.by_definition(index, count, q), right)
 
 
+def test_padded_products_are_the_library_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call has 64 rows, and zeros where there are no tokens."""
+    calls: list[int] = []
+    library = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, w: (calls.append(len(x)), library(x, w))[1])
+    monkeypatch.setattr(linear, "PADDED_TO_LIBRARY", True)
+    x, weight = torch.randn(70, 32), torch.randn(16, 32)
+    for n in (1, 64, 70):
+        calls.clear()
+        torch.testing.assert_close(linear.product(x[:n], weight), x[:n] @ weight.T)
+        assert calls == [64] * -(-n // 64)
+
+
+@triton.jit
+def pieces(at, count, size, THREADS: tl.constexpr):  # noqa: N803
+    """Write what each thread of each program asks for."""
+    found_at, found = piece_of(size, tl.program_id(0), THREADS)
+    place = tl.program_id(0) * THREADS + tl.arange(0, THREADS)
+    tl.store(at + place, found_at)
+    tl.store(count + place, found)
+
+
+@pytest.mark.parametrize("threads", [128, 256])
+@pytest.mark.parametrize("size", [16, 4096 * 3 + 32, 1 << 19, (1 << 19) + 48])
+def test_threads_ask_for_all_of_the_weights_once(size: int, threads: int) -> None:
+    programs = triton.cdiv(size, PREFETCH_PROGRAM_BYTES.value)
+    at, count = (torch.zeros(programs * threads, dtype=kind) for kind in (torch.int64, torch.int32))
+    pieces[(programs,)](at, count, size, threads)
+    asked = [(first, first + n) for first, n in zip(at.tolist(), count.tolist(), strict=True) if n]
+    assert [end for _, end in asked[:-1]] == [first for first, _ in asked[1:]]
+    assert asked[0][0] == 0 and asked[-1][1] == size
+
+
+def test_nothing_is_prefetched_without_the_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = torch.zeros(64, 64)
+    assert Ahead.of(weights) == Ahead(None, 0, 0) and Ahead.of(weights).start(weights) is weights
+    there = SimpleNamespace(device=torch.device("cuda"), nbytes=100 << 20, data_ptr=lambda: 32)
+    for capability, programs in (((8, 9), 0), ((9, 0), 128)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert Ahead.of(there).programs == programs
+
+
+KERNELS_OF_A_LAYER = {"_sums": 4, "_add_norm": 2, "_rotate_and_store": 1, "_scan": 1, "_combine": 1, "_gate": 1}
+
+
+@torch.inference_mode()
+def test_a_layer_has_ten_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of a pass over one token, by what one more layer adds."""
+    interpret_quickly(monkeypatch)
+    launched: list[str] = []
+    call = GridExecutor.__call__
+
+    def count(self: Any, *arguments: Any, **options: Any) -> Any:
+        launched.append(self.fn.__name__)
+        return call(self, *arguments, **options)
+
+    monkeypatch.setattr(GridExecutor, "__call__", count)
+    counts = []
+    for layers in (1, 2):
+        sizes = {"hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, vocab_size=61, **sizes)).eval()
+        kv = torch.zeros(layers, 2, 1, 1, 16)
+        addresses = np.array([[[keys.data_ptr(), values.data_ptr()]] for keys, values in kv])
+        block = Block(np.zeros(1, np.int64), DraftTree.empty(), 0)
+        batch = PassDescription([block], addresses, np.full((layers, 1, 4), 16), block.positions, 2, 1)
+        places = PassTables(batch.sizes, torch.device("cpu"), batch.aligned)
+        places.fill(batch)
+        launched.clear()
+        GpuForward(model).run(places, attend.attend)
+        counts.append(Counter(launched))
+    assert counts[1] - counts[0] == KERNELS_OF_A_LAYER
+
+
 PRODUCT = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-def test_code_of_the_kernels(capability: int) -> None:
-    """For Ampere and Hopper, without a GPU: products of all sizes are one instruction, so that sums have one order;
-    weights, keys and values come 16 bytes at a time, asynchronously; eight loads of splits' states are under way before
-    any is merged; and no kernel lacks registers."""
+class Needs(NamedTuple):
+    """Bounds of what a kernel needs: registers of a thread, and how many programs there is room for at a time on an
+    Ampere's processor, which has less shared memory, and on a Hopper's."""
+
+    registers: int
+    ampere: int
+    hopper: int
+
+
+NEEDS = {
+    "sums 16 alone": Needs(64, 5, 7), "sums 32 alone": Needs(80, 4, 6), "sums 64 alone": Needs(224, 3, 4),
+    "sums 64 in turn": Needs(255, 3, 4), "scan 16 spread": Needs(168, 2, 3), "scan 16 merging": Needs(255, 2, 2),
+    "scan 32 spread": Needs(255, 2, 2), "scan 32 merging": Needs(255, 1, 1), "combine of 1": Needs(255, 2, 2),
+    "combine of 4": Needs(255, 2, 2), "combine of 8": Needs(255, 2, 2), "combine of 16": Needs(255, 1, 1),
+    "add and norm": Needs(255, 1, 1), "rotate": Needs(96, 16, 16), "gate": Needs(128, 4, 4),
+}  # fmt: skip
+"""In bfloat16, with heads of 128."""
+
+
+@pytest.fixture(scope="module", params=[80, 90])
+def compiled(request: pytest.FixtureRequest) -> tuple[int, Any]:
+    """A capability, and the code of all kernels for it, by type."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).parents[1] / "support" / "compile_gpu_kernels.py"
-    command = [sys.executable, script, str(capability), "bf16"]
+    command = [sys.executable, script, str(request.param), "bf16"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert {name: code["spills"] for kind in found.values() for name, code in kind.items() if code["spills"]} == {}
+    return request.param, json.loads(done.stdout)
+
+
+def test_products_and_loads_of_the_kernels(compiled: tuple[int, Any]) -> None:
+    """For Ampere and Hopper, without a GPU: products of all sizes are one instruction, so that sums have one order;
+    weights, keys and values come 16 bytes at a time, asynchronously; and the loads of 32 splits' states are under way
+    before any is merged."""
+    capability, found = compiled
     reading = {name: code for name, code in found["bf16"].items() if name.split()[0] in ("sums", "scan", "combine")}
     assert len(reading) == 12
     two_bytes = {name for name, code in found["bf16"].items() if "ld.global.b16" in code["loads"]}
     assert two_bytes == {"store", "total"}  # a pass's own keys, a number a thread; and biases
-    assert all(code["loads_ahead"] >= 8 for name, code in reading.items() if name.startswith("combine"))
+    assert all(code["loads_ahead"] >= 32 for name, code in reading.items() if name.startswith("combine"))
     for name, code in reading.items():
         assert code["products"] == [PRODUCT], name
         assert 16 in code["copies"], name
         assert set(code["copies"]) <= {8, 16}, name  # eight bytes: the places of a tree's own keys
         assert "ld.global.b16" not in code["loads"], name
+    for name in ("add and norm", "gate"):
+        assert "ld.global.v4.b32" in found["bf16"][name]["loads"], name
+    prefetching = {name for name, code in found["bf16"].items() if code["prefetches"]}
+    between = {"add and norm", "gate", *(f"combine of {group}" for group in (1, 4, 8, 16))}
+    assert prefetching == (between if capability >= 90 else set())
+
+
+def test_registers_and_programs_of_the_kernels(compiled: tuple[int, Any]) -> None:
+    """No kernel spills registers, and a processor has room for as many programs as the kernels were made for."""
+    capability, found = compiled
+    assert {name: code["spills"] for kind in found.values() for name, code in kind.items() if code["spills"]} == {}
+    for name, needs in NEEDS.items():
+        code = found["bf16"][name]
+        assert code["registers"] <= needs.registers, (name, code["registers"])
+        assert code["programs"] >= (needs.hopper if capability >= 90 else needs.ampere), (name, code["programs"])

@@ -1,5 +1,5 @@
 """Compile all GPU kernels for a processor that need not be there, as passes of several sizes launch them; prints what
-their code has: ``python tests/support/compile_gpu_kernels.py 90``."""
+their code has and needs: ``python tests/support/compile_gpu_kernels.py 90``."""
 
 from __future__ import annotations
 
@@ -27,18 +27,30 @@ from forerun.kernels.gpu.pass_tables import (
 )
 
 CUTS = {"SHORT": GPU_SHORT_SPLIT_TOKENS, "SHORTS": GPU_SHORT_SPLITS, "LONG": GPU_SPLIT_TOKENS}
-TABLES = dict.fromkeys(("addresses", "strides", "tokens", "tiles", "rows", "own", "ids"), "*i64")
+TABLES = dict.fromkeys(("addresses", "strides", "tokens", "tiles", "rows", "own", "ids", "jobs"), "*i64")
 FLOATS = {
     **dict.fromkeys(("state", "sums", "sinks", "parts", "cos", "sin"), "*fp32"),
     **dict.fromkeys(("scale", "softcap", "factor", "eps", "after_eps", "before_eps"), "fp32"),
 }
+SHARED_BYTES = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10}
+"""Shared memory of a processor; each program uses 1 KiB more than it asks for (CUDA C++ programming guide, table of
+compute capabilities)."""
+REGISTERS, THREADS = 65536, {80: 2048, 86: 1536, 89: 1536, 90: 2048}
+REGISTERS_OF_A_WARP = 256
+"""Registers are given to a warp in multiples of so many."""
+GROUPS = (1, 4, 8, 16)
+"""Query heads of a KV head: Llama-2-7B's, Llama-3-8B's, Llama-3-70B's, and the most that one program combines."""
 SINGLE = {"x_column": 1, "w_column": 1}
 """Integers that are 1 in every call; Triton compiles them in."""
-UNALIGNED = {"n", "splits", "width", "size", "pieces", "window", "group", "kv_heads", "heads", "count", "step"}
+UNALIGNED = {"n", "splits", "width", "size", "pieces", "window", "group", "kv_heads", "heads", "count", "step",
+             "following_bytes"}  # fmt: skip
 """Integers that need not be multiples of 16."""
 
 
-def code(kernel: Any, capability: int, constants: dict[str, object], warps: int = 4, stages: int = 3, **types: str):
+def code(
+    kernel: Any, capability: int, constants: dict[str, object], warps: int = 4, stages: int = 3,
+    maxnreg: int | None = None, **types: str,
+) -> dict[str, Any]:  # fmt: skip
     """What a kernel's code has, given the types of its arguments that are no 32-bit integers."""
     known = TABLES | FLOATS | types
     signature = {name: known.get(name, "i32") for name in kernel.arg_names}
@@ -54,14 +66,20 @@ def code(kernel: Any, capability: int, constants: dict[str, object], warps: int 
         and "fp" not in signature[name].replace("*fp", "")
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"enable_fp_fusion": False, "num_warps": warps, "num_stages": stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
+    options = {"enable_fp_fusion": False, "num_warps": warps, "num_stages": stages, "maxnreg": maxnreg}
+    whole = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    compiled, shared = whole.asm, whole.metadata.shared
     ptx = compiled["ptx"]
+    registers, spills = _assembled(ptx, capability)
     return {
         "products": sorted(set(re.findall(r"(?:wgmma|mma\.sync)[.\w]*", ptx))),
         "loads": sorted(set(re.findall(r"ld\.global[.\w:]*", ptx))),
         "copies": sorted({int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\.[^;]*?0x(\d+)", ptx)}),
-        "spills": _spills(ptx, capability),
+        "spills": spills,
+        "registers": registers,
+        "shared": shared,
+        "programs": _programs(capability, 32 * warps, registers, shared),
+        "prefetches": "cp.async.bulk.prefetch.L2" in ptx,
         "loads_ahead": _loads_ahead(compiled["cubin"]),
     }
 
@@ -78,20 +96,30 @@ def _loads_ahead(cubin: bytes) -> int:
     return max(len(re.findall(r"\bLDG\.E", part)) for part in between)
 
 
-def _spills(ptx: str, capability: int) -> int:
-    """Bytes of registers that the kernel keeps in memory."""
+def _assembled(ptx: str, capability: int) -> tuple[int, int]:
+    """Registers of a thread, and bytes of registers that the kernel keeps in memory."""
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
         arch = f"sm_{capability}" + ("a" if capability == 90 else "")
         command = [get_ptxas(capability).path, "-v", f"--gpu-name={arch}", file.name, "-o", "/dev/null"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return sum(int(count) for count in re.findall(r"(\d+) bytes spill", said))
+    spills = sum(int(count) for count in re.findall(r"(\d+) bytes spill", said))
+    return int(re.findall(r"Used (\d+) registers", said)[0]), spills
+
+
+def _programs(capability: int, threads: int, registers: int, shared: int) -> int:
+    """Programs that a processor has room for at a time."""
+    warp = -(-registers * 32 // REGISTERS_OF_A_WARP) * REGISTERS_OF_A_WARP
+    return min(
+        REGISTERS // (warp * threads // 32), SHARED_BYTES[capability] // (shared + 1024), THREADS[capability] // threads
+    )
 
 
 def all_codes(capability: int, kind: str) -> dict[str, Any]:
     """Every kernel's code for numbers of this type, in heads of 128."""
-    own = dict.fromkeys(("x", "w", "bias", "q", "k", "v"), f"*{kind}")
+    own = dict.fromkeys(("x", "w", "bias", "q", "k", "v", "following"), f"*{kind}")
+    ahead = {"AHEAD": capability >= 90}
     found = {}
     for tile in LINEAR_TILES:
         for alone in (True, False) if tile is LINEAR_TILES[-1] else (True,):
@@ -105,21 +133,29 @@ def all_codes(capability: int, kind: str) -> dict[str, Any]:
     for tile in (GPU_COMBINE_QUERIES, GPU_TILE_QUERIES):
         for merging in (False, True):
             how = {"TILE": tile, "MERGING": merging, "SOFTCAP": False, **wide}
-            name = f"{tile} {'merging' if merging else 'spread'}"
-            found[f"scan {name}"] = code(
-                attend._scan, capability, how | {"OUT_WIDE": 128}, attend.scan_warps(tile, merging), stages, **own
-            )
-            more = {"OUT_WIDE": attend.GPU_COMBINE_NUMBERS, "GPU_COMBINE_QUERIES": GPU_COMBINE_QUERIES,
-                    "GPU_COMBINE_SPLITS": attend.GPU_COMBINE_SPLITS, "SINKS": True}  # fmt: skip
-            found[f"combine {name}"] = code(attend._combine, capability, how | more, stages=stages, **own, y=f"*{kind}")
-    norms = {"ADDED": True, "BIAS": False, "AFTER": True, "BEFORE": True, "AFTER_OFFSET": 1, "BEFORE_OFFSET": 0}
+            options = attend.scan_options(tile, merging, row_bytes)
+            found[f"scan {tile} {'merging' if merging else 'spread'}"] = code(
+                attend._scan, capability, how | {"OUT_WIDE": 128}, options["num_warps"], stages, options.get("maxnreg"),
+                **own,
+            )  # fmt: skip
+    for group in GROUPS:
+        lanes, numbers, threads = attend.combine_shape(group, 128)
+        how = {"TILE": GPU_COMBINE_QUERIES, "MERGING": False, "SOFTCAP": False, **wide, **ahead}
+        more = {"OUT_WIDE": numbers, "GPU_COMBINE_QUERIES": GPU_COMBINE_QUERIES, "LANES": lanes, "SINKS": True,
+                "GPU_COMBINE_SPLITS": attend.GPU_COMBINE_SPLITS, "THREADS": threads}  # fmt: skip
+        found[f"combine of {group}"] = code(
+            attend._combine, capability, how | more, threads // 32, stages, **own, y=f"*{kind}"
+        )
+    norms = {"ADDED": True, "BIAS": False, "AFTER": True, "BEFORE": True, "AFTER_OFFSET": 1, "BEFORE_OFFSET": 0,
+             "WIDE": 4096, "WARPS": decoder_ops.NORM_WARPS, **ahead}  # fmt: skip
     kinds = {"after": f"*{kind}", "before": f"*{kind}", "y": f"*{kind}", "x": "*fp32"}
-    found["add and norm"] = code(decoder_ops._add_norm, capability, norms | {"WIDE": 4096}, 8, **own | kinds)
+    found["add and norm"] = code(decoder_ops._add_norm, capability, norms, decoder_ops.NORM_WARPS, **own | kinds)
     heads = {"DIM": 128, "HALF": 64, "OFFSET": 0, "BIAS": True, "NORM": True, "WIDE": 128}
     kinds = {"q_norm": f"*{kind}", "k_norm": f"*{kind}"}
     found["rotate"] = code(decoder_ops._rotate_and_store, capability, heads, 1, **own | kinds)
-    gated = {"BIAS": False, "SILU": True, "GATE_COLUMNS": decoder_ops.GATE_COLUMNS}
-    found["gate"] = code(decoder_ops._gate, capability, gated, **own, y=f"*{kind}")
+    gated = {"BIAS": False, "SILU": True, "GATE_COLUMNS": decoder_ops.GATE_COLUMNS, "WARPS": decoder_ops.GATE_WARPS,
+             **ahead}  # fmt: skip
+    found["gate"] = code(decoder_ops._gate, capability, gated, decoder_ops.GATE_WARPS, **own, y=f"*{kind}")
     found["store"] = code(attend._store, capability, {"WIDE": 128, "OUT_WIDE": 128}, **own)
     rows = {"BIAS": True, "GPU_LINEAR_ROWS": linear.GPU_LINEAR_ROWS}
     found["total"] = code(linear._total, capability, rows, **own, y=f"*{kind}")

@@ -111,17 +111,18 @@ def _attend_on_gpu(
 ) -> torch.Tensor:
     """The same on a GPU, in the order in which other passes there attend; see ``kernels/gpu/attend.py``."""
     from forerun.kernels.gpu import attend
-    from forerun.kernels.gpu.pass_tables import PassDescription, PassTables
+    from forerun.kernels.gpu.pass_tables import PassDescription, PassTables, scan_programs
 
     q, *kv = (contiguous_numbers(t) for t in (q, *(t for each in rows for t in each[:2])))
     keys, values = kv[0], kv[1]
     addresses = np.array([t.data_ptr() for t in kv], np.int64).reshape(1, len(rows), 2)
     strides = np.array([t.stride()[1:3] for t in kv], np.int64).reshape(1, len(rows), 4)
     group = q.shape[1] // keys.shape[1]
-    key = group, *((block.start, len(block)) for block in blocks)
+    programs = scan_programs(q.device, keys.shape[1])
+    key = group, programs, *((block.start, len(block)) for block in blocks)
     if key not in known:
         positions = np.concatenate([block.positions for block in blocks])
-        known[key] = PassDescription(blocks, addresses, strides, positions, group)
+        known[key] = PassDescription(blocks, addresses, strides, positions, group, programs)
     batch = known[key].moved(addresses, strides)
     places = PassTables(batch.sizes, q.device, batch.aligned)
     places.fill(batch)

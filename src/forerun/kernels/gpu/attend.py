@@ -5,10 +5,11 @@ blocks, at fixed places. A split goes block by block with a running maximum and 
 rows of a batch share two calls:
 
 - *Scan* goes over the keys that lie in text order. For few queries the splits of a tile of queries go to several
-  programs, and each split's state is kept. For many queries one program does a tile's splits one after the other, and
-  merges them itself. The operations and their order are the same, so the bits are as well.
+  programs, more of them to longer rows, and each split's state is kept. For many queries one program does a tile's
+  splits one after the other, and merges them itself. The operations and their order are the same, so the bits are as
+  well.
 - *Combine* merges each token's splits, goes over the keys that only this token sees, and divides. Each program does
-  some numbers of a head's output.
+  some numbers of a head's output. Other programs of it bring the next product's weights into the L2 cache.
 
 Rows keep their own memory: a table has its addresses.
 """
@@ -30,15 +31,17 @@ from forerun.kernels.gpu.pass_tables import (
     GPU_SPLIT_TOKENS,
     PassTables,
 )
+from forerun.kernels.gpu.prefetch import Ahead, prefetch
 
-GPU_COMBINE_NUMBERS = 32
-"""Numbers of a head's output that a program combines."""
-GPU_COMBINE_SPLITS = 8
-"""Splits whose states are loaded before any of them is merged: a load takes as long as hundreds of sums."""
-SCAN_PROGRAMS = 1024
-"""Programs of a scan for which its splits are spread: several for each of an H100's 132 processors."""
-MERGING_PROGRAMS = 512
-"""From this many tiles and KV heads on there are enough programs without spreading splits, and no states to keep."""
+GPU_COMBINE_THREADS = 128
+"""The fewest threads of a program that combines. Each has one number of one query, so that its registers hold many
+loads."""
+GPU_COMBINE_SPLITS = 32
+"""Splits whose states are loaded before any of them is merged: a load costs as much as hundreds of sums. At 122,000
+tokens there are 132, so five rounds of loads; with 8 there were 17, which cost 12 to 15 us of 193 (H200, one token)."""
+SCAN_REGISTERS = 168
+"""Registers of a thread that scans: three programs of 128 threads then share a Hopper's processor. The compiler would
+take 181, with which two do. On an Ampere the shared memory has room for two."""
 
 
 def store(layer: int, k: torch.Tensor, v: torch.Tensor, places: PassTables) -> None:
@@ -52,8 +55,9 @@ def store(layer: int, k: torch.Tensor, v: torch.Tensor, places: PassTables) -> N
 
 
 def attend(
-    layer: int, q: torch.Tensor, kv_heads: int, places: PassTables, spec: AttentionSpec, out_dim: int | None = None
-) -> torch.Tensor:
+    layer: int, q: torch.Tensor, kv_heads: int, places: PassTables, spec: AttentionSpec, out_dim: int | None = None,
+    following: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Attention of packed queries over their rows' keys, which are in the caches already.
 
     Args:
@@ -63,6 +67,7 @@ def attend(
         places: where everything lies.
         spec: the attention's parameters.
         out_dim: numbers of a value; by default as many as of a key.
+        following: weights of the next product.
 
     Returns:
         ``[1, H, n, dv]``.
@@ -71,30 +76,31 @@ def attend(
     out_dim, softcap, sinks = out_dim or dim, spec.softcap, spec.sinks
     _contiguous_numbers(q)
     group, size = heads // kv_heads, places.sizes
-    merging = size.tiles * kv_heads >= MERGING_PROGRAMS
-    splits = 2 if merging else size.splits
+    splits = 2 if size.merging else size.splits
     state = q.new_empty(size.tiles, kv_heads, splits, size.tile, out_dim, dtype=torch.float32)
     sums = q.new_empty(size.tiles, kv_heads, splits, 2, size.tile, dtype=torch.float32)
     out = q.new_empty(n, heads, out_dim)
     queries = (q, places.addresses[layer], places.strides[layer], places.tokens, places.rows, state, sums, q.stride(1),
                q.stride(2), spec.scaling / math.log(2), spec.window or 0, softcap or 0.0, group, splits)  # fmt: skip
-    widths = (dim, out_dim, _width(dim), _width(out_dim))
     row_bytes = _width(max(dim, out_dim)) * q.element_size()
     how = (softcap is not None, places.aligned, size.tile, block_tokens(row_bytes))
     stages = pipeline_stages(row_bytes)
     cuts = (GPU_SHORT_SPLIT_TOKENS, GPU_SHORT_SPLITS, GPU_SPLIT_TOKENS)
     if size.splits:
-        spread = 1 if merging else min(size.splits, max(1, SCAN_PROGRAMS // (size.tiles * kv_heads)))
-        _scan[(size.tiles, kv_heads, spread)](
-            *queries, places.tiles, merging, *widths, *how, *cuts, enable_fp_fusion=False,
-            num_warps=scan_warps(size.tile, merging), num_stages=stages,
+        _scan[(size.jobs, kv_heads)](
+            *queries, places.tiles, places.jobs, size.merging, dim, out_dim, _width(dim), _width(out_dim), *how, *cuts,
+            enable_fp_fusion=False, num_stages=stages, **scan_options(size.tile, size.merging, row_bytes),
         )  # fmt: skip
     floats = None if sinks is None else sinks.detach().float().contiguous()
-    part = min(GPU_COMBINE_NUMBERS, _width(out_dim))
-    _combine[(n, kv_heads * triton.cdiv(group, GPU_COMBINE_QUERIES), triton.cdiv(out_dim, part))](
-        *queries, places.own, size.own, kv_heads, q if floats is None else floats, floats is not None, out, merging,
-        dim, out_dim, _width(dim), part, *how, GPU_COMBINE_QUERIES, GPU_COMBINE_SPLITS, *cuts,
-        enable_fp_fusion=False, num_stages=stages,
+    lanes, part, threads = combine_shape(group, _width(out_dim))
+    loaded = 1 if size.merging else GPU_COMBINE_SPLITS  # merged already
+    ahead = Ahead.of(following)
+    programs = kv_heads * triton.cdiv(group, GPU_COMBINE_QUERIES), triton.cdiv(out_dim, part)
+    _combine[(n + triton.cdiv(ahead.programs, math.prod(programs)), *programs)](
+        *queries, places.own, size.own, n, kv_heads, q if floats is None else floats, floats is not None, out,
+        ahead.start(q), ahead.bytes, ahead.programs > 0, size.merging, dim, out_dim, _width(dim), part, *how,
+        GPU_COMBINE_QUERIES, lanes, loaded, threads, *cuts, enable_fp_fusion=False, num_stages=stages,
+        num_warps=threads // 32,
     )  # fmt: skip
     return out.transpose(0, 1)[None]
 
@@ -110,10 +116,22 @@ def pipeline_stages(row_bytes: int) -> int:
     return 3 if row_bytes <= 256 else 2 if row_bytes <= 512 else 1
 
 
-def scan_warps(tile: int, merging: bool) -> int:
-    """Warps of a scan's program: twice as many for a large tile with two states, which would not fit their registers.
-    With one state that takes twice as long (H200, 64 queries, 122,000 keys)."""
-    return 8 if merging and tile != GPU_COMBINE_QUERIES else 4
+def scan_options(tile: int, merging: bool, row_bytes: int) -> dict[str, int]:
+    """Warps and registers of a scan's program. A large tile with two states, which would not fit the registers of four
+    warps, has eight. With one state that costs twice as much (H200, 64 queries, 122,000 keys). Registers are limited
+    where a test finds that nothing is spilled."""
+    if merging and tile != GPU_COMBINE_QUERIES:
+        return {"num_warps": 8}
+    limited = tile == GPU_COMBINE_QUERIES and not merging and row_bytes <= 256
+    return {"num_warps": 4} | ({"maxnreg": SCAN_REGISTERS} if limited else {})
+
+
+def combine_shape(group: int, width: int) -> tuple[int, int, int]:
+    """Queries and numbers of each that a program combines, and its threads, given the queries of a KV head and the
+    width of a value."""
+    lanes = min(GPU_COMBINE_QUERIES, triton.next_power_of_2(group))
+    part = min(width, max(16, GPU_COMBINE_THREADS // lanes))
+    return lanes, part, max(GPU_COMBINE_THREADS, lanes * part)
 
 
 def _width(dim: int) -> int:
@@ -235,16 +253,17 @@ def _put(state, sums, place, lane, mask, top, total, out, OUT_DIM: tl.constexpr,
 @triton.jit(do_not_specialize=["splits"])
 def _scan(
     q, addresses, strides, tokens, rows, state, sums, q_head, q_token, scale, window, softcap, group, splits, tiles,
-    MERGING: tl.constexpr, DIM: tl.constexpr, OUT_DIM: tl.constexpr, WIDE: tl.constexpr, OUT_WIDE: tl.constexpr,
+    jobs, MERGING: tl.constexpr, DIM: tl.constexpr, OUT_DIM: tl.constexpr, WIDE: tl.constexpr, OUT_WIDE: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, GPU_BLOCK_TOKENS: tl.constexpr,
     SHORT: tl.constexpr, SHORTS: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries over splits of the keys in text order.
 
-    Without ``MERGING`` a program does every ``num_programs(2)``-th split, as many as the tables say there are. With it,
-    a program does all of them and keeps two states for each query: of all whole splits, and of the one after them.
+    Without ``MERGING`` a program does some of a tile's splits and keeps the state of each. With it, a program does all
+    of them and keeps two states for each query: of all whole splits, and of the one after them.
     """
-    tile, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    job, head = jobs + tl.program_id(0) * 3, tl.program_id(1)
+    tile, part, parts = tl.load(job), tl.load(job + 1), tl.load(job + 2)
     row = tl.load(tiles + tile * 2)
     first, count = tl.load(rows + row * 3), tl.load(rows + row * 3 + 1)
     lane = tl.arange(0, TILE)
@@ -255,7 +274,7 @@ def _scan(
     start = tl.where(window > 0, tl.maximum(tl.load(tokens + token * 4 + 2) - window + 1, 0), 0)
     earliest = tl.min(tl.where(real, start, 4611686018427387904), 0)
     last = tl.max(end, 0)
-    if earliest < last:
+    if (earliest < last) & (parts > 0):
         d = tl.arange(0, WIDE)
         queries = tl.load(
             q + (head * group + query % group)[:, None] * q_head + token[:, None] * q_token + d[None, :],
@@ -266,7 +285,7 @@ def _scan(
         top, total, out = _nothing(TILE, OUT_WIDE)
         skipped = _split_of(earliest, SHORT, SHORTS, LONG)
         count_of_splits = _split_of(last - 1, SHORT, SHORTS, LONG) + 1
-        for split in range(skipped + tl.program_id(2), count_of_splits, tl.num_programs(2)):
+        for split in range(skipped + part, count_of_splits, parts):
             begin, stop = _split_begin(split, SHORT, SHORTS, LONG), _split_begin(split + 1, SHORT, SHORTS, LONG)
             top2, total2, out2 = _nothing(TILE, OUT_WIDE)
             near = tl.maximum(earliest, begin) // GPU_BLOCK_TOKENS * GPU_BLOCK_TOKENS
@@ -291,53 +310,72 @@ def _scan(
             _put(state, sums, place, lane, real, top, total, out, OUT_DIM, OUT_WIDE, TILE)
 
 
-@triton.jit(do_not_specialize=["splits", "width"])
+@triton.jit(do_not_specialize=["splits", "width", "n", "following_bytes"])
 def _combine(
     q, addresses, strides, tokens, rows, state, sums, q_head, q_token, scale, window, softcap, group, splits, own,
-    width, kv_heads, sinks, SINKS: tl.constexpr, y, MERGING: tl.constexpr, DIM: tl.constexpr, OUT_DIM: tl.constexpr,
-    WIDE: tl.constexpr, OUT_WIDE: tl.constexpr, SOFTCAP: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    GPU_BLOCK_TOKENS: tl.constexpr, GPU_COMBINE_QUERIES: tl.constexpr, GPU_COMBINE_SPLITS: tl.constexpr,
+    width, n, kv_heads, sinks, SINKS: tl.constexpr, y, following, following_bytes, AHEAD: tl.constexpr,
+    MERGING: tl.constexpr, DIM: tl.constexpr, OUT_DIM: tl.constexpr, WIDE: tl.constexpr, OUT_WIDE: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, GPU_BLOCK_TOKENS: tl.constexpr,
+    GPU_COMBINE_QUERIES: tl.constexpr, LANES: tl.constexpr, GPU_COMBINE_SPLITS: tl.constexpr, THREADS: tl.constexpr,
     SHORT: tl.constexpr, SHORTS: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     """One token's heads of a group, ``OUT_WIDE`` numbers of each: its splits in order, its own keys, and the division.
 
-    ``TILE`` is that of the scan. Maxima and sums of splits are loaded once for each number of the output: then merging
-    needs no exchange between threads.
+    ``TILE`` is that of the scan. Splits are merged for ``LANES`` queries, and maxima and sums of splits are loaded once
+    for each number of the output: then merging needs no exchange between threads. What follows goes over
+    ``GPU_COMBINE_QUERIES``, the least that a tensor core takes; each query is there as often as it fits.
     """
     token = tl.program_id(0).to(tl.int64)
+    if AHEAD and token >= n:
+        number = ((token - n) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)
+        prefetch(following, following_bytes, number, THREADS)
+        return
     head, first = tl.program_id(1) % kv_heads, tl.program_id(2) * OUT_WIDE
-    member = tl.program_id(1) // kv_heads * GPU_COMBINE_QUERIES + tl.arange(0, GPU_COMBINE_QUERIES)
-    real = member < group
+    begin = tl.program_id(1) // kv_heads * GPU_COMBINE_QUERIES
+    merged = begin + tl.arange(0, LANES)
+    there = merged < group
     row, position = tl.load(tokens + token * 4), tl.load(tokens + token * 4 + 2)
     base = tl.load(tokens + token * 4 + 3)
     start = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
-    d, dv = tl.arange(0, WIDE), first + tl.arange(0, OUT_WIDE)
-    query = (token - tl.load(rows + row * 3)) * group + tl.where(real, member, 0)
+    dv = first + tl.arange(0, OUT_WIDE)
+    query = (token - tl.load(rows + row * 3)) * group + tl.where(there, merged, 0)
     tile = tl.load(rows + row * 3 + 2) + query // TILE
     place = (tile * kv_heads + head) * splits
     numbers = (dv < OUT_DIM)[None, :]
     lane = (query % TILE)[:, None] + (dv * 0)[None, :]
-    tops = tl.full((GPU_COMBINE_QUERIES, OUT_WIDE), -3e38, tl.float32)
-    totals = tl.zeros((GPU_COMBINE_QUERIES, OUT_WIDE), tl.float32)
-    out = totals
+    tops = tl.full((LANES, OUT_WIDE), -3e38, tl.float32)
+    totals = tl.zeros((LANES, OUT_WIDE), tl.float32)
+    outs = totals
     whole = _split_of(base, SHORT, SHORTS, LONG)
-    partial = real & (member * 0 + base > tl.maximum(_split_begin(whole, SHORT, SHORTS, LONG), start))
+    partial = there & (merged * 0 + base > tl.maximum(_split_begin(whole, SHORT, SHORTS, LONG), start))
     skipped = _split_of(start, SHORT, SHORTS, LONG)
     after = whole
     if MERGING:
         skipped, whole, after = 0, (skipped < whole).to(tl.int64), 1
     for at in range(skipped, whole, GPU_COMBINE_SPLITS):
+        loaded, least = (), tops
         for i in tl.static_range(GPU_COMBINE_SPLITS):
-            here = (real & (member * 0 + at + i < whole))[:, None] & numbers
-            top2, total2, out2 = _kept(state, sums, (place + at + i)[:, None], lane, here, dv[None, :], OUT_DIM, TILE)
+            here = (there & (merged * 0 + at + i < whole))[:, None] & numbers
+            kept = _kept(state, sums, (place + at + i)[:, None], lane, here, dv[None, :], OUT_DIM, TILE)
+            # Triton compiles no (*loaded, kept)
+            loaded = loaded + (kept,)  # type: ignore[assignment]  # noqa: RUF005
+            least = tl.minimum(least, tl.minimum(kept[0], tl.minimum(kept[1], kept[2])))
+        # 0 is added, but only when all is there: else the compiler puts loads between sums, which wait for them
+        tops += tl.maximum(least, -3e38) * 0.0
+        for i in tl.static_range(GPU_COMBINE_SPLITS):
+            top2, total2, out2 = loaded[i]  # type: ignore[var-annotated]
             highest = tl.maximum(tops, top2)
             one, two = tl.exp2(tops - highest), tl.exp2(top2 - highest)
-            tops, totals, out = highest, totals * one + total2 * two, out * one + out2 * two
-    top, total = tl.max(tops, 1), tl.max(totals, 1)
+            tops, totals, outs = highest, totals * one + total2 * two, outs * one + out2 * two
+    top, total, out = _repeated(tops, totals, outs, GPU_COMBINE_QUERIES)
     here = partial[:, None] & numbers
-    tops, totals, out2 = _kept(state, sums, (place + after)[:, None], lane, here, dv[None, :], OUT_DIM, TILE)
-    top2, total2 = tl.max(tops, 1), tl.max(totals, 1)
+    tops, totals, outs = _kept(state, sums, (place + after)[:, None], lane, here, dv[None, :], OUT_DIM, TILE)
+    top2, total2, out2 = _repeated(tops, totals, outs, GPU_COMBINE_QUERIES)
+    copy = tl.arange(0, GPU_COMBINE_QUERIES)
+    member = begin + copy // (GPU_COMBINE_QUERIES // LANES)
+    real = member < group
     if base <= position:
+        d = tl.arange(0, WIDE)
         queries = tl.load(
             q + (head * group + member)[:, None] * q_head + token * q_token + d[None, :],
             real[:, None] & (d < DIM)[None, :], 0.0,
@@ -362,7 +400,22 @@ def _combine(
         top, total, out = _merge(top, total, out, sink, one, out * 0.0)
     to = y + (token * kv_heads * group + head * group + member)[:, None] * OUT_DIM + dv[None, :]
     divided = out / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(to, divided.to(y.dtype.element_ty), real[:, None] & numbers)
+    stored = real & (copy % (GPU_COMBINE_QUERIES // LANES) == 0)
+    tl.store(to, divided.to(y.dtype.element_ty), stored[:, None] & numbers)
+
+
+@triton.jit
+def _repeated(tops, totals, outs, QUERIES: tl.constexpr):
+    """A state ``[lanes, numbers]``, each lane as often as it fits into ``QUERIES``; maxima and sums ``[QUERIES]``."""
+    top, total = _stretched(tops, QUERIES), _stretched(totals, QUERIES)
+    return tl.max(top, 1), tl.max(total, 1), _stretched(outs, QUERIES)
+
+
+@triton.jit
+def _stretched(x, QUERIES: tl.constexpr):
+    lanes: tl.constexpr = x.shape[0]
+    wide: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.broadcast_to(x[:, None, :], (lanes, QUERIES // lanes, wide)), (QUERIES, wide))
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """What a decoder does between its products and its attention, on a GPU: norms, rotary positions, gates.
 
 Each kernel begins where a product ends: it adds the parts of the product in order (``linear.sums``), so that no kernel
-does only that. Every program works on one token, so a token's bits do not depend on what shares the pass.
+does only that. Every program works on one token, so a token's bits do not depend on what shares the pass. Further
+programs of norms and gates bring the next product's weights into the L2 cache (``prefetch.py``).
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import triton
 import triton.language as tl
 
 from forerun.kernels.gpu.pass_tables import PassTables
+from forerun.kernels.gpu.prefetch import Ahead, prefetch
 
 GATE_COLUMNS = 1024
 """Numbers of a gated row that a program works out."""
 NORM_WARPS = 8
 """Warps of a program that norms a whole row."""
+GATE_WARPS = 4
+"""Warps of a program that gates: eight numbers a thread."""
 PARTS_AHEAD = 8
 """Parts of a product that are loaded before any of them is added: a load takes as long as hundreds of sums. One by one,
 the norms of Llama-3-8B's shape took 0.46 ms a pass on an H200, and take 0.38."""
@@ -69,7 +73,7 @@ class RotaryHeads(NamedTuple):
 
 def add_norm(
     x: torch.Tensor, added: Summands | None, after: NormWeight | None, before: NormWeight | None, factor: float,
-    dtype: torch.dtype,
+    dtype: torch.dtype, following: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Add a product to the residual stream ``x``, float32 ``[n, columns]``, in place, and norm the sum.
 
@@ -79,6 +83,7 @@ def add_norm(
         before: the norm of what the next product reads, or None.
         factor: on what is added.
         dtype: of the result.
+        following: weights of the next product.
 
     Returns:
         ``[n, columns]``.
@@ -87,10 +92,12 @@ def add_norm(
     y = torch.empty(n, columns, dtype=dtype, device=x.device)
     parts, bias = added or Summands(x[None])
     one, two = after or before or NormWeight(x, 0, 0.0), before or after or NormWeight(x, 0, 0.0)
-    _add_norm[(n,)](
+    ahead = Ahead.of(following)
+    _add_norm[(n + ahead.programs,)](
         x, parts, len(parts), parts.stride(0), x if bias is None else bias, one.weight, two.weight, y, columns, factor,
         one.eps, two.eps, added is not None, bias is not None, after is not None, before is not None, one.offset,
-        two.offset, triton.next_power_of_2(columns), PARTS_AHEAD, enable_fp_fusion=False, num_warps=NORM_WARPS,
+        two.offset, n, ahead.start(x), ahead.bytes, ahead.programs > 0, triton.next_power_of_2(columns), PARTS_AHEAD,
+        NORM_WARPS, enable_fp_fusion=False, num_warps=NORM_WARPS,
     )  # fmt: skip
     return y
 
@@ -132,15 +139,17 @@ def rotate_and_store(
     return q.transpose(0, 1)[None]
 
 
-def gate(gate_up: Summands, silu: bool, dtype: torch.dtype) -> torch.Tensor:
+def gate(gate_up: Summands, silu: bool, dtype: torch.dtype, following: torch.Tensor | None = None) -> torch.Tensor:
     """``activation(gate) * up`` of a product ``[n, 2 * inner]`` that has both side by side; ``[n, inner]``. The
-    activation is SiLU, or else GELU in its tanh approximation."""
+    activation is SiLU, or else GELU in its tanh approximation. ``following`` are weights of the next product."""
     parts, bias = gate_up
     n, inner = parts.shape[1], parts.shape[2] // 2
     y = torch.empty(n, inner, dtype=dtype, device=parts.device)
-    _gate[(n, triton.cdiv(inner, GATE_COLUMNS))](
-        parts, len(parts), parts.stride(0), parts if bias is None else bias, y, inner, bias is not None,
-        silu, GATE_COLUMNS, PARTS_AHEAD, enable_fp_fusion=False,
+    ahead, programs = Ahead.of(following), triton.cdiv(inner, GATE_COLUMNS)
+    _gate[(n + triton.cdiv(ahead.programs, programs), programs)](
+        parts, len(parts), parts.stride(0), parts if bias is None else bias, y, inner, n, ahead.start(y), ahead.bytes,
+        ahead.programs > 0, bias is not None, silu, GATE_COLUMNS, PARTS_AHEAD, GATE_WARPS, enable_fp_fusion=False,
+        num_warps=GATE_WARPS,
     )  # fmt: skip
     return y
 
@@ -164,13 +173,17 @@ def _scale(y, columns, eps):
     return 1.0 / tl.sqrt_rn(tl.sum(y * y, 0) / columns + eps)
 
 
-@triton.jit(do_not_specialize=["count", "step"])
+@triton.jit(do_not_specialize=["count", "step", "n", "following_bytes"])
 def _add_norm(
     x, parts, count, step, bias, after, before, y, columns, factor, after_eps, before_eps, ADDED: tl.constexpr,
     BIAS: tl.constexpr, AFTER: tl.constexpr, BEFORE: tl.constexpr, AFTER_OFFSET: tl.constexpr,
-    BEFORE_OFFSET: tl.constexpr, WIDE: tl.constexpr, PARTS_AHEAD: tl.constexpr,
+    BEFORE_OFFSET: tl.constexpr, n, following, following_bytes, AHEAD: tl.constexpr, WIDE: tl.constexpr,
+    PARTS_AHEAD: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """One token."""
+    if AHEAD and tl.program_id(0) >= n:
+        prefetch(following, following_bytes, tl.program_id(0) - n, 32 * WARPS)
+        return
     here, at = tl.program_id(0).to(tl.int64) * columns, tl.arange(0, WIDE)
     inside = at < columns
     stream = tl.load(x + here + at, inside, 0.0)
@@ -241,13 +254,17 @@ def _head_weight(q_norm, k_norm, at, inside, is_query, OFFSET: tl.constexpr):
     return weight + tl.load(k_norm + at, inside & ~query, 0.0).to(tl.float32) + OFFSET
 
 
-@triton.jit(do_not_specialize=["count", "step"])
+@triton.jit(do_not_specialize=["count", "step", "n", "following_bytes"])
 def _gate(
-    parts, count, step, bias, y, inner, BIAS: tl.constexpr, SILU: tl.constexpr, GATE_COLUMNS: tl.constexpr,
-    PARTS_AHEAD: tl.constexpr,
+    parts, count, step, bias, y, inner, n, following, following_bytes, AHEAD: tl.constexpr, BIAS: tl.constexpr,
+    SILU: tl.constexpr, GATE_COLUMNS: tl.constexpr, PARTS_AHEAD: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Some numbers of one token."""
     token = tl.program_id(0).to(tl.int64)
+    if AHEAD and token >= n:
+        program = (token - n) * tl.num_programs(1) + tl.program_id(1)
+        prefetch(following, following_bytes, program, 32 * WARPS)
+        return
     at = tl.program_id(1) * GATE_COLUMNS + tl.arange(0, GATE_COLUMNS)
     inside, here = at < inner, token * 2 * inner
     g = _summed(parts, count, step, bias, at, inside, here, BIAS, PARTS_AHEAD)

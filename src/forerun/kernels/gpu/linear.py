@@ -27,6 +27,10 @@ GPU_LINEAR_ROWS = 1024
 """Outputs whose pieces a program adds up."""
 GPU_MEAN_COLUMNS = 1024
 """Numbers of a mean that a program reads at once."""
+PADDED_TO_LIBRARY = False
+"""Whether torch's library computes products, of 64 rows at a time (``padded``), instead of the kernels here. A card
+has to decide (``python -m benchmarks gpu``, part ``choices``): where the library streams weights at three quarters of
+the bandwidth and the probe finds equal bits, the kernels of products can go."""
 GPU_LINEAR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -67,12 +71,26 @@ def product(
     rows = x.reshape(-1, x.shape[-1])
     y = rows.new_empty(len(rows), len(weight), dtype=to)
     if len(rows):
-        parts = sums(rows, weight)
+        parts = parts_of(rows, weight)
         _total[(triton.cdiv(y.numel(), GPU_LINEAR_ROWS),)](
             parts, weight if bias is None else bias, y, y.numel(), len(weight), len(parts), bias is not None,
             GPU_LINEAR_ROWS,
         )  # fmt: skip
     return y.view(*x.shape[:-1], len(weight))
+
+
+def parts_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The parts of ``x @ weight.T`` for x ``[n, K]``, to be added in order: ``[parts, n, O]``."""
+    return padded(x, weight) if PADDED_TO_LIBRARY else sums(x, weight)
+
+
+def padded(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``x @ weight.T`` by torch's library, in x's type, ``[1, n, O]``. Every call has 64 rows, zeros where there are no
+    tokens. So the library takes one algorithm for each matrix, and a token's bits do not depend on the pass as long as
+    they do not depend on its row, which the exactness probe tests."""
+    n, rows = len(x), LINEAR_TILES[-1].tokens
+    whole = torch.nn.functional.pad(x, (0, 0, 0, -n % rows))
+    return torch.cat([torch.nn.functional.linear(part, weight) for part in whole.split(rows)])[None, :n]
 
 
 def sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

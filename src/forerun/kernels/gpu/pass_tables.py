@@ -33,6 +33,10 @@ GPU_SHORT_SPLITS = 16
 GPU_SPLIT_TOKENS = 1024
 """Positions of a later split: a multiple of the others. At position 122,000 there are then 132 splits to be merged, and
 the states of a pass over 16 tokens are a sixteenth of the keys and values that it reads."""
+SCAN_PROGRAMS_PER_PROCESSOR = 8
+"""Programs that a scan is spread over, for each of a GPU's processors. A Hopper has room for three at a time, so the
+last round of eight leaves little idle; many more would read their queries and tables for less work. A card has to try 2
+and 4 (``python -m benchmarks gpu``, part ``choices``)."""
 RECORDED_OWN_KEYS = 128
 """The most keys that only one token of a recorded pass sees: those of a block, and of a draft of 64 tokens."""
 TABLE_ALIGNMENT = 16
@@ -51,6 +55,7 @@ class TableSizes(NamedTuple):
         own: the most keys that only one token sees.
         wanted: tokens whose logits are wanted.
         splits: of the longest scan.
+        programs: over which a KV head's scan is spread, if there are fewer tiles.
     """
 
     layers: int
@@ -61,14 +66,28 @@ class TableSizes(NamedTuple):
     own: int
     wanted: int
     splits: int
+    programs: int
+
+    @property
+    def merging(self) -> bool:
+        """Whether one program does all splits of a tile and merges them: there are enough tiles to keep half of all
+        programs busy, and no states to store."""
+        return 2 * self.tiles >= self.programs
+
+    @property
+    def jobs(self) -> int:
+        """Programs of a KV head's scan."""
+        return self.tiles if self.merging else min(self.programs, self.tiles * max(1, self.splits))
 
     def rounded(self, group: int) -> TableSizes:
         """The next larger size of few, with a spare row, for ``group`` query heads of a KV head. It depends on tokens
         and rows, each rounded up to a power of two, and on the text's length, rounded up to a power of four."""
         tokens, rows = _next_power(self.tokens, 2), _next_power(self.rows, 2)
-        tiles = min(-(-tokens * group // self.tile) + rows, tokens * -(-group // self.tile))
+        tiles = min((tokens * group + rows * (self.tile - 1)) // self.tile, tokens * -(-group // self.tile))
         splits = max(GPU_SHORT_SPLITS, _next_power(self.splits, 4))
-        return TableSizes(self.layers, rows + 1, tokens, tiles, self.tile, RECORDED_OWN_KEYS, tokens, splits)
+        return TableSizes(
+            self.layers, rows + 1, tokens, tiles, self.tile, RECORDED_OWN_KEYS, tokens, splits, self.programs
+        )
 
 
 def _next_power(number: int, base: int) -> int:
@@ -92,6 +111,8 @@ class PassTables:
         own: slots of the keys from the end of a token's scan to its position, ``[n, width]``.
         rows: of each row its first token, its number of tokens, and its first tile, ``[R, 3]``.
         tiles: of each tile its row, and its number within the row, ``[T, 2]``.
+        jobs: of each program of a scan its tile, the first split that it does, and how many splits lie between two that
+            it does, ``[P, 3]``; 0 if it does none.
         aligned: whether all addresses and strides are multiples of 16.
     """
 
@@ -101,7 +122,7 @@ class PassTables:
             "ids": (sizes.tokens,), "positions": (sizes.tokens,), "wanted": (sizes.wanted,),
             "addresses": (sizes.layers, sizes.rows, 2), "strides": (sizes.layers, sizes.rows, 4),
             "tokens": (sizes.tokens, 4), "own": (sizes.tokens, sizes.own), "rows": (sizes.rows, 3),
-            "tiles": (sizes.tiles, 2),
+            "tiles": (sizes.tiles, 2), "jobs": (sizes.jobs, 3),
         }  # fmt: skip
         total = sum(_padded(shape) for shape in shapes.values())
         self._host = torch.zeros(total, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -124,6 +145,7 @@ class PassTables:
     own: torch.Tensor
     rows: torch.Tensor
     tiles: torch.Tensor
+    jobs: torch.Tensor
 
     def fill(self, batch: PassDescription, spare: torch.Tensor | None = None, ids: torch.Tensor | None = None) -> None:
         """Describe a pass.
@@ -141,6 +163,9 @@ class PassTables:
             self._host.zero_()
         for name, table in batch.tables.items():
             self._tables[name][tuple(map(slice, table.shape))] = table
+        jobs = scan_jobs(batch.splits, self.sizes)
+        self._tables["jobs"][...] = 0
+        self._tables["jobs"][: len(jobs)] = jobs
         if spare is not None:
             self._tables["addresses"][:, size.rows] = spare[0].data_ptr(), spare[1].data_ptr()
             self._tables["strides"][:, size.rows] = 0
@@ -168,12 +193,16 @@ class PassDescription:
         addresses, strides: as in ``PassTables``.
         positions: of the tokens for the model, ``[n]``.
         group: query heads of a KV head.
+        programs: over which a KV head's scan is spread; see ``scan_programs``.
         aligned: whether all addresses and strides are multiples of 16, if that is known.
+
+    Attributes:
+        splits: of each tile's scan, ``[T]``.
     """
 
     def __init__(
         self, blocks: Sequence[Block], addresses: IntArray, strides: IntArray, positions: IntArray, group: int,
-        aligned: bool | None = None,
+        programs: int, aligned: bool | None = None,
     ) -> None:  # fmt: skip
         counts = [len(block) for block in blocks]
         small = _next_power(max(counts), 2) * group <= GPU_COMBINE_QUERIES  # rounded, so that a size has one tile
@@ -196,10 +225,13 @@ class PassDescription:
             "rows": np.array(list(zip([0, *ends], counts, [0, *accumulate(tiles)], strict=False))),
             "tiles": np.array([(row, number) for row, count in enumerate(tiles) for number in range(count)]),
         }
-        splits = splits_of(int(tokens[:, 3].max()))
+        longest = np.maximum.reduceat(tokens[:, 3], [0, *ends[:-1]]).tolist()
+        row_splits = [splits_of(length) for length in longest]
+        self.splits: IntArray = np.repeat(np.array(row_splits), tiles)
         self.sizes = TableSizes(
-            len(addresses), len(blocks), len(tokens), sum(tiles), tile, most + most % 2, len(wanted), splits
-        )
+            len(addresses), len(blocks), len(tokens), sum(tiles), tile, most + most % 2, len(wanted), max(row_splits),
+            programs,
+        )  # fmt: skip
 
     def moved(self, addresses: IntArray, strides: IntArray) -> PassDescription:
         """The same pass over rows that lie elsewhere."""
@@ -218,6 +250,25 @@ def splits_of(length: int) -> int:
     """The number of splits that the first ``length`` positions lie in."""
     short = GPU_SHORT_SPLITS * GPU_SHORT_SPLIT_TOKENS
     return -(-min(length, short) // GPU_SHORT_SPLIT_TOKENS) + -(-max(length - short, 0) // GPU_SPLIT_TOKENS)
+
+
+def scan_programs(device: torch.device, kv_heads: int) -> int:
+    """Programs over which a KV head's scan is spread. A CPU, which interprets them, counts as one processor."""
+    on_gpu = device.type == "cuda"
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
+    return max(1, SCAN_PROGRAMS_PER_PROCESSOR * processors // kv_heads)
+
+
+def scan_jobs(splits: IntArray, sizes: TableSizes) -> IntArray:
+    """The table ``jobs``, given the splits of each tile, ``[T]``. A tile's share of the programs is that of all
+    splits, so that one long row among short ones does not keep the others waiting."""
+    shares = np.ones_like(splits)
+    if not sizes.merging:
+        spare = max(0, sizes.jobs - len(splits))
+        shares = np.clip(1 + spare * splits // max(1, int(splits.sum())), 1, np.maximum(splits, 1))
+    ends = np.cumsum(shares)
+    part = np.arange(ends[-1]) - np.repeat(ends - shares, shares)
+    return np.stack((np.repeat(np.arange(len(splits)), shares), part, np.repeat(shares, shares)), 1)
 
 
 def _base(block: Block) -> int:

@@ -35,8 +35,8 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, float32 ``[n, half]``."""
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Parts of ``x @ weight.T``, ``[parts, n, O]``."""
-Attention = Callable[[int, torch.Tensor, int, PassTables, AttentionSpec], torch.Tensor]
-"""Attention of a layer's queries ``[1, H, n, d]``, given the number of KV heads; ``[1, H, n, d]``."""
+Attention = Callable[..., torch.Tensor]
+"""Attention of a layer's queries ``[1, H, n, d]``, with the arguments of ``attend.attend``; ``[1, H, n, d]``."""
 
 
 class JoinedMatrix(NamedTuple):
@@ -115,7 +115,7 @@ class GpuForward:
         attention: Attention,
         fetch: Callable[[int], None],
         states_of: tuple[int, ...] = (),
-        product: Product = linear.sums,
+        product: Product = linear.parts_of,
     ) -> PassResult:
         """A pass, whose input is in the tables: float32 logits ``[wanted, V]``, and hidden states.
 
@@ -132,7 +132,8 @@ class GpuForward:
         after, factor = None, 1.0
         for number, layer in enumerate(self._layers):
             parts = layer.parts
-            h = decoder_ops.add_norm(x, added, after, _norm(parts.before_mixer), factor, self._dtype)
+            before = _norm(parts.before_mixer)
+            h = decoder_ops.add_norm(x, added, after, before, factor, self._dtype, layer.qkv.weight)
             if number in states_of:
                 states[number] = x.clone()
             fetch(number)
@@ -140,14 +141,16 @@ class GpuForward:
             factor = parts.residual_multiplier
             added = Summands(product(mixed, layer.output.weight), layer.output.bias)
             after = _norm(parts.after_mixer)
-            h = decoder_ops.add_norm(x, added, after, _norm(parts.before_mlp), factor, self._dtype)
+            before = _norm(parts.before_mlp)
+            h = decoder_ops.add_norm(x, added, after, before, factor, self._dtype, layer.gate_up.weight)
             gate_up = Summands(product(h, layer.gate_up.weight), layer.gate_up.bias)
-            gated = decoder_ops.gate(gate_up, self._parts.activation == SILU, self._dtype)
+            gated = decoder_ops.gate(gate_up, self._parts.activation == SILU, self._dtype, layer.down.weight)
             added, after = Summands(product(gated, layer.down.weight), layer.down.bias), _norm(parts.after_mlp)
-        h = decoder_ops.add_norm(x, added, after, self._norm, factor, self._dtype)
+        head = self._parts.head.weight
+        h = decoder_ops.add_norm(x, added, after, self._norm, factor, self._dtype, head)
         if len(self._layers) in states_of:
             states[len(self._layers)] = h.float()
-        logits = self._finished(linear.product(h[places.wanted], self._parts.head.weight, to=torch.float32))
+        logits = self._finished(linear.product(h[places.wanted], head, to=torch.float32))
         return PassResult(logits, torch.cat([states[layer] for layer in states_of], -1) if states_of else None)
 
     def _angles(self, like: torch.Tensor, positions: torch.Tensor) -> dict[str | None, Angles]:
@@ -175,7 +178,8 @@ class GpuForward:
         cos, sin = angles if parts.rotates else (None, None)
         how = RotaryHeads(heads, kv_heads, dim, q_norm, k_norm, cos, sin)
         q = decoder_ops.rotate_and_store(number, qkv, how, places, self._dtype)
-        return attention(number, q, kv_heads, places, parts.spec).transpose(1, 2).reshape(len(h), heads * dim)
+        mixed = attention(number, q, kv_heads, places, parts.spec, following=layer.output.weight)
+        return mixed.transpose(1, 2).reshape(len(h), heads * dim)
 
     def _finished(self, logits: torch.Tensor) -> torch.Tensor:
         """What the model's own head does with logits, scaling and soft cap."""
@@ -206,7 +210,9 @@ def library_attention(rows: Sequence[Rows]) -> Attention:
     """Attention of one row's last tokens by torch, over each layer's keys and values ``[1, Hkv, m, d]``. What torch
     lacks (windows, soft caps, sinks) goes in a fixed order."""
 
-    def attention(layer: int, q: torch.Tensor, kv_heads: int, places: PassTables, spec: AttentionSpec) -> torch.Tensor:
+    def attention(
+        layer: int, q: torch.Tensor, kv_heads: int, places: PassTables, spec: AttentionSpec, **_: torch.Tensor
+    ) -> torch.Tensor:
         (k, v), n = rows[layer], q.shape[2]
         if spec.softcap is not None or spec.sinks is not None or (spec.window or n + k.shape[2]) < k.shape[2]:
             return attend.attend(layer, q, kv_heads, places, spec)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,13 @@ from forerun.core.tree import DraftTree, IntArray
 from forerun.kernels.attention.attention import AttentionSpec, Rows, contiguous_numbers
 from forerun.kernels.gpu import attend
 from forerun.kernels.gpu.linear import GPU_LINEAR_DTYPES
-from forerun.kernels.gpu.pass_tables import TABLE_ALIGNMENT, PassDescription, PassTables, are_aligned
+from forerun.kernels.gpu.pass_tables import (
+    TABLE_ALIGNMENT,
+    PassDescription,
+    PassTables,
+    are_aligned,
+    scan_programs,
+)
 from forerun.kv.cache import Cache
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward import cuda_graphs
@@ -58,12 +64,14 @@ class TableLayers(NamedTuple):
         places: each layer's index in the tables.
         likes: each layer's keys and values of no token, ``[1, Hkv, 0, d]`` and ``[1, Hkv, 0, dv]``.
         group: the most query heads of a KV head.
+        programs: over which a KV head's scan is spread.
         uniform: whether all keys and values have one shape.
     """
 
     places: dict[int, int]
     likes: dict[int, Rows]
     group: int
+    programs: int
     uniform: bool
 
 
@@ -155,6 +163,7 @@ class GpuProgram:
             {layer: place for place, layer in enumerate(shapes)},
             likes,
             max(heads // shape.heads for shape in shapes.values()),
+            scan_programs(self._plain.device, min(shape.heads for shape in shapes.values())),
             in_order and alike and first.dim == first.out_dim,
         )
 
@@ -325,7 +334,7 @@ class GpuScorer(Scorer):
         placed = [Block(block.pending, block.tree, row.place) for block, _, row in rows]
         positions = np.concatenate([cache.positions(block) for block, cache, _ in rows])
         return PassDescription(
-            placed, memory.addresses, memory.strides, positions, tables.group, aligned=memory.aligned
+            placed, memory.addresses, memory.strides, positions, tables.group, tables.programs, memory.aligned
         )
 
     def _hand_over_queries(self, layers: LayerQueries, rows: Sequence[_Row]) -> None:
@@ -382,11 +391,13 @@ def _recording(layers: LayerQueries, keeps: bool, away: Transfers, attention: At
     """Attention that notes each layer's queries, if they are kept, and parameters, and after which a layer is written
     back."""
 
-    def recorded(layer: int, q: torch.Tensor, kv_heads: int, places: PassTables, spec: AttentionSpec) -> torch.Tensor:
+    def recorded(
+        layer: int, q: torch.Tensor, kv_heads: int, places: PassTables, spec: AttentionSpec, **more: Any
+    ) -> torch.Tensor:
         if keeps:
             layers.queries[layer] = q
         layers.specs[layer] = spec
-        found = attention(layer, q, kv_heads, places, spec)
+        found = attention(layer, q, kv_heads, places, spec, **more)
         away.write_back(layer)
         return found
 

@@ -1,0 +1,153 @@
+"""What a pass of Forerun's GPU program costs, kernel by kernel: predicted milliseconds beside what an H200 measured.
+
+A pass over one token reads its weights, keys and values at the bandwidth that a sum gets. Between two products run
+kernels that read no weights; each costs some microseconds, and so does the start of a product. The host describes the
+pass before it is launched. The constants of ``BEFORE`` come from the H200's measurements (``docs/decisions.md``, 'The
+first GPU'); those of ``AFTER`` are what the changes since then should leave, and were not measured.
+
+TriForce makes E = (1 - a^(g+1)) / (1 - a) tokens in g drafts, one verification and what else a step costs.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+from benchmarks.capacity.capacity import DEVICES, Machine, fit
+from benchmarks.capacity.shapes import ModelShape
+from benchmarks.capacity.speculation import chain_seconds, expected_tokens
+from forerun.kernels.gpu.pass_tables import splits_of
+
+CARDS = ("h100", "h200", "a100-80gb", "rtx-4090")
+"""Of ``capacity.DEVICES``."""
+BANDWIDTH_SHARE = 4.06 / 4.8
+"""What a sum reads of a data sheet's bandwidth (H200). The other cards are assumed to do as well."""
+HOST_LINK_SHARE = 55 / 63
+"""What a pinned copy gets of a host link, assumed: 55 GB/s over PCIe 5.0 with 16 lanes."""
+LAUNCH_MICROSECONDS = 1.5
+"""Of a kernel's cost, what passes before any of its programs runs; nothing can be prefetched then. Assumed."""
+PREFETCHING_CARDS = ("h100", "h200")
+"""Cards that have ``cp.async.bulk.prefetch.L2``."""
+
+
+class Code(NamedTuple):
+    """What a version of the code costs, in microseconds unless said otherwise.
+
+    Attributes:
+        norm, rotate, gate: a kernel between products.
+        combine: merging splits, without its rounds of loads.
+        round: one round of loads of splits' states.
+        splits_ahead: splits of a round.
+        product: a product's start and end.
+        scan_share: of the bandwidth that reading keys and values gets, with one query head a KV head.
+        grouped_scan_share: with several.
+        host: before a pass is launched.
+        level: per pass of a speculation step, for asking levels and reading what they chose.
+        step: of a speculation step, besides its passes.
+        prefetched: bytes of weights that a norm, gate or combine asks for.
+    """
+
+    norm: float = 5.8
+    rotate: float = 3.4
+    gate: float = 3.4
+    combine: float = 3.35
+    round: float = 0.65
+    splits_ahead: int = 8
+    product: float = 3.1
+    scan_share: float = 0.96
+    grouped_scan_share: float = 0.69
+    host: float = 450.0
+    level: float = 1600.0
+    step: float = 19000.0
+    prefetched: int = 0
+
+
+BEFORE = Code()
+AFTER = Code(splits_ahead=32, scan_share=0.97, grouped_scan_share=0.84, host=150.0, level=0.0, step=1500.0,
+             prefetched=16 << 20)  # fmt: skip
+CODES = {"before": BEFORE, "after": AFTER}
+
+
+def pass_milliseconds(shape: ModelShape, card: str, context: int, code: Code) -> float:
+    """A pass over one token of one row after ``context`` tokens."""
+    bandwidth = DEVICES[card].bandwidth * BANDWIDTH_SHARE / 1e6  # bytes a microsecond
+    share = code.grouped_scan_share if shape.heads > shape.kv_heads else code.scan_share
+    reading = (shape.pass_bytes + shape.token_kv_bytes * context / share) / bandwidth
+    attention = shape.head_dim * shape.hidden * (shape.heads + shape.kv_heads) * shape.weight_bytes
+    network = shape.hidden * shape.intermediate * shape.weight_bytes
+
+    def seen(cost: float, weights: float) -> float:
+        """What is left of a kernel's cost where the next product's weights are read meanwhile."""
+        hidden = min(max(0.0, cost - LAUNCH_MICROSECONDS), min(code.prefetched, weights) / bandwidth)
+        return cost - (hidden if card in PREFETCHING_CARDS else 0.0)
+
+    rounds = ceil(splits_of(context) / code.splits_ahead)
+    output = shape.head_dim * shape.hidden * shape.heads * shape.weight_bytes
+    layer = (
+        seen(code.norm, attention + output) + code.rotate + seen(code.combine + rounds * code.round, output)
+        + seen(code.norm, 2 * network) + seen(code.gate, network) + 4 * code.product
+    )  # fmt: skip
+    last = seen(code.norm, shape.table * shape.weight_bytes)
+    return (reading + shape.layers * layer + last + code.host) / 1000
+
+
+MODELS = {
+    "llama-2-7b": ModelShape.parse("llama-2-7b"),
+    "llama-3-8b": ModelShape.parse("llama-3-8b"),
+    "smollm2-135m": ModelShape(30, 576, 1536, 9, 3, 49152, tied=True),
+}
+CONTEXTS = (2048, 122_000)
+MEASURED = {
+    ("llama-2-7b", 2048): 5.25, ("llama-2-7b", 122_000): 21.6, ("llama-3-8b", 2048): 5.57,
+    ("llama-3-8b", 122_000): 11.3, ("smollm2-135m", 2048): 2.8,
+}  # fmt: skip
+"""Milliseconds on an H200 before the changes, by shape and context; these cases are predicted. SmolLM2's is of whole
+texts (350 tokens a second, short prompts)."""
+BUDGET = 4096
+"""Tokens of the retrieval cache."""
+SMALL_ACCEPTANCE, SMALL_DRAFTS, SMALL_TOKENS = 0.45, 2, 260
+"""The small level: its acceptance rate, drafts a middle pass, and the tokens that it sees."""
+MOST_DRAFTS = 32
+MEASURED_TRIFORCE = {"chain": 1.40, "small level": 1.39}
+"""Speed-ups at an acceptance of 0.9 that the H200 measured before the changes, over 256 tokens."""
+ACCEPTANCES = (0.9, 0.923)
+"""The second is that of the paper at temperature 0 (table 2)."""
+
+
+class StepCosts(NamedTuple):
+    """Milliseconds of a speculation step's parts: a plain pass, the verification, a draft of the middle level, one of
+    the small level, and all else."""
+
+    plain: float
+    verify: float
+    draft: float
+    small: float
+    other: float
+
+
+def step_costs(card: str, code: Code, offloaded: bool = False) -> StepCosts:
+    """Of Llama-2-7B's shape at 122,000 tokens, with its keys and values on the card or all in the host's memory."""
+    shape, context, level = MODELS["llama-2-7b"], CONTEXTS[-1], code.level / 1000
+    plain = pass_milliseconds(shape, card, context, code) + level
+    if offloaded:
+        plain = 1000 * shape.token_kv_bytes * context / (DEVICES[card].host_link * HOST_LINK_SHARE)
+    draft = pass_milliseconds(shape, card, BUDGET, code) + level
+    small = pass_milliseconds(ModelShape.parse("llama-68m"), card, SMALL_TOKENS, code._replace(host=0.0))
+    return StepCosts(plain, plain, draft, small, code.step / 1000)
+
+
+def speed_up(costs: StepCosts, acceptance: float, hierarchy: bool) -> float:
+    """Over plain decoding, with the draft length that is best."""
+    drafting = chain_seconds(
+        MOST_DRAFTS, SMALL_DRAFTS, SMALL_ACCEPTANCE, lambda tokens: costs.draft, costs.small if hierarchy else None
+    )
+    return max(
+        expected_tokens(acceptance, drafts) * costs.plain / (drafting[drafts] + costs.verify + costs.other)
+        for drafts in range(1, MOST_DRAFTS + 1)
+    )
+
+
+def fits(shape: ModelShape, card: str, context: int) -> bool:
+    """Whether one card holds the weights, keys and values."""
+    found = fit(shape, Machine(DEVICES[card]), context)
+    return found.possible and not found.streamed
