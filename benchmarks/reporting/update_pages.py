@@ -5,7 +5,8 @@
 `bench`, of `python -m benchmarks tasks --out runs/bench-TYPE`, goes into README.md and docs/results/tasks.md; `long`,
 of `python -m benchmarks papers triforce`, into docs/benchmarks.md; `never-slower`, of `forerun bench never-slower --out
 runs/never-slower-NAME`, into docs/results/never-slower.md, and its short form and plot into docs/benchmarks.md;
-`scaling`, of `python -m benchmarks capacity --predict`, into docs/scaling.md, with its plot.
+`scaling`, of `python -m benchmarks capacity --predict`, into docs/scaling.md, with its plot, and
+docs/results/what-fits.md.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ TABLES = "bench", "long", "scaling", "never-slower"
 SLOWNESS = ROOT / "docs" / "results" / "never-slower.md"
 TASKS = ROOT / "docs" / "results" / "tasks.md"
 SCALING = ROOT / "docs" / "scaling.md"
+WHAT_FITS = ROOT / "docs" / "results" / "what-fits.md"
 LONG = ROOT / "runs" / "triforce" / "triforce.json"
 RAISED = "¹²³⁴"
 """Marks a cell of so many draws. By default there are more."""
@@ -147,6 +149,6 @@ def run(options: UpdateOptions) -> None:
         slowness.draw(page, SLOWNESS.with_suffix(".svg"))
     if "scaling" in wanted and CAPACITY.exists():
         for name, table in scaling_tables(CAPACITY).items():
-            into_page(SCALING, table, name)
+            into_page(WHAT_FITS if name in ("sizes", "speeds") else SCALING, table, name)
         plain: list[Row] = json.loads(CAPACITY.read_text(encoding="utf-8"))["parts"]["predicted"]
         plots.bars(SCALING.with_suffix(".svg"), *share_plot(plain))
