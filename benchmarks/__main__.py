@@ -28,7 +28,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "server attack": ("server.attack:AttackOptions", "Two tenants, of whom one attacks."),
     "server soak": ("server.soak:SoakOptions", "Mixed requests for minutes: is anything held for good?"),
     "server agents": ("server.agents:AgentOptions", "How soon an agent's turns begin, beside llama-server."),
-    "server streams": ("server.many_streams:StreamsOptions", "Many streams at once: is each the text of its request alone?"),
     "capacity": ("capacity.capacity_command:CapacityOptions", "What a model takes on given devices, and the tables of docs/scaling.md."),
     "models": ("model_table.models_command:ModelsOptions", "What each family of models does, and what is refused: docs/results/models.md."),
     "passes": ("studies.passes_command:PassesOptions", "What passes of 1 to 64 tokens cost, beside the memory's bandwidth."),
