@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from benchmarks.papers import h2o, topk
-from benchmarks.papers.lookahead_decoding import fitted_jacobi
 from benchmarks.papers.lookahead_trie import LookaheadTrieSource
-from benchmarks.papers.token_recycling import TokenRecyclingSource
 from forerun.core.long_context import LongContextConfig
 from forerun.decoding import recipes
 from forerun.decoding.level import CacheFactory, Level
 from forerun.decoding.planner import Planner
 from forerun.decoding.recipes import Recipe, Setup, long_context, reading, self_drafting, small_level, streaming_cache
-from forerun.decoding.source import Source
 
 
 def streaming_llm(settings: LongContextConfig) -> CacheFactory:
@@ -36,11 +33,6 @@ def streaming_hierarchy(setup: Setup) -> Level:
     )
 
 
-def _whole(make: Callable[[Setup], Source]) -> Recipe:
-    """A method of which all drafts are scored."""
-    return Recipe(lambda setup: setup.over(Planner(make(setup))))
-
-
 SPARSE: dict[str, Callable[[LongContextConfig], CacheFactory]] = {
     "topk": topk.target_cache,
     "streaming": streaming_llm,
@@ -51,14 +43,12 @@ SPARSE: dict[str, Callable[[LongContextConfig], CacheFactory]] = {
 
 RECIPES: dict[str, Recipe] = {
     **recipes.RECIPES,
-    "lookahead-trie": _whole(lambda setup: LookaheadTrieSource()),
-    "token-recycling": Recipe(lambda setup: setup.over(setup.planner(TokenRecyclingSource()))),
-    "jacobi": _whole(fitted_jacobi),
+    "lookahead-trie": Recipe(lambda setup: setup.over(Planner(LookaheadTrieSource()))),
     "streaming-hierarchy": long_context(streaming_hierarchy, streaming_llm, small=True),
     "streaming-self": self_drafting(streaming_llm),
     "h2o": self_drafting(h2o.target_cache),
     "topk": self_drafting(topk.target_cache),
 }
 """Forerun's recipes and the baselines: ``lookahead-trie`` is the paper's trie, all of whose drafts are scored,
-``jacobi`` is lookahead decoding, ``streaming-hierarchy`` is TriForce with a
-streaming cache in the middle; ``streaming-self``, ``h2o`` and ``topk`` let the target draft over that cache alone."""
+``streaming-hierarchy`` is TriForce with a streaming cache in the middle; ``streaming-self``, ``h2o`` and ``topk`` let
+the target draft over that cache alone."""
