@@ -18,7 +18,7 @@ from forerun.cli.commands import command
 COMMANDS: dict[str, tuple[str, str]] = {
     "tasks": ("tasks.tasks_command:TaskOptions", "Forerun beside transformers and other engines, on six tasks or own prompts."),
     "specbench": ("specbench.specbench_command:SpecBenchOptions", "Spec-Bench: tokens per step and speed-up by category."),
-    "papers lookahead": ("papers.lookahead_command:LookaheadOptions", "The Lookahead paper's tables and figures."),
+    "papers lookahead": ("papers.lookahead_command:LookaheadOptions", "The Lookahead paper's forms of a draft beside Forerun's."),
     "papers triforce": ("papers.triforce_command:TriforceOptions", "TriForce's tables: decoding after long prompts."),
     "long-context analyse": ("long_context.analyse_command:AnalyseOptions", "How well a model predicts itself over sparse caches."),
     "long-context second-question": ("long_context.second_question:SecondQuestionOptions", "How long a second question about a book waits."),

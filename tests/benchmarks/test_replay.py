@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.papers.lookahead_trie import LookaheadTrieSource
-from benchmarks.papers.timed_trie import EagerTrie
-from benchmarks.studies.replay import Recorded, Selection, replay
+from benchmarks.studies.replay import EagerTrie, Recorded, Selection, replay
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
