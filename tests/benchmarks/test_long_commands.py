@@ -145,27 +145,14 @@ def test_a_model_without_plain_rotary_positions_is_not_stretched() -> None:
 
 def test_caches_can_be_left_out_of_an_analysis(saved: str, tmp_path: Path) -> None:
     assert set(CACHES) == set(SPARSE)
-    sizes = [
-        "--context",
-        "200",
-        "--budgets",
-        "16,32",
-        "--chunk",
-        "2",
-        "--parts",
-        "budgets",
-        "--prompts",
-        "2",
-        "-n",
-        "3",
-    ]
+    sizes = ["--context", "400", "--temperatures", "0", "--needles", "1", "--chunk", "2", "--prompts", "2", "-n", "3"]
     common = [*books(tmp_path, 400), "--cache-budget", "32", "--out", str(tmp_path / "out"), "--json"]
     done = CliRunner().invoke(
         app, ["long-context", "analyse", "-m", saved, *sizes, *common, "--caches", "retrieval,low-rank"]
     )
     assert done.exit_code == 0, done.output
-    rows = json.loads(done.stdout)["parts"]["budgets"]
+    rows = json.loads(done.stdout)["parts"]["acceptance"]
     assert {row["reader"] for row in rows} == {"retrieval", "low-rank"}
-    assert {row["positions"] for row in rows} == {6}
+    assert {row["positions"] for row in rows if row["task"] == "prose"} == {6}
     done = CliRunner().invoke(app, ["long-context", "analyse", "--caches", "magic"])
     assert done.exit_code == 2 and "--caches has 'magic'; known are low-rank, retrieval" in done.stderr
