@@ -59,17 +59,8 @@ def test_what_is_slow_says_now_and_then_how_far_it_is(monkeypatch: pytest.Monkey
 
 def test_rows_of_a_batch_are_of_equal_context_if_asked_for(saved: str, tmp_path: Path) -> None:
     texts = books(tmp_path, 400)
-    more = [
-        "--parts",
-        "temperatures,batches",
-        "--batches",
-        "2,3",
-        "--batch-context",
-        "150",
-        "--batch-temperatures",
-        "0",
-    ]
-    done = measured(saved, texts, tmp_path / "out", *more, "--json")
+    more = ["--batches", "2,3", "--batch-context", "150", "--batch-temperatures", "0", "--json"]
+    done = measured(saved, texts, tmp_path / "out", "--parts", "temperatures,batches", *more)
     assert done.exit_code == 0, done.output
     assert [
         f"reading row {row + 1} of {size}: 150 tokens" in done.stderr for row, size in ((0, 2), (1, 2), (2, 3))

@@ -55,10 +55,10 @@ def test_the_text_is_that_without_drafts_and_some_drafts_are_right(name: str, ho
 
 
 def test_the_names_are_those_of_the_package_and_of_the_baselines() -> None:
-    published = {"lookahead-trie", "streaming-hierarchy", "streaming-self", "h2o", "topk"}
+    published = {"lookahead-trie", "streaming-self", "h2o", "topk"}
     assert set(BASELINES) == published
     assert set(SPARSE) - set(recipes.SPARSE) == {"topk", "streaming", "h2o"}
-    assert not {"streaming-hierarchy", "none"} & set(recipes.buildable(settings(draft_model=None), RECIPES))
+    assert not {"triforce", "none"} & set(recipes.buildable(settings(draft_model=None), RECIPES))
     with pytest.raises(ValueError, match=r"drafter is 'none at all'; known are .*lookahead-trie"):
         recipes.check_drafter("none at all", RECIPES)
     with pytest.raises(ValueError, match="drafter is 'lookahead-trie'; known are "):
