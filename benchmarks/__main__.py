@@ -18,7 +18,7 @@ from forerun.cli.commands import command
 COMMANDS: dict[str, tuple[str, str]] = {
     "tasks": ("tasks.tasks_command:TaskOptions", "Forerun beside transformers and other engines, on six tasks or own prompts."),
     "specbench": ("specbench.specbench_command:SpecBenchOptions", "Spec-Bench: tokens per step and speed-up by category."),
-    "papers lookahead": ("papers.lookahead_command:LookaheadOptions", "The Lookahead paper's tables and figures."),
+    "papers lookahead": ("papers.lookahead_command:LookaheadOptions", "The Lookahead paper's forms of a draft beside Forerun's."),
     "papers triforce": ("papers.triforce_command:TriforceOptions", "TriForce's tables: decoding after long prompts."),
     "long-context analyse": ("long_context.analyse_command:AnalyseOptions", "How well a model predicts itself over sparse caches."),
     "long-context second-question": ("long_context.second_question:SecondQuestionOptions", "How long a second question about a book waits."),
@@ -28,7 +28,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "server attack": ("server.attack:AttackOptions", "Two tenants, of whom one attacks."),
     "server soak": ("server.soak:SoakOptions", "Mixed requests for minutes: is anything held for good?"),
     "server agents": ("server.agents:AgentOptions", "How soon an agent's turns begin, beside llama-server."),
-    "server streams": ("server.many_streams:StreamsOptions", "Many streams at once: is each the text of its request alone?"),
     "capacity": ("capacity.capacity_command:CapacityOptions", "What a model takes on given devices, and the tables of docs/scaling.md."),
     "models": ("model_table.models_command:ModelsOptions", "What each family of models does, and what is refused: docs/results/models.md."),
     "passes": ("studies.passes_command:PassesOptions", "What passes of 1 to 64 tokens cost, beside the memory's bandwidth."),

@@ -10,8 +10,6 @@ import gc
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,29 +62,34 @@ def servers() -> Iterator[list[Any]]:
         each.close()
 
 
-@contextmanager
-def fixed_runtime(folder: Path | None = None) -> Iterator[None]:
-    """Engines draft by a fixed cost curve and a clock that stands still, and test each model once; with a folder, also
-    each one that is loaded again from the same file."""
-    from forerun.models.forward.runtime import Runtime, StartupCache, runtime_as_default
-    from forerun.policy.cost_curve import CostCurve
-    from forerun.trie.recycled import NO_ROWS
+def compile_part() -> None:
+    """Compile what almost every test needs: each worker half of it; nothing where there are no workers.
 
-    kept = StartupCache(lambda: folder)
-    fixed = Runtime(
-        lambda: 0.0,
-        lambda scorer: CostCurve.linear(24),
-        kept.exactness,
-        kept.self_test,
-        static_lists=lambda scorer: NO_ROWS,
-    )
-    with runtime_as_default(fixed):
-        yield
+    A clean checkout has no machine code, and compiling it costs a minute, which every worker would spend.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if not worker:
+        return
+
+    import torch
+    from support.tiny import PROMPTS, tiny
+
+    from forerun.engine.engine import Engine
+    from forerun.trie.trie import Trie
+
+    if int(worker.removeprefix("gw")) % 2:
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            Engine(tiny("llama", dtype), "none").generate(PROMPTS[1], max_new_tokens=2)
+    else:
+        trie = Trie()
+        trie.begin(0, "", [1, 2, 3, 1, 2])
+        trie.extend(0, [3, 1])
+        trie.finish(0)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def every_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    from support.compile_first import compile_part
+    from support.fixed_runtime import fixed_runtime
 
     with fixed_runtime(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # processes leave the user's folder alone
@@ -101,5 +104,7 @@ def every_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def called_again(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Commands find what earlier calls have found out about their model, as a user's do."""
+    from support.fixed_runtime import fixed_runtime
+
     with fixed_runtime(tmp_path_factory.mktemp("startup")):
         yield

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from benchmarks.long_context import needles
 from benchmarks.long_context.analysis import Makers, on_needles, on_prose
-from benchmarks.long_context.analysis_report import report_acceptance, report_budgets
-from benchmarks.long_context.long_bench import Prefilled, prefill
-from benchmarks.long_context.needles import Haystack
+from benchmarks.long_context.long_bench import prefill
 from benchmarks.long_context.texts import Texts
 from benchmarks.papers.baselines import SPARSE
 from benchmarks.reporting import plots
@@ -28,8 +26,10 @@ from benchmarks.reporting.common_options import (
     names,
     numbers,
 )
-from benchmarks.reporting.study_report import Delivery, Report
+from benchmarks.reporting.plots import Frame, Line
+from benchmarks.reporting.study_report import Delivery, Report, listing, number_cell
 from forerun.bench.machine import Row, plain_values
+from forerun.bench.report import pivot
 from forerun.cli.models import encoder, load_stretched
 from forerun.cli.options import LONG_PANEL, LongOptions, ModelOptions, Out, OutputOptions, option
 from forerun.cli.terminal import say
@@ -38,24 +38,22 @@ from forerun.engine.engine import Engine
 from forerun.models.forward.inputs import position_limit
 
 CACHES = ("low-rank", "retrieval", "streaming", "h2o", "topk")
-ANALYSE_PARTS = ("acceptance", "budgets")
+READ = (
+    "What a drafted token reads of keys, values and indexes, in megabytes; and what a choice of chunks reads besides:\n"
+)
 
 
 @dataclass(frozen=True)
 class AnalyseOptions(OutputOptions, LongOptions, ModelOptions):
-    """How well a model predicts itself over sparse caches: acceptance on prose and on needles, and by cache budget.
+    """How well a model predicts itself over sparse caches: acceptance on prose and on needles.
 
-    At every position the sparse cache has read the true text. Writes JSON, Markdown and plots.
+    At every position the sparse cache has read the true text. Writes JSON, Markdown and a plot.
     """
 
     yarn: Yarn = None
-    parts: Annotated[str, list_option("--parts", "Text", f"Of {', '.join(ANALYSE_PARTS)}.")] = ",".join(ANALYSE_PARTS)
     text: Text = None
     context: Annotated[int, option("--context", panel="Text", help="Prompt tokens.", min=16)] = 16_000
     temperatures: Temperatures = "0,0.6,1.0"
-    budgets: Annotated[str, list_option("--budgets", LONG_PANEL, "Of the sparse caches, to compare.")] = (
-        "64,256,1024,4096"
-    )
     caches: Annotated[
         str, list_option("--caches", LONG_PANEL, f"To compare, of {', '.join(CACHES)}; h2o and topk are slow.")
     ] = ",".join(CACHES)
@@ -65,11 +63,9 @@ class AnalyseOptions(OutputOptions, LongOptions, ModelOptions):
     out: Out = Path("runs/analyse")
 
     def __post_init__(self) -> None:
-        names("--parts", self.parts, ANALYSE_PARTS)
         names("--caches", self.caches, CACHES)
         check_yarn(self.yarn)
         numbers("--temperatures", self.temperatures, float, 0.0)
-        numbers("--budgets", self.budgets, int, self.chunk)
 
     def makers(self, settings: LongContextConfig) -> Makers:
         """What makes each of the caches to compare."""
@@ -77,24 +73,28 @@ class AnalyseOptions(OutputOptions, LongOptions, ModelOptions):
 
 
 def run(options: AnalyseOptions) -> None:
-    """Measure, print the tables, and write JSON, Markdown and plots."""
+    """Measure, print the tables, and write JSON, Markdown and a plot."""
     plots.check()
     model, tokenizer = load_stretched(options)
     check_positions(options.context, _room(options), position_limit(model))
     texts = Texts.read(options.text or (), encoder(tokenizer))
     texts.check(options.prompts, options.context)
-    engine, wanted = Engine(model, "none"), names("--parts", options.parts, ANALYSE_PARTS)
-    haystack = needles.build(texts, 0, options.context, options.needles) if "acceptance" in wanted else None
+    engine, haystack = Engine(model, "none"), needles.build(texts, 0, options.context, options.needles)
     prompts = []
     for index in range(options.prompts):
         say(f"reading prompt {index + 1} of {options.prompts}: {options.context:,} tokens")
         prompts.append(prefill(engine, texts.tokens(index, options.context), _room(options)))
     report = Report("Sparse caches as drafters", plain_values(options))
     delivery = Delivery(report, options.out, "analyse", options.json)
-    if haystack is not None:
-        _acceptance(delivery, engine, prompts, options, haystack)
-    if "budgets" in wanted:
-        _budgets(delivery, engine, prompts, options)
+    say("acceptance on prose")
+    temperatures = numbers("--temperatures", options.temperatures, float, 0.0)
+    makers, rows = options.makers(options.settings()), list[Row]()
+    for rows in on_prose(engine.target, prompts, makers, temperatures, options.max_new_tokens):
+        report_acceptance(report, rows)
+        delivery.save()
+    say(f"acceptance on {len(haystack.questions)} needles in {len(haystack.text):,} tokens")
+    text = needles.read_text(engine, haystack, _room(options))
+    report_acceptance(report, rows + on_needles(engine.target, text, haystack, makers))
     delivery.end()
 
 
@@ -103,31 +103,42 @@ def _room(options: AnalyseOptions) -> int:
     return options.max_new_tokens + 64
 
 
-def _acceptance(
-    delivery: Delivery, engine: Engine, prompts: Sequence[Prefilled], options: AnalyseOptions, haystack: Haystack
-) -> None:
-    """TriForce's table 1, on prose and on needles; the text of needles is read when the prompts are done."""
-    say("acceptance on prose")
-    temperatures = numbers("--temperatures", options.temperatures, float, 0.0)
-    makers, rows = options.makers(options.settings()), list[Row]()
-    for rows in on_prose(engine.target, prompts, makers, temperatures, options.max_new_tokens):
-        report_acceptance(delivery.report, rows)
-        delivery.save()
-    say(f"acceptance on {len(haystack.questions)} needles in {len(haystack.text):,} tokens")
-    text = needles.read_text(engine, haystack, _room(options))
-    report_acceptance(delivery.report, rows + on_needles(engine.target, text, haystack, makers))
-    delivery.part()
+def report_acceptance(report: Report, rows: Sequence[Row]) -> None:
+    """TriForce's table 1."""
+    named = [
+        row | {"task": f"{row['task']}, T {row['temperature']:g} ({row['positions']:,} positions)"} for row in rows
+    ]
+    heading = f"Acceptance of sparse caches of {report.settings['cache_budget']:,} tokens"
+    report.add(
+        "acceptance", heading, rows, pivot(named, "task", "reader", number_cell("acceptance")), READ, bytes_table(rows)
+    )
+    groups = list(dict.fromkeys(f"{row['task']}, T {row['temperature']:g}" for row in rows))
+    found = [
+        Line(name, [], [row["acceptance"] for row in rows if row["reader"] == name])
+        for name in dict.fromkeys(row["reader"] for row in rows)
+    ]
+    title = f"{heading}, at {max(row['context'] for row in rows):,} tokens of context"
+    report.bars("acceptance", Frame(title, "task and temperature", "acceptance", share=True), groups, found)
 
 
-def _budgets(delivery: Delivery, engine: Engine, prompts: Sequence[Prefilled], options: AnalyseOptions) -> None:
-    """Figures 3b and 6a."""
-    done: list[Row] = []
-    for budget in numbers("--budgets", options.budgets, int, 1):
-        say(f"cache budget {budget:,}")
-        makers, found = options.makers(replace(options.settings(), cache_budget=budget)), done
-        for rows in on_prose(engine.target, prompts, makers, [0.0], options.max_new_tokens):
-            found = done + [row | {"budget": budget} for row in rows]
-            report_budgets(delivery.report, found)
-            delivery.save()
-        done = found
-    delivery.part()
+def bytes_table(rows: Sequence[Row]) -> str:
+    """One line per reader, from its first row; its other rows read nearly the same number of bytes."""
+    first = {row["reader"]: row for row in reversed(rows)}
+    return listing(
+        [
+            {
+                "reader": name,
+                "total": megabytes(row["bytes_read"]),
+                "layer": megabytes(row["bytes_read"] / len(row["bytes_read_by_layer"])),
+                "index": megabytes(row["index_bytes_read"]),
+                "choice": megabytes(row["choice_bytes_read"]),
+            }
+            for name, row in sorted(first.items(), key=lambda item: -int(item[1]["bytes_read"]))
+        ],
+        {"reader": "cache", "total": "in all", "layer": "a layer", "index": "of it the index", "choice": "a choice"},
+    )
+
+
+def megabytes(count: float) -> str:
+    """Bytes as megabytes with three figures; a dash for none."""
+    return f"{count / 1e6:#.3g}".rstrip(".") if count else "-"

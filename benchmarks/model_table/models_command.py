@@ -13,9 +13,6 @@ from benchmarks.model_table.page import PAGE, Row, merged, page
 from benchmarks.model_table.trials import BITS, Variant, bits, look, refusals, texts, variants
 from forerun.cli.options import DebugOptions, option
 from forerun.cli.terminal import progress_bar, stderr
-from forerun.models.forward.runtime import Runtime, StartupCache, runtime_as_default
-from forerun.policy.cost_curve import CostCurve
-from forerun.trie.recycled import NO_ROWS
 
 
 @dataclass(frozen=True)
@@ -27,18 +24,12 @@ class ModelsOptions(DebugOptions):
 
 def run(options: ModelsOptions) -> None:
     """Write the page. Engines draft by a fixed cost curve, since times of models so small say nothing."""
+    from support.fixed_runtime import fixed_runtime  # of the tests, which ``trials`` puts into the path
+
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    kept = StartupCache(lambda: None)
-    fixed = Runtime(
-        lambda: 0.0,
-        lambda scorer: CostCurve.linear(24),
-        kept.exactness,
-        kept.self_test,
-        static_lists=lambda scorer: NO_ROWS,
-    )
     found, every = [], variants()
-    with runtime_as_default(fixed), progress_bar(stderr(), "models") as show:
+    with fixed_runtime(), progress_bar(stderr(), "models") as show:
         for done, variant in enumerate(every):
             show(done, len(every), variant.name)
             found.append(tried(variant))

@@ -5,40 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from benchmarks.papers import h2o, topk
-from benchmarks.papers.lookahead_decoding import fitted_jacobi
 from benchmarks.papers.lookahead_trie import LookaheadTrieSource
-from benchmarks.papers.token_recycling import TokenRecyclingSource
 from forerun.core.long_context import LongContextConfig
 from forerun.decoding import recipes
-from forerun.decoding.level import CacheFactory, Level
+from forerun.decoding.level import CacheFactory
 from forerun.decoding.planner import Planner
-from forerun.decoding.recipes import Recipe, Setup, long_context, reading, self_drafting, small_level, streaming_cache
-from forerun.decoding.source import Source
+from forerun.decoding.recipes import Recipe, self_drafting, streaming_cache
 
 
 def streaming_llm(settings: LongContextConfig) -> CacheFactory:
     """StreamingLLM's cache for the target itself (Xiao et al. 2023): its first and last tokens,
     ``LongContextConfig.cache_budget`` of them."""
     return streaming_cache(settings, max(1, settings.cache_budget - settings.sinks))
-
-
-def streaming_hierarchy(setup: Setup) -> Level:
-    """TriForce's hierarchy with a streaming cache in the middle."""
-    settings = setup.settings
-    return Level(
-        setup.target,
-        Planner(chains=small_level(setup, settings.gamma1)),
-        cache=streaming_llm(settings),
-        nodes=settings.gamma1,
-        chain=settings.gamma2,
-        reads=reading(settings.cache_budget),
-        clock=setup.runtime.clock,
-    )
-
-
-def _whole(make: Callable[[Setup], Source]) -> Recipe:
-    """A method of which all drafts are scored."""
-    return Recipe(lambda setup: setup.over(Planner(make(setup))))
 
 
 SPARSE: dict[str, Callable[[LongContextConfig], CacheFactory]] = {
@@ -51,14 +29,10 @@ SPARSE: dict[str, Callable[[LongContextConfig], CacheFactory]] = {
 
 RECIPES: dict[str, Recipe] = {
     **recipes.RECIPES,
-    "lookahead-trie": _whole(lambda setup: LookaheadTrieSource()),
-    "token-recycling": Recipe(lambda setup: setup.over(setup.planner(TokenRecyclingSource()))),
-    "jacobi": _whole(fitted_jacobi),
-    "streaming-hierarchy": long_context(streaming_hierarchy, streaming_llm, small=True),
+    "lookahead-trie": Recipe(lambda setup: setup.over(Planner(LookaheadTrieSource()))),
     "streaming-self": self_drafting(streaming_llm),
     "h2o": self_drafting(h2o.target_cache),
     "topk": self_drafting(topk.target_cache),
 }
-"""Forerun's recipes and the baselines: ``lookahead-trie`` is the paper's trie, all of whose drafts are scored,
-``jacobi`` is lookahead decoding, ``streaming-hierarchy`` is TriForce with a
-streaming cache in the middle; ``streaming-self``, ``h2o`` and ``topk`` let the target draft over that cache alone."""
+"""Forerun's recipes and the baselines: ``lookahead-trie`` is the paper's trie, all of whose drafts are scored;
+``streaming-self``, ``h2o`` and ``topk`` let the target draft over that cache alone."""

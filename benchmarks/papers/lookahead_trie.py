@@ -38,9 +38,7 @@ class LookaheadTrieConfig:
         max_prefix: longest context that is counted and matched.
         min_matches: the next shorter context is used too while there are fewer nodes (N_m).
         prompt_weight: weight of a count in the request's own text; in earlier outputs it is 1.
-        prompt_tokens: maximum number of a prompt's tokens that are indexed; of a longer prompt it is the end.
         capacity: tokens of outputs that a namespace keeps; the oldest outputs give way.
-        learns_outputs: whether generated tokens are counted.
     """
 
     form: Form = "hierarchical"
@@ -48,9 +46,7 @@ class LookaheadTrieConfig:
     max_prefix: int = 4
     min_matches: int = 64
     prompt_weight: float = 2.0
-    prompt_tokens: int = 1 << 20
     capacity: int = 1 << 20
-    learns_outputs: bool = True
 
     def __post_init__(self) -> None:
         if self.form not in get_args(Form):
@@ -162,13 +158,9 @@ class LookaheadTrieSource(Source):
         for sequence in sequences:
             self._of(namespace).extend([], list(map(int, sequence)))
 
-    def tokens(self, namespace: str) -> int:
-        """Tokens of the outputs that a namespace keeps."""
-        return self._of(namespace).tokens
-
     def open(self, row: Row) -> _Live:
         own = NGrams(self.config.max_prefix)
-        own.count(row.request.prompt.tolist()[-self.config.prompt_tokens :])
+        own.count(row.request.prompt.tolist())
         return _Live(own, row.request.prompt_length)
 
     def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
@@ -178,10 +170,9 @@ class LookaheadTrieSource(Source):
     def _count(self, live: _Live, request: Request) -> None:
         orders = self.config.max_prefix
         first, live.known = live.known, len(request)
-        if self.config.learns_outputs:
-            text = request.tokens[max(0, first - orders) :].tolist()
-            live.own.count(text, min(first, orders))
-            self._of(request.drafts_from).extend(live.output, text[min(first, orders) :])
+        text = request.tokens[max(0, first - orders) :].tolist()
+        live.own.count(text, min(first, orders))
+        self._of(request.drafts_from).extend(live.output, text[min(first, orders) :])
 
     def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
         return [self.draft(row, limit.nodes) for row, limit in zip(rows, limits, strict=True)]

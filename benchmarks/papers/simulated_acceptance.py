@@ -29,9 +29,7 @@ from forerun.models.forward.scorer import Scorer
 POSITIONS = 1 << 20
 READ = 4096
 """Tokens whose keys and values are made at once."""
-SELF_DRAFTING = ("low-rank", "retrieval", "streaming-self", "h2o", "topk")
-BELOW_MIDDLE = ("triforce", "streaming-hierarchy")
-SIMULATED = ("streaming", *BELOW_MIDDLE, *SELF_DRAFTING)
+SIMULATED = ("streaming", "triforce", "low-rank", "retrieval", "streaming-self", "h2o", "topk")
 """Drafters whose acceptance rate can be given: those in which all levels are models."""
 
 

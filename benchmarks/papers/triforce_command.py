@@ -82,8 +82,8 @@ class TriforceOptions(LongStudyOptions):
         return max(self.max_new_tokens, self.needle_tokens) + self.gamma2 + 128
 
 
-DRAFTERS = ("triforce", "triforce-trie", "triforce-auto", "low-rank", "streaming", "retrieval", "streaming-hierarchy")
-"""TriForce, Forerun's own drafters, and the paper's baselines: the naive policy, no hierarchy, no retrieval."""
+DRAFTERS = ("triforce", "triforce-trie", "triforce-auto", "low-rank", "streaming", "retrieval")
+"""TriForce, Forerun's own drafters, and the paper's baselines: the naive policy and no hierarchy."""
 
 ALONE = frozenset({"temperatures", "contexts"})
 """Parts that measure single rows."""

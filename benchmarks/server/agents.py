@@ -21,13 +21,14 @@ import httpx
 import typer
 from transformers import AutoConfig, AutoTokenizer
 
+from benchmarks.reporting.study_report import Delivery, Report
 from benchmarks.server import servers
 from benchmarks.server.client import PATIENCE, ServerEndpoint
 from benchmarks.server.servers import ServedModel, ServerContestant
-from forerun.bench.machine import Row, caption, machine
+from forerun.bench.machine import Row, plain_values
 from forerun.bench.report import figure
 from forerun.cli.options import DebugOptions
-from forerun.cli.terminal import say, show_report
+from forerun.cli.terminal import say
 
 SHOWN_TURNS = (1, 2, 10)
 RULE = "Rule {0}: before you change file {1}, read it, run test {2}, and say in one line what you found.\n"
@@ -105,9 +106,9 @@ def _tool(number: int) -> Row:
 
 def run(options: AgentOptions) -> None:
     """Measure all contestants."""
-    options.out.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     limit = AutoConfig.from_pretrained(options.model).max_position_embeddings
+    delivery = Delivery(Report("An agent's turns", plain_values(options)), options.out, "agents", as_json=False)
     rows: list[Row] = []
     for contestant in _contestants(options, limit):
         with servers.started(contestant, False, options.out / f"{contestant.name}.log") as endpoint:
@@ -115,12 +116,10 @@ def run(options: AgentOptions) -> None:
                 for row in _session(endpoint, AgentConversation(tokenizer, options)):
                     rows.append({"contestant": contestant.name, "session": session, **row})
                     say(f"{contestant.name}, {session}, turn {row['turn']}: first token after {row['first']:.2f} s")
-    report = {"machine": machine(), "options": _plain(options), "rows": rows}
-    files = [options.out / name for name in ("agents.json", "agents.md", "agents.png")]
-    files[0].write_text(json.dumps(report, indent=1) + "\n")
-    files[1].write_text(markdown(rows))
-    _plot(rows, files[2], caption(_plain(options)))
-    show_report(markdown(rows), files)
+        delivery.report.add("turns", "How soon an agent's turns start", rows, table(rows))
+        delivery.report.plot("turns", lambda path: _plot(rows, path, delivery.report.note))
+        delivery.save()
+    delivery.end()
 
 
 def _contestants(options: AgentOptions, positions: int) -> list[ServerContestant]:
@@ -129,10 +128,6 @@ def _contestants(options: AgentOptions, positions: int) -> list[ServerContestant
     if options.gguf is not None:
         found.append(servers.llama(subject, options.gguf, 1, positions, options.threads, lambda text: []))
     return found
-
-
-def _plain(options: AgentOptions) -> Row:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
 
 
 def _session(endpoint: ServerEndpoint, conversation: AgentConversation) -> Iterator[Row]:
@@ -175,7 +170,7 @@ def _turn(endpoint: ServerEndpoint, prompt: Sequence[int], most: int) -> tuple[s
     }
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """A line for each contestant and session."""
     last = max(row["turn"] for row in rows)
     turns = [turn for turn in SHOWN_TURNS if turn <= last]

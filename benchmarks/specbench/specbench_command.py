@@ -35,7 +35,7 @@ from forerun.engine.engine import BUDGET
 from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.inputs import position_limit
 
-DRAFTERS = ("none", "auto", "trie", "lookahead-trie", "token-recycling")
+DRAFTERS = ("none", "auto", "trie", "lookahead-trie")
 TASK_PROMPTS = 4
 """Default number of prompts of each of the tasks."""
 

@@ -1,24 +1,40 @@
-"""``python -m benchmarks passes``: the time of a model's passes."""
+"""``python -m benchmarks passes``: the time of a model's passes, as tables and a plot."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from benchmarks.reporting import plots
 from benchmarks.reporting.common_options import names, numbers
-from benchmarks.reporting.study_report import Report, deliver
+from benchmarks.reporting.plots import Frame
+from benchmarks.reporting.study_report import Report, deliver, listing
 from benchmarks.studies import passes
-from benchmarks.studies.passes import PassSizes
-from benchmarks.studies.passes_report import add_passes
-from forerun.bench.machine import plain_values
+from benchmarks.studies.passes import MEMORY, PassSizes
+from forerun.bench.machine import Row, plain_values
 from forerun.cli.options import AnyTypeModelOptions, Dtype, Out, OutputOptions, Rounds, option
 from forerun.cli.terminal import progress_bar, stderr
 from forerun.models.forward.architecture import STORED
 from forerun.models.loading.load import ACTIVATION_TYPES, load
 
 DTYPES = get_args(Dtype)
+TIMES = {
+    "dtype": "dtype",
+    "who": "by",
+    "tokens": "tokens",
+    "milliseconds": "ms",
+    "fastest": "fastest",
+    "slowest": "slowest",
+}
+PASSES = TIMES | {
+    "ratio_to_one_token": "ratio to one token",
+    "megabytes": "weights read, MB",
+    "gigabytes_per_second": "GB/s",
+    "share": "of the bandwidth",
+}
+PROMPTS = TIMES | {"tokens_per_second": "tokens/s"}
 
 
 @dataclass(frozen=True)
@@ -74,3 +90,29 @@ def run(options: PassesOptions) -> None:
     report = Report("What passes cost", plain_values(options))
     add_passes(report, rows, options.context)
     deliver(report, options.out, "passes", options.json)
+
+
+def add_passes(report: Report, rows: Sequence[Row], context: int) -> None:
+    """All tables and plots.
+
+    Args:
+        report: takes them.
+        rows: from ``benchmarks.studies.passes``.
+        context: tokens in the cache.
+    """
+    read = next(row for row in rows if row["who"] == MEMORY)
+    passes = [_shown(row) for row in rows if row["kind"] == "pass"]
+    prompts = [_shown(row) for row in rows if row["kind"] == "prompt"]
+    said = f"This machine reads {read['gigabytes_per_second']:.1f} GB/s, measured in the same rounds.\n"
+    heading = f"Passes after {context:,} tokens"
+    report.add("passes", heading, [*passes, read], said, listing(passes, PASSES))
+    frame = Frame(heading, "tokens in the pass", "milliseconds", log=True)
+    report.lines("times", frame, plots.by(passes, "line", "tokens", "milliseconds", ("fastest", "slowest")))
+    if prompts:
+        report.add("prompts", "Reading a prompt", prompts, listing(prompts, PROMPTS))
+
+
+def _shown(row: Row) -> Row:
+    share = row["share_of_bandwidth"]
+    more = {"line": f"{row['who']}, {row['dtype']}", "megabytes": round(row["bytes_read"] / 1e6, 1)}
+    return row | more | {"share": None if share is None else f"{100 * share:.0f} %"}

@@ -13,8 +13,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from benchmarks.papers.lookahead_trie import LookaheadTrieSource
-from benchmarks.papers.timed_trie import EagerTrie
-from benchmarks.studies.replay import Selection, replay
+from benchmarks.studies.replay import EagerTrie, Selection, replay
 from forerun.cli.options import OutputOptions, option
 from forerun.cli.terminal import stderr, stdout, working
 from forerun.decoding.source import Source

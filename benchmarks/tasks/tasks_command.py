@@ -44,7 +44,7 @@ from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load_draft
 
 _OTHERS = "Compared with"
-DRAFTERS = ("none", "auto", "lookup", "jacobi", "trie")
+DRAFTERS = ("none", "auto", "lookup", "trie")
 """Those that are measured unless others are named."""
 FROM_TASKS = ("task", "books", "maths", "code")
 """Options that a file of prompts replaces."""

@@ -201,18 +201,18 @@ def test_accuracy_counts_right_answers_of_all_contestants(engine: Engine) -> Non
 # --- the command
 
 
-def test_the_command_writes_every_part(tmp_path: Path) -> None:
+def test_the_command_writes_acceptance_on_prose_and_needles(tmp_path: Path) -> None:
     model = str(save_model(tmp_path / "model"))
     book = tmp_path / "book.txt"
     book.write_text("\n\n".join("again and again and so on and on" for _ in range(200)))
-    sizes = ["--context", "400", "--temperatures", "0,1", "--budgets", "16,32", "--chunk", "2"]
+    sizes = ["--context", "400", "--temperatures", "0,1", "--chunk", "2"]
     common = ["--cache-budget", "32", "--window", "16", "-n", "4", "--needles", "2", "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(
         app, ["long-context", "analyse", "-m", model, "--text", str(book), *sizes, *common, "--json"]
     )
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
-    assert set(found["parts"]) == {"acceptance", "budgets"}
+    assert set(found["parts"]) == {"acceptance"}
     plots = {path.stem for path in (tmp_path / "out").glob("*.png")}
-    assert plots == {f"analyse-{name}" for name in (*found["parts"], "bytes")}
+    assert plots == {"analyse-acceptance"}
     assert "## Acceptance of sparse caches of 32 tokens" in (tmp_path / "out" / "analyse.md").read_text()

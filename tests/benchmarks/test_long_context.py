@@ -282,22 +282,10 @@ def test_wrong_options_are_refused_in_one_line(arguments: tuple[str, ...], messa
 def test_a_simulation_runs_from_the_command_line_and_is_labelled(tmp_path: Path) -> None:
     shape, small = "1,16,16,2,2,64", "1,16,16,2,2,32"
     arguments = ["papers", "triforce", "--simulate-acceptance", "0.75", "--shape", shape, "--draft-shape", small]
-    sizes = [
-        "--contexts",
-        "40,80",
-        "-n",
-        "12",
-        "--rounds",
-        "1",
-        "--cache-budget",
-        "16",
-        "--chunk",
-        "4",
-        "--window",
-        "8",
-    ]
+    sizes = ["--contexts", "40,80", "-n", "12", "--rounds", "1"]
+    cache = ["--cache-budget", "16", "--chunk", "4", "--window", "8"]
     batch = ["--batches", "2", "--batch-budgets", "16", "--out", str(tmp_path), "--json"]
-    done = CliRunner().invoke(app, [*arguments, *sizes, *batch])
+    done = CliRunner().invoke(app, [*arguments, *sizes, *cache, *batch])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout.splitlines()[-1])
     assert "simulated acceptance 0.75" in found["simulated"]

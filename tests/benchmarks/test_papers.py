@@ -13,7 +13,6 @@ from support.tiny import PROMPTS, tiny
 
 from benchmarks.papers.baselines import RECIPES, SPARSE
 from benchmarks.papers.h2o import HeavyHitterCache
-from benchmarks.papers.lookahead_decoding import JacobiConfig, JacobiSource
 from benchmarks.papers.topk import TopKCache
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
@@ -56,14 +55,14 @@ def test_the_text_is_that_without_drafts_and_some_drafts_are_right(name: str, ho
 
 
 def test_the_names_are_those_of_the_package_and_of_the_baselines() -> None:
-    published = {"lookahead-trie", "token-recycling", "jacobi", "streaming-hierarchy", "streaming-self", "h2o", "topk"}
+    published = {"lookahead-trie", "streaming-self", "h2o", "topk"}
     assert set(BASELINES) == published
     assert set(SPARSE) - set(recipes.SPARSE) == {"topk", "streaming", "h2o"}
-    assert not {"streaming-hierarchy", "none"} & set(recipes.buildable(settings(draft_model=None), RECIPES))
-    with pytest.raises(ValueError, match=r"drafter is 'none at all'; known are .*jacobi"):
+    assert not {"triforce", "none"} & set(recipes.buildable(settings(draft_model=None), RECIPES))
+    with pytest.raises(ValueError, match=r"drafter is 'none at all'; known are .*lookahead-trie"):
         recipes.check_drafter("none at all", RECIPES)
-    with pytest.raises(ValueError, match="drafter is 'jacobi'; known are "):
-        recipes.check_drafter("jacobi")
+    with pytest.raises(ValueError, match="drafter is 'lookahead-trie'; known are "):
+        recipes.check_drafter("lookahead-trie")
 
 
 @pytest.mark.parametrize("name", ["streaming-self", "h2o"])
@@ -78,13 +77,6 @@ def test_drafts_longer_than_the_recent_tokens_can_be_rejected(name: str) -> None
     first = draft(chains, row, 200).tokens.tolist()
     request.append((first[0] + 1) % 40)
     assert len(first) == len(draft(chains, row, 200)) == 200
-
-
-def test_a_window_that_is_larger_than_the_budget_is_not_sent() -> None:
-    drafter, request = JacobiSource(JacobiConfig(4, 3, 2)), Request([1, 2, 3], 60)
-    row = opened(drafter, request)
-    assert len(draft(drafter, row, 4)) == 4  # a level of four guesses
-    assert not len(draft(drafter, row, 3))
 
 
 # --- the oracle and heavy hitters beside the full cache

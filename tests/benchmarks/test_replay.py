@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from typer.testing import CliRunner
 
+from benchmarks.__main__ import app
 from benchmarks.papers.lookahead_trie import LookaheadTrieSource
-from benchmarks.papers.timed_trie import EagerTrie
-from benchmarks.studies.replay import Recorded, Selection, replay
+from benchmarks.studies.replay import EagerTrie, Recorded, Selection, replay
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
 from forerun.decoding.row import Row
 from forerun.decoding.source import Limit, Source
+from forerun.decoding.sources.lookup import Lookup
 from forerun.decoding.sources.trie_source import TrieSource
 
 
@@ -116,6 +119,29 @@ def test_a_trie_learns_in_the_time_of_its_updates() -> None:
     assert source.asked > 2 == source.ended
 
 
+def test_replay_of_an_answer_that_stands_in_the_prompt_takes_few_steps() -> None:
+    text = list(range(100, 160))
+    report = replay(Lookup(), [Recorded([*text, 5000], text)], budget=10)
+    assert report.tokens == 59
+    assert len(report.drafted) == 6  # from the second token on ten drafted and one more, the last step four
+    summary = report.summary()
+    assert summary["edl"] == round(59 / 6, 4)
+    assert summary["hit_rate"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "selection"),
+    [
+        ("a.jsonl", Selection(Path("a.jsonl"))),
+        ("a.jsonl:author=llm:gpt3:from=3:to=7", Selection(Path("a.jsonl"), "llm:gpt3", 3, 7)),
+        ("dir/a:b.jsonl:to=2", Selection(Path("dir/a:b.jsonl"), None, 0, 2)),
+        ("a.jsonl:author=human", Selection(Path("a.jsonl"), "human")),
+    ],
+)
+def test_selections_are_parsed(text: str, selection: Selection) -> None:
+    assert Selection.parse(text) == selection
+
+
 def write(path: Path) -> Path:
     rows = [{"prompt": "p", "answer": f"{i}", "author": "a:b" if i % 2 else "c"} for i in range(10)]
     path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
@@ -160,3 +186,26 @@ def test_rows_without_a_prompt_are_left_out() -> None:
 def test_a_drafter_that_keeps_nothing_is_not_warmed() -> None:
     with pytest.raises(ValueError, match="cannot be warmed"):
         replay(None, [Recorded([0], [1, 2])], 8, [Recorded([0], [1, 2])])
+
+
+def test_the_replay_command_prints_one_json_object(tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["unk", "a", "b", "c", "d", "e"])}, "unk"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    rows = [{"prompt": "a b c", "answer": "a b c d e", "author": author} for author in ("x", "y", "x")]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["replay", f"{file}:author=x:from=1", "--tokenizer", str(tmp_path / "tokenizer.json"), "--json"]
+    done = CliRunner().invoke(app, [*arguments, "--warm", f"{file}:author=y", "--budget", "8"])
+    assert done.exit_code == 0, done.output
+    summary = json.loads(done.stdout)
+    assert {"edl", "drafted_per_step", "hit_rate", "retrieve_us", "update_us", "bytes_per_token"} <= set(summary)
+    assert set(summary["retrieve_us"]) == {"p50", "p99", "max"}
+    assert summary["edl"] == 4
+    missing = CliRunner().invoke(app, ["replay", f"{file}:author=z", *arguments[2:]])
+    assert missing.exit_code == 2
+    assert "no row with author=z" in missing.stderr
+    file.write_text('{"prompt": 1')
+    broken = CliRunner().invoke(app, ["replay", str(file), *arguments[2:]])
+    assert broken.exit_code == 2
+    assert "rows.jsonl:1 is no JSON object" in broken.stderr

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.server import attack, fuzz, kill, many_streams, soak
+from benchmarks.server import attack, fuzz, kill, soak
 from benchmarks.server.malformed_requests import RawRequest
 from benchmarks.server.response_checks import RawAnswer, wrong
 from benchmarks.server.server_process import ServerProcess
@@ -69,14 +69,6 @@ def test_what_grows_is_found(name: str) -> None:
 def test_what_a_kill_breaks_is_found(change: dict[str, Any]) -> None:
     right = {"wrong": 0, "warnings": [], "started_empty": 0, "unfinished_files": [9, 1, 2]}
     assert kill.faults(right) == [] and kill.faults({**right, **change}) == list(change)
-
-
-@pytest.mark.parametrize(
-    "change", [{"different": ["x"]}, {"failed": ["x"]}, {"left": {"tasks": (1, 2)}}, {"texts_compared": 0}]
-)
-def test_what_many_streams_break_is_found(change: dict[str, Any]) -> None:
-    right = {"different": [], "failed": [], "left": {}, "texts_compared": 5}
-    assert many_streams.faults(right) == [] and many_streams.faults({**right, **change}) == list(change)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ WRONG = [
     (("specbench",), "there is nothing to measure; give --questions, --tasks or both"),
     (("specbench", "--questions", "nowhere.jsonl"), "--questions is nowhere.jsonl; there is no such file"),
     (("specbench", "--tasks", "--budget", "0"), "--budget is '0'; no number may be below 1"),
-    (("papers", "lookahead", "--parts", "x"), "--parts has 'x'; known are"),
     (("papers", "triforce", "--contexts", "8"), "no number may be below 16"),
     (("long-context", "analyse", "--caches", "magic"), "--caches has 'magic'; known are low-rank, retrieval"),
     (("offload", "--kv-host-memory", "1GB"), "--kv-host-memory is of what does not fit on the device; add --kv-memory"),

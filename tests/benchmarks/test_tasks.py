@@ -1,4 +1,4 @@
-"""``python -m benchmarks tasks``, ``replay`` and ``exact-texts``: what is asked and refused; no time is asserted."""
+"""``python -m benchmarks tasks`` and ``exact-texts``: what is asked and refused; no time is asserted."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from random import Random
 import pytest
 from support.prompt_files import tokenizer, written
 from support.tiny import PROMPTS, tiny
-from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.reporting import slowness, task_results
 from benchmarks.reporting.update_pages import into_page, slowness_table
 from benchmarks.studies import exact_texts
-from benchmarks.studies.replay import Recorded, Selection, replay
 from benchmarks.tasks.continuations import continuations
 from benchmarks.tasks.task_bench import PADDED, TaskBench
 from benchmarks.tasks.task_prompts import Counts, build_jobs
@@ -27,8 +25,6 @@ from forerun.bench import report
 from forerun.bench.journal import TurnKey
 from forerun.bench.prompts_file import Prompt
 from forerun.bench.rounds import PromptSet, Rows
-from forerun.decoding.sources.lookup import Lookup
-from forerun.decoding.sources.trie_source import TrieSource
 from forerun.engine.engine import Engine
 
 
@@ -171,65 +167,6 @@ def test_batches_give_the_texts_of_padded_ones_whatever_their_size() -> None:
         assert [row["contestant"] for row in rows] == [PADDED, "forerun none", "forerun trie"]
         assert all(row["same_output"] == 1 and row["texts"] == 4 for row in rows)
         assert len(series[0].runs) == 4 // size
-
-
-@pytest.mark.parametrize(
-    ("text", "selection"),
-    [
-        ("a.jsonl", Selection(Path("a.jsonl"))),
-        ("a.jsonl:author=llm:gpt3:from=3:to=7", Selection(Path("a.jsonl"), "llm:gpt3", 3, 7)),
-        ("dir/a:b.jsonl:to=2", Selection(Path("dir/a:b.jsonl"), None, 0, 2)),
-        ("a.jsonl:author=human", Selection(Path("a.jsonl"), "human")),
-    ],
-)
-def test_selections_are_parsed(text: str, selection: Selection) -> None:
-    assert Selection.parse(text) == selection
-
-
-def test_replay_of_an_answer_that_stands_in_the_prompt_takes_few_steps() -> None:
-    text = list(range(100, 160))
-    report = replay(Lookup(), [Recorded([*text, 5000], text)], budget=10)
-    assert report.tokens == 59
-    assert len(report.drafted) == 6  # from the second token on ten drafted and one more, the last step four
-    summary = report.summary()
-    assert summary["edl"] == round(59 / 6, 4)
-    assert summary["hit_rate"] == 1
-
-
-def test_replay_without_drafts_has_one_token_a_step() -> None:
-    summary = replay(None, [Recorded([1, 2], [3, 4, 5])], budget=8).summary()
-    assert summary["edl"] == 1
-    assert summary["hit_rate"] == summary["drafted_per_step"] == 0
-
-
-def test_a_warm_trie_replays_what_it_has_seen_in_fewer_steps() -> None:
-    rows = [Recorded([1], list(range(10, 40)))]
-    cold, warm = (replay(TrieSource(), rows, 16, seen) for seen in ([], rows))
-    assert len(cold.drafted) == 29
-    assert len(warm.drafted) < 5
-
-
-def test_the_replay_command_prints_one_json_object(tmp_path: Path) -> None:
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["unk", "a", "b", "c", "d", "e"])}, "unk"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.save(str(tmp_path / "tokenizer.json"))
-    rows = [{"prompt": "a b c", "answer": "a b c d e", "author": author} for author in ("x", "y", "x")]
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = ["replay", f"{file}:author=x:from=1", "--tokenizer", str(tmp_path / "tokenizer.json"), "--json"]
-    done = CliRunner().invoke(app, [*arguments, "--warm", f"{file}:author=y", "--budget", "8"])
-    assert done.exit_code == 0, done.output
-    summary = json.loads(done.stdout)
-    assert {"edl", "drafted_per_step", "hit_rate", "retrieve_us", "update_us", "bytes_per_token"} <= set(summary)
-    assert set(summary["retrieve_us"]) == {"p50", "p99", "max"}
-    assert summary["edl"] == 4
-    missing = CliRunner().invoke(app, ["replay", f"{file}:author=z", *arguments[2:]])
-    assert missing.exit_code == 2
-    assert "no row with author=z" in missing.stderr
-    file.write_text('{"prompt": 1')
-    broken = CliRunner().invoke(app, ["replay", str(file), *arguments[2:]])
-    assert broken.exit_code == 2
-    assert "rows.jsonl:1 is no JSON object" in broken.stderr
 
 
 def test_the_command_measures_the_file_on_any_model(tmp_path: Path) -> None:

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers.generation.logits_process as theirs
-from support.away import PLACE, AwayScorer, ChainScorer, Device, there, tokens_of
+from support.away import PLACE, Device, here, there
 from support.mocks import PROMPT, MockScorer, MockTarget, Silent, TokenCache, ban_repeats, opened
 from support.tiny import PROMPTS, tiny
 
 import forerun
+from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.core.sampling import InTurn, Sampler
@@ -38,6 +40,29 @@ WARPED = [of_row(each, MODEL) for each in ([], [theirs.TemperatureLogitsWarper(0
 
 def mixed(method: str) -> list[Sampler]:
     return [*(Sampler(method, seed, each) for seed, each in enumerate(WARPED)), Sampler(method, 7, ban_repeats)]  # type: ignore[arg-type]
+
+
+class AwayScorer(MockScorer):
+    """A ``MockScorer`` whose logits lie there."""
+
+    def score(self, blocks: Sequence[Block], caches: Sequence[TokenCache]) -> list[torch.Tensor]:
+        return [there(logits) for logits in super().score(blocks, caches)]
+
+
+class ChainScorer(AwayScorer):
+    """Takes token ids that lie there, as a scorer does that goes by tables."""
+
+    by_tables = True
+
+    def score(self, blocks: Sequence[Block], caches: Sequence[TokenCache]) -> list[torch.Tensor]:
+        known = [
+            block if block.ids is None else Block(here(block.ids).numpy(), block.tree, block.start) for block in blocks
+        ]
+        return super().score(known, caches)
+
+
+def tokens_of(tree: Any) -> tuple[list[int], list[int]]:
+    return np.asarray(tree.tokens).tolist(), np.asarray(tree.parents).tolist()
 
 
 class Unsure(ChainConfidence):

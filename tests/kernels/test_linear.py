@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -28,13 +27,6 @@ EPS = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float64: 1e-14}
 SHAPES = [(64, 64), (50, 40), (33, 1536), (7, 12), (192, 2050), (16, 2), (1, 70), (257, 4160)]
 """Outputs and columns: whole and broken panels, whole and broken vectors, more and fewer than a chunk."""
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 15, 16, 17, 23, 32, 33, 40, 48, 63, 64, 65, 70)
-
-
-@pytest.fixture(autouse=True)
-def own_number_of_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -59,13 +59,6 @@ CASES = [
     Case(6, 1, 48, 80, dtype=torch.bfloat16, softcap=3.0),
     Case(3, 3, 16, 32, dtype=torch.bfloat16),
 ]
-
-
-@pytest.fixture(autouse=True)
-def own_number_of_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 class Text:

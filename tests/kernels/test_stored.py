@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.gguf_blocks import NAMES, SCALES, blocks
-from support.linear_ops import layer
-from support.linear_ops import run as run_table
+from support.linear_ops import layer, numbers
+from support.linear_ops import run_stored as run
 
 from forerun.kernels.linear import linear
 from forerun.kernels.linear.decoder_ops import LOOKUP, LookupOp
 from forerun.kernels.linear.gguf_formats import GGUF_FORMATS
-from forerun.kernels.linear.linear import ADD, GATE, PUT, Weights, matrix_of, table_of
+from forerun.kernels.linear.linear import ADD, GATE, Weights, matrix_of
 from forerun.kernels.linear.rowwise import GELU, SILU
 from forerun.kernels.runtime import executor, vector_ir
 
@@ -28,28 +26,6 @@ CASES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.matrix)
 """Each format compiles a kernel of its own."""
 SMALL_BLOCKS = [case for case, each in zip(CASES, GGUF_FORMATS, strict=True) if each.words <= 32]
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 17, 24, 25, 31, 40)
-
-
-@pytest.fixture(autouse=True)
-def own_number_of_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def run(
-    x: torch.Tensor, weights: Sequence[tuple[str, torch.Tensor]], biases: Sequence[torch.Tensor] = (), *,
-    mode: int = PUT, onto: torch.Tensor | None = None, share: int = 2, activation: int = SILU,
-) -> torch.Tensor:  # fmt: skip
-    """One operation over one to three stored matrices."""
-    outs = [len(rows) for _, rows in weights]
-    y = onto if onto is not None else torch.zeros(len(x), outs[0] if mode == GATE else sum(outs))
-    table = table_of([Weights(rows, name, bias) for (name, rows), bias in zip_longest(weights, biases)])
-    return run_table(table, 0, x.shape[1], x, y, mode, share, activation)
 
 
 @pytest.mark.one_in(3)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from support.head_reference import weights
 from support.heads import gemma4, gemma4_assistant
 from support.tiny import tiny
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
@@ -203,12 +203,6 @@ def change(folder: Path, **entries: Any) -> None:
     for name, value in entries.items():
         (config if name in config else config["text_config"])[name] = value
     (folder / "config.json").write_text(json.dumps(config))
-
-
-def weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, folder / "model.safetensors")
 
 
 WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.gguf_hybrids import built, write
-from support.qwen_mtp import FAMILIES, Reference, change, mtp_tensors, one_by_one, qwen_target, reload
+from support.qwen_mtp import FAMILIES, change, empty_layer, mtp_tensors, one_by_one, qwen_target, reload
 from transformers import PreTrainedModel
 
 from forerun.kernels.runtime import vector_ir
@@ -24,6 +24,44 @@ from forerun.models.loading.stored_weights import StoredExperts, StoredLinear
 TEXT = np.random.default_rng(3).integers(0, 48, 201)
 BRANCHES = ([3, 4, 5, 6], [3, 4, 6], [3, 9], [11])
 GGUF = {"qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe"}
+
+
+class Reference:
+    """An MTP layer computed anew for each question: transformers' decoder layer and projections, no cache, no tree.
+
+    Args:
+        model: the target.
+        tensors: of the layer, as ``mtp_tensors`` has them.
+    """
+
+    def __init__(self, model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.model, self.tensors, self.layer = model, tensors, empty_layer(model)
+        at = "mtp.layers.0."
+        self.layer.load_state_dict({name.removeprefix(at): t for name, t in tensors.items() if name.startswith(at)})
+
+    def states(self, text: list[int], read: int) -> torch.Tensor:
+        """What leaves the layer at each entry of a text, ``[len(text) - 1, hidden]``.
+
+        An entry has a token and the state before it: the target's after its final norm for ``read`` tokens, then what
+        left the layer itself. It has the position of the state, as in vLLM and SGLang.
+        """
+        decoder = self.model.get_decoder()
+        hidden = decoder(torch.tensor([text[:read]])).last_hidden_state[0]
+        embeddings = self.model.get_input_embeddings()(torch.tensor(text[1:]))
+        while True:
+            count = len(hidden)
+            pair = self._norm(embeddings[:count], "pre_fc_norm_embedding"), self._norm(hidden, "pre_fc_norm_hidden")
+            x = torch.cat(pair, -1) @ self.tensors["mtp.fc.weight"].T
+            angles = decoder.rotary_emb(x[None], torch.arange(count)[None])
+            mask = torch.full((count, count), -torch.inf, dtype=x.dtype).triu(1)[None, None]
+            left = self._norm(self.layer(x[None], angles, mask)[0], "norm")
+            if count == len(text) - 1:
+                return left
+            hidden = torch.cat([hidden, left[-1:]])
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        eps = self.model.config.rms_norm_eps
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (1 + self.tensors[f"mtp.{name}.weight"])
 
 
 def states_of(model: PreTrainedModel, tokens: np.ndarray) -> torch.Tensor:

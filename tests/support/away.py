@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
-
-from forerun.core.block import Block
-from support.mocks import MockScorer, TokenCache
 
 PLACE = torch.device("xpu")
 READS = {"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
@@ -25,10 +20,10 @@ def there(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_subclass(Away)
 
 
-def _here(value: Any) -> Any:
+def here(value: Any) -> Any:
     if isinstance(value, Away):
         return value.as_subclass(torch.Tensor)
-    return type(value)(map(_here, value)) if isinstance(value, list | tuple) else value
+    return type(value)(map(here, value)) if isinstance(value, list | tuple) else value
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -61,7 +56,7 @@ class Device(TorchFunctionMode):
         if name in READS or (name == "__getitem__" and _masks(args[1])):
             assert name != "numpy", "it has to be brought to the CPU first"
             self.reads.append(name)
-            return _here(func(_here(args[0]), *args[1:], **kwargs))
+            return here(func(here(args[0]), *args[1:], **kwargs))
         return func(*args, **kwargs)
 
     def _to(self, func: Any, args: Any, kwargs: Any, away: bool) -> Any:
@@ -75,26 +70,3 @@ class Device(TorchFunctionMode):
 def _masks(index: Any) -> bool:
     parts = index if isinstance(index, tuple) else (index,)
     return any(isinstance(each, torch.Tensor) and (each.dtype == torch.bool or not each.dim()) for each in parts)
-
-
-class AwayScorer(MockScorer):
-    """A ``MockScorer`` whose logits lie there."""
-
-    def score(self, blocks: Sequence[Block], caches: Sequence[TokenCache]) -> list[torch.Tensor]:
-        return [there(logits) for logits in super().score(blocks, caches)]
-
-
-class ChainScorer(AwayScorer):
-    """Takes token ids that lie there, as a scorer does that goes by tables."""
-
-    by_tables = True
-
-    def score(self, blocks: Sequence[Block], caches: Sequence[TokenCache]) -> list[torch.Tensor]:
-        known = [
-            block if block.ids is None else Block(_here(block.ids).numpy(), block.tree, block.start) for block in blocks
-        ]
-        return super().score(known, caches)
-
-
-def tokens_of(tree: Any) -> tuple[list[int], list[int]]:
-    return np.asarray(tree.tokens).tolist(), np.asarray(tree.parents).tolist()

@@ -1,4 +1,4 @@
-"""One linear operation as a program of its own."""
+"""One linear operation as a program of its own, over plain or stored weights."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ from forerun.kernels.linear.linear import (
     NUMBER_KINDS,
     PUT,
     MatrixTable,
+    Weights,
     operation,
     plain,
     table_of,
 )
 from forerun.kernels.linear.rowwise import SILU
 from forerun.kernels.runtime import executor
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def layer(
@@ -35,6 +40,17 @@ def layer(
     y = onto if onto is not None else torch.zeros(n, outs[0] if mode == GATE else sum(outs), dtype=to or x.dtype)
     table = table_of([plain(w, bias) for w, bias in zip_longest(weights, biases)])
     return run(table, kind, words, x, y, mode, share, activation)
+
+
+def run_stored(
+    x: torch.Tensor, weights: Sequence[tuple[str, torch.Tensor]], biases: Sequence[torch.Tensor] = (), *,
+    mode: int = PUT, onto: torch.Tensor | None = None, share: int = 2, activation: int = SILU, quantised: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """One operation over one to three stored matrices, with their formats' names; ``quantised``: multiply integers."""
+    outs = [len(rows) for _, rows in weights]
+    y = onto if onto is not None else torch.zeros(len(x), outs[0] if mode == GATE else sum(outs))
+    table = table_of([Weights(rows, name, bias, quantised) for (name, rows), bias in zip_longest(weights, biases)])
+    return run(table, 0, x.shape[1], x, y, mode, share, activation)
 
 
 def run(

@@ -1,7 +1,4 @@
-"""Random models of Qwen's families with an MTP layer, in files with the tensors' real names; and what the layer says.
-
-The reference computes all entries again for every node: transformers' decoder layer and projections, no cache, no tree.
-"""
+"""Random models of Qwen's families with an MTP layer, in files with the tensors' real names."""
 
 from __future__ import annotations
 
@@ -91,41 +88,3 @@ def change(folder: Path, **entries: object) -> None:
     """Change a folder's configuration."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | entries))
-
-
-class Reference:
-    """An MTP layer computed anew for each question.
-
-    Args:
-        model: the target.
-        tensors: of the layer, as ``mtp_tensors`` has them.
-    """
-
-    def __init__(self, model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.model, self.tensors, self.layer = model, tensors, empty_layer(model)
-        at = "mtp.layers.0."
-        self.layer.load_state_dict({name.removeprefix(at): t for name, t in tensors.items() if name.startswith(at)})
-
-    def states(self, text: list[int], read: int) -> torch.Tensor:
-        """What leaves the layer at each entry of a text, ``[len(text) - 1, hidden]``.
-
-        An entry has a token and the state before it: the target's after its final norm for ``read`` tokens, then what
-        left the layer itself. It has the position of the state, as in vLLM and SGLang.
-        """
-        decoder = self.model.get_decoder()
-        hidden = decoder(torch.tensor([text[:read]])).last_hidden_state[0]
-        embeddings = self.model.get_input_embeddings()(torch.tensor(text[1:]))
-        while True:
-            count = len(hidden)
-            pair = self._norm(embeddings[:count], "pre_fc_norm_embedding"), self._norm(hidden, "pre_fc_norm_hidden")
-            x = torch.cat(pair, -1) @ self.tensors["mtp.fc.weight"].T
-            angles = decoder.rotary_emb(x[None], torch.arange(count)[None])
-            mask = torch.full((count, count), -torch.inf, dtype=x.dtype).triu(1)[None, None]
-            left = self._norm(self.layer(x[None], angles, mask)[0], "norm")
-            if count == len(text) - 1:
-                return left
-            hidden = torch.cat([hidden, left[-1:]])
-
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        eps = self.model.config.rms_norm_eps
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (1 + self.tensors[f"mtp.{name}.weight"])
