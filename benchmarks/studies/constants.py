@@ -32,7 +32,7 @@ from forerun.engine.prefill_pacing import PrefillPacing
 
 CONSTANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "decisions": {
-        "policy/ledger.py": ("START_SLACK", "SHARE", "SAVED", "CREDIT"),
+        "policy/ledger.py": ("START_SLACK", "TRIAL_SLACK", "SHARE", "SAVED", "CREDIT"),
         "policy/gains.py": ("PRIOR_TREES", "RECENT_TREES", "TREE_SPREAD"),
         "policy/calibration.py": ("FIRST_GUESS", "STATEMENT_WEIGHT", "MEMORY"),
         "policy/choice.py": ("FIRST_ASKING", "FURTHER_ROW", "DOUBT", "CHEAP", "RECENT"),

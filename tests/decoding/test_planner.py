@@ -33,7 +33,7 @@ from forerun.policy.chain_confidence import ChainConfidence
 from forerun.policy.choice import Choice, DraftPasses
 from forerun.policy.cost_curve import CostCurve
 from forerun.policy.gains import RECENT_TREES, SUFFIX_GAINS, SUFFIXES, Gains
-from forerun.policy.ledger import CREDIT, SAVED, SHARE, START_SLACK, Ledger, TokenValues
+from forerun.policy.ledger import CREDIT, SAVED, SHARE, START_SLACK, TRIAL_SLACK, Ledger, TokenValues
 from forerun.policy.pass_shape import PassShape
 from forerun.policy.time_model import AS_THE_CURVE_SAYS, TimeModel
 
@@ -118,7 +118,7 @@ def test_savings_of_earlier_batches_are_lost_as_a_share_of_a_later_one_only() ->
     ledger.open(200.0)
     assert ledger.slack == pytest.approx(CREDIT * 200)
     ledger.open(10.0)
-    assert ledger.slack == START_SLACK and choice.ledger is ledger
+    assert ledger.slack == TRIAL_SLACK and choice.ledger is ledger
 
 
 @pytest.mark.parametrize("adversary", range(6))
@@ -511,9 +511,9 @@ def test_a_token_of_the_row_that_ends_last_is_worth_most_and_in_a_server_all_are
 def test_a_ledger_keeps_savings_up_to_a_limit_and_trials_apart() -> None:
     ledger = Ledger()
     ledger.book(1.0, 101.0)
-    assert ledger.slack == SAVED and ledger.trials == pytest.approx(START_SLACK + SHARE)
+    assert ledger.slack == SAVED and ledger.trials == pytest.approx(TRIAL_SLACK + SHARE)
     ledger.book(3.0, 1.0, trial=True)
-    assert ledger.trials == pytest.approx(START_SLACK + SHARE - 2 + SHARE) and ledger.affords(10.0)
+    assert ledger.trials == pytest.approx(TRIAL_SLACK + SHARE - 2 + SHARE) and ledger.affords(10.0)
     assert not ledger.affords(10.0, trial=True)
 
 

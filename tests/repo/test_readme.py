@@ -52,7 +52,7 @@ def test_python_blocks_run_one_after_another(page: str, capsys: pytest.CaptureFi
     scope: dict[str, object] = {}
     for block in blocks(page, "python"):
         exec(compile(block, page, "exec"), scope)
-    assert len(capsys.readouterr().out) > 100
+    assert len(capsys.readouterr().out.strip()) > 50
 
 
 LONG = ("forerun audit", "forerun bench")

@@ -33,11 +33,14 @@ from forerun.core.compiling import compiled
 from forerun.core.tree import IntArray
 from forerun.policy.cost_curve import CostTable, FloatArray
 
-START_SLACK = 1.0
-"""What the first batch may lose at its start, in plain passes: one wrong draft of a typical size."""
+START_SLACK = 3.0
+"""What the first batch may lose at its start, in plain passes. First costs are guesses: with one pass, a first proposal
+that cost twice its guess ended drafting for a whole request."""
+TRIAL_SLACK = 1.0
+"""What actions that are not expected to pay may lose at the start, in plain passes: one wrong draft of a typical size."""
 SHARE = 0.01
 """The share of the progress that drafting may lose in the long run."""
-RESERVE = START_SLACK / 2
+RESERVE = TRIAL_SLACK / 2
 """What costly sources leave, and trials that promise nothing, for actions that do. Texts change: what was never right
 may become so."""
 COSTLY_SHARE = 0.5
@@ -55,7 +58,7 @@ class Ledger:
     def __init__(self) -> None:
         self.slack = START_SLACK
         """What the next action may cost if all of it is wrong, in plain passes."""
-        self.trials = START_SLACK
+        self.trials = TRIAL_SLACK
         """The same for an action that is not expected to pay: savings are not for trials."""
         self.costly = 0.0
         """What a costly source may lose while the slack is small, so that a cheap one is tried first, and neither takes
@@ -65,7 +68,7 @@ class Ledger:
 
     def open(self, cost_to_go: float) -> None:
         """Begin with a batch: of earlier savings only a share of its own cost counts."""
-        allowed = max(START_SLACK, CREDIT * cost_to_go)
+        allowed = max(TRIAL_SLACK, CREDIT * cost_to_go)
         self.slack, self.trials = min(self.slack, allowed), min(self.trials, allowed)
 
     def lacks(self, cost: float, trial: bool = False) -> float:
@@ -113,8 +116,8 @@ class Ledger:
         self._add_income(SHARE * min(cost, progress))  # a share of the time: what is fast already has less to lose
 
     def _add_income(self, income: float) -> None:
-        self.trials = min(self.trials + income, START_SLACK + SHARE * self.progress)
-        self.costly = min(self.costly + COSTLY_SHARE * income, START_SLACK)
+        self.trials = min(self.trials + income, TRIAL_SLACK + SHARE * self.progress)
+        self.costly = min(self.costly + COSTLY_SHARE * income, TRIAL_SLACK)
 
 
 class TokenValues:
