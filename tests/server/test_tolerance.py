@@ -200,7 +200,7 @@ def test_hints_and_neutral_values_change_nothing(server: LiveServer) -> None:
 
 
 def test_the_docs_name_every_hint_and_every_missing_feature() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "results" / "serving-details.md").read_text()
     assert not [name for name in (*HINTS, *NEUTRAL) if f"`{name}`" not in page]
 
 
