@@ -37,7 +37,7 @@ START_SLACK = 3.0
 """What the first batch may lose at its start, in plain passes. First costs are guesses: with one pass, a first proposal
 that cost twice its guess ended drafting for a whole request."""
 TRIAL_SLACK = 1.0
-"""What actions that are not expected to pay may lose at the start, in plain passes: one wrong draft of a typical size."""
+"""What actions that are not expected to pay may lose at the start, in plain passes: one wrong draft of usual size."""
 SHARE = 0.01
 """The share of the progress that drafting may lose in the long run."""
 RESERVE = TRIAL_SLACK / 2
