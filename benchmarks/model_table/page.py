@@ -9,9 +9,11 @@ from pathlib import Path
 
 import torch
 import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from benchmarks.reporting.study_report import listing
 from forerun.bench.machine import machine
+from forerun.models.heads.mtp import TRANSFORMERS_NAME
 
 Row = dict[str, str]
 REASON = re.compile(r"refused\[(.*?)\]")
@@ -28,6 +30,7 @@ COLUMNS = {
     "draft model": "draft model",
     "store": "KV store",
     "offload": "offloading",
+    "own": "its own drafter",
     "also": "tests",
 }
 TRIALS = ("float32", "bfloat16", "trie", "draft model", "store", "offload")
@@ -49,6 +52,8 @@ Measured on {date} on {machine}, with transformers {transformers} and torch {tor
   model.
 - **KV store**, **offloading**: output with stored keys and values, or with some off the device, against output
   without. `-` is not tried: too few layers, or no keys and values.
+- **its own drafter**: a [trained head](../drafters.md#trained-heads) that comes with models of the family: MTP layers
+  in their files, or an assistant.
 - **tests**: what other tests cover: quantised GGUF weights (`stored`), and a model in two processes (`ranks`).
 
 """
@@ -71,7 +76,7 @@ def merged(found: Sequence[Row]) -> list[Row]:
         shapes.sort(key=lambda row: row["shape"] != "")
         plain = [row for row in shapes if not row["shape"]] or shapes
         others = dict.fromkeys(row["shape"] for row in shapes if row["shape"])
-        row = {"type": kind, "shapes": "; ".join(others), "also": _also(kind)}
+        row = {"type": kind, "shapes": "; ".join(others), "own": own_drafter(kind), "also": _also(kind)}
         for name in ("path", "gpu"):
             row[name] = min((each[name] for each in plain), key=PATHS.index)
         for name in TRIALS:
@@ -87,6 +92,17 @@ def _together(results: Sequence[tuple[str, str]]) -> str:
     first = results[0][1]
     others = dict.fromkeys(f"{shape or 'another size'}: {result}" for shape, result in results if result != first)
     return "; ".join([first, *others])
+
+
+def own_drafter(kind: str) -> str:
+    """What models of a family bring to draft with, of what is supported."""
+    from support.qwen_mtp import FAMILIES
+
+    kind = kind.removesuffix("_text")
+    config = CONFIG_MAPPING.get(kind, None)
+    if kind in FAMILIES or hasattr(config, TRANSFORMERS_NAME):
+        return "MTP"
+    return "assistant" if kind.startswith("gemma4") else ""
 
 
 def _also(kind: str) -> str:

@@ -15,7 +15,7 @@ ROWS, REFUSED = read(PAGE.read_text(encoding="utf-8"))
 def test_the_page_names_every_family_and_its_path() -> None:
     nothing = dict.fromkeys(TRIALS, "-")
     fresh = merged([{"name": variant.name, **look(variant), **nothing} for variant in variants()])
-    shown = ("type", "shapes", "path", "gpu", "also")
+    shown = ("type", "shapes", "path", "gpu", "own", "also")
     assert [[row[name] for name in shown] for row in ROWS] == [[row[name] for name in shown] for row in fresh]
 
 
