@@ -1,4 +1,4 @@
-"""One replica: the server's application in an actor of Ray Serve."""
+"""One replica: the server's application in a Ray Serve actor."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from forerun.server.app import create_app
 from forerun.server.settings import ServerSettings
 
 EXCHANGE_SECONDS = 1.0
-"""Time between trades with the other replicas."""
+"""Interval of trades with the other replicas."""
 EXCHANGE_TIMEOUT_SECONDS = 10.0
 
 
 class Replica:
-    """What Ray Serve runs.
+    """The class that Ray Serve runs.
 
     Args:
         settings: the server's.
@@ -53,7 +53,7 @@ class Replica:
         self._exchange.start()
 
     async def answer(self, request: ForwardedRequest) -> AsyncIterator[str | ResponseHead | bytes]:
-        """This replica's name, the answer's head, then its body in pieces."""
+        """Yield this replica's name, the answer's head, then pieces of its body."""
         yield self._name
         async for message in responses(self._app, request):
             if message["type"] == "http.response.start":
@@ -62,10 +62,10 @@ class Replica:
                 yield bytes(message["body"])
 
     def check_health(self) -> None:
-        """Called by Ray, which replaces a replica that is not healthy.
+        """Tell Ray, which replaces unhealthy replicas, whether this one works.
 
         Raises:
-            RuntimeError: if no more texts are decoded.
+            RuntimeError: if the scheduler has ended.
         """
         if not self._service.scheduler.ready:
             raise RuntimeError("the scheduler has ended")
@@ -78,7 +78,7 @@ class Replica:
 
 
 def learns(level: Level) -> bool:
-    """Whether a drafter learns from earlier texts."""
+    """Return whether a drafter indexes outputs."""
     try:
         trie_of(level)
     except ValueError:
@@ -87,7 +87,7 @@ def learns(level: Level) -> bool:
 
 
 async def responses(app: ASGIApp, request: ForwardedRequest) -> AsyncIterator[Message]:
-    """The messages of an application's answer. Closing the iterator means that the client has gone."""
+    """Yield the messages of an application's answer. Closing the iterator disconnects the client."""
     sent: asyncio.Queue[Message | None] = asyncio.Queue()
     gone = asyncio.Event()
     unread: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
@@ -113,4 +113,4 @@ async def responses(app: ASGIApp, request: ForwardedRequest) -> AsyncIterator[Me
         task.result()
     finally:
         gone.set()
-        await asyncio.wait([task])  # it ends soon: nobody listens
+        await asyncio.wait([task])  # ends soon, as the client is gone
