@@ -472,7 +472,7 @@ def test_each_replica_gets_a_gpu_where_there_are_any() -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
-    [({"device": "cuda:1"}, "name it cuda"), ({"port": 0}, "port is 0"), ({"index": "x"}, "index is")],
+    [({"device": "cuda:1"}, "use cuda"), ({"port": 0}, "port is 0"), ({"index": "x"}, "index is")],
 )
 def test_settings_that_replicas_do_not_have_are_refused(wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
