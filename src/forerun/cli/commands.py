@@ -46,9 +46,7 @@ def _only_below(context: typer.Context) -> bool:
     for name in context.params:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            raise ValueError(
-                f"{context.info_name} {context.invoked_subcommand}: give its options after its name"
-            )
+            raise ValueError(f"{context.info_name} {context.invoked_subcommand}: give its options after its name")
     return True
 
 

@@ -1,8 +1,8 @@
-"""What a server has learned: the files that it starts with, and the folder that keeps its index for the next start.
+"""Fill a server's index: from files to start with, and from the folder that saves it between starts.
 
-Files to learn from are texts, or JSON lines of answers, beside prompts to read (``warm_prompts.py``). They are checked
-as a whole before the model is loaded, so that a wrong line is reported at once. Later they are encoded piece by piece,
-until all is done or the time is over.
+Files to index are texts, or JSON lines of answers, possibly mixed with prompts to prefill (``warm_prompts.py``). They
+are checked completely before the model is loaded, so that a wrong line is reported at once, and later encoded piece by
+piece, until all is done or time runs out.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from forerun.trie.trie_folder import Folder
 log = logging.getLogger(__name__)
 
 PASSAGE_CHARACTERS = 1 << 14
-"""Text that is learned as one output. A full index drops whole outputs, and encoding one takes some milliseconds."""
+"""Characters indexed as one output. A full index drops whole outputs, and encoding one costs some milliseconds."""
 TEXT_FIELDS = ("text", "answer")
-"""Fields of a JSON line that are learned: ``forerun generate --json`` writes the first; recordings for ``python -m
-benchmarks replay`` have the second, beside a ``prompt`` that is not learned."""
+"""Fields of a JSON line to index: ``forerun generate --json`` writes the first; recordings for ``python -m benchmarks
+replay`` have the second, with a ``prompt`` that is not indexed."""
 MAX_NAMESPACES = 256
-"""Namespaces of all tenants together. Each reserves 64 MiB of addresses and uses what its texts need."""
+"""Namespaces of all tenants together. Each reserves 64 MiB of addresses, and uses as much memory as it needs."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Passage:
 
 
 def check_files(files: Iterable[Path], namespaces: int) -> None:
-    """Read all files through; ``namespaces`` is how many a tenant may have.
+    """Read all files through; ``namespaces`` is the maximum per tenant.
 
     Raises:
-        ValueError: for a line that is not UTF-8 or no row, or one namespace too many, with file and line; or for a file
-            with nothing to learn or read.
+        ValueError: for a line that is not UTF-8 or not a valid row, or one namespace too many, with file and line; or
+            for a file with nothing to index or prefill.
         OSError: if a file cannot be read.
     """
     names: set[str] = set()
@@ -77,7 +77,7 @@ def check_files(files: Iterable[Path], namespaces: int) -> None:
 
 
 def passages(file: Path) -> Iterator[Passage]:
-    """The texts of a file, in pieces; see ``check_files`` for errors."""
+    """Yield the text of a file in pieces; errors as in ``check_files``."""
     rows = _rows(file) if file.suffix in JSON_LINES_SUFFIXES else _paragraphs(file)
     for text, namespace, line in rows:
         for start in range(0, len(text), PASSAGE_CHARACTERS):
@@ -85,11 +85,10 @@ def passages(file: Path) -> Iterator[Passage]:
 
 
 def restore_index(engine: Engine, settings: ServerSettings, tenants: Sequence[str]) -> AutoSaver | None:
-    """Limit an engine's index, fill it from its folder and from files, and prepare its saving. All tenants learn from
-    the files.
+    """Limit an engine's index, fill it from its folder and from files for all tenants, and prepare saving it.
 
     Returns:
-        The saver of the index, if there is a folder for it; its ``start`` begins the saving.
+        The saver of the index, if there is a folder; saving begins with its ``start``.
 
     Raises:
         ValueError: if there is a folder or a file, but no index; or for a wrong folder or file.
@@ -127,13 +126,10 @@ def _trie(engine: Engine, settings: ServerSettings) -> Trie | None:
 def _learn(
     trie: Trie, tokenizer: Any, kept: Sequence[Content], settings: ServerSettings, tenants: Sequence[str]
 ) -> set[str]:
-    """Fill an empty index from files and from a folder.
+    """Fill an empty index from files and a folder; return the namespaces with sequences that the folder lacks.
 
-    Texts of the files that the folder has too are not learned again. The others come before those of the folder: these
-    were generated, so they are the ones to stay where there is no room for both.
-
-    Returns:
-        Namespaces that learned texts which the folder does not have.
+    Sequences that the folder has too are indexed once. Files come first: the folder's sequences were generated, so they
+    should stay if there is not enough room.
     """
     known = {name: set(map(_text_digest, texts)) for each in kept for name, texts in each.namespaces.items()}
     changed, learned, until = set(), 0, time.monotonic() + settings.warm_seconds
@@ -164,7 +160,7 @@ def _text_digest(tokens: IntArray) -> bytes:
 
 
 def _paragraphs(file: Path) -> Iterator[tuple[str, str, int]]:
-    """A text in whole lines, a passage at a time."""
+    """Yield a file in passages of whole lines."""
     lines: list[str] = []
     size, first = 0, 1
     for number, line in text_lines(file):
@@ -195,7 +191,7 @@ def _row(row: Any) -> tuple[str, str]:
     namespace = row.get("namespace", "default")
     if not isinstance(text, str) or not text:
         raise TypeError("the text is missing, empty, or no string")
-    text.encode()  # a lone surrogate is no text
+    text.encode()  # fails for a lone surrogate
     if not isinstance(namespace, str) or not re.fullmatch(NAMESPACE_PATTERN, namespace):
         raise TypeError(f"the namespace does not match {NAMESPACE_PATTERN}")
     return text, namespace

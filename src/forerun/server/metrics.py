@@ -1,4 +1,4 @@
-"""Figures for Prometheus, under vLLM's names where they exist. Each app has a registry of its own."""
+"""Prometheus metrics, under vLLM's names where they exist. Each app has a separate registry."""
 
 from __future__ import annotations
 
@@ -17,15 +17,11 @@ from forerun.server.admission import Ending
 from forerun.server.scheduler import Scheduler
 
 TIME_BUCKETS_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
-"""Bounds of the histograms' buckets: three a decade, from a small model's step to a book's reading."""
+"""Bounds of the histograms' buckets: three per decade, from a small model's step to the prefill of a book."""
 
 
 class Metrics:
-    """Counts what a server does.
-
-    Args:
-        engine, scheduler: give their figures when the metrics are read.
-    """
+    """Counts what a server does, and reads the engine's and the scheduler's figures on request."""
 
     def __init__(self, engine: Engine, scheduler: Scheduler) -> None:
         self.registry = registry = CollectorRegistry(auto_describe=True)
@@ -64,7 +60,7 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """What the engine and the scheduler count themselves."""
+    """Collects what the engine and the scheduler count themselves."""
 
     def __init__(self, engine: Engine, scheduler: Scheduler) -> None:
         self._engine, self._scheduler = engine, scheduler
@@ -103,13 +99,7 @@ def _family(
 
 
 class RequestMeter:
-    """Counts the steps, tokens and times of one request.
-
-    Args:
-        metrics: takes the counts.
-        request: is counted.
-        arrived: by ``time.monotonic``.
-    """
+    """Counts the steps, tokens and times of one request; ``arrived`` is by ``time.monotonic``."""
 
     def __init__(self, metrics: Metrics, request: Request, arrived: float) -> None:
         self._metrics, self._request, self._arrived = metrics, request, arrived

@@ -1,7 +1,7 @@
-"""Prompts that a server reads before anybody sends them, such as a system prompt and tools.
+"""Prompts that a server prefills before clients send them, such as a system prompt and tools.
 
-They are JSON lines with ``messages`` in the files to start with, each as the body of a chat. They are read in the
-background, as requests of their tenants, so that others go on meanwhile.
+They are JSON lines with ``messages`` in the files to start with, each like the body of a chat. They are prefilled in
+the background, as requests of their tenants, so that other requests do not wait.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
 
 @dataclass(frozen=True)
 class WarmPrompt:
-    """A conversation whose prompt is read, and its place in a file."""
+    """A conversation to prefill, and its place in a file."""
 
     fields: dict[str, Any]
     file: Path
     line: int
 
     def request(self, model: str) -> ChatRequest:
-        """The chat that reads it: as short as one can be, and nothing is learned from it.
+        """Make a chat that prefills it: as short as possible, and not indexed.
 
         Raises:
             ValueError: for fields that a chat does not have, with file and line.
@@ -52,7 +52,7 @@ class WarmPrompt:
 
 
 def warm_prompts(files: Iterable[Path]) -> Iterator[WarmPrompt]:
-    """The prompts of files.
+    """Yield the prompts of files.
 
     Raises:
         ValueError: for a line that is not JSON.
@@ -66,12 +66,12 @@ def warm_prompts(files: Iterable[Path]) -> Iterator[WarmPrompt]:
 
 
 def is_prompt(row: Any) -> bool:
-    """Whether a line is a prompt to read, and no text to learn."""
+    """Return whether a line is a prompt to prefill, rather than text to index."""
     return isinstance(row, dict) and "messages" in row
 
 
 async def read_prompts(service: Service, prompts: Iterable[WarmPrompt], tenants: Iterable[str]) -> None:
-    """Read prompts for all tenants, one after the other. One that fails is named in the log."""
+    """Prefill prompts for all tenants, one by one; log those that fail."""
     share = FairShare(float("inf"))
     for prompt in prompts:
         for tenant in tenants:
@@ -90,7 +90,7 @@ async def read_prompts(service: Service, prompts: Iterable[WarmPrompt], tenants:
 
 
 def json_rows(file: Path) -> Iterator[tuple[int, Any]]:
-    """The JSON lines of a file with their numbers.
+    """Yield the JSON lines of a file with their numbers.
 
     Raises:
         ValueError: for a line that is not UTF-8 or not JSON, with file and line.
@@ -105,7 +105,7 @@ def json_rows(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def text_lines(file: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a file with their numbers.
+    """Yield the lines of a file with their numbers.
 
     Raises:
         ValueError: for a line that is not UTF-8, with file and line.
