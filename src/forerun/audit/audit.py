@@ -40,10 +40,7 @@ class Plan:
     Attributes:
         drafters: names from ``forerun.decoding.recipes``; by default all that the settings can build.
         settings: of the drafters; by default drafts have full length, whether or not they pay.
-        max_new_tokens: per output.
         seeds: sampled outputs per prompt; 0 for none.
-        temperature: for sampling.
-        budget: see ``Engine``.
     """
 
     drafters: Sequence[str] = ()
@@ -64,13 +61,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One output compared with its reference.
+    """One output compared with its reference, at index ``prompt``.
 
-    Attributes:
-        prompt: index of the prompt.
-        tokens, drafted, accepted: counts for the output. With few accepted drafts, the comparison proves little.
-        divergence: None if the outputs are equal.
-        strict: whether rounding is no excuse.
+    With few accepted drafts, it proves little. ``divergence`` is None if the outputs are equal. If ``strict``, rounding
+    is no excuse.
     """
 
     check: Check
@@ -98,7 +92,6 @@ class Report:
 
     @property
     def divergences(self) -> list[Comparison]:
-        """Return all comparisons whose outputs differ, whatever the reason."""
         return [comparison for comparison in self.comparisons if comparison.divergence is not None]
 
     @property
@@ -113,7 +106,6 @@ class Report:
 
     @property
     def never_drafted(self) -> list[str]:
-        """Return the drafters that never drafted."""
         drafted = {comparison.drafter for comparison in self.comparisons if comparison.drafted} | {"none"}
         return list(dict.fromkeys(each.drafter for each in self.comparisons if each.drafter not in drafted))
 
@@ -127,13 +119,8 @@ def audit(
     """Compare every drafter's outputs with their references.
 
     Args:
-        model: a supported decoder.
-        prompts: token ids of each.
-        plan: what to compare.
+        prompts: token ids of each. Raises ValueError without any, or if one is too long for the model.
         progress: called with runs done, runs to do, and a description of the current run.
-
-    Raises:
-        ValueError: if there is no prompt, or one is too long for the model.
     """
     plan = plan or Plan()
     if not prompts:
@@ -237,7 +224,6 @@ class _Watch(Source):
         self._waiting = list(expected)
 
     def open(self, row: Row) -> Sequence[Tokens]:
-        """Return the outputs expected of the row."""
         return self._waiting.pop(0)
 
     def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:

@@ -51,7 +51,7 @@ Makers = Mapping[str, Callable[[], Contestant]]
 
 
 class Bench:
-    """Contestants over one target.
+    """Contestants over one target; raises ValueError with the name of one that cannot be built.
 
     Args:
         model: the target, in the dtype to measure.
@@ -59,9 +59,6 @@ class Bench:
         settings: of the drafters for long contexts; transformers' assisted generation uses the same small model.
         tokenizer: tells drafters how tokens are spelled.
         skip: names of contestants to leave out; see ``check_skip``.
-
-    Raises:
-        ValueError: names the contestant that cannot be built.
     """
 
     recipes: Mapping[str, Recipe] = DRAFTERS
@@ -152,8 +149,10 @@ class Bench:
 
     @cached_property
     def threads_of_transformers(self) -> int:
-        """The thread count at which its plain decoding is fastest. All cores can be slower: next to a busy process,
-        each thread waits for the slowest."""
+        """The thread count at which its plain decoding is fastest.
+
+        All cores can be slower: next to a busy process, each thread waits for the slowest.
+        """
         ids = torch.zeros((1, 8), dtype=torch.long, device=self.model.device)
         options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
         length = {"min_new_tokens": UNTIMED_TOKENS, "max_new_tokens": UNTIMED_TOKENS}
@@ -170,12 +169,9 @@ class Bench:
             torch.set_num_threads(self._threads)
 
     def forerun(self, make: Callable[[Setup], Source], budget: int = BUDGET, pruned: bool = True) -> Contestant:
-        """Return an engine that gets a new drafter in each round.
+        """Return an engine that gets a new drafter, with an index, from ``make`` in each round.
 
-        Args:
-            make: builds the drafter, including what it has indexed.
-            budget: maximum nodes of a draft.
-            pruned: score only the nodes that pay, instead of all.
+        ``budget`` is the maximum nodes of a draft; ``pruned`` scores only the nodes that pay.
         """
 
         def prepare() -> None:

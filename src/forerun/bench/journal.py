@@ -45,11 +45,7 @@ class TurnKey(NamedTuple):
 def about(model: str, dtype: str, device: str, *code: Path) -> dict[str, Any]:
     """Return what all turns of a bench share: the machine, the software including its sources, and the model.
 
-    Args:
-        model: its name, for ``find``.
-        dtype: of its weights.
-        device: of the model.
-        code: further folders of measured sources.
+    ``code`` has further folders of measured sources.
     """
     root, place = Path(forerun.__file__).parent, find(model)
     data = [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(root.rglob("*.npy"))]
@@ -67,15 +63,11 @@ def _short(text: str) -> str:
 
 
 class Journal:
-    """The turns in a file of JSON lines.
+    """The turns in a file of JSON lines, whose folder is created.
 
     Args:
-        path: the file; its folder is created.
         about: plain values that must be equal for turns to be comparable: the model, the machine.
-        resume: keep the turns of an existing file; otherwise start a new one.
-
-    Raises:
-        ValueError: if the file to resume has other values, or is no journal.
+        resume: keep the turns of an existing file; raises ValueError if it is no journal, or about other values.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any], resume: bool = False) -> None:

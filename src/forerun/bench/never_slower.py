@@ -98,13 +98,11 @@ class Material:
                 yield from product(range(text, draws, self.texts), of_kind)
 
     def prompts(self, cell: TableCell, draw: int) -> list[Tokens]:
-        """Return the prompts of a draw, one per row."""
         make = {TASKS: self._task, NOVEL: self._part, RANDOM: self._random}[cell.kind]
         return [make(cell.context, draw % self.texts * cell.batch + row) for row in range(cell.batch)]
 
     def _task(self, context: int, number: int) -> Tokens:
-        """Return a task's prompt, after as much of the text as fills ``context`` tokens; after some in any case if the
-        task repeats."""
+        """Return a task's prompt after text that fills ``context`` tokens, or after some text if the task repeats."""
         prompt = self.tasks[number % len(self.tasks)]
         before = max(DISTINCT_TOKENS if number >= len(self.tasks) else 0, context - len(prompt))
         return [*self._part(context, number)[:before], *prompt]
@@ -135,7 +133,6 @@ def measure(
         engine: its drafter is replaced.
         drafters: builders; the first must never be slower; includes ``UNDRAFTED``.
         material: must suffice for all cells.
-        all_cells: to measure.
         draws: per cell.
         new_tokens: per row.
         journal: draws in it are not measured again.
@@ -265,7 +262,6 @@ def _unsteadiness(run: Row) -> float:
 
 
 def _ratio(run: Row) -> float:
-    """Return the speed relative to plain decoding."""
     return float(sum(run["plain"]) / 2 / run["seconds"])
 
 

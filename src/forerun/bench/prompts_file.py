@@ -33,8 +33,7 @@ class TemplateEncoder:
     def __call__(self, prompt: Prompt) -> list[int]:
         """Encode a prompt.
 
-        Raises:
-            ValueError: for messages without a template or refused by it, and for a prompt without tokens.
+        Raises ValueError for messages without a template or refused by it, and for a prompt without tokens.
         """
         if self.chats:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -68,7 +67,8 @@ class PromptLine:
 def read_prompts_file(file: Path) -> list[PromptLine]:
     """Read lines of ``{"task": ..., "prompt": ...}`` or ``{"task": ..., "messages": [{role, content}, ...]}``.
 
-    Other keys and blank lines are ignored. A ValueError lists the wrong lines, or says that there is no prompt.
+    Other keys and blank lines are ignored. Raises ValueError, which lists the wrong lines, or says that there is no
+    prompt.
     """
     lines: list[PromptLine] = []
     wrong: list[str] = []
@@ -89,15 +89,8 @@ def encode_lines(
 ) -> list[list[int]]:
     """Encode each prompt.
 
-    Args:
-        file: for errors.
-        lines: of the file.
-        encoder: of the model.
-        positions: the model's, or None if there is no limit.
-        new: tokens to generate after each prompt.
-
-    Raises:
-        ValueError: lists the lines that the chat template refuses or that are too long.
+    ``positions`` None means no limit; ``new`` is the number of tokens to generate. Raises ValueError, which lists the
+    lines that the chat template refuses or that are too long.
     """
     encoded: list[list[int]] = []
     wrong: list[str] = []
@@ -118,8 +111,6 @@ def prompt_sets(
     """Make a prompt set for each task of the file, in its order.
 
     Args:
-        lines: of the file.
-        ids: of each line's prompt.
         prompts: maximum per task; None for all.
         warm: maximum of further prompts per task, whose answers warm drafters have indexed.
         new_tokens: to generate after each prompt.

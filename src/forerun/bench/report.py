@@ -23,8 +23,7 @@ SURE_ROUNDS = 5
 
 
 def summarise(series: Sequence[Series], baseline: str = BASELINE, decode: Decode = str) -> list[Row]:
-    """Make a row per task and contestant: speeds, tokens per pass, the ratio to the baseline, and shares of equal
-    outputs.
+    """Make a row per task and contestant, with ratios to the baseline and shares of equal outputs.
 
     ``decode`` turns tokens into characters, for contestants that return only those.
     """

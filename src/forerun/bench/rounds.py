@@ -148,8 +148,6 @@ def measure(
     """Let all contestants continue all groups of rows, and yield all results so far after each round.
 
     Args:
-        contestants: by name.
-        task: the rows' task.
         groups: each is a prompt or a batch of prompts.
         max_new_tokens: per row.
         rounds: how often each contestant continues each group.

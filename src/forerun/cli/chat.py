@@ -67,9 +67,8 @@ class Chat:
     def take(self, line: str) -> None:
         """Carry out a line: a command, or a message to answer.
 
-        Raises:
-            EOFError: to leave.
-            ValueError: for a message that cannot be answered; a terminal shows the error instead.
+        Raises EOFError to leave, and ValueError for a message that cannot be answered; a terminal shows the latter
+        instead.
         """
         words = line.split()
         if not words:

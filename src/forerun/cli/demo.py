@@ -89,7 +89,6 @@ class Stage:
         self._forget()
 
     def _forget(self) -> None:
-        """Clear the drafter's index."""
         self.auto.set_drafter(AUTO)
 
     def decode(self, prompt: DemoPrompt) -> Pair:

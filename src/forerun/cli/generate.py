@@ -53,7 +53,6 @@ class Output:
         self._show(self.detokenizer.flush())
 
     def summary(self, request: Request) -> dict[str, Any]:
-        """Return the finished request as plain values."""
         return {
             "text": "".join(self.pieces),
             "token_ids": request.generated.tolist(),

@@ -36,15 +36,9 @@ def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
 
 
 def check_drafters(names: Sequence[str], options: Any, recipes: Mapping[str, Recipe] = DRAFTERS) -> None:
-    """Refuse, before any work, drafters that are unknown or lack their small model or head.
+    """Raise a ValueError, before any work, for a drafter that is unknown or lacks its small model or head.
 
-    Args:
-        names: of the drafters.
-        options: of the target, and ``LongOptions`` if there are any.
-        recipes: the known drafters.
-
-    Raises:
-        ValueError: names the first such drafter.
+    ``options`` are of the target, and ``LongOptions`` if there are any.
     """
     given = getattr(options, "draft_model", None)
     for name in names:
@@ -56,12 +50,9 @@ def check_drafters(names: Sequence[str], options: Any, recipes: Mapping[str, Rec
 
 
 def load_target(options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the target and its tokenizer, with progress.
+    """Load the target of ``ModelOptions``, or of a server's settings, and its tokenizer, with progress.
 
     Both are excluded from garbage collection: collecting all of torch and transformers costs 0.25 seconds.
-
-    Args:
-        options: ``ModelOptions``, or a server's settings.
     """
     with working(stderr(), f"loading {options.model}") as progress:
         loaded = load(
@@ -88,15 +79,10 @@ def settings(
     tokenizer: PreTrainedTokenizerBase,
     recipes: Mapping[str, Recipe] = DRAFTERS,
 ) -> LongContextConfig:
-    """Make the settings of the named drafters. Load the small model, or the trained head that ``--draft-model`` names,
-    if a drafter needs it or if it was named.
+    """Make the settings of the named drafters, from ``LongOptions`` if there are any.
 
-    Args:
-        options: of the target, and ``LongOptions`` if there are any. The bundled target has its own small model.
-        drafters: names of recipes.
-        target: the model to draft for.
-        tokenizer: the target's.
-        recipes: by name.
+    Load the small model, or the trained head that ``--draft-model`` names, if a drafter needs it or if it was named.
+    The bundled target has its own small model.
     """
     make = options.settings if isinstance(options, LongOptions) else LongContextConfig
     name = options.draft_model or (BUNDLED_DRAFT if options.model == BUNDLED else None)
@@ -111,11 +97,9 @@ def settings(
 
 
 def make_engine(options: Any, memory: Callable[[torch.device], dict[str, Any]] = lambda device: {}) -> Engine:
-    """Make the engine of a command.
+    """Make the engine of a command, from ``WriterOptions`` or a server's settings.
 
-    Args:
-        options: ``WriterOptions``, or a server's settings.
-        memory: returns the engine's arguments for keys and values, for the target's device.
+    ``memory`` returns the engine's arguments for keys and values, for the target's device.
     """
     model, tokenizer = load_target(options)
     with preparing(f"testing {options.model} and measuring its passes"):

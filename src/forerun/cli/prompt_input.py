@@ -7,12 +7,7 @@ from pathlib import Path
 
 
 def read_prompt(file: str) -> str:
-    """Read a file, or stdin for ``-``, without the final line break.
-
-    Raises:
-        ValueError: if it is not UTF-8, or empty.
-        OSError: if it cannot be read.
-    """
+    """Read a file, or stdin for ``-``, without the final line break; raise ValueError if it is empty or not UTF-8."""
     data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     try:
         text = data.decode("utf-8")

@@ -47,8 +47,7 @@ def leading(engine: Engine) -> Iterator[None]:
 def followed(build: Callable[[], Engine]) -> bool:
     """On ranks other than 0, follow rank 0 to the end and return True. Rank 0 handles Ctrl-C.
 
-    Args:
-        build: makes this rank's engine, with any drafter.
+    ``build`` makes this rank's engine, with any drafter.
     """
     if ranks() == 1 or os.environ["RANK"] == "0":
         return False

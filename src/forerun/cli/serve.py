@@ -31,9 +31,7 @@ SERVE_PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "pydantic_settings"
 def run(options: ServeOptions) -> None:
     """Serve until a signal arrives.
 
-    Raises:
-        ValueError: for wrong settings, or if a package that a server needs is not installed.
-        OSError: if the port is busy.
+    Raises ValueError for wrong settings or a missing package, and OSError for a busy port.
     """
     missing = [name for name in SERVE_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:

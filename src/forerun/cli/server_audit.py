@@ -42,7 +42,6 @@ def _plan(options: AuditOptions) -> CasePlan:
 
 
 def _variants(options: AuditOptions) -> tuple[Variant, Variant]:
-    """Return the audited server and its reference."""
     assert options.url is not None
     endpoint = Endpoint(options.url, options.api_key)
     model = _model(endpoint, options.name)
@@ -57,11 +56,7 @@ def _variants(options: AuditOptions) -> tuple[Variant, Variant]:
 
 
 def _model(endpoint: Endpoint, name: str | None) -> Json:
-    """Return the model of this name, or the first that the server lists; a name suffices if it lists none.
-
-    Raises:
-        ValueError: if there is neither.
-    """
+    """Return the model called ``name``, or the first that the server lists; raise ValueError if there is neither."""
     try:
         models = endpoint.models()
     except ValueError:

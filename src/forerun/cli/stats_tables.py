@@ -14,13 +14,9 @@ BAR_WIDTH = 28
 
 
 def stats_table(request: Request, drafter: str, exactness: str, loading: float) -> RenderableType:
-    """Tabulate a request's times and the tokens of its steps.
+    """Tabulate a finished or interrupted request's times and the tokens of its steps.
 
-    Args:
-        request: finished or interrupted.
-        drafter: its name.
-        exactness: of the model's passes.
-        loading: seconds until the engine was loaded and tested.
+    ``loading``: seconds until the engine was loaded and tested.
     """
     stats = request.stats
     table = Table(

@@ -94,7 +94,6 @@ class TextWriter:
         sys.stdout.flush()
 
     def end(self) -> None:
-        """End the current line, if there is one."""
         if not self._ended:
             sys.stdout.write("\n")
         sys.stdout.flush()

@@ -25,12 +25,7 @@ NO_DRAFT = Draft.allocate(0)
 
 @dataclass(frozen=True)
 class TrieFile:
-    """The file that a trie is saved to.
-
-    Attributes:
-        path: replaced atomically.
-        vocabulary: a name for what the token ids mean.
-    """
+    """The file that a trie is saved to, atomically; ``vocabulary`` names what the token ids mean."""
 
     path: Path
     vocabulary: str
@@ -45,13 +40,8 @@ class TrieFile:
 class BranchDrafter:
     """A trie that indexes an engine's requests and drafts their continuations.
 
-    Args:
-        settings: see ``DraftSettings``.
-        saves: whether this process writes the trie file.
-
-    Raises:
-        ValueError: if the trie file is damaged or has another vocabulary.
-        OSError: if it cannot be read.
+    ``saves``: whether this process writes the trie file. Raises ValueError if that is damaged or has another
+    vocabulary, and OSError if it cannot be read.
     """
 
     def __init__(self, settings: DraftSettings, saves: bool = True) -> None:
@@ -74,17 +64,9 @@ class BranchDrafter:
             self._saving = weakref.finalize(self, keeper.close)  # also at interpreter exit
 
     def step(self, rows: Sequence[RowText], lengths: Sequence[int]) -> list[list[int]]:
-        """Index the new tokens and draft the next ones.
+        """Index the new tokens and draft the next ones, at most ``lengths``; return token ids by row.
 
-        Args:
-            rows: all rows of the step.
-            lengths: the maximum draft length of each.
-
-        Returns:
-            Token ids by row.
-
-        Raises:
-            ValueError: see ``FollowedTexts.follow``.
+        Raises as ``FollowedTexts.follow``.
         """
         trees = self.trees(rows, [TREE_NODES_PER_TOKEN * length for length in lengths], lengths)
         return [best_branch(tree, self.settings.least_probability) for tree in trees]
@@ -96,7 +78,7 @@ class BranchDrafter:
         depths: Sequence[int],
         recycled: Sequence[RecycledRows] = (),
     ) -> list[Draft]:
-        """Index the new tokens and draft a tree per row.
+        """Index the new tokens and draft a tree per row; raises as ``FollowedTexts.follow``.
 
         Args:
             rows: all rows of the step.
@@ -105,9 +87,6 @@ class BranchDrafter:
 
         Returns:
             By row, nodes in order of probability, parents before children; empty for a row without a new token.
-
-        Raises:
-            ValueError: see ``FollowedTexts.follow``.
         """
         before, self._requests = self._requests, self.texts.follow(rows)
         for request, scored in zip(before, recycled, strict=bool(recycled)):
@@ -131,11 +110,9 @@ def likely(draft: Draft, least: float) -> Draft:
 
 
 def best_branch(draft: Draft, least: float) -> list[int]:
-    """Return the branch with the most expected accepted tokens.
+    """Return the branch with the most expected accepted tokens, of nodes with a probability of at least ``least``.
 
-    Args:
-        draft: nodes of a tree, parents first; none is likelier than its parent.
-        least: the lowest probability of a drafted node.
+    ``draft`` has parents first; no node is likelier than its parent.
     """
     draft = likely(draft, least)
     expected, parents = draft.probability.tolist(), draft.parents.tolist()

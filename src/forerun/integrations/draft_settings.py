@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """What drafts are drawn from, who shares them, and how likely a token must be.
+    """What drafts are drawn from, who shares them, and how likely a token must be; wrong values raise ValueError.
 
     Attributes:
         namespace: the outputs to draft from and add to, by their name in the trie file.
@@ -22,9 +22,6 @@ class DraftSettings:
             either side, matches any.
         capacity: bytes for shared outputs; when full, the oldest are dropped.
         least_probability: minimum estimated probability that the last drafted token is accepted.
-
-    Raises:
-        ValueError: for a value that is not allowed.
     """
 
     namespace: str = ""
@@ -61,8 +58,7 @@ class DraftSettings:
     def from_values(cls, values: object, **defaults: Any) -> DraftSettings:
         """Make settings from a user's values, such as a JSON object.
 
-        Raises:
-            ValueError: for anything but an object, an unknown name, or a value that is not allowed.
+        Raises ValueError for anything but an object, an unknown name, or a value that is not allowed.
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"Forerun's settings are {values!r}; allowed: an object of names and values")

@@ -23,15 +23,8 @@ class ForerunDraft(LlamaDraftModel):  # type: ignore[misc]  # the engine may be 
     """A draft model that proposes the trie's best branch and indexes one sequence at a time.
 
     A sequence that is the last one, part of its draft, and one token continues that request. Any other sequence is a
-    new request: all but its last token is its prompt, which stays private to it.
-
-    Args:
-        draft_tokens: draft length.
-        settings: see ``DraftSettings``.
-
-    Raises:
-        ValueError: for wrong settings, or a trie file that does not fit.
-        OSError: if the trie file cannot be read.
+    new request: all but its last token is its prompt, which stays private to it. ``settings`` are those of
+    ``DraftSettings``. Raises as ``BranchDrafter``.
     """
 
     def __init__(self, draft_tokens: int = 10, **settings: Any) -> None:
@@ -40,17 +33,10 @@ class ForerunDraft(LlamaDraftModel):  # type: ignore[misc]  # the engine may be 
         self._text = self._draft = np.empty(0, np.intc)
 
     def __call__(self, input_ids: Tokens, /, **kwargs: Any) -> Tokens:
-        """Draft the next tokens.
+        """Draft up to ``draft_tokens`` token ids, intc.
 
-        Args:
-            input_ids: the sequence, intc ``[n]``, including its newest token.
-            kwargs: not read.
-
-        Returns:
-            Up to ``draft_tokens`` token ids, intc.
-
-        Raises:
-            ValueError: if a token is not in [0, 2**31); nothing is indexed then.
+        ``input_ids`` is the sequence, intc ``[n]``, including its newest token. Raises ValueError, and indexes nothing,
+        if a token is not in [0, 2**31).
         """
         text = np.array(input_ids, np.intc)
         if not len(text):

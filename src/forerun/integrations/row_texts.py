@@ -41,7 +41,6 @@ class RowText:
 
     @property
     def added(self) -> IntArray:
-        """Return the new tokens, int64 ``[new]``."""
         return self.text[len(self.text) - self.new :].astype(np.int64)
 
 
@@ -54,7 +53,6 @@ class _FollowedRequest:
         self._tokens[: len(text)] = text
 
     def has_text(self, text: npt.NDArray[np.integer[Any]]) -> bool:
-        """Return whether ``text`` is the whole sequence so far."""
         return self._length == len(text) and np.array_equal(self._tokens[: self._length], text)
 
     def extend(self, tokens: IntArray) -> None:
@@ -68,10 +66,7 @@ class _FollowedRequest:
 class FollowedTexts:
     """Indexes the rows of an engine in a trie. A request that is missing at a step has ended.
 
-    Args:
-        trie: where tokens are indexed.
-        namespace: of the outputs.
-        share: whether requests share it. Otherwise each has a private one, dropped some time after its end.
+    Requests ``share`` the namespace, or have private ones, dropped some time after their end.
     """
 
     def __init__(self, trie: Trie, namespace: str, share: bool = True) -> None:
@@ -80,17 +75,13 @@ class FollowedTexts:
         self._begun = 0
 
     def __len__(self) -> int:
-        """Return the number of running requests."""
         return sum(request is not None for request in self._requests)
 
     def follow(self, rows: Sequence[RowText]) -> list[int | None]:
-        """Index the new tokens of all rows of a step.
+        """Index the new tokens of all rows of a step; return each row's request in the trie.
 
-        Returns:
-            By row, the number of its request in the trie; None for a row without a new token whose request is unknown.
-
-        Raises:
-            ValueError: if a token is not in [0, 2**31); nothing is indexed then.
+        That is None for a row without a new token whose request is unknown. Raises ValueError, and indexes nothing, if
+        a token is not in [0, 2**31).
         """
         requests = self._continued(rows)
         for request, row in zip(requests, rows, strict=True):

@@ -25,15 +25,12 @@ class ForerunAlgorithm(CustomSpecAlgo):  # type: ignore[misc]  # the engine may 
         return bool(SpeculativeAlgorithm.NGRAM.has_draft_kv())
 
     def need_topk(self) -> bool:
-        """Return whether drafting keeps the draft model's top tokens."""
         return bool(SpeculativeAlgorithm.NGRAM.need_topk())
 
     def carries_draft_hidden_states(self) -> bool:
-        """Return whether a prefill server sends hidden states to a decode server."""
         return bool(SpeculativeAlgorithm.NGRAM.carries_draft_hidden_states())
 
     def create_future_map(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the overlapped scheduler's buffer for a step's tokens."""
         return SpeculativeAlgorithm.NGRAM.create_future_map(*args, **kwargs)
 
     def handle_server_args(self, server_args: Any) -> None:

@@ -32,11 +32,8 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]  # the engine may be mis
 
     Rows are recognised by their tokens (see ``FollowedTexts``). Prompts stay private to their request. All requests
     share outputs, and the top tokens at each tree node, unless ``share`` is false. With tensor parallelism no logits
-    are kept: ranks must draft alike, but may order equal logits differently.
-
-    Raises:
-        ValueError: for wrong settings, a trie file that does not fit, or pipeline parallelism.
-        OSError: if the trie file cannot be read.
+    are kept: ranks must draft alike, but may order equal logits differently. Raises ValueError for pipeline
+    parallelism, and as ``BranchDrafter``.
     """
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
@@ -65,11 +62,7 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]  # the engine may be mis
         self._drafter.close()
 
     def _prepare_draft_tokens(self, batch: Any) -> tuple[IntArray, BoolArray]:
-        """Draft a tree for each row.
-
-        Returns:
-            Token ids ``[rows * nodes]`` and ancestor masks ``[rows * nodes * nodes]``, as ``NGRAMWorker`` expects.
-        """
+        """Draft a tree for each row: token ids ``[rows * nodes]``, ancestor masks ``[rows * nodes * nodes]``."""
         texts = self._texts(batch)
         lengths = {request.rid: len(text) for request, text in zip(batch.reqs, texts, strict=True)}
         rows = [RowText(text, self._new(rid, len(text))) for rid, text in zip(lengths, texts, strict=True)]
@@ -87,8 +80,10 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]  # the engine may be mis
         """Leave SGLang's own corpus empty."""
 
     def _texts(self, batch: Any) -> list[IntArray]:
-        """Return each row's tokens. With overlapped scheduling, the requests lack those of the last step. Prompts are
-        lists, which cost milliseconds to convert, so each is converted once."""
+        """Return each row's tokens, including the last step's, which the requests lack with overlapped scheduling.
+
+        Prompts are lists, which cost milliseconds to convert, so each is converted once.
+        """
         came: list[Sequence[int]] = [()] * len(batch.reqs)
         if self.enable_overlap and not batch.grammar_needs_sync():
             tokens = batch.spec_info.accept_tokens.cpu().numpy().reshape(len(batch.reqs), self.draft_token_num)

@@ -20,7 +20,6 @@ class VerifiedTree:
     Args:
         text: the row's tokens, at least one.
         draft: its nodes, parents first, fewer than ``size``.
-        size: nodes of the tree.
         vocabulary: number of the model's tokens. Larger ids, as from another model's trie file, become 0.
     """
 

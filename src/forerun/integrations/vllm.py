@@ -31,15 +31,9 @@ class ForerunProposer:
     Rows are recognised by their tokens (see ``FollowedTexts``). Prompts stay private to their request. All requests of
     the engine share their outputs in one namespace, unless ``share`` is false.
 
-    Args:
-        vllm_config: vLLM's ``VllmConfig``. ``speculative_config.num_speculative_tokens`` is the maximum draft length;
-            ``additional_config["forerun"]`` may hold ``DraftSettings``. The vocabulary is named after the tokenizer by
-            default.
-
-    Raises:
-        ValueError: for wrong settings, a trie file that does not fit, prompts that are not tokens, or vLLM's second
-            model runner.
-        OSError: if the trie file cannot be read.
+    In ``vllm_config``, ``speculative_config.num_speculative_tokens`` is the maximum draft length;
+    ``additional_config["forerun"]`` may hold ``DraftSettings``, whose vocabulary is by default the tokenizer's name.
+    Raises ValueError for prompts that are not tokens, and for vLLM's second model runner; also as ``BranchDrafter``.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -76,8 +70,7 @@ class ForerunProposer:
             slot_mappings: not read.
 
         Returns:
-            By row, up to ``num_speculative_tokens`` token ids. The row, its draft and one more token fit
-            ``max_model_len``.
+            By row, up to ``num_speculative_tokens`` ids. The row, its draft and one more token fit ``max_model_len``.
 
         Raises:
             ValueError: if a row does not end with its new tokens, or a token id is invalid; nothing is indexed then.

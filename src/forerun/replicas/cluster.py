@@ -40,11 +40,7 @@ class Resources(NamedTuple):
 
 
 def check(settings: ServerSettings) -> None:
-    """Refuse settings that replicas do not support.
-
-    Raises:
-        ValueError: names the setting.
-    """
+    """Raise a ValueError for a setting that replicas do not support."""
     if settings.index is not None:
         raise ValueError("index is for a single server: replicas exchange what they index, and keep no folder")
     if settings.port == 0:
@@ -56,12 +52,8 @@ def check(settings: ServerSettings) -> None:
 def serve(settings: ServerSettings, build: Callable[[ServerSettings], Engine]) -> None:
     """Serve until Ctrl-C or SIGTERM.
 
-    Args:
-        settings: checked settings.
-        build: makes a replica's engine; must be importable there.
-
-    Raises:
-        ValueError: if the cluster is too small, or already serves something else.
+    ``build`` makes a replica's engine, and must be importable there. Raises ValueError if the cluster is too small, or
+    already serves something else.
     """
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -79,10 +71,7 @@ def serve(settings: ServerSettings, build: Callable[[ServerSettings], Engine]) -
 
 @contextmanager
 def _joined(settings: ServerSettings) -> Iterator[Resources]:
-    """Join the cluster that the environment names, or start one on this machine; stop serving on exit.
-
-    Yields the resources of each replica.
-    """
+    """Join the cluster that the environment names, or start one here; yield each replica's resources."""
     import ray
     import ray.serve
 
@@ -167,13 +156,7 @@ def lost_errors() -> tuple[type[BaseException], ...]:
 def shared_resources(nodes: Sequence[Resources], replicas: int, device: str) -> Resources:
     """Return the most processors that each replica can have while all fit; above one, a whole number.
 
-    Args:
-        nodes: at least one.
-        replicas: at least one.
-        device: ``auto`` uses GPUs if there are any.
-
-    Raises:
-        ValueError: if they do not fit.
+    ``device`` auto uses GPUs if there are any. Raises ValueError if the replicas do not fit.
     """
     gpus = int(device == "cuda" or (device == "auto" and any(node.gpus for node in nodes)))
     if gpus and (there := sum(node.gpus for node in nodes)) < replicas:
@@ -188,13 +171,11 @@ def shared_resources(nodes: Sequence[Resources], replicas: int, device: str) -> 
 
 
 def _count(node: Resources, processors: float, gpus: int) -> int:
-    """Count the replicas that fit on a machine."""
     by_processors = int(node.processors / processors + 1 / PROCESSOR_PARTS)
     return min(by_processors, node.gpus) if gpus else by_processors
 
 
 def _allotted(processors: float) -> float:
-    """Round down to what Ray can allot."""
     if processors >= 1:
         return math.floor(processors)
     return math.floor(processors * PROCESSOR_PARTS) / PROCESSOR_PARTS

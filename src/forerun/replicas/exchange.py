@@ -61,12 +61,7 @@ class ExchangeUpdate(NamedTuple):
 
 
 class Exchange:
-    """Keeps outputs in order of arrival; one Ray actor for all replicas.
-
-    Args:
-        limit: bytes to keep.
-        clock: seconds.
-    """
+    """Keeps outputs in order of arrival, up to ``limit`` bytes; one Ray actor for all replicas."""
 
     def __init__(self, limit: int = EXCHANGE_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._bytes, self._number = limit, 0, 0
@@ -88,7 +83,6 @@ class Exchange:
         return ExchangeUpdate([text for _, source, text in later if source != replica][::-1], self._number)
 
     def metrics(self) -> Mapping[str, str]:
-        """Return the last metrics of each replica that traded recently."""
         since = self._clock() - SILENT_SECONDS
         self._metrics = {replica: last for replica, last in self._metrics.items() if last[0] >= since}
         return {replica: text for replica, (_, text) in self._metrics.items()}
@@ -121,7 +115,6 @@ class ExchangeClient:
         self._thread.start()
 
     def close(self) -> None:
-        """Send the last outputs."""
         self._end.set()
         if self._thread.is_alive():
             self._thread.join()

@@ -44,7 +44,7 @@ class ForwardedRequest:
     """A client's request.
 
     Attributes:
-        method, path, query, headers, body: as in HTTP; keys have been checked and are not forwarded.
+        headers: without keys, which have been checked.
         tenant: the tenant that the key belongs to.
         beginnings: for the router; see ``digests``.
     """
@@ -89,7 +89,6 @@ class Suspects:
         self._running.setdefault(replica, []).append(request)
 
     def die(self, request: bytes, replica: str) -> None:
-        """Record that a replica died while serving a request."""
         crowd = self._deaths.setdefault(replica, len(set(self._running[replica])))
         self._blame.setdefault(request, {})[replica] = PROVEN if crowd == 1 else 1
         while len(self._blame) > REMEMBERED_SUSPECTS:
@@ -107,12 +106,7 @@ class Front:
 
     A request whose replica dies goes to another, unless it is guilty (``Suspects``) or the client has received part of
     the answer. Then the answer ends with an error: sampling may continue differently elsewhere, so the rest would not
-    fit.
-
-    Args:
-        forward: sends a request to a replica.
-        metrics: of each replica.
-        lost: errors that mean that a replica has died.
+    fit. ``lost``: errors that mean that a replica has died.
     """
 
     def __init__(
@@ -167,11 +161,7 @@ class Front:
             leaving.cancel()
 
     async def _relay(self, request: ForwardedRequest, send: Send) -> None:
-        """Relay an answer.
-
-        Raises:
-            ApiError: if replica after replica died, and the client has received nothing.
-        """
+        """Relay an answer; raise ApiError if replica after replica died, and the client has received nothing."""
         digest = hashlib.blake2b(request.body, digest_size=16, key=request.tenant.encode()).digest()
         for _ in range(MAX_REPLICAS_TRIED):
             if self._suspects.blamed(digest):

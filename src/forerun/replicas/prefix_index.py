@@ -52,11 +52,7 @@ def _text(fields: dict[str, Any]) -> str:
 
 
 class PrefixReaders(Generic[ReplicaT]):
-    """Which replicas have prefilled which prefixes.
-
-    Args:
-        limit: maximum number of digests.
-    """
+    """Which replicas have prefilled which prefixes, for up to ``limit`` digests."""
 
     def __init__(self, limit: int = REMEMBERED_DIGESTS) -> None:
         self._limit = limit
@@ -101,9 +97,7 @@ def preferred(
 
     Args:
         beginnings: the request's digests; the first covers only its namespace.
-        replicas: to choose from.
-        readers: which replicas have prefilled which prefixes.
-        load: a replica's number of requests.
+        load: returns a replica's number of requests.
         rows: requests that a replica decodes at once.
     """
     depths = {replica: readers.depth(beginnings, replica) for replica in replicas}

@@ -22,13 +22,7 @@ EXCHANGE_TIMEOUT_SECONDS = 10.0
 
 
 class Replica:
-    """The class that Ray Serve runs.
-
-    Args:
-        settings: the server's.
-        build: makes the engine from them.
-        exchange: the handle of the actor ``Exchange``.
-    """
+    """The class that Ray Serve runs; ``exchange`` is the handle of the actor ``Exchange``."""
 
     def __init__(self, settings: ServerSettings, build: Callable[[ServerSettings], Engine], exchange: Any) -> None:
         import ray
@@ -62,11 +56,7 @@ class Replica:
                 yield bytes(message["body"])
 
     def check_health(self) -> None:
-        """Tell Ray, which replaces unhealthy replicas, whether this one works.
-
-        Raises:
-            RuntimeError: if the scheduler has ended.
-        """
+        """Raise a RuntimeError, so that Ray replaces this replica, if its scheduler has ended."""
         if not self._service.scheduler.ready:
             raise RuntimeError("the scheduler has ended")
 

@@ -25,14 +25,12 @@ Ending = Literal["finished", "cancelled", "deadline", "displaced", "error"]
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """Limits of a scheduler; a ValueError for one under 1 (``waiting``: under 0).
+    """Limits of a scheduler, each at least 1 (``waiting``: 0) or a ValueError.
 
     Attributes:
         memory: bytes for keys and values of all running requests; an engine's ``tiers`` have separate limits.
-        rows: maximum running requests.
-        waiting: maximum waiting requests.
+        rows, waiting: maximum running and waiting requests.
         step: prompt tokens prefilled per step; see ``Batch``.
-        tenants: number of tenants that share all this.
     """
 
     memory: int
@@ -102,12 +100,7 @@ class QueueFullError(Exception):
 class FairShare:
     """One resource of a server, divided equally among its tenants.
 
-    Unused shares are lent to other tenants, except for a part reserved while some tenants have nothing.
-
-    Args:
-        capacity: the total amount.
-        tenants: maximum number.
-        kept: reserve for tenants who have nothing.
+    Unused shares are lent to other tenants, except for ``kept``, a reserve while some tenants have nothing.
     """
 
     def __init__(self, capacity: float, tenants: int = 1, kept: float = 0) -> None:
@@ -147,8 +140,7 @@ class FairShare:
             del self._used[tenant]
 
     def debtor(self, tenant: str) -> str | None:
-        """Return the tenant furthest beyond its share, from whom a tenant within its share may take; None if there is
-        none."""
+        """Return the tenant furthest beyond its share, from whom a tenant within its share may take, or None."""
         most = max(self._used, key=self._used.__getitem__, default=tenant)
         return most if most != tenant and self.owed(tenant, 1) and self._used[most] > self.share(tenant) else None
 
@@ -157,12 +149,8 @@ class Admission:
     """All waiting and running requests; the tenant that has been served the fewest tokens is next.
 
     A request holds its row and its memory until it ends. A tenant that returns after a pause starts level with the
-    least served tenant present: unused shares are not saved up.
-
-    Args:
-        limits: the scheduler's.
-        tiers: the engine's, which count caches themselves; draft levels, on the device, are charged here. None to count
-            everything here.
+    least served tenant present: unused shares are not saved up. An engine's ``tiers`` count caches themselves; then
+    only draft levels, on the device, are charged here.
     """
 
     def __init__(self, limits: SchedulerLimits, tiers: Tiers | None = None) -> None:
@@ -184,7 +172,6 @@ class Admission:
 
     @property
     def usage(self) -> float:
-        """Return the used fraction of the memory for keys and values."""
         if self._tiers is None:
             return self._memory.used / self._memory.capacity
         limits, used = self._tiers.memory.limits, self._tiers.taken
@@ -214,14 +201,10 @@ class Admission:
             raise QueueFullError(self.waiting, self.retry_after(tenant))
 
     def add(self, request: ScheduledRequest) -> ScheduledRequest | None:
-        """Enqueue a request.
+        """Enqueue a request, and return the one that lost its place to it, if any.
 
-        Returns:
-            The request that lost its place to this one: the newest of the tenant furthest beyond its share. None if
-                there was a free place.
-
-        Raises:
-            QueueFullError: if all places are taken, and no other tenant is beyond its share.
+        That is the newest of the tenant furthest beyond its share. If all places are taken and no other tenant is
+        beyond its share, raise a QueueFullError.
         """
         displaced, tenant = None, request.tenant
         starts = self._free_rows > 0 and self._rows.allows(tenant, 1 + self._starting_next) and self._has_room(request)
@@ -263,7 +246,6 @@ class Admission:
         self._place(request)
 
     def remove(self, request: ScheduledRequest) -> bool:
-        """Remove a request; return whether it was present."""
         tenant = request.tenant
         if self.running.pop(request.request.id, None) is not None:
             self._rows.give(tenant, 1)
@@ -287,7 +269,6 @@ class Admission:
         self._served[tenant] = self._served.get(tenant, 0.0) + tokens
 
     def forget(self) -> None:
-        """Drop the counts of tenants without requests."""
         for tenant in self._served.keys() - self._queues.keys() - {each.tenant for each in self.running.values()}:
             del self._served[tenant]
 
@@ -313,7 +294,6 @@ class Admission:
 
     @property
     def _free_rows(self) -> int:
-        """Count rows for new requests: none if others wait for one."""
         return 0 if self._places.used else self.limits.rows - len(self.running) - self._starting_next
 
     def _place(self, request: ScheduledRequest) -> None:
@@ -335,7 +315,6 @@ class Admission:
         return each * max(0, min(self.limits.rows - len(self.running) + self._starting - 1, reserved))
 
     def _has_room(self, request: ScheduledRequest) -> bool:
-        """Return whether a request's keys and values fit now."""
         if self._tiers is None:
             return self._memory.used + request.needs <= self._memory.capacity
         try:

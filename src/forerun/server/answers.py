@@ -88,7 +88,6 @@ class StopStrings:
         return text[:cut]
 
     def flush(self) -> str:
-        """Return the waiting characters at the end of an answer."""
         rest, self._pending = self._pending, ""
         return rest
 
@@ -100,8 +99,7 @@ class StopStrings:
 
 
 class Echo(NamedTuple):
-    """A prompt that begins an answer: its characters, how many of its tokens count as generated, and whether more
-    follows."""
+    """A prompt that begins an answer, how many of its tokens count as generated, and whether more follows."""
 
     text: str
     tokens: int
@@ -112,7 +110,6 @@ class AnswerText:
     """One answer as it grows.
 
     Args:
-        tokenizer: of the model.
         prompt: token ids, before the answer.
         stops: strings that end it.
         keep: see ``Detokenizer``.
@@ -155,7 +152,6 @@ class AnswerText:
         return text + "".join(self._stops.add(piece.text) for piece in self._detokenizer.add(token, False))
 
     def end(self) -> str:
-        """Return the remaining characters."""
         if not self.goes_on:
             return ""
         rest = "".join(self._stops.add(piece.text) for piece in self._detokenizer.flush())
@@ -168,9 +164,6 @@ class LogprobStreamer:
     Tokens that end an answer or begin after a stop string are left out.
 
     Args:
-        spell: returns a token's bytes.
-        request: holds the log-probabilities.
-        ends: tokens that end an answer.
         prompt: tokens to include; the first has no log-probability.
         echoed: the prompt's characters at the start of the answer; may contain special tokens.
         goes_on: whether tokens after the prompt are included.
@@ -237,8 +230,7 @@ class LogprobStreamer:
 
 
 def prompt_trace(request: Request, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """Trace how much of a prompt came from the cache, and where it first differs from its namespace's most similar kept
-    prompt.
+    """Trace how much of a prompt was cached, and where it leaves its namespace's most similar kept prompt.
 
     The cached part ends there or a little earlier. Without ``differs_at``, the prompt left no kept one.
     """

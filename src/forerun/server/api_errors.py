@@ -22,15 +22,7 @@ CLOSE = {"Connection": "close"}
 
 
 class ApiError(Exception):
-    """An error sent to a client instead of an answer.
-
-    Args:
-        status: of HTTP.
-        message: says what is wrong, and what to do.
-        code: a fixed word for programs.
-        param: the wrong field.
-        headers: of the response.
-    """
+    """An error sent to a client; ``code`` is a fixed word for programs, ``param`` the wrong field."""
 
     def __init__(
         self,

@@ -92,12 +92,8 @@ def create_app(
 ) -> FastAPI:
     """Make an application that serves one engine; its ``state.service`` is the ``Service``.
 
-    It first fills the drafter's index (``restore_index``), and starts a thread that decodes until the application ends.
-    ``on_finished``: see ``Scheduler``.
-
-    Raises:
-        ValueError: for a wrong key, or a file that cannot fill the index.
-        OSError: if that file cannot be read.
+    It first fills the drafter's index, with the errors of ``restore_index``, and starts a thread that decodes until the
+    application ends. ``on_finished``: see ``Scheduler``. Raises ValueError for a wrong key.
     """
     tenants = settings.tenant_keys().tenants
     saver = restore_index(engine, settings, tenants)
@@ -224,7 +220,6 @@ class _WholeResponse(Response):
 
 
 async def _events(call: Call, form: AnyFormat, watcher: asyncio.Task[None]) -> AsyncIterator[str]:
-    """Yield a stream of events; an error ends it."""
     try:
         for begin in form.begin():
             yield begin
@@ -251,8 +246,6 @@ async def disconnected(receive: Receive) -> None:
 
 
 def _add_tokens(app: FastAPI, service: Service, bodies: BodyReader) -> None:
-    """Add vLLM's and Anthropic's addresses for tokens."""
-
     async def of_chat(request: HTTPRequest, body: ChatRequest | TokenizeRequest) -> EncodedPrompt:
         try:
             return await service.in_turn(request.state.tenant, service.encode.chat, body)

@@ -56,11 +56,7 @@ def check_parts(body: bytes, largest: int) -> None:
 
 
 class BodyReader:
-    """Reads the bodies of an application's requests.
-
-    Args:
-        served_name: the model of requests that name none.
-    """
+    """Reads the bodies of an application's requests; ``served_name`` is the model of requests that name none."""
 
     def __init__(self, served_name: str) -> None:
         self._served_name = served_name
@@ -78,11 +74,7 @@ class BodyReader:
         }
 
     async def read(self, request: HTTPRequest, model: type[Model]) -> tuple[Model, Any, Notes]:
-        """Return a request's body, its translation into a chat (or the body itself), and notes on what was ignored.
-
-        Raises:
-            ApiError: says what is wrong.
-        """
+        """Return a request's body, its translation into a chat (or the body), and notes on what was ignored."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
             raise ApiError(*NO_OBJECT)
@@ -135,7 +127,7 @@ def _is_whole(text: str) -> bool:
 
 
 def _strings(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yield each string in a JSON value with its path; a field's name has the path of its object."""
+    """Yield each string in a JSON value with its path; a field's name has its object's path."""
     if isinstance(value, str):
         yield path, value
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -149,7 +141,7 @@ _REFERENCE = "#/components/schemas/{model}"
 
 
 def describe_bodies(app: FastAPI, bodies: BodyReader) -> None:
-    """Add the bodies' schemas to an application's OpenAPI description; the framework does not know them."""
+    """Add the bodies' schemas, which the framework does not know, to an application's OpenAPI description."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:

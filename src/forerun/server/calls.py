@@ -35,8 +35,7 @@ PING_SECONDS = 15.0
 class LoopDispatcher:
     """Runs callbacks of other threads in an event loop, in order.
 
-    Waking a loop is a system call, and a step has news for each of its rows. So callbacks that gather meanwhile share
-    one.
+    Waking a loop is a system call, and a step has news for each of its rows, so waiting callbacks share one.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -140,10 +139,8 @@ class Call:
     Create it in the event loop, ``start`` it, then iterate over it once; ``cancel`` ends it at any time.
 
     Args:
-        scheduler: runs them.
         rows: the answers, in order.
         number: identifies the call in answers and in the log.
-        dispatcher: returns the scheduler's news to this event loop.
         prompts: number of prompts; each has equally many answers.
         budget: maximum draft length.
         trace: whether deltas have the trace of their step.
@@ -174,8 +171,7 @@ class Call:
     async def start(self, tenant: str, deadline: float | None) -> None:
         """Submit all requests, in a thread, as the scheduler's lock may be held.
 
-        Raises:
-            ApiError: 429 if the queue is full, 400 for more than memory allows, 503 when the server closes.
+        Raises ApiError: 429 if the queue is full, 400 for more than memory allows, 503 when the server closes.
         """
         try:
             await asyncio.to_thread(self._submit, tenant, deadline)
@@ -191,8 +187,7 @@ class Call:
                 self._scheduler.cancel(scheduled)
 
     async def __aiter__(self) -> AsyncIterator[Delta | None]:
-        """Yield each row's new text, and None after each ``PING_SECONDS`` without any. A row's last delta has a finish
-        reason.
+        """Yield each row's new text, up to a finish reason, and None after each ``PING_SECONDS`` without any.
 
         Raises:
             ApiError: if the server failed, the schema is too hard for it, or time ran out.
@@ -239,7 +234,6 @@ class Call:
 
     @property
     def usage(self) -> Json:
-        """Return the usage so far."""
         return _usage(self.rows, self._prompts)
 
     def _step(self, index: int, commit: Commit) -> list[Delta]:
@@ -281,7 +275,6 @@ class Call:
                 return
 
     def _deliver(self, index: int, what: Commit | Ending) -> None:
-        """Pass news on, in the scheduler's thread."""
         self._dispatcher.put(partial(self._receive, _RowEvent(index, what, time.monotonic())))
 
     def _receive(self, event: _RowEvent) -> None:
@@ -309,7 +302,6 @@ def _usage(rows: Sequence[AnswerRow], prompts: int) -> Json:
 
 
 def _speculation(stats: Stats) -> Json:
-    """Summarise the drafts of all answers."""
     return {
         "steps": stats.steps,
         "drafted": sum(stats.drafted),
@@ -340,7 +332,6 @@ class ClientGoneError(Exception):
 
 
 def _kv_failure(error: OffloadError, number: str) -> ApiError:
-    """Make the client's error; file paths go to the log only."""
     why = "copying failed" if error.errno is None else os.strerror(error.errno)
     message = (
         f"the keys and values of this request could not be kept off the device: {why}; the log says more about {number}"

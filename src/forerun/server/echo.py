@@ -43,12 +43,9 @@ class PromptConstraint:
 
 
 def scoring_prompt(request: Request, prompt: Sequence[int], answer_tokens: int) -> Request:
-    """Make a request that generates its prompt and its answer.
+    """Make a request that generates its prompt and up to ``answer_tokens`` more.
 
-    Args:
-        request: for the prompt's first token.
-        prompt: token ids.
-        answer_tokens: maximum; 0 for the prompt only.
+    ``request`` is for the prompt's first token.
     """
     ends, inner = request.eos_token_ids, request.stopping
     request.sampler = replace(request.sampler, constraint=PromptConstraint(prompt))

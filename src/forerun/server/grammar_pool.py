@@ -51,7 +51,7 @@ class GrammarPool:
         self._closed = False
 
     async def prepare(self, response_format: Any, tenant: str, namespace: str) -> None:
-        """Compile the grammar of a response format, unless it has none or is compiled already; see ``Grammars.of``.
+        """Compile the grammar of a response format, unless it has none or is compiled already.
 
         Raises:
             SchemaError: see ``Grammars.of``; or if it needs too much time or memory.
@@ -137,11 +137,9 @@ class _Worker:
         return self._ask(source)
 
     def kill(self) -> None:
-        """End the process; from any thread."""
         self._process.kill()
 
     def close(self) -> None:
-        """End the process and close its pipes."""
         self.kill()
         with suppress(OSError):  # it has not read everything
             self._process.communicate()

@@ -62,7 +62,6 @@ class BoundedConnection(H11Protocol):
         self._watch("head", HEAD_SECONDS)
 
     def _beside(self) -> list[BoundedConnection]:
-        """Return all connections, including this one."""
         return [each for each in self.connections if isinstance(each, BoundedConnection)]
 
     def _is_beyond(self, limit: int) -> bool:
@@ -154,7 +153,6 @@ class DrainingServer(uvicorn.Server):
     """uvicorn, which ends with the scheduler: a client whose request is cancelled gets an error.
 
     Args:
-        app: from ``create_app``.
         patience: seconds for running requests to end by themselves.
         connections: maximum open at once.
         page: whether the log names the page's address.
@@ -176,11 +174,7 @@ class DrainingServer(uvicorn.Server):
         self._patience, self._page = patience, page
 
     def serve_on(self, sockets: list[socket.socket]) -> None:
-        """Serve on sockets from ``bound_sockets`` until a signal comes.
-
-        Raises:
-            OSError: if another program listens there by now.
-        """
+        """Serve on sockets from ``bound_sockets`` until a signal comes; raise OSError if the port is taken by now."""
         for one in sockets:
             one.listen(self.config.backlog)
         self.run(sockets)
@@ -204,14 +198,10 @@ class DrainingServer(uvicorn.Server):
 
 
 def bound_sockets(host: str, port: int) -> list[socket.socket]:
-    """Bind sockets on all addresses of a host without listening, so that a busy port is found before a model is loaded.
+    """Bind sockets on all addresses of a host, without listening.
 
-    Args:
-        host: a name or an address.
-        port: 0 for a free one.
-
-    Raises:
-        OSError: if the host is not this computer's, or the port is busy.
+    So a busy port, or a host that is not this computer's, raises OSError before a model is loaded. Port 0 is any free
+    one.
     """
     sockets: list[socket.socket] = []
     with ExitStack() as opened:

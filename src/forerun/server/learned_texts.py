@@ -55,10 +55,8 @@ class Passage:
 def check_files(files: Iterable[Path], namespaces: int) -> None:
     """Read all files through; ``namespaces`` is the maximum per tenant.
 
-    Raises:
-        ValueError: for a line that is not UTF-8 or not a valid row, or one namespace too many, with file and line; or
-            for a file with nothing to index or prefill.
-        OSError: if a file cannot be read.
+    Raises ValueError, with file and line, for a line that is not UTF-8 or not a valid row, or one namespace too many;
+    also for a file with nothing to index or prefill.
     """
     names: set[str] = set()
     for file in files:
@@ -87,12 +85,8 @@ def passages(file: Path) -> Iterator[Passage]:
 def restore_index(engine: Engine, settings: ServerSettings, tenants: Sequence[str]) -> AutoSaver | None:
     """Limit an engine's index, fill it from its folder and from files for all tenants, and prepare saving it.
 
-    Returns:
-        The saver of the index, if there is a folder; saving begins with its ``start``.
-
-    Raises:
-        ValueError: if there is a folder or a file, but no index; or for a wrong folder or file.
-        OSError: if one of them cannot be read.
+    Return the saver, if there is a folder; saving begins with its ``start``. Raises ValueError for a folder or a file
+    that is wrong, or without an index to fill.
     """
     trie, tokenizer = _trie(engine, settings), engine.tokenizer
     if trie is None:
@@ -126,7 +120,7 @@ def _trie(engine: Engine, settings: ServerSettings) -> Trie | None:
 def _learn(
     trie: Trie, tokenizer: Any, kept: Sequence[Content], settings: ServerSettings, tenants: Sequence[str]
 ) -> set[str]:
-    """Fill an empty index from files and a folder; return the namespaces with sequences that the folder lacks.
+    """Fill an empty index from files and a folder; return namespaces with sequences that the folder lacks.
 
     Sequences that the folder has too are indexed once. Files come first: the folder's sequences were generated, so they
     should stay if there is not enough room.
@@ -160,7 +154,6 @@ def _text_digest(tokens: IntArray) -> bytes:
 
 
 def _paragraphs(file: Path) -> Iterator[tuple[str, str, int]]:
-    """Yield a file in passages of whole lines."""
     lines: list[str] = []
     size, first = 0, 1
     for number, line in text_lines(file):

@@ -107,7 +107,6 @@ class RequestMeter:
         self._steps = 0
 
     def count(self, tokens: int, now: float) -> None:
-        """Count the tokens of a step, at a time by ``time.monotonic``."""
         if not tokens:
             return
         if self._last is None:

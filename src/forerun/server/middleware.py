@@ -44,11 +44,7 @@ class HeldBytes:
         self._share, self._tenant, self._held = share, tenant, 0
 
     def take(self, nbytes: int, what: str = "bytes") -> None:
-        """Hold more bytes.
-
-        Raises:
-            ApiError: 503 if other requests hold too much, 400 if it exceeds the total.
-        """
+        """Hold more bytes, or raise ApiError: 503 if other requests hold too much, 400 beyond the total."""
         if nbytes > self._share.capacity:
             message = f"the request may take {nbytes:,} {what}; this server has {self._share.capacity:,} for all"
             raise ApiError(400, message, "too_large")
@@ -59,30 +55,29 @@ class HeldBytes:
         self._held += nbytes
 
     def release(self, keep: int = 0) -> None:
-        """Release all but ``keep`` bytes."""
         if self._held > keep:
             self._share.give(self._tenant, self._held - keep)
             self._held = keep
 
 
 class GuardMiddleware:
-    """Gives each request an id and a tenant, and refuses wrong keys (401), foreign hosts and origins (403), bodies that
-    are too large or have too many parts (413), slow ones (408) and compressed ones (415). HEAD is answered like GET.
+    """Gives each request an id and a tenant, and refuses bad ones.
 
-    The application gets each body in one piece, and none that is incomplete. It releases the request's ``HeldBytes``,
-    ``held`` in the scope's state, once the body is parsed. The rest of a refused body is read and discarded while the
-    connection may be silent: closing it would reset a client that still sends, and the client could lose the answer.
+    Refused are wrong keys (401), foreign hosts and origins (403), bodies that are too large or have too many parts
+    (413), slow ones (408) and compressed ones (415). HEAD is answered like GET. The application gets each body in one
+    piece, and none that is incomplete. It releases the request's ``HeldBytes``, ``held`` in the scope's state, once the
+    body is parsed. The rest of a refused body is read and discarded while the connection may be silent: closing it
+    would reset a client that still sends, and the client could lose the answer.
 
     Without keys, any web page in a browser on this computer could use the server: by a request to another origin, or by
     a domain name that it points here (DNS rebinding). So hosts and origins are checked then.
 
     Args:
         app: finds ``tenant``, ``request_id`` and ``held`` in the scope's state.
-        keys: of the tenants.
         body_limit: in bytes.
-        hosts: allowed names in the Host header, in addition to localhost and IP addresses; ``*`` is any name. None
-            checks neither hosts nor origins.
-        origins: allowed origins of web pages, in addition to the server's; ``*`` is any.
+        hosts: allowed names in the Host header, besides localhost and IP addresses; None checks neither hosts nor
+            origins.
+        origins: allowed origins of web pages, besides the server's. In both, ``*`` is any.
         open_addresses: need no key.
     """
 
@@ -232,7 +227,6 @@ def _with_id(scope: Scope, send: Send) -> Send:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return messages with the body first, and then those still to come."""
     read: list[Message] = [{"type": "http.request", "body": body}]
 
     async def replay() -> Message:

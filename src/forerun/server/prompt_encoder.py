@@ -52,9 +52,7 @@ class EncodedPrompt(NamedTuple):
 class PromptEncoder:
     """Encodes prompts. Threads may share it, and take turns per string.
 
-    Args:
-        tokenizer: used by one thread at a time, as encoding may change its settings.
-        positions: the model's limit; None for no limit.
+    One thread at a time uses the tokenizer, as encoding may change its settings. ``positions`` None is no limit.
     """
 
     def __init__(self, tokenizer: Any, positions: int | None) -> None:
@@ -86,7 +84,6 @@ class PromptEncoder:
             return EncodedPrompt(encode(prompt, self._tokenizer)[0], prompt)
 
     def chat(self, body: ChatRequest | TokenizeRequest) -> EncodedPrompt:
-        """Encode a conversation by the chat template."""
         messages = with_known_roles([message.for_template() for message in body.messages or ()], self._tokenizer)
         tools, controls = body.template_tools, self._controls
         if controls is not None and encodes_messages(self._tokenizer):
@@ -107,7 +104,7 @@ class PromptEncoder:
     def _written(
         self, messages: list[Json], tools: list[Json] | None, body: ChatRequest | TokenizeRequest
     ) -> tuple[list[Json], str]:
-        """Render the first arrangement of a conversation that the template accepts without losing a system message."""
+        """Render the first arrangement of a conversation that the template accepts and keeps whole."""
         written: list[tuple[list[Json], str]] = []
         refusal: TemplateError | None = None
         for turns in arrangements(messages):
@@ -125,7 +122,6 @@ class PromptEncoder:
         return written[0]
 
     def decode(self, tokens: list[int]) -> str:
-        """Decode tokens, including special ones."""
         with self._lock:
             return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
@@ -156,8 +152,8 @@ class PromptEncoder:
         )
 
     def _check(self, text: str, what: str = "prompt") -> None:
-        """Refuse a prompt that is too long by a prefix, counted in pieces so that others have their turn. Encoding all
-        of 8 MiB cost 24 seconds and 2 GiB."""
+        """Refuse a prompt by a prefix, counted in pieces so that others have their turn: 8 MiB cost 24 seconds and 2
+        GiB."""
         if self._positions is None or len(text) <= (look := FIRST_LOOK_CHARACTERS * self._positions):
             return
         tokens, size = 0, min(look, PIECE_CHARACTERS)

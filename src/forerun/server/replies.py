@@ -23,8 +23,7 @@ PADDED_BYTES = 256
 
 
 class AnswerParts:
-    """One choice of a whole answer, as it grows. Log-probabilities become JSON at once: as objects they need many times
-    the memory."""
+    """One choice of a whole answer, as it grows. Log-probabilities become JSON at once, to save memory."""
 
     def __init__(self) -> None:
         self._text, self._reasoning = list[str](), list[str]()
@@ -33,7 +32,6 @@ class AnswerParts:
         self._logprobs: dict[str, list[str] | None] | None = None
 
     def add(self, delta: Delta, logprobs: Json | None) -> None:
-        """Add new text, and its log-probabilities as lists."""
         self._text.append(delta.text)
         self._reasoning.append(delta.reasoning)
         self._calls += delta.calls
@@ -72,7 +70,6 @@ class ReplyFormat(ABC):
         """Whether each chunk has the usage so far."""
 
     def note(self, notes: Sequence[str]) -> None:
-        """Add notes on the request to the answer."""
         if notes:
             self._head["warnings"] = list(notes)
 
@@ -309,8 +306,7 @@ def compact(body: Any) -> str:
 
 
 def _likeliest(one: TokenLogprob) -> dict[str, float]:
-    """Map tokens to log-probabilities, likeliest first, including the token itself; of two with one spelling, the
-    likelier counts."""
+    """Map tokens to log-probabilities, likeliest first, including the token. Of equal spellings, the likelier wins."""
     likeliest: dict[str, float] = {}
     for spelling, logprob in [*one.top, (one.spelling, one.logprob or 0.0)]:
         likeliest.setdefault(_readable(spelling), logprob)

@@ -159,7 +159,6 @@ def _tool(tool: Json) -> Json | None:
 
 
 def _add_item(messages: list[Json], item: Json, where: str, notes: Notes) -> None:
-    """Add an item to the turns of a chat."""
     kind = item.get("type", "message")
     if kind == "message":
         turn = {"role": item.get("role"), "content": content_text(item.get("content"), f"{where}.content", notes)}

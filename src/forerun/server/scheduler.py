@@ -38,14 +38,10 @@ LAST_STEP_SECONDS = 30.0
 
 
 class Scheduler:
-    """Runs requests of many clients through one engine.
+    """Runs requests of many clients through one engine, which others may use meanwhile.
 
     Only its thread starts and ends requests. The lock guards queues, and is never held while the engine works.
-
-    Args:
-        engine: decodes; others may use it meanwhile.
-        limits: on requests and memory.
-        on_finished: called in the scheduler's thread with each finished request; must return at once.
+    ``on_finished`` is called in the thread with each finished request, and must return at once.
 
     Attributes:
         failed: true if it had to stop; all requests have ended then, and it accepts no more.
@@ -66,12 +62,7 @@ class Scheduler:
         self._thread.start()
 
     def check_places(self, tenant: str, texts: int) -> None:
-        """Refuse requests that ``submit`` would refuse, before any work for them.
-
-        Raises:
-            QueueFullError: if there are not enough places for them.
-            RuntimeError: after ``close``.
-        """
+        """Raise the QueueFullError or RuntimeError of ``submit`` before any work for ``texts`` requests."""
         with self._changed:
             self._check_open()
             self._admission.check_places(tenant, texts)
@@ -84,10 +75,8 @@ class Scheduler:
         tenant: str = "default",
         deadline: float | None = None,
     ) -> ScheduledRequest:
-        """Queue a new request. The store's part of its prompt is verified here, in the caller's thread.
-
-        Args:
-            request, on_commit, on_end, tenant, deadline: see ``ScheduledRequest``.
+        """Queue a new request; see ``ScheduledRequest``. The stored part of its prompt is verified in the caller's
+        thread.
 
         Raises:
             ValueError: if its caches exceed the memory.
@@ -112,8 +101,7 @@ class Scheduler:
     def cancel(self, scheduled: ScheduledRequest) -> None:
         """End a request, unless it has ended.
 
-        It waits for no lock, so an event loop may call it; whoever holds the lock checks cancelled requests before
-        sleeping.
+        It waits for no lock, so an event loop may call it; the lock's holder checks cancelled requests before sleeping.
         """
         self._cancelled.append(scheduled)
         if self._changed.acquire(blocking=False):
@@ -143,7 +131,6 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Return whether a request runs or waits."""
         with self._changed:
             return bool(self.running or self.waiting)
 
@@ -171,7 +158,6 @@ class Scheduler:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        """End all requests: none can be served."""
         with self._changed:
             self._closing = True
             left = list(self._admission)

@@ -236,7 +236,6 @@ class GenerationRequest(StrictModel):
 
     @property
     def limit_name(self) -> str:
-        """Return the field that sets it."""
         return "max_tokens"
 
     @property
@@ -269,8 +268,10 @@ class GenerationRequest(StrictModel):
 
 
 class CompletionRequest(GenerationRequest):
-    """A request to ``/v1/completions``. ``prompt``: text, token ids, or several of either. ``suffix``: text after the
-    answer. ``echo``: the answer begins with the prompt."""
+    """A request to ``/v1/completions``, with ``prompt`` as text, token ids, or several of either.
+
+    ``suffix``: text after the answer. ``echo``: the answer begins with the prompt.
+    """
 
     prompt: Prompt
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -327,7 +328,6 @@ class Message(StrictModel):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message in a chat template's form."""
         more = self.model_dump(include={"name", "tool_call_id", "reasoning_content"})
         more["tool_calls"] = [_with_object(call) for call in self.tool_calls or ()]
         given = {name: value for name, value in more.items() if value}
@@ -469,12 +469,10 @@ class ChatRequest(GenerationRequest):
 
     @property
     def parallel(self) -> bool:
-        """Return whether an answer may have several calls."""
         return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedChoice)
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """Return further variables for the chat template."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return {**effort, **(self.chat_template_kwargs or {})}
 

@@ -84,11 +84,9 @@ class Service:
         self.scheduler.close(patience)
 
     async def call(self, body: GenerationBody, tenant: str, number: str, held: HeldBytes) -> Call:
-        """Prepare an answer without blocking the event loop, cheap checks first; add the maximum size of its
-        log-probabilities to ``held``.
+        """Prepare an answer without blocking the event loop, cheap checks first.
 
-        Raises:
-            ApiError: says what is refused, and why.
+        Add the maximum size of its log-probabilities to ``held``. Raises ApiError, which says what is refused and why.
         """
         arrived = time.monotonic()
         self.check_model(body.model)
@@ -171,8 +169,7 @@ class Service:
 
     @property
     def offer(self) -> dict[str, Any]:
-        """Describe what clients may request beyond OpenAI's API, and whether outputs equal those without drafts bit for
-        bit."""
+        """Describe what clients may request beyond OpenAI's API, and the exactness of outputs."""
         return {
             "drafters": list(dict.fromkeys((self.settings.drafter, NO_DRAFTER))),
             "budget": self.engine.budget,
@@ -186,7 +183,6 @@ class Service:
         return None if self.settings.timeout is None else time.monotonic() + self.settings.timeout
 
     def _loop_dispatcher(self) -> LoopDispatcher:
-        """Return the running loop's dispatcher."""
         loop = asyncio.get_running_loop()
         if self._dispatcher is None or self._dispatcher.loop is not loop:
             self._dispatcher = LoopDispatcher(loop)
@@ -260,7 +256,6 @@ class Service:
         return requests
 
     def _ends_of(self, body: GenerationBody) -> frozenset[int]:
-        """Return the tokens that end an answer."""
         return frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self._ends)
 
     def _budget(self, wanted: Extension) -> int | None:
@@ -275,8 +270,7 @@ class Service:
         return 0 if wanted.drafter == NO_DRAFTER else wanted.budget
 
     def _prepare_grammars(self) -> None:
-        """Prepare grammars before the server starts, while no other thread runs. After a failure, requests for a
-        grammar get the reason."""
+        """Prepare grammars while no other thread runs. After a failure, requests for a grammar get the reason."""
         try:
             self.engine.grammars.prepare()
         except (ValueError, ModuleNotFoundError) as error:
@@ -309,8 +303,7 @@ def _scores_prompt(body: GenerationBody) -> bool:
 
 
 def _sampling(body: GenerationBody, choice: int, start: int) -> dict[str, Any]:
-    """Return sampling options for the engine. Choices of one prompt have consecutive seeds, as with
-    ``num_return_sequences``. The output begins at token ``start``."""
+    """Return sampling options; choices of one prompt have consecutive seeds, as with ``num_return_sequences``."""
     options: dict[str, Any] = {}
     if body.repetition_penalty is not None:
         options["repetition_penalty"] = body.repetition_penalty
@@ -330,8 +323,10 @@ def _sampling(body: GenerationBody, choice: int, start: int) -> dict[str, Any]:
 
 
 def _stopping_at_string(answer: AnswerText, other: Stopping | None) -> Stopping:
-    """Stop at the token that completes a stop string of ``answer``, which serves only this, or when ``other`` stops;
-    both see every token. Prompts are not searched."""
+    """Stop at the token that completes a stop string, or when ``other`` stops; both see every token.
+
+    ``answer`` serves only this. Prompts are not searched.
+    """
 
     def stopping(ids: torch.Tensor) -> bool:
         answer.add([int(ids[0, -1])])

@@ -110,15 +110,17 @@ class ServerSettings(BaseSettings):
         return None if self.api_keys and not self.allowed_hosts else (self.host, *self.allowed_hosts)
 
     def tenant_keys(self) -> ApiKeys:
-        """Make the index of tenants by their keys; a ValueError as in ``ApiKeys``."""
+        """Make the index of tenants by their keys; raises as ``ApiKeys``."""
         admin = self.admin_key
         return ApiKeys(
             [key.get_secret_value() for key in self.api_keys], None if admin is None else admin.get_secret_value()
         )
 
     def tiers(self, device: torch.device) -> KVMemory | None:
-        """Return the tiers of keys and values beyond the device; None without any. A tier without a limit gets a
-        fraction of the free memory. An OSError means that the folder is not writable."""
+        """Return the limits of all tiers of keys and values; None if there is only the device.
+
+        A tier without a limit gets a fraction of the free memory. Raises OSError if the folder is not writable.
+        """
         if self.kv_memory is None or (self.kv_host_memory is None and self.kv_folder is None):
             return None
         cpu = torch.device("cpu")
@@ -150,10 +152,8 @@ class ServerSettings(BaseSettings):
 def read_settings(flags: Mapping[str, Any], file: Path | None = None) -> ServerSettings:
     """Read settings from flags, the environment and a TOML file, in this order.
 
-    Raises:
-        ValueError: names each wrong setting, without its value, which may be a key; or for a file that is not TOML, or
-            a variable named like a flag instead of its setting.
-        FileNotFoundError: if there is no such file.
+    Raises ValueError, which names each wrong setting, without its value, which may be a key; also for a file that is
+    not TOML, or a variable named like a flag instead of its setting.
     """
     in_file = {} if file is None else tomllib.loads(file.read_text("utf-8"))
     in_environment = {name.upper() for name in os.environ}

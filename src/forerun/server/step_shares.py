@@ -33,8 +33,8 @@ class StepShares:
     """Plans steps.
 
     If another token costs little, as with large models limited by reading weights, all rows step together. If every
-    token costs as much as the first, no tenant has more tokens in a step than the one with the fewest, and its rows
-    take turns.
+    token costs as much as the first, the rows of a tenant take turns, so that it has no more tokens in a step than the
+    tenant with the fewest.
     """
 
     def __init__(self) -> None:

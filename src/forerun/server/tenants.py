@@ -14,14 +14,10 @@ NAMESPACE_PATTERN = r"^[A-Za-z0-9._-]{1,64}$"
 
 
 class ApiKeys:
-    """Finds tenants by their keys, of which it keeps only digests.
+    """Finds tenants by their keys, of which it keeps only digests; without keys, all clients are one tenant.
 
-    Args:
-        keys: one per tenant; without any, all clients are one tenant.
-        admin: a further key, which belongs to no tenant.
-
-    Raises:
-        ValueError: for an empty key, one that a header cannot carry, or one given twice.
+    ``admin`` is a key that belongs to no tenant. Raises ValueError for a key that is empty, given twice, or unfit for a
+    header.
     """
 
     def __init__(self, keys: Sequence[str] = (), admin: str | None = None) -> None:
@@ -56,7 +52,7 @@ class ApiKeys:
 
 
 def private_namespace(tenant: str, name: str) -> str:
-    """Return a tenant's private namespace."""
+    """Return the namespace of one tenant."""
     return f"{tenant}/{name}"
 
 
@@ -70,7 +66,6 @@ def _tenant_name(digest: bytes) -> str:
 
 
 def _given(authorization: bytes | None) -> bytes:
-    """Return the digest of a header's key."""
     scheme, _, key = (authorization or b"").partition(b" ")
     return _digest(key.strip()) if scheme.lower() == b"bearer" else b""
 

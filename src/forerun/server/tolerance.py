@@ -76,18 +76,12 @@ class Notes(list[str]):
     """Notes on what was left out of a request."""
 
     def add(self, note: str) -> None:
-        """Keep a note, if it is new and there is room."""
         if note not in self and len(self) < MAX_NOTES:
             self.append(note)
 
 
 def requested(given: Mapping[str, Any], known: Collection[str]) -> Json:
-    """Return the fields of a request that have an effect; unknown ones stay, to be refused.
-
-    Args:
-        given: the fields that were sent.
-        known: names of the supported fields.
-    """
+    """Return the fields of a request that have an effect; those not ``known`` stay, to be refused."""
 
     def stays(name: str, value: Any) -> bool:
         if name in known:
@@ -116,8 +110,7 @@ def bounded(entries: Any, where: str, most: int) -> Any:
 def content_text(content: Any, where: str, notes: Notes) -> str:
     """Join a content, which is text or a list of parts, into one text.
 
-    Raises:
-        ApiError: for anything else, or an unknown part; ``where`` is its place in the request.
+    Raises ApiError for anything else, or an unknown part; ``where`` is its place in the request.
     """
     if isinstance(content, str):
         return content
@@ -253,13 +246,10 @@ def function_tools(tools: Any, function: Callable[[Json], Json | None], notes: N
     """Convert tools to a chat's form, leaving out those that other servers run.
 
     Args:
-        tools: as sent; anything but a list stays as it is.
+        tools: anything but a list stays as it is.
         function: converts one tool; returns None if it is no function.
         notes: receives the names of those left out.
-        where: the field that has them.
-
-    Raises:
-        ApiError: for too many, or one without a type.
+        where: the field that has them, for the ApiError about too many tools or one without a type.
     """
     if not isinstance(bounded(tools, where, MAX_TOOLS), list):
         return tools

@@ -39,8 +39,7 @@ class WarmPrompt:
     def request(self, model: str) -> ChatRequest:
         """Make a chat that prefills it: as short as possible, and not indexed.
 
-        Raises:
-            ValueError: for fields that a chat does not have, with file and line.
+        Raises ValueError, with file and line, for fields that a chat does not have.
         """
         namespace = {"namespace": self.fields["namespace"]} if "namespace" in self.fields else {}
         fields = {name: value for name, value in self.fields.items() if name not in ("namespace", "model", "stream")}
@@ -52,12 +51,7 @@ class WarmPrompt:
 
 
 def warm_prompts(files: Iterable[Path]) -> Iterator[WarmPrompt]:
-    """Yield the prompts of files.
-
-    Raises:
-        ValueError: for a line that is not JSON.
-        OSError: if a file cannot be read.
-    """
+    """Yield the prompts of files; raise ValueError for a line that is not JSON."""
     for file in files:
         if file.suffix in JSON_LINES_SUFFIXES:
             for number, row in json_rows(file):
@@ -90,12 +84,7 @@ async def read_prompts(service: Service, prompts: Iterable[WarmPrompt], tenants:
 
 
 def json_rows(file: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the JSON lines of a file with their numbers.
-
-    Raises:
-        ValueError: for a line that is not UTF-8 or not JSON, with file and line.
-        OSError: if the file cannot be read.
-    """
+    """Yield a file's JSON lines with their numbers; raise ValueError if one is not UTF-8 or not JSON."""
     for number, line in text_lines(file):
         if line.strip():
             try:
@@ -105,12 +94,7 @@ def json_rows(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def text_lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a file with their numbers.
-
-    Raises:
-        ValueError: for a line that is not UTF-8, with file and line.
-        OSError: if the file cannot be read.
-    """
+    """Yield a file's lines with their numbers; raise ValueError, with file and line, if one is not UTF-8."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:

@@ -41,9 +41,7 @@ class LeaderError(ParallelError):
 class Channel:
     """A channel from rank 0 to the others, created on all ranks at the same point of the program.
 
-    Args:
-        model_group: the processes that hold the model.
-        device: of the model.
+    ``model_group`` has the processes that hold the model.
     """
 
     def __init__(self, model_group: dist.ProcessGroup, device: torch.device) -> None:
@@ -68,7 +66,6 @@ class Channel:
                 self._heartbeat.start()
 
     def close(self, message: str) -> None:
-        """Rank 0: end a period with its last message."""
         with self.turn:
             self._listeners -= 1
             if self._broken is None:
@@ -76,8 +73,10 @@ class Channel:
 
     @contextmanager
     def speaking(self, message: Callable[[], str]) -> Iterator[None]:
-        """Rank 0: announce work that all ranks do within this context. After an error, the others' progress is unknown,
-        so no more passes are possible."""
+        """Rank 0: announce work that all ranks do within this context.
+
+        After an error, the others' progress is unknown, so no more passes are possible.
+        """
         with self.turn:
             if not self._listeners:
                 raise ParallelError("the other ranks do not listen; make passes inside of Engine.target.led")
@@ -103,8 +102,7 @@ class Channel:
     def receive(self, first: bool) -> str:
         """Another rank: receive the next message.
 
-        Args:
-            first: whether it begins a period; until then rank 0 may be busy elsewhere.
+        Until the ``first`` of a period, rank 0 may be busy elsewhere.
         """
         timeout = CALL_TIMEOUT_SECONDS if first else RANK_TIMEOUT_SECONDS
         frame = self._broadcast_bytes(torch.empty(FRAME_BYTES, dtype=torch.uint8), timeout).numpy()

@@ -47,8 +47,7 @@ class RankMirror:
     def adopt(self, cache: Cache) -> None:
         """Create an equal cache on the other ranks, and log the operations of this one from now on.
 
-        Raises:
-            ValueError: for a kind of cache that cannot be mirrored, or one that already holds tokens.
+        Raises ValueError for a kind of cache that cannot be mirrored, or one that already holds tokens.
         """
         if cache in self._numbers:
             return
@@ -89,11 +88,9 @@ class MirroredCaches:
         self._things: dict[int, Any] = {}
 
     def make(self, number: int, kind: str, parts: list[Any], rotation: Rotation | None) -> None:
-        """Create a cache as rank 0 did."""
         self._things[number] = made_of(CacheParts(kind, [self.value(part) for part in parts]), rotation)
 
     def do(self, number: int, operation: str, arguments: list[Any], result: int | None) -> None:
-        """Repeat an operation of rank 0."""
         if operation not in CACHE_OPERATIONS:
             raise ValueError(f"operation is {operation!r}; allowed are {', '.join(CACHE_OPERATIONS)}")
         made = getattr(self._things[number], operation)(*(self.value(each) for each in arguments))
@@ -101,7 +98,6 @@ class MirroredCaches:
             self._things[result] = made
 
     def drop(self, number: int) -> None:
-        """Delete a cache or prefix that rank 0 has deleted."""
         del self._things[number]
 
     def value(self, plain: Any) -> Any:

@@ -111,11 +111,7 @@ class Follower(Scorer):
         self._rotation: Rotation | None = None
 
     def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
-        """Fail: only rank 0 starts passes.
-
-        Raises:
-            ParallelError: always.
-        """
+        """Raise a ParallelError: only rank 0 starts passes."""
         raise ParallelError(f"rank {self._channel.rank} starts no passes; it follows rank 0")
 
     def led(self, work: Callable[[], ResultT]) -> ResultT:
@@ -125,10 +121,7 @@ class Follower(Scorer):
         return cast(ResultT, last[0])
 
     def follow(self, last: Entry) -> Iterator[Entry]:
-        """Repeat rank 0's operations while it leads, and yield its other entries.
-
-        Args:
-            last: receives the entries that rank 0 sends at the end.
+        """Repeat rank 0's operations while it leads, and yield its other entries; ``last`` receives those at the end.
 
         Raises:
             KeyboardInterrupt: if rank 0 was interrupted.
@@ -178,15 +171,13 @@ class Follower(Scorer):
 
 
 def admit(model: PreTrainedModel, **whole: object) -> Scorer:
-    """Return this rank's scorer of a model in several processes.
+    """Return this rank's scorer of a model that all ranks have loaded in the same way.
 
     Args:
-        model: loaded on all ranks in the same way.
-        whole: settings, by name, that only a model in one process supports.
+        whole: settings, by name, that only a model in one process supports; must be None, or ValueError is raised.
 
     Raises:
         UnsupportedModelError: as ``gate.admit``, or if the processes do more than tensor parallelism.
-        ValueError: for an unsupported setting.
     """
     for name, value in whole.items():
         if value is not None:

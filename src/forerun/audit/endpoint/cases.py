@@ -86,12 +86,7 @@ CHOICE: Json = {"type": "object", "properties": {"colour": {"enum": ["red", "gre
 
 @dataclass(frozen=True)
 class Case:
-    """One request, without the model's name.
-
-    Attributes:
-        name: in reports.
-        body: its fields.
-    """
+    """One request, without the model's name; ``name`` is for reports."""
 
     kind: Kind
     name: str
@@ -104,7 +99,6 @@ class Case:
         return self.body.get("temperature") == 0
 
     def scored(self) -> Json:
-        """Return the body with log-probabilities."""
         return {**self.body, **(LOGPROBS if self.address == "completions" else CHAT_LOGPROBS)}
 
 
@@ -117,13 +111,10 @@ class CasePlan:
     """Which cases to send.
 
     Attributes:
-        kinds: of cases.
-        prompts: text in addition to the built-in prompts.
-        max_tokens: of each answer.
+        prompts: in addition to the built-in ones.
         seeds: sampled answers to each prompt.
-        temperature: for these.
         long_characters: length of the long prompts.
-        own: bodies of the user's own requests.
+        own: bodies of the user's requests.
     """
 
     kinds: Sequence[Kind] = CASE_KINDS
@@ -143,7 +134,6 @@ class CasePlan:
         return [*self.prompts, *PROMPTS]
 
     def both(self, kind: Kind, name: str, prompt: str, **more: object) -> Iterator[Case]:
-        """Yield a prompt as a completion and as a chat."""
         body = {"max_tokens": self.max_tokens, "temperature": 0, **more}
         yield Case(kind, f"{name}, completion", "completions", {"prompt": prompt, **body})
         yield self.chat(kind, f"{name}, chat", [{"role": "user", "content": prompt}], **body)
@@ -215,9 +205,7 @@ _MAKERS = {
 def read_requests(file: Path) -> list[Json]:
     """Read the user's requests: JSON lines of bodies as sent, each with ``messages`` or a ``prompt``.
 
-    Raises:
-        ValueError: for any other line, with its number.
-        OSError: if the file cannot be read.
+    Raises ValueError for any other line, with its number.
     """
     bodies = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):

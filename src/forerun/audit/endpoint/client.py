@@ -36,7 +36,6 @@ class EndpointAnswer:
     """A server's answer.
 
     Attributes:
-        text, reasoning, finish: as the client reads them.
         calls: name and arguments of each tool call.
         scores: log-probabilities, if requested.
         drafted, accepted: drafted tokens by the server's count; None if it reports none.
@@ -64,11 +63,7 @@ CALL_PARTS = ("name", "arguments")
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server's base address, such as ``http://127.0.0.1:8000``, and its key.
-
-    Raises:
-        ValueError: for an address that is not HTTP.
-    """
+    """A server's base address, such as ``http://127.0.0.1:8000``, and its key; raises ValueError if it is not HTTP."""
 
     url: str
     key: str | None = field(default=None, repr=False)
@@ -79,12 +74,7 @@ class Endpoint:
         object.__setattr__(self, "url", self.url.rstrip("/").removesuffix("/v1"))
 
     def models(self) -> list[Json]:
-        """List the server's models.
-
-        Raises:
-            OSError: if it cannot be reached.
-            ValueError: if it does not list them.
-        """
+        """List the server's models; raise OSError if it cannot be reached, ValueError if it does not list them."""
         try:
             with self._open("models") as response:
                 listed = json.load(response)["data"]
@@ -117,8 +107,7 @@ class Endpoint:
 def fold(chunks: Iterable[Json]) -> EndpointAnswer:
     """Fold chunks, or one whole answer, into an answer.
 
-    Raises:
-        ValueError: for an error within a stream, with its message, and for an answer that broke off.
+    Raises ValueError for an error within a stream, with its message, and for an answer that broke off.
     """
     text, reasoning, finish = "", "", ""
     calls: dict[int, list[str]] = {}

@@ -60,12 +60,8 @@ def margin(
 ) -> float | None:
     """Return the gap of the two tokens at the first difference, by the reference's log-probabilities.
 
-    For a token that is not listed, this is a lower bound: the gap to the last one listed.
-
-    Args:
-        difference: to explain.
-        got: the audited answer that differs.
-        reference, audited: answers to the same requests, with log-probabilities.
+    For a token that is not listed, this is a lower bound: the gap to the last one listed. ``got`` is the audited answer
+    that differs; ``reference`` and ``audited`` answer the same requests with log-probabilities.
     """
     pairs = enumerate(zip(reference.scores, audited.scores, strict=False))
     parted = next(((i, b.spelling) for i, (a, b) in pairs if a.spelling != b.spelling), None)

@@ -84,8 +84,10 @@ class EndpointReport:
         return self.audited == self.reference
 
     def failed(self, strict: bool = False) -> bool:
-        """Return whether an answer differs by more than rounding, or none could be compared; if ``strict``, also
-        whether any is not equal."""
+        """Return whether an answer differs by more than rounding, or none could be compared.
+
+        If ``strict``, any that is not equal fails, too.
+        """
         bad = self.count("different") + (self.count("rounding") + self.count("unstable") if strict else 0)
         return bad > 0 or not self.count("equal") + self.count("rounding")
 
@@ -102,7 +104,6 @@ def audit_endpoint(
     Args:
         audited: the server with speculation.
         reference: without; equal to ``audited`` to query one server twice.
-        cases: to send.
         rounding: the gap of log-probabilities that rounding may close.
         progress: called with comparisons done, comparisons to do, and a description of the current one.
     """
