@@ -35,12 +35,10 @@ Tokens = list[int]
 
 @dataclass(frozen=True)
 class Plan:
-    """What to audit.
+    """What to audit; by default all drafters that the settings can build, with drafts of full length even if they do
+    not pay.
 
-    Attributes:
-        drafters: names from ``forerun.decoding.recipes``; by default all that the settings can build.
-        settings: of the drafters; by default drafts have full length, whether or not they pay.
-        seeds: sampled outputs per prompt; 0 for none.
+    ``seeds``: sampled outputs per prompt; 0 for none.
     """
 
     drafters: Sequence[str] = ()
@@ -118,9 +116,8 @@ def audit(
 ) -> Report:
     """Compare every drafter's outputs with their references.
 
-    Args:
-        prompts: token ids of each. Raises ValueError without any, or if one is too long for the model.
-        progress: called with runs done, runs to do, and a description of the current run.
+    ``progress`` is called with runs done, runs to do, and a description of the current run. Raises ValueError without
+    prompts, or if one is too long for the model.
     """
     plan = plan or Plan()
     if not prompts:
@@ -142,7 +139,7 @@ def _jobs(prompts: int, plan: Plan) -> list[tuple[str, int | None, list[int]]]:
 
 
 class _AuditedRuns:
-    """Compares drafters with references, which it generates once and keeps."""
+    """Runs of all drafters against references, which are generated once and kept."""
 
     def __init__(self, model: PreTrainedModel, prompts: Sequence[Tokens], plan: Plan) -> None:
         self.model = model

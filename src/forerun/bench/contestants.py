@@ -57,7 +57,6 @@ class Bench:
         model: the target, in the dtype to measure.
         drafters: names from ``forerun.decoding.recipes``; each runs cold, tries also warm.
         settings: of the drafters for long contexts; transformers' assisted generation uses the same small model.
-        tokenizer: tells drafters how tokens are spelled.
         skip: names of contestants to leave out; see ``check_skip``.
     """
 

@@ -18,9 +18,8 @@ BUSY = 0.15
 class Load:
     """Processor time during a run.
 
-    Attributes:
-        own: cores used by this process and its children.
-        others: share of all processors' time used by other processes; None if unknown.
+    ``own`` is how many cores this process and its children used; ``others``, the share of all processors' time that
+    other processes used, or None if unknown.
     """
 
     own: float
@@ -28,7 +27,7 @@ class Load:
 
 
 class LoadMeter:
-    """Measures the load from its creation to ``stop``."""
+    """A meter of the load from its creation to ``stop``."""
 
     def __init__(self) -> None:
         self._begin, self._busy, self._own = time.perf_counter(), _busy_seconds(), _own_seconds()

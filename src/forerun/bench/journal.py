@@ -65,9 +65,8 @@ def _short(text: str) -> str:
 class Journal:
     """The turns in a file of JSON lines, whose folder is created.
 
-    Args:
-        about: plain values that must be equal for turns to be comparable: the model, the machine.
-        resume: keep the turns of an existing file; raises ValueError if it is no journal, or about other values.
+    ``about`` has values that must be equal for turns to be comparable: the model, the machine. ``resume`` keeps the
+    turns of an existing file, and raises ValueError if it is no journal, or about other values.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any], resume: bool = False) -> None:

@@ -71,13 +71,9 @@ def cells(
 
 @dataclass(frozen=True)
 class Material:
-    """Token material for prompts.
+    """Token material for prompts: whole ``tasks``, a long ``text``, and a ``vocabulary`` to draw from.
 
-    Attributes:
-        tasks: whole prompts.
-        text: a long text.
-        vocabulary: number of tokens to draw random ones from.
-        texts: number of draws with different prompts; later ones repeat these in turn.
+    ``texts`` is the number of draws with different prompts; later ones repeat these in turn.
     """
 
     tasks: Sequence[Tokens]
@@ -132,9 +128,6 @@ def measure(
     Args:
         engine: its drafter is replaced.
         drafters: builders; the first must never be slower; includes ``UNDRAFTED``.
-        material: must suffice for all cells.
-        draws: per cell.
-        new_tokens: per row.
         journal: draws in it are not measured again.
         on_draw: called before each draw with draws done, draws to do, and the cell.
     """

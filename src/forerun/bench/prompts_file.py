@@ -19,7 +19,7 @@ WRONG_LINES_SHOWN = 5
 
 
 class TemplateEncoder:
-    """Encodes prompts as token ids.
+    """An encoder of prompts as token ids.
 
     If the tokenizer has a chat template, a string becomes one user message, and the template writes all special tokens.
     Otherwise, or if ``raw``, the tokenizer adds its own, unless the string already begins with them.
@@ -67,8 +67,7 @@ class PromptLine:
 def read_prompts_file(file: Path) -> list[PromptLine]:
     """Read lines of ``{"task": ..., "prompt": ...}`` or ``{"task": ..., "messages": [{role, content}, ...]}``.
 
-    Other keys and blank lines are ignored. Raises ValueError, which lists the wrong lines, or says that there is no
-    prompt.
+    Other keys and blank lines are ignored. Raises ValueError, which lists wrong lines, or says that there is no prompt.
     """
     lines: list[PromptLine] = []
     wrong: list[str] = []
@@ -110,10 +109,7 @@ def prompt_sets(
 ) -> list[PromptSet]:
     """Make a prompt set for each task of the file, in its order.
 
-    Args:
-        prompts: maximum per task; None for all.
-        warm: maximum of further prompts per task, whose answers warm drafters have indexed.
-        new_tokens: to generate after each prompt.
+    It has up to ``prompts`` prompts (None for all) and ``warm`` further ones, whose answers warm drafters have indexed.
     """
     by_task: dict[str, list[list[int]]] = {}
     for line, tokens in zip(lines, ids, strict=True):

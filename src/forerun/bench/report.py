@@ -239,7 +239,6 @@ def figure(
     Args:
         path: a ``.png`` or ``.svg`` file.
         rows, columns: of the axes; the context yields one axis, or an array of them.
-        title: what the figure shows.
         note: what was measured where and when, in small print below; see ``machine.caption``.
         how: further arguments of ``matplotlib.pyplot.subplots``.
     """

@@ -41,7 +41,6 @@ class Run:
 
     Attributes:
         texts: each row's new tokens, or characters if the contestant returns only those.
-        seconds: from prompt to last token.
         passes: of the target, counting prefill as one; None if unknown.
         counted: number of tokens of all rows; by default those of ``texts``.
         cores, others: see ``Load``; None if not measured.
@@ -147,15 +146,9 @@ def measure(
 ) -> Iterator[list[Series]]:
     """Let all contestants continue all groups of rows, and yield all results so far after each round.
 
-    Args:
-        groups: each is a prompt or a batch of prompts.
-        max_new_tokens: per row.
-        rounds: how often each contestant continues each group.
-        journal: rounds in it are not measured again; new ones are added.
-        seen: prompts that warm contestants have answered before, for the journal.
-
-    Raises:
-        ValueError: names the contestant that raised it.
+    Each group is a prompt or a batch of prompts. Rounds in ``journal`` are not measured again; new ones are added.
+    ``seen`` are prompts that warm contestants have answered before. Raises ValueError, which names the contestant that
+    raised it.
     """
     series = {name: Series(name, task, [[] for _ in groups]) for name in contestants}
     warm = False

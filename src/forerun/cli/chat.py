@@ -67,8 +67,7 @@ class Chat:
     def take(self, line: str) -> None:
         """Carry out a line: a command, or a message to answer.
 
-        Raises EOFError to leave, and ValueError for a message that cannot be answered; a terminal shows the latter
-        instead.
+        Raises EOFError to leave, and ValueError, shown instead in a terminal, for a message that cannot be answered.
         """
         words = line.split()
         if not words:

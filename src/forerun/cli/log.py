@@ -15,14 +15,14 @@ SERVER_LOGGERS = ("uvicorn", "asyncio")
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to the current ``sys.stderr``, which tests replace."""
+    """A handler that writes to the current ``sys.stderr``, which tests replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         typer.echo(self.format(record), err=True)
 
 
 class _ServerFormatter(logging.Formatter):
-    """Formats time, level, request id and message, as a line or a JSON object."""
+    """A formatter of time, level, request id and message, as a line or a JSON object."""
 
     def __init__(self, as_json: bool) -> None:
         super().__init__()

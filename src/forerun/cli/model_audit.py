@@ -30,8 +30,7 @@ from forerun.models.text.prompts import encode
 from forerun.reference import demo_prompts
 
 SMALL = 100_000_000
-"""Number of parameters below which float64 is the default on a CPU. GPUs have no float64 kernels with a fixed order of
-sums."""
+"""Parameters below which float64 is the default on a CPU. GPUs have no float64 kernels with a fixed order of sums."""
 
 REFERENCES = {
     "greedy": "transformers' generate",

@@ -75,7 +75,7 @@ def printable(text: str) -> str:
 
 
 class TextWriter:
-    """Writes generated text to stdout at once: unchanged into a pipe, with coloured drafts in a terminal."""
+    """A writer of generated text to stdout without delay: unchanged into a pipe, coloured in a terminal."""
 
     def __init__(self, colour: bool | None) -> None:
         console = stdout(colour)

@@ -66,7 +66,7 @@ class BranchDrafter:
     def step(self, rows: Sequence[RowText], lengths: Sequence[int]) -> list[list[int]]:
         """Index the new tokens and draft the next ones, at most ``lengths``; return token ids by row.
 
-        Raises as ``FollowedTexts.follow``.
+        Raises the errors of ``FollowedTexts.follow``.
         """
         trees = self.trees(rows, [TREE_NODES_PER_TOKEN * length for length in lengths], lengths)
         return [best_branch(tree, self.settings.least_probability) for tree in trees]
@@ -78,7 +78,7 @@ class BranchDrafter:
         depths: Sequence[int],
         recycled: Sequence[RecycledRows] = (),
     ) -> list[Draft]:
-        """Index the new tokens and draft a tree per row; raises as ``FollowedTexts.follow``.
+        """Index the new tokens and draft a tree per row, with the errors of ``FollowedTexts.follow``.
 
         Args:
             rows: all rows of the step.

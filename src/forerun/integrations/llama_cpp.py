@@ -24,7 +24,7 @@ class ForerunDraft(LlamaDraftModel):  # type: ignore[misc]  # the engine may be 
 
     A sequence that is the last one, part of its draft, and one token continues that request. Any other sequence is a
     new request: all but its last token is its prompt, which stays private to it. ``settings`` are those of
-    ``DraftSettings``. Raises as ``BranchDrafter``.
+    ``DraftSettings``; errors are those of ``BranchDrafter``.
     """
 
     def __init__(self, draft_tokens: int = 10, **settings: Any) -> None:

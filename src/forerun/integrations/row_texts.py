@@ -25,12 +25,7 @@ INITIAL_TOKENS = 256
 
 @dataclass(frozen=True)
 class RowText:
-    """A row at one step.
-
-    Attributes:
-        text: token ids ``[n]``, including the new ones.
-        new: number of tokens added since the last step; 0 during prefill.
-    """
+    """A row at one step: token ids ``[n]``, of which the last ``new`` were added since the last step (0 in prefill)."""
 
     text: npt.NDArray[np.integer[Any]]
     new: int
@@ -64,7 +59,7 @@ class _FollowedRequest:
 
 
 class FollowedTexts:
-    """Indexes the rows of an engine in a trie. A request that is missing at a step has ended.
+    """An engine's rows, indexed in a trie. A request that is missing at a step has ended.
 
     Requests ``share`` the namespace, or have private ones, dropped some time after their end.
     """

@@ -16,7 +16,7 @@ ALGORITHM_NAME = "FORERUN"
 
 
 class ForerunAlgorithm(CustomSpecAlgo):  # type: ignore[misc]  # the engine may be missing where types are checked
-    """Answers as ``NGRAM`` does, including the three methods that ``CustomSpecAlgo`` of 0.5.23 lacks."""
+    """``NGRAM`` with other drafts: it answers as ``NGRAM``, also where ``CustomSpecAlgo`` of 0.5.23 cannot."""
 
     def is_ngram(self) -> bool:
         return True

@@ -28,12 +28,12 @@ SETTINGS_VARIABLE = "FORERUN_SGLANG"
 
 
 class ForerunWorker(NGRAMWorker):  # type: ignore[misc]  # the engine may be missing where types are checked
-    """Drafts the likeliest tree of ``speculative_num_draft_tokens`` nodes per row, and indexes all rows.
+    """A worker that drafts the likeliest tree per row, and indexes all rows.
 
-    Rows are recognised by their tokens (see ``FollowedTexts``). Prompts stay private to their request. All requests
-    share outputs, and the top tokens at each tree node, unless ``share`` is false. With tensor parallelism no logits
-    are kept: ranks must draft alike, but may order equal logits differently. Raises ValueError for pipeline
-    parallelism, and as ``BranchDrafter``.
+    Trees have ``speculative_num_draft_tokens`` nodes. Rows are recognised by their tokens (see ``FollowedTexts``).
+    Prompts stay private to their request. All requests share outputs, and the top tokens at each tree node, unless
+    ``share`` is false. With tensor parallelism no logits are kept: ranks must draft alike, but may order equal logits
+    differently. Raises ValueError for pipeline parallelism, and the errors of ``BranchDrafter``.
     """
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:

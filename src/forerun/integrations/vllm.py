@@ -26,14 +26,15 @@ Rows = npt.NDArray[np.integer[Any]]
 
 
 class ForerunProposer:
-    """Drafts the best branch for each row of a batch, and indexes all rows.
+    """A proposer that drafts the best branch for each row of a batch, and indexes all rows.
 
     Rows are recognised by their tokens (see ``FollowedTexts``). Prompts stay private to their request. All requests of
     the engine share their outputs in one namespace, unless ``share`` is false.
 
     In ``vllm_config``, ``speculative_config.num_speculative_tokens`` is the maximum draft length;
     ``additional_config["forerun"]`` may hold ``DraftSettings``, whose vocabulary is by default the tokenizer's name.
-    Raises ValueError for prompts that are not tokens, and for vLLM's second model runner; also as ``BranchDrafter``.
+    Raises ValueError for prompts that are not tokens and for vLLM's second model runner, and the errors of
+    ``BranchDrafter``.
     """
 
     def __init__(self, vllm_config: Any) -> None:

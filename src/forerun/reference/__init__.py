@@ -26,9 +26,7 @@ class DemoPrompt(TypedDict):
 def bundled(name: Literal["target", "draft"]) -> Path:
     """Return the folder of a bundled model, for transformers' `from_pretrained`.
 
-    Raises:
-        ValueError: if `name` is neither 'target' nor 'draft'.
-        FileNotFoundError: if the weights are missing, as in a source tree where they have not been trained.
+    Raises ValueError for another name, and FileNotFoundError if the weights have not been trained.
     """
     if name not in ("target", "draft"):
         raise ValueError(f"name must be 'target' or 'draft', not {name!r}")

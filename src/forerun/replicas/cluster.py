@@ -71,7 +71,7 @@ def serve(settings: ServerSettings, build: Callable[[ServerSettings], Engine]) -
 
 @contextmanager
 def _joined(settings: ServerSettings) -> Iterator[Resources]:
-    """Join the cluster that the environment names, or start one here; yield each replica's resources."""
+    """Join the cluster that the environment names, or start one; yield each replica's resources; then stop serving."""
     import ray
     import ray.serve
 

@@ -61,7 +61,7 @@ class ExchangeUpdate(NamedTuple):
 
 
 class Exchange:
-    """Keeps outputs in order of arrival, up to ``limit`` bytes; one Ray actor for all replicas."""
+    """A store of outputs in order of arrival, up to ``limit`` bytes; one Ray actor for all replicas."""
 
     def __init__(self, limit: int = EXCHANGE_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._bytes, self._number = limit, 0, 0
@@ -89,12 +89,9 @@ class Exchange:
 
 
 class ExchangeClient:
-    """A replica's thread that trades with the exchange.
+    """A replica's thread that trades with the exchange every ``interval`` seconds.
 
-    Args:
-        trade: sends outputs, and returns those after a number.
-        learn: indexes outputs of one namespace.
-        interval: seconds between trades.
+    ``trade`` sends outputs, and returns those after a number; ``learn`` indexes outputs of one namespace.
     """
 
     def __init__(

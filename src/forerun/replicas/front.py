@@ -41,13 +41,7 @@ Header = tuple[bytes, bytes]
 
 @dataclass(frozen=True)
 class ForwardedRequest:
-    """A client's request.
-
-    Attributes:
-        headers: without keys, which have been checked.
-        tenant: the tenant that the key belongs to.
-        beginnings: for the router; see ``digests``.
-    """
+    """A client's request, without keys, which have been checked; ``beginnings`` are its ``digests``."""
 
     method: str
     path: str
@@ -71,7 +65,7 @@ Forward = Callable[[ForwardedRequest], AsyncIterator[str | ResponseHead | bytes]
 
 
 class Suspects:
-    """Tracks which requests made a replica die.
+    """A record of which requests made a replica die.
 
     A request that was alone there is guilty. Of several, each may be retried once; one under which a second replica
     dies is guilty. Equal requests from several clients count once.

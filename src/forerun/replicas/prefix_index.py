@@ -91,14 +91,9 @@ def preferred(
 ) -> list[ReplicaT]:
     """Return the replicas that share a prefix with a request, longest first.
 
-    A replica with ``rows`` requests is left out: waiting for a place in its batch usually costs more than prefilling
-    again, and a frequent prefix must reach more than one replica. A replica that shares only the namespace is preferred
-    only if idle, because the others soon index its outputs.
-
-    Args:
-        beginnings: the request's digests; the first covers only its namespace.
-        load: returns a replica's number of requests.
-        rows: requests that a replica decodes at once.
+    A replica whose ``load`` is ``rows`` requests is left out: waiting for a place in its batch usually costs more than
+    prefilling again, and a frequent prefix must reach more than one replica. A replica that shares only the namespace,
+    the first of ``beginnings``, is preferred only if idle, because the others soon index its outputs.
     """
     depths = {replica: readers.depth(beginnings, replica) for replica in replicas}
     idle = [each for each, depth in depths.items() if depth and load(each) < (rows if depth > 1 else 1)]

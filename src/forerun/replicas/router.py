@@ -14,7 +14,7 @@ from forerun.replicas.prefix_index import PrefixReaders, preferred
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
-    """Routes by ``PrefixReaders``; a request with no known prefix goes to the less busy of two random replicas."""
+    """A router by ``PrefixReaders``; a request with no known prefix goes to the less busy of two random replicas."""
 
     def initialize_state(self, rows: int) -> None:
         """Receive from Ray the number of requests that a replica decodes at once."""

@@ -25,12 +25,10 @@ Ending = Literal["finished", "cancelled", "deadline", "displaced", "error"]
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """Limits of a scheduler, each at least 1 (``waiting``: 0) or a ValueError.
+    """Limits of a scheduler; raises ValueError for one under 1 (``waiting``: under 0).
 
-    Attributes:
-        memory: bytes for keys and values of all running requests; an engine's ``tiers`` have separate limits.
-        rows, waiting: maximum running and waiting requests.
-        step: prompt tokens prefilled per step; see ``Batch``.
+    ``memory`` is the bytes for keys and values of running requests, unless the engine has ``tiers``; ``step`` is the
+    prompt tokens prefilled per step.
     """
 
     memory: int
@@ -93,7 +91,7 @@ class QueueFullError(Exception):
     """The queue is full. ``retry_after``: seconds until a place is likely to be free."""
 
     def __init__(self, waiting: int, retry_after: int) -> None:
-        super().__init__(f"{waiting} requests wait already, and no more may; try again in {retry_after} seconds")
+        super().__init__(f"the queue is full, {waiting} requests are waiting; try again in {retry_after} seconds")
         self.retry_after = retry_after
 
 

@@ -25,13 +25,9 @@ IMPOSSIBLE_LOGPROB = -9999.0
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token of an answer.
+    """A token of an answer, with the bytes and log-probabilities of the likeliest at its position (``top``).
 
-    Attributes:
-        spelling: its bytes.
-        logprob: None for the very first token.
-        top: bytes and log-probability of the likeliest tokens at its position.
-        offset: its start, in characters of the answer.
+    ``logprob`` is None for the very first token; ``offset`` is the token's start, in characters of the answer.
     """
 
     spelling: bytes
@@ -44,12 +40,7 @@ class TokenLogprob:
 class Delta:
     """New text of one choice; the last one has a ``finish_reason``.
 
-    Attributes:
-        text: new characters; of a parsed message, its content.
-        logprobs: tokens that begin in it, if requested.
-        trace: of its step, if requested.
-        reasoning, calls: of a parsed message.
-        stop_string: the one that ended it.
+    Of a parsed message, ``text`` is the content. ``logprobs`` are those of tokens that begin in the text.
     """
 
     index: int
@@ -63,7 +54,7 @@ class Delta:
 
 
 class StopStrings:
-    """Passes characters on up to the first stop string, wherever pieces are cut.
+    """A filter that passes characters on up to the first stop string, wherever pieces are cut.
 
     Characters that may begin a stop string wait for more. The stop string that is complete first counts; of several at
     once, the longest. ``found`` is that string, or None.
@@ -75,7 +66,6 @@ class StopStrings:
         self.found: str | None = None
 
     def add(self, text: str) -> str:
-        """Return the characters that may be sent now."""
         if self.found is not None:
             return ""
         text = self._pending + text
@@ -107,14 +97,9 @@ class Echo(NamedTuple):
 
 
 class AnswerText:
-    """One answer as it grows.
+    """One answer as it grows, after ``prompt``, or beginning with its ``echo``.
 
-    Args:
-        prompt: token ids, before the answer.
-        stops: strings that end it.
-        keep: see ``Detokenizer``.
-        echo: of the prompt; None for an answer without it.
-        hidden: tokens that end an answer, and are not shown.
+    ``stops`` end it; ``hidden`` tokens end it, too, and are not shown; for ``keep``, see ``Detokenizer``.
     """
 
     def __init__(
@@ -159,14 +144,11 @@ class AnswerText:
 
 
 class LogprobStreamer:
-    """Yields each token's log-probability once, with the characters in which the token begins.
+    """A stream of each token's log-probability, with the characters in which the token begins.
 
-    Tokens that end an answer or begin after a stop string are left out.
-
-    Args:
-        prompt: tokens to include; the first has no log-probability.
-        echoed: the prompt's characters at the start of the answer; may contain special tokens.
-        goes_on: whether tokens after the prompt are included.
+    Tokens that end an answer or begin after a stop string are left out. Those of ``prompt`` are included, the first one
+    without a log-probability; ``echoed`` has their characters, and may contain special tokens. Without ``goes_on``,
+    nothing follows the prompt.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ LEAST_PARTS = 10_000
 NO_OBJECT = (400, "the body must be a JSON object, sent as application/json", "invalid_json")
 """Arguments of an ``ApiError``."""
 READING_TENANTS = 2
-"""Tenants whose bodies are parsed at a time."""
+"""Number of tenants whose bodies are parsed at once."""
 
 
 def check_parts(body: bytes, largest: int) -> None:
@@ -56,7 +56,7 @@ def check_parts(body: bytes, largest: int) -> None:
 
 
 class BodyReader:
-    """Reads the bodies of an application's requests; ``served_name`` is the model of requests that name none."""
+    """A reader of request bodies; ``served_name`` is the model of requests that name none."""
 
     def __init__(self, served_name: str) -> None:
         self._served_name = served_name

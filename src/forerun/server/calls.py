@@ -33,7 +33,7 @@ PING_SECONDS = 15.0
 
 
 class LoopDispatcher:
-    """Runs callbacks of other threads in an event loop, in order.
+    """A queue of callbacks from other threads, which run in an event loop, in order.
 
     Waking a loop is a system call, and a step has news for each of its rows, so waiting callbacks share one.
     """
@@ -139,11 +139,9 @@ class Call:
     Create it in the event loop, ``start`` it, then iterate over it once; ``cancel`` ends it at any time.
 
     Args:
-        rows: the answers, in order.
         number: identifies the call in answers and in the log.
-        prompts: number of prompts; each has equally many answers.
+        prompts: number of prompts; each has equally many rows.
         budget: maximum draft length.
-        trace: whether deltas have the trace of their step.
         shared: whether drafts also come from other tenants' outputs; then nothing about drafts is reported.
         nbytes: maximum size of its answer.
     """
@@ -189,9 +187,8 @@ class Call:
     async def __aiter__(self) -> AsyncIterator[Delta | None]:
         """Yield each row's new text, up to a finish reason, and None after each ``PING_SECONDS`` without any.
 
-        Raises:
-            ApiError: if the server failed, the schema is too hard for it, or time ran out.
-            ClientGoneError: if it was cancelled.
+        Raises ApiError if the server failed, the schema is too hard for it, or time ran out; ClientGoneError if
+        cancelled.
         """
         left, clock = len(self.rows), asyncio.get_running_loop().time
         sent = clock()

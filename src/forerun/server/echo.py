@@ -16,7 +16,7 @@ from forerun.core.sampling import Constraint
 
 
 class PromptConstraint:
-    """Allows only the prompt's tokens, up to its end."""
+    """A constraint that allows only the prompt's tokens, up to its end."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._prompt = list(prompt)

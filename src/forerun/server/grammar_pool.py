@@ -37,7 +37,7 @@ WORKER = Path(__file__).with_name("grammar_worker.py")
 
 
 class GrammarPool:
-    """Compiles an engine's grammars for an event loop, so that ``Grammars.of`` has them at once."""
+    """A pool that compiles an engine's grammars for an event loop, so that ``Grammars.of`` has them at once."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
@@ -53,9 +53,8 @@ class GrammarPool:
     async def prepare(self, response_format: Any, tenant: str, namespace: str) -> None:
         """Compile the grammar of a response format, unless it has none or is compiled already.
 
-        Raises:
-            SchemaError: see ``Grammars.of``; or if it needs too much time or memory.
-            ApiError: if the tenant has too many schemas at once.
+        Raises SchemaError as ``Grammars.of``, or if it needs too much time or memory; ApiError if the tenant has too
+        many schemas.
         """
         if response_format is None or response_format["type"] in ("text", "json_object"):
             return

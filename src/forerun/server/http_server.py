@@ -152,10 +152,7 @@ def _health_alone(app: Any) -> Any:
 class DrainingServer(uvicorn.Server):
     """uvicorn, which ends with the scheduler: a client whose request is cancelled gets an error.
 
-    Args:
-        patience: seconds for running requests to end by themselves.
-        connections: maximum open at once.
-        page: whether the log names the page's address.
+    Running requests have ``patience`` seconds to end by themselves. ``page``: whether the log names the page's address.
     """
 
     def __init__(self, app: FastAPI, patience: float, connections: int, page: bool = False) -> None:
@@ -198,10 +195,9 @@ class DrainingServer(uvicorn.Server):
 
 
 def bound_sockets(host: str, port: int) -> list[socket.socket]:
-    """Bind sockets on all addresses of a host, without listening.
+    """Bind sockets on all addresses of a host, without listening; port 0 is any free one.
 
-    So a busy port, or a host that is not this computer's, raises OSError before a model is loaded. Port 0 is any free
-    one.
+    So a busy port, or a host that is not this computer's, raises OSError before a model is loaded.
     """
     sockets: list[socket.socket] = []
     with ExitStack() as opened:

@@ -66,12 +66,12 @@ def check_files(files: Iterable[Path], namespaces: int) -> None:
             names.add(passage.namespace)
             if len(names) > namespaces:
                 where = f"{file}:{passage.line} has namespace {passage.namespace!r}"
-                raise ValueError(f"{where}: there are {namespaces} namespaces already, and no more may be")
+                raise ValueError(f"{where}: a tenant may have {namespaces} namespaces")
         for prompt in warm_prompts([file]):
             empty = False
             prompt.request("any")
         if empty:
-            raise ValueError(f"{file} has no text to learn from and no prompt to read")
+            raise ValueError(f"{file} has no text to index and no prompt to prefill")
 
 
 def passages(file: Path) -> Iterator[Passage]:
@@ -129,7 +129,7 @@ def _learn(
     changed, learned, until = set(), 0, time.monotonic() + settings.warm_seconds
     for passage in chain.from_iterable(map(passages, settings.warm)):
         if time.monotonic() > until:
-            message = "%s:%d and all after it was not learned: the %g seconds of warm_seconds are over"
+            message = "%s:%d and everything after it was not indexed: warm_seconds, %g, are over"
             log.warning(message, passage.file, passage.line, settings.warm_seconds)
             break
         encoded = tokenizer(passage.text, add_special_tokens=False, verbose=False)
@@ -145,7 +145,7 @@ def _learn(
             trie.warm(name, texts)
     if settings.warm or kept:
         total = sum(len(text) for each in kept for texts in each.namespaces.values() for text in texts)
-        log.info("learned %s new tokens of files, and %s that were kept", f"{learned:,}", f"{total:,}")
+        log.info("indexed %s new tokens from files, and %s from the folder", f"{learned:,}", f"{total:,}")
     return changed
 
 

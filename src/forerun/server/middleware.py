@@ -22,10 +22,9 @@ OPEN_ADDRESSES = ("/health", "/ready")
 ADMIN_ADDRESS = "/metrics"
 """Counts all tenants together, so no tenant's key suffices."""
 BODIES_IN_MEMORY = 32
-"""Bytes that all requests may hold together, in bodies of the largest size: until they are parsed, and later for
-answers."""
+"""Bytes that all requests may hold, in bodies of the largest size: until they are parsed, and later for answers."""
 KEPT_BODIES = 16
-"""The part reserved for tenants who hold none."""
+"""The part of these reserved for tenants who hold none."""
 BODY_SECONDS = 10.0
 """Time for a body to arrive, in addition to that for its bytes."""
 MIN_BODY_RATE = 1 << 17
@@ -61,13 +60,13 @@ class HeldBytes:
 
 
 class GuardMiddleware:
-    """Gives each request an id and a tenant, and refuses bad ones.
+    """Middleware that gives each request an id and a tenant, and refuses bad requests.
 
     Refused are wrong keys (401), foreign hosts and origins (403), bodies that are too large or have too many parts
     (413), slow ones (408) and compressed ones (415). HEAD is answered like GET. The application gets each body in one
-    piece, and none that is incomplete. It releases the request's ``HeldBytes``, ``held`` in the scope's state, once the
-    body is parsed. The rest of a refused body is read and discarded while the connection may be silent: closing it
-    would reset a client that still sends, and the client could lose the answer.
+    piece, and none that is incomplete; it releases the request's ``HeldBytes`` once the body is parsed. The rest of a
+    refused body is read and discarded while the connection may be silent: closing it would reset a client that still
+    sends, and the client could lose the answer.
 
     Without keys, any web page in a browser on this computer could use the server: by a request to another origin, or by
     a domain name that it points here (DNS rebinding). So hosts and origins are checked then.
@@ -75,8 +74,7 @@ class GuardMiddleware:
     Args:
         app: finds ``tenant``, ``request_id`` and ``held`` in the scope's state.
         body_limit: in bytes.
-        hosts: allowed names in the Host header, besides localhost and IP addresses; None checks neither hosts nor
-            origins.
+        hosts: allowed names in the Host header, besides localhost and IP addresses; None checks no hosts or origins.
         origins: allowed origins of web pages, besides the server's. In both, ``*`` is any.
         open_addresses: need no key.
     """

@@ -50,7 +50,7 @@ class EncodedPrompt(NamedTuple):
 
 
 class PromptEncoder:
-    """Encodes prompts. Threads may share it, and take turns per string.
+    """An encoder of prompts that threads share, taking turns per string.
 
     One thread at a time uses the tokenizer, as encoding may change its settings. ``positions`` None is no limit.
     """
@@ -63,9 +63,8 @@ class PromptEncoder:
     def __call__(self, body: GenerationBody) -> list[EncodedPrompt]:
         """Encode all prompts.
 
-        Raises:
-            ApiError: for a prompt far longer than the model allows, or a suffix without tokens for it.
-            ValueError, TypeError: see ``encode`` and ``apply_template``.
+        Raises ApiError for a prompt far longer than the model allows, or a suffix without tokens for it, and the errors
+        of ``encode`` and ``apply_template``.
         """
         if isinstance(body, ChatRequest):
             return [self._cut(self.chat(body), body)]
@@ -152,8 +151,10 @@ class PromptEncoder:
         )
 
     def _check(self, text: str, what: str = "prompt") -> None:
-        """Refuse a prompt by a prefix, counted in pieces so that others have their turn: 8 MiB cost 24 seconds and 2
-        GiB."""
+        """Refuse a prompt by a prefix, counted in pieces so that others have their turn.
+
+        Encoding all of 8 MiB cost 24 seconds and 2 GiB.
+        """
         if self._positions is None or len(text) <= (look := FIRST_LOOK_CHARACTERS * self._positions):
             return
         tokens, size = 0, min(look, PIECE_CHARACTERS)

@@ -43,7 +43,6 @@ class AnswerParts:
                     parts.append(compact(logprobs[name])[1:-1])
 
     def whole(self, index: int) -> Delta:
-        """Return the whole choice, without log-probabilities."""
         text, reasoning = "".join(self._text), "".join(self._reasoning)
         return Delta(index, text, self._finish, reasoning=reasoning, calls=self._calls)
 
@@ -56,7 +55,7 @@ class AnswerParts:
 
 
 class ReplyFormat(ABC):
-    """Formats one answer with its choices; ``number`` is the request's name."""
+    """The form of one answer with its choices; ``number`` is the request's name."""
 
     prefix: str
     kind: str
@@ -98,7 +97,6 @@ class ReplyFormat(ABC):
         return [*last, "data: [DONE]\n\n"]
 
     def error(self, error: ApiError) -> str:
-        """Format an error that ends a stream."""
         return event(error.body)
 
     def add(self, delta: Delta) -> None:
@@ -146,7 +144,6 @@ class ChatFormat(ReplyFormat):
     prefix, kind, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def begin(self) -> list[str]:
-        """Format one event per choice, with the answer's role."""
         message = {"role": "assistant", "content": ""}
         return [self._event([self._chunk_choice(Delta(index, ""), message)]) for index in range(len(self._parts))]
 
@@ -190,7 +187,7 @@ class ChatFormat(ReplyFormat):
 
 
 class BlockFormat(ABC):
-    """Formats one answer in consecutive blocks: ``reasoning``, ``text``, and one per ``call``."""
+    """The form of one answer in consecutive blocks: ``reasoning``, ``text``, and one per ``call``."""
 
     counts = False
 

@@ -38,9 +38,9 @@ LAST_STEP_SECONDS = 30.0
 
 
 class Scheduler:
-    """Runs requests of many clients through one engine, which others may use meanwhile.
+    """A thread that runs requests of many clients through one engine, which others may use meanwhile.
 
-    Only its thread starts and ends requests. The lock guards queues, and is never held while the engine works.
+    Only this thread starts and ends requests. The lock guards queues, and is never held while the engine works.
     ``on_finished`` is called in the thread with each finished request, and must return at once.
 
     Attributes:
@@ -75,13 +75,10 @@ class Scheduler:
         tenant: str = "default",
         deadline: float | None = None,
     ) -> ScheduledRequest:
-        """Queue a new request; see ``ScheduledRequest``. The stored part of its prompt is verified in the caller's
-        thread.
+        """Queue a new request; see ``ScheduledRequest``. The stored part of its prompt is verified in this thread.
 
-        Raises:
-            ValueError: if its caches exceed the memory.
-            QueueFullError: if the queue is full.
-            RuntimeError: after ``close``.
+        Raises ValueError if its caches exceed the memory, QueueFullError if the queue is full, RuntimeError after
+        ``close``.
         """
         batch = self._batch
         needs, drafting = batch.needs(request), batch.drafting(request)

@@ -92,7 +92,7 @@ TopK = Annotated[int, Field(ge=-1, lt=2**31)]
 
 
 class StrictModel(BaseModel):
-    """Accepts no unknown field and converts nothing; null equals a missing field."""
+    """A model that accepts no unknown field and converts nothing; null equals a missing field."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     tolerant: ClassVar[bool] = False
@@ -490,7 +490,7 @@ class ChatRequest(GenerationRequest):
             raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs: true")
         if self.tool_choice not in (None, "none", "auto") and not self.required_tools:
             names = ", ".join(tool["function"]["name"] for tool in self.tools or ()) or "none"
-            message = "tool_choice asks for a call; the tools that there are: {names}"
+            message = "tool_choice requires a call; the available tools: {names}"
             raise PydanticCustomError("tool_choice", message, {"names": names})
         return self
 

@@ -79,7 +79,6 @@ class Service:
         self._prepare_grammars()
 
     def close(self, patience: float = 0.0) -> None:
-        """Accept no more requests, and end all others; see ``Scheduler.close``."""
         self.grammars.close()
         self.scheduler.close(patience)
 
@@ -210,7 +209,6 @@ class Service:
         self._budget(body.forerun)
 
     def _most_tokens(self, body: GenerationBody) -> int:
-        """Return the maximum length of the answer, if there is room for it."""
         if body.token_limit is None:
             return DEFAULT_COMPLETION_TOKENS if isinstance(body, CompletionRequest) else self.settings.max_tokens
         return min(body.token_limit, self.settings.max_tokens) if body.clamps else body.token_limit
@@ -262,7 +260,7 @@ class Service:
         """Return the maximum draft length; None for the server's."""
         offer = self.offer
         if wanted.drafter not in (None, *offer["drafters"]):
-            message = f"forerun.drafter is {wanted.drafter!r}; here there are {', '.join(offer['drafters'])}"
+            message = f"forerun.drafter is {wanted.drafter!r}; this server has {', '.join(offer['drafters'])}"
             raise ApiError(400, message, "invalid_value", "forerun.drafter")
         if wanted.budget is not None and wanted.budget > offer["budget"]:
             message = f"forerun.budget is {wanted.budget}; this server drafts {offer['budget']} tokens at most"

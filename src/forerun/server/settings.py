@@ -20,8 +20,7 @@ from forerun.server.tenants import ApiKeys
 
 ENVIRONMENT_PREFIX = "FORERUN_"
 FREE_MEMORY_FRACTION = 0.5
-"""Default fraction of the free memory for keys and values. The rest is for kept prefixes, indexes and other programs.
-"""
+"""Default fraction of the free memory for keys and values; the rest is for kept prefixes, indexes and others."""
 PREFIX_FRACTION = 0.125
 """Default fraction of the free memory for kept prefixes. With both, three eighths are left."""
 LISTS = ("api_keys", "allowed_hosts", "cors_origins")
@@ -86,13 +85,12 @@ class ServerSettings(BaseSettings):
     @field_validator(*LISTS, "warm", mode="before")
     @classmethod
     def _split(cls, given: Any) -> Any:
-        """Split lists in the environment at commas."""
         return [each.strip() for each in given.split(",") if each.strip()] if isinstance(given, str) else given
 
     @field_validator("kv_host_memory", "kv_folder", "kv_folder_limit")
     @classmethod
     def _check_base(cls, given: Any, info: ValidationInfo) -> Any:
-        """Refuse limits for what does not fit elsewhere, without a limit there."""
+        """Refuse limits for what overflows from a tier without a limit."""
         base = "kv_folder" if info.field_name == "kv_folder_limit" else "kv_memory"
         if given is not None and base in info.data and info.data[base] is None:
             what = "the files there" if base == "kv_folder" else "what does not fit on the device"

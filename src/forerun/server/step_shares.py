@@ -30,7 +30,7 @@ class StepPlan(NamedTuple):
 
 
 class StepShares:
-    """Plans steps.
+    """A planner of steps with rows of several tenants.
 
     If another token costs little, as with large models limited by reading weights, all rows step together. If every
     token costs as much as the first, the rows of a tenant take turns, so that it has no more tokens in a step than the
@@ -44,7 +44,6 @@ class StepShares:
         self._turns = 0
 
     def plan(self, running: Sequence[ScheduledRequest]) -> StepPlan:
-        """Plan the next step."""
         tenants: dict[str, list[ScheduledRequest]] = {}
         for each in running:
             tenants.setdefault(each.tenant, []).append(each)

@@ -14,9 +14,9 @@ NAMESPACE_PATTERN = r"^[A-Za-z0-9._-]{1,64}$"
 
 
 class ApiKeys:
-    """Finds tenants by their keys, of which it keeps only digests; without keys, all clients are one tenant.
+    """An index of tenants by their keys, of which it keeps only digests; without keys, there is one tenant.
 
-    ``admin`` is a key that belongs to no tenant. Raises ValueError for a key that is empty, given twice, or unfit for a
+    ``admin`` is a key that belongs to no tenant. Raises ValueError for a key that is empty, repeated, or unfit for a
     header.
     """
 

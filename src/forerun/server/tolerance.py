@@ -245,11 +245,8 @@ def custom_input(arguments: str) -> str:
 def function_tools(tools: Any, function: Callable[[Json], Json | None], notes: Notes, where: str = "tools") -> Any:
     """Convert tools to a chat's form, leaving out those that other servers run.
 
-    Args:
-        tools: anything but a list stays as it is.
-        function: converts one tool; returns None if it is no function.
-        notes: receives the names of those left out.
-        where: the field that has them, for the ApiError about too many tools or one without a type.
+    ``function`` converts one tool, and returns None if it is no function. Anything but a list stays as it is. Raises
+    ApiError for too many tools, or one without a type.
     """
     if not isinstance(bounded(tools, where, MAX_TOOLS), list):
         return tools

@@ -77,10 +77,10 @@ async def read_prompts(service: Service, prompts: Iterable[WarmPrompt], tenants:
                 async for _ in call:
                     pass
             except (ApiError, ValueError) as error:
-                log.warning("%s was not read: %s", place, error)
+                log.warning("%s was not prefilled: %s", place, error)
                 continue
             usage, _ = call.figures()
-            log.info("%s was read: %s tokens", place, f"{usage['prompt_tokens']:,}")
+            log.info("%s was prefilled: %s tokens", place, f"{usage['prompt_tokens']:,}")
 
 
 def json_rows(file: Path) -> Iterator[tuple[int, Any]]:

@@ -123,10 +123,7 @@ class Follower(Scorer):
     def follow(self, last: Entry) -> Iterator[Entry]:
         """Repeat rank 0's operations while it leads, and yield its other entries; ``last`` receives those at the end.
 
-        Raises:
-            KeyboardInterrupt: if rank 0 was interrupted.
-            LeaderError: if rank 0 failed.
-            ParallelError: if rank 0 is gone.
+        Raises KeyboardInterrupt if rank 0 was interrupted, LeaderError if it failed, ParallelError if it is gone.
         """
         depth = 0
         while True:
@@ -173,11 +170,8 @@ class Follower(Scorer):
 def admit(model: PreTrainedModel, **whole: object) -> Scorer:
     """Return this rank's scorer of a model that all ranks have loaded in the same way.
 
-    Args:
-        whole: settings, by name, that only a model in one process supports; must be None, or ValueError is raised.
-
-    Raises:
-        UnsupportedModelError: as ``gate.admit``, or if the processes do more than tensor parallelism.
+    ``whole`` has settings, by name, that only a model in one process supports: any but None raises ValueError. Raises
+    UnsupportedModelError as ``gate.admit``, or if the processes do more than tensor parallelism.
     """
     for name, value in whole.items():
         if value is not None:

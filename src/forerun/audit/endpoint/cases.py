@@ -110,11 +110,7 @@ CHAT_LOGPROBS: Json = {"logprobs": True, "top_logprobs": 5}
 class CasePlan:
     """Which cases to send.
 
-    Attributes:
-        prompts: in addition to the built-in ones.
-        seeds: sampled answers to each prompt.
-        long_characters: length of the long prompts.
-        own: bodies of the user's requests.
+    ``prompts`` are sent in addition to the built-in ones; ``own`` are bodies of the user's requests.
     """
 
     kinds: Sequence[Kind] = CASE_KINDS

@@ -33,13 +33,9 @@ class TokenScore:
 
 @dataclass(frozen=True)
 class EndpointAnswer:
-    """A server's answer.
+    """A server's answer, or an ``error``.
 
-    Attributes:
-        calls: name and arguments of each tool call.
-        scores: log-probabilities, if requested.
-        drafted, accepted: drafted tokens by the server's count; None if it reports none.
-        error: why there is no answer.
+    ``scores`` are log-probabilities, if requested. ``drafted`` and ``accepted`` are the server's count, or None.
     """
 
     text: str = ""

@@ -52,10 +52,8 @@ class Variant:
 class CaseComparison:
     """A case in one form.
 
-    Attributes:
-        difference: None if the answers are equal.
-        refusal: why neither answered.
-        drafted, accepted: of the audited answer; None if the server reports none.
+    ``difference`` is None for equal answers; ``refusal`` says why neither answered. ``drafted`` and ``accepted`` are
+    those of the audited answer; None if the server reports none.
     """
 
     case: Case
@@ -99,13 +97,10 @@ def audit_endpoint(
     rounding: float = ROUNDING,
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> EndpointReport:
-    """Compare all cases in all forms.
+    """Compare all cases in all forms: ``audited`` with speculation, ``reference`` without.
 
-    Args:
-        audited: the server with speculation.
-        reference: without; equal to ``audited`` to query one server twice.
-        rounding: the gap of log-probabilities that rounding may close.
-        progress: called with comparisons done, comparisons to do, and a description of the current one.
+    Two equal ones query one server twice. ``rounding`` is the gap of log-probabilities that rounding may close.
+    ``progress`` is called with comparisons done, comparisons to do, and a description of the current one.
     """
     run = _CaseRuns(audited, reference, cases, rounding)
     total, found = len(FORMS) * len(cases), list[CaseComparison]()
