@@ -90,6 +90,7 @@ class Report:
 
     @property
     def divergences(self) -> list[Comparison]:
+        """Return all comparisons whose outputs differ, whatever the reason."""
         return [comparison for comparison in self.comparisons if comparison.divergence is not None]
 
     @property
@@ -104,6 +105,7 @@ class Report:
 
     @property
     def never_drafted(self) -> list[str]:
+        """Return the drafters that never drafted."""
         drafted = {comparison.drafter for comparison in self.comparisons if comparison.drafted} | {"none"}
         return list(dict.fromkeys(each.drafter for each in self.comparisons if each.drafter not in drafted))
 

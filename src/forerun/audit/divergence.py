@@ -42,6 +42,7 @@ class Divergence:
 
     @property
     def rounding(self) -> bool:
+        """Return whether rounding explains the divergence."""
         return self.margin <= self.allowance and self.error <= self.tolerance
 
 

@@ -114,6 +114,7 @@ class Bench:
         return {}
 
     def makers(self, prompts: PromptSet) -> Makers:
+        """Return what builds each contestant for these prompts."""
         makers = self.baselines()
         if isinstance(self.settings.draft_model, PreTrainedModel):
             makers[ASSISTED] = partial(self.transformers, assistant_model=self.settings.draft_model)
@@ -136,6 +137,8 @@ class Bench:
         return lambda setup: build(name, setup, self.recipes)
 
     def transformers(self, **options: Any) -> Contestant:
+        """Make a contestant of ``model.generate`` with these options."""
+
         def generate(rows: Rows, max_new_tokens: int) -> tuple[list[Tokens], int]:
             ids, mask = padded(rows, self.model)
             pad = (ends(self.model.generation_config) or [0])[0]

@@ -33,6 +33,7 @@ class LoadMeter:
         self._begin, self._busy, self._own = time.perf_counter(), _busy_seconds(), _own_seconds()
 
     def stop(self) -> Load:
+        """Return the load since the meter was made."""
         seconds = max(time.perf_counter() - self._begin, 1e-9)
         own, busy = _own_seconds() - self._own, _busy_seconds()
         if busy is None or self._busy is None:

@@ -94,6 +94,7 @@ class Material:
                 yield from product(range(text, draws, self.texts), of_kind)
 
     def prompts(self, cell: TableCell, draw: int) -> list[Tokens]:
+        """Return the prompts of a draw, one per row."""
         make = {TASKS: self._task, NOVEL: self._part, RANDOM: self._random}[cell.kind]
         return [make(cell.context, draw % self.texts * cell.batch + row) for row in range(cell.batch)]
 

@@ -154,6 +154,7 @@ class BenchResult:
 
     @property
     def json(self) -> Row:
+        """Return the result as plain values."""
         return {
             "machine": machine(),
             "settings": self.settings,
@@ -164,6 +165,7 @@ class BenchResult:
 
     @property
     def markdown(self) -> str:
+        """Return all tables, notes, machine and settings."""
         notes = [f"{note}\n" for note in warnings(self.rows)]
         return "\n".join([speed_table(self.rows), equality_table(self.rows), *notes, footer(self.settings)])
 

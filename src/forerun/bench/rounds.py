@@ -96,10 +96,12 @@ class Series:
 
     @property
     def cores(self) -> float | None:
+        """Return the mean number of cores used."""
         return self._weighted([(run.cores, run.seconds) for rounds in self.runs for run in rounds])
 
     @property
     def others(self) -> float | None:
+        """Return the share of processor time that other processes used."""
         return self._weighted([(run.others, run.seconds) for rounds in self.runs for run in rounds])
 
     def _weighted(self, values: Sequence[tuple[float | None, float]]) -> float | None:

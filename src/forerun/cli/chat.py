@@ -83,6 +83,7 @@ class Chat:
             typer.echo(f"error: {one_line(error)}", err=True)
 
     def report(self) -> dict[str, Any]:
+        """Return all turns as plain values."""
         return {
             "forerun": __version__,
             "model": self.options.model,

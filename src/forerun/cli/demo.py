@@ -56,6 +56,7 @@ class Timed:
 
     @property
     def speed(self) -> str:
+        """Describe the run's figures."""
         return f"{self.tokens_per_second:.1f} tok/s · {self.tokens_per_step:.2f} tokens per step · {self.seconds:.2f} s"
 
 
@@ -70,6 +71,7 @@ class Pair:
 
     @property
     def speed_up(self) -> float:
+        """Return the speed of ``auto`` relative to plain decoding."""
         return self.plain.seconds / self.auto.seconds
 
 

@@ -160,6 +160,7 @@ class LongOptions:
         return {field.name: values[field.name] for field in fields(LongOptions)}
 
     def settings(self, draft_model: Any = None) -> LongContextConfig:
+        """Convert the options to ``LongContextConfig``."""
         names = [field.name for field in fields(LongContextConfig) if field.name != "draft_model"]
         return LongContextConfig(draft_model, **{name: getattr(self, name) for name in names})
 

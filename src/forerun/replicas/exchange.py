@@ -83,6 +83,7 @@ class Exchange:
         return ExchangeUpdate([text for _, source, text in later if source != replica][::-1], self._number)
 
     def metrics(self) -> Mapping[str, str]:
+        """Return the last metrics of each replica that traded recently."""
         since = self._clock() - SILENT_SECONDS
         self._metrics = {replica: last for replica, last in self._metrics.items() if last[0] >= since}
         return {replica: text for replica, (_, text) in self._metrics.items()}

@@ -77,12 +77,14 @@ class Suspects:
         self._blame: OrderedDict[bytes, dict[str, int]] = OrderedDict()  # of a request, by replicas that died under it
 
     def blamed(self, request: bytes) -> bool:
+        """Return whether a request is guilty."""
         return sum(self._blame.get(request, {}).values()) >= PROVEN
 
     def begin(self, request: bytes, replica: str) -> None:
         self._running.setdefault(replica, []).append(request)
 
     def die(self, request: bytes, replica: str) -> None:
+        """Record that a replica died while serving a request."""
         crowd = self._deaths.setdefault(replica, len(set(self._running[replica])))
         self._blame.setdefault(request, {})[replica] = PROVEN if crowd == 1 else 1
         while len(self._blame) > REMEMBERED_SUSPECTS:

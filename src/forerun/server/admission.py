@@ -107,6 +107,7 @@ class FairShare:
 
     @property
     def used(self) -> int:
+        """Return the amount that all tenants hold."""
         return sum(self._used.values())
 
     def of(self, tenant: str) -> int:
@@ -133,6 +134,7 @@ class FairShare:
             self._used[tenant] += amount
 
     def give(self, tenant: str, amount: int) -> None:
+        """Count what a tenant returns."""
         self._used[tenant] -= amount
         if self._used[tenant] <= 0:
             del self._used[tenant]
@@ -166,10 +168,12 @@ class Admission:
 
     @property
     def waiting(self) -> int:
+        """Return the number of waiting requests."""
         return sum(map(len, self._queues.values()))
 
     @property
     def usage(self) -> float:
+        """Return the used fraction of the memory for keys and values."""
         if self._tiers is None:
             return self._memory.used / self._memory.capacity
         limits, used = self._tiers.memory.limits, self._tiers.taken
@@ -244,6 +248,7 @@ class Admission:
         self._place(request)
 
     def remove(self, request: ScheduledRequest) -> bool:
+        """Remove a request; return whether it was present."""
         tenant = request.tenant
         if self.running.pop(request.request.id, None) is not None:
             self._rows.give(tenant, 1)
@@ -267,6 +272,7 @@ class Admission:
         self._served[tenant] = self._served.get(tenant, 0.0) + tokens
 
     def forget(self) -> None:
+        """Drop the counts of tenants without requests."""
         for tenant in self._served.keys() - self._queues.keys() - {each.tenant for each in self.running.values()}:
             del self._served[tenant]
 

@@ -121,6 +121,7 @@ class AnswerText:
 
     @property
     def stop_string(self) -> str | None:
+        """Return the stop string that ended the answer."""
         return self._stops.found
 
     def add(self, tokens: Iterable[int]) -> list[str]:

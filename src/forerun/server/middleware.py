@@ -54,6 +54,7 @@ class HeldBytes:
         self._held += nbytes
 
     def release(self, keep: int = 0) -> None:
+        """Release all but ``keep`` bytes."""
         if self._held > keep:
             self._share.give(self._tenant, self._held - keep)
             self._held = keep

@@ -128,6 +128,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
+        """Return whether a request runs or waits."""
         with self._changed:
             return bool(self.running or self.waiting)
 

@@ -236,6 +236,7 @@ class GenerationRequest(StrictModel):
 
     @property
     def limit_name(self) -> str:
+        """Return the field of ``token_limit``."""
         return "max_tokens"
 
     @property
@@ -250,6 +251,7 @@ class GenerationRequest(StrictModel):
 
     @property
     def stops(self) -> list[str]:
+        """Return the strings that end an answer."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
@@ -300,6 +302,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
+        """Return a list of prompts."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
@@ -328,6 +331,7 @@ class Message(StrictModel):
         return self
 
     def for_template(self) -> dict[str, Any]:
+        """Return the message in a chat template's form."""
         more = self.model_dump(include={"name", "tool_call_id", "reasoning_content"})
         more["tool_calls"] = [_with_object(call) for call in self.tool_calls or ()]
         given = {name: value for name, value in more.items() if value}
@@ -469,10 +473,12 @@ class ChatRequest(GenerationRequest):
 
     @property
     def parallel(self) -> bool:
+        """Return whether an answer may have several calls."""
         return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedChoice)
 
     @property
     def template_options(self) -> dict[str, Any]:
+        """Return further variables for the chat template."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return {**effort, **(self.chat_template_kwargs or {})}
 

@@ -88,9 +88,11 @@ class MirroredCaches:
         self._things: dict[int, Any] = {}
 
     def make(self, number: int, kind: str, parts: list[Any], rotation: Rotation | None) -> None:
+        """Create a cache as rank 0 did."""
         self._things[number] = made_of(CacheParts(kind, [self.value(part) for part in parts]), rotation)
 
     def do(self, number: int, operation: str, arguments: list[Any], result: int | None) -> None:
+        """Repeat an operation of rank 0."""
         if operation not in CACHE_OPERATIONS:
             raise ValueError(f"operation is {operation!r}; allowed are {', '.join(CACHE_OPERATIONS)}")
         made = getattr(self._things[number], operation)(*(self.value(each) for each in arguments))
