@@ -1,6 +1,6 @@
 """``forerun demo``: compare plain decoding and ``auto``, prompt by prompt, by output and time.
 
-Two panels, side by side if they fit, then a summary.
+It shows two panels, side by side if they fit, and then a summary.
 """
 
 from __future__ import annotations

@@ -458,7 +458,7 @@ class DemoOptions(OutputOptions):
 class CompileOptions(ModelOptions, DebugOptions):
     """Compile now what the first request would wait for, for this processor and user.
 
-    For images and for machines that start often. The code is stored next to the package, or in NUMBA_CACHE_DIR if set.
-    For the bundled model, the default, this compiles float32 and bfloat16; name your own model if it needs other
-    kernels.
+    Use it for container images, and for machines that start often. The code is stored next to the package, or in
+    NUMBA_CACHE_DIR if set. For the bundled model, the default, this compiles float32 and bfloat16; name your own model
+    if it needs other kernels.
     """

@@ -98,7 +98,7 @@ class Suspects:
 
 
 class Front:
-    """The ASGI application before the replicas; ``GuardMiddleware`` wraps it.
+    """The ASGI application in front of the replicas, wrapped by ``GuardMiddleware``.
 
     A request whose replica dies goes to another, unless it is guilty (``Suspects``) or the client has received part of
     the answer. Then the answer ends with an error: sampling may continue differently elsewhere, so the rest would not

@@ -240,7 +240,7 @@ class Admission:
         return None
 
     def postpone(self, request: ScheduledRequest) -> None:
-        """Return a request that could not start to the front of its tenant's queue."""
+        """Put a request that could not start back at the front of its tenant's queue."""
         self.started()
         self.remove(request)
         self._served.setdefault(request.tenant, 0.0)

@@ -83,7 +83,7 @@ class StopStrings:
 
     @staticmethod
     def _overlap(text: str, string: str) -> int:
-        """Return the length of the longest prefix of ``string`` that ends ``text``."""
+        """Return the length of the longest prefix of ``string`` with which ``text`` ends."""
         lengths = range(min(len(text), len(string) - 1), 0, -1)
         return next((length for length in lengths if text.endswith(string[:length])), 0)
 

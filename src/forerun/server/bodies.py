@@ -1,6 +1,6 @@
 """Parse and check request bodies without blocking streams.
 
-``check_parts`` limits what a body is made of before it is parsed. One body per tenant is parsed at a time.
+``check_parts`` limits the number of a body's parts before it is parsed. One body per tenant is parsed at a time.
 """
 
 from __future__ import annotations

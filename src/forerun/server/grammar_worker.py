@@ -1,4 +1,4 @@
-"""A process that tries whether grammars compile. ``GrammarPool`` runs it as a script, so it imports little.
+"""A process that tests whether grammars compile. ``GrammarPool`` runs it as a script, so it imports little.
 
 The first input line has the tokenizer's arguments and the limits, each further line a grammar's kind and text. Each is
 answered by an empty line, even if the grammar is invalid. One that exceeds the limits ends the process.
@@ -43,7 +43,7 @@ def _answer() -> None:
 
 
 def _limit_memory(size: int) -> None:
-    """Let allocations fail, which ends this process, above ``size`` more bytes than it has now."""
+    """Limit this process to ``size`` more bytes than it has now; a failed allocation ends it."""
     with suppress(ImportError, OSError, ValueError):
         import resource
 

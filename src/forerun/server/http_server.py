@@ -150,7 +150,7 @@ def _health_alone(app: Any) -> Any:
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn, which ends with the scheduler: a client whose request is cancelled gets an error.
+    """uvicorn that ends with the scheduler: a client whose request is cancelled gets an error.
 
     Running requests have ``patience`` seconds to end by themselves. ``page``: whether the log names the page's address.
     """

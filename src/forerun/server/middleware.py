@@ -63,7 +63,7 @@ class HeldBytes:
 class GuardMiddleware:
     """Middleware that gives each request an id and a tenant, and refuses bad requests.
 
-    Refused are wrong keys (401), foreign hosts and origins (403), bodies that are too large or have too many parts
+    It refuses wrong keys (401), foreign hosts and origins (403), bodies that are too large or have too many parts
     (413), slow ones (408) and compressed ones (415). HEAD is answered like GET. The application gets each body in one
     piece, and none that is incomplete; it releases the request's ``HeldBytes`` once the body is parsed. The rest of a
     refused body is read and discarded while the connection may be silent: closing it would reset a client that still

@@ -151,7 +151,8 @@ class PromptEncoder:
         )
 
     def _check(self, text: str, what: str = "prompt") -> None:
-        """Refuse a prompt by a prefix, counted in pieces so that others have their turn.
+        """Refuse a prompt that is too long, judging by a prefix; it is counted in pieces, so that others have their
+        turn.
 
         Encoding all of 8 MiB cost 24 seconds and 2 GiB.
         """

@@ -359,7 +359,7 @@ def _chat_tool(tool: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _allowed(given: dict[str, Any]) -> dict[str, Any]:
-    """Replace a choice among some tools by a choice among all, with only these left."""
+    """Reduce the tools to those that ``tool_choice`` allows, and the choice to its mode."""
     choice: Any = given.get("tool_choice")
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return given

@@ -108,7 +108,7 @@ def bounded(entries: Any, where: str, most: int) -> Any:
 
 
 def content_text(content: Any, where: str, notes: Notes) -> str:
-    """Join a content, which is text or a list of parts, into one text.
+    """Join content, which is text or a list of parts, into one text.
 
     Raises ApiError for anything else, or an unknown part; ``where`` is its place in the request.
     """
@@ -124,7 +124,7 @@ def content_text(content: Any, where: str, notes: Notes) -> str:
 
 
 def part_text(part: Any, where: str, notes: Notes) -> str:
-    """Convert a part of a content to text; see ``content_text``."""
+    """Convert one part of content to text; see ``content_text``."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in READABLE:
         text = part.get(READABLE[kind])
