@@ -1,8 +1,7 @@
 """Forerun: Hugging Face language models generate exactly the same text, faster.
 
-``forerun.generate(model, prompts)``, ``forerun.Engine(model)`` and ``model.generate(..., custom_generate=
-forerun.custom_generate)`` are three doors to one engine. Names are imported when first used, so that importing the
-package does not load torch.
+``forerun.generate``, ``forerun.Engine`` and ``forerun.custom_generate`` (for ``model.generate``) share one engine.
+Names are imported on first use, so importing the package does not load torch.
 """
 
 from __future__ import annotations

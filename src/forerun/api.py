@@ -1,4 +1,4 @@
-"""Entry points for users of transformers: ``generate`` and ``custom_generate``. Each model keeps its engines."""
+"""Entry points for transformers users: ``generate`` and ``custom_generate``. Each model keeps its engines."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ from forerun.models.text.prompts import Prompts
 from forerun.models.text.requests import GenerationOptions, Place, Prepared, RowOptions, draw_seed, make_request
 
 ENGINES = 8
-"""The most engines kept for one model: enough for every drafter that a program is likely to compare. Each holds what
-its drafter learned, and its draft model if it has one."""
+"""Maximum engines per model; each holds its drafter's index and draft model. Enough to compare every drafter."""
 
 DEFAULTS = {name: each.default for name, each in inspect.signature(Engine).parameters.items()}
-"""The arguments of an engine that is given none."""
+"""Defaults of ``Engine``'s parameters."""
 
 
 def generate(
@@ -62,17 +61,17 @@ def generate(
     kv_memory: int | KVMemory | None = None,
     **options: Unpack[GenerationOptions],
 ) -> GenerationResult:
-    """Continue prompts with ``model``: the text of ``model.generate``, faster.
+    """Continue prompts with ``model``: the output of ``model.generate``, faster.
 
-    The model keeps the engine between calls, and with it what the drafter learned from earlier outputs. There is one
-    engine per drafter and settings; beyond ``ENGINES`` of them, the least recently used one is dropped.
+    The model keeps one engine per drafter and settings, so drafts improve with every call. Beyond ``ENGINES``, the
+    least recently used one is dropped.
 
     Args:
         model: a transformers decoder.
         prompts: text or messages (with ``tokenizer``), token ids, a list of any of them, or a tensor. Messages are
-            dicts with ``role`` and ``content``; the tokenizer's chat template turns them into text.
+            dicts with ``role`` and ``content``, rendered by the tokenizer's chat template.
         drafter: see ``Engine``.
-        tokenizer: for prompts and results as text, and for ``stop_strings``; of this call alone.
+        tokenizer: for prompts and results as text, and for ``stop_strings``; used in this call only.
         streamer: a transformers streamer; for one sequence only.
         settings, budget, prune_drafts, prefill_block, prefix_cache, kv_store, kv_store_limit, kv_store_expiry,
             kv_store_key, kv_memory: see ``Engine``.
@@ -88,11 +87,7 @@ def generate(
 
 @dataclass
 class GenerateForerunOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
-    """What ``custom_generate`` returns with ``return_dict_in_generate=True``.
-
-    Attributes:
-        stats: steps and times of each sequence.
-    """
+    """Output of ``custom_generate`` with ``return_dict_in_generate=True``; ``stats`` has one entry per sequence."""
 
     stats: Sequence[Stats] | None = None
 
@@ -113,18 +108,18 @@ def custom_generate(
     forerun_streamer: BaseStreamer | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateForerunOutput:
-    """For ``model.generate(..., custom_generate=forerun.custom_generate, forerun_drafter="auto")``.
+    """Generate for ``model.generate(..., custom_generate=forerun.custom_generate, forerun_drafter="auto")``.
 
-    transformers does not pass ``streamer=`` and ``tokenizer=`` on to a custom generate. The streamer is found in the
-    running ``model.generate``; ``forerun_streamer=`` is for calls from elsewhere. For stop strings, put a
-    ``StopStringCriteria`` into ``stopping_criteria``. Without ``forerun_seed``, each prompt's seed is drawn from
-    torch's global generator. Several sequences for one prompt have consecutive seeds.
+    transformers does not pass ``streamer=`` and ``tokenizer=`` on. The streamer is read from the calling
+    ``model.generate``; elsewhere, pass ``forerun_streamer=``. For stop strings, add a ``StopStringCriteria`` to
+    ``stopping_criteria``. Without ``forerun_seed``, each prompt's seed is drawn from torch's global generator. Several
+    sequences for one prompt get consecutive seeds.
 
     Returns:
         As ``model.generate``: ids ``[B, t]``, or an output object with ``sequences`` and ``stats``.
 
     Raises:
-        NotImplementedError: for inputs of the model other than ids and their mask, such as ``inputs_embeds``.
+        NotImplementedError: for model inputs other than ids and their mask, such as ``inputs_embeds``.
     """
     engine = engine_of(model, forerun_drafter, budget=forerun_budget, settings=forerun_settings)
     prepared = Prepared(generation_config, logits_processor, stopping_criteria)
@@ -140,7 +135,7 @@ def custom_generate(
 
 
 def _streamer_of_caller() -> BaseStreamer | None:
-    """The ``streamer=`` of the ``model.generate`` that runs, which put the prompt into it and keeps it."""
+    """Return the ``streamer=`` of the calling ``model.generate``, which has put the prompt into it."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_name == "generate" and frame.f_globals["__name__"] == GenerationMixin.__module__:
@@ -151,7 +146,7 @@ def _streamer_of_caller() -> BaseStreamer | None:
 
 
 class _Engines(OrderedDict[Any, Engine]):
-    """A model's engines by what they were made with, most recently used last. A copy of the model has none."""
+    """A model's engines by their arguments, in LRU order. A copy of the model starts with none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +157,6 @@ class _Engines(OrderedDict[Any, Engine]):
 
     @locked
     def get_or_make(self, key: Any, make: Callable[[], Engine]) -> Engine:
-        """The engine of this key; beyond ``ENGINES`` of them, the least recently used one is dropped."""
         if key not in self:
             self[key] = make()
         self.move_to_end(key)
@@ -172,8 +166,7 @@ class _Engines(OrderedDict[Any, Engine]):
 
 
 def engine_of(model: PreTrainedModel, drafter: Drafts, **settings: Any) -> Engine:
-    """The model's engine for this drafter and these arguments of ``Engine``, made at first use. It lives as long as the
-    model."""
+    """Return the model's engine for this drafter and these ``Engine`` arguments; create it on first use."""
     check_settings(settings.get("settings"))
     engines: _Engines = model.__dict__.setdefault("_forerun_engines", _Engines())
     changed = {name: value for name, value in settings.items() if value != DEFAULTS[name]}
@@ -184,13 +177,13 @@ def engine_of(model: PreTrainedModel, drafter: Drafts, **settings: Any) -> Engin
 def _rows(
     model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.Tensor, prepared: Prepared, options: RowOptions
 ) -> list[Request]:
-    """One request per row. As in transformers, logits processors see the padding; the model does not."""
+    """Make one request per row. As in transformers, logits processors see the padding; the model does not."""
     returned = prepared.config.num_return_sequences or 1
     requests, seed = [], 0
     for row, (ids, keep) in enumerate(zip(input_ids.tolist(), mask.tolist(), strict=True)):
         start = keep.index(1) if 1 in keep else len(keep)
         if 0 in keep[start:]:
-            raise ValueError(f"row {row} has padding inside or behind its text; pad on the left")
+            raise ValueError(f"row {row} has padding inside or after its tokens; pad on the left")
         check_prompt(model, ids[start:])
         if row % returned == 0:
             seed = draw_seed() if options.seed is None else options.seed

@@ -266,7 +266,7 @@ def test_never_slower_refuses_wrong_options(model: str, tmp_path: Path, options:
 
 def test_options_before_the_name_of_a_command_below_are_refused() -> None:
     done = CliRunner().invoke(app, ["bench", "--rounds", "2", "never-slower"])
-    assert done.exit_code == 2 and "give its options behind its name" in done.stderr
+    assert done.exit_code == 2 and "give its options after its name" in done.stderr
 
 
 def test_a_cell_says_what_it_breaks() -> None:

@@ -115,7 +115,7 @@ def test_version() -> None:
         (("-p", "a", "--repetition-penalty", "0"), "--repetition-penalty is 0; it must be above 0"),
         (("-p", "a", "-d", "triforce"), "drafter triforce needs a small model: --draft-model"),
         (("-p", "a", "-d", "head"), "drafter head needs --draft-model"),
-        (("-p", "a", "--kv-host-memory", "1GB"), "--kv-host-memory is of what does not fit on the device; add"),
+        (("-p", "a", "--kv-host-memory", "1GB"), "--kv-host-memory is for what does not fit on the device; add"),
         (("-p", "a", "--kv-memory", "1GB", "--kv-folder", "no"), "--kv-folder is no; there is no such folder"),
         (("-p", "a" * 9000, "-n", "9000"), "exceed the model's 2048 positions"),
         (("-f", "nowhere.txt"), "nowhere.txt: No such file or directory"),

@@ -233,7 +233,7 @@ def test_commands(folder: str) -> None:
 def test_stats_say_what_came_from_the_cache(folder: str) -> None:
     result = call("chat", folder, "--stats", input="\n".join(SAID[:2]))
     assert result.stderr.count("tokens per second") == 2
-    assert len(re.findall(r"of which \d+ were read and \d+ came from the cache", result.stderr)) == 2
+    assert len(re.findall(r"of which \d+ were prefilled and \d+ came from the cache", result.stderr)) == 2
     assert "tokens" not in result.stdout
 
 

@@ -224,7 +224,7 @@ def test_a_request_that_comes_back_after_a_pause_starts_anew() -> None:
 
 def test_another_contract_is_told_of() -> None:
     proposer = ForerunProposer(vllm_config())
-    with pytest.raises(ValueError, match=r"row 1 ends with other tokens than came, \[9\]"):
+    with pytest.raises(ValueError, match=r"row 1 does not end with the sampled tokens \[9\]"):
         proposer.propose([[3], [9]], np.array([3, 3]), np.array([[1, 2, 3], [1, 2, 3]], np.int32))
     with pytest.raises(ValueError, match="token id is -1"):
         proposer.propose([[3], [-1]], np.array([3, 3]), np.array([[1, 2, 3], [1, 2, -1]], np.int32))

@@ -373,7 +373,7 @@ def test_the_commands_know_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert plain.exit_code == away.exit_code == 0, away.output
     assert json.loads(plain.stdout)["text"] == json.loads(away.stdout)["text"] and written
     for wrong, why in (
-        (["--kv-folder", "x"], "--kv-folder is of what does not fit on the device; add --kv-memory"),
+        (["--kv-folder", "x"], "--kv-folder is for what does not fit on the device; add --kv-memory"),
         (["--kv-memory", "much"], "Invalid value for '--kv-memory': 'much'"),
     ):
         result = CliRunner().invoke(app, ["generate", "-p", "Hi", *wrong])

@@ -50,7 +50,7 @@ def test_a_prompt_of_a_file_is_read_before_anybody_asks(
     engine = bundled_engine(prefix_cache=1 << 26)
     server = LiveServer(engine, SchedulerLimits(1 << 30, tenants=max(1, len(keys))), warm=[file], api_keys=keys)
     try:
-        until(lambda: sum("was read:" in each.message for each in caplog.records) == 2 * max(1, len(keys)))
+        until(lambda: sum("was prefilled:" in each.message for each in caplog.records) == 2 * max(1, len(keys)))
         for key in keys or ("none",):
             headers = {"Authorization": f"Bearer {key}"}
             hits, tokens = cached(server, chat(), headers=headers)
@@ -58,7 +58,7 @@ def test_a_prompt_of_a_file_is_read_before_anybody_asks(
             other = {"messages": [SYSTEM, ASKED], "tools": None}
             assert cached(server, chat(**other, forerun={"namespace": "other"}), headers=headers)[0] > 0
             assert cached(server, chat(forerun={"namespace": "third"}), headers=headers)[0] == 0
-        until(lambda: any(f"{file}:4 was not read: logit_bias has" in each.message for each in caplog.records))
+        until(lambda: any(f"{file}:4 was not prefilled: logit_bias has" in each.message for each in caplog.records))
     finally:
         server.close()
 

@@ -140,7 +140,7 @@ def test_calls_that_were_made_are_texts_for_a_template_that_knows_none(tools: An
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "parameters of tool 0"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "get_weather, add"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]}, "call 0 needs a function"),
-        ({"tool_choice": "required"}, "the tools that there are: none"),
+        ({"tool_choice": "required"}, "the available tools: none"),
         ({"tools": TOOLS, "tool_choice": "maybe"}, "auto, none, required"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "variables of the chat template"),
         ({"chat_template_kwargs": {"x": [1]}}, "variables of the chat template"),

@@ -335,7 +335,7 @@ def test_a_text_is_learned_in_whole_lines_and_json_line_by_line(tmp_path: Path) 
     ("name", "content", "told"),
     [
         ("a.txt", b"good\nbad \xff\n", r"a\.txt:2 is not UTF-8 text \(byte 4 of the line\)"),
-        ("a.txt", b"", r"a\.txt has no text to learn from"),
+        ("a.txt", b"", r"a\.txt has no text to index"),
         ("a.jsonl", b'{"text": "x"}\n{"text": }', r"a\.jsonl:2 is no JSON"),
         ("a.jsonl", b"[1]", r"a\.jsonl:1 .*: it is a list"),
         ("a.jsonl", b'\n{"prompt": "x"}', r"a\.jsonl:2 .*: the text is missing, empty, or no string"),
@@ -345,7 +345,7 @@ def test_a_text_is_learned_in_whole_lines_and_json_line_by_line(tmp_path: Path) 
         (
             "a.jsonl",
             b'{"text": "x", "namespace": "a"}\n{"text": "x", "namespace": "b"}',
-            r"a\.jsonl:2 has namespace 'b': there are 1 namespaces already",
+            r"a\.jsonl:2 has namespace 'b': a tenant may have 1 namespaces",
         ),
     ],
 )
@@ -415,7 +415,7 @@ def test_files_are_left_off_when_their_time_is_over(
 ) -> None:
     (tmp_path / "a.txt").write_text("a word " * 20_000)
     servers.append(LiveServer(engine, warm=[tmp_path / "a.txt"], warm_seconds=1e-6))
-    assert f"{tmp_path / 'a.txt'}:1 and all after it was not learned: the 1e-06 seconds" in caplog.text
+    assert f"{tmp_path / 'a.txt'}:1 and everything after it was not indexed: warm_seconds, 1e-06, are over" in caplog.text
     assert servers[0].http.get("/ready").status_code == 200
 
 

@@ -129,7 +129,7 @@ def test_a_full_queue_says_when_to_come_again(servers: list[SchedulerSetup]) -> 
     one.submit(first)
     assert first.began.wait(PATIENCE)
     one.submit(second)
-    with pytest.raises(QueueFullError, match="1 requests wait") as refused:
+    with pytest.raises(QueueFullError, match="1 requests are waiting") as refused:
         one.submit(Client())
     assert refused.value.retry_after >= 1
     first.gate.set()

@@ -521,7 +521,7 @@ def test_the_command_builds_it_and_says_what_is_not_shared(
     assert built[0].tiers is not None
     assert built[0].tiers.memory == KVMemory(3_000_000, 1_000_000, tmp_path, file=5_000_000)
     assert f"2.9 MiB on the device, 1.0 MiB in the host's memory, 4.8 MiB in files in {tmp_path}" in caplog.text
-    assert "share no beginnings" in caplog.text
+    assert "share no prefixes" in caplog.text
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
         serve.run(ServeOptions(kv_memory="3MB", kv_folder=tmp_path / "file", port=0))

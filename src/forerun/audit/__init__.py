@@ -1,1 +1,1 @@
-"""Checks whether drafts changed a text, and why."""
+"""Checks whether drafts changed an output, and why."""

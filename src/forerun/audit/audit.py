@@ -1,9 +1,9 @@
-"""Checks losslessness on a user's own model: drafting, sampling and batching change no token.
+"""An audit of losslessness on a user's model: drafting, sampling and batching must change no token.
 
-There are four checks for each drafter. Its greedy text equals that of ``transformers``' own ``generate``, and that of
-Forerun without a drafter. Its sampled text equals plain sampling's for the same seed. Its text in a batch equals its
-text alone. If passes are bitwise exact (``forerun.models.forward.exactness``), rounding excuses only differences from
-``transformers``, which sums in another order. Otherwise rounding excuses all (``forerun.audit.divergence``).
+Each drafter gets four checks. Its greedy output equals that of ``transformers``' ``generate``, and that of Forerun
+without drafts. Its sampled output equals plain sampling with the same seed. Its output in a batch equals that of the
+prompt alone. If passes are bitwise exact (``forerun.models.forward.exactness``), rounding excuses only differences from
+``transformers``, which sums in another order. Otherwise it can excuse all four (``forerun.audit.divergence``).
 """
 
 from __future__ import annotations
@@ -35,15 +35,10 @@ Tokens = list[int]
 
 @dataclass(frozen=True)
 class Plan:
-    """What to audit.
+    """What to audit; by default all drafters that the settings can build, with drafts of full length even if they do
+    not pay.
 
-    Attributes:
-        drafters: names from ``forerun.decoding.recipes``; by default all that can be built with the settings.
-        settings: of the drafters; by default each draft has its full length, whether it pays or not.
-        max_new_tokens: per text.
-        seeds: sampled texts per prompt; 0 for none.
-        temperature: of the sampled texts.
-        budget: see ``Engine``.
+    ``seeds``: sampled outputs per prompt; 0 for none.
     """
 
     drafters: Sequence[str] = ()
@@ -64,13 +59,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One text compared with its reference.
+    """One output compared with its reference, at index ``prompt``.
 
-    Attributes:
-        prompt: index of the prompt.
-        tokens, drafted, accepted: counts of the text. If few drafts were accepted, the comparison proves little.
-        divergence: None if the texts are equal.
-        strict: if true, rounding is no excuse.
+    With few accepted drafts, it proves little. ``divergence`` is None if the outputs are equal. If ``strict``, rounding
+    is no excuse.
     """
 
     check: Check
@@ -85,7 +77,6 @@ class Comparison:
 
     @property
     def failed(self) -> bool:
-        """Whether the text differs by more than rounding excuses."""
         return self.divergence is not None and (self.strict or not self.divergence.rounding)
 
 
@@ -99,22 +90,22 @@ class Report:
 
     @property
     def divergences(self) -> list[Comparison]:
-        """Comparisons whose texts differ, whatever the reason."""
+        """Return all comparisons whose outputs differ, whatever the reason."""
         return [comparison for comparison in self.comparisons if comparison.divergence is not None]
 
     @property
     def failures(self) -> list[Comparison]:
-        """Comparisons whose texts differ by more than rounding excuses."""
+        """Return comparisons whose outputs differ by more than rounding excuses."""
         return [comparison for comparison in self.comparisons if comparison.failed]
 
     @property
     def undrafted(self) -> list[Comparison]:
-        """Comparisons of texts for which nothing was drafted: they prove nothing about drafts."""
+        """Return comparisons without any draft: they prove nothing."""
         return [comparison for comparison in self.comparisons if not comparison.drafted]
 
     @property
     def never_drafted(self) -> list[str]:
-        """Drafters that drafted for no text."""
+        """Return the drafters that never drafted."""
         drafted = {comparison.drafter for comparison in self.comparisons if comparison.drafted} | {"none"}
         return list(dict.fromkeys(each.drafter for each in self.comparisons if each.drafter not in drafted))
 
@@ -125,16 +116,10 @@ def audit(
     plan: Plan | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Report:
-    """Compare every drafter's texts with their references.
+    """Compare every drafter's outputs with their references.
 
-    Args:
-        model: a supported decoder.
-        prompts: token ids of each.
-        plan: what to compare.
-        progress: called with runs done, runs to do, and a description of the current run.
-
-    Raises:
-        ValueError: if there is no prompt, or one is too long for the model.
+    ``progress`` is called with runs done, runs to do, and a description of the current run. Raises ValueError without
+    prompts, or if one is too long for the model.
     """
     plan = plan or Plan()
     if not prompts:
@@ -150,13 +135,13 @@ def audit(
 
 
 def _jobs(prompts: int, plan: Plan) -> list[tuple[str, int | None, list[int]]]:
-    """Drafter, seed and prompts of every run: each prompt alone, then all together."""
+    """List drafter, seed and prompts of every run: each prompt alone, then all together."""
     runs = [*([i] for i in range(prompts)), list(range(prompts)) if prompts > 1 else [0, 0]]
     return [(drafter, seed, rows) for drafter in plan.drafters for seed in (None, *range(plan.seeds)) for rows in runs]
 
 
 class _AuditedRuns:
-    """Compares drafters with references, which it makes once and keeps."""
+    """Runs of all drafters against references, which are generated once and kept."""
 
     def __init__(self, model: PreTrainedModel, prompts: Sequence[Tokens], plan: Plan) -> None:
         self.model = model
@@ -180,7 +165,7 @@ class _AuditedRuns:
         }
 
     def compare(self, drafter: str, seed: int | None, rows: Sequence[int]) -> Iterator[Comparison]:
-        """Generate the prompts ``rows`` together and compare each text with its reference."""
+        """Generate for the prompts ``rows`` together, and compare each output with its reference."""
         batch = len(rows) > 1
         strict = self.exactness.level == "bitwise"
         checks: list[Check] = ["batch"] if batch else ["plain", "greedy"] if seed is None else ["coupled"]
@@ -200,15 +185,14 @@ class _AuditedRuns:
     def _generate(
         self, drafter: str, seed: int | None, rows: Sequence[int], expected: Sequence[Sequence[Tokens]]
     ) -> tuple[Sequence[Request], dict[tuple[int, int], torch.Tensor]]:
-        """Finished requests, and by their ids the logits at which they differed from each expected text."""
-        engine = self._engines[drafter]  # one engine for all texts, so that it drafts from earlier ones
+        """Return finished requests, and by their ids the logits at the first difference from each expected output."""
+        engine = self._engines[drafter]  # one engine for all prompts, so that it drafts from earlier outputs
         watch = _Watch(expected)
         with engine.level.planner.watched_by(watch):
             requests = engine.generate([self.prompts[row] for row in rows], **self._options(seed)).requests
         return requests, watch.seen
 
     def _expected(self, check: Check, drafter: str, row: int, seed: int | None) -> Tokens:
-        """The reference of a text."""
         if check == "batch":
             return self._alone[drafter, seed, row]
         key = (check, row, seed)
@@ -232,14 +216,13 @@ class _AuditedRuns:
 
 
 class _Watch(Source):
-    """Keeps the logits of the first token at which a row differs from each expected text. It proposes nothing."""
+    """A source that proposes nothing, and keeps the logits at the first difference from each expected output."""
 
     def __init__(self, expected: Sequence[Sequence[Tokens]]) -> None:
         self.seen: dict[tuple[int, int], torch.Tensor] = {}
         self._waiting = list(expected)
 
     def open(self, row: Row) -> Sequence[Tokens]:
-        """The texts that are expected of the row."""
         return self._waiting.pop(0)
 
     def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:

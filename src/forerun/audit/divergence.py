@@ -1,18 +1,17 @@
-"""Where two texts diverge, and whether rounding explains it.
+"""Find where two outputs diverge, and decide whether rounding explains it.
 
 The scores of the diverging step are compared with those of the model's own forward pass over the same tokens:
-
 - ``error`` is the relative error of the step's logits (norms over the vocabulary, as in
-  ``forerun.models.forward.gate``). The reference is the model's own logits; in 16-bit types and with quantised
-  activations these are rounded as much, so it is the model's in float32.
+  ``forerun.models.forward.gate``) to the model's own logits. In 16-bit types and with quantised activations these are
+  rounded as much, so the reference is the model in float32.
 - ``margin`` is the gap between the two tokens in the model's own processed scores, including noise if sampled.
 - ``allowance`` is four times d, the largest difference between the two sets of scores, or one unit of rounding at their
-  magnitude if that is larger. (A token that is best by scores with an error of d has a margin of at most 2d. The
-  reference is rounded as well, hence four. Scores are processed in float32 whatever the model's dtype.)
+  magnitude if that is larger. (The best token by scores with an error of d has a margin of at most 2d. The reference is
+  rounded as well, hence four. Scores are processed in float32 whatever the model's dtype.)
 
-A divergence is due to rounding if its margin is within the allowance and its error within the tolerance. The tolerance
-is the gate's; where the reference is in float32, the error of the model's own logits is added. A wrong verification
-fails the first condition, a wrong forward pass the second.
+Rounding explains a divergence if its margin is within the allowance and its error within the tolerance: the gate's,
+plus the error of the model's own logits if the reference is in float32. A wrong verification fails the first condition,
+a wrong forward pass the second.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from forerun.models.forward.gate import relative_error, rounding_error, rounds, 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first difference of a generated text, at index ``position``; a token is None if its text has ended."""
+    """The first difference of an output, at index ``position``; a token is None if its output has ended."""
 
     position: int
     expected: int | None
@@ -43,12 +42,12 @@ class Divergence:
 
     @property
     def rounding(self) -> bool:
-        """Whether rounding explains it."""
+        """Return whether rounding explains the divergence."""
         return self.margin <= self.allowance and self.error <= self.tolerance
 
 
 def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
-    """Index of the first difference of two texts; None if they are equal."""
+    """Return the index of the first difference of two sequences; None if they are equal."""
     pairs = zip(expected, got, strict=False)
     different = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     if different is None and len(expected) != len(got):
@@ -79,7 +78,7 @@ def weigh(
 
 
 def _scores(request: Request, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Processed scores plus noise, float64 ``[V]``; the next token is their argmax."""
+    """Return processed scores plus noise, float64 ``[V]``; the next token is their argmax."""
     sampler = request.sampler
     scores = sampler.scores(ids, logits.clone()).double()
     if sampler.method == "greedy":

@@ -1,2 +1,1 @@
-"""``forerun bench``: Forerun's drafters beside ``transformers`` on any model and any prompts, speed and texts
-compared."""
+"""``forerun bench``: compare Forerun's drafters with ``transformers``, by speed and output."""

@@ -1,7 +1,7 @@
 """Forerun and ``transformers`` as contestants over one target.
 
-A drafter is *cold* if it knows only the prompt. It is *warm* if it has drafted the answers to other prompts of the
-task, as in a server that has run for a while.
+A drafter is *cold* if it knows only the prompt, and *warm* if it has indexed its answers to other prompts of the task,
+as in a server that has run for a while.
 """
 
 from __future__ import annotations
@@ -40,35 +40,29 @@ from forerun.engine.engine import BUDGET, Engine
 from forerun.engine.result import ends
 
 PROMPT_LOOKUP, LOOKUP_TOKENS = "transformers prompt lookup", 10
-"""The contestant's name, and its draft length, as in the documentation of transformers."""
+"""The contestant's name, and its draft length in the documentation of transformers."""
 ASSISTED = "transformers assisted"
-"""The contestant with the small model."""
 
 Generate = Callable[[Rows, int], tuple[list[Tokens], int]]
-"""From rows and a number of new tokens to texts and the number of passes."""
+"""Returns generated tokens and the number of passes, given rows and a number of new tokens."""
 
 Makers = Mapping[str, Callable[[], Contestant]]
-"""What builds each contestant, by its name."""
+"""Builds each contestant, by name."""
 
 
 class Bench:
-    """Contestants over one target.
+    """Contestants over one target; raises ValueError with the name of one that cannot be built.
 
     Args:
-        model: the target, in the dtype to measure in.
-        drafters: names from ``forerun.decoding.recipes``; each runs cold, and tries also warm.
-        settings: of the drafters for long contexts; transformers' assisted generation has the same small model.
-        tokenizer: of the models, or None; drafters take the spelling of words from it.
-        skip: names of contestants that are not measured; see ``check_skip``.
-
-    Raises:
-        ValueError: with the contestant that cannot be built.
+        model: the target, in the dtype to measure.
+        drafters: names from ``forerun.decoding.recipes``; each runs cold, tries also warm.
+        settings: of the drafters for long contexts; transformers' assisted generation uses the same small model.
+        skip: names of contestants to leave out; see ``check_skip``.
     """
 
     recipes: Mapping[str, Recipe] = DRAFTERS
-    """The known drafters."""
     sampling: Mapping[str, Any] = MappingProxyType({"do_sample": False})
-    """The engine's arguments."""
+    """Arguments of ``Engine.generate``."""
 
     def __init__(
         self,
@@ -91,16 +85,12 @@ class Bench:
                 raise ValueError(f"contestant {name}: {error}") from error
 
     def run(self, prompts: PromptSet, rounds: int, journal: Journal | None = None) -> Iterator[list[Series]]:
-        """Continue each prompt by every contestant, one at a time; yields what is measured so far after each round."""
+        """Continue each prompt with every contestant, and yield all results so far after each round."""
         groups, contestants = [[prompt] for prompt in prompts.prompts], self._built(self.makers(prompts))
         return measure(contestants, prompts.task, groups, prompts.max_new_tokens, rounds, journal, prompts.warm_prompts)
 
     def check_skip(self, sets: Sequence[PromptSet]) -> None:
-        """Refuse to skip what is in none of the sets.
-
-        Raises:
-            ValueError: if ``skip`` names no contestant, or one that the others are compared with.
-        """
+        """Raise a ValueError if ``skip`` has an unknown contestant, or one that the others are compared with."""
         known = dict.fromkeys(name for makers in self._all_makers(sets) for name in makers)
         allowed = [name for name in known if name not in self._kept()]
         if unknown := [name for name in self.skip if name not in allowed]:
@@ -110,12 +100,11 @@ class Bench:
         return [self.makers(prompts) for prompts in sets]
 
     def _kept(self) -> Sequence[str]:
-        """Contestants that are never skipped."""
         return (BASELINE, PLAIN)
 
     @property
     def refused(self) -> dict[str, str]:
-        """Contestants that transformers refuses to run with these models, with the reason."""
+        """Return contestants that transformers refuses to run with these models, with the reason."""
         if self.model._is_stateful:
             return dict.fromkeys((PROMPT_LOOKUP, ASSISTED), "transformers has neither for models with recurrent layers")
         if isinstance(draft := self.settings.draft_model, PreTrainedModel):
@@ -125,7 +114,7 @@ class Bench:
         return {}
 
     def makers(self, prompts: PromptSet) -> Makers:
-        """What builds each contestant for these prompts."""
+        """Return what builds each contestant for these prompts."""
         makers = self.baselines()
         if isinstance(self.settings.draft_model, PreTrainedModel):
             makers[ASSISTED] = partial(self.transformers, assistant_model=self.settings.draft_model)
@@ -136,19 +125,19 @@ class Bench:
         return makers
 
     def baselines(self) -> dict[str, Callable[[], Contestant]]:
-        """What builds those of ``transformers`` that need no small model."""
+        """Return the makers of ``transformers``' contestants without a small model."""
         lookup = partial(self.transformers, prompt_lookup_num_tokens=LOOKUP_TOKENS)
         return {BASELINE: self.transformers, PROMPT_LOOKUP: lookup}
 
     def _built(self, makers: Makers) -> dict[str, Contestant]:
-        """Those that are neither skipped nor refused; only they answer the warm prompts."""
+        """Build contestants that are neither skipped nor refused; only these answer the warm prompts."""
         return {name: make() for name, make in makers.items() if name not in {*self.skip, *self.refused}}
 
     def _drafter(self, name: str) -> Callable[[Setup], Level]:
         return lambda setup: build(name, setup, self.recipes)
 
     def transformers(self, **options: Any) -> Contestant:
-        """``model.generate`` with these options."""
+        """Make a contestant of ``model.generate`` with these options."""
 
         def generate(rows: Rows, max_new_tokens: int) -> tuple[list[Tokens], int]:
             ids, mask = padded(rows, self.model)
@@ -162,8 +151,10 @@ class Bench:
 
     @cached_property
     def threads_of_transformers(self) -> int:
-        """The number of threads with which its plain decoding is fastest here: not always all, as beside a busy process
-        each waits for the slowest."""
+        """The thread count at which its plain decoding is fastest.
+
+        All cores can be slower: next to a busy process, each thread waits for the slowest.
+        """
         ids = torch.zeros((1, 8), dtype=torch.long, device=self.model.device)
         options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
         length = {"min_new_tokens": UNTIMED_TOKENS, "max_new_tokens": UNTIMED_TOKENS}
@@ -180,12 +171,9 @@ class Bench:
             torch.set_num_threads(self._threads)
 
     def forerun(self, make: Callable[[Setup], Source], budget: int = BUDGET, pruned: bool = True) -> Contestant:
-        """The engine with a new drafter in each round.
+        """Return an engine that gets a new drafter, with an index, from ``make`` in each round.
 
-        Args:
-            make: makes what drafts, with what it remembers.
-            budget: the most nodes of a draft.
-            pruned: score only the nodes that pay; otherwise all of them.
+        ``budget`` is the maximum nodes of a draft; ``pruned`` scores only the nodes that pay.
         """
 
         def prepare() -> None:
@@ -211,13 +199,13 @@ class Bench:
         return self.forerun(rewarmed)
 
     def generate(self, rows: Rows, max_new_tokens: int) -> tuple[list[Tokens], int]:
-        """The engine's texts, and the number of its steps."""
+        """Return the engine's output and its number of steps."""
         result = self.engine.generate(list(rows), max_new_tokens=max_new_tokens, **self.sampling)
         return result.generated, max(stats.steps for stats in result.stats)
 
 
 def padded(rows: Rows, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask ``[B, t]``, padded on the left, for ``model.generate``."""
+    """Return ids and mask ``[B, t]``, padded on the left, for ``model.generate``."""
     width = max(map(len, rows))
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=model.device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
@@ -225,14 +213,14 @@ def padded(rows: Rows, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tens
 
 
 def until_end(row: Tokens, model: PreTrainedModel) -> Tokens:
-    """A row without the padding after its end token."""
+    """Cut the padding after a row's end token."""
     last = ends(model.generation_config)
     at = next((i for i, token in enumerate(row) if token in last), len(row) - 1)
     return [int(token) for token in row[: at + 1]]
 
 
 def timed(generate: Generate) -> Callable[[Rows, int], Run]:
-    """What continues rows as a timed run."""
+    """Make a timed run of ``generate``."""
 
     def run(rows: Rows, max_new_tokens: int) -> Run:
         begin = time.perf_counter()
@@ -244,7 +232,7 @@ def timed(generate: Generate) -> Callable[[Rows, int], Run]:
 
 @contextmanager
 def counting_passes(model: PreTrainedModel) -> Iterator[list[int]]:
-    """A list that grows by one with each forward pass."""
+    """Yield a list that grows by one with each forward pass."""
     passes: list[int] = []
     handle = model.register_forward_hook(lambda *_: passes.append(1))
     try:

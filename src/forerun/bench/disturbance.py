@@ -1,4 +1,4 @@
-"""What other processes take of the machine while something is timed. Times beside a busy process compare nothing."""
+"""Measure the processor time of other processes. Times next to a busy process are not comparable."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from pathlib import Path
 
 PROC = Path("/proc")
 BUSY = 0.15
-"""Share of all processors' time that other processes may take before a ratio is refused. One busy process on two cores
-takes 0.5; an idle desktop takes a few hundredths."""
+"""Share of all processors' time used by others above which no ratio is reported. One busy process on two cores uses
+0.5; an idle desktop uses a few hundredths."""
 
 
 @dataclass(frozen=True)
 class Load:
     """Processor time during a run.
 
-    Attributes:
-        own: this process's and its children's, as a multiple of the run's time: how many cores were used.
-        others: that of all other processes, as a share of all processors' time; None where the system does not say.
+    ``own`` is how many cores this process and its children used; ``others``, the share of all processors' time that
+    other processes used, or None if unknown.
     """
 
     own: float
@@ -28,13 +27,13 @@ class Load:
 
 
 class LoadMeter:
-    """Measures the load between its making and ``stop``."""
+    """A meter of the load from its creation to ``stop``."""
 
     def __init__(self) -> None:
         self._begin, self._busy, self._own = time.perf_counter(), _busy_seconds(), _own_seconds()
 
     def stop(self) -> Load:
-        """The load since then."""
+        """Return the load since the meter was made."""
         seconds = max(time.perf_counter() - self._begin, 1e-9)
         own, busy = _own_seconds() - self._own, _busy_seconds()
         if busy is None or self._busy is None:
@@ -44,7 +43,7 @@ class LoadMeter:
 
 
 def fastest(candidates: list[int], run: Callable[[int], float], rounds: int = 3) -> int:
-    """The candidate of least time, of several turns."""
+    """Return the candidate with the shortest time of several rounds."""
     times: dict[int, list[float]] = {each: [] for each in candidates}
     for _ in range(rounds):
         for each in candidates:
@@ -53,7 +52,7 @@ def fastest(candidates: list[int], run: Callable[[int], float], rounds: int = 3)
 
 
 def _busy_seconds() -> float | None:
-    """Seconds that all processors have worked, for this system or another on the same machine."""
+    """Return the processor seconds used on this machine, including those of other virtual machines on it."""
     try:
         fields = [int(word) for word in (PROC / "stat").read_text().split("\n", 1)[0].split()[1:9]]
     except (OSError, ValueError):
@@ -63,7 +62,7 @@ def _busy_seconds() -> float | None:
 
 
 def _own_seconds() -> float:
-    """Seconds of this process and its children, ended or running."""
+    """Return the processor seconds of this process and its children, ended or running."""
     used = os.times()
     return used.user + used.system + used.children_user + used.children_system + sum(map(_seconds_of, _children()))
 

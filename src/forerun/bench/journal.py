@@ -1,7 +1,7 @@
-"""Measured turns, saved to a file one by one, so that a bench that takes hours can be stopped and resumed.
+"""A journal of measured turns, so that a bench of several hours can be stopped and resumed.
 
-A turn is one round of all contestants over the same rows. It is saved as a whole or not at all: its contestants are
-compared with each other, so they must have run next to each other.
+A turn is one round of all contestants over the same rows. It is saved whole or not at all: only runs next to each other
+are comparable.
 """
 
 from __future__ import annotations
@@ -37,20 +37,15 @@ class TurnKey(NamedTuple):
         max_new_tokens: int,
         seen: Sequence[Sequence[int]] = (),
     ) -> TurnKey:
-        """The key of a round over these rows. Other rows, another number of new tokens, or other prompts that were
-        answered before, give another key."""
+        """Make the key of a round from all that changes its result, including prompts answered before (``seen``)."""
         words = json.dumps([max_new_tokens, list(map(list, rows)), list(map(list, seen))]).encode()
         return cls(task, round_, hashlib.sha256(words).hexdigest()[:16])
 
 
 def about(model: str, dtype: str, device: str, *code: Path) -> dict[str, Any]:
-    """What all turns of a bench share: the machine, the software down to its sources, the model and where it lies.
+    """Return what all turns of a bench share: the machine, the software including its sources, and the model.
 
-    Args:
-        model: its name, for ``find``.
-        dtype: of its weights.
-        device: where it lies.
-        code: folders of further sources that are measured.
+    ``code`` has further folders of measured sources.
     """
     root, place = Path(forerun.__file__).parent, find(model)
     data = [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(root.rglob("*.npy"))]
@@ -68,15 +63,10 @@ def _short(text: str) -> str:
 
 
 class Journal:
-    """The turns in a file of JSON lines.
+    """The turns in a file of JSON lines, whose folder is created.
 
-    Args:
-        path: the file; its folder is created.
-        about: what must be equal for turns to be comparable, as plain values: the model, the machine.
-        resume: keep the turns of an existing file; otherwise start a new one.
-
-    Raises:
-        ValueError: if the file to resume is about something else, or is no journal.
+    ``about`` has values that must be equal for turns to be comparable: the model, the machine. ``resume`` keeps the
+    turns of an existing file, and raises ValueError if it is no journal, or about other values.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any], resume: bool = False) -> None:
@@ -89,12 +79,12 @@ class Journal:
             path.write_text(json.dumps({"about": dict(about)}) + "\n")
 
     def find(self, key: TurnKey, contestants: Sequence[str]) -> Turn | None:
-        """A saved turn, if it has all of these contestants."""
+        """Return a saved turn, if it has all of these contestants."""
         turn = self._turns.get(key, {})
         return {name: turn[name] for name in contestants} if set(contestants) <= set(turn) else None
 
     def add(self, key: TurnKey, turn: Turn) -> None:
-        """Save a measured turn; it replaces one with the same key and other contestants."""
+        """Save a turn, replacing one with this key and other contestants."""
         self._turns[key] = turn
         with self._path.open("a") as file:
             file.write(json.dumps({"key": key, "turn": turn}) + "\n")

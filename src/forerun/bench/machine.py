@@ -1,4 +1,4 @@
-"""The machine, the versions and the settings of a measurement, for every report."""
+"""The machine, versions and settings of a measurement, for every report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEFT_OUT = ("json", "debug", "out")
 
 
 def machine() -> Row:
-    """This machine, as plain values."""
+    """Describe this machine in plain values."""
     import torch
 
     return {
@@ -45,7 +45,6 @@ def caption(settings: Row) -> str:
 
 
 def _versions() -> dict[str, str]:
-    """The versions of ``REPORTED_PACKAGES`` that are installed."""
     known = {}
     for package in REPORTED_PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -54,13 +53,13 @@ def _versions() -> dict[str, str]:
 
 
 def plain_values(options: Any) -> Row:
-    """A dataclass of options as plain values, for JSON."""
-    values: Row = json.loads(json.dumps(asdict(options), default=str))  # a path becomes its text
+    """Convert a dataclass of options to plain values, for JSON."""
+    values: Row = json.loads(json.dumps(asdict(options), default=str))  # a path becomes a string
     return values
 
 
 def footer(settings: Row) -> str:
-    """Machine, versions and settings as two lines of Markdown; settings that were not given are left out."""
+    """Return machine, versions and given settings as two lines of Markdown."""
     shown = {name: value for name, value in settings.items() if value is not None and name not in LEFT_OUT}
     return f"Machine: {_listed(machine())}\n\nSettings: {_listed(shown)}\n"
 
@@ -80,7 +79,6 @@ def _processor() -> str:
 
 
 def _memory() -> float | None:
-    """Gigabytes of memory, if the system says."""
     try:
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
     except (AttributeError, ValueError, OSError):

@@ -1,14 +1,13 @@
-"""Whether a drafter is ever slower than plain decoding: over batches, contexts, temperatures and kinds of text.
+"""Check whether a drafter is ever slower than plain decoding: over batches, contexts, temperatures and kinds of text.
 
-Of each cell of the table there are several draws: other texts, and another seed of the noise. In each, the prompts are
-read once, and every contestant continues them from the same keys and values. So the time is the drafter's reading of
-the prompts and the decoding; what both take alike for the prompts is left out, and a loss shows in full. Long prompts
-take minutes to read. So those of tasks and of the long text begin alike, and draws may share theirs.
+Each cell of the table has several draws: other prompts, another seed. In each, prompts are prefilled once, and every
+contestant continues from the same keys and values. So the measured time is decoding plus the drafter's prefill; the
+target's prefill, equal for all, does not dilute a loss. A long prefill lasts minutes, so prompts of tasks and of the
+long text share prefixes, and draws may share prompts.
 
-A process's first draw of a cell runs once untimed, as its first texts take longer. Plain decoding runs before and
-after every contestant, because a shared machine may be twice as slow for a few seconds. The two should take the same
-time. Where they do not, the contestant and the second of them run again, a few times at most, and the steadiest attempt
-counts. How far they differ tells what a single ratio can be trusted for.
+A process's first draw of a cell runs once untimed, to warm up. Plain decoding runs before and after every contestant,
+because a shared machine may be twice as slow for a few seconds. If the two times differ, the contestant and the second
+run are repeated a few times, and the steadiest attempt counts. The remaining difference is the error of a single ratio.
 """
 
 from __future__ import annotations
@@ -35,19 +34,18 @@ from forerun.kv.full_cache import SAMPLED_QUERIES, FullCache
 
 UNDRAFTED = "none"
 STEADY = 1.05
-"""Ratio of two runs of plain decoding up to which nothing has disturbed what ran between them. It is less than the 7 %
-that a single draw may lose."""
+"""Ratio of two runs of plain decoding up to which the run between them was undisturbed. It is below the 7 % that a
+single draw may lose."""
 ATTEMPTS = 4
-"""Runs of a contestant, at most, until one is steady."""
+"""Maximum runs of a contestant until one is steady."""
 TASKS, NOVEL, RANDOM = "tasks", "novel", "random"
 TEXT_KINDS = (TASKS, NOVEL, RANDOM)
-"""Prompts of tasks, a long text to be continued, random tokens."""
+"""Prompts of tasks, a long text to continue, random tokens."""
 DISTINCT_TOKENS = 32
-"""Tokens of the text before a task that was given before: enough to tell the two apart. Equal prompts would have equal
-texts."""
+"""Tokens of the long text before a task that occurs again, so that no two prompts, and thus outputs, are equal."""
 LEAST_MEDIAN, LEAST_SINGLE, LEAST_OF_BEST = 0.97, 0.93, 0.95
-"""What is promised: the least median of a cell and the least single ratio to plain decoding, and the least part of the
-median of the best other drafter."""
+"""The promise: the least median of a cell and the least single ratio to plain decoding, and the least fraction of the
+best other drafter's median."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class TableCell:
 
     batch: int
     context: int
-    """Tokens of a prompt. Prompts of tasks are longer if they are."""
+    """Tokens of a prompt; a task's prompt may be longer."""
     temperature: float
     kind: str
 
@@ -67,19 +65,15 @@ class TableCell:
 def cells(
     batches: Sequence[int], contexts: Sequence[int], temperatures: Sequence[float], kinds: Sequence[str]
 ) -> list[TableCell]:
-    """All cells of the table, those whose prompts begin alike next to each other."""
+    """Return all cells of the table; those that share prefixes are adjacent."""
     return [TableCell(b, c, t, k) for c, b, k, t in product(sorted(contexts), sorted(batches), kinds, temperatures)]
 
 
 @dataclass(frozen=True)
 class Material:
-    """What prompts are made of, as tokens.
+    """Token material for prompts: whole ``tasks``, a long ``text``, and a ``vocabulary`` to draw from.
 
-    Attributes:
-        tasks: whole prompts.
-        text: a long text.
-        vocabulary: number of tokens that random ones are drawn from.
-        texts: draws that have prompts of their own. Later ones have these again, in turn.
+    ``texts`` is the number of draws with different prompts; later ones repeat these in turn.
     """
 
     tasks: Sequence[Tokens]
@@ -88,33 +82,31 @@ class Material:
     texts: int
 
     def has(self, cell: TableCell) -> bool:
-        """Whether its text is long enough for a cell: no two of its prompts may be the same."""
+        """Return whether the text is long enough to give a cell distinct prompts."""
         if cell.kind == RANDOM:
             return True
         return len(self.text) >= cell.context + (cell.batch * self.texts if cell.kind == NOVEL else 0)
 
     def turns(self, alike: Sequence[TableCell], draws: int) -> Iterator[tuple[int, TableCell]]:
-        """All draws of cells of one context and batch. Those whose prompts are the same, or begin alike, follow one
-        another."""
+        """Yield all draws of cells of one context and batch; those that share prompts or prefixes are adjacent."""
         for text in range(self.texts):
             for _, of_kind in groupby(alike, lambda cell: cell.kind):
                 yield from product(range(text, draws, self.texts), of_kind)
 
     def prompts(self, cell: TableCell, draw: int) -> list[Tokens]:
-        """The prompts of a draw, one for each row."""
+        """Return the prompts of a draw, one per row."""
         make = {TASKS: self._task, NOVEL: self._part, RANDOM: self._random}[cell.kind]
         return [make(cell.context, draw % self.texts * cell.batch + row) for row in range(cell.batch)]
 
     def _task(self, context: int, number: int) -> Tokens:
-        """A task's prompt, behind as much of the text as makes it ``context`` tokens long; where the tasks begin again,
-        behind some of it in any case."""
+        """Return a task's prompt after text that fills ``context`` tokens, or after some text if the task repeats."""
         prompt = self.tasks[number % len(self.tasks)]
         before = max(DISTINCT_TOKENS if number >= len(self.tasks) else 0, context - len(prompt))
         return [*self._part(context, number)[:before], *prompt]
 
     def _part(self, context: int, number: int) -> Tokens:
-        """A part of the text; parts of successive numbers begin far from each other."""
-        golden = (5**0.5 - 1) / 2  # multiples of it, without their whole parts, lie evenly spread
+        """Return a part of the text; parts of successive numbers begin far apart."""
+        golden = (5**0.5 - 1) / 2  # fractional parts of its multiples are evenly spread
         begin = int(number * golden % 1 * (len(self.text) - context + 1))
         return list(self.text[begin : begin + context])
 
@@ -136,16 +128,12 @@ def measure(
 
     Args:
         engine: its drafter is replaced.
-        drafters: what builds each drafter anew; the first must never be slower; ``UNDRAFTED`` is there, too.
-        material: of the prompts; must have enough for all cells.
-        all_cells: to measure.
-        draws: of each cell.
-        new_tokens: that each row of a batch generates.
+        drafters: builders; the first must never be slower; includes ``UNDRAFTED``.
         journal: draws in it are not measured again.
-        on_draw: called before each draw with how many are done, how many there are, and its cell.
+        on_draw: called before each draw with draws done, draws to do, and the cell.
     """
     names, done = [name for name in drafters if name != UNDRAFTED], 0
-    for build in drafters.values():  # from here on prompts leave the queries that sparse caches choose by
+    for build in drafters.values():  # so that prefill keeps the queries that sparse caches select by
         engine.set_drafter(build)
     prefills, warm = _Prefills(engine, new_tokens + engine.budget + 1), set[TableCell]()
     for _, alike in groupby(all_cells, lambda cell: (cell.context, cell.batch)):
@@ -167,39 +155,28 @@ def measure(
 
 @dataclass(frozen=True)
 class _Prefilled:
-    """A prompt that was read but for its last token.
-
-    Attributes:
-        prompt: its tokens.
-        cache: holds what was read, and then what follows in a run.
-        queries: of the last pass that read it; see ``FullCache.queries``.
-    """
+    """A prompt that is prefilled except for its last token; ``queries`` as in ``FullCache``."""
 
     prompt: Tokens
     cache: FullCache
     queries: Mapping[int, torch.Tensor]
 
     def rewind(self) -> FullCache:
-        """The cache as it was when the prompt was read."""
+        """Return the cache in its state after prefill."""
         self.cache.truncate(len(self.prompt) - 1)
         self.cache.queries = dict(self.queries)
         return self.cache
 
 
 class _Prefills:
-    """Prompts that were read. What the next ones begin with like them is not read again.
-
-    Args:
-        engine: reads them.
-        room: tokens that follow a prompt.
-    """
+    """Prefilled prompts; the next ones reuse shared prefixes. ``room`` is the number of tokens after a prompt."""
 
     def __init__(self, engine: Engine, room: int) -> None:
         self._engine, self._room = engine, room
         self._rows: list[_Prefilled] = []
 
     def read(self, prompts: Rows) -> list[_Prefilled]:
-        """Read each prompt; the caches of the prompts before are used again."""
+        """Prefill each prompt, reusing the caches of the previous prompts."""
         known, self._rows = self._rows[: len(prompts)], []
         for prompt in prompts:
             self._rows.append(self._read(prompt, known.pop(0) if known else None))
@@ -214,7 +191,7 @@ class _Prefills:
         most = min(len(before.prompt), len(prompt) - 1, before.cache.length)
         alike = np.equal(before.prompt[:most], prompt[:most])
         same, block = most if alike.all() else int(alike.argmin()), self._engine.prefill_block
-        kept = max(0, min(same, len(prompt) - 1 - SAMPLED_QUERIES))  # what follows leaves as many queries
+        kept = max(0, min(same, len(prompt) - 1 - SAMPLED_QUERIES))  # the rest yields enough queries
         before.cache.truncate(kept // block * block)
         cache = self._engine.prefill(prompt, self._room, cache=before.cache)
         return _Prefilled(prompt, cache, cache.queries)
@@ -229,20 +206,20 @@ def _draw(
     new_tokens: int,
     warm: bool,
 ) -> dict[str, Row]:
-    """One run of each contestant on the same prompts between two of plain decoding.
+    """Run each contestant on the same prompts between two runs of plain decoding.
 
-    Before them comes an untimed run of each, unless the process is ``warm``.
+    Unless the process is ``warm``, each first runs once untimed.
     """
 
     def run(name: str) -> Row:
         engine.set_drafter(drafters[name])
         caches = [each.rewind() for each in prefilled]
         requests: list[Request] = []
-        for row, each in enumerate(prefilled):  # each with noise of its own
+        for row, each in enumerate(prefilled):  # each row gets different noise
             noise = sampling(cell.temperature, draw * len(prefilled) + row)
             requests += engine.requests([each.prompt], max_new_tokens=new_tokens, **noise)
         for request in requests:
-            request.eos_token_ids = frozenset()  # a text that ends at once measures nothing
+            request.eos_token_ids = frozenset()  # an output that ends at once measures nothing
         begin = time.perf_counter()
         for _ in engine.run(requests, caches=caches):
             pass
@@ -269,28 +246,21 @@ def _draw(
             plain = after
         runs[name] = min(attempts, key=_unsteadiness)
     plain = runs[UNDRAFTED]
-    plain["texts_differ"] = sum(each["texts"] != texts for each in every)  # also in runs that do not count
+    plain["texts_differ"] = sum(each["texts"] != texts for each in every)  # including runs that do not count
     return runs
 
 
 def _unsteadiness(run: Row) -> float:
-    """How far the runs of plain decoding before and after this one differ, as a ratio of at least 1."""
+    """Return the ratio, at least 1, of the plain runs before and after this one."""
     return float(max(run["plain"]) / min(run["plain"]))
 
 
 def _ratio(run: Row) -> float:
-    """How many times as fast as plain decoding it was."""
     return float(sum(run["plain"]) / 2 / run["seconds"])
 
 
 def summarise(cell: TableCell, names: Sequence[str], runs: Sequence[Mapping[str, Row]]) -> Row:
-    """A cell's row: the first drafter's ratios to plain decoding, and the best other drafter's.
-
-    Args:
-        cell: of the table.
-        names: of the drafters; the first must never be slower.
-        runs: each draw's contestants.
-    """
+    """Summarise a cell: the first drafter's ratios to plain decoding, and the best other drafter's."""
     first = names[0]
     ratios = {name: [_ratio(run[name]) for run in runs] for name in names}
     medians = {name: median(values) for name, values in ratios.items()}
@@ -312,7 +282,7 @@ def summarise(cell: TableCell, names: Sequence[str], runs: Sequence[Mapping[str,
 
 
 def broken(row: Row) -> list[str]:
-    """What a cell breaks of the promise."""
+    """List how a cell breaks the promise."""
     findings = (
         (row["median"] < LEAST_MEDIAN, f"median {row['median']:.2f} < {LEAST_MEDIAN}"),
         (row["worst"] < LEAST_SINGLE, f"worst {row['worst']:.2f} < {LEAST_SINGLE}"),
@@ -327,7 +297,7 @@ COLUMNS = ("cell", "median", "worst", "best other", "tokens per step", "plain ag
 
 @dataclass(frozen=True)
 class SlownessTable(BenchResult):
-    """The table: rows of measured cells, the settings of the measurement, and cells left out with the reason."""
+    """The table: measured cells, settings, and cells left out with the reason."""
 
     left_out: Mapping[str, str] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""Prompts as token ids, and the user's own ones: a file of JSON lines, checked completely before any work."""
+"""Prompts as token ids, from a user's file of JSON lines, checked completely before any work."""
 
 from __future__ import annotations
 
@@ -14,19 +14,15 @@ from forerun.bench.rounds import PromptSet
 from forerun.models.text.prompts import Messages, apply_template, check_messages, has_template
 
 Prompt = str | Messages
-"""A text, or the messages of a chat, each with ``role`` and ``content``."""
+"""A string, or the messages of a chat, each with ``role`` and ``content``."""
 WRONG_LINES_SHOWN = 5
 
 
 class TemplateEncoder:
-    """From prompts to token ids.
+    """An encoder of prompts as token ids.
 
-    If the tokenizer has a chat template, a text becomes one user message, and the template writes all special tokens.
-    Otherwise the tokenizer adds its own, unless the text already begins with them.
-
-    Args:
-        tokenizer: of the model.
-        raw: leave the template out.
+    If the tokenizer has a chat template, a string becomes one user message, and the template writes all special tokens.
+    Otherwise, or if ``raw``, the tokenizer adds its own, unless the string already begins with them.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, raw: bool = False) -> None:
@@ -35,10 +31,9 @@ class TemplateEncoder:
         self.chats = has_template(tokenizer) and not raw
 
     def __call__(self, prompt: Prompt) -> list[int]:
-        """The token ids.
+        """Encode a prompt.
 
-        Raises:
-            ValueError: for messages without a template or refused by it, and for a prompt of no tokens.
+        Raises ValueError for messages without a template or refused by it, and for a prompt without tokens.
         """
         if self.chats:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -53,7 +48,7 @@ class TemplateEncoder:
         return ids
 
     def count(self, text: str) -> int:
-        """Number of tokens of a text, without template and special tokens."""
+        """Count the tokens of a string, without template and special tokens."""
         return len(self._ids(text, special=False))
 
     def _ids(self, text: str, *, special: bool) -> list[int]:
@@ -70,12 +65,9 @@ class PromptLine:
 
 
 def read_prompts_file(file: Path) -> list[PromptLine]:
-    """The prompts of ``{"task": ..., "prompt": ...}`` or ``{"task": ..., "messages": [{role, content}, ...]}`` lines.
+    """Read lines of ``{"task": ..., "prompt": ...}`` or ``{"task": ..., "messages": [{role, content}, ...]}``.
 
-    Other keys and blank lines are ignored.
-
-    Raises:
-        ValueError: with the wrong lines, or if the file has no prompt.
+    Other keys and blank lines are ignored. Raises ValueError, which lists wrong lines, or says that there is no prompt.
     """
     lines: list[PromptLine] = []
     wrong: list[str] = []
@@ -94,17 +86,10 @@ def read_prompts_file(file: Path) -> list[PromptLine]:
 def encode_lines(
     file: Path, lines: Iterable[PromptLine], encoder: TemplateEncoder, positions: int | None, new: int
 ) -> list[list[int]]:
-    """The token ids of each prompt.
+    """Encode each prompt.
 
-    Args:
-        file: named in errors.
-        lines: of the file.
-        encoder: of the model.
-        positions: the model's, or None if there is no limit.
-        new: tokens to generate after each prompt.
-
-    Raises:
-        ValueError: with the lines that the chat template refuses or that are too long.
+    ``positions`` None means no limit; ``new`` is the number of tokens to generate. Raises ValueError, which lists the
+    lines that the chat template refuses or that are too long.
     """
     encoded: list[list[int]] = []
     wrong: list[str] = []
@@ -122,14 +107,9 @@ def encode_lines(
 def prompt_sets(
     lines: Sequence[PromptLine], ids: Sequence[list[int]], prompts: int | None, warm: int, new_tokens: int
 ) -> list[PromptSet]:
-    """A set for each task of the file, in its order.
+    """Make a prompt set for each task of the file, in its order.
 
-    Args:
-        lines: of the file.
-        ids: of each line's prompt.
-        prompts: to measure, of each task; None for all.
-        warm: most of the further prompts of a task whose answers warm drafters have drafted.
-        new_tokens: to generate after each prompt.
+    It has up to ``prompts`` prompts (None for all) and ``warm`` further ones, whose answers warm drafters have indexed.
     """
     by_task: dict[str, list[list[int]]] = {}
     for line, tokens in zip(lines, ids, strict=True):
@@ -141,11 +121,7 @@ def prompt_sets(
 
 
 def check_length(tokens: int, positions: int | None, new: int) -> None:
-    """Refuse a prompt that leaves no room for the tokens to generate.
-
-    Raises:
-        ValueError: with the lengths.
-    """
+    """Raise a ValueError if a prompt leaves no room for the tokens to generate."""
     if positions is not None and tokens + new > positions:
         raise ValueError(f"{tokens} tokens and {new} new ones are more than the model's {positions} positions")
 

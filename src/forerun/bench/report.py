@@ -19,16 +19,13 @@ from forerun.bench.rounds import BASELINE, PLAIN, Decode, Series
 MEAN = "geometric mean"
 """The column over all tasks."""
 SURE_ROUNDS = 5
-"""Fewer rounds than this rank nothing: one that was disturbed moves the median."""
+"""With fewer rounds than this, ranks are noise: one disturbed round moves the median."""
 
 
 def summarise(series: Sequence[Series], baseline: str = BASELINE, decode: Decode = str) -> list[Row]:
-    """A row per task and contestant: speeds, tokens per pass, the ratio to the baseline, and shares of equal texts.
+    """Make a row per task and contestant, with ratios to the baseline and shares of equal outputs.
 
-    Args:
-        series: of all contestants.
-        baseline: one of them.
-        decode: tokens to text, for contestants that only give text.
+    ``decode`` turns tokens into characters, for contestants that return only those.
     """
     by_name = {(one.task, one.contestant): one for one in series}
     return [_row(one, by_name[one.task, baseline], by_name.get((one.task, PLAIN)), decode) for one in series]
@@ -57,7 +54,7 @@ def _row(one: Series, baseline: Series, plain: Series | None, decode: Decode) ->
 
 
 def _figures(value: float) -> float:
-    """Four figures of it: behind a long prompt a token may take a minute."""
+    """Round to four digits: after a long prompt, a token may need a minute."""
     return float(f"{value:.4g}")
 
 
@@ -66,7 +63,7 @@ def _short(speed: float) -> str:
 
 
 def undisturbed(rows: Sequence[Row]) -> list[Row]:
-    """The rows, without the ratios for which other processes took too much of the machine."""
+    """Drop ratios for which other processes used too much of the machine."""
     busy = {(row["task"], row["contestant"]): (row.get("others") or 0) > BUSY for row in rows}
     return [
         row | {"speed_up": None} if busy[row["task"], row["contestant"]] or busy.get((row["task"], BASELINE)) else row
@@ -75,7 +72,7 @@ def undisturbed(rows: Sequence[Row]) -> list[Row]:
 
 
 def means(rows: Sequence[Row]) -> list[Row]:
-    """Geometric means over tasks, for each contestant that ran every task; none for a single task."""
+    """Return geometric means over tasks, for each contestant that ran every task; none for a single task."""
     tasks = {row["task"] for row in rows}
     rows_of_means = []
     for contestant, mine in _by_contestant(rows).items():
@@ -99,7 +96,7 @@ def _by_contestant(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def speed_table(rows: Sequence[Row]) -> str:
-    """Speed-up over ``transformers`` greedy by task, with the slowest and the fastest round in brackets."""
+    """Format speed-up over ``transformers`` greedy by task, with the slowest and fastest round in brackets."""
     rows = undisturbed(rows)
     named = [row | {"task": row["task"].replace("|", "\\|")} for row in [*rows, *means(rows)]]
     return pivot(named, "contestant", "task", _cell).replace("| contestant |", "| |", 1)
@@ -118,7 +115,7 @@ def _cell(row: Row) -> str:
 
 
 def equality_table(rows: Sequence[Row]) -> str:
-    """For each contestant, tokens per pass of the target and the shares of equal texts, over all tasks."""
+    """Format each contestant's tokens per pass of the target and shares of equal outputs, over all tasks."""
     lines = ["| | tokens per pass | texts equal to plain Forerun | to transformers |", "|---|---|---|---|"]
     for contestant, mine in _by_contestant(rows).items():
         passes = _mean([row["tokens_per_pass"] for row in mine])
@@ -136,11 +133,11 @@ def _share(rows: Sequence[Row], name: str) -> str:
     if not known:
         return "-"
     share = sum(known) / len(known)
-    return "100 %" if min(known) == 1 else f"{floor(1000 * share) / 10:g} %"  # less than all is not rounded to all
+    return "100 %" if min(known) == 1 else f"{floor(1000 * share) / 10:g} %"  # never rounded up to 100 %
 
 
 def changed(rows: Sequence[Row]) -> list[str]:
-    """Contestants of Forerun with a text that differs from plain Forerun's."""
+    """List contestants of Forerun with an output that differs from plain Forerun's."""
     return [
         name
         for name, mine in _by_contestant(rows).items()
@@ -150,14 +147,14 @@ def changed(rows: Sequence[Row]) -> list[str]:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """What a bench measured, rows of single prompts or what a class below it says, and the measurement's settings."""
+    """Rows of a bench (a subclass may define others), and its settings."""
 
     rows: Sequence[Row]
     settings: Row
 
     @property
     def json(self) -> Row:
-        """Everything as plain values."""
+        """Return the result as plain values."""
         return {
             "machine": machine(),
             "settings": self.settings,
@@ -168,17 +165,16 @@ class BenchResult:
 
     @property
     def markdown(self) -> str:
-        """All tables, the notes, and the machine and settings."""
+        """Return all tables, notes, machine and settings."""
         notes = [f"{note}\n" for note in warnings(self.rows)]
         return "\n".join([speed_table(self.rows), equality_table(self.rows), *notes, footer(self.settings)])
 
     def plot(self, path: Path) -> None:
-        """Draw the rows into a file."""
         plot(self.rows, path, caption(self.settings))
 
 
 def warnings(rows: Sequence[Row]) -> list[str]:
-    """What a reader of the figures must know."""
+    """List what a reader of the figures must know."""
     notes = []
     if any(row["speed_up"] is None for row in undisturbed(rows)):
         most = max(row.get("others") or 0 for row in rows)
@@ -210,7 +206,7 @@ def write(result: BenchResult, folder: Path, name: str) -> list[Path]:
 
 
 def pivot(rows: Sequence[Row], down: str, across: str, cell: Callable[[Row], str]) -> str:
-    """A Markdown table with one row per value of ``down`` and one column per value of ``across``."""
+    """Make a Markdown table with one row per value of ``down`` and one column per value of ``across``."""
     columns = list(dict.fromkeys(row[across] for row in rows))
     cells = {(row[down], row[across]): cell(row) for row in rows}
     lines = [f"| {down} | {' | '.join(map(shown, columns))} |", "|---|" + "---|" * len(columns)]
@@ -221,7 +217,7 @@ def pivot(rows: Sequence[Row], down: str, across: str, cell: Callable[[Row], str
 
 
 def shown(value: Any) -> str:
-    """A value as a table shows it."""
+    """Format a value for a table."""
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -230,7 +226,7 @@ def shown(value: Any) -> str:
 
 
 def replace_file(path: Path, text: str) -> Path:
-    """Write a file. If the process is killed, the old one stays whole."""
+    """Write a file atomically."""
     beside = path.with_name(path.name + ".part")
     beside.write_text(text)
     return beside.replace(path)
@@ -245,14 +241,13 @@ def figure(
     Args:
         path: a ``.png`` or ``.svg`` file.
         rows, columns: of the axes; the context yields one axis, or an array of them.
-        title: what the figure shows.
         note: what was measured where and when, in small print below; see ``machine.caption``.
         how: further arguments of ``matplotlib.pyplot.subplots``.
     """
     import matplotlib as mpl
 
     mpl.use("Agg")
-    mpl.rcParams["svg.hashsalt"] = "forerun"  # a plot drawn again is the same file
+    mpl.rcParams["svg.hashsalt"] = "forerun"  # redrawing yields an identical file
     import matplotlib.pyplot as plt
 
     made, axes = plt.subplots(rows, columns, layout="constrained", **how)

@@ -1,7 +1,7 @@
-"""Contestants on the same prompts: in one process, in interleaved rounds, with medians and spread.
+"""Measure contestants on the same prompts, in interleaved rounds in one process, with medians and spread.
 
-Every contestant continues every prompt, or batch of prompts, greedily. Their order rotates from round to round, so that
-disturbances of the machine affect all of them.
+Every contestant continues every prompt, or batch of prompts, greedily. Their order rotates between rounds, so that
+disturbances of the machine affect all.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from forerun.bench.machine import Row
 
 BASELINE = "transformers greedy"
 PLAIN = "forerun none"
-"""Forerun without drafts: what every drafter's texts must equal."""
+"""Forerun without drafts: every drafter's output must equal its output."""
 UNTIMED_TOKENS = 8
-"""Tokens that each contestant generates untimed before its first round."""
+"""Untimed tokens per contestant before its first round."""
 Tokens = list[int]
 Rows = Sequence[Tokens]
 """One prompt, or those of a batch."""
@@ -27,7 +27,7 @@ Decode = Callable[[Tokens], str]
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The prompts of a task, and further ones whose answers warm drafters have drafted before."""
+    """The prompts of a task, and others whose answers warm drafters have indexed."""
 
     task: str
     prompts: Sequence[Tokens]
@@ -40,12 +40,10 @@ class Run:
     """One generation.
 
     Attributes:
-        texts: each row's new tokens; or its text, for contestants that give only text.
-        seconds: from prompt to last token.
-        passes: of the target, where reading the prompt counts as one; None if unknown.
+        texts: each row's new tokens, or characters if the contestant returns only those.
+        passes: of the target, counting prefill as one; None if unknown.
         counted: number of tokens of all rows; by default those of ``texts``.
-        cores: processor time of this process by ``seconds``; None if it was not measured.
-        others: share of all processors' time that other processes took; None if it was not measured.
+        cores, others: see ``Load``; None if not measured.
     """
 
     texts: Sequence[Tokens | str]
@@ -57,13 +55,12 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all rows."""
         return sum(map(len, self.texts)) if self.counted is None else self.counted
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """A way to continue rows, and its preparation before each round (forget, learn), which is not timed."""
+    """A way to continue rows, and its untimed preparation before each round (forget, index)."""
 
     run: Callable[[Rows, int], Run]
     prepare: Callable[[], None] = lambda: None
@@ -79,18 +76,18 @@ class Series:
 
     @property
     def tokens_per_second(self) -> float:
-        """All tokens, divided by the sum of each prompt's median time."""
+        """Return all tokens, divided by the sum of each prompt's median time."""
         return self._tokens() / sum(median(run.seconds for run in rounds) for rounds in self.runs)
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The same with each prompt's slowest and fastest round."""
+        """Return the tokens per second of each prompt's slowest and fastest round."""
         slow, fast = (sum(pick(run.seconds for run in rounds) for rounds in self.runs) for pick in (max, min))
         return self._tokens() / slow, self._tokens() / fast
 
     @property
     def tokens_per_pass(self) -> float | None:
-        """Tokens of a row by forward passes of the target, including the prefill; None if passes are unknown."""
+        """Return a row's tokens per forward pass of the target, including prefill; None if passes are unknown."""
         passes = [rounds[0].passes for rounds in self.runs]
         known = [count for count in passes if count is not None]
         if len(known) < len(passes):
@@ -99,12 +96,12 @@ class Series:
 
     @property
     def cores(self) -> float | None:
-        """Processor time by time, of all runs."""
+        """Return the mean number of cores used."""
         return self._weighted([(run.cores, run.seconds) for rounds in self.runs for run in rounds])
 
     @property
     def others(self) -> float | None:
-        """The share of all processors' time that other processes took during all runs."""
+        """Return the share of processor time that other processes used."""
         return self._weighted([(run.others, run.seconds) for rounds in self.runs for run in rounds])
 
     def _weighted(self, values: Sequence[tuple[float | None, float]]) -> float | None:
@@ -113,18 +110,18 @@ class Series:
         return sum(value * seconds for value, seconds in known) / total if total else None
 
     def same_texts(self, other: Series, decode: Decode = str) -> float:
-        """The share of equal texts of all rounds: token for token, or as strings if only those are known."""
+        """Return the share of equal outputs of all rounds: by token, or by characters if only those are known."""
         pairs = zip(_texts(self.runs), _texts(other.runs), strict=True)
         same = [_same(mine, theirs, decode) for mine, theirs in pairs]
         return sum(same) / len(same)
 
     def _tokens(self) -> float:
-        """Tokens of all prompts, each by its median round: a text that changes has a different number each time."""
+        """Count tokens of all prompts, each by its median round, as an output that changes varies in length."""
         return sum(median(run.tokens for run in rounds) for rounds in self.runs)
 
 
 def sampling(temperature: float, seed: int) -> Row:
-    """The engine's arguments for greedy decoding, which is temperature 0, or for samples of the whole distribution."""
+    """Return the engine's arguments for greedy decoding (temperature 0), or sampling from the whole distribution."""
     if temperature == 0:
         return {"do_sample": False}
     return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "seed": seed}
@@ -149,19 +146,11 @@ def measure(
     journal: Journal | None = None,
     seen: Sequence[Tokens] = (),
 ) -> Iterator[list[Series]]:
-    """Let all contestants continue all groups of rows, and yield what is measured so far after each round.
+    """Let all contestants continue all groups of rows, and yield all results so far after each round.
 
-    Args:
-        contestants: by name.
-        task: the rows' task.
-        groups: each is a prompt or a batch of prompts.
-        max_new_tokens: per row.
-        rounds: how often each contestant continues each group.
-        journal: rounds in it are not measured again; new ones are added to it.
-        seen: prompts that warm contestants have answered before, for the journal.
-
-    Raises:
-        ValueError: with the contestant that raised it.
+    Each group is a prompt or a batch of prompts. Rounds in ``journal`` are not measured again; new ones are added.
+    ``seen`` are prompts that warm contestants have answered before. Raises ValueError, which names the contestant that
+    raised it.
     """
     series = {name: Series(name, task, [[] for _ in groups]) for name in contestants}
     warm = False
@@ -187,7 +176,7 @@ def _warm_up(contestants: Mapping[str, Contestant], rows: Rows, max_new_tokens: 
 
 
 def _turn(contestants: Mapping[str, Contestant], shift: int, rows: Rows, max_new_tokens: int) -> dict[str, Row]:
-    """One run of each contestant, as plain values, in an order rotated by ``shift``."""
+    """Run each contestant once, in an order rotated by ``shift``; return plain values."""
     names = list(contestants)
     shift %= len(names)
     rotated = names[shift:] + names[:shift]

@@ -1,4 +1,4 @@
-"""Lets ``python -m forerun.cli`` run the command line."""
+"""Entry point of ``python -m forerun.cli``."""
 
 from forerun.cli import main
 

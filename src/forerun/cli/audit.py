@@ -1,4 +1,4 @@
-"""``forerun audit``: of a model here, or of a server somewhere."""
+"""``forerun audit``: of a local model, or of a server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from forerun.cli.options import AuditOptions
 
 
 def run(options: AuditOptions) -> None:
-    """Run the audit that the options are for; only that of a model imports torch."""
+    """Run the audit that the options select; only a model's imports torch."""
     if options.url is not None:
         from forerun.cli import server_audit
 

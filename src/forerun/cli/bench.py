@@ -1,4 +1,4 @@
-"""``forerun bench``: Forerun's drafters compared with transformers' own ways to generate."""
+"""``forerun bench``: compare Forerun's drafters with transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from forerun.reference import demo_prompts
 
 
 def run(options: BenchOptions) -> None:
-    """Measure, print the tables, and write JSON, Markdown and a plot; exit status 1 if a text differs."""
+    """Measure, print the tables, and write JSON, Markdown and a plot; exit with status 1 if an output differs."""
     drafters = ["none", *(options.drafter or BENCH_DRAFTERS)]
     check_drafters(drafters, options)
     lines = _demo_lines() if options.prompts_file is None else read_prompts_file(options.prompts_file)
@@ -39,7 +39,7 @@ def run(options: BenchOptions) -> None:
     for name, reason in bench.refused.items():
         say(f"{name} is left out: {reason}")
     shared = about(options.model, dtype_name(target), str(target.device)) | options.drafting
-    journal = Journal(options.out / "speed-turns.jsonl", shared, options.resume)  # begun when nothing is wrong
+    journal = Journal(options.out / "speed-turns.jsonl", shared, options.resume)  # created when all checks have passed
     paths: Sequence[Path] = []
     threads = {"threads of transformers": bench.threads_of_transformers}
     result = BenchResult([], plain_values(options) | {"dtype": dtype_name(target)} | threads)
@@ -69,7 +69,7 @@ def _prompt_sets(
 def _measured(
     bench: Bench, sets: Sequence[PromptSet], rounds: int, journal: Journal, progress: Callable[[int, int], None]
 ) -> Iterator[list[Row]]:
-    """All rows so far, after each round of each task."""
+    """Yield all rows so far, after each round of each task."""
     before: list[Row] = []
     for i, prompts in enumerate(sets):
         rows: list[Row] = []
@@ -81,7 +81,7 @@ def _measured(
 
 
 def check_texts(exactness: Exactness, rows: Sequence[Row]) -> None:
-    """Exit with status 1 if a text differs from plain Forerun's where none may."""
+    """Exit with status 1 if an output differs from plain Forerun's although passes are exact."""
     if not (different := changed(rows)):
         return
     if exactness.level != "bitwise":

@@ -49,28 +49,25 @@ def run(options: ChatOptions) -> None:
             with suppress(EOFError):
                 for line in _typed() if sys.stdin.isatty() else _piped():
                     chat.take(line)
-        finally:  # a message that cannot be answered does not cost the answers before it
+        finally:  # keep earlier answers if a message fails
             if options.json:
                 typer.echo(json.dumps(chat.report(), ensure_ascii=False))
 
 
 @dataclass
 class Chat:
-    """Carries out each line."""
+    """A conversation's state: options, turns, and the seconds until its engine was ready (``loading``)."""
 
     options: ChatOptions
     conversation: Conversation
     loading: float
-    """Seconds until the engine was ready."""
     last: ConversationTurn | None = None
     turns: list[dict[str, Any]] = field(default_factory=list)
 
     def take(self, line: str) -> None:
         """Carry out a line: a command, or a message to answer.
 
-        Raises:
-            EOFError: to leave.
-            ValueError: for a message that cannot be answered; in a terminal the error is shown instead.
+        Raises EOFError to leave, and ValueError, shown instead in a terminal, for a message that cannot be answered.
         """
         words = line.split()
         if not words:
@@ -86,7 +83,7 @@ class Chat:
             typer.echo(f"error: {one_line(error)}", err=True)
 
     def report(self) -> dict[str, Any]:
-        """All turns, for JSON."""
+        """Return all turns as plain values."""
         return {
             "forerun": __version__,
             "model": self.options.model,
@@ -123,14 +120,14 @@ class Chat:
         level = self.conversation.engine.exactness.level
         stderr().print(stats_table(turn.request, self.options.drafter, level, self.loading))
         typer.echo(
-            f"conversation: {turn.request.prompt_length} tokens, of which {turn.read} were read "
+            f"conversation: {turn.request.prompt_length} tokens, of which {turn.read} were prefilled "
             f"and {turn.cached} came from the cache",
             err=True,
         )
 
 
 def _typed() -> Iterator[str]:
-    """The lines that the user types, until Ctrl-D; Ctrl-C clears the line."""
+    """Yield the lines that the user types, until Ctrl-D; Ctrl-C clears the line."""
     with suppress(ImportError):
         import readline  # noqa: F401 - gives ``input`` a history and editing
     while True:

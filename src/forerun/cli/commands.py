@@ -1,4 +1,4 @@
-"""From a dataclass of options to a command.
+"""Make commands from dataclasses of options.
 
 Errors that users cause become one line on stderr and exit status 2; bugs show a traceback.
 """
@@ -23,16 +23,16 @@ from forerun.cli.options import flag_of
 from forerun.cli.terminal import stderr, working
 
 FAILED, USER_ERROR, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
-"""Exit statuses. What has failed is what a command checks, or a server at work."""
+"""Exit statuses; ``FAILED`` is for failed checks, and for a server that fails while running."""
 
 
 def command(app: typer.Typer, name: str, options: type[Any], module: str) -> None:
-    """Add a command. Its ``run(options)`` is in this module, which is imported only when the command is called."""
+    """Add a command. ``module``, with its ``run(options)``, is imported only when the command is called."""
     app.command(name)(_invoker(options, module))
 
 
 def group(app: typer.Typer, name: str, options: type[Any], module: str) -> typer.Typer:
-    """Add a command that has others below it; alone it runs as itself."""
+    """Add a command that also has subcommands."""
     below = typer.Typer(invoke_without_command=True)
     below.callback()(_invoker(options, module, with_context=True))
     app.add_typer(below, name=name)
@@ -40,17 +40,13 @@ def group(app: typer.Typer, name: str, options: type[Any], module: str) -> typer
 
 
 def _only_below(context: typer.Context) -> bool:
-    """Whether a command below was called.
-
-    Raises:
-        ValueError: if options were given before its name, where they would be ignored.
-    """
+    """Return whether a subcommand was called; raise a ValueError for options before its name, which it would ignore."""
     if context.invoked_subcommand is None:
         return False
     for name in context.params:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            raise ValueError(f"{context.info_name} {context.invoked_subcommand}: give its options behind its name")
+            raise ValueError(f"{context.info_name} {context.invoked_subcommand}: give its options after its name")
     return True
 
 
@@ -72,17 +68,13 @@ def _invoker(options: type[Any], module: str, with_context: bool = False) -> Cal
     if with_context:
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         parameters.insert(0, inspect.Parameter("click_context", kind, annotation=typer.Context))
-    invoke.__annotations__ = {}  # typer would believe them rather than the signature
+    invoke.__annotations__ = {}  # typer would prefer them to the signature
     invoke.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return invoke
 
 
 def _check_finite(values: Mapping[str, Any]) -> None:
-    """Refuse ``nan`` and infinities, which pass every comparison of a range or none.
-
-    Raises:
-        ValueError: naming the first of them.
-    """
+    """Raise a ValueError for ``nan`` and infinities: range checks miss them."""
     for name, value in values.items():
         for each in value if isinstance(value, list) else [value]:
             if isinstance(each, float) and not math.isfinite(each):
@@ -91,27 +83,27 @@ def _check_finite(values: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _imports() -> Iterator[None]:
-    """A context for imports. No collection of garbage looks at what they make, meanwhile or later: it would find none.
+    """Exclude what is imported within this context from garbage collection: there is none to find.
 
-    Imports take a quarter less time so (torch, transformers and numba: 3.4 seconds of a busy processor, 4.5 otherwise).
+    This makes imports a quarter faster (torch, transformers and numba: 3.4 instead of 4.5 seconds on a busy processor).
     """
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        atexit.register(gc.unfreeze)  # or the interpreter would end with objects that native libraries report as leaked
+        atexit.register(gc.unfreeze)  # without this, native libraries report leaks at exit
         gc.enable()
 
 
 @contextmanager
 def user_errors(debug: bool = False) -> Iterator[None]:
-    """A context that turns errors caused by users into an exit; with ``debug`` they are raised unchanged."""
+    """Turn errors caused by users into an exit; with ``debug``, raise them unchanged."""
     try:
         yield
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    except BrokenPipeError:  # stdout's reader is gone: what is buffered goes nowhere, instead of failing at exit
+    except BrokenPipeError:  # stdout's reader is gone: discard the buffer, instead of failing at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(BROKEN_PIPE) from None
     except (ValueError, NotImplementedError, OSError) as error:
@@ -122,7 +114,7 @@ def user_errors(debug: bool = False) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message without line breaks; for file errors it begins with the file."""
+    """Join an error's message into one line; file errors start with the file."""
     message = str(error)
     if isinstance(error, OSError) and error.filename is not None:
         message = f"{error.filename}: {error.strerror}"

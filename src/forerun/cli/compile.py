@@ -1,4 +1,4 @@
-"""``forerun compile``: compile what the first text would wait for."""
+"""``forerun compile``: compile ahead what the first request would wait for."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from forerun.models.loading.load import BUNDLED, quiet
 from forerun.trie.compilation import Compilation, compiled_before
 
 BUNDLED_DTYPES = ("float32", "bfloat16")
-"""Those that most models have."""
+"""The types of most models."""
 
 PROMPT_TOKENS = 300
-"""More than a block of keys, so that attention over several is compiled."""
+"""More than one block of keys, so that attention over several is compiled."""
 
 
 def run(options: CompileOptions) -> None:
@@ -34,7 +34,7 @@ def run(options: CompileOptions) -> None:
 
 
 def _compile_passes(options: CompileOptions) -> None:
-    """Generate a few tokens of several texts, greedy and sampled."""
+    """Generate a few tokens for several prompts, greedy and sampled."""
     model, tokenizer = load_target(options)
     with working(stderr(), f"compiling the passes of {options.model} ({options.dtype})"):
         engine = Engine(model, "lookup", tokenizer=tokenizer)

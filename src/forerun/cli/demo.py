@@ -1,6 +1,6 @@
-"""``forerun demo``: plain decoding and ``auto``, prompt by prompt: the same text, and the time of each.
+"""``forerun demo``: compare plain decoding and ``auto``, prompt by prompt, by output and time.
 
-Two panels, side by side if they fit, else one below the other; then a summary.
+It shows two panels, side by side if they fit, and then a summary.
 """
 
 from __future__ import annotations
@@ -30,22 +30,16 @@ from forerun.models.text.detokenize import Detokenizer, Piece
 from forerun.reference import DemoPrompt, demo_prompts
 
 AUTO = "auto"
-"""The default drafter."""
 WARM_UP_TOKENS = 8
 WIDE = 96
-"""Columns from which two texts fit side by side."""
+"""Columns needed to show two outputs side by side."""
 Run = tuple[Request, float]
 """A finished request, and its seconds, including preparation."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One way to decode a prompt.
-
-    Attributes:
-        pieces: the text.
-        seconds: median time of the whole generation, including the prompt.
-    """
+    """A prompt's median run: ``seconds`` includes prefill."""
 
     token_ids: list[int]
     pieces: list[Piece]
@@ -54,17 +48,15 @@ class Timed:
 
     @property
     def text(self) -> str:
-        """All pieces."""
         return "".join(piece.text for piece in self.pieces)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens divided by the whole time."""
         return len(self.token_ids) / self.seconds
 
     @property
     def speed(self) -> str:
-        """All figures, in words."""
+        """Describe the run's figures."""
         return f"{self.tokens_per_second:.1f} tok/s · {self.tokens_per_step:.2f} tokens per step · {self.seconds:.2f} s"
 
 
@@ -79,7 +71,7 @@ class Pair:
 
     @property
     def speed_up(self) -> float:
-        """How many times as fast ``auto`` was."""
+        """Return the speed of ``auto`` relative to plain decoding."""
         return self.plain.seconds / self.auto.seconds
 
 
@@ -99,11 +91,10 @@ class Stage:
         self._forget()
 
     def _forget(self) -> None:
-        """Drop all that the engine learned."""
         self.auto.set_drafter(AUTO)
 
     def decode(self, prompt: DemoPrompt) -> Pair:
-        """Decode a prompt both ways, in turns."""
+        """Decode a prompt both ways, alternating."""
         plain: list[Run] = []
         auto: list[Run] = []
         with progress_bar(stderr(), f"{prompt['kind']}, plain and {AUTO}") as progress:
@@ -123,7 +114,7 @@ class Stage:
         return result.requests[0], time.perf_counter() - begin
 
     def _timed(self, runs: Sequence[Run]) -> Timed:
-        """The run of median time: what was drafted, and so its steps, differs from run to run."""
+        """Select the run of median time; drafts, and so steps, differ between runs."""
         (request, seconds), tokenizer = sorted(runs, key=itemgetter(1))[len(runs) // 2], self.plain.tokenizer
         assert tokenizer is not None
         detokenizer = Detokenizer(tokenizer, request.prompt.tolist())
@@ -134,7 +125,7 @@ class Stage:
 
 
 def run(options: DemoOptions) -> None:
-    """Run the demo; exit status 1 if a text differs."""
+    """Run the demo; exit with status 1 if an output differs."""
     prompts = chosen(options)
     out = None if options.json else stdout(options.color)
     pairs = []
@@ -156,7 +147,7 @@ def run(options: DemoOptions) -> None:
 
 
 def chosen(options: DemoOptions) -> list[DemoPrompt]:
-    """The prompts of the requested kinds, with the requested limit of tokens."""
+    """Select prompts by kind, and cap their number of tokens."""
     selection = [prompt for prompt in demo_prompts() if not options.kind or prompt["kind"] in options.kind]
     for prompt in selection:
         prompt["max_new_tokens"] = min(prompt["max_new_tokens"], options.max_new_tokens or prompt["max_new_tokens"])
@@ -164,7 +155,7 @@ def chosen(options: DemoOptions) -> list[DemoPrompt]:
 
 
 def show_prompt(console: Console, pair: Pair) -> None:
-    """Print a prompt's title, the end of the prompt, both texts, and their comparison."""
+    """Print a prompt's title and end, both outputs, and their comparison."""
     console.print()
     console.rule(f"[bold]{pair.prompt['title']}[/] [dim]· {pair.prompt['kind']}[/]", align="left", style="dim")
     console.print(Text(_end_of(pair.prompt["prompt"]), style="dim italic"))
@@ -175,7 +166,7 @@ def show_prompt(console: Console, pair: Pair) -> None:
         grid.add_column(ratio=1)
         grid.add_row(*panels)
         console.print(grid)
-    elif pair.equal and not console.is_terminal:  # in a pipe the text once, unchanged, and both speeds
+    elif pair.equal and not console.is_terminal:  # in a pipe: the output once, unchanged, and both speeds
         console.print(Text(pair.auto.text), soft_wrap=True)
         console.print(f"plain: {pair.plain.speed}")
         console.print(f"{AUTO}:  {pair.auto.speed}")
@@ -201,8 +192,8 @@ def show_summary(console: Console, pairs: Sequence[Pair], repeats: int, warm: bo
         table.add_row("all", *_numbers(pairs), style="bold")
     console.print(table)
     runs = f"medians of {repeats} runs" if repeats > 1 else "one run"
-    memory = "drafts from earlier runs, too" if warm else "nothing learned before each run"
-    console.print(f"[dim]{runs}, greedy, {memory}; the time includes reading the prompt[/]")
+    memory = "drafts from earlier runs, too" if warm else "an empty index before each run"
+    console.print(f"[dim]{runs}, greedy, {memory}; the time includes prefill[/]")
 
 
 def _numbers(pairs: Sequence[Pair]) -> list[str]:
@@ -236,7 +227,6 @@ def _panel(timed: Timed, name: str, border: str, coloured: bool) -> Panel:
 
 
 def _end_of(prompt: str, lines: int = 3) -> str:
-    """The last lines of a prompt."""
     all_lines = prompt.rstrip("\n").split("\n")
     return "\n".join((["…"] if len(all_lines) > lines else []) + all_lines[-lines:])
 

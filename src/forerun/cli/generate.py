@@ -1,4 +1,4 @@
-"""``forerun generate``: continue a prompt, showing the text while it is generated."""
+"""``forerun generate``: continue a prompt, and show the output while it is generated."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OptionsT = TypeVar("OptionsT", bound=WriterOptions)
 
 @dataclass
 class Output:
-    """The text of one request, which a writer shows as it grows; None shows nothing."""
+    """A request's output, shown by a writer as it grows; ``writer`` None shows nothing."""
 
     detokenizer: Detokenizer
     writer: TextWriter | None
@@ -48,12 +48,11 @@ class Output:
             self._show(self.detokenizer.add(token, i < drafted))
 
     def finish(self, request: Request) -> None:
-        """Add tokens that an interrupted step committed but did not yield, and the end of the text."""
+        """Add tokens that an interrupted step committed but did not yield, and flush the detokenizer."""
         self.extend(request.generated[len(self.drafted) :].tolist(), 0)
         self._show(self.detokenizer.flush())
 
     def summary(self, request: Request) -> dict[str, Any]:
-        """The finished request, for JSON."""
         return {
             "text": "".join(self.pieces),
             "token_ids": request.generated.tolist(),
@@ -78,7 +77,7 @@ def show_text(
     commits: Generator[Commit, None, None] | ConversationTurn,
     bar: PrefillBar,
 ) -> Output:
-    """Show a text while it is generated, to its end or until Ctrl-C; with ``--json`` nothing is shown."""
+    """Show an output while it is generated, to its end or until Ctrl-C; nothing with ``--json``."""
     writer = None if options.json else TextWriter(options.color)
     output = Output(Detokenizer(engine.tokenizer, request.prompt.tolist()), writer)
     try:
@@ -118,7 +117,7 @@ def run(options: GenerateOptions) -> None:
 
 
 def _prompt(options: GenerateOptions, text: str, engine: Engine) -> Prompts:
-    """The text itself; for a chat model, messages with the text."""
+    """Return the prompt as it is; for a chat model, as messages."""
     templated = has_template(engine.tokenizer)
     if not (templated if options.chat is None else options.chat):
         if options.system is not None:
@@ -134,7 +133,7 @@ def _prompt(options: GenerateOptions, text: str, engine: Engine) -> Prompts:
 
 
 def _generate(options: GenerateOptions, engine: Engine, request: Request, loading: float) -> bool:
-    """Generate and print; true if interrupted."""
+    """Generate and print; return whether it was interrupted."""
     bar = PrefillBar(stderr())
     output = show_text(options, engine, request, engine.run([request], bar), bar)
     if options.stats:
@@ -148,7 +147,7 @@ def _generate(options: GenerateOptions, engine: Engine, request: Request, loadin
 
 
 def sampling(options: WriterOptions) -> dict[str, Any]:
-    """Options for the engine; options that are not given are left to the model's configuration."""
+    """Return the engine's options; those not given are left to the model's configuration."""
     arguments: dict[str, Any] = {
         "max_new_tokens": options.max_new_tokens,
         "namespace": options.namespace,
@@ -164,7 +163,7 @@ def sampling(options: WriterOptions) -> dict[str, Any]:
 
 
 def kept_texts(options: GenerateOptions) -> dict[str, Any]:
-    """The engine's settings of where keys and values lie."""
+    """Return the engine's settings for keys and values."""
     memory = None
     if options.kv_memory is not None:
         memory = KVMemory(options.kv_memory, options.kv_host_memory, options.kv_folder, options.simulate_bandwidth)
@@ -172,13 +171,13 @@ def kept_texts(options: GenerateOptions) -> dict[str, Any]:
 
 
 def following(options: OptionsT) -> OptionsT:
-    """These options for a rank that drafts nothing."""
+    """Return these options for a rank other than 0, which drafts nothing."""
     return replace(options, drafter="none", draft_model=None)
 
 
 @contextmanager
 def _trie_kept(options: GenerateOptions, engine: Engine) -> Iterator[None]:
-    """A context that loads the trie from its file at the start and saves it at the end, however that comes."""
+    """Load the trie from its file on entry, and save it on any exit."""
     path = options.trie_file
     if path is None:
         yield

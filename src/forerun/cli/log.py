@@ -1,4 +1,4 @@
-"""The library's log on stderr: bare lines for commands, and for a server lines with time, level and request."""
+"""The library's log on stderr: bare lines for commands; time, level and request for a server."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from datetime import datetime
 import typer
 
 SERVER_LOGGERS = ("uvicorn", "asyncio")
-"""Loggers of other libraries whose warnings belong into a server's log."""
+"""Other libraries' loggers whose warnings a server shows."""
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to the current ``sys.stderr``, which tests replace."""
+    """A handler that writes to the current ``sys.stderr``, which tests replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         typer.echo(self.format(record), err=True)
 
 
 class _ServerFormatter(logging.Formatter):
-    """Time, level and the id of the request that is answered, before each message; or all of it as one JSON object."""
+    """A formatter of time, level, request id and message, as a line or a JSON object."""
 
     def __init__(self, as_json: bool) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class _ServerFormatter(logging.Formatter):
 
 @contextmanager
 def shown_log() -> Iterator[None]:
-    """A context that shows Forerun's log from level INFO upwards."""
+    """Show Forerun's log from level INFO within this context."""
     logger, handler = logging.getLogger("forerun"), _StderrHandler()
     level = logger.level
     logger.addHandler(handler)
@@ -57,11 +57,7 @@ def shown_log() -> Iterator[None]:
 
 @contextmanager
 def server_log(as_json: bool) -> Iterator[None]:
-    """A context inside ``shown_log`` in which its lines are a server's.
-
-    Args:
-        as_json: whether each line is a JSON object.
-    """
+    """Format the lines of ``shown_log`` for a server within this context, optionally as JSON."""
     shown = [each for each in logging.getLogger("forerun").handlers if isinstance(each, _StderrHandler)]
     others = [logging.getLogger(name) for name in SERVER_LOGGERS]
     for handler in shown:

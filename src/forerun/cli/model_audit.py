@@ -1,4 +1,4 @@
-"""``forerun audit`` of a model: checks losslessness on the user's own and shows the result as a table."""
+"""``forerun audit`` of a model: check losslessness and show the result as a table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from forerun.models.text.prompts import encode
 from forerun.reference import demo_prompts
 
 SMALL = 100_000_000
-"""The most parameters for which float64 is the default on a CPU. A GPU has no kernels for it that sum in one order."""
+"""Parameters below which float64 is the default on a CPU. GPUs have no float64 kernels with a fixed order of sums."""
 
 REFERENCES = {
     "greedy": "transformers' generate",
@@ -41,7 +41,7 @@ REFERENCES = {
 
 
 def run(options: AuditOptions) -> None:
-    """Run the audit; exit status 1 if a text differs by more than allowed, or a drafter never drafted."""
+    """Run the audit; exit with status 1 if an output differs by more than allowed, or a drafter never drafted."""
     texts = read_prompts(options.prompt, options.prompt_file)
     if not texts and options.model == BUNDLED:
         texts = [prompt["prompt"] for prompt in demo_prompts()]
@@ -99,7 +99,7 @@ def show(console: Console, report: Report, texts: Sequence[str], tokenizer: PreT
 
 
 def _promise(report: Report) -> str:
-    """A sentence on how exact this model's passes are."""
+    """Say how exact this model's passes are."""
     if report.exactness.level == "bitwise":
         return "Passes are exact to the bit: but for transformers' own rounding, any difference is a failure."
     return f"Passes are exact up to rounding: {escape(str(report.exactness.reason))}."
@@ -120,14 +120,14 @@ def _table(report: Report) -> Table:
 
 
 def _grouped(comparisons: Sequence[Comparison]) -> list[tuple[tuple[str, str], list[Comparison]]]:
-    """Comparisons by drafter and check, in the order of the table."""
+    """Group comparisons by drafter and check, in the order of the table."""
     keys = product(dict.fromkeys(comparison.drafter for comparison in comparisons), REFERENCES)
     groups = [(key, [each for each in comparisons if (each.drafter, each.check) == key]) for key in keys]
     return [(key, group) for key, group in groups if group]
 
 
 def _verdicts(group: Sequence[Comparison]) -> dict[str, int]:
-    """How many texts of a group are equal, differ by rounding, and differ by more."""
+    """Count the outputs of a group that are equal, differ by rounding, or differ by more."""
     failed = sum(comparison.failed for comparison in group)
     differing = sum(comparison.divergence is not None for comparison in group)
     return {"equal": len(group) - differing, "rounding": differing - failed, "different": failed}
@@ -192,7 +192,7 @@ def _as_json(
 
 
 def _plan_as_json(options: AuditOptions, plan: Plan) -> dict[str, Any]:
-    """The plan as plain values; a small model by its name."""
+    """Return the plan as plain values, with a small model's name."""
     name = None if plan.settings.draft_model is None else options.draft_model or BUNDLED_DRAFT
     return asdict(replace(plan, settings=replace(plan.settings, draft_model=name)))
 

@@ -1,4 +1,4 @@
-"""From a command's options to the target, the small model if a drafter needs one, and the engine."""
+"""Load the target, the small model if a drafter needs one, and the engine, as a command's options say."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
-    """A function from a text of any length to its token ids, without special tokens."""
+    """Return a function that encodes a string of any length, without special tokens."""
 
     def encode(text: str) -> list[int]:
         return [int(token) for token in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
@@ -36,15 +36,9 @@ def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
 
 
 def check_drafters(names: Sequence[str], options: Any, recipes: Mapping[str, Recipe] = DRAFTERS) -> None:
-    """Refuse drafters that are unknown, or lack the small model or the head that they need, before any work.
+    """Raise a ValueError, before any work, for a drafter that is unknown or lacks its small model or head.
 
-    Args:
-        names: of the drafters.
-        options: of the target, and ``LongOptions`` if there are any.
-        recipes: the known drafters.
-
-    Raises:
-        ValueError: naming the first of them.
+    ``options`` are of the target, and ``LongOptions`` if there are any.
     """
     given = getattr(options, "draft_model", None)
     for name in names:
@@ -56,12 +50,9 @@ def check_drafters(names: Sequence[str], options: Any, recipes: Mapping[str, Rec
 
 
 def load_target(options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The target and its tokenizer; what takes long shows that it is running.
+    """Load the target of ``ModelOptions``, or of a server's settings, and its tokenizer, with progress.
 
-    No later collection of garbage looks at them. One that looks at all of torch and transformers takes 0.25 seconds.
-
-    Args:
-        options: ``ModelOptions``, or a server's settings.
+    Both are excluded from garbage collection: collecting all of torch and transformers costs 0.25 seconds.
     """
     with working(stderr(), f"loading {options.model}") as progress:
         loaded = load(
@@ -74,7 +65,7 @@ def load_target(options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
 def load_stretched(options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The target of ``ModelOptions``, with its positions stretched by ``options.yarn`` if that is given."""
+    """Load the target of ``ModelOptions``, and stretch its positions by ``options.yarn`` if given."""
     model, tokenizer = load_target(options)
     if options.yarn is not None:
         stretch_model(model, options.yarn)
@@ -88,22 +79,17 @@ def settings(
     tokenizer: PreTrainedTokenizerBase,
     recipes: Mapping[str, Recipe] = DRAFTERS,
 ) -> LongContextConfig:
-    """Settings for the named drafters. The small model is loaded if one of them needs it, or if it was named; so is a
-    trained head, which ``--draft-model`` may name in its place.
+    """Make the settings of the named drafters, from ``LongOptions`` if there are any.
 
-    Args:
-        options: of the target, and ``LongOptions`` if there are any. The bundled target has its own small model.
-        drafters: names of recipes.
-        target: the model to draft for.
-        tokenizer: the target's.
-        recipes: by name.
+    Load the small model, or the trained head that ``--draft-model`` names, if a drafter needs it or if it was named.
+    The bundled target has its own small model.
     """
     make = options.settings if isinstance(options, LongOptions) else LongContextConfig
     name = options.draft_model or (BUNDLED_DRAFT if options.model == BUNDLED else None)
     needed = options.draft_model is not None or any(recipes[each].small for each in drafters if each in recipes)
     if name is None or not needed:
         if "auto" in drafters and (count := stated_layers(target)):
-            log.info("%s states %d MTP layer(s) of its own: --draft-model mtp lets auto use them", options.model, count)
+            log.info("%s comes with %d MTP layer(s): --draft-model mtp lets auto use them", options.model, count)
         return make()
     if name == MTP or is_head(name):
         return make(name if name == MTP else load_head(name))
@@ -111,11 +97,9 @@ def settings(
 
 
 def make_engine(options: Any, memory: Callable[[torch.device], dict[str, Any]] = lambda device: {}) -> Engine:
-    """The engine of a command.
+    """Make the engine of a command, from ``WriterOptions`` or a server's settings.
 
-    Args:
-        options: ``WriterOptions``, or a server's settings.
-        memory: the engine's arguments of where keys and values lie, for the target's device.
+    ``memory`` returns the engine's arguments for keys and values, for the target's device.
     """
     model, tokenizer = load_target(options)
     with preparing(f"testing {options.model} and measuring its passes"):

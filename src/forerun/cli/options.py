@@ -1,4 +1,4 @@
-"""Every command's options as a frozen dataclass: one declaration for the command line, its help and the checks."""
+"""Every command's options as a frozen dataclass, which declares its command line, help and checks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ACTIVATIONS_HELP = (
     "Inputs of linear layers with stored weights: int8, which is auto, quantises each token's; float32 is slower."
 )
 BENCH_DRAFTERS = ("auto", "trie", "lookup")
-"""Those that ``forerun bench`` measures unless others are named."""
+"""Drafters that ``forerun bench`` measures by default."""
 SIZE_UNITS = (
     {"": 1, "B": 1}
     | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
@@ -47,17 +47,17 @@ SIZE_UNITS = (
 
 
 def option(*flags: str, panel: str, help: str, **more: Any) -> Any:  # noqa: A002
-    """An option of a command; ``panel`` is its part of the help."""
+    """Declare an option of a command; ``panel`` is its section of the help."""
     return typer.Option(*flags, rich_help_panel=panel, help=help, **more)
 
 
 def flag_of(name: str) -> str:
-    """The flag of an option."""
+    """Return the flag of an option."""
     return f"--{name.replace('_', '-')}"
 
 
 def parsed_size(text: str) -> int:
-    """Bytes of a size such as ``4GiB``, ``500MB`` or ``1048576``."""
+    """Parse a size such as ``4GiB``, ``500MB`` or ``1048576`` into bytes."""
     parts = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
     if parts is None or parts[2].upper() not in SIZE_UNITS:
         raise typer.BadParameter(f"{text!r}; it must be a number of bytes, or such as 500MB or 4GiB")
@@ -65,7 +65,7 @@ def parsed_size(text: str) -> int:
 
 
 def size_option(*, panel: str, help: str) -> Any:  # noqa: A002
-    """An option that is a number of bytes."""
+    """Declare an option in bytes."""
     return option(panel=panel, help=help, metavar="SIZE", parser=parsed_size)
 
 
@@ -90,7 +90,7 @@ Rounds = Annotated[int, option("--rounds", panel="Text", help="Times each is mea
 Raw = Annotated[bool, option("--raw", panel="Text", help="Leave the chat template out.")]
 Out = Annotated[Path, option("--out", panel="Output", help="Where the report goes.")]
 Resume = Annotated[
-    bool, option("--resume", panel="Output", help="Go on with the journal in --out: what is in it is not run again.")
+    bool, option("--resume", panel="Output", help="Continue the journal in --out: what is in it is not run again.")
 ]
 Skip = Annotated[
     list[str] | None,
@@ -120,7 +120,7 @@ class OutputOptions(DebugOptions):
 
 @dataclass(frozen=True)
 class AnyTypeModelOptions:
-    """The target, but for the type of its weights."""
+    """The target without the type of its weights."""
 
     model: Model = "bundled"
     device: Annotated[str, option(panel="Model", help="auto, cpu, cuda, cuda:1, ...")] = "auto"
@@ -155,22 +155,22 @@ class LongOptions:
 
     @property
     def drafting(self) -> dict[str, Any]:
-        """These options alone, as plain values: measurements with others are not comparable."""
+        """Return these options as plain values; measurements with other values are not comparable."""
         values = plain_values(self)
         return {field.name: values[field.name] for field in fields(LongOptions)}
 
     def settings(self, draft_model: Any = None) -> LongContextConfig:
-        """The options as ``LongContextConfig``."""
+        """Convert the options to ``LongContextConfig``."""
         names = [field.name for field in fields(LongContextConfig) if field.name != "draft_model"]
         return LongContextConfig(draft_model, **{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """How much memory keys and values may take. What does not fit on the device is brought in layer by layer."""
+    """Memory limits for keys and values. What does not fit on the device is copied in layer by layer."""
 
     ALONE: ClassVar[tuple[str, ...]] = ()
-    """Options that may be given without ``--kv-memory``."""
+    """Options that do not need ``--kv-memory``."""
 
     kv_memory: Annotated[
         int | None, size_option(panel="Memory", help="Of keys and values on the device, such as 20GiB.")
@@ -182,29 +182,25 @@ class MemoryOptions:
     ] = None
 
     def check_memory(self) -> None:
-        """Refuse the others without ``--kv-memory``, and a folder that is not there.
-
-        Raises:
-            ValueError: naming the first of them.
-        """
+        """Raise a ValueError for other limits without ``--kv-memory``, or a missing folder."""
         names = ("kv_host_memory", "kv_folder", "simulate_bandwidth")
         rest = [name for name in names if name not in self.ALONE and getattr(self, name) is not None]
         if rest and self.kv_memory is None:
-            raise ValueError(f"{flag_of(rest[0])} is of what does not fit on the device; add --kv-memory")
+            raise ValueError(f"{flag_of(rest[0])} is for what does not fit on the device; add --kv-memory")
         if self.kv_folder is not None and not self.kv_folder.is_dir():
             raise ValueError(f"--kv-folder is {self.kv_folder}; there is no such folder")
 
 
 @dataclass(frozen=True)
 class WriterOptions(LongOptions, ModelOptions):
-    """Options of a text that one engine generates for a user."""
+    """Options of an output that one engine generates for a user."""
 
     drafter: DrafterName = "auto"
     budget: Budget = None
     namespace: Annotated[str, option(panel="Model", help="Whose outputs may be drafted.")] = "default"
     system: Annotated[str | None, option(panel="Text", help="The chat model's system message.")] = None
     max_new_tokens: Annotated[int, option("--max-new-tokens", "-n", panel="Text", help="Most tokens.", min=1)] = 256
-    stop: Annotated[list[str] | None, option(panel="Text", help="End behind this text; may be repeated.")] = None
+    stop: Annotated[list[str] | None, option(panel="Text", help="Stop after this text; may be repeated.")] = None
     repetition_penalty: Annotated[float | None, option(panel="Text", help="Above 1: repeat less.")] = None
     temperature: Annotated[float, option("--temperature", "-t", panel="Sampling", help="0 is greedy.", min=0.0)] = 0.0
     top_k: Annotated[int | None, option(panel="Sampling", help="Keep the k likeliest.", min=0)] = None
@@ -232,14 +228,14 @@ class WriterOptions(LongOptions, ModelOptions):
 class GenerateOptions(OutputOptions, MemoryOptions, WriterOptions):
     """Continue a prompt; accepted drafts are shown in colour.
 
-    Temperature 0, the default, is greedy decoding. The text is the model's own, the same with and without a drafter.
+    Temperature 0, the default, is greedy decoding. The output is the model's own, with or without a drafter.
     """
 
     trie_file: Annotated[
         Path | None, option(panel="Model", help="Load the trie, if the file is there; save it after.")
     ] = None
     warm: Annotated[list[Path] | None, option(panel="Model", help="A text file to draft from; may be repeated.")] = None
-    kv_store: Annotated[Path | None, option(panel="Model", help="A folder that keeps what was read of prompts.")] = None
+    kv_store: Annotated[Path | None, option(panel="Model", help="A folder that keeps prefilled prompts.")] = None
     kv_store_limit: Annotated[int | None, size_option(panel="Model", help="Of bytes there, such as 20GiB.")] = None
     prompt: Annotated[str | None, option("--prompt", "-p", panel="Text", help="The text to continue or answer.")] = None
     prompt_file: Annotated[
@@ -263,7 +259,7 @@ class GenerateOptions(OutputOptions, MemoryOptions, WriterOptions):
             raise ValueError("--system is for chat models, and --raw turns that off")
         self.check_memory()
         if self.kv_store_limit is not None and self.kv_store is None:
-            raise ValueError("--kv-store-limit is of a store; add --kv-store")
+            raise ValueError("--kv-store-limit needs a store; add --kv-store")
         path = self.trie_file
         if path is not None and self.drafter != "auto" and not self.drafter.startswith("trie"):
             raise ValueError(f"--trie-file needs a trie drafter, and --drafter is {self.drafter!r}")
@@ -276,7 +272,7 @@ class ChatOptions(OutputOptions, WriterOptions):
     """Talk with a chat model; accepted drafts are shown in colour.
 
     One message per line, typed or piped in. /help lists the commands; Ctrl-C ends an answer, Ctrl-D the conversation.
-    In each turn the model reads only what is new.
+    Each turn prefills only what is new.
     """
 
     model: Model = ""
@@ -292,13 +288,13 @@ class ChatOptions(OutputOptions, WriterOptions):
 class AuditOptions(OutputOptions, LongOptions, AnyTypeModelOptions):
     """Check that drafting changes nothing, on your own model or on any OpenAI-compatible server.
 
-    Of a model it compares greedy text with transformers' own generate, sampled text with plain sampling of the same
-    seeds, and a batch with each of its prompts alone. Exit status 1 if any text differs by more than rounding, or a
-    drafter never drafted. Drafts have fixed lengths unless --paced is given, so that they are made although they may
-    not pay. Unless some are named, all are audited that need no small model or head, or the given one.
+    For a model, compare greedy output with transformers' generate, sampled output with plain sampling of the same
+    seeds, and a batch with each of its prompts alone. Exit with status 1 if any output differs by more than rounding,
+    or if a drafter never drafted. Drafts have fixed lengths unless --paced is given, so that they are made even if they
+    do not pay. By default, audit every drafter that needs no small model or head, or only the given one.
 
-    With --url it asks a server: each request with speculation, and again without, by --against or --against-fields, or
-    twice the same. Forerun's own server needs neither. Exit status 1 if an answer differs by more than rounding.
+    With --url, audit a server: send each request with speculation, and again without, by --against or --against-fields,
+    or twice unchanged. Forerun's server needs neither. Exit with status 1 if an answer differs by more than rounding.
     """
 
     url: Annotated[str | None, option(panel=_SERVER, help="The server to audit, such as http://127.0.0.1:8000.")] = None
@@ -346,10 +342,10 @@ class AuditOptions(OutputOptions, LongOptions, AnyTypeModelOptions):
             raise ValueError(f"--temperature is {self.temperature}; it must be above 0 (greedy is audited in any case)")
         self._check_whose()
         if self.url is None and self.model != "bundled" and not self.prompt and not self.prompt_file:
-            raise ValueError("give --prompt or --prompt-file: only the bundled model has prompts of its own")
+            raise ValueError("give --prompt or --prompt-file: only the bundled model comes with prompts")
 
     def _check_whose(self) -> None:
-        """Refuse options of a server without one, and of a model with one."""
+        """Refuse a server's options without ``--url``, and a model's options with it."""
         given = {each.name for each in fields(AuditOptions) if getattr(self, each.name) != each.default}
         wrong = given & OF_SERVERS if self.url is None else given - OF_SERVERS - OF_BOTH
         if wrong:
@@ -363,19 +359,19 @@ OF_SERVERS = frozenset(
         "strict", "out",
     }
 )  # fmt: skip
-"""Options of an audit that are for a server."""
+"""Options of a server's audit."""
 OF_BOTH = frozenset({"prompt", "prompt_file", "max_new_tokens", "seeds", "temperature", "api_key", "json", "debug"})
-"""Those that are for a model's audit, too."""
+"""Options of both kinds of audit."""
 
 
 @dataclass(frozen=True)
 class BenchOptions(OutputOptions, LongOptions, ModelOptions):
     """Compare drafters with transformers' greedy decoding and prompt lookup, on any model and your own prompts.
 
-    Contestants take turns in one process; medians count, and the spread of the rounds is shown. Plain Forerun (none) is
-    always among them, and every drafter's text is compared with its text. By default auto, trie and lookup. Writes
-    JSON, Markdown and, with matplotlib, a plot. Exit status 1 if a text differs although the model's passes are exact
-    to the bit.
+    Contestants take turns in one process; results are medians, with the spread of the rounds. Plain Forerun (none)
+    always takes part, and every drafter's output is compared with its output. The default drafters are auto, trie and
+    lookup. Writes JSON, Markdown and, with matplotlib, a plot. Exit status 1 if an output differs although the model's
+    passes are exact to the bit.
     """
 
     drafter: Drafters = None
@@ -396,9 +392,9 @@ class BenchOptions(OutputOptions, LongOptions, ModelOptions):
 class NeverSlowerOptions(OutputOptions, LongOptions, ModelOptions):
     """Measure whether a drafter is ever slower than plain decoding, over batches, contexts, temperatures and texts.
 
-    Each cell of the table is drawn several times, with other texts and other noise; --texts 1 reads long prompts once.
-    Exit status 1 if a median is under 0.97, a single draw under 0.93, or a median under 0.95 of the best other
-    drafter's. Plain decoding runs before and after each drafter; where the two differ the drafter runs again. Writes
+    Each cell of the table is measured several times, with other prompts and seeds; --texts 1 prefills long prompts
+    once. Exit status 1 if a median is under 0.97, a single draw under 0.93, or a median under 0.95 of the best other
+    drafter's. Plain decoding runs before and after each drafter; if the two differ, the drafter runs again. Writes
     JSON, Markdown and, with matplotlib, a plot.
     """
 
@@ -429,7 +425,7 @@ class NeverSlowerOptions(OutputOptions, LongOptions, ModelOptions):
     raw: Raw = False
     draws: Annotated[int, option(panel="Text", help="Of each cell.", min=1)] = 5
     texts: Annotated[
-        int | None, option(panel="Text", help="Prompts that the draws take in turn; default: each its own.", min=1)
+        int | None, option(panel="Text", help="Prompts that the draws share in turn; default: one each.", min=1)
     ] = None
     max_new_tokens: MaxNewTokens = 64
     out: Out = Path("runs/never-slower")
@@ -442,7 +438,7 @@ class NeverSlowerOptions(OutputOptions, LongOptions, ModelOptions):
 
 @dataclass(frozen=True)
 class DemoOptions(OutputOptions):
-    """Decode one prompt of each kind without drafts and with ``auto``: the same text, timed side by side."""
+    """Decode one prompt of each kind without drafts and with ``auto``: equal outputs, timed side by side."""
 
     kind: Annotated[
         list[DemoKind] | None, option("--kind", "-k", panel="Text", help="May be repeated. Default: all.")
@@ -453,16 +449,16 @@ class DemoOptions(OutputOptions):
     repeats: Annotated[int, option(panel="Text", help="Runs; the medians count.", min=1)] = 3
     warm: Annotated[
         bool,
-        option("--warm", panel="Text", help="Draft from earlier runs, too; else each starts with nothing learned."),
+        option("--warm", panel="Text", help="Draft from earlier runs, too; else each starts with an empty index."),
     ] = False
     color: Colour = None
 
 
 @dataclass(frozen=True)
 class CompileOptions(ModelOptions, DebugOptions):
-    """Compile now what the first text would wait for, for this processor and user.
+    """Compile now what the first request would wait for, for this processor and user.
 
-    For images and for machines that start often. The code is kept beside the package, or in NUMBA_CACHE_DIR if that is
-    set. For the bundled model, the default, that of float32 and of bfloat16 is compiled; a model of your own may need
-    more, and then it is compiled too.
+    Use it for container images, and for machines that start often. The code is stored next to the package, or in
+    NUMBA_CACHE_DIR if set. For the bundled model, the default, this compiles float32 and bfloat16; name your own model
+    if it needs other kernels.
     """

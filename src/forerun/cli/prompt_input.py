@@ -7,12 +7,7 @@ from pathlib import Path
 
 
 def read_prompt(file: str) -> str:
-    """The text in a file, or on stdin for ``-``, without its final line break.
-
-    Raises:
-        ValueError: if it is not UTF-8, or empty.
-        OSError: if it cannot be read.
-    """
+    """Read a file, or stdin for ``-``, without the final line break; raise ValueError if it is empty or not UTF-8."""
     data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     try:
         text = data.decode("utf-8")
@@ -25,11 +20,7 @@ def read_prompt(file: str) -> str:
 
 
 def check_text(text: str, name: str = "the prompt") -> str:
-    """The text, unchanged.
-
-    Raises:
-        ValueError: if it cannot be encoded, such as an argument with broken bytes.
-    """
+    """Return ``text``; raise a ValueError if it cannot be encoded, as an argument with broken bytes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -38,5 +29,5 @@ def check_text(text: str, name: str = "the prompt") -> str:
 
 
 def read_prompts(given: list[str] | None, files: list[str] | None) -> list[str]:
-    """Prompts given as text, then those in files."""
+    """Return the prompts given as arguments, then those in files."""
     return [*map(check_text, given or []), *(read_prompt(file) for file in files or [])]

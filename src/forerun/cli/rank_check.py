@@ -1,4 +1,4 @@
-"""Commands under torchrun: rank 0 runs the command, the other ranks hold their parts of the model and stay silent."""
+"""Commands under torchrun: rank 0 runs the command; the other ranks hold their parts of the model and print nothing."""
 
 from __future__ import annotations
 
@@ -16,20 +16,16 @@ if TYPE_CHECKING:
     from forerun.engine.engine import Engine
 
 MULTI_RANK_COMMANDS = ("chat", "generate", "serve")
-"""Commands that several processes run together."""
+"""Commands that several processes can run together."""
 
 
 def ranks() -> int:
-    """How many processes torchrun has started; 1 without it."""
+    """Return how many processes torchrun has started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 
 
 def check_shared(command: str | None) -> None:
-    """Refuse a command that would run in every process by itself.
-
-    Raises:
-        ValueError: naming those that are allowed.
-    """
+    """Raise a ValueError for a command that would run separately in every process."""
     if ranks() > 1 and command not in MULTI_RANK_COMMANDS:
         allowed = ", ".join(MULTI_RANK_COMMANDS)
         raise ValueError(f"{command} runs in one process, and there are {ranks()}; allowed are {allowed}")
@@ -37,7 +33,7 @@ def check_shared(command: str | None) -> None:
 
 @contextmanager
 def leading(engine: Engine) -> Iterator[None]:
-    """A context in which the other ranks follow this one, if there are any."""
+    """Let the other ranks, if any, follow this one within this context."""
     from forerun.tensor_parallel.ranks import Leader
 
     if isinstance(engine.target, Leader):
@@ -49,10 +45,9 @@ def leading(engine: Engine) -> Iterator[None]:
 
 
 def followed(build: Callable[[], Engine]) -> bool:
-    """Whether this is another rank than 0: then it followed rank 0 to the end. Ctrl-C is for rank 0 to handle.
+    """On ranks other than 0, follow rank 0 to the end and return True. Rank 0 handles Ctrl-C.
 
-    Args:
-        build: makes this rank's engine; what it drafts with does not matter.
+    ``build`` makes this rank's engine, with any drafter.
     """
     if ranks() == 1 or os.environ["RANK"] == "0":
         return False
@@ -65,21 +60,20 @@ def followed(build: Callable[[], Engine]) -> bool:
             assert isinstance(engine.target, Follower)
             for _ in engine.target.follow([]):
                 pass
-    except LeaderError:  # which rank 0 prints
+    except LeaderError:  # rank 0 prints it
         raise typer.Exit(USER_ERROR) from None
     _leave_ranks()
     return True
 
 
 def _leave_ranks() -> None:
-    """Leave the other processes, once the work is done.
+    """Leave the process group when the work is done.
 
-    A thread of gloo keeps the tensors of a message for a moment longer than the message takes, and aborts the process
-    if Python has ended by then. While this one waits for the others, its threads come to their end. One that was killed
-    meanwhile is no error any more.
+    A gloo thread holds a message's tensors slightly longer than the message, and aborts the process if Python has
+    exited. The barrier lets these threads finish; a rank killed meanwhile is no error.
     """
     import torch.distributed as dist
 
-    with suppress(RuntimeError):  # what torch.distributed raises for a lost peer
+    with suppress(RuntimeError):  # torch.distributed's error for a lost peer
         dist.barrier()
     dist.destroy_process_group()

@@ -29,11 +29,9 @@ SERVE_PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "pydantic_settings"
 
 
 def run(options: ServeOptions) -> None:
-    """Serve until a signal comes.
+    """Serve until a signal arrives.
 
-    Raises:
-        ValueError: for wrong settings, or if a package that a server needs is not installed.
-        OSError: if the port is busy.
+    Raises ValueError for wrong settings or a missing package, and OSError for a busy port.
     """
     missing = [name for name in SERVE_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
@@ -44,10 +42,10 @@ def run(options: ServeOptions) -> None:
     settings = read_settings(options.flags(), options.config)
     with server_log(settings.log_json):
         check_drafters([settings.drafter], settings)
-        settings.tenant_keys()  # a wrong one shows before the model is loaded
+        settings.tenant_keys()  # fail before the model is loaded
         check_files(settings.warm, settings.namespaces)
         if not settings.api_keys and not _loopback(settings.host):
-            log.warning("%s is open to other computers, and there are no API keys: anybody may use it", settings.host)
+            log.warning("%s is open to other computers, and there are no API keys: anyone may use it", settings.host)
         if settings.ray:
             _serve_replicas(settings)
             return
@@ -73,20 +71,20 @@ def _serve(settings: ServerSettings) -> None:
 
 def _serve_replicas(settings: ServerSettings) -> None:
     if ranks() > 1:
-        raise ValueError(f"--ray starts its own processes, and torchrun has started {ranks()}; do without one of them")
+        raise ValueError(f"--ray starts its own processes, and torchrun has started {ranks()}; drop one of them")
     if importlib.util.find_spec("ray") is None:
         raise ValueError(f"--ray needs Ray Serve; install it by: {install_command('ray')}")
     from forerun.replicas import cluster
     from forerun.server.http_server import bound_sockets
 
     cluster.check(settings)
-    for one in bound_sockets(settings.host, settings.port):  # before anything is started
+    for one in bound_sockets(settings.host, settings.port):  # fail before anything is started
         one.close()
     cluster.serve(settings, build_engine)
 
 
 def build_engine(settings: ServerSettings) -> Engine:
-    """The engine that settings describe."""
+    """Make the engine that the settings describe."""
     limit, key = settings.kv_store_limit, settings.kv_store_key
     return make_engine(
         settings,
@@ -109,10 +107,12 @@ def _serve_engine(engine: Engine, settings: ServerSettings, sockets: list[socket
     memory = _memory(engine, limits.memory)
     log.info("%s as %r: %s rows, %s", settings.model, settings.served_name, limits.rows, memory)
     if engine.tiers is not None and (settings.prefix_cache != 0 or settings.kv_store):
-        log.warning("texts that are not on the device as a whole share no beginnings: each reads its whole prompt")
+        log.warning(
+            "requests whose keys and values are not all on the device share no prefixes: each prefills its whole prompt"
+        )
     app = create_app(engine, settings, limits)
     server = DrainingServer(app, settings.drain, settings.connections, settings.page)
-    # uvicorn ends by itself, and then raises the signal again for the handlers that were there before
+    # uvicorn raises the signal again, for the earlier handler, after it has stopped
     previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
     try:
         with suppress(KeyboardInterrupt):
@@ -124,7 +124,7 @@ def _serve_engine(engine: Engine, settings: ServerSettings, sockets: list[socket
 
 
 def _memory(engine: Engine, device: int) -> str:
-    """The memory for keys and values, in words."""
+    """Describe the memory for keys and values."""
     if engine.tiers is None:
         return f"{_size(device)} for keys and values"
     memory = engine.tiers.memory

@@ -1,4 +1,4 @@
-"""Options of ``forerun serve``. What is not given is looked up in the environment and in the settings file."""
+"""Options of ``forerun serve``. The environment and the settings file supply those not given."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from forerun.cli.options import (
 _WHO, _MUCH, _INDEX = "Where and for whom", "How much", "What is learned"
 _SIZE = "in bytes, or such as 4GiB."
 REPEATED = {"api_key": "api_keys", "allowed_host": "allowed_hosts", "cors_origin": "cors_origins"}
-"""Settings that are lists, by the flag that gives one entry."""
+"""Settings that are lists, by the flag that adds one entry."""
 
 
 @dataclass(frozen=True)
 class ServeOptions(DebugOptions):
     """Serve a model to many clients at once, as OpenAI's API does: completions, chat, metrics.
 
-    Each text is the one that its request would get alone. Every option may be set by FORERUN_NAME in the environment or
-    by name in a TOML file; flags come first, then the environment. Lists are api_keys, allowed_hosts and cors_origins
-    there. See docs/serving.md.
+    Each request gets the output that it would get alone. Every option may be set as FORERUN_NAME in the environment or
+    by name in a TOML file; flags come first, then the environment. There, the lists are api_keys, allowed_hosts and
+    cors_origins. See docs/serving.md.
     """
 
     config: Annotated[
@@ -67,9 +67,9 @@ class ServeOptions(DebugOptions):
     cors_origin: Annotated[
         list[str] | None, option(panel=_WHO, help="A web page's origin that may ask; may be repeated, * is any.")
     ] = None
-    rows: Annotated[int | None, option(panel=_MUCH, help="Texts decoded at once.", min=1)] = None
-    waiting: Annotated[int | None, option(panel=_MUCH, help="Texts that may wait.", min=0)] = None
-    step: Annotated[int | None, option(panel=_MUCH, help="Tokens of prompts read in a step.", min=1)] = None
+    rows: Annotated[int | None, option(panel=_MUCH, help="Requests decoded at once.", min=1)] = None
+    waiting: Annotated[int | None, option(panel=_MUCH, help="Requests that may wait.", min=0)] = None
+    step: Annotated[int | None, option(panel=_MUCH, help="Prompt tokens prefilled per step.", min=1)] = None
     kv_memory: Annotated[
         str | None, option(panel=_MUCH, help=f"For keys and values: half of what is free, or {_SIZE}")
     ] = None
@@ -127,7 +127,7 @@ class ServeOptions(DebugOptions):
     replicas: Annotated[int | None, option(panel=_WHO, help="With --ray: how many.", min=1)] = None
 
     def flags(self) -> dict[str, Any]:
-        """The settings that were given, by their names there."""
+        """Return the given settings, by their names in ``ServerSettings``."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         for flag, name in REPEATED.items():
             values[name] = values.pop(flag) or None

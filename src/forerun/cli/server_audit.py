@@ -1,4 +1,4 @@
-"""``forerun audit --url``: compares a server's answers with speculation to those without."""
+"""``forerun audit --url``: compare a server's answers with and without speculation."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from forerun.cli.prompt_input import read_prompts
 from forerun.cli.terminal import progress_bar, show_report, stderr
 
 NO_DRAFTS: Json = {"forerun": {"drafter": "none"}}
-"""The field by which Forerun's server answers without drafts."""
+"""The field that makes Forerun's server answer without drafts."""
 
 
 def run(options: AuditOptions) -> None:
-    """Run the audit; exit status 1 if an answer differs by more than rounding, or nothing could be compared."""
+    """Run the audit; exit with status 1 if an answer differs by more than rounding, or nothing could be compared."""
     cases = _plan(options).cases()
     audited, reference = _variants(options)
     with progress_bar(stderr(), "auditing") as progress:
@@ -42,7 +42,6 @@ def _plan(options: AuditOptions) -> CasePlan:
 
 
 def _variants(options: AuditOptions) -> tuple[Variant, Variant]:
-    """The audited server and its reference."""
     assert options.url is not None
     endpoint = Endpoint(options.url, options.api_key)
     model = _model(endpoint, options.name)
@@ -57,11 +56,7 @@ def _variants(options: AuditOptions) -> tuple[Variant, Variant]:
 
 
 def _model(endpoint: Endpoint, name: str | None) -> Json:
-    """The model of this name, or the first one, as the server lists it; a name is enough where nothing is listed.
-
-    Raises:
-        ValueError: if there is neither.
-    """
+    """Return the model called ``name``, or the first that the server lists; raise ValueError if there is neither."""
     try:
         models = endpoint.models()
     except ValueError:

@@ -1,4 +1,4 @@
-"""``forerun bench never-slower``: whether a drafter is ever slower than plain decoding, on the user's own model."""
+"""``forerun bench never-slower``: check on the user's model whether a drafter is ever slower than plain decoding."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BATCHES, CONTEXTS, TEMPERATURES = (1, 4, 16), (100, 2_000), (0.0, 0.8, 1.0)
 
 
 def run(options: NeverSlowerOptions) -> None:
-    """Measure, print the table, write JSON, Markdown and a plot; exit status 1 if the promise is broken."""
+    """Measure, print the table, and write JSON, Markdown and a plot; exit with status 1 if the promise is broken."""
     if options.drafter == UNDRAFTED:
         raise ValueError(f"drafter is {UNDRAFTED}; name another one, which is compared with it")
     named = [options.drafter, *(options.against or ())]
@@ -84,7 +84,7 @@ def _material(options: NeverSlowerOptions, tokenizer: PreTrainedTokenizerBase, v
 def _left_out(
     options: NeverSlowerOptions, wanted: list[TableCell], material: Material, limit: int | None
 ) -> dict[str, str]:
-    """Cells that cannot be measured, with the reason."""
+    """Return the cells that cannot be measured, with the reason."""
     longest = max(map(len, material.tasks))
     reasons = {}
     for cell in wanted:
@@ -97,5 +97,4 @@ def _left_out(
 
 
 def _builder(name: str, settings: LongContextConfig) -> Callable[[Setup], Level]:
-    """What builds a drafter of this name with these settings."""
     return lambda setup: build(name, replace(setup, settings=settings))

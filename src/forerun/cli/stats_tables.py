@@ -14,13 +14,9 @@ BAR_WIDTH = 28
 
 
 def stats_table(request: Request, drafter: str, exactness: str, loading: float) -> RenderableType:
-    """A request's times, and the tokens of its steps.
+    """Tabulate a finished or interrupted request's times and the tokens of its steps.
 
-    Args:
-        request: has ended, or was interrupted.
-        drafter: its name.
-        exactness: how exact the model's passes are.
-        loading: seconds until the engine was ready: the model was loaded and tested.
+    ``loading``: seconds until the engine was loaded and tested.
     """
     stats = request.stats
     table = Table(
@@ -53,7 +49,7 @@ def _rows(stats: Stats, seed: int | None) -> list[tuple[str, str]]:
 
 
 def levels(stats: Stats) -> Table:
-    """One line per verifying level: the target, then the levels over cheaper caches inside its drafter."""
+    """Tabulate the verifying levels: the target, then those over cheaper caches inside its drafter."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("level", "passes", "drafted", "accepted", "tokens a pass", "its passes", "its drafts"):
         table.add_column(name, justify="left" if name == "level" else "right")
@@ -68,7 +64,7 @@ def levels(stats: Stats) -> Table:
 
 
 def histogram(stats: Stats) -> Table:
-    """How many steps gave 1, 2, ... tokens."""
+    """Tabulate how many steps added 1, 2, ... tokens."""
     table = Table(box=None, pad_edge=False, show_header=False, title="tokens per step", title_style="dim")
     table.add_column(justify="right")
     table.add_column(width=BAR_WIDTH)
@@ -80,11 +76,11 @@ def histogram(stats: Stats) -> Table:
 
 
 def bar(share: float) -> Text:
-    """A bar of up to ``BAR_WIDTH`` cells, in eighths."""
+    """Draw a bar of up to ``BAR_WIDTH`` cells, in eighths."""
     eighths = max(1, round(share * BAR_WIDTH * 8))
     return Text("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip(), style="green")
 
 
 def seconds(value: float) -> str:
-    """A readable time: in milliseconds below one second."""
+    """Format seconds; in milliseconds below one second."""
     return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"

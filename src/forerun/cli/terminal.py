@@ -27,13 +27,13 @@ from rich.progress import (
 from rich.style import Style
 
 PATIENCE = 0.5
-"""Seconds before long work shows that it is running: a command that is silent for longer seems to hang."""
+"""Seconds before long work shows progress: longer silence looks like a hang."""
 
 BAR = 20
-"""Columns of the bar beside a line of text, so that both fit into 80."""
+"""Columns of the bar, so that it and its label fit into 80."""
 
 FILE_WIDTH = 200
-"""Columns of tables in a file or a pipe, where there is no terminal to ask: no cell is cut off."""
+"""Columns of tables in a file or a pipe: no cell is cut off."""
 
 DRAFTED = Style(color="green", bold=True)
 """Style of accepted drafts."""
@@ -42,7 +42,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def stdout(colour: bool | None = None) -> Console:
-    """The console for results; by default coloured in a terminal unless ``NO_COLOR`` is set."""
+    """Return the console for results; by default coloured in a terminal unless ``NO_COLOR`` is set."""
     no_colour = bool(os.environ.get("NO_COLOR")) if colour is None else not colour
     console = Console(force_terminal=colour, no_color=no_colour, highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
@@ -51,7 +51,7 @@ def stdout(colour: bool | None = None) -> Console:
 
 
 def stderr() -> Console:
-    """The console for progress and statistics."""
+    """Return the console for progress and statistics."""
     return Console(stderr=True, highlight=False)
 
 
@@ -61,7 +61,7 @@ def say(line: str) -> None:
 
 
 def show_report(report: str | dict[str, Any], written: Iterable[Path]) -> None:
-    """Print a report, Markdown or values as one JSON object; after Markdown, on stderr, the files with all of it."""
+    """Print a report, as Markdown or one JSON object; after Markdown, list the files on stderr."""
     if isinstance(report, dict):
         typer.echo(json.dumps(report))
     else:
@@ -70,12 +70,12 @@ def show_report(report: str | dict[str, Any], written: Iterable[Path]) -> None:
 
 
 def printable(text: str) -> str:
-    """Generated text made safe for a terminal: no control characters that move the cursor or rename the window."""
+    """Replace control characters that could move the cursor or rename the window."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 class TextWriter:
-    """Writes generated text to stdout without delay: unchanged into a pipe, with coloured drafts in a terminal."""
+    """A writer of generated text to stdout without delay: unchanged into a pipe, coloured in a terminal."""
 
     def __init__(self, colour: bool | None) -> None:
         console = stdout(colour)
@@ -85,7 +85,6 @@ class TextWriter:
         self._ended = True
 
     def write(self, text: str, drafted: bool) -> None:
-        """Write a piece of text."""
         self._ended = text.endswith("\n")  # before writing, as Ctrl-C may interrupt that
         if not self._plain:
             style = self._style if drafted else Style.null()
@@ -95,7 +94,6 @@ class TextWriter:
         sys.stdout.flush()
 
     def end(self) -> None:
-        """End the current line, if there is one."""
         if not self._ended:
             sys.stdout.write("\n")
         sys.stdout.flush()
@@ -103,8 +101,10 @@ class TextWriter:
 
 @contextmanager
 def working(console: Console, what: str) -> Iterator[Callable[..., None]]:
-    """A context with a bar in a terminal, once its work takes longer than ``PATIENCE``; call its value with work done,
-    work to do if that is known, and what is done now if that is not ``what``."""
+    """Show a bar in a terminal while work runs for longer than ``PATIENCE``.
+
+    Yields a function of work done, work to do if known, and what is done now.
+    """
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(BAR), TimeElapsedColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     task = bar.add_task(what, total=None)
@@ -126,7 +126,7 @@ def working(console: Console, what: str) -> Iterator[Callable[..., None]]:
 
 @contextmanager
 def progress_bar(console: Console, title: str) -> Iterator[Callable[..., None]]:
-    """A context with a progress bar, in a terminal; call its value with work done and to do, and what is done now."""
+    """Show a progress bar in a terminal; yield a function of work done, work to do, and what is done now."""
     now = TextColumn("{task.fields[now]}", style="dim")
     columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), now)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -136,15 +136,15 @@ def progress_bar(console: Console, title: str) -> Iterator[Callable[..., None]]:
 
 @contextmanager
 def preparing(what: str) -> Iterator[None]:
-    """A context that shows this work in a terminal, and the kernels that it compiles."""
-    from forerun.core.compile_notice import MESSAGE, counted_functions  # loads numba, which help does without
+    """Show this work, and the kernels that it compiles, in a terminal."""
+    from forerun.core.compile_notice import MESSAGE, counted_functions  # loads numba, which help must not
 
     with working(stderr(), what) as show, counted_functions(lambda functions: show(functions, now=MESSAGE)):
         yield
 
 
 class PrefillBar:
-    """A progress bar for reading a long prompt; call it with tokens done and to do, then ``close`` it."""
+    """A progress bar for a long prefill; call it with tokens done and to do, then ``close`` it."""
 
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -153,12 +153,10 @@ class PrefillBar:
         self._begin = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
-        """Show the progress, once ``PATIENCE`` is over."""
         if time.monotonic() - self._begin > PATIENCE:
             self._bar.start()
             self._bar.update(self._task, completed=done, total=total)
 
     def close(self) -> None:
-        """Remove the bar, if it was shown."""
         if self._bar.live.is_started:
             self._bar.stop()

@@ -1,1 +1,1 @@
-"""Forerun's index in other engines. Nothing here imports torch or transformers, whose versions the engines pin."""
+"""Forerun's trie in other engines. Nothing here imports torch or transformers: the engines pin their versions."""

@@ -17,26 +17,20 @@ from forerun.trie.trie import Draft, Trie, TrieConfig
 from forerun.trie.trie_store import TrieStore
 
 TREE_NODES_PER_TOKEN = 2
-"""Size of the tree for each token of its best branch. More changed nothing in replays."""
+"""Tree nodes per token of the drafted branch. Larger trees changed nothing in replays."""
 PRIVATE_NAMESPACE_BYTES = 1 << 16
-"""Capacity of a namespace with one request, whose own text has an index of its own anyway."""
+"""Capacity of a private namespace: its only request is indexed separately anyway."""
 NO_DRAFT = Draft.allocate(0)
 
 
 @dataclass(frozen=True)
 class TrieFile:
-    """The file that an index is saved to.
-
-    Attributes:
-        path: the file is replaced as a whole or not at all.
-        vocabulary: a name for what the token ids mean.
-    """
+    """The file that a trie is saved to, atomically; ``vocabulary`` names what the token ids mean."""
 
     path: Path
     vocabulary: str
 
     def save(self, store: TrieStore, /) -> None:
-        """Write all of it."""
         store.save(self.path, self.vocabulary)
 
     def close(self) -> None:
@@ -44,15 +38,10 @@ class TrieFile:
 
 
 class BranchDrafter:
-    """An index that learns an engine's texts and drafts their continuations.
+    """A trie that indexes an engine's requests and drafts their continuations.
 
-    Args:
-        settings: see ``DraftSettings``.
-        saves: whether this process writes the trie file.
-
-    Raises:
-        ValueError: if the trie file is damaged or of another vocabulary.
-        OSError: if it cannot be read.
+    ``saves``: whether this process writes the trie file. Raises ValueError if that is damaged or has another
+    vocabulary, and OSError if it cannot be read.
     """
 
     def __init__(self, settings: DraftSettings, saves: bool = True) -> None:
@@ -72,20 +61,12 @@ class BranchDrafter:
         if settings.trie is not None and settings.save_seconds and saves:
             keeper = AutoSaver(self.trie, TrieFile(settings.trie, settings.vocabulary), settings.save_seconds)
             keeper.start()
-            self._saving = weakref.finalize(self, keeper.close)  # at the interpreter's end too
+            self._saving = weakref.finalize(self, keeper.close)  # also at interpreter exit
 
     def step(self, rows: Sequence[RowText], lengths: Sequence[int]) -> list[list[int]]:
-        """Learn the new tokens, and draft the next ones.
+        """Index the new tokens and draft the next ones, at most ``lengths``; return token ids by row.
 
-        Args:
-            rows: all rows of the step.
-            lengths: the longest draft for each.
-
-        Returns:
-            Token ids by row.
-
-        Raises:
-            ValueError: see ``FollowedTexts.follow``.
+        Raises the errors of ``FollowedTexts.follow``.
         """
         trees = self.trees(rows, [TREE_NODES_PER_TOKEN * length for length in lengths], lengths)
         return [best_branch(tree, self.settings.least_probability) for tree in trees]
@@ -97,19 +78,15 @@ class BranchDrafter:
         depths: Sequence[int],
         recycled: Sequence[RecycledRows] = (),
     ) -> list[Draft]:
-        """Learn the new tokens, and draft trees of what may follow.
+        """Index the new tokens and draft a tree per row, with the errors of ``FollowedTexts.follow``.
 
         Args:
             rows: all rows of the step.
             nodes, depths: limits of each tree.
-            recycled: by row of the last step, the best tokens of the logits that the engine worked out in it; none, or
-                one for each row.
+            recycled: by row of the last step, the top tokens of its logits; empty, or one entry per row.
 
         Returns:
-            By row, nodes likeliest first, and none likelier than its parent; none for a row without a new token.
-
-        Raises:
-            ValueError: see ``FollowedTexts.follow``.
+            By row, nodes in order of probability, parents before children; empty for a row without a new token.
         """
         before, self._requests = self._requests, self.texts.follow(rows)
         for request, scored in zip(before, recycled, strict=bool(recycled)):
@@ -121,23 +98,21 @@ class BranchDrafter:
         ]
 
     def close(self) -> None:
-        """End all requests, and save what is new."""
+        """End all requests and save the trie."""
         self.texts.end()
         if self._saving is not None:
             self._saving()
 
 
 def likely(draft: Draft, least: float) -> Draft:
-    """The nodes with a probability of ``least`` or more, of nodes likeliest first."""
+    """Keep the nodes with a probability of at least ``least``; ``draft`` is in order of probability."""
     return draft.cut(int(np.count_nonzero(draft.probability >= least)))
 
 
 def best_branch(draft: Draft, least: float) -> list[int]:
-    """The branch with the most expected accepted tokens, up to where they become too unlikely.
+    """Return the branch with the most expected accepted tokens, of nodes with a probability of at least ``least``.
 
-    Args:
-        draft: nodes of a tree, parents first; none is likelier than its parent.
-        least: the lowest probability of a drafted node.
+    ``draft`` has parents first; no node is likelier than its parent.
     """
     draft = likely(draft, least)
     expected, parents = draft.probability.tolist(), draft.parents.tolist()

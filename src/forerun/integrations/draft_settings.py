@@ -11,20 +11,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """What drafts are learned from, who shares them, and how likely a token must be.
+    """What drafts are drawn from, who shares them, and how likely a token must be; wrong values raise ValueError.
 
     Attributes:
-        namespace: whose outputs are drafted from and added to, as the trie file names it.
-        share: whether requests are drafted from each other's outputs. Without it, each is drafted from its own text.
-        trie: a file to start from, if it exists, and to save to; None keeps nothing.
-        save_seconds: from a change to its save; 0 only reads the file.
-        vocabulary: a name for what the token ids mean. A file saved under another name is refused; an empty one, on
-            either side, fits any.
-        capacity: bytes for the shared outputs; when they are full, the oldest are dropped.
-        least_probability: of the last drafted token, as the index estimates it from the whole text before.
-
-    Raises:
-        ValueError: for a value that is not allowed.
+        namespace: the outputs to draft from and add to, by their name in the trie file.
+        share: whether requests draft from each other's outputs. Without it, each drafts from its own tokens only.
+        trie: a file to load, if it exists, and to save to; None saves nothing.
+        save_seconds: delay from a change to its save; 0 only reads the file.
+        vocabulary: a name for what the token ids mean. A file saved under another name is refused; an empty name, on
+            either side, matches any.
+        capacity: bytes for shared outputs; when full, the oldest are dropped.
+        least_probability: minimum estimated probability that the last drafted token is accepted.
     """
 
     namespace: str = ""
@@ -59,10 +56,9 @@ class DraftSettings:
 
     @classmethod
     def from_values(cls, values: object, **defaults: Any) -> DraftSettings:
-        """From a user's values, such as an object of JSON.
+        """Make settings from a user's values, such as a JSON object.
 
-        Raises:
-            ValueError: for anything but an object, an unknown name, or a value that is not allowed.
+        Raises ValueError for anything but an object, an unknown name, or a value that is not allowed.
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"Forerun's settings are {values!r}; allowed: an object of names and values")
@@ -74,7 +70,7 @@ class DraftSettings:
 
 
 def checked_length(name: str, length: object) -> int:
-    """The length of drafts, in tokens; a ValueError if it is not 1 to 1024."""
+    """Return the draft length in tokens; raise a ValueError if it is not 1 to 1024."""
     if not isinstance(length, int) or not 1 <= length <= 1024:
         raise ValueError(f"{name} is {length!r}; allowed: 1 to 1024")
     return length

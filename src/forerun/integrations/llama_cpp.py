@@ -1,7 +1,7 @@
-"""Forerun's index as a draft model of llama-cpp-python: ``Llama(path, draft_model=ForerunDraft())``.
+"""Forerun's trie as a draft model of llama-cpp-python: ``Llama(path, draft_model=ForerunDraft())``.
 
-Written to the sources of llama-cpp-python 0.3.36: ``Llama.generate`` calls the draft model once a step with the whole
-text, accepts the drafted tokens that it samples itself, and adds one.
+Written against llama-cpp-python 0.3.36: ``Llama.generate`` calls the draft model once per step with the whole sequence,
+accepts the drafted tokens that it samples itself, and adds one.
 """
 
 from __future__ import annotations
@@ -20,18 +20,11 @@ Tokens = npt.NDArray[np.intc]
 
 
 class ForerunDraft(LlamaDraftModel):  # type: ignore[misc]  # the engine may be missing where types are checked
-    """Drafts the best branch for one text, and learns from it.
+    """A draft model that proposes the trie's best branch and indexes one sequence at a time.
 
-    A text continues the last one if it is that text, some of the last draft, and one token. Any other text is a new
-    request: all but its last token is its prompt, which is private to it.
-
-    Args:
-        draft_tokens: length of a draft.
-        settings: see ``DraftSettings``.
-
-    Raises:
-        ValueError: for wrong settings, or a trie file that does not fit.
-        OSError: if the trie file cannot be read.
+    A sequence that is the last one, part of its draft, and one token continues that request. Any other sequence is a
+    new request: all but its last token is its prompt, which stays private to it. ``settings`` are those of
+    ``DraftSettings``; errors are those of ``BranchDrafter``.
     """
 
     def __init__(self, draft_tokens: int = 10, **settings: Any) -> None:
@@ -40,17 +33,10 @@ class ForerunDraft(LlamaDraftModel):  # type: ignore[misc]  # the engine may be 
         self._text = self._draft = np.empty(0, np.intc)
 
     def __call__(self, input_ids: Tokens, /, **kwargs: Any) -> Tokens:
-        """Draft the next tokens.
+        """Draft up to ``draft_tokens`` token ids, intc.
 
-        Args:
-            input_ids: the text, intc ``[n]``, its newest token included.
-            kwargs: not read.
-
-        Returns:
-            Up to ``draft_tokens`` token ids, intc.
-
-        Raises:
-            ValueError: if a token is not in [0, 2**31); nothing is learned then.
+        ``input_ids`` is the sequence, intc ``[n]``, including its newest token. Raises ValueError, and indexes nothing,
+        if a token is not in [0, 2**31).
         """
         text = np.array(input_ids, np.intc)
         if not len(text):
@@ -61,11 +47,11 @@ class ForerunDraft(LlamaDraftModel):  # type: ignore[misc]  # the engine may be 
         return draft
 
     def close(self) -> None:
-        """Save what is new; it is done at the interpreter's end too."""
+        """Save the trie. This also happens at interpreter exit."""
         self._drafter.close()
 
     def _new(self, text: Tokens) -> int:
-        """Tokens at the end of a text that came since the last one; 1 for a new request."""
+        """Count the new tokens since the last call; 1 for a new request."""
         new = len(text) - len(self._text)
         if not 1 <= new <= len(self._draft) + 1:
             return 1

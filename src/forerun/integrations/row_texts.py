@@ -1,8 +1,8 @@
-"""The texts of another engine's rows, step by step. Requests are recognised by their texts alone.
+"""The sequences in another engine's rows, step by step. Requests are recognised by their tokens alone.
 
-Engines reuse their rows: a row may hold another request at the next step, requests move between rows, and their names
-may be unknown. So a row continues a request only if its text is, token for token, that request's text and then the new
-tokens. Two requests with the same text are interchangeable.
+Engines reuse rows: between steps, a row may be given another request, requests move between rows, and request ids may
+be unknown. So a row continues a request only if its tokens are exactly that request's tokens followed by the new ones.
+Two requests with equal tokens are interchangeable.
 """
 
 from __future__ import annotations
@@ -20,34 +20,27 @@ from forerun.trie.trie import Trie
 from forerun.trie.trie_store import checked
 
 INITIAL_TOKENS = 256
-"""Room beyond the prompt when a request begins; it grows with the text."""
+"""Room after the prompt when a request begins; it grows."""
 
 
 @dataclass(frozen=True)
 class RowText:
-    """A row at a step.
-
-    Attributes:
-        text: token ids ``[n]``, its new tokens included.
-        new: tokens at its end that came since the last step; 0 while its prompt is still being read.
-    """
+    """A row at one step: token ids ``[n]``, of which the last ``new`` were added since the last step (0 in prefill)."""
 
     text: npt.NDArray[np.integer[Any]]
     new: int
 
     @property
     def known(self) -> npt.NDArray[np.integer[Any]]:
-        """The text before its new tokens."""
         return self.text[: len(self.text) - self.new]
 
     @property
     def added(self) -> IntArray:
-        """Its new tokens, int64 ``[new]``."""
         return self.text[len(self.text) - self.new :].astype(np.int64)
 
 
 class _FollowedRequest:
-    """A running request and its text."""
+    """A running request and its tokens."""
 
     def __init__(self, number: int, text: npt.NDArray[np.integer[Any]]) -> None:
         self.number, self._length = number, len(text)
@@ -55,11 +48,9 @@ class _FollowedRequest:
         self._tokens[: len(text)] = text
 
     def has_text(self, text: npt.NDArray[np.integer[Any]]) -> bool:
-        """Whether ``text`` is the whole text so far."""
         return self._length == len(text) and np.array_equal(self._tokens[: self._length], text)
 
     def extend(self, tokens: IntArray) -> None:
-        """Append new tokens."""
         end = self._length + len(tokens)
         if end > len(self._tokens):
             self._tokens = np.concatenate([self._tokens[: self._length], np.empty(end, np.int32)])
@@ -68,12 +59,9 @@ class _FollowedRequest:
 
 
 class FollowedTexts:
-    """Lets a trie learn the rows of an engine. A request that is missing at a step has ended.
+    """An engine's rows, indexed in a trie. A request that is missing at a step has ended.
 
-    Args:
-        trie: that learns.
-        namespace: of the outputs.
-        share: whether requests share it, or have one each, which is dropped some time after the end.
+    Requests ``share`` the namespace, or have private ones, dropped some time after their end.
     """
 
     def __init__(self, trie: Trie, namespace: str, share: bool = True) -> None:
@@ -82,20 +70,13 @@ class FollowedTexts:
         self._begun = 0
 
     def __len__(self) -> int:
-        """The number of running requests."""
         return sum(request is not None for request in self._requests)
 
     def follow(self, rows: Sequence[RowText]) -> list[int | None]:
-        """Learn the new tokens.
+        """Index the new tokens of all rows of a step; return each row's request in the trie.
 
-        Args:
-            rows: all rows of the step.
-
-        Returns:
-            By row, the number of its request in the trie; None for a row without a new token whose request is unknown.
-
-        Raises:
-            ValueError: if a token is not in [0, 2**31); nothing is learned then.
+        That is None for a row without a new token whose request is unknown. Raises ValueError, and indexes nothing, if
+        a token is not in [0, 2**31).
         """
         requests = self._continued(rows)
         for request, row in zip(requests, rows, strict=True):
@@ -111,11 +92,10 @@ class FollowedTexts:
         return [None if request is None else request.number for request in self._requests]
 
     def end(self) -> None:
-        """End all requests."""
         self.follow([])
 
     def _continued(self, rows: Sequence[RowText]) -> list[_FollowedRequest | None]:
-        """The request that each row continues. A row is first compared with the same row at the last step."""
+        """Find the request that each row continues. The request in the same row at the last step is tried first."""
         left = {place: request for place, request in enumerate(self._requests) if request is not None}
         continued: list[_FollowedRequest | None] = [None] * len(rows)
         for place, row in enumerate(rows):

@@ -1,8 +1,8 @@
 """Forerun's trie as a speculative algorithm of SGLang: ``--speculative-algorithm FORERUN``.
 
-Written to the sources of SGLang 0.5.23. SGLang calls ``register`` in each of its processes, through the entry point
-group ``sglang.srt.plugins``. The algorithm is its ``NGRAM`` with another source of drafts, so wherever SGLang asks
-which algorithm it has, this one answers as ``NGRAM`` does.
+Written against SGLang 0.5.23, which calls ``register`` in each of its processes through the entry point group
+``sglang.srt.plugins``. The algorithm is SGLang's ``NGRAM`` with other drafts, so it answers as ``NGRAM`` wherever
+SGLang checks which algorithm runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ALGORITHM_NAME = "FORERUN"
 
 
 class ForerunAlgorithm(CustomSpecAlgo):  # type: ignore[misc]  # the engine may be missing where types are checked
-    """Answers as ``NGRAM`` does, also to the three questions that ``CustomSpecAlgo`` of 0.5.23 cannot answer."""
+    """``NGRAM`` with other drafts: it answers as ``NGRAM``, also where ``CustomSpecAlgo`` of 0.5.23 cannot."""
 
     def is_ngram(self) -> bool:
         return True
@@ -25,15 +25,12 @@ class ForerunAlgorithm(CustomSpecAlgo):  # type: ignore[misc]  # the engine may 
         return bool(SpeculativeAlgorithm.NGRAM.has_draft_kv())
 
     def need_topk(self) -> bool:
-        """Whether drafting keeps the draft model's best tokens."""
         return bool(SpeculativeAlgorithm.NGRAM.need_topk())
 
     def carries_draft_hidden_states(self) -> bool:
-        """Whether a prefill server sends hidden states to a decoding one."""
         return bool(SpeculativeAlgorithm.NGRAM.carries_draft_hidden_states())
 
     def create_future_map(self, *args: Any, **kwargs: Any) -> Any:
-        """Where the overlapped scheduler keeps a step's tokens until the next one."""
         return SpeculativeAlgorithm.NGRAM.create_future_map(*args, **kwargs)
 
     def handle_server_args(self, server_args: Any) -> None:
@@ -41,7 +38,7 @@ class ForerunAlgorithm(CustomSpecAlgo):  # type: ignore[misc]  # the engine may 
 
 
 def register() -> None:
-    """Make the algorithm known to SGLang. The worker, which imports most of SGLang, is imported where it runs."""
+    """Register the algorithm with SGLang. The worker, which imports most of SGLang, is imported where it runs."""
     SpeculativeAlgorithm.register(ALGORITHM_NAME, supports_overlap=True, spec_class=ForerunAlgorithm)(_worker)
 
 

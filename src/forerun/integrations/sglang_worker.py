@@ -1,7 +1,7 @@
-"""Drafts trees for SGLang's ``NGRAMWorker``, which verifies them, and learns from its texts and logits.
+"""Draft trees for SGLang's ``NGRAMWorker``, which verifies them; requests and logits are indexed.
 
-Written to the sources of SGLang 0.5.23. ``_prepare_draft_tokens`` hands over the tokens and the ancestor mask of each
-row's tree. Positions and the links that verification walks are worked out from the mask by SGLang's own kernel.
+Written against SGLang 0.5.23. ``_prepare_draft_tokens`` returns the tokens and the ancestor mask of each row's tree.
+SGLang's kernel derives positions and the links for verification from the mask.
 """
 
 from __future__ import annotations
@@ -28,15 +28,12 @@ SETTINGS_VARIABLE = "FORERUN_SGLANG"
 
 
 class ForerunWorker(NGRAMWorker):  # type: ignore[misc]  # the engine may be missing where types are checked
-    """Drafts the likeliest tree of ``speculative_num_draft_tokens`` nodes for each row, and learns from all rows.
+    """A worker that drafts the likeliest tree per row, and indexes all rows.
 
-    A row is recognised by its text (see ``FollowedTexts``). Prompts stay private to their request; outputs, and the
-    best tokens of the logits at the nodes of each tree, are shared by all requests unless ``share`` is false. With
-    tensor parallelism no logits are kept: ranks must draft alike, and may order equal logits differently.
-
-    Raises:
-        ValueError: for wrong settings, a trie file that does not fit, or pipeline parallelism.
-        OSError: if the trie file cannot be read.
+    Trees have ``speculative_num_draft_tokens`` nodes. Rows are recognised by their tokens (see ``FollowedTexts``).
+    Prompts stay private to their request. All requests share outputs, and the top tokens at each tree node, unless
+    ``share`` is false. With tensor parallelism no logits are kept: ranks must draft alike, but may order equal logits
+    differently. Raises ValueError for pipeline parallelism, and the errors of ``BranchDrafter``.
     """
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
@@ -53,7 +50,7 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]  # the engine may be mis
         self._best: Any = None
 
     def forward_batch_generation(self, batch: Any, on_publish: Any = None, pp_proxy_tensors: Any = None) -> Any:
-        """Run a step. After one that verifies, keep the best tokens at each node, on the device until the next step."""
+        """Run a step. If it verified drafts, keep each node's top tokens on the device until the next step."""
         verifies = batch.forward_mode.is_decode()
         result = super().forward_batch_generation(batch, on_publish, pp_proxy_tensors)
         if verifies and self._keeps_logits:
@@ -61,15 +58,11 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]  # the engine may be mis
         return result
 
     def close(self) -> None:
-        """Save what is new. SGLang does not call it; it is done at the interpreter's end too."""
+        """Save the trie. SGLang does not call this; it also happens at interpreter exit."""
         self._drafter.close()
 
     def _prepare_draft_tokens(self, batch: Any) -> tuple[IntArray, BoolArray]:
-        """Draft a tree for each row.
-
-        Returns:
-            Token ids ``[rows * nodes]`` and ancestor masks ``[rows * nodes * nodes]``, as ``NGRAMWorker`` takes them.
-        """
+        """Draft a tree for each row: token ids ``[rows * nodes]``, ancestor masks ``[rows * nodes * nodes]``."""
         texts = self._texts(batch)
         lengths = {request.rid: len(text) for request, text in zip(batch.reqs, texts, strict=True)}
         rows = [RowText(text, self._new(rid, len(text))) for rid, text in zip(lengths, texts, strict=True)]
@@ -87,8 +80,10 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]  # the engine may be mis
         """Leave SGLang's own corpus empty."""
 
     def _texts(self, batch: Any) -> list[IntArray]:
-        """The rows' tokens. With overlapped scheduling, those of the last step are not in the requests yet. Prompts are
-        lists, which take milliseconds to convert, so each is converted once."""
+        """Return each row's tokens, including the last step's, which the requests lack with overlapped scheduling.
+
+        Prompts are lists, which cost milliseconds to convert, so each is converted once.
+        """
         came: list[Sequence[int]] = [()] * len(batch.reqs)
         if self.enable_overlap and not batch.grammar_needs_sync():
             tokens = batch.spec_info.accept_tokens.cpu().numpy().reshape(len(batch.reqs), self.draft_token_num)
@@ -105,11 +100,11 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]  # the engine may be mis
         ]
 
     def _new(self, rid: str, length: int) -> int:
-        """Tokens of a text that came since the last step; the first one of a request that begins or comes back."""
+        """Count the new tokens since the last step; 1 for a request that starts or resumes."""
         return max(length - self._lengths.get(rid, length - 1), 0)
 
     def _recycled(self) -> list[RecycledRows]:
-        """What the last step's logits say, by row of that step."""
+        """Return the top tokens of the last step's logits, by row of that step."""
         if self._best is None:
             return []
         (scores, tokens), self._best = (each.cpu().numpy() for each in self._best), None

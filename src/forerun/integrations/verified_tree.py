@@ -1,4 +1,4 @@
-"""A draft tree of a fixed size, with its ancestor mask, for engines that verify whole trees."""
+"""A draft tree of fixed size, with its ancestor mask, for engines that verify whole trees."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class VerifiedTree:
-    """A tree as SGLang verifies it: the text's last token, the drafted nodes, and padding up to a fixed size.
+    """A tree in SGLang's layout: the sequence's last token, the drafted nodes, and padding to a fixed size.
 
-    Padding is what SGLang's own drafts have there: token 0 below the root. It is verified like any other node.
+    Padding is token 0 under the root, as in SGLang's own drafts. It is verified like any other node.
 
     Args:
-        text: the row's tokens, one or more.
+        text: the row's tokens, at least one.
         draft: its nodes, parents first, fewer than ``size``.
-        size: nodes of the tree.
-        vocabulary: tokens that the model has; others, as from a trie file of another model, become 0.
+        vocabulary: number of the model's tokens. Larger ids, as from another model's trie file, become 0.
     """
 
     def __init__(self, text: IntArray, draft: Draft, size: int, vocabulary: int) -> None:
@@ -32,14 +31,14 @@ class VerifiedTree:
         self.parents[1 : self.drafted] = draft.parents + 1
 
     def mask(self) -> BoolArray:
-        """Whether node j is node i or an ancestor of it, ``[size, size]``."""
+        """Return whether node j is node i or its ancestor, ``[size, size]``."""
         mask = np.eye(len(self.tokens), dtype=np.bool_)
         for node in range(1, len(mask)):
             mask[node] |= mask[self.parents[node]]
         return mask
 
     def recycled(self, tokens: IntArray, scores: npt.NDArray[np.float32]) -> RecycledRows:
-        """The best tokens behind the root and the drafted nodes, of those of all nodes, ``[size, LISTED]``."""
+        """Select the top tokens at the root and the drafted nodes from those of all nodes, ``[size, LISTED]``."""
         last = self.tokens[: self.drafted]
         before = np.concatenate([[self._before], last[self.parents[1 : self.drafted]]])
         return RecycledRows(before, last, tokens[: self.drafted].astype(np.int32), scores[: self.drafted])

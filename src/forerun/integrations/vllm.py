@@ -1,9 +1,9 @@
-"""Forerun's index as a proposer of vLLM, whose ``speculative_config`` names it as its model.
+"""Forerun's trie as a proposer of vLLM, whose ``speculative_config`` names it as its model.
 
-Written to the sources of vLLM 0.33: ``v1/spec_decode/custom_class_proposer.py`` makes it, and the first of vLLM's two
-model runners, ``v1/worker/gpu_model_runner.py``, calls it after each step, when the new tokens are in the rows already.
-The second runner (``v1/worker/gpu``) takes no proposer from outside: ``init_speculator`` chooses among its own, whose
-drafts are tensors on the device. vLLM itself chooses the first runner where a proposer like this one is named.
+Written against vLLM 0.33. ``v1/spec_decode/custom_class_proposer.py`` creates it. The first of vLLM's two model
+runners, ``v1/worker/gpu_model_runner.py``, calls it after each step, when the rows already hold the new tokens. The
+second runner (``v1/worker/gpu``) accepts no external proposer: its own drafts are tensors on the device. vLLM chooses
+the first runner if an external proposer is named.
 """
 
 from __future__ import annotations
@@ -26,20 +26,15 @@ Rows = npt.NDArray[np.integer[Any]]
 
 
 class ForerunProposer:
-    """Drafts the best branch for each row of a batch, and learns from all rows.
+    """A proposer that drafts the best branch for each row of a batch, and indexes all rows.
 
-    A row is recognised by its text (see ``FollowedTexts``). Prompts stay private to their request; outputs are shared
-    in one namespace by all requests of this engine, unless ``share`` is false.
+    Rows are recognised by their tokens (see ``FollowedTexts``). Prompts stay private to their request. All requests of
+    the engine share their outputs in one namespace, unless ``share`` is false.
 
-    Args:
-        vllm_config: vLLM's ``VllmConfig``. ``speculative_config.num_speculative_tokens`` is the most tokens of a draft;
-            ``additional_config["forerun"]`` may hold ``DraftSettings``. The name of the vocabulary is by default that
-            of the tokenizer.
-
-    Raises:
-        ValueError: for wrong settings, a trie file that does not fit, prompts that are not tokens, or vLLM's
-            second model runner.
-        OSError: if the trie file cannot be read.
+    In ``vllm_config``, ``speculative_config.num_speculative_tokens`` is the maximum draft length;
+    ``additional_config["forerun"]`` may hold ``DraftSettings``, whose vocabulary is by default the tokenizer's name.
+    Raises ValueError for prompts that are not tokens and for vLLM's second model runner, and the errors of
+    ``BranchDrafter``.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -70,30 +65,30 @@ class ForerunProposer:
         """Draft the next tokens of each row.
 
         Args:
-            sampled_token_ids: by row, the tokens that came at this step; none while its prompt is still being read.
-            num_tokens_no_spec: tokens of each row, those that came included, int ``[at least rows]``.
-            token_ids_cpu: the rows, int ``[at least rows, at least max_model_len]``; what lies beyond a row's tokens is
-                not read.
+            sampled_token_ids: by row, the step's new tokens; empty during prefill.
+            num_tokens_no_spec: tokens of each row, including the new ones, int ``[at least rows]``.
+            token_ids_cpu: the rows, int ``[at least rows, at least max_model_len]``; not read after a row's tokens.
             slot_mappings: not read.
 
         Returns:
-            By row, up to ``num_speculative_tokens`` token ids, none beyond ``max_model_len``, which leaves room for the
-            token after them.
+            By row, up to ``num_speculative_tokens`` ids. The row, its draft and one more token fit ``max_model_len``.
 
         Raises:
-            ValueError: if the new tokens are not at the end of their row, or a token is none; nothing is learned then.
+            ValueError: if a row does not end with its new tokens, or a token id is invalid; nothing is indexed then.
         """
         rows = []
         for row, sampled in enumerate(sampled_token_ids):
             text = token_ids_cpu[row, : num_tokens_no_spec[row]]
             if list(sampled) != text[len(text) - len(sampled) :].tolist():
-                raise ValueError(f"row {row} ends with other tokens than came, {list(sampled)}; this is not vLLM 0.33")
+                raise ValueError(
+                    f"row {row} does not end with the sampled tokens {list(sampled)}; this is not vLLM 0.33"
+                )
             rows.append(RowText(text, len(sampled)))
         lengths = [min(self._draft_tokens, self._room - len(row.text) - 1) for row in rows]
         drafts = self._drafter.step(rows, lengths)
-        # up to the first token that the model does not have, such as one of a trie file of another model
+        # a trie file of another model may hold tokens that this model lacks
         return [list(takewhile(lambda token: token < self._vocabulary, draft)) for draft in drafts]
 
     def close(self) -> None:
-        """Save what is new. vLLM does not call it; it is done at the interpreter's end too."""
+        """Save the trie. vLLM does not call this; it also happens at interpreter exit."""
         self._drafter.close()

@@ -1,7 +1,6 @@
-"""The bundled pair of small models, `target` and `draft`, used by the demo, the tests and the first benchmark.
+"""The bundled pair of small models, `target` and `draft`, for the demo and the tests; see MODEL_CARD.md.
 
-This package has the models, the recipe that trains them, their evaluation, and the synthetic tasks for all of these;
-see MODEL_CARD.md. Importing it imports neither torch nor transformers.
+Importing this package imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _HERE = Path(__file__).parent
 
 
 class DemoPrompt(TypedDict):
-    """A prompt for a demonstration. If its answer has a natural end, `max_new_tokens` tokens reach it."""
+    """A demo prompt. If its answer has a natural end, `max_new_tokens` tokens reach it."""
 
     kind: str
     title: str
@@ -25,11 +24,9 @@ class DemoPrompt(TypedDict):
 
 
 def bundled(name: Literal["target", "draft"]) -> Path:
-    """The folder of a bundled model, to be loaded with transformers' `from_pretrained`.
+    """Return the folder of a bundled model, for transformers' `from_pretrained`.
 
-    Raises:
-        ValueError: if `name` is neither 'target' nor 'draft'.
-        FileNotFoundError: if the weights are missing, as in a source tree where they have not been trained.
+    Raises ValueError for another name, and FileNotFoundError if the weights have not been trained.
     """
     if name not in ("target", "draft"):
         raise ValueError(f"name must be 'target' or 'draft', not {name!r}")
@@ -42,6 +39,6 @@ def bundled(name: Literal["target", "draft"]) -> Path:
 
 
 def demo_prompts() -> list[DemoPrompt]:
-    """One prompt of each kind (rag, code, json, maths, prose), none of which the models were trained on."""
+    """Return one prompt of each kind (rag, code, json, maths, prose); the models were trained on none of them."""
     prompts: list[DemoPrompt] = json.loads((_HERE / "demo.json").read_text(encoding="utf-8"))
     return prompts

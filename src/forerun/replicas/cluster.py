@@ -1,4 +1,4 @@
-"""Starts replicas on Ray, and ends them. With ``RAY_ADDRESS`` they run on that cluster, else on this machine alone."""
+"""Start and stop replicas on Ray: on the cluster at ``RAY_ADDRESS``, or else on this machine."""
 
 from __future__ import annotations
 
@@ -24,44 +24,36 @@ log = logging.getLogger(__name__)
 
 RAY_APP, RAY_REPLICA, RAY_EXCHANGE = "forerun", "Replica", "forerun-exchange"
 RAY_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # nothing is reported to Ray's makers
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # by default 5 seconds, too short on a busy machine
+    "RAY_USAGE_STATS_ENABLED": "0",  # send no usage statistics
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # Ray's default of 5 is too short on a busy machine
 }
-"""Defaults where the environment has no value."""
+"""Defaults for variables that the environment does not set."""
 PROCESSOR_PARTS = 10_000
-"""The parts in which Ray counts a processor."""
+"""Ray counts processors in units of 1 / 10,000."""
 
 
 class Resources(NamedTuple):
-    """The processors and GPUs of one machine of the cluster, or of one replica."""
+    """Processors and GPUs of one machine or one replica."""
 
     processors: float
     gpus: int
 
 
 def check(settings: ServerSettings) -> None:
-    """Refuse settings that replicas do not have.
-
-    Raises:
-        ValueError: says which.
-    """
+    """Raise a ValueError for a setting that replicas do not support."""
     if settings.index is not None:
-        raise ValueError("index is for one server: replicas bring what they learn to each other, and keep no folder")
+        raise ValueError("index is for a single server: replicas exchange what they index, and keep no folder")
     if settings.port == 0:
-        raise ValueError("port is 0; with replicas it must be named")
+        raise ValueError("port is 0; replicas need a fixed port")
     if ":" in settings.device:
-        raise ValueError(f"device is {settings.device}; Ray gives each replica a GPU of its own: name it cuda")
+        raise ValueError(f"device is {settings.device}; Ray assigns each replica its GPU: use cuda")
 
 
 def serve(settings: ServerSettings, build: Callable[[ServerSettings], Engine]) -> None:
     """Serve until Ctrl-C or SIGTERM.
 
-    Args:
-        settings: checked settings.
-        build: makes a replica's engine; importable there.
-
-    Raises:
-        ValueError: if the cluster is too small, or something else is served there.
+    ``build`` makes a replica's engine, and must be importable there. Raises ValueError if the cluster is too small, or
+    already serves something else.
     """
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -79,10 +71,7 @@ def serve(settings: ServerSettings, build: Callable[[ServerSettings], Engine]) -
 
 @contextmanager
 def _joined(settings: ServerSettings) -> Iterator[Resources]:
-    """The cluster that the environment names, or one of this machine alone; at the end nothing is served there.
-
-    Yields what each replica gets.
-    """
+    """Join the cluster that the environment names, or start one; yield each replica's resources; then stop serving."""
     import ray
     import ray.serve
 
@@ -94,7 +83,7 @@ def _joined(settings: ServerSettings) -> Iterator[Resources]:
         served = ray.serve.status().applications
         if served:
             raise ValueError(
-                f"the cluster serves {', '.join(served)} already, whose address and end would be this one's"
+                f"the cluster already serves {', '.join(served)}: both would share one address, and stop together"
             )
         alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         nodes = [Resources(each.get("CPU", 0.0), int(each.get("GPU", 0))) for each in alive]
@@ -117,7 +106,7 @@ def _application(settings: ServerSettings, build: Callable[[ServerSettings], Eng
     replica = serve.deployment(Replica).options(
         name=RAY_REPLICA,
         num_replicas=settings.replicas,
-        # the scheduler refuses, with its reason
+        # no limit here: the scheduler refuses requests and says why
         max_ongoing_requests=settings.rows + settings.waiting + settings.connections,
         ray_actor_options={"num_cpus": resources.processors, "num_gpus": resources.gpus},
         request_router_config=RequestRouterConfig(
@@ -153,7 +142,7 @@ def _front(settings: ServerSettings) -> ASGIApp:
 
 
 def lost_errors() -> tuple[type[BaseException], ...]:
-    """Ray's errors that mean that a replica, its process or its machine is gone."""
+    """Return Ray's errors for a lost replica, process or machine."""
     from ray import exceptions
     from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
 
@@ -165,15 +154,9 @@ def lost_errors() -> tuple[type[BaseException], ...]:
 
 
 def shared_resources(nodes: Sequence[Resources], replicas: int, device: str) -> Resources:
-    """The most processors that each replica can have while all of them fit. Above one, Ray gives whole ones.
+    """Return the most processors that each replica can have while all fit; above one, a whole number.
 
-    Args:
-        nodes: at least one.
-        replicas: at least one.
-        device: ``auto`` takes GPUs if there are any.
-
-    Raises:
-        ValueError: if they do not fit.
+    ``device`` auto uses GPUs if there are any. Raises ValueError if the replicas do not fit.
     """
     gpus = int(device == "cuda" or (device == "auto" and any(node.gpus for node in nodes)))
     if gpus and (there := sum(node.gpus for node in nodes)) < replicas:
@@ -183,18 +166,16 @@ def shared_resources(nodes: Sequence[Resources], replicas: int, device: str) -> 
     sizes = {_allotted(node.processors / count) for node in nodes for count in range(1, replicas + 1)}
     fitting = [size for size in sizes if size and sum(_count(node, size, gpus) for node in nodes) >= replicas]
     if not fitting:
-        raise ValueError(f"replicas is {replicas}, and the cluster has no processors for so many")
+        raise ValueError(f"replicas is {replicas}; the cluster has too few processors")
     return Resources(max(fitting), gpus)
 
 
 def _count(node: Resources, processors: float, gpus: int) -> int:
-    """Replicas that fit on a machine."""
     by_processors = int(node.processors / processors + 1 / PROCESSOR_PARTS)
     return min(by_processors, node.gpus) if gpus else by_processors
 
 
 def _allotted(processors: float) -> float:
-    """Rounded down to what Ray can give."""
     if processors >= 1:
         return math.floor(processors)
     return math.floor(processors * PROCESSOR_PARTS) / PROCESSOR_PARTS
@@ -202,7 +183,7 @@ def _allotted(processors: float) -> float:
 
 @contextmanager
 def _signals(ready: threading.Event, ended: threading.Event) -> Iterator[None]:
-    """SIGINT and SIGTERM set ``ended``; the first one interrupts what is done before all is ``ready``."""
+    """Let SIGINT and SIGTERM set ``ended``; the first also interrupts what runs before ``ready``."""
 
     def end(*_: object) -> None:
         interrupts = not (ready.is_set() or ended.is_set())

@@ -1,8 +1,8 @@
-"""Texts that one replica has generated, brought to the indexes of the others.
+"""The exchange of generated outputs between replicas, so that each indexes those of the others.
 
-Each replica collects its outputs and trades at intervals: it hands in its own texts and gets those that the others
-handed in since its last trade. No request waits for that. The exchange keeps the latest texts within a number of bytes.
-A new replica begins with them; one that was away for long misses those that were dropped.
+Every replica trades at intervals: it sends its new outputs and receives those that the others have sent since its last
+trade. No request waits for this. The exchange keeps the latest outputs up to a number of bytes: a new replica starts
+with them, and one that was away for long misses what was dropped.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from forerun.core.tree import IntArray
 log = logging.getLogger(__name__)
 
 EXCHANGE_BYTES = 64 << 20
-"""Size of the texts that the exchange keeps: 16 million tokens."""
+"""Size of the outputs that the exchange keeps: 16 million tokens."""
 OUTBOX_BYTES = 4 << 20
-"""Size of the texts that wait in a replica; a trade takes a few of Ray's messages."""
+"""Size of the outputs that wait in a replica; a trade needs a few Ray messages."""
 TEXT_OVERHEAD_BYTES = 200
-"""Memory of a text beside its tokens, by ``sys.getsizeof``."""
+"""Memory of an output besides its tokens, measured with ``sys.getsizeof``."""
 LEARNED_TOKENS = 16_384
-"""Tokens that are learned at once. All streams wait for that, some 40 ms at 400,000 tokens a second."""
+"""Tokens indexed at once. All streams wait meanwhile, some 40 ms at 400,000 tokens per second."""
 SILENT_SECONDS = 10.0
-"""Time without a trade after which a replica has most likely died, and its metrics are not shown any more."""
+"""Time without a trade after which a replica has probably died and its metrics are dropped."""
 
 
 class LearnedText(NamedTuple):
-    """A generated text and its namespace; the token ids are int32."""
+    """A generated output, int32 token ids, and its namespace."""
 
     namespace: str
     tokens: bytes
@@ -54,19 +54,14 @@ class LearnedText(NamedTuple):
 
 
 class ExchangeUpdate(NamedTuple):
-    """Texts of other replicas, up to the number ``until``."""
+    """Outputs of other replicas, up to number ``until``."""
 
     texts: list[LearnedText]
     until: int
 
 
 class Exchange:
-    """Keeps texts in the order of their arrival; a Ray actor, one for all replicas.
-
-    Args:
-        limit: bytes that are kept.
-        clock: seconds.
-    """
+    """A store of outputs in order of arrival, up to ``limit`` bytes; one Ray actor for all replicas."""
 
     def __init__(self, limit: int = EXCHANGE_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._bytes, self._number = limit, 0, 0
@@ -75,7 +70,7 @@ class Exchange:
         self._metrics: dict[str, tuple[float, str]] = {}
 
     def trade(self, replica: str, texts: Sequence[LearnedText], since: int, metrics: str) -> ExchangeUpdate:
-        """Hand in texts and metrics, and get the texts of others after number ``since``."""
+        """Add outputs and metrics; return the other replicas' outputs after number ``since``."""
         self._metrics[replica] = self._clock(), metrics
         since = since if since <= self._number else 0  # this exchange has replaced one that died
         for text in texts:
@@ -88,19 +83,16 @@ class Exchange:
         return ExchangeUpdate([text for _, source, text in later if source != replica][::-1], self._number)
 
     def metrics(self) -> Mapping[str, str]:
-        """The last metrics of each replica that has not been silent for long."""
+        """Return the last metrics of each replica that traded recently."""
         since = self._clock() - SILENT_SECONDS
         self._metrics = {replica: last for replica, last in self._metrics.items() if last[0] >= since}
         return {replica: text for replica, (_, text) in self._metrics.items()}
 
 
 class ExchangeClient:
-    """A replica's side of the exchange: a thread that trades.
+    """A replica's thread that trades with the exchange every ``interval`` seconds.
 
-    Args:
-        trade: hands texts in, and gets those after a number.
-        learn: takes texts of one namespace.
-        interval: seconds between trades.
+    ``trade`` sends outputs, and returns those after a number; ``learn`` indexes outputs of one namespace.
     """
 
     def __init__(
@@ -116,19 +108,18 @@ class ExchangeClient:
         self._thread = threading.Thread(target=self._work, name="forerun-exchange", daemon=True)
 
     def start(self) -> None:
-        """Begin with all texts of the others, then trade at intervals."""
+        """Fetch all outputs of the others, then trade at intervals."""
         self.trade_once()
         self._thread.start()
 
     def close(self) -> None:
-        """Hand in the last texts."""
         self._end.set()
         if self._thread.is_alive():
             self._thread.join()
         self.trade_once()
 
     def add(self, request: Request) -> None:
-        """Hand in the output of an ended request, for all that draft from its namespace."""
+        """Queue the output of a finished request, unless it drafts nothing."""
         if request.budget == 0 or not len(request.generated):
             return
         text = LearnedText.of(request.drafts_from, request.generated)
@@ -139,13 +130,13 @@ class ExchangeClient:
                 self._bytes -= self._outbox.popleft().nbytes
 
     def trade_once(self) -> None:
-        """Trade. If the exchange cannot be reached, the texts wait."""
+        """Trade once. If the exchange cannot be reached, the outputs wait."""
         with self._lock:
             texts = list(self._outbox)
         try:
             update = self._trade(texts, self._since)
         except Exception:
-            log.warning("the other replicas cannot be reached; the new texts wait", exc_info=True)
+            log.warning("the other replicas cannot be reached; new outputs wait", exc_info=True)
             return
         with self._lock:
             for text in texts:
@@ -163,12 +154,12 @@ class ExchangeClient:
         while not self._end.wait(self._interval):
             try:
                 self.trade_once()
-            except Exception:  # the next texts may be learned
-                log.exception("texts of other replicas were not learned")
+            except Exception:  # the next outputs may be indexed
+                log.exception("outputs of other replicas were not indexed")
 
 
 def _parts(sequences: Sequence[list[int]]) -> Iterator[list[list[int]]]:
-    """Texts with ``LEARNED_TOKENS`` tokens together; a longer one alone."""
+    """Split sequences into parts of up to ``LEARNED_TOKENS`` tokens; a longer sequence is a part by itself."""
     part, tokens = [sequences[0]], len(sequences[0])
     for each in sequences[1:]:
         if tokens + len(each) > LEARNED_TOKENS:

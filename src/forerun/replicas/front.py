@@ -1,4 +1,4 @@
-"""The application that clients talk to. It hands requests on to replicas and tries another one when a replica dies."""
+"""The application that clients talk to. It forwards requests to replicas, and retries elsewhere if one dies."""
 
 from __future__ import annotations
 
@@ -23,31 +23,25 @@ from forerun.server.replies import event
 
 log = logging.getLogger(__name__)
 
-REPLICA_LOST = (503, "the replica that wrote this answer has died; ask again", "replica_lost")
-"""An ``ApiError``. One that was raised again and again would keep the requests that it was raised for."""
+REPLICA_LOST = (503, "the replica that wrote this answer has died; send the request again", "replica_lost")
+"""Arguments of an ``ApiError``. A shared exception raised repeatedly would keep its requests alive."""
 MAX_REPLICAS_TRIED = 3
-"""Replicas that may be lost under one request before it fails."""
+"""Replicas that one request may lose before it fails."""
 REMEMBERED_SUSPECTS = 1024
 PROVEN = 2
-"""Replicas that died under a request, which prove it guilty. One where it was alone counts for all."""
+"""Deaths of replicas that prove a request guilty. One death counts fully if the request was the only one there."""
 METRICS_SECONDS = 10.0
-"""Time for the metrics of the replicas to come."""
+"""Time limit for collecting the replicas' metrics."""
 
 SECRET_HEADERS = (b"authorization", b"x-api-key", b"proxy-authorization", b"cookie")
-"""Headers that replicas do not get."""
+"""Headers that are not forwarded to replicas."""
 
 Header = tuple[bytes, bytes]
 
 
 @dataclass(frozen=True)
 class ForwardedRequest:
-    """A client's request.
-
-    Attributes:
-        method, path, query, headers, body: as in HTTP; keys have been looked at, and do not travel on.
-        tenant: whose it is.
-        beginnings: for the router; see ``digests``.
-    """
+    """A client's request, without keys, which have been checked; ``beginnings`` are its ``digests``."""
 
     method: str
     path: str
@@ -59,7 +53,7 @@ class ForwardedRequest:
 
 
 class ResponseHead(NamedTuple):
-    """The head of an answer, and the replica that gives it."""
+    """The head of an answer, and the replica that sends it."""
 
     status: int
     headers: Sequence[Header]
@@ -71,26 +65,26 @@ Forward = Callable[[ForwardedRequest], AsyncIterator[str | ResponseHead | bytes]
 
 
 class Suspects:
-    """Which requests took a replica down.
+    """A record of which requests made a replica die.
 
-    It was the request for certain if it was the only one there. If there were several, each may be tried once more; the
-    one under which a second replica dies is to blame. The same request from several clients counts once.
+    A request that was alone there is guilty. Of several, each may be retried once; one under which a second replica
+    dies is guilty. Equal requests from several clients count once.
     """
 
     def __init__(self) -> None:
         self._running: dict[str, list[bytes]] = {}
-        self._deaths: dict[str, int] = {}  # requests that a replica had when it died, until they have all been told
+        self._deaths: dict[str, int] = {}  # requests that a dead replica had, until all have been told
         self._blame: OrderedDict[bytes, dict[str, int]] = OrderedDict()  # of a request, by replicas that died under it
 
     def blamed(self, request: bytes) -> bool:
-        """Whether a request is to blame."""
+        """Return whether a request is guilty."""
         return sum(self._blame.get(request, {}).values()) >= PROVEN
 
     def begin(self, request: bytes, replica: str) -> None:
         self._running.setdefault(replica, []).append(request)
 
     def die(self, request: bytes, replica: str) -> None:
-        """A replica has died under a request."""
+        """Record that a replica died while serving a request."""
         crowd = self._deaths.setdefault(replica, len(set(self._running[replica])))
         self._blame.setdefault(request, {})[replica] = PROVEN if crowd == 1 else 1
         while len(self._blame) > REMEMBERED_SUSPECTS:
@@ -100,20 +94,15 @@ class Suspects:
         self._running[replica].remove(request)
         if not self._running[replica]:
             del self._running[replica]
-            self._deaths.pop(replica, None)  # it may come back under its name
+            self._deaths.pop(replica, None)  # its name may be used again
 
 
 class Front:
-    """An ASGI application in front of the replicas, behind a ``GuardMiddleware``.
+    """The ASGI application in front of the replicas, wrapped by ``GuardMiddleware``.
 
-    A request whose replica dies goes to another one, unless it is to blame (``Suspects``) or the client has received
-    some of the answer. Then the answer ends with an error: a sampled text may go on differently, so its rest could not
-    be joined to it.
-
-    Args:
-        forward: sends a request to a replica.
-        metrics: of each replica.
-        lost: errors that mean that a replica has died.
+    A request whose replica dies goes to another, unless it is guilty (``Suspects``) or the client has received part of
+    the answer. Then the answer ends with an error: sampling may continue differently elsewhere, so the rest would not
+    fit. ``lost``: errors that mean that a replica has died.
     """
 
     def __init__(
@@ -149,7 +138,7 @@ class Front:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = (await receive()).get("body", b"")
         tenant = scope.get("state", {}).get("tenant") or ""
-        # in another thread: a large body takes 0.1 s and more, in which streams would wait
+        # in a thread: a large body needs 0.1 s and more, and streams would wait
         beginnings = await asyncio.to_thread(digests, tenant, body) if scope["method"] == "POST" else ()
         headers = [(name, value) for name, value in scope["headers"] if name not in SECRET_HEADERS]
         request = ForwardedRequest(
@@ -168,22 +157,18 @@ class Front:
             leaving.cancel()
 
     async def _relay(self, request: ForwardedRequest, send: Send) -> None:
-        """Send an answer on.
-
-        Raises:
-            ApiError: if replica after replica died, and the client has received nothing.
-        """
+        """Relay an answer; raise ApiError if replica after replica died, and the client has received nothing."""
         digest = hashlib.blake2b(request.body, digest_size=16, key=request.tenant.encode()).digest()
         for _ in range(MAX_REPLICAS_TRIED):
             if self._suspects.blamed(digest):
-                message = "a replica died under this request, most likely of it; it is not tried again"
+                message = "a replica died under this request, probably because of it; it is not retried"
                 raise ApiError(500, message, "replica_killed", headers={"x-should-retry": "false"})
             if await self._tried(request, digest, send):
                 return
         raise ApiError(*REPLICA_LOST)
 
     async def _tried(self, request: ForwardedRequest, digest: bytes, send: Send) -> bool:
-        """Send a replica's answer on; return False if the replica was lost and the client has received nothing."""
+        """Relay a replica's answer; return False if the replica was lost before the client received anything."""
         head: ResponseHead | None = None
         replica, begun = None, False
         try:
@@ -193,7 +178,7 @@ class Front:
                 elif isinstance(part, ResponseHead):
                     head = part
                 else:
-                    if head is not None and not begun:  # not before there is something to read
+                    if head is not None and not begun:  # only when there is a body to send
                         await _send_head(head, send)
                         begun = True
                     await send({"type": "http.response.body", "body": part, "more_body": True})
@@ -201,7 +186,7 @@ class Front:
                 await _send_head(head, send)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except self._lost:
-            log.warning("a replica was lost under %s %s", request.method, request.path)
+            log.warning("a replica was lost while serving %s %s", request.method, request.path)
             if replica is not None:
                 self._suspects.die(digest, replica)
             if not begun:
@@ -225,13 +210,13 @@ def _is_stream(head: ResponseHead) -> bool:
 
 
 def _lost_event(path: str) -> bytes:
-    """What ends a stream in its API's form; Anthropic's clients look at events with names only."""
+    """Return the event that ends a stream in its API's form; Anthropic's clients ignore unnamed events."""
     error = ApiError(*REPLICA_LOST)
     return (event(error.anthropic_body, "error") if path.startswith(ANTHROPIC_ADDRESS) else event(error.body)).encode()
 
 
 def merged_metrics(metrics: Mapping[str, str]) -> bytes:
-    """The metrics of all replicas, each under the label ``replica``."""
+    """Merge the metrics of all replicas, labelled ``replica``."""
     families: dict[str, Metric] = {}
     for replica, text in metrics.items():
         for family in text_string_to_metric_families(text):

@@ -1,8 +1,8 @@
-"""Which replica has read the beginning of a request.
+"""An index of which replicas have prefilled which prompt prefixes.
 
-Requests are compared by text, because the router has no tokenizer. A text is cut into blocks, and each cut has a digest
-of all text before it. So two requests share one digest for each block that their beginnings share. Digests contain the
-tenant and the namespace, so they say nothing of other tenants' texts.
+The router has no tokenizer, so it compares requests as characters: the prompt is cut into blocks, and each cut has a
+digest of everything before it. Two requests share one digest per shared block. Digests cover tenant and namespace, so
+they reveal nothing about other tenants' prompts.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 BLOCK_CHARACTERS = 1024
-"""About 250 tokens, half of the shortest text that a store keeps."""
+"""About 250 tokens, half of the shortest prefix that a store keeps."""
 REMEMBERED_DIGESTS = 1 << 17
-"""Enough for 128 million characters. The least recently used are forgotten."""
+"""Enough for 128 million characters. The least recently used are dropped."""
 
 CHAT_FIELDS = ("tools", "system", "instructions", "messages", "input", "prompt")
-"""What chats and lists of prompts are in the APIs, in the order in which it is read."""
+"""Fields that hold a prompt in the APIs, in the order in which templates use them."""
 
 ReplicaT = TypeVar("ReplicaT", bound=Hashable)
 
 
 def digests(tenant: str, body: bytes) -> list[bytes]:
-    """Digests of a request's beginnings, shortest first; the first one is of its namespace alone.
+    """Return digests of a request's prefixes, shortest first; the first covers only its namespace.
 
-    A body that the server will refuse has no beginnings.
+    A body that the server will refuse has none.
     """
     try:
         fields = json.loads(body)
@@ -44,7 +44,7 @@ def digests(tenant: str, body: bytes) -> list[bytes]:
 
 
 def _text(fields: dict[str, Any]) -> str:
-    """The prompt as text: requests that begin alike have texts that begin alike."""
+    """Return the prompt as characters. Requests that share a prefix share one here, too."""
     prompt = fields.get("prompt")
     if isinstance(prompt, str):
         return prompt
@@ -52,18 +52,14 @@ def _text(fields: dict[str, Any]) -> str:
 
 
 class PrefixReaders(Generic[ReplicaT]):
-    """Which replicas have read which beginnings.
-
-    Args:
-        limit: digests that are remembered.
-    """
+    """Which replicas have prefilled which prefixes, for up to ``limit`` digests."""
 
     def __init__(self, limit: int = REMEMBERED_DIGESTS) -> None:
         self._limit = limit
         self._readers: OrderedDict[bytes, set[ReplicaT]] = OrderedDict()
 
     def remember(self, beginnings: Sequence[bytes], replica: ReplicaT) -> None:
-        """Note that a replica reads a request with these beginnings."""
+        """Record that a replica prefills a request with these prefixes."""
         for digest in beginnings:
             self._readers.setdefault(digest, set()).add(replica)
             self._readers.move_to_end(digest)
@@ -71,7 +67,7 @@ class PrefixReaders(Generic[ReplicaT]):
             self._readers.popitem(last=False)
 
     def keep(self, replicas: Iterable[ReplicaT]) -> None:
-        """Forget all replicas but these."""
+        """Forget all other replicas."""
         present = set(replicas)
         for digest, readers in list(self._readers.items()):
             readers &= present
@@ -79,7 +75,7 @@ class PrefixReaders(Generic[ReplicaT]):
                 del self._readers[digest]
 
     def depth(self, beginnings: Sequence[bytes], replica: ReplicaT) -> int:
-        """The number of a request's beginnings that a replica has read."""
+        """Count a request's prefixes that a replica has prefilled."""
         return next(
             (at for at, digest in enumerate(beginnings) if replica not in self._readers.get(digest, ())),
             len(beginnings),
@@ -93,18 +89,11 @@ def preferred(
     load: Callable[[ReplicaT], int],
     rows: int,
 ) -> list[ReplicaT]:
-    """Replicas that have read some of a request, those that have read the most first.
+    """Return the replicas that share a prefix with a request, longest first.
 
-    A replica with ``rows`` requests is left out. Usually a place in its batch takes longer than reading a text again,
-    and a frequent text has to reach more than one replica. A replica that only knows the namespace is preferred if it
-    is idle: its texts reach the others soon.
-
-    Args:
-        beginnings: digests of the request, the first one of its namespace alone.
-        replicas: to choose from.
-        readers: which replicas have read which beginnings.
-        load: the number of a replica's requests.
-        rows: requests that a replica decodes at once.
+    A replica whose ``load`` is ``rows`` requests is left out: waiting for a place in its batch usually costs more than
+    prefilling again, and a frequent prefix must reach more than one replica. A replica that shares only the namespace,
+    the first of ``beginnings``, is preferred only if idle, because the others soon index its outputs.
     """
     depths = {replica: readers.depth(beginnings, replica) for replica in replicas}
     idle = [each for each, depth in depths.items() if depth and load(each) < (rows if depth > 1 else 1)]

@@ -1,4 +1,4 @@
-"""One replica: the server's application in an actor of Ray Serve."""
+"""One replica: the server's application in a Ray Serve actor."""
 
 from __future__ import annotations
 
@@ -17,18 +17,12 @@ from forerun.server.app import create_app
 from forerun.server.settings import ServerSettings
 
 EXCHANGE_SECONDS = 1.0
-"""Time between trades with the other replicas."""
+"""Interval of trades with the other replicas."""
 EXCHANGE_TIMEOUT_SECONDS = 10.0
 
 
 class Replica:
-    """What Ray Serve runs.
-
-    Args:
-        settings: the server's.
-        build: makes the engine from them.
-        exchange: the handle of the actor ``Exchange``.
-    """
+    """The class that Ray Serve runs; ``exchange`` is the handle of the actor ``Exchange``."""
 
     def __init__(self, settings: ServerSettings, build: Callable[[ServerSettings], Engine], exchange: Any) -> None:
         import ray
@@ -53,7 +47,7 @@ class Replica:
         self._exchange.start()
 
     async def answer(self, request: ForwardedRequest) -> AsyncIterator[str | ResponseHead | bytes]:
-        """This replica's name, the answer's head, then its body in pieces."""
+        """Yield this replica's name, the answer's head, then pieces of its body."""
         yield self._name
         async for message in responses(self._app, request):
             if message["type"] == "http.response.start":
@@ -62,11 +56,7 @@ class Replica:
                 yield bytes(message["body"])
 
     def check_health(self) -> None:
-        """Called by Ray, which replaces a replica that is not healthy.
-
-        Raises:
-            RuntimeError: if no more texts are decoded.
-        """
+        """Raise a RuntimeError, so that Ray replaces this replica, if its scheduler has ended."""
         if not self._service.scheduler.ready:
             raise RuntimeError("the scheduler has ended")
 
@@ -78,7 +68,7 @@ class Replica:
 
 
 def learns(level: Level) -> bool:
-    """Whether a drafter learns from earlier texts."""
+    """Return whether a drafter indexes outputs."""
     try:
         trie_of(level)
     except ValueError:
@@ -87,7 +77,7 @@ def learns(level: Level) -> bool:
 
 
 async def responses(app: ASGIApp, request: ForwardedRequest) -> AsyncIterator[Message]:
-    """The messages of an application's answer. Closing the iterator means that the client has gone."""
+    """Yield the messages of an application's answer. Closing the iterator disconnects the client."""
     sent: asyncio.Queue[Message | None] = asyncio.Queue()
     gone = asyncio.Event()
     unread: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
@@ -113,4 +103,4 @@ async def responses(app: ASGIApp, request: ForwardedRequest) -> AsyncIterator[Me
         task.result()
     finally:
         gone.set()
-        await asyncio.wait([task])  # it ends soon: nobody listens
+        await asyncio.wait([task])  # ends soon, as the client is gone

@@ -1,4 +1,4 @@
-"""A request router for Ray Serve that prefers the replica which has read the longest beginning of a request.
+"""A Ray Serve router that prefers the replica with the longest prefilled prefix of a request.
 
 Ray calls this interface alpha. No other module uses it.
 """
@@ -14,28 +14,25 @@ from forerun.replicas.prefix_index import PrefixReaders, preferred
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
-    """Routes by ``PrefixReaders``; a request that no replica has read goes to the less busy of two random replicas."""
+    """A router by ``PrefixReaders``; a request with no known prefix goes to the less busy of two random replicas."""
 
     def initialize_state(self, rows: int) -> None:
-        """Called by Ray with the number of requests that a replica decodes at once."""
+        """Receive from Ray the number of requests that a replica decodes at once."""
         self._rows = rows
         self._readers: PrefixReaders[ReplicaID] = PrefixReaders()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Replicas to try, in ranks; see Ray's class."""
         candidates = {replica.replica_id: replica for replica in candidate_replicas}
         chosen = preferred(_beginnings(pending_request), candidates, self._readers, self._load, self._rows)
         others = random.sample(list(candidates), min(2, len(candidates)))
         return [*([candidates[each]] for each in chosen), [candidates[each] for each in others]]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Called by Ray."""
         self._readers.remember(_beginnings(pending_request), replica_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Called by Ray when replicas come and go."""
         super().update_replicas(replicas)
         self._readers.keep(replica.replica_id for replica in replicas)
 

@@ -1,1 +1,1 @@
-"""Many clients at once: requests wait their turn, decode together, and end when their client goes."""
+"""The server: requests of many clients queue, decode together, and end when their client goes."""

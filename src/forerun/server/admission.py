@@ -1,4 +1,4 @@
-"""Who waits, who runs and who is next: tenants have equal shares of everything that a server has only so much of."""
+"""Decide which requests run, which wait, and who is next: tenants get equal shares of every limited resource."""
 
 from __future__ import annotations
 
@@ -25,17 +25,10 @@ Ending = Literal["finished", "cancelled", "deadline", "displaced", "error"]
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """What a scheduler takes on.
+    """Limits of a scheduler; raises ValueError for one under 1 (``waiting``: under 0).
 
-    Attributes:
-        memory: bytes for keys and values of all running requests; an engine's ``tiers`` have their own limits.
-        rows: requests that may run at once.
-        waiting: requests that may wait.
-        step: tokens of texts that a step may read; see ``Batch``.
-        tenants: that share all this.
-
-    Raises:
-        ValueError: for a limit under 1 (``waiting``: under 0).
+    ``memory`` is the bytes for keys and values of running requests, unless the engine has ``tiers``; ``step`` is the
+    prompt tokens prefilled per step.
     """
 
     memory: int
@@ -52,22 +45,18 @@ class SchedulerLimits:
 
 @dataclass(eq=False)
 class ScheduledRequest:
-    """A submitted request: it waits, runs and ends.
+    """A submitted request, from waiting to its end.
 
-    Both callbacks run in the scheduler's thread and must return at once.
+    Both callbacks run in the scheduler's thread and must return at once. ``on_end`` is called once; ``request.error``
+    then has an error's details.
 
     Attributes:
-        request: what is decoded.
-        tenant: its owner.
-        on_commit: called with each step's tokens.
-        on_end: called once with the ending; ``request.error`` has an error's details.
-        deadline: when it is ended with the tokens it has, by ``time.monotonic``; None for never.
-        needs: bytes of keys and values that it takes in all.
-        tokens: its text at its longest, drafts included.
-        drafting: the part of ``needs`` that draft levels take.
-        placed: whether it takes one of the places to wait, as no row was free when it came.
-        admitted: when it began to run, by ``time.monotonic``; None before.
-        ending: how it ended.
+        deadline: time by ``time.monotonic`` when it is ended with the tokens it has; None for never.
+        needs: total bytes of its keys and values.
+        tokens: its maximum length, including drafts.
+        drafting: the part of ``needs`` for draft levels.
+        placed: whether it occupies a place in the queue, as no row was free when it came.
+        admitted: start by ``time.monotonic``; None before.
     """
 
     request: Request
@@ -83,7 +72,7 @@ class ScheduledRequest:
     ending: Ending | None = None
 
     def end(self, how: Ending) -> None:
-        """Tell its client, once. A client that fails does not stop the others."""
+        """Notify the client, once. A client that fails does not stop the others."""
         if self.ending is None:
             self.ending = how
             try:
@@ -92,34 +81,24 @@ class ScheduledRequest:
                 log.exception("the end of a request could not be delivered to its client")
 
     def seconds_left(self, now: float) -> float:
-        """Time until a running request ends, if it is as long as it may be and goes on as before."""
+        """Estimate the time until a running request ends, at its maximum length and its speed so far."""
         elapsed, tokens = now - (self.admitted or now), max(1, len(self.request.generated))
         left = elapsed / tokens * self.request.remaining
         return left if self.deadline is None else min(left, self.deadline - now)
 
 
 class QueueFullError(Exception):
-    """The queue is full.
-
-    Attributes:
-        retry_after: seconds after which a place is likely to be free.
-    """
+    """The queue is full. ``retry_after``: seconds until a place is likely to be free."""
 
     def __init__(self, waiting: int, retry_after: int) -> None:
-        super().__init__(f"{waiting} requests wait already, and no more may; try again in {retry_after} seconds")
+        super().__init__(f"the queue is full, {waiting} requests are waiting; try again in {retry_after} seconds")
         self.retry_after = retry_after
 
 
 class FairShare:
-    """One resource of a server, divided among its tenants.
+    """One resource of a server, divided equally among its tenants.
 
-    Each has an equal share. What it does not use is lent to the others, but for a part that is kept as long as there
-    are tenants who have nothing of it.
-
-    Args:
-        capacity: how much there is.
-        tenants: that may come.
-        kept: for tenants who have nothing.
+    Unused shares are lent to other tenants, except for ``kept``, a reserve while some tenants have nothing.
     """
 
     def __init__(self, capacity: float, tenants: int = 1, kept: float = 0) -> None:
@@ -128,25 +107,25 @@ class FairShare:
 
     @property
     def used(self) -> int:
-        """How much all tenants have together."""
+        """Return the amount that all tenants hold."""
         return sum(self._used.values())
 
     def of(self, tenant: str) -> int:
         return self._used[tenant]
 
     def share(self, tenant: str) -> float:
-        """What a tenant may have at any time."""
+        """Return the amount that a tenant may always have."""
         present = len(self._used.keys() | {tenant})
         return self.capacity / (present + (present < self._tenants))
 
     def allows(self, tenant: str, amount: int) -> bool:
-        """Whether a tenant may take more now."""
+        """Return whether a tenant may take ``amount`` more now."""
         free = self.capacity - self.used - amount
         kept = self._kept if len(self._used) < self._tenants else 0
         return free >= kept or (free >= 0 and self.owed(tenant, amount))
 
     def owed(self, tenant: str, amount: int) -> bool:
-        """Whether a tenant has nothing yet, or stays within its share with this."""
+        """Return whether a tenant has nothing yet, or stays within its share with ``amount`` more."""
         mine = self._used.get(tenant, 0)
         return not mine or mine + amount <= self.share(tenant)
 
@@ -155,27 +134,23 @@ class FairShare:
             self._used[tenant] += amount
 
     def give(self, tenant: str, amount: int) -> None:
-        """Count what a tenant gives back."""
+        """Count what a tenant returns."""
         self._used[tenant] -= amount
         if self._used[tenant] <= 0:
             del self._used[tenant]
 
     def debtor(self, tenant: str) -> str | None:
-        """Who has the most beyond their share, so that a tenant within its own may take from them."""
+        """Return the tenant furthest beyond its share, from whom a tenant within its share may take, or None."""
         most = max(self._used, key=self._used.__getitem__, default=tenant)
         return most if most != tenant and self.owed(tenant, 1) and self._used[most] > self.share(tenant) else None
 
 
 class Admission:
-    """All requests that wait or run. The tenant that has been served the fewest tokens comes next.
+    """All waiting and running requests; the tenant that has been served the fewest tokens is next.
 
-    A request holds its row and its bytes of keys and values from its admission to its end. A tenant that comes back
-    after a pause starts level with the least served of those present: unused shares are not saved up.
-
-    Args:
-        limits: the scheduler's.
-        tiers: the engine's, which count the caches themselves; draft levels lie on the device and are charged here.
-            None to count all here.
+    A request holds its row and its memory until it ends. A tenant that returns after a pause starts level with the
+    least served tenant present: unused shares are not saved up. An engine's ``tiers`` count caches themselves; then
+    only draft levels, on the device, are charged here.
     """
 
     def __init__(self, limits: SchedulerLimits, tiers: Tiers | None = None) -> None:
@@ -193,12 +168,12 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        """How many requests wait."""
+        """Return the number of waiting requests."""
         return sum(map(len, self._queues.values()))
 
     @property
     def usage(self) -> float:
-        """The used part of all memory for keys and values."""
+        """Return the used fraction of the memory for keys and values."""
         if self._tiers is None:
             return self._memory.used / self._memory.capacity
         limits, used = self._tiers.memory.limits, self._tiers.taken
@@ -209,11 +184,7 @@ class Admission:
         return iter([*self.running.values(), *(each for queue in self._queues.values() for each in queue)])
 
     def check(self, request: ScheduledRequest) -> None:
-        """Refuse a request that can never fit.
-
-        Raises:
-            ValueError: with the numbers.
-        """
+        """Raise a ValueError, with the numbers, for a request that can never fit."""
         if self._tiers is not None:
             try:
                 self._tiers.placement(request.tokens, DeviceReserve(request.drafting), empty=True)
@@ -226,24 +197,16 @@ class Admission:
             )
 
     def check_places(self, tenant: str, texts: int) -> None:
-        """Refuse texts for which there are not enough places, before any work for them is done.
-
-        Raises:
-            QueueFullError: says when to come again.
-        """
+        """Raise a QueueFullError if ``texts`` requests cannot all be placed, before any work for them."""
         share = math.floor(self._places.share(tenant)) - self._places.of(tenant)
         if texts > self._free_rows + max(self.limits.waiting - self._places.used, share):
             raise QueueFullError(self.waiting, self.retry_after(tenant))
 
     def add(self, request: ScheduledRequest) -> ScheduledRequest | None:
-        """Let a request wait.
+        """Enqueue a request, and return the one that lost its place to it, if any.
 
-        Returns:
-            The request that has lost its place to it: the newest of the tenant that waits with the most, where that is
-            more than its share. None if there was a free place.
-
-        Raises:
-            QueueFullError: if all places are taken, and no other tenant has more than its share.
+        That is the newest of the tenant furthest beyond its share. If all places are taken and no other tenant is
+        beyond its share, raise a QueueFullError.
         """
         displaced, tenant = None, request.tenant
         starts = self._free_rows > 0 and self._rows.allows(tenant, 1 + self._starting_next) and self._has_room(request)
@@ -260,10 +223,10 @@ class Admission:
         return displaced
 
     def next(self) -> ScheduledRequest | None:
-        """The request to start next, which runs from now on; None if none may start.
+        """Start and return the next request, or None if none may start.
 
-        A tenant that would have more than its share is passed over if there is no room for that. No request overtakes
-        another one that waits for memory, or a large one might wait for ever.
+        A tenant is passed over if it would exceed its share and there is no room for that. No request overtakes one
+        that waits for memory, so that a large one does not starve.
         """
         for tenant in sorted(self._queues, key=self._served.__getitem__):
             request = self._queues[tenant][0]
@@ -277,7 +240,7 @@ class Admission:
         return None
 
     def postpone(self, request: ScheduledRequest) -> None:
-        """Let a request that could not start after all wait on, before all others of its tenant."""
+        """Put a request that could not start back at the front of its tenant's queue."""
         self.started()
         self.remove(request)
         self._served.setdefault(request.tenant, 0.0)
@@ -285,7 +248,7 @@ class Admission:
         self._place(request)
 
     def remove(self, request: ScheduledRequest) -> bool:
-        """Remove; return True if it was present."""
+        """Remove a request; return whether it was present."""
         tenant = request.tenant
         if self.running.pop(request.request.id, None) is not None:
             self._rows.give(tenant, 1)
@@ -305,37 +268,36 @@ class Admission:
         return True
 
     def serve(self, tenant: str, tokens: int) -> None:
-        """Count tokens that a tenant's requests took in passes."""
+        """Count tokens that a tenant's requests added to passes."""
         self._served[tenant] = self._served.get(tenant, 0.0) + tokens
 
     def forget(self) -> None:
-        """Drop the counts of tenants that neither run nor wait."""
+        """Drop the counts of tenants without requests."""
         for tenant in self._served.keys() - self._queues.keys() - {each.tenant for each in self.running.values()}:
             del self._served[tenant]
 
     def retry_after(self, tenant: str) -> int:
-        """Seconds until a row is likely to be free for a tenant, by the rows that run."""
+        """Estimate the seconds until a row is free for a tenant, from the running requests."""
         now = time.monotonic()
         left = sorted(each.seconds_left(now) for each in list(self.running.values()))
         rounds, place = divmod(self._places.of(tenant), max(1, len(left)))
         return max(1, math.ceil(left[place] + rounds * left[-1])) if left else 1
 
     def reserve(self, request: ScheduledRequest) -> DeviceReserve | None:
-        """What the request from ``next`` leaves free on the device, where the engine's tiers count its cache."""
+        """Return what the request from ``next`` must leave free on the device, if the engine has tiers."""
         return None if self._tiers is None else DeviceReserve(wanted=self._wanted(self._tiers, request))
 
     def started(self) -> None:
-        """The request from ``next`` has its cache now, or has ended."""
+        """Note that the request from ``next`` has its cache, or has ended."""
         self._starting = False
 
     @property
     def _starting_next(self) -> int:
-        """How many requests came while rows were free, and have not started yet."""
+        """Count requests that came while rows were free, and have not started yet."""
         return self.waiting - self._places.used
 
     @property
     def _free_rows(self) -> int:
-        """Rows for new requests: none if others wait for one."""
         return 0 if self._places.used else self.limits.rows - len(self.running) - self._starting_next
 
     def _place(self, request: ScheduledRequest) -> None:
@@ -351,13 +313,12 @@ class Admission:
             self._tiers.charge(request.drafting)
 
     def _wanted(self, tiers: Tiers, request: ScheduledRequest) -> int:
-        """Device bytes that a request leaves free if it can: the buffers of later texts of the same length."""
+        """Return the device bytes that a request leaves free if it can: buffers for later requests of its length."""
         each = min_device_bytes(tiers.shape, request.tokens)
         reserved = int(RESERVED_DEVICE_FRACTION * tiers.memory.device) // each
         return each * max(0, min(self.limits.rows - len(self.running) + self._starting - 1, reserved))
 
     def _has_room(self, request: ScheduledRequest) -> bool:
-        """Whether its keys and values fit now."""
         if self._tiers is None:
             return self._memory.used + request.needs <= self._memory.capacity
         try:

@@ -1,5 +1,4 @@
-"""From tokens to what is sent of them: whole characters up to a stop string, log-probabilities, and where tokens
-came from."""
+"""Turn tokens into what is sent: whole characters up to a stop string, log-probabilities, and traces."""
 
 from __future__ import annotations
 
@@ -19,20 +18,16 @@ from forerun.models.text.token_bytes import TokenBytes
 
 Finish = Literal["stop", "length", "tool_calls"]
 FINISH: dict[FinishReason, Finish] = {"eos": "stop", "stop": "stop", "length": "length"}
-"""OpenAI's words for why a text ended; an error is none of them."""
+"""OpenAI's finish reasons; errors have none."""
 IMPOSSIBLE_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not have; OpenAI has the same number."""
+"""Stands for minus infinity, which JSON lacks; OpenAI uses this number, too."""
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token of an answer.
+    """A token of an answer, with the bytes and log-probabilities of the likeliest at its position (``top``).
 
-    Attributes:
-        spelling: its bytes.
-        logprob: its log-probability; None for the first token of all.
-        top: bytes and log-probability of the likeliest tokens at its place.
-        offset: where it begins, in characters of the answer.
+    ``logprob`` is None for the very first token; ``offset`` is the token's start, in characters of the answer.
     """
 
     spelling: bytes
@@ -43,11 +38,9 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Delta:
-    """New text of one choice. The one with a ``finish_reason`` is the last.
+    """New text of one choice; the last one has a ``finish_reason``.
 
-    ``logprobs``: tokens that begin in it, where log-probabilities are wanted. ``trace``: its step, where that is
-    wanted. ``reasoning`` and ``calls``: of a message that was taken apart; ``text`` is its content then.
-    ``stop_string``: the one that ended it.
+    Of a parsed message, ``text`` is the content. ``logprobs`` are those of tokens that begin in the text.
     """
 
     index: int
@@ -61,16 +54,10 @@ class Delta:
 
 
 class StopStrings:
-    """Passes text on up to the first stop string, wherever its pieces begin and end.
+    """A filter that passes characters on up to the first stop string, wherever pieces are cut.
 
-    Text that could be the beginning of a stop string waits for the next text. The stop string that is complete first
-    counts; of several that are complete at once, the longest.
-
-    Args:
-        strings: none of them empty.
-
-    Attributes:
-        found: the stop string that counted; None as long as there was none.
+    Characters that may begin a stop string wait for more. The stop string that is complete first counts; of several at
+    once, the longest. ``found`` is that string, or None.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -79,7 +66,6 @@ class StopStrings:
         self.found: str | None = None
 
     def add(self, text: str) -> str:
-        """The text that may be sent now."""
         if self.found is not None:
             return ""
         text = self._pending + text
@@ -92,20 +78,18 @@ class StopStrings:
         return text[:cut]
 
     def flush(self) -> str:
-        """The text that still waits, at the end of an answer."""
         rest, self._pending = self._pending, ""
         return rest
 
     @staticmethod
     def _overlap(text: str, string: str) -> int:
-        """Characters of the longest beginning of a stop string with which a text ends."""
+        """Return the length of the longest prefix of ``string`` with which ``text`` ends."""
         lengths = range(min(len(text), len(string) - 1), 0, -1)
         return next((length for length in lengths if text.endswith(string[:length])), 0)
 
 
 class Echo(NamedTuple):
-    """A prompt that an answer begins with: its text, how many of its tokens come as if they were generated, and whether
-    anything comes after it."""
+    """A prompt that begins an answer, how many of its tokens count as generated, and whether more follows."""
 
     text: str
     tokens: int
@@ -113,15 +97,9 @@ class Echo(NamedTuple):
 
 
 class AnswerText:
-    """One answer as it grows.
+    """One answer as it grows, after ``prompt``, or beginning with its ``echo``.
 
-    Args:
-        tokenizer: of the model.
-        prompt: token ids, before the answer.
-        stops: strings that end it.
-        keep: see ``Detokenizer``.
-        echo: of the prompt; None for an answer without it.
-        hidden: tokens that end an answer, and are no part of it.
+    ``stops`` end it; ``hidden`` tokens end it, too, and are not shown; for ``keep``, see ``Detokenizer``.
     """
 
     def __init__(
@@ -138,16 +116,16 @@ class AnswerText:
         self._stops = StopStrings(stops)
         self._echo = echo.text if echo is not None else ""
         self._echoed = self.echoed = 0 if echo is None else echo.tokens
-        """Tokens of the prompt that come as if they were generated."""
+        """Prompt tokens that count as generated."""
         self.goes_on = echo is None or echo.goes_on
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that has come."""
+        """Return the stop string that ended the answer."""
         return self._stops.found
 
     def add(self, tokens: Iterable[int]) -> list[str]:
-        """The text that each token adds; empty while a character is incomplete or may begin a stop string."""
+        """Return the characters that each token adds; empty while one is incomplete or may begin a stop string."""
         return [self._add(token) for token in tokens]
 
     def _add(self, token: int) -> str:
@@ -160,7 +138,6 @@ class AnswerText:
         return text + "".join(self._stops.add(piece.text) for piece in self._detokenizer.add(token, False))
 
     def end(self) -> str:
-        """The rest of the text."""
         if not self.goes_on:
             return ""
         rest = "".join(self._stops.add(piece.text) for piece in self._detokenizer.flush())
@@ -168,17 +145,11 @@ class AnswerText:
 
 
 class LogprobStreamer:
-    """Gives each token's log-probability once, with the text in which the token begins.
+    """A stream of each token's log-probability, with the characters in which the token begins.
 
-    The token that ends an answer is left out, and so are those that begin after a stop string.
-
-    Args:
-        spell: from a token to its bytes.
-        request: keeps the log-probabilities.
-        ends: tokens that end an answer.
-        prompt: whose tokens are given, too; the first one has no log-probability.
-        echoed: the prompt's text, with which the answer begins; marks may stand in it.
-        goes_on: whether any tokens after the prompt are given.
+    Tokens that end an answer or begin after a stop string are left out. Those of ``prompt`` are included, the first one
+    without a log-probability; ``echoed`` has their characters, and may contain special tokens. Without ``goes_on``,
+    nothing follows the prompt.
     """
 
     def __init__(
@@ -201,12 +172,7 @@ class LogprobStreamer:
             self._count_echoed(prompt[0])
 
     def take(self, characters: int, rest: bool) -> list[TokenLogprob]:
-        """The tokens that begin in the next text.
-
-        Args:
-            characters: of the text that is sent now.
-            rest: whether to give all that is left, because the answer has ended by itself.
-        """
+        """Return the tokens that begin in the next ``characters`` of the answer; with ``rest``, all that are left."""
         self._sent += characters
         self._read_new()
         taken = []
@@ -215,7 +181,7 @@ class LogprobStreamer:
         return taken
 
     def _read_new(self) -> None:
-        """Take what there is from the request, which would keep it to its end."""
+        """Move new log-probabilities out of the request, which would keep them to its end."""
         first, new = self._read, self._request.logprobs[:]
         del self._request.logprobs[: len(new)]
         self._read += len(new)
@@ -230,8 +196,7 @@ class LogprobStreamer:
                 self._count(each.token)
 
     def _count_echoed(self, token: int) -> None:
-        """Go on in the echoed text, if the token stands there: one that the tokenizer has added does not, nor does the
-        space that it has put before the text."""
+        """Advance in the echoed characters, except for tokens and a first space that the tokenizer has added."""
         spelled = self._decoder.decode(self._spell(token))
         for piece in (spelled, spelled if self._characters else spelled.removeprefix(" ")):
             if self._text.startswith(piece, self._characters):
@@ -248,8 +213,10 @@ class LogprobStreamer:
 
 
 def prompt_trace(request: Request, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """What was read of a prompt, and where it leaves the kept one of its namespace that begins most like it: from there
-    or a little before it is read anew. Without ``differs_at`` it left none."""
+    """Trace how much of a prompt was cached, and where it leaves its namespace's most similar kept prompt.
+
+    The cached part ends there or a little earlier. Without ``differs_at``, the prompt left no kept one.
+    """
     told: dict[str, Any] = {"tokens": request.prompt_length, "cached": request.cached_tokens}
     if (broken := request.prefix_break) is not None:
         told["differs_at"] = broken.position
@@ -258,11 +225,10 @@ def prompt_trace(request: Request, decode: Callable[[Sequence[int]], str]) -> di
 
 
 def step_trace(commit: Commit, texts: Sequence[str], shared: bool = False) -> dict[str, Any]:
-    """The trace of a step whose tokens added these texts. A character of several tokens comes with the last of them.
-    The first step's seconds include the reading of the prompt.
+    """Trace a step whose tokens added ``texts``. A character of several tokens belongs to the last of them.
 
-    Where tenants draft from each other's texts (``shared``), it has no sources and counts: they would tell what others
-    were answered.
+    The first step's seconds include prefill. If tenants draft from each other's outputs (``shared``), sources and
+    counts are left out: they would reveal others' answers.
     """
     tokens: list[dict[str, Any]] = [
         {"id": token, "text": text, "source": None if shared else Origin(origin).word}

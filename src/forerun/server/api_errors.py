@@ -1,4 +1,4 @@
-"""Errors in the shape that OpenAI's clients know: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors in OpenAI's shape, ``{"error": {"message", "type", "param", "code"}}``, and in Anthropic's."""
 
 from __future__ import annotations
 
@@ -9,28 +9,20 @@ from typing import Any
 from starlette.responses import Response
 
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-"""OpenAI's type of an error by its status; others are ``invalid_request_error`` below 500, and ``server_error``."""
+"""OpenAI's error types by status; others are ``invalid_request_error`` below 500, and ``server_error``."""
 ANTHROPIC_ADDRESS = "/v1/messages"
-"""Begins the addresses of Anthropic's API."""
+"""Prefix of Anthropic's addresses."""
 ANTHROPIC_ERRORS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
-"""Anthropic's types of errors by their status; others are ``api_error``."""
+"""Anthropic's error types by status; others are ``api_error``."""
 CLOSE = {"Connection": "close"}
-"""A header of errors after which nothing more is read."""
+"""Header of errors after which the connection is not read."""
 
 
 class ApiError(Exception):
-    """An error that a client gets instead of an answer.
-
-    Args:
-        status: of HTTP.
-        message: says what is wrong, and what to do.
-        code: a fixed word for programs.
-        param: the field that is wrong.
-        headers: of the response.
-    """
+    """An error sent to a client; ``code`` is a fixed word for programs, ``param`` the wrong field."""
 
     def __init__(
         self,
@@ -46,17 +38,16 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """In OpenAI's shape."""
         kind = ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     @property
     def anthropic_body(self) -> dict[str, Any]:
-        """In Anthropic's shape; its client looks for the code where a conversation is kept elsewhere."""
+        """Return Anthropic's shape; its client reads the code in ``details``."""
         kind = ANTHROPIC_ERRORS.get(self.status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message, "details": {"error_code": self.code}}}
 
     def response(self, path: str = "") -> Response:
-        """For HTTP, in the shape of the API at an address. It is ASCII, so no text of a client can break it."""
+        """Make the response in the shape of the API at ``path``, in ASCII, so that no client's characters break it."""
         body = self.anthropic_body if path.startswith(ANTHROPIC_ADDRESS) else self.body
         return Response(json.dumps(body), self.status, self.headers, "application/json")

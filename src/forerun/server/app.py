@@ -47,13 +47,13 @@ from forerun.server.warm_prompts import read_prompts, warm_prompts
 log = logging.getLogger(__name__)
 AnyFormat = ReplyFormat | ResponsesFormat | MessagesFormat
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-"""Keep proxies from collecting a stream."""
-CLOSING = (503, "the server is closing, and has cancelled the request", "closing")
-"""An ``ApiError`` for a client whose request was cancelled. One that cancelled it itself does not listen."""
+"""Keep proxies from buffering a stream."""
+CLOSING = (503, "the server is closing and has cancelled the request", "closing")
+"""Arguments of an ``ApiError`` for a cancelled request; a client that cancelled it does not listen."""
 PING = ": ping\n\n"
-"""A comment, for streams that are silent."""
+"""A comment that keeps silent streams open."""
 PIECE_BYTES = 1 << 16
-"""Of a whole answer, as many are written at a time."""
+"""Size of the pieces in which a whole answer is written."""
 SERVER_FAILED = ApiError(500, "the server failed; its log says more", "failed")
 
 STATIC = Path(__file__).parent / "static"
@@ -65,12 +65,12 @@ PAGE_FILES = {
     },
     "/page/prompts.json": Path(forerun.reference.__file__).parent / "demo.json",
 }
-"""The page's addresses and files. They need no key, as nothing in them is secret."""
+"""The page's addresses and files. They need no key, as they contain no secret."""
 CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
-"""A browser loads these files and answers of this server, and nothing that is written into the page."""
+"""Let the browser load only these files and this server's answers, and nothing injected into the page."""
 PAGE_HEADERS = {
     "Content-Security-Policy": CONTENT_POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -81,7 +81,7 @@ PAGE_HEADERS = {
     "Cache-Control": "no-cache",
 }
 MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".json": "application/json"}
-"""By suffix. The operating system's list may differ, and no browser runs a script of another type."""
+"""By suffix. The operating system's list may differ, and browsers refuse scripts of another type."""
 
 
 def create_app(
@@ -90,14 +90,10 @@ def create_app(
     limits: SchedulerLimits,
     on_finished: Callable[[Request], None] | None = None,
 ) -> FastAPI:
-    """An application that serves one engine; its ``state.service`` is the ``Service``.
+    """Make an application that serves one engine; its ``state.service`` is the ``Service``.
 
-    It fills the drafter's index first; see ``restore_index``. It starts a thread that decodes, which ends with the
-    application. ``on_finished``: see ``Scheduler``.
-
-    Raises:
-        ValueError: for a wrong key, or a file that cannot fill the index.
-        OSError: if that cannot be read.
+    It first fills the drafter's index, with the errors of ``restore_index``, and starts a thread that decodes until the
+    application ends. ``on_finished``: see ``Scheduler``. Raises ValueError for a wrong key.
     """
     tenants = settings.tenant_keys().tenants
     saver = restore_index(engine, settings, tenants)
@@ -133,7 +129,7 @@ def create_app(
 
 
 def guarded(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
-    """An application behind the checks that settings describe."""
+    """Wrap an application in the checks that settings describe."""
     open_addresses = (*OPEN_ADDRESSES, *(PAGE_FILES if settings.page else ()))
     origins = settings.cors_origins
     checked = GuardMiddleware(
@@ -172,7 +168,7 @@ async def _answer(
     request: HTTPRequest,
     kind: Callable[[Any, str], AnyFormat],
 ) -> Response:
-    """Start a call. Its answer is written by what this returns, when nothing holds the request's body any more."""
+    """Start a call, and return a response that writes its answer without holding the request's body."""
     state = request.scope["state"]
     tenant, number, deadline = state["tenant"], state["request_id"], service.deadline()
     form = kind(body, number)
@@ -187,7 +183,7 @@ async def _answer(
     except BaseException:
         watcher.cancel()
         raise
-    request.__dict__.pop("_body", None)  # the framework would keep it as long as the answer takes
+    request.__dict__.pop("_body", None)  # the framework would keep it until the answer ends
     state["held"].release(keep=call.nbytes)
     if asked.stream:
         return StreamingResponse(_events(call, form, watcher), 200, STREAM_HEADERS, "text/event-stream")
@@ -195,7 +191,7 @@ async def _answer(
 
 
 class _WholeResponse(Response):
-    """An answer in one piece, which is sent when it has ended."""
+    """An answer in one piece, sent when it is complete."""
 
     def __init__(self, call: Call, form: AnyFormat, watcher: asyncio.Task[None]) -> None:
         super().__init__()
@@ -211,18 +207,19 @@ class _WholeResponse(Response):
         finally:
             self._call.cancel()
             self._watcher.cancel()
-        whole = await asyncio.to_thread(self._form.whole, *self._call.figures())  # it may be megabytes
+        whole = await asyncio.to_thread(self._form.whole, *self._call.figures())  # may be megabytes
         response = Response(whole, media_type="application/json")
         head = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
         await send(head)
-        for first in range(0, len(response.body), PIECE_BYTES):  # each waits until the client has read those before it
+        for first in range(
+            0, len(response.body), PIECE_BYTES
+        ):  # each waits until the client has read the previous ones
             piece = response.body[first : first + PIECE_BYTES]
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _events(call: Call, form: AnyFormat, watcher: asyncio.Task[None]) -> AsyncIterator[str]:
-    """A stream of events; an error ends it."""
     try:
         for begin in form.begin():
             yield begin
@@ -249,8 +246,6 @@ async def disconnected(receive: Receive) -> None:
 
 
 def _add_tokens(app: FastAPI, service: Service, bodies: BodyReader) -> None:
-    """vLLM's addresses for tokens, and Anthropic's."""
-
     async def of_chat(request: HTTPRequest, body: ChatRequest | TokenizeRequest) -> EncodedPrompt:
         try:
             return await service.in_turn(request.state.tenant, service.encode.chat, body)
@@ -310,7 +305,7 @@ def _add_health(app: FastAPI, service: Service) -> None:
     @app.get("/ready")
     async def ready() -> dict[str, str]:
         if not service.scheduler.ready:
-            raise ApiError(503, "the server does not take requests", "not_ready")
+            raise ApiError(503, "the server accepts no requests", "not_ready")
         return {"status": "ready"}
 
     @app.get("/metrics", response_class=Response)

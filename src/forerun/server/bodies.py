@@ -1,6 +1,6 @@
-"""From a body's bytes to a checked request, beside the event loop: streams go on meanwhile.
+"""Parse and check request bodies without blocking streams.
 
-What is made of a body is bounded before it is made (``check_parts``). One body of each tenant is read at a time.
+``check_parts`` limits the number of a body's parts before it is parsed. One body per tenant is parsed at a time.
 """
 
 from __future__ import annotations
@@ -27,26 +27,22 @@ from forerun.server.tolerance import Notes
 Model = TypeVar("Model", bound=StrictModel)
 
 SMALL_BYTES = 1 << 14
-"""A body up to this is read at once: to hand it to a thread takes longer."""
+"""Bodies up to this size are parsed at once: a thread would cost more."""
 TEXT_BYTES = 80
-"""Bytes of the largest body for each of the strings, objects and arrays that a body may have: 104,857 of 8 MiB. As many
-take 0.02 seconds to be made, in which no other thread of Python runs."""
+"""Bytes of the largest body per allowed string, object or array: 104,857 in 8 MiB. Creating these blocks all Python
+threads for 0.02 seconds."""
 NUMBER_BYTES = 32
-"""The same for numbers: 262,144, such as the tokens of a prompt."""
+"""Bytes of the largest body per allowed number, such as a prompt's tokens: 262,144 in 8 MiB."""
 LEAST_PARTS = 10_000
-"""A body may have as many parts, however small the largest body is."""
+"""Parts that a body may always have."""
 NO_OBJECT = (400, "the body must be a JSON object, sent as application/json", "invalid_json")
-"""An ``ApiError``."""
+"""Arguments of an ``ApiError``."""
 READING_TENANTS = 2
-"""Tenants whose bodies are read at a time."""
+"""Number of tenants whose bodies are parsed at once."""
 
 
 def check_parts(body: bytes, largest: int) -> None:
-    """Refuse a body that is made of too many parts, before any is made.
-
-    Raises:
-        ApiError: 413, with the numbers.
-    """
+    """Raise an ApiError (413) for a body of too many parts, before any is created."""
     if len(body) < LEAST_PARTS:
         return
     counts = count_json(body)
@@ -60,20 +56,15 @@ def check_parts(body: bytes, largest: int) -> None:
 
 
 class BodyReader:
-    """Reads the bodies of an application's requests.
-
-    Args:
-        served_name: of the model that a request is for, which names none.
-    """
+    """A reader of request bodies; ``served_name`` is the model of requests that name none."""
 
     def __init__(self, served_name: str) -> None:
         self._served_name = served_name
         self._executor = FairExecutor(READING_TENANTS, "forerun-bodies")
         self.models: dict[type[StrictModel], None] = {}
-        """Those of the requests that there are."""
 
     def described(self, model: type[StrictModel]) -> dict[str, Any]:
-        """What an address's description says of its bodies; see ``describe_bodies``."""
+        """Describe an address's bodies for OpenAPI; see ``describe_bodies``."""
         self.models[model] = None
         return {
             "requestBody": {
@@ -83,11 +74,7 @@ class BodyReader:
         }
 
     async def read(self, request: HTTPRequest, model: type[Model]) -> tuple[Model, Any, Notes]:
-        """A request's body; the same as a chat, if it is one in other words; and what was left out of it.
-
-        Raises:
-            ApiError: says what is wrong.
-        """
+        """Return a request's body, its translation into a chat (or the body), and notes on what was ignored."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
             raise ApiError(*NO_OBJECT)
@@ -99,7 +86,7 @@ class BodyReader:
 
 
 def parsed(body: bytes, model: type[Model], served_name: str) -> tuple[Model, Any, Notes]:
-    """See ``BodyReader.read``."""
+    """Parse a body; see ``BodyReader.read``."""
     try:
         given = json.loads(body)
     except (ValueError, RecursionError):
@@ -119,7 +106,7 @@ def parsed(body: bytes, model: type[Model], served_name: str) -> tuple[Model, An
 
 
 def _check_characters(body: bytes, given: Any) -> None:
-    """Refuse half of a surrogate pair, which JSON can spell, and no tokenizer can read."""
+    """Refuse half of a surrogate pair, which JSON can spell and no tokenizer can encode."""
     if b"\\ud" not in body and b"\\uD" not in body:
         return
     try:
@@ -140,7 +127,7 @@ def _is_whole(text: str) -> bool:
 
 
 def _strings(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Each text in a JSON value with its place; a field's name has that of what holds it."""
+    """Yield each string in a JSON value with its path; a field's name has its object's path."""
     if isinstance(value, str):
         yield path, value
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -154,7 +141,7 @@ _REFERENCE = "#/components/schemas/{model}"
 
 
 def describe_bodies(app: FastAPI, bodies: BodyReader) -> None:
-    """Let an application's description have the schemas of its bodies, which the framework does not read."""
+    """Add the bodies' schemas, which the framework does not know, to an application's OpenAPI description."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:

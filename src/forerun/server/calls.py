@@ -1,4 +1,4 @@
-"""One call of a client: its requests go to the scheduler's thread, and their tokens come back to the event loop."""
+"""One call of a client: requests go to the scheduler's thread, and their tokens return to the event loop."""
 
 from __future__ import annotations
 
@@ -29,17 +29,13 @@ from forerun.server.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 PING_SECONDS = 15.0
-"""Silence of a stream after which it shows that it is alive: proxies cut those that are silent for a minute."""
+"""Silence after which a stream sends a ping: proxies cut those that are silent for a minute."""
 
 
 class LoopDispatcher:
-    """Runs callbacks of other threads in an event loop, in order.
+    """A queue of callbacks from other threads, which run in an event loop, in order.
 
-    To wake a loop is a system call, and a step has news of each of its rows. So the loop is woken once for all
-    callbacks that gather meanwhile.
-
-    Args:
-        loop: where they run.
+    Waking a loop is a system call, and a step has news for each of its rows, so waiting callbacks share one.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -48,7 +44,7 @@ class LoopDispatcher:
         self._woken = False
 
     def put(self, callback: Callable[[], None]) -> None:
-        """Let the loop run a callback soon; from any thread. A closed loop runs nothing."""
+        """Run a callback in the loop soon; from any thread. A closed loop runs nothing."""
         self._waiting.append(callback)
         if not self._woken:
             self._woken = True
@@ -56,7 +52,7 @@ class LoopDispatcher:
                 self.loop.call_soon_threadsafe(self._run)
 
     def _run(self) -> None:
-        """In the loop. A later ``put`` wakes it again, so no callback stays behind."""
+        """Run all waiting callbacks, in the loop. A later ``put`` wakes it again, so none is left."""
         self._woken = False
         try:
             while self._waiting:
@@ -68,8 +64,7 @@ class LoopDispatcher:
 
 @dataclass
 class AnswerRow:
-    """One text of a call. With ``logprobs``, its tokens' log-probabilities are sent, too; with a ``parser``, it is a
-    message that is taken apart."""
+    """One answer of a call, optionally with log-probabilities, or with a parser for messages."""
 
     request: Request
     answer: AnswerText
@@ -78,12 +73,12 @@ class AnswerRow:
     parser: MessageParser | None = None
     reasoning_tokens: int = 0
     held_tokens: int = 0
-    """Tokens so far whose text is held back."""
+    """Tokens so far whose characters are held back."""
     decode: Callable[[Sequence[int]], str] | None = None
-    """Spells tokens of the prompt for the trace of the first step; None once that was told, or if it is not wanted."""
+    """Decodes prompt tokens for the first step's trace; None afterwards, or if no trace is wanted."""
 
     def step(self, index: int, texts: Sequence[str], trace: Json | None = None) -> list[Delta]:
-        """New texts of a step's tokens, as they are sent; nothing if all of it is held back."""
+        """Return what a step's tokens add to the answer; nothing if all is held back."""
         if not (trace or any(texts)):
             self.held_tokens += len(texts)
             return []
@@ -92,7 +87,7 @@ class AnswerRow:
         if self.parser is None:
             return [Delta(index, text, None, logprobs, trace)]
         parts = list[MessageDelta]()
-        for each in texts:  # one at a time, so that parts follow each other as without drafts
+        for each in texts:  # one at a time, so that parts come in the order of plain decoding
             self.held_tokens += 1
             if each:
                 self._add(self.parser.feed(each), parts)
@@ -102,7 +97,6 @@ class AnswerRow:
         return deltas and [*deltas[:-1], replace(deltas[-1], logprobs=logprobs, trace=trace)]
 
     def end(self, index: int, finish: Finish) -> Delta:
-        """The rest of the text."""
         text, stop, parts = self.answer.end(), self.answer.stop_string, list[MessageDelta]()
         logprobs = None if self.logprobs is None else self.logprobs.take(len(text), stop is None)
         if self.parser is None:
@@ -114,7 +108,7 @@ class AnswerRow:
         return Delta(index, rest.content, finish, logprobs, None, rest.reasoning, rest.calls, stop)
 
     def _add(self, part: MessageDelta, parts: list[MessageDelta]) -> None:
-        """Count a part's tokens, and add it: to the last part, if both are of one kind."""
+        """Count a part's tokens, and append the part, merged with the last if both are of one kind."""
         if not any(kinds := _kinds(part)):
             return
         if part.reasoning:
@@ -140,20 +134,16 @@ class _RowEvent:
 
 
 class Call:
-    """The requests that answer one call. All of them end when one fails or the client goes.
+    """The requests that answer one call. All end when one fails or the client goes.
 
-    Made in the event loop. ``start`` it, then iterate over it once; ``cancel`` ends it at any time.
+    Create it in the event loop, ``start`` it, then iterate over it once; ``cancel`` ends it at any time.
 
     Args:
-        scheduler: runs them.
-        rows: the texts, in order.
-        number: names the call in answers and in the log.
-        dispatcher: brings the scheduler's news to this event loop.
-        prompts: how many it has; each has as many texts.
-        budget: the longest draft, in tokens.
-        trace: whether deltas have the trace of their step.
-        shared: whether drafts come from texts of other tenants, too; then nothing is told of drafts.
-        nbytes: that its answer may take.
+        number: identifies the call in answers and in the log.
+        prompts: number of prompts; each has equally many rows.
+        budget: maximum draft length.
+        shared: whether drafts also come from other tenants' outputs; then nothing about drafts is reported.
+        nbytes: maximum size of its answer.
     """
 
     def __init__(
@@ -177,10 +167,9 @@ class Call:
         self._cancelled = False
 
     async def start(self, tenant: str, deadline: float | None) -> None:
-        """Submit all requests in another thread, as the scheduler's lock may be held.
+        """Submit all requests, in a thread, as the scheduler's lock may be held.
 
-        Raises:
-            ApiError: 429 if the queue is full, 400 for more than there is memory for, 503 when the server closes.
+        Raises ApiError: 429 if the queue is full, 400 for more than memory allows, 503 when the server closes.
         """
         try:
             await asyncio.to_thread(self._submit, tenant, deadline)
@@ -189,19 +178,17 @@ class Call:
             raise refusal(error) from error
 
     def cancel(self) -> None:
-        """End all rows that have not ended; returns at once."""
+        """End all running rows; returns at once."""
         self._cancelled = True
         for scheduled in list(self._scheduled):
             if scheduled.ending is None:
                 self._scheduler.cancel(scheduled)
 
     async def __aiter__(self) -> AsyncIterator[Delta | None]:
-        """New text of each row as it comes, and None after each ``PING_SECONDS`` without any, also while the model
-        writes what is held back. Each row's last delta has a finish reason.
+        """Yield each row's new text, up to a finish reason, and None after each ``PING_SECONDS`` without any.
 
-        Raises:
-            ApiError: if the server failed, the schema is too hard for it, or the time was over.
-            ClientGoneError: if it was cancelled.
+        Raises ApiError if the server failed, the schema is too hard for it, or time ran out; ClientGoneError if
+        cancelled.
         """
         left, clock = len(self.rows), asyncio.get_running_loop().time
         sent = clock()
@@ -226,7 +213,7 @@ class Call:
             sent = clock()
 
     def figures(self) -> tuple[Json, Json]:
-        """The usage of the ended requests, and what drafts were worth in the words of vLLM's ``metrics``."""
+        """Return the usage of the finished requests, and draft statistics as in vLLM's ``metrics``."""
         usage = self.usage
         if self._shared:
             return usage, {}
@@ -244,7 +231,6 @@ class Call:
 
     @property
     def usage(self) -> Json:
-        """The tokens so far."""
         return _usage(self.rows, self._prompts)
 
     def _step(self, index: int, commit: Commit) -> list[Delta]:
@@ -264,17 +250,17 @@ class Call:
         if how == "cancelled":
             raise ClientGoneError
         if how == "displaced":
-            message = "another tenant has taken this request's place in the queue, where it was within its own share"
+            message = "another tenant, within its share, has taken this request's place in the queue"
             raise ApiError(429, message, "queue_full", headers={"Retry-After": "1"})
         if how == "deadline":
-            message = f"the time for a request was over after {len(row.request.generated)} tokens; ask for fewer"
+            message = f"the request timed out after {len(row.request.generated)} tokens; request fewer"
             raise ApiError(504, message, "timeout", headers={"x-should-retry": "false"})
         if isinstance(row.request.error, GrammarError):
             raise ApiError(400, str(row.request.error), "invalid_value", "response_format")
         log.error("call %s failed", self.number, exc_info=row.request.error)
         if isinstance(row.request.error, OffloadError):
             raise _kv_failure(row.request.error, self.number)
-        raise ApiError(500, f"the request failed in the server, whose log says more of {self.number}", "failed")
+        raise ApiError(500, f"the request failed in the server; its log says more about {self.number}", "failed")
 
     def _submit(self, tenant: str, deadline: float | None) -> None:
         for index, row in enumerate(self.rows):
@@ -286,11 +272,10 @@ class Call:
                 return
 
     def _deliver(self, index: int, what: Commit | Ending) -> None:
-        """In the scheduler's thread."""
         self._dispatcher.put(partial(self._receive, _RowEvent(index, what, time.monotonic())))
 
     def _receive(self, event: _RowEvent) -> None:
-        """In the event loop. It counts tokens that are no longer read, too."""
+        """Receive news, in the event loop; also count tokens that the client no longer reads."""
         meter = self.rows[event.index].meter
         if isinstance(event.what, Commit):
             meter.count(len(event.what.tokens), event.at)
@@ -300,7 +285,7 @@ class Call:
 
 
 def _usage(rows: Sequence[AnswerRow], prompts: int) -> Json:
-    """The usage of requests: equally many for each of so many prompts, one prompt after the other."""
+    """Return the usage of requests, ordered by prompt, with equally many per prompt."""
     read = sum(row.request.prompt_length + row.answer.echoed for row in rows) // (len(rows) // prompts)
     written = sum(len(row.request.generated) - row.answer.echoed for row in rows if row.answer.goes_on)
     cached = sum(row.request.cached_tokens for row in rows[:: len(rows) // prompts])
@@ -314,7 +299,6 @@ def _usage(rows: Sequence[AnswerRow], prompts: int) -> Json:
 
 
 def _speculation(stats: Stats) -> Json:
-    """What drafts were worth, over all texts."""
     return {
         "steps": stats.steps,
         "drafted": sum(stats.drafted),
@@ -326,7 +310,7 @@ def _speculation(stats: Stats) -> Json:
 
 
 def _speculative_metrics(stats: Stats, budget: int) -> Json:
-    """The same in the words of vLLM's ``metrics``: of the steps that had a draft, of up to ``budget`` tokens."""
+    """Summarise drafts as in vLLM's ``metrics``: steps that had a draft, of up to ``budget`` tokens."""
     steps = [accepted for drafted, accepted in zip(stats.drafted, stats.accepted, strict=False) if drafted]
     figures = {
         "mean_acceptance_length": 1 + sum(steps) / len(steps) if steps else 0.0,
@@ -345,14 +329,15 @@ class ClientGoneError(Exception):
 
 
 def _kv_failure(error: OffloadError, number: str) -> ApiError:
-    """For the client; the place of the files is for the log alone."""
     why = "copying failed" if error.errno is None else os.strerror(error.errno)
-    message = f"the keys and values of this text could not be kept off the device: {why}; the log says more of {number}"
+    message = (
+        f"the keys and values of this request could not be kept off the device: {why}; the log says more about {number}"
+    )
     return ApiError(500, message, "kv_memory_failed", headers={"x-should-retry": "false"})
 
 
 def refusal(error: BaseException) -> BaseException:
-    """What a client is told of an error of ``Scheduler.submit``."""
+    """Return the client's error for one of ``Scheduler.submit``."""
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), "queue_full", headers={"Retry-After": str(error.retry_after)})
     if isinstance(error, ValueError):

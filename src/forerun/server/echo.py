@@ -1,7 +1,7 @@
 """Prompts as part of an answer, with the log-probabilities of their tokens.
 
-Such a request begins at the prompt's second token, and the rest of the prompt is the only text that may come. So its
-log-probabilities are those of any answer, and its tokens are drafted like other tokens without a choice.
+Generation starts at the prompt's second token, and a constraint allows only the prompt's tokens. So they get
+log-probabilities and drafts like any generated token.
 """
 
 from __future__ import annotations
@@ -16,11 +16,7 @@ from forerun.core.sampling import Constraint
 
 
 class PromptConstraint:
-    """Lets no token come but the prompt's, as far as it goes.
-
-    Args:
-        prompt: token ids.
-    """
+    """A constraint that allows only the prompt's tokens, up to its end."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._prompt = list(prompt)
@@ -47,16 +43,13 @@ class PromptConstraint:
 
 
 def scoring_prompt(request: Request, prompt: Sequence[int], answer_tokens: int) -> Request:
-    """A request whose text is a prompt and its answer.
+    """Make a request that generates its prompt and up to ``answer_tokens`` more.
 
-    Args:
-        request: for the prompt's first token.
-        prompt: token ids.
-        answer_tokens: after which it ends; 0 for the prompt alone.
+    ``request`` is for the prompt's first token.
     """
     ends, inner = request.eos_token_ids, request.stopping
     request.sampler = replace(request.sampler, constraint=PromptConstraint(prompt))
-    request.eos_token_ids = frozenset()  # such a token may stand in the prompt
+    request.eos_token_ids = frozenset()  # the prompt may contain such tokens
 
     def stopping(ids: torch.Tensor) -> bool:
         if ids.shape[1] <= len(prompt):

@@ -1,4 +1,4 @@
-"""What a client is told of the fields of its request."""
+"""Messages about wrong fields of a request."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from forerun.server.api_errors import ApiError
 from forerun.server.tolerance import NEUTRAL
 
 LISTED_FAULTS = 8
-"""Faults of one request that the error names in full."""
+"""Faults of one request that the error lists."""
 
 
 def validation_error(errors: Sequence[Any], names: Callable[[bool], Collection[str]]) -> ApiError:
-    """All of pydantic's errors about a request in one; ``param`` and ``code`` are the first one's.
+    """Merge all of pydantic's errors about a request; ``param`` and ``code`` are the first one's.
 
-    It repeats nothing that the client has sent but the names of its fields. An unknown one is told the nearest of
-    ``names``: of the request itself, or with True of what its fields hold.
+    The message repeats only field names of what the client sent. For an unknown field it suggests the nearest of
+    ``names``: the request's fields, or with True those inside them.
     """
     first = errors[0]
     if not first["loc"] and first["type"] in ("model_attributes_type", "model_type", "missing"):
@@ -26,7 +26,7 @@ def validation_error(errors: Sequence[Any], names: Callable[[bool], Collection[s
     message = "; ".join(_fault(each, names) for each in errors[:LISTED_FAULTS])
     if len(errors) > LISTED_FAULTS:
         message += f"; and {len(errors) - LISTED_FAULTS} more fields are wrong"
-    # a check of several fields has no place, and is named for the one to change
+    # a check of several fields has no location, and is named after the one to change
     named = first["type"] if first["type"] in {*names(False), *names(True)} else None
     return ApiError(400, message, code, _field(first) or named)
 

@@ -1,6 +1,6 @@
-"""Grammars are compiled apart from all else: first on trial, in processes that can be killed, then for use.
+"""Compile grammars apart from all other work: first on trial in processes that can be killed, then for use.
 
-A short schema may take minutes and gigabytes to compile. No other work waits for these processes and threads.
+A short schema may need minutes and gigabytes to compile. Only its request waits for that.
 """
 
 from __future__ import annotations
@@ -26,40 +26,35 @@ log = logging.getLogger(__name__)
 
 COMPILING_PROCESSES = 2
 TENANT_SCHEMAS = 8
-"""Schemas of one tenant that may be compiled or wait for it."""
+"""Schemas per tenant that are compiled or wait for it."""
 COMPILE_SECONDS = 3
-"""Processor time to compile a schema. The largest useful ones took 1.3 seconds."""
+"""Processor time limit per schema. The largest useful ones needed 1.3 seconds."""
 COMPILE_WALL_SECONDS = 20.0
 """Time after which a process is killed in any case."""
 COMPILE_BYTES = 1 << 30
-"""Memory to compile a schema."""
+"""Memory limit per schema."""
 WORKER = Path(__file__).with_name("grammar_worker.py")
 
 
 class GrammarPool:
-    """Compiles grammars for an event loop, so that ``Grammars.of`` has them at once.
-
-    Args:
-        grammars: the engine's.
-    """
+    """A pool that compiles an engine's grammars for an event loop, so that ``Grammars.of`` has them at once."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
         self._executor = ThreadPoolExecutor(COMPILING_PROCESSES, "forerun-grammars")
         self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
         for _ in range(COMPILING_PROCESSES):
-            self._idle.put(None)  # a process is started when it is needed
+            self._idle.put(None)  # started when needed
         self._jobs: dict[tuple[str, GrammarSource], asyncio.Future[None]] = {}
         self._places: Counter[str] = Counter()
         self._workers: set[_Worker] = set()
         self._closed = False
 
     async def prepare(self, response_format: Any, tenant: str, namespace: str) -> None:
-        """Compile the grammar of a response format, if there is one and it is not kept already; see ``Grammars.of``.
+        """Compile the grammar of a response format, unless it has none or is compiled already.
 
-        Raises:
-            SchemaError: see ``Grammars.of``; or if it takes too much time or memory.
-            ApiError: if the tenant has too many schemas at once.
+        Raises SchemaError as ``Grammars.of``, or if it needs too much time or memory; ApiError if the tenant has too
+        many schemas.
         """
         if response_format is None or response_format["type"] in ("text", "json_object"):
             return
@@ -100,7 +95,7 @@ class GrammarPool:
             job.exception()  # or asyncio warns, if the client has gone
 
     def _compile(self, response_format: Any, source: GrammarSource, namespace: str) -> None:
-        """In a thread of the pool."""
+        """Compile on trial, then for use, in a thread of the pool."""
         self._grammars.prepare()  # fails with the reason if there can be no grammars
         worker, survived = self._idle.get(), False
         try:
@@ -110,15 +105,15 @@ class GrammarPool:
             if self._closed:
                 worker.kill()
             survived = worker.compiles(source)
-        finally:  # also if no process could be started: another one may be next time
+        finally:  # also if no process could be started: the next one may
             if worker is not None and not survived:
                 worker.close()
                 self._workers.discard(worker)
             self._idle.put(worker if survived else None)
         if not survived:
             limits = f"{COMPILE_SECONDS} seconds or {COMPILE_BYTES >> 20} MiB"
-            raise SchemaError(f"the schema cannot be used: to compile it takes more than {limits}")
-        self._grammars.of(response_format, namespace)  # it takes as long again, but not longer
+            raise SchemaError(f"the schema cannot be used: compiling it needs more than {limits}")
+        self._grammars.of(response_format, namespace)  # costs about as much as the trial
 
 
 class _Worker:
@@ -137,15 +132,13 @@ class _Worker:
         self._ask({"tokenizer": grammars.tokenizer_arguments(), **limits})
 
     def compiles(self, source: GrammarSource) -> bool:
-        """Whether the process survives a grammar; then compiling it again is cheap, right or wrong."""
+        """Return whether the process survives a grammar; then compiling it again is cheap, valid or not."""
         return self._ask(source)
 
     def kill(self) -> None:
-        """End the process; from any thread."""
         self._process.kill()
 
     def close(self) -> None:
-        """End the process and close its pipes."""
         self.kill()
         with suppress(OSError):  # it has not read everything
             self._process.communicate()

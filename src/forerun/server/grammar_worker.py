@@ -1,8 +1,7 @@
-"""A process that tries whether grammars compile. ``GrammarPool`` runs it as a script, so it imports little.
+"""A process that tests whether grammars compile. ``GrammarPool`` runs it as a script, so it imports little.
 
-The first line of its input has the tokenizer's arguments and the limits, each further line a grammar: its kind and its
-text. It answers each line with an empty one, also for a grammar that is wrong. One that takes too much ends the
-process.
+The first input line has the tokenizer's arguments and the limits, each further line a grammar's kind and text. Each is
+answered by an empty line, even if the grammar is invalid. One that exceeds the limits ends the process.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def _answer() -> None:
 
 
 def _limit_memory(size: int) -> None:
-    """Let allocations fail at ``size`` more bytes than this process has now, which ends it."""
+    """Limit this process to ``size`` more bytes than it has now; a failed allocation ends it."""
     with suppress(ImportError, OSError, ValueError):
         import resource
 

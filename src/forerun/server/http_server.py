@@ -1,4 +1,4 @@
-"""uvicorn with bounds: how many connections there may be, how long each may be silent, and how the server ends."""
+"""uvicorn with bounds on connections, silence and shutdown."""
 
 from __future__ import annotations
 
@@ -26,26 +26,24 @@ from forerun.server.service import Service
 log = logging.getLogger(__name__)
 
 HEAD_SECONDS = 10.0
-"""Time for a request's head to arrive, from the connection on, or from when the last answer was read."""
+"""Time limit for a request's head, from the connection or the end of reading the last answer."""
 READING_SECONDS = 60.0
-"""Time after which a client that reads slowly is looked at."""
+"""Interval at which a slow reader is checked."""
 MIN_READING_RATE = 1024
-"""Bytes a second that a client has to read of what waits for it."""
+"""Bytes per second that a client must read while data waits for it."""
 RESERVED_CONNECTIONS = 32
-"""Connections beyond the limits, which are asked for the server's health, or get an error. For a further one, that is
-dropped which has been there the longest."""
+"""Connections beyond the limits, for health checks and errors. A further one replaces the oldest."""
 KEPT_CONNECTIONS = 1 / 8
-"""Of all connections, the part that one address leaves to others."""
+"""Fraction of all connections that one address must leave to others."""
 CLOSING_SECONDS = 5
-"""Time for clients to read the end of their answers, once nothing is decoded any more."""
+"""Time for clients to read the end of their answers after decoding has stopped."""
 
 
 class BoundedConnection(H11Protocol):
     """uvicorn's connection, with bounds. uvicorn's ``limit_concurrency`` is the number of connections.
 
-    On a connection beyond that number, or beyond what one address may have, requests get 503, but for those that ask
-    for the server's health: so these are answered whatever else comes. A client that is silent for too long or reads
-    too slowly is dropped.
+    On a connection beyond that number, or beyond what one address may have, only health checks are answered, and other
+    requests get 503. A client that is silent for too long or reads too slowly is dropped.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -64,11 +62,10 @@ class BoundedConnection(H11Protocol):
         self._watch("head", HEAD_SECONDS)
 
     def _beside(self) -> list[BoundedConnection]:
-        """All connections, with this one."""
         return [each for each in self.connections if isinstance(each, BoundedConnection)]
 
     def _is_beyond(self, limit: int) -> bool:
-        """Whether this connection is one too many of all, or of its address."""
+        """Return whether this connection exceeds the limit for all, or for its address."""
         ordinary = [each for each in self._beside() if each._reserved_since is None]
         address = (self.client or ())[:1]
         of_address = sum((each.client or ())[:1] == address for each in ordinary) if address else 0
@@ -89,21 +86,21 @@ class BoundedConnection(H11Protocol):
             self._timers["reading"].cancel()
 
     def on_response_complete(self) -> None:
-        """Called by uvicorn when an answer has been sent; the next request may have begun."""
+        """Watch for the next request after uvicorn has sent an answer, unless it has begun."""
         answered = self.cycle
         super().on_response_complete()
         if self.cycle is answered:
             self._watch("head", HEAD_SECONDS)
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn for bytes that are no HTTP. In the midst of an answer there is nothing to say."""
+        """Refuse bytes that are not HTTP; within an answer, just close."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            found = sys.exc_info()[1]  # uvicorn calls this where it handles h11's error
+            found = sys.exc_info()[1]  # uvicorn calls this while handling h11's error
             too_large = isinstance(found, h11.RemoteProtocolError) and found.error_status_hint == 431
-            status, why = (431, "the head is too large") if too_large else (400, "this is not a request in HTTP/1.1")
+            status, why = (431, "the head is too large") if too_large else (400, "this is not an HTTP/1.1 request")
             error = ApiError(status, why, "invalid_http", headers=CLOSE).response()
             head = h11.Response(status_code=status, headers=error.raw_headers, reason=STATUS_PHRASES[status])
             for event in (head, h11.Data(data=bytes(error.body)), h11.EndOfMessage()):
@@ -111,7 +108,7 @@ class BoundedConnection(H11Protocol):
         self.transport.close()
 
     def _watch(self, what: Literal["head", "reading"], seconds: float) -> None:
-        """Look at the client in ``seconds``, and drop it if it is silent, or reads too slowly what waits for it."""
+        """Check the client in ``seconds``; drop it if it is silent, or reads waiting data too slowly."""
         if what in self._timers:
             self._timers[what].cancel()
         self._timers[what] = self.loop.call_later(seconds, self._check, what, seconds, self.cycle, self._unread)
@@ -126,12 +123,11 @@ class BoundedConnection(H11Protocol):
 
     @property
     def _unread(self) -> int:
-        """Bytes that wait for the client."""
         return self.transport.get_write_buffer_size()
 
 
 def _health_alone(app: Any) -> Any:
-    """An application of which only the addresses without checks are left; a connection is for one request."""
+    """Restrict an application to the addresses without checks, one request per connection."""
 
     async def asked(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_last(message: Message) -> None:
@@ -142,11 +138,11 @@ def _health_alone(app: Any) -> Any:
         if scope["path"] in OPEN_ADDRESSES:
             await app(scope, receive, send_last)
             return
-        with contextlib.suppress(TimeoutError):  # to close it before would reset it under a client that still sends
+        with contextlib.suppress(TimeoutError):  # closing earlier would reset a client that still sends
             async with asyncio.timeout(HEAD_SECONDS):
                 while (await receive()).get("more_body", False):
                     pass
-        message = "there are as many connections as this server takes; try again"
+        message = "this server has no free connection; try again"
         error = ApiError(503, message, "too_many_connections", headers={**CLOSE, "Retry-After": "1"})
         await error.response(scope["path"])(scope, receive, send)
 
@@ -154,13 +150,9 @@ def _health_alone(app: Any) -> Any:
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn, which ends with the scheduler: a client whose request is cancelled gets an error.
+    """uvicorn that ends with the scheduler: a client whose request is cancelled gets an error.
 
-    Args:
-        app: from ``create_app``.
-        patience: seconds that requests may take to end by themselves.
-        connections: that may be open at once.
-        page: whether the log names the page's address.
+    Running requests have ``patience`` seconds to end by themselves. ``page``: whether the log names the page's address.
     """
 
     def __init__(self, app: FastAPI, patience: float, connections: int, page: bool = False) -> None:
@@ -179,45 +171,33 @@ class DrainingServer(uvicorn.Server):
         self._patience, self._page = patience, page
 
     def serve_on(self, sockets: list[socket.socket]) -> None:
-        """Serve until a signal comes.
-
-        Args:
-            sockets: from ``bound_sockets``.
-
-        Raises:
-            OSError: if another program listens there by now.
-        """
+        """Serve on sockets from ``bound_sockets`` until a signal comes; raise OSError if the port is taken by now."""
         for one in sockets:
             one.listen(self.config.backlog)
         self.run(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen. No later collection of garbage looks at the objects that are there by now."""
+        """Listen, and exclude all present objects from garbage collection."""
         gc.freeze()
         await super().startup(sockets)
         for one in sockets or ():
             log.info("listening on %s%s", _address(one), f"; the page is at {_address(one)}/" if self._page else "")
 
     async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn ten times a second; returns whether to end."""
+        """Tell uvicorn, ten times a second, whether to end."""
         return await super().on_tick(counter) or self._service.scheduler.failed
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         closing = asyncio.create_task(asyncio.to_thread(self._service.close, self._patience))
         await super().shutdown(sockets)
         await closing
-        gc.unfreeze()  # or the interpreter would end with objects that native libraries report as leaked
+        gc.unfreeze()  # without this, native libraries report leaks at exit
 
 
 def bound_sockets(host: str, port: int) -> list[socket.socket]:
-    """Sockets on all addresses of a host, which do not listen yet: so a busy port is found before a model is loaded.
+    """Bind sockets on all addresses of a host, without listening; port 0 is any free one.
 
-    Args:
-        host: a name or an address.
-        port: 0 for a free one.
-
-    Raises:
-        OSError: if the host is not this computer's, or the port is busy.
+    So a busy port, or a host that is not this computer's, raises OSError before a model is loaded.
     """
     sockets: list[socket.socket] = []
     with ExitStack() as opened:
@@ -243,7 +223,7 @@ def bound_sockets(host: str, port: int) -> list[socket.socket]:
 
 
 def _address(one: socket.socket) -> str:
-    """Where a browser on this computer finds the server."""
+    """Return the server's address for a browser on this computer."""
     host, port = one.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

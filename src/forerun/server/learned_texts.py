@@ -1,8 +1,8 @@
-"""What a server has learned: the files that it starts with, and the folder that keeps its index for the next start.
+"""Fill a server's index: from files to start with, and from the folder that saves it between starts.
 
-Files to learn from are texts, or JSON lines of answers, beside prompts to read (``warm_prompts.py``). They are checked
-as a whole before the model is loaded, so that a wrong line is reported at once. Later they are encoded piece by piece,
-until all is done or the time is over.
+Files to index are texts, or JSON lines of answers, possibly mixed with prompts to prefill (``warm_prompts.py``). They
+are checked completely before the model is loaded, so that a wrong line is reported at once, and later encoded piece by
+piece, until all is done or time runs out.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from forerun.trie.trie_folder import Folder
 log = logging.getLogger(__name__)
 
 PASSAGE_CHARACTERS = 1 << 14
-"""Text that is learned as one output. A full index drops whole outputs, and encoding one takes some milliseconds."""
+"""Characters indexed as one output. A full index drops whole outputs, and encoding one costs some milliseconds."""
 TEXT_FIELDS = ("text", "answer")
-"""Fields of a JSON line that are learned: ``forerun generate --json`` writes the first; recordings for ``python -m
-benchmarks replay`` have the second, beside a ``prompt`` that is not learned."""
+"""Fields of a JSON line to index: ``forerun generate --json`` writes the first; recordings for ``python -m benchmarks
+replay`` have the second, with a ``prompt`` that is not indexed."""
 MAX_NAMESPACES = 256
-"""Namespaces of all tenants together. Each reserves 64 MiB of addresses and uses what its texts need."""
+"""Namespaces of all tenants together. Each reserves 64 MiB of addresses, and uses as much memory as it needs."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,10 @@ class Passage:
 
 
 def check_files(files: Iterable[Path], namespaces: int) -> None:
-    """Read all files through; ``namespaces`` is how many a tenant may have.
+    """Read all files through; ``namespaces`` is the maximum per tenant.
 
-    Raises:
-        ValueError: for a line that is not UTF-8 or no row, or one namespace too many, with file and line; or for a file
-            with nothing to learn or read.
-        OSError: if a file cannot be read.
+    Raises ValueError, with file and line, for a line that is not UTF-8 or not a valid row, or one namespace too many;
+    also for a file with nothing to index or prefill.
     """
     names: set[str] = set()
     for file in files:
@@ -68,16 +66,16 @@ def check_files(files: Iterable[Path], namespaces: int) -> None:
             names.add(passage.namespace)
             if len(names) > namespaces:
                 where = f"{file}:{passage.line} has namespace {passage.namespace!r}"
-                raise ValueError(f"{where}: there are {namespaces} namespaces already, and no more may be")
+                raise ValueError(f"{where}: a tenant may have {namespaces} namespaces")
         for prompt in warm_prompts([file]):
             empty = False
             prompt.request("any")
         if empty:
-            raise ValueError(f"{file} has no text to learn from and no prompt to read")
+            raise ValueError(f"{file} has no text to index and no prompt to prefill")
 
 
 def passages(file: Path) -> Iterator[Passage]:
-    """The texts of a file, in pieces; see ``check_files`` for errors."""
+    """Yield the text of a file in pieces; errors as in ``check_files``."""
     rows = _rows(file) if file.suffix in JSON_LINES_SUFFIXES else _paragraphs(file)
     for text, namespace, line in rows:
         for start in range(0, len(text), PASSAGE_CHARACTERS):
@@ -85,15 +83,10 @@ def passages(file: Path) -> Iterator[Passage]:
 
 
 def restore_index(engine: Engine, settings: ServerSettings, tenants: Sequence[str]) -> AutoSaver | None:
-    """Limit an engine's index, fill it from its folder and from files, and prepare its saving. All tenants learn from
-    the files.
+    """Limit an engine's index, fill it from its folder and from files for all tenants, and prepare saving it.
 
-    Returns:
-        The saver of the index, if there is a folder for it; its ``start`` begins the saving.
-
-    Raises:
-        ValueError: if there is a folder or a file, but no index; or for a wrong folder or file.
-        OSError: if one of them cannot be read.
+    Return the saver, if there is a folder; saving begins with its ``start``. Raises ValueError for a folder or a file
+    that is wrong, or without an index to fill.
     """
     trie, tokenizer = _trie(engine, settings), engine.tokenizer
     if trie is None:
@@ -127,19 +120,16 @@ def _trie(engine: Engine, settings: ServerSettings) -> Trie | None:
 def _learn(
     trie: Trie, tokenizer: Any, kept: Sequence[Content], settings: ServerSettings, tenants: Sequence[str]
 ) -> set[str]:
-    """Fill an empty index from files and from a folder.
+    """Fill an empty index from files and a folder; return namespaces with sequences that the folder lacks.
 
-    Texts of the files that the folder has too are not learned again. The others come before those of the folder: these
-    were generated, so they are the ones to stay where there is no room for both.
-
-    Returns:
-        Namespaces that learned texts which the folder does not have.
+    Sequences that the folder has too are indexed once. Files come first: the folder's sequences were generated, so they
+    should stay if there is not enough room.
     """
     known = {name: set(map(_text_digest, texts)) for each in kept for name, texts in each.namespaces.items()}
     changed, learned, until = set(), 0, time.monotonic() + settings.warm_seconds
     for passage in chain.from_iterable(map(passages, settings.warm)):
         if time.monotonic() > until:
-            message = "%s:%d and all after it was not learned: the %g seconds of warm_seconds are over"
+            message = "%s:%d and everything after it was not indexed: warm_seconds, %g, are over"
             log.warning(message, passage.file, passage.line, settings.warm_seconds)
             break
         encoded = tokenizer(passage.text, add_special_tokens=False, verbose=False)
@@ -155,7 +145,7 @@ def _learn(
             trie.warm(name, texts)
     if settings.warm or kept:
         total = sum(len(text) for each in kept for texts in each.namespaces.values() for text in texts)
-        log.info("learned %s new tokens of files, and %s that were kept", f"{learned:,}", f"{total:,}")
+        log.info("indexed %s new tokens from files, and %s from the folder", f"{learned:,}", f"{total:,}")
     return changed
 
 
@@ -164,7 +154,6 @@ def _text_digest(tokens: IntArray) -> bytes:
 
 
 def _paragraphs(file: Path) -> Iterator[tuple[str, str, int]]:
-    """A text in whole lines, a passage at a time."""
     lines: list[str] = []
     size, first = 0, 1
     for number, line in text_lines(file):
@@ -195,7 +184,7 @@ def _row(row: Any) -> tuple[str, str]:
     namespace = row.get("namespace", "default")
     if not isinstance(text, str) or not text:
         raise TypeError("the text is missing, empty, or no string")
-    text.encode()  # a lone surrogate is no text
+    text.encode()  # fails for a lone surrogate
     if not isinstance(namespace, str) or not re.fullmatch(NAMESPACE_PATTERN, namespace):
         raise TypeError(f"the namespace does not match {NAMESPACE_PATTERN}")
     return text, namespace

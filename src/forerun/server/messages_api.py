@@ -1,4 +1,4 @@
-"""Anthropic's ``/v1/messages``, without a memory: a request becomes a chat, and the chat's answer becomes blocks."""
+"""Anthropic's ``/v1/messages``, stateless: a request becomes a chat, and the chat's answer becomes blocks."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class ToolChoiceOptions(StrictModel):
 
 
 class OutputConfig(StrictModel):
-    """How the answer looks; ``effort`` goes to the chat template."""
+    """Format of the answer; ``effort`` goes to the chat template."""
 
     format: dict[str, Any] | None = None
     effort: str | None = None
 
 
 class MessagesRequest(TranslatedRequest):
-    """To ``/v1/messages``. An answer may be as long as fits, however long ``max_tokens`` is."""
+    """A request to ``/v1/messages``. ``max_tokens`` beyond the available room is cut."""
 
     names: ClassVar[Mapping[str, str]] = {
         "max_completion_tokens": "max_tokens",
@@ -56,7 +56,7 @@ class MessagesRequest(TranslatedRequest):
     def _chat_fields(self, notes: Notes) -> Json:
         if isinstance(self.thread, dict) and self.thread.get("type") != "create":
             message = "thread: no conversation is kept here; send the whole of it"
-            raise ApiError(404, message, "thread_not_found", "thread")  # for which Anthropic's client does so
+            raise ApiError(404, message, "thread_not_found", "thread")  # makes Anthropic's client send all of it
         choice, output = self.tool_choice or ToolChoiceOptions(type="auto"), self.output_config or OutputConfig()
         named = {"type": "function", "function": {"name": choice.name}}
         words = {"auto": "auto", "any": "required", "none": "none", "tool": named}
@@ -79,7 +79,7 @@ class MessagesRequest(TranslatedRequest):
 
 
 class CountTokensRequest(MessagesRequest):
-    """To ``/v1/messages/count_tokens``."""
+    """A request to ``/v1/messages/count_tokens``."""
 
     max_tokens: Count = 1
 
@@ -92,7 +92,7 @@ def _schema_format(form: Json) -> Json:
 
 
 def _tool(tool: Json) -> Json | None:
-    """A tool with a schema of its own; None for one of Anthropic's."""
+    """Convert a tool with a schema; return None for one that Anthropic runs."""
     if tool.get("type", "custom") != "custom":
         return None
     names = {"name": "name", "description": "description", "input_schema": "parameters"}
@@ -103,7 +103,7 @@ def _tool(tool: Json) -> Json | None:
 
 
 def _turns(message: Json, where: str, notes: Notes) -> list[Json]:
-    """A message as turns of a chat: results of tools are turns of their own, before what else it says."""
+    """Convert a message to turns of a chat: tool results are separate turns, before its other content."""
     role, content = message.get("role"), message.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if role not in ("user", "assistant", "system") or not isinstance(blocks, list):
@@ -126,7 +126,7 @@ def _turns(message: Json, where: str, notes: Notes) -> list[Json]:
 
 
 class MessagesFormat(BlockFormat):
-    """The events and the whole of one message; ``number`` is the request's name."""
+    """The events and the complete form of one message; ``number`` is the request's name."""
 
     def __init__(self, body: MessagesRequest, number: str) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class MessagesFormat(BlockFormat):
 
 
 def _object(arguments: str) -> Json:
-    """The input of a call is an object where its text is one."""
+    """Parse a call's arguments; wrap them if they are no JSON object."""
     try:
         value = json.loads(arguments or "{}")
     except (ValueError, RecursionError):

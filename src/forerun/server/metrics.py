@@ -1,4 +1,4 @@
-"""Figures for Prometheus, under vLLM's names where they exist. Each app has a registry of its own."""
+"""Prometheus metrics, under vLLM's names where they exist. Each app has a separate registry."""
 
 from __future__ import annotations
 
@@ -17,15 +17,11 @@ from forerun.server.admission import Ending
 from forerun.server.scheduler import Scheduler
 
 TIME_BUCKETS_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
-"""Bounds of the histograms' buckets: three a decade, from a small model's step to a book's reading."""
+"""Bounds of the histograms' buckets: three per decade, from a small model's step to the prefill of a book."""
 
 
 class Metrics:
-    """Counts what a server does.
-
-    Args:
-        engine, scheduler: give their figures when the metrics are read.
-    """
+    """Counters of what a server does, and gauges read from the engine and the scheduler."""
 
     def __init__(self, engine: Engine, scheduler: Scheduler) -> None:
         self.registry = registry = CollectorRegistry(auto_describe=True)
@@ -43,18 +39,18 @@ class Metrics:
             "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their depth in the draft.", "position"
         )
         self.steps = counter("request_steps", "Steps of requests, one for each request in a pass.")
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of the prompts of requests that have begun to answer.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that have started to answer.")
         self.generated = counter("generation_tokens", "Tokens that were generated.")
         self.ended = counter("request_ended", "Requests by how they ended.", "reason")
         self.first = seconds("time_to_first_token_seconds", "From a request's arrival to its first tokens.")
-        self.between = seconds("time_per_output_token_seconds", "Between steps, by the tokens that the step gave.")
+        self.between = seconds("time_per_output_token_seconds", "Time between steps, divided by the step's tokens.")
         self.whole = seconds("e2e_request_latency_seconds", "From a request's arrival to its end.")
 
         for name, help_text, now in (
             ("num_requests_running", "Requests that decode.", lambda: scheduler.running),
-            ("num_requests_waiting", "Requests that wait.", lambda: scheduler.waiting),
-            ("kv_cache_usage_perc", "Taken part of the memory for keys and values; 1 is all.", lambda: scheduler.usage),
-            ("index_bytes", "Bytes of what the drafter learned, of all namespaces.", lambda: engine.learned_bytes),
+            ("num_requests_waiting", "Requests that are waiting.", lambda: scheduler.waiting),
+            ("kv_cache_usage_perc", "Used fraction of the memory for keys and values.", lambda: scheduler.usage),
+            ("index_bytes", "Bytes of the drafter's index, over all namespaces.", lambda: engine.learned_bytes),
         ):
             Gauge(f"forerun:{name}", help_text, registry=registry).set_function(now)
         registry.register(_EngineCollector(engine, scheduler))
@@ -64,14 +60,14 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """What the engine and the scheduler count themselves."""
+    """Metrics that the engine and the scheduler count themselves."""
 
     def __init__(self, engine: Engine, scheduler: Scheduler) -> None:
         self._engine, self._scheduler = engine, scheduler
 
     def collect(self) -> Iterator[Metric]:
         seconds = {**asdict(self._engine.step_seconds), "other": self._scheduler.other_seconds}
-        yield _family(CounterMetricFamily, "step_seconds", "Time of steps by what it went to.", "part", seconds)
+        yield _family(CounterMetricFamily, "step_seconds", "Time of steps, by part.", "part", seconds)
         hits, misses = self._engine.prefixes.hits, self._engine.prefixes.misses
         for name, help_text, tokens in (
             ("queries", "Tokens of prompts, in whole chunks, that were looked up in the prefix cache.", hits + misses),
@@ -82,8 +78,8 @@ class _EngineCollector(Collector):
             bounded = {tier: size for tier, size in tiers.memory.limits.items() if size != math.inf}
             copied = {"in": tiers.copy_engine.fetched, "out": tiers.copy_engine.written}
             for family, name, help_text, label, values in (
-                (GaugeMetricFamily, "bytes", "Bytes that running texts take of a tier.", "tier", tiers.taken),
-                (GaugeMetricFamily, "limit_bytes", "Bytes that they may take.", "tier", bounded),
+                (GaugeMetricFamily, "bytes", "Bytes that running requests use in a tier.", "tier", tiers.taken),
+                (GaugeMetricFamily, "limit_bytes", "Bytes that they may use.", "tier", bounded),
                 (CounterMetricFamily, "copied_bytes", "Bytes copied to the device, and away from it.", "way", copied),
             ):
                 yield _family(family, f"kv_tier_{name}", help_text, label, values)
@@ -103,13 +99,7 @@ def _family(
 
 
 class RequestMeter:
-    """Counts the steps, tokens and times of one request.
-
-    Args:
-        metrics: takes the counts.
-        request: is counted.
-        arrived: by ``time.monotonic``.
-    """
+    """A meter of one request's steps, tokens and times; ``arrived`` is by ``time.monotonic``."""
 
     def __init__(self, metrics: Metrics, request: Request, arrived: float) -> None:
         self._metrics, self._request, self._arrived = metrics, request, arrived
@@ -117,7 +107,6 @@ class RequestMeter:
         self._steps = 0
 
     def count(self, tokens: int, now: float) -> None:
-        """Count the tokens of a step, at a time by ``time.monotonic``."""
         if not tokens:
             return
         if self._last is None:

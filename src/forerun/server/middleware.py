@@ -1,4 +1,4 @@
-"""Checks before a request is parsed: its id, its host and origin, its key, and the bytes that it may hold."""
+"""Checks before a request is parsed: its id, host, origin, key and size."""
 
 from __future__ import annotations
 
@@ -18,78 +18,66 @@ from forerun.server.bodies import SMALL_BYTES, check_parts
 from forerun.server.tenants import ApiKeys
 
 OPEN_ADDRESSES = ("/health", "/ready")
-"""Addresses without checks: they only say whether the server is there."""
+"""Addresses without checks: they only tell whether the server runs."""
 ADMIN_ADDRESS = "/metrics"
-"""Counts all tenants together, so no tenant's key is enough."""
+"""Counts all tenants together, so no tenant's key suffices."""
 BODIES_IN_MEMORY = 32
-"""Bodies of the largest size whose bytes all requests together may hold: until they are parsed, and what answers may
-take after that."""
+"""Bytes that all requests may hold, in bodies of the largest size: until they are parsed, and later for answers."""
 KEPT_BODIES = 16
-"""Those that are kept for tenants who hold none."""
+"""The part of these reserved for tenants who hold none."""
 BODY_SECONDS = 10.0
-"""Time that a body may take to arrive, beside that for its bytes."""
+"""Time for a body to arrive, in addition to that for its bytes."""
 MIN_BODY_RATE = 1 << 17
-"""Bytes a second that a body has to arrive at: a slow line of a megabit a second."""
+"""Bytes per second at which a body must arrive: a slow line of one megabit per second."""
 REQUEST_ID_HEADER = b"x-request-id"
 REQUEST_ID_PATTERN = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 request_id: ContextVar[str] = ContextVar("forerun_request_id", default="-")
-"""The id of the request that is answered in this context; log lines have it."""
+"""The id of the request handled in this context, for log lines."""
 
 
 class HeldBytes:
-    """Bytes that one request holds of those that all may hold together.
-
-    Args:
-        share: of all requests.
-        tenant: whose request it is.
-    """
+    """One request's part of the bytes that all requests may hold."""
 
     def __init__(self, share: FairShare, tenant: str) -> None:
         self._share, self._tenant, self._held = share, tenant, 0
 
     def take(self, nbytes: int, what: str = "bytes") -> None:
-        """Hold more.
-
-        Raises:
-            ApiError: 503 if other requests hold too much, 400 if it can never be had.
-        """
+        """Hold more bytes, or raise ApiError: 503 if other requests hold too much, 400 beyond the total."""
         if nbytes > self._share.capacity:
             message = f"the request may take {nbytes:,} {what}; this server has {self._share.capacity:,} for all"
             raise ApiError(400, message, "too_large")
         if not self._share.allows(self._tenant, nbytes):
-            wait = "the requests that are here hold as many bytes as this server takes; try again"
+            wait = "other requests hold all bytes that this server allows; try again"
             raise ApiError(503, wait, "too_many_bytes", headers={"Retry-After": "1"})
         self._share.take(self._tenant, nbytes)
         self._held += nbytes
 
     def release(self, keep: int = 0) -> None:
-        """Hold no more than ``keep``."""
+        """Release all but ``keep`` bytes."""
         if self._held > keep:
             self._share.give(self._tenant, self._held - keep)
             self._held = keep
 
 
 class GuardMiddleware:
-    """Gives each request an id and its tenant, and refuses wrong keys (401), foreign hosts and origins (403), large
-    bodies and those of many parts (413), slow ones (408) and compressed ones (415). HEAD is answered as GET is.
+    """Middleware that gives each request an id and a tenant, and refuses bad requests.
 
-    The application behind it gets a body in one piece, and none that does not arrive in full. It finds the request's
-    ``HeldBytes`` in the scope's state, as ``held``, and gives them back once the body is parsed. The rest of a refused
-    body is read and thrown away for as long as the connection may be silent: closing it under a client that still sends
-    would reset it, and the client could lose the answer.
+    It refuses wrong keys (401), foreign hosts and origins (403), bodies that are too large or have too many parts
+    (413), slow ones (408) and compressed ones (415). HEAD is answered like GET. The application gets each body in one
+    piece, and none that is incomplete; it releases the request's ``HeldBytes`` once the body is parsed. The rest of a
+    refused body is read and discarded while the connection may be silent: closing it would reset a client that still
+    sends, and the client could lose the answer.
 
-    Without keys, any web page in a browser on this computer could use the server: by a request to another origin, or
-    by a domain name that it points here (DNS rebinding). So hosts and origins are checked there.
+    Without keys, any web page in a browser on this computer could use the server: by a request to another origin, or by
+    a domain name that it points here (DNS rebinding). So hosts and origins are checked then.
 
     Args:
         app: finds ``tenant``, ``request_id`` and ``held`` in the scope's state.
-        keys: of the tenants.
-        body_limit: bytes of a body.
-        hosts: names under which the server may be asked; IP addresses and localhost always may, and ``*`` is any name.
-            None checks neither hosts nor origins.
-        origins: of web pages that may ask, beside the server's own; ``*`` is any.
-        open_addresses: that need no key.
+        body_limit: in bytes.
+        hosts: allowed names in the Host header, besides localhost and IP addresses; None checks no hosts or origins.
+        origins: allowed origins of web pages, besides the server's. In both, ``*`` is any.
+        open_addresses: need no key.
     """
 
     def __init__(
@@ -104,7 +92,7 @@ class GuardMiddleware:
         self._app, self._keys, self._limit, self._open = app, keys, body_limit, frozenset(open_addresses)
         self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
         self._origins = frozenset(origins)
-        check_parts(b" " * 2 * SMALL_BYTES, body_limit)  # compiles it, which nobody's body should wait for
+        check_parts(b" " * 2 * SMALL_BYTES, body_limit)  # compiles it, so that no request waits for that
         self._share = FairShare(BODIES_IN_MEMORY * body_limit, len(keys.tenants), KEPT_BODIES * body_limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -113,12 +101,12 @@ class GuardMiddleware:
             return
         send = _with_id(scope, send)
         if scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}  # uvicorn, which has the first one, sends no body
+            scope = {**scope, "method": "GET"}  # uvicorn, which knows the original method, sends no body
         held = HeldBytes(self._share, "")
         try:
             if not scope["state"].get("tenant"):
                 self._check_source(scope)
-            if scope["path"] in self._open:  # no body is read there
+            if scope["path"] in self._open:  # without reading a body
                 await self._app(scope, receive, send)
                 return
             self._authenticate(scope)
@@ -142,11 +130,11 @@ class GuardMiddleware:
         if origin is None or "*" in self._origins or origin.decode("latin-1") in self._origins:
             return
         if origin.decode("latin-1").lower().partition("://")[2] != host:
-            message = "web pages of another origin may not ask this server; --cors-origin allows one"
+            message = "web pages of another origin may not use this server; --cors-origin allows one"
             raise ApiError(403, message, "origin_not_allowed")
 
     def _is_own(self, host: str) -> bool:
-        """Whether a Host header names this server. A page can point a name of its own here, but no IP address."""
+        """Return whether a Host header names this server. A page can point its domain here, but not an IP address."""
         assert self._hosts is not None
         try:
             name = urlsplit(f"//{host}").hostname or ""
@@ -161,7 +149,7 @@ class GuardMiddleware:
         return True
 
     def _authenticate(self, scope: Scope) -> None:
-        """Find whose request it is, unless the front of the replicas has done so."""
+        """Find the request's tenant, unless the replicas' front has done so."""
         if scope["state"].get("tenant"):
             return
         if scope["path"] == ADMIN_ADDRESS:
@@ -170,7 +158,7 @@ class GuardMiddleware:
                 raise ApiError(403, message, "admin_only")
             scope["state"]["tenant"] = ""
             return
-        own = _header(scope, b"x-api-key")  # of Anthropic's clients
+        own = _header(scope, b"x-api-key")  # from Anthropic's clients
         tenant = self._keys.tenant(_header(scope, b"authorization") if own is None else b"Bearer " + own)
         if tenant is None:
             message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
@@ -178,7 +166,7 @@ class GuardMiddleware:
         scope["state"]["tenant"] = tenant
 
     async def _read(self, scope: Scope, receive: Receive, held: HeldBytes) -> Receive | None:
-        """Messages with the whole body first; None if the client goes before all of it has arrived."""
+        """Return messages, the whole body first; None if the client goes before all of it has arrived."""
         if (_header(scope, b"content-encoding") or b"identity").lower() != b"identity":
             raise ApiError(415, "the body is compressed; send it as it is", "unsupported_encoding")
         declared = _header(scope, b"content-length") or b"0"
@@ -188,7 +176,9 @@ class GuardMiddleware:
             async with asyncio.timeout(BODY_SECONDS) as timeout:
                 body = await self._collect(receive, held, timeout)
         except TimeoutError:
-            message = f"the body did not come within {BODY_SECONDS:g} seconds and a second for {MIN_BODY_RATE:,} bytes"
+            message = (
+                f"the body did not arrive within {BODY_SECONDS:g} seconds and a second for {MIN_BODY_RATE:,} bytes"
+            )
             raise ApiError(408, message, "request_timeout", headers=CLOSE) from None
         if body is None:
             return None
@@ -216,7 +206,7 @@ class GuardMiddleware:
 
 
 def _with_id(scope: Scope, send: Send) -> Send:
-    """Give a request the id that its client has sent, or a new one; the answer's head has it, too."""
+    """Give a request its client's id, or a new one, which its response repeats."""
     given = _header(scope, REQUEST_ID_HEADER) or b""
     number = given if REQUEST_ID_PATTERN.fullmatch(given) else uuid.uuid4().hex.encode()
     others = [(name, value) for name, value in scope["headers"] if name != REQUEST_ID_HEADER]
@@ -236,7 +226,6 @@ def _with_id(scope: Scope, send: Send) -> Send:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Messages with the body first, and then those that still come."""
     read: list[Message] = [{"type": "http.request", "body": body}]
 
     async def replay() -> Message:

@@ -1,4 +1,4 @@
-"""From a request to the token ids of its prompts."""
+"""Encode a request's prompts as token ids."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from forerun.server.api_errors import ApiError
 from forerun.server.schema import ChatRequest, GenerationBody, TokenizeRequest
 
 FIRST_LOOK_CHARACTERS = 2
-"""Characters for each of the model's positions. A text up to this is encoded at once; a longer one is counted first."""
+"""Characters per position of the model up to which a prompt is encoded at once; a longer one is counted first."""
 PIECE_CHARACTERS = 1 << 15
-"""Of a long text that are counted at a time: some hundredths of a second, for which others wait."""
+"""Characters of a long prompt counted at a time: some hundredths of a second, for which others wait."""
 EXCESS_TOKENS = 1.5
-"""Tokens of a beginning for each of the model's positions that make the whole too long, wherever it was cut."""
+"""Tokens per position of the model in a prefix that prove a prompt too long, wherever it was cut."""
 MIDDLE_TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -38,23 +38,21 @@ MIDDLE_TOKENS = (
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),
 )
-"""Tokens before the prefix, before the suffix, and where the middle is to be written: of Qwen, StarCoder, SantaCoder,
+"""Tokens before the prefix, before the suffix, and before the middle to generate: of Qwen, StarCoder, SantaCoder,
 DeepSeek and Code Llama."""
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt's token ids, and its text where it has one."""
+    """A prompt's token ids, and its characters if it has any."""
 
     ids: list[int]
     text: str | None = None
 
 
 class PromptEncoder:
-    """Encodes prompts. Threads may share it; each text is one turn.
+    """An encoder of prompts that threads share, taking turns per string.
 
-    Args:
-        tokenizer: one thread at a time uses it, as it may change its own settings while it encodes.
-        positions: the model's limit; None for no limit.
+    One thread at a time uses the tokenizer, as encoding may change its settings. ``positions`` None is no limit.
     """
 
     def __init__(self, tokenizer: Any, positions: int | None) -> None:
@@ -63,12 +61,10 @@ class PromptEncoder:
         self._controls = ControlTokens(tokenizer, message_format(tokenizer)) if has_template(tokenizer) else None
 
     def __call__(self, body: GenerationBody) -> list[EncodedPrompt]:
-        """The prompts.
+        """Encode all prompts.
 
-        Raises:
-            ApiError: for a text that is far longer than the model can take, or a suffix that the model has no tokens
-                for.
-            ValueError, TypeError: see ``encode`` and ``apply_template``.
+        Raises ApiError for a prompt far longer than the model allows, or a suffix without tokens for it, and the errors
+        of ``encode`` and ``apply_template``.
         """
         if isinstance(body, ChatRequest):
             return [self._cut(self.chat(body), body)]
@@ -77,7 +73,7 @@ class PromptEncoder:
         return [self._cut(self.text(prompt, body.add_special_tokens), body) for prompt in body.prompts]
 
     def text(self, prompt: str | list[int], special: bool = True, what: str = "prompt") -> EncodedPrompt:
-        """One prompt; ``special``: with the tokens that the tokenizer puts around texts. ``what`` errors call it."""
+        """Encode one prompt, with the tokenizer's special tokens if ``special``; errors call it ``what``."""
         if not isinstance(prompt, str):
             return EncodedPrompt(encode(prompt, self._tokenizer)[0])
         self._check(prompt, what)
@@ -87,7 +83,6 @@ class PromptEncoder:
             return EncodedPrompt(encode(prompt, self._tokenizer)[0], prompt)
 
     def chat(self, body: ChatRequest | TokenizeRequest) -> EncodedPrompt:
-        """A conversation, as the chat template writes it."""
         messages = with_known_roles([message.for_template() for message in body.messages or ()], self._tokenizer)
         tools, controls = body.template_tools, self._controls
         if controls is not None and encodes_messages(self._tokenizer):
@@ -108,7 +103,7 @@ class PromptEncoder:
     def _written(
         self, messages: list[Json], tools: list[Json] | None, body: ChatRequest | TokenizeRequest
     ) -> tuple[list[Json], str]:
-        """A conversation in the first arrangement that the template takes and says all of, and its text."""
+        """Render the first arrangement of a conversation that the template accepts and keeps whole."""
         written: list[tuple[list[Json], str]] = []
         refusal: TemplateError | None = None
         for turns in arrangements(messages):
@@ -126,12 +121,11 @@ class PromptEncoder:
         return written[0]
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of tokens, special ones included."""
         with self._lock:
             return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
     def _around(self, prefix: str | list[int], suffix: str) -> EncodedPrompt:
-        """A prompt that asks for the text between two others."""
+        """Make a prompt for the text between a prefix and a suffix."""
         known = self._tokenizer.get_vocab()
         marks = next((each for each in MIDDLE_TOKENS if all(mark in known for mark in each)), None)
         if marks is None:
@@ -150,15 +144,18 @@ class PromptEncoder:
         return [int(token) for token in self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
 
     def _cut(self, prompt: EncodedPrompt, body: GenerationBody) -> EncodedPrompt:
-        """A prompt without its beginning, if it is longer than wanted; -1 is what the model takes."""
+        """Keep the end of a prompt that is longer than requested; -1 is the model's limit."""
         most = self._positions if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
         return (
             prompt if most is None or len(prompt.ids) <= most else EncodedPrompt(prompt.ids[-most or len(prompt.ids) :])
         )
 
     def _check(self, text: str, what: str = "prompt") -> None:
-        """Refuse a text by its beginning, which is counted piece by piece, so that others have their turn. To encode
-        all of 8 MiB took 24 seconds and 2 GiB."""
+        """Refuse a prompt that is too long, judging by a prefix; it is counted in pieces, so that others have their
+        turn.
+
+        Encoding all of 8 MiB cost 24 seconds and 2 GiB.
+        """
         if self._positions is None or len(text) <= (look := FIRST_LOOK_CHARACTERS * self._positions):
             return
         tokens, size = 0, min(look, PIECE_CHARACTERS)

@@ -1,5 +1,7 @@
-"""Answers as clients read them, whole and in chunks: OpenAI's completions and chat completions, and what answers in
-blocks have in common. A whole answer is the fold over its stream. A field without a value is not sent."""
+"""Answers in OpenAI's forms, whole and in chunks, and the base of answers in blocks.
+
+A whole answer is the fold over its stream. A field without a value is not sent.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,11 @@ from forerun.server.api_errors import ApiError
 from forerun.server.schema import GenerationRequest, StreamOptions
 
 PADDED_BYTES = 256
-"""Padded chunks are multiples of this. One with a few tokens takes it once or twice."""
+"""Sizes of padded chunks are multiples of this; a few tokens need one or two."""
 
 
 class AnswerParts:
-    """One text of a whole answer, as it grows. Log-probabilities become JSON at once: as objects they take many times
-    the memory."""
+    """One choice of a whole answer, as it grows. Log-probabilities become JSON at once, to save memory."""
 
     def __init__(self) -> None:
         self._text, self._reasoning = list[str](), list[str]()
@@ -31,7 +32,6 @@ class AnswerParts:
         self._logprobs: dict[str, list[str] | None] | None = None
 
     def add(self, delta: Delta, logprobs: Json | None) -> None:
-        """Add new text, and its log-probabilities as lists."""
         self._text.append(delta.text)
         self._reasoning.append(delta.reasoning)
         self._calls += delta.calls
@@ -43,7 +43,6 @@ class AnswerParts:
                     parts.append(compact(logprobs[name])[1:-1])
 
     def whole(self, index: int) -> Delta:
-        """All of it, without log-probabilities."""
         text, reasoning = "".join(self._text), "".join(self._reasoning)
         return Delta(index, text, self._finish, reasoning=reasoning, calls=self._calls)
 
@@ -56,7 +55,7 @@ class AnswerParts:
 
 
 class ReplyFormat(ABC):
-    """The form of one answer with a choice for each text; ``number`` is the request's name."""
+    """The form of one answer with its choices; ``number`` is the request's name."""
 
     prefix: str
     kind: str
@@ -70,36 +69,35 @@ class ReplyFormat(ABC):
         """Whether each chunk has the usage so far."""
 
     def note(self, notes: Sequence[str]) -> None:
-        """Let the answer carry notes on its request."""
         if notes:
             self._head["warnings"] = list(notes)
 
     @abstractmethod
     def _choice(self, delta: Delta) -> Json:
-        """A choice of a whole answer, without log-probabilities."""
+        """Format a choice of a whole answer, without log-probabilities."""
 
     @abstractmethod
     def _piece(self, delta: Delta) -> Json:
-        """A choice of a chunk."""
+        """Format a choice of a chunk."""
 
     @abstractmethod
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> Json:
-        """Log-probabilities as lists."""
+        """Format log-probabilities as lists."""
 
     def begin(self) -> list[str]:
         return []
 
     def chunk(self, delta: Delta, usage: Json | None = None) -> str:
-        """The event of new text, with the usage so far where each chunk has it."""
+        """Format new text as an event, with the usage so far if each chunk has it."""
         return self._event([self._piece(delta)], usage, trace=delta.trace)
 
     def end(self, usage: Json, metrics: Json) -> list[str]:
-        """The last events, with the usage if it is wanted."""
+        """Format the last events, with the usage if requested."""
         last = [self._event([], usage, metrics=metrics)] if self._options.include_usage else []
         return [*last, "data: [DONE]\n\n"]
 
     def error(self, error: ApiError) -> str:
-        """An event that ends a stream by an error."""
+        """Format an error that ends a stream."""
         return event(error.body)
 
     def add(self, delta: Delta) -> None:
@@ -115,7 +113,7 @@ class ReplyFormat(ABC):
     def _event(
         self, choices: Sequence[Json], usage: Json | None = None, trace: Json | None = None, metrics: Json | None = None
     ) -> str:
-        more: Json = {"usage": usage} if self._options.include_usage else {}  # all chunks have it, if any has
+        more: Json = {"usage": usage} if self._options.include_usage else {}  # in all chunks or in none
         more |= {name: value for name, value in (("forerun", trace), ("metrics", metrics)) if value}
         body = {**self._head, "object": self.part, "choices": choices, **more}
         return event(padded(body) if self._options.include_obfuscation else body)
@@ -147,7 +145,6 @@ class ChatFormat(ReplyFormat):
     prefix, kind, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def begin(self) -> list[str]:
-        """One event for each text, with the answer's role."""
         message = {"role": "assistant", "content": ""}
         return [self._event([self._chunk_choice(Delta(index, ""), message)]) for index in range(len(self._parts))]
 
@@ -156,7 +153,7 @@ class ChatFormat(ReplyFormat):
         return {"index": delta.index, "message": message, "finish_reason": delta.finish_reason}
 
     def chunk(self, delta: Delta, usage: Json | None = None) -> str:
-        """A call begins with a delta of its own, without arguments: clients look for those in later ones."""
+        """Start a call with a separate delta without arguments: clients expect those in later ones."""
         begun = [replace(call, arguments="") for call in delta.calls if call.id is not None]
         if not begun:
             return super().chunk(delta, usage)
@@ -191,7 +188,7 @@ class ChatFormat(ReplyFormat):
 
 
 class BlockFormat(ABC):
-    """The form of one answer in blocks that follow each other: ``reasoning``, ``text``, and each ``call`` its own."""
+    """The form of one answer in consecutive blocks: ``reasoning``, ``text``, and one per ``call``."""
 
     counts = False
 
@@ -203,23 +200,23 @@ class BlockFormat(ABC):
 
     @abstractmethod
     def _ended(self, usage: Json, metrics: Json) -> Json:
-        """The whole answer."""
+        """Return the whole answer."""
 
     @abstractmethod
     def _opened(self, kind: str, call: CallDelta | None) -> list[str]:
-        """Add an empty block; its events."""
+        """Add an empty block; return its events."""
 
     @abstractmethod
     def _grown(self, kind: str, text: str) -> str:
-        """The event of new text of the last block."""
+        """Format new text of the last block as an event."""
 
     @abstractmethod
     def _closed(self, kind: str, text: str) -> list[str]:
-        """Give the last block its whole text; the events of its end."""
+        """Set the last block's whole text; return the events of its end."""
 
     @abstractmethod
     def note(self, notes: Sequence[str]) -> None:
-        """Let the answer carry notes on its request."""
+        """Add notes on the request to the answer."""
 
     def chunk(self, delta: Delta, usage: Json | None = None) -> str:
         going_on = [call for call in delta.calls if call.index == self._call]  # before new text, which ends the call
@@ -239,11 +236,10 @@ class BlockFormat(ABC):
         return "".join(events)
 
     def add(self, delta: Delta) -> None:
-        """Add new text to the whole answer: it is what the events of its stream add up to."""
+        """Add new text to the whole answer, which is the sum of its stream's events."""
         self.chunk(delta)
 
     def whole(self, usage: Json, metrics: Json) -> str:
-        """The whole answer."""
         return compact(self._ended(usage, metrics))
 
     def _finish(self) -> list[str]:
@@ -264,7 +260,7 @@ class BlockFormat(ABC):
 
 
 def _message(delta: Delta) -> Json:
-    """The content of a whole message; None beside calls without any."""
+    """Format the content of a whole message; None next to calls if it is empty."""
     message: Json = {"content": delta.text if delta.text or not delta.calls else None}
     if delta.reasoning:
         message["reasoning_content"] = delta.reasoning
@@ -274,7 +270,7 @@ def _message(delta: Delta) -> Json:
 
 
 def _joined(pieces: Sequence[CallDelta]) -> list[CallDelta]:
-    """One piece of each call. Clients take a second one in the same chunk for a call of its own."""
+    """Merge the pieces of each call: clients take a second one in a chunk for another call."""
     calls: dict[int, list[CallDelta]] = {}
     for piece in pieces:
         calls.setdefault(piece.index, []).append(piece)
@@ -292,23 +288,23 @@ def _call_piece(call: CallDelta) -> Json:
 
 
 def event(body: Mapping[str, Any], name: str | None = None) -> str:
-    """A server-sent event."""
+    """Format a server-sent event."""
     return f"event: {name}\ndata: {compact(body)}\n\n" if name else f"data: {compact(body)}\n\n"
 
 
 def padded(body: Json) -> Json:
-    """The same with ``obfuscation``, after which its size is one of a few."""
+    """Pad an event with ``obfuscation``, so that its size reveals little."""
     spaces = PADDED_BYTES - (len(compact(body)) + len(',"obfuscation":""')) % PADDED_BYTES
     return {**body, "obfuscation": "x" * spaces}
 
 
 def compact(body: Any) -> str:
-    """JSON on one line, without spaces."""
+    """Format JSON on one line, without spaces."""
     return json.dumps(body, separators=(",", ":"))
 
 
 def _likeliest(one: TokenLogprob) -> dict[str, float]:
-    """The likeliest first; the token itself is among them. Of two that read alike, the likelier one counts."""
+    """Map tokens to log-probabilities, likeliest first, including the token. Of equal spellings, the likelier wins."""
     likeliest: dict[str, float] = {}
     for spelling, logprob in [*one.top, (one.spelling, one.logprob or 0.0)]:
         likeliest.setdefault(_readable(spelling), logprob)
@@ -320,7 +316,7 @@ def _top(spelling: bytes, logprob: float) -> Json:
 
 
 def _readable(spelling: bytes) -> str:
-    r"""A token as text; a part of a character as ``bytes:\xe2\x80``, as OpenAI has it."""
+    r"""Spell a token; part of a character as ``bytes:\xe2\x80``, like OpenAI."""
     try:
         return spelling.decode()
     except UnicodeDecodeError:

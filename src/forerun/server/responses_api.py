@@ -1,4 +1,4 @@
-"""OpenAI's ``/v1/responses``, without a memory: a request becomes a chat, and the chat's answer becomes items."""
+"""OpenAI's ``/v1/responses``, stateless: a request becomes a chat, and the chat's answer becomes items."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from forerun.server.tolerance import (
 )
 
 ITEMS = {"text": ("message", "msg"), "reasoning": ("reasoning", "rs"), "call": ("function_call", "fc")}
-"""Types of an answer's items and what their ids begin with, by the kind of block."""
+"""Types and id prefixes of an answer's items, by kind of block."""
 OWN_FIELDS = ("id", "type", "status", "call_id", "name", "namespace")
-"""Of a call's item; the others are what it was called with."""
+"""Fields of a call's item that are not its arguments."""
 
 
 class FlatSchemaFormat(NamedSchema):
@@ -52,14 +52,14 @@ class FlatSchemaFormat(NamedSchema):
 
 
 class TextOptions(StrictModel):
-    """How the answer's text looks; ``verbosity`` changes nothing."""
+    """Format of the answer; ``verbosity`` is ignored."""
 
     format: Annotated[PlainFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Any = None
 
 
 class ReasoningOptions(StrictModel):
-    """``effort`` goes to the chat template; the others change nothing."""
+    """``effort`` goes to the chat template; the others are ignored."""
 
     effort: str | None = None
     summary: Any = None
@@ -89,7 +89,7 @@ FLAT_CHOICES = (
 
 
 class ResponsesRequest(TranslatedRequest):
-    """To ``/v1/responses``. Nothing is kept, so there is no earlier response to go on with."""
+    """A request to ``/v1/responses``. Nothing is stored, so no earlier response can be continued."""
 
     names: ClassVar[Mapping[str, str]] = {
         "messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format",
@@ -108,7 +108,7 @@ class ResponsesRequest(TranslatedRequest):
 
     @property
     def custom_tools(self) -> frozenset[str]:
-        """The names of tools that are called with any text."""
+        """Return the names of tools that accept any text."""
         return frozenset(str(tool.get("name")) for tool in self.tools or () if tool.get("type") == "custom")
 
     def _chat_fields(self, notes: Notes) -> Json:
@@ -143,7 +143,7 @@ class ResponsesRequest(TranslatedRequest):
 
 
 def _tool(tool: Json) -> Json | None:
-    """A tool that is a function, or takes one text; None for one of OpenAI's."""
+    """Convert a function or a tool with one text argument; return None for one that OpenAI runs."""
     if tool.get("type") not in ("function", "custom"):
         return None
     function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
@@ -159,7 +159,6 @@ def _tool(tool: Json) -> Json | None:
 
 
 def _add_item(messages: list[Json], item: Json, where: str, notes: Notes) -> None:
-    """Add what an item says to the turns of a chat."""
     kind = item.get("type", "message")
     if kind == "message":
         turn = {"role": item.get("role"), "content": content_text(item.get("content"), f"{where}.content", notes)}
@@ -191,7 +190,7 @@ UNREADABLE_ITEMS = (
     "item_reference", "compaction", "compaction_summary", "context_compaction", "mcp_list_tools", "ghost_snapshot",
     "mcp_approval_request", "mcp_approval_response", "tool_search_output", "additional_tools", "compaction_trigger",
 )  # fmt: skip
-"""Items that say nothing to a model here, as what they stand for is kept by OpenAI's servers."""
+"""Items without content for a model, as OpenAI's servers keep what they refer to."""
 
 
 def _is_content(output: Any) -> bool:
@@ -199,14 +198,14 @@ def _is_content(output: Any) -> bool:
 
 
 def _own_turn(messages: list[Json]) -> Json:
-    """The assistant's turn that is the last one."""
+    """Return the last turn if it is the assistant's, else a new one."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
 
 
 def _past_call(item: Json, kind: str) -> Json:
-    """A call that was made; those of OpenAI's own tools are named for their type."""
+    """Convert a past call; one of OpenAI's tools is named after its type."""
     if kind == "function_call":
         arguments = item.get("arguments")
         return function_call(item.get("call_id"), item.get("name"), "{}" if arguments is None else arguments)
@@ -217,12 +216,12 @@ def _past_call(item: Json, kind: str) -> Json:
 
 
 def _is_thought(messages: list[Json]) -> bool:
-    """Whether the last turn is reasoning, for which the answer is still to come."""
+    """Return whether the last turn is reasoning that still lacks its answer."""
     return bool(messages) and messages[-1].keys() == {"role", "content", "reasoning_content"}
 
 
 class ResponsesFormat(BlockFormat):
-    """The events and the whole of one response; ``number`` is the request's name."""
+    """The events and the complete form of one response; ``number`` is the request's name."""
 
     def __init__(self, body: ResponsesRequest, number: str) -> None:
         super().__init__()
@@ -287,7 +286,7 @@ class ResponsesFormat(BlockFormat):
         return {**self._head, "status": status, "output": self._blocks, "usage": None}
 
     def _finish(self) -> list[str]:
-        """An answer has an item, also if it has no text."""
+        """Give an empty answer an item, too."""
         return [*([] if self._blocks else self._switch("text")), *super()._finish()]
 
     def _opened(self, kind: str, call: CallDelta | None) -> list[str]:
@@ -309,7 +308,7 @@ class ResponsesFormat(BlockFormat):
 
     def _grown(self, kind: str, text: str) -> str:
         if kind == "call" and "input" in self._blocks[-1]:
-            return ""  # its text is known when the arguments have ended, whose JSON it is written in
+            return ""  # known when the arguments end, as it is inside their JSON
         if kind == "call":
             return self._of_item("function_call_arguments.delta", delta=text)
         return self._of_item(f"{_part_type(kind)}.delta", content_index=0, delta=text, **_no_logprobs(kind))

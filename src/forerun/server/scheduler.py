@@ -1,7 +1,7 @@
-"""One thread that decodes for all clients: it admits requests while their caches fit, steps, and hands out tokens.
+"""One thread that decodes for all clients: it admits requests while their caches fit, steps, and delivers tokens.
 
 Iteration-level scheduling (Orca, Yu et al. 2022): requests join and leave between any two steps. A request's bytes of
-keys and values are known before it starts, so none is ever put out again for want of memory.
+keys and values are known before it starts, so none is ever evicted for lack of memory.
 """
 
 from __future__ import annotations
@@ -26,31 +26,26 @@ from forerun.tensor_parallel.channel import ParallelError
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 5.0
-"""Time without a request after which free memory goes back to the system. The next request pays 1 ms or more for each
-MiB that it takes again, so memory is kept between requests that follow each other."""
+"""Time without a request after which free memory returns to the system. Taking it again costs 1 ms or more per MiB, so
+it is kept between requests that follow each other."""
 OFFLOADED_CHUNKS = 8
-"""Chunks of an offloaded prompt that one step reads. Fewer would hold others up less, but every step copies in all that
-was read before."""
+"""Chunks of an offloaded prompt prefilled per step. With fewer, others would wait less, but every step copies in
+everything prefilled before."""
 MEMORY_POLL_SECONDS = 0.01
-"""Time between two looks for memory that another user of the engine holds."""
+"""Interval of checks for memory held by another user of the engine."""
 LAST_STEP_SECONDS = 30.0
-"""Time for the step that is under way at the end. A longer one ends with the process."""
+"""Time limit for the running step at the end. A longer one ends with the process."""
 
 
 class Scheduler:
-    """Runs requests of many clients through one engine.
+    """A thread that runs requests of many clients through one engine, which others may use meanwhile.
 
-    Its own thread alone starts and ends requests. The lock is held to look at who waits and runs, never while the
-    engine works.
-
-    Args:
-        engine: decodes; others may use it meanwhile.
-        limits: what it takes on.
-        on_finished: called in the scheduler's thread with each request that ended by itself; must return at once.
+    Only this thread starts and ends requests. The lock guards queues, and is never held while the engine works.
+    ``on_finished`` is called in the thread with each finished request, and must return at once.
 
     Attributes:
-        failed: true once it cannot go on. All requests have ended then, and it takes no more.
-        other_seconds: what it did beside the engine's steps while requests ran: who is next, and handing tokens out.
+        failed: true if it had to stop; all requests have ended then, and it accepts no more.
+        other_seconds: time outside the engine's steps while requests ran: admission and delivery.
     """
 
     def __init__(
@@ -67,12 +62,7 @@ class Scheduler:
         self._thread.start()
 
     def check_places(self, tenant: str, texts: int) -> None:
-        """Refuse texts that ``submit`` would refuse, before any work for them is done.
-
-        Raises:
-            QueueFullError: if there are not enough places for them.
-            RuntimeError: after ``close``.
-        """
+        """Raise the QueueFullError or RuntimeError of ``submit`` before any work for ``texts`` requests."""
         with self._changed:
             self._check_open()
             self._admission.check_places(tenant, texts)
@@ -85,16 +75,10 @@ class Scheduler:
         tenant: str = "default",
         deadline: float | None = None,
     ) -> ScheduledRequest:
-        """Put a request into the queue. What the store keeps of its prompt is verified here, in the caller's thread.
+        """Queue a new request; see ``ScheduledRequest``. The stored part of its prompt is verified in this thread.
 
-        Args:
-            request: a new one.
-            on_commit, on_end, tenant, deadline: see ``ScheduledRequest``.
-
-        Raises:
-            ValueError: if its caches take more than there is memory for.
-            QueueFullError: if the queue is full.
-            RuntimeError: after ``close``.
+        Raises ValueError if its caches exceed the memory, QueueFullError if the queue is full, RuntimeError after
+        ``close``.
         """
         batch = self._batch
         needs, drafting = batch.needs(request), batch.drafting(request)
@@ -112,10 +96,9 @@ class Scheduler:
         return scheduled
 
     def cancel(self, scheduled: ScheduledRequest) -> None:
-        """End a request that waits or runs; one that has ended stays as it is.
+        """End a request, unless it has ended.
 
-        It waits for no lock, so an event loop may call it. A thread that holds the lock looks at the cancelled requests
-        before it sleeps.
+        It waits for no lock, so an event loop may call it; the lock's holder checks cancelled requests before sleeping.
         """
         self._cancelled.append(scheduled)
         if self._changed.acquire(blocking=False):
@@ -125,11 +108,7 @@ class Scheduler:
                 self._changed.release()
 
     def close(self, patience: float = 0.0) -> None:
-        """Take no more requests, and end all others.
-
-        Args:
-            patience: seconds that they may take to end by themselves.
-        """
+        """Accept no more requests, and end all others after ``patience`` seconds."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -141,7 +120,7 @@ class Scheduler:
             self._changed.notify()
         self._thread.join(LAST_STEP_SECONDS)
         if self._thread.is_alive():
-            log.error("a step has not ended within %g seconds; it is left alone", LAST_STEP_SECONDS)
+            log.error("a step has not ended within %g seconds; it is abandoned", LAST_STEP_SECONDS)
 
     @property
     def ready(self) -> bool:
@@ -149,7 +128,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether a request runs or waits."""
+        """Return whether a request runs or waits."""
         with self._changed:
             return bool(self.running or self.waiting)
 
@@ -159,7 +138,6 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """How many requests run."""
         return len(self._admission.running)
 
     @property
@@ -174,11 +152,10 @@ class Scheduler:
         try:
             self._serve()
         except Exception as error:
-            log.critical("the server cannot go on; it takes no more requests", exc_info=error)
+            log.critical("the server cannot continue; it accepts no more requests", exc_info=error)
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        """End all requests: none of them would ever be served."""
         with self._changed:
             self._closing = True
             left = list(self._admission)
@@ -262,13 +239,13 @@ class Scheduler:
         except ParallelError:
             raise  # the ranks are out of step for good
         except Exception as error:
-            log.exception("a step failed; the requests that ran in it end")
+            log.exception("a step failed; its requests end")
             try:
                 self._batch.close()
             except ParallelError:
                 raise
-            except Exception:  # it may well fail for the same reason
-                log.exception("not all that the failed step's requests had could be let go of")
+            except Exception:  # it may fail for the same reason
+                log.exception("some resources of the failed step's requests could not be released")
             self._batch = self._new_batch()
             for scheduled in running:
                 scheduled.request.fail(error)
@@ -291,11 +268,11 @@ class Scheduler:
                 raise commit.request.error
 
     def _deliver(self, scheduled: ScheduledRequest, commit: Commit) -> bool:
-        """Hand tokens to a client; return False if it fails, which must not stop the others."""
+        """Deliver tokens to a client; return False if it fails, which must not stop the others."""
         try:
             scheduled.on_commit(commit)
         except Exception:
-            log.exception("a client failed to take its tokens; its request ends")
+            log.exception("a client failed to receive its tokens; its request ends")
             return False
         return True
 
@@ -306,11 +283,11 @@ class Scheduler:
             self._admission.forget()
         try:
             self._batch.cancel(scheduled.request)
-        except Exception:  # its client is told all the same
-            log.exception("not all that an ended request had could be let go of")
+        except Exception:  # its client is still told
+            log.exception("some resources of an ended request could not be released")
         if how == "finished" and self._on_finished is not None:
             try:
                 self._on_finished(scheduled.request)
             except Exception:
-                log.exception("an ended request was not handed on")
+                log.exception("an ended request could not be passed on")
         scheduled.end(how)

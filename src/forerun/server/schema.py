@@ -1,7 +1,7 @@
 """Requests of OpenAI's ``/v1/completions`` and ``/v1/chat/completions``, as far as Forerun serves them.
 
-What is left of a request once ``forerun.server.tolerance`` has looked at it: an unknown field is refused. So no request
-means more than it gets. A check of a list stops at the first error: there may be a hundred thousand.
+``forerun.server.tolerance`` removes what may be ignored; any other unknown field is refused. So no request silently
+gets less than it says. A list's check stops at the first error: there may be a hundred thousand.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from forerun.server.tenants import NAMESPACE_PATTERN
 from forerun.server.tolerance import Notes, chat_turns, chosen, content_text, function_tools, requested
 
 MAX_CHOICES = 128
-"""Texts for one prompt; OpenAI's limit."""
+"""Answers per prompt; OpenAI's limit."""
 MAX_BIASES = 1024
 """Tokens that a request may have a bias for."""
 SEED_LIMIT = 2**63
 MAX_STOPS = 64
-"""Stop strings and tokens of a request. Each string is looked for in every new text."""
+"""Stop strings and tokens of a request. Each string is searched for in every new text."""
 MIN_TEMPERATURE = 1e-6
-"""Logits divided by less may not fit into a float32."""
+"""Logits divided by less may overflow a float32."""
 
 
 def one_error(message: str) -> WrapValidator:
-    """One error for a field of several types, instead of one for each type."""
+    """Report one error for a field of several types, instead of one per type."""
 
     def check(value: Any, inner: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -60,7 +60,7 @@ def _check_temperature(temperature: float) -> float:
 
 
 FAIL_FAST = Field(fail_fast=True)
-"""A list stops at its first error. Four million errors took half a minute and 6 GiB."""
+"""A list stops at its first error. Four million errors cost half a minute and 6 GiB."""
 StopString = Annotated[str, Field(min_length=1)]
 Stop = Annotated[
     StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS), FAIL_FAST] | None,
@@ -68,7 +68,7 @@ Stop = Annotated[
 ]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Text = str
-"""Of whole characters: the body was looked through for halves of surrogate pairs."""
+"""Whole characters: the body was checked for halves of surrogate pairs."""
 Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_check_temperature)]
 Tokens = Annotated[list[Token], Field(min_length=1), FAIL_FAST]
 Prompt = Annotated[
@@ -92,16 +92,16 @@ TopK = Annotated[int, Field(ge=-1, lt=2**31)]
 
 
 class StrictModel(BaseModel):
-    """Takes no unknown field and converts nothing; null is as good as no field."""
+    """A model that accepts no unknown field and converts nothing; null equals a missing field."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     tolerant: ClassVar[bool] = False
-    """Whether hints and features that are not asked for are left out."""
+    """Whether hints and unused features are ignored."""
 
     @model_validator(mode="before")
     @classmethod
     def _tolerate(cls, given: Any, info: ValidationInfo) -> Any:
-        """Leave out what asks for nothing. One error for many unknown fields: there may be thousands."""
+        """Remove ignored fields, and report many unknown ones as one error: there may be thousands."""
         if not isinstance(given, dict):
             return given
         known = _own_names(cls)
@@ -116,7 +116,7 @@ class StrictModel(BaseModel):
 
     @classmethod
     def _translated(cls, given: dict[str, Any], notes: Notes) -> dict[str, Any]:
-        """The fields in the one form that is checked."""
+        """Bring the fields into the one form that is checked."""
         return given
 
 
@@ -126,7 +126,7 @@ def _own_names(model: type[BaseModel]) -> frozenset[str]:
 
 
 class StreamOptions(StrictModel):
-    """``include_usage``: a last chunk has the usage, with ``continuous_usage_stats`` each has that so far.
+    """``include_usage``: a last chunk has the usage; with ``continuous_usage_stats`` each has that so far.
     ``include_obfuscation``: chunks are padded."""
 
     include_usage: bool = False
@@ -135,10 +135,10 @@ class StreamOptions(StrictModel):
 
 
 class Extension(StrictModel):
-    """Forerun's own fields; none of them changes a text.
+    """Forerun's fields; none of them changes an output.
 
-    ``namespace``: texts are drafted from those of the same namespace of the tenant. ``drafter``: the server's, or
-    ``none``. ``budget``: the longest draft, in tokens. ``trace``: a stream names the source of each token.
+    ``namespace``: drafts come from the tenant's outputs in this namespace. ``drafter``: the server's, or ``none``.
+    ``budget``: maximum draft length. ``trace``: a stream names the source of each token.
     """
 
     namespace: Annotated[str, Field(pattern=NAMESPACE_PATTERN)] = "default"
@@ -154,7 +154,7 @@ class PlainFormat(StrictModel):
 
 
 class NamedSchema(StrictModel):
-    """A JSON schema. It is always kept to, whatever ``strict`` says; ``name`` and ``description`` change nothing."""
+    """A JSON schema, always enforced, whatever ``strict`` says; ``name`` and ``description`` are ignored."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: str | None = None
@@ -170,14 +170,14 @@ class SchemaFormat(StrictModel):
 
 
 class RegexFormat(StrictModel):
-    """Text that a regular expression matches as a whole."""
+    """Text that a regular expression matches completely."""
 
     type: Literal["regex"]
     regex: Annotated[str, Field(min_length=1)]
 
 
 class GrammarFormat(StrictModel):
-    """Text of a grammar in llguidance's form of Lark."""
+    """Text that follows a grammar in llguidance's form of Lark."""
 
     type: Literal["grammar"]
     grammar: Annotated[str, Field(min_length=1)]
@@ -187,7 +187,7 @@ ResponseFormat = Annotated[PlainFormat | SchemaFormat | RegexFormat | GrammarFor
 
 
 class Prediction(StrictModel):
-    """A text that the answer is expected to resemble, to draft from."""
+    """Expected content of the answer, to draft from."""
 
     type: Literal["content"]
     content: Text
@@ -204,7 +204,7 @@ class GenerationRequest(StrictModel):
 
     tolerant = True
     clamps: ClassVar[bool] = False
-    """Whether an answer may be as long as fits where the request allows more."""
+    """Whether a length limit beyond the available room is cut instead of refused."""
     model: str
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -231,27 +231,27 @@ class GenerationRequest(StrictModel):
 
     @property
     def token_limit(self) -> int | None:
-        """The longest answer that the request names, in tokens."""
+        """Return the requested maximum length of the answer, in tokens."""
         return self.max_tokens
 
     @property
     def limit_name(self) -> str:
-        """The field that names it."""
+        """Return the field of ``token_limit``."""
         return "max_tokens"
 
     @property
     def format(self) -> dict[str, Any] | None:
-        """The response format as the engine takes it; None for any text."""
+        """Return the response format for the engine; None for any text."""
         return None if self.response_format is None else self.response_format.model_dump(by_alias=True)
 
     @property
     def alternatives(self) -> int | None:
-        """How many of the likeliest tokens are listed at each place; None without log-probabilities."""
+        """Return the number of alternatives listed per token; None without log-probabilities."""
         return None
 
     @property
     def stops(self) -> list[str]:
-        """Strings that end an answer."""
+        """Return the strings that end an answer."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
@@ -270,8 +270,10 @@ class GenerationRequest(StrictModel):
 
 
 class CompletionRequest(GenerationRequest):
-    """To ``/v1/completions``. ``prompt``: text, token ids, or several of either. ``suffix``: text that comes after the
-    answer. ``echo``: the answer begins with the prompt."""
+    """A request to ``/v1/completions``, with ``prompt`` as text, token ids, or several of either.
+
+    ``suffix``: text after the answer. ``echo``: the answer begins with the prompt.
+    """
 
     prompt: Prompt
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -300,14 +302,14 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """One entry for each prompt."""
+        """Return a list of prompts."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
 
 
 class Message(StrictModel):
-    """A turn of a conversation. A call's arguments go to the chat template as an object where they are one."""
+    """A turn of a conversation. A call's arguments go to the chat template as an object if they are one."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | None = None
@@ -329,7 +331,7 @@ class Message(StrictModel):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """The message as a chat template takes it."""
+        """Return the message in a chat template's form."""
         more = self.model_dump(include={"name", "tool_call_id", "reasoning_content"})
         more["tool_calls"] = [_with_object(call) for call in self.tool_calls or ()]
         given = {name: value for name, value in more.items() if value}
@@ -337,7 +339,7 @@ class Message(StrictModel):
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    """A call whose arguments are an object: OpenAI's clients send them as text, and templates write them as JSON."""
+    """Parse a call's arguments into an object: OpenAI's clients send a string, and templates write JSON."""
     function = call["function"]
     if not isinstance(function.get("arguments"), str):
         return call
@@ -349,7 +351,7 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat_tool(tool: dict[str, Any]) -> dict[str, Any] | None:
-    """A tool as it is, but for hints; None for one that runs elsewhere. What is no tool is refused later."""
+    """Remove a tool's hints; return None for one that runs elsewhere. Invalid ones are refused later."""
     kind = tool.get("type")
     if isinstance(kind, str) and kind not in ("function", "custom"):
         return None
@@ -357,7 +359,7 @@ def _chat_tool(tool: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _allowed(given: dict[str, Any]) -> dict[str, Any]:
-    """A choice among some of the tools is a choice among all that are there."""
+    """Reduce the tools to those that ``tool_choice`` allows, and the choice to its mode."""
     choice: Any = given.get("tool_choice")
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return given
@@ -418,8 +420,8 @@ TemplateOptions = Annotated[dict[str, Any], Field(max_length=16), AfterValidator
 
 
 class ChatRequest(GenerationRequest):
-    """To ``/v1/chat/completions``. With ``tool_choice: "none"`` the template sees no tools. ``reasoning_effort`` and
-    ``chat_template_kwargs`` go to the chat template."""
+    """A request to ``/v1/chat/completions``. With ``tool_choice: "none"`` the template sees no tools.
+    ``reasoning_effort`` and ``chat_template_kwargs`` go to the chat template."""
 
     messages: Annotated[list[Message], Field(min_length=1), FAIL_FAST]
     max_completion_tokens: Count | None = None
@@ -447,7 +449,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def continued(self) -> bool:
-        """Whether the answer goes on with the assistant's last turn: if nothing else is asked for, where it is one."""
+        """Return whether the answer continues the assistant's last turn: by default, if there is one."""
         if self.continue_final_message is not None:
             return self.continue_final_message
         last = self.messages[-1]
@@ -459,24 +461,24 @@ class ChatRequest(GenerationRequest):
 
     @property
     def template_tools(self) -> Objects | None:
-        """The tools that the chat template sees, and whose calls are read."""
+        """Return the tools that the chat template sees, and whose calls are parsed."""
         return None if self.tool_choice == "none" else self.tools or None
 
     @property
     def required_tools(self) -> Objects | None:
-        """The tools of which one must be called; None if none must be."""
+        """Return the tools of which one must be called; None if none must be."""
         if isinstance(self.tool_choice, NamedChoice):
             return [tool for tool in self.tools or () if tool["function"]["name"] == self.tool_choice.function.name]
         return self.tools if self.tool_choice == "required" else None
 
     @property
     def parallel(self) -> bool:
-        """Whether an answer may have several calls."""
+        """Return whether an answer may have several calls."""
         return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedChoice)
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """What else the chat template is given."""
+        """Return further variables for the chat template."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return {**effort, **(self.chat_template_kwargs or {})}
 
@@ -494,13 +496,13 @@ class ChatRequest(GenerationRequest):
             raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs: true")
         if self.tool_choice not in (None, "none", "auto") and not self.required_tools:
             names = ", ".join(tool["function"]["name"] for tool in self.tools or ()) or "none"
-            message = "tool_choice asks for a call; the tools that there are: {names}"
+            message = "tool_choice requires a call; the available tools: {names}"
             raise PydanticCustomError("tool_choice", message, {"names": names})
         return self
 
 
 def _conversation(given: dict[str, Any], notes: Notes) -> dict[str, Any]:
-    """A chat's fields with turns and tools in the one form that is checked."""
+    """Bring a chat's turns and tools into the one form that is checked."""
     if "messages" in given:
         given["messages"] = chat_turns(given["messages"], notes)
     if "tools" in given:
@@ -509,7 +511,7 @@ def _conversation(given: dict[str, Any], notes: Notes) -> dict[str, Any]:
 
 
 class FittingChat(ChatRequest):
-    """A chat whose answer may be as long as fits, as it was asked for in another API."""
+    """A chat from another API, whose length limit is cut to the available room."""
 
     clamps = True
 
@@ -518,7 +520,7 @@ GenerationBody = CompletionRequest | ChatRequest
 
 
 class TokenizeRequest(StrictModel):
-    """To ``/tokenize``: a ``prompt``, or ``messages`` as the chat template writes them."""
+    """A request to ``/tokenize``: a ``prompt``, or ``messages`` for the chat template."""
 
     tolerant = True
     model: str | None = None
@@ -536,12 +538,10 @@ class TokenizeRequest(StrictModel):
 
     @property
     def template_tools(self) -> Objects | None:
-        """The tools that the chat template sees."""
         return self.tools or None
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """What else it is given."""
         return self.chat_template_kwargs or {}
 
     @model_validator(mode="after")
@@ -552,7 +552,7 @@ class TokenizeRequest(StrictModel):
 
 
 class DetokenizeRequest(StrictModel):
-    """To ``/detokenize``."""
+    """A request to ``/detokenize``."""
 
     model: str | None = None
     tokens: Annotated[list[Token], FAIL_FAST]
@@ -560,7 +560,7 @@ class DetokenizeRequest(StrictModel):
 
 @functools.cache
 def field_names(model: type[BaseModel], nested: bool = False) -> frozenset[str]:
-    """The names of a request's fields, or of those inside of its fields."""
+    """Return the names of a request's fields, or of those inside them."""
     if not nested:
         return _own_names(model)
     parts = model.model_json_schema().get("$defs", {}).values()
@@ -568,11 +568,11 @@ def field_names(model: type[BaseModel], nested: bool = False) -> frozenset[str]:
 
 
 class TranslatedRequest(StrictModel):
-    """A request at another address that is a chat in other words."""
+    """A request to another API that is translated into a chat."""
 
     tolerant = True
     names: ClassVar[Mapping[str, str]] = {}
-    """Its own names of a chat's fields, for errors."""
+    """Its names of a chat's fields, for errors."""
     model: str
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -581,11 +581,7 @@ class TranslatedRequest(StrictModel):
     forerun: Extension = Extension()
 
     def chat(self, notes: Notes | None = None) -> ChatRequest:
-        """The same as a chat.
-
-        Raises:
-            ApiError: if it cannot be one.
-        """
+        """Translate the request; raise an ApiError if it cannot be a chat."""
         notes = Notes() if notes is None else notes
         same = ("model", "temperature", "top_p", "stream", "top_k", "parallel_tool_calls", "forerun")
         fields = self.model_dump(include={*same}) | self._chat_fields(notes)
@@ -599,5 +595,5 @@ class TranslatedRequest(StrictModel):
             raise validation_error(renamed, functools.partial(field_names, type(self))) from None
 
     def _chat_fields(self, notes: Notes) -> dict[str, Any]:
-        """The fields that a chat has under another name or in another form."""
+        """Return the chat's fields that have another name or form here."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""From a client's request to a running call: prompts, limits, requests of the engine."""
+"""Turn a client's request into a running call: prompts, limits, requests of the engine."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""The longest completion if the request names no limit, as OpenAI has it. A chat's default is the server's limit."""
+"""OpenAI's default length of a completion. A chat's default is the server's limit."""
 LOGPROB_BYTES = 100
-"""What a token's log-probability takes in an answer, and each alternative to it: 90 bytes of JSON as a rule."""
+"""Size of a token's log-probability, and of each alternative, in an answer: usually 90 bytes of JSON."""
 ENCODING_TENANTS = 8
-"""How many tenants' texts are encoded in turn, text by text; more tenants take turns by requests. One text is encoded
-at a time, so more threads would encode no faster."""
+"""Number of tenants whose prompts are encoded in turn, one by one; more tenants take turns by request. One prompt is
+encoded at a time, so more threads would be no faster."""
 NO_DRAFTER = "none"
-"""The drafter that a request names to get its text without drafts."""
+"""The drafter that a request names for an output without drafts."""
 
 
 class Service:
-    """One engine, which has a tokenizer, for many clients. ``on_finished``: see ``Scheduler``."""
+    """One engine, with a tokenizer, for many clients. ``on_finished``: see ``Scheduler``."""
 
     def __init__(
         self,
@@ -72,23 +72,20 @@ class Service:
         self.form = message_format(self.tokenizer)
         self._bytes = TokenBytes(self.tokenizer)
         self._marks = frozenset(getattr(self.tokenizer, "added_tokens_decoder", ()))
-        """Tokens that are no pieces of words: chat templates put them around messages and what these are made of."""
+        """Special tokens: chat templates put them around messages and their parts."""
         self._ends = frozenset(ends(engine.target.model.generation_config))
         self._dispatcher: LoopDispatcher | None = None
         self.grammars = GrammarPool(engine.grammars)
         self._prepare_grammars()
 
     def close(self, patience: float = 0.0) -> None:
-        """Take no more requests, and end all others; see ``Scheduler.close``."""
         self.grammars.close()
         self.scheduler.close(patience)
 
     async def call(self, body: GenerationBody, tenant: str, number: str, held: HeldBytes) -> Call:
-        """Prepare an answer without holding up the event loop. What is cheap to find wrong is refused first. What its
-        log-probabilities may take is added to ``held``.
+        """Prepare an answer without blocking the event loop, cheap checks first.
 
-        Raises:
-            ApiError: says what is refused, and why.
+        Add the maximum size of its log-probabilities to ``held``. Raises ApiError, which says what is refused and why.
         """
         arrived = time.monotonic()
         self.check_model(body.model)
@@ -118,12 +115,11 @@ class Service:
         return Call(self.scheduler, rows, number, self._loop_dispatcher(), *options)
 
     async def in_turn(self, tenant: str, job: Callable[..., Result], *given: Any) -> Result:
-        """Encode or decode in another thread: one request of each tenant at a time, so that nobody waits for all that
-        another one has sent."""
+        """Run a job in a thread, one request per tenant at a time, so that no tenant waits for all of another's."""
         return await asyncio.wrap_future(self._encoding.submit(tenant, partial(job, *given)))
 
     def check_model(self, name: str | None) -> None:
-        """Refuse another model's name."""
+        """Raise an ApiError for another model's name."""
         if name not in (None, self.settings.served_name):
             message = f"there is no model {name!r} here; there is {self.settings.served_name!r}"
             raise ApiError(404, message, "model_not_found", "model")
@@ -155,12 +151,12 @@ class Service:
         return AnswerRow(request, answer, meter, logprobs, parser, decode=decode)
 
     def _response_format(self, body: GenerationBody, prompt: str) -> dict[str, Any] | None:
-        """What the engine makes the whole text follow, reasoning and calls included."""
+        """Return the format of the whole output, including reasoning and calls."""
         wanted = body.format
         if not isinstance(body, ChatRequest):
             return wanted
         if wanted is not None:
-            grammar_source(wanted)  # refuse one that is too large before it is looked at
+            grammar_source(wanted)  # refuse one that is too large before further checks
         thinking, required = self.form.thinking_after(prompt), body.required_tools
         if required and self.form.calls is None:
             message = "tool_choice must be auto or none: how this model writes calls is not known"
@@ -172,8 +168,7 @@ class Service:
 
     @property
     def offer(self) -> dict[str, Any]:
-        """What a client may ask for beyond OpenAI's API: drafters, the longest draft and answer, chats; and whether
-        texts are bit for bit those without drafts."""
+        """Describe what clients may request beyond OpenAI's API, and the exactness of outputs."""
         return {
             "drafters": list(dict.fromkeys((self.settings.drafter, NO_DRAFTER))),
             "budget": self.engine.budget,
@@ -183,21 +178,20 @@ class Service:
         }
 
     def deadline(self) -> float | None:
-        """The deadline of a call that starts now, by ``time.monotonic``."""
+        """Return the deadline of a call that starts now, by ``time.monotonic``."""
         return None if self.settings.timeout is None else time.monotonic() + self.settings.timeout
 
     def _loop_dispatcher(self) -> LoopDispatcher:
-        """The dispatcher of the running loop; one loop has one."""
         loop = asyncio.get_running_loop()
         if self._dispatcher is None or self._dispatcher.loop is not loop:
             self._dispatcher = LoopDispatcher(loop)
         return self._dispatcher
 
     def _check_cheap(self, body: GenerationBody) -> None:
-        """Refuse all that can be refused without the prompt's tokens."""
+        """Refuse what can be refused without the prompt's tokens."""
         places = self.scheduler.limits.rows + self.scheduler.limits.waiting
         if body.texts > places:
-            message = f"the prompts and n ask for {body.texts} texts; this server has places for {places}"
+            message = f"the prompts and n need {body.texts} answers; this server has places for {places}"
             raise ApiError(400, message, "too_many_texts", "n")
         words = self.engine.target.vocabulary
         if wrong := [token for token in body.logit_bias or () if int(token) >= words]:
@@ -215,7 +209,6 @@ class Service:
         self._budget(body.forerun)
 
     def _most_tokens(self, body: GenerationBody) -> int:
-        """The longest answer, if there is room for it."""
         if body.token_limit is None:
             return DEFAULT_COMPLETION_TOKENS if isinstance(body, CompletionRequest) else self.settings.max_tokens
         return min(body.token_limit, self.settings.max_tokens) if body.clamps else body.token_limit
@@ -227,7 +220,7 @@ class Service:
         prompts: Sequence[EncodedPrompt],
         response_format: dict[str, Any] | None,
     ) -> list[Request]:
-        """``n`` requests for each prompt, one prompt after the other."""
+        """Make ``n`` requests per prompt, ordered by prompt."""
         name, scored = body.forerun.namespace, _scores_prompt(body)
         private = private_namespace(tenant, name)
         options: dict[str, Any] = {
@@ -261,14 +254,13 @@ class Service:
         return requests
 
     def _ends_of(self, body: GenerationBody) -> frozenset[int]:
-        """Tokens that end an answer."""
         return frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self._ends)
 
     def _budget(self, wanted: Extension) -> int | None:
-        """The longest draft in tokens; None for the server's."""
+        """Return the maximum draft length; None for the server's."""
         offer = self.offer
         if wanted.drafter not in (None, *offer["drafters"]):
-            message = f"forerun.drafter is {wanted.drafter!r}; here there are {', '.join(offer['drafters'])}"
+            message = f"forerun.drafter is {wanted.drafter!r}; this server has {', '.join(offer['drafters'])}"
             raise ApiError(400, message, "invalid_value", "forerun.drafter")
         if wanted.budget is not None and wanted.budget > offer["budget"]:
             message = f"forerun.budget is {wanted.budget}; this server drafts {offer['budget']} tokens at most"
@@ -276,19 +268,14 @@ class Service:
         return 0 if wanted.drafter == NO_DRAFTER else wanted.budget
 
     def _prepare_grammars(self) -> None:
-        """Prepare before the server serves, as no other thread runs meanwhile. If it fails, requests for a grammar get
-        the reason."""
+        """Prepare grammars while no other thread runs. After a failure, requests for a grammar get the reason."""
         try:
             self.engine.grammars.prepare()
         except (ValueError, ModuleNotFoundError) as error:
             log.warning("no answer can be made to follow a schema: %s", error)
 
     def _answer_tokens(self, body: GenerationBody, prompt: int) -> int:
-        """The longest answer to a prompt of so many tokens.
-
-        Raises:
-            ApiError: for more than the model can take.
-        """
+        """Return the maximum answer length after ``prompt`` tokens; raise an ApiError if there is no room."""
         most, fits = self._most_tokens(body), body.clamps or body.token_limit is None
         if self.positions is None:
             return most
@@ -300,22 +287,21 @@ class Service:
 
 
 def _hold_logprobs(held: HeldBytes, body: GenerationBody, tokens: int) -> int:
-    """Hold the bytes that the log-probabilities of tokens may take, and return how many they are."""
+    """Hold the bytes that the tokens' log-probabilities may need, and return their number."""
     nbytes = 0 if body.alternatives is None else tokens * (1 + body.alternatives) * LOGPROB_BYTES
     held.take(nbytes, "bytes of log-probabilities")
     return nbytes
 
 
 def _scores_prompt(body: GenerationBody) -> bool:
-    """Whether the prompt's tokens are part of the text that is decoded."""
+    """Return whether the prompt's tokens are decoded, too."""
     return (
         isinstance(body, CompletionRequest) and bool(body.echo) and (body.logprobs is not None or body.max_tokens == 0)
     )
 
 
 def _sampling(body: GenerationBody, choice: int, start: int) -> dict[str, Any]:
-    """Options for the engine. Choices of one prompt have consecutive seeds, as with ``num_return_sequences``. The text
-    begins at token number ``start``."""
+    """Return sampling options; choices of one prompt have consecutive seeds, as with ``num_return_sequences``."""
     options: dict[str, Any] = {}
     if body.repetition_penalty is not None:
         options["repetition_penalty"] = body.repetition_penalty
@@ -335,8 +321,10 @@ def _sampling(body: GenerationBody, choice: int, start: int) -> dict[str, Any]:
 
 
 def _stopping_at_string(answer: AnswerText, other: Stopping | None) -> Stopping:
-    """Stop at the token that completes a stop string of ``answer``, which is for this alone, or where ``other`` says
-    so; both see every token. Prompts are not searched."""
+    """Stop at the token that completes a stop string, or when ``other`` stops; both see every token.
+
+    ``answer`` serves only this. Prompts are not searched.
+    """
 
     def stopping(ids: torch.Tensor) -> bool:
         answer.add([int(ids[0, -1])])

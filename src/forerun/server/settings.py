@@ -20,17 +20,16 @@ from forerun.server.tenants import ApiKeys
 
 ENVIRONMENT_PREFIX = "FORERUN_"
 FREE_MEMORY_FRACTION = 0.5
-"""Part of the free memory at the start that keys and values take by default. The rest is for kept prefixes, for indexes
-and for other programs."""
+"""Default fraction of the free memory for keys and values; the rest is for kept prefixes, indexes and others."""
 PREFIX_FRACTION = 0.125
-"""The same for kept prefixes. With both, three eighths of the free memory are left."""
+"""Default fraction of the free memory for kept prefixes. With both, three eighths are left."""
 LISTS = ("api_keys", "allowed_hosts", "cors_origins")
-"""Settings of which a flag gives one entry."""
+"""Settings that flags fill entry by entry."""
 MIB = 1 << 20
 ALLOWED = dict.fromkeys(
     ("byte_size", "byte_size_unit"), "allowed is a number of bytes, or one with a unit, such as 4GiB"
 )
-"""What is allowed, by the type of pydantic's error, where its message does not say so."""
+"""Allowed values, by pydantic's error type, where its message does not tell."""
 
 
 class ServerSettings(BaseSettings):
@@ -86,13 +85,12 @@ class ServerSettings(BaseSettings):
     @field_validator(*LISTS, "warm", mode="before")
     @classmethod
     def _split(cls, given: Any) -> Any:
-        """The environment separates them by commas."""
         return [each.strip() for each in given.split(",") if each.strip()] if isinstance(given, str) else given
 
     @field_validator("kv_host_memory", "kv_folder", "kv_folder_limit")
     @classmethod
     def _check_base(cls, given: Any, info: ValidationInfo) -> Any:
-        """These are for what does not fit elsewhere, whose size must be set, too."""
+        """Refuse limits for what overflows from a tier without a limit."""
         base = "kv_folder" if info.field_name == "kv_folder_limit" else "kv_memory"
         if given is not None and base in info.data and info.data[base] is None:
             what = "the files there" if base == "kv_folder" else "what does not fit on the device"
@@ -101,30 +99,25 @@ class ServerSettings(BaseSettings):
 
     @property
     def served_name(self) -> str:
-        """The model's name for clients: ``name``, or the last part of its path."""
+        """Return the model's name for clients: ``name``, or the last part of its path."""
         return self.name or Path(self.model).name
 
     @property
     def checked_hosts(self) -> tuple[str, ...] | None:
-        """Names in a Host header that are allowed; None for no check, as no web page has a key."""
+        """Return the allowed names in a Host header; None for no check, as no web page has a key."""
         return None if self.api_keys and not self.allowed_hosts else (self.host, *self.allowed_hosts)
 
     def tenant_keys(self) -> ApiKeys:
-        """Finds tenants by their keys.
-
-        Raises:
-            ValueError: for a key that cannot be one; see ``ApiKeys``.
-        """
+        """Make the index of tenants by their keys; raises as ``ApiKeys``."""
         admin = self.admin_key
         return ApiKeys(
             [key.get_secret_value() for key in self.api_keys], None if admin is None else admin.get_secret_value()
         )
 
     def tiers(self, device: torch.device) -> KVMemory | None:
-        """Where keys and values lie, if not on the device alone. A tier without a limit gets a part of the free memory.
+        """Return the limits of all tiers of keys and values; None if there is only the device.
 
-        Raises:
-            OSError: if no file can be made in the folder.
+        A tier without a limit gets a fraction of the free memory. Raises OSError if the folder is not writable.
         """
         if self.kv_memory is None or (self.kv_host_memory is None and self.kv_folder is None):
             return None
@@ -139,38 +132,32 @@ class ServerSettings(BaseSettings):
         return KVMemory(here, int(host), self.kv_folder, file=file)
 
     def limits(self, device: torch.device) -> SchedulerLimits:
-        """The scheduler's limits; memory without a limit is a part of the device's free memory."""
+        """Return the scheduler's limits; the default memory is a fraction of the device's free memory."""
         memory = self.kv_memory or self._part(FREE_MEMORY_FRACTION, free_memory(device), device)
         return SchedulerLimits(int(memory), self.rows, self.waiting, self.step, max(1, len(self.api_keys)))
 
     def prefix_limit(self, device: torch.device) -> int:
-        """Bytes for kept prefixes; without a limit a part of the device's free memory."""
+        """Return the bytes for kept prefixes; by default a fraction of the device's free memory."""
         if self.prefix_cache is not None:
             return int(self.prefix_cache)
         return self._part(PREFIX_FRACTION, free_memory(device), device)
 
     def _part(self, fraction: float, free: int, device: torch.device) -> int:
-        """This process's part of the free memory: replicas may share a machine, but each has a GPU of its own."""
+        """Return this process's part of the free memory: replicas may share a machine, but not a GPU."""
         return int((fraction / self.replicas if device.type == "cpu" else fraction) * free)
 
 
 def read_settings(flags: Mapping[str, Any], file: Path | None = None) -> ServerSettings:
-    """Settings from flags, the environment and a file, in this order.
+    """Read settings from flags, the environment and a TOML file, in this order.
 
-    Args:
-        flags: those that were given.
-        file: in TOML; None for none.
-
-    Raises:
-        ValueError: names each wrong setting, without the value, which may be a key; or for a file that is not TOML, or
-            a variable with the name of the flag where the setting's is another one.
-        FileNotFoundError: if there is no such file.
+    Raises ValueError, which names each wrong setting, without its value, which may be a key; also for a file that is
+    not TOML, or a variable named like a flag instead of its setting.
     """
     in_file = {} if file is None else tomllib.loads(file.read_text("utf-8"))
     in_environment = {name.upper() for name in os.environ}
     for name in LISTS:
         if (flag := (ENVIRONMENT_PREFIX + name.removesuffix("s")).upper()) in in_environment:
-            raise ValueError(f"settings: {flag} is not looked at; it is {flag}S, with commas between several")
+            raise ValueError(f"settings: {flag} is ignored; use {flag}S, with commas between several")
     unset = {
         name: given for name, given in in_file.items() if (ENVIRONMENT_PREFIX + name).upper() not in in_environment
     }
@@ -185,18 +172,14 @@ def read_settings(flags: Mapping[str, Any], file: Path | None = None) -> ServerS
 
 
 def free_disk(folder: Path) -> int:
-    """Free bytes on a folder's disk; the folder is made if it is not there.
-
-    Raises:
-        OSError: if no file can be made.
-    """
+    """Return the free bytes on a folder's disk; create the folder if needed; raise an OSError if not writable."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         return shutil.disk_usage(folder).free
 
 
 def free_memory(device: torch.device) -> int:
-    """Free bytes on a device; in host memory, those that can be had without swapping."""
+    """Return the free bytes on a device; in host memory, those available without swapping."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:

@@ -1,4 +1,4 @@
-"""Which rows a step has while several tenants run some, so that nobody's next token waits long for others' rows."""
+"""Choose the rows of a step, so that no tenant's next token waits long for other tenants' rows."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from forerun.engine.result import Commit
 from forerun.server.admission import ScheduledRequest
 
 MAX_SLOWDOWN = 2.0
-"""A step may take twice as long as one with the rows of that tenant alone that runs the fewest."""
+"""A step may cost twice as much as one with only the rows of the tenant that runs the fewest."""
 MIN_SHARED_DRAFT = 4
-"""Drafts of other tenants' rows are cut to this, before rows sit steps out."""
+"""Length to which other tenants' drafts are cut before their rows skip steps."""
 TIMED_STEPS = 64
-"""Steps from whose times the cost of a token is known."""
+"""Number of recent steps from which the cost of a token is estimated."""
 NEW_WEIGHT = 0.1
 """Weight of a step in the mean length of a tenant's drafts."""
 
 
 class StepPlan(NamedTuple):
-    """Ids of the requests that sit a step out, and the longest drafts of others."""
+    """Ids of the requests that skip a step, and the draft lengths allowed to others."""
 
     resting: set[int]
     budgets: Mapping[int, int]
 
 
 class StepShares:
-    """Plans steps. Where a token more costs little, as with large models whose weights take the time, all rows step
-    together. Where each costs as much as the first, a tenant has no more tokens in a step than the one that has the
-    fewest, and its rows take turns."""
+    """A planner of steps with rows of several tenants.
+
+    If another token costs little, as with large models limited by reading weights, all rows step together. If every
+    token costs as much as the first, the rows of a tenant take turns, so that it has no more tokens in a step than the
+    tenant with the fewest.
+    """
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, float]] = deque(maxlen=TIMED_STEPS)  # tokens and seconds
@@ -41,7 +44,6 @@ class StepShares:
         self._turns = 0
 
     def plan(self, running: Sequence[ScheduledRequest]) -> StepPlan:
-        """The next step."""
         tenants: dict[str, list[ScheduledRequest]] = {}
         for each in running:
             tenants.setdefault(each.tenant, []).append(each)
@@ -60,14 +62,14 @@ class StepShares:
         return StepPlan(self._last.keys() - stepping - own, dict.fromkeys(stepping, draft))
 
     def learn(self, stepped: Sequence[tuple[str, Commit]], seconds: float) -> None:
-        """A step that only decoded has taken some time; ``stepped``: its commits by tenant."""
+        """Record the time of a step that only decoded; ``stepped`` has its commits by tenant."""
         self._steps.append((sum(1 + commit.proposed for _, commit in stepped), seconds))
         for tenant, commit in stepped:
             if tenant in self._drafts:
                 self._drafts[tenant] += NEW_WEIGHT * (commit.proposed - self._drafts[tenant])
 
     def _in_turn(self, tenants: Mapping[str, list[ScheduledRequest]], fewest: str, most: int) -> list[int]:
-        """Requests of all tenants but one, those first that have sat out the longest, as many of each tenant."""
+        """Select requests of all tenants but ``fewest``, equally, those that have skipped the longest first."""
         queues = [sorted(rows, key=lambda each: self._last[each.request.id]) for rows in tenants.values()]
         others = [queue for tenant, queue in zip(tenants, queues, strict=True) if tenant != fewest]
         places = range(max(map(len, others)))
@@ -75,9 +77,9 @@ class StepShares:
         return turns[: max(most, len(others))]
 
     def _tokens_for_others(self, own: float, tenants: int) -> float:
-        """Tokens that a step has beside those of the tenant with the fewest rows."""
+        """Return the tokens of a step for all tenants but the one with the fewest rows."""
         tokens, seconds = np.array(self._steps or [(1, 1.0)]).T
-        fixed = 0.0  # the part of a step's time that does not depend on its tokens, in times of a token
+        fixed = 0.0  # constant part of a step's time, in units of a token's
         if np.ptp(tokens) > 0:
             each, rest = np.polyfit(tokens, seconds, 1)
             fixed = float(np.clip(rest / max(each, 1e-9), 0.0, 1e6))

@@ -1,4 +1,4 @@
-"""Tenants, who are known by their API keys, and the namespaces inside each."""
+"""Tenants, identified by their API keys, and the namespaces inside each."""
 
 from __future__ import annotations
 
@@ -9,19 +9,15 @@ from collections.abc import Sequence
 ONLY_TENANT = "default"
 """The tenant of a server without keys."""
 SHARED_TENANT = "shared"
-"""Stands for a tenant's name in namespaces that all tenants share. No tenant has this name."""
+"""Replaces a tenant's name in namespaces that all tenants share. No tenant has this name."""
 NAMESPACE_PATTERN = r"^[A-Za-z0-9._-]{1,64}$"
 
 
 class ApiKeys:
-    """Finds tenants by their keys. It keeps digests, not keys.
+    """An index of tenants by their keys, of which it keeps only digests; without keys, there is one tenant.
 
-    Args:
-        keys: one for each tenant; none makes everybody one tenant.
-        admin: a further key, which is no tenant's.
-
-    Raises:
-        ValueError: for an empty key, one that a header cannot carry, or one given twice.
+    ``admin`` is a key that belongs to no tenant. Raises ValueError for a key that is empty, repeated, or unfit for a
+    header.
     """
 
     def __init__(self, keys: Sequence[str] = (), admin: str | None = None) -> None:
@@ -36,11 +32,11 @@ class ApiKeys:
 
     @property
     def tenants(self) -> list[str]:
-        """All tenants."""
+        """Return the names of all tenants."""
         return [_tenant_name(digest) for digest in self._digests] or [ONLY_TENANT]
 
     def tenant(self, authorization: bytes | None) -> str | None:
-        """The tenant of an ``Authorization`` header; None if no tenant has its key. All keys take the same time."""
+        """Return the tenant of an ``Authorization`` header, or None, in constant time for all keys."""
         if not self._digests:
             return ONLY_TENANT
         given, tenant = _given(authorization), None
@@ -50,19 +46,19 @@ class ApiKeys:
         return tenant
 
     def admits(self, authorization: bytes | None) -> bool:
-        """Whether an ``Authorization`` header has the admin key; anybody is admitted where there are no keys at all."""
+        """Return whether an ``Authorization`` header has the admin key; without any keys, always."""
         if self._admin is None:
             return not self._digests
         return hmac.compare_digest(self._admin, _given(authorization))
 
 
 def private_namespace(tenant: str, name: str) -> str:
-    """The namespace that a tenant has for itself."""
+    """Return the namespace of one tenant."""
     return f"{tenant}/{name}"
 
 
 def drafting_namespace(tenant: str, name: str, share: bool) -> str:
-    """The namespace where outputs are kept and drafts come from; with ``share`` it is one for all tenants."""
+    """Return the namespace that keeps outputs and supplies drafts; with ``share``, one for all tenants."""
     return f"{SHARED_TENANT if share else tenant}/{name}"
 
 
@@ -71,7 +67,6 @@ def _tenant_name(digest: bytes) -> str:
 
 
 def _given(authorization: bytes | None) -> bytes:
-    """The digest of a header's key."""
     scheme, _, key = (authorization or b"").partition(b" ")
     return _digest(key.strip()) if scheme.lower() == b"bearer" else b""
 

@@ -1,8 +1,8 @@
-"""The one layer in front of the strict requests: what clients and agents send beyond what a request here can be.
+"""Translate what clients and agents send into the strict requests of ``schema.py``.
 
-What changes the text as it was asked for is done, or refused by name. What is a hint is left out (``HINTS``), and so is
-a missing feature that is not asked for (``NEUTRAL``). What no server of a text model has, such as pictures and tools
-that OpenAI or Anthropic run, is replaced by words or left out, and a note says so, which the answer carries.
+What changes the output is applied, or refused by name. Hints are ignored (``HINTS``), and so are missing features that
+a request does not use (``NEUTRAL``). What no text model's server has, such as pictures and tools that OpenAI or
+Anthropic run, is replaced by words or left out, with a note in the answer.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from forerun.server.api_errors import ApiError
 Json = dict[str, Any]
 
 MAX_TURNS = 4096
-"""Turns of a conversation. As many take a tenth of a second to be checked and written by a chat template."""
+"""Turns of a conversation. Checking and rendering this many costs a tenth of a second."""
 MAX_TOOLS = 512
 MAX_NOTES = 16
-"""Notes on one request that its answer carries."""
+"""Maximum notes on one request."""
 HINTS = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -29,7 +29,7 @@ HINTS = frozenset(
         "return_progress", "provider", "transforms", "route", "stream_obfuscation",
     }
 )  # fmt: skip
-"""Fields of a request that are for somebody else, and change no text here. Any value is accepted, without effect."""
+"""Fields for other servers, which change no output here. Any value is accepted and ignored."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,), "use_beam_search": (False,), "num_beams": (1,), "beam_width": (1,), "length_penalty": (1, 0),
     "early_stopping": (False,), "diversity_penalty": (0,), "echo": (False,), "suffix": ("",),
@@ -46,20 +46,20 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "kv_transfer_params": (), "vllm_xargs": ({},), "logit_bias": ({},), "stop": ([],), "frequency_penalty": (0,),
     "presence_penalty": (0,), "tool_resources": (),
 }  # fmt: skip
-"""Missing features, and the values with which a request does not ask for them; null never does."""
+"""Missing features, and the values that do not request them; null never does."""
 MESSAGE_HINTS = frozenset(
     {
         "id", "type", "status", "phase", "cache_control", "annotations", "provider_specific_fields", "logprobs",
         "created_at", "thinking_blocks", "stop_reason", "model",
     }
 )  # fmt: skip
-"""Fields of a turn that say nothing to the model; ``thinking_blocks`` are the reasoning once more, signed."""
+"""Fields of a turn without meaning for the model; ``thinking_blocks`` repeat the reasoning, signed."""
 READABLE = {
     "text": "text", "input_text": "text", "output_text": "text", "reasoning_text": "text", "summary_text": "text",
     "refusal": "refusal", "thinking": "thinking", "compaction": "content", "reasoning.text": "text",
     "reasoning.summary": "summary",
 }  # fmt: skip
-"""Parts of a content that are texts, and the field that has the text."""
+"""Content parts with text, and the field that has it."""
 UNREADABLE = {
     "image": "a picture", "image_url": "a picture", "input_image": "a picture", "output_image": "a picture",
     "computer_screenshot": "a screenshot", "input_audio": "a recording", "audio": "a recording",
@@ -67,27 +67,21 @@ UNREADABLE = {
     "input_file": "a file", "container_upload": "a file", "mcp_tool_listing": "a list of tools",
     "tool_addition": "a change of tools", "tool_removal": "a change of tools",
 }  # fmt: skip
-"""Parts of a content that a text model cannot read, in words."""
+"""Content parts that a text model cannot read, in words."""
 HIDDEN = ("redacted_thinking", "reasoning.encrypted", "encrypted_content", "fallback")
 """Parts that only their own server can read."""
 
 
 class Notes(list[str]):
-    """What a request was not given, in words."""
+    """Notes on what was left out of a request."""
 
     def add(self, note: str) -> None:
-        """Keep a note, if it is new and there are not too many."""
         if note not in self and len(self) < MAX_NOTES:
             self.append(note)
 
 
 def requested(given: Mapping[str, Any], known: Collection[str]) -> Json:
-    """The fields of a request that ask for something; unknown ones stay, to be refused.
-
-    Args:
-        given: the fields that were sent.
-        known: names of the fields that such a request has here.
-    """
+    """Return the fields of a request that have an effect; those not ``known`` stay, to be refused."""
 
     def stays(name: str, value: Any) -> bool:
         if name in known:
@@ -98,7 +92,7 @@ def requested(given: Mapping[str, Any], known: Collection[str]) -> Json:
 
 
 def is_neutral(name: str, value: Any) -> bool:
-    """Whether a value does not ask for a missing feature."""
+    """Return whether a value does not request a missing feature."""
     if name not in NEUTRAL:
         return False
     return value is None or any(
@@ -107,21 +101,16 @@ def is_neutral(name: str, value: Any) -> bool:
 
 
 def bounded(entries: Any, where: str, most: int) -> Any:
-    """A list that is not too long, or what is no list.
-
-    Raises:
-        ApiError: for a longer one.
-    """
+    """Return ``entries``; raise an ApiError for a list that is too long."""
     if isinstance(entries, list) and len(entries) > most:
         raise ApiError(400, f"{where}: there are {len(entries):,}; {most:,} are the most", "too_large", where)
     return entries
 
 
 def content_text(content: Any, where: str, notes: Notes) -> str:
-    """A content, which is text or a list of parts, as one text.
+    """Join content, which is text or a list of parts, into one text.
 
-    Raises:
-        ApiError: for anything else, or a part that nobody knows; it names ``where`` in the request that is.
+    Raises ApiError for anything else, or an unknown part; ``where`` is its place in the request.
     """
     if isinstance(content, str):
         return content
@@ -135,7 +124,7 @@ def content_text(content: Any, where: str, notes: Notes) -> str:
 
 
 def part_text(part: Any, where: str, notes: Notes) -> str:
-    """A part of a content as text; see ``content_text``."""
+    """Convert one part of content to text; see ``content_text``."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in READABLE:
         text = part.get(READABLE[kind])
@@ -156,7 +145,7 @@ def part_text(part: Any, where: str, notes: Notes) -> str:
 
 
 def left_out(what: str, name: str, notes: Notes) -> str:
-    """The words in place of what a text model cannot read."""
+    """Return the words that replace what a text model cannot read."""
     notes.add(f"{what} was replaced by words: this model reads text")
     return f"[{what}{f', {name},' if name else ''} that cannot be shown here]"
 
@@ -193,7 +182,7 @@ _SPECIAL_PARTS: dict[str, Callable[[Json, str, Notes], str]] = {
 
 
 def chat_turns(messages: Any, notes: Notes, where: str = "messages") -> Any:
-    """The turns of a chat, each with its content and its reasoning as text. What is no list stays as it is."""
+    """Convert a chat's turns, with content and reasoning as text; leave anything but a list as it is."""
     if not isinstance(bounded(messages, where, MAX_TURNS), list):
         return messages
     return [_turn(each, f"{where}.{number}", notes) for number, each in enumerate(messages)]
@@ -219,7 +208,7 @@ def _turn(message: Any, where: str, notes: Notes) -> Any:
 
 
 def _call(call: Any) -> Any:
-    """A call of a tool, whose arguments may be missing, or text of a custom tool."""
+    """Convert a tool call, whose arguments may be missing, or one of a custom tool."""
     if not isinstance(call, dict):
         return call
     if call.get("type") == "custom" and isinstance(call.get("custom"), dict):
@@ -231,21 +220,21 @@ def _call(call: Any) -> Any:
 
 
 def function_call(number: Any, name: Any, arguments: Any) -> Json:
-    """A call as a chat has it; its arguments are JSON, as text."""
+    """Make a call in a chat's form; ``arguments`` is a JSON string."""
     return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 CUSTOM_FIELD = "input"
-"""The one argument that a custom tool has as a function."""
+"""The one argument of a custom tool as a function."""
 
 
 def custom_arguments(text: Any) -> str:
-    """The arguments of a custom tool's call as a function's."""
+    """Convert a custom call's input to a function's arguments."""
     return json.dumps({CUSTOM_FIELD: text if isinstance(text, str) else ""}, ensure_ascii=False)
 
 
 def custom_input(arguments: str) -> str:
-    """The text of a custom tool's call, from its arguments as a function."""
+    """Convert a function's arguments to a custom call's input."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -254,16 +243,10 @@ def custom_input(arguments: str) -> str:
 
 
 def function_tools(tools: Any, function: Callable[[Json], Json | None], notes: Notes, where: str = "tools") -> Any:
-    """The tools that are functions, in a chat's form. Those that somebody else's server runs are left out.
+    """Convert tools to a chat's form, leaving out those that other servers run.
 
-    Args:
-        tools: as they were sent; what is no list stays as it is.
-        function: makes the chat's form of one; None for a tool that is no function.
-        notes: takes the names of those that are left out.
-        where: the field that has them.
-
-    Raises:
-        ApiError: for too many, or one without a type.
+    ``function`` converts one tool, and returns None if it is no function. Anything but a list stays as it is. Raises
+    ApiError for too many tools, or one without a type.
     """
     if not isinstance(bounded(tools, where, MAX_TOOLS), list):
         return tools
@@ -281,5 +264,5 @@ def function_tools(tools: Any, function: Callable[[Json], Json | None], notes: N
 
 
 def chosen(tools: Sequence[Any], names: Collection[Any]) -> list[Any]:
-    """The tools that have one of some names."""
+    """Return the tools with one of these names."""
     return [tool for tool in tools if isinstance(tool, dict) and (tool.get("function") or {}).get("name") in names]

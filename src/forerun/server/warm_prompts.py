@@ -1,7 +1,7 @@
-"""Prompts that a server reads before anybody sends them, such as a system prompt and tools.
+"""Prompts that a server prefills before clients send them, such as a system prompt and tools.
 
-They are JSON lines with ``messages`` in the files to start with, each as the body of a chat. They are read in the
-background, as requests of their tenants, so that others go on meanwhile.
+They are JSON lines with ``messages`` in the files to start with, each like the body of a chat. They are prefilled in
+the background, as requests of their tenants, so that other requests do not wait.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
 
 @dataclass(frozen=True)
 class WarmPrompt:
-    """A conversation whose prompt is read, and its place in a file."""
+    """A conversation to prefill, and its place in a file."""
 
     fields: dict[str, Any]
     file: Path
     line: int
 
     def request(self, model: str) -> ChatRequest:
-        """The chat that reads it: as short as one can be, and nothing is learned from it.
+        """Make a chat that prefills it: as short as possible, and not indexed.
 
-        Raises:
-            ValueError: for fields that a chat does not have, with file and line.
+        Raises ValueError, with file and line, for fields that a chat does not have.
         """
         namespace = {"namespace": self.fields["namespace"]} if "namespace" in self.fields else {}
         fields = {name: value for name, value in self.fields.items() if name not in ("namespace", "model", "stream")}
@@ -52,12 +51,7 @@ class WarmPrompt:
 
 
 def warm_prompts(files: Iterable[Path]) -> Iterator[WarmPrompt]:
-    """The prompts of files.
-
-    Raises:
-        ValueError: for a line that is not JSON.
-        OSError: if a file cannot be read.
-    """
+    """Yield the prompts of files; raise ValueError for a line that is not JSON."""
     for file in files:
         if file.suffix in JSON_LINES_SUFFIXES:
             for number, row in json_rows(file):
@@ -66,12 +60,12 @@ def warm_prompts(files: Iterable[Path]) -> Iterator[WarmPrompt]:
 
 
 def is_prompt(row: Any) -> bool:
-    """Whether a line is a prompt to read, and no text to learn."""
+    """Return whether a line is a prompt to prefill, rather than text to index."""
     return isinstance(row, dict) and "messages" in row
 
 
 async def read_prompts(service: Service, prompts: Iterable[WarmPrompt], tenants: Iterable[str]) -> None:
-    """Read prompts for all tenants, one after the other. One that fails is named in the log."""
+    """Prefill prompts for all tenants, one by one; log those that fail."""
     share = FairShare(float("inf"))
     for prompt in prompts:
         for tenant in tenants:
@@ -83,19 +77,14 @@ async def read_prompts(service: Service, prompts: Iterable[WarmPrompt], tenants:
                 async for _ in call:
                     pass
             except (ApiError, ValueError) as error:
-                log.warning("%s was not read: %s", place, error)
+                log.warning("%s was not prefilled: %s", place, error)
                 continue
             usage, _ = call.figures()
-            log.info("%s was read: %s tokens", place, f"{usage['prompt_tokens']:,}")
+            log.info("%s was prefilled: %s tokens", place, f"{usage['prompt_tokens']:,}")
 
 
 def json_rows(file: Path) -> Iterator[tuple[int, Any]]:
-    """The JSON lines of a file with their numbers.
-
-    Raises:
-        ValueError: for a line that is not UTF-8 or not JSON, with file and line.
-        OSError: if the file cannot be read.
-    """
+    """Yield a file's JSON lines with their numbers; raise ValueError if one is not UTF-8 or not JSON."""
     for number, line in text_lines(file):
         if line.strip():
             try:
@@ -105,12 +94,7 @@ def json_rows(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def text_lines(file: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a file with their numbers.
-
-    Raises:
-        ValueError: for a line that is not UTF-8, with file and line.
-        OSError: if the file cannot be read.
-    """
+    """Yield a file's lines with their numbers; raise ValueError, with file and line, if one is not UTF-8."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:

@@ -1,6 +1,6 @@
-"""Tensor parallelism: one model in several processes, each with a part of every layer and of every cache.
+"""Tensor parallelism: one model in several processes, each with a part of every layer and cache.
 
-Rank 0 decides. It runs the engine as if the model were whole: it drafts, samples, and plans by its clock. The other
-ranks follow: before each pass rank 0 sends them one small message with the changes of caches since the last pass, and
-the tokens that the pass reads (``rank_mirror.py``). So the ranks always agree about the generated text.
+Rank 0 runs the engine as if the model were in one process: it drafts, samples, and plans by its clock. Before each pass
+it sends the other ranks one small message: all cache changes since the last pass, and the pass's tokens
+(``rank_mirror.py``). So all ranks agree on the output.
 """

@@ -1,8 +1,8 @@
 """Messages from rank 0 to all others, and the detection of a dead rank.
 
-A message is a broadcast over gloo on the CPU, whatever device the model is on. While the others wait, rank 0 sends an
-empty message every ``HEARTBEAT_SECONDS``. So a rank notices one that died or hangs after ``RANK_TIMEOUT_SECONDS``, and
-a closed connection at once.
+A message is a gloo broadcast on the CPU, whatever the model's device. While the others wait, rank 0 sends an empty
+message every ``HEARTBEAT_SECONDS``. So a rank detects a closed connection at once, and a dead or hanging rank within
+``RANK_TIMEOUT_SECONDS``.
 """
 
 from __future__ import annotations
@@ -19,31 +19,29 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 FRAME_BYTES = 4096
-"""Size of a message's first broadcast: enough for a step of a few rows. A longer message takes a second one."""
+"""Size of a message's first broadcast: enough for a step of a few rows. A longer message needs a second one."""
 LENGTH_BYTES = 8
-"""Size of the message's length, which stands before it."""
+"""Size of the length that precedes each message."""
 RANK_TIMEOUT_SECONDS = 8.0
-"""Time that a rank waits for another one inside a step: the death of one ends all within ten seconds."""
+"""Time that a rank waits for another within a step, so that the death of one ends all within ten seconds."""
 HEARTBEAT_SECONDS = 2.0
-"""Time between two messages; several may be late within the timeout."""
+"""Time between messages; several may be late within the timeout."""
 CALL_TIMEOUT_SECONDS = 600.0
-"""Time that a rank waits for the next call of an engine, which depends on the program's own work."""
+"""Time that a rank waits for the next engine call, which depends on the program."""
 
 
 class ParallelError(ConnectionError):
-    """A rank is gone, or the ranks do different things. No more passes are possible."""
+    """A rank is gone, or the ranks diverged. No more passes are possible."""
 
 
 class LeaderError(ParallelError):
-    """Rank 0 failed, and said so."""
+    """Rank 0 failed and reported it."""
 
 
 class Channel:
-    """From rank 0 to the others; made on all ranks at the same point of the program.
+    """A channel from rank 0 to the others, created on all ranks at the same point of the program.
 
-    Args:
-        model_group: the processes that hold the model.
-        device: of the model.
+    ``model_group`` has the processes that hold the model.
     """
 
     def __init__(self, model_group: dist.ProcessGroup, device: torch.device) -> None:
@@ -52,7 +50,7 @@ class Channel:
         self._model = model_group
         self._backend = model_group._get_backend(device)
         self.turn = threading.RLock()
-        """Locked from a message to the end of its work, so that all ranks work in the same order."""
+        """Held from a message to the end of its work, so that all ranks work in the same order."""
         self._listeners = 0
         self._last = 0.0
         self._broken: str | None = None
@@ -68,7 +66,6 @@ class Channel:
                 self._heartbeat.start()
 
     def close(self, message: str) -> None:
-        """Rank 0: end a period, with a message that the others know as its last."""
         with self.turn:
             self._listeners -= 1
             if self._broken is None:
@@ -76,8 +73,10 @@ class Channel:
 
     @contextmanager
     def speaking(self, message: Callable[[], str]) -> Iterator[None]:
-        """Rank 0: a context in which all ranks work on what the message announces. After an error there no pass is
-        possible any more, as the progress of the others is unknown."""
+        """Rank 0: announce work that all ranks do within this context.
+
+        After an error, the others' progress is unknown, so no more passes are possible.
+        """
         with self.turn:
             if not self._listeners:
                 raise ParallelError("the other ranks do not listen; make passes inside of Engine.target.led")
@@ -87,24 +86,23 @@ class Channel:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A context in which the model's processes wait at most ``RANK_TIMEOUT_SECONDS`` for each other."""
+        """Limit how long the model's processes wait for each other to ``RANK_TIMEOUT_SECONDS``."""
         usual = self._backend.options._timeout
         _set_pg_timeout(timedelta(seconds=RANK_TIMEOUT_SECONDS), self._model)
         try:
             yield
         except BaseException as error:
             self._broken = f"a pass failed on rank {self.rank} ({type(error).__name__}: {error})"
-            if isinstance(error, RuntimeError):  # what torch.distributed raises for a lost peer
+            if isinstance(error, RuntimeError):  # torch.distributed's error for a lost peer
                 raise ParallelError(self._broken) from error
             raise
         finally:
             _set_pg_timeout(usual, self._model)
 
     def receive(self, first: bool) -> str:
-        """Another rank: the next message.
+        """Another rank: receive the next message.
 
-        Args:
-            first: whether a period begins with it; until then rank 0 may be busy elsewhere.
+        Until the ``first`` of a period, rank 0 may be busy elsewhere.
         """
         timeout = CALL_TIMEOUT_SECONDS if first else RANK_TIMEOUT_SECONDS
         frame = self._broadcast_bytes(torch.empty(FRAME_BYTES, dtype=torch.uint8), timeout).numpy()
@@ -146,4 +144,4 @@ class Channel:
                     try:
                         self._broadcast("[]", RANK_TIMEOUT_SECONDS)
                     except ParallelError:
-                        return  # the next message says it
+                        return  # the next message raises it

@@ -1,8 +1,8 @@
 """A log of rank 0's cache operations, which the other ranks repeat.
 
-All caches change by the same few operations (``CACHE_OPERATIONS``). On rank 0 a cache logs them; on the other ranks a
-cache of the same kind, with the keys and values of other heads, repeats them. A sparse cache chooses for each head by
-itself, so its choice needs no message. A log entry is JSON.
+A few operations (``CACHE_OPERATIONS``) change a cache. Rank 0's caches log them; on the other ranks, caches of the same
+kind, holding other heads, repeat them. A sparse cache selects per head, so its selection needs no message. Log entries
+are JSON.
 """
 
 from __future__ import annotations
@@ -35,21 +35,19 @@ class RankMirror:
         self._next = 0
 
     def note(self, *entry: Any) -> None:
-        """Add an entry."""
         self._entries.append(json.dumps(entry, default=self._plain))
 
     def message(self) -> str:
-        """All entries since the last call."""
+        """Return and remove all entries."""
         entries = []
         while self._entries:  # another thread may be adding some
             entries.append(self._entries.popleft())
         return f"[{','.join(entries)}]"
 
     def adopt(self, cache: Cache) -> None:
-        """Make the same cache on the other ranks, and log its operations from now on.
+        """Create an equal cache on the other ranks, and log the operations of this one from now on.
 
-        Raises:
-            ValueError: for a kind of cache that cannot be mirrored, or one that holds tokens already.
+        Raises ValueError for a kind of cache that cannot be mirrored, or one that already holds tokens.
         """
         if cache in self._numbers:
             return
@@ -62,12 +60,11 @@ class RankMirror:
         cache.log = self._log
 
     def _log(self, cache: Cache, operation: str, arguments: tuple[Any, ...], result: object) -> None:
-        """Add an operation of a cache."""
         number = self._number(result) if isinstance(result, SharedPrefix) else None
         self.note("do", self._number(cache), operation, arguments, number)
 
     def _number(self, thing: Cache | SharedPrefix) -> int:
-        """The number of a cache or prefix on all ranks, until it is deleted here."""
+        """Return the number of a cache or prefix on all ranks, valid until it is deleted here."""
         if thing not in self._numbers:
             self._numbers[thing] = self._next
             weakref.finalize(thing, self._entries.append, f'["drop",{self._next}]').atexit = False
@@ -85,13 +82,13 @@ class RankMirror:
 
 
 class MirroredCaches:
-    """The caches of another rank, which repeats rank 0's operations."""
+    """Another rank's caches, which repeat rank 0's operations."""
 
     def __init__(self) -> None:
         self._things: dict[int, Any] = {}
 
     def make(self, number: int, kind: str, parts: list[Any], rotation: Rotation | None) -> None:
-        """Make a cache as rank 0 did."""
+        """Create a cache as rank 0 did."""
         self._things[number] = made_of(CacheParts(kind, [self.value(part) for part in parts]), rotation)
 
     def do(self, number: int, operation: str, arguments: list[Any], result: int | None) -> None:
@@ -103,11 +100,10 @@ class MirroredCaches:
             self._things[result] = made
 
     def drop(self, number: int) -> None:
-        """Delete a cache or prefix that rank 0 has deleted."""
         del self._things[number]
 
     def value(self, plain: Any) -> Any:
-        """The argument that a part of an entry describes."""
+        """Decode an argument of an entry."""
         if isinstance(plain, dict) and "block" in plain:
             pending, tokens, parents, start = plain["block"]
             tree = DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64))

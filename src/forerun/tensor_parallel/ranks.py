@@ -1,6 +1,6 @@
-"""The scorers of a model in several processes: rank 0's leads, and those of the other ranks follow.
+"""Scorers of a model in several processes: rank 0 leads, the others follow.
 
-The leader is used as any scorer. A follower's engine runs ``follow`` in place of steps.
+The leader is used like any scorer. A follower's engine runs ``follow`` instead of steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from forerun.tensor_parallel.rank_mirror import Entry, MirroredCaches, RankMirro
 ResultT = TypeVar("ResultT")
 CacheT = TypeVar("CacheT", bound=Cache)
 LEAD_BEGIN, LEAD_END = "begin", "end"
-"""Entries around a period in which rank 0 leads; periods may be nested."""
+"""Entries around a period in which rank 0 leads; periods nest."""
 LEADER_INTERRUPTED = "interrupted"
 """The reason in the last entry after Ctrl-C."""
 SCORER_ATTRIBUTE = "_forerun_parallel"
@@ -34,7 +34,7 @@ SCORER_ATTRIBUTE = "_forerun_parallel"
 
 
 class Leader(Scorer):
-    """Rank 0's scorer: it announces each pass to the other ranks, with the cache operations before it."""
+    """Rank 0's scorer: it announces each pass, with the cache operations before it."""
 
     def __init__(self, model: PreTrainedModel, channel: Channel) -> None:
         super().__init__(model)
@@ -64,7 +64,7 @@ class Leader(Scorer):
 
     @contextmanager
     def leading(self) -> Iterator[Entry]:
-        """A context in which the other ranks follow. They get the list's entries at its end."""
+        """Let the other ranks follow within this context. At its end, they receive the yielded list's entries."""
         with self._channel.turn:
             self.tell(LEAD_BEGIN)
             self._channel.open(self._mirror.message())
@@ -82,7 +82,7 @@ class Leader(Scorer):
             with self._channel.turn:
                 try:
                     self.tell(LEAD_END, failed, last)
-                except TypeError as error:  # no message can hold the list, and the others must not wait for it
+                except TypeError as error:  # the list is no JSON, and the others must not wait for it
                     self.tell(LEAD_END, f"{type(error).__name__}: {error}", [])
                     raise
                 finally:
@@ -101,7 +101,7 @@ class Leader(Scorer):
 
 
 class Follower(Scorer):
-    """Another rank's scorer: it takes part in the passes that rank 0 announces, and makes none of its own."""
+    """Another rank's scorer: it takes part in the passes that rank 0 announces, and starts none."""
 
     def __init__(self, model: PreTrainedModel, channel: Channel) -> None:
         super().__init__(model)
@@ -111,12 +111,8 @@ class Follower(Scorer):
         self._rotation: Rotation | None = None
 
     def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
-        """Fail: a follower makes no passes of its own.
-
-        Raises:
-            ParallelError: always.
-        """
-        raise ParallelError(f"rank {self._channel.rank} makes no passes of its own; it follows rank 0")
+        """Raise a ParallelError: only rank 0 starts passes."""
+        raise ParallelError(f"rank {self._channel.rank} starts no passes; it follows rank 0")
 
     def led(self, work: Callable[[], ResultT]) -> ResultT:
         last: Entry = []
@@ -125,15 +121,9 @@ class Follower(Scorer):
         return cast(ResultT, last[0])
 
     def follow(self, last: Entry) -> Iterator[Entry]:
-        """Repeat rank 0's operations while it leads, and yield its other entries.
+        """Repeat rank 0's operations while it leads, and yield its other entries; ``last`` receives those at the end.
 
-        Args:
-            last: takes the entries that rank 0 sends at the end.
-
-        Raises:
-            KeyboardInterrupt: if rank 0 was interrupted.
-            LeaderError: if rank 0 failed.
-            ParallelError: if it is gone.
+        Raises KeyboardInterrupt if rank 0 was interrupted, LeaderError if it failed, ParallelError if it is gone.
         """
         depth = 0
         while True:
@@ -156,7 +146,7 @@ class Follower(Scorer):
 
     @torch.inference_mode()
     def _do(self, name: str, parts: list[Any]) -> bool:
-        """Execute an entry; return False if it is the caller's to handle."""
+        """Execute an entry; return False if the caller must handle it."""
         match name:
             case "pass":
                 blocks, caches = ([self._caches.value(each) for each in part] for part in parts)
@@ -178,19 +168,14 @@ class Follower(Scorer):
 
 
 def admit(model: PreTrainedModel, **whole: object) -> Scorer:
-    """This rank's scorer of a model in several processes.
+    """Return this rank's scorer of a model that all ranks have loaded in the same way.
 
-    Args:
-        model: loaded on all ranks in the same way.
-        whole: settings, by name, that only a model in one process takes.
-
-    Raises:
-        UnsupportedModelError: as ``gate.admit``, or if the model's processes do more than tensor parallelism.
-        ValueError: for a setting that it does not take.
+    ``whole`` has settings, by name, that only a model in one process supports: any but None raises ValueError. Raises
+    UnsupportedModelError as ``gate.admit``, or if the processes do more than tensor parallelism.
     """
     for name, value in whole.items():
         if value is not None:
-            raise ValueError(f"{name} is {value!r}; a model in {model.tp_size} processes does without")
+            raise ValueError(f"{name} is {value!r}; a model in {model.tp_size} processes does not support it")
     if dist.get_world_size() != model.tp_size:
         raise gate.UnsupportedModelError(
             f"{type(model).__name__} is not supported: it is in {model.tp_size} of {dist.get_world_size()} processes; "

@@ -1,1 +1,1 @@
-"""Audits any OpenAI-compatible server from outside, by its answers alone."""
+"""Audit any OpenAI-compatible server from outside, by its answers alone."""

@@ -1,4 +1,4 @@
-"""The requests of an audit: what people send, chosen so that drafts of any kind find something to draft from."""
+"""The requests of an audit: typical ones, chosen so that every kind of drafter finds something to draft from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPTS = (
 )
 """A list to copy, code, a quotation and free text: drafts are accepted often, sometimes and hardly ever."""
 STOPS: Sequence[Sequence[str]] = (("\n",), ("and", ". "))
-"""Within a line, and strings that begin and end inside of tokens."""
+"""Stops within a line, and stops that begin and end inside tokens."""
 RECORD = "Record {0}: the crate of dock {1} holds {2} lamps, {0} ropes and {1} clocks, and was sealed on day {2}.\n"
 WEATHER: Json = {
     "type": "function",
@@ -86,12 +86,7 @@ CHOICE: Json = {"type": "object", "properties": {"colour": {"enum": ["red", "gre
 
 @dataclass(frozen=True)
 class Case:
-    """One request, without the model's name.
-
-    Attributes:
-        name: in reports.
-        body: its fields.
-    """
+    """One request, without the model's name; ``name`` is for reports."""
 
     kind: Kind
     name: str
@@ -100,11 +95,11 @@ class Case:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken everywhere, so that a small margin explains a difference."""
+        """Return whether decoding is greedy, so that a small margin explains a difference."""
         return self.body.get("temperature") == 0
 
     def scored(self) -> Json:
-        """The body with log-probabilities."""
+        """Return the body with log-probabilities."""
         return {**self.body, **(LOGPROBS if self.address == "completions" else CHAT_LOGPROBS)}
 
 
@@ -114,16 +109,9 @@ CHAT_LOGPROBS: Json = {"logprobs": True, "top_logprobs": 5}
 
 @dataclass(frozen=True)
 class CasePlan:
-    """Which cases there are.
+    """Which cases to send.
 
-    Attributes:
-        kinds: of cases.
-        prompts: texts beside the built-in ones.
-        max_tokens: of each answer.
-        seeds: sampled answers to each prompt.
-        temperature: of these.
-        long_characters: of the long prompts.
-        own: bodies of the user's own requests.
+    ``prompts`` are sent in addition to the built-in ones; ``own`` are bodies of the user's requests.
     """
 
     kinds: Sequence[Kind] = CASE_KINDS
@@ -135,7 +123,6 @@ class CasePlan:
     own: Sequence[Json] = field(default=())
 
     def cases(self) -> list[Case]:
-        """All of them."""
         made = {"own": self._own(), **{kind: make(self) for kind, make in _MAKERS.items()}}
         return [case for kind in CASE_KINDS if kind in self.kinds for case in made[kind]]
 
@@ -144,13 +131,12 @@ class CasePlan:
         return [*self.prompts, *PROMPTS]
 
     def both(self, kind: Kind, name: str, prompt: str, **more: object) -> Iterator[Case]:
-        """A prompt as a text to continue and as a chat's message."""
+        """Yield a prompt as a completion and as a chat."""
         body = {"max_tokens": self.max_tokens, "temperature": 0, **more}
         yield Case(kind, f"{name}, completion", "completions", {"prompt": prompt, **body})
         yield self.chat(kind, f"{name}, chat", [{"role": "user", "content": prompt}], **body)
 
     def chat(self, kind: Kind, name: str, messages: Sequence[Json], **more: object) -> Case:
-        """A conversation."""
         body = {"max_tokens": self.max_tokens, "temperature": 0, **more}
         return Case(kind, name, "chat/completions", {"messages": list(messages), **body})
 
@@ -215,11 +201,9 @@ _MAKERS = {
 
 
 def read_requests(file: Path) -> list[Json]:
-    """The user's own requests: JSON lines of bodies as they are sent, each with ``messages`` or a ``prompt``.
+    """Read the user's requests: JSON lines of bodies as sent, each with ``messages`` or a ``prompt``.
 
-    Raises:
-        ValueError: for another line, with its number.
-        OSError: if the file cannot be read.
+    Raises ValueError for any other line, with its number.
     """
     bodies = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):

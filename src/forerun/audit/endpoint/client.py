@@ -1,6 +1,6 @@
-"""Asks an OpenAI-compatible server and reads its answers; a whole answer is a stream of one chunk.
+"""A client of OpenAI-compatible servers; it reads a whole answer as a stream of one chunk.
 
-Python's own HTTP client does it, so an audit needs no package beyond Forerun.
+It uses Python's HTTP client, so an audit needs no further package.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from urllib.request import Request, urlopen
 Json = dict[str, Any]
 
 TIMEOUT_SECONDS = 600.0
-"""Silence after which a request counts as failed. Reading a long prompt on a CPU takes minutes."""
+"""Silence after which a request has failed. A long prefill on a CPU lasts minutes."""
 ERROR_CHARACTERS = 300
-"""The most of a server's error message that is kept."""
+"""Length at which a server's error message is cut."""
 
 
 @dataclass(frozen=True)
 class TokenScore:
-    """A token's bytes, its log-probability, and those of the likeliest tokens at its place."""
+    """A token's bytes, its log-probability, and those of the likeliest tokens at its position."""
 
     spelling: bytes
     logprob: float
@@ -33,14 +33,9 @@ class TokenScore:
 
 @dataclass(frozen=True)
 class EndpointAnswer:
-    """What a server answered.
+    """A server's answer, or an ``error``.
 
-    Attributes:
-        text, reasoning, finish: as the client reads them.
-        calls: name and arguments of each tool call.
-        scores: log-probabilities, if they were asked for.
-        drafted, accepted: drafted tokens by the server's own count; None if it does not tell.
-        error: why there is no answer.
+    ``scores`` are log-probabilities, if requested. ``drafted`` and ``accepted`` are the server's count, or None.
     """
 
     text: str = ""
@@ -54,7 +49,7 @@ class EndpointAnswer:
 
     @property
     def parts(self) -> dict[str, str]:
-        """What must be equal, by name; ids and times are not among it."""
+        """Return what must be equal, by name; ids and times are left out."""
         calls = {f"call {i} {word}": call[n] for i, call in enumerate(self.calls) for n, word in enumerate(CALL_PARTS)}
         return {"reasoning": self.reasoning, "text": self.text, **calls, "finish_reason": self.finish}
 
@@ -64,11 +59,7 @@ CALL_PARTS = ("name", "arguments")
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server's base address, such as ``http://127.0.0.1:8000``, and the key that it wants.
-
-    Raises:
-        ValueError: for an address that is not HTTP.
-    """
+    """A server's base address, such as ``http://127.0.0.1:8000``, and its key; raises ValueError if it is not HTTP."""
 
     url: str
     key: str | None = field(default=None, repr=False)
@@ -79,12 +70,7 @@ class Endpoint:
         object.__setattr__(self, "url", self.url.rstrip("/").removesuffix("/v1"))
 
     def models(self) -> list[Json]:
-        """The models that it serves.
-
-        Raises:
-            OSError: if it cannot be reached.
-            ValueError: if it does not list them.
-        """
+        """List the server's models; raise OSError if it cannot be reached, ValueError if it does not list them."""
         try:
             with self._open("models") as response:
                 listed = json.load(response)["data"]
@@ -98,7 +84,7 @@ class Endpoint:
         return [each for each in listed if isinstance(each, dict) and "id" in each]
 
     def ask(self, address: str, body: Json) -> EndpointAnswer:
-        """The answer to a request at ``/v1/{address}``; a failure is an answer with ``error``."""
+        """Request ``/v1/{address}``; a failure is an answer with ``error``."""
         try:
             with self._open(address, body) as response:
                 return fold(_events(response) if body.get("stream") else [json.load(response)])
@@ -115,10 +101,9 @@ class Endpoint:
 
 
 def fold(chunks: Iterable[Json]) -> EndpointAnswer:
-    """One answer from its chunks, or from one whole answer.
+    """Fold chunks, or one whole answer, into an answer.
 
-    Raises:
-        ValueError: for an error within a stream, with its message, and for an answer that broke off.
+    Raises ValueError for an error within a stream, with its message, and for an answer that broke off.
     """
     text, reasoning, finish = "", "", ""
     calls: dict[int, list[str]] = {}
@@ -147,7 +132,7 @@ def fold(chunks: Iterable[Json]) -> EndpointAnswer:
 
 
 def _events(response: HTTPResponse) -> Iterator[Json]:
-    """The chunks of a stream, up to ``[DONE]`` or its end: not every server says that it is done."""
+    """Yield the chunks of a stream, up to ``[DONE]`` or its end: some servers do not send it."""
     for line in response:
         if not line.startswith(b"data:"):
             continue  # a comment, or an event's name
@@ -158,7 +143,7 @@ def _events(response: HTTPResponse) -> Iterator[Json]:
 
 
 def _scores(told: Json) -> list[TokenScore]:
-    """Log-probabilities in the form of chats, or in that of completions."""
+    """Read log-probabilities in the form of chats or completions."""
     if told.get("content") is not None:
         return [
             TokenScore(
@@ -179,7 +164,7 @@ def _spelling(one: Json) -> bytes:
 
 
 def _drafts(chunk: Json) -> tuple[int, int] | None:
-    """Drafted and accepted tokens, in the words of OpenAI, Forerun or llama.cpp."""
+    """Read drafted and accepted tokens as OpenAI, Forerun or llama.cpp report them."""
     usage, timings = chunk.get("usage") or {}, chunk.get("timings") or {}
     details = usage.get("completion_tokens_details") or {}
     if "accepted_prediction_tokens" in details:
@@ -191,7 +176,7 @@ def _drafts(chunk: Json) -> tuple[int, int] | None:
 
 
 def _told(error: HTTPError) -> str:
-    """A refusal's status, with the server's own words."""
+    """Return a refusal's status and the server's message."""
     body = error.read(1 << 16).decode(errors="replace")
     try:
         told = json.loads(body)

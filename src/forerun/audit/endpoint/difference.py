@@ -1,4 +1,4 @@
-"""Where two answers first differ, and how near the two tokens were there."""
+"""Where two answers first differ, and how close the two tokens were there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from forerun.audit.endpoint.client import EndpointAnswer, TokenScore
 
 SHOWN_CHARACTERS = 40
-"""Of each answer from the first difference on."""
+"""Length of each excerpt from the first difference."""
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class Difference:
     Attributes:
         part: of the answer, such as ``text``.
         position: characters, or tokens for log-probabilities, that are equal before it.
-        expected, got: what follows in each; the end is empty.
+        expected, got: what follows in each; empty at the end.
         margin: gap of the two tokens' log-probabilities by the reference; for log-probabilities, the largest
-            difference of one. None if the reference does not tell.
+            difference. None if unknown.
     """
 
     part: str
@@ -30,7 +30,7 @@ class Difference:
 
 
 def first_difference(expected: EndpointAnswer, got: EndpointAnswer) -> Difference | None:
-    """The first difference; None for equal answers."""
+    """Return the first difference; None for equal answers."""
     if expected.error != got.error:
         return Difference("answer", 0, expected.error or "an answer", got.error or "an answer")
     ours, theirs = expected.parts, got.parts
@@ -58,14 +58,10 @@ def _score_difference(expected: EndpointAnswer, got: EndpointAnswer) -> Differen
 def margin(
     difference: Difference, got: EndpointAnswer, reference: EndpointAnswer, audited: EndpointAnswer
 ) -> float | None:
-    """The gap of the two tokens at the first difference, by the reference's log-probabilities.
+    """Return the gap of the two tokens at the first difference, by the reference's log-probabilities.
 
-    Of a token that is not among those listed, only the least gap is known, that to the last one listed.
-
-    Args:
-        difference: what is explained.
-        got: the audited answer that differs.
-        reference, audited: the same requests' answers with log-probabilities.
+    For a token that is not listed, this is a lower bound: the gap to the last one listed. ``got`` is the audited answer
+    that differs; ``reference`` and ``audited`` answer the same requests with log-probabilities.
     """
     pairs = enumerate(zip(reference.scores, audited.scores, strict=False))
     parted = next(((i, b.spelling) for i, (a, b) in pairs if a.spelling != b.spelling), None)
@@ -75,7 +71,7 @@ def margin(
 
 
 def _gap_in_text(difference: Difference, got: EndpointAnswer, reference: EndpointAnswer) -> float | None:
-    """The gap where the difference does not come again with log-probabilities: tokens are laid along the text."""
+    """Align tokens with the text to find the gap, if answers with log-probabilities do not differ."""
     if reference.text[: difference.position] != got.text[: difference.position]:
         return None
     differs, place = len(got.text[: difference.position].encode()), 0

@@ -1,7 +1,7 @@
-"""Compares a server's answers with speculation to those without: two servers, two settings of one, or one asked twice.
+"""Compare a server's answers with and without speculation: two servers, two settings of one, or one queried twice.
 
-Each case is sent whole, streamed, and together with others. If an answer differs, the reference is asked again: one
-that does not repeat itself cannot judge. Then log-probabilities tell how near the two tokens were.
+Each case is sent whole, streamed, and together with others. If an answer differs, the reference is queried again: if it
+does not repeat itself, it cannot judge. Then log-probabilities show how close the two tokens were.
 """
 
 from __future__ import annotations
@@ -23,28 +23,27 @@ VERDICTS: tuple[Verdict, ...] = ("equal", "rounding", "different", "unstable", "
 ROUNDING = 0.125
 """Gap of log-probabilities that rounding may close: one step of a bfloat16 logit between 16 and 32."""
 AT_ONCE = 8
-"""Requests that are sent together. A server may refuse more."""
+"""Concurrent requests. A server may refuse more."""
 CONTROLS = 2
-"""Times that a reference is asked again where an answer differs."""
+"""Repetitions of the reference after a difference."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A server as it is asked: its model, and fields that are added to each request."""
+    """A server, its model, and fields added to each request."""
 
     endpoint: Endpoint
     model: str
     fields: Json = field(default_factory=dict)
 
     def ask(self, case: Case, streamed: bool = False, scored: bool = False) -> EndpointAnswer:
-        """Its answer to a case."""
         body = {"model": self.model, **(case.scored() if scored else case.body), **self.fields}
         if streamed:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         return self.endpoint.ask(case.address, body)
 
     def together(self, cases: Sequence[Case]) -> list[EndpointAnswer]:
-        """Its answers to cases of which ``AT_ONCE`` are under way at any time."""
+        """Answer all cases, ``AT_ONCE`` at a time."""
         with ThreadPoolExecutor(AT_ONCE) as pool:
             return list(pool.map(self.ask, cases))
 
@@ -53,10 +52,8 @@ class Variant:
 class CaseComparison:
     """A case in one form.
 
-    Attributes:
-        difference: None if the answers are equal.
-        refusal: why neither answered.
-        drafted, accepted: of the audited answer; None if the server does not tell.
+    ``difference`` is None for equal answers; ``refusal`` says why neither answered. ``drafted`` and ``accepted`` are
+    those of the audited answer; None if the server reports none.
     """
 
     case: Case
@@ -70,24 +67,25 @@ class CaseComparison:
 
 @dataclass(frozen=True)
 class EndpointReport:
-    """What came of it."""
+    """The result of an audit."""
 
     audited: Variant
     reference: Variant
     comparisons: Sequence[CaseComparison]
 
     def count(self, verdict: Verdict) -> int:
-        """Comparisons with a verdict."""
         return sum(each.verdict == verdict for each in self.comparisons)
 
     @property
     def twice(self) -> bool:
-        """Whether one server was asked twice, without any change."""
+        """Return whether one server was queried twice, without any change."""
         return self.audited == self.reference
 
     def failed(self, strict: bool = False) -> bool:
-        """Whether an answer differs by more than rounding, or none could be compared; ``strict``: or any is not
-        equal."""
+        """Return whether an answer differs by more than rounding, or none could be compared.
+
+        If ``strict``, any that is not equal fails, too.
+        """
         bad = self.count("different") + (self.count("rounding") + self.count("unstable") if strict else 0)
         return bad > 0 or not self.count("equal") + self.count("rounding")
 
@@ -99,14 +97,10 @@ def audit_endpoint(
     rounding: float = ROUNDING,
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> EndpointReport:
-    """Compare all cases in all forms.
+    """Compare all cases in all forms: ``audited`` with speculation, ``reference`` without.
 
-    Args:
-        audited: the server with speculation.
-        reference: without; the same as ``audited`` to ask one server twice.
-        cases: what is sent.
-        rounding: the gap of log-probabilities that rounding may close.
-        progress: called with comparisons done, comparisons to do, and a description of the current one.
+    Two equal ones query one server twice. ``rounding`` is the gap of log-probabilities that rounding may close.
+    ``progress`` is called with comparisons done, comparisons to do, and a description of the current one.
     """
     run = _CaseRuns(audited, reference, cases, rounding)
     total, found = len(FORMS) * len(cases), list[CaseComparison]()
@@ -127,7 +121,6 @@ class _CaseRuns:
         self._expected: list[EndpointAnswer] = []  # whole answers, in the order of the cases
 
     def compare(self, case: Case, form: Form) -> CaseComparison:
-        """One case by itself."""
         streamed = form == "streamed"
         expected = self.reference.ask(case, streamed)
         if form == "whole":
@@ -136,7 +129,7 @@ class _CaseRuns:
         return self._judge(case, form, expected, got, lambda: self.reference.ask(case, streamed))
 
     def compare_together(self) -> list[CaseComparison]:
-        """All cases, several at once, each with the reference's answer to it alone."""
+        """Send all cases concurrently, and compare each with the reference's answer to it alone."""
         answers = self.audited.together(self.cases)
         controls: dict[int, EndpointAnswer] = {}
 
@@ -153,7 +146,7 @@ class _CaseRuns:
     def _judge(
         self, case: Case, form: Form, expected: EndpointAnswer, got: EndpointAnswer, again: Callable[[], EndpointAnswer]
     ) -> CaseComparison:
-        """``again``: asks the reference once more."""
+        """Judge two answers; ``again`` queries the reference once more."""
         judged = partial(CaseComparison, case, form, drafted=got.drafted, accepted=got.accepted)
         if expected.error and got.error:
             return CaseComparison(case, form, "refused", refusal=got.error)

@@ -21,7 +21,7 @@ MEANINGS = {
 
 
 def as_json(report: EndpointReport, strict: bool = False) -> Json:
-    """All of it, as plain values."""
+    """Return the report as plain values."""
     return {
         "forerun": __version__,
         "audited": _variant(report.audited),
@@ -35,7 +35,7 @@ def as_json(report: EndpointReport, strict: bool = False) -> Json:
 
 
 def as_markdown(report: EndpointReport) -> str:
-    """The verdict, what was compared, a table by kind and form, and each difference."""
+    """Return the verdict, what was compared, a table by kind and form, and each difference."""
     parts = [
         "# Audit of a server",
         verdict(report),
@@ -51,7 +51,7 @@ def as_markdown(report: EndpointReport) -> str:
 
 
 def verdict(report: EndpointReport) -> str:
-    """The conclusion in a sentence or two."""
+    """Return the conclusion in a sentence or two."""
     compared = len(report.comparisons) - report.count("refused")
     if not compared:
         return "Nothing could be compared: every request was refused."
@@ -133,6 +133,6 @@ def _refusal(one: CaseComparison) -> str:
 
 
 def _code(text: str) -> str:
-    """A piece of text as code on one line; the end of an answer as words."""
+    """Quote a string as code on one line; "the end" if it is empty."""
     quoted = json.dumps(text, ensure_ascii=False)
     return f"`` {quoted} ``" if text else "the end"
