@@ -1,4 +1,4 @@
-"""Checks of arguments by type: the error names the field, its value and what is allowed."""
+"""Type checks of arguments. Errors name the field, its value and what is allowed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def check_integer(name: str, value: Any, least: int | None = None, *, optional: bool = False) -> None:
-    """Refuse what is no integer, or one below ``least``; None is allowed if ``optional``.
+    """Check for an integer of at least ``least``, or None if ``optional``.
 
     Raises:
         TypeError: for another type.
@@ -19,7 +19,7 @@ def check_integer(name: str, value: Any, least: int | None = None, *, optional: 
 
 
 def check_number(name: str, value: Any, *, optional: bool = False) -> None:
-    """Refuse what is no real number; None is allowed if ``optional``.
+    """Check for a real number, or None if ``optional``.
 
     Raises:
         TypeError: for another type.
@@ -28,7 +28,7 @@ def check_number(name: str, value: Any, *, optional: bool = False) -> None:
 
 
 def check_text(name: str, value: Any, *, optional: bool = False) -> None:
-    """Refuse what is no text; None is allowed if ``optional``.
+    """Check for a string, or None if ``optional``.
 
     Raises:
         TypeError: for another type.
