@@ -294,7 +294,9 @@ def test_rows_are_moved_at_home_whatever_mode_the_caller_is_in() -> None:
 @NATIVE
 def test_what_fits_nowhere_is_said_with_the_numbers() -> None:
     one = model()
-    with pytest.raises(NoRoomError, match=r"a text of 568 tokens needs 393,216 bytes on the device.*; 1,000 of 1,000"):
+    with pytest.raises(
+        NoRoomError, match=r"a sequence of 568 tokens needs 393,216 bytes on the device.*; 1,000 of 1,000"
+    ):
         Engine(one, "none", kv_memory=1000).generate(prompt(500), max_new_tokens=4)
     small = KVMemory(400_000, host=50_000)
     with pytest.raises(NoRoomError, match=r"beside the device; 50,000 of 50,000 are free, and no folder"):

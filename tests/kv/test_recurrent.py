@@ -173,7 +173,7 @@ def test_a_model_that_was_cast_begins_anew() -> None:
 
 
 def test_a_block_somewhere_else_is_refused() -> None:
-    with pytest.raises(ValueError, match="the block starts at 5, and the states have read 0 tokens"):
+    with pytest.raises(ValueError, match="the block starts at 5, but the states have 0 tokens"):
         outputs(RecurrentStates(), Block(TEXT[:3], DraftTree.empty(), 5))
 
 

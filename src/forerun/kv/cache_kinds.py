@@ -1,4 +1,4 @@
-"""Caches as plain values, from which another process makes caches of the same kind."""
+"""Caches as plain values, from which another process makes equal ones."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from forerun.kv.streaming import Rotation, StreamingCache
 
 
 class CacheParts(NamedTuple):
-    """What a cache is made of.
+    """The parts of a cache.
 
     Attributes:
-        kind: its name among the kinds that can be made.
+        kind: a name in ``_KINDS``.
         values: plain values, and a view's source.
     """
 
@@ -29,7 +29,7 @@ def parts_of(cache: Cache) -> CacheParts:
     """Describe an empty cache.
 
     Raises:
-        ValueError: for a kind of cache that plain values do not describe.
+        ValueError: for a kind of cache that plain values cannot describe.
     """
     for name, kind in _KINDS.items():
         if type(cache) is kind.cache:
@@ -38,11 +38,11 @@ def parts_of(cache: Cache) -> CacheParts:
 
 
 def made_of(parts: CacheParts, rotation: Rotation | None) -> Cache:
-    """Make a cache as it was described.
+    """Make a cache from its parts.
 
     Args:
         parts: from ``parts_of``.
-        rotation: of the model's keys; None if it is not known here.
+        rotation: of the model's keys; None if unknown here.
 
     Raises:
         ValueError: if the cache needs the rotation.
@@ -51,7 +51,7 @@ def made_of(parts: CacheParts, rotation: Rotation | None) -> Cache:
 
 
 class _CacheKind(NamedTuple):
-    """A kind of cache, what it is made of, and how it is made of that."""
+    """How a kind of cache is described and made."""
 
     cache: type[Cache]
     values: Callable[[Any], list[Any]]
@@ -61,7 +61,7 @@ class _CacheKind(NamedTuple):
 def _streaming(values: Sequence[Any], rotation: Rotation | None) -> StreamingCache:
     window, sinks, slack, rotated = values
     if rotated and rotation is None:
-        raise ValueError("rank 0 knows the rotation of the model's keys, and this rank does not")
+        raise ValueError("this cache needs the rotation of the model's keys, which only rank 0 has")
     return StreamingCache(window, sinks, slack, rotation if rotated else None)
 
 
