@@ -299,7 +299,7 @@ def test_what_fits_nowhere_is_said_with_the_numbers() -> None:
     ):
         Engine(one, "none", kv_memory=1000).generate(prompt(500), max_new_tokens=4)
     small = KVMemory(400_000, host=50_000)
-    with pytest.raises(NoRoomError, match=r"beside the device; 50,000 of 50,000 are free, and no folder"):
+    with pytest.raises(NoRoomError, match=r"off the device; 50,000 of 50,000 are free, and no folder"):
         Engine(one, "none", kv_memory=small).generate(prompt(500), max_new_tokens=4)
     for wrong in ({"device": -1}, {"device": 1, "host": -1}, {"device": 1, "bandwidth": 0.0}):
         with pytest.raises(ValueError, match="must be"):

@@ -88,6 +88,5 @@ def _can_be_found(result: Any) -> bool:
 
 
 def _size(result: Any) -> int:
-    """Return the instruction count of the optimised function."""
     function = code_of(result).get_function(result.fndesc.mangled_name)
     return sum(1 for block in function.blocks for _ in block.instructions)

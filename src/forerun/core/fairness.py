@@ -80,7 +80,6 @@ class FairLock:
         return frame.f_code is FairLock.__enter__.__code__ and frame.f_locals["self"] is self
 
     def _leave(self, thread: int) -> None:
-        """Remove a thread from the queue."""
         self._queue.remove(thread)
         self._wake()
 
@@ -106,7 +105,6 @@ class FairExecutor:
         self._lock = threading.Lock()
 
     def submit(self, owner: str, job: Callable[[], ResultT]) -> Future[ResultT]:
-        """Queue a job of an owner."""
         future: Future[ResultT] = Future()
         with self._lock:
             begun = owner in self._waiting

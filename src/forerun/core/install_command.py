@@ -12,10 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 def install_command(extras: str) -> str:
     """Return the ``pip install`` of further extras (``"serve"``, ``"serve,bench"``) from the place that Forerun was
-    installed from.
-
-    pip records it in ``direct_url.json`` (PEP 610). Without that, Forerun is a checkout on the path.
-    """
+    installed from. pip records it in ``direct_url.json`` (PEP 610). Without that, Forerun is a checkout on the path."""
     try:
         written = metadata.distribution("forerun").read_text("direct_url.json")
     except metadata.PackageNotFoundError:

@@ -63,7 +63,6 @@ class KeptCode(FunctionCache):  # type: ignore[misc]  # numba has no types
         self._cache_file = MachineCodeFile(self.cache_path, self._impl.filename_base + suffix, stamp)
 
     def holds_any(self, target_context: Any) -> bool:
-        """Whether there is code for this processor."""
         processor = target_context.codegen().magic_tuple()
         return any(key[1] == processor for key in self._cache_file.known())
 
@@ -131,7 +130,6 @@ class MachineCodeFile(IndexDataCacheFile):  # type: ignore[misc]  # numba has no
             os.close(descriptor)
 
     def known(self) -> Iterable[Any]:
-        """Return the keys of the cached code."""
         return self._load_index().keys()
 
     def load(self, key: Any) -> Any:

@@ -29,5 +29,4 @@ class Origin(IntEnum):
 
     @property
     def word(self) -> str:
-        """Lower-case name, for people and programs."""
         return self.name.lower()

@@ -148,7 +148,6 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        """Tokens that may still be generated."""
         return self.max_new_tokens - (len(self) - self.prompt_length)
 
     @property
@@ -178,11 +177,9 @@ class Request:
 
     @property
     def drafts(self) -> bool:
-        """Whether anything is drafted for the request."""
         return self.budget != 0
 
     def allowed(self, budget: int) -> int:
-        """Return the maximum nodes of a draft, given the engine's ``budget``."""
         return budget if self.budget is None else min(budget, self.budget)
 
     def forced(self, most: int) -> list[int]:
@@ -201,11 +198,9 @@ class Request:
             self.logprobs.append(logprob_of(own, token, self.top_logprobs))
 
     def fork(self) -> Request:
-        """Return a copy that a drafter may continue speculatively.
-
-        Both share the token buffer: this request later overwrites what the copy appends. The copy never calls
-        ``stopping``. Under rejection sampling its noise is independent of this request's.
-        """
+        """Return a copy that a drafter may continue speculatively. Both share the token buffer: this request later
+        overwrites what the copy appends. The copy never calls ``stopping``. Under rejection sampling its noise is
+        independent of this request's."""
         fork = copy.copy(self)
         fork.sampler = self.sampler.inner()
         fork.stopping = None

@@ -82,11 +82,9 @@ class SpeculativeProcessor:
 
 
 class Constraint(Protocol):
-    """Tokens that may follow a sequence: a grammar's side of a sampler.
-
-    Results depend on the ids alone, never on earlier calls, so any sequence may come in any order: drafts, branches of
-    a tree, forks. Ids are those of ``Request``: padding, prompt and generated tokens, int64 ``[t]``.
-    """
+    """Tokens that may follow a sequence: a grammar's side of a sampler. Results depend on the ids alone, never on
+    earlier calls, so any sequence may come in any order: drafts, branches of a tree, forks. Ids are those of
+    ``Request``: padding, prompt and generated tokens, int64 ``[t]``."""
 
     def mask(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return new scores ``[V]`` with -inf for each token that may not follow.
@@ -210,11 +208,8 @@ class Sampler:
         return logits.softmax(-1).gather(-1, tokens[:, None])[:, 0].double()
 
     def inner(self) -> Sampler:
-        """Return the sampler for a drafter's speculative tokens.
-
-        Its processor is stateless. It shares this sampler's noise, except under rejection sampling, whose test needs
-        drafts independent of its noise.
-        """
+        """Return the sampler for a drafter's speculative tokens. Its processor is stateless. It shares this sampler's
+        noise, except under rejection sampling, whose test needs drafts independent of its noise."""
         seed = mixed(self.seed & MASK64) if self.method == "rejection" else self.seed
         processor = self.processor.pure if isinstance(self.processor, Remembering) else self.processor
         known = isinstance(processor, InTurn) and (processor.rowwise or processor.anywhere)

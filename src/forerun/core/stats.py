@@ -34,7 +34,6 @@ class Stats:
     middle: Stats | None = None
 
     def inner(self) -> Stats:
-        """Return ``middle``, creating it at the first call."""
         self.middle = self.middle or Stats()
         return self.middle
 
@@ -70,7 +69,6 @@ class Stats:
 
     @property
     def decode_seconds(self) -> float:
-        """Time after the first step."""
         return self.propose_seconds + self.score_seconds + self.verify_seconds
 
     @property
@@ -89,7 +87,6 @@ class Stats:
         return dict(sorted(Counter(self.emitted).items()))
 
     def summary(self) -> dict[str, object]:
-        """Return everything as plain values, for JSON."""
         return {
             "tokens": self.tokens,
             "steps": self.steps,

@@ -150,7 +150,6 @@ class ConversationTurn:
         return next(self._commits)
 
     def close(self) -> None:
-        """End the answer."""
         self._commits.close()
 
     @property

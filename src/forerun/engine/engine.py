@@ -179,11 +179,9 @@ class Engine:
         return fingerprint(self.target, self.exactness)
 
     def _refresh(self) -> int:
-        """Check whether a model has changed; call it under the lock.
-
-        If so, drop the target's cached keys and values and give the store a new fingerprint. Until that succeeds,
-        nothing is generated: the next request tries again.
-        """
+        """Check whether a model has changed; call it under the lock. If so, drop the target's cached keys and values
+        and give the store a new fingerprint. Until that succeeds, nothing is generated: the next request tries
+        again."""
         for source in self.level.planner.sources:
             if isinstance(source, Level) and source.helper:
                 source.model.refresh()
@@ -507,7 +505,6 @@ class Engine:
 
     @property
     def learned_bytes(self) -> int:
-        """Bytes of the drafter's index, all namespaces together."""
         try:
             return trie_of(self.level).kept
         except ValueError:
@@ -525,10 +522,8 @@ class Engine:
 
     def close(self) -> None:
         """Write everything to the store, and keep nothing more. Programs that end without ``close`` wait for the same.
-
         If new prefixes were stored, all weights are hashed again, and these prefixes are removed if the weights have
-        changed since the store was opened.
-        """
+        changed since the store was opened."""
         if self.store is not None:
             with self._lock:
                 same = self.target.refresh() == self._weights

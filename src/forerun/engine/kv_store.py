@@ -178,7 +178,6 @@ class KVStore:
             self._write(lambda: self._put(beside, tensor_areas(tensors), {}, after=name))
 
     def flush(self) -> None:
-        """Wait until everything is written."""
         with self._lock:
             jobs = set(self._jobs)
         wait(jobs)
@@ -398,7 +397,6 @@ class DiskLRU:
         return [f"{within}/{name}" for name in entries if name.endswith(KV_FILE_SUFFIX) and name.count(".") == 1]
 
     def use(self, name: str) -> None:
-        """Mark a file as used now."""
         with suppress(FileNotFoundError):
             self._touch(self.folder / name)
 
@@ -439,7 +437,6 @@ class DiskLRU:
             del sizes[oldest]
 
     def _expire(self, within: str) -> None:
-        """Remove expired files."""
         if self._expiry is None:
             return
         last = time.time_ns() - int(self._expiry * 1e9)

@@ -97,7 +97,6 @@ class PrefixCache:
         self._entries: OrderedDict[bytes, _Kept] = OrderedDict()  # by the last key
 
     def __len__(self) -> int:
-        """Return the number of prefixes."""
         return len(self._entries)
 
     @property
@@ -166,7 +165,6 @@ class PrefixCache:
 
 
 def _common_tokens(a: IntArray, b: IntArray) -> int:
-    """Return the length of the common prefix."""
     count = min(len(a), len(b))
     different = np.flatnonzero(a[:count] != b[:count])
     return int(different[0]) if len(different) else count

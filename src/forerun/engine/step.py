@@ -75,7 +75,6 @@ class BatchRow(Row):
 
     @property
     def begun(self) -> bool:
-        """Whether its first step is done."""
         return len(self.request) > self.request.prompt_length
 
     @property
@@ -85,7 +84,6 @@ class BatchRow(Row):
         return max(0, len(self.pending) - last)
 
     def prompt_block(self, tokens: int) -> Block:
-        """Return the input of a prefill pass."""
         whole = self.fixed and tokens == self.chunk
         return Block(self.pending[:tokens], DraftTree.empty(), self.cache.length, whole)
 

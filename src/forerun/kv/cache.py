@@ -58,7 +58,6 @@ class LayerShape:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a token's key and value."""
         return self.heads * (self.dim + self.out_dim) * self.width
 
 
@@ -72,7 +71,6 @@ class KVShape:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a token's keys and values."""
         return sum(layer.nbytes for layer in self.layers.values())
 
     def released(self, tokens: int) -> int:
@@ -216,10 +214,7 @@ class Cache(ABC):
 
     def next_read(self, goal: int) -> int:
         """Return how many tokens to prefill next on the way to a length of ``goal``: at least 1 while ``length <
-        goal``.
-
-        A cache may first skip tokens that it would evict anyway, which increases ``length``.
-        """
+        goal``. A cache may first skip tokens that it would evict anyway, which increases ``length``."""
         return goal - self.length
 
     @abstractmethod
@@ -247,7 +242,6 @@ class Cache(ABC):
 
 
 def _logged(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an operation to call ``Cache.log`` after it."""
 
     @functools.wraps(operation)
     def run(self: Cache, *arguments: Any) -> Any:
@@ -357,7 +351,6 @@ def release(rows: Rows, first: int, last: int, file: bool) -> None:
 
 
 def _page(address: int) -> int:
-    """Return the address of the page."""
     return address // mmap.PAGESIZE * mmap.PAGESIZE
 
 

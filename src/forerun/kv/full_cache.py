@@ -305,7 +305,6 @@ class FullCache(Cache):
             self._recurrent = states
 
     def _take_over(self, prefix: SharedPrefix, length: int) -> None:
-        """Continue in the memory of a shared prefix."""
         capacity = max(self._capacity, length)
         self._layers = prefix.layers(capacity)  # if memory is short, nothing has changed
         self._capacity, self._store, self._shared = capacity, None, None
@@ -325,7 +324,6 @@ class FullCache(Cache):
         return (found, self._prefix_length) if found else ({}, 0)
 
     def _uniform(self) -> bool:
-        """Whether all layers are alike and contiguous."""
         rows = [t for both in self._layers.values() for t in both]
         if not rows:
             return False
@@ -342,7 +340,6 @@ class FullCache(Cache):
         return keys[:, :, first:last], values[:, :, first:last]
 
     def read_keys(self, layer: int, first: int, last: int) -> torch.Tensor:
-        """Return the keys of ``read``."""
         return self._layers[layer][0][:, :, first:last]
 
     def read_together(self, first: int, last: int) -> torch.Tensor | None:
@@ -375,7 +372,6 @@ class FullCache(Cache):
 
     @property
     def capacity(self) -> int:
-        """Room in tokens."""
         return self._capacity
 
     @property

@@ -171,7 +171,6 @@ def _offloaded(
 
 
 def _why(memory: KVMemory, taken: Mapping[str, int], shape: KVShape, tokens: int, left: int) -> str:
-    """Explain why a sequence fits nowhere."""
     buffers, sizes = min_device_bytes(shape, tokens), layer_bytes(shape, tokens)
     if buffers > left:
         return (
@@ -221,7 +220,6 @@ class Tiers:
 
     @property
     def taken(self) -> dict[str, int]:
-        """Bytes in use by tier."""
         with self._lock:
             return dict(self._collect())
 
@@ -284,7 +282,6 @@ class Tiers:
             release()
 
     def close(self) -> None:
-        """Stop the copying thread."""
         self.copy_engine.close()
 
     def _collect(self) -> dict[str, int]:

@@ -206,10 +206,8 @@ class LowRankCache(ChunkedView):
     def _attend_fetched(
         self, layer: int, q: torch.Tensor, near: Rows, block: Block, spec: AttentionSpec
     ) -> torch.Tensor:
-        """Attend to each query's chunks and its recent tokens, query by query.
-
-        The source is offloaded, so only missing chunks that could have some weight are copied.
-        """
+        """Attend to each query's chunks and its recent tokens, query by query. The source is offloaded, so only missing
+        chunks that could have some weight are copied."""
         worth, held = self.worth(layer, q), self.near
         beside = worth[:: self._indexes[layer].group]
         beside[..., 0] = torch.inf  # the first chunk is always seen
@@ -252,11 +250,9 @@ class LowRankCache(ChunkedView):
         return not self.whole and layer in self._indexes and self._tail // CHUNK_KEYS > self.slots(layer)
 
     def worth(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """Score each chunk for each of the queries ``[1, H, n, d]``, float32 ``[H, n, chunks]``.
-
-        The queries of a group select together, because what one reads costs the others nothing. A chunk's score for a
-        query is relative to that query's best chunk; for the group, it is the largest of these.
-        """
+        """Score each chunk for each of the queries ``[1, H, n, d]``, float32 ``[H, n, chunks]``. The queries of a group
+        select together, because what one reads costs the others nothing. A chunk's score for a query is relative to
+        that query's best chunk; for the group, it is the largest of these."""
         found, group = self._indexes[layer].worth(q[0]), self._indexes[layer].group
         if group == 1:
             return found
@@ -294,7 +290,6 @@ class LowRankCache(ChunkedView):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the short keys and the recent tokens."""
         near = sum(t.nbytes for rows in self._near.values() for t in rows)
         fetched = sum(chunks.nbytes for chunks in self._fetched.values())
         return near + fetched + sum(index.nbytes for index in self._indexes.values())
@@ -329,11 +324,9 @@ class ShortKeys:
 
     @classmethod
     def of(cls, keys: torch.Tensor, queries: torch.Tensor, rank: int) -> ShortKeys:
-        """Return an index, from some keys ``[Hkv, m, d]`` and queries ``[H, n, d]`` of a sequence.
-
-        The rank-r keys whose products with the queries are closest to the true products come from the r largest
-        eigenvectors of R^T K R, where Q = R R^T and K are the second moments of queries and keys.
-        """
+        """Return an index, from some keys ``[Hkv, m, d]`` and queries ``[H, n, d]`` of a sequence. The rank-r keys
+        whose products with the queries are closest to the true products come from the r largest eigenvectors of R^T K
+        R, where Q = R R^T and K are the second moments of queries and keys."""
         heads, _, d = keys.shape
         some = keys.float()
         mean = some.mean(1, keepdim=True)
@@ -409,13 +402,11 @@ class ShortKeys:
 
     @property
     def known_bytes(self) -> int:
-        """Bytes of the indexed keys."""
         heads, _, _, quads, _, _ = self._short.shape
         return heads * self._known * CHUNK_KEYS * quads * QUAD_NUMBERS
 
     @property
     def nbytes(self) -> int:
-        """Bytes reserved."""
         return self._short.nbytes
 
 

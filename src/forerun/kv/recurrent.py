@@ -84,11 +84,9 @@ class _Inputs:
         return self.part(end, end + count)
 
     def part(self, first: int, last: int) -> torch.Tensor:
-        """Return the rows of positions ``first`` to before ``last``."""
         return self.rows[first - self.first : last - self.first]
 
     def window(self, position: int) -> torch.Tensor:
-        """Copy the earlier rows that a token at ``position`` depends on."""
         return self.part(position - self.before, position).clone()
 
 
@@ -102,7 +100,6 @@ class _State:
     asked: torch.dtype | None = None  # the model's type, which states do not show
 
     def memory(self, count: int, like: torch.Tensor, shape: GatedShape) -> torch.Tensor:
-        """Return room for ``count`` states."""
         if count == 1 and self.spare is not None:
             return self.spare[None]
         return like.new_empty(count, shape.heads, shape.dim, shape.out_dim)
@@ -348,13 +345,11 @@ class RecurrentStates:
             del self._snapshots[position]
 
     def clear(self) -> None:
-        """Drop the sequence."""
         self.length = self._position = self._origin = 0
         self._spacing, self._turns, self._owned, self._plan = SNAPSHOT_TOKENS, frozenset(), False, None
         self._inputs, self._states, self._snapshots = {}, {}, {}
 
     def _windows(self, position: int) -> dict[Key, torch.Tensor]:
-        """Return what convolutions need at a position."""
         return {key: inputs.window(position) for key, inputs in self._inputs.items() if key[1] == CONVOLUTION_KIND}
 
     def _restore(self, position: int, length: int) -> None:

@@ -54,12 +54,10 @@ class Layout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's keys and values."""
         return sum(heads * width * kind.itemsize for both in self.kinds.values() for heads, width, kind in both)
 
     @property
     def size(self) -> int:
-        """Bytes of the full capacity."""
         return self.token_bytes * self.capacity
 
     def cut(self, memory: torch.Tensor) -> dict[int, Rows]:
@@ -144,12 +142,10 @@ class SharedPrefix:
             self._states[name] = tensors
 
     def state(self, name: str) -> Tensors | None:
-        """Return the saved state of the view of this name, or None."""
         return self._states.get(name) or self._read_state(name)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tokens' keys and values, and of views' states."""
         states = sum(t.nbytes for tensors in self._states.values() for t in tensors.values())
         return self.layout.token_bytes * self.length + states
 

@@ -222,7 +222,6 @@ class StreamingCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes reserved, in both buffers."""
         return sum(t.nbytes for layers in (self._layers, self._spare) for rows in layers.values() for t in rows)
 
     def needs(self, shape: KVShape, tokens: int) -> int:
@@ -231,5 +230,4 @@ class StreamingCache(Cache):
         return 2 * self._capacity(block) * shape.nbytes
 
     def _capacity(self, count: int) -> int:
-        """Return the room of a buffer for blocks of ``count`` tokens."""
         return self._sinks + self.window + self.slack + count

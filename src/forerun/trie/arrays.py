@@ -100,10 +100,8 @@ class Index(NamedTuple):
 
     @classmethod
     def for_tokens(cls, tokens: int) -> Index:
-        """Return an empty index with room for any two sequences of this total length.
-
-        Each token is counted after ``ORDERS`` contexts, plus up to two from gapped matches.
-        """
+        """Return an empty index with room for any two sequences of this total length. Each token is counted after
+        ``ORDERS`` contexts, plus up to two from gapped matches."""
         index = cls.allocate((ORDERS + 2) * tokens, 5 * (ORDERS + 2) * tokens, tokens // CHUNK_TOKENS + 3)
         return index._replace(recycled=_zeros(OWN_LISTS, RECYCLED_LIST))
 
@@ -138,10 +136,8 @@ class Index(NamedTuple):
         return int(used) + sum(part.nbytes for part in (self.hints, self.recent, self.free_blocks, self.state))
 
     def with_hints(self, more: int = 0) -> Index:
-        """Return the index with at least one hint per token, counting ``more`` to come.
-
-        The table is tiled, so hints stay at their hashes under the longer mask.
-        """
+        """Return the index with at least one hint per token, counting ``more`` to come. The table is tiled, so hints
+        stay at their hashes under the longer mask."""
         factor = 1
         while len(self.hints) * factor < self.tokens + more:
             factor *= 2
@@ -172,10 +168,8 @@ def _doubled(part: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _zeros(rows: int, kind: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return an array of zeros, in a separate memory mapping if large.
-
-    ``calloc`` may clear heap memory at once, and so back it. The mapping is private, so a forked process gets a copy.
-    """
+    """Return an array of zeros, in a separate memory mapping if large. ``calloc`` may clear heap memory at once, and so
+    back it. The mapping is private, so a forked process gets a copy."""
     size = kind.itemsize * rows
     if size < LARGE_BYTES:
         return np.zeros(rows, kind)

@@ -60,7 +60,6 @@ def _expand(
 
 @compiled
 def _expand_recent(mixer: Mixer, workspace: DraftWorkspace, node: int, bound: int, chance: float) -> None:
-    """Offer the recent tokens that are likely enough."""
     recent, chosen = workspace.recent, weights_unmatched(workspace.evidence)
     odds = odds_unmatched(mixer, chosen, workspace.evidence)
     for number in range(recent.size[0]):

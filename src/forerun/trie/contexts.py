@@ -33,7 +33,6 @@ def _size_class(entries: int) -> int:
 
 @compiled
 def _release(index: Index, block: int, size_class: int) -> None:
-    """Free a block."""
     index.blocks[block].free = index.free_blocks[size_class]
     index.free_blocks[size_class] = block
     index.state[0].rows -= 1 << size_class
@@ -41,10 +40,8 @@ def _release(index: Index, block: int, size_class: int) -> None:
 
 @compiled
 def _allocate(index: Index, size_class: int) -> int:
-    """Return a block, or 0 if none is free.
-
-    Takes a free block of this size, else unused rows, else half of a larger free block.
-    """
+    """Return a block, or 0 if none is free. Takes a free block of this size, else unused rows, else half of a larger
+    free block."""
     state, blocks = index.state[0], index.blocks
     block, found = index.free_blocks[size_class], size_class
     if block == 0 and state.block_top + (1 << size_class) <= len(blocks):
@@ -203,10 +200,8 @@ def _counted(index: Index, block: int) -> int:
 
 @compiled
 def _erase(index: Index, slot: int, entry: int) -> None:
-    """Remove a follower from a block.
-
-    A half-empty block moves to a smaller one. A single remaining follower returns to the slot.
-    """
+    """Remove a follower from a block. A half-empty block moves to a smaller one. A single remaining follower returns to
+    the slot."""
     blocks = index.blocks
     block = -1 - index.slots[slot].value
     header = blocks[block]

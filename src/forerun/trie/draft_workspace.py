@@ -46,7 +46,6 @@ class DraftWorkspace(NamedTuple):
 
     @classmethod
     def allocate(cls, budget: int) -> DraftWorkspace:
-        """Allocate for drafts of up to ``budget`` nodes."""
         return cls(
             hashes=np.zeros((budget + 1, 2, ORDERS + 1), np.uint64),
             slots=np.zeros((budget + 1, 2, ORDERS + 1), np.int32),
@@ -84,7 +83,6 @@ class Draft(NamedTuple):
         return cls(np.empty(budget, np.int64), np.empty(budget, np.int64), np.empty(budget), np.empty(budget, np.int8))
 
     def cut(self, end: int, begin: int = 0) -> Draft:
-        """Return the nodes from ``begin`` to before ``end``."""
         return Draft(
             self.tokens[begin:end], self.parents[begin:end], self.probability[begin:end], self.origins[begin:end]
         )

@@ -46,10 +46,8 @@ def _set_noise(workspace: DraftWorkspace, text: np.record, ahead: int) -> None:
 def _learn_evidence(
     own: Index, shared: Index, cursor: TextCursor, mixer: Mixer, workspace: DraftWorkspace, token: int, rate: float
 ) -> None:
-    """Update the mixer with the evidence for each candidate, now that ``token`` came.
-
-    Recent tokens take part at every other token, which halves their cost.
-    """
+    """Update the mixer with the evidence for each candidate, now that ``token`` came. Recent tokens take part at every
+    other token, which halves their cost."""
     table, evidence = workspace.table, workspace.evidence
     set_root(own, shared, cursor, workspace)
     gather(own, shared, workspace, 0, 0.0)
@@ -116,7 +114,6 @@ def _learn(
 
 @compiled
 def _draft(text: np.record, tokens: IntArray, workspace: DraftWorkspace, scratch: TextCursor, draft: Draft) -> int:
-    """Fill a draft after one sequence; return its number of nodes."""
     own, shared, cursor = index_at(text.own), index_at(text.shared), cursor_at(text.cursor)
     if text.pending_end > text.new_end:
         peek(own, shared, cursor, scratch, tokens[text.new_end : text.pending_end])

@@ -96,11 +96,8 @@ def _note(table: CandidateTable, at: int, source: int, order: int, token: int, c
 def _add_followers(
     index: Index, slot: int, source: int, order: int, evidence: PositionEvidence, table: CandidateTable, least: float
 ) -> None:
-    """Make candidates of a context's followers whose share of its total exceeds ``least``.
-
-    The last follower adds evidence whatever its share, if it is already a candidate. The substitute's context has order
-    ``ORDERS + 1``.
-    """
+    """Make candidates of a context's followers whose share of its total exceeds ``least``. The last follower adds
+    evidence whatever its share, if it is already a candidate. The substitute's context has order ``ORDERS + 1``."""
     is_substitute = order > ORDERS
     group = SUBSTITUTE_GROUP if is_substitute else context_input(source, order)
     at = SUBSTITUTE if is_substitute else group
@@ -140,7 +137,6 @@ def _add_substitutes(
 
 @compiled
 def _note_skip(evidence: PositionEvidence, row: int, skip: int, count: int, total: int, state: int) -> None:
-    """Fill in the cell of a skip that occurred ``count`` times out of ``total``."""
     if skip <= SKIPS:  # otherwise a token: another context has this hash
         group = SKIP_GROUP + 2 * row + (1 if skip == SKIPS else 0)
         evidence.skips[row, skip] = cell_of(group, class_of_count(count), class_of_total(total), state)
@@ -280,7 +276,6 @@ def noise_of(noise: RecordArray, ahead: int, token: int) -> float:
 
 @compiled
 def _complete_texts(table: CandidateTable, evidence: PositionEvidence) -> None:
-    """Fill in inputs from contexts that a candidate did not follow, and from copies."""
     for number in range(table.size[0]):
         cells, token = table.cells[number], table.candidates[number].token
         for source in range(2):
@@ -299,7 +294,6 @@ def _complete_texts(table: CandidateTable, evidence: PositionEvidence) -> None:
 
 @compiled
 def _complete_matches(table: CandidateTable, evidence: PositionEvidence) -> None:
-    """Fill in inputs from matches, substitutes and skips that do not predict a candidate."""
     for number in range(table.size[0]):
         cells = table.cells[number]
         for row in range(2):
@@ -328,10 +322,8 @@ def complete(table: CandidateTable, evidence: PositionEvidence, noise: RecordArr
 
 @compiled
 def _frequency_class(index: Index, token: int) -> int:
-    """Return the log-scale class of a token's frequency in a source; 0 if it never occurred.
-
-    Frequencies grow by ``e ** (1 / 1.5)``, about twice, per class.
-    """
+    """Return the log-scale class of a token's frequency in a source; 0 if it never occurred. Frequencies grow by ``e **
+    (1 / 1.5)``, about twice, per class."""
     slot = find(index, mix(np.uint64(0), token))
     if slot == 0:
         return 0
@@ -341,7 +333,6 @@ def _frequency_class(index: Index, token: int) -> int:
 
 @compiled
 def _recency_class(rank: int) -> int:
-    """Return the class of a token's rank among the recent ones."""
     return 0 if rank < 2 else 1 if rank < 6 else 2 if rank < 12 else 3 if rank < 24 else 4
 
 

@@ -44,7 +44,6 @@ class Frontier(NamedTuple):
 
     @classmethod
     def allocate(cls, budget: int) -> Frontier:
-        """Allocate for drafts of up to ``budget`` nodes."""
         return cls(np.zeros(2 * budget + 1), np.zeros(2 * budget + 1, np.int64), np.zeros(1, SPAN))
 
 

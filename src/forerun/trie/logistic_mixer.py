@@ -105,7 +105,6 @@ class Mixer(NamedTuple):
 
 @compiled
 def _knot(odds: float) -> float:
-    """Return the fractional knot of log-odds."""
     return (min(max(odds, -STEEPEST), STEEPEST) + 8) * 2
 
 
@@ -213,10 +212,8 @@ def _teach_candidate(mixer: Mixer, table: CandidateTable, inputs: int, number: i
 
 @compiled
 def teach(mixer: Mixer, table: CandidateTable, inputs: int, token: int, rate: float) -> None:
-    """Train on the token that came.
-
-    Log-odds are updated last, so that all candidates of a position train on equal ones.
-    """
+    """Train on the token that came. Log-odds are updated last, so that all candidates of a position train on equal
+    ones."""
     cells, size = mixer.cells, table.size[0]
     for number in range(size):
         _teach_candidate(mixer, table, inputs, number, 1.0 if table.candidates[number].token == token else 0.0, rate)
@@ -257,10 +254,8 @@ def restore(learned: FloatArray) -> Mixer:
 
 
 def prior() -> Mixer:
-    """Return a mixer trained on other sequences and a model's answers.
-
-    Written by ``python -m benchmarks learn-evidence``, then ``learn-recycled``.
-    """
+    """Return a mixer trained on other sequences and a model's answers. Written by ``python -m benchmarks
+    learn-evidence``, then ``learn-recycled``."""
     return _load_prior().copy()
 
 

@@ -41,7 +41,6 @@ class Texts(NamedTuple):
     firsts: IntArray
 
     def read(self) -> list[IntArray]:
-        """Return the outputs, int32 each."""
         out = np.empty(len(self.rows) * CHUNK_TOKENS, np.int32)
         ends = np.zeros(len(self.firsts), np.int64)
         token_store.collect(self.rows, self.firsts, out, ends)

@@ -49,7 +49,6 @@ class NamespaceLRU(Mapping[str, Namespace]):
 
     @property
     def granted(self) -> int:
-        """Bytes that the namespaces may use."""
         return sum(space.granted for space in self._spaces.values())
 
     def bound(self, limit: int, namespaces: int, per_owner: int | None = None) -> None:
@@ -84,7 +83,6 @@ class NamespaceLRU(Mapping[str, Namespace]):
                 cursor.leave_shared()
 
     def note_change(self, space: Namespace) -> None:
-        """Record a change of a namespace's outputs."""
         self._changes += 1
         space.changed = self._changes
         if self.on_change is not None:

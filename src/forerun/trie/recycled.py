@@ -150,7 +150,6 @@ def keep(own: Index, shared: Index, rows: RecycledRows, row: int) -> None:
 
 @compiled
 def _listed_cell(group: int, rank: int, chance: int) -> int:
-    """Return the cell of a token at ``rank`` of a list, by group and class of probability."""
     return RECYCLED_CELLS + (group * (LISTED + 1) + rank) * CHANCE_CLASSES + int(chance)
 
 

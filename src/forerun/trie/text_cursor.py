@@ -75,7 +75,6 @@ class TextCursor(NamedTuple):
 
     @classmethod
     def start(cls) -> TextCursor:
-        """Return the state before a sequence."""
         hashes, copies = np.zeros((2, LONG_NGRAM + 1), np.uint64), np.zeros((1, 2), COPY)
         cursor = cls(hashes, copies, np.zeros((1, 2), GAPPED_MATCH), np.zeros(2, TEXT_END))
         start_hashes(cursor.hashes)
@@ -97,10 +96,8 @@ class TextCursor(NamedTuple):
         return bool(self.ends["position"][SHARED] < 0)
 
     def leave_shared(self) -> None:
-        """Stop copying from and writing to the shared source, whose content is replaced.
-
-        The rest of this output is not written there: without its start it would be another sequence.
-        """
+        """Stop copying from and writing to the shared source, whose content is replaced. The rest of this output is not
+        written there: without its start it would be another sequence."""
         self.copies[0, SHARED].position = 0
         self.ends[SHARED].position, self.ends[SHARED].chunk = -1, 0
 
@@ -213,10 +210,8 @@ def publish(shared: Index, cursor: TextCursor, tokens: IntArray) -> None:
 @compiled
 def withdraw(index: Index, cursor: TextCursor, most: int) -> bool:
     """Remove up to ``most`` tokens from the start of a shared output; return True if nothing is left.
-
     ``cursor.ends[SHARED].position`` is the position of the next token to remove, and ``cursor.hashes[SHARED]`` its
-    contexts.
-    """
+    contexts."""
     position = cursor.ends[SHARED].position
     for _ in range(most):
         token = read(index, position) if position != 0 else UNWRITTEN

@@ -290,7 +290,6 @@ class Trie(TrieStore):
         return steps
 
     def _table(self, lives: Sequence[_Live], updates: Sequence[TextUpdate]) -> RecordArray:
-        """Return a row of ``TEXT_STEP`` per request."""
         rows, token, row = [], 0, 0
         for live, update in zip(lives, updates, strict=True):
             new = token + len(update.new)
@@ -303,7 +302,6 @@ class Trie(TrieStore):
         return np.array(rows, TEXT_STEP)
 
     def _supply(self, live: _Live, needs: int, text: np.record) -> None:
-        """Make the room that the compiled call needs."""
         if needs & entry_points.OWN_ROOM:
             while live.room < live.own.tokens + text.new_end - text.at:
                 live.own, live.room = live.own.grown(), 2 * live.room

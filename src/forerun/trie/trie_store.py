@@ -91,7 +91,6 @@ class TrieStore:
 
     @locked
     def tokens(self, namespace: str) -> int:
-        """Return the number of tokens in the index of ``namespace``."""
         return sum(map(len, self._texts(namespace).read()))
 
     @property
@@ -123,17 +122,14 @@ class TrieStore:
         return {name: space.changed for name, space in self._shared.items() if space.changed}
 
     def snapshot(self, namespace: str) -> tuple[list[IntArray], FloatArray]:
-        """Return a namespace's outputs, oldest first, and its mixer as a vector.
-
-        Steps wait while memory is copied: about four bytes per token.
-        """
+        """Return a namespace's outputs, oldest first, and its mixer as a vector. Steps wait while memory is copied:
+        about four bytes per token."""
         with self.lock:
             texts, learned = self._texts(namespace), self._learned(namespace)
         return texts.read(), learned
 
     @locked
     def adopt(self, namespace: str, mixer: Mixer) -> None:
-        """Replace a namespace's mixer."""
         self._shared.open(namespace).mixer = mixer
 
     def save(self, path: str | os.PathLike[str], vocabulary: str = "") -> None:
@@ -185,7 +181,6 @@ class TrieStore:
         self._shared.note_change(space)
 
     def _learned(self, name: str) -> FloatArray:
-        """Return a namespace's mixer as a vector."""
         space = self._shared.get(name)
         return logistic_mixer.dump(self._shared.mixer if space is None else space.mixer)
 
