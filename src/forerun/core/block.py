@@ -73,15 +73,12 @@ class Block:
         return mask
 
     def bias(self, window: int | None, edge: range, like: torch.Tensor) -> torch.Tensor | None:
-        """Return an additive mask over the keys of ``edge`` and the block, or None if every token sees all of them.
+        """Return an additive mask ``[m + n, len(edge) + m + n]``, or None if every token sees all keys.
 
         Args:
             window: as in ``AttentionSpec``.
-            edge: cache positions that only some tokens of the block see.
+            edge: cache positions that only some tokens of the block see; their keys come before the block's.
             like: a tensor with the mask's dtype and device.
-
-        Returns:
-            ``[m + n, len(edge) + m + n]``.
         """
         key = (window, edge, like.dtype, like.device)
         if key not in self._biases:

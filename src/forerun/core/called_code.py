@@ -23,13 +23,8 @@ code_of = operator.attrgetter("library")
 
 
 class Symbol(NamedTuple):
-    """A compiled function with a signature.
-
-    Attributes:
-        name: in machine code.
-        module, function: where Python finds it.
-        arguments: types of its arguments.
-    """
+    """A compiled function with a signature: its name in machine code, where Python finds it, and its arguments'
+    types."""
 
     name: str
     module: str

@@ -7,32 +7,20 @@ from typing import Any
 
 
 def check_integer(name: str, value: Any, least: int | None = None, *, optional: bool = False) -> None:
-    """Check for an integer of at least ``least``, or None if ``optional``.
-
-    Raises:
-        TypeError: for another type.
-        ValueError: for a smaller integer.
-    """
+    """Raise TypeError for what is not an integer, ValueError for one below ``least``; None is allowed if
+    ``optional``."""
     _check_kind(name, value, Integral, "an integer", optional)
     if least is not None and value is not None and value < least:
         raise ValueError(f"{name} is {value}; it must be at least {least}")
 
 
 def check_number(name: str, value: Any, *, optional: bool = False) -> None:
-    """Check for a real number, or None if ``optional``.
-
-    Raises:
-        TypeError: for another type.
-    """
+    """Raise TypeError for what is not a real number; None is allowed if ``optional``."""
     _check_kind(name, value, Real, "a number", optional)
 
 
 def check_text(name: str, value: Any, *, optional: bool = False) -> None:
-    """Check for a string, or None if ``optional``.
-
-    Raises:
-        TypeError: for another type.
-    """
+    """Raise TypeError for what is not a string; None is allowed if ``optional``."""
     _check_kind(name, value, str, "a text", optional)
 
 

@@ -19,12 +19,8 @@ MESSAGE = "compiling kernels, once, about a minute"
 
 
 class CompileNotice(event.Listener):  # type: ignore[misc]  # numba has no types
-    """Counts the compiled functions of this package, and logs one line if that runs for long.
-
-    Attributes:
-        functions: number compiled.
-        on_function: called with this number after each.
-    """
+    """Counts the compiled functions of this package, passing the number to ``on_function`` after each, and logs one
+    line if that runs for long."""
 
     def __init__(self) -> None:
         self.functions = 0

@@ -134,11 +134,8 @@ def stamp_of(package: Path, part: str) -> str:
 
 @functools.cache
 def sources(path: Path) -> str:
-    """Return a digest of a Python file, or of all Python files below a folder.
-
-    Raises:
-        ValueError: if there are none, because they were moved.
-    """
+    """Return a digest of a Python file, or of all Python files below a folder; raise ValueError if there are none,
+    because they were moved."""
     files = _files(path)
     if not files:
         raise ValueError(f"{path} has no Python files")

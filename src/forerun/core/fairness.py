@@ -92,12 +92,7 @@ class FairLock:
 
 
 class FairExecutor:
-    """Runs jobs in a few threads: each owner's jobs one after the other, owners in turn.
-
-    Args:
-        threads: number of owners served at a time.
-        name: prefix of the threads' names.
-    """
+    """Runs the jobs of up to ``threads`` owners at a time: each owner's jobs one after the other, owners in turn."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(threads, name)
@@ -145,12 +140,8 @@ def owner_of(namespace: str) -> str:
 
 
 def eviction(entries: Sequence[tuple[KeyT | None, str, int]]) -> KeyT | None:
-    """Return the key to evict: the oldest of the largest owner, so that no owner evicts another's. None if all must
-    stay.
-
-    Args:
-        entries: keys (None for entries that must stay), owners and sizes, least recently used first.
-    """
+    """Return the key to evict: the oldest of the largest owner, so that no owner evicts another's; None if all must
+    stay. Entries are keys (None if they must stay), owners and sizes, least recently used first."""
     sizes: Counter[str] = Counter()
     for _, owner, size in entries:
         sizes[owner] += size

@@ -45,15 +45,9 @@ class _Packing(CompileResultCacheImpl):  # type: ignore[misc]  # numba has no ty
 
 
 class KeptCode(FunctionCache):  # type: ignore[misc]  # numba has no types
-    """The machine code of one function, by signature.
+    """The machine code of one function, by signature; raises RuntimeError if no folder is writable.
 
-    Args:
-        function: the function.
-        suffix: of the file names.
-        stamp: of the function's sources; code with another stamp is removed.
-
-    Raises:
-        RuntimeError: if no folder is writable.
+    ``suffix`` is that of the file names. Code with another ``stamp`` of the function's sources is removed.
     """
 
     _impl_class = _Packing
@@ -75,15 +69,10 @@ class KeptCode(FunctionCache):  # type: ignore[misc]  # numba has no types
 
 
 class MachineCodeFile(IndexDataCacheFile):  # type: ignore[misc]  # numba has no types
-    """The file in which numba caches a function's machine code, named by signature and stamp.
+    """The file in which numba caches a function's machine code, named by signature and by the stamp of its sources.
 
     numba numbers signatures in an index file. Two processes that compile at once give one number to different code, and
     one then runs the code of another signature. An index that names a renamed class cannot be read at all.
-
-    Args:
-        folder: of the files.
-        name: of the function.
-        stamp: of its sources; code with another stamp is removed.
     """
 
     def __init__(self, folder: str, name: str, stamp: str) -> None:

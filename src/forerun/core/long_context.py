@@ -67,10 +67,6 @@ class LongContextConfig:
 
 
 def check_settings(settings: object) -> None:
-    """Refuse settings of another class, such as a dictionary.
-
-    Raises:
-        TypeError: with the value.
-    """
+    """Refuse settings of another class, such as a dictionary, with a TypeError."""
     if settings is not None and not isinstance(settings, LongContextConfig):
         raise TypeError(f"settings is {settings!r}; it must be a forerun.LongContextConfig or None")

@@ -26,12 +26,10 @@ _ids = itertools.count()
 @dataclass(frozen=True)
 class Logprob:
     """A token's log-probability under the model's own distribution: before temperature, cuts, penalties and grammars.
-
-    Each row of logits is normalised separately in float64, so equal logits give equal bits whatever shared the pass.
+    Rows of logits are normalised in float64, so equal logits give equal bits whatever shared the pass.
 
     Attributes:
-        token: its id.
-        logprob: natural logarithm of its probability.
+        logprob: natural logarithm.
         top: the likeliest tokens at its position with their log-probabilities, likeliest first; ties by lower id.
     """
 
@@ -42,12 +40,8 @@ class Logprob:
 
 @dataclass(frozen=True)
 class PrefixBreak:
-    """Where a prompt diverges from the cached one with the longest common prefix.
-
-    Attributes:
-        position: length of the common prefix, in tokens.
-        kept, given: the tokens from there on, of the cached prompt and of this one.
-    """
+    """Where a prompt diverges from the cached one with the longest common prefix, of ``position`` tokens; ``kept`` and
+    ``given`` are the next tokens of the cached prompt and of this one."""
 
     position: int
     kept: IntArray
@@ -198,9 +192,9 @@ class Request:
             self.logprobs.append(logprob_of(own, token, self.top_logprobs))
 
     def fork(self) -> Request:
-        """Return a copy that a drafter may continue speculatively. Both share the token buffer: this request later
-        overwrites what the copy appends. The copy never calls ``stopping``. Under rejection sampling its noise is
-        independent of this request's."""
+        """Return a copy that a drafter may continue speculatively. Both share the token buffer, where this request
+        later overwrites what the copy appends. The copy never calls ``stopping``; under rejection sampling its noise is
+        independent."""
         fork = copy.copy(self)
         fork.sampler = self.sampler.inner()
         fork.stopping = None

@@ -30,11 +30,10 @@ class InTurn:
     """Processors applied in sequence.
 
     Attributes:
-        parts: the processors, in order.
-        rowwise: whether each uses only a row's scores, without reading values from the device, so that many rows ``[n,
-            V]`` may be processed at once.
+        rowwise: whether each uses only a row's scores, without reading values from the device, so that many rows
+            ``[n, V]`` may be processed at once.
         anywhere: whether the device may differ between calls.
-        nameless: whether results do not depend on token ids. Then scores of a few tokens suffice, if all others are
+        nameless: whether results do not depend on token ids, so that scores of a few tokens suffice if all others are
             minus infinity.
     """
 
@@ -49,12 +48,8 @@ class InTurn:
 
 @dataclass(frozen=True)
 class Remembering:
-    """A processor that remembers its calls, so that it must run once per committed token, in order.
-
-    Attributes:
-        whole: the processor.
-        pure: its stateless part, which may also run on drafts; or None.
-    """
+    """A processor that remembers its calls, so that it must run once per committed token, in order; ``pure`` is its
+    stateless part, which may also run on drafts, or None."""
 
     whole: Processor
     pure: Processor | None
@@ -65,12 +60,7 @@ class Remembering:
 
 @dataclass(frozen=True)
 class SpeculativeProcessor:
-    """A processor for drafts. If it fails, scores stay unchanged: the output may never contain the draft, so that is no
-    error.
-
-    Attributes:
-        processor: may raise anything.
-    """
+    """A processor for drafts. If it raises anything, scores stay unchanged: the output may never contain the draft."""
 
     processor: Processor
 
@@ -87,11 +77,8 @@ class Constraint(Protocol):
     ``Request``: padding, prompt and generated tokens, int64 ``[t]``."""
 
     def mask(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return new scores ``[V]`` with -inf for each token that may not follow.
-
-        Raises:
-            RuntimeError: if no token may follow, or the ids themselves are not allowed.
-        """
+        """Return new scores ``[V]`` with -inf for each token that may not follow; raise RuntimeError if none may, or
+        the ids are not allowed."""
         ...
 
     def forced(self, ids: torch.Tensor, most: int) -> list[int]:
@@ -103,11 +90,8 @@ class Constraint(Protocol):
         ...
 
     def complete(self, ids: torch.Tensor) -> bool:
-        """Whether the sequence is complete, so that nothing may follow.
-
-        Raises:
-            RuntimeError: if the ids are not allowed.
-        """
+        """Whether the sequence is complete, so that nothing may follow; raise RuntimeError if the ids are not
+        allowed."""
         ...
 
     def on_trial(self) -> Constraint:

@@ -38,12 +38,8 @@ _CHANCE_BITS, _DIGIT = 36, 12  # bits of a float32, zero-extended, and those exa
 
 
 def best_with_noise(scores: npt.NDArray[Any], key: int) -> int:
-    """Return the token with the highest sum of score and noise; 0 if none is possible.
-
-    Args:
-        scores: float ``[V]``; minus infinity for excluded tokens.
-        key: of the noise; 64 bits.
-    """
+    """Return the token with the highest sum of score ``[V]`` and noise, given the noise's 64-bit key; 0 if all scores
+    are minus infinity."""
     return int(_search(scores, np.uint64(key), np.empty(_BLOCK, np.float64)))
 
 

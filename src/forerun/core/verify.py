@@ -24,12 +24,7 @@ from forerun.core.tree import ROOT, DraftTree, IntArray
 
 @dataclass(frozen=True)
 class Verdict:
-    """The tokens that a step committed.
-
-    Attributes:
-        path: indices of the accepted nodes, from the root down.
-        tokens: the ``len(path)`` accepted drafts, and at most one more.
-    """
+    """The accepted nodes of a step, from the root down, and its tokens: these drafts, and at most one more."""
 
     path: list[int]
     tokens: list[int]

@@ -153,14 +153,12 @@ class Batch:
         return sum(source.needs(self.tokens(request)) for source in sources)
 
     def step(self, resting: Collection[int] = (), budgets: Mapping[int, int] | None = None) -> list[Commit]:
-        """Take one step with all rows.
+        """Take one step with all rows; return a commit for each with new tokens, and for each that failed
+        (``Request.error``).
 
         Args:
             resting: ids of requests that skip it.
             budgets: shorter draft budgets of some requests, by id.
-
-        Returns:
-            A commit for each row with new tokens, and for each that failed (``Request.error``).
         """
         if not self._rows:
             return []
@@ -230,12 +228,8 @@ class Batch:
         worked: bool,
         budgets: Mapping[int, int],
     ) -> list[Commit]:
-        """Take a step with these rows; its time sets the length of the next chunks.
-
-        Args:
-            beside: whether it holds up other rows.
-            worked: whether drafts for a prompt were prepared before.
-        """
+        """Take a step with these rows; its time sets the length of the next chunks. ``beside``: it holds up other rows.
+        ``worked``: drafts for a prompt were prepared before."""
         if self._pacing is None or not beside:
             return self._pass(decoding, reading, budgets)
         read = reading | {row: len(row.pending) for row in decoding if not row.begun}

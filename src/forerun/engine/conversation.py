@@ -84,11 +84,7 @@ class Conversation:
         return self._turn
 
     def ask(self, text: str) -> str:
-        """Send a message and return the complete answer.
-
-        Raises:
-            ValueError: as ``send``.
-        """
+        """Send a message and return the complete answer; raises ValueError like ``send``."""
         turn = self.send(text)
         for _ in turn:
             pass
@@ -100,12 +96,8 @@ class Conversation:
             self._turn = None
 
     def _keep(self, prompt: IntArray) -> int:
-        """Cut the cache to the prefix it shares with a prompt, without the last token; drop it if the model has
-        changed.
-
-        Returns:
-            Tokens kept.
-        """
+        """Cut the cache to the prefix it shares with a prompt, without the last token, and return its length; drop it
+        if the model has changed."""
         if self._version != self.engine.model_version():
             self._forget()
         most = min(len(prompt) - 1, len(self._cached))
@@ -128,13 +120,8 @@ class Conversation:
 
 
 class ConversationTurn:
-    """A message and its answer: an iterator over the commits of each step. Closing it ends the answer.
-
-    Attributes:
-        message: the user's.
-        request: the whole conversation as tokens, and the answer.
-        cached: tokens that needed no prefill; known from the first commit on.
-    """
+    """A message and its answer: an iterator over the commits of each step. Closing it ends the answer. ``cached`` is
+    the number of tokens that needed no prefill, known from the first commit on."""
 
     def __init__(self, conversation: Conversation, message: str, request: Request, on_prefill: Progress | None) -> None:
         self.message = message

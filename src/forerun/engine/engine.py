@@ -64,19 +64,19 @@ source)."""
 
 
 class Engine:
-    """Generates with one target model and one drafter, whose memory lasts as long as the engine.
+    """A target model and its drafter, whose index lasts as long as the engine.
 
     Threads may share an engine: their steps take turns, and each output is what it would be alone. Several engines may
-    share a model, also with its own ``generate``. Not to be shared: an iterator (``stream``, ``run``), a request, a
-    cache, a streamer, and a drafter object between engines; a ``Trie`` may be.
+    share a model, which may also run its own ``generate``. Not to be shared: an iterator (``stream``, ``run``), a
+    request, a cache, a streamer, and a drafter object between engines; a ``Trie`` may be.
 
     The model (weights, mode, adapters) must not change while a request runs. Changes between requests are noticed when
     the next one starts, and drop cached keys and values; for exceptions see ``weights_changed``.
 
     Args:
         model: a transformers decoder; it decides what is generated.
-        drafter: proposes the trees: a name from ``forerun.decoding.recipes``, a source, or a function that makes one
-            from a ``Setup``, such as a ``Level`` over your own cache.
+        drafter: proposes trees: a name from ``forerun.decoding.recipes``, a source, or a function that makes one from a
+            ``Setup``, such as a ``Level`` over your own cache.
         settings: for a drafter given by name.
         tokenizer: for prompts and results as text, and for ``stop_strings``.
         budget: maximum number of nodes of a tree (the Lookahead paper's decoding length).
@@ -85,8 +85,8 @@ class Engine:
         prefill_block: prompt tokens in one pass.
         prefix_cache: maximum bytes of keys and values kept for later prompts with the same prefix.
         kv_store: a folder to keep them on disk, for later processes too; for a model on the CPU.
-        kv_store_limit, kv_store_expiry, kv_store_key: maximum bytes on disk, seconds after which unused prefixes are
-            removed, and a key for the files' checksums; see ``KVStore``.
+        kv_store_limit, kv_store_expiry, kv_store_key: maximum bytes on disk, seconds until unused prefixes are removed,
+            and a key for the files' checksums; see ``KVStore``.
         kv_memory: maximum bytes of keys and values on the device, or a ``KVMemory``; the rest is offloaded.
 
     Raises:
@@ -219,11 +219,7 @@ class Engine:
         return Tiers(memory, self.target.device, self.target.kv, self.target.model.dtype)
 
     def set_drafter(self, drafter: Drafts, settings: LongContextConfig | None = None) -> None:
-        """Replace the drafter.
-
-        Args:
-            drafter: see the class.
-            settings: for a drafter given by name.
+        """Replace the drafter; for the arguments see the class.
 
         Raises:
             ValueError: if it does not fit the target.
@@ -336,11 +332,8 @@ class Engine:
             yield from commits if tokenizer is None else with_texts(commits, tokenizer)
 
     def warm(self, texts: Sequence[Prompts], namespace: str = "default") -> None:
-        """Index sequences as if the model had generated them in ``namespace``.
-
-        Raises:
-            ValueError: if the drafter has no trie.
-        """
+        """Index sequences as if the model had generated them in ``namespace``; raise ValueError if the drafter has no
+        trie."""
         rows = [row for text in texts for row in encode(text, self.tokenizer)]
         if rows:
             with self._lock:

@@ -132,18 +132,11 @@ class KVStore:
         return None
 
     def keep(self, keys: Keys, namespace: str, chunk: int, cache: FullCache) -> StoredText | None:
-        """Store a prompt's prefix, unless most of it is stored. A shorter one that it contains is dropped.
+        """Store a prompt's prefix, unless most of it is stored; drop a shorter one that it contains. Return the file
+        that holds all or most of it, or None if none will.
 
-        The cache may continue meanwhile: its committed tokens do not change.
-
-        Args:
-            keys: of chunks in the cache.
-            namespace: of the prompt.
-            chunk: tokens per chunk.
-            cache: of the prompt.
-
-        Returns:
-            The file that holds all or most of it; None if none will.
+        The cache may continue meanwhile: its committed tokens do not change. ``keys`` are those of its chunks, of
+        ``chunk`` tokens.
         """
         return _safely("cannot store a prefix", lambda: self._keep(keys, namespace, chunk, cache))
 
@@ -166,13 +159,8 @@ class KVStore:
         return None
 
     def add_state(self, name: str, part: str, tensors: Tensors) -> None:
-        """Store the tensors of a view over a stored prefix, unless they are stored.
-
-        Args:
-            name: of the prefix.
-            part: of the view (``View.state_name``).
-            tensors: must not change any more.
-        """
+        """Store the tensors of a view (``View.state_name``) over a stored prefix, unless they are stored. They must not
+        change any more."""
         beside = _part(name, part)
         if tensors:
             self._write(lambda: self._put(beside, tensor_areas(tensors), {}, after=name))
@@ -183,12 +171,9 @@ class KVStore:
         wait(jobs)
 
     def close(self, mark: Callable[[], str] | None = None) -> None:
-        """Finish pending writes and store nothing more; stored prefixes can still be found.
-
-        Args:
-            mark: recomputes the fingerprint. If it differs, the model changed unnoticed at an unknown time, so files
-                written since the store was opened are removed.
-        """
+        """Finish pending writes and store nothing more; stored prefixes can still be found. ``mark`` recomputes the
+        fingerprint: if it differs, the model changed unnoticed, so files written since the store was opened are
+        removed."""
         self._closed = True
         self._writer.shutdown()
         written, self._written = self._written, set()
@@ -349,15 +334,8 @@ class DiskLRU:
             self._make_room(0)
 
     def put(self, name: str, size: int, write: Callable[[int], None]) -> bool:
-        """Write a file.
-
-        Args:
-            name: of a file, replaced if it exists.
-            size: bytes that it will need.
-            write: fills an empty file, given its descriptor.
-
-        Returns:
-            False if it exceeds the limit.
+        """Write a file of ``size`` bytes, replacing any of this name; return False if it exceeds the limit. ``write``
+        fills an empty file, given its descriptor.
 
         Raises:
             OSError: if it cannot be written; nothing of it is left.

@@ -1,4 +1,4 @@
-"""How much prefill a step does beside rows that decode, so that long prompts do not hold them up.
+"""How much prefill a step does alongside decoding rows, so that long prompts do not hold them up.
 
 A chunk costs more the longer its context, so the limit is a time, and each prompt has its own chunk length. A step with
 prefill may run ``STEPS_BESIDE`` times as long as one that only decodes. The excess is proportional to the prompt
@@ -26,16 +26,13 @@ MAX_CHANGE = 2.0
 """Maximum ratio by which chunks grow or shrink per step, because one slow step says little. Doubling it changes nothing
 in simulation."""
 LEAST_USED = 0.5
-"""Steps that used a smaller share of their limit do not change it upwards. Halving or doubling it changes nothing in
+"""A step that used a smaller share of its limit does not raise it. Halving or doubling this changes nothing in
 simulation."""
 
 
 class PrefillPacing:
-    """When steps work on prompts, and for how many tokens: prefill, or preparing drafts.
-
-    Args:
-        clock: returns seconds.
-        beside: duration of a step with prefill, in decode-only steps.
+    """When steps work on prompts, and for how many tokens: prefill, or preparing drafts. ``beside`` is the duration of
+    a step with prefill, in decode-only steps.
 
     Attributes:
         first: chunk length of a new prompt: the last one's, without which a series of short prompts would be prefilled
@@ -59,11 +56,11 @@ class PrefillPacing:
 
     @property
     def allowed(self) -> float:
-        """Maximum seconds of a step with prefill beside others."""
+        """Maximum seconds of a step with prefill alongside decoding rows."""
         return self._beside * self.decoding
 
     def learn(self, seconds: float, worked: bool) -> None:
-        """Record a step beside others that ran ``seconds``; ``worked``: on prompts."""
+        """Record a step alongside decoding rows that ran ``seconds``; ``worked``: on prompts."""
         if worked:
             self._since += 1
         else:

@@ -62,14 +62,8 @@ def common(a: Keys, b: Keys) -> int:
 
 
 class _Kept(NamedTuple):
-    """A cached prefix.
-
-    Attributes:
-        keys: of its chunks.
-        beginning: its keys and values.
-        namespace: that may use it.
-        tokens: its ids; a thousandth of its size.
-    """
+    """A cached prefix: keys of its chunks, keys and values, the namespace that may use it, and its ids, a thousandth of
+    the size."""
 
     keys: Keys
     beginning: SharedPrefix
@@ -78,11 +72,8 @@ class _Kept(NamedTuple):
 
 
 class PrefixCache:
-    """Prefixes of prompts, up to a number of bytes. Evicts the least recently used one of the largest tenant. Each may
+    """Prefixes of prompts, up to ``limit`` bytes. Evicts the least recently used one of the largest tenant. Each may
     keep a file open, so their number is at most half the process's limit of open files.
-
-    Args:
-        limit: maximum bytes of keys and values; 0 keeps nothing.
 
     Raises:
         ValueError: for a negative limit.
@@ -184,9 +175,7 @@ class PrefixSharing:
     """Which rows of a batch wait for which, and where their own prefill starts.
 
     Args:
-        prefixes: prefixes in memory.
         store: returns prefixes on disk, or None. It is replaced after the model has changed.
-        chunk: tokens per chunk.
         refresh: checks whether the model has changed; returns a number that changes with it.
     """
 

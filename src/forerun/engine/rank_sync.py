@@ -20,14 +20,10 @@ from forerun.tensor_parallel.ranks import Follower, Leader
 def on_all_ranks(
     target: Scorer, requests: Sequence[Request], commits: Generator[Commit, None, None]
 ) -> Generator[Commit, None, None]:
-    """Run alike on all ranks: rank 0 decides tokens, ends, statistics and seeds.
+    """Run alike on all ranks, with equal ``requests``: rank 0 decides tokens, ends, statistics and seeds.
 
-    Other ranks yield a commit when rank 0 makes its next pass. If rank 0's run fails or is interrupted, theirs are too.
-
-    Args:
-        target: this rank's scorer.
-        requests: equal on all ranks.
-        commits: this rank's run; not started on ranks that follow rank 0.
+    Other ranks do not start ``commits``; they yield one when rank 0 makes its next pass. If rank 0's run fails or is
+    interrupted, theirs are too.
     """
     if isinstance(target, Follower):
         yield from _follow(target, requests)

@@ -43,13 +43,8 @@ class Commit:
 
 @dataclass(frozen=True, repr=False)
 class GenerationResult:
-    """Continued prompts, in order (``num_return_sequences`` in a row for each).
-
-    Attributes:
-        requests: the outputs, and how they were generated.
-        pad_token_id: fills ``sequences`` after an end.
-        tokenizer: decodes ``texts``, or None.
-    """
+    """Continued prompts, in order (``num_return_sequences`` in a row for each); ``pad_token_id`` fills ``sequences``
+    after an end."""
 
     requests: Sequence[Request]
     pad_token_id: int = 0
@@ -130,11 +125,7 @@ def feed(
     prompt: torch.Tensor | None,
 ) -> None:
     """Run to the end, passing tokens to a streamer as transformers does: first the prompt, ``[1, t]``, unless it is
-    None because the streamer has it.
-
-    Raises:
-        ValueError: if there is a streamer and more than one request.
-    """
+    None because the streamer has it. Raise ValueError for a streamer with more than one request."""
     if streamer is None:
         for _ in commits:
             pass

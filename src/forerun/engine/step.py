@@ -34,8 +34,8 @@ class BatchRow(Row):
         whole: whether all chunks but the last share one pass; see ``Scorer.reads_whole``.
         pass_tokens: maximum tokens of such a pass, in whole chunks; None for no limit.
         fixed: whether each whole chunk is one pass, however long it runs; see ``Scorer.prompt_chunk``.
-        own: whether the cache was made for this row, and goes with it.
-        reads, prepares: prompt tokens per step, for prefill and for preparing drafts, beside others; see
+        own: whether the cache was made for this row, and is freed with it.
+        reads, prepares: prompt tokens per step, for prefill and for preparing drafts, alongside decoding rows; see
             ``PrefillPacing``.
         drafting: whether the drafter has the cache, because only the last chunk is left to prefill.
         ready: whether the drafter has finished its prefill.
@@ -101,7 +101,7 @@ class StepSeconds:
     """Where the time of an engine's steps went, all rows together, without overlap.
 
     Attributes:
-        read: prefill, by target and drafter. A pass over prompts and drafts is divided by tokens.
+        read: prefill, by target and drafter. A pass over prompts and drafts is split by tokens.
         propose, score, verify: drafting, passes over drafts, and verifying and committing.
     """
 
@@ -150,15 +150,12 @@ class DecodingStep:
     def __call__(
         self, decoding: Sequence[BatchRow], reading: Mapping[BatchRow, int], budgets: Mapping[int, int] = {}
     ) -> list[Commit]:
-        """Take the step.
+        """Take the step; return a commit for each row that decodes and each row that failed.
 
         Args:
             decoding: rows that decode.
             reading: rows in prefill, with the tokens of their next chunk.
             budgets: see ``Batch.step``.
-
-        Returns:
-            A commit for each row that decodes and each row that failed.
         """
         began = time.perf_counter()
         limits = [row.request.allowed(min(self.budget, budgets.get(row.request.id, self.budget))) for row in decoding]

@@ -41,14 +41,8 @@ OperationLog = Callable[["Cache", str, tuple[Any, ...], object], None]
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One layer's keys and values of a token.
-
-    Attributes:
-        heads: KV heads.
-        dim, out_dim: size of a head's key, and of its value.
-        width: bytes per number.
-        window: as in ``AttentionSpec``.
-    """
+    """One layer's keys and values of a token: KV heads, size of a head's key and value, bytes per number, and the
+    window as in ``AttentionSpec``."""
 
     heads: int
     dim: int
@@ -148,12 +142,8 @@ class Cache(ABC):
         """Drop a view's speculative tokens, and follow its source."""
 
     def verified(self, rows: Sequence[int], drafted: int, accepted: int) -> None:  # noqa: B027
-        """Report to a view that its source has verified and committed a draft made with it.
-
-        Args:
-            rows: indices of the accepted tokens' queries in ``source.queries``.
-            drafted, accepted: number of tokens.
-        """
+        """Report to a view that its source has verified and committed a draft made with it; ``rows`` are indices of the
+        accepted tokens' queries in ``source.queries``."""
 
     def positions(self, block: Block) -> IntArray:
         """Return the position that the model sees for each token of the block: that in the sequence, unless the cache
@@ -192,11 +182,8 @@ class Cache(ABC):
         return attend_in_order(q, [rows], [block], spec)
 
     def recurrent(self) -> RecurrentStates:
-        """Return the states of the row's recurrent layers after ``length`` tokens.
-
-        Raises:
-            NotImplementedError: if the cache has none.
-        """
+        """Return the states of the row's recurrent layers after ``length`` tokens; raise NotImplementedError if there
+        are none."""
         raise NotImplementedError(f"a {type(self).__name__} keeps no states of recurrent layers")
 
     def addressed(self, layers: Sequence[int], like: torch.Tensor, count: int) -> Addresses | None:
@@ -205,7 +192,6 @@ class Cache(ABC):
         Args:
             layers: of the model that have keys and values.
             like: keys of any tokens, ``[1, Hkv, m, d]``; values have the same shape and type.
-            count: tokens of the block.
 
         Returns:
             None if only ``attend`` can compute the attention.
@@ -213,8 +199,8 @@ class Cache(ABC):
         return None
 
     def next_read(self, goal: int) -> int:
-        """Return how many tokens to prefill next on the way to a length of ``goal``: at least 1 while ``length <
-        goal``. A cache may first skip tokens that it would evict anyway, which increases ``length``."""
+        """Return how many tokens to prefill next on the way to a length of ``goal``: at least 1 while
+        ``length < goal``. A cache may first skip tokens that it would evict anyway, which increases ``length``."""
         return goal - self.length
 
     @abstractmethod
@@ -232,12 +218,7 @@ class Cache(ABC):
         """Bytes held."""
 
     def needs(self, shape: KVShape, tokens: int) -> int:
-        """Return an upper bound of the bytes for a sequence, in advance.
-
-        Args:
-            shape: of the model.
-            tokens: of the sequence at its longest, drafts included.
-        """
+        """Return an upper bound of the bytes for a sequence of ``tokens`` tokens, drafts included, in advance."""
         return shape.nbytes * tokens
 
 
@@ -281,12 +262,7 @@ def reserve(rows: Rows | None, like: Rows, held: int, end: int, capacity: int, f
 
 
 def stacked(likes: Iterable[Rows], room: int) -> torch.Tensor | None:
-    """Allocate one piece of memory for equal layers, ``[layers, 2, Hkv, room, d]``; None if layers differ.
-
-    Args:
-        likes: keys and values of any tokens of each layer.
-        room: tokens.
-    """
+    """Allocate one piece of memory for layers like these, ``[layers, 2, Hkv, room, d]``; None if they differ."""
     rows = list(likes)
     first = rows[0][0]
     if {(*t.shape[:2], t.shape[3]) for both in rows for t in both} != {(1, first.shape[1], first.shape[3])}:

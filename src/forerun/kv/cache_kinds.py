@@ -14,23 +14,14 @@ from forerun.kv.streaming import Rotation, StreamingCache
 
 
 class CacheParts(NamedTuple):
-    """The parts of a cache.
-
-    Attributes:
-        kind: a name in ``_KINDS``.
-        values: plain values, and a view's source.
-    """
+    """The kind of a cache (a name in ``_KINDS``), and its parts: plain values, and a view's source."""
 
     kind: str
     values: Sequence[Any]
 
 
 def parts_of(cache: Cache) -> CacheParts:
-    """Describe an empty cache.
-
-    Raises:
-        ValueError: for a kind of cache that plain values cannot describe.
-    """
+    """Describe an empty cache; raise ValueError for a kind that plain values cannot describe."""
     for name, kind in _KINDS.items():
         if type(cache) is kind.cache:
             return CacheParts(name, kind.values(cache))
@@ -38,15 +29,8 @@ def parts_of(cache: Cache) -> CacheParts:
 
 
 def made_of(parts: CacheParts, rotation: Rotation | None) -> Cache:
-    """Make a cache from its parts.
-
-    Args:
-        parts: from ``parts_of``.
-        rotation: of the model's keys; None if unknown here.
-
-    Raises:
-        ValueError: if the cache needs the rotation.
-    """
+    """Make a cache from ``parts_of``; raise ValueError if it needs the rotation of the model's keys, and that is
+    None."""
     return _KINDS[parts.kind].make(parts.values, rotation)
 
 

@@ -149,12 +149,8 @@ class FullCache(Cache):
         return self._store
 
     def reserve_layers(self, likes: Mapping[int, Rows], count: int) -> Mapping[int, Rows]:
-        """Make room for ``count`` tokens after the committed ones, in layers that differ.
-
-        Args:
-            likes: keys and values of any tokens of each layer.
-            count: tokens.
-        """
+        """Make room for ``count`` tokens after the committed ones, in layers that differ; ``likes`` are rows of each
+        layer."""
         end = self.length + count
         self._grow(end)
         for layer, like in likes.items():
@@ -273,12 +269,8 @@ class FullCache(Cache):
         self.length += max(count)
 
     def share(self, length: int) -> SharedPrefix:
-        """Return the first ``length`` committed tokens for other caches to start from. This cache continues in the same
-        memory.
-
-        Raises:
-            ValueError: if fewer are committed.
-        """
+        """Return the first ``length`` committed tokens for other caches to start from; raise ValueError if fewer are
+        committed. This cache continues in the same memory."""
         if not 0 < length <= self.length:
             raise ValueError(f"length is {length}; it must be between 1 and {self.length}")
         if self._prefix_length < length:
@@ -357,11 +349,8 @@ class FullCache(Cache):
         return self._layers[layer][0][:, :, : self.length : step]
 
     def chunks(self, layer: int, head: torch.Tensor, chunk: torch.Tensor, size: int) -> Rows:
-        """Return keys and values of some chunks of ``size`` tokens, ``[n, size, d]`` each.
-
-        Args:
-            head, chunk: KV head and number of each chunk, ``[n]``.
-        """
+        """Return keys and values of chunks of ``size`` tokens, given their KV heads and numbers ``[n]``;
+        ``[n, size, d]`` each."""
         places = chunk[:, None] * size + torch.arange(size, device=chunk.device)
         return tuple(t[0][head[:, None], places] for t in self._layers[layer])
 

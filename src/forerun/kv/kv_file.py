@@ -71,12 +71,8 @@ class Area(NamedTuple):
 
 
 def text_areas(layers: Mapping[int, Rows], capacity: int) -> list[Area]:
-    """Return areas for keys and values, ``[1, Hkv, length, d]`` each, as ``KVFile.prefix`` reads them.
-
-    Args:
-        layers: by layer.
-        capacity: tokens that a cache starting from them will hold.
-    """
+    """Return areas for keys and values, ``[1, Hkv, length, d]`` each, with room for a cache of ``capacity`` tokens, as
+    ``KVFile.prefix`` reads them."""
     room = Layout.of(layers, capacity).capacity
     return [
         Area(f"{layer}.{name}", t, (*t.shape[:2], room, t.shape[3]))
@@ -174,14 +170,7 @@ def _put_bytes(file: int, data: memoryview, place: int) -> None:
 
 
 class KVFile:
-    """An open file made by ``write``; removing or renaming it changes nothing here.
-
-    Args:
-        path: of the file.
-        key: that it was written with.
-
-    Attributes:
-        metadata: that it was written with.
+    """An open file made by ``write``, with its key and metadata; removing or renaming it changes nothing here.
 
     Raises:
         DamagedFileError: if its header is damaged, or its size differs from the header's.
@@ -223,12 +212,8 @@ class KVFile:
         return *inode_of(self._file), self._own
 
     def verify(self) -> None:
-        """Compare all data with their checksums, on as many threads as torch uses.
-
-        Raises:
-            DamagedFileError: if they differ.
-            OSError: if the file cannot be read.
-        """
+        """Compare all data with their checksums, on as many threads as torch uses; raise DamagedFileError if they
+        differ."""
         data = map_private(self._file, self._size, self._first).numpy().data
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             sums = threads.map(lambda run: _checksum([data[run[0] : run[0] + run[1]]], self._key), self._runs)

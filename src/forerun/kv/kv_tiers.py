@@ -126,7 +126,6 @@ def place(
     """Choose the tiers for the layers of a sequence.
 
     Args:
-        memory: the limits.
         taken: bytes in use, by tier.
         shape: of a token's keys and values.
         tokens: of the sequence at its longest, drafts included.
@@ -197,14 +196,7 @@ def _fitting(
 
 
 class Tiers:
-    """Makes full caches within a ``KVMemory``; their memory is free again after their last use. Thread-safe.
-
-    Args:
-        memory: the limits, or bytes on the device.
-        device: that computes.
-        shape: of a token's keys and values.
-        dtype: of them.
-    """
+    """Makes full caches within a ``KVMemory``; their memory is free again after their last use. Thread-safe."""
 
     def __init__(self, memory: KVMemory | int, device: torch.device, shape: KVShape, dtype: torch.dtype) -> None:
         self.memory = memory if isinstance(memory, KVMemory) else KVMemory(memory)
@@ -228,11 +220,7 @@ class Tiers:
         return DeviceReserve(sum(min(self.shape.nbytes * n, min_device_bytes(self.shape, n)) for n in texts))
 
     def placement(self, tokens: int, reserve: DeviceReserve = NO_RESERVE, empty: bool = False) -> Placement:
-        """Return where a cache would be placed now, without allocating it.
-
-        Args:
-            tokens, reserve: as for ``cache``.
-            empty: as if no memory were in use.
+        """Return where ``cache`` would place one now, or if no memory were in use, without allocating it.
 
         Raises:
             NoRoomError: if it would fit nowhere.
@@ -249,12 +237,8 @@ class Tiers:
     def cache(
         self, tokens: int, shareable: bool = False, releases: bool = False, reserve: DeviceReserve | None = None
     ) -> FullCache:
-        """Return a cache with room for ``tokens`` tokens.
-
-        Args:
-            tokens: of the sequence at its longest, drafts included.
-            shareable, releases: as for ``FullCache``; offloaded caches release nothing.
-            reserve: what it leaves free on the device.
+        """Return a cache with room for ``tokens`` tokens, drafts included; for arguments see ``FullCache`` and
+        ``place``. Offloaded caches release nothing.
 
         Raises:
             NoRoomError: if it fits nowhere.

@@ -96,12 +96,7 @@ class LowRankConfig:
 
 
 class LowRankCache(ChunkedView):
-    """Low-rank selection over one row's full cache.
-
-    Args:
-        source: the target's cache; read, never changed.
-        config: what a query sees.
-    """
+    """Low-rank selection over one row's full cache, which is read, never changed."""
 
     def __init__(self, source: FullCache, config: LowRankConfig) -> None:
         super().__init__(source, config.budget, CHUNK_KEYS, config.recent)
@@ -424,11 +419,8 @@ class RecentChunks:
         self._slots: Rows = ()  # [Hkv, slots, chunk, d]
 
     def hold(self, best: torch.Tensor, wanted: torch.Tensor, known: int, source: FullCache, layer: int) -> None:
-        """Load those of the chunks ``best`` ``[Hkv, slots]``, among a layer's first ``known``, that are wanted.
-
-        Args:
-            wanted: bool ``[Hkv, slots]``; the first call loads all.
-        """
+        """Load those of the chunks ``best`` ``[Hkv, slots]``, among a layer's first ``known``, that are ``wanted``,
+        bool ``[Hkv, slots]``; the first call loads all."""
         if self._held.shape != best.shape:
             heads, count = best.shape
             head = torch.arange(heads, device=best.device).repeat_interleave(count)

@@ -50,13 +50,8 @@ def check_type(held: torch.dtype, new: torch.dtype) -> None:
 
 @dataclass
 class _Inputs:
-    """Inputs of one recurrence, a row per token.
-
-    Attributes:
-        rows: ``[capacity, width]``.
-        first: position of row 0.
-        before: number of earlier inputs that an output depends on.
-    """
+    """Inputs of one recurrence, a row per token, ``[capacity, width]``, from position ``first`` on. An output depends
+    on the ``before`` inputs before it."""
 
     rows: torch.Tensor
     first: int
@@ -123,11 +118,8 @@ class _BlockPlan:
 
 
 class RecurrentStates:
-    """States of all recurrent layers of one row. A pass has no effect without ``commit``.
-
-    Attributes:
-        length: committed tokens.
-    """
+    """States of all recurrent layers of one row, after ``length`` committed tokens. A pass has no effect without
+    ``commit``."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -153,17 +145,8 @@ class RecurrentStates:
     def convolve(
         self, layer: int, x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, block: Block
     ) -> torch.Tensor:
-        """Compute a causal convolution over the block.
-
-        Args:
-            layer: its index.
-            x: inputs of the block's tokens, ``[n, C]``.
-            weights, bias: as for ``short_convolution.convolve``.
-            block: ``block.start`` equals ``length``.
-
-        Returns:
-            ``[n, C]``.
-        """
+        """Convolve the block's inputs ``[n, C]`` causally; ``[n, C]``. Weights are as for
+        ``short_convolution.convolve``, and ``block.start`` equals ``length``."""
         before, end = len(weights) - 1, self.length + len(block)
         plan, inputs = self._planned(block), self._convolved(layer, before, x)
         inputs.append(x, self._position, self.length)
@@ -172,14 +155,8 @@ class RecurrentStates:
         return convolve(inputs.part(self.length - before, end), weights, bias, plan.parents[before], before)
 
     def history(self, layer: int, before: int, like: torch.Tensor, block: Block) -> int:
-        """Return the address of a convolution's inputs: those of ``before`` tokens, then room for the block's.
-
-        Args:
-            layer: its index.
-            before: number of earlier tokens that an output depends on.
-            like: inputs of any tokens, ``[m, C]``.
-            block: as for ``convolve``.
-        """
+        """Return the address of a convolution's inputs: those of ``before`` tokens, then room for the block's. ``like``
+        are inputs of any tokens, ``[m, C]``."""
         self._planned(block)
         inputs = self._convolved(layer, before, like)
         room = inputs.reserve(len(block), self._position, self.length, like)
@@ -193,17 +170,8 @@ class RecurrentStates:
         return self._inputs[key]
 
     def advance(self, layer: int, shape: GatedShape, rows: torch.Tensor, q: torch.Tensor, block: Block) -> torch.Tensor:
-        """Compute a recurrence over the block.
-
-        Args:
-            layer: its index.
-            shape: of the recurrence.
-            rows, q: of the block's tokens, as for ``gated_states.run_states``.
-            block: ``block.start`` equals ``length``.
-
-        Returns:
-            ``[n, heads, out_dim]``.
-        """
+        """Compute a recurrence over the block, with ``rows`` and ``q`` as for ``gated_states.run_states``;
+        ``[n, heads, out_dim]``. ``block.start`` equals ``length``."""
         key, plan = (layer, STATE_KIND), self._planned(block)
         state = self._states.setdefault(layer, _State())
         state.asked = state.asked or q.dtype
@@ -242,12 +210,8 @@ class RecurrentStates:
         self._thin_out()
 
     def truncate(self, length: int) -> int:
-        """Drop the tokens from ``length`` on, and more if no state between old snapshots is left.
-
-        Returns:
-            Tokens left: ``length`` if at most ``SNAPSHOT_TOKENS`` were dropped, else ``length`` or the position of the
-                last snapshot before it.
-        """
+        """Drop the tokens from ``length`` on, and more if no state between old snapshots is left; return the tokens
+        left: ``length`` if at most ``SNAPSHOT_TOKENS`` were dropped, else ``length`` or the last snapshot before it."""
         self._plan, length = None, min(length, self.length)
         if length < self._position:
             snapshot = max((position for position in self._snapshots if position <= length), default=self._origin)

@@ -36,12 +36,8 @@ def aligned(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a sequence's rows are in one piece of memory: layer by layer, keys before values, head by head.
-
-    Attributes:
-        kinds: by layer, of keys and of values.
-        capacity: room in tokens.
-    """
+    """The places of a sequence's rows in one piece of memory: layer by layer, keys before values, head by head, with
+    room for ``capacity`` tokens."""
 
     kinds: Mapping[int, tuple[Kind, ...]]
     capacity: int
@@ -103,13 +99,8 @@ class SharedPrefix:
 
     @classmethod
     def of(cls, layers: Mapping[int, Rows], length: int, capacity: int) -> SharedPrefix:
-        """Copy rows into memory.
-
-        Args:
-            layers: by layer, keys ``[1, Hkv, >= length, d]`` and values ``[1, Hkv, >= length, dv]``.
-            length: tokens.
-            capacity: tokens that a cache starting from them will hold.
-        """
+        """Copy rows, keys ``[1, Hkv, >= length, d]`` and values ``[1, Hkv, >= length, dv]``, into memory for caches of
+        ``capacity`` tokens."""
         layout = Layout.of(layers, capacity)
         on_cpu = all(t.device.type == "cpu" for rows in layers.values() for t in rows)
         memory = SharedMemory.of(layout) if layers and on_cpu else None
@@ -151,14 +142,8 @@ class SharedPrefix:
 
 
 class SharedMemory:
-    """Memory of a sequence that other caches may start from without a copy.
-
-    Forked processes do not inherit it: both would write into one sequence.
-
-    Args:
-        layout: of the rows.
-        file: descriptor of an unnamed file, closed with this object.
-    """
+    """Memory of a sequence that other caches may start from without a copy: an unnamed file, closed with this object.
+    Forked processes do not inherit it: both would write into one sequence."""
 
     def __init__(self, layout: Layout, file: int) -> None:
         self.layout, self._file = layout, file

@@ -64,11 +64,8 @@ class LayerRotation:
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """A model's rotary embedding, found by ``forerun.models.forward.rotary_probe.find_rotation``.
-
-    Attributes:
-        layers: the rotation of each layer's keys, or None if they do not depend on position.
-    """
+    """A model's rotary embedding, found by ``forerun.models.forward.rotary_probe.find_rotation``: the rotation of each
+    layer's keys, or None if they do not depend on position."""
 
     layers: Mapping[int, LayerRotation | None]
 
@@ -154,11 +151,7 @@ class StreamingCache(Cache):
 
     def skip(self, count: int) -> None:
         """Treat the next ``count`` tokens as processed and evicted, so that only the ends of a long prompt need a
-        prefill. The tokens held now, at most ``sinks``, become the sinks.
-
-        Raises:
-            ValueError: if there are more tokens than the sinks.
-        """
+        prefill. The tokens held now, at most ``sinks``, become the sinks; raise ValueError if there are more."""
         if count < 0:
             raise ValueError(f"count is {count}; it must be 0 or more")
         if self._held > self._sinks:
@@ -194,11 +187,7 @@ class StreamingCache(Cache):
         return torch.cat((keys[:, :, sinks], moved), 2), torch.cat((values[:, :, sinks], values[:, :, recent]), 2)
 
     def truncate(self, length: int) -> None:
-        """Drop the committed tokens from ``length`` on; tokens before it must still be held.
-
-        Raises:
-            ValueError: if they are not, or for a length out of range.
-        """
+        """Drop the committed tokens from ``length`` on; raise ValueError if tokens before it are no longer held."""
         if not 0 <= length <= self.length:
             raise ValueError(f"length is {length}; it must be between 0 and {self.length}")
         back = self._before if self._before is not None and length < self._before.length else None

@@ -21,13 +21,10 @@ steps that prefill 256 tokens then index 8,192 keys. Where step times are bounde
 
 
 class View(Cache):
-    """A sparse view of one row's full cache, for the same model.
+    """A sparse view of one row's full cache, its source, for the same model.
 
-    Tokens committed here are speculative: ``sync`` replaces them by what the full cache has committed since, so that
-    all settled keys come from full attention.
-
-    Args:
-        source: the target's cache; read, never changed.
+    Tokens committed here are speculative: ``sync`` replaces them by what the source has committed since, so that all
+    settled keys come from full attention.
     """
 
     state_name: str | None = None
@@ -73,12 +70,8 @@ class View(Cache):
     def sync(self) -> None: ...
 
     def _window_rows(self, layer: int, window: int, tail: int, near: Rows) -> Rows:
-        """Return the rows of a layer with a sliding window, which sees its whole window.
-
-        Args:
-            window: as in ``AttentionSpec``.
-            tail: position of the first of the rows ``near``, which end with the current block.
-        """
+        """Return the rows of a layer with a sliding window, which sees its whole window; ``tail`` is the position of
+        the first row of ``near``, which ends with the current block."""
         first = max(0, self.length - window + 1)
         before = self.source.read(layer, min(first, tail), tail)
         return tuple(
@@ -113,11 +106,8 @@ class ChunkIndex(Protocol):
         """Tokens whose keys are indexed."""
 
     def extend(self, read: Callable[[int, int], torch.Tensor], length: int) -> None:
-        """Index a sequence's keys up to ``length``, a whole number of chunks.
-
-        Args:
-            read: returns the keys of some positions, ``[Hkv, m, d]``.
-        """
+        """Index a sequence's keys up to ``length``, a whole number of chunks; ``read`` returns those of some positions,
+        ``[Hkv, m, d]``."""
 
 
 class ChunkedView(View):

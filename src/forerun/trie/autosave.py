@@ -22,15 +22,8 @@ class Destination(Protocol):
 
 
 class AutoSaver:
-    """Saves an index some seconds after each change, and on close.
-
-    The thread sleeps until something changes. Steps wait only while memory is copied.
-
-    Args:
-        trie: the index.
-        destination: where it is saved.
-        interval: seconds from a change to its save.
-    """
+    """Saves an index on close and ``interval`` seconds after each change. The thread sleeps until something changes;
+    steps wait only while memory is copied."""
 
     def __init__(self, trie: TrieStore, destination: Destination, interval: float) -> None:
         self._trie, self._destination, self._interval = trie, destination, interval

@@ -1,7 +1,7 @@
-"""Compiles the trie in separate processes, while the engine decodes without drafts.
+"""Compiles the trie in separate processes, while the engine decodes without drafts: some ten seconds, once per machine.
 
-This needs some ten seconds, once per machine: the code is cached. A process that needs a function waits for the one
-compiling it (``KeptCode.alone``), so two that start at opposite ends share the work.
+A process waits for a function that another is compiling (``KeptCode.alone``), so two that start at opposite ends share
+the work.
 """
 
 from __future__ import annotations

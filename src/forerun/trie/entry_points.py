@@ -68,11 +68,8 @@ def _extend(
     tokens: IntArray,
     rate: float,
 ) -> int:
-    """Index generated tokens in both sources; with ``rate`` above 0, train the mixer on each first.
-
-    Returns:
-        What is needed before the next call, or 0.
-    """
+    """Index generated tokens in both sources; with ``rate`` above 0, train the mixer on each first. Return what is
+    needed before the next call, or 0."""
     for token in tokens:
         if rate > 0:
             _learn_evidence(own, shared, cursor, mixer, workspace, token, rate)
@@ -139,9 +136,8 @@ def step(
     probability: FloatArray,
     origins: Int8Array,
 ) -> tuple[int, int]:
-    """Index the new tokens of all sequences, then draft after each.
-
-    Numba passes vectors faster than named tuples of them.
+    """Index the new tokens of all sequences, then draft after each. Numba passes vectors faster than named tuples of
+    them.
 
     Args:
         steps: one per sequence; ``TEXT_STEP`` ``[n]``; records the progress of the call.
@@ -149,7 +145,6 @@ def step(
         behind: the place in ``tokens`` after which each list is kept, ascending per sequence.
         before, last, best, scores: lists of all sequences, concatenated; see ``RecycledRows``.
         workspace, scratch: addresses.
-        rate: learning rate.
         drafted, parents, probability, origins: filled with nodes, sequence by sequence; see ``Draft``.
 
     Returns:

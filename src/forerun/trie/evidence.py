@@ -322,8 +322,8 @@ def complete(table: CandidateTable, evidence: PositionEvidence, noise: RecordArr
 
 @compiled
 def _frequency_class(index: Index, token: int) -> int:
-    """Return the log-scale class of a token's frequency in a source; 0 if it never occurred. Frequencies grow by ``e **
-    (1 / 1.5)``, about twice, per class."""
+    """Return the log-scale class of a token's frequency in a source, about a factor of two (``e ** (1 / 1.5)``) each; 0
+    if it never occurred."""
     slot = find(index, mix(np.uint64(0), token))
     if slot == 0:
         return 0

@@ -68,15 +68,14 @@ LONG_COPY = 16
 
 
 class Cells(NamedTuple):
-    """Statistics of each kind of evidence.
-
-    The last entry is for ``NONE`` (-1): its log-odds are 0, which adds nothing.
+    """Statistics of each kind of evidence, float32 ``[CELLS + 1]``. The last entry is for ``NONE`` (-1): its log-odds
+    are 0.
 
     Attributes:
-        odds: log(chance / (1 - chance)), float32 ``[CELLS + 1]``.
-        chance: how often tokens with such evidence came, float32 ``[CELLS + 1]``.
-        uses: number of observations, float32 ``[CELLS + 1]``.
-        changed: 1 while ``odds`` is older than ``chance``, float32 ``[CELLS + 1]``.
+        odds: log(chance / (1 - chance)).
+        chance: how often tokens with such evidence came.
+        uses: number of observations.
+        changed: 1 while ``odds`` is older than ``chance``.
     """
 
     odds: npt.NDArray[np.float32]
@@ -89,9 +88,8 @@ class Mixer(NamedTuple):
     """Everything learned about evidence.
 
     Attributes:
-        cells: see ``Cells``.
         weights: of each input, by set; float64 ``[SETS, WEIGHT_COLUMNS]``.
-        correction: probability at each knot, by set; float64 ``[SETS + 1, KNOTS]``. The last row is the logistic
+        correction: probability at each knot, by set; float64 ``[SETS + 1, KNOTS]``; the last row is the logistic
             function.
     """
 
@@ -234,11 +232,7 @@ def dump(mixer: Mixer) -> FloatArray:
 
 
 def restore(learned: FloatArray) -> Mixer:
-    """Restore a mixer from ``dump``'s vector.
-
-    Raises:
-        ValueError: if the vector has another length, or is not finite.
-    """
+    """Restore a mixer from ``dump``'s vector; raise ValueError if its length differs or a value is not finite."""
     ends = np.cumsum([CELLS, CELLS, SETS * WEIGHT_COLUMNS, SETS * KNOTS])
     if len(learned) != ends[-1] or not np.isfinite(learned).all():
         raise ValueError("the learned weights have another size, or are not finite")
@@ -254,8 +248,8 @@ def restore(learned: FloatArray) -> Mixer:
 
 
 def prior() -> Mixer:
-    """Return a mixer trained on other sequences and a model's answers. Written by ``python -m benchmarks
-    learn-evidence``, then ``learn-recycled``."""
+    """Return a mixer trained on other sequences and a model's answers by ``python -m benchmarks learn-evidence``, then
+    ``learn-recycled``."""
     return _load_prior().copy()
 
 

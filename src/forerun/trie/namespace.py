@@ -30,12 +30,8 @@ MIN_GROWTH_BYTES = 1 << 16
 
 
 class Texts(NamedTuple):
-    """A raw copy of the memory of a namespace's outputs, fast to make and decoded later.
-
-    Attributes:
-        rows: of ``Index.text``; ``TEXT_CHUNK`` ``[chunks]``.
-        firsts: first chunk of each output, oldest first; int64 ``[n]``.
-    """
+    """A raw copy of a namespace's outputs, fast to make and decoded later: rows of ``Index.text``, and the first chunk
+    of each output, oldest first, int64 ``[n]``."""
 
     rows: RecordArray
     firsts: IntArray
@@ -56,11 +52,10 @@ class Namespace:
     Args:
         capacity: maximum bytes of its arrays, at least 2**16.
         mixer: initial mixer.
-        allow: called before the namespace grows, with it and the bytes requested; returns the bytes granted. The
-            namespace starts with none. Without ``allow`` it has its full capacity at once.
+        allow: called with the namespace and the bytes it requests; returns those granted. The namespace starts with
+            none. Without ``allow`` it has its full capacity at once.
 
     Attributes:
-        index: the shared index.
         granted: bytes it may use, at most ``capacity``.
         outputs: first chunks of finished outputs, oldest first.
         writers: by request, the cursors of outputs in progress.

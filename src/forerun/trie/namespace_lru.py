@@ -13,14 +13,10 @@ from forerun.trie.namespace import MIN_GROWTH_BYTES, Namespace
 
 
 class NamespaceLRU(Mapping[str, Namespace]):
-    """Namespaces by name, least recently used first.
-
-    Args:
-        capacity: maximum bytes of a namespace.
-        most: maximum number of namespaces.
-        mixer: copied for each new namespace; an attribute, too.
+    """At most ``most`` namespaces of ``capacity`` bytes by name, least recently used first.
 
     Attributes:
+        mixer: copied for each new namespace.
         on_change: called after each change, if set; must return at once.
     """
 
@@ -52,11 +48,8 @@ class NamespaceLRU(Mapping[str, Namespace]):
         return sum(space.granted for space in self._spaces.values())
 
     def bound(self, limit: int, namespaces: int, per_owner: int | None = None) -> None:
-        """Bound the bytes of all namespaces, their number, and that of one owner's.
-
-        Raises:
-            ValueError: if there is no room for one namespace.
-        """
+        """Bound the bytes of all namespaces, their number, and that of one owner's; raise ValueError without room for
+        one."""
         if limit < MIN_GROWTH_BYTES or namespaces < 1:
             raise ValueError(
                 f"the limit is {limit} bytes for {namespaces} namespaces; allowed: {MIN_GROWTH_BYTES} and 1 at least"

@@ -58,12 +58,8 @@ BLOCK_LOGITS = 64
 
 @compiled
 def best_of_rows(logits: Float32Array, tokens: Int32Array, scores: Float32Array) -> None:
-    """Find the top tokens of each row and their logits, best first.
-
-    Args:
-        logits: ``[n, V]``.
-        tokens, scores: outputs, ``[n, LISTED]``; tokens are padded with -1.
-    """
+    """Find the top tokens of each row of logits ``[n, V]``, best first; fill ``tokens``, padded with -1, and
+    ``scores``, ``[n, LISTED]``."""
     rows, vocabulary = logits.shape
     for row in range(rows):
         tokens[row], scores[row] = -1, -np.inf

@@ -29,13 +29,11 @@ QUOTE = '"'
 
 @functools.lru_cache(maxsize=4)
 def spellings(tokenizer: Tokenizer) -> Int32Array:
-    """Return the tokens after a quote of each word token that starts with a space.
+    """Return the tokens after a quote of each word token that starts with a space, int32
+    ``[vocabulary, LONGEST_WORD]``.
 
-    Cached for the last four tokenizers, since a tokenizer does not change.
-
-    Returns:
-        int32 ``[vocabulary, LONGEST_WORD]``, padded with ``UNWRITTEN``. Tokens without a spelling are all padding; so
-        is the whole table if the tokenizer cannot encode a quote.
+    Rows are padded with ``UNWRITTEN``; tokens without a spelling have only padding, as has the whole table if the
+    tokenizer cannot encode a quote. Cached for four tokenizers, since a tokenizer does not change.
     """
     table = np.full((tokenizer.get_vocab_size(), LONGEST_WORD), UNWRITTEN, np.int32)
     spaced = [number for token, number in tokenizer.get_vocab().items() if token.startswith(SPACES)]

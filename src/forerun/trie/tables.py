@@ -68,12 +68,8 @@ ENTRY = _of(np.dtype(_ENTRY, align=True))
 """
 
 TEXT_CHUNK = _records(("tokens", np.int32, (CHUNK_TOKENS,)), ("after", np.int32), ("before", np.int32))
-"""``Index.text``: a chunk of a sequence.
-
-- ``tokens``: padded with -1.
-- ``after``: the next chunk of the sequence; of a free chunk, the next free one.
-- ``before``: the previous chunk of the sequence.
-"""
+"""``Index.text``: a chunk of a sequence: its tokens, padded with -1, the chunk after it (of a free chunk, the next free
+one) and the one before it."""
 
 INDEX_STATE = _records("mask split slots slot_top slot_free rows block_top chunks chunk_top chunk_free tokens lists")
 """``Index.state``: one row of counters.
@@ -101,8 +97,8 @@ RECYCLED_LIST = _records(
 
 - ``key``: hash of the context; 0 if free.
 - ``tokens``: padded with -1.
-- ``chances``: softmax over the ``LISTED`` tokens.
-- ``classes``: of these, in ``CHANCE_CLASSES``.
+- ``chances``: softmax over the list.
+- ``classes``: of the probabilities, in ``CHANCE_CLASSES``.
 """
 
 COPY = _records("position agreed wrong")
@@ -143,8 +139,7 @@ CANDIDATE = _records(
 - ``listed``: length of the longest context whose recycled list has it; 0 for none.
 - ``noise``: see ``evidence.noise_of``; 0 if unknown.
 - ``weights``: its row of ``Mixer.weights``.
-- ``odds``: mixed log-odds.
-- ``chance``: probability after correction.
+- ``odds``, ``chance``: mixed log-odds, and the probability after correction.
 """
 
 ABSENT = _records(("shorter", np.int32), ("unknown", np.int32), ("rare", np.int32))
@@ -160,12 +155,8 @@ PREDICTION = _records("token cell agreed")
 one), and ``COPY.agreed``."""
 
 NOISE = _records(("seed", np.uint64), "position", ("temperature", np.float64))
-"""``DraftWorkspace.noise``: determines the noise of the next tokens; see ``evidence.noise_of``.
-
-- ``seed``: the sampler's, mixed once.
-- ``position``: of the next token.
-- ``temperature``: 0 if noise is unknown or absent.
-"""
+"""``DraftWorkspace.noise``: determines the noise of the token at ``position``; see ``evidence.noise_of``. ``seed`` is
+the sampler's, mixed once; ``temperature`` is 0 if noise is unknown or absent."""
 
 TEXT_STEP = _records(
     "own shared cursor mixer",
@@ -176,15 +167,13 @@ TEXT_STEP = _records(
 """What one compiled call does for one sequence: index new tokens, keep recycled logits, then draft.
 
 - ``own``, ``shared``, ``cursor``, ``mixer``: addresses; see ``array_handles``.
-- ``seed``, ``temperature``: of ``NOISE``.
-- ``position``: of the next token in the sequence.
+- ``seed``, ``temperature``, ``position``: of ``NOISE``.
 - ``room``: tokens that fit the request's index.
 - ``at``: next token to index, in the vector of all tokens. New ones end before ``new_end``, tentative ones before
   ``pending_end``. The mixer trains on those before ``taught_end``.
 - ``list_at``, ``list_end``: its lists, in the table of all lists.
-- ``budget``, ``max_depth``: maximum nodes, and their maximum depth.
-- ``piece``: tokens indexed last.
-- ``nodes``: nodes drafted.
+- ``budget``, ``max_depth``: of the draft.
+- ``piece``, ``nodes``: tokens indexed last, and nodes drafted.
 """
 
 SPAN = _records("head tail")

@@ -251,17 +251,8 @@ def peek(own: Index, shared: Index, cursor: TextCursor, scratch: TextCursor, tok
 
 @compiled
 def known_suffix(own: Index, shared: Index, cursor: TextCursor, scratch: TextCursor, tokens: IntArray) -> int:
-    """Return the length of the longest suffix seen before, as far as hints tell; 0 if the last n-grams have none.
-
-    Args:
-        own, shared: where to look.
-        cursor: of the sequence.
-        scratch: overwritten.
-        tokens: after the cursor, not indexed.
-
-    Returns:
-        At most ``MAX_AGREED``.
-    """
+    """Return the length of the longest suffix seen before, up to ``MAX_AGREED``, as far as hints tell; 0 if the last
+    n-grams have none. ``tokens`` follow the cursor without being indexed; ``scratch`` is overwritten."""
     longest, end = 0, cursor.ends[OWN].position
     for source in range(2):
         index = own if source == OWN else shared

@@ -141,8 +141,7 @@ def collect(text: RecordArray, firsts: IntArray, out: Int32Array, ends: IntArray
     Args:
         text: ``Index.text``, or a copy of the rows that hold them.
         firsts: first chunk of each sequence, int64 ``[n]``.
-        out: output, int32, with room for all their chunks.
-        ends: output: the end of each sequence in ``out``, int64 ``[n]``.
+        out, ends: outputs: the tokens, int32, with room for all chunks, and each sequence's end in them, int64 ``[n]``.
     """
     at = 0
     for number in range(len(firsts)):

@@ -44,12 +44,7 @@ PROMPT_PIECE_TOKENS = 4096
 
 
 class SamplingNoise(NamedTuple):
-    """Gumbel noise that a request samples with.
-
-    Attributes:
-        mixed_seed: see ``sampling.mixed``.
-        temperature: of the sampling.
-    """
+    """Gumbel noise that a request samples with; see ``sampling.mixed``."""
 
     mixed_seed: int
     temperature: float
@@ -88,7 +83,6 @@ class _Live:
     """A live request.
 
     Attributes:
-        namespace: its namespace.
         own: its private index.
         cursor: the end of its sequence.
         length: tokens of its sequence, including those of the prompt not indexed yet.
@@ -126,11 +120,9 @@ class _Live:
 
 
 class Trie(TrieStore):
-    """Index over namespaces and live requests.
+    """Index over namespaces and live requests, with a bundled mixer by default.
 
-    Args:
-        config: see ``TrieConfig``.
-        mixer: initial mixer; by default the bundled one.
+    Methods raise ValueError for a request that is not live, or a token that is not in [0, 2**31); nothing changes then.
     """
 
     def __init__(self, config: TrieConfig | None = None, mixer: Mixer | None = None) -> None:
@@ -161,11 +153,7 @@ class Trie(TrieStore):
 
     def set_static_lists(self, rows: RecycledRows) -> None:
         """Draft from lists computed by the model alone, in requests from now on, where neither request nor namespace
-        has a list. They contain no user data, so all namespaces may read them.
-
-        Args:
-            rows: most frequent tokens first, which win collisions.
-        """
+        has a list. They contain no user data, so all namespaces may read them. On collisions, the first rows win."""
         maker, last_first = Trie(self.config), np.arange(len(rows.last))[::-1]
         maker.begin(0, "", [0])
         before, last, tokens, scores = rows
@@ -183,7 +171,8 @@ class Trie(TrieStore):
         prediction: Tokens = (),
         noise: SamplingNoise | None = None,
     ) -> None:
-        """Start a request and index the first piece of its prompt; ``catch_up`` indexes the rest.
+        """Start a request and index the first piece of its prompt; ``catch_up`` indexes the rest. Raise ValueError if
+        it is already live.
 
         Args:
             request_id: any number that is not live.
@@ -193,9 +182,6 @@ class Trie(TrieStore):
             prediction: expected output. It is indexed like the prompt, and the output is assumed to copy it from its
                 first token until it does not.
             noise: that it samples with, if drafts may know it.
-
-        Raises:
-            ValueError: if the request is live already, or a token is not in [0, 2**31).
         """
         if request_id in self._live:
             raise ValueError(f"request {request_id} is already live")
@@ -216,14 +202,8 @@ class Trie(TrieStore):
 
     @locked
     def catch_up(self, request_id: int, tokens: int) -> bool:
-        """Index about ``tokens`` more tokens of the prompt, up to ``PROMPT_PIECE_TOKENS``.
-
-        Returns:
-            Whether the prompt is complete. ``extend`` and ``retrieve`` index the rest first, piece by piece.
-
-        Raises:
-            ValueError: if the request is not live.
-        """
+        """Index about ``tokens`` more tokens of the prompt, up to ``PROMPT_PIECE_TOKENS``; return whether it is
+        complete. ``step`` indexes the rest first, piece by piece."""
         live = self._of(request_id)
         live.index_unread(max(1, min(tokens, PROMPT_PIECE_TOKENS)))
         return not live.unread
@@ -234,14 +214,7 @@ class Trie(TrieStore):
             self.catch_up(request_id, PROMPT_PIECE_TOKENS)
 
     def step(self, updates: Sequence[TextUpdate]) -> list[Draft]:
-        """Index the new tokens of several requests, then draft for each, in one compiled call.
-
-        Returns:
-            A draft for each; see ``retrieve``.
-
-        Raises:
-            ValueError: if a request is not live, or a token is not in [0, 2**31); nothing changes then.
-        """
+        """Index the new tokens of several requests, then draft for each, in one compiled call; see ``retrieve``."""
         for update in updates:
             self._read_prompt(update.request_id)
         parts = [part for update in updates for part in (update.new, update.pending) if len(part)]
@@ -313,36 +286,20 @@ class Trie(TrieStore):
             self._shared[live.namespace].make_room(text.piece)
 
     def extend(self, request_id: int, tokens: Tokens) -> None:
-        """Index generated ``tokens``, and train the mixer on them.
-
-        Raises:
-            ValueError: if the request is not live, or a token is not in [0, 2**31); nothing changes then.
-        """
+        """Index generated ``tokens``, and train the mixer on them."""
         self.step([TextUpdate(request_id, tokens)])
 
     def recycle(self, request_id: int, rows: RecycledRows) -> None:
-        """Store the top tokens of rows of logits, for drafts in the request's namespace.
-
-        Raises:
-            ValueError: if the request is not live, or the arrays differ in length.
-        """
+        """Store the top tokens of rows of logits, for drafts in the namespace; raise ValueError if array lengths
+        differ."""
         self.step([TextUpdate(request_id, lists=[(0, rows)])])
 
     def retrieve(self, request_id: int, budget: int, max_depth: int, pending: Tokens = ()) -> Draft:
-        """Draft what may follow the request's sequence.
-
-        Args:
-            request_id: a live request.
-            budget: maximum nodes.
-            max_depth: of the tree, in tokens.
-            pending: tokens after the sequence that ``extend`` has not received.
+        """Draft what may follow the request's sequence and ``pending`` tokens, which ``extend`` has not received.
 
         Returns:
             Up to ``budget`` nodes, at most ``max_depth`` deep, parents first: tokens int64 ``[n]``, parents int64
                 ``[n]``, estimated probability of acceptance float64 ``[n]``, and ``Origin`` int8 ``[n]``.
-
-        Raises:
-            ValueError: if the request is not live, or a token is not in [0, 2**31).
         """
         return self.step([TextUpdate(request_id, pending=pending, budget=budget, max_depth=max_depth)])[0]
 
@@ -355,9 +312,6 @@ class Trie(TrieStore):
 
         Returns:
             At most ``MAX_AGREED`` each; 0 if the last ``SHORT_NGRAM`` tokens are new or the prompt is not indexed yet.
-
-        Raises:
-            ValueError: if a request is not live.
         """
         with self.lock:
             return [self._known_suffix(self._of(request_id), tokens) for request_id, tokens in texts]

@@ -70,10 +70,7 @@ class Folder:
         self._written |= changes
 
     def save(self, store: TrieStore) -> int:
-        """Write the namespaces that changed, and remove the files of dropped ones.
-
-        Returns:
-            The number of files written.
+        """Write the namespaces that changed, remove the files of dropped ones, and return the number of files written.
 
         Raises:
             OSError: if a file cannot be written. It stays unchanged until the next call; the others are written.
