@@ -57,7 +57,7 @@ def is_kept(function: Callable[..., Any]) -> bool:
 
 
 class _Dispatcher(CPUDispatcher):  # type: ignore[misc]  # numba has no types
-    """numba's dispatcher, with concurrent processes compiling once."""
+    """numba's dispatcher; concurrent processes compile a function once."""
 
     def compile(self, sig: Any) -> Any:
         kept = self._cache

@@ -16,7 +16,7 @@ GROUPS = Path("/proc/self/cgroup")
 
 
 def usable_cores(mount: Path = MOUNT, groups: Path = GROUPS) -> int:
-    """Return the number of whole cores that this process may use at once, at least 1; for tests, from other files."""
+    """Return the number of whole cores that this process may use at once, at least 1."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([affinity, *(int(quota) for quota in _quotas(mount, groups))]))
 

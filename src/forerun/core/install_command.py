@@ -1,4 +1,4 @@
-"""The command that installs optional parts of Forerun, which no package index has."""
+"""The command that installs optional parts of Forerun, which is on no package index."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class MachineCodeFile(IndexDataCacheFile):  # type: ignore[misc]  # numba has no
     def _load_index(self) -> dict[Any, str]:
         try:
             return dict(super()._load_index())
-        except Exception:  # so do renamed classes
+        except Exception:  # renamed classes raise errors of many types
             return {}
 
     def _remove(self) -> None:

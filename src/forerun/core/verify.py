@@ -65,7 +65,7 @@ def verify(tree: DraftTree, logits: torch.Tensor, request: Request, choices: Int
         tree: the draft after the last committed token.
         logits: the target's at the root (row 0) and at node i (row i + 1), ``[n + 1, V]``.
         request: supplies the sampler, receives the tokens, and ends the walk where the sequence ends.
-        choices: from ``transfers.foresee`` for these logits; computed here by default.
+        choices: made on the device for these logits; computed here by default.
 
     Raises:
         ValueError: if a tree with ``q`` is not a chain under rejection sampling.

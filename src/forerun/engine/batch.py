@@ -36,10 +36,10 @@ class Batch:
     One thread at a time may use a batch; others may use the same engine meanwhile.
 
     Args:
-        step: takes a step for some rows.
+        step: decodes some rows and prefills others.
         lock: the engine's, held for each step.
         chunk: maximum prompt tokens per row and pass.
-        limit: maximum tokens per pass, besides drafts; each row that decodes has one. A pass always has room for one
+        limit: maximum tokens per pass, besides drafts; a decoding row counts as one. A pass always has room for one
             chunk, so that no prompt starves. Smaller limits keep other rows from waiting during a prefill.
         sharing: shares prefixes, in chunks no longer than ``chunk``.
         make: makes a cache, given its room in tokens, whether its memory can be shared, whether it releases keys that

@@ -63,11 +63,8 @@ class Conversation:
         self._cached: IntArray = np.empty(0, np.int64)
 
     def send(self, text: str, on_prefill: Progress | None = None) -> ConversationTurn:
-        """Send a message, ending an unfinished answer; iterating over the returned turn generates the answer.
-
-        Args:
-            text: not empty.
-            on_prefill: called with tokens done and to do during the prefill.
+        """Send a message, ending an unfinished answer; iterating over the returned turn generates the answer. During
+        the prefill, ``on_prefill`` is called with tokens done and to do.
 
         Raises:
             ValueError: for an empty message, an invalid option, a template error, or a conversation that is too long;

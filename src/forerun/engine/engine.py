@@ -411,8 +411,8 @@ class Engine:
         Args:
             requests: fresh ones.
             on_prefill: called with prompt tokens done and to do.
-            caches: one per request, which holds the first tokens of its prompt (none, or all but the last) and then the
-                output. Truncate it to continue the prompt again without a prefill. Its content must come from the
+            caches: one per request, which holds the first tokens of its prompt (none, up to all but the last) and then
+                the output. Truncate it to continue the prompt again without a prefill. Its content must come from the
                 current model; see ``model_version``.
 
         Raises:

@@ -1,7 +1,7 @@
 """One step of the engine: a draft for each row that decodes, and a prompt chunk for each in prefill.
 
 They share one pass (``Level.step``). An error in one row's sampler or cache ends only that row. A request's budget
-bounds its draft; with budget 0 no source sees the request, so it costs what it costs without drafts.
+bounds its draft; with budget 0 no source sees the request, so it costs no more than without drafts.
 """
 
 from __future__ import annotations

@@ -156,8 +156,9 @@ class Cache(ABC):
         """Write a block's keys and values; arguments as for ``attend``.
 
         Returns:
-            Keys and values that the block attends to, in order, its own last: ``[1, Hkv, m, d]`` and ``[1, Hkv, m,
-                dv]``. The layer's window measures distances in them. None if only ``attend`` can compute the attention.
+            Keys and values that the block attends to, in order, its own last: ``[1, Hkv, m, d]`` and
+                ``[1, Hkv, m, dv]``. The layer's window measures distances in them. None if only ``attend`` can compute
+                the attention.
         """
         return None
 

@@ -1,4 +1,4 @@
-"""The full cache, which the target's output depends on."""
+"""The target's cache, with the keys and values of all tokens."""
 
 from __future__ import annotations
 

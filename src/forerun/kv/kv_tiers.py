@@ -220,7 +220,7 @@ class Tiers:
         return DeviceReserve(sum(min(self.shape.nbytes * n, min_device_bytes(self.shape, n)) for n in texts))
 
     def placement(self, tokens: int, reserve: DeviceReserve = NO_RESERVE, empty: bool = False) -> Placement:
-        """Return where ``cache`` would place one now, or if no memory were in use, without allocating it.
+        """Return where a cache would be placed now, or if ``empty`` with no memory in use; allocate nothing.
 
         Raises:
             NoRoomError: if it would fit nowhere.

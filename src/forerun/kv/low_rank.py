@@ -320,8 +320,8 @@ class ShortKeys:
     @classmethod
     def of(cls, keys: torch.Tensor, queries: torch.Tensor, rank: int) -> ShortKeys:
         """Return an index, from some keys ``[Hkv, m, d]`` and queries ``[H, n, d]`` of a sequence. The rank-r keys
-        whose products with the queries are closest to the true products come from the r largest eigenvectors of R^T K
-        R, where Q = R R^T and K are the second moments of queries and keys."""
+        whose products with the queries are closest to the true products come from the r largest eigenvectors of
+        ``R^T K R``, where Q = R R^T and K are the second moments of queries and keys."""
         heads, _, d = keys.shape
         some = keys.float()
         mean = some.mean(1, keepdim=True)

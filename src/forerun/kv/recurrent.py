@@ -163,7 +163,6 @@ class RecurrentStates:
         return room.data_ptr() - before * room.stride(0) * room.element_size()
 
     def _convolved(self, layer: int, before: int, like: torch.Tensor) -> _Inputs:
-        """Return a convolution's inputs; zeros before the sequence."""
         key = layer, CONVOLUTION_KIND
         if key not in self._inputs:
             self._inputs[key] = _Inputs.after(like.new_zeros(before, like.shape[1]), self.length)

@@ -93,12 +93,11 @@ class StreamingCache(Cache):
     ``slack`` drafts, committed one by one, truncating restores the earlier state bit for bit.
 
     Args:
-        window: recent tokens, always kept.
-        sinks: first tokens, always kept.
+        window, sinks: recent and first tokens, always kept.
         slack: tokens between evictions; at least the draft length, so that drafts can be rolled back exactly.
-        rotation: how the model's keys rotate with position. Positions are then those in the cache: below ``sinks +
-            window + slack`` plus the block's length. None keeps positions in the sequence, for a model with learned
-            positions.
+        rotation: how the model's keys rotate with position. Positions are then those in the cache: below
+            ``sinks + window + slack`` plus the block's length. None keeps positions in the sequence, for a model with
+            learned positions.
 
     Raises:
         ValueError: for a value out of range.

@@ -37,7 +37,6 @@ namespace."""
 
 @compiled
 def _set_noise(workspace: DraftWorkspace, text: np.record, ahead: int) -> None:
-    """Set the noise of a sequence's tokens, starting ``ahead`` tokens after its position."""
     noise = workspace.noise[0]
     noise.seed, noise.temperature, noise.position = text.seed, text.temperature, text.position + ahead
 

@@ -27,7 +27,7 @@ from forerun.trie.tables import OUTPUT_MATCH, PROMPT_MATCH, RecordArray
 from forerun.trie.token_store import UNWRITTEN, following, read
 
 PROMPT_LOOKAHEAD, OUTPUT_LOOKAHEAD = 4, 8
-"""Lookahead that moves the prompt's match and the output's. The output's match drafts only one token."""
+"""How many tokens ahead move the prompt's and the output's match on. The output's match drafts only the next token."""
 
 MAX_GAP_TOKENS = 40
 """A match ends after more unpredicted tokens than this."""
@@ -136,7 +136,6 @@ def _note_hit(match: np.record) -> None:
 
 @compiled
 def _note_spelling(own: Index, match: np.record, position: int, predicted: int, came: int) -> None:
-    """Record the spelled tokens of a word; after the last one, move the match on."""
     more = spelled(own.spelling, predicted, came) != UNWRITTEN
     match.spelled = came if more else 0
     match.position = position if more else following(own, position)

@@ -191,7 +191,6 @@ def _teach_correction(mixer: Mixer, chosen: int, odds: float, hit: float) -> Non
 
 @compiled
 def _teach_candidate(mixer: Mixer, table: CandidateTable, inputs: int, number: int, hit: float, rate: float) -> None:
-    """Train on one candidate, which came (1) or did not (0)."""
     odds, chosen = table.candidates[number].odds, table.candidates[number].weights
     cells, weights = mixer.cells, mixer.weights
     error = rate * (hit - 1 / (1 + math.exp(-min(max(odds, -20.0), 20.0))))

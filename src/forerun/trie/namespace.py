@@ -51,7 +51,6 @@ class Namespace:
 
     Args:
         capacity: maximum bytes of its arrays, at least 2**16.
-        mixer: initial mixer.
         allow: called with the namespace and the bytes it requests; returns those granted. The namespace starts with
             none. Without ``allow`` it has its full capacity at once.
 

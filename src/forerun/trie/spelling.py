@@ -29,8 +29,7 @@ QUOTE = '"'
 
 @functools.lru_cache(maxsize=4)
 def spellings(tokenizer: Tokenizer) -> Int32Array:
-    """Return the tokens after a quote of each word token that starts with a space, int32
-    ``[vocabulary, LONGEST_WORD]``.
+    """Return how each word token with a leading space is spelled after a quote, int32 ``[vocabulary, LONGEST_WORD]``.
 
     Rows are padded with ``UNWRITTEN``; tokens without a spelling have only padding, as has the whole table if the
     tokenizer cannot encode a quote. Cached for four tokenizers, since a tokenizer does not change.

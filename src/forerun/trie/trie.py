@@ -1,4 +1,4 @@
-"""The index behind the trie drafter: it drafts from prompts and from earlier outputs.
+"""The trie drafter's index of prompts and earlier outputs.
 
 Each namespace has one shared index of its outputs; when it is full, the oldest outputs are removed. Each live request
 has a private index of its prompt and output, freed when the request ends ("branch eliminating", Lookahead paper,
@@ -307,8 +307,7 @@ class Trie(TrieStore):
         """Return the length of each sequence's longest suffix seen before: a cheap estimate of what a draft promises.
 
         Args:
-            texts: live requests, each with all its tokens, int64 ``[n]``, of which the last may be unknown to
-                ``extend``.
+            texts: live requests with all their tokens, int64 ``[n]``; ``extend`` need not have received the last ones.
 
         Returns:
             At most ``MAX_AGREED`` each; 0 if the last ``SHORT_NGRAM`` tokens are new or the prompt is not indexed yet.

@@ -133,11 +133,7 @@ class TrieStore:
         self._shared.open(namespace).mixer = mixer
 
     def save(self, path: str | os.PathLike[str], vocabulary: str = "") -> None:
-        """Write all namespaces to ``path`` atomically; prompts are never written.
-
-        Args:
-            path: of the file.
-            vocabulary: name of the vocabulary.
+        """Write all namespaces, and the vocabulary's name, to ``path`` atomically; prompts are never written.
 
         Raises:
             OSError: if it cannot be written, as on a full disk; ``path`` is unchanged.
@@ -148,11 +144,8 @@ class TrieStore:
         trie_file.write(path, {name: each.read() for name, each in texts.items()}, learned, vocabulary)
 
     def load(self, path: str | os.PathLike[str], vocabulary: str = "") -> None:
-        """Replace all namespaces by those of a file; beyond the capacity, the latest outputs stay.
-
-        Args:
-            path: of the file.
-            vocabulary: as for ``save``; a file without one fits any.
+        """Replace all namespaces by those of a file; beyond the capacity, the latest outputs stay. A file without the
+        name of its vocabulary fits any.
 
         Raises:
             TrieFileError: if the file is truncated, damaged, not a trie, or of another version or vocabulary; nothing
