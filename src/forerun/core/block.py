@@ -55,6 +55,7 @@ class Block:
 
     @cached_property
     def deepest(self) -> int:
+        """The largest offset."""
         return int(self.offsets.max())
 
     @property

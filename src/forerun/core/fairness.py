@@ -100,6 +100,7 @@ class FairExecutor:
         self._lock = threading.Lock()
 
     def submit(self, owner: str, job: Callable[[], ResultT]) -> Future[ResultT]:
+        """Queue a job of an owner."""
         future: Future[ResultT] = Future()
         with self._lock:
             begun = owner in self._waiting

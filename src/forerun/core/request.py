@@ -142,6 +142,7 @@ class Request:
 
     @property
     def remaining(self) -> int:
+        """Tokens that may still be generated."""
         return self.max_new_tokens - (len(self) - self.prompt_length)
 
     @property
@@ -171,6 +172,7 @@ class Request:
 
     @property
     def drafts(self) -> bool:
+        """Whether anything is drafted for the request."""
         return self.budget != 0
 
     def allowed(self, budget: int) -> int:

@@ -38,11 +38,13 @@ class Stats:
         return self.middle
 
     def record(self, drafted: int, accepted: int, emitted: int) -> None:
+        """Add the counts of a step."""
         self.drafted.append(drafted)
         self.accepted.append(accepted)
         self.emitted.append(emitted)
 
     def add_seconds(self, propose: float, score: float, verify: float) -> None:
+        """Add the times of a step."""
         self.propose_seconds += propose
         self.score_seconds += score
         self.verify_seconds += verify
@@ -69,6 +71,7 @@ class Stats:
 
     @property
     def decode_seconds(self) -> float:
+        """Time after the first step."""
         return self.propose_seconds + self.score_seconds + self.verify_seconds
 
     @property
@@ -87,6 +90,7 @@ class Stats:
         return dict(sorted(Counter(self.emitted).items()))
 
     def summary(self) -> dict[str, object]:
+        """Return everything as plain values, for JSON."""
         return {
             "tokens": self.tokens,
             "steps": self.steps,

@@ -74,6 +74,7 @@ class DraftTree:
     def chain(
         cls, tokens: Sequence[int] | IntArray, q: torch.Tensor | None = None, origins: Int8Array | None = None
     ) -> DraftTree:
+        """Build a single branch."""
         return cls(np.asarray(tokens, np.int64), np.arange(-1, len(tokens) - 1), q=q, origins=origins)
 
     @classmethod
@@ -116,6 +117,7 @@ class DraftTree:
         )
 
     def by(self, origin: Origin) -> DraftTree:
+        """Return the tree with one origin for all nodes."""
         return replace(self, origins=np.full(len(self), origin, np.int8))
 
     def under(self, tokens: Sequence[int]) -> DraftTree:
@@ -203,6 +205,7 @@ class DraftTree:
         return DraftTree(self.tokens[nodes], parents, *(None if each is None else each[nodes] for each in known))
 
     def first(self, count: int) -> DraftTree:
+        """Return the tree of the first ``count`` nodes."""
         return self if len(self) <= count else self.select(np.arange(len(self)) < count)
 
     def trim(self, max_depth: int, vocabulary: int) -> DraftTree:

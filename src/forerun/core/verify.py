@@ -54,6 +54,7 @@ class Outcome:
 
     @property
     def origins(self) -> list[int]:
+        """The ``Origin`` of each committed token."""
         drafted: list[int] = self.tree.sources[self.verdict.path].tolist()
         return drafted + [int(Origin.TARGET)] * (len(self.verdict.tokens) - len(drafted))
 

@@ -149,6 +149,7 @@ class Batch:
         return not self._sharing.keeps(request, target.kv.nbytes)
 
     def drafting(self, request: Request) -> int:
+        """Return the maximum bytes of all draft levels for a request."""
         sources = self._step.level.planner.sources if request.drafts else ()
         return sum(source.needs(self.tokens(request)) for source in sources)
 

@@ -498,6 +498,7 @@ class Engine:
 
     @property
     def learned_bytes(self) -> int:
+        """Bytes of the drafter's index, all namespaces together."""
         try:
             return trie_of(self.level).kept
         except ValueError:

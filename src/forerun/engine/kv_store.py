@@ -103,7 +103,7 @@ class KVStore:
             self._files.limit = int(DISK_SHARE * (shutil.disk_usage(folder).free + self._files.nbytes))
         self._mark = mark
         self._texts: dict[str, Keys] = {}  # of files whose headers were read
-        self._verified: set[tuple[int, int, str]] = set()  # read or written by this process
+        self._verified: set[tuple[int, int, str]] = set()  # verified or written by this process
         self._written: set[str] = set()  # names of files written since this was opened
         self._pending: dict[str, _PendingText] = {}
         self._jobs: set[Future[None]] = set()
@@ -113,6 +113,7 @@ class KVStore:
 
     @property
     def limit(self) -> int:
+        """Maximum bytes on disk."""
         return self._files.limit
 
     @property
@@ -375,6 +376,7 @@ class DiskLRU:
         return [f"{within}/{name}" for name in entries if name.endswith(KV_FILE_SUFFIX) and name.count(".") == 1]
 
     def use(self, name: str) -> None:
+        """Mark a file as used now."""
         with suppress(FileNotFoundError):
             self._touch(self.folder / name)
 

@@ -75,6 +75,7 @@ class BatchRow(Row):
 
     @property
     def begun(self) -> bool:
+        """Whether its first step is done."""
         return len(self.request) > self.request.prompt_length
 
     @property
@@ -84,6 +85,7 @@ class BatchRow(Row):
         return max(0, len(self.pending) - last)
 
     def prompt_block(self, tokens: int) -> Block:
+        """Return the input of a prefill pass."""
         whole = self.fixed and tokens == self.chunk
         return Block(self.pending[:tokens], DraftTree.empty(), self.cache.length, whole)
 
@@ -128,6 +130,7 @@ class StepSeconds:
 
     @property
     def total(self) -> float:
+        """Seconds of all parts."""
         return self.read + self.propose + self.score + self.verify
 
 

@@ -361,6 +361,7 @@ class FullCache(Cache):
 
     @property
     def capacity(self) -> int:
+        """Room in tokens."""
         return self._capacity
 
     @property

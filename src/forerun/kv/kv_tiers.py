@@ -212,6 +212,7 @@ class Tiers:
 
     @property
     def taken(self) -> dict[str, int]:
+        """Bytes in use by tier."""
         with self._lock:
             return dict(self._collect())
 

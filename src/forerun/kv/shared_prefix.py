@@ -50,10 +50,12 @@ class Layout:
 
     @property
     def token_bytes(self) -> int:
+        """Bytes of a token's keys and values."""
         return sum(heads * width * kind.itemsize for both in self.kinds.values() for heads, width, kind in both)
 
     @property
     def size(self) -> int:
+        """Bytes of the full capacity."""
         return self.token_bytes * self.capacity
 
     def cut(self, memory: torch.Tensor) -> dict[int, Rows]:
@@ -133,6 +135,7 @@ class SharedPrefix:
             self._states[name] = tensors
 
     def state(self, name: str) -> Tensors | None:
+        """Return the saved state of the view of this name, or None."""
         return self._states.get(name) or self._read_state(name)
 
     @property

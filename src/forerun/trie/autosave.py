@@ -31,6 +31,7 @@ class AutoSaver:
         self._thread = threading.Thread(target=self._work, name="forerun-keeper", daemon=True)
 
     def start(self) -> None:
+        """Start saving changes."""
         self._trie.notify(self._changed.set)
         self._changed.set()  # covers files indexed before now
         self._thread.start()
