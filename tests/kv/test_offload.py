@@ -311,7 +311,7 @@ def test_a_view_that_reads_the_texts_keys_in_each_pass_is_refused() -> None:
     _, away = engines(model(), lengths=(500,))
     assert away.tiers is not None
     cache = away.tiers.cache(500 + ROOM)
-    with pytest.raises(ValueError, match="a TopKCache reads all keys in each of its passes"):
+    with pytest.raises(ValueError, match="a TopKCache reads all keys in each pass"):
         TopKCache(cache, 16)
 
 

@@ -166,7 +166,7 @@ def test_a_model_that_was_cast_begins_anew() -> None:
     for first in range(2):
         block = Block(TEXT[first : first + 1], DraftTree.empty(), first)
         if first:
-            with pytest.raises(ValueError, match=r"rows for torch.float32 and the model's are torch.bfloat16"):
+            with pytest.raises(ValueError, match=r"torch.float32 rows, but the model's are torch.bfloat16"):
                 states.advance(1, SHAPE, rows, q.bfloat16(), block)
         states.advance(1, SHAPE, rows, q, block)
         states.commit(block, [])

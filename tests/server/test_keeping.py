@@ -219,7 +219,7 @@ def test_a_trie_file_is_one_vocabularys(tmp_path: Path) -> None:
     trie.warm("a", [text(1)])
     trie.save(tmp_path / "trie", "v")
     trie.load(tmp_path / "trie", "v")
-    with pytest.raises(trie_file.TrieFileError, match="of another vocabulary"):
+    with pytest.raises(trie_file.TrieFileError, match="another vocabulary"):
         trie.load(tmp_path / "trie", "w")
     assert texts(trie, "a") == [text(1)]
 

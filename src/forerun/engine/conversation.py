@@ -40,7 +40,7 @@ class Conversation:
         if engine.tokenizer is None:
             raise ValueError("the engine has no tokenizer; a conversation needs one with a chat template")
         if not has_template(engine.tokenizer):
-            raise ValueError("the tokenizer has no chat template; this is no chat model")
+            raise ValueError("the tokenizer has no chat template; it is not a chat model")
         if engine.tiers is not None:
             raise ValueError(
                 "a conversation's cache grows, but with kv_memory its size is fixed; leave kv_memory unset"

@@ -25,7 +25,7 @@ def parts_of(cache: Cache) -> CacheParts:
     for name, kind in _KINDS.items():
         if type(cache) is kind.cache:
             return CacheParts(name, kind.values(cache))
-    raise ValueError(f"a {type(cache).__name__} cannot lie in several processes; allowed are {', '.join(_KINDS)}")
+    raise ValueError(f"a {type(cache).__name__} cannot be used in several processes; allowed are {', '.join(_KINDS)}")
 
 
 def made_of(parts: CacheParts, rotation: Rotation | None) -> Cache:

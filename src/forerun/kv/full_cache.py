@@ -261,9 +261,9 @@ class FullCache(Cache):
         """Append committed tokens with given keys and values, ``[1, Hkv, m, d]`` for every layer."""
         count = {keys.shape[2] for keys, _ in layers.values()}
         if len(count) != 1 or (self._layers and set(layers) != set(self._layers)):
-            raise ValueError("keys and values must be given for every layer, for as many tokens in each")
+            raise ValueError("every layer needs keys and values of the same number of tokens")
         if self._recurrent:
-            raise ValueError("keys and values alone do not continue a text for recurrent layers")
+            raise ValueError("keys and values alone cannot extend a cache with recurrent layers")
         for layer, (keys, values) in layers.items():
             self.append(layer, keys, values)
         self.length += max(count)

@@ -45,7 +45,7 @@ Key = tuple[int, str]
 def check_type(held: torch.dtype, new: torch.dtype) -> None:
     """Refuse rows of another type than the cached ones, as after a cast of the model."""
     if held != new:
-        raise ValueError(f"this cache holds rows for {held} and the model's are {new}; begin a new one")
+        raise ValueError(f"this cache holds {held} rows, but the model's are {new}; use a new cache")
 
 
 @dataclass

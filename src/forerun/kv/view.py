@@ -40,8 +40,8 @@ class View(Cache):
     def __init__(self, source: FullCache) -> None:
         if source.offloaded and not self.copies:
             raise ValueError(
-                f"a {type(self).__name__} reads all keys in each of its passes, and some are not on the device; "
-                "allowed is one that copies what it chooses: low-rank or retrieval, or a small model of its own"
+                f"a {type(self).__name__} reads all keys in each pass, but some are offloaded; use one that copies "
+                "what it selects (low-rank or retrieval), or a small model"
             )
         self.source: FullCache = source
         source.views.add(self)

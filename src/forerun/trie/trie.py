@@ -359,7 +359,7 @@ def _gathered(updates: Sequence[TextUpdate]) -> tuple[IntArray, RecycledRows]:
         for at, rows in update.lists:
             lengths = [len(each) for each in rows]
             if len(set(lengths)) > 1:
-                raise ValueError(f"rows have {lengths} entries; all arrays must have as many")
+                raise ValueError(f"rows have {lengths} entries; all arrays must be equally long")
             behind.append(begin + at)
             counts.append(lengths[0])
             parts.append(rows)
