@@ -86,7 +86,7 @@ class Batch:
         return sum(row.unread for row in self._rows.values())
 
     def admit(self, request: Request, cache: FullCache | None = None, reserve: DeviceReserve | None = None) -> None:
-        """Let a request take part from the next step on.
+        """Add a request; it takes part from the next step on.
 
         Args:
             request: a fresh one.
@@ -291,8 +291,8 @@ class Batch:
             row.prepares = pacing.adjusted(row.prepares, pacing.clock() - began, self.limit)
 
     def _remove(self, request: Request) -> None:
-        """Free everything of a request, even if parts of that fail. If the garbage collector closes it during another's
-        step, that step ends first."""
+        """Free everything that a request holds, even if parts of that fail. If the garbage collector closes it
+        during another's step, that step ends first."""
         row = self._rows.pop(request.id)
         self._lock.when_free(lambda: self._let_go(row))
 

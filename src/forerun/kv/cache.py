@@ -301,8 +301,8 @@ def slack(window: int) -> int:
 
 
 def most_rows(window: int) -> int:
-    """Return the maximum rows kept of a layer with this window: it grows by its slack before it releases as much, and a
-    prompt block may come just then."""
+    """Return the maximum rows that a layer with this window keeps: it grows by its slack before it releases as much,
+    and a prompt block may come just then."""
     return window + 2 * slack(window) + MIN_SLACK_TOKENS
 
 

@@ -59,7 +59,7 @@ class Index(NamedTuple):
         blocks: followers of contexts that have several; ``ENTRY`` ``[rows]``.
         text: the tokens, in chunks; ``TEXT_CHUNK`` ``[chunks]``; see ``token_store``.
         hints: where an n-gram last continued, by its hash; int32 ``[power of two]``; see ``token_store``.
-        recent: distinct tokens, most recent first, int32 ``[RECENT_TOKENS]``; -1 pads.
+        recent: distinct tokens, most recent first, int32 ``[RECENT_TOKENS]``, padded with -1.
         spelling: tokens of each word without its leading space, int32 ``[vocabulary, n]``; see ``spelling``.
         free_blocks: first free block of each size, int64 ``[SIZE_CLASSES]``.
         state: counters; ``INDEX_STATE`` ``[1]``.
