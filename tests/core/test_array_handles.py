@@ -78,5 +78,5 @@ def test_arrays_that_compiled_code_would_misread_are_refused(kind: str) -> None:
         arrays = arrays._replace(table=arrays.table[:, :2])
     else:
         arrays.last.flags.writeable = False
-    with pytest.raises(ValueError, match="only contiguous arrays that can be written"):
+    with pytest.raises(ValueError, match="compiled code needs contiguous, writable arrays"):
         ArrayHandles[Outer]().at(arrays)

@@ -648,7 +648,7 @@ def test_a_cache_of_another_type_is_refused() -> None:
     """As after a cast of the model: rows would be read in the wrong type, or rounded."""
     cache, rows = FullCache(), torch.zeros(1, 2, 5, 4)
     cache.extend({0: (rows, rows)})
-    with pytest.raises(ValueError, match=r"holds rows for torch.float32 and the model's are torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"holds torch.float32 rows, but the model's are torch.bfloat16"):
         cache.append(0, rows.bfloat16(), rows.bfloat16())
-    with pytest.raises(ValueError, match="begin a new one"):
+    with pytest.raises(ValueError, match="use a new cache"):
         cache.reserve([0], rows.bfloat16(), 1)

@@ -277,7 +277,7 @@ def test_texts_stored_after_an_unseen_change_go_when_the_store_is_closed(
         one.close()
         one.close()
     assert [record.getMessage() for record in caplog.records] == [
-        "1 stored texts are removed: the model's weights were changed unseen"
+        "removed 1 stored prefixes: the model's weights changed unnoticed"
     ]
     assert not list(tmp_path.rglob(f"*{KV_FILE_SUFFIX}"))
     assert ask(engine(fresh(), tmp_path)) == (wanted, 0)

@@ -178,7 +178,7 @@ def test_sampled_answers_are_the_same_for_a_seed(engine: Engine) -> None:
 
 def test_what_cannot_be_a_conversation_is_refused(engine: Engine) -> None:
     tokenizer = chat_tokenizer(None)
-    with pytest.raises(ValueError, match="the tokenizer has no chat template; this is no chat model"):
+    with pytest.raises(ValueError, match="the tokenizer has no chat template; it is not a chat model"):
         Conversation(Engine(chat_model(tokenizer), "none", tokenizer=tokenizer))
     with pytest.raises(ValueError, match="the engine has no tokenizer"):
         Conversation(Engine(chat_model(tokenizer), "none"))

@@ -43,9 +43,9 @@ def test_a_cache_made_of_the_parts_of_another_has_the_same_parts(kind: str) -> N
 
 
 def test_what_has_no_parts_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"a Truncating cannot lie in several processes; allowed are full, "):
+    with pytest.raises(ValueError, match=r"a Truncating cannot be used in several processes; allowed are full, "):
         parts_of(Truncating())
-    with pytest.raises(ValueError, match="this rank does not"):
+    with pytest.raises(ValueError, match="which only rank 0 has"):
         made_of(parts_of(CACHES["streaming"](FullCache())), None)
 
 

@@ -294,10 +294,12 @@ def test_rows_are_moved_at_home_whatever_mode_the_caller_is_in() -> None:
 @NATIVE
 def test_what_fits_nowhere_is_said_with_the_numbers() -> None:
     one = model()
-    with pytest.raises(NoRoomError, match=r"a text of 568 tokens needs 393,216 bytes on the device.*; 1,000 of 1,000"):
+    with pytest.raises(
+        NoRoomError, match=r"a sequence of 568 tokens needs 393,216 bytes on the device.*; 1,000 of 1,000"
+    ):
         Engine(one, "none", kv_memory=1000).generate(prompt(500), max_new_tokens=4)
     small = KVMemory(400_000, host=50_000)
-    with pytest.raises(NoRoomError, match=r"beside the device; 50,000 of 50,000 are free, and no folder"):
+    with pytest.raises(NoRoomError, match=r"off the device; 50,000 of 50,000 are free, and no folder"):
         Engine(one, "none", kv_memory=small).generate(prompt(500), max_new_tokens=4)
     for wrong in ({"device": -1}, {"device": 1, "host": -1}, {"device": 1, "bandwidth": 0.0}):
         with pytest.raises(ValueError, match="must be"):
@@ -309,7 +311,7 @@ def test_a_view_that_reads_the_texts_keys_in_each_pass_is_refused() -> None:
     _, away = engines(model(), lengths=(500,))
     assert away.tiers is not None
     cache = away.tiers.cache(500 + ROOM)
-    with pytest.raises(ValueError, match="a TopKCache reads all keys in each of its passes"):
+    with pytest.raises(ValueError, match="a TopKCache reads all keys in each pass"):
         TopKCache(cache, 16)
 
 

@@ -166,14 +166,14 @@ def test_a_model_that_was_cast_begins_anew() -> None:
     for first in range(2):
         block = Block(TEXT[first : first + 1], DraftTree.empty(), first)
         if first:
-            with pytest.raises(ValueError, match=r"rows for torch.float32 and the model's are torch.bfloat16"):
+            with pytest.raises(ValueError, match=r"torch.float32 rows, but the model's are torch.bfloat16"):
                 states.advance(1, SHAPE, rows, q.bfloat16(), block)
         states.advance(1, SHAPE, rows, q, block)
         states.commit(block, [])
 
 
 def test_a_block_somewhere_else_is_refused() -> None:
-    with pytest.raises(ValueError, match="the block starts at 5, and the states have read 0 tokens"):
+    with pytest.raises(ValueError, match="the block starts at 5, but the states have 0 tokens"):
         outputs(RecurrentStates(), Block(TEXT[:3], DraftTree.empty(), 5))
 
 

@@ -239,7 +239,7 @@ def test_a_text_larger_than_the_limit_is_not_kept(tmp_path: Path, caplog: pytest
     one = engine(tmp_path, kv_store_limit=100)
     with caplog.at_level(logging.WARNING, "forerun"):
         ask(one, question(0))
-    assert files(tmp_path) == [] and "is not kept" in caplog.text
+    assert files(tmp_path) == [] and "is not stored" in caplog.text
 
 
 def test_a_text_takes_the_place_of_its_beginning_if_it_is_an_eighth_longer(tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_a_full_disk_costs_nothing_but_the_keeping(
     monkeypatch.setattr(kv_file.os, "pwrite", full)
     with caplog.at_level(logging.WARNING, "forerun"):
         assert ask(one, question(0)) == (wanted, 0)
-    assert "could not be kept" in caplog.text and "No space" in caplog.text
+    assert "cannot store a prefix" in caplog.text and "No space" in caplog.text
     assert [path for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"] == []
     monkeypatch.undo()
 

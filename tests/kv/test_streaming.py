@@ -287,7 +287,7 @@ def test_skipping_in_several_steps_and_back_to_the_start() -> None:
     cache.skip(6)
     assert cache.length == 13
     read(cache, [3])
-    with pytest.raises(ValueError, match="behind the 2 sinks only, and 3 are held"):
+    with pytest.raises(ValueError, match="only after the 2 sinks, but 3 are held"):
         cache.skip(1)
     cache.truncate(2)
     read(cache, [1, 2, 3])  # four sinks are allowed again

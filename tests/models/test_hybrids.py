@@ -249,7 +249,7 @@ def test_a_cache_that_is_cut_goes_on_as_if_it_were_new(name: str) -> None:
 
 
 def test_what_cannot_be_is_refused_with_the_reason() -> None:
-    with pytest.raises(ValueError, match="states of recurrent layers are not offloaded"):
+    with pytest.raises(ValueError, match="kv_memory cannot offload states of recurrent layers"):
         forerun.Engine(hybrid("lfm2"), "none", kv_memory=1 << 30)
     with pytest.raises(ValueError, match="draft_model has recurrent layers"):
         forerun.Engine(tiny("llama"), "streaming", settings=LongContextConfig(hybrid("lfm2")))

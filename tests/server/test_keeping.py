@@ -187,7 +187,7 @@ def test_a_damaged_file_is_set_aside_and_the_others_load(
     file.write_bytes(harmed := harm(file.read_bytes()))
     with caplog.at_level(logging.WARNING):
         assert contents(folder) == {"b": [text(2)]}
-    assert str(file) in caplog.text and f"it is set aside as {file.stem}.damaged" in caplog.text
+    assert str(file) in caplog.text and f"renamed to {file.stem}.damaged" in caplog.text
     assert file.with_suffix(".damaged").read_bytes() == harmed and not file.exists()
     caplog.clear()
     assert contents(folder) == {"b": [text(2)]} and not caplog.text
@@ -205,10 +205,10 @@ def test_a_folder_is_one_vocabularys_and_one_processs(folder: Folder) -> None:
     trie = Trie()
     trie.warm("a", [text(1)])
     folder.save(trie)
-    with pytest.raises(ValueError, match="keeps the index of another process"):
+    with pytest.raises(ValueError, match="another process uses"):
         Folder(folder.path, "v")
     other = reopened(folder, "w")
-    with pytest.raises(ValueError, match="of a model with another vocabulary"):
+    with pytest.raises(ValueError, match="has another vocabulary"):
         other.read()
     other.close()
     assert contents(folder) == {"a": [text(1)]}
@@ -219,7 +219,7 @@ def test_a_trie_file_is_one_vocabularys(tmp_path: Path) -> None:
     trie.warm("a", [text(1)])
     trie.save(tmp_path / "trie", "v")
     trie.load(tmp_path / "trie", "v")
-    with pytest.raises(trie_file.TrieFileError, match="of another vocabulary"):
+    with pytest.raises(trie_file.TrieFileError, match="another vocabulary"):
         trie.load(tmp_path / "trie", "w")
     assert texts(trie, "a") == [text(1)]
 
@@ -462,7 +462,7 @@ def test_a_server_refuses_what_it_cannot_keep(model: tuple[Any, Any], engine: En
     folder.save(trie)
     folder.close()
     for _ in range(2):  # the folder is free again after the error
-        with pytest.raises(ValueError, match="of a model with another vocabulary"):
+        with pytest.raises(ValueError, match="has another vocabulary"):
             LiveServer(engine, index=tmp_path)
     (tmp_path / "a.txt").write_text("x")
     plain = Engine(model[0], "lookup", tokenizer=model[1])

@@ -171,7 +171,7 @@ def test_what_fits_in_no_tier_is_refused_with_the_numbers(model: Any, plain: Eng
     low = engine(model, "none", min_device_bytes(kv, size), 1000)
     for one, why in (
         (short, f"needs {min_device_bytes(kv, size):,} bytes on the device, .*; {min_device_bytes(kv, size) - 1:,} of"),
-        (low, f"needs {sum(layer_bytes(kv, size).values()):,} bytes beside the device; 1,000 of 1,000 are free"),
+        (low, f"needs {sum(layer_bytes(kv, size).values()):,} bytes off the device; 1,000 of 1,000 are free"),
     ):
         servers.append(LiveServer(one, SchedulerLimits(1)))
         error = error_of(servers[-1].post(asked(text)), 400)

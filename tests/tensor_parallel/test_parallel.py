@@ -129,7 +129,7 @@ def test_what_needs_one_process_is_refused_with_the_reason(two: Results) -> None
     assert first["errors"] == second["errors"][:3]
     for error, part in zip(first["errors"], ("kv_store", "kv_memory", "draft_model"), strict=True):
         assert part in error
-    assert "other requests than rank 0" in second["errors"][3]
+    assert "requests differ from rank 0's" in second["errors"][3]
 
 
 @pytest.mark.parametrize("event", EVENTS)

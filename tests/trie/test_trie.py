@@ -544,7 +544,7 @@ def test_a_text_that_does_not_fit_is_refused_aloud_and_as_a_whole(caplog: pytest
     trie = Trie(SMALL)
     trie.warm("a", [[1, 2, 3]])
     with pytest.raises(
-        ValueError, match="a text has 5,000 tokens; a namespace of 65,536 bytes takes texts of up to 910"
+        ValueError, match="a sequence has 5,000 tokens; a namespace of 65,536 bytes holds sequences of up to 910"
     ):
         trie.warm("a", [list(range(5000))])
     assert trie.tokens("a") == 3
@@ -552,12 +552,12 @@ def test_a_text_that_does_not_fit_is_refused_aloud_and_as_a_whole(caplog: pytest
     trie.extend(0, list(range(700)))
     assert not caplog.messages
     trie.warm("a", [list(range(800))])
-    assert caplog.messages == ["a text of 800 tokens finds no room in namespace 'a' and is not kept"]
+    assert caplog.messages == ["a sequence of 800 tokens does not fit namespace 'a' and is not indexed"]
     assert trie.tokens("a") == 700
     check_memory(trie._shared["a"].index)
     trie.extend(0, list(range(700)))
     trie.extend(0, [1])
-    assert caplog.messages[1:] == ["namespace 'a' is full of live texts: the rest of an output is not kept"]
+    assert caplog.messages[1:] == ["namespace 'a' is full of live requests: the rest of an output is not indexed"]
     trie.finish(0)
 
 
@@ -659,7 +659,7 @@ def test_a_copied_trie_goes_its_own_way() -> None:
 def test_requests_begin_once_and_before_anything_else() -> None:
     trie = Trie()
     trie.begin(0, "a", [1])
-    with pytest.raises(ValueError, match="request 0 has begun already"):
+    with pytest.raises(ValueError, match="request 0 is already live"):
         trie.begin(0, "a", [1])
     with pytest.raises(ValueError, match="request 1 is not live"):
         trie.extend(1, [1])
@@ -766,12 +766,12 @@ def test_what_is_no_trie_file_is_refused(tmp_path: Path, content: bytes) -> None
 @pytest.mark.parametrize("learned", [np.zeros(3), np.full(len(logistic_mixer.dump(logistic_mixer.prior())), np.nan)])
 def test_a_well_formed_file_whose_mixer_does_not_fit_is_refused(tmp_path: Path, learned: Any) -> None:
     trie_file.write(tmp_path / "trie", {"a": [np.ones(3, np.int64)]}, {"a": learned})
-    refuses(tmp_path / "trie", "is not of this program")
+    refuses(tmp_path / "trie", "have another size, or are not finite")
 
 
 def test_a_well_formed_file_with_a_negative_token_is_refused(tmp_path: Path) -> None:
     trie_file.write(tmp_path / "trie", {"a": [np.array([1, -5])]}, {"a": logistic_mixer.dump(logistic_mixer.prior())})
-    refuses(tmp_path / "trie", "namespace 'a' is no list of texts")
+    refuses(tmp_path / "trie", "namespace 'a' is not a list of sequences")
 
 
 @pytest.mark.parametrize(

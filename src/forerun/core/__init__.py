@@ -1,1 +1,1 @@
-"""The types that every other part uses: requests, trees, blocks, sampling, verification."""
+"""Types that every other part uses: requests, trees, blocks, sampling, verification."""

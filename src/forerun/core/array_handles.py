@@ -1,7 +1,7 @@
-"""Named tuples of arrays that compiled code finds by one address.
+"""Named tuples of arrays, passed to compiled code by one address.
 
-Numba unpacks the arrays of a call one by one, in 0.2 us each. An index, a cursor, a mixer and a workspace are more
-than forty arrays. Unpacking them at each call took a fifth of the time of a draft.
+Numba unpacks a call's arrays one by one, at 0.2 us each. Index, cursor, mixer and workspace have more than forty, which
+cost a fifth of a draft's time.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ T = TypeVar("T", bound=NamedTuple)
 INT64 = ir.IntType(64)
 
 _HANDLES: WeakValueDictionary[int, ArrayHandles[Any]] = WeakValueDictionary()
-"""By address, for the functions of ``reader`` where numba's compiler is switched off."""
+"""By address, for ``reader`` without numba's compiler."""
 
 
 class ArrayHandles(Generic[T]):
-    """A block of memory that holds the address and the shape of each array, for compiled code to read."""
+    """A block of memory with the address and shape of each array, for compiled code."""
 
     def __init__(self) -> None:
         self._arrays: T | None = None
@@ -34,11 +34,11 @@ class ArrayHandles(Generic[T]):
         self._address = 0
 
     def __reduce__(self) -> tuple[type[ArrayHandles[T]], tuple[()]]:
-        """A copy holds nothing yet: the address is that of the original's arrays."""
+        """Return an empty handle: a copy's arrays have other addresses."""
         return ArrayHandles, ()
 
     def at(self, arrays: T) -> int:
-        """The address of the block for these arrays. They are kept alive until others are asked for."""
+        """Return the address of the block for these arrays, which it keeps alive until the next call with others."""
         if arrays is not self._arrays:
             self._memory = np.array([number for array in _arrays(arrays) for number in _layout(array)], np.int64)
             self._arrays, self._address = arrays, self._memory.ctypes.data
@@ -57,13 +57,12 @@ def _arrays(found: Any) -> Iterator[np.ndarray[Any, Any]]:
 
 def _layout(array: np.ndarray[Any, Any]) -> tuple[int, ...]:
     if not array.flags.carray:
-        raise ValueError("only contiguous arrays that can be written have a place in compiled code")
+        raise ValueError("compiled code needs contiguous, writable arrays")
     return array.ctypes.data, *array.shape
 
 
 def reader(like: NamedTuple) -> Any:
-    """A function for compiled code: from the address of a ``ArrayHandles`` to its arrays, of the same types as
-    ``like``."""
+    """Return a compiled function from the address of an ``ArrayHandles`` to its arrays, typed as ``like``."""
     if numba.config.DISABLE_JIT:
         return lambda address: _HANDLES[address]._arrays
     kind = numba.typeof(like)

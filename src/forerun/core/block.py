@@ -1,4 +1,4 @@
-"""One row's input to a forward pass: committed tokens that are not cached yet, and the draft tree under the last."""
+"""One row's input to a forward pass: uncached committed tokens, then the draft tree."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class Block:
     """Pending tokens followed by the nodes of a draft tree.
 
     Args:
-        pending: committed tokens that the cache does not hold yet, int64 ``[m]``, at least one. When decoding: the last
-            committed token. After a prefill: the end of the prompt.
-        tree: the draft under the last pending token.
+        pending: committed tokens not cached yet, int64 ``[m]``, at least one: the last committed token, or after a
+            prefill the end of the prompt.
+        tree: the draft after the last pending token.
         start: tokens in the cache; the position of ``pending[0]``.
-        whole_chunk: whether it is a whole chunk of a prompt, which is read in one pass whatever else there is to do. A
-            scorer may read it in an order of sums of its own; see ``Scorer.prompt_chunk``.
-        ids: the tokens ``[m + n]`` on the model's device, if only that has them yet; ``pending`` then holds zeros. For
-            scorers with ``by_tables``.
+        whole_chunk: whether it is a complete prompt chunk, always one pass; a scorer may sum it in another order
+            (``Scorer.prompt_chunk``).
+        ids: the tokens ``[m + n]`` on the model's device, if they are not on the CPU yet; ``pending`` is then zeros.
+            For scorers with ``by_tables``.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Block:
 
     @property
     def positions(self) -> IntArray:
-        """Position of each token in the text, int64 ``[m + n]``."""
+        """Position of each token in the sequence, int64 ``[m + n]``."""
         return self.start + self.offsets
 
     @cached_property
@@ -74,15 +74,12 @@ class Block:
         return mask
 
     def bias(self, window: int | None, edge: range, like: torch.Tensor) -> torch.Tensor | None:
-        """Additive mask over the keys of ``edge`` and of the block, or None if every token sees all of them.
+        """Return an additive mask ``[m + n, len(edge) + m + n]``, or None if every token sees all keys.
 
         Args:
             window: as in ``AttentionSpec``.
-            edge: positions in the cache that some of the block's tokens see and others do not.
-            like: a tensor whose dtype and device the mask takes.
-
-        Returns:
-            ``[m + n, len(edge) + m + n]``.
+            edge: cache positions that only some tokens of the block see; their keys come before the block's.
+            like: a tensor with the mask's dtype and device.
         """
         key = (window, edge, like.dtype, like.device)
         if key not in self._biases:

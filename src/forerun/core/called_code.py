@@ -1,8 +1,7 @@
-"""Calls between compiled functions by symbols, so that a large function is compiled once.
+"""Calls between compiled functions by symbol, so that a large function is compiled once.
 
-numba copies a function's code into every caller, and optimises it there again. A small function is faster for it; a
-large one is not, and functions that contain each other make the code many times as large. So a large function is
-declared in its callers, under a name that is the same in every process.
+numba copies a function's code into every caller and optimises it again. That speeds up small functions, but large
+nested ones grow many times over. So callers only declare a large function, under a name that is equal in all processes.
 """
 
 from __future__ import annotations
@@ -17,20 +16,15 @@ from typing import Any, NamedTuple
 import llvmlite.binding as llvm
 
 LARGE = 200
-"""LLVM instructions from which on a function is called."""
+"""LLVM instructions from which a function is called rather than inlined."""
 
 code_of = operator.attrgetter("library")
-"""The machine code that numba's compile result has, of its function and all that it contains."""
+"""The machine code of numba's compile result: the function and everything inlined."""
 
 
 class Symbol(NamedTuple):
-    """A compiled function with a signature.
-
-    Attributes:
-        name: in machine code.
-        module, function: where Python finds the function.
-        arguments: its arguments' types.
-    """
+    """A compiled function with a signature: its name in machine code, where Python finds it, and its arguments'
+    types."""
 
     name: str
     module: str
@@ -39,18 +33,18 @@ class Symbol(NamedTuple):
 
 
 _loaded: dict[str, Symbol] = {}
-"""By name, those whose machine code this process has."""
+"""By name, the symbols whose machine code this process has loaded."""
 
 
 def called_apart(result: Any) -> bool:
-    """Whether no caller contains the function of numba's compile result."""
+    """Whether callers never inline the function of numba's compile result."""
     if "apart" not in result.metadata:
         result.metadata["apart"] = _is_for_python(result) or (_can_be_found(result) and _size(result) >= LARGE)
     return bool(result.metadata["apart"])
 
 
 def call_if_large(result: Any, target_context: Any) -> None:
-    """Let callers that are compiled from now on call this function, rather than contain it, if it is large."""
+    """Let later callers call this function instead of inlining it, if it is large."""
     if not called_apart(result):
         return
     symbol, described = _symbol_of(result), copy.copy(result.fndesc)
@@ -62,7 +56,7 @@ def call_if_large(result: Any, target_context: Any) -> None:
 
 
 def needed_by(module: Any) -> list[Symbol]:
-    """What an LLVM module calls by symbols."""
+    """Return the symbols that an LLVM module calls."""
     return [_loaded[each.name] for each in module.functions if each.is_declaration and each.name in _loaded]
 
 
@@ -89,6 +83,5 @@ def _can_be_found(result: Any) -> bool:
 
 
 def _size(result: Any) -> int:
-    """Instructions of the optimised function."""
     function = code_of(result).get_function(result.fndesc.mangled_name)
     return sum(1 for block in function.blocks for _ in block.instructions)

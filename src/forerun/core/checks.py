@@ -1,4 +1,4 @@
-"""Checks of arguments by type: the error names the field, its value and what is allowed."""
+"""Type checks of arguments. Errors name the field, its value and what is allowed."""
 
 from __future__ import annotations
 
@@ -7,32 +7,20 @@ from typing import Any
 
 
 def check_integer(name: str, value: Any, least: int | None = None, *, optional: bool = False) -> None:
-    """Refuse what is no integer, or one below ``least``; None is allowed if ``optional``.
-
-    Raises:
-        TypeError: for another type.
-        ValueError: for a smaller integer.
-    """
+    """Raise TypeError for what is not an integer, ValueError for one below ``least``; None is allowed if
+    ``optional``."""
     _check_kind(name, value, Integral, "an integer", optional)
     if least is not None and value is not None and value < least:
         raise ValueError(f"{name} is {value}; it must be at least {least}")
 
 
 def check_number(name: str, value: Any, *, optional: bool = False) -> None:
-    """Refuse what is no real number; None is allowed if ``optional``.
-
-    Raises:
-        TypeError: for another type.
-    """
+    """Raise TypeError for what is not a real number; None is allowed if ``optional``."""
     _check_kind(name, value, Real, "a number", optional)
 
 
 def check_text(name: str, value: Any, *, optional: bool = False) -> None:
-    """Refuse what is no text; None is allowed if ``optional``.
-
-    Raises:
-        TypeError: for another type.
-    """
+    """Raise TypeError for what is not a string; None is allowed if ``optional``."""
     _check_kind(name, value, str, "a text", optional)
 
 

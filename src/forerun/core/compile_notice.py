@@ -1,4 +1,4 @@
-"""Tells that kernels are being compiled, which takes the first command on a machine about a minute of silence."""
+"""Logs that kernels are being compiled: about a minute of silence in the first command on a machine."""
 
 from __future__ import annotations
 
@@ -14,17 +14,13 @@ from numba.core import event
 log = logging.getLogger(__name__)
 
 UNTOLD_SECONDS = 2.0
-"""Seconds of compiling before it is told: a few functions that a change of types needs are not worth a line."""
+"""Seconds of compiling before the notice; a few functions for new types are not worth a line."""
 MESSAGE = "compiling kernels, once, about a minute"
 
 
 class CompileNotice(event.Listener):  # type: ignore[misc]  # numba has no types
-    """Counts this package's functions that are compiled, and logs one line once that takes long.
-
-    Attributes:
-        functions: how many were compiled.
-        on_function: called with that number after each.
-    """
+    """Counts the compiled functions of this package, passing the number to ``on_function`` after each, and logs one
+    line if that runs for long."""
 
     def __init__(self) -> None:
         self.functions = 0
@@ -33,12 +29,10 @@ class CompileNotice(event.Listener):  # type: ignore[misc]  # numba has no types
         self._told = False
 
     def on_start(self, happened: Any) -> None:
-        """Begin to count the time."""
         if _is_ours(happened) and self._began is None:
             self._began = time.monotonic()
 
     def on_end(self, happened: Any) -> None:
-        """Count a function."""
         if not _is_ours(happened) or self._began is None:
             return
         self.functions += 1
@@ -50,7 +44,7 @@ class CompileNotice(event.Listener):  # type: ignore[misc]  # numba has no types
 
 @functools.cache
 def compile_notice() -> CompileNotice:
-    """That of this process, which listens from the first call on."""
+    """Return this process's listener, registered by the first call."""
     notice = CompileNotice()
     event.register("numba:compile", notice)
     return notice
@@ -58,7 +52,7 @@ def compile_notice() -> CompileNotice:
 
 @contextmanager
 def counted_functions(on_function: Callable[[int], None]) -> Iterator[None]:
-    """A context in which each compiled function calls ``on_function`` with the number of those compiled so far."""
+    """Call ``on_function`` after each function compiled in this context, with the number so far."""
     notice = compile_notice()
     before, notice.on_function = notice.on_function, on_function
     try:

@@ -1,4 +1,4 @@
-"""Processes that compile what this one does not need yet."""
+"""Background processes that compile code for later."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import subprocess
 import sys
 
 NICENESS = 5
-"""Of the processes: the model's passes come first."""
+"""Of the processes, so that the model's passes come first."""
 
 
 def start(module: str, *arguments: str) -> subprocess.Popen[bytes]:
-    """Start a module of this package in a process that goes on when this one ends, so that the next one finds more."""
+    """Run a module of this package in a process that outlives this one, so that the next one finds more code."""
     command = [sys.executable, "-P", "-m", module, *arguments]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     nowhere = subprocess.DEVNULL
@@ -21,6 +21,6 @@ def start(module: str, *arguments: str) -> subprocess.Popen[bytes]:
 
 
 def step_back() -> None:
-    """Let other processes of this machine come first."""
+    """Lower this process's priority."""
     if hasattr(os, "nice"):
         os.nice(NICENESS)

@@ -1,10 +1,9 @@
-"""Compilation. Machine code is kept between runs, and thrown away when a file changes that it may come from.
+"""Compilation with machine code cached between runs, and dropped when any source it may contain changes.
 
-A compiled function contains the code of the small functions it calls, the constants it names and the layout of the
-arrays it reads. Large functions are compiled once and called (``called_code``). All this comes from other files and
-other folders, but numba looks for changes in the function's own file only. Old machine code over a new layout loops for
-ever or crashes. So kept code has a stamp (``stamp_of``), a digest of whole folders: to follow each name to its file
-would be finer, and easier to get wrong.
+A compiled function contains its small callees, constants and array layouts, which come from other files and folders;
+large functions are compiled once and called (``called_code``). numba only checks the function's own file, and stale
+code over a new layout crashes or never ends. So cached code is stamped with a digest of whole folders (``stamp_of``):
+tracking each name to its file would be finer, and easier to get wrong.
 """
 
 from __future__ import annotations
@@ -30,36 +29,35 @@ from forerun.core.kept_code import KeptCode
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 COMPILES = not numba.config.DISABLE_JIT
-"""Whether anything is compiled in this process."""
+"""Whether this process compiles anything."""
 PACKAGE = Path(__file__).parents[1]
 
 
 def compiled(function: Function, nogil: bool = False) -> Function:
     """Compile on the first call.
 
-    The machine code of this package's functions is kept beside the module. Where no file can be written there, and for
-    functions of others, it is kept for this process. With ``NUMBA_DISABLE_JIT`` the function stays Python. It is
-    compiled without numba's reference counts (``_nrt``), which took more time than the work, so it may not allocate
-    anything. With ``nogil`` other threads run Python meanwhile.
+    Machine code of this package is cached beside the module; other code, or where no file can be written, only in this
+    process. With ``NUMBA_DISABLE_JIT`` the function stays Python. numba's reference counting (``_nrt``) is off, because
+    it cost more than the work, so the function may not allocate. ``nogil`` lets other threads run Python meanwhile.
     """
     if not COMPILES:
-        return np.errstate(over="ignore")(function)  # hashes are meant to overflow
+        return np.errstate(over="ignore")(function)  # hashes overflow on purpose
     return cast(Function, _dispatcher(_Compiled, function, nogil=nogil))
 
 
 def can_be_kept(function: Callable[..., Any]) -> bool:
-    """Whether there is a folder for a compiled function's machine code."""
+    """Whether a compiled function's machine code has a folder to be cached in."""
     return isinstance(cast(Any, function)._cache, KeptCode)
 
 
 def is_kept(function: Callable[..., Any]) -> bool:
-    """Whether a compiled function's machine code for this processor is kept, for any types of arguments."""
+    """Whether machine code for this processor is cached, for any argument types."""
     kept = cast(Any, function)._cache
     return isinstance(kept, KeptCode) and kept.holds_any(cast(Any, function).targetctx)
 
 
 class _Dispatcher(CPUDispatcher):  # type: ignore[misc]  # numba has no types
-    """numba's object for a function. Processes that need it at once compile it once."""
+    """numba's dispatcher; concurrent processes compile a function once."""
 
     def compile(self, sig: Any) -> Any:
         kept = self._cache
@@ -70,8 +68,8 @@ class _Dispatcher(CPUDispatcher):  # type: ignore[misc]  # numba has no types
 
 
 class _Compiled(_Dispatcher):
-    """A compiled function. Compiled code that calls it contains or calls ``inner`` instead: the same without what
-    Python needs to call it, which takes a third of the time of compiling."""
+    """A compiled function. Compiled callers inline or call ``inner``, which lacks the Python wrapper: a third of the
+    compile time."""
 
     @functools.cached_property
     def inner(self) -> Any:
@@ -84,8 +82,8 @@ class _Compiled(_Dispatcher):
 
 
 class _Inner(_Dispatcher):
-    """A function for compiled callers. It is compiled once for all integers, known or not, and called rather than
-    contained if it is large."""
+    """A function for compiled callers: compiled once for all integers, literal or not, and called rather than inlined
+    if large."""
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
         return super().get_call_template(tuple(map(_widened, args)), {name: _widened(kws[name]) for name in kws})
@@ -101,25 +99,25 @@ def _widened(kind: Any) -> Any:
 
 
 def _dispatcher(kind: type[Any], function: Callable[..., Any], suffix: str = "", **options: bool) -> Any:
-    """numba's object for a function, whose machine code is kept in files with this suffix in their names."""
+    """Return numba's dispatcher for a function, with ``suffix`` in the names of its cache files."""
     dispatcher = kind(function, targetoptions={"nopython": True, "_nrt": False, "error_model": "numpy", **options})
     package, _, module = function.__module__.partition(".")
     if package == PACKAGE.name:
-        with suppress(RuntimeError):  # no folder for the cache can be written
+        with suppress(RuntimeError):  # no writable folder for the cache
             dispatcher._cache = KeptCode(function, suffix, stamp_of(PACKAGE, module.partition(".")[0]))
     return dispatcher
 
 
 @functools.cache
 def stamp_of(package: Path, part: str) -> str:
-    """A digest of what machine code of one part of a package may come from.
+    """Return a digest of everything that machine code of one part of a package may contain.
 
-    A part is a folder or a module directly in the package. Its code comes from its own files and from the parts it
-    imports, however deep. An import of the package itself counts as one of every part. Not covered is a function of a
-    higher part in the closure of a compiled one: no part may hand any down.
+    A part is a folder or module directly in the package. Its code comes from its own files and the parts it imports,
+    transitively. Importing the package itself counts as importing every part. Not covered: a function of a higher part
+    in the closure of a compiled one, which no part may pass down.
 
-    Other versions of the libraries that write the code give another stamp. The versions of numba and Python and the
-    processor's name and features are not in it, because numba compares them itself.
+    Versions of the code-generating libraries are included, except those of numba and Python, and the processor, which
+    numba checks itself.
     """
     own = re.compile(rf"^\s*(?:from|import)\s+{re.escape(package.name)}\b(?:\.(\w+))?", re.MULTILINE)
     every = {path.stem for path in package.iterdir() if path.is_dir() or path.suffix == ".py"} - {"__pycache__"}
@@ -136,11 +134,8 @@ def stamp_of(package: Path, part: str) -> str:
 
 @functools.cache
 def sources(path: Path) -> str:
-    """A digest of a Python file, or of the names and contents of all Python files in a folder, however deep.
-
-    Raises:
-        ValueError: if there are none: what is digested was moved.
-    """
+    """Return a digest of a Python file, or of all Python files below a folder; raise ValueError if there are none,
+    because they were moved."""
     files = _files(path)
     if not files:
         raise ValueError(f"{path} has no Python files")

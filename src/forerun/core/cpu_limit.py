@@ -1,6 +1,6 @@
-"""How many cores this process may use: by its affinity, and by the quota of its control group (``docker --cpus``).
+"""The cores that this process may use, by its affinity and its control group's quota (``docker --cpus``).
 
-Threads beyond a quota do not share its time: each spins until the kernel stops all of them for the rest of a period.
+Threads beyond a quota spin until the kernel stops all of them for the rest of a period.
 """
 
 from __future__ import annotations
@@ -10,24 +10,19 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 MOUNT = Path("/sys/fs/cgroup")
-"""Where control groups are."""
 
 GROUPS = Path("/proc/self/cgroup")
-"""Names this process's control groups."""
+"""Lists this process's control groups."""
 
 
 def usable_cores(mount: Path = MOUNT, groups: Path = GROUPS) -> int:
-    """Cores that this process may use at once, at least 1. A part of a core does not count.
-
-    Args:
-        mount, groups: files to read instead of the system's.
-    """
+    """Return the number of whole cores that this process may use at once, at least 1."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([affinity, *(int(quota) for quota in _quotas(mount, groups))]))
 
 
 def _quotas(mount: Path, groups: Path) -> Iterator[float]:
-    """The quotas, in cores, of this process's groups and of those above them."""
+    """Yield the quotas, in cores, of this process's groups and their parents."""
     for line in _text(groups).splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
@@ -42,7 +37,7 @@ def _quotas(mount: Path, groups: Path) -> Iterator[float]:
 
 
 def _quota(text: str) -> Iterator[float]:
-    """A quota that a file states as time and period; there is none for ``max``, for -1, or where it cannot be read."""
+    """Parse a quota from time and period; yield nothing for ``max``, -1 or an unreadable file."""
     try:
         time, period = map(float, text.split())
     except ValueError:

@@ -1,4 +1,4 @@
-"""What threads and tenants share is shared fairly: a lock in the order of arrival, and room by who has the most."""
+"""Fair sharing between threads and tenants: a first-come lock, a round-robin executor, and eviction by owner."""
 
 from __future__ import annotations
 
@@ -20,18 +20,16 @@ ResultT = TypeVar("ResultT")
 
 
 class FairLock:
-    """A lock that serves threads in the order they came. Used as ``with lock:``; not reentrant.
+    """A lock that serves threads in order of arrival, used as ``with lock:``; not reentrant.
 
-    Suppose a thread takes the lock again right after each release. An ordinary lock mostly goes back to that thread,
-    and the others starve.
+    An ordinary lock mostly returns to the thread that just released it, and the others starve.
 
-    Ctrl-C may come at any instruction, also before the lock is released. So a thread that acquires the lock while it
-    holds it is taken to have been interrupted then. What the garbage collector may run at any instruction goes through
-    ``when_free``.
+    Ctrl-C may come at any instruction, even before a release. So a thread that acquires the lock while holding it
+    counts as interrupted. Code that the garbage collector may run at any instruction goes through ``when_free``.
     """
 
     def __init__(self) -> None:
-        self._queue: deque[int] = deque()  # who holds it, and who waits
+        self._queue: deque[int] = deque()  # the holder, then the waiting threads
         self._inside: FrameType | None = None  # the frame whose ``with`` holds it
         self._later: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition(threading.RLock())
@@ -40,7 +38,7 @@ class FairLock:
         me = threading.get_ident()
         if me in self._queue:
             self._leave(me)
-        self._queue.append(me)  # one step for all threads: who finds the queue empty holds the lock
+        self._queue.append(me)  # atomic: whoever finds the queue empty holds the lock
         if self._queue[0] != me:
             try:
                 with self._changed:
@@ -66,10 +64,10 @@ class FairLock:
             try:
                 job()
             except Exception:
-                log.exception("what had to wait for a lock failed")
+                log.exception("a job deferred until a lock was free failed")
 
     def when_free(self, job: Callable[[], None]) -> None:
-        """Run a job that takes the lock: now, or if it comes in the middle of what holds the lock, after that."""
+        """Run a job that takes the lock: now, or after the current holder if the job interrupts it."""
         frame: FrameType | None = sys._getframe()
         while frame is not None and frame is not self._inside and not self._enters(frame):
             frame = frame.f_back
@@ -79,11 +77,9 @@ class FairLock:
             self._later.append(job)
 
     def _enters(self, frame: FrameType) -> bool:
-        """Whether a frame is this lock's ``__enter__``."""
         return frame.f_code is FairLock.__enter__.__code__ and frame.f_locals["self"] is self
 
     def _leave(self, thread: int) -> None:
-        """Take a thread out of the queue, wherever it stands."""
         self._queue.remove(thread)
         self._wake()
 
@@ -92,17 +88,11 @@ class FairLock:
             self._changed.notify_all()
 
     def __reduce__(self) -> tuple[type[FairLock], tuple[()]]:
-        """A copy has its own, empty queue."""
         return FairLock, ()
 
 
 class FairExecutor:
-    """Runs jobs in a few threads. An owner's jobs run one after the other, and owners take turns.
-
-    Args:
-        threads: how many owners' jobs run at a time.
-        name: begins the threads' names.
-    """
+    """Runs the jobs of up to ``threads`` owners at a time: each owner's jobs one after the other, owners in turn."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(threads, name)
@@ -110,7 +100,7 @@ class FairExecutor:
         self._lock = threading.Lock()
 
     def submit(self, owner: str, job: Callable[[], ResultT]) -> Future[ResultT]:
-        """Run a job when it is its turn."""
+        """Queue a job of an owner."""
         future: Future[ResultT] = Future()
         with self._lock:
             begun = owner in self._waiting
@@ -135,7 +125,7 @@ class FairExecutor:
 
 
 def locked(method: Method) -> Method:
-    """Let one thread at a time into the marked methods of an object that has a ``lock``."""
+    """Serialise the marked methods of an object by its ``lock``."""
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -146,17 +136,13 @@ def locked(method: Method) -> Method:
 
 
 def owner_of(namespace: str) -> str:
-    """Whose a namespace is: a server names it ``tenant/name``. All other names have one owner together."""
+    """Return the owner of a namespace that a server named ``tenant/name``. All other names share one owner."""
     return namespace.partition("/")[0] if "/" in namespace else ""
 
 
 def eviction(entries: Sequence[tuple[KeyT | None, str, int]]) -> KeyT | None:
-    """The key that goes first; None if none may go. It is the oldest of the owner who has the most, so that nobody
-    pushes out what is others'.
-
-    Args:
-        entries: keys (None for an entry that has to stay), their owners and sizes, those used longest ago first.
-    """
+    """Return the key to evict: the oldest of the largest owner, so that no owner evicts another's; None if all must
+    stay. Entries are keys (None if they must stay), owners and sizes, least recently used first."""
     sizes: Counter[str] = Counter()
     for _, owner, size in entries:
         sizes[owner] += size

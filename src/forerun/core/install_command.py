@@ -1,4 +1,4 @@
-"""The command that adds optional parts to this installation of Forerun, which no package index has."""
+"""The command that installs optional parts of Forerun, which is on no package index."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from urllib.parse import unquote, urlsplit
 
 
 def install_command(extras: str) -> str:
-    """The ``pip install`` for further extras (``"serve"``, ``"serve,bench"``) from where Forerun was installed from.
-
-    pip writes that into ``direct_url.json`` (PEP 610). Without it, Forerun is a checkout on the path.
-    """
+    """Return the ``pip install`` of further extras (``"serve"``, ``"serve,bench"``) from the place that Forerun was
+    installed from. pip records it in ``direct_url.json`` (PEP 610). Without that, Forerun is a checkout on the path."""
     try:
         written = metadata.distribution("forerun").read_text("direct_url.json")
     except metadata.PackageNotFoundError:

@@ -1,6 +1,6 @@
-"""Counts what a JSON text is made of before anything is made of it: the objects may take a hundred times its memory.
+"""Counts the parts of a JSON text before parsing: the objects may need a hundred times its memory.
 
-One pass of compiled code, during which other threads run Python. The text need not be valid: a parser says so later.
+One pass of compiled code without the GIL. Invalid JSON is left to the parser.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from forerun.core.tree import IntArray
 
 
 class JsonCounts(NamedTuple):
-    """Strings, with the names of fields; objects and arrays; and all other values, such as numbers."""
+    """Strings, including field names; objects and arrays; and other values, such as numbers."""
 
     strings: int
     containers: int
@@ -29,7 +29,6 @@ def count_json(text: bytes) -> JsonCounts:
 
 
 def _count_bytes(text: IntArray, counts: IntArray) -> None:
-    """Add to the counts of strings, containers and other values."""
     inside = escaped = word = False
     for i in range(len(text)):
         byte = text[i]
@@ -43,7 +42,7 @@ def _count_bytes(text: IntArray, counts: IntArray) -> None:
         elif byte == 34:
             inside, word = True, False
             counts[0] += 1
-        elif byte == 91 or byte == 123:  # brackets that open
+        elif byte == 91 or byte == 123:  # opening brackets
             word = False
             counts[1] += 1
         elif byte <= 32 or byte == 44 or byte == 58 or byte == 93 or byte == 125:  # space, comma, colon, closing

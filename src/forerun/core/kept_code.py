@@ -1,7 +1,6 @@
-"""Files with the machine code of compiled functions.
+"""Cache files with the machine code of compiled functions.
 
-Code may call that of other functions by symbols (``called_code``). A file names the symbols that its code needs; they
-are loaded first.
+Code may call other functions by symbol (``called_code``); a file lists the symbols to load first.
 """
 
 from __future__ import annotations
@@ -23,14 +22,13 @@ from forerun.core.called_code import called_apart, code_of, load, needed_by
 log = logging.getLogger(__name__)
 
 NO_CODE = llvm.parse_assembly("").as_bitcode()
-"""LLVM code that defines nothing."""
 
 
 class _Packing(CompileResultCacheImpl):  # type: ignore[misc]  # numba has no types
-    """What is kept of a compiled function."""
+    """The cached form of a compiled function."""
 
     def reduce(self, result: Any) -> Any:
-        """As numba does it, with the symbols that the code needs, and without LLVM code that no caller contains."""
+        """Add needed symbols to numba's form, and drop LLVM code that no caller inlines."""
         (name, kind, (code, shared)), *rest = result._reduce()
         module, apart = code_of(result)._final_module, called_apart(result)
         shared = NO_CODE if apart else shared
@@ -47,15 +45,9 @@ class _Packing(CompileResultCacheImpl):  # type: ignore[misc]  # numba has no ty
 
 
 class KeptCode(FunctionCache):  # type: ignore[misc]  # numba has no types
-    """The machine code of one function, by signature.
+    """The machine code of one function, by signature; raises RuntimeError if no folder is writable.
 
-    Args:
-        function: the function.
-        suffix: of the files' names.
-        stamp: of the function's sources; code with another stamp is removed.
-
-    Raises:
-        RuntimeError: if no folder for the files can be written.
+    ``suffix`` is that of the file names. Code with another ``stamp`` of the function's sources is removed.
     """
 
     _impl_class = _Packing
@@ -65,29 +57,22 @@ class KeptCode(FunctionCache):  # type: ignore[misc]  # numba has no types
         self._cache_file = MachineCodeFile(self.cache_path, self._impl.filename_base + suffix, stamp)
 
     def holds_any(self, target_context: Any) -> bool:
-        """Whether there is code for this processor."""
         processor = target_context.codegen().magic_tuple()
         return any(key[1] == processor for key in self._cache_file.known())
 
     @contextmanager
     def alone(self, sig: Any, target_context: Any) -> Iterator[None]:
-        """A context in which no other process compiles this signature: it waits, and finds the code afterwards."""
+        """Lock this signature against compilation in other processes, which wait and then find the code."""
         target_context.refresh()
         with self._cache_file.alone(self._index_key(sig, target_context.codegen())):
             yield
 
 
 class MachineCodeFile(IndexDataCacheFile):  # type: ignore[misc]  # numba has no types
-    """The file in which numba keeps a function's machine code. It names code by its signature and its sources' stamp.
+    """The file in which numba caches a function's machine code, named by signature and by the stamp of its sources.
 
-    numba numbers the code of a function's signatures by an index file. Two processes that compile at once give one
-    number to different code, and one of them then runs the code of another signature. An index that names a class by a
-    name it no longer has cannot be read at all.
-
-    Args:
-        folder: where the files are.
-        name: of the function.
-        stamp: of its sources; code with another stamp is removed.
+    numba numbers signatures in an index file. Two processes that compile at once give one number to different code, and
+    one then runs the code of another signature. An index that names a renamed class cannot be read at all.
     """
 
     def __init__(self, folder: str, name: str, stamp: str) -> None:
@@ -95,7 +80,7 @@ class MachineCodeFile(IndexDataCacheFile):  # type: ignore[misc]  # numba has no
         self._folder, self._name = Path(folder), name
 
     def save(self, key: Any, data: Any) -> None:
-        """Keep code, whose file is complete before the index names it."""
+        """Cache code; its file is complete before the index names it."""
         known: dict[Any, str] = self._load_index()
         if not known:
             self._remove()
@@ -104,7 +89,7 @@ class MachineCodeFile(IndexDataCacheFile):  # type: ignore[misc]  # numba has no
             self._save_data(known[key], data)
             self._save_index(known)
         except OSError as error:  # such as a full disk; this process has the code
-            log.warning("machine code of %s is not kept: %s", self._name, error)
+            log.warning("cannot cache machine code of %s: %s", self._name, error)
 
     def _file_of(self, key: Any) -> str:
         digest = hashlib.sha256(f"{self._source_stamp} {key!r}".encode()).hexdigest()
@@ -112,17 +97,17 @@ class MachineCodeFile(IndexDataCacheFile):  # type: ignore[misc]  # numba has no
 
     @contextmanager
     def alone(self, key: Any) -> Iterator[None]:
-        """A context in which no other process compiles this code. Nobody waits for code that is kept."""
+        """Lock this code against compilation in other processes; cached code needs no lock."""
         file = self._folder / self._file_of(key)
         if file.exists() or os.name != "posix":
             yield
             return
-        import fcntl  # only POSIX has it
+        import fcntl  # POSIX only
 
         lock = file.with_suffix(".lock")
         try:
             descriptor = os.open(lock, os.O_CREAT | os.O_RDWR, 0o600)
-        except OSError:  # nothing can be written: what is compiled here is kept nowhere
+        except OSError:  # nothing is writable, so nothing compiled here is cached
             yield
             return
         try:
@@ -134,24 +119,23 @@ class MachineCodeFile(IndexDataCacheFile):  # type: ignore[misc]  # numba has no
             os.close(descriptor)
 
     def known(self) -> Iterable[Any]:
-        """The keys of the code that is kept."""
         return self._load_index().keys()
 
     def load(self, key: Any) -> Any:
-        """Code that was kept; None if there is none, or it is damaged: then it is compiled again."""
+        """Return cached code; None if it is missing or damaged, to compile it again."""
         try:
             return super().load(key)
-        except Exception:  # unpickling fails in as many ways as files can be damaged
+        except Exception:  # damaged files raise errors of many types
             return None
 
     def _load_index(self) -> dict[Any, str]:
         try:
             return dict(super()._load_index())
-        except Exception:  # unpickling fails in as many ways as classes can change
+        except Exception:  # renamed classes raise errors of many types
             return {}
 
     def _remove(self) -> None:
-        """Remove what the index does not name any more; another process finds it missing, and compiles."""
+        """Remove files that the index no longer names; a process that misses one compiles."""
         for file in self._folder.glob(f"{self._name}.*.nbc"):
             with suppress(OSError):
                 file.unlink()

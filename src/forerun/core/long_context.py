@@ -11,7 +11,7 @@ Policy = Literal["stride", "acceptance", "verify"]
 Sparse = Literal["low-rank", "retrieval"]
 
 MTP = "mtp"
-"""The ``draft_model`` that stands for the trained heads in the target's own files."""
+"""The ``draft_model`` that selects the trained heads in the target's own files."""
 
 
 @dataclass(frozen=True)
@@ -19,26 +19,26 @@ class LongContextConfig:
     """Parameters of ``auto``, TriForce and its baselines; other drafters ignore them.
 
     Attributes:
-        draft_model: the small model, a transformers decoder; for ``triforce``, ``triforce-auto`` and ``streaming``. Or
-            a trained head, for ``head`` and ``auto``: the folder of one (``models/heads/loading.py``), or ``mtp`` for
-            those in the target's own files.
+        draft_model: the small model, a transformers decoder, for ``triforce``, ``triforce-auto`` and ``streaming``. Or,
+            for ``head`` and ``auto``, the folder of a trained head (``models/heads/loading.py``), or ``mtp`` for those
+            in the target's files.
         gamma1: tokens that the small model drafts at a time.
-        gamma2: tokens that the target verifies at a time, at most.
-        cache_budget: tokens that a sparse cache of the target holds, per layer and KV head. For the low-rank cache: the
-            most tokens that a query sees.
+        gamma2: maximum tokens that the target verifies at a time.
+        cache_budget: tokens in a sparse cache of the target, per layer and KV head. For the low-rank cache: maximum
+            tokens that a query sees.
         chunk: tokens per chunk of the retrieval cache.
         refresh: when the retrieval cache chooses its chunks again; see ``RetrievalConfig``.
         paced: set the draft length by measured time, down to none where drafts do not pay. If false, it is always
             ``gamma2``.
-        sinks, window: first and last tokens that a streaming cache holds. ``window`` is the small model's; the
-            target's streaming cache fills ``cache_budget``.
-        sparse: the target's sparse cache in ``auto`` and the ``triforce`` drafters. ``low-rank``: each
-            query finds its own chunks (``LowRankCache``). ``retrieval``: chunks are chosen in advance for the queries
-            to come, as in the paper (``RetrievalCache``). None: ``retrieval`` on a GPU, where passes over it take few
-            calls and its choice is seldom, and else ``low-rank``.
+        sinks, window: first and last tokens in a streaming cache. ``window`` is the small model's; the target's
+            streaming cache fills ``cache_budget``.
+        sparse: the target's sparse cache in ``auto`` and the ``triforce`` drafters. ``low-rank``: each query selects
+            its own chunks (``LowRankCache``). ``retrieval``: chunks are selected in advance for the next queries, as in
+            the paper (``RetrievalCache``). None: ``retrieval`` on a GPU, where it needs few calls and seldom selects;
+            else ``low-rank``.
 
     Raises:
-        TypeError: for a number that is no integer.
+        TypeError: for a number that is not an integer.
         ValueError: for a value out of range.
     """
 
@@ -67,10 +67,6 @@ class LongContextConfig:
 
 
 def check_settings(settings: object) -> None:
-    """Refuse settings of another class, such as a dictionary.
-
-    Raises:
-        TypeError: with what was given.
-    """
+    """Refuse settings of another class, such as a dictionary, with a TypeError."""
     if settings is not None and not isinstance(settings, LongContextConfig):
         raise TypeError(f"settings is {settings!r}; it must be a forerun.LongContextConfig or None")

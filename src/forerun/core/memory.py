@@ -1,7 +1,7 @@
-"""Memory that was freed goes back to the operating system.
+"""Returns freed memory to the operating system.
 
-The GNU allocator keeps what is freed below what is in use, and up to 64 MiB above it, in each of its arenas; it makes
-one for each thread, up to eight for each core. So a process at rest may hold a hundred unused MiB.
+The GNU allocator keeps freed memory below memory in use, and up to 64 MiB above it, in each arena: one per thread, up
+to eight per core. So an idle process may hold a hundred unused MiB.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ from typing import Any
 
 
 def give_back() -> None:
-    """Return the free pages of all arenas; nothing where the C library cannot.
-
-    It took 10 to 50 ms for 90 MiB. Other threads of Python run meanwhile; who allocates in the arena that is gone
-    through waits.
-    """
+    """Return the free pages of all arenas; do nothing without the GNU library. Measured at 10 to 50 ms for 90 MiB.
+    Other Python threads go on, except those that allocate in the current arena."""
     trim = _trim()
     if trim is not None:
         trim(0)
@@ -25,7 +22,6 @@ def give_back() -> None:
 
 @functools.cache
 def _trim() -> Any:
-    """``malloc_trim`` of the GNU library; None elsewhere."""
     if os.name != "posix":
         return None
     return getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -1,4 +1,4 @@
-"""Where a token comes from: who drafted it, or that nobody did."""
+"""Where a token comes from."""
 
 from __future__ import annotations
 
@@ -6,28 +6,27 @@ from enum import IntEnum
 
 
 class Origin(IntEnum):
-    """The source of a token, stored in trees as int8. It explains a text, and decides nothing."""
+    """The source of a token, stored in trees as int8. For information only; it decides nothing."""
 
     TARGET = 0
-    """Nobody drafted it: the target chose it."""
+    """Not drafted: chosen by the target."""
     TEXT = 1
-    """Found in the request's own text: its prompt, or what was generated so far."""
+    """Found in the request's prompt or output."""
     EARLIER = 2
-    """Found in earlier texts of the request's namespace."""
+    """Found in earlier outputs of the request's namespace."""
     MODEL = 3
     """Drafted by a small model."""
     SELF = 4
     """Drafted by the target over a sparse cache."""
     DRAFTER = 5
-    """Drafted by one that does not say how."""
+    """Drafted by a source that does not say how."""
     FORCED = 6
     """The only token that a grammar allows."""
     RECYCLED = 7
-    """Among the best of the target's logits where the same tokens came before."""
+    """Among the target's top logits when the same tokens came before."""
     HEAD = 8
     """Drafted by a trained head."""
 
     @property
     def word(self) -> str:
-        """Its name, for people and programs."""
         return self.name.lower()

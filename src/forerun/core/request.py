@@ -1,4 +1,4 @@
-"""One row of a batch: its text so far, how it chooses the next token, and when it ends."""
+"""One row of a batch: its tokens, how it chooses the next one, and when it ends."""
 
 from __future__ import annotations
 
@@ -25,16 +25,12 @@ _ids = itertools.count()
 
 @dataclass(frozen=True)
 class Logprob:
-    """How likely a model finds one token of its text.
-
-    It is the model's own distribution: its logits before temperature, cuts, penalties and grammars. Each row of logits
-    is worked out by itself, in float64, so that the same logits give the same bits whatever shared the pass.
+    """A token's log-probability under the model's own distribution: before temperature, cuts, penalties and grammars.
+    Rows of logits are normalised in float64, so equal logits give equal bits whatever shared the pass.
 
     Attributes:
-        token: its id.
-        logprob: natural logarithm of its probability.
-        top: the likeliest tokens at its place, likeliest first, each with its own; of equally likely ones, the lower
-            id.
+        logprob: natural logarithm.
+        top: the likeliest tokens at its position with their log-probabilities, likeliest first; ties by lower id.
     """
 
     token: int
@@ -44,12 +40,8 @@ class Logprob:
 
 @dataclass(frozen=True)
 class PrefixBreak:
-    """Where a prompt leaves the kept one that begins most like it.
-
-    Attributes:
-        position: tokens that both have in common.
-        kept, given: the tokens from there on, of the kept prompt and of this one.
-    """
+    """Where a prompt diverges from the cached one with the longest common prefix, of ``position`` tokens; ``kept`` and
+    ``given`` are the next tokens of the cached prompt and of this one."""
 
     position: int
     kept: IntArray
@@ -57,26 +49,25 @@ class PrefixBreak:
 
 
 class Request:
-    """A prompt being continued. Rows of a batch share nothing but the forward pass.
+    """A prompt being continued. Rows of a batch share only the forward pass.
 
     Args:
         prompt: token ids, at least one.
         max_new_tokens: maximum number of tokens to generate, at least one.
-        eos_token_ids: any of these ends the text, and is part of it.
+        eos_token_ids: end the sequence, and are part of it.
         sampler: how tokens are chosen.
-        stopping: called with the ids ``[1, t]`` after every token; true ends the text.
-        namespace: requests draft from earlier outputs of the same namespace only.
-        drafts_from: a namespace whose outputs it is drafted from and joins in place of its own's, where people agreed
-            to share what was generated; what prompts begin with is shared inside ``namespace`` all the same.
-        budget: maximum number of nodes of a draft, if that is less than the engine's; with 0 nothing is drafted, and no
-            drafter hears of the request. It changes the speed, never the text.
-        padding: ids before the prompt that only logits processors and ``stopping`` see, never the model.
-        prediction: token ids that the answer is expected to resemble, to draft from; private to this request.
-        top_logprobs: tokens whose log-probabilities are kept at each place of the text, beside the one that came; None
-            keeps none at all.
+        stopping: called with the ids ``[1, t]`` after every token; true ends the sequence.
+        namespace: requests draft only from earlier outputs of their namespace.
+        drafts_from: another namespace to draft from and add the output to, where users agreed to share outputs;
+            prefixes are still shared inside ``namespace``.
+        budget: maximum nodes of a draft, if below the engine's; 0 drafts nothing and hides the request from drafters.
+            It changes the speed, never the output.
+        padding: ids before the prompt that only logits processors and ``stopping`` see.
+        prediction: token ids of an expected answer to draft from, private to this request.
+        top_logprobs: number of likeliest tokens to keep per position; None keeps no log-probabilities.
 
     Raises:
-        ValueError: for an empty prompt, no room to generate, or a budget under 0.
+        ValueError: for an empty prompt, no room to generate, or a negative budget.
     """
 
     def __init__(
@@ -111,19 +102,19 @@ class Request:
         self.budget = budget
         self.prediction = np.array(prediction, np.int64)
         self.cached_tokens = 0
-        """Tokens of the prompt that were read for another text, and not again for this one."""
+        """Prompt tokens whose prefill was reused from another request."""
         self.turns: Sequence[int] = ()
-        """Positions in the prompt where a message or its parts begin. Later prompts are likely to leave it there."""
+        """Positions in the prompt where messages or their parts start: where later prompts are likely to diverge."""
         self.wants_prefix_break = False
-        """Whether it is to be told where its prompt leaves the kept one that begins most like it."""
+        """Whether to report ``prefix_break``."""
         self.prefix_break: PrefixBreak | None = None
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
-        """The error that ended the text, if one did."""
+        """The error that ended the request, if any."""
         self.stats = Stats()
         self.top_logprobs = top_logprobs
         self.logprobs: list[Logprob] = []
-        """One for each generated token, if they are kept."""
+        """One per generated token, if kept."""
         self._padding = len(padding)
         self._buffer = np.empty(len(padding) + len(prompt) + max_new_tokens, np.int64)
         self._end = len(padding) + len(prompt)
@@ -131,12 +122,12 @@ class Request:
         self._ids = torch.from_numpy(self._buffer)
 
     def __len__(self) -> int:
-        """Tokens so far, including the prompt."""
+        """Return the number of tokens so far, including the prompt."""
         return self._end - self._padding
 
     @property
     def tokens(self) -> IntArray:
-        """Prompt and generated tokens, int64 ``[len(self)]``; a view, not a copy."""
+        """Prompt and generated tokens, int64 ``[len(self)]``; a view."""
         return self._buffer[self._padding : self._end]
 
     @property
@@ -161,11 +152,11 @@ class Request:
 
     @property
     def seed(self) -> int | None:
-        """The seed of a sampled text; None for a greedy one."""
+        """The seed of a sampled request; None for a greedy one."""
         return None if self.sampler.method == "greedy" else self.sampler.seed
 
     def choose(self, logits: torch.Tensor) -> int:
-        """The next token for logits ``[V]``. Where a grammar leaves one, nothing is masked."""
+        """Return the next token for logits ``[V]``. Where a grammar allows only one, nothing is masked."""
         constraint, processor = self.sampler.constraint, self.sampler.processor
         if constraint is not None and processor is None:
             token = constraint.certain(self._ids[: self._end])
@@ -174,41 +165,38 @@ class Request:
         return self.sampler.choose(self.scores(logits), len(self))
 
     def scores(self, logits: torch.Tensor, after: Sequence[int] = ()) -> torch.Tensor:
-        """Processed scores ``[V]`` for the token after the text, or after the text and the tokens ``after``."""
+        """Return processed scores ``[V]`` for the token after the sequence and the tokens ``after``."""
         end = self._end + len(after)
         self._buffer[self._end : end] = after
         return self.sampler.scores(self._ids[:end], logits)
 
     @property
     def drafts(self) -> bool:
-        """Whether anything is drafted for it."""
+        """Whether anything is drafted for the request."""
         return self.budget != 0
 
     def allowed(self, budget: int) -> int:
-        """Maximum number of nodes of a draft, where the engine allows ``budget``."""
         return budget if self.budget is None else min(budget, self.budget)
 
     def forced(self, most: int) -> list[int]:
-        """Tokens that follow for certain, because the sampler's constraint allows no others; no more than ``most``."""
+        """Return up to ``most`` tokens that must follow, because the sampler's constraint allows no others."""
         constraint = self.sampler.constraint
         return [] if constraint is None else constraint.forced(self._ids[: self._end], most)
 
     def keep_logprobs(self, tokens: Sequence[int], logits: torch.Tensor, rows: Sequence[int]) -> None:
-        """Keep the log-probabilities of committed tokens, if they are wanted, by rows of logits ``[n, V]``."""
+        """Keep the log-probabilities of committed tokens, if requested, from rows of logits ``[n, V]``."""
         if self.top_logprobs is None:
             return
         scored = [logits[row] for _, row in zip(tokens, rows, strict=False)]
         if logits.device.type != "cpu":
-            scored = list(torch.stack(scored).cpu())  # one transfer; it has not run on a GPU
+            scored = list(torch.stack(scored).cpu())  # one transfer; not yet run on a GPU
         for token, own in zip(tokens, scored, strict=False):
             self.logprobs.append(logprob_of(own, token, self.top_logprobs))
 
     def fork(self) -> Request:
-        """A copy that a drafter may continue speculatively.
-
-        Both share the buffer of the text: what the copy writes after the text so far, this request later overwrites.
-        The copy never calls ``stopping``. Under rejection sampling its noise is independent of this request's.
-        """
+        """Return a copy that a drafter may continue speculatively. Both share the token buffer, where this request
+        later overwrites what the copy appends. The copy never calls ``stopping``; under rejection sampling its noise is
+        independent."""
         fork = copy.copy(self)
         fork.sampler = self.sampler.inner()
         fork.stopping = None
@@ -216,7 +204,7 @@ class Request:
         return fork
 
     def append(self, token: int) -> bool:
-        """Commit a token; true if the text ends with it."""
+        """Commit a token; return True if it ends the sequence."""
         self._buffer[self._end] = token
         self._end += 1
         if token in self.eos_token_ids:
@@ -228,7 +216,7 @@ class Request:
         return self.finish_reason is not None
 
     def take(self, tokens: Sequence[int], finish_reason: FinishReason | None) -> None:
-        """Commit tokens that another process decided, and what ended the text there."""
+        """Commit tokens, and their finish reason, that another process chose."""
         end = self._end + len(tokens)
         self._buffer[self._end : end] = tokens
         self._end, self.finish_reason = end, finish_reason
@@ -238,18 +226,18 @@ class Request:
         return constraint is not None and constraint.complete(self._ids[: self._end])
 
     def fail(self, error: Exception) -> None:
-        """End the text by an error; its tokens so far stay. The error's traceback becomes a note: its frames would keep
-        all rows' caches alive."""
+        """End the request with an error; its tokens so far stay. The traceback becomes a note, since its frames would
+        keep all rows' caches alive."""
         error.add_note(f"It arose in:\n{''.join(format_tb(error.__traceback__))}")
         self.finish_reason, self.error = "error", error.with_traceback(None)
 
 
 def logprob_of(logits: torch.Tensor, token: int, top: int) -> Logprob:
-    """How likely a token is by logits ``[V]``, and which ``top`` tokens are likeliest."""
+    """Return a token's log-probability by logits ``[V]``, and the ``top`` likeliest tokens."""
     logprobs = torch.log_softmax(logits.to(torch.float64, copy=True), -1)
     best: list[tuple[int, float]] = []
     if top:
         least = logprobs.topk(min(top, len(logprobs))).values[-1]
-        among = (logprobs >= least).nonzero()[:, 0].tolist()  # ascending, and with all that are as likely as the last
+        among = (logprobs >= least).nonzero()[:, 0].tolist()  # ascending, including all tied with the last
         best = sorted(((each, float(logprobs[each])) for each in among), key=lambda pair: -pair[1])[:top]
     return Logprob(token, float(logprobs[token]), tuple(best))

@@ -1,8 +1,8 @@
 """From logits to a token: greedy, coupled sampling (Gumbel-max), or rejection sampling.
 
-Noise is a pure function: a 64-bit counter hash of (seed, position, salt, token id). There is no generator state. So the
-text for a seed does not depend on the drafter, the batch or the device. Draft and target draw with the same noise, so
-they agree where their distributions are close. Gumbel-max: argmax(log p + g), with Gumbel noise g, is a sample of p.
+Noise is a pure function: a 64-bit counter hash of (seed, position, salt, token id), without generator state. So the
+output for a seed does not depend on drafter, batch or device. Draft and target sample with the same noise, so they
+agree where their distributions are close. Gumbel-max: argmax(log p + g), with Gumbel noise g, is a sample of p.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ from forerun.core.sampling_kernels import BITS, GOLDEN, MIX1, MIX2, best_with_no
 
 Method = Literal["greedy", "coupled", "rejection"]
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""What ``transformers`` calls a logits processor: (ids ``[1, t]``, scores ``[1, V]``) -> scores ``[1, V]``."""
+"""A ``transformers`` logits processor: (ids ``[1, t]``, scores ``[1, V]``) -> scores ``[1, V]``."""
 
 
 @dataclass(frozen=True)
 class InTurn:
-    """Processors that run one after the other.
+    """Processors applied in sequence.
 
     Attributes:
-        parts: the processors, in order.
-        rowwise: whether each looks at nothing but a row's scores, so that scores of many rows ``[n, V]`` may come at
-            once. No value is read from their device.
-        anywhere: whether they may be called on one device now, and on another one next.
-        nameless: whether the result for a score is the same whatever token it is of. Then they may be called with the
-            scores of some tokens, if all others are minus infinity.
+        rowwise: whether each uses only a row's scores, without reading values from the device, so that many rows
+            ``[n, V]`` may be processed at once.
+        anywhere: whether the device may differ between calls.
+        nameless: whether results do not depend on token ids, so that scores of a few tokens suffice if all others are
+            minus infinity.
     """
 
     parts: tuple[Processor, ...]
@@ -44,40 +43,28 @@ class InTurn:
     nameless: bool = False
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """See ``Processor``."""
         return reduce(lambda so_far, part: part(ids, so_far), self.parts, scores)
 
 
 @dataclass(frozen=True)
 class Remembering:
-    """A processor with a part that remembers its calls; that part must run once per committed token, in order.
-
-    Attributes:
-        whole: the processor.
-        pure: the part that remembers nothing, so that it may also run on drafts; or None.
-    """
+    """A processor that remembers its calls, so that it must run once per committed token, in order; ``pure`` is its
+    stateless part, which may also run on drafts, or None."""
 
     whole: Processor
     pure: Processor | None
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """See ``Processor``."""
         return self.whole(ids, scores)
 
 
 @dataclass(frozen=True)
 class SpeculativeProcessor:
-    """A processor for drafts. Where it fails, the scores stay as they are: a text may never come to what was drafted,
-    so that is no error of its own.
-
-    Attributes:
-        processor: may raise anything.
-    """
+    """A processor for drafts. If it raises anything, scores stay unchanged: the output may never contain the draft."""
 
     processor: Processor
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """See ``Processor``."""
         try:
             return self.processor(ids, scores)
         except Exception:
@@ -85,46 +72,35 @@ class SpeculativeProcessor:
 
 
 class Constraint(Protocol):
-    """Tokens that may follow a text, where not every token may: a grammar's side of a sampler.
-
-    All answers depend on the ids alone, never on earlier calls. So a constraint may be asked about any text in any
-    order: about drafts, branches of a tree, and forks of a request.
-
-    Ids are those of ``Request``: padding, prompt and generated tokens, int64 ``[t]``.
-    """
+    """Tokens that may follow a sequence: a grammar's side of a sampler. Results depend on the ids alone, never on
+    earlier calls, so any sequence may come in any order: drafts, branches of a tree, forks. Ids are those of
+    ``Request``: padding, prompt and generated tokens, int64 ``[t]``."""
 
     def mask(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores ``[V]`` with -inf for each token that may not follow; a new tensor.
-
-        Raises:
-            RuntimeError: if no token may follow, or the ids themselves are not allowed.
-        """
+        """Return new scores ``[V]`` with -inf for each token that may not follow; raise RuntimeError if none may, or
+        the ids are not allowed."""
         ...
 
     def forced(self, ids: torch.Tensor, most: int) -> list[int]:
-        """Tokens that follow for certain, because no other may: no more than ``most``, and none where it is not known.
-        It never fails."""
+        """Return up to ``most`` tokens that must follow, as far as known. Never raises."""
         ...
 
     def certain(self, ids: torch.Tensor) -> int | None:
-        """The one token that may follow, if it is known without work; else None. It never fails."""
+        """Return the only token that may follow, if that is known without work; else None. Never raises."""
         ...
 
     def complete(self, ids: torch.Tensor) -> bool:
-        """Whether the text is whole, so that nothing may follow.
-
-        Raises:
-            RuntimeError: if the ids are not allowed.
-        """
+        """Whether the sequence is complete, so that nothing may follow; raise RuntimeError if the ids are not
+        allowed."""
         ...
 
     def on_trial(self) -> Constraint:
-        """The same for drafts, which may be wrong: it allows all tokens where this one would raise an error."""
+        """Return a constraint for drafts: it allows all tokens where this one would raise."""
         ...
 
 
 class Salt(enum.IntEnum):
-    """A term of the hash that makes draws for different purposes independent."""
+    """A term of the hash that makes noise for different purposes independent."""
 
     TARGET = 0
     DRAFT = 1
@@ -137,15 +113,13 @@ class Sampler:
     """How a row's next token is chosen.
 
     Attributes:
-        method: ``greedy`` takes the best score; ``coupled`` adds Gumbel noise and takes the best, so that any tree
-            is verified by one walk; ``rejection`` chooses like ``coupled``, but verifies a chain with ``q`` by
-            Leviathan's test.
-        seed: seeds the noise; any integer.
+        method: ``greedy`` takes the best score; ``coupled`` the best with Gumbel noise, so that one walk verifies any
+            tree; ``rejection`` chooses like ``coupled``, but verifies a chain with ``q`` by Leviathan's test.
+        seed: of the noise; any integer.
         processor: runs on a node's logits, with the ids that lead to the node; or None.
-        constraint: leaves out the tokens that may not come, before the processor runs; or None.
-        temperature: that the processor divides scores by. It decides nothing here; drafts judge by it how much the
-            noise counts.
-        salt: what it draws with.
+        constraint: masks tokens before the processor runs; or None.
+        temperature: by which the processor divides scores; only drafts use it, to weigh the noise.
+        salt: of the noise.
     """
 
     method: Method = "greedy"
@@ -161,30 +135,30 @@ class Sampler:
 
     @property
     def takes_best(self) -> bool:
-        """Whether the token is the best by the logits themselves."""
+        """Whether the choice is the argmax of the raw logits."""
         return self.method == "greedy" and self.processor is None and self.constraint is None
 
     @property
     def rowwise(self) -> bool:
-        """Whether a choice depends on logits and position alone, so that those of many rows can be made at once."""
+        """Whether a choice depends only on logits and position, so that many rows can be chosen at once."""
         return self.constraint is None and (
             self.processor is None or (isinstance(self.processor, InTurn) and self.processor.rowwise)
         )
 
     @property
     def nameless(self) -> bool:
-        """Whether scores may be worked out of some tokens' logits ``[n, D]``, if all others are minus infinity."""
+        """Whether logits ``[n, D]`` of a few tokens suffice, if all others are minus infinity."""
         return self.constraint is None and (
             self.processor is None or (isinstance(self.processor, InTurn) and self.processor.nameless)
         )
 
     @property
     def anywhere(self) -> bool:
-        """Whether it may choose from logits that were brought to the CPU, if the model lies elsewhere."""
+        """Whether it may choose from logits copied to the CPU, if the model is elsewhere."""
         return self.processor is None or (isinstance(self.processor, InTurn) and self.processor.anywhere)
 
     def scores(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Processed scores ``[V]`` in float32, as in ``transformers``, from logits ``[V]`` that follow ids ``[t]``."""
+        """Return processed scores ``[V]`` in float32, as in ``transformers``, from logits ``[V]`` after ids ``[t]``."""
         scores = logits.to(torch.float32, copy=self.processor is not None)
         if self.constraint is not None:
             scores = self.constraint.mask(ids, scores)
@@ -193,35 +167,33 @@ class Sampler:
         return self.processor(brought(ids[None], scores.device), scores[None])[0]
 
     def scores_of_rows(self, logits: torch.Tensor) -> torch.Tensor:
-        """``scores`` of many rows at once, ``[n, V]`` in and out; for samplers that are ``rowwise``."""
+        """Return ``scores`` of many rows ``[n, V]``; for ``rowwise`` samplers."""
         scores = logits.to(torch.float32, copy=self.processor is not None)
         if self.processor is None:
             return scores
         return self.processor(torch.empty((len(scores), 0), dtype=torch.int64, device=scores.device), scores)
 
     def choose(self, scores: torch.Tensor, position: int, salt: Salt | None = None) -> int:
-        """The token at ``position`` (its index in the sequence, prompt included) for processed scores ``[V]``."""
+        """Return the token at ``position`` (in the sequence, prompt included) for processed scores ``[V]``."""
         if self.method == "greedy":
             return int(scores.argmax())
         return _sample(scores, self.seed, position, self.salt if salt is None else salt)
 
     def choices(self, scores: torch.Tensor, positions: Sequence[int], salt: Salt | None = None) -> torch.Tensor:
-        """``choose`` for rows of scores ``[n, V]``, each at its own position; int64 ``[n]``, on the scores' device."""
+        """Return ``choose`` for rows of scores ``[n, V]``, each at its position; int64 ``[n]``, on the scores'
+        device."""
         if self.method == "greedy":
             return scores.argmax(-1)
         return highest_of_rows(scores, self.seed, positions, self.salt if salt is None else salt)
 
     def chances(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """The model's probability of tokens ``[n]`` by the logits before each, ``[n, V]``, before any processor;
-        float64 ``[n]``, on their device."""
+        """Return the unprocessed probability of tokens ``[n]`` by the logits before each, ``[n, V]``; float64 ``[n]``,
+        on their device."""
         return logits.softmax(-1).gather(-1, tokens[:, None])[:, 0].double()
 
     def inner(self) -> Sampler:
-        """The sampler for speculative tokens in a drafter.
-
-        It has no processor that would remember its calls. Its noise is this sampler's; under rejection sampling it is
-        independent, because the outer test needs drafts that are independent of its own noise.
-        """
+        """Return the sampler for a drafter's speculative tokens. Its processor is stateless. It shares this sampler's
+        noise, except under rejection sampling, whose test needs drafts independent of its noise."""
         seed = mixed(self.seed & MASK64) if self.method == "rejection" else self.seed
         processor = self.processor.pure if isinstance(self.processor, Remembering) else self.processor
         known = isinstance(processor, InTurn) and (processor.rowwise or processor.anywhere)
@@ -231,20 +203,20 @@ class Sampler:
         return replace(self, seed=seed, processor=processor, constraint=constraint)
 
     def draft_salt(self) -> Salt:
-        """The salt that drafts draw with: the target's when coupled, another one for the rejection test."""
+        """Return the salt of drafts: the target's when coupled, another one for rejection."""
         return Salt.DRAFT if self.method == "rejection" else Salt.TARGET
 
 
 def _sample(scores: torch.Tensor, seed: int, position: int, salt: Salt) -> int:
-    """The best token with noise; 0 where none can come."""
+    """Return the best token with noise; 0 if none is possible."""
     if COMPILES and scores.device.type == "cpu" and scores.dtype == torch.float32:
         return best_with_noise(scores.detach().contiguous().numpy(), _key(seed, position, salt))
     return int(highest_of_rows(scores[None], seed, [position], salt))
 
 
 def highest_of_rows(scores: torch.Tensor, seed: int, positions: Sequence[int], salt: Salt) -> torch.Tensor:
-    """The best token of each row of scores ``[n, V]`` with the noise at the row's position, int64 ``[n]``, on the
-    scores' device; 0 where none can come."""
+    """Return the best token of each row ``[n, V]`` with the noise at its position, int64 ``[n]``, on the scores'
+    device; 0 if none is possible."""
     best = (scores.double() + _gumbel_of_rows(seed, positions, scores.shape[-1], salt, scores.device)).max(-1)
     return best.indices.where(best.values > -torch.inf, 0)
 
@@ -253,19 +225,19 @@ MASK64 = (1 << 64) - 1
 
 
 def uniform(seed: int, position: int, salt: Salt) -> float:
-    """One number in (0, 1)."""
+    """Return a uniform number in (0, 1)."""
     return ((mixed(_key(seed, position, salt)) >> 64 - BITS) + 0.5) * 2.0**-BITS
 
 
 def gumbel(seed: int, position: int, size: int, salt: Salt, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Standard Gumbel noise for token ids 0..size-1, float64 ``[size]``; entries do not depend on ``size``."""
+    """Return standard Gumbel noise for token ids 0..size-1, float64 ``[size]``; entries do not depend on ``size``."""
     return _gumbel_of_rows(seed, [position], size, salt, device)[0]
 
 
 def _gumbel_of_rows(
     seed: int, positions: Sequence[int], size: int, salt: Salt, device: torch.device | str
 ) -> torch.Tensor:
-    """``gumbel`` at each of these positions, ``[n, size]``; nothing waits for the device."""
+    """Return ``gumbel`` at each position, ``[n, size]``, without waiting for the device."""
     distinct, rows = np.unique(positions, return_inverse=True)
     keys = torch.tensor([_signed(_key(seed, position, salt)) for position in distinct.tolist()])
     bits = torch.arange(size, dtype=torch.int64, device=device).mul_(_signed(GOLDEN)) + brought(keys, device)[:, None]
@@ -277,7 +249,7 @@ def _gumbel_of_rows(
 
 
 def draw(probability: torch.Tensor, seed: int, position: int, salt: Salt) -> int:
-    """A sample of an unnormalised distribution ``[V]``."""
+    """Sample from an unnormalised distribution ``[V]``."""
     return _sample(probability.double().log(), seed, position, salt)
 
 
@@ -286,7 +258,7 @@ def _key(seed: int, position: int, salt: Salt) -> int:
 
 
 def mixed(value: int) -> int:
-    """One round of splitmix64 on a Python integer."""
+    """Apply one round of splitmix64 to a Python integer."""
     value = (value + GOLDEN) & MASK64
     value = ((value ^ value >> 30) * MIX1) & MASK64
     value = ((value ^ value >> 27) * MIX2) & MASK64
@@ -294,10 +266,10 @@ def mixed(value: int) -> int:
 
 
 def _signed(value: int) -> int:
-    """The same 64 bits as a signed integer, which is what torch takes."""
+    """Return the 64 bits as a signed integer, for torch."""
     return value - (1 << 64) if value >> 63 else value
 
 
 def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
-    """Logical shift; torch's own keeps the sign."""
+    """Shift logically; torch's own shift keeps the sign."""
     return (bits >> count).bitwise_and_((1 << (64 - count)) - 1)

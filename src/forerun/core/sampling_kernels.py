@@ -1,14 +1,14 @@
-"""Sampling's loops over a vocabulary, compiled, without the work that they seem to need.
+"""Compiled sampling over a vocabulary, without most of the apparent work.
 
-The best token under Gumbel noise, without the noise of all others. Noise comes from a uniform number u:
-g = -log(-log u). Two logarithms a token take longer than a small model's pass. But hardly any token can win: -log u is
-at least 1 - u, so g is at most -log(1 - u), and log2 of a float is at least what its bits say as a fixed-point number.
-That bound takes no logarithm. The tokens whose bound exceeds the best score so far get their noise in full.
+Gumbel noise: g = -log(-log u) for a uniform u. Two logarithms per token cost more than a small model's pass, but few
+tokens can win: -log u is at least 1 - u, so g is at most -log(1 - u), and log2 of a float is at least what its bits say
+as a fixed-point number. Only tokens whose bound, which needs no logarithm, exceeds the best score so far get full
+noise.
 
-Top-p, without sorting. The least likely tokens that sum to at most 1 - p are left out. Positive floats are in the order
-of their bits. So the least probability that is kept is found bit by bit, a few of them at a time: probabilities are
-summed by their upper bits, and bins are left out from the lowest up, until one would exceed the sum. The next bits
-divide that one. So it takes as long for any distribution.
+Top-p: the least likely tokens that sum to at most 1 - p are cut without sorting. Positive floats are ordered like their
+bits, so the smallest kept probability is found a few bits at a time: probabilities are summed by their upper bits, the
+lowest bins are dropped until one would exceed the sum, and the next bits divide that bin. So the cost does not depend
+on the distribution.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from forerun.core.compiling import COMPILES, compiled
 GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """The constants of splitmix64."""
 BITS = 52
-"""Hash bits used for one uniform number. With 53, adding 0.5 could round up to 1."""
+"""Hash bits per uniform number. With 53, adding 0.5 could round up to 1."""
 
 _GOLDEN, _MIX1, _MIX2 = np.uint64(GOLDEN), np.uint64(MIX1), np.uint64(MIX2)
 _SHIFT1, _SHIFT2, _SHIFT3, _REST = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(64 - BITS)
@@ -32,30 +32,26 @@ _ONES = np.uint64((1 << BITS) - 1)
 _UNIT = 2.0**-BITS
 _LOG2 = math.log(2.0)
 _EXPONENT = 1023.0 + BITS  # of 2 ** -BITS in a float's bits
-_SLACK = 1e-6  # more than the bound's own rounding
-_BLOCK = 512  # tokens whose bounds are worked out together, so that the loop is vectorised
-_CHANCE_BITS, _DIGIT = 36, 12  # of a float32, with zeros above, and of those that are looked at together
+_SLACK = 1e-6  # exceeds the bound's own rounding
+_BLOCK = 512  # tokens bounded at a time, so that the loop is vectorised
+_CHANCE_BITS, _DIGIT = 36, 12  # bits of a float32, zero-extended, and those examined at a time
 
 
 def best_with_noise(scores: npt.NDArray[Any], key: int) -> int:
-    """The token with the highest sum of score and noise; 0 where none can come.
-
-    Args:
-        scores: float ``[V]``; minus infinity for tokens that cannot come.
-        key: of the noise; 64 bits.
-    """
+    """Return the token with the highest sum of score ``[V]`` and noise, given the noise's 64-bit key; 0 if all scores
+    are minus infinity."""
     return int(_search(scores, np.uint64(key), np.empty(_BLOCK, np.float64)))
 
 
 def top_p_cut(
     scores: npt.NDArray[np.float32], chances: npt.NDArray[np.float32], out: float, filtered: float
 ) -> tuple[npt.NDArray[np.float32], int]:
-    """Scores with ``filtered`` in place of the tokens that are left out, and how many tokens are kept.
+    """Return scores with ``filtered`` in place of cut tokens, and the number of tokens kept.
 
     Args:
         scores: ``[V]``.
         chances: their softmax, ``[V]``.
-        out: the probability that may be left out. Of equally likely tokens at the edge, the first go.
+        out: the probability to cut. Of equally likely tokens at the edge, the first go.
     """
     result = np.empty(len(scores), np.float32)
     kept = _cut(scores, chances, out, filtered, result, np.empty(1 << _DIGIT, np.float64))
@@ -63,7 +59,7 @@ def top_p_cut(
 
 
 def warm_up() -> None:
-    """Compile these, or load them from an earlier process."""
+    """Compile or load the kernels."""
     if COMPILES:
         best_with_noise(np.zeros(1, np.float32), 0)
         top_p_cut(np.zeros(1, np.float32), np.ones(1, np.float32), 0.0, 0.0)
@@ -71,7 +67,7 @@ def warm_up() -> None:
 
 @compiled
 def _round(bits: np.uint64) -> np.uint64:
-    """A round of splitmix64 behind its addition."""
+    """Apply a round of splitmix64 after its addition."""
     bits = (bits ^ (bits >> _SHIFT1)) * _MIX1
     bits = (bits ^ (bits >> _SHIFT2)) * _MIX2
     return bits ^ (bits >> _SHIFT3)
@@ -84,14 +80,13 @@ def _hash(key: np.uint64, token: int) -> np.int64:
 
 @compiled
 def gumbel_of(mixed_seed: np.uint64, position: int, token: int) -> float:
-    """The noise of a token at a position, for drafts that know it; see ``sampling.mixed``."""
-    key = _round(mixed_seed + np.uint64(position << 3) + _GOLDEN)  # of ``Salt.TARGET``, which is 0
+    """Return a token's noise at a position, for drafts that may know it; see ``sampling.mixed``."""
+    key = _round(mixed_seed + np.uint64(position << 3) + _GOLDEN)  # for ``Salt.TARGET``, which is 0
     return -math.log(-math.log((float(_hash(key, token)) + 0.5) * _UNIT))
 
 
 @compiled
 def _search(scores: npt.NDArray[Any], key: np.uint64, bounds: npt.NDArray[np.float64]) -> int:
-    """``best_with_noise``, with memory for the bounds of a block."""
     raw, token, most = bounds.view(np.int64), 0, -np.inf
     for first in range(0, len(scores), len(bounds)):
         count = min(len(bounds), len(scores) - first)
@@ -117,7 +112,7 @@ def _cut(
     result: npt.NDArray[np.float32],
     mass: npt.NDArray[np.float64],
 ) -> int:
-    bits, edge, left = chances.view(np.int32), 0, 0.0  # the upper bits of the edge, and the sum of all below it
+    bits, edge, left = chances.view(np.int32), 0, 0.0  # the upper bits of the edge, and the sum below it
     for digit in range(1, _CHANCE_BITS // _DIGIT + 1):
         shift = _CHANCE_BITS - digit * _DIGIT
         mass[:] = 0.0

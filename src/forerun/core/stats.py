@@ -1,4 +1,4 @@
-"""Counts and times of a generation: recorded per step, summed on demand.
+"""Counts and times of a generation, recorded per step.
 
 ``tokens per step`` is the Lookahead paper's effective decoding length (EDL, definition 1): accepted drafts plus one.
 """
@@ -15,12 +15,12 @@ class Stats:
 
     Attributes:
         drafted: nodes proposed, per step.
-        accepted: how many of them were accepted, per step.
-        emitted: tokens committed, per step: ``accepted`` plus one, except in a step that ends the text.
-        prefill_seconds: from the start to the first token, including the drafter's reading of the prompt.
-        propose_seconds, score_seconds, verify_seconds: time after the prefill, for drafting, for forward passes, and
-            for walking the tree and committing. Rows of a batch share their steps: each counts the whole step's time.
-        middle: statistics of the level that verifies inside the drafter, if there is one. Its times are part of
+        accepted: nodes accepted, per step.
+        emitted: tokens committed, per step: ``accepted`` plus one, except in a step that ends the request.
+        prefill_seconds: from the start to the first token, including the drafter's prefill.
+        propose_seconds, score_seconds, verify_seconds: time after the prefill for drafting, for forward passes, and for
+            verifying and committing. Rows of a batch each count their steps' whole time.
+        middle: statistics of the level that verifies inside the drafter, if any. Its times are part of
             ``propose_seconds``.
     """
 
@@ -34,18 +34,17 @@ class Stats:
     middle: Stats | None = None
 
     def inner(self) -> Stats:
-        """``middle``; the first call makes it."""
         self.middle = self.middle or Stats()
         return self.middle
 
     def record(self, drafted: int, accepted: int, emitted: int) -> None:
-        """Add a step."""
+        """Add the counts of a step."""
         self.drafted.append(drafted)
         self.accepted.append(accepted)
         self.emitted.append(emitted)
 
     def add_seconds(self, propose: float, score: float, verify: float) -> None:
-        """Count the time of a step."""
+        """Add the times of a step."""
         self.propose_seconds += propose
         self.score_seconds += score
         self.verify_seconds += verify
@@ -57,7 +56,6 @@ class Stats:
 
     @property
     def tokens(self) -> int:
-        """Tokens generated."""
         return sum(self.emitted)
 
     @property
@@ -78,21 +76,21 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoding speed: tokens after the first step, divided by the time after it."""
+        """Decoding speed: tokens after the first step per second."""
         return sum(self.emitted[1:]) / self.decode_seconds if self.decode_seconds else 0.0
 
     def drafted_mask(self) -> list[bool]:
-        """For every generated token, whether it was an accepted draft."""
+        """Return for every generated token whether it was an accepted draft."""
         return [
             i < accepted for accepted, emitted in zip(self.accepted, self.emitted, strict=True) for i in range(emitted)
         ]
 
     def histogram(self) -> dict[int, int]:
-        """How many steps emitted 1, 2, ... tokens."""
+        """Return how many steps emitted 1, 2, ... tokens."""
         return dict(sorted(Counter(self.emitted).items()))
 
     def summary(self) -> dict[str, object]:
-        """Everything as plain values, for JSON."""
+        """Return everything as plain values, for JSON."""
         return {
             "tokens": self.tokens,
             "steps": self.steps,

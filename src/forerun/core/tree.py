@@ -1,9 +1,8 @@
-"""Draft trees: the tokens that one verifying pass may accept. Every drafter proposes one.
+"""Draft trees: the tokens that one verifying pass may accept.
 
-The root is the last committed token; it is not a node of the tree. Nodes are stored parents first, so indices grow
-along every path. A chain is a tree, and an empty tree is plain autoregression. The Lookahead paper's hierarchical
-multi-branch draft (section 4.2.2) is such a tree; its parallel form is one whose branches share no prefixes. Only ``q``
-is of torch; trees without it, and the index, do without torch.
+The root, the last committed token, is not a node. Nodes are stored parents first, so indices grow along every path. A
+chain is a tree; an empty tree is plain decoding. The Lookahead paper's hierarchical multi-branch draft (section 4.2.2)
+is such a tree; its parallel form is one whose branches share no prefixes. Only ``q`` needs torch.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ Int8Array = npt.NDArray[np.int8]
 
 @dataclass(frozen=True, eq=False)
 class DraftTree:
-    """Tokens, their parents, and what the drafter knows about them.
+    """Draft tokens, their parents, and the drafter's estimates.
 
     Attributes:
         tokens: token ids, int64 ``[n]``.
         parents: index of each node's parent, or ``ROOT``; int64 ``[n]``, ``parents[i] < i``.
-        q: distribution that each node was drawn from, ``[n, vocabulary]``; only rejection sampling reads it.
-        probability: the drafter's estimate that a node will be accepted, float64 ``[n]``.
-        origins: the ``Origin`` of each node, int8 ``[n]``; None if the drafter does not say.
+        q: distribution that each node was sampled from, ``[n, vocabulary]``; for rejection sampling.
+        probability: estimated probability that a node is accepted, float64 ``[n]``.
+        origins: the ``Origin`` of each node, int8 ``[n]``; None if unknown.
     """
 
     tokens: IntArray
@@ -55,7 +54,7 @@ class DraftTree:
 
     @classmethod
     def empty(cls) -> DraftTree:
-        """A tree without nodes: the step is plain autoregression."""
+        """Return a tree without nodes: the step is plain decoding."""
         return _EMPTY
 
     @classmethod
@@ -66,8 +65,7 @@ class DraftTree:
         probability: npt.NDArray[np.float64] | None = None,
         origins: Int8Array | None = None,
     ) -> DraftTree:
-        """A tree of arrays that compiled code made, and that need no check: it takes as long as choosing among a dozen
-        nodes."""
+        """Build a tree of arrays from compiled code, without checks, which cost as much as choosing a dozen nodes."""
         tree = object.__new__(cls)
         tree.__dict__.update(tokens=tokens, parents=parents, q=None, probability=probability, origins=origins)
         return tree
@@ -76,7 +74,7 @@ class DraftTree:
     def chain(
         cls, tokens: Sequence[int] | IntArray, q: torch.Tensor | None = None, origins: Int8Array | None = None
     ) -> DraftTree:
-        """A single branch."""
+        """Build a single branch."""
         return cls(np.asarray(tokens, np.int64), np.arange(-1, len(tokens) - 1), q=q, origins=origins)
 
     @classmethod
@@ -99,7 +97,7 @@ class DraftTree:
         return cls(np.array(tokens, np.int64), np.array(parents, np.int64))
 
     def merged(self, other: DraftTree, budget: int) -> DraftTree:
-        """This tree with the nodes that ``other`` adds, up to ``budget`` in all; ``q`` and estimates are lost."""
+        """Add the nodes of ``other`` up to ``budget`` in all; ``q`` and estimates are lost."""
         tokens, parents, origins = self.tokens.tolist(), self.parents.tolist(), self.sources.tolist()
         index = {ROOT: ROOT}
         for node, (parent, token) in enumerate(zip(other.parents.tolist(), other.tokens.tolist(), strict=True)):
@@ -119,11 +117,11 @@ class DraftTree:
         )
 
     def by(self, origin: Origin) -> DraftTree:
-        """The tree with one origin for all its nodes."""
+        """Return the tree with one origin for all nodes."""
         return replace(self, origins=np.full(len(self), origin, np.int8))
 
     def under(self, tokens: Sequence[int]) -> DraftTree:
-        """A chain of certain tokens, with this tree under its last one; nodes of this tree come after the chain's."""
+        """Return a chain of certain tokens, followed by this tree; its nodes come after the chain's."""
         if not tokens:
             return self
         chain = DraftTree.chain(tokens).by(Origin.FORCED)
@@ -138,7 +136,7 @@ class DraftTree:
         )
 
     def behind(self, count: int) -> DraftTree:
-        """The tree under a chain of its first ``count`` nodes: undoes ``under``."""
+        """Undo ``under`` for a chain of ``count`` nodes."""
         return self._part(slice(count, None), self.parents[count:] - count)
 
     def __len__(self) -> int:
@@ -153,12 +151,12 @@ class DraftTree:
 
     @cached_property
     def sources(self) -> Int8Array:
-        """``origins``, or ``Origin.DRAFTER`` for each node of a drafter that does not say; int8 ``[n]``."""
+        """``origins``, or ``Origin.DRAFTER`` where unknown; int8 ``[n]``."""
         return np.full(len(self), Origin.DRAFTER, np.int8) if self.origins is None else self.origins
 
     @cached_property
     def children(self) -> Mapping[tuple[int, int], int]:
-        """Node index by (parent index, token id). Of two equal siblings the first counts."""
+        """Node index by (parent index, token id). Of equal siblings the first counts."""
         index: dict[tuple[int, int], int] = {}
         for i, key in enumerate(zip(self.parents.tolist(), self.tokens.tolist(), strict=True)):
             index.setdefault(key, i)
@@ -166,7 +164,7 @@ class DraftTree:
 
     @cached_property
     def ancestors(self) -> BoolArray:
-        """Which nodes a node attends to: itself and all above it, bool ``[n, n]``."""
+        """Which nodes a node attends to, itself and its ancestors; bool ``[n, n]``."""
         mask = np.eye(len(self), dtype=np.bool_)
         for i, parent in enumerate(self.parents.tolist()):
             if parent != ROOT:
@@ -174,7 +172,7 @@ class DraftTree:
         return mask
 
     def matches(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens the tree has, from the root down."""
+        """Count how many of these tokens the tree has, from the root down."""
         node = ROOT
         for depth, token in enumerate(tokens):
             if (node := self.children.get((node, token), ROOT)) == ROOT:
@@ -183,16 +181,16 @@ class DraftTree:
 
     @property
     def expected(self) -> float:
-        """Nodes that the drafter expects to be accepted; 0 where it estimates nothing."""
+        """Expected number of accepted nodes; 0 without estimates."""
         return 0.0 if self.probability is None else float(self.probability.sum())
 
     @property
     def is_chain(self) -> bool:
-        """Whether every node hangs under the one before it."""
+        """Whether every node follows the one before it."""
         return not len(self) or bool((self.parents == np.arange(-1, len(self) - 1)).all())
 
     def select(self, keep: BoolArray) -> DraftTree:
-        """The tree of the nodes marked in ``keep``, which must hold the parent of each of its nodes."""
+        """Return the tree of the nodes marked in ``keep``, which must include their parents."""
         new_index = np.cumsum(keep) - 1
         parents = self.parents[keep]
         inner = parents != ROOT
@@ -202,16 +200,16 @@ class DraftTree:
         return self._part(np.flatnonzero(keep).tolist(), parents)
 
     def _part(self, nodes: slice | list[int], parents: IntArray) -> DraftTree:
-        """The tree of some nodes, with their parents' indices in it."""
+        """Return the tree of some nodes, given their parents' indices in it."""
         known: list[Any] = [self.q, self.probability, self.origins]
         return DraftTree(self.tokens[nodes], parents, *(None if each is None else each[nodes] for each in known))
 
     def first(self, count: int) -> DraftTree:
-        """The tree of the first ``count`` nodes."""
+        """Return the tree of the first ``count`` nodes."""
         return self if len(self) <= count else self.select(np.arange(len(self)) < count)
 
     def trim(self, max_depth: int, vocabulary: int) -> DraftTree:
-        """The tree without nodes deeper than ``max_depth``, tokens outside 0..vocabulary-1, and nodes under these."""
+        """Drop nodes deeper than ``max_depth``, tokens outside 0..vocabulary-1, and nodes below these."""
         if not len(self):
             return self
         keep = self.depths <= max_depth
@@ -223,13 +221,12 @@ class DraftTree:
 
 @compiled
 def _write_depths(parents: IntArray, depths: IntArray) -> None:
-    """Write each node's distance from the root."""
     for i in range(len(parents)):
         depths[i] = 1 if parents[i] < 0 else depths[parents[i]] + 1
 
 
 def _under_certain(tokens: Sequence[int], q: torch.Tensor) -> torch.Tensor:
-    """Distributions that give each token all weight, and ``q`` below them; ``[n + rows of q, vocabulary]``."""
+    """Return ``q`` preceded by distributions that are certain of each token; ``[n + rows of q, vocabulary]``."""
     both = q.new_zeros(len(tokens) + len(q), q.shape[-1])
     both[list(range(len(tokens))), list(tokens)] = 1.0
     both[len(tokens) :] = q

@@ -1,8 +1,9 @@
-"""Verification: a tree and the target's logits in, committed tokens out. It never changes the generated text.
+"""Verification: from a tree and the target's logits to committed tokens. It never changes the output.
 
-Greedy and coupled sampling share one walk: choose the token at the node, go to the child that equals it, stop if there
+Greedy and coupled sampling share one walk: choose a token at the node, move to the child that equals it, stop if there
 is none. SpecInfer calls this naive sampling; with shared noise it accepts nearly as much as the rejection test.
-Under ``rejection``, chains with ``q`` take the test of Leviathan et al. (2023) and Chen et al. (2023). Its residual
+
+Under ``rejection``, chains with ``q`` use the test of Leviathan et al. (2023) and Chen et al. (2023). Its residual
 distribution is norm(max(p - q, 0)).
 """
 
@@ -23,12 +24,7 @@ from forerun.core.tree import ROOT, DraftTree, IntArray
 
 @dataclass(frozen=True)
 class Verdict:
-    """The tokens that a step committed.
-
-    Attributes:
-        path: indices of the accepted nodes, from the root down.
-        tokens: the committed tokens: the ``len(path)`` accepted drafts, and at most one more.
-    """
+    """The accepted nodes of a step, from the root down, and its tokens: these drafts, and at most one more."""
 
     path: list[int]
     tokens: list[int]
@@ -36,17 +32,16 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A verified tree, as ``Source.learn`` receives it; or a chunk of a prompt, which commits no tokens.
+    """A verified tree, as passed to ``Source.learn``; or a chunk of a prompt, which commits no tokens.
 
     Attributes:
         tree: the tree that was scored.
         verdict: the part of it that was committed.
         logits: the target's at the root (row 0) and at node i (row i + 1), ``[n + 1, V]``.
-        best: the best tokens of each row of logits, if a source wants them and they came with the step's transfer.
-        states: hidden states of the pending tokens and of the accepted nodes, ``[m, layers * hidden]``, if a source
-            wants them.
-        start: place of the first of these tokens in the text.
-        chances: the model's probability of the token chosen at each node, if they came with the step's transfer.
+        best: top tokens of each row of logits, if a source wants them and the step's transfer included them.
+        states: hidden states of pending tokens and accepted nodes, ``[m, layers * hidden]``, if a source wants them.
+        start: position of the first of these tokens.
+        chances: probability of the token chosen at each node, if the step's transfer included them.
     """
 
     tree: DraftTree
@@ -65,16 +60,16 @@ class Outcome:
 
 
 def verify(tree: DraftTree, logits: torch.Tensor, request: Request, choices: IntArray | None = None) -> Verdict:
-    """Commit the accepted path of ``tree``, and the token after it, to ``request``.
+    """Commit the accepted path of ``tree``, and the next token, to ``request``.
 
     Args:
-        tree: the draft under the last committed token.
+        tree: the draft after the last committed token.
         logits: the target's at the root (row 0) and at node i (row i + 1), ``[n + 1, V]``.
-        request: supplies the sampler, receives the tokens, and ends the walk where the text ends.
-        choices: from ``transfers.foresee`` for these logits; made here if they are not given.
+        request: supplies the sampler, receives the tokens, and ends the walk where the sequence ends.
+        choices: made on the device for these logits; computed here by default.
 
     Raises:
-        ValueError: if ``q`` comes with a tree that is not a chain under rejection sampling.
+        ValueError: if a tree with ``q`` is not a chain under rejection sampling.
     """
     q = tested(tree, request)
     if elsewhere(logits):
@@ -93,7 +88,7 @@ def verify(tree: DraftTree, logits: torch.Tensor, request: Request, choices: Int
 
 
 def _walk(tree: DraftTree, choose: Callable[[int], int], request: Request) -> Verdict:
-    """Follow the choices; ``choose`` is called with each node of the walked path."""
+    """Follow the choices; ``choose`` is called with each node of the path."""
     path: list[int] = []
     tokens: list[int] = []
     node: int | None = ROOT
@@ -112,7 +107,7 @@ def _rejection(tree: DraftTree, test: Trial | _OneByOne, request: Request) -> Ve
     tokens: list[int] = []
     for node, token in enumerate(tree.tokens.tolist()):
         p, q = test.chances(node, token)
-        never = q <= 0  # then it was not drawn from q
+        never = q <= 0  # then it was not sampled from q
         if never or uniform(request.sampler.seed, len(request), Salt.ACCEPT) * q >= p:
             tokens.append(test.residual(node))
             request.append(tokens[-1])
@@ -126,10 +121,10 @@ def _rejection(tree: DraftTree, test: Trial | _OneByOne, request: Request) -> Ve
 
 
 class _OneByOne:
-    """A ``Trial`` that is worked out node by node while the request comes by."""
+    """A ``Trial`` computed node by node, as the request advances."""
 
     def __init__(self, q: torch.Tensor, logits: torch.Tensor, request: Request) -> None:
-        self._q = pad(q, (0, logits.shape[-1] - q.shape[-1]))  # a draft model may know fewer tokens
+        self._q = pad(q, (0, logits.shape[-1] - q.shape[-1]))  # a draft model may have a smaller vocabulary
         self._logits, self._request = logits, request
 
     def chances(self, node: int, token: int) -> tuple[float, float]:
@@ -149,6 +144,6 @@ class _OneByOne:
 
 def _draw_residual(p: torch.Tensor, q: torch.Tensor, request: Request) -> int:
     residual = (p - q).clamp_min(0)
-    if not residual.any():  # p equals q up to rounding, so the rejection was rounding as well
+    if not residual.any():  # p equals q up to rounding, so the rejection was rounding too
         residual = p
     return draw(residual, request.sampler.seed, len(request), Salt.RESIDUAL)

@@ -1,1 +1,1 @@
-"""From prompts to texts: the engine, its steps and its results."""
+"""From prompts to outputs: the engine, its steps and its results."""

@@ -1,7 +1,7 @@
-"""Rows that come and go: requests are admitted at any time, step together, and leave when they end.
+"""Continuous batching: requests join at any time, step together, and leave when they end.
 
-A long prompt does not hold up the rows that decode: the tokens of prompts that a step reads are limited, and fewer if
-that takes long (``prefill_pacing.py``). A beginning that several prompts share is read once (``prefix_sharing.py``).
+Prompt tokens per step are limited, by time too (``prefill_pacing.py``), so that long prompts do not hold up rows that
+decode. A prefix that several prompts share is prefilled once (``prefix_sharing.py``).
 """
 
 from __future__ import annotations
@@ -31,25 +31,24 @@ log = logging.getLogger(__name__)
 
 
 class Batch:
-    """Requests that are decoded together; made by ``Engine.batch``.
+    """Requests decoded together; made by ``Engine.batch``.
 
-    One thread at a time may use it; other threads may use the same engine meanwhile.
+    One thread at a time may use a batch; others may use the same engine meanwhile.
 
     Args:
-        step: takes a step for some rows.
+        step: decodes some rows and prefills others.
         lock: the engine's, held for each step.
-        chunk: maximum prompt tokens that a row reads in one pass.
-        limit: maximum tokens of texts that a pass reads; drafts come on top. Each row that decodes reads one. A chunk
-            of one prompt is read in any case, so that every prompt is read some day. The fewer, the sooner rows that
-            decode get their next token while another row reads its prompt.
-        sharing: keeps what prompts begin with; its chunks are no longer than those of reading.
-        make: makes a cache with room for a number of tokens; whether its memory can be shared, whether it releases what
-            nobody reads any more, and what it leaves free on the device, comes with that.
-        free: lets go of such a cache's memory when its row ends; by default it goes with the cache.
-        offloaded_chunks: maximum chunks of a prompt off the device that one pass reads; None for all, as each pass
-            brings in what lies before.
-        pacing: bounds the time of steps that work on prompts, by cutting these anywhere; so only where passes are
-            bitwise exact. None to do as much as a step may.
+        chunk: maximum prompt tokens per row and pass.
+        limit: maximum tokens per pass, besides drafts; a decoding row counts as one. A pass always has room for one
+            chunk, so that no prompt starves. Smaller limits keep other rows from waiting during a prefill.
+        sharing: shares prefixes, in chunks no longer than ``chunk``.
+        make: makes a cache, given its room in tokens, whether its memory can be shared, whether it releases keys that
+            no layer sees any more, and what it leaves free on the device.
+        free: frees a cache's memory when its row ends; by default it goes with the cache.
+        offloaded_chunks: maximum chunks of an offloaded prompt per pass; None for all, as each pass fetches everything
+            before them.
+        pacing: bounds the time of steps with prefill by cutting prompts anywhere; only for bitwise exact passes. None
+            for no bound.
     """
 
     def __init__(
@@ -74,29 +73,28 @@ class Batch:
         self.close()
 
     def __len__(self) -> int:
-        """Requests that have not ended."""
         return len(self._rows)
 
     @property
     def requests(self) -> list[Request]:
-        """Those that have not ended, in the order of their admission."""
+        """Requests that have not ended, in order of admission."""
         return [row.request for row in self._rows.values()]
 
     @property
     def unread(self) -> int:
-        """Tokens of prompts that are read before their rows' first steps."""
+        """Prompt tokens to prefill before their rows' first steps."""
         return sum(row.unread for row in self._rows.values())
 
     def admit(self, request: Request, cache: FullCache | None = None, reserve: DeviceReserve | None = None) -> None:
-        """Let a request take part from the next step on.
+        """Add a request; it takes part from the next step on.
 
         Args:
             request: a fresh one.
-            cache: holds the first tokens of its prompt, and goes on to hold what is generated; by default a new one.
-            reserve: what a new cache leaves free on the device for other texts, where ``kv_memory`` bounds it.
+            cache: holds the first tokens of the prompt, and then the output; by default a new one.
+            reserve: what a new cache leaves free on the device for other requests, if ``kv_memory`` bounds it.
 
         Raises:
-            ValueError: if the cache holds as many tokens as the prompt has, or more; or the request is in the batch.
+            ValueError: if the cache holds the whole prompt or more, or the request is in the batch.
             MemoryError: if there is no room for its keys and values.
             OSError: if they cannot be kept in a file.
         """
@@ -128,42 +126,40 @@ class Batch:
             raise
 
     def verify_stored(self, request: Request) -> None:
-        """Verify what the store keeps of a prompt, so that ``admit`` does not have to; from any thread."""
+        """Verify what the store has of a prompt, to save ``admit`` the work; from any thread."""
         self._sharing.verify(request)
 
     def tokens(self, request: Request) -> int:
-        """Places that a request's cache has: its text at its longest, and a tree."""
+        """Return the tokens that a request's cache has room for: the longest sequence, and a tree."""
         return len(request) + request.remaining + self._step.budget
 
     def needs(self, request: Request) -> int:
-        """Maximum bytes of keys and values that a request takes once it is admitted: those of the target and of all
-        draft levels. What it shares with others is counted as if it were alone."""
+        """Return the maximum bytes of a request's keys and values, for the target and all draft levels, as if it shared
+        none."""
         tokens = self.tokens(request)
         cache = FullCache(tokens, releases=self._releases(request))
         return cache.needs(self._step.level.model.kv, tokens) + self.drafting(request)
 
     def _releases(self, request: Request) -> bool:
-        """Whether a request's cache gives back what layers with windows see no more: its prompt is not kept for others,
-        and blocks of it are no longer than what is kept behind a window."""
+        """Whether a request's cache releases keys outside of sliding windows: if its prompt is not kept for others, and
+        chunks are no longer than the slack kept beyond a window."""
         target = self._step.level.model
         if not target.windowed or not releases(target.device.type) or self.chunk > MIN_SLACK_TOKENS:
             return False
         return not self._sharing.keeps(request, target.kv.nbytes)
 
     def drafting(self, request: Request) -> int:
-        """Maximum bytes that all draft levels take for a request."""
+        """Return the maximum bytes of all draft levels for a request."""
         sources = self._step.level.planner.sources if request.drafts else ()
         return sum(source.needs(self.tokens(request)) for source in sources)
 
     def step(self, resting: Collection[int] = (), budgets: Mapping[int, int] | None = None) -> list[Commit]:
-        """Take one step with all rows.
+        """Take one step with all rows; return a commit for each with new tokens, and for each that failed
+        (``Request.error``).
 
         Args:
-            resting: ids of requests that sit it out.
-            budgets: the longest drafts of some requests by their ids, where they are shorter than usual.
-
-        Returns:
-            A commit for each row that got tokens, and for each that ended by an error of its own (``Request.error``).
+            resting: ids of requests that skip it.
+            budgets: shorter draft budgets of some requests, by id.
         """
         if not self._rows:
             return []
@@ -182,33 +178,31 @@ class Batch:
             if commit.request.finish_reason is not None:
                 try:
                     self._remove(commit.request)
-                except Exception:  # the others' tokens must reach them
-                    log.exception("not all that an ended request had could be let go of")
+                except Exception:  # other rows' tokens must reach them
+                    log.exception("releasing an ended request failed")
         return commits
 
     def cancel(self, request: Request) -> None:
-        """End a request here and now, with its tokens kept; one that has ended already stays as it is."""
+        """End a request now, keeping its tokens; an ended one stays as it is."""
         if request.id in self._rows:
             self._remove(request)
 
     def close(self) -> None:
-        """End all requests, with their tokens kept."""
-        with ExitStack() as each:  # all of them, whatever fails
+        """End all requests, keeping their tokens."""
+        with ExitStack() as each:  # all of them, even if one fails
             for request in self.requests:
                 each.callback(self._remove, request)
 
     def _schedule(
         self, beside: bool, working: bool, resting: Collection[int]
     ) -> tuple[list[BatchRow], dict[BatchRow, int]]:
-        """The rows that decode in the next step, and if it works on prompts the rows that read a chunk of theirs.
-
-        A row whose prompt is not read yet takes part if there is room for its chunk; who waited longest comes first.
-        """
+        """Return the rows that decode in the next step, and those that prefill a chunk, with its length. Those that
+        waited longest come first, while there is room."""
         rows = [row for row in self._rows.values() if row.request.id not in resting and row.request.error is None]
         decoding: list[BatchRow] = [row for row in rows if row.begun]
         reading: dict[BatchRow, int] = {}
         paced = self._pacing is not None and beside
-        left, share, first = self.limit - len(decoding), 1.0, True  # tokens, and of the time that is allowed
+        left, share, first = self.limit - len(decoding), 1.0, True  # tokens, and the share of the time allowed
         for row in sorted((row for row in rows if working and not row.begun), key=lambda row: row.served):
             if self._sharing.waits(row):
                 continue
@@ -235,12 +229,8 @@ class Batch:
         worked: bool,
         budgets: Mapping[int, int],
     ) -> list[Commit]:
-        """Take a step with these rows. Its time decides how much of prompts the next ones read.
-
-        Args:
-            beside: whether it holds other rows up.
-            worked: whether drafts for a prompt were prepared before.
-        """
+        """Take a step with these rows; its time sets the length of the next chunks. ``beside``: it holds up other rows.
+        ``worked``: drafts for a prompt were prepared before."""
         if self._pacing is None or not beside:
             return self._pass(decoding, reading, budgets)
         read = reading | {row: len(row.pending) for row in decoding if not row.begun}
@@ -255,7 +245,7 @@ class Batch:
         return commits
 
     def _pass(self, decoding: list[BatchRow], reading: dict[BatchRow, int], budgets: Mapping[int, int]) -> list[Commit]:
-        """Take a step. If it fails while drafts are made, and keys and values of some rows are lost, these rows end."""
+        """Take a step. If it fails and some rows lost keys and values, only these rows end."""
         try:
             return self._step(decoding, reading, budgets)
         except Exception:
@@ -268,8 +258,8 @@ class Batch:
         return [Commit(row.request, [], 0) for row in lost]
 
     def _catch_up(self, beside: bool, resting: Collection[int]) -> tuple[bool, list[BatchRow]]:
-        """Let the drafter read the prompts that the target has read, in pieces; whether there was one, and the rows
-        that failed."""
+        """Prefill drafters with prompts that the target has prefilled, in pieces; return whether there were any, and
+        the rows that failed."""
         worked, failed = False, []
         pacing = self._pacing if beside else None
         end = 0.0 if pacing is None else pacing.clock() + pacing.allowed
@@ -301,8 +291,8 @@ class Batch:
             row.prepares = pacing.adjusted(row.prepares, pacing.clock() - began, self.limit)
 
     def _remove(self, request: Request) -> None:
-        """Let go of all that a request has, whatever of that fails. Where the garbage collector closes a text in the
-        middle of another one's step, that step ends first."""
+        """Free everything that a request holds, even if parts of that fail. If the garbage collector closes it
+        during another's step, that step ends first."""
         row = self._rows.pop(request.id)
         self._lock.when_free(lambda: self._let_go(row))
 

@@ -1,4 +1,4 @@
-"""A conversation with a chat model, in which each turn reads only what the turns before did not."""
+"""A conversation with a chat model, in which each turn prefills only what is new."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from forerun.models.text.requests import GenerationOptions
 
 
 class Conversation:
-    """Turns of a user and a model, and the cache that goes on from one to the next.
+    """The turns of a user and a model, with a cache that continues from one to the next.
 
-    The whole conversation goes through the chat template at every turn. What the cache holds is kept as far as it
-    agrees with that, token for token; only the rest is read. The answers are those to the whole conversation read anew.
+    Every turn applies the chat template to the whole conversation. The cache is kept as far as it agrees, token for
+    token, and only the rest is prefilled. Answers equal those to the whole conversation prefilled anew.
 
     Args:
         engine: with a tokenizer that has a chat template.
-        system: the system message, if there is one.
+        system: the system message, if any.
         options: for every answer, as for ``Engine.generate``: ``max_new_tokens``, ``temperature``, ``seed``, ...
 
     Attributes:
@@ -40,9 +40,11 @@ class Conversation:
         if engine.tokenizer is None:
             raise ValueError("the engine has no tokenizer; a conversation needs one with a chat template")
         if not has_template(engine.tokenizer):
-            raise ValueError("the tokenizer has no chat template; this is no chat model")
+            raise ValueError("the tokenizer has no chat template; it is not a chat model")
         if engine.tiers is not None:
-            raise ValueError("a conversation's cache grows, and with kv_memory each has a fixed size; give none")
+            raise ValueError(
+                "a conversation's cache grows, but with kv_memory its size is fixed; leave kv_memory unset"
+            )
         self.engine = engine
         self.system = system
         self.options = options
@@ -50,28 +52,23 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all turns; what the engine's drafter learned from them stays."""
+        """Drop all turns; the engine's drafter keeps what it indexed."""
         self._end_turn()
         self.messages = [] if self.system is None else [_message("system", self.system)]
         self._forget()
 
     def _forget(self) -> None:
-        """Read everything again in the next turn."""
+        """Drop the cache, so that the next turn prefills everything."""
         self._cache, self._version = FullCache(), self.engine.model_version()
         self._cached: IntArray = np.empty(0, np.int64)
 
     def send(self, text: str, on_prefill: Progress | None = None) -> ConversationTurn:
-        """Say something; the answer is generated as the turn that comes back is iterated over.
-
-        An answer that is still going on is ended where it is.
-
-        Args:
-            text: not empty.
-            on_prefill: called with tokens done and to do while the new part of the conversation is read.
+        """Send a message, ending an unfinished answer; iterating over the returned turn generates the answer. During
+        the prefill, ``on_prefill`` is called with tokens done and to do.
 
         Raises:
-            ValueError: for an empty text, a wrong option, a template that refuses, or a conversation that is too long;
-                it is then as it was before.
+            ValueError: for an empty message, an invalid option, a template error, or a conversation that is too long;
+                the conversation stays as it was.
         """
         self._end_turn()
         if not text:
@@ -79,16 +76,12 @@ class Conversation:
         messages = [*self.messages, _message("user", text)]
         requests = self.engine.requests(apply_template(messages, self.engine.tokenizer), **self.options)
         if len(requests) != 1:
-            raise ValueError(f"num_return_sequences is {len(requests)}; a conversation goes on with one answer")
+            raise ValueError(f"num_return_sequences is {len(requests)}; a conversation continues with one answer")
         self._turn = ConversationTurn(self, text, requests[0], on_prefill)
         return self._turn
 
     def ask(self, text: str) -> str:
-        """Say something and wait for the whole answer.
-
-        Raises:
-            ValueError: as ``send``.
-        """
+        """Send a message and return the complete answer; raises ValueError like ``send``."""
         turn = self.send(text)
         for _ in turn:
             pass
@@ -100,12 +93,8 @@ class Conversation:
             self._turn = None
 
     def _keep(self, prompt: IntArray) -> int:
-        """Cut the cache to what it shares with a prompt, without the prompt's last token. Nothing of it is kept if the
-        model has changed.
-
-        Returns:
-            Tokens kept.
-        """
+        """Cut the cache to the prefix it shares with a prompt, without the last token, and return its length; drop it
+        if the model has changed."""
         if self._version != self.engine.model_version():
             self._forget()
         most = min(len(prompt) - 1, len(self._cached))
@@ -123,18 +112,13 @@ class Conversation:
                 yield from commits
         finally:
             self._cached = request.tokens[: self._cache.length].copy()
-            if len(request.generated):  # an answer that was ended before its first token has not been given
+            if len(request.generated):  # an answer that ended before its first token does not count
                 self.messages += [_message("user", turn.message), _message("assistant", turn.text)]
 
 
 class ConversationTurn:
-    """A message and its answer: an iterator over the commits of each step. Closing it ends the answer where it is.
-
-    Attributes:
-        message: what the user said.
-        request: the whole conversation as tokens, and what is generated.
-        cached: tokens of it that did not have to be read again; known from the first commit on.
-    """
+    """A message and its answer: an iterator over the commits of each step. Closing it ends the answer. ``cached`` is
+    the number of tokens that needed no prefill, known from the first commit on."""
 
     def __init__(self, conversation: Conversation, message: str, request: Request, on_prefill: Progress | None) -> None:
         self.message = message
@@ -150,7 +134,6 @@ class ConversationTurn:
         return next(self._commits)
 
     def close(self) -> None:
-        """End the answer where it is."""
         self._commits.close()
 
     @property
@@ -161,7 +144,7 @@ class ConversationTurn:
 
     @property
     def read(self) -> int:
-        """Tokens of the conversation that were read in this turn."""
+        """Tokens prefilled in this turn."""
         return self.request.prompt_length - self.cached
 
 

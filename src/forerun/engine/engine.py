@@ -1,4 +1,4 @@
-"""The engine's public face: prompts in, texts out; in between one step after another until each text has ended."""
+"""The public interface: prompts in, outputs out."""
 
 from __future__ import annotations
 
@@ -59,42 +59,42 @@ BUDGET = 64
 """Maximum number of nodes of a tree."""
 
 Drafts = str | Source | Callable[[Setup], Source]
-"""What drafts: the name of a recipe, a source of trees, or what makes one for a model (a ``Level`` is a source)."""
+"""A drafter: the name of a recipe, a source of trees, or a function that makes one for a model (a ``Level`` is a
+source)."""
 
 
 class Engine:
-    """Continues texts with one target model and one drafter, whose memory lasts as long as the engine.
+    """A target model and its drafter, whose index lasts as long as the engine.
 
-    Threads may share an engine: their steps take turns, and each text is what it would be alone. They may also have
-    engines of their own on one model, beside its own ``generate``. Not to be shared are an iterator (``stream``,
-    ``run``), a request, a cache, a streamer, and a drafter object between engines; a ``Trie`` may be.
+    Threads may share an engine: their steps take turns, and each output is what it would be alone. Several engines may
+    share a model, which may also run its own ``generate``. Not to be shared: an iterator (``stream``, ``run``), a
+    request, a cache, a streamer, and a drafter object between engines; a ``Trie`` may be.
 
-    Nobody may change the model while a request runs: its weights, its mode, its adapters. Between requests anybody may.
-    The engine looks when a request begins, and drops the keys and values that the model computed before; see
-    ``weights_changed`` for what it cannot see.
+    The model (weights, mode, adapters) must not change while a request runs. Changes between requests are noticed when
+    the next one starts, and drop cached keys and values; for exceptions see ``weights_changed``.
 
     Args:
         model: a transformers decoder; it decides what is generated.
-        drafter: proposes the trees: a name from ``forerun.decoding.recipes``, a source, or a function that makes one
-            from a ``Setup``, such as a ``Level`` over a cache of your own.
-        settings: what a drafter given by name is built with.
+        drafter: proposes trees: a name from ``forerun.decoding.recipes``, a source, or a function that makes one from a
+            ``Setup``, such as a ``Level`` over your own cache.
+        settings: for a drafter given by name.
         tokenizer: for prompts and results as text, and for ``stop_strings``.
         budget: maximum number of nodes of a tree (the Lookahead paper's decoding length).
-        prune_drafts: score the part of each draft that pays by the cost of passes, which is measured once for a model.
-            If false, all of each draft is scored. ``auto`` chooses in any case.
+        prune_drafts: score only the part of a draft that pays, given the cost of passes, measured once per model. If
+            false, score all of it. ``auto`` always chooses.
         prefill_block: prompt tokens in one pass.
-        prefix_cache: maximum bytes of keys and values that are kept for later prompts that begin alike.
-        kv_store: a folder in which they are kept on disk, for later processes too; for a model on the CPU.
-        kv_store_limit, kv_store_expiry, kv_store_key: maximum bytes on disk, seconds after which unused texts go, and a
-            key for the files' checksums; see ``KVStore``.
-        kv_memory: bytes that keys and values may take on the device, or a ``KVMemory``; the rest is offloaded.
+        prefix_cache: maximum bytes of keys and values kept for later prompts with the same prefix.
+        kv_store: a folder to keep them on disk, for later processes too; for a model on the CPU.
+        kv_store_limit, kv_store_expiry, kv_store_key: maximum bytes on disk, seconds until unused prefixes are removed,
+            and a key for the files' checksums; see ``KVStore``.
+        kv_memory: maximum bytes of keys and values on the device, or a ``KVMemory``; the rest is offloaded.
 
     Raises:
         UnsupportedModelError: if the model's output could change.
-        ValueError: for a wrong setting, a tokenizer with more tokens than the model, or a model whose keys and values
-            cannot be kept on disk.
-        TypeError: for a model that is not loaded, a drafter that is none, or another argument of the wrong type.
-        OSError: if the store's folder cannot be made or written.
+        ValueError: for an invalid setting, a tokenizer with more tokens than the model, or a model whose keys and
+            values cannot be kept on disk.
+        TypeError: for a model that is not loaded, an invalid drafter, or another argument of the wrong type.
+        OSError: if the store's folder cannot be created or written.
     """
 
     def __init__(
@@ -124,11 +124,11 @@ class Engine:
         _check_drafter(drafter)
         cap_threads()
         self.prefixes = PrefixCache(prefix_cache)
-        """Keys and values of prompts that are kept in memory for later ones."""
+        """Keys and values of prompts kept in memory."""
         self._runtime = _runtime or default_runtime()
         self.target = self._admit(model, kv_store=kv_store, kv_memory=kv_memory)
         self.exactness = self._runtime.exactness(self.target, position_limit(model), kv_memory is not None)
-        """``level`` is ``bitwise`` if every text is bit for bit the one without drafts, in batches too; else it is
+        """``level`` is ``bitwise`` if outputs equal those without drafts bit for bit, in batches too; else
         ``rounding``, and ``reason`` says why."""
         if tokenizer is not None and tokenizer.vocab_size > self.target.vocabulary:  # see ``load``
             known = f"{tokenizer.vocab_size} tokens and the model {self.target.vocabulary}"
@@ -136,9 +136,9 @@ class Engine:
         store = {"limit": kv_store_limit, "expiry": kv_store_expiry, "key": kv_store_key}
         self._new_store, self._weights = partial(self._store, kv_store, store), self.target.refresh()
         self.store = self._new_store()
-        """Keys and values of prompts that are kept on disk."""
+        """Keys and values of prompts kept on disk."""
         self.tiers = None if kv_memory is None else self._tiers(kv_memory)
-        """Where keys and values lie, if ``kv_memory`` bounds them."""
+        """Where keys and values are placed, if ``kv_memory`` bounds them."""
         self.step_seconds = StepSeconds()
         """Where the time of all steps went."""
         self._tokenizer, self._lock = tokenizer, FairLock()
@@ -159,7 +159,7 @@ class Engine:
     def _admit(self, model: PreTrainedModel, **whole: object) -> Scorer:
         if not is_sharded(model):
             return admit(model, self._runtime.self_test)
-        from forerun.tensor_parallel import ranks  # only a model in several processes needs it
+        from forerun.tensor_parallel import ranks  # only for a model in several processes
 
         return ranks.admit(model, **whole)
 
@@ -169,21 +169,19 @@ class Engine:
                 if value is not None:
                     raise ValueError(f"kv_store_{name} is set, and there is no kv_store")
             return None
-        from forerun.engine.kv_store import KVStore  # imported only where a store is asked for
+        from forerun.engine.kv_store import KVStore  # imported only if used
 
         return KVStore(folder, self._fingerprint(), **options)
 
     def _fingerprint(self) -> str:
-        from forerun.models.forward.fingerprint import fingerprint  # imported only where a store is asked for
+        from forerun.models.forward.fingerprint import fingerprint  # imported only if used
 
         return fingerprint(self.target, self.exactness)
 
     def _refresh(self) -> int:
-        """Look whether a model has changed; to be called under the lock.
-
-        Keys and values that the target computed before are dropped, and a store gets another fingerprint. Until it has,
-        nothing is generated: a renewal that fails is tried again by the next request.
-        """
+        """Check whether a model has changed; call it under the lock. If so, drop the target's cached keys and values
+        and give the store a new fingerprint. Until that succeeds, nothing is generated: the next request tries
+        again."""
         for source in self.level.planner.sources:
             if isinstance(source, Level) and source.helper:
                 source.model.refresh()
@@ -197,16 +195,16 @@ class Engine:
         return now
 
     def model_version(self) -> int:
-        """Look whether the model has changed; return a number that changes with it."""
+        """Check for changes of the model; return a number that changes with it."""
         with self._lock:
             return self._refresh()
 
     def weights_changed(self) -> None:
-        """Drop the keys and values that are kept, as the model computes others now.
+        """Drop cached keys and values, since the model now computes others.
 
         Needed only after a change that the engine cannot see: single weights or rows written through ``.data``, a NumPy
-        view, or another program, while no request ran. All other changes are seen when a request begins: of modules,
-        adapters, hooks, settings and places of weights; in-place operations that torch counts; and whatever changes a
+        view, or another program, between requests. All other changes are noticed when a request starts: modules,
+        adapters, hooks, settings and storage of weights; in-place operations that torch counts; and whatever changes a
         checksum over 64 pieces of 64 bytes of each weight (all of one under 16 KiB), spread over its rows and columns.
         """
         with self._lock:
@@ -214,22 +212,18 @@ class Engine:
             self._refresh()
 
     def _tiers(self, memory: int | KVMemory) -> Tiers:
-        from forerun.kv.kv_tiers import Tiers  # imported only where memory is bounded
+        from forerun.kv.kv_tiers import Tiers  # imported only if used
 
         if self.target.recurrent:
-            raise ValueError("kv_memory is given, and states of recurrent layers are not offloaded; give none")
+            raise ValueError("kv_memory cannot offload states of recurrent layers; leave it unset")
         return Tiers(memory, self.target.device, self.target.kv, self.target.model.dtype)
 
     def set_drafter(self, drafter: Drafts, settings: LongContextConfig | None = None) -> None:
-        """Draft with this from now on.
-
-        Args:
-            drafter: see the class.
-            settings: what a drafter given by name is built with.
+        """Replace the drafter; for the arguments see the class.
 
         Raises:
             ValueError: if it does not fit the target.
-            TypeError: if it is no drafter.
+            TypeError: if it is not a drafter.
         """
         _check_drafter(drafter)
         setup = Setup(settings or LongContextConfig(), self.target, self._runtime, self.prune_drafts)
@@ -238,11 +232,11 @@ class Engine:
         self.level = level
         """The target with its sources; see ``decoding.level``."""
         self.drafter = drafter if isinstance(drafter, str) else type(drafter).__name__
-        """The name of what drafts."""
+        """The drafter's name."""
         self._spell()
 
     def _level_over(self, drafter: Source | Callable[[Setup], Source], setup: Setup) -> Level:
-        """The engine's level over a source that is no recipe's. A level drafts as much as it is told to."""
+        """Return a level over a source that no recipe made. A level drafts as much as it is told to."""
         source = drafter if isinstance(drafter, Source) else drafter(setup)
         if not isinstance(source, Source):
             raise TypeError(f"the drafter's function returned a {type(source).__name__}; it must return a Source")
@@ -253,7 +247,7 @@ class Engine:
     def _cache(
         self, tokens: int, shareable: bool = False, releases: bool = False, reserve: DeviceReserve | None = None
     ) -> FullCache:
-        """A cache with room for ``tokens`` tokens; see ``FullCache``. It leaves ``reserve`` free where memory is
+        """Return a cache with room for ``tokens`` tokens; see ``FullCache``. It leaves ``reserve`` free where memory is
         bounded."""
         if self.tiers is None:
             return self.target.adopt(FullCache(tokens, shareable, releases))
@@ -261,7 +255,7 @@ class Engine:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """For prompts and results as text, where a call gives none of its own."""
+        """Converts prompts and results, unless a call passes another."""
         return self._tokenizer
 
     @tokenizer.setter
@@ -272,13 +266,13 @@ class Engine:
 
     @property
     def grammars(self) -> Grammars:
-        """Compiles ``response_format`` for the engine's tokenizer; made at first use."""
+        """Compiles ``response_format`` for the engine's tokenizer; created on first use."""
         return self._grammars_of(self._tokenizer)
 
     def _grammars_of(self, tokenizer: PreTrainedTokenizerBase | None) -> Grammars:
         grammars = self._grammars
         if grammars is None or grammars.tokenizer is not tokenizer:
-            from forerun.models.text.grammar import Grammars  # most texts follow no grammar
+            from forerun.models.text.grammar import Grammars  # most requests have no grammar
 
             end = ends(self.target.model.generation_config)
             grammars = self._grammars = Grammars(tokenizer, self.target.vocabulary, end)
@@ -305,11 +299,11 @@ class Engine:
                 or a list of any of them; or a tensor ``[B, t]``, with ``attention_mask`` or as transformers infers it.
             streamer: a transformers streamer; for one sequence only.
             tokenizer: for this call; by default the engine's.
-            budget: the most nodes of a draft, if that is less than the engine's; 0 for no drafts.
-            options: see ``GenerationOptions``: everything that ``model.generate`` takes, and Forerun's own.
+            budget: maximum nodes of a draft, if below the engine's; 0 for no drafts.
+            options: see ``GenerationOptions``: everything that ``model.generate`` takes, and Forerun's options.
 
         Raises:
-            ValueError: for a wrong option.
+            ValueError: for an invalid option.
             GenerationInterrupted: on Ctrl-C, with the result so far.
         """
         tokenizer = self._tokenizer if tokenizer is None else tokenizer
@@ -331,18 +325,15 @@ class Engine:
         budget: int | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Iterator[Commit]:
-        """Like ``generate``, yielding the commits of each step, with their texts; closing the iterator cancels."""
+        """Generate like ``generate``, yielding each step's commits with their text; closing the iterator cancels."""
         tokenizer = self._tokenizer if tokenizer is None else tokenizer
         commits = self.run(self.requests(prompt, tokenizer=tokenizer, budget=budget, **options), on_prefill)
         with closing(commits):
             yield from commits if tokenizer is None else with_texts(commits, tokenizer)
 
     def warm(self, texts: Sequence[Prompts], namespace: str = "default") -> None:
-        """Let the drafter learn from texts as if the model had generated them in ``namespace``.
-
-        Raises:
-            ValueError: for a drafter that keeps nothing from earlier texts.
-        """
+        """Index sequences as if the model had generated them in ``namespace``; raise ValueError if the drafter has no
+        trie."""
         rows = [row for text in texts for row in encode(text, self.tokenizer)]
         if rows:
             with self._lock:
@@ -356,7 +347,7 @@ class Engine:
         budget: int | None = None,
         **options: Unpack[GenerationOptions],
     ) -> list[Request]:
-        """The checked requests that ``generate`` runs; options as there."""
+        """Return the checked requests that ``generate`` runs; options as there."""
         check_options(options, self.target.model)
         tokenizer = self._tokenizer if tokenizer is None else tokenizer
         response_format, mask = options.pop("response_format", None), options.pop("attention_mask", None)
@@ -371,7 +362,7 @@ class Engine:
         if mask is None and given.get("attention_mask") is None and isinstance(ids, torch.Tensor):
             mask = inferred_mask(self.target.model, ids, options)
         rows = encode(prompts, tokenizer, mask)
-        if self._speller is None and tokenizer is not None:  # spelling changes what is drafted, never the text
+        if self._speller is None and tokenizer is not None:  # spelling changes drafts, never the output
             self._speller = tokenizer
             self._spell()
         built = [
@@ -387,16 +378,16 @@ class Engine:
         on_prefill: Progress | None = None,
         cache: FullCache | None = None,
     ) -> FullCache:
-        """Read tokens but for the last one, into a cache for ``run`` that has room for ``room`` more.
+        """Prefill all tokens but the last, into a cache for ``run``.
 
         Args:
             tokens: at least one.
-            room: tokens that a new cache can take up after them without being copied.
+            room: further tokens that a new cache can hold without being copied.
             on_prefill: called with tokens done and to do.
-            cache: one that holds the first of the tokens and reads on; without it, a new one.
+            cache: one that holds the first of the tokens, to continue; by default a new one.
 
         Raises:
-            ValueError: if ``cache`` holds as many tokens as there are, or more.
+            ValueError: if ``cache`` holds all the tokens or more.
         """
         self.model_version()
         if cache is None:
@@ -413,25 +404,25 @@ class Engine:
         on_prefill: Progress | None = None,
         caches: Sequence[FullCache] | None = None,
     ) -> Generator[Commit, None, None]:
-        """Continue requests together until each has ended, yielding the commits of each step.
+        """Continue requests together until all have ended, yielding the commits of each step.
 
         Closing the iterator early leaves every request with the tokens committed so far.
 
         Args:
             requests: fresh ones.
             on_prefill: called with prompt tokens done and to do.
-            caches: one for each request, which holds the first tokens of its prompt (none, or all but the last) and
-                goes on to hold what is generated. By truncating it afterwards, a text that was read once can be
-                continued again. What it holds has to be of the model as it is now; see ``model_version``.
+            caches: one per request, which holds the first tokens of its prompt (none, up to all but the last) and then
+                the output. Truncate it to continue the prompt again without a prefill. Its content must come from the
+                current model; see ``model_version``.
 
         Raises:
-            ValueError: if a cache holds as many tokens as the prompt has, or more.
-            Exception: a request's own error, once the others have ended; it is ``Request.error``, too.
+            ValueError: if a cache holds the whole prompt or more.
+            Exception: a request's error, after the others have ended; also ``Request.error``.
         """
         commits = self._run(requests, on_prefill, caches)
         if not is_sharded(self.target.model):
             return commits
-        from forerun.engine.rank_sync import on_all_ranks  # only a model in several processes needs it
+        from forerun.engine.rank_sync import on_all_ranks  # only for a model in several processes
 
         return on_all_ranks(self.target, requests, commits)
 
@@ -463,13 +454,13 @@ class Engine:
         pacing: PrefillPacing | None = None,
         closed: bool = False,
     ) -> Batch:
-        """Requests that come and go: ``admit`` them, ``step``, ``cancel``, ``close``.
+        """Return a batch whose requests come and go: ``admit``, ``step``, ``cancel``, ``close``.
 
         Args:
-            limit: maximum tokens of texts that a step reads; by default ``prefill_block``. See ``Batch``.
+            limit: maximum tokens per step, besides drafts; by default ``prefill_block``. See ``Batch``.
             offloaded_chunks, pacing: see ``Batch``.
-            closed: whether no requests come in the place of those that end: then drafts are for the last one to end
-                soon, else for as many tokens a second as possible.
+            closed: whether no requests replace those that end: then drafts minimise the end of the last one, else they
+                maximise tokens per second.
 
         Raises:
             ValueError: for a limit under 1.
@@ -487,27 +478,27 @@ class Engine:
         return Batch(step, self._lock, chunk, limit, sharing, self._cache, free, offloaded_chunks, pacing)
 
     def save_trie(self, path: str | Path) -> None:
-        """Write what the drafter learned from texts to a file, which replaces one that is there.
+        """Save the drafter's index to a file, replacing any existing one.
 
         Raises:
-            ValueError: for a drafter that learns nothing, or an engine without a tokenizer.
+            ValueError: if the drafter has no trie, or the engine no tokenizer.
             OSError: if the file cannot be written.
         """
         trie_of(self.level).save(Path(path), self._vocabulary())
 
     def load_trie(self, path: str | Path) -> None:
-        """Go on from what ``save_trie`` wrote. It replaces what is known.
+        """Replace the drafter's index by one from ``save_trie``.
 
         Raises:
-            ValueError: for a drafter that learns nothing, an engine without a tokenizer, or a file that is damaged or
-                of another tokenizer.
+            ValueError: if the drafter has no trie, the engine no tokenizer, or the file is damaged or of another
+                tokenizer.
             OSError: if the file cannot be read.
         """
         trie_of(self.level).load(Path(path), self._vocabulary())
 
     @property
     def learned_bytes(self) -> int:
-        """Bytes of what the drafter learned from texts, of all namespaces."""
+        """Bytes of the drafter's index, all namespaces together."""
         try:
             return trie_of(self.level).kept
         except ValueError:
@@ -515,7 +506,7 @@ class Engine:
 
     def _vocabulary(self) -> str:
         if self._tokenizer is None:
-            raise ValueError("the engine has no tokenizer, by which a trie's file knows its tokens; give Engine one")
+            raise ValueError("the engine has no tokenizer, which identifies a trie file's tokens; pass one to Engine")
         return vocabulary_of(self._tokenizer)
 
     def flush(self) -> None:
@@ -524,11 +515,9 @@ class Engine:
             self.store.flush()
 
     def close(self) -> None:
-        """Write everything to the store, and keep nothing more. A program that ends without this waits for the same.
-
-        If new texts were stored, all weights are read once more, and these texts are removed if the weights are not
-        those that the store was opened with.
-        """
+        """Write everything to the store, and keep nothing more. Programs that end without ``close`` wait for the same.
+        If new prefixes were stored, all weights are hashed again, and these prefixes are removed if the weights have
+        changed since the store was opened."""
         if self.store is not None:
             with self._lock:
                 same = self.target.refresh() == self._weights
@@ -555,7 +544,6 @@ def _check_drafter(drafter: object) -> None:
 
 
 def _warm_up(level: Level) -> None:
-    """Compile and measure what drafting needs."""
     level.warm_up()
     for source in level.planner.sources:
         source.warm_up()

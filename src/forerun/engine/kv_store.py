@@ -1,9 +1,8 @@
-"""Texts read once: keys and values of prompts' beginnings on disk, for later prompts that begin alike.
+"""Keys and values of prompts' prefixes on disk, for later prompts that share them.
 
-A text is a file (``kv_file.py``), under a fingerprint of the model and the machine,
-and a digest of its namespace. It is mapped, not read. The tensors of views over it lie beside it. A thread writes;
-whoever looks for a text that is being written gets a copy. Nothing here ends a request: what cannot be kept is read
-again.
+Each prefix is a file (``kv_file.py``), named by a fingerprint of model and machine and a digest of its namespace; it is
+mapped, not read. The tensors of views over it are files beside it. One thread writes; a lookup of a file in progress
+returns a copy. No error here ends a request: what cannot be stored is prefilled again.
 """
 
 from __future__ import annotations
@@ -41,28 +40,28 @@ Result = TypeVar("Result")
 
 KV_FILE_SUFFIX, UNFINISHED_SUFFIX = ".safetensors", ".unfinished"
 OWNER_PREFIX = "of-"
-"""Begins the name of a tenant's folder."""
+"""Prefix of a tenant's folder."""
 STAT_BLOCK_BYTES = 512
-"""Bytes of the blocks in which POSIX counts what a file takes."""
+"""Block size in which POSIX counts disk usage."""
 MIN_STORED_TOKENS = 512
-"""Minimum tokens of a text that is kept. A shorter one is read in about the time in which a file is made, found and
-checked, and a server would make a file for every question."""
+"""Minimum tokens to store. A shorter prefix is prefilled in about the time needed to write, find and verify a file, and
+a server would write one per question."""
 GROWTH_DIVISOR = 8
-"""A text is written anew where at least 1/8 of it is not kept yet. So a conversation is written a few times as it
-grows, and a question about a book does not write the book again."""
+"""Write a prefix again if at least 1/8 of it is new. So a growing conversation is written a few times, and a question
+about a book does not rewrite the book."""
 DISK_SHARE = 0.25
-"""The store's default limit: a share of the disk space that is free or taken by the store."""
+"""Default limit: share of the disk space that is free or used by the store."""
 MAX_PENDING_FILES = 8
-"""Maximum number of files that wait to be written; each keeps a text's cache in memory. Further texts are not kept."""
+"""Maximum files waiting to be written, each of which keeps a cache in memory. Further prefixes are not stored."""
 
 
 StoredText = tuple[str, int]
-"""The name of a text that is kept, and how many of a prompt's chunks it holds."""
+"""The name of a stored prefix, and how many of a prompt's chunks it holds."""
 
 
 @dataclass(frozen=True)
 class _PendingText:
-    """A text that is being written."""
+    """A prefix being written."""
 
     keys: Keys
     layers: dict[int, Rows]
@@ -71,21 +70,19 @@ class _PendingText:
 
 
 class KVStore:
-    """Beginnings of prompts in a folder, up to a number of bytes; those that were used least recently go first.
-
-    Processes may share the folder. Threads may share the store.
+    """Prefixes in a folder, up to a number of bytes; the least recently used are evicted. Processes may share the
+    folder, and threads the store.
 
     Args:
-        folder: made if it is not there.
-        mark: a fingerprint; texts of another one are not seen.
-        limit: maximum bytes on disk; by default a quarter of the space that is free or taken by the store.
-        expiry: seconds after their last use in which texts go; None to keep them.
-        key: of the files' checksums: files that were written without it are not used. None for checksums that find
-            damage alone.
+        folder: created if missing.
+        mark: a fingerprint; prefixes with another one are invisible.
+        limit: maximum bytes on disk; by default a quarter of the space that is free or used by the store.
+        expiry: seconds after their last use until prefixes are removed; None to keep them.
+        key: of the files' checksums; files written without it are not used. None for checksums that only detect damage.
 
     Raises:
-        ValueError: for a limit below 0, an expiry that is not above 0, or an empty key.
-        OSError: if the folder cannot be made or written.
+        ValueError: for a negative limit, an expiry that is not positive, or an empty key.
+        OSError: if the folder cannot be created or written.
     """
 
     def __init__(
@@ -105,13 +102,13 @@ class KVStore:
         if limit is None:
             self._files.limit = int(DISK_SHARE * (shutil.disk_usage(folder).free + self._files.nbytes))
         self._mark = mark
-        self._texts: dict[str, Keys] = {}  # of the files whose headers were read
-        self._verified: set[tuple[int, int, str]] = set()  # by this process, or written by it
-        self._written: set[str] = set()  # names of the files that were written since this was opened
+        self._texts: dict[str, Keys] = {}  # of files whose headers were read
+        self._verified: set[tuple[int, int, str]] = set()  # verified or written by this process
+        self._written: set[str] = set()  # names of files written since this was opened
         self._pending: dict[str, _PendingText] = {}
         self._jobs: set[Future[None]] = set()
         self._lock = threading.Lock()
-        self._writer = ThreadPoolExecutor(1, "forerun-kv-store")  # ends its work before the process ends
+        self._writer = ThreadPoolExecutor(1, "forerun-kv-store")  # finishes its work before the process ends
         self._closed = False
 
     @property
@@ -121,12 +118,11 @@ class KVStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on disk."""
         return self._files.nbytes
 
     def find(self, keys: Keys, namespace: str, least: int = 0) -> tuple[SharedPrefix, int] | None:
-        """The text that shares the most chunks with a prompt, if more than ``least`` of them, and how many."""
-        return _safely("no kept text can be looked for", lambda: self._find(keys, namespace, least))
+        """Return the prefix that shares the most chunks with a prompt, and how many, if more than ``least``."""
+        return _safely("cannot look up a stored prefix", lambda: self._find(keys, namespace, least))
 
     def _find(self, keys: Keys, namespace: str, least: int) -> tuple[SharedPrefix, int] | None:
         for name, count in self._matches(keys, self._folder(namespace)):
@@ -137,20 +133,13 @@ class KVStore:
         return None
 
     def keep(self, keys: Keys, namespace: str, chunk: int, cache: FullCache) -> StoredText | None:
-        """Keep a prompt's beginning, unless most of it is kept. A shorter one that it holds is dropped.
+        """Store a prompt's prefix, unless most of it is stored; drop a shorter one that it contains. Return the file
+        that holds all or most of it, or None if none will.
 
-        The cache may go on meanwhile: the tokens that it has committed do not change.
-
-        Args:
-            keys: of chunks that the cache holds.
-            namespace: of the prompt.
-            chunk: tokens of a chunk.
-            cache: of the prompt.
-
-        Returns:
-            The text that holds all of it, or most; None if none will.
+        The cache may continue meanwhile: its committed tokens do not change. ``keys`` are those of its chunks, of
+        ``chunk`` tokens.
         """
-        return _safely("a text could not be kept", lambda: self._keep(keys, namespace, chunk, cache))
+        return _safely("cannot store a prefix", lambda: self._keep(keys, namespace, chunk, cache))
 
     def _keep(self, keys: Keys, namespace: str, chunk: int, cache: FullCache) -> StoredText | None:
         length = len(keys) * chunk
@@ -171,41 +160,32 @@ class KVStore:
         return None
 
     def add_state(self, name: str, part: str, tensors: Tensors) -> None:
-        """Keep the tensors of a view over a text that is kept, unless they are kept already.
-
-        Args:
-            name: of the text.
-            part: of the view (``View.state_name``).
-            tensors: not to be changed any more.
-        """
+        """Store the tensors of a view (``View.state_name``) over a stored prefix, unless they are stored. They must not
+        change any more."""
         beside = _part(name, part)
         if tensors:
             self._write(lambda: self._put(beside, tensor_areas(tensors), {}, after=name))
 
     def flush(self) -> None:
-        """Wait until all is written."""
         with self._lock:
             jobs = set(self._jobs)
         wait(jobs)
 
     def close(self, mark: Callable[[], str] | None = None) -> None:
-        """Write what waits, and keep nothing more; kept texts can still be found.
-
-        Args:
-            mark: computes the fingerprint anew. If it is another one by now, the texts that were written go: a change
-                of the model went unseen, and nobody knows which of them were computed before it.
-        """
+        """Finish pending writes and store nothing more; stored prefixes can still be found. ``mark`` recomputes the
+        fingerprint: if it differs, the model changed unnoticed, so files written since the store was opened are
+        removed."""
         self._closed = True
         self._writer.shutdown()
         written, self._written = self._written, set()
-        if written and mark is not None and _safely("no fingerprint could be computed", mark) != self._mark:
-            log.warning("%s stored texts are removed: the model's weights were changed unseen", len(written))
+        if written and mark is not None and _safely("cannot compute a fingerprint", mark) != self._mark:
+            log.warning("removed %s stored prefixes: the model's weights changed unnoticed", len(written))
             for name in written:
                 self._files.drop(name)
                 self._texts.pop(name, None)
 
     def _folder(self, namespace: str) -> str:
-        """The folder of a namespace, without its name; those of one tenant are in one folder."""
+        """Return the folder of a namespace, a digest of its name; a tenant's namespaces are in one folder."""
         inside = hashlib.blake2b(namespace.encode(), digest_size=16).hexdigest()
         owner = owner_of(namespace)
         if not owner:
@@ -213,14 +193,14 @@ class KVStore:
         return f"{self._mark}/{OWNER_PREFIX}{hashlib.blake2b(owner.encode(), digest_size=8).hexdigest()}/{inside}"
 
     def _matches(self, keys: Keys, space: str) -> list[tuple[str, int]]:
-        """All texts of a namespace with the chunks that they share with a prompt, most first."""
+        """Return all prefixes of a namespace with the chunks that they share with a prompt, most first."""
         shared = [(name, common(keys, others)) for name, others in self._stored_keys(space).items()]
         return sorted(shared, key=lambda item: -item[1])
 
     def _stored_keys(self, space: str) -> dict[str, Keys]:
-        """The texts of a namespace, on disk and on their way there."""
+        """Return a namespace's prefixes, stored or being written."""
         names = dict.fromkeys(self._files.names(space))
-        for name in list(self._texts):  # a copy, as the writer's thread changes it meanwhile
+        for name in list(self._texts):  # a copy, because the writer's thread changes it
             if name.startswith(space) and name not in names:
                 self._texts.pop(name, None)
         texts: dict[str, Keys] = {}
@@ -235,7 +215,7 @@ class KVStore:
         return texts
 
     def _read(self, name: str, verified: bool = False) -> KVFile | None:
-        """A file. A damaged one goes. Its data are compared with their checksums when they are first wanted."""
+        """Open a file, dropping it if damaged. Its data are verified on first use."""
         try:
             file = KVFile(self._files.folder / name, self._key)
             if verified and file.identity not in self._verified:
@@ -245,10 +225,10 @@ class KVStore:
         except FileNotFoundError:
             return None
         except DamagedFileError as error:
-            log.warning("%s; it is removed, and the text is read again", error)
+            log.warning("%s; removed it, and its prefix needs another prefill", error)
             self._files.drop(name)
         except (OSError, MemoryError) as error:
-            log.warning("a kept text cannot be used (%s); it is read again", error)
+            log.warning("cannot use a stored prefix (%s); it needs another prefill", error)
         return None
 
     def _open(self, name: str) -> SharedPrefix | None:
@@ -258,7 +238,7 @@ class KVStore:
             try:
                 return SharedPrefix.of(text.layers, text.length, text.capacity)
             except (OSError, MemoryError) as error:
-                log.warning("there is no memory to share a beginning: %s", error)
+                log.warning("no memory to share a prefix: %s", error)
                 return None
         file = self._read(name, verified=True)
         if file is None:
@@ -292,19 +272,19 @@ class KVStore:
             places.append(inode_of(file))
 
         if not self._files.put(name, size, fill):
-            log.warning("a text of %s bytes is not kept: the store's limit is %s", f"{size:,}", f"{self.limit:,}")
+            log.warning("a prefix of %s bytes is not stored: the store's limit is %s", f"{size:,}", f"{self.limit:,}")
             return
         self._written.add(name)
         if (file := self._read(name)) is not None and file.identity[:2] in places:
             self._verified.add(file.identity)
 
     def _write(self, job: Callable[[], None]) -> bool:
-        """Whether there is room for a job."""
+        """Queue a job; return whether there was room."""
         with self._lock:
             self._jobs = {each for each in self._jobs if not each.done()}
             if self._closed or len(self._jobs) >= MAX_PENDING_FILES:
                 return False
-            self._jobs.add(self._writer.submit(_safely, "a text could not be kept", job))
+            self._jobs.add(self._writer.submit(_safely, "cannot store a prefix", job))
             return True
 
     def _done(self, name: str) -> None:
@@ -313,7 +293,7 @@ class KVStore:
 
 
 def _safely(failed: str, job: Callable[[], Result]) -> Result | None:
-    """Run a job; an error is only logged, because no request depends on the store."""
+    """Run a job, only logging errors: no request depends on the store."""
     try:
         return job()
     except Exception as error:
@@ -331,17 +311,17 @@ def _split(keys: str) -> Keys:
 
 
 class DiskLRU:
-    """Files by name. A name is ``folder/.../group.safetensors`` or ``folder/.../group.part.safetensors``; the files of
-    a group go together.
+    """Files by name: ``folder/.../group.safetensors`` or ``folder/.../group.part.safetensors``. The files of a group
+    are evicted together.
 
     Args:
-        folder: made if it is not there, for its owner alone.
-        limit: the most bytes on disk.
-        expiry: seconds after their last use in which files go; None to keep them.
+        folder: created if missing, for its owner alone.
+        limit: maximum bytes on disk.
+        expiry: seconds after their last use until files are removed; None to keep them.
 
     Raises:
-        OSError: if the folder cannot be made or written.
-        NotImplementedError: where there are no locks on files.
+        OSError: if the folder cannot be created or written.
+        NotImplementedError: without file locks.
     """
 
     def __init__(self, folder: Path, limit: int, expiry: float | None = None) -> None:
@@ -355,18 +335,11 @@ class DiskLRU:
             self._make_room(0)
 
     def put(self, name: str, size: int, write: Callable[[int], None]) -> bool:
-        """Write a file.
-
-        Args:
-            name: of a file that is replaced if it is there.
-            size: bytes that it will take.
-            write: fills an empty file, given its descriptor.
-
-        Returns:
-            False if it is larger than all that may be there.
+        """Write a file of ``size`` bytes, replacing any of this name; return False if it exceeds the limit. ``write``
+        fills an empty file, given its descriptor.
 
         Raises:
-            OSError: if it cannot be written; nothing of it is left then.
+            OSError: if it cannot be written; nothing of it is left.
         """
         if size > self.limit:
             return False
@@ -374,7 +347,7 @@ class DiskLRU:
         with self._alone():
             self._sweep()
             self._make_room(size)
-            for folder in reversed(Path(name).parents[:-1]):  # a mode does not hold for the parents of what is made
+            for folder in reversed(Path(name).parents[:-1]):  # mkdir's mode does not apply to parents
                 (self.folder / folder).mkdir(mode=0o700, exist_ok=True)
             file, temporary = tempfile.mkstemp(UNFINISHED_SUFFIX, ".", path.parent)
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -394,7 +367,7 @@ class DiskLRU:
         return True
 
     def names(self, within: str) -> list[str]:
-        """The groups in a folder: names of their files without a part. Those that have expired go first."""
+        """Return the groups in a folder, as their files without a part, after removing expired ones."""
         self._expire(within)
         try:
             entries = os.listdir(self.folder / within)  # noqa: PTH208 - a third of the time
@@ -403,36 +376,34 @@ class DiskLRU:
         return [f"{within}/{name}" for name in entries if name.endswith(KV_FILE_SUFFIX) and name.count(".") == 1]
 
     def use(self, name: str) -> None:
-        """A file is used now."""
+        """Mark a file as used now."""
         with suppress(FileNotFoundError):
             self._touch(self.folder / name)
 
     def _touch(self, path: Path) -> None:
-        """Note that a file is used later than all others, also if the clock was set back."""
+        """Mark a file as the most recently used, even if the clock was set back."""
         self._newest = max(time.time_ns(), self._newest + 1)
         os.utime(path, ns=(self._newest, self._newest))
 
     def drop(self, name: str) -> None:
-        """Remove a file, and all of its group if it is no part."""
+        """Remove a file, with its group unless it is a part."""
         path = self.folder / name
         for each in path.parent.glob(f"{path.name.removesuffix(KV_FILE_SUFFIX)}.*"):
             each.unlink(missing_ok=True)
 
     @property
     def nbytes(self) -> int:
-        """Bytes on disk."""
         return sum(size for _, size, _ in self._files())
 
     def _files(self, within: str = "") -> Iterator[tuple[Path, int, int]]:
-        """All files in a folder with the bytes that they take, and when they were used last."""
+        """Yield all files in a folder with their disk usage, and when they were last used."""
         for path in (self.folder / within).rglob(f"*{KV_FILE_SUFFIX}"):
             with suppress(FileNotFoundError):
                 stat = path.stat()
                 yield path, stat.st_blocks * STAT_BLOCK_BYTES, stat.st_mtime_ns
 
     def _make_room(self, size: int) -> None:
-        """Remove groups until ``size`` bytes more are within the limit: of the tenant who has the most, the one that
-        was used least recently."""
+        """Evict groups until ``size`` more bytes fit: the least recently used one of the largest tenant."""
         self._expire("")
         groups: dict[Path, list[tuple[int, int]]] = defaultdict(list)
         for path, nbytes, used in self._files():
@@ -446,7 +417,6 @@ class DiskLRU:
             del sizes[oldest]
 
     def _expire(self, within: str) -> None:
-        """Remove files whose last use is too long ago."""
         if self._expiry is None:
             return
         last = time.time_ns() - int(self._expiry * 1e9)
@@ -455,7 +425,7 @@ class DiskLRU:
                 path.unlink(missing_ok=True)
 
     def _sweep(self) -> None:
-        """Remove what dead processes did not finish. NFS locks only files that are open for writing."""
+        """Remove unfinished files of dead processes. NFS locks only files open for writing."""
         for path in self.folder.rglob(f".*{UNFINISHED_SUFFIX}"):
             with suppress(FileNotFoundError), path.open("r+b") as file, suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -463,7 +433,7 @@ class DiskLRU:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """No other process or thread is here meanwhile; never for long."""
+        """Lock the folder against other processes and threads, briefly."""
         file = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -473,5 +443,5 @@ class DiskLRU:
 
 
 def _owner(group: Path) -> str:
-    """The folder of the tenant whose a group is."""
+    """Return the folder of the tenant who owns a group."""
     return next((part for part in group.parts if part.startswith(OWNER_PREFIX)), "")

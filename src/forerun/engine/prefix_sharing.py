@@ -1,9 +1,8 @@
-"""Prompts that begin alike: their common beginning is read once, and what was read is kept for later ones.
+"""Prefix sharing: a common prefix of prompts is prefilled once, and kept for later prompts.
 
-Prompts are compared chunk by chunk. What two of them share ends with a chunk. Where passes are bitwise exact, a token's
-bits do not depend on where prompts are cut for reading, so chunks are short. Elsewhere they are the chunks of reading:
-a token is read in the same pass as it would be alone. Prompts of different namespaces share nothing, because the time
-that a prompt takes to read must not tell what another tenant has sent.
+Prompts are compared chunk by chunk. If passes are bitwise exact, bits do not depend on where prompts are cut, so chunks
+are short. Otherwise they are the chunks of the prefill, so that each token shares its pass with the same others as
+alone. Namespaces share nothing, because the duration of a prefill must not reveal what another tenant sent.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHARED_CHUNK_TOKENS = 64
-"""Granularity of prefix sharing, in tokens. Up to this many common tokens are read again, which takes about as long as
-a few steps. Fewer would make more keys."""
+"""Granularity of prefix sharing, in tokens. Up to this many common tokens are prefilled again, at the cost of a few
+steps; less would need more keys."""
 
 NO_MEMORY = (OSError, MemoryError, torch.OutOfMemoryError)
-"""What copying a beginning may raise; then it is read instead."""
+"""Errors of copying a prefix, which is then prefilled instead."""
 
 Keys = Sequence[bytes]
-"""A prompt's chunks but for the last: each key stands for the text up to the end of a chunk."""
+"""A prompt's chunks but the last; each key identifies the prefix up to a chunk's end."""
 
 KEY_BYTES = 16
-"""Bytes of a key."""
+"""Bytes per key."""
 SHOWN_TOKENS = 16
-"""Tokens of a ``PrefixBreak`` from where two prompts differ: about a line of text."""
+"""Tokens in a ``PrefixBreak``: about a line of text."""
 
 
 def keys_of(request: Request, chunk: int) -> Keys:
-    """The keys of a request's prompt, for chunks of ``chunk`` tokens. They differ between namespaces."""
+    """Return the keys of a request's prompt, for chunks of ``chunk`` tokens. They differ between namespaces."""
     digest = hashlib.blake2b(repr((request.namespace, chunk)).encode(), digest_size=KEY_BYTES)
     keys = []
     for end in range(chunk, request.prompt_length, chunk):
@@ -58,19 +57,13 @@ def keys_of(request: Request, chunk: int) -> Keys:
 
 
 def common(a: Keys, b: Keys) -> int:
-    """Chunks that two prompts share."""
+    """Count the chunks that two prompts share."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 class _Kept(NamedTuple):
-    """A prompt's beginning, as it is kept.
-
-    Attributes:
-        keys: of its chunks.
-        beginning: its keys and values.
-        namespace: who may begin with it.
-        tokens: its ids, a thousandth of what it takes.
-    """
+    """A cached prefix: keys of its chunks, keys and values, the namespace that may use it, and its ids, a thousandth of
+    the size."""
 
     keys: Keys
     beginning: SharedPrefix
@@ -79,15 +72,11 @@ class _Kept(NamedTuple):
 
 
 class PrefixCache:
-    """Beginnings of prompts, up to a number of bytes. Of the tenant who has the most, the one that was used least
-    recently goes first. Each may have a file open, so there are never more of them than half of what the process may
-    have.
-
-    Args:
-        limit: maximum bytes of keys and values; 0 keeps nothing.
+    """Prefixes of prompts, up to ``limit`` bytes. Evicts the least recently used one of the largest tenant. Each may
+    keep a file open, so their number is at most half the process's limit of open files.
 
     Raises:
-        ValueError: for a limit below 0.
+        ValueError: for a negative limit.
     """
 
     def __init__(self, limit: int = 0) -> None:
@@ -95,20 +84,18 @@ class PrefixCache:
             raise ValueError(f"the prefix cache's limit is {limit} bytes; it must be 0 or more")
         self.limit = limit
         self.hits = self.misses = 0
-        """Tokens of prompts that were kept here or in a store, and tokens that had to be read."""
+        """Prompt tokens found here or in a store, and prompt tokens to prefill."""
         self._entries: OrderedDict[bytes, _Kept] = OrderedDict()  # by the last key
 
     def __len__(self) -> int:
-        """Prompts whose beginnings are kept."""
         return len(self._entries)
 
     @property
     def nbytes(self) -> int:
-        """Bytes kept."""
         return sum(kept.beginning.nbytes for kept in self._entries.values())
 
     def find(self, keys: Keys) -> tuple[SharedPrefix | None, int]:
-        """The beginning that shares the most chunks with a prompt, and how many."""
+        """Return the prefix that shares the most chunks with a prompt, and how many."""
         best, count = None, 0
         for last, kept in self._entries.items():
             if (shared := common(keys, kept.keys)) > count:
@@ -119,8 +106,8 @@ class PrefixCache:
         return self._entries[best].beginning, count
 
     def prefix_break(self, request: Request) -> PrefixBreak | None:
-        """Where a prompt leaves the kept one of its namespace that begins most like it; None if it goes on after it,
-        or none is kept."""
+        """Return where a prompt diverges from its namespace's prefix with the most common tokens; None if it extends
+        that, or there is none."""
         ids = request.prompt
         others = [kept.tokens for kept in self._entries.values() if kept.namespace == request.namespace]
         lengths = [_common_tokens(ids, tokens) for tokens in others]
@@ -131,8 +118,7 @@ class PrefixCache:
         return PrefixBreak(at, *(each[at : at + SHOWN_TOKENS].copy() for each in (others[best], ids)))
 
     def keep(self, keys: Keys, beginning: SharedPrefix, namespace: str, tokens: IntArray) -> None:
-        """Keep a prompt's beginning, unless a longer one that holds it is kept. A shorter one that it holds is
-        dropped."""
+        """Keep a prompt's prefix, unless a longer one contains it; drop a shorter one that it contains."""
         if beginning.nbytes > self.limit or not keys:
             return
         for last, kept in list(self._entries.items()):
@@ -146,19 +132,18 @@ class PrefixCache:
         self._trim()
 
     def add_state(self, keys: Keys, name: str, tensors: Tensors) -> None:
-        """Keep the tensors of a view of this name with a prompt's beginning, if that is still kept itself."""
+        """Keep the tensors of a view with its prefix, if that is still cached."""
         entry = self._entries.get(keys[-1]) if keys else None
         if entry is not None:
             entry.beginning.add_state(name, tensors)
             self._trim()
 
     def count(self, hits: int, misses: int) -> None:
-        """Count a lookup: tokens of whole chunks that were kept, and that were not."""
+        """Count a lookup: tokens of whole chunks found, and not found."""
         self.hits += hits
         self.misses += misses
 
     def clear(self) -> None:
-        """Drop everything."""
         self._entries.clear()
 
     def _trim(self) -> None:
@@ -171,14 +156,13 @@ class PrefixCache:
 
 
 def _common_tokens(a: IntArray, b: IntArray) -> int:
-    """How many tokens two texts begin with alike."""
     count = min(len(a), len(b))
     different = np.flatnonzero(a[:count] != b[:count])
     return int(different[0]) if len(different) else count
 
 
 def _files() -> int:
-    """Half of the files that this process may have open."""
+    """Return half the limit of open files."""
     try:
         import resource
     except ImportError:  # not on Windows
@@ -188,13 +172,11 @@ def _files() -> int:
 
 
 class PrefixSharing:
-    """Which rows of a batch wait for which, and where they begin to read themselves.
+    """Which rows of a batch wait for which, and where their own prefill starts.
 
     Args:
-        prefixes: what is kept of earlier prompts in memory.
-        store: gives what is kept of them on disk, or None. It is another one after the model has changed.
-        chunk: tokens of a chunk.
-        refresh: looks whether the model has changed; returns a number that changes with it.
+        store: returns prefixes on disk, or None. It is replaced after the model has changed.
+        refresh: checks whether the model has changed; returns a number that changes with it.
     """
 
     def __init__(
@@ -203,16 +185,16 @@ class PrefixSharing:
         self._prefixes, self._current_store, self.chunk, self._look = prefixes, store, chunk, refresh
         self._version: int | None = None
         self._keys: dict[BatchRow, Keys] = {}
-        self._leaders: dict[BatchRow, tuple[BatchRow, int]] = {}  # the row to follow, and the chunks that both share
+        self._leaders: dict[BatchRow, tuple[BatchRow, int]] = {}  # the row to follow, and the number of common chunks
         self._unkept: set[BatchRow] = set()
-        self._stored: dict[BatchRow, StoredText] = {}  # the text on disk that holds most of a row's
+        self._stored: dict[BatchRow, StoredText] = {}  # the prefix on disk that holds most of a row's
 
     @property
     def _store(self) -> KVStore | None:
         return self._current_store()
 
     def refresh(self) -> None:
-        """Look whether the model has changed. Then nothing is kept or shared of rows that began before."""
+        """Check whether the model has changed; if so, keep and share nothing of earlier rows."""
         version = self._look()
         if version != self._version:
             self._version = version
@@ -222,7 +204,7 @@ class PrefixSharing:
             self._stored.clear()
 
     def join(self, row: BatchRow) -> None:
-        """A row with an empty cache: it begins with what is kept, or follows a row that shares more with it."""
+        """Start a row with an empty cache from a kept prefix, or let it follow a row that shares more."""
         keys = keys_of(row.request, self.chunk)
         if row.cache.stateful:
             row.cache.recurrent().keep_at(row.request.turns)
@@ -236,26 +218,27 @@ class PrefixSharing:
             self._unkept.add(row)
 
     def shares(self, request: Request) -> bool:
-        """Whether other rows are likely to begin with a request's prompt, read from its cache."""
+        """Whether other rows are likely to start from this request's cache."""
         return self._store is None and self._prefixes.limit > 0 and request.prompt_length > self.chunk
 
     def keeps(self, request: Request, token_bytes: int) -> bool:
-        """Whether a request's prompt may be kept for later ones, with so many bytes of keys and values a token."""
+        """Whether a request's prompt may be kept for later ones, at ``token_bytes`` bytes of keys and values per
+        token."""
         if self._store is not None:
             return True
         return request.prompt_length > self.chunk and request.prompt_length * token_bytes <= self._prefixes.limit
 
     def verify(self, request: Request) -> None:
-        """Verify the file that a request's prompt may begin with; from any thread."""
+        """Verify the stored file that a request's prompt may start with; from any thread."""
         if self._store is not None:
             self._store.find(keys_of(request, self.chunk), request.namespace)
 
     def waits(self, row: BatchRow) -> bool:
-        """Whether another row is about to read what this one needs next."""
+        """Whether another row is about to prefill what this one needs next."""
         return row in self._leaders
 
     def read(self, row: BatchRow) -> None:
-        """A row has read on: those that share no more with it go their own way; its prompt may be kept."""
+        """Release followers once a row has prefilled all that they share; keep its prompt when complete."""
         for follower, (leader, count) in list(self._leaders.items()):
             if leader is row and row.cache.length >= count * self.chunk:
                 self._begin(follower, row, count)
@@ -266,7 +249,7 @@ class PrefixSharing:
                 self._keep(row, self._keys[row])
 
     def leave(self, row: BatchRow) -> None:
-        """A row ends. Those that follow it take what it has read, and look for another; what its views made is kept."""
+        """Remove a row. Its followers take over what it prefilled and look for another; its views' state is kept."""
         self._leaders.pop(row, None)
         self._unkept.discard(row)
         self._note(row, self._keys.pop(row, ()))
@@ -276,7 +259,7 @@ class PrefixSharing:
                 self._follow(follower, self._keys[follower])
 
     def _keep(self, row: BatchRow, keys: Keys) -> None:
-        """Keep a prompt on disk; if that does not take it, in memory."""
+        """Keep a prompt on disk, or else in memory."""
         if self._store is not None:
             text = self._store.keep(keys, row.request.namespace, self.chunk, row.cache)
             if text is not None:
@@ -289,10 +272,10 @@ class PrefixSharing:
                 beginning, request = row.cache.share(length), row.request
                 self._prefixes.keep(keys, beginning, request.namespace, request.prompt[:length])
             except NO_MEMORY as error:
-                log.warning("there is no memory to keep a prompt's beginning: %s", error)
+                log.warning("no memory to keep a prefix: %s", error)
 
     def _note(self, row: BatchRow, keys: Keys) -> None:
-        """Keep what views made of a prompt beside it: on disk only of what the text there has in common with it."""
+        """Keep the state of views beside a prompt's prefix: on disk only for the part that the stored file shares."""
         text = self._stored.pop(row, None)
         if row.request.error is not None or not keys:
             return
@@ -310,7 +293,7 @@ class PrefixSharing:
         prefix, most = self._kept(row, keys)
         own, leader = row.cache.length // self.chunk, None
         for other, others in self._keys.items():
-            if other is row:  # only who came before is followed, so that no two wait for each other
+            if other is row:  # follow only earlier rows, so that no two wait for each other
                 break
             if (count := common(keys, others)) > max(most, own):
                 most, leader = count, other
@@ -322,8 +305,8 @@ class PrefixSharing:
             self._begin_with(row, lambda: prefix, most)
 
     def _kept(self, row: BatchRow, keys: Keys) -> tuple[SharedPrefix | None, int]:
-        """The beginning that shares the most chunks with a prompt, and how many; on disk, if there is as much as in
-        memory: there lies what views made of it."""
+        """Return the prefix that shares the most chunks with a prompt, and how many. Between equals, disk wins, as it
+        has the views' state."""
         prefix, most = self._prefixes.find(keys)
         if self._store is None:
             return prefix, most
@@ -338,4 +321,4 @@ class PrefixSharing:
         try:
             row.begin_with(beginning(), count * self.chunk)
         except NO_MEMORY as error:
-            log.warning("there is no memory to share a beginning (%s); the row reads it itself", error)
+            log.warning("no memory to share a prefix (%s); it needs another prefill", error)

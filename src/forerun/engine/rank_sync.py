@@ -1,4 +1,4 @@
-"""A run of an engine on all ranks of a model in several processes: rank 0's decides, the others tell the same texts."""
+"""Runs an engine on all ranks of a model in several processes: rank 0 decides, the others report the same output."""
 
 from __future__ import annotations
 
@@ -20,15 +20,10 @@ from forerun.tensor_parallel.ranks import Follower, Leader
 def on_all_ranks(
     target: Scorer, requests: Sequence[Request], commits: Generator[Commit, None, None]
 ) -> Generator[Commit, None, None]:
-    """A run that is the same on all ranks: rank 0 decides tokens, ends, statistics and seeds.
+    """Run alike on all ranks, with equal ``requests``: rank 0 decides tokens, ends, statistics and seeds.
 
-    On other ranks a commit comes when rank 0 makes its next pass. If rank 0 is interrupted, or its run fails, theirs
-    do, too.
-
-    Args:
-        target: this rank's scorer.
-        requests: alike on all ranks.
-        commits: this rank's own run; it is not begun where rank 0's is followed.
+    Other ranks do not start ``commits``; they yield one when rank 0 makes its next pass. If rank 0's run fails or is
+    interrupted, theirs are too.
     """
     if isinstance(target, Follower):
         yield from _follow(target, requests)
@@ -61,7 +56,7 @@ def _follow(target: Follower, requests: Sequence[Request]) -> Iterator[Commit]:
                 place, tokens, reason, *rest = parts
                 requests[place].take(tokens, reason)
                 yield Commit(requests[place], tokens, *rest)
-    finally:  # a caller who has enough still takes part in what rank 0 does
+    finally:  # a caller that stops early still takes part in rank 0's passes
         for _ in entries:
             pass
         for request, state in zip(requests, end, strict=False):
@@ -69,7 +64,7 @@ def _follow(target: Follower, requests: Sequence[Request]) -> Iterator[Commit]:
 
 
 def _digest(requests: Sequence[Request]) -> str:
-    """Says whether ranks mean the same requests; seeds may differ."""
+    """Return a digest that is equal if ranks have equal requests, up to seeds."""
     digest = hashlib.blake2b()
     for request in requests:
         digest.update(repr((request.prompt.tolist(), request.max_new_tokens, request.sampler.method)).encode())
@@ -78,7 +73,7 @@ def _digest(requests: Sequence[Request]) -> str:
 
 def _begin(requests: Sequence[Request], digest: str, seeds: list[int]) -> None:
     if digest != _digest(requests):
-        raise ParallelError("this rank runs other requests than rank 0; all ranks have to ask for the same")
+        raise ParallelError("this rank's requests differ from rank 0's; all ranks must run the same")
     for request, seed in zip(requests, seeds, strict=True):
         request.sampler = replace(request.sampler, seed=seed)
 

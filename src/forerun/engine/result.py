@@ -1,4 +1,4 @@
-"""What a generation returns: the tokens of each step, and texts with their statistics."""
+"""Results of a generation: the tokens of each step, and outputs with their statistics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forerun.core.stats import Stats
 from forerun.models.text.detokenize import Detokenizer
 
 SHOWN = 80
-"""Characters of its text in the ``repr`` of a result: a line of a terminal."""
+"""Characters of text in a result's ``repr``: a terminal line."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Commit:
         drafted: how many of them, from the first on, were accepted drafts.
         proposed: nodes of the draft that the step verified.
         origins: the ``Origin`` of each token.
-        seconds: duration of the step; of the first one, since the request was admitted.
-        text: the tokens as whole characters, from ``Engine.stream`` with a tokenizer; a character's first tokens have
-            the text of those that complete it. All of a request's texts joined are its text, without special tokens.
+        seconds: duration of the step; of the first one, since admission.
+        text: the tokens as complete characters, from ``Engine.stream`` with a tokenizer; a character comes with its
+            last token. Joined, a request's texts are its output without special tokens.
     """
 
     request: Request
@@ -43,13 +43,8 @@ class Commit:
 
 @dataclass(frozen=True, repr=False)
 class GenerationResult:
-    """Prompts continued, in the order they were given (``num_return_sequences`` in a row for each).
-
-    Attributes:
-        requests: what was generated, and how.
-        pad_token_id: fills ``sequences`` behind an end.
-        tokenizer: decodes ``texts``, or None.
-    """
+    """Continued prompts, in order (``num_return_sequences`` in a row for each); ``pad_token_id`` fills ``sequences``
+    after an end."""
 
     requests: Sequence[Request]
     pad_token_id: int = 0
@@ -85,7 +80,7 @@ class GenerationResult:
 
     @property
     def finish_reasons(self) -> list[FinishReason | None]:
-        """``eos``, ``stop`` or ``length``; None for a text that was interrupted."""
+        """``eos``, ``stop`` or ``length``; None if interrupted."""
         return [request.finish_reason for request in self.requests]
 
     @property
@@ -95,7 +90,7 @@ class GenerationResult:
 
     @property
     def logprobs(self) -> list[list[Logprob]]:
-        """How likely the model found each new token of each sequence; empty lists unless ``logprobs`` was asked for."""
+        """The log-probabilities of each sequence's new tokens; empty lists without the option ``logprobs``."""
         return [request.logprobs for request in self.requests]
 
     @property
@@ -105,7 +100,7 @@ class GenerationResult:
 
     @property
     def sequences(self) -> torch.Tensor:
-        """Prompts and new tokens as ``transformers`` returns them: padding before ragged prompts and behind ends."""
+        """Prompts and new tokens as ``transformers`` returns them, padded before prompts and after ends."""
         left = max(request.prompt_length for request in self.requests)
         new = max(len(request.generated) for request in self.requests)
         rows = torch.full((len(self.requests), left + new), self.pad_token_id)
@@ -116,7 +111,7 @@ class GenerationResult:
 
 
 class GenerationInterrupted(KeyboardInterrupt):
-    """Ctrl-C during ``generate``; ``result`` holds what was generated until then."""
+    """Ctrl-C during ``generate``; ``result`` holds the output so far."""
 
     def __init__(self, result: GenerationResult) -> None:
         super().__init__("generation was interrupted")
@@ -129,12 +124,8 @@ def feed(
     commits: Iterable[Commit],
     prompt: torch.Tensor | None,
 ) -> None:
-    """Run to the end, handing tokens to a streamer as transformers does: first the prompt, ``[1, t]``, unless it is
-    None because the streamer has it.
-
-    Raises:
-        ValueError: if there is a streamer, which takes one sequence, and several requests.
-    """
+    """Run to the end, passing tokens to a streamer as transformers does: first the prompt, ``[1, t]``, unless it is
+    None because the streamer has it. Raise ValueError for a streamer with more than one request."""
     if streamer is None:
         for _ in commits:
             pass
@@ -164,7 +155,7 @@ def with_texts(commits: Iterable[Commit], tokenizer: PreTrainedTokenizerBase) ->
 
 
 def ends(config: GenerationConfig) -> list[int]:
-    """Tokens that end a text."""
+    """Return the tokens that end a sequence."""
     eos = config.eos_token_id
     return list(eos) if isinstance(eos, list) else [] if eos is None else [eos]
 

@@ -1,10 +1,7 @@
-"""One step of the engine: of a draft for each row that decodes, and of a chunk of a prompt for each that reads.
+"""One step of the engine: a draft for each row that decodes, and a prompt chunk for each in prefill.
 
-Rows that still read their prompt share the pass with those that decode. An error in what belongs to one row (its
-sampler, its cache) ends that row, and the others go on. The step itself is ``Level.step``.
-
-A request may add to what is drafted. Its budget bounds the nodes, and with budget 0 no source hears of it: such a
-text costs what it costs without drafts, and nothing is learned from it.
+They share one pass (``Level.step``). An error in one row's sampler or cache ends only that row. A request's budget
+bounds its draft; with budget 0 no source sees the request, so it costs no more than without drafts.
 """
 
 from __future__ import annotations
@@ -29,21 +26,20 @@ from forerun.kv.shared_prefix import SharedPrefix
 class BatchRow(Row):
     """A request of a batch with its cache.
 
-    A prompt is read in chunks that end at multiples of ``chunk`` tokens, so that every prompt is cut at the same
-    positions. The last chunk is read by the row's first step, together with a tree. Where bits do not depend on the
-    cuts, there may be more of them.
+    Prefill chunks end at multiples of ``chunk`` tokens, so that every prompt is cut at the same positions; where bits
+    do not depend on the cuts, there may be more. The last chunk belongs to the row's first step, together with a tree.
 
     Attributes:
         chunk: maximum tokens of a chunk.
-        whole: whether chunks but the last are read together in one pass; see ``Scorer.reads_whole``.
+        whole: whether all chunks but the last share one pass; see ``Scorer.reads_whole``.
         pass_tokens: maximum tokens of such a pass, in whole chunks; None for no limit.
-        fixed: whether whole chunks are read in one pass each, however long that takes; see ``Scorer.prompt_chunk``.
-        own: whether the cache was made for this row alone, and goes with it.
-        reads, prepares: tokens of its prompt that a step reads, or prepares drafts for, beside others; see
+        fixed: whether each whole chunk is one pass, however long it runs; see ``Scorer.prompt_chunk``.
+        own: whether the cache was made for this row, and is freed with it.
+        reads, prepares: prompt tokens per step, for prefill and for preparing drafts, alongside decoding rows; see
             ``PrefillPacing``.
-        drafting: whether the drafter knows the cache, because the prompt is read but for its last chunk.
-        ready: whether the drafter has read of the prompt what it needs.
-        served: the number of the step that last read of its prompt.
+        drafting: whether the drafter has the cache, because only the last chunk is left to prefill.
+        ready: whether the drafter has finished its prefill.
+        served: number of the step that last prefilled a chunk.
         admitted: when, in seconds.
     """
 
@@ -64,12 +60,12 @@ class BatchRow(Row):
         self.reads = self.prepares = self.chunk
 
     def begin_with(self, beginning: SharedPrefix, length: int) -> None:
-        """Begin with the prompt's first ``length`` tokens, which were read for another row."""
+        """Start from the prompt's first ``length`` tokens, prefilled for another row."""
         self.cache.begin_with(beginning, length)
         self.request.cached_tokens = self.cache.length
 
     def next_chunk(self, limit: int | None = None) -> int:
-        """Pending tokens up to where the next chunk ends, or ``limit`` of them if that is less."""
+        """Return the pending tokens up to the end of the next chunk, at most ``limit``."""
         if self.whole and self.unread:
             if self.pass_tokens is None:
                 return self.unread
@@ -84,17 +80,17 @@ class BatchRow(Row):
 
     @property
     def unread(self) -> int:
-        """Pending tokens but for the last chunk."""
+        """Pending tokens before the last chunk."""
         last = (self.request.prompt_length - 1) % self.chunk + 1
         return max(0, len(self.pending) - last)
 
     def prompt_block(self, tokens: int) -> Block:
-        """Input of a pass that reads on in the prompt."""
+        """Return the input of a prefill pass."""
         whole = self.fixed and tokens == self.chunk
         return Block(self.pending[:tokens], DraftTree.empty(), self.cache.length, whole)
 
     def record_times(self, planning: float, scoring: float, verifying: float) -> None:
-        """Seconds of the parts of its last step; the first step ends the reading of the prompt."""
+        """Add the seconds of its last step; the first step ends the prefill."""
         stats = self.request.stats
         if stats.steps == 1:
             stats.prefill_seconds = time.perf_counter() - self.admitted
@@ -104,11 +100,11 @@ class BatchRow(Row):
 
 @dataclass
 class StepSeconds:
-    """Where the time of an engine's steps went, all rows together. The parts do not overlap.
+    """Where the time of an engine's steps went, all rows together, without overlap.
 
     Attributes:
-        read: reading prompts, by the target and by the drafter. A pass over prompts and drafts is divided by tokens.
-        propose, score, verify: seconds of drafting, of passes over drafts, and of walking the trees and committing.
+        read: prefill, by target and drafter. A pass over prompts and drafts is split by tokens.
+        propose, score, verify: drafting, passes over drafts, and verifying and committing.
     """
 
     read: float = 0.0
@@ -117,7 +113,7 @@ class StepSeconds:
     verify: float = 0.0
 
     def add(self, propose: float, score: float, verify: float, prompts: float) -> None:
-        """Count a step; ``prompts``: the part of its pass's tokens that were of prompts."""
+        """Add a step; ``prompts``: the share of prompt tokens in its pass."""
         self.read += prompts * score
         self.propose += propose
         self.score += (1 - prompts) * score
@@ -125,7 +121,7 @@ class StepSeconds:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Count what is done in this context as the reading of prompts."""
+        """Count this context's time as prefill."""
         began = time.perf_counter()
         try:
             yield
@@ -134,19 +130,19 @@ class StepSeconds:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Seconds of all parts."""
         return self.read + self.propose + self.score + self.verify
 
 
 @dataclass(frozen=True)
 class DecodingStep:
-    """One pass for every row: of a chunk of its prompt, or of its draft.
+    """One pass for all rows, over a prompt chunk or a draft each.
 
-    Attributes:
+    Args:
         level: the target, which decides what is generated, and its sources.
-        budget: maximum number of nodes of a row's tree, without the tokens that a grammar forces.
-        closed: whether no rows come in the place of those that end, so that the last one's end counts.
-        seconds: where the time of its steps is counted.
+        budget: maximum nodes of a row's tree, without the tokens that a grammar forces.
+        closed: whether no rows replace those that end, so that the end of the last one counts.
+        seconds: receives the time of its steps.
     """
 
     level: Level
@@ -157,15 +153,12 @@ class DecodingStep:
     def __call__(
         self, decoding: Sequence[BatchRow], reading: Mapping[BatchRow, int], budgets: Mapping[int, int] = {}
     ) -> list[Commit]:
-        """Take the step.
+        """Take the step; return a commit for each row that decodes and each row that failed.
 
         Args:
             decoding: rows that decode.
-            reading: rows that read on in their prompt, with the tokens of the next chunk.
+            reading: rows in prefill, with the tokens of their next chunk.
             budgets: see ``Batch.step``.
-
-        Returns:
-            A commit for each row that decodes and each row that failed.
         """
         began = time.perf_counter()
         limits = [row.request.allowed(min(self.budget, budgets.get(row.request.id, self.budget))) for row in decoding]
@@ -187,8 +180,8 @@ class DecodingStep:
 
 
 def _commit(request: Request, length: int, outcome: Outcome | None, seconds: float) -> Commit:
-    """The tokens that a step of ``seconds`` added behind the first ``length``. Without an outcome the request failed,
-    or read its prompt."""
+    """Return the tokens that a step of ``seconds`` added after the first ``length``. Without an outcome, the request
+    failed or is in prefill."""
     tokens = request.tokens[length:].tolist()
     if outcome is None:
         return Commit(request, tokens, 0)

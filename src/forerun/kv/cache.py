@@ -1,4 +1,4 @@
-"""The interface of a KV cache, one row of a batch for one model, and what caches do with the rows that they keep."""
+"""The interface of a KV cache for one row and one model, and operations on cached rows."""
 
 from __future__ import annotations
 
@@ -25,30 +25,24 @@ if TYPE_CHECKING:
     from forerun.kv.full_cache import FullCache
 
 READ_BLOCK = 512
-"""The most tokens of a prompt that are read in one pass."""
+"""Maximum prompt tokens in one pass."""
 ROLLBACK_TOKENS = 64
-"""Tokens on trial that caches of drafts can take back by default: more than the usual draft length."""
+"""Speculative tokens that draft caches can roll back by default: more than the usual draft length."""
 MIN_SLACK_TOKENS = 512
-"""The least number of tokens behind a window that are kept, so that a text can be taken back by as many. It is one
-block of a prompt, and more than a block of attention, which is read whole where a window begins within it."""
+"""Minimum tokens kept beyond a window, for rolling back. It is one block of a prompt, and more than a block of
+attention, which is read whole if a window starts inside it."""
 
 
 CACHE_OPERATIONS = ("begin_with", "blank", "commit", "prepare", "share", "skip", "sync", "truncate", "verified")
 """Methods that change a cache between passes."""
 OperationLog = Callable[["Cache", str, tuple[Any, ...], object], None]
-"""Called with a cache, the name of an operation, its arguments and its result."""
+"""Receives a cache, the name of an operation, its arguments and its result."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One layer's keys and values of a token.
-
-    Attributes:
-        heads: KV heads.
-        dim, out_dim: numbers of a head's key, and of its value.
-        width: bytes of a number.
-        window: as in ``AttentionSpec``.
-    """
+    """One layer's keys and values of a token: KV heads, size of a head's key and value, bytes per number, and the
+    window as in ``AttentionSpec``."""
 
     heads: int
     dim: int
@@ -58,25 +52,23 @@ class LayerShape:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a token's key and value."""
         return self.heads * (self.dim + self.out_dim) * self.width
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """A model's keys and values of a token, by layer; layers that share those of another have none."""
+    """A model's keys and values of a token, by layer. Layers that share another's have none."""
 
     layers: Mapping[int, LayerShape]
     state_bytes: int = 0
-    """Maximum bytes of a text's recurrent states."""
+    """Maximum bytes of a sequence's recurrent states."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a token's keys and values."""
         return sum(layer.nbytes for layer in self.layers.values())
 
     def released(self, tokens: int) -> int:
-        """Maximum bytes of so many tokens' keys and values, if layers with windows release what they see no more."""
+        """Return the maximum bytes of ``tokens`` tokens, if layers release keys outside of their windows."""
         return sum(
             layer.nbytes * (tokens if layer.window is None else min(tokens, most_rows(layer.window)))
             for layer in self.layers.values()
@@ -85,14 +77,14 @@ class KVShape:
 
 @dataclass(frozen=True, eq=False)
 class Addresses:
-    """Where a program of kernels reads a cache's keys and values, and writes those of a block.
+    """Where compiled kernels read a cache's keys and values, and write those of a block.
 
     Attributes:
         layers: addresses of the keys and values of each layer that has any, int64 ``[layers, 2]``.
         strides: in bytes: heads and rows of keys, heads and rows of values.
         place: index of the block's first token in this memory. The block sees all tokens before it.
-        topk: one row of ``TopkFields`` per layer, int64, with 0 in the fields that depend on the pass. None if the
-            queries choose no chunks.
+        topk: one row of ``TopkFields`` per layer, int64, with 0 in the fields that depend on the pass. None if queries
+            select no chunks.
     """
 
     layers: IntArray
@@ -105,19 +97,19 @@ class Cache(ABC):
     """Keys and values of one row's committed tokens, and attention over them.
 
     A forward pass calls ``store`` once per layer, which writes the block's keys and values as a speculative tail, and
-    attends to what ``store`` returns. ``commit`` then keeps the accepted part of the tail. Without ``commit``, a pass
-    has no effect on the cache. A cache whose attention goes otherwise overrides ``attend`` instead of ``store``.
+    attends to the result. ``commit`` keeps the accepted part of the tail; without it, a pass has no effect. A cache
+    with another kind of attention overrides ``attend`` instead.
     """
 
     length: int
     """Committed tokens."""
     source: Cache | None = None
-    """The cache that a sparse view reads; None for a cache that reads the text itself."""
+    """The cache that a sparse view reads; None for other caches."""
     settled: int = 0
-    """Tokens of a view that its source had committed at the last ``sync``; later ones are speculative."""
+    """Tokens that a view's source had committed at the last ``sync``; later ones are speculative."""
     log: OperationLog | None = None
-    """Called after each of ``CACHE_OPERATIONS`` that succeeds, so that a cache in another process can repeat it. An
-    operation inside another one is not logged."""
+    """Called after each successful one of ``CACHE_OPERATIONS``, so that a cache in another process can repeat it.
+    Nested operations are not logged."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -127,38 +119,34 @@ class Cache(ABC):
 
     @property
     def full(self) -> FullCache | None:
-        """This cache, if it holds all tokens of its sequence, each at its place; None for any other. Passes read and
-        write such a cache layer by layer, and leave queries there that sparse views choose by."""
+        """This cache, if it holds all tokens of its sequence in place; else None. Passes read and write such a cache
+        layer by layer, and record queries for sparse views."""
         return None
 
     @property
     def ready(self) -> bool:
-        """Whether a view's source has read enough for the view to work."""
+        """Whether a view's source has enough tokens for the view to work."""
         return True
 
     @property
     def whole(self) -> bool:
-        """Whether a view holds all tokens of its source, so that reading through it saves nothing."""
+        """Whether a view holds all tokens of its source, so that it saves nothing."""
         return False
 
     def prepare(self, tokens: int) -> bool:
-        """Do a part of the work of a view's first ``sync``, in about the time in which the target reads ``tokens``
-        tokens. Returns whether all is done."""
+        """Do part of a view's first ``sync``, about as long as the target's prefill of ``tokens`` tokens; return
+        whether all is done."""
         return True
 
     def sync(self) -> None:  # noqa: B027
         """Drop a view's speculative tokens, and follow its source."""
 
     def verified(self, rows: Sequence[int], drafted: int, accepted: int) -> None:  # noqa: B027
-        """Tell a view that its source has verified and committed a draft that was made with it.
-
-        Args:
-            rows: indices of the accepted tokens' queries in ``source.queries``.
-            drafted, accepted: number of tokens.
-        """
+        """Report to a view that its source has verified and committed a draft made with it; ``rows`` are indices of the
+        accepted tokens' queries in ``source.queries``."""
 
     def positions(self, block: Block) -> IntArray:
-        """The position that the model sees for each token of the block: its place in the text, unless the cache
+        """Return the position that the model sees for each token of the block: that in the sequence, unless the cache
         renumbers tokens."""
         return block.positions
 
@@ -169,15 +157,15 @@ class Cache(ABC):
 
         Returns:
             Keys and values that the block attends to, in order, its own last: ``[1, Hkv, m, d]`` and
-            ``[1, Hkv, m, dv]``. The layer's window measures distances in them. None if only ``attend`` can compute the
-            attention.
+                ``[1, Hkv, m, dv]``. The layer's window measures distances in them. None if only ``attend`` can compute
+                the attention.
         """
         return None
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
     ) -> torch.Tensor:
-        """Attention of the block's queries over the committed tokens, and over the block itself with its tree mask.
+        """Compute attention of the block's queries over the committed tokens, and over the block with its tree mask.
 
         Args:
             layer: index of the layer.
@@ -195,20 +183,16 @@ class Cache(ABC):
         return attend_in_order(q, [rows], [block], spec)
 
     def recurrent(self) -> RecurrentStates:
-        """States of the row's recurrent layers after ``length`` tokens.
-
-        Raises:
-            NotImplementedError: if the cache keeps none.
-        """
+        """Return the states of the row's recurrent layers after ``length`` tokens; raise NotImplementedError if there
+        are none."""
         raise NotImplementedError(f"a {type(self).__name__} keeps no states of recurrent layers")
 
     def addressed(self, layers: Sequence[int], like: torch.Tensor, count: int) -> Addresses | None:
-        """Room for a block of ``count`` tokens, for kernels that write their keys and values and attend to them.
+        """Make room for a block of ``count`` tokens, whose keys and values kernels write and attend to.
 
         Args:
             layers: of the model that have keys and values.
             like: keys of any tokens, ``[1, Hkv, m, d]``; values have the same shape and type.
-            count: tokens of the block.
 
         Returns:
             None if only ``attend`` can compute the attention.
@@ -216,13 +200,8 @@ class Cache(ABC):
         return None
 
     def next_read(self, goal: int) -> int:
-        """How many tokens to read next on the way to a length of ``goal``.
-
-        A cache may first skip tokens that it would evict anyway; that increases ``length``.
-
-        Returns:
-            At least 1 while ``length < goal``: tokens to read, from ``length`` on.
-        """
+        """Return how many tokens to prefill next on the way to a length of ``goal``: at least 1 while
+        ``length < goal``. A cache may first skip tokens that it would evict anyway, which increases ``length``."""
         return goal - self.length
 
     @abstractmethod
@@ -231,8 +210,8 @@ class Cache(ABC):
 
     @abstractmethod
     def truncate(self, length: int) -> None:
-        """Drop the committed tokens from ``length`` on. With recurrent layers more may have to go, if it goes far back;
-        see ``RecurrentStates.truncate``."""
+        """Drop the committed tokens from ``length`` on. Recurrent layers may have to drop more; see
+        ``RecurrentStates.truncate``."""
 
     @property
     @abstractmethod
@@ -240,17 +219,11 @@ class Cache(ABC):
         """Bytes held."""
 
     def needs(self, shape: KVShape, tokens: int) -> int:
-        """Upper bound of the bytes it holds for a text of ``tokens`` tokens, known before it holds any.
-
-        Args:
-            shape: of the model that it is for.
-            tokens: of the text at its longest, drafts included.
-        """
+        """Return an upper bound of the bytes for a sequence of ``tokens`` tokens, drafts included, in advance."""
         return shape.nbytes * tokens
 
 
 def _logged(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """The operation, with a call of ``Cache.log`` after it."""
 
     @functools.wraps(operation)
     def run(self: Cache, *arguments: Any) -> Any:
@@ -269,7 +242,7 @@ def _logged(operation: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def append(rows: Rows | None, new: Rows, held: int, capacity: int, first: int = 0) -> Rows:
-    """Write ``new`` after the first ``held`` rows; if they do not fit, move to a buffer for ``capacity`` tokens; see
+    """Write ``new`` after the first ``held`` rows, moving to a buffer for ``capacity`` tokens if needed; see
     ``reserve``."""
     end = held + new[0].shape[2]
     rows = reserve(rows, new, held, end, capacity, first)
@@ -279,8 +252,8 @@ def append(rows: Rows | None, new: Rows, held: int, capacity: int, first: int = 
 
 
 def reserve(rows: Rows | None, like: Rows, held: int, end: int, capacity: int, first: int = 0) -> Rows:
-    """Rows with room for ``end`` tokens: these, or their first ``held`` in a new buffer for ``capacity`` tokens, whose
-    shape is otherwise that of ``like``. Rows before ``first`` are not copied: nobody reads them."""
+    """Return rows with room for ``end`` tokens: these, or a new buffer like ``like`` for ``capacity`` tokens with their
+    first ``held``. Rows before ``first`` are unused and not copied."""
     if rows is not None and rows[0].shape[2] >= end:
         return rows
     grown = tuple(t.new_empty(*t.shape[:2], max(capacity, end), *t.shape[3:]) for t in like)
@@ -290,12 +263,7 @@ def reserve(rows: Rows | None, like: Rows, held: int, end: int, capacity: int, f
 
 
 def stacked(likes: Iterable[Rows], room: int) -> torch.Tensor | None:
-    """Memory in one piece for the rows of layers that are alike, ``[layers, 2, Hkv, room, d]``; None if they are not.
-
-    Args:
-        likes: keys and values of any tokens of each layer.
-        room: tokens.
-    """
+    """Allocate one piece of memory for layers like these, ``[layers, 2, Hkv, room, d]``; None if they differ."""
     rows = list(likes)
     first = rows[0][0]
     if {(*t.shape[:2], t.shape[3]) for both in rows for t in both} != {(1, first.shape[1], first.shape[3])}:
@@ -304,8 +272,8 @@ def stacked(likes: Iterable[Rows], room: int) -> torch.Tensor | None:
 
 
 def addresses_of(rows: Sequence[Rows], index: int, topk: IntArray | None = None) -> Addresses | None:
-    """Where a program finds each layer's keys and values; see ``Addresses``. None if the layers' strides differ, as a
-    pass that failed half-way may leave them."""
+    """Return where kernels find each layer's keys and values; see ``Addresses``. None if strides differ, as after a
+    pass that failed half-way."""
     keys, values = rows[0]
     if any(k.stride() != keys.stride() or v.stride() != values.stride() for k, v in rows):
         return None
@@ -314,7 +282,7 @@ def addresses_of(rows: Sequence[Rows], index: int, topk: IntArray | None = None)
 
 
 def compact(rows: Rows, start: int, path: Sequence[int]) -> None:
-    """Move the nodes of ``path`` side by side. The tree starts at row ``start``; a chain needs no move."""
+    """Move the nodes of ``path`` together. The tree starts at row ``start``; a chain needs no move."""
     if list(path) == list(range(len(path))):
         return
     chosen = brought(torch.tensor([start + node for node in path]), rows[0].device)
@@ -323,31 +291,30 @@ def compact(rows: Rows, start: int, path: Sequence[int]) -> None:
 
 
 def releases(device: str) -> bool:
-    """Whether memory on this type of device can be given back in parts, while its addresses stay."""
+    """Whether parts of memory on this type of device can be released while addresses stay."""
     return device == "cpu" and sys.platform == "linux"
 
 
 def slack(window: int) -> int:
-    """Tokens behind a window that are kept: as many as it sees."""
+    """Return the number of tokens kept beyond a window: as many as it sees."""
     return max(window, MIN_SLACK_TOKENS)
 
 
 def most_rows(window: int) -> int:
-    """The most rows of a layer with this window that are kept: it grows by its slack before it releases as much, and a
-    block of a prompt may come just then."""
+    """Return the maximum rows that a layer with this window keeps: it grows by its slack before it releases as much,
+    and a prompt block may come just then."""
     return window + 2 * slack(window) + MIN_SLACK_TOKENS
 
 
 def release(rows: Rows, first: int, last: int, file: bool) -> None:
-    """Give the whole pages of rows ``first`` to ``last`` (not included) back to the operating system (``madvise``).
+    """Return the complete pages of rows ``first`` to before ``last`` to the operating system (``madvise``).
 
-    A layer with a sliding window sees the last tokens only. What lies before them stays a part of the cache's memory,
-    so that no kernel and no index has to know. Read again, it would be zeros.
+    They remain part of the cache's memory, so that kernels and indices stay valid; they would read as zeros.
 
     Args:
-        rows: keys ``[1, Hkv, m, d]`` and values, in memory of this process.
-        first, last: numbers of rows.
-        file: whether the memory is that of a file that nobody else reads.
+        rows: keys ``[1, Hkv, m, d]`` and values, in this process's memory.
+        first, last: row numbers.
+        file: whether the memory is a file that only this process reads.
     """
     advice = mmap.MADV_REMOVE if file else mmap.MADV_DONTNEED
     for t in rows:
@@ -357,11 +324,10 @@ def release(rows: Rows, first: int, last: int, file: bool) -> None:
             begin = _page(start + width * first * t.stride(2) + mmap.PAGESIZE - 1)
             end = _page(start + width * last * t.stride(2))
             if end > begin and _madvise()(begin, end - begin, advice) != 0:
-                return  # then it is kept, as elsewhere
+                return  # keep it, as on other systems
 
 
 def _page(address: int) -> int:
-    """Where the page of an address begins."""
     return address // mmap.PAGESIZE * mmap.PAGESIZE
 
 

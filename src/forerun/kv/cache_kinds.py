@@ -1,4 +1,4 @@
-"""Caches as plain values, from which another process makes caches of the same kind."""
+"""Caches as plain values, from which another process makes equal ones."""
 
 from __future__ import annotations
 
@@ -14,44 +14,28 @@ from forerun.kv.streaming import Rotation, StreamingCache
 
 
 class CacheParts(NamedTuple):
-    """What a cache is made of.
-
-    Attributes:
-        kind: its name among the kinds that can be made.
-        values: plain values, and a view's source.
-    """
+    """The kind of a cache (a name in ``_KINDS``), and its parts: plain values, and a view's source."""
 
     kind: str
     values: Sequence[Any]
 
 
 def parts_of(cache: Cache) -> CacheParts:
-    """Describe an empty cache.
-
-    Raises:
-        ValueError: for a kind of cache that plain values do not describe.
-    """
+    """Describe an empty cache; raise ValueError for a kind that plain values cannot describe."""
     for name, kind in _KINDS.items():
         if type(cache) is kind.cache:
             return CacheParts(name, kind.values(cache))
-    raise ValueError(f"a {type(cache).__name__} cannot lie in several processes; allowed are {', '.join(_KINDS)}")
+    raise ValueError(f"a {type(cache).__name__} cannot be used in several processes; allowed are {', '.join(_KINDS)}")
 
 
 def made_of(parts: CacheParts, rotation: Rotation | None) -> Cache:
-    """Make a cache as it was described.
-
-    Args:
-        parts: from ``parts_of``.
-        rotation: of the model's keys; None if it is not known here.
-
-    Raises:
-        ValueError: if the cache needs the rotation.
-    """
+    """Make a cache from ``parts_of``; raise ValueError if it needs the rotation of the model's keys, and that is
+    None."""
     return _KINDS[parts.kind].make(parts.values, rotation)
 
 
 class _CacheKind(NamedTuple):
-    """A kind of cache, what it is made of, and how it is made of that."""
+    """How a kind of cache is described and made."""
 
     cache: type[Cache]
     values: Callable[[Any], list[Any]]
@@ -61,7 +45,7 @@ class _CacheKind(NamedTuple):
 def _streaming(values: Sequence[Any], rotation: Rotation | None) -> StreamingCache:
     window, sinks, slack, rotated = values
     if rotated and rotation is None:
-        raise ValueError("rank 0 knows the rotation of the model's keys, and this rank does not")
+        raise ValueError("this cache needs the rotation of the model's keys, which only rank 0 has")
     return StreamingCache(window, sinks, slack, rotation if rotated else None)
 
 

@@ -1,4 +1,4 @@
-"""The full cache, which decides what is generated."""
+"""The target's cache, with the keys and values of all tokens."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from forerun.kv.view import View
 
 MIN_GROWTH_TOKENS = 256
-"""The cache grows by at least this many tokens."""
+"""Minimum growth of the cache."""
 SAMPLED_QUERIES = 128
-"""The most queries of a block's pending tokens that are kept: as many as a wide head has dimensions."""
+"""Maximum queries kept of a block's pending tokens: as many as a wide head has dimensions."""
 
 
 class FullCache(Cache):
@@ -32,23 +32,23 @@ class FullCache(Cache):
 
     Args:
         capacity: initial room in tokens; memory is touched only as it fills.
-        shareable: allocate memory that other caches can begin with without a copy (on a CPU): their texts are likely
-            to begin with this one.
-        releases: give back the memory of keys that layers with sliding windows see no more (on a CPU, under Linux).
-            Then the text cannot be taken back to any length, and no other can begin with any part of it; see ``least``.
+        shareable: allocate memory that other caches can start from without a copy (on a CPU), because prompts are
+            likely to share this prefix.
+        releases: release the memory of keys outside of sliding windows (on a CPU, under Linux). The sequence can then
+            not be truncated to every length, nor all its prefixes be shared; see ``least``.
     """
 
     offloaded = False
-    """True if a part of it is not on the device that computes."""
+    """Whether a part is not on the device that computes."""
 
     stateful = False
-    """True if the model has recurrent layers; see ``Scorer.adopt``."""
+    """Whether the model has recurrent layers; see ``Scorer.adopt``."""
 
     def __init__(self, capacity: int = 0, shareable: bool = False, releases: bool = False) -> None:
         self.length = 0
         self.releases = releases
         self.least = 0
-        """The least length, besides 0, whose next token still finds all that it sees."""
+        """Minimum length above 0 whose next token still sees all keys in its windows."""
         self._released: dict[int, int] = {}  # by layer, the first row that is kept
         self._full_at = 0  # the length at which there is something to release
         self._shareable = shareable
@@ -56,19 +56,19 @@ class FullCache(Cache):
         self._layers: dict[int, Rows] = {}
         self._store: torch.Tensor | None = None  # if all layers have one shape: [layers, 2, Hkv, capacity, d]
         self.queries: dict[int, torch.Tensor] = {}
-        """Queries of the last pass by layer, ``[1, H, n, d]``: up to ``SAMPLED_QUERIES`` of the pending tokens, spread
-        evenly up to the last one, and those of all the tree's nodes. Sparse caches choose keys by them. Empty if the
-        tokens of that pass were truncated."""
+        """Queries of the last pass by layer, ``[1, H, n, d]``: up to ``SAMPLED_QUERIES`` of the pending tokens, evenly
+        spaced up to the last, and those of all tree nodes. Sparse caches select keys by them. Empty after
+        truncation."""
         self.sample: dict[int, torch.Tensor] = {}
-        """Up to ``SAMPLED_QUERIES`` of them, of the last pass that had as many, or else of the longest pass. Truncating
-        leaves them."""
+        """Up to ``SAMPLED_QUERIES`` queries of the last pass that had as many, or else of the longest pass. Truncation
+        keeps them."""
         self.specs: dict[int, AttentionSpec] = {}
         """Each layer's attention parameters in the last pass."""
         self.views: WeakSet[View] = WeakSet()
         """Sparse caches over this one that are in use."""
-        self._shared: SharedMemory | None = None  # its memory, if that can be shared
+        self._shared: SharedMemory | None = None  # its memory, if shareable
         self._prefix: SharedPrefix | None = None
-        self._prefix_length = 0  # tokens that it holds of that
+        self._prefix_length = 0  # tokens of it in this cache
         self._recurrent = RecurrentStates()
 
     @property
@@ -84,11 +84,11 @@ class FullCache(Cache):
         return keys[:, :, :end], values[:, :, :end]
 
     def begin_pass(self, specs: Mapping[int, AttentionSpec]) -> None:
-        """Keep each layer's attention parameters in a pass without ``store``. Queries that are wanted follow."""
+        """Set each layer's attention parameters for a pass without ``store``. Requested queries follow."""
         self.specs, self.queries = dict(specs), {}
 
     def record_queries(self, layer: int, q: torch.Tensor, block: Block, spec: AttentionSpec | None = None) -> None:
-        """Keep copies of a pass's queries ``[1, H, n, d]`` of a layer, and its attention parameters if they are new."""
+        """Copy a pass's queries ``[1, H, n, d]`` of a layer, and its attention parameters if they are new."""
         pending = len(block.pending)
         apart = max(1, pending // SAMPLED_QUERIES)
         first = max(0, pending - 1 - (SAMPLED_QUERIES - 1) * apart)
@@ -101,14 +101,14 @@ class FullCache(Cache):
             self.sample[layer] = kept[:, :, :count]
 
     def wants_queries(self, block: Block) -> bool:
-        """True if the queries of a pass over this block should be recorded, which takes time: if a prompt is read, if
-        the pass has more queries than any before, or if a view chooses by them."""
+        """Whether to record the queries of a pass over this block, at some cost: in a prefill, if no pass had more, or
+        if a view selects by them."""
         known = next(iter(self.sample.values()), None)
         more = known is None or len(block) >= known.shape[2]
         return len(block.pending) > 1 or more or any(view.uses_queries for view in self.views)
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write a block's keys and values ``[1, Hkv, n, d]`` after the committed ones; returns all of the layer's."""
+        """Write a block's keys and values ``[1, Hkv, n, d]`` after the committed ones; return all of the layer's."""
         if self._store is not None:
             self.reserve(list(self._layers), k, k.shape[2])
         self._check_type(k)
@@ -119,16 +119,16 @@ class FullCache(Cache):
         return keys, values
 
     def _check_type(self, like: torch.Tensor) -> None:
-        """Refuse rows of another type than those that are held, as after a cast of the model."""
+        """Refuse rows of another type than the cached ones, as after a cast of the model."""
         held = next(iter(self._layers.values()), None)
         if held is not None:
             check_type(held[0].dtype, like.dtype)
 
     def reserve(self, layers: Sequence[int], like: torch.Tensor, count: int) -> torch.Tensor:
-        """Make room for ``count`` tokens after the committed ones, for all layers; see ``Cache.addressed``.
+        """Make room for ``count`` tokens after the committed ones, in all layers; see ``Cache.addressed``.
 
         Returns:
-            ``[layers, 2, Hkv, capacity, d]``: keys, then values. What is written from ``length`` on is speculative.
+            ``[layers, 2, Hkv, capacity, d]``: keys, then values. Rows from ``length`` on are speculative.
 
         Raises:
             ValueError: if the cache holds rows of another shape or type.
@@ -149,12 +149,8 @@ class FullCache(Cache):
         return self._store
 
     def reserve_layers(self, likes: Mapping[int, Rows], count: int) -> Mapping[int, Rows]:
-        """Make room for ``count`` tokens after the committed ones, in layers that differ.
-
-        Args:
-            likes: keys and values of any tokens of each layer.
-            count: tokens.
-        """
+        """Make room for ``count`` tokens after the committed ones, in layers that differ; ``likes`` are rows of each
+        layer."""
         end = self.length + count
         self._grow(end)
         for layer, like in likes.items():
@@ -171,18 +167,18 @@ class FullCache(Cache):
         return Addresses(self.addresses, (head, row, head, row), self.length)
 
     def fetch_layer(self, layer: int, count: int) -> Rows:
-        """A layer's rows on the device, with room for ``count`` tokens after the committed ones."""
+        """Return a layer's rows on the device, with room for ``count`` tokens after the committed ones."""
         return self._layers[layer]
 
     def write_back(self, layer: int, count: int) -> None:
-        """Bring the ``count`` rows that were written after the committed ones to where they are kept."""
+        """Copy the ``count`` new rows after the committed ones to where they are stored."""
 
     def _memory(self, layers: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """For all layers, ``[layers, 2, Hkv, >= capacity, d]``."""
+        """Allocate all layers, ``[layers, 2, Hkv, >= capacity, d]``."""
         self._shared, (_, heads, _, width) = None, like.shape
         if self._shareable and like.device.type == "cpu":
             layout = Layout.of(dict.fromkeys(layers, (like, like)), self._capacity)
-            with suppress(OSError, MemoryError):  # without it, sharing copies
+            with suppress(OSError, MemoryError):  # sharing then copies
                 self._shared = SharedMemory.of(layout)
         if self._shared is None:
             return like.new_empty(len(layers), 2, heads, self._capacity, width)
@@ -201,7 +197,6 @@ class FullCache(Cache):
         """Addresses of each layer's keys and values, int64 ``[layers, 2]``."""
 
     def commit(self, block: Block, path: Sequence[int]) -> None:
-        """An accepted chain is already in place and costs nothing."""
         start = self.length + len(block.pending)
         if any(node != place for place, node in enumerate(path)):
             whole = [(self._store.flatten(0, 2)[None],)] if self._store is not None else self._layers.values()
@@ -214,7 +209,7 @@ class FullCache(Cache):
             self._release()
 
     def _release(self) -> None:
-        """Give back what layers with sliding windows see no more, but for some tokens behind each window."""
+        """Release keys outside of sliding windows, except for some slack."""
         self._full_at = sys.maxsize if self.specs else 0
         for layer, rows in self._layers.items():
             if (spec := self.specs.get(layer)) is None or spec.window is None:
@@ -241,7 +236,7 @@ class FullCache(Cache):
         self.length = length
 
     def _keeps_all_from(self, least: int) -> None:
-        """Nothing is released yet of what a text of ``least`` tokens sees."""
+        """Record that nothing is released yet that a sequence of ``least`` tokens sees."""
         self._released, self._full_at, self.least = {}, 0, least
 
     def clear(self) -> None:
@@ -252,7 +247,7 @@ class FullCache(Cache):
         self._recurrent.clear()
 
     def blank(self, length: int) -> None:
-        """Hold zeros for ``length`` tokens, as if they were committed; for measurements, after a first pass."""
+        """Hold zeros for ``length`` committed tokens; for measurements, after a first pass."""
         for rows in self._layers.values():
             for t in rows:
                 t.zero_()
@@ -266,20 +261,16 @@ class FullCache(Cache):
         """Append committed tokens with given keys and values, ``[1, Hkv, m, d]`` for every layer."""
         count = {keys.shape[2] for keys, _ in layers.values()}
         if len(count) != 1 or (self._layers and set(layers) != set(self._layers)):
-            raise ValueError("keys and values must be given for every layer, for as many tokens in each")
+            raise ValueError("every layer needs keys and values of the same number of tokens")
         if self._recurrent:
-            raise ValueError("keys and values alone do not continue a text for recurrent layers")
+            raise ValueError("keys and values alone cannot extend a cache with recurrent layers")
         for layer, (keys, values) in layers.items():
             self.append(layer, keys, values)
         self.length += max(count)
 
     def share(self, length: int) -> SharedPrefix:
-        """The first ``length`` committed tokens, for other caches to begin with. This cache continues in the same
-        memory.
-
-        Raises:
-            ValueError: if fewer are committed.
-        """
+        """Return the first ``length`` committed tokens for other caches to start from; raise ValueError if fewer are
+        committed. This cache continues in the same memory."""
         if not 0 < length <= self.length:
             raise ValueError(f"length is {length}; it must be between 1 and {self.length}")
         if self._prefix_length < length:
@@ -288,14 +279,13 @@ class FullCache(Cache):
             whole.least = self.least
             whole.add_state(RECURRENT_STATES, self._recurrent.saved_state(length))
             self._take_over(whole, length)
-            self.queries = queries  # of the same text
+            self.queries = queries  # of the same sequence
         assert self._prefix is not None
         return self._prefix
 
     def begin_with(self, prefix: SharedPrefix, length: int) -> None:
-        """Replace the content by the first ``length`` tokens of a shared prefix; with recurrent layers by as many as
-        there is a snapshot of. Nothing happens if that is no more than the cache holds, or less than the prefix's
-        ``least``."""
+        """Replace the content by the first ``length`` tokens of a shared prefix; with recurrent layers, up to their
+        last snapshot. Does nothing if that is no more than the cache holds, or less than the prefix's ``least``."""
         states = None
         if self.stateful:
             states = self._recurrent.beginning(prefix.state(RECURRENT_STATES) or {}, length)
@@ -307,9 +297,8 @@ class FullCache(Cache):
             self._recurrent = states
 
     def _take_over(self, prefix: SharedPrefix, length: int) -> None:
-        """Continue in the memory of a shared prefix."""
         capacity = max(self._capacity, length)
-        self._layers = prefix.layers(capacity)  # if there is no memory for it, all stays as it was
+        self._layers = prefix.layers(capacity)  # if memory is short, nothing has changed
         self._capacity, self._store, self._shared = capacity, None, None
         self._prefix, self._prefix_length = prefix, length
         self.length, self.queries = length, {}
@@ -321,13 +310,12 @@ class FullCache(Cache):
             self._hold(list(self._layers), first.as_strided(shape, strides, first.storage_offset()))
 
     def saved_state(self, name: str) -> tuple[Tensors, int]:
-        """The saved state of the view of this name for the shared prefix, and how many of the prefix's tokens this
-        cache holds. Empty if there is none."""
+        """Return the state saved with the shared prefix by the view of this name, and how many of its tokens this cache
+        holds. Empty if there is none."""
         found = self._prefix.state(name) if self._prefix is not None and self._prefix_length else None
         return (found, self._prefix_length) if found else ({}, 0)
 
     def _uniform(self) -> bool:
-        """Whether all layers lie in one piece and are alike."""
         rows = [t for both in self._layers.values() for t in both]
         if not rows:
             return False
@@ -335,49 +323,45 @@ class FullCache(Cache):
         alike = all(t.shape == first.shape and t.dtype == first.dtype for t in rows)
         in_order = list(self._layers) == sorted(self._layers)
         side_by_side = all(t.data_ptr() == first.data_ptr() + i * size for i, t in enumerate(rows))
-        memory = {t.untyped_storage().data_ptr() for t in rows}  # of their own, rows may be neighbours by chance
+        memory = {t.untyped_storage().data_ptr() for t in rows}  # separate rows may be neighbours by chance
         return alike and in_order and side_by_side and len(memory) == 1
 
     def read(self, layer: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of the keys and values of positions ``first`` to ``last`` (not included), ``[1, Hkv, m, d]``."""
+        """Return views of the keys and values of positions ``first`` to before ``last``, ``[1, Hkv, m, d]``."""
         keys, values = self._layers[layer]
         return keys[:, :, first:last], values[:, :, first:last]
 
     def read_keys(self, layer: int, first: int, last: int) -> torch.Tensor:
-        """The keys that ``read`` returns."""
         return self._layers[layer][0][:, :, first:last]
 
     def read_together(self, first: int, last: int) -> torch.Tensor | None:
-        """A view of all layers' keys and values of some positions, ``[layers, 2, Hkv, m, d]``; None if they do not lie
-        in one piece."""
+        """Return a view of all layers' keys and values at some positions, ``[layers, 2, Hkv, m, d]``; None if layers
+        are not contiguous."""
         return None if self._store is None else self._store[:, :, :, first:last]
 
     @property
     def likes(self) -> Mapping[int, Rows]:
-        """Keys and values of no token of each layer, on the device that computes."""
+        """Empty keys and values of each layer, on the device that computes."""
         return {layer: (keys[:, :, :0], values[:, :, :0]) for layer, (keys, values) in self._layers.items()}
 
     def strided_keys(self, layer: int, step: int) -> torch.Tensor:
-        """Every ``step``-th of a layer's committed keys, ``[1, Hkv, m, d]``."""
+        """Return every ``step``-th of a layer's committed keys, ``[1, Hkv, m, d]``."""
         return self._layers[layer][0][:, :, : self.length : step]
 
     def chunks(self, layer: int, head: torch.Tensor, chunk: torch.Tensor, size: int) -> Rows:
-        """Keys and values of some chunks of ``size`` tokens, ``[n, size, d]`` each.
-
-        Args:
-            head, chunk: KV head and number of each of them, ``[n]``.
-        """
+        """Return keys and values of chunks of ``size`` tokens, given their KV heads and numbers ``[n]``;
+        ``[n, size, d]`` each."""
         places = chunk[:, None] * size + torch.arange(size, device=chunk.device)
         return tuple(t[0][head[:, None], places] for t in self._layers[layer])
 
     @property
     def lost(self) -> Exception | None:
-        """The error by which some keys and values were lost, or None."""
+        """The error that lost some keys and values, or None."""
         return None
 
     @property
     def capacity(self) -> int:
-        """Tokens that there is room for."""
+        """Room in tokens."""
         return self._capacity
 
     @property
@@ -387,7 +371,7 @@ class FullCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tokens that there is room for, and of recurrent layers' states."""
+        """Bytes reserved for tokens, and of recurrent layers' states."""
         return self._most(self.shape, self._capacity) + self._recurrent.nbytes
 
     def needs(self, shape: KVShape, tokens: int) -> int:

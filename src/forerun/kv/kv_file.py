@@ -1,10 +1,9 @@
-"""Tensors in a safetensors file that is mapped, not read: a text's keys and values, and what views made of them.
+"""Tensors in a safetensors file that is mapped, not read: a prefix's keys and values, and the state of views.
 
-Any reader of safetensors can open it. Besides, the data begin on a page, so that they can be mapped; each head has room
-behind its tokens, so that a cache can take the mapping as its memory (the room is a hole, which takes no disk space);
-and the header has a checksum of every run of bytes that was written, and one of itself. A checksum is CRC-32: it finds
-damage, at 3.5 GB a second and core. Against somebody who may write to the file it takes a key: then it is an HMAC
-(SHA-256), at some 1 GB a second.
+Any safetensors reader can open it. In addition, the data start on a page, so that they can be mapped; each head has
+room after its tokens (a hole, without disk space), so that a cache can use the mapping as its memory; and the header
+has checksums of every run of bytes written, and of itself. CRC-32 detects damage, at 3.5 GB a second and core. Against
+tampering, a key selects HMAC (SHA-256), at some 1 GB a second.
 """
 
 from __future__ import annotations
@@ -34,24 +33,23 @@ SAFETENSORS_NAMES = {
     torch.int64: "I64",
     torch.uint8: "U8",
 }
-"""Names in safetensors."""
 TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 LAYOUT_VERSION = "1"
 """Version of this layout, in the header's ``forerun``."""
 HMAC_DIGITS = 32
 """Hexadecimal digits of an HMAC that are kept: 128 bits."""
 WRITE_BYTES = 1 << 24
-"""Bytes that are written and added to the checksum at a time, while they are in the processor's cache."""
+"""Bytes written and checksummed at a time, while in the processor's cache."""
 MAX_HEADER_BYTES = 1 << 26
-"""The most bytes of a header. A file that names more is damaged."""
+"""Maximum header size; a larger one means damage."""
 
 
 class DamagedFileError(ValueError):
-    """The file is truncated or altered, or it is something else, or of another key."""
+    """The file is truncated, altered, something else, or written with another key."""
 
 
 class Area(NamedTuple):
-    """A tensor, and the shape that it has in the file: larger in dimension 2 where there is room behind its rows."""
+    """A tensor, and its shape in the file, which may have room in dimension 2."""
 
     name: str
     tensor: torch.Tensor
@@ -59,11 +57,11 @@ class Area(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes with the room."""
+        """Bytes including the room."""
         return math.prod(self.shape) * self.tensor.element_size()
 
     def runs(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """What is written in one go, and where in the area."""
+        """Yield contiguous rows, with their offset in the area."""
         if list(self.shape) == list(self.tensor.shape):
             yield 0, self.tensor
             return
@@ -73,12 +71,8 @@ class Area(NamedTuple):
 
 
 def text_areas(layers: Mapping[int, Rows], capacity: int) -> list[Area]:
-    """Areas for a text's keys and values, ``[1, Hkv, length, d]`` each, as ``KVFile.prefix`` reads them.
-
-    Args:
-        layers: by layer.
-        capacity: tokens that a cache which begins so will hold.
-    """
+    """Return areas for keys and values, ``[1, Hkv, length, d]`` each, with room for a cache of ``capacity`` tokens, as
+    ``KVFile.prefix`` reads them."""
     room = Layout.of(layers, capacity).capacity
     return [
         Area(f"{layer}.{name}", t, (*t.shape[:2], room, t.shape[3]))
@@ -88,13 +82,13 @@ def text_areas(layers: Mapping[int, Rows], capacity: int) -> list[Area]:
 
 
 def tensor_areas(tensors: Tensors) -> list[Area]:
-    """Areas for any tensors, the widest numbers first, so that each starts at a multiple of its width."""
+    """Return areas for any tensors, widest numbers first, so that each is aligned to its width."""
     widest = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     return [Area(name, t, t.shape) for name, t in widest]
 
 
 def write(file: int, areas: Sequence[Area], metadata: Mapping[str, str], key: bytes | None = None) -> None:
-    """Fill an empty file; it is complete with the last bytes written, which are the first of the header.
+    """Fill an empty file. It is complete once the start of the header, written last, is there.
 
     Args:
         file: its descriptor.
@@ -103,7 +97,7 @@ def write(file: int, areas: Sequence[Area], metadata: Mapping[str, str], key: by
         key: of the checksums; None for CRC-32.
 
     Raises:
-        OSError: for a full disk, among others.
+        OSError: such as for a full disk.
     """
     runs = [(begin + at, rows.contiguous()) for begin, _, area in _placed(areas) for at, rows in area.runs()]
     size = sum(area.nbytes for area in areas)
@@ -114,13 +108,13 @@ def write(file: int, areas: Sequence[Area], metadata: Mapping[str, str], key: by
 
 
 def inode_of(file: int) -> tuple[int, int]:
-    """Device and number of an open file."""
+    """Return device and inode number of an open file."""
     found = os.fstat(file)
     return found.st_dev, found.st_ino
 
 
 def _checksum(pieces: Iterable[bytes | memoryview], key: bytes | None) -> str:
-    """The checksum of bytes that come in pieces, in hexadecimal digits; their number depends on the key alone."""
+    """Return the hexadecimal checksum of bytes in pieces. Its length depends only on whether there is a key."""
     if key is None:
         total = 0
         for piece in pieces:
@@ -135,7 +129,7 @@ def _checksum(pieces: Iterable[bytes | memoryview], key: bytes | None) -> str:
 def _header(
     areas: Sequence[Area], metadata: Mapping[str, str], runs: Sequence[tuple[int, int, str]], key: bytes | None
 ) -> bytes:
-    """The header. Its length does not depend on the checksums."""
+    """Return the header, whose length does not depend on the checksums."""
     checked = ",".join(f"{at}:{size}:{checksum}" for at, size, checksum in runs)
     own = _checksum([json.dumps([_shapes(areas), {**metadata}, checked]).encode()], key)
     metadata = {"forerun": LAYOUT_VERSION, **metadata, "checked": checked, "header": own}
@@ -153,7 +147,7 @@ def _shapes(areas: Sequence[Area]) -> dict[str, Any]:
 
 
 def _placed(areas: Sequence[Area]) -> Iterator[tuple[int, int, Area]]:
-    """Each area, and where it begins and ends: one lies behind the other."""
+    """Yield where each area starts and ends, one after the other."""
     end = 0
     for area in areas:
         begin, end = end, end + area.nbytes
@@ -161,7 +155,7 @@ def _placed(areas: Sequence[Area]) -> Iterator[tuple[int, int, Area]]:
 
 
 def _put(file: int, rows: torch.Tensor, place: int) -> Iterator[memoryview]:
-    """Write rows, and yield each piece before it is written."""
+    """Write rows, yielding each piece before it is written."""
     data = rows.reshape(-1).view(torch.uint8).numpy().data
     for first in range(0, len(data), WRITE_BYTES):
         piece = data[first : first + WRITE_BYTES]
@@ -176,17 +170,10 @@ def _put_bytes(file: int, data: memoryview, place: int) -> None:
 
 
 class KVFile:
-    """A file of ``write``, open; what becomes of its name later changes nothing here.
-
-    Args:
-        path: of the file.
-        key: that it was written with.
-
-    Attributes:
-        metadata: what it was written with.
+    """An open file made by ``write``, with its key and metadata; removing or renaming it changes nothing here.
 
     Raises:
-        DamagedFileError: if its header is damaged, or it has not the size that the header says.
+        DamagedFileError: if its header is damaged, or its size differs from the header's.
         OSError: if it cannot be read.
     """
 
@@ -221,16 +208,12 @@ class KVFile:
 
     @property
     def identity(self) -> tuple[int, int, str]:
-        """The file's inode and checksum. An inode number may be used again when its file was removed."""
+        """The file's inode and checksum; inode numbers may be reused."""
         return *inode_of(self._file), self._own
 
     def verify(self) -> None:
-        """Compare all data with their checksums, on as many threads as torch uses.
-
-        Raises:
-            DamagedFileError: if they differ.
-            OSError: if the file cannot be read.
-        """
+        """Compare all data with their checksums, on as many threads as torch uses; raise DamagedFileError if they
+        differ."""
         data = map_private(self._file, self._size, self._first).numpy().data
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             sums = threads.map(lambda run: _checksum([data[run[0] : run[0] + run[1]]], self._key), self._runs)
@@ -238,7 +221,7 @@ class KVFile:
             raise DamagedFileError(f"{self._path} is damaged: a checksum does not match")
 
     def prefix(self, length: int, read_state: Callable[[str], Tensors | None]) -> SharedPrefix:
-        """The text that was written by ``text_areas``, ``length`` tokens; ``read_state`` as for ``SharedPrefix``."""
+        """Return the prefix of ``length`` tokens written by ``text_areas``; ``read_state`` as for ``SharedPrefix``."""
         kinds: dict[int, list[Kind]] = {}
         for name, each in self._shapes.items():
             _, heads, capacity, width = each["shape"]
@@ -247,7 +230,7 @@ class KVFile:
         return SharedPrefix(layout, length, os.dup(self._file), self._first, read_state)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors; what is written to them stays in this process."""
+        """Return all tensors; writing to them stays in this process."""
         data, found = map_private(self._file, self._size, self._first), {}
         for name, each in self._shapes.items():
             start, end = each["data_offsets"]

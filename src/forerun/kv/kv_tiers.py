@@ -1,7 +1,7 @@
-"""Tiers of memory for the keys and values of full caches: the device, the host's memory, and a file.
+"""Memory tiers for the keys and values of full caches: the device, the host's memory, and a file.
 
-The device is filled first. A cache that does not fit in what is left of it is offloaded (``offloaded.py``): as many
-layers as fit stay on the device, and the others go to the host's memory, or to a file if that is full too.
+The device is filled first. A cache that does not fit is offloaded (``offloaded.py``): as many layers as fit stay on the
+device, the others go to the host's memory, or to a file if that is full too.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from forerun.kv.offloaded import BUFFERS, CopyEngine, OffloadedCache, OffloadErr
 from forerun.kv.shared_prefix import Kind, Layout, aligned
 
 TIERS = ("device", "host", "file")
-"""Tiers of memory, in the order in which they are filled."""
+"""Memory tiers, in the order in which they are filled."""
 
 
 @dataclass(frozen=True)
 class KVMemory:
-    """How much memory all full caches of an engine may take.
+    """How much memory all full caches of an engine may use.
 
     Attributes:
         device: bytes on the device that computes.
-        host: bytes of the host's memory for what does not fit there; None for no limit.
-        folder: where files are made for what does not fit in either; None for no files.
-        bandwidth: bytes a second between the device and the rest, to try out what a slower link would do; on a CPU.
-        file: bytes of all files in the folder together; None for as many as the disk has.
+        host: bytes of host memory for what does not fit there; None for no limit.
+        folder: for files with what fits in neither; None for no files.
+        bandwidth: bytes per second between the device and the rest, to simulate a slower link; on a CPU.
+        file: bytes of all files in the folder together; None for no limit but the disk's.
 
     Raises:
         ValueError: for a value out of range.
@@ -75,12 +75,12 @@ class NoRoomError(MemoryError):
 
 @dataclass(frozen=True)
 class Placement:
-    """Which tiers hold a text's keys and values.
+    """Which tiers hold a sequence's keys and values.
 
     Attributes:
-        tokens: that there is room for.
-        whole: whether all of it is on the device, as a cache that is not offloaded.
-        layers: by tier, if it is offloaded.
+        tokens: room in tokens.
+        whole: whether all of it is on the device, in a cache that is not offloaded.
+        layers: by tier, if offloaded.
         nbytes: by tier; on the device with the buffers.
     """
 
@@ -91,11 +91,11 @@ class Placement:
 
 
 class DeviceReserve(NamedTuple):
-    """Device bytes that a new text leaves free.
+    """Device bytes that a new sequence leaves free for others.
 
     Attributes:
-        needed: without which it has no room itself.
-        wanted: further ones that stay free if it can be offloaded. Its buffers may take of them.
+        needed: always left free.
+        wanted: further bytes left free if it can be offloaded, except for its buffers.
     """
 
     needed: int = 0
@@ -106,12 +106,12 @@ NO_RESERVE = DeviceReserve()
 
 
 def min_device_bytes(shape: KVShape, tokens: int) -> int:
-    """Device bytes without which a text of ``tokens`` tokens cannot be offloaded: two buffers for its largest layer."""
+    """Return the device bytes that an offloaded sequence needs: two buffers for its largest layer."""
     return BUFFERS * max(each.nbytes for each in shape.layers.values()) * aligned(tokens)
 
 
 def layer_bytes(shape: KVShape, tokens: int) -> dict[int, int]:
-    """Bytes of each layer of an offloaded text."""
+    """Return the bytes of each layer of an offloaded sequence."""
     return {layer: each.nbytes * aligned(tokens) for layer, each in shape.layers.items()}
 
 
@@ -123,15 +123,14 @@ def place(
     reserve: DeviceReserve = NO_RESERVE,
     host_size: Callable[[int], int] = int,
 ) -> Placement:
-    """Which tiers hold the layers of a text of ``tokens`` tokens.
+    """Choose the tiers for the layers of a sequence.
 
     Args:
-        memory: the limits.
-        taken: bytes of it, by tier.
+        taken: bytes in use, by tier.
         shape: of a token's keys and values.
-        tokens: of the text at its longest, drafts included.
+        tokens: of the sequence at its longest, drafts included.
         reserve: what it leaves free on the device.
-        host_size: bytes that memory of so many takes on the host.
+        host_size: bytes that an allocation of this size uses on the host.
 
     Raises:
         NoRoomError: if it fits nowhere; with the numbers.
@@ -156,7 +155,7 @@ def _offloaded(
     left: int,
     host_size: Callable[[int], int],
 ) -> Placement | None:
-    """Fill the device with layers, then the tiers below; None if they are full."""
+    """Fill the device with layers, then the lower tiers; None if they are full."""
     sizes = layer_bytes(shape, tokens)
     buffers, limits = min_device_bytes(shape, tokens), memory.limits
     stay = _fitting(sizes, list(sizes), left - buffers)
@@ -171,16 +170,15 @@ def _offloaded(
 
 
 def _why(memory: KVMemory, taken: Mapping[str, int], shape: KVShape, tokens: int, left: int) -> str:
-    """Why a text fits nowhere."""
     buffers, sizes = min_device_bytes(shape, tokens), layer_bytes(shape, tokens)
     if buffers > left:
         return (
-            f"a text of {tokens:,} tokens needs {buffers:,} bytes on the device, for two of its "
+            f"a sequence of {tokens:,} tokens needs {buffers:,} bytes on the device, for two of its "
             f"layers; {max(0, left):,} of {memory.device:,} are free"
         )
     stay = _fitting(sizes, list(sizes), left - buffers)
     beside = sum(size for layer, size in sizes.items() if layer not in stay)
-    message = f"a text of {tokens:,} tokens needs {beside:,} bytes beside the device"
+    message = f"a sequence of {tokens:,} tokens needs {beside:,} bytes off the device"
     host = memory.host or 0
     free = f"{max(0, host - taken['host']):,} of {host:,} are free"
     if memory.folder is None:
@@ -192,27 +190,20 @@ def _why(memory: KVMemory, taken: Mapping[str, int], shape: KVShape, tokens: int
 def _fitting(
     sizes: Mapping[int, int], layers: Sequence[int], left: float, taken: Callable[[int], int] = int
 ) -> list[int]:
-    """The first layers that fit in what is left, where so many bytes take ``taken`` of it."""
+    """Return the first layers that fit in ``left``; ``taken`` maps their total size to its use."""
     totals = accumulate(sizes[layer] for layer in layers)
     return [layer for layer, total in zip(layers, totals, strict=True) if taken(total) <= left]
 
 
 class Tiers:
-    """Makes full caches within a ``KVMemory``; a cache's memory is free again after its last use. Thread-safe.
-
-    Args:
-        memory: the limits, or bytes on the device.
-        device: that computes.
-        shape: of a token's keys and values.
-        dtype: of them.
-    """
+    """Makes full caches within a ``KVMemory``; their memory is free again after their last use. Thread-safe."""
 
     def __init__(self, memory: KVMemory | int, device: torch.device, shape: KVShape, dtype: torch.dtype) -> None:
         self.memory = memory if isinstance(memory, KVMemory) else KVMemory(memory)
         self.shape, self.dtype = shape, dtype
         self.copy_engine = CopyEngine(device, self.memory.bandwidth)
         self._host_size: Callable[[int], int] = pinned_size if device.type == "cuda" else int
-        self._lock = threading.RLock()  # the garbage collector may close a text, which is freed, in the middle of it
+        self._lock = threading.RLock()  # reentrant: the garbage collector may free a cache inside it
         self._taken = dict.fromkeys(TIERS, 0)
         self._released: deque[Mapping[str, int]] = deque()  # by finalizers, which must not wait for a lock
         self._finalizers: weakref.WeakKeyDictionary[FullCache, weakref.finalize[..., FullCache]] = (
@@ -221,20 +212,16 @@ class Tiers:
 
     @property
     def taken(self) -> dict[str, int]:
-        """Bytes by tier."""
+        """Bytes in use by tier."""
         with self._lock:
             return dict(self._collect())
 
     def room_for(self, texts: Iterable[int]) -> DeviceReserve:
-        """What a text leaves free for others of these lengths, without which they have no room."""
+        """Return what a sequence leaves free so that others of these lengths have room."""
         return DeviceReserve(sum(min(self.shape.nbytes * n, min_device_bytes(self.shape, n)) for n in texts))
 
     def placement(self, tokens: int, reserve: DeviceReserve = NO_RESERVE, empty: bool = False) -> Placement:
-        """Where a cache would be placed now; nothing is allocated.
-
-        Args:
-            tokens, reserve: as for ``cache``.
-            empty: as if no memory were in use.
+        """Return where a cache would be placed now, or if ``empty`` with no memory in use; allocate nothing.
 
         Raises:
             NoRoomError: if it would fit nowhere.
@@ -244,23 +231,19 @@ class Tiers:
             return place(self.memory, taken, self.shape, tokens, reserve, self._host_size)
 
     def charge(self, nbytes: int) -> None:
-        """Count device bytes for something else than a full cache; a negative number releases them."""
+        """Count device bytes used by other things than full caches; a negative number releases them."""
         with self._lock:
             self._taken["device"] += nbytes
 
     def cache(
         self, tokens: int, shareable: bool = False, releases: bool = False, reserve: DeviceReserve | None = None
     ) -> FullCache:
-        """A cache with room for ``tokens`` tokens.
-
-        Args:
-            tokens: of the text at its longest, drafts included.
-            shareable, releases: as for ``FullCache``; what is partly offloaded releases nothing.
-            reserve: what it leaves free on the device.
+        """Return a cache with room for ``tokens`` tokens, drafts included; for arguments see ``FullCache`` and
+        ``place``. Offloaded caches release nothing.
 
         Raises:
             NoRoomError: if it fits nowhere.
-            OffloadError: if its file cannot be made.
+            OffloadError: if its file cannot be created.
         """
         with self._lock:
             placed = place(self.memory, self._collect(), self.shape, tokens, reserve or NO_RESERVE, self._host_size)
@@ -284,7 +267,6 @@ class Tiers:
             release()
 
     def close(self) -> None:
-        """Stop the copying thread."""
         self.copy_engine.close()
 
     def _collect(self) -> dict[str, int]:
@@ -316,7 +298,7 @@ class Tiers:
         return OffloadedCache(placed.tokens, resident, home, buffers, self.copy_engine)
 
     def _file_memory(self, size: int) -> torch.Tensor:
-        """Memory mapped from an unnamed file. Its disk space is allocated here, so that a full disk is an error now."""
+        """Map memory from an unnamed file, allocating its disk space now, so that a full disk is an error here."""
         if not size:
             return torch.empty(0, dtype=torch.uint8)
         try:

@@ -1,12 +1,11 @@
-"""A sparse cache in which every query finds its own chunks, by keys in a few dimensions.
+"""A sparse cache in which every query selects its own chunks, by low-dimensional keys.
 
-TriForce's retrieval cache chooses chunks for coming tokens by the queries of earlier ones. That is too late in a text
-that jumps between distant places: the next token looks elsewhere. Here every query scans all keys, in 24 dimensions of
-one byte each (1/21 of a key and its value in float32). It then attends to the chunks with the best keys, where they are
-in the target's own cache. Keys lie close to a space of few dimensions (Loki, Singhania et al. 2024, arXiv 2406.02542);
-the one chosen here best preserves the products of queries and keys, not the keys. A chunk is worth as much as its best
-key. Means, and bounds by the extremes of each dimension (Quest, Tang et al. 2024, arXiv 2406.10774), miss the single
-key that a head copies from.
+TriForce's retrieval cache selects chunks for coming tokens by earlier queries. That is too late for a sequence that
+jumps between distant places. Here every query scans all keys, in 24 dimensions of one byte each (1/21 of a key and its
+value in float32), and attends to the chunks with the best keys, in place in the target's cache. Keys lie close to a
+low-dimensional space (Loki, Singhania et al. 2024, arXiv 2406.02542); the one chosen here best preserves the products
+of queries and keys, not the keys. A chunk scores as high as its best key. Means, and bounds by the extremes of each
+dimension (Quest, Tang et al. 2024, arXiv 2406.10774), miss the single key that a head copies from.
 """
 
 from __future__ import annotations
@@ -48,15 +47,15 @@ from forerun.kv.shared_prefix import Tensors
 from forerun.kv.view import ChunkedView
 
 BUDGET_DIVISOR, LENGTH_DIVISOR = 4, 60
-"""A query chooses tokens for 1/4 of the budget, or for 1/60 of the text if that is more: in a long text the target's
-own pass is so slow that drafts may cost more. Every query of a group sees what any of them chose."""
+"""A query selects tokens for 1/4 of the budget, or 1/60 of the sequence if that is more: after a long prompt the
+target's pass is so slow that drafts may cost more. All queries of a group share their selections."""
 NEAR_GROWTH_TOKENS = 64
-"""The buffer of recent tokens grows by at least this many."""
+"""Minimum growth of the buffer of recent tokens."""
 
 MIN_GROWTH_GROUPS = 8
-"""An index grows by at least this many groups of chunks."""
+"""Minimum growth of an index, in groups of chunks."""
 SAMPLED_KEYS = 2048
-"""The dimensions are found from at most this many keys, from all over the text."""
+"""Maximum keys, from all over the sequence, to find the dimensions from."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +63,11 @@ class LowRankConfig:
     """What a query sees.
 
     Attributes:
-        budget: the most tokens that a query sees; a text up to this length is seen whole. In a longer text, each query
-            of a group (the query heads of one KV head) adds 1/4 of the budget, or 1/60 of the text if that is more.
-            The group chooses its chunks of 16 tokens together, never more than the budget. The first chunk is always
-            seen.
+        budget: maximum tokens that a query sees; a sequence up to this length is seen whole. Beyond it, each query of a
+            group (the query heads of one KV head) adds 1/4 of the budget, or 1/60 of the sequence if that is more. The
+            group selects its chunks of 16 tokens together, never more than the budget. The first chunk is always seen.
         window: most recent tokens, always seen; at most 1/8 of the budget.
-        rank: dimensions of the keys that queries choose by.
+        rank: dimensions of the keys that queries select by.
 
     Raises:
         ValueError: for a value out of range.
@@ -88,22 +86,17 @@ class LowRankConfig:
 
     @property
     def recent(self) -> int:
-        """The least number of recent tokens that are seen."""
+        """Minimum recent tokens that are seen."""
         return max(1, min(self.window, self.budget // 8))
 
     def slots(self, length: int, group: int = 1) -> int:
-        """Chunks of a text of ``length`` tokens that ``group`` query heads of one KV head see."""
+        """Return the chunks of a ``length``-token sequence that ``group`` query heads of one KV head see."""
         tokens = group * max(self.budget // BUDGET_DIVISOR, length // LENGTH_DIVISOR)
         return max(1, min(self.budget, tokens) // CHUNK_KEYS)
 
 
 class LowRankCache(ChunkedView):
-    """Over one row's full cache.
-
-    Args:
-        source: the target's cache; read, never changed.
-        config: what a query sees.
-    """
+    """Low-rank selection over one row's full cache, which is read, never changed."""
 
     def __init__(self, source: FullCache, config: LowRankConfig) -> None:
         super().__init__(source, config.budget, CHUNK_KEYS, config.recent)
@@ -116,7 +109,6 @@ class LowRankCache(ChunkedView):
 
     @property
     def ready(self) -> bool:
-        """Finding the dimensions takes queries."""
         return bool(self.source.specs and (self._indexes or self.source.sample))
 
     def sync(self) -> None:
@@ -129,12 +121,12 @@ class LowRankCache(ChunkedView):
             self._index(layer).extend(self._keys(layer), self._tail)
 
     def saved_state(self, length: int) -> Tensors:
-        """The index, once it is complete."""
+        """Return the index, if complete."""
         indexes = self._indexes if self.settled else {}
         return {f"{layer}.{name}": t for layer, index in indexes.items() for name, t in index.tensors(length).items()}
 
     def _kept(self) -> dict[int, ShortKeys]:
-        """The index that an earlier cache made of the same beginning, by layer."""
+        """Return the indexes that an earlier cache saved with this prefix, by layer."""
         tensors, length = self.source.saved_state(self.state_name or "")
         parts: dict[int, dict[str, torch.Tensor]] = {}
         for name, t in tensors.items():
@@ -176,11 +168,11 @@ class LowRankCache(ChunkedView):
         return merge(self._attend_gathered(layer, q, spec), *states, sinks=spec.sinks)
 
     def _in_place(self, q: torch.Tensor, near: Rows) -> bool:
-        """Whether a kernel reads what queries choose where it is."""
+        """Whether a kernel can read the selected chunks in place."""
         return not self.source.offloaded and takes_topk(q, *near)
 
     def addressed(self, layers: Sequence[int], like: torch.Tensor, count: int) -> Addresses | None:
-        """Attention with windows is left to ``attend``."""
+        """Leave attention with windows to ``attend``."""
         source = self.source.addressed(layers, like, 0)
         if source is None or any(spec.window is not None for spec in self.source.specs.values()):
             return None
@@ -189,7 +181,8 @@ class LowRankCache(ChunkedView):
         return addresses_of(near, place, self._topk_table(layers, source))
 
     def _topk_table(self, layers: Sequence[int], source: Addresses) -> IntArray:
-        """One row of ``TopkFields`` per layer; made again when the index, or the source's memory, may have moved."""
+        """Return one row of ``TopkFields`` per layer, recomputed when the index or the source's memory may have
+        moved."""
         known = self._table
         if known is None or known[0] is not source.layers:
             k_strides, v_strides = source.strides[:2], source.strides[2:]
@@ -199,7 +192,7 @@ class LowRankCache(ChunkedView):
         return known[1]
 
     def _topk_fields(self, layer: int, k: tuple[int, int, int], v: tuple[int, int, int]) -> TopkFields:
-        """What a layer's queries choose among, given where all keys and values are, as by ``head_rows``."""
+        """Return what a layer's queries select from, given where all keys and values are, as by ``head_rows``."""
         chunks = self._tail // CHUNK_KEYS
         if self.choosing(layer):
             return TopkFields(chunks, self.slots(layer), *self._indexes[layer].addresses, *k, *v)
@@ -208,10 +201,8 @@ class LowRankCache(ChunkedView):
     def _attend_fetched(
         self, layer: int, q: torch.Tensor, near: Rows, block: Block, spec: AttentionSpec
     ) -> torch.Tensor:
-        """Attention over each query's chunks and what it sees of the recent tokens, one query after the other.
-
-        The source is offloaded, so of the missing chunks only those are copied that could have some weight.
-        """
+        """Attend to each query's chunks and its recent tokens, query by query. The source is offloaded, so only missing
+        chunks that could have some weight are copied."""
         worth, held = self.worth(layer, q), self.near
         beside = worth[:: self._indexes[layer].group]
         beside[..., 0] = torch.inf  # the first chunk is always seen
@@ -227,7 +218,7 @@ class LowRankCache(ChunkedView):
         return torch.cat(outs, 2)
 
     def _attend_gathered(self, layer: int, q: torch.Tensor, spec: AttentionSpec) -> AttentionState:
-        """Attention over each query's chunks by torch, from copies of them all."""
+        """Attend to each query's chunks by torch, from copies of all of them."""
         worth, heads, n = self.worth(layer, q), q.shape[1], q.shape[2]
         worth[..., 0] = -torch.inf
         best, chunks = worth.topk(self.slots(layer), -1)
@@ -242,23 +233,21 @@ class LowRankCache(ChunkedView):
 
     @property
     def near(self) -> int:
-        """Number of recent tokens; every query sees them."""
+        """Number of recent tokens, which every query sees."""
         return self.length - self._tail
 
     def slots(self, layer: int) -> int:
-        """The most chunks that a query of a layer sees, besides the first."""
+        """Return the maximum chunks that a query of a layer sees, besides the first."""
         return self.config.slots(self._tail, self._indexes[layer].group)
 
     def choosing(self, layer: int) -> bool:
-        """True if queries of a layer choose chunks; otherwise they see all tokens."""
+        """Whether queries of a layer select chunks; otherwise they see all tokens."""
         return not self.whole and layer in self._indexes and self._tail // CHUNK_KEYS > self.slots(layer)
 
     def worth(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """Worth of each chunk to each of the queries ``[1, H, n, d]``, float32 ``[H, n, chunks]``.
-
-        The queries of a group choose together, because what one of them reads costs the others nothing. A chunk's worth
-        to a query is taken relative to that query's best chunk; its worth to the group is the largest of these.
-        """
+        """Score each chunk for each of the queries ``[1, H, n, d]``, float32 ``[H, n, chunks]``. The queries of a group
+        select together, because what one reads costs the others nothing. A chunk's score for a query is relative to
+        that query's best chunk; for the group, it is the largest of these."""
         found, group = self._indexes[layer].worth(q[0]), self._indexes[layer].group
         if group == 1:
             return found
@@ -267,11 +256,11 @@ class LowRankCache(ChunkedView):
         return beside.expand(parted.shape).flatten(0, 1).contiguous()
 
     def index_bytes(self, layer: int) -> int:
-        """Bytes of a layer's short keys; a query that chooses scans all of them."""
+        """Return the bytes of a layer's short keys, all of which a selecting query scans."""
         return self._indexes[layer].known_bytes if self.choosing(layer) else 0
 
     def _write(self, layer: int, position: int, k: torch.Tensor, v: torch.Tensor) -> Rows:
-        """Write keys and values at a recent position, those at later positions may be lost; returns all up to there."""
+        """Write keys and values at a recent position, overwriting later ones; return all up to there."""
         place = position - self._tail
         end = place + k.shape[2]
         near = self._reserve(layer, (k, v), place, end)
@@ -280,12 +269,12 @@ class LowRankCache(ChunkedView):
         return tuple(t[:, :, :end] for t in near)
 
     def _reserve(self, layer: int, like: Rows, place: int, end: int) -> Rows:
-        """A layer's buffer of recent tokens, with room for ``end`` and one chunk that is read beyond them; what it has
+        """Return a layer's buffer of recent tokens with room for ``end``, and for one chunk that is read beyond; rows
         from ``place`` on may be lost."""
         before = self._near.get(layer)
         room = end + CHUNK_KEYS
         near = self._near[layer] = reserve(before, like, place, room, room + NEAR_GROWTH_TOKENS)
-        if near is not before:  # what is read must be finite
+        if near is not before:  # rows that are read must be finite
             for t in near:
                 t[:, :, place:] = 0
         return near
@@ -296,7 +285,6 @@ class LowRankCache(ChunkedView):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the short keys and of the recent tokens."""
         near = sum(t.nbytes for rows in self._near.values() for t in rows)
         fetched = sum(chunks.nbytes for chunks in self._fetched.values())
         return near + fetched + sum(index.nbytes for index in self._indexes.values())
@@ -316,8 +304,7 @@ class ShortKeys:
     """One layer's keys in a few dimensions, chunk by chunk.
 
     Args:
-        of_keys, of_queries: projections ``[Hkv, d, rank]`` of keys (minus their mean) and of queries into those
-            dimensions; the latter in float32.
+        of_keys, of_queries: projections ``[Hkv, d, rank]`` of keys (minus their mean) and of queries (float32).
         mean: of the keys, ``[Hkv, 1, d]``.
         group: query heads per KV head.
     """
@@ -332,11 +319,9 @@ class ShortKeys:
 
     @classmethod
     def of(cls, keys: torch.Tensor, queries: torch.Tensor, rank: int) -> ShortKeys:
-        """An index for a text, from some of its keys ``[Hkv, m, d]`` and of its queries ``[H, n, d]``.
-
-        We want keys of rank r whose products with the queries are closest to the true products. They come from the r
-        largest eigenvectors of R^T K R, where Q = R R^T and K are the second moments of queries and keys.
-        """
+        """Return an index, from some keys ``[Hkv, m, d]`` and queries ``[H, n, d]`` of a sequence. The rank-r keys
+        whose products with the queries are closest to the true products come from the r largest eigenvectors of
+        ``R^T K R``, where Q = R R^T and K are the second moments of queries and keys."""
         heads, _, d = keys.shape
         some = keys.float()
         mean = some.mean(1, keepdim=True)
@@ -353,8 +338,8 @@ class ShortKeys:
         return cls((of_keys / scale).to(keys.dtype), of_queries, mean.to(keys.dtype), len(queries) // heads)
 
     def tensors(self, length: int) -> Tensors:
-        """The index of the full groups in a text's first ``length`` tokens, for ``of_tensors``. They do not change any
-        more, so no copy is made."""
+        """Return the complete groups in a sequence's first ``length`` tokens, for ``of_tensors``; they are final, so
+        not copied."""
         groups = min(self._known, length // CHUNK_KEYS) // GROUP_CHUNKS
         self._kept = max(self._kept, groups)
         return {
@@ -367,7 +352,7 @@ class ShortKeys:
 
     @classmethod
     def of_tensors(cls, tensors: Tensors, length: int) -> ShortKeys:
-        """An index from what ``tensors`` gave, for a text of which the first ``length`` tokens are the same."""
+        """Restore an index from ``tensors``, for a sequence with the same first ``length`` tokens."""
         index = cls(tensors["of_keys"], tensors["of_queries"], tensors["mean"], int(tensors["group"]))
         groups = min(tensors["short"].shape[1], length // CHUNK_KEYS // GROUP_CHUNKS)
         index._short, index._known, index._kept = tensors["short"][:, :groups], groups * GROUP_CHUNKS, groups
@@ -383,7 +368,7 @@ class ShortKeys:
             self._short, self._kept = room, 0
         if self._known < count:
             first = self._known // GROUP_CHUNKS
-            if first < self._kept:  # the index went back into them
+            if first < self._kept:  # the index was truncated into them
                 self._short, self._kept = self._short.clone(), 0
             new = (read(first * GROUP_CHUNKS * CHUNK_KEYS, length) - self._mean) @ self._of_keys
             quads = (new.round() + ZERO_BYTE).clamp_(0, 255).to(torch.uint8).view(torch.int32)  # moved four at a time
@@ -393,7 +378,7 @@ class ShortKeys:
         self._known = count
 
     def worth(self, queries: torch.Tensor) -> torch.Tensor:
-        """Worth of each chunk to each of the queries ``[H, n, d]``, float32 ``[H, n, chunks]``."""
+        """Score each chunk for each of the queries ``[H, n, d]``, float32 ``[H, n, chunks]``."""
         if queries.device.type == "cpu" and fused():
             fields = TopkFields(self._known, 0, *self.addresses, *(0,) * 6)
             return rank_chunks(queries, len(self._of_queries), np.array(fields, np.int64))
@@ -412,18 +397,16 @@ class ShortKeys:
 
     @property
     def known_bytes(self) -> int:
-        """Bytes of the indexed keys."""
         heads, _, _, quads, _, _ = self._short.shape
         return heads * self._known * CHUNK_KEYS * quads * QUAD_NUMBERS
 
     @property
     def nbytes(self) -> int:
-        """Bytes reserved."""
         return self._short.nbytes
 
 
 def _moments(rows: torch.Tensor) -> torch.Tensor:
-    """Second moments: ``[H, n, d]`` to ``[H, d, d]``."""
+    """Return second moments: ``[H, n, d]`` to ``[H, d, d]``."""
     return rows.mT @ rows / rows.shape[1]
 
 
@@ -436,11 +419,8 @@ class RecentChunks:
         self._slots: Rows = ()  # [Hkv, slots, chunk, d]
 
     def hold(self, best: torch.Tensor, wanted: torch.Tensor, known: int, source: FullCache, layer: int) -> None:
-        """Hold those of the chunks ``[Hkv, slots]``, of the first ``known`` ones of a layer, that are wanted.
-
-        Args:
-            wanted: bool ``[Hkv, slots]``. At the first call all are held.
-        """
+        """Load those of the chunks ``best`` ``[Hkv, slots]``, among a layer's first ``known``, that are ``wanted``,
+        bool ``[Hkv, slots]``; the first call loads all."""
         if self._held.shape != best.shape:
             heads, count = best.shape
             head = torch.arange(heads, device=best.device).repeat_interleave(count)
@@ -467,5 +447,4 @@ class RecentChunks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
         return sum(t.nbytes for t in self._slots)

@@ -1,12 +1,11 @@
-"""States of recurrent layers: what such layers keep of a text in place of keys and values.
+"""States of recurrent layers, which replace keys and values.
 
-A state cannot be cut back as keys can. So a row keeps a state, older states at fixed positions (snapshots), and the
-inputs of the recent tokens. The next pass reads the tokens that were accepted from a tree into the state, from their
-kept inputs. ``truncate`` goes back to a snapshot and does the same. A state per tree node would take megabytes per
-layer; a node's inputs take kilobytes.
+A state cannot be truncated as keys can. So a row keeps a state, older states at fixed positions (snapshots), and the
+inputs of recent tokens. The next pass replays the accepted path from its inputs; ``truncate`` returns to a snapshot and
+does likewise. A state per tree node would need megabytes per layer; inputs need kilobytes.
 
-A token's state follows from that of the token before. So its bits do not depend on how the text was cut into passes, or
-from which snapshot it was continued.
+A token's state follows from its predecessor's, so its bits do not depend on how the sequence was cut into passes, or
+which snapshot it continued from.
 """
 
 from __future__ import annotations
@@ -26,38 +25,33 @@ from forerun.kv.shared_prefix import Tensors
 SNAPSHOT_TOKENS = 64
 """Snapshots are at multiples of this many tokens: the granularity of prefix sharing."""
 MAX_SNAPSHOTS = 8
-"""A row keeps up to this many snapshots: some where messages begin, the others at equal distances; if there are more of
-these, every second one goes. Besides, it keeps the last two multiples of ``SNAPSHOT_TOKENS``, so that it can always go
-back that many tokens."""
+"""Maximum snapshots per row: some where messages start, the others at equal distances; if those are too many, every
+second one is dropped. The last two multiples of ``SNAPSHOT_TOKENS`` are kept besides, so that a row can always go back
+that many tokens."""
 FIRST_TURNS, LAST_TURNS = 2, 4
-"""Snapshots where messages begin: behind the system prompt and tools, and in the last turns, where a prompt changes."""
+"""Snapshots where messages start: after the system prompt and tools, and in the last turns, where prompts change."""
 KEPT_INPUTS = 3 * SNAPSHOT_TOKENS
-"""Inputs that are kept at least, in tokens: from the last snapshot but one on, and those of an accepted path."""
+"""Minimum inputs kept, in tokens: from the last snapshot but one on, and those of an accepted path."""
 MAX_INPUTS = 4 * KEPT_INPUTS
-"""Buffers for more tokens than this were made for a prompt, and go with the next short pass."""
+"""Buffers for more tokens were made for a prompt, and are freed in the next short pass."""
 CONVOLUTION_KIND, STATE_KIND = "convolution", "state"
 RECURRENT_STATES = "recurrent"
-"""Under this name ``saved_state`` is kept with a text."""
+"""Name of ``saved_state`` in a prefix's saved states."""
 
 Key = tuple[int, str]
 """A layer, and which of its recurrences."""
 
 
 def check_type(held: torch.dtype, new: torch.dtype) -> None:
-    """Refuse rows of another type than those that a cache holds, as after a cast of the model."""
+    """Refuse rows of another type than the cached ones, as after a cast of the model."""
     if held != new:
-        raise ValueError(f"this cache holds rows for {held} and the model's are {new}; begin a new one")
+        raise ValueError(f"this cache holds {held} rows, but the model's are {new}; use a new cache")
 
 
 @dataclass
 class _Inputs:
-    """Inputs of one recurrence, a row per token.
-
-    Attributes:
-        rows: ``[capacity, width]``.
-        first: position of row 0.
-        before: inputs before a token that its output depends on.
-    """
+    """Inputs of one recurrence, a row per token, ``[capacity, width]``, from position ``first`` on. An output depends
+    on the ``before`` inputs before it."""
 
     rows: torch.Tensor
     first: int
@@ -65,16 +59,15 @@ class _Inputs:
 
     @classmethod
     def after(cls, rows: torch.Tensor, length: int) -> _Inputs:
-        """Inputs that begin with the ``before`` rows in front of position ``length``."""
+        """Start from the ``before`` rows that precede position ``length``."""
         return cls(rows, length - len(rows), len(rows))
 
     def append(self, new: torch.Tensor, read: int, end: int) -> None:
-        """Write rows from position ``end`` on."""
         self.reserve(len(new), read, end, new).copy_(new)
 
     def reserve(self, count: int, read: int, end: int, like: torch.Tensor) -> torch.Tensor:
-        """Room for ``count`` rows from position ``end`` on, such as those of ``like``. The states have read ``read``
-        tokens, so those behind are kept, however many they are."""
+        """Make room for ``count`` rows like ``like`` from position ``end`` on. Rows after the ``read`` tokens in the
+        states are all kept."""
         check_type(self.rows.dtype, like.dtype)
         place = end - self.first
         if place + count > len(self.rows) or (len(self.rows) > MAX_INPUTS and count <= KEPT_INPUTS):
@@ -86,17 +79,15 @@ class _Inputs:
         return self.part(end, end + count)
 
     def part(self, first: int, last: int) -> torch.Tensor:
-        """Rows of the positions ``first`` to ``last`` (not included)."""
         return self.rows[first - self.first : last - self.first]
 
     def window(self, position: int) -> torch.Tensor:
-        """A copy of what a token at ``position`` needs of those before it."""
         return self.part(position - self.before, position).clone()
 
 
 @dataclass
 class _State:
-    """One recurrence's state, memory for the next one, and the states that a pass has saved, by position."""
+    """One recurrence's state, memory for the next one, and the states saved by a pass, by position."""
 
     now: torch.Tensor | None = None
     spare: torch.Tensor | None = None
@@ -104,7 +95,6 @@ class _State:
     asked: torch.dtype | None = None  # the model's type, which states do not show
 
     def memory(self, count: int, like: torch.Tensor, shape: GatedShape) -> torch.Tensor:
-        """Room for ``count`` states."""
         if count == 1 and self.spare is not None:
             return self.spare[None]
         return like.new_empty(count, shape.heads, shape.dim, shape.out_dim)
@@ -117,8 +107,8 @@ class _BlockPlan:
     Attributes:
         block: of tokens.
         saved: positions at which states are saved, ascending.
-        order: of the tokens, once a recurrence has asked.
-        parents: of the tokens, by the tokens before them that a convolution sees.
+        order: of the tokens, computed on first use.
+        parents: of the tokens, by the number of earlier tokens that a convolution sees.
     """
 
     block: Block
@@ -128,47 +118,35 @@ class _BlockPlan:
 
 
 class RecurrentStates:
-    """States of all recurrent layers of one row. A pass has no effect without ``commit``.
-
-    Attributes:
-        length: committed tokens.
-    """
+    """States of all recurrent layers of one row, after ``length`` committed tokens. A pass has no effect without
+    ``commit``."""
 
     def __init__(self) -> None:
         self.length = 0
         self._origin = 0  # where the states are zeros
-        self._position = 0  # tokens that they have read
+        self._position = 0  # tokens in the states
         self._inputs: dict[Key, _Inputs] = {}
         self._states: dict[int, _State] = {}
         self._snapshots: dict[int, dict[Key, torch.Tensor]] = {}
         self._spacing = SNAPSHOT_TOKENS
-        self._turns: frozenset[int] = frozenset()  # where messages begin, as multiples of SNAPSHOT_TOKENS
+        self._turns: frozenset[int] = frozenset()  # where messages start, as multiples of SNAPSHOT_TOKENS
         self._owned = False  # whether nothing else refers to the states
         self._plan: _BlockPlan | None = None
 
     def __bool__(self) -> bool:
-        """True once a pass has used it."""
+        """Whether a pass has used it."""
         return bool(self._inputs)
 
     def keep_at(self, positions: Sequence[int]) -> None:
-        """Keep snapshots where the first and the last of these positions are, instead of some at equal distances."""
+        """Keep snapshots at the first and last of these positions, in place of some at equal distances."""
         places = sorted({position // SNAPSHOT_TOKENS * SNAPSHOT_TOKENS for position in positions} - {0})
         self._turns = frozenset((*places[:FIRST_TURNS], *places[-LAST_TURNS:]))
 
     def convolve(
         self, layer: int, x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, block: Block
     ) -> torch.Tensor:
-        """A causal convolution over the block.
-
-        Args:
-            layer: its index.
-            x: inputs of the block's tokens, ``[n, C]``.
-            weights, bias: as for ``short_convolution.convolve``.
-            block: ``block.start`` equals ``length``.
-
-        Returns:
-            ``[n, C]``.
-        """
+        """Convolve the block's inputs ``[n, C]`` causally; ``[n, C]``. Weights are as for
+        ``short_convolution.convolve``, and ``block.start`` equals ``length``."""
         before, end = len(weights) - 1, self.length + len(block)
         plan, inputs = self._planned(block), self._convolved(layer, before, x)
         inputs.append(x, self._position, self.length)
@@ -177,38 +155,22 @@ class RecurrentStates:
         return convolve(inputs.part(self.length - before, end), weights, bias, plan.parents[before], before)
 
     def history(self, layer: int, before: int, like: torch.Tensor, block: Block) -> int:
-        """Address of a convolution's inputs: those of ``before`` tokens, and room for those of the block behind them.
-
-        Args:
-            layer: its index.
-            before: tokens before one that its output depends on.
-            like: inputs of any tokens, ``[m, C]``.
-            block: as for ``convolve``.
-        """
+        """Return the address of a convolution's inputs: those of ``before`` tokens, then room for the block's. ``like``
+        are inputs of any tokens, ``[m, C]``."""
         self._planned(block)
         inputs = self._convolved(layer, before, like)
         room = inputs.reserve(len(block), self._position, self.length, like)
         return room.data_ptr() - before * room.stride(0) * room.element_size()
 
     def _convolved(self, layer: int, before: int, like: torch.Tensor) -> _Inputs:
-        """A convolution's inputs; zeros before the text."""
         key = layer, CONVOLUTION_KIND
         if key not in self._inputs:
             self._inputs[key] = _Inputs.after(like.new_zeros(before, like.shape[1]), self.length)
         return self._inputs[key]
 
     def advance(self, layer: int, shape: GatedShape, rows: torch.Tensor, q: torch.Tensor, block: Block) -> torch.Tensor:
-        """A recurrence over the block.
-
-        Args:
-            layer: its index.
-            shape: of the recurrence.
-            rows, q: of the block's tokens, as for ``gated_states.run_states``.
-            block: ``block.start`` equals ``length``.
-
-        Returns:
-            ``[n, heads, out_dim]``.
-        """
+        """Compute a recurrence over the block, with ``rows`` and ``q`` as for ``gated_states.run_states``;
+        ``[n, heads, out_dim]``. ``block.start`` equals ``length``."""
         key, plan = (layer, STATE_KIND), self._planned(block)
         state = self._states.setdefault(layer, _State())
         state.asked = state.asked or q.dtype
@@ -247,17 +209,13 @@ class RecurrentStates:
         self._thin_out()
 
     def truncate(self, length: int) -> int:
-        """Drop the tokens from ``length`` on. A state between two old snapshots is lost, so more may have to go.
-
-        Returns:
-            Tokens that are left: ``length`` if at most ``SNAPSHOT_TOKENS`` were dropped, else ``length`` or the
-            position of the last snapshot before it.
-        """
+        """Drop the tokens from ``length`` on, and more if no state between old snapshots is left; return the tokens
+        left: ``length`` if at most ``SNAPSHOT_TOKENS`` were dropped, else ``length`` or the last snapshot before it."""
         self._plan, length = None, min(length, self.length)
         if length < self._position:
             snapshot = max((position for position in self._snapshots if position <= length), default=self._origin)
             if any(inputs.first > snapshot - inputs.before for inputs in self._inputs.values()):
-                length = snapshot  # not all inputs behind it are kept
+                length = snapshot  # some inputs after it are gone
             if length == self._origin:
                 self.blank(length)
                 return length
@@ -267,12 +225,12 @@ class RecurrentStates:
         return length
 
     def blank(self, length: int) -> None:
-        """Hold zeros for ``length`` tokens, as if they were committed; for measurements."""
+        """Hold zeros for ``length`` committed tokens; for measurements."""
         self.clear()
         self.length = self._position = self._origin = length
 
     def fork(self) -> RecurrentStates:
-        """The same states, to go on from independently. Both refer to the same memory, and neither changes it."""
+        """Return states that continue independently in the same memory, which neither changes."""
         fork = RecurrentStates()
         fork.length, fork._position = self.length, self._position
         fork._origin, fork._spacing, fork._turns = self._origin, self._spacing, self._turns
@@ -290,7 +248,7 @@ class RecurrentStates:
         return fork
 
     def saved_state(self, length: int) -> Tensors:
-        """The snapshots of the first ``length`` tokens, as tensors that must not be changed."""
+        """Return the snapshots of the first ``length`` tokens; they must not be changed."""
         return {
             f"{position}.{layer}.{kind}": t
             for position, each in self._snapshots.items()
@@ -299,8 +257,8 @@ class RecurrentStates:
         }
 
     def beginning(self, tensors: Tensors, length: int) -> RecurrentStates:
-        """States for as many of a text's first ``length`` tokens as there is a snapshot of, see ``saved_state``; they
-        keep snapshots where these do."""
+        """Return states up to the last snapshot in a prefix's first ``length`` tokens (see ``saved_state``), which keep
+        snapshots where these do."""
         states = RecurrentStates()
         states._turns = self._turns
         for name, t in tensors.items():
@@ -314,7 +272,7 @@ class RecurrentStates:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, but for what others hold as well."""
+        """Bytes held, except those shared with others."""
         held = [inputs.rows for inputs in self._inputs.values()]
         held += [t for state in self._states.values() for t in (state.now, state.spare) if t is not None]
         held += [t for position, each in self._snapshots.items() if position != self._position for t in each.values()]
@@ -322,7 +280,7 @@ class RecurrentStates:
 
     @property
     def max_bytes(self) -> int:
-        """Upper bound of the bytes that a row holds, for a model that has made a pass with this one."""
+        """Upper bound of a row's bytes, for a model that has made a pass with it."""
         inputs = sum(each.rows[:1].nbytes for each in self._inputs.values()) * (MAX_INPUTS + KEPT_INPUTS)
         states = sum(next(iter(state.saved.values())).nbytes for state in self._states.values() if state.saved)
         return inputs + states * (MAX_SNAPSHOTS + 5)
@@ -330,7 +288,7 @@ class RecurrentStates:
     def _planned(self, block: Block) -> _BlockPlan:
         if self._plan is None or self._plan.block is not block:
             if block.start != self.length:
-                raise ValueError(f"the block starts at {block.start}, and the states have read {self.length} tokens")
+                raise ValueError(f"the block starts at {block.start}, but the states have {self.length} tokens")
             end = self.length + len(block.pending)
             multiples = range((self._position // SNAPSHOT_TOKENS + 1) * SNAPSHOT_TOKENS, end + 1, SNAPSHOT_TOKENS)
             saved = {position for position in multiples if self._is_kept(position, end)} | {end}
@@ -338,7 +296,7 @@ class RecurrentStates:
         return self._plan
 
     def _is_kept(self, position: int, end: int) -> bool:
-        """Whether a snapshot is kept when the states have read ``end`` tokens."""
+        """Whether a snapshot is kept once the states have ``end`` tokens."""
         last = (end // SNAPSHOT_TOKENS - 1) * SNAPSHOT_TOKENS
         return position % self._spacing == 0 or position in self._turns or position >= last
 
@@ -350,17 +308,15 @@ class RecurrentStates:
             del self._snapshots[position]
 
     def clear(self) -> None:
-        """Forget the text."""
         self.length = self._position = self._origin = 0
         self._spacing, self._turns, self._owned, self._plan = SNAPSHOT_TOKENS, frozenset(), False, None
         self._inputs, self._states, self._snapshots = {}, {}, {}
 
     def _windows(self, position: int) -> dict[Key, torch.Tensor]:
-        """What convolutions need at a position."""
         return {key: inputs.window(position) for key, inputs in self._inputs.items() if key[1] == CONVOLUTION_KIND}
 
     def _restore(self, position: int, length: int) -> None:
-        """Go back to a snapshot, or to zeros; inputs are replaced if none are to be read from there on."""
+        """Return to a snapshot, or to zeros; inputs are replaced if none are replayed from there."""
         for state in self._states.values():
             state.now = state.spare = None
         for (layer, kind), t in self._snapshots.get(position, {}).items():
@@ -373,7 +329,7 @@ class RecurrentStates:
 
 
 def _parents(block: Block, before: int) -> IntArray:
-    """The index of each token's parent in a chain of ``before`` tokens with the block behind it; -1 for the first."""
+    """Return each token's parent in a chain of ``before`` tokens followed by the block; -1 for the first."""
     first = before + len(block.pending)
     tree = block.tree.parents
     return np.concatenate((np.arange(-1, first - 1), np.where(tree == ROOT, first - 1, tree + first)))

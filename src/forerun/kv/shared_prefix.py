@@ -1,8 +1,8 @@
-"""Keys and values of a text's beginning, in a file that several caches map as their memory.
+"""Keys and values of a shared prefix, in a file that several caches map as their memory.
 
-The file is one without a name in memory (``memfd``), or one on disk (``kv_file.py``). Each cache maps it privately:
-what it reads is there once, and the operating system copies a page when the cache first writes to it (copy on write).
-So a cache stays one piece of memory, and no kernel has to know.
+The file is in memory (``memfd``) or on disk (``kv_file.py``). Caches map it privately: unchanged pages exist once, and
+the operating system copies a page on a cache's first write. So a cache stays contiguous, and kernels need no page
+table.
 """
 
 from __future__ import annotations
@@ -18,37 +18,33 @@ import torch
 from forerun.kernels.attention.attention import Rows
 
 ALIGNMENT = 256
-"""Capacities are multiples of this many tokens, so that each head's keys begin on a page of their own."""
+"""Capacities are multiples of this many tokens, so that each head's keys start on a separate page."""
 CAPACITY_FACTOR = 2
-"""Capacity of a file by the capacity of its first cache, because the next text may be longer. This is address space;
-memory or disk space is only used where something is written."""
+"""A file's capacity, as a multiple of its first cache's, because the next sequence may be longer. This reserves address
+space; memory or disk is used only where something is written."""
 
 Kind = tuple[int, int, torch.dtype]
-"""Heads, numbers of a head's row, and their type."""
+"""Heads, row size of a head, and type."""
 Tensors = Mapping[str, torch.Tensor]
 """Tensors by name."""
 
 
 def aligned(tokens: int) -> int:
-    """The least capacity for so many tokens."""
+    """Round a capacity up."""
     return -(-tokens // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the rows of a text lie in one piece of memory: layer by layer, keys before values, head by head.
-
-    Attributes:
-        kinds: by layer, of keys and of values.
-        capacity: tokens that there are places for.
-    """
+    """The places of a sequence's rows in one piece of memory: layer by layer, keys before values, head by head, with
+    room for ``capacity`` tokens."""
 
     kinds: Mapping[int, tuple[Kind, ...]]
     capacity: int
 
     @classmethod
     def of(cls, layers: Mapping[int, Rows], capacity: int) -> Layout:
-        """A layout for rows like these, with room for longer texts than ``capacity`` tokens."""
+        """Return a layout for rows like these, with room for longer sequences than ``capacity``."""
         kinds = {layer: tuple((t.shape[1], t.shape[3], t.dtype) for t in rows) for layer, rows in layers.items()}
         return cls(kinds, aligned(CAPACITY_FACTOR * capacity))
 
@@ -59,11 +55,11 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Bytes of all places."""
+        """Bytes of the full capacity."""
         return self.token_bytes * self.capacity
 
     def cut(self, memory: torch.Tensor) -> dict[int, Rows]:
-        """The rows ``[1, heads, capacity, width]`` of each layer in a piece of memory, uint8 ``[size]``."""
+        """Return each layer's rows ``[1, heads, capacity, width]`` in memory, uint8 ``[size]``."""
         layers, place = {}, 0
         for layer, both in self.kinds.items():
             rows = []
@@ -76,13 +72,13 @@ class Layout:
 
 
 class SharedPrefix:
-    """Keys and values of the first ``length`` tokens of a text.
+    """Keys and values of a sequence's first ``length`` tokens.
 
     Args:
-        layout: where they lie.
+        layout: of the rows.
         length: tokens.
-        file: descriptor of the file that holds them, which is closed with this object.
-        offset: where they begin there, on a page.
+        file: descriptor of the file that holds them, closed with this object.
+        offset: where they start there, on a page.
         read_state: reads the saved state of a view by its name (``View.state_name``); None if there is none.
     """
 
@@ -96,7 +92,7 @@ class SharedPrefix:
     ) -> None:
         self.layout, self.length = layout, length
         self.least = 0
-        """The least length that a text may begin with: a shorter one would see rows that were released."""
+        """Minimum length to start from: a shorter sequence would see released rows."""
         self._file, self._offset, self._read_state = file, offset, read_state
         self._states: dict[str, Tensors] = {}
         self._held: dict[int, Rows] = {}
@@ -105,17 +101,12 @@ class SharedPrefix:
 
     @classmethod
     def of(cls, layers: Mapping[int, Rows], length: int, capacity: int) -> SharedPrefix:
-        """A copy of rows, in memory.
-
-        Args:
-            layers: by layer, keys ``[1, Hkv, >= length, d]`` and values ``[1, Hkv, >= length, dv]``.
-            length: tokens.
-            capacity: tokens that a cache which begins so will hold.
-        """
+        """Copy rows, keys ``[1, Hkv, >= length, d]`` and values ``[1, Hkv, >= length, dv]``, into memory for caches of
+        ``capacity`` tokens."""
         layout = Layout.of(layers, capacity)
         on_cpu = all(t.device.type == "cpu" for rows in layers.values() for t in rows)
         memory = SharedMemory.of(layout) if layers and on_cpu else None
-        if memory is None:  # then a cache copies it
+        if memory is None:  # caches then copy it
             new = cls(layout, length, None)
             new._held = {layer: tuple(t[:, :, :length].clone() for t in rows) for layer, rows in layers.items()}
             return new
@@ -125,8 +116,8 @@ class SharedPrefix:
         return memory.prefix(length)
 
     def layers(self, capacity: int) -> dict[int, Rows]:
-        """Rows for a cache of its own that begins so, with room for ``capacity`` tokens at least; on a CPU all layers
-        lie in one piece, one behind the other, where nothing has to be copied."""
+        """Return private rows for a cache that starts from the prefix, with room for at least ``capacity`` tokens; on a
+        CPU contiguous, unless they must be copied."""
         if self._file is not None and capacity <= self.layout.capacity:
             return self.layout.cut(map_private(self._file, self.layout.size, self._offset))
         held = self._held if self._file is None else self.layers(0)
@@ -134,35 +125,28 @@ class SharedPrefix:
         for layer, rows in held.items():
             grown[layer] = tuple(t.new_empty(*t.shape[:2], capacity, t.shape[3]) for t in rows)
             for new, old in zip(grown[layer], rows, strict=True):
-                count = min(self.length, capacity)  # a shorter text may begin with a part of it
+                count = min(self.length, capacity)  # a shorter sequence may start from a part of it
                 new[:, :, :count] = old[:, :, :count]
         return grown
 
     def add_state(self, name: str, tensors: Tensors) -> None:
-        """Keep a view's state by its name, unless one is kept already."""
+        """Keep a view's state under its name, unless there is one."""
         if tensors and not self.state(name):
             self._states[name] = tensors
 
     def state(self, name: str) -> Tensors | None:
-        """The saved state of the view of this name, or None."""
+        """Return the saved state of the view of this name, or None."""
         return self._states.get(name) or self._read_state(name)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tokens' keys and values, and of the views' states."""
         states = sum(t.nbytes for tensors in self._states.values() for t in tensors.values())
         return self.layout.token_bytes * self.length + states
 
 
 class SharedMemory:
-    """Memory for a text that other caches may begin with, without a copy.
-
-    A forked process does not get it. There it would be the same memory, and both would write into one text.
-
-    Args:
-        layout: where rows lie.
-        file: descriptor of a file without a name, which is closed with this object.
-    """
+    """Memory of a sequence that other caches may start from without a copy: an unnamed file, closed with this object.
+    Forked processes do not inherit it: both would write into one sequence."""
 
     def __init__(self, layout: Layout, file: int) -> None:
         self.layout, self._file = layout, file
@@ -171,22 +155,22 @@ class SharedMemory:
         mapped = mmap.mmap(file, layout.size)
         mapped.madvise(mmap.MADV_DONTFORK)
         self.memory = torch.frombuffer(mapped, dtype=torch.uint8)
-        """All of it, uint8; what is written here, others see."""
+        """All of it, uint8; writes are visible to others."""
         self.rows = layout.cut(self.memory)
         """By layer."""
 
     @classmethod
     def of(cls, layout: Layout) -> SharedMemory | None:
-        """Memory with this layout; None on systems without such files."""
+        """Allocate memory with this layout; None on systems without ``memfd``."""
         return cls(layout, os.memfd_create("forerun", os.MFD_CLOEXEC)) if hasattr(os, "memfd_create") else None
 
     def prefix(self, length: int) -> SharedPrefix:
-        """The first ``length`` tokens. The cache that wrote them continues with this prefix, too, and writes no more
-        here."""
+        """Return the first ``length`` tokens. The cache that wrote them continues from this prefix too, and writes no
+        more here."""
         return SharedPrefix(self.layout, length, os.dup(self._file))
 
 
 def map_private(file: int, size: int, offset: int) -> torch.Tensor:
-    """A part of a file as memory, uint8 ``[size]``; what is written there stays in this process."""
+    """Map a part of a file as memory, uint8 ``[size]``; writes stay in this process."""
     flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
     return torch.frombuffer(mmap.mmap(file, size, flags=flags, offset=offset), dtype=torch.uint8)

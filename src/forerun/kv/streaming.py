@@ -1,13 +1,13 @@
-"""StreamingLLM's cache (Xiao et al. 2023, arXiv 2309.17453): the first tokens and a window of the most recent ones.
+"""StreamingLLM's cache (Xiao et al. 2023, arXiv 2309.17453): the first tokens and a recent window.
 
-The first tokens are attention sinks: heads with nothing to attend to put their attention there, and a model fails
-without them. Positions are counted in the cache, not in the text (section 3.2). So a model only sees positions that it
-was trained on, however long the text is. When the window moves, its keys are rotated by the difference of positions.
+The first tokens are attention sinks, which heads attend to when nothing else fits; a model fails without them.
+Positions count within the cache (section 3.2), so that a model only sees trained positions, however long the sequence.
+When the window moves, its keys are rotated by the difference.
 
-Between evictions tokens are only added, so the cache is copied only once in ``slack`` tokens. An eviction writes what
-it keeps into a second buffer; the first stays unchanged until the next eviction. A drafter commits its drafts one by
-one and truncates when they are rejected. If an eviction came in between, the cache goes back to the first buffer. So
-its state does not depend on rejected drafts.
+Tokens are only appended between evictions, so the cache is copied once per ``slack`` tokens. An eviction writes into a
+second buffer, and the first stays unchanged until the next one. A drafter commits drafts one by one and truncates
+rejected ones; if an eviction came in between, the cache returns to the first buffer. So its state does not depend on
+rejected drafts.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from forerun.kv.cache import (
 class LayerRotation:
     """The rotation of one layer's keys with position.
 
-    Rotary embedding (Su et al. 2021, RoFormer) rotates pairs of a key's dimensions by angles proportional to its
-    position. So rotating a key by the difference of two positions moves it exactly; nothing else in it changes.
+    Rotary embedding (Su et al. 2021, RoFormer) rotates pairs of a key's dimensions by angles proportional to position,
+    so rotating a key by a difference of positions moves it exactly.
 
     Attributes:
         first, second: the dimensions that form pairs, m of each.
@@ -51,7 +51,7 @@ class LayerRotation:
     frequencies: torch.Tensor
 
     def __call__(self, keys: torch.Tensor, by: int) -> torch.Tensor:
-        """Keys ``[..., d]`` moved by ``by`` positions, computed in at least float32."""
+        """Return keys ``[..., d]`` moved by ``by`` positions, computed in at least float32."""
         wide = keys.to(torch.promote_types(keys.dtype, torch.float32))
         angles = self.frequencies * by
         cos, sin = (part.to(wide.device, wide.dtype) for part in (angles.cos(), angles.sin()))
@@ -64,22 +64,19 @@ class LayerRotation:
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """A model's rotary embedding, found by ``forerun.models.forward.rotary_probe.find_rotation``.
-
-    Attributes:
-        layers: the rotation of each layer's keys, or None if they do not depend on position.
-    """
+    """A model's rotary embedding, found by ``forerun.models.forward.rotary_probe.find_rotation``: the rotation of each
+    layer's keys, or None if they do not depend on position."""
 
     layers: Mapping[int, LayerRotation | None]
 
     def __call__(self, layer: int, keys: torch.Tensor, by: int) -> torch.Tensor:
-        """A layer's keys ``[1, Hkv, n, d]`` moved ``by`` positions later (earlier if negative)."""
+        """Return a layer's keys ``[1, Hkv, n, d]`` moved by ``by`` positions (earlier if negative)."""
         rotation = self.layers[layer]
         return keys if rotation is None or by == 0 else rotation(keys, by)
 
 
 class _Extent(NamedTuple):
-    """How many tokens a cache has read, and how many it holds."""
+    """How many tokens a cache has processed, and how many it holds."""
 
     length: int
     held: int
@@ -88,21 +85,19 @@ class _Extent(NamedTuple):
 class StreamingCache(Cache):
     """Sinks and a recent window of one row.
 
-    One buffer per layer holds the sinks, the window and the block being scored. A layer with a sliding window measures
-    distances in this buffer. A token of a block sees the sinks, at least ``window`` tokens before the block (fewer
-    only if there are fewer), and its ancestors in the block, however large the block is.
+    One buffer per layer holds sinks, window and the current block; a layer with a sliding window measures distances in
+    it. A token of a block sees the sinks, at least ``window`` tokens before the block (if there are as many), and its
+    ancestors in the block, however large the block is.
 
     A commit that leaves more than ``sinks + window + slack`` tokens evicts down to ``sinks + window``. After up to
     ``slack`` drafts, committed one by one, truncating restores the earlier state bit for bit.
 
     Args:
-        window: recent tokens that are always kept.
-        sinks: first tokens, always kept.
-        slack: tokens that may be added after an eviction before the next one. At least the draft length, so that drafts
-            can be rolled back exactly.
+        window, sinks: recent and first tokens, always kept.
+        slack: tokens between evictions; at least the draft length, so that drafts can be rolled back exactly.
         rotation: how the model's keys rotate with position. Positions are then those in the cache: below
-            ``sinks + window + slack`` plus the block's length. None keeps each token's position in the text, for a
-            model with learned positions.
+            ``sinks + window + slack`` plus the block's length. None keeps positions in the sequence, for a model with
+            learned positions.
 
     Raises:
         ValueError: for a value out of range.
@@ -122,7 +117,7 @@ class StreamingCache(Cache):
         self._held = 0
         self._layers: dict[int, Rows] = {}
         self._spare: dict[int, Rows] = {}
-        self._before: _Extent | None = None  # what self._spare holds: the state before the last eviction
+        self._before: _Extent | None = None  # of self._spare: the state before the last eviction
 
     @property
     def held(self) -> int:
@@ -146,7 +141,7 @@ class StreamingCache(Cache):
         return addresses_of([self._layers[layer] for layer in layers], held)
 
     def next_read(self, goal: int) -> int:
-        """Reads the sinks, then skips to the last ``window`` tokens before ``goal``."""
+        """Prefill the sinks, then skip to the last ``window`` tokens before ``goal``."""
         if self.length < self.sinks:
             return min(goal, self.sinks) - self.length
         if self._held == self._sinks:
@@ -154,17 +149,12 @@ class StreamingCache(Cache):
         return goal - self.length
 
     def skip(self, count: int) -> None:
-        """Treat the next ``count`` tokens as read and evicted, so that of a long prompt only its ends are read.
-
-        The tokens held now, at most ``sinks`` of them, become the sinks.
-
-        Raises:
-            ValueError: if more tokens than the sinks have been read.
-        """
+        """Treat the next ``count`` tokens as processed and evicted, so that only the ends of a long prompt need a
+        prefill. The tokens held now, at most ``sinks``, become the sinks; raise ValueError if there are more."""
         if count < 0:
             raise ValueError(f"count is {count}; it must be 0 or more")
         if self._held > self._sinks:
-            raise ValueError(f"tokens can be skipped behind the {self._sinks} sinks only, and {self._held} are held")
+            raise ValueError(f"tokens can be skipped only after the {self._sinks} sinks, but {self._held} are held")
         if count:
             self._sinks = self._held
             self.length += count
@@ -196,11 +186,7 @@ class StreamingCache(Cache):
         return torch.cat((keys[:, :, sinks], moved), 2), torch.cat((values[:, :, sinks], values[:, :, recent]), 2)
 
     def truncate(self, length: int) -> None:
-        """Drop the committed tokens from ``length`` on; tokens before it must still be held.
-
-        Raises:
-            ValueError: if they are not, or for a length out of range.
-        """
+        """Drop the committed tokens from ``length`` on; raise ValueError if tokens before it are no longer held."""
         if not 0 <= length <= self.length:
             raise ValueError(f"length is {length}; it must be between 0 and {self.length}")
         back = self._before if self._before is not None and length < self._before.length else None
@@ -208,7 +194,7 @@ class StreamingCache(Cache):
         lowest = self._sinks + read - held  # the shortest length above the sinks, now or after going back
         if self._sinks < length < lowest:
             raise ValueError(
-                f"length is {length}, and tokens before it are evicted; "
+                f"length is {length}, but tokens before it are evicted; "
                 f"it must be between {lowest} and {self.length}, or at most {self._sinks} (slack is {self.slack})"
             )
         if back is not None:
@@ -224,14 +210,12 @@ class StreamingCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes reserved, in both buffers."""
         return sum(t.nbytes for layers in (self._layers, self._spare) for rows in layers.values() for t in rows)
 
     def needs(self, shape: KVShape, tokens: int) -> int:
-        """Both buffers, with the largest block that is read at once."""
+        """Count both buffers, with the largest block of a prefill."""
         block = min(tokens, READ_BLOCK, max(self.sinks, self.window, self.slack))
         return 2 * self._capacity(block) * shape.nbytes
 
     def _capacity(self, count: int) -> int:
-        """Tokens that a buffer for blocks of ``count`` tokens has room for."""
         return self._sinks + self.window + self.slack + count

@@ -1,4 +1,4 @@
-"""Sparse views of a full cache, which draft for the same model, and what those share that choose chunks of a text."""
+"""Sparse views of a full cache, which draft for the same model, and a base for those that select chunks."""
 
 from __future__ import annotations
 
@@ -16,35 +16,32 @@ from forerun.kv.recurrent import RecurrentStates
 from forerun.kv.shared_prefix import Tensors
 
 KEYS_PER_READ_TOKEN = 32
-"""Keys that a view indexes in about the time in which the target reads one token of a long text. A rough figure: steps
-that read 256 tokens then index 8,192 keys. Where the time of a step is bounded, it is measured instead."""
+"""Keys that a view indexes in about the time of the target's prefill of one token after a long prompt. A rough figure:
+steps that prefill 256 tokens then index 8,192 keys. Where step times are bounded, it is measured instead."""
 
 
 class View(Cache):
-    """A sparse view of one row's full cache, for the same model.
+    """A sparse view of one row's full cache, its source, for the same model.
 
-    Tokens committed here are speculative. ``sync`` drops them and takes over what the full cache has committed since,
-    so that all settled keys come from full attention.
-
-    Args:
-        source: the target's cache; read, never changed.
+    Tokens committed here are speculative: ``sync`` replaces them by what the source has committed since, so that all
+    settled keys come from full attention.
     """
 
     state_name: str | None = None
-    """Under this name ``saved_state`` is kept with a text; None if the state is cheap to compute again."""
+    """Name of ``saved_state`` in a prefix's saved states; None if the state is cheap to recompute."""
 
     uses_queries = False
-    """True if it chooses by the queries of the source's last pass."""
+    """Whether it selects by the queries of the source's last pass."""
 
     copies = False
-    """True if it copies the chunks it chooses. A view that reads the source's memory in each pass cannot work over an
-    offloaded cache."""
+    """Whether it copies the chunks it selects. A view that reads the source in each pass cannot work over an offloaded
+    cache."""
 
     def __init__(self, source: FullCache) -> None:
         if source.offloaded and not self.copies:
             raise ValueError(
-                f"a {type(self).__name__} reads all keys in each of its passes, and some are not on the device; "
-                "allowed is one that copies what it chooses: low-rank or retrieval, or a small model of its own"
+                f"a {type(self).__name__} reads all keys in each pass, but some are offloaded; use one that copies "
+                "what it selects (low-rank or retrieval), or a small model"
             )
         self.source: FullCache = source
         source.views.add(self)
@@ -53,7 +50,7 @@ class View(Cache):
         self._states_from = 0  # what was settled when they were forked
 
     def recurrent(self) -> RecurrentStates:
-        """The source's states, forked at the last ``sync``: recurrent layers see all of the text."""
+        """Return the source's states, forked at the last ``sync``: recurrent layers see the whole sequence."""
         states = self._states
         if states is None or self._states_from != self.settled or states.length != self.length:
             states = self._states = self.source.recurrent().fork()
@@ -65,21 +62,16 @@ class View(Cache):
         return bool(self.source.layers)
 
     def saved_state(self, length: int) -> Tensors:
-        """State for the text's first ``length`` tokens that is expensive to compute, as tensors that must not be
-        changed. A later view with the same ``state_name``, over a text with the same beginning, reads it from the
-        source's ``saved_state``."""
+        """Return state of the first ``length`` tokens that is expensive to compute; it must not be changed. A later
+        view with this ``state_name`` and the same prefix gets it from its source's ``saved_state``."""
         return {}
 
     @abstractmethod
     def sync(self) -> None: ...
 
     def _window_rows(self, layer: int, window: int, tail: int, near: Rows) -> Rows:
-        """Rows of a layer with a sliding window, which chooses nothing: it sees its whole window.
-
-        Args:
-            window: as in ``AttentionSpec``.
-            tail: position of the first of the rows ``near``, which end with the block being scored.
-        """
+        """Return the rows of a layer with a sliding window, which sees its whole window; ``tail`` is the position of
+        the first row of ``near``, which ends with the current block."""
         first = max(0, self.length - window + 1)
         before = self.source.read(layer, min(first, tail), tail)
         return tuple(
@@ -94,7 +86,7 @@ class View(Cache):
         self.length = start + len(path)
 
     def truncate(self, length: int) -> None:
-        """Only speculative tokens can be dropped."""
+        """Drop speculative tokens from ``length`` on."""
         if not self.settled <= length <= self.length:
             raise ValueError(f"length is {length}; it must be between {self.settled} and {self.length}")
         if self._states:
@@ -103,32 +95,29 @@ class View(Cache):
 
     @abstractmethod
     def _compact(self, start: int, path: Sequence[int]) -> None:
-        """Move the nodes of ``path``, of a tree at position ``start``, side by side; all are speculative."""
+        """Move the nodes of ``path``, of a speculative tree at position ``start``, together."""
 
 
 class ChunkIndex(Protocol):
-    """What the chunks of a layer are chosen by."""
+    """What a layer's chunks are selected by."""
 
     @property
     def known(self) -> int:
-        """Tokens whose keys it has taken in."""
+        """Tokens whose keys are indexed."""
 
     def extend(self, read: Callable[[int, int], torch.Tensor], length: int) -> None:
-        """Take in a text's keys up to ``length``, a whole number of chunks.
-
-        Args:
-            read: gives the keys of some positions, ``[Hkv, m, d]``.
-        """
+        """Index a sequence's keys up to ``length``, a whole number of chunks; ``read`` returns those of some positions,
+        ``[Hkv, m, d]``."""
 
 
 class ChunkedView(View):
-    """A view that chooses chunks of a long text, and sees the recent tokens behind them.
+    """A view that selects chunks of a long sequence, and sees the recent tokens after them.
 
     Args:
         source: the target's cache; read, never changed.
-        budget: tokens up to which a text is seen whole.
-        chunk: tokens of a chunk.
-        recent: the least number of recent tokens.
+        budget: sequences up to this many tokens are seen whole.
+        chunk: tokens per chunk.
+        recent: minimum recent tokens.
     """
 
     copies = True
@@ -136,14 +125,13 @@ class ChunkedView(View):
     def __init__(self, source: FullCache, budget: int, chunk: int, recent: int) -> None:
         super().__init__(source)
         self._budget, self._chunk, self._recent = budget, chunk, recent
-        self._tail = 0  # position of the first recent token; chunks are chosen among those before it
+        self._tail = 0  # position of the first recent token; chunks are selected before it
 
     @property
     def whole(self) -> bool:
         return self.source.length <= self._budget
 
     def prepare(self, tokens: int) -> bool:
-        """Index a piece of each layer's keys."""
         end, done = self._far(self.source.length), True
         piece = max(1, KEYS_PER_READ_TOKEN * tokens // self._chunk) * self._chunk
         for layer in self.source.layers:
@@ -156,10 +144,10 @@ class ChunkedView(View):
 
     @abstractmethod
     def _index(self, layer: int) -> ChunkIndex:
-        """A layer's index, made at the first call."""
+        """Return a layer's index, created at the first call."""
 
     def _far(self, length: int) -> int:
-        """Tokens of a text that are chosen among: all but the most recent."""
+        """Return the number of tokens to select from: all but the most recent."""
         return max(0, length - self._recent) // self._chunk * self._chunk
 
     def _keys(self, layer: int) -> Callable[[int, int], torch.Tensor]:

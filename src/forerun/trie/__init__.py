@@ -1,1 +1,1 @@
-"""The index behind the trie drafter, in flat arrays and compiled functions."""
+"""The index that the trie drafter drafts from, in flat arrays and compiled functions."""

@@ -1,9 +1,8 @@
-"""The arrays of one index, and the hash table that finds a context's slot.
+"""The arrays of one index, and the hash table that maps a context to its slot.
 
-A context is one to ``ORDERS`` tokens in a row. It is known by a hash of its tokens and owns one row of ``slots``. The
-table uses linear hashing (Litwin, 1980): it grows by one bucket at a time, so no insertion ever moves the whole table.
-
-The functions are compiled. ``tables`` names the columns.
+A context is one to ``ORDERS`` consecutive tokens, identified by a hash; each has one row of ``slots``. The table uses
+linear hashing (Litwin, 1980): it grows one bucket at a time, so no insertion rehashes everything. ``tables`` describes
+the columns.
 """
 
 from __future__ import annotations
@@ -26,46 +25,46 @@ FloatArray = npt.NDArray[np.float64]
 HashArray = npt.NDArray[np.uint64]
 
 ORDERS = 4
-"""Tokens of the longest context that is counted."""
+"""Length of the longest context, in tokens."""
 
 SIZE_CLASSES = 7
-"""Sizes of blocks: 1, 2, 4, ... 64 rows."""
+"""Block sizes: 1, 2, 4, ... 64 rows."""
 
 FIRST_HINTS = 1 << 8
-"""Entries of a new table of hints."""
+"""Initial size of the hint table."""
 
 LARGE_BYTES = 1 << 20
-"""Bytes from which on an array gets a memory mapping of its own."""
+"""Arrays of at least this size get a separate memory mapping."""
 
 BYTES_PER_TOKEN = 72
-"""Reserved for each token of a namespace's capacity. A text uses less; how much depends on how it repeats itself."""
+"""Bytes reserved per token of a namespace's capacity. Actual use is lower and depends on repetition."""
 
 RECYCLED_SHARE = 1 / 16
-"""Share of a namespace's bytes that lists of recycled logits take. With 1/1024 to 1/4 of 64 MiB, drafts of 16 tokens
-differ by 1 % (50 chat answers)."""
+"""Share of a namespace's bytes for recycled logits. From 1/1024 to 1/4 of 64 MiB, 16-token drafts differ by 1 % (50
+chat answers)."""
 
 OWN_LISTS = 1 << 14
-"""Lists of recycled logits of one request, 80 bytes each. A step with a draft of 64 nodes keeps 130."""
+"""Recycled lists per request, 80 bytes each. A step with a 64-node draft keeps 130."""
 
 RECENT_TOKENS = 48
-"""Distinct tokens that are remembered as seen last."""
+"""Number of recent distinct tokens to remember."""
 
 
 class Index(NamedTuple):
-    """Texts, and what followed their contexts.
+    """Sequences, and what followed their contexts.
 
     Attributes:
-        slots: one row for each context; ``SLOT`` ``[slots]``.
+        slots: one row per context; ``SLOT`` ``[slots]``.
         heads: first slot of each bucket, int32 ``[slots]``.
-        blocks: followers of the contexts that have several; ``ENTRY`` ``[rows]``.
-        text: the tokens themselves, in chunks; ``TEXT_CHUNK`` ``[chunks]``; see ``token_store``.
-        hints: where an n-gram was continued last, by its hash; int32 ``[power of two]``; see ``token_store``.
-        recent: distinct tokens, those seen last first, int32 ``[RECENT_TOKENS]``; -1 for none.
-        spelling: tokens of each word without the space before it, int32 ``[vocabulary, n]``; see ``spelling``.
+        blocks: followers of contexts that have several; ``ENTRY`` ``[rows]``.
+        text: the tokens, in chunks; ``TEXT_CHUNK`` ``[chunks]``; see ``token_store``.
+        hints: where an n-gram last continued, by its hash; int32 ``[power of two]``; see ``token_store``.
+        recent: distinct tokens, most recent first, int32 ``[RECENT_TOKENS]``, padded with -1.
+        spelling: tokens of each word without its leading space, int32 ``[vocabulary, n]``; see ``spelling``.
         free_blocks: first free block of each size, int64 ``[SIZE_CLASSES]``.
         state: counters; ``INDEX_STATE`` ``[1]``.
-        recycled: lists of recycled logits, by the hash of their context; ``RECYCLED_LIST`` ``[power of two]``.
-        static: lists of the same kind that the model made without a text. Never written here.
+        recycled: recycled logits by the hash of their context; ``RECYCLED_LIST`` ``[power of two]``.
+        static: such lists computed by the model without context; never written here.
     """
 
     slots: RecordArray
@@ -82,7 +81,7 @@ class Index(NamedTuple):
 
     @classmethod
     def allocate(cls, slots: int, rows: int, chunks: int) -> Index:
-        """An empty index. The system backs a page of memory when it is first written, so unused room costs nothing."""
+        """Return an empty index. The system backs pages on first write, so unused room costs nothing."""
         state = np.zeros(1, INDEX_STATE)
         state["mask"], state["slot_top"], state["block_top"], state["chunk_top"] = 15, 1, 1, 1
         return cls(
@@ -101,21 +100,19 @@ class Index(NamedTuple):
 
     @classmethod
     def for_tokens(cls, tokens: int) -> Index:
-        """An empty index with room for any two texts that have this many tokens together.
-
-        Each token is counted behind ``ORDERS`` contexts, and behind up to two that gapped matches add.
-        """
+        """Return an empty index with room for any two sequences of this total length. Each token is counted after
+        ``ORDERS`` contexts, plus up to two from gapped matches."""
         index = cls.allocate((ORDERS + 2) * tokens, 5 * (ORDERS + 2) * tokens, tokens // CHUNK_TOKENS + 3)
         return index._replace(recycled=_zeros(OWN_LISTS, RECYCLED_LIST))
 
     @classmethod
     def for_bytes(cls, nbytes: int) -> Index:
-        """An empty index that never takes more bytes, divided among its arrays as common texts need them."""
+        """Return an empty index limited to ``nbytes``, split among its arrays as typical sequences need it."""
         return cls.allocate(*_rows(nbytes))._replace(recycled=_zeros(_lists(nbytes), RECYCLED_LIST))
 
     def within(self, whole: Index, nbytes: int) -> Index:
-        """The same index, which lies in the first rows of the large arrays of ``whole`` and uses no more than
-        ``nbytes`` from now on. It must not use more already."""
+        """Move to the first rows of the large arrays of ``whole``, limited to ``nbytes``. The index must not use more
+        already."""
         slots, rows, chunks = _rows(nbytes)
         return self._replace(
             slots=whole.slots[: slots + 1],
@@ -127,12 +124,11 @@ class Index(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """How many are written."""
         return int(self.state["tokens"].item())
 
     @property
     def nbytes(self) -> int:
-        """Bytes in use or once used; memory that was never touched is not counted."""
+        """Bytes ever used; pages that were never touched do not count."""
         state = self.state[0]
         used = SLOT.itemsize * state.slot_top + self.heads.itemsize * (state.mask + 1 + state.split)
         used += ENTRY.itemsize * state.block_top + TEXT_CHUNK.itemsize * state.chunk_top
@@ -140,45 +136,40 @@ class Index(NamedTuple):
         return int(used) + sum(part.nbytes for part in (self.hints, self.recent, self.free_blocks, self.state))
 
     def with_hints(self, more: int = 0) -> Index:
-        """The index with at least as many hints as tokens, those written and ``more``.
-
-        The table is repeated, so that a hint is found at its hash under the longer mask too.
-        """
+        """Return the index with at least one hint per token, counting ``more`` to come. The table is tiled, so hints
+        stay at their hashes under the longer mask."""
         factor = 1
         while len(self.hints) * factor < self.tokens + more:
             factor *= 2
         return self if factor == 1 else self._replace(hints=np.tile(self.hints, factor))
 
     def grown(self) -> Index:
-        """The index with the same content and twice the room."""
+        """Return the index with the same content and twice the room."""
         slots, heads, blocks, text = map(_doubled, self[:4])
         return self._replace(slots=slots, heads=heads, blocks=blocks, text=text)
 
 
 def _rows(nbytes: int) -> tuple[int, int, int]:
-    """Slots, rows of blocks and chunks that fit ``nbytes``, with their hints and recycled logits."""
+    """Return the slots, block rows and chunks that fit ``nbytes`` besides hints and recycled logits."""
     tokens = max(0, nbytes - RECYCLED_LIST.itemsize * _lists(nbytes)) / BYTES_PER_TOKEN
     return int(2.1 * tokens), int(2.1 * tokens), int(tokens / CHUNK_TOKENS)
 
 
 def _lists(nbytes: int) -> int:
-    """Lists of recycled logits in an index of ``nbytes``: a power of two."""
+    """Return the number of recycled lists for an index of ``nbytes``: a power of two."""
     return 1 << max(1, int(nbytes * RECYCLED_SHARE) // RECYCLED_LIST.itemsize).bit_length() - 1
 
 
 def _doubled(part: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """An array twice as long, zeros behind the content. (``np.concatenate`` would make its records plain tuples.)"""
+    """Return a zero-padded array of twice the length. (``np.concatenate`` would lose the record type.)"""
     longer = _zeros(2 * len(part), part.dtype)
     longer[: len(part)] = part
     return longer
 
 
 def _zeros(rows: int, kind: np.dtype[Any]) -> npt.NDArray[Any]:
-    """An array of zeros.
-
-    A large one is a memory mapping of its own: what ``calloc`` takes from the heap may be cleared, and so backed, at
-    once. The mapping is private, so a process that is forked gets a copy, as of all other memory.
-    """
+    """Return an array of zeros, in a separate memory mapping if large. ``calloc`` may clear heap memory at once, and so
+    back it. The mapping is private, so a forked process gets a copy."""
     size = kind.itemsize * rows
     if size < LARGE_BYTES:
         return np.zeros(rows, kind)
@@ -190,14 +181,14 @@ _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix
 
 @compiled
 def mix(hashed: np.uint64, token: int) -> np.uint64:
-    """Hash of a context and the token behind it."""
+    """Extend the hash of a context by a token."""
     mixed = (hashed ^ np.uint64(token + 2)) * np.uint64(0x9E3779B97F4A7C15)
     return mixed ^ (mixed >> np.uint64(29))
 
 
 @compiled
 def table_row(hashed: np.uint64, rows: int) -> int:
-    """The row of a hash in a table whose number of rows is a power of two."""
+    """Return the row of a hash in a table of ``rows``, a power of two."""
     return int(np.int64(hashed >> np.uint64(20)) & (rows - 1))
 
 
@@ -212,7 +203,7 @@ def _bucket(index: Index, key: int) -> int:
 
 @compiled
 def find(index: Index, hashed: np.uint64) -> int:
-    """The slot of a context, or 0."""
+    """Return the slot of a context, or 0."""
     key = int(hashed >> np.uint64(33))
     slot = index.heads[_bucket(index, key)]
     while slot != 0 and index.slots[slot].key != key:
@@ -222,7 +213,7 @@ def find(index: Index, hashed: np.uint64) -> int:
 
 @compiled
 def _split(index: Index) -> None:
-    """Add one bucket: its slots come out of bucket ``split``."""
+    """Split bucket ``state.split`` into two."""
     slots, heads, state = index.slots, index.heads, index.state[0]
     low, high = state.split, state.split + state.mask + 1
     slot = heads[low]
@@ -263,7 +254,7 @@ def add_slot(index: Index, hashed: np.uint64, token: int) -> bool:
 
 @compiled
 def drop_slot(index: Index, slot: int) -> None:
-    """Give a slot back."""
+    """Free a slot."""
     slots, state = index.slots, index.state[0]
     bucket = _bucket(index, int(slots[slot].key))
     link = index.heads[bucket]

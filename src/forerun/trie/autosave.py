@@ -1,4 +1,4 @@
-"""Saving an index while it is used."""
+"""Saves an index in the background while requests use it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,15 @@ class Destination(Protocol):
     """Where an index is saved, such as a ``Folder``."""
 
     def save(self, store: TrieStore, /) -> object:
-        """Write what is new; an ``OSError`` is logged, and saving is tried again."""
+        """Write what changed. An ``OSError`` is logged, and the save retried."""
 
     def close(self) -> None:
-        """Nothing is saved any more."""
+        """Stop saving."""
 
 
 class AutoSaver:
-    """Saves what an index learned, some time after it has changed and at the end.
-
-    Its thread sleeps until something has changed, so an idle program does nothing. Steps wait for it only while memory
-    is copied.
-
-    Args:
-        trie: the index.
-        destination: where it is saved.
-        interval: seconds from a change to the save that has it.
-    """
+    """Saves an index on close and ``interval`` seconds after each change. The thread sleeps until something changes;
+    steps wait only while memory is copied."""
 
     def __init__(self, trie: TrieStore, destination: Destination, interval: float) -> None:
         self._trie, self._destination, self._interval = trie, destination, interval
@@ -39,13 +31,13 @@ class AutoSaver:
         self._thread = threading.Thread(target=self._work, name="forerun-keeper", daemon=True)
 
     def start(self) -> None:
-        """Save changes from now on."""
+        """Start saving changes."""
         self._trie.notify(self._changed.set)
-        self._changed.set()  # files may have been learned from
+        self._changed.set()  # covers files indexed before now
         self._thread.start()
 
     def close(self) -> None:
-        """Save what is new, and close the destination."""
+        """Save what changed, and close the destination."""
         self._trie.notify(None)
         self._closing.set()
         self._changed.set()

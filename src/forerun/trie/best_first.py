@@ -1,8 +1,8 @@
-"""The merged tree: best-first search by estimated probability, over all contexts of both sources at once.
+"""Best-first search for the draft tree: the likeliest candidates over all contexts of both sources.
 
-The likeliest candidate of the frontier becomes a node, and its followers are offered to the frontier in turn. The
-workspace holds where each node stands: the hashes and slots of its contexts, its copies and its matches. A node whose
-followers could hardly enter the draft is expanded from its longer contexts only, or not at all.
+The likeliest candidate of the frontier becomes a node, and its followers enter the frontier. The workspace keeps each
+node's contexts, copies and matches. A node whose followers are unlikely to enter the draft is expanded only from its
+longer contexts, or not at all.
 """
 
 from __future__ import annotations
@@ -31,18 +31,20 @@ from forerun.trie.tables import OWN, SHARED
 from forerun.trie.text_cursor import TextCursor, follow_copy
 
 CUT_RECENT, CUT_SHORT, CUT = 0.01, 0.15, 0.35
-"""How far a node is expanded depends on its *bar*: how probable a follower must be, given the node, to be drafted.
+"""How far to expand a node, by its *bar*: the conditional probability that a follower needs to be drafted.
 
-The bar is the chance of the least likely node that would be drafted now, divided by the chance of this node. Above
-``CUT_RECENT`` the tokens seen last are left out, above ``CUT_SHORT`` the contexts of one token too, and above ``CUT``
-the node is not expanded. The bar is also the share of a context's total that a follower needs to become a candidate."""
+The bar is the probability of the least likely node that would be drafted now, divided by this node's. Above
+``CUT_RECENT`` recent tokens are skipped, above ``CUT_SHORT`` contexts of one token too, and above ``CUT`` the node is
+not expanded. A follower also needs the bar as its share of a context's total to become a candidate.
+"""
 
 
 @compiled
 def _expand(
     own: Index, shared: Index, mixer: Mixer, workspace: DraftWorkspace, node: int, bound: int, chance: float, bar: float
 ) -> None:
-    """Offer what may follow a node of that chance to the frontier, of which ``bound`` entries can still be drafted."""
+    """Offer the followers of a node with probability ``chance`` to the frontier, of which ``bound`` entries still fit
+    the draft."""
     table, evidence = workspace.table, workspace.evidence
     gather(own, shared, workspace, node, bar)
     complete(table, evidence, workspace.noise, workspace.depths[node])
@@ -58,7 +60,6 @@ def _expand(
 
 @compiled
 def _expand_recent(mixer: Mixer, workspace: DraftWorkspace, node: int, bound: int, chance: float) -> None:
-    """Offer the tokens seen last, as far as they are likely enough."""
     recent, chosen = workspace.recent, weights_unmatched(workspace.evidence)
     odds = odds_unmatched(mixer, chosen, workspace.evidence)
     for number in range(recent.size[0]):
@@ -72,7 +73,7 @@ def _expand_recent(mixer: Mixer, workspace: DraftWorkspace, node: int, bound: in
 
 @compiled
 def _rank_recent(own: Index, shared: Index, mixer: Mixer, recent: CandidateTable) -> None:
-    """Sort the tokens seen last by what their frequency and recency add to the log-odds."""
+    """Sort the recent tokens by what frequency and recency add to their log-odds."""
     clear(recent)
     gather_recent(own, shared, recent)
     ranked = recent.candidates
@@ -88,7 +89,7 @@ def _rank_recent(own: Index, shared: Index, mixer: Mixer, recent: CandidateTable
 
 @compiled
 def _enter(own: Index, shared: Index, workspace: DraftWorkspace, node: int, entry: int, bar: float) -> None:
-    """Put a new node on the workspace: move on by its token from where the node above it stands."""
+    """Add a node to the workspace: advance its parent's contexts, copies and matches by its token."""
     hashes, copies = workspace.hashes, workspace.copies
     above, token = above_of(entry), token_of(entry)
     for source in range(2):
@@ -109,7 +110,7 @@ def _enter(own: Index, shared: Index, workspace: DraftWorkspace, node: int, entr
 def grow(
     own: Index, shared: Index, cursor: TextCursor, mixer: Mixer, workspace: DraftWorkspace, draft: Draft, max_depth: int
 ) -> int:
-    """Fill a draft; the number of its nodes."""
+    """Fill a draft; return its number of nodes."""
     budget, frontier, span = len(draft.tokens), workspace.frontier, workspace.frontier.span[0]
     _rank_recent(own, shared, mixer, workspace.recent)
     set_root(own, shared, cursor, workspace)

@@ -1,9 +1,8 @@
-"""The candidates for the next token, the evidence for each, and the numbers of the cells that judge evidence.
+"""Candidates for the next token, and the cells that rate the evidence for each.
 
-Every candidate has the same *inputs*: a context of each order in each source, the two copies, and so on. What an input
-found for a candidate is a *cell*, one for each kind of evidence, such as "it followed this context three times out of
-four, and last". A cell knows how often such evidence was right. ``logistic_mixer`` has how cells learn and inputs are
-mixed.
+Every candidate has the same *inputs*: a context of each order in each source, two copies, and so on. What an input
+found falls into a *cell*, one per kind of evidence, such as "followed this context three times out of four, and last".
+A cell tracks how often such evidence was accepted. ``logistic_mixer`` trains cells and mixes inputs.
 """
 
 from __future__ import annotations
@@ -21,20 +20,19 @@ from forerun.trie.tables import ABSENT, CANDIDATE, CHANCE_CLASSES, LISTED, PREDI
 COPIED, UNIGRAM, RECYCLED, NOISY, SUBSTITUTE, SKIPPED, MATCHED = (
     2 * ORDERS + start for start in (0, 2, 4, 6, 7, 8, 10)
 )
-"""First inputs of each kind behind the ``2 * ORDERS`` contexts: two copies, by source; the token's own frequency and
-recency, by source; two lists of recycled logits, by order; known noise; the substitute; two skips and two
-gapped matches."""
+"""First input of each kind after the ``2 * ORDERS`` contexts: two copies, by source; the token's frequency and recency,
+by source; two recycled lists, by order; known noise; the substitute; two skips; two gapped matches."""
 
 BIAS = MATCHED + 2
-"""Number of inputs; in ``Mixer.weights`` the column of the constant, which has no cell. ``NOISY`` has none either:
-noise is added as it is."""
+"""Number of inputs, and the column of the constant in ``Mixer.weights``. The constant has no cell; nor has ``NOISY``,
+which is added as it is."""
 
 COUNT_CLASSES, TOTAL_CLASSES, FOLLOWER_STATES = 9, 10, 3
-"""Classes of a follower's count (the last one: the candidate did not follow the shorter context either), of a context's
-total, and states of a follower."""
+"""Classes of a follower's count (the last: it did not follow the shorter context either) and of a context's total, and
+states of a follower."""
 
 OTHERS_SINCE, CAME_LAST, ONLY_ONE = range(FOLLOWER_STATES)
-"""States of a follower: others came later, it came last, nothing else ever came."""
+"""States of a follower: others came later; it came last; nothing else ever came."""
 
 CLASS_BY_COUNT = np.searchsorted([0, 1, 2, 3, 5, 10, 30], np.arange(32))
 CLASS_BY_TOTAL = np.searchsorted([0, 1, 2, 3, 4, 6, 10, 20, 60], np.arange(62))
@@ -43,14 +41,14 @@ AGREED_CLASSES, MISS_CLASSES = 8, 4
 """Classes of ``COPY.agreed`` and of the number of bits in ``COPY.wrong``."""
 
 FREQUENCY_CLASSES, RECENCY_CLASSES = 16, 6
-"""Classes of a token's frequency and of how long ago it was seen."""
+"""Classes of a token's frequency, and of the time since it was last seen."""
 
 CONTEXT_CELLS = COUNT_CLASSES * TOTAL_CLASSES * FOLLOWER_STATES
-"""Cells of one input that reads counts."""
+"""Cells of one count-based input."""
 
 SUBSTITUTE_GROUP, SKIP_GROUP = 2 * ORDERS, 2 * ORDERS + 1
-"""Groups of ``CONTEXT_CELLS`` cells behind those of the contexts: one for substitutes, and two for each match's skips
-(skips to a predicted token, and ``SKIPS``)."""
+"""Groups of ``CONTEXT_CELLS`` cells after those of the contexts: one for substitutes, and two for each match's skips
+(to a predicted token, and ``SKIPS``)."""
 
 COPY_CELLS = (2 * ORDERS + 5) * CONTEXT_CELLS
 
@@ -59,26 +57,25 @@ UNIGRAM_CELLS = COPY_CELLS + 2 * AGREED_CLASSES * MISS_CLASSES * 2
 MATCH_CELLS = UNIGRAM_CELLS + 2 * FREQUENCY_CLASSES * RECENCY_CLASSES
 
 RECYCLED_ORDERS = 2
-"""Tokens of the longest context that recycled logits are kept by."""
+"""Length of the longest context of recycled logits, in tokens."""
 
 STATIC_GROUP = 2 * RECYCLED_ORDERS
 LIST_GROUPS = STATIC_GROUP + 1
-"""Groups of cells for lists of recycled logits: by order and source (the request's own, its namespace's), and one for
-static lists."""
+"""Groups of cells for recycled lists: by order and source (request, namespace), and one for static lists."""
 
 RECYCLED_CELLS = MATCH_CELLS + GAPPED_MATCH_CELLS
 
 CELLS = RECYCLED_CELLS + LIST_GROUPS * (LISTED + 1) * CHANCE_CLASSES
-"""Number of cells; the names above it are the first cell of each kind of input."""
+"""Number of cells. The constants above are the first cell of each kind of input."""
 
 MAX_CANDIDATES = 64
-"""Most candidates of one position."""
+"""Maximum candidates per position."""
 
 NONE = -1
-"""No candidate, or no cell: there is no such evidence."""
+"""No candidate, or no cell: no such evidence."""
 
 BUCKETS = 256
-"""Entries of ``CandidateTable.buckets``."""
+"""Size of ``CandidateTable.buckets``."""
 
 
 class CandidateTable(NamedTuple):
@@ -87,7 +84,7 @@ class CandidateTable(NamedTuple):
     Attributes:
         candidates: ``CANDIDATE`` ``[MAX_CANDIDATES]``.
         cells: cell of each input, or ``NONE``; int32 ``[MAX_CANDIDATES, BIAS]``.
-        buckets: number of a candidate plus one, by hash of its token, with open addressing; int32 ``[BUCKETS]``.
+        buckets: hash table with open addressing: a candidate's number plus one, by token; int32 ``[BUCKETS]``.
         size: number of candidates, int32 ``[1]``.
     """
 
@@ -98,23 +95,22 @@ class CandidateTable(NamedTuple):
 
     @classmethod
     def allocate(cls) -> CandidateTable:
-        """An empty table."""
         cells = np.zeros((MAX_CANDIDATES, BIAS), np.int32)
         return cls(np.zeros(MAX_CANDIDATES, CANDIDATE), cells, np.zeros(BUCKETS, np.int32), np.zeros(1, np.int32))
 
 
 class PositionEvidence(NamedTuple):
-    """What all candidates of one position share.
+    """Evidence that all candidates of one position share.
 
     Attributes:
-        absent: for contexts that a candidate was not found behind; ``ABSENT`` ``[2, ORDERS + 1]``, by source and order
+        absent: cells of contexts that the candidate did not follow; ``ABSENT`` ``[2, ORDERS + 1]``, by source and order
             less one. ``[OWN, ORDERS].shorter`` is for a candidate that is no substitute.
-        skips: cells of each match's skips on, or ``NONE``; int32 ``[2, SKIPS + 1]``.
+        skips: cells of each match's skips, or ``NONE``; int32 ``[2, SKIPS + 1]``.
         copies: what each source's copy predicts; ``PREDICTION`` ``[2]``.
         unpredicted: for each match, the cell of a token that it does not predict, or ``NONE``; int64 ``[2]``.
-        inputs: how many are in use: ``BIAS``, or ``SUBSTITUTE`` while no match is active; int64 ``[1]``.
-        unlisted: for recycled logits of each order, the cell of a token that their list has not, or ``NONE`` where
-            there is no list; int32 ``[RECYCLED_ORDERS]``.
+        inputs: number in use: ``BIAS``, or ``SUBSTITUTE`` while no match is active; int64 ``[1]``.
+        unlisted: for recycled logits of each order, the cell of a token that is not on the list, or ``NONE`` without a
+            list; int32 ``[RECYCLED_ORDERS]``.
     """
 
     absent: RecordArray
@@ -126,7 +122,6 @@ class PositionEvidence(NamedTuple):
 
     @classmethod
     def allocate(cls) -> PositionEvidence:
-        """Room for the evidence of one position."""
         return cls(
             absent=np.zeros((2, ORDERS + 1), ABSENT),
             skips=np.full((2, SKIPS + 1), NONE, np.int32),
@@ -139,25 +134,25 @@ class PositionEvidence(NamedTuple):
 
 @compiled
 def context_input(source: int, order: int) -> int:
-    """The input, and the group of cells, of a source's context of ``order`` tokens."""
+    """Return the input, and cell group, of a source's context of ``order`` tokens."""
     return source * ORDERS + order - 1
 
 
 @compiled
 def class_of_count(count: int) -> int:
-    """The class of a follower's count."""
+    """Return the class of a follower's count."""
     return int(CLASS_BY_COUNT[min(count, len(CLASS_BY_COUNT) - 1)])
 
 
 @compiled
 def class_of_total(total: int) -> int:
-    """The class of a context's total."""
+    """Return the class of a context's total."""
     return int(CLASS_BY_TOTAL[min(total, len(CLASS_BY_TOTAL) - 1)])
 
 
 @compiled
 def cell_of(group: int, count_class: int, total_class: int, state: int) -> int:
-    """The cell of evidence from counts; ``group`` is that of the context, the substitute or the skip."""
+    """Return the cell of count-based evidence; ``group`` is that of the context, substitute or skip."""
     return ((group * COUNT_CLASSES + count_class) * TOTAL_CLASSES + total_class) * FOLLOWER_STATES + state
 
 
@@ -171,7 +166,7 @@ def clear(table: CandidateTable) -> None:
 
 @compiled
 def candidate(table: CandidateTable, token: int, add: bool) -> int:
-    """The number of a token's candidate, or ``NONE``; with ``add``, it is added if there is room."""
+    """Return the number of a token's candidate, or ``NONE``; with ``add``, add it if there is room."""
     bucket = (token * 40503 >> 4) & (BUCKETS - 1)
     while table.buckets[bucket] != 0:
         if table.candidates[table.buckets[bucket] - 1].token == token:

@@ -1,7 +1,7 @@
-"""Compiling the trie in processes of its own, while texts are generated without drafts.
+"""Compiles the trie in separate processes, while the engine decodes without drafts: some ten seconds, once per machine.
 
-It takes some ten seconds, once on a machine: the code is kept. Processes that need the same function wait for the first
-(``KeptCode.alone``), so two that begin at different ends share the work.
+A process waits for a function that another is compiling (``KeptCode.alone``), so two that start at opposite ends share
+the work.
 """
 
 from __future__ import annotations
@@ -38,40 +38,40 @@ CALLED_FUNCTIONS: tuple[Callable[..., Any], ...] = (
     tight,
     valid,
 )
-"""What Python calls; all else is in its code or called by it."""
+"""What Python calls; everything else is inlined or called by these."""
 
 PROCESSES = 2
-"""A third one would wait for the others."""
+"""A third process would only wait for the others."""
 
 POLL_SECONDS = 0.2
-"""Between two looks at whether processes have ended."""
+"""Seconds between checks whether the processes have ended."""
 
 
 def compiled_before() -> bool:
-    """Whether all code is there already, or is never kept, so that no other process can help."""
+    """Whether all code is cached or cannot be, so that no other process can help."""
     return not COMPILES or not can_be_kept(entry_points.step) or all(map(is_kept, CALLED_FUNCTIONS))
 
 
 class Compilation:
-    """Processes that compile the trie. They go on when this process ends, so that the next one finds more."""
+    """Processes that compile the trie. They outlive this process, so that the next one finds more."""
 
     def __init__(self) -> None:
         self._processes = [start(__name__, str(number)) for number in range(min(PROCESSES, usable_cores()))]
 
     @property
     def running(self) -> bool:
-        """Whether any process runs. One that fails leaves its work to whoever calls the code."""
+        """Whether any process runs. If one fails, the caller compiles the rest."""
         return any(process.poll() is None for process in self._processes)
 
     def wait(self, progress: Progress = lambda done, total: None) -> None:
-        """Wait until all code is there; ``progress`` is called with functions compiled and to compile."""
+        """Wait until all code is compiled; ``progress`` receives the numbers of functions compiled and to compile."""
         while self.running:
             progress(sum(map(is_kept, CALLED_FUNCTIONS)), len(CALLED_FUNCTIONS))
             time.sleep(POLL_SECONDS)
 
 
 def compile_share(number: int) -> None:
-    """Compile all of the trie, from one of ``PROCESSES`` ends."""
+    """Compile the whole trie, starting at one of ``PROCESSES`` ends."""
     index, cursor, mixer = map(numba.typeof, (Index.allocate(0, 0, 0), TextCursor.start(), blank()))
     shared = (index, index, cursor, mixer, numba.typeof(DraftWorkspace.allocate(1)))
     if number == 0:

@@ -1,11 +1,11 @@
-"""Counting what followed a context, and taking a count back.
+"""Count what followed a context, and undo counts.
 
-A context with one follower is all in its slot. A context with several has a block: a header, then one row for each
-follower. Each count that grows moves its row up by at most one place, so the rows are nearly sorted, most frequent
-first, at no cost. Blocks have 4, 8, 16, 32 or 64 rows; a block that is full moves to one of twice its size.
+A context with one follower lies in its slot. With several, it has a block: a header, then one row per follower. A count
+that grows moves its row up by at most one place, so rows stay nearly sorted, most frequent first. Blocks have 4, 8, 16,
+32 or 64 rows; a full block moves to one of twice its size.
 
-A context keeps ``KEPT_FOLLOWERS``. Beyond them a new follower takes the row of one of the rarest, whose count stays in
-the context's total. So counting takes the same time however many different tokens follow a context.
+A context keeps ``KEPT_FOLLOWERS``. A further one replaces one of the rarest, whose count stays in the total. So
+counting costs the same however many tokens follow a context.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ FIRST_SIZE_CLASS = 2
 """Size class of a context's first block: four rows, for a header and two followers."""
 
 KEPT_FOLLOWERS = 63
-"""Maximum followers of a context: with the header a block of 64 rows. Drafting reads the first 24."""
+"""Maximum followers of a context: with the header, a block of 64 rows. Drafting reads the first 24."""
 
 
 @compiled
 def _size_class(entries: int) -> int:
-    """The size class (rows = 2 ** class) of a block with ``entries`` followers."""
+    """Return the size class (rows = 2 ** class) of a block with ``entries`` followers."""
     size_class = 1
     while (1 << size_class) <= entries:
         size_class += 1
@@ -33,7 +33,6 @@ def _size_class(entries: int) -> int:
 
 @compiled
 def _release(index: Index, block: int, size_class: int) -> None:
-    """Give a block back."""
     index.blocks[block].free = index.free_blocks[size_class]
     index.free_blocks[size_class] = block
     index.state[0].rows -= 1 << size_class
@@ -41,10 +40,8 @@ def _release(index: Index, block: int, size_class: int) -> None:
 
 @compiled
 def _allocate(index: Index, size_class: int) -> int:
-    """A block, or 0 if none is free.
-
-    It takes a free block of that size, else rows that were never used, else the half of a larger free block.
-    """
+    """Return a block, or 0 if none is free. Takes a free block of this size, else unused rows, else half of a larger
+    free block."""
     state, blocks = index.state[0], index.blocks
     block, found = index.free_blocks[size_class], size_class
     if block == 0 and state.block_top + (1 << size_class) <= len(blocks):
@@ -59,7 +56,7 @@ def _allocate(index: Index, size_class: int) -> int:
         return 0
     index.free_blocks[found] = blocks[block].free
     state.rows += 1 << found
-    while found > size_class:  # give back the half that is not needed
+    while found > size_class:  # return the unneeded half
         found -= 1
         _release(index, block + (1 << found), found)
     return int(block)
@@ -67,14 +64,14 @@ def _allocate(index: Index, size_class: int) -> int:
 
 @compiled
 def _move(index: Index, to: int, start: int, rows: int) -> None:
-    """Copy rows of blocks, from the first on; ``to`` may lie inside them if it is lower."""
+    """Copy rows of blocks, first to last; ``to`` may overlap if it is lower."""
     for row in range(rows):
         index.blocks[to + row] = index.blocks[start + row]
 
 
 @compiled
 def _relocate(index: Index, slot: int, rows: int, old: int, new: int) -> int:
-    """Move the first rows of a context's block to a block of another size class; that block, or 0 if none is free."""
+    """Move the first rows of a context's block to another size class; return the new block, or 0 if none is free."""
     block, moved = -1 - index.slots[slot].value, _allocate(index, new)
     if moved != 0:
         _move(index, moved, block, rows)
@@ -99,7 +96,7 @@ def _pair(index: Index, slot: int, token: int) -> bool:
 
 @compiled
 def _replace_rarest(index: Index, block: int, token: int, turn: int) -> None:
-    """Let a new follower take the row of one of the rarest. Equals in the second half of the rows take turns."""
+    """Replace one of the rarest followers. Among equals, those in the second half take turns."""
     blocks = index.blocks
     first = KEPT_FOLLOWERS // 2 + turn % (KEPT_FOLLOWERS // 2)
     rarest = 1 + first
@@ -113,7 +110,7 @@ def _replace_rarest(index: Index, block: int, token: int, turn: int) -> None:
 
 @compiled
 def _append(index: Index, slot: int, token: int) -> bool:
-    """Add a follower to a block, which moves when it is full; False if there is no room."""
+    """Add a follower to a block, moving it if full; False if there is no room."""
     blocks = index.blocks
     block = -1 - index.slots[slot].value
     size = blocks[block].followers
@@ -133,7 +130,7 @@ def _append(index: Index, slot: int, token: int) -> bool:
 
 @compiled
 def _entry(index: Index, block: int, token: int) -> int:
-    """Number of a follower in a block, from 1, or 0."""
+    """Return a follower's number in a block, from 1, or 0."""
     blocks = index.blocks
     for entry in range(1, blocks[block].followers + 1):
         if blocks[block + entry].token == token:
@@ -143,7 +140,6 @@ def _entry(index: Index, block: int, token: int) -> int:
 
 @compiled
 def _swap(index: Index, block: int, one: int, other: int) -> None:
-    """Exchange two followers."""
     one_row, other_row = index.blocks[block + one], index.blocks[block + other]
     one_row.token, other_row.token = other_row.token, one_row.token
     one_row.count, other_row.count = other_row.count, one_row.count
@@ -151,7 +147,7 @@ def _swap(index: Index, block: int, one: int, other: int) -> None:
 
 @compiled
 def _count_in(index: Index, block: int, entry: int) -> None:
-    """Count a follower of a block once more; it came last now."""
+    """Count a follower of a block, and mark it as the last."""
     blocks = index.blocks
     blocks[block + entry].count += 1
     if entry > 1 and blocks[block + entry - 1].count <= blocks[block + entry].count:
@@ -162,7 +158,7 @@ def _count_in(index: Index, block: int, entry: int) -> None:
 
 @compiled
 def count(index: Index, hashed: np.uint64, token: int) -> bool:
-    """Count ``token`` behind a context once more; False if there is no room for it."""
+    """Count ``token`` after a context; False if there is no room."""
     slots = index.slots
     slot = find(index, hashed)
     if slot == 0:
@@ -183,7 +179,7 @@ def count(index: Index, hashed: np.uint64, token: int) -> bool:
 
 @compiled
 def times(index: Index, hashed: np.uint64, token: int) -> int:
-    """How often ``token`` was counted behind a context."""
+    """Return how often ``token`` was counted after a context."""
     slot = find(index, hashed)
     if slot == 0:
         return 0
@@ -196,7 +192,6 @@ def times(index: Index, hashed: np.uint64, token: int) -> int:
 
 @compiled
 def _counted(index: Index, block: int) -> int:
-    """The sum of the counts of a block."""
     total = 0
     for entry in range(1, index.blocks[block].followers + 1):
         total += index.blocks[block + entry].count
@@ -205,10 +200,8 @@ def _counted(index: Index, block: int) -> int:
 
 @compiled
 def _erase(index: Index, slot: int, entry: int) -> None:
-    """Take a follower out of a block.
-
-    The block moves to a smaller one when half of it is empty. The last follower that is left returns to the slot.
-    """
+    """Remove a follower from a block. A half-empty block moves to a smaller one. A single remaining follower returns to
+    the slot."""
     blocks = index.blocks
     block = -1 - index.slots[slot].value
     header = blocks[block]
@@ -218,7 +211,7 @@ def _erase(index: Index, slot: int, entry: int) -> None:
     _move(index, block + entry, block + entry + 1, size - entry)
     header.followers = size - 1
     old, new = _size_class(size), _size_class(size - 1)
-    if size == 2:  # what followers that were replaced had left in the total goes with the block
+    if size == 2:  # the block takes along what replaced followers left in the total
         index.slots[slot].value, index.slots[slot].total = blocks[block + 1].token, blocks[block + 1].count
         _release(index, block, old)
     elif new != old and _relocate(index, slot, size, old, new) == 0:
@@ -227,7 +220,7 @@ def _erase(index: Index, slot: int, entry: int) -> None:
 
 @compiled
 def _uncount_in(index: Index, slot: int, token: int) -> None:
-    """Take one count of a follower of a block back, or of one that was replaced."""
+    """Undo one count of a follower of a block, or of one that was replaced."""
     blocks = index.blocks
     block = -1 - index.slots[slot].value
     entry = _entry(index, block, token)
@@ -249,7 +242,7 @@ def _uncount_in(index: Index, slot: int, token: int) -> None:
 
 @compiled
 def uncount(index: Index, hashed: np.uint64, token: int) -> None:
-    """Take one count of ``token`` behind a context back, if it is there."""
+    """Undo one count of ``token`` after a context, if there is one."""
     slots = index.slots
     slot = find(index, hashed)
     if slot == 0:

@@ -1,4 +1,4 @@
-"""The memory that a draft is worked out in. It is allocated once, since the compiled functions allocate nothing."""
+"""Memory for drafting, allocated once: the compiled functions allocate nothing."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from forerun.trie.text_cursor import TextCursor
 
 
 class DraftWorkspace(NamedTuple):
-    """Working memory. Nothing on it outlives a call.
+    """Working memory; nothing in it outlives a call.
 
-    Row 0 of an array by node is the root, the end of the text; node i of the draft has row i + 1.
+    Row 0 by node is the root, the end of the sequence; node i of the draft has row i + 1.
 
     Attributes:
-        hashes: of the contexts at each node, by source and order; uint64 ``[n + 1, 2, ORDERS + 1]``.
-        slots: of the same contexts, int32 ``[n + 1, 2, ORDERS + 1]``.
+        hashes: of each node's contexts, by source and order; uint64 ``[n + 1, 2, ORDERS + 1]``.
+        slots: of these contexts, int32 ``[n + 1, 2, ORDERS + 1]``.
         copies: by node and source; ``COPY`` ``[n + 1, 2]``.
         matches: by node; ``GAPPED_MATCH`` ``[n + 1, 2]``.
         depths: of each node, int64 ``[n + 1]``.
-        frontier: candidates that are not drafted yet.
-        table: candidates of the node at hand.
-        recent: the tokens seen last, whose evidence is the same at every node.
-        evidence: of the node at hand.
-        noise: of the text at hand; ``NOISE`` ``[1]``.
+        frontier: candidates not drafted yet.
+        table: candidates of the current node.
+        recent: recent tokens, whose evidence is equal at all nodes.
+        evidence: of the current node.
+        noise: of the current sequence; ``NOISE`` ``[1]``.
     """
 
     hashes: HashArray
@@ -46,7 +46,6 @@ class DraftWorkspace(NamedTuple):
 
     @classmethod
     def allocate(cls, budget: int) -> DraftWorkspace:
-        """Room for drafts of up to ``budget`` nodes."""
         return cls(
             hashes=np.zeros((budget + 1, 2, ORDERS + 1), np.uint64),
             slots=np.zeros((budget + 1, 2, ORDERS + 1), np.int32),
@@ -61,7 +60,6 @@ class DraftWorkspace(NamedTuple):
         )
 
     def holds(self, budget: int) -> bool:
-        """Whether there is room for drafts of ``budget`` nodes."""
         return len(self.depths) > budget
 
 
@@ -70,7 +68,7 @@ class Draft(NamedTuple):
 
     Attributes:
         tokens: token ids, int64 ``[n]``.
-        parents: the node above each, int64 ``[n]``; ``ROOT`` for what follows the text directly.
+        parents: parent of each node, int64 ``[n]``; ``ROOT`` for the first tokens after the sequence.
         probability: estimated probability of acceptance, float64 ``[n]``.
         origins: ``Origin`` of each, int8 ``[n]``.
     """
@@ -82,11 +80,9 @@ class Draft(NamedTuple):
 
     @classmethod
     def allocate(cls, budget: int) -> Draft:
-        """Room for ``budget`` nodes."""
         return cls(np.empty(budget, np.int64), np.empty(budget, np.int64), np.empty(budget), np.empty(budget, np.int8))
 
     def cut(self, end: int, begin: int = 0) -> Draft:
-        """The nodes before ``end``, from ``begin`` on."""
         return Draft(
             self.tokens[begin:end], self.parents[begin:end], self.probability[begin:end], self.origins[begin:end]
         )
@@ -96,7 +92,7 @@ class Draft(NamedTuple):
 def find_slots(
     own: Index, shared: Index, workspace: DraftWorkspace, node: int, lowest: int, own_highest: int, shared_highest: int
 ) -> None:
-    """Find the slots of a node's contexts from order ``lowest`` to the highest of each source; others become 0."""
+    """Find the slots of a node's contexts from order ``lowest`` to each source's highest; others become 0."""
     hashes, slots = workspace.hashes, workspace.slots
     for order in range(1, ORDERS + 1):
         in_own, in_shared = lowest <= order <= own_highest, lowest <= order <= shared_highest
@@ -106,7 +102,7 @@ def find_slots(
 
 @compiled
 def set_root(own: Index, shared: Index, cursor: TextCursor, workspace: DraftWorkspace) -> None:
-    """Make the text's end the root."""
+    """Make the end of the sequence the root."""
     for source in range(2):
         for order in range(ORDERS + 1):
             workspace.hashes[0, source, order] = cursor.hashes[source, order]

@@ -1,6 +1,6 @@
-"""The functions that are called at every step: learn what is new in texts, then draft what may follow.
+"""The compiled functions of each step: index new tokens, then draft.
 
-They take addresses of handles, not arrays, which is faster. The longer one lets other threads run Python meanwhile.
+They take addresses of handles rather than arrays, which is faster. ``step`` releases the GIL.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _known_suffix = text_cursor.known_suffix
 
 
 OWN_ROOM, OWN_HINTS, SHARED_ROOM = 1, 2, 4
-"""What learning may ask for, as a sum: room for the own text, more hints for it, and room or hints in the namespace."""
+"""What indexing needs before it can go on, as a sum: room or hints in the request's index, and either in the
+namespace."""
 
 
 @compiled
 def _set_noise(workspace: DraftWorkspace, text: np.record, ahead: int) -> None:
-    """Let the workspace know the noise of a text's tokens, from ``ahead`` tokens behind its position on."""
     noise = workspace.noise[0]
     noise.seed, noise.temperature, noise.position = text.seed, text.temperature, text.position + ahead
 
@@ -45,10 +45,8 @@ def _set_noise(workspace: DraftWorkspace, text: np.record, ahead: int) -> None:
 def _learn_evidence(
     own: Index, shared: Index, cursor: TextCursor, mixer: Mixer, workspace: DraftWorkspace, token: int, rate: float
 ) -> None:
-    """Learn what the evidence for each candidate was worth, now that ``token`` came.
-
-    The tokens seen last take part at every other token only, which halves what they cost.
-    """
+    """Update the mixer with the evidence for each candidate, now that ``token`` came. Recent tokens take part at every
+    other token, which halves their cost."""
     table, evidence = workspace.table, workspace.evidence
     set_root(own, shared, cursor, workspace)
     gather(own, shared, workspace, 0, 0.0)
@@ -69,11 +67,8 @@ def _extend(
     tokens: IntArray,
     rate: float,
 ) -> int:
-    """Take in generated tokens: learn from them if ``rate`` is above 0, then write them in both sources.
-
-    Returns:
-        What is needed before the next call, or 0.
-    """
+    """Index generated tokens in both sources; with ``rate`` above 0, train the mixer on each first. Return what is
+    needed before the next call, or 0."""
     for token in tokens:
         if rate > 0:
             _learn_evidence(own, shared, cursor, mixer, workspace, token, rate)
@@ -88,7 +83,8 @@ def _extend(
 def _learn(
     text: np.record, tokens: IntArray, behind: IntArray, lists: RecycledRows, workspace: DraftWorkspace, rate: float
 ) -> int:
-    """Learn a text's new tokens, piece by piece, and keep its lists; what is needed before it can go on, or 0."""
+    """Index a sequence's new tokens piece by piece, and keep its recycled lists; return what it needs to go on, or
+    0."""
     own, shared = index_at(text.own), index_at(text.shared)
     if own.state[0].tokens + text.new_end - text.at > text.room:
         return OWN_ROOM
@@ -114,7 +110,6 @@ def _learn(
 
 @compiled
 def _draft(text: np.record, tokens: IntArray, workspace: DraftWorkspace, scratch: TextCursor, draft: Draft) -> int:
-    """Fill a draft of what may follow a text; the number of its nodes."""
     own, shared, cursor = index_at(text.own), index_at(text.shared), cursor_at(text.cursor)
     if text.pending_end > text.new_end:
         peek(own, shared, cursor, scratch, tokens[text.new_end : text.pending_end])
@@ -140,21 +135,19 @@ def step(
     probability: FloatArray,
     origins: Int8Array,
 ) -> tuple[int, int]:
-    """Learn the new tokens of all texts, then draft what may follow each.
-
-    Numba takes vectors faster than named tuples of them.
+    """Index the new tokens of all sequences, then draft after each. Numba passes vectors faster than named tuples of
+    them.
 
     Args:
-        steps: one for each text; ``TEXT_STEP`` ``[n]``. It says how far the call came.
-        tokens: of all texts, one text after the other, the new ones before those on trial.
-        behind: the place in ``tokens`` behind which each list is kept, rising in each text.
-        before, last, best, scores: the lists of all texts, one text after the other; see ``RecycledRows``.
+        steps: one per sequence; ``TEXT_STEP`` ``[n]``; records the progress of the call.
+        tokens: of all sequences, concatenated, new tokens before tentative ones.
+        behind: the place in ``tokens`` after which each list is kept, ascending per sequence.
+        before, last, best, scores: lists of all sequences, concatenated; see ``RecycledRows``.
         workspace, scratch: addresses.
-        rate: of learning.
-        drafted, parents, probability, origins: filled with one text's nodes after the other's; see ``Draft``.
+        drafted, parents, probability, origins: filled with nodes, sequence by sequence; see ``Draft``.
 
     Returns:
-        Which text needs something before the call is repeated, and what; two zeros when all is done.
+        The sequence that needs something before the call is repeated, and what; two zeros when done.
     """
     memory, lists = workspace_at(workspace), RecycledRows(before, last, best, scores)
     for number in range(len(steps)):
@@ -174,5 +167,5 @@ def step(
 
 @compiled
 def known_suffix(own: int, shared: int, cursor: int, scratch: int, tokens: IntArray) -> int:
-    """``text_cursor.known_suffix``, by addresses."""
+    """Call ``text_cursor.known_suffix`` by addresses."""
     return _known_suffix(index_at(own), index_at(shared), cursor_at(cursor), cursor_at(scratch), tokens)

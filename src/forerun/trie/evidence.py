@@ -1,8 +1,7 @@
-"""Gathering the candidates for the next token, and the evidence for each.
+"""Gathers the candidates for the next token, and the evidence for each.
 
-Candidates are the followers of the last one to ``ORDERS`` tokens in both sources, what the two copies predict, what the
-gapped matches predict and what stands in for it, what recycled logits list, and, where there are few of these, the
-tokens seen last.
+Candidates are the followers of the last one to ``ORDERS`` tokens in both sources, the predictions of copies and gapped
+matches, substitutes, and recycled logits; if these are few, recent tokens too.
 """
 
 from __future__ import annotations
@@ -70,10 +69,10 @@ from forerun.trie.tables import OUTPUT_MATCH, OWN, PROMPT_MATCH, SHARED, RecordA
 from forerun.trie.token_store import MAX_AGREED, UNWRITTEN, following, read
 
 MAX_FOLLOWERS = 24
-"""Followers of one context that are read, the most frequent ones and the last one."""
+"""Followers read per context: the most frequent ones, and the last one."""
 
 ENOUGH_CANDIDATES = 24
-"""The tokens seen last are left out where there are this many candidates."""
+"""With this many candidates, recent tokens are left out."""
 
 EULER = 0.5772156649015329
 """Mean of Gumbel noise."""
@@ -81,7 +80,7 @@ EULER = 0.5772156649015329
 
 @compiled
 def _note(table: CandidateTable, at: int, source: int, order: int, token: int, cell: int, add: bool) -> None:
-    """Write a follower's cell into input ``at`` of its candidate."""
+    """Store a follower's cell in input ``at`` of its candidate."""
     number = candidate(table, token, add)
     if number == NONE:
         return
@@ -97,11 +96,8 @@ def _note(table: CandidateTable, at: int, source: int, order: int, token: int, c
 def _add_followers(
     index: Index, slot: int, source: int, order: int, evidence: PositionEvidence, table: CandidateTable, least: float
 ) -> None:
-    """Make the followers of a context candidates.
-
-    A follower becomes a candidate only if its share of the context's total exceeds ``least``. The one that came last
-    adds evidence in any case, if it is a candidate already. The substitute's context has order ``ORDERS + 1``.
-    """
+    """Make candidates of a context's followers whose share of its total exceeds ``least``. The last follower adds
+    evidence whatever its share, if it is already a candidate. The substitute's context has order ``ORDERS + 1``."""
     is_substitute = order > ORDERS
     group = SUBSTITUTE_GROUP if is_substitute else context_input(source, order)
     at = SUBSTITUTE if is_substitute else group
@@ -118,7 +114,7 @@ def _add_followers(
     last = blocks[block].last
     for entry in range(1, min(blocks[block].followers, MAX_FOLLOWERS) + 1):
         count = blocks[block + entry].count
-        if count <= least * total and entry != last:  # all further ones are rarer still
+        if count <= least * total and entry != last:  # the remaining ones are rarer still
             break
         cell = cell_of(group, class_of_count(count), total_class, CAME_LAST if entry == last else OTHERS_SINCE)
         _note(table, at, source, order, blocks[block + entry].token, cell, count > least * total)
@@ -131,7 +127,7 @@ def _add_followers(
 def _add_substitutes(
     own: Index, match: np.record, evidence: PositionEvidence, table: CandidateTable, least: float
 ) -> None:
-    """Make substitutes for the next token of the prompt's match candidates."""
+    """Make candidates of the substitutes for the next token of the prompt's match."""
     substitutes = current_substitute_hash(own, match)
     slot = find(own, substitutes) if substitutes != 0 else 0
     evidence.absent[OWN, ORDERS].shorter = NONE
@@ -141,15 +137,14 @@ def _add_substitutes(
 
 @compiled
 def _note_skip(evidence: PositionEvidence, row: int, skip: int, count: int, total: int, state: int) -> None:
-    """Fill in the cell of a skip that was taken ``count`` times of ``total``."""
-    if skip <= SKIPS:  # otherwise it is a token: another context has the same hash
+    if skip <= SKIPS:  # otherwise a token: another context has this hash
         group = SKIP_GROUP + 2 * row + (1 if skip == SKIPS else 0)
         evidence.skips[row, skip] = cell_of(group, class_of_count(count), class_of_total(total), state)
 
 
 @compiled
 def count_skips(own: Index, match: np.record, row: int, hashed: np.uint64, evidence: PositionEvidence) -> None:
-    """Fill in ``PositionEvidence.skips``: how often each skip was taken after the last two tokens, whose hash is
+    """Fill in ``PositionEvidence.skips`` from how often each skip followed the last two tokens, whose hash is
     ``hashed``."""
     skipped = skip_hash(match, row, hashed)
     slot = find(own, skipped) if skipped != 0 else 0
@@ -170,7 +165,7 @@ def count_skips(own: Index, match: np.record, row: int, hashed: np.uint64, evide
 
 @compiled
 def _add_predicted(match: np.record, row: int, table: CandidateTable, token: int, kind: int, skip_cell: int) -> None:
-    """Make a predicted token a candidate, unless the match predicted it nearer already."""
+    """Make a predicted token a candidate, unless the match predicts it nearer."""
     number = candidate(table, token, True)
     if number == NONE or table.cells[number, MATCHED + row] != NONE:
         return
@@ -182,7 +177,7 @@ def _add_predicted(match: np.record, row: int, table: CandidateTable, token: int
 
 @compiled
 def _add_predictions(own: Index, match: np.record, row: int, evidence: PositionEvidence, table: CandidateTable) -> int:
-    """Make what a match predicts candidates; the kind of evidence that it is for all other tokens."""
+    """Make candidates of a match's predictions; return the kind of evidence for all other tokens."""
     position = match.position
     if match.spelled != 0:
         inside = spelled(own.spelling, read(own, position), match.spelled)
@@ -205,7 +200,7 @@ def _add_predictions(own: Index, match: np.record, row: int, evidence: PositionE
 def _add_matches(
     own: Index, matches: RecordArray, node: int, hashed: np.uint64, evidence: PositionEvidence, table: CandidateTable
 ) -> None:
-    """Make what a node's matches predict candidates; ``hashed`` is of its last two tokens."""
+    """Make candidates of the predictions of a node's matches; ``hashed`` is of its last two tokens."""
     evidence.inputs[0] = SUBSTITUTE
     for row in range(2):
         match = matches[node, row]
@@ -219,7 +214,7 @@ def _add_matches(
 
 @compiled
 def _copy_cell(source: int, agreed: int, wrong: int) -> int:
-    """The cell of a copy for tokens that it does not predict; the next cell is for the one that it does."""
+    """Return a copy's cell for tokens that it does not predict; the next cell is for the predicted one."""
     misses = 0
     for bit in range(8):
         misses += (wrong >> bit) & 1
@@ -234,7 +229,6 @@ def _copy_cell(source: int, agreed: int, wrong: int) -> int:
 def _add_copy(
     index: Index, copies: RecordArray, node: int, source: int, evidence: PositionEvidence, table: CandidateTable
 ) -> None:
-    """Make what a node's copy predicts a candidate."""
     copy, predicted = copies[node, source], evidence.copies[source]
     predicted.token = UNWRITTEN if copy.position == 0 else read(index, copy.position)
     predicted.cell = _copy_cell(source, copy.agreed, copy.wrong)
@@ -245,10 +239,7 @@ def _add_copy(
 
 @compiled
 def gather(own: Index, shared: Index, workspace: DraftWorkspace, node: int, least: float) -> None:
-    """Fill the table for a node, from recycled logits, its matches, its copies and the followers of its contexts.
-
-    For ``least`` see ``_add_followers``.
-    """
+    """Fill the table for a node from all evidence; for ``least`` see ``_add_followers``."""
     hashes, copies, matches = workspace.hashes, workspace.copies, workspace.matches
     table, evidence = workspace.table, workspace.evidence
     clear(table)
@@ -271,12 +262,11 @@ def gather(own: Index, shared: Index, workspace: DraftWorkspace, node: int, leas
 
 @compiled
 def noise_of(noise: RecordArray, ahead: int, token: int) -> float:
-    """T times what a token's noise is above its mean, ``ahead`` tokens behind ``NOISE.position``; 0 if not known.
+    """Return T times a token's noise above its mean, ``ahead`` tokens after ``NOISE.position``; 0 if unknown.
 
-    Coupled sampling takes the best log p / T + g, where the Gumbel noise g is a pure function of seed, position and
-    token (``core/sampling_kernels.py``). That is the best log p + T g: among tokens of equal chance, the one with the
-    highest noise comes. So the mixer adds T g to the log-odds, less its mean and times a weight, by which it learns how
-    far to trust it.
+    Coupled sampling takes the largest log p / T + g, where the Gumbel noise g is a pure function of seed, position and
+    token (``core/sampling_kernels.py``); equivalently, the largest log p + T g. So of equally likely tokens, the one
+    with the most noise wins. The mixer adds T g, less its mean, to the log-odds with a learned weight.
     """
     text = noise[0]
     if text.temperature == 0:
@@ -286,7 +276,6 @@ def noise_of(noise: RecordArray, ahead: int, token: int) -> float:
 
 @compiled
 def _complete_texts(table: CandidateTable, evidence: PositionEvidence) -> None:
-    """Fill in each candidate's inputs from contexts that it did not follow, and from copies."""
     for number in range(table.size[0]):
         cells, token = table.cells[number], table.candidates[number].token
         for source in range(2):
@@ -305,7 +294,6 @@ def _complete_texts(table: CandidateTable, evidence: PositionEvidence) -> None:
 
 @compiled
 def _complete_matches(table: CandidateTable, evidence: PositionEvidence) -> None:
-    """Fill in each candidate's inputs from matches, substitutes and skips that do not predict it."""
     for number in range(table.size[0]):
         cells = table.cells[number]
         for row in range(2):
@@ -321,7 +309,7 @@ def _complete_matches(table: CandidateTable, evidence: PositionEvidence) -> None
 
 @compiled
 def complete(table: CandidateTable, evidence: PositionEvidence, noise: RecordArray, ahead: int) -> None:
-    """Fill in the inputs that ``gather`` left out: what speaks against each candidate, copies, and known noise."""
+    """Fill in the inputs that ``gather`` left out: evidence against each candidate, copies, and known noise."""
     _complete_texts(table, evidence)
     if evidence.inputs[0] != SUBSTITUTE:
         _complete_matches(table, evidence)
@@ -334,10 +322,8 @@ def complete(table: CandidateTable, evidence: PositionEvidence, noise: RecordArr
 
 @compiled
 def _frequency_class(index: Index, token: int) -> int:
-    """Class of a token's frequency in a source, on a logarithmic scale; 0 if it never occurred.
-
-    Each class stands for frequencies ``e ** (1 / 1.5)`` times those of the class below, about twice.
-    """
+    """Return the log-scale class of a token's frequency in a source, about a factor of two (``e ** (1 / 1.5)``) each; 0
+    if it never occurred."""
     slot = find(index, mix(np.uint64(0), token))
     if slot == 0:
         return 0
@@ -347,13 +333,12 @@ def _frequency_class(index: Index, token: int) -> int:
 
 @compiled
 def _recency_class(rank: int) -> int:
-    """Class of a token's rank among those seen last."""
     return 0 if rank < 2 else 1 if rank < 6 else 2 if rank < 12 else 3 if rank < 24 else 4
 
 
 @compiled
 def _add_recent(index: Index, source: int, table: CandidateTable, first: int) -> None:
-    """Make a source's tokens seen last candidates; note how long ago in those from number ``first`` on."""
+    """Make candidates of a source's recent tokens; store the recency of those from number ``first`` on."""
     for rank in range(len(index.recent)):
         if index.recent[rank] < 0:
             break
@@ -364,10 +349,8 @@ def _add_recent(index: Index, source: int, table: CandidateTable, first: int) ->
 
 @compiled
 def gather_recent(own: Index, shared: Index, table: CandidateTable) -> None:
-    """Add the tokens seen last to the table, with the cells of their frequency and recency.
-
-    Candidates that were on the table before keep their cells: they have better evidence.
-    """
+    """Add the recent tokens to the table, with their frequency and recency. Earlier candidates have better evidence and
+    keep their cells."""
     first = table.size[0]
     _add_recent(own, OWN, table, first)
     _add_recent(shared, SHARED, table, first)

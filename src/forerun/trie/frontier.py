@@ -1,6 +1,6 @@
-"""The frontier of a draft: candidates that are not drafted yet, likeliest first.
+"""The frontier of a draft: candidates not drafted yet, likeliest first.
 
-It is a short sorted list. A new entry is sorted in from the tail, and what can no longer enter the draft falls off.
+A short sorted list. New entries are inserted from the tail, and those that can no longer enter the draft drop off.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from forerun.trie.arrays import FloatArray
 from forerun.trie.tables import SPAN, RecordArray
 
 ORDER_BITS, NODE_BITS = 3, 20
-"""Bits of each order and of the node in an entry: token, node above, longest own context, longest shared context."""
+"""Bits of each order, and of the parent. An entry packs token, parent, longest request context, longest namespace
+context."""
 
 ABOVE_START = 2 * ORDER_BITS
 TOKEN_START = ABOVE_START + NODE_BITS
-"""First bits of the node above and of the token; the orders lie below."""
+"""First bits of the parent and of the token, above the orders."""
 
 RECYCLED_ORDER = 7
-"""In place of the own context's order: the token comes from recycled logits alone."""
+"""Replaces the request context's order if only recycled logits predict the token."""
 
 FROM_TEXT, FROM_EARLIER, FROM_LOGITS = int(Origin.TEXT), int(Origin.EARLIER), int(Origin.RECYCLED)
 
 
 class Frontier(NamedTuple):
-    """Candidates that are not drafted yet.
+    """Candidates not drafted yet.
 
     Attributes:
-        chances: estimated probability of each, descending; float64 ``[2 n + 1]``.
+        chances: estimated probabilities, descending; float64 ``[2 n + 1]``.
         entries: see ``packed``, int64 ``[2 n + 1]``.
         span: ``SPAN`` ``[1]``.
     """
@@ -43,45 +44,43 @@ class Frontier(NamedTuple):
 
     @classmethod
     def allocate(cls, budget: int) -> Frontier:
-        """Room for drafts of up to ``budget`` nodes."""
         return cls(np.zeros(2 * budget + 1), np.zeros(2 * budget + 1, np.int64), np.zeros(1, SPAN))
 
 
 @compiled
 def packed(token: int, above: int, own_order: int, shared_order: int) -> int:
-    """An entry: a token, the row on the workspace of the node above, and the longest context in each source."""
+    """Pack a token, its parent's workspace row, and the longest context in each source."""
     return token << TOKEN_START | above << ABOVE_START | own_order << ORDER_BITS | shared_order
 
 
 @compiled
 def token_of(entry: int) -> int:
-    """Its token."""
+    """Return the token of an entry."""
     return entry >> TOKEN_START
 
 
 @compiled
 def above_of(entry: int) -> int:
-    """The row on the workspace of the node above it."""
+    """Return the workspace row of an entry's parent."""
     return entry >> ABOVE_START & ((1 << NODE_BITS) - 1)
 
 
 @compiled
 def own_order_of(entry: int) -> int:
-    """Tokens of the longest context that it followed in the request's own text."""
+    """Return the length of the longest context in the request that the token followed."""
     order = entry >> ORDER_BITS & ((1 << ORDER_BITS) - 1)
     return 0 if order == RECYCLED_ORDER else order
 
 
 @compiled
 def shared_order_of(entry: int) -> int:
-    """Tokens of the longest context that it followed in the namespace's texts."""
+    """Return the length of the longest context in the namespace that the token followed."""
     return entry & ((1 << ORDER_BITS) - 1)
 
 
 @compiled
 def origin_of(entry: int) -> int:
-    """The source in which the longer context was found: the request's own text, or else earlier ones; or recycled
-    logits."""
+    """Return the source with the longer context: request or namespace; or recycled logits."""
     if entry >> ORDER_BITS & ((1 << ORDER_BITS) - 1) == RECYCLED_ORDER:
         return FROM_LOGITS
     return FROM_EARLIER if shared_order_of(entry) > own_order_of(entry) else FROM_TEXT
@@ -89,7 +88,7 @@ def origin_of(entry: int) -> int:
 
 @compiled
 def offer(frontier: Frontier, bound: int, chance: float, entry: int) -> None:
-    """Sort an entry in, unless ``bound`` entries are at least as likely."""
+    """Insert an entry, unless ``bound`` entries are at least as likely."""
     chances, entries, span = frontier.chances, frontier.entries, frontier.span[0]
     head, at = span.head, span.tail
     if at - head >= bound:
@@ -107,6 +106,6 @@ def offer(frontier: Frontier, bound: int, chance: float, entry: int) -> None:
 
 @compiled
 def least(frontier: Frontier, bound: int) -> float:
-    """The chance that a new entry must exceed to be among the first ``bound``."""
+    """Return the probability that a new entry must exceed to be among the first ``bound``."""
     span = frontier.span[0]
     return frontier.chances[span.head + bound - 1] if span.tail - span.head >= bound else 0.0

@@ -1,22 +1,18 @@
-"""Gapped matches predict an output that repeats an earlier passage in another form.
+"""Gapped matches: predict output that repeats an earlier passage in another form.
 
-A table is repeated as JSON, or a record like the record before it. Such an output copies a value, writes a few tokens
-of its own, and copies the next value. The last tokens before that next value are no known context, so n-grams cannot
-predict it. A gapped match can. It points behind the token that was copied last. It predicts the next few tokens of that
-passage, and moves behind the first of them that comes.
+A table repeated as JSON, or a record like the one before it, copies a value, adds a few new tokens, and copies the next
+value. The tokens just before a value are no known context, so n-grams cannot predict it. A gapped match can: it points
+after the last copied token, predicts the next few tokens of that passage, and moves past the first of them that comes.
 
-Two matches are kept for the text, and for each node of a draft. ``PROMPT_MATCH`` leads through the prompt, for what is
-rearranged. ``OUTPUT_MATCH`` leads through the output, for a form that repeats itself.
+The sequence, and each node of a draft, has two matches: ``PROMPT_MATCH`` goes through the prompt, for rearranged
+content, and ``OUTPUT_MATCH`` through the output, for repeated form. Matches also use:
 
-Matches also know:
-
-- *Spelling.* A word with a space before it in the prompt may have none in the output, and then has other tokens. The
-  prompt's match goes through that spelling (``spelling``).
-- *Substitutes.* The token that the prompt's match is sure of is a context of its own. Where a table has a comma, JSON
-  may have a quote and a comma. Such substitutes are counted. One that was counted twice moves the match on, as if the
-  predicted token had come.
-- *Skips.* The output's last two tokens, together with the match, are a context of the *skip*: which of the
-  predicted tokens comes next. After a colon and a quote, for example, it is the spelling of the token after next.
+- *Spelling.* A word after a space in the prompt may follow a quote in the output, as other tokens. The prompt's match
+  follows that spelling (``spelling``).
+- *Substitutes.* Where the prompt has a comma, JSON may have a quote and a comma. Tokens that replace a confident
+  prediction are counted; one counted twice moves the match on, as if the prediction had come.
+- *Skips.* The last two tokens of the output, with the match, are a context for the *skip*: which predicted token comes
+  next. After a colon and a quote, for example, it is the spelling of the token after next.
 """
 
 from __future__ import annotations
@@ -31,19 +27,19 @@ from forerun.trie.tables import OUTPUT_MATCH, PROMPT_MATCH, RecordArray
 from forerun.trie.token_store import UNWRITTEN, following, read
 
 PROMPT_LOOKAHEAD, OUTPUT_LOOKAHEAD = 4, 8
-"""How many tokens the prompt's match and the output's look ahead to be moved on. The output's is drafted one ahead."""
+"""How many tokens ahead move the prompt's and the output's match on. The output's match drafts only the next token."""
 
 MAX_GAP_TOKENS = 40
-"""A match is given up after more tokens than this that it did not predict."""
+"""A match ends after more unpredicted tokens than this."""
 
 START_AGREED, RESTART_AGREED = 3, 6
-"""Tokens that must agree before a match is started where there is none, and where one waits."""
+"""Tokens that must agree to start a match, and to replace a waiting one."""
 
 MIN_RESUMED = 2
-"""Times that a match must have been resumed before it predicts anything."""
+"""Times that a match must resume before it predicts."""
 
 PLAIN_COPY_RUN = 32
-"""Tokens in a row after which a match is an ordinary copy, and predicts nothing either."""
+"""After this many predicted tokens in a row, a match is an ordinary copy and stops predicting."""
 
 RESUMED_CLASSES, GAP_CLASSES = 3, 7
 """Classes of ``GAPPED_MATCH.resumed`` and of ``GAPPED_MATCH.gap``."""
@@ -53,10 +49,10 @@ SPELT, SPELT_AHEAD, INSIDE_SPELLING, UNPREDICTED, OUTSIDE_SPELLING, NEXT, OTHER 
 )
 """How a match predicts a token.
 
-- The prompt's: a number below ``PROMPT_LOOKAHEAD`` is how many tokens ahead it is. ``SPELT``, ``SPELT_AHEAD``: it
-  begins the spelling of the token at the match, or of one further ahead. ``INSIDE_SPELLING``: it is the next of a
-  spelling that has begun. ``UNPREDICTED`` and ``OUTSIDE_SPELLING``: it is none of these, outside and inside a spelling.
-- The output's: ``NEXT``, it is the token at the match. ``OTHER``: it is not.
+- Prompt: a number below ``PROMPT_LOOKAHEAD`` is the distance. ``SPELT``, ``SPELT_AHEAD``: starts the spelling of the
+  token at the match, or of a later one. ``INSIDE_SPELLING``: continues a spelling. ``UNPREDICTED``,
+  ``OUTSIDE_SPELLING``: none of these, outside and inside a spelling.
+- Output: ``NEXT`` is the token at the match, ``OTHER`` any other.
 """
 
 MATCH_KINDS = PROMPT_LOOKAHEAD + 7
@@ -64,19 +60,19 @@ MATCH_KINDS = PROMPT_LOOKAHEAD + 7
 GAPPED_MATCH_CELLS = MATCH_KINDS * RESUMED_CLASSES * GAP_CLASSES
 
 SUBSTITUTE_SEED = np.uint64(0xD6E8FEB86659FD93)
-"""The hashes of substitutes' contexts start from this, far from those of a text's contexts."""
+"""Seed for the hashes of substitutes' contexts, far from those of sequences."""
 
 SKIP_MARK = 1 << 31
-"""The hash of a skip context is that of two tokens mixed with this plus the match's number. No token has such an id."""
+"""Mixed into a skip context's hash, plus the match's number. No token has such an id."""
 
 SKIPS = 2 * PROMPT_LOOKAHEAD
-"""The skip to a token that is not predicted. Those below ``PROMPT_LOOKAHEAD`` lead to the token that is as many ahead,
-those from ``PROMPT_LOOKAHEAD`` on to its spelling."""
+"""The skip to an unpredicted token. Skips below ``PROMPT_LOOKAHEAD`` are the distance to the token; from there on, to
+its spelling."""
 
 
 @compiled
 def next_on(own: Index, match: np.record, row: int, position: int) -> int:
-    """The token at a position of a match, or ``UNWRITTEN`` where the match ends."""
+    """Return the token at a position of a match, or ``UNWRITTEN`` where the match ends."""
     if position == 0 or (position > match.prompt_end) != (row == OUTPUT_MATCH):
         return UNWRITTEN
     return read(own, position)
@@ -91,13 +87,13 @@ def active(match: np.record) -> bool:
 
 @compiled
 def substitute_hash(predicted: int) -> np.uint64:
-    """The context of the substitutes for a token that a match predicts."""
+    """Return the context of the substitutes for a predicted token."""
     return mix(SUBSTITUTE_SEED, predicted)
 
 
 @compiled
 def current_substitute_hash(own: Index, match: np.record) -> np.uint64:
-    """The context of the substitutes for the next token of the prompt's match while the output follows it; else 0."""
+    """Return the context of the substitutes for the prompt match's next token while the output follows it; else 0."""
     if match.gap != 0 or not active(match) or match.spelled != 0:
         return np.uint64(0)
     predicted = next_on(own, match, PROMPT_MATCH, match.position)
@@ -106,10 +102,8 @@ def current_substitute_hash(own: Index, match: np.record) -> np.uint64:
 
 @compiled
 def skip_hash(match: np.record, row: int, hashed: np.uint64) -> np.uint64:
-    """The context of the skip, or 0; ``hashed`` is of the last two tokens.
-
-    There is one where the prompt's match waits, and one where the output's match is being followed.
-    """
+    """Return the context of the skip, or 0; ``hashed`` is of the last two tokens. One exists while the prompt's match
+    waits, or the output's is followed."""
     if match.position == 0 or match.resumed + 1 < MIN_RESUMED or match.spelled != 0:
         return np.uint64(0)
     waits = match.gap != 0
@@ -118,7 +112,7 @@ def skip_hash(match: np.record, row: int, hashed: np.uint64) -> np.uint64:
 
 @compiled
 def skip_to(own: Index, match: np.record, row: int, token: int) -> int:
-    """The skip from a match to a token."""
+    """Return the skip from a match to a token."""
     position = match.position
     for ahead in range(PROMPT_LOOKAHEAD if row == PROMPT_MATCH else 1):
         predicted = next_on(own, match, row, position)
@@ -134,7 +128,6 @@ def skip_to(own: Index, match: np.record, row: int, token: int) -> int:
 
 @compiled
 def _note_hit(match: np.record) -> None:
-    """Note that a predicted token came."""
     match.run = match.run + 1 if match.gap == 0 else 1
     if match.run == 2:
         match.resumed = min(match.resumed + 1, MIN_RESUMED + RESUMED_CLASSES - 1)
@@ -143,7 +136,6 @@ def _note_hit(match: np.record) -> None:
 
 @compiled
 def _note_spelling(own: Index, match: np.record, position: int, predicted: int, came: int) -> None:
-    """Note how many tokens of a word's spelling came; after the last one the match moves on."""
     more = spelled(own.spelling, predicted, came) != UNWRITTEN
     match.spelled = came if more else 0
     match.position = position if more else following(own, position)
@@ -151,7 +143,7 @@ def _note_spelling(own: Index, match: np.record, position: int, predicted: int, 
 
 @compiled
 def _continue_spelling(own: Index, match: np.record, token: int) -> bool:
-    """Whether a spelling that has begun goes on with the token; if not, its word is passed over."""
+    """Continue a spelling with the token; if it does not fit, skip the word and return False."""
     position, came = match.position, match.spelled
     predicted = read(own, position)
     if spelled(own.spelling, predicted, came) == token:
@@ -164,7 +156,7 @@ def _continue_spelling(own: Index, match: np.record, token: int) -> bool:
 
 @compiled
 def _advance_on_hit(own: Index, match: np.record, row: int, token: int, ahead: int) -> bool:
-    """Move a match on if the token is one of the next ``ahead`` that it predicts; whether it is."""
+    """Move a match on if the token is among the next ``ahead`` predictions; return whether it is."""
     position = match.position
     for _ in range(ahead):
         predicted = next_on(own, match, row, position)
@@ -184,8 +176,7 @@ def _advance_on_hit(own: Index, match: np.record, row: int, token: int, ahead: i
 
 @compiled
 def _note_miss(own: Index, match: np.record, row: int, token: int) -> None:
-    """Note that a token came that a match does not predict."""
-    if match.gap == 0 and match.run == 1:  # the one before was predicted by chance
+    if match.gap == 0 and match.run == 1:  # the previous hit was chance
         match.resumed = max(match.resumed - 1, 0)
     substitutes = current_substitute_hash(own, match) if row == PROMPT_MATCH else np.uint64(0)
     if substitutes != 0 and times(own, substitutes, token) > 1:
@@ -198,7 +189,6 @@ def _note_miss(own: Index, match: np.record, row: int, token: int) -> None:
 
 @compiled
 def _follow(own: Index, match: np.record, row: int, token: int, ahead: int) -> None:
-    """Move a match by the token that came."""
     if match.spelled != 0 and _continue_spelling(own, match, token):
         return
     if match.position != 0 and not _advance_on_hit(own, match, row, token, ahead):
@@ -207,26 +197,24 @@ def _follow(own: Index, match: np.record, row: int, token: int, ahead: int) -> N
 
 @compiled
 def follow_matches(own: Index, matches: RecordArray, node: int, token: int) -> None:
-    """Move both matches by the token that came."""
+    """Move both matches by a token."""
     _follow(own, matches[node, PROMPT_MATCH], PROMPT_MATCH, token, PROMPT_LOOKAHEAD)
     _follow(own, matches[node, OUTPUT_MATCH], OUTPUT_MATCH, token, OUTPUT_LOOKAHEAD)
 
 
 @compiled
 def inherit_matches(matches: RecordArray, above: int, node: int) -> None:
-    """Give a node the matches of the node above it.
-
-    A match that is not active yet is left out: within the depth of a draft it would hardly be.
-    """
+    """Copy the parent's matches to a node, except those not active yet: within a draft's depth they would hardly become
+    so."""
     for row in range(2):
-        matches[node, row].position = matches[node, row].spelled = 0  # else what stood here before would go on
+        matches[node, row].position = matches[node, row].spelled = 0  # clears what an earlier draft left
         if matches[above, row].position != 0 and matches[above, row].resumed >= MIN_RESUMED:
             matches[node, row] = matches[above, row]
 
 
 @compiled
 def start_match(matches: RecordArray, position: int, agreed: int) -> None:
-    """Start a match where a copy stands, unless one is being followed or the copy agrees too little."""
+    """Start a match where a copy points, unless one is being followed or the copy agrees too little."""
     row = PROMPT_MATCH if position <= matches[0, PROMPT_MATCH].prompt_end else OUTPUT_MATCH
     match = matches[0, row]
     waiting = match.position
@@ -239,7 +227,7 @@ def start_match(matches: RecordArray, position: int, agreed: int) -> None:
 
 @compiled
 def match_cell(kind: int, resumed: int, gap: int) -> int:
-    """The cell of one of ``MATCH_KINDS``, among ``GAPPED_MATCH_CELLS``."""
+    """Return the cell of one of ``MATCH_KINDS``, among ``GAPPED_MATCH_CELLS``."""
     if gap > 2:
         gap = 3 if gap < 5 else 4 if gap < 8 else 5 if gap < 14 else 6
     return (kind * RESUMED_CLASSES + resumed - MIN_RESUMED) * GAP_CLASSES + gap

@@ -1,13 +1,13 @@
-"""How likely a token comes next: all evidence for it, mixed by how much each kind of evidence was worth before.
+"""Estimates how likely a token comes next, by mixing all evidence for it.
 
-This is logistic mixing as in the PAQ compressors (Mahoney, 2005), in three steps:
+Logistic mixing as in the PAQ compressors (Mahoney, 2005):
 
-1. Each piece of evidence has a *cell* (``candidates``). It learns how often tokens with such evidence came.
-2. The log-odds of a candidate's cells are added up, each with a *weight*. Weights are learned too, by gradient descent.
-   There is one set of them for each quality of match, because a long context makes the short ones worth less.
-3. A *correction* maps the sum to a probability. It learns how often candidates with that sum came.
+1. Each piece of evidence has a *cell* (``candidates``), which learns how often tokens with such evidence came.
+2. The log-odds of a candidate's cells are summed with *weights*, trained by gradient descent. There is one set per
+  quality of match, because a long context makes short ones worth less.
+3. A *correction* maps the sum to a probability, from how often candidates with that sum came.
 
-Nothing here holds text.
+Nothing here holds tokens.
 """
 
 from __future__ import annotations
@@ -41,41 +41,41 @@ WEIGHT_COLUMNS = BIAS + 1
 """Columns of ``Mixer.weights``: the inputs, and the constant."""
 
 TEXT_SETS = 81
-"""Sets of weights for what texts say: three classes each of the longest own and shared context, copies and matches."""
+"""Weight sets for evidence from sequences: three classes each of longest request and namespace context, copies and
+matches."""
 
 SETS = 4 * TEXT_SETS
-"""Rows of ``Mixer.weights``: a set for each class of recycled logits, too. There are none, they do not list the token,
-they list it behind one token, or behind two."""
+"""Rows of ``Mixer.weights``: ``TEXT_SETS`` for each class of recycled logits: no list, not on the list, on the list
+after one token, after two."""
 
 KNOTS = 33
-"""Points of the correction: log-odds from -8 to 8 in steps of a half."""
+"""Points of the correction: log-odds from -8 to 8 in steps of 0.5."""
 
 STEEPEST = 7.99
-"""Log-odds beyond this are corrected as if they were this."""
+"""Larger log-odds are clipped to this."""
 
 PRIOR_FILE = Path(__file__).with_name("prior.npy")
-"""What was learned on other texts."""
+"""Cells, weights and correction trained on other sequences."""
 
 SLOWEST_CELL_RATE = 0.0003
-"""Least rate at which a cell's chance changes."""
+"""Minimum learning rate of a cell's probability."""
 
 CORRECTION_RATE = 0.01
-"""Rate at which the correction changes."""
+"""Learning rate of the correction."""
 
 LONG_COPY = 16
-"""Tokens of agreement from which on a copy makes a set of weights of its own."""
+"""Copies that agree for at least this many tokens use a separate weight set."""
 
 
 class Cells(NamedTuple):
-    """What is known of each kind of evidence.
-
-    The last entry is for ``NONE`` (-1): it has log-odds 0, which adds nothing.
+    """Statistics of each kind of evidence, float32 ``[CELLS + 1]``. The last entry is for ``NONE`` (-1): its log-odds
+    are 0.
 
     Attributes:
-        odds: logarithm of chance / (1 - chance), float32 ``[CELLS + 1]``.
-        chance: how often tokens with such evidence came, float32 ``[CELLS + 1]``.
-        uses: how often that was seen, float32 ``[CELLS + 1]``.
-        changed: 1 while ``odds`` is older than ``chance``, float32 ``[CELLS + 1]``.
+        odds: log(chance / (1 - chance)).
+        chance: how often tokens with such evidence came.
+        uses: number of observations.
+        changed: 1 while ``odds`` is older than ``chance``.
     """
 
     odds: npt.NDArray[np.float32]
@@ -85,12 +85,11 @@ class Cells(NamedTuple):
 
 
 class Mixer(NamedTuple):
-    """What was learned.
+    """Everything learned about evidence.
 
     Attributes:
-        cells: see ``Cells``.
         weights: of each input, by set; float64 ``[SETS, WEIGHT_COLUMNS]``.
-        correction: probability at each knot, by set; float64 ``[SETS + 1, KNOTS]``. The last row is the logistic
+        correction: probability at each knot, by set; float64 ``[SETS + 1, KNOTS]``; the last row is the logistic
             function.
     """
 
@@ -99,19 +98,17 @@ class Mixer(NamedTuple):
     correction: FloatArray
 
     def copy(self) -> Mixer:
-        """The same, to learn on from."""
         return Mixer(Cells(*(part.copy() for part in self.cells)), self.weights.copy(), self.correction.copy())
 
 
 @compiled
 def _knot(odds: float) -> float:
-    """Where log-odds lie among the knots."""
     return (min(max(odds, -STEEPEST), STEEPEST) + 8) * 2
 
 
 @compiled
 def corrected(mixer: Mixer, chosen: int, odds: float) -> float:
-    """The final probability: the mean of the logistic function and of how often such candidates came."""
+    """Return the final probability: the mean of the logistic function and the correction."""
     knot = _knot(odds)
     low = int(knot)
     table = mixer.correction
@@ -122,7 +119,7 @@ def corrected(mixer: Mixer, chosen: int, odds: float) -> float:
 
 @compiled
 def _weights_of(table: CandidateTable, number: int, evidence: PositionEvidence) -> int:
-    """The set of weights for a candidate, by the quality of its match."""
+    """Return the weight set of a candidate, by the quality of its match."""
     found, copied = table.candidates[number], 0
     for source in range(2):
         if evidence.copies[source].token == found.token:
@@ -134,7 +131,7 @@ def _weights_of(table: CandidateTable, number: int, evidence: PositionEvidence) 
 
 @compiled
 def _listed_class(evidence: PositionEvidence, listed: int) -> int:
-    """What recycled logits say of a token that is on a list of order ``listed``, or on none (0)."""
+    """Return the class of recycled logits for a token on a list of order ``listed``, or on none (0)."""
     if evidence.unlisted[0] == NONE and evidence.unlisted[1] == NONE:
         return 0
     return 1 + listed
@@ -142,19 +139,19 @@ def _listed_class(evidence: PositionEvidence, listed: int) -> int:
 
 @compiled
 def unmatched_by_text(chosen: int) -> bool:
-    """Whether weights are for a token that nothing but recycled logits speaks for."""
+    """Whether a weight set is for tokens that only recycled logits predict."""
     return bool(chosen >= 2 * TEXT_SETS and chosen % TEXT_SETS == 0)
 
 
 @compiled
 def weights_unmatched(evidence: PositionEvidence) -> int:
-    """The set of weights for a token that no context, copy, match or list speaks for."""
+    """Return the weight set for a token without a context, copy, match or list."""
     return TEXT_SETS * _listed_class(evidence, 0)
 
 
 @compiled
 def weigh(mixer: Mixer, table: CandidateTable, evidence: PositionEvidence) -> None:
-    """Note the probability of each candidate on the table, with what led to it."""
+    """Compute each candidate's weight set, log-odds and probability."""
     for number in range(table.size[0]):
         chosen = _weights_of(table, number, evidence)
         odds = mixer.weights[chosen, BIAS]
@@ -167,8 +164,8 @@ def weigh(mixer: Mixer, table: CandidateTable, evidence: PositionEvidence) -> No
 
 @compiled
 def odds_unmatched(mixer: Mixer, chosen: int, evidence: PositionEvidence) -> float:
-    """The log-odds of a token that no context, copy or match speaks for, without its own frequency and recency;
-    ``chosen`` is its set of weights, ``weights_unmatched``."""
+    """Return the log-odds of a token without a context, copy or match, before its frequency and recency; ``chosen`` is
+    ``weights_unmatched``."""
     odds = mixer.weights[chosen, BIAS]
     for order in range(RECYCLED_ORDERS):
         odds += mixer.weights[chosen, RECYCLED + order] * mixer.cells.odds[evidence.unlisted[order]]
@@ -185,7 +182,6 @@ def odds_unmatched(mixer: Mixer, chosen: int, evidence: PositionEvidence) -> flo
 
 @compiled
 def _teach_correction(mixer: Mixer, chosen: int, odds: float, hit: float) -> None:
-    """Let the correction learn from one candidate."""
     knot = _knot(odds)
     low = int(knot)
     table = mixer.correction
@@ -195,7 +191,6 @@ def _teach_correction(mixer: Mixer, chosen: int, odds: float, hit: float) -> Non
 
 @compiled
 def _teach_candidate(mixer: Mixer, table: CandidateTable, inputs: int, number: int, hit: float, rate: float) -> None:
-    """Learn from one candidate, which came (1) or did not (0)."""
     odds, chosen = table.candidates[number].odds, table.candidates[number].weights
     cells, weights = mixer.cells, mixer.weights
     error = rate * (hit - 1 / (1 + math.exp(-min(max(odds, -20.0), 20.0))))
@@ -214,10 +209,8 @@ def _teach_candidate(mixer: Mixer, table: CandidateTable, inputs: int, number: i
 
 @compiled
 def teach(mixer: Mixer, table: CandidateTable, inputs: int, token: int, rate: float) -> None:
-    """Learn from the token that came.
-
-    Log-odds are brought up to date at the end, so that all candidates of a position learn from the same ones.
-    """
+    """Train on the token that came. Log-odds are updated last, so that all candidates of a position train on equal
+    ones."""
     cells, size = mixer.cells, table.size[0]
     for number in range(size):
         _teach_candidate(mixer, table, inputs, number, 1.0 if table.candidates[number].token == token else 0.0, rate)
@@ -231,21 +224,17 @@ def teach(mixer: Mixer, table: CandidateTable, inputs: int, token: int, rate: fl
 
 
 def dump(mixer: Mixer) -> FloatArray:
-    """What was learned, as one vector."""
+    """Return everything learned as one vector."""
     return np.concatenate(
         [mixer.cells.chance[:CELLS], mixer.cells.uses[:CELLS], mixer.weights.ravel(), mixer.correction[:SETS].ravel()]
     )
 
 
 def restore(learned: FloatArray) -> Mixer:
-    """The mixer of a vector.
-
-    Raises:
-        ValueError: if it cannot be one.
-    """
+    """Restore a mixer from ``dump``'s vector; raise ValueError if its length differs or a value is not finite."""
     ends = np.cumsum([CELLS, CELLS, SETS * WEIGHT_COLUMNS, SETS * KNOTS])
     if len(learned) != ends[-1] or not np.isfinite(learned).all():
-        raise ValueError("what was learned is not of this program")
+        raise ValueError("the learned weights have another size, or are not finite")
     chances, uses, weights, correction = np.split(learned, ends[:-1])
     mixer = blank()
     cells = mixer.cells
@@ -258,10 +247,8 @@ def restore(learned: FloatArray) -> Mixer:
 
 
 def prior() -> Mixer:
-    """A mixer that starts from what was learned on other texts, and from a model's answers.
-
-    ``python -m benchmarks learn-evidence``, then ``learn-recycled``, write it.
-    """
+    """Return a mixer trained on other sequences and a model's answers by ``python -m benchmarks learn-evidence``, then
+    ``learn-recycled``."""
     return _load_prior().copy()
 
 
@@ -276,7 +263,7 @@ def _load_prior() -> Mixer:
 
 
 def blank() -> Mixer:
-    """A mixer that has learned nothing; all its weights are 0."""
+    """Return an untrained mixer; all weights are 0."""
     cells = Cells(*(np.zeros(CELLS + 1, np.float32) for _ in Cells._fields))
     cells.chance[NONE] = 0.5
     correction = np.tile(1 / (1 + np.exp(8 - np.arange(KNOTS) / 2)), (SETS + 1, 1))

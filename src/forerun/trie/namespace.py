@@ -1,6 +1,6 @@
-"""The outputs of one namespace, in arrays of a fixed size. When they are full, the oldest outputs are taken back.
+"""The outputs of one namespace, in arrays of fixed size. When they are full, the oldest outputs are removed.
 
-An output goes as a whole, but a piece at a time, so that no step waits for a long one.
+An output is removed entirely, but piece by piece, so that no step waits for a long one.
 """
 
 from __future__ import annotations
@@ -20,28 +20,23 @@ from forerun.trie.tables import CHUNK_TOKENS, SHARED, TEXT_CHUNK, RecordArray
 from forerun.trie.text_cursor import TextCursor
 
 PIECE_TOKENS = 32
-"""Tokens that are taken in, or taken back, at a time."""
+"""Tokens added, or removed, at a time."""
 
 WITHDRAWN_PER_TOKEN = 4
-"""Tokens that are taken back for each new one, once the namespace is full."""
+"""Tokens removed per new one, once the namespace is full."""
 
 MIN_GROWTH_BYTES = 1 << 16
-"""Minimum growth of a namespace whose size is bounded: room for some 900 tokens."""
+"""Minimum growth of a bounded namespace: room for some 900 tokens."""
 
 
 class Texts(NamedTuple):
-    """A copy of the memory that a namespace's outputs are in. It is made at the speed of memory, and read later.
-
-    Attributes:
-        rows: of ``Index.text``; ``TEXT_CHUNK`` ``[chunks]``.
-        firsts: first chunks of the outputs, oldest first; int64 ``[n]``.
-    """
+    """A raw copy of a namespace's outputs, fast to make and decoded later: rows of ``Index.text``, and the first chunk
+    of each output, oldest first, int64 ``[n]``."""
 
     rows: RecordArray
     firsts: IntArray
 
     def read(self) -> list[IntArray]:
-        """The outputs, int32 each."""
         out = np.empty(len(self.rows) * CHUNK_TOKENS, np.int32)
         ends = np.zeros(len(self.firsts), np.int64)
         token_store.collect(self.rows, self.firsts, out, ends)
@@ -55,18 +50,16 @@ class Namespace:
     """An index of outputs.
 
     Args:
-        capacity: most bytes of its arrays, 2**16 at least.
-        mixer: what evidence is worth, to learn on from.
-        allow: called before the namespace grows, with it and the bytes that it requests; returns how many it may take.
-            The namespace starts with none. Without ``allow`` it has its whole capacity at once.
+        capacity: maximum bytes of its arrays, at least 2**16.
+        allow: called with the namespace and the bytes it requests; returns those granted. The namespace starts with
+            none. Without ``allow`` it has its full capacity at once.
 
     Attributes:
-        index: what is shared.
-        granted: bytes that it may take; no more than ``capacity``.
-        outputs: first chunks of the finished outputs, oldest first.
-        writers: by request, the cursors of the outputs that still grow.
+        granted: bytes it may use, at most ``capacity``.
+        outputs: first chunks of finished outputs, oldest first.
+        writers: by request, the cursors of outputs in progress.
         changed: number of its last change; 0 before the first.
-        mixer: what evidence is worth here. No namespace's drafts tell anything about another's texts.
+        mixer: private to the namespace, so that drafts reveal nothing about other namespaces.
         handles: of the index, and of the mixer.
     """
 
@@ -84,13 +77,13 @@ class Namespace:
         self._leaving: TextCursor | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In a copy, the index must lie in the copy's own arrays."""
+        """Point the index of a copy at the copy's arrays."""
         self.__dict__.update(state)
         self._resize()
 
     def publish(self, tokens: IntArray) -> bool:
-        """Take in a whole output, or nothing if it does not fit; return True if it fits."""
-        if len(tokens) > CHUNK_TOKENS * (len(self._whole.text) - 1):  # nothing shall give way to what cannot stay
+        """Add an output; return False, adding nothing, if it does not fit."""
+        if len(tokens) > CHUNK_TOKENS * (len(self._whole.text) - 1):  # evict nothing for an output that cannot stay
             return False
         cursor = TextCursor.start()
         for start in range(0, len(tokens), PIECE_TOKENS):
@@ -104,7 +97,7 @@ class Namespace:
         return True
 
     def close(self, request_id: int) -> None:
-        """Note that the output of a request is finished; from now on it may be taken back."""
+        """Mark a request's output as finished; from now on it may be removed."""
         self._finish(self.writers.pop(request_id))
 
     def _finish(self, cursor: TextCursor) -> None:
@@ -112,8 +105,8 @@ class Namespace:
             self.outputs.append(cursor.first_chunk)
 
     def make_room(self, tokens: int) -> None:
-        """Grow while there is little room left. If that may not be, take old outputs back, up to
-        ``WITHDRAWN_PER_TOKEN`` tokens for each new one."""
+        """Grow if little room is left. If growth is denied, remove old outputs, up to ``WITHDRAWN_PER_TOKEN`` tokens
+        per new one."""
         if self._allow is not None and self.granted < self.capacity and arrays.tight(self.index):
             self._grow(self._allow)
         patience = WITHDRAWN_PER_TOKEN * tokens
@@ -129,17 +122,17 @@ class Namespace:
             self._resize()
 
     def _resize(self) -> None:
-        """Let the index be as much of the whole as is granted. Its small arrays are no part of that."""
+        """Limit the index to the granted bytes; its small arrays do not count."""
         self.index = self.index.within(self._whole, self.granted)
 
     def withdraw(self) -> None:
-        """Take the oldest finished output back, in time proportional to its length."""
+        """Remove the oldest finished output, in time proportional to its length."""
         if self._leaving or self.outputs:
             while not self._withdraw():
                 pass
 
     def _withdraw(self) -> bool:
-        """Take a piece of the oldest output back; return True if it was the last one."""
+        """Remove a piece of the oldest output; return True if it was the last piece."""
         if self._leaving is None:
             self._leaving = _front(self.outputs.popleft())
         done = text_cursor.withdraw(self.index, self._leaving, PIECE_TOKENS)
@@ -148,7 +141,7 @@ class Namespace:
         return done
 
     def texts(self) -> Texts:
-        """A copy of the outputs, oldest first, those that still grow last."""
+        """Copy the outputs, oldest first, those in progress last."""
         growing = (cursor.first_chunk for cursor in self.writers.values())
         firsts = [chunk for chunk in (*self.outputs, *growing) if chunk]
         top = int(self.index.state["chunk_top"].item())
@@ -156,7 +149,7 @@ class Namespace:
 
 
 def _front(first_chunk: int) -> TextCursor:
-    """At the front of an output, to take it back from there."""
+    """Return a cursor at the start of an output, to remove it from there."""
     cursor = TextCursor.start()
     cursor.ends[SHARED].position = first_chunk * CHUNK_TOKENS
     return cursor

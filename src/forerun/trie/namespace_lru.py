@@ -1,6 +1,6 @@
-"""The namespaces of a trie, in the order of their last use, and the memory that they share.
+"""The namespaces of a trie, least recently used first, and their common memory limit.
 
-A namespace requests bytes before it grows. So the limit holds at every moment.
+A namespace requests bytes before it grows, so the limit always holds.
 """
 
 from __future__ import annotations
@@ -13,15 +13,11 @@ from forerun.trie.namespace import MIN_GROWTH_BYTES, Namespace
 
 
 class NamespaceLRU(Mapping[str, Namespace]):
-    """Namespaces by name, those used longest ago first.
-
-    Args:
-        capacity: maximum bytes of a namespace.
-        most: maximum number of namespaces.
-        mixer: what a new namespace takes evidence to be worth; an attribute, too.
+    """At most ``most`` namespaces of ``capacity`` bytes by name, least recently used first.
 
     Attributes:
-        on_change: called after each change, if it is set; it must return at once.
+        mixer: copied for each new namespace.
+        on_change: called after each change, if set; must return at once.
     """
 
     def __init__(self, capacity: int, most: int, mixer: Mixer) -> None:
@@ -44,20 +40,16 @@ class NamespaceLRU(Mapping[str, Namespace]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in use, or once used, by all namespaces."""
+        """Bytes ever used by the current namespaces."""
         return sum(space.index.nbytes for space in self._spaces.values())
 
     @property
     def granted(self) -> int:
-        """Bytes that the namespaces may take."""
         return sum(space.granted for space in self._spaces.values())
 
     def bound(self, limit: int, namespaces: int, per_owner: int | None = None) -> None:
-        """Bound the bytes of all namespaces together, their number, and that of one owner's.
-
-        Raises:
-            ValueError: for a limit that leaves no room for one namespace, or no namespace.
-        """
+        """Bound the bytes of all namespaces, their number, and that of one owner's; raise ValueError without room for
+        one."""
         if limit < MIN_GROWTH_BYTES or namespaces < 1:
             raise ValueError(
                 f"the limit is {limit} bytes for {namespaces} namespaces; allowed: {MIN_GROWTH_BYTES} and 1 at least"
@@ -67,7 +59,7 @@ class NamespaceLRU(Mapping[str, Namespace]):
         self._make_room(0, 0)
 
     def open(self, name: str) -> Namespace:
-        """A namespace by name, made if it is missing; it is now the one that was used last."""
+        """Return a namespace, created if missing, and mark it as the most recently used."""
         space = self._spaces.pop(name, None)
         if space is None:
             space = self._create(name)
@@ -75,7 +67,7 @@ class NamespaceLRU(Mapping[str, Namespace]):
         return space
 
     def clear(self) -> None:
-        """Forget all texts. Requests are live as before; the rest of their outputs is not written."""
+        """Drop all outputs. Requests stay live; the rest of their outputs is not written."""
         writers = {name: space.writers for name, space in self._spaces.items() if space.writers}
         self._spaces = {}
         for name, cursors in writers.items():
@@ -84,7 +76,6 @@ class NamespaceLRU(Mapping[str, Namespace]):
                 cursor.leave_shared()
 
     def note_change(self, space: Namespace) -> None:
-        """A namespace has other texts now."""
         self._changes += 1
         space.changed = self._changes
         if self.on_change is not None:
@@ -100,13 +91,13 @@ class NamespaceLRU(Mapping[str, Namespace]):
         return Namespace(self._capacity, self.mixer.copy(), self._allow if self._bounded else None)
 
     def _allow(self, space: Namespace, requested: int) -> int:
-        """How many of the requested bytes a namespace may take."""
+        """Return how many of the requested bytes a namespace may use."""
         self._make_room(requested, 0, space)
         return max(0, min(requested, self._limit - self.granted))
 
     def _make_room(self, requested: int, more: int, keep: Namespace | None = None) -> None:
-        """Drop namespaces, but none with a live request, until the requested bytes are free and ``more`` namespaces may
-        be added: of the owner who has the most, the one used longest ago."""
+        """Free the requested bytes and room for ``more`` namespaces: drop the least recently used namespace of the
+        largest owner, never one with a live request."""
         while (room := self._limit - self.granted - requested) < 0 or len(self._spaces) + more > self._most:
             entries = [
                 (None if each.writers or each is keep else name, owner_of(name), each.granted if room < 0 else 1)

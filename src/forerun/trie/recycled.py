@@ -1,11 +1,10 @@
-"""Recycled logits: what the model might have said instead.
+"""Recycled logits: draft what the model considered before.
 
-A verifying pass works out logits behind every node of a draft, accepted or not. The best tokens of each of these rows
-are kept by the last two tokens before them, and by the last one. Where the same tokens come again, they are candidates
-for what comes next. This is the idea of Token Recycling (Luo et al., 2024, arXiv 2408.08696), with two tokens of
-context, and with the mixer to judge what a kept list is worth.
+A verifying pass computes logits after every node of a draft, accepted or not. The top tokens of each row are stored
+under the last two tokens before it, and under the last one; where these come again, they are candidates. This is Token
+Recycling (Luo et al., 2024, arXiv 2408.08696), with two tokens of context, and weighed by the mixer.
 
-A list is overwritten by a newer one of the same place. So a table has a fixed size, and old lists go by themselves.
+A newer list overwrites an older one with the same slot, so the table has a fixed size.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ Float32Array = npt.NDArray[np.float32]
 
 
 class RecycledRows(NamedTuple):
-    """The best tokens of rows of logits, and what stands before each row.
+    """The top tokens of rows of logits, and the tokens before each row.
 
     Attributes:
-        before, last: the last two tokens before a row; ``before`` is -1 where there is one only. Int64 ``[n]``.
-        tokens: best first, -1 where there are fewer; int32 ``[n, LISTED]``.
+        before, last: the last two tokens before a row, int64 ``[n]``; ``before`` is -1 if there is only one.
+        tokens: best first, padded with -1; int32 ``[n, LISTED]``.
         scores: their logits, float32 ``[n, LISTED]``.
     """
 
@@ -54,17 +53,13 @@ NO_ROWS = RecycledRows(
 )
 
 BLOCK_LOGITS = 64
-"""Logits that are compared with the worst of the best together."""
+"""Logits compared with the current worst at a time."""
 
 
 @compiled
 def best_of_rows(logits: Float32Array, tokens: Int32Array, scores: Float32Array) -> None:
-    """The best tokens of each row, best first, and their logits.
-
-    Args:
-        logits: ``[n, V]``.
-        tokens, scores: to be filled, ``[n, LISTED]``; a token is -1 where a row has no more.
-    """
+    """Find the top tokens of each row of logits ``[n, V]``, best first; fill ``tokens``, padded with -1, and
+    ``scores``, ``[n, LISTED]``."""
     rows, vocabulary = logits.shape
     for row in range(rows):
         tokens[row], scores[row] = -1, -np.inf
@@ -77,7 +72,7 @@ def best_of_rows(logits: Float32Array, tokens: Int32Array, scores: Float32Array)
 
 @compiled
 def _any_above(line: Float32Array, first: int, least: np.float32) -> bool:
-    """Whether there is one in a block. Unsigned indices and sums make it a loop over vectors."""
+    """Whether a block has a logit above ``least``. Unsigned indices and sums let the loop vectorise."""
     found = np.uint32(0)
     for k in range(np.uint64(BLOCK_LOGITS)):
         found = np.uint32(found | np.uint32(line[np.uint64(first) + k] > least))
@@ -86,7 +81,7 @@ def _any_above(line: Float32Array, first: int, least: np.float32) -> bool:
 
 @compiled
 def _best_between(line: Float32Array, first: int, end: int, tokens: Int32Array, scores: Float32Array) -> None:
-    """Sort the tokens from ``first`` to before ``end`` in among the best."""
+    """Insert the tokens from ``first`` to before ``end`` into the top list."""
     for token in range(first, end):
         score = line[token]
         if score > scores[LISTED - 1]:
@@ -99,14 +94,13 @@ def _best_between(line: Float32Array, first: int, end: int, tokens: Int32Array, 
 
 @compiled
 def _chance_class(chance: float) -> int:
-    """A chance's class: its log-odds, rounded down, from -7 to 6."""
+    """Return the class of a probability: its log-odds, rounded down, from -7 to 6."""
     odds = math.log(max(chance, 1e-6) / max(1 - chance, 1e-6))
     return int(min(max(math.floor(odds) + CHANCE_CLASSES // 2, 0), CHANCE_CLASSES - 1))
 
 
 @compiled
 def _write(place: np.record, hashed: np.uint64, tokens: Int32Array, scores: Float32Array) -> None:
-    """Write a list: its context's hash, its tokens and their logits, best first."""
     place.key, total = hashed, 0.0
     for rank in range(LISTED):
         total += math.exp(scores[rank] - scores[0])
@@ -118,7 +112,7 @@ def _write(place: np.record, hashed: np.uint64, tokens: Int32Array, scores: Floa
 
 @compiled
 def _place(index: Index, hashed: np.uint64) -> int:
-    """The row of the table where a context has its list, counted as written."""
+    """Return the table row for a context's list, and count it as written."""
     row = table_row(hashed, len(index.recycled))
     if index.recycled[row].key == 0:
         index.state[0].lists += 1
@@ -127,7 +121,6 @@ def _place(index: Index, hashed: np.uint64) -> int:
 
 @compiled
 def _copy(index: Index, hashed: np.uint64, source: np.record) -> None:
-    """Keep a list that is written elsewhere for another context, or in another index."""
     place = index.recycled[_place(index, hashed)]
     place.key = hashed
     for rank in range(LISTED):
@@ -137,7 +130,7 @@ def _copy(index: Index, hashed: np.uint64, source: np.record) -> None:
 
 @compiled
 def keep(own: Index, shared: Index, rows: RecycledRows, row: int) -> None:
-    """Keep the best tokens of one of the rows, for its request and for its namespace."""
+    """Store the top tokens of a row, for its request and its namespace."""
     if rows.tokens[row, 0] < 0:
         return
     last, before = rows.last[row], rows.before[row]
@@ -153,7 +146,6 @@ def keep(own: Index, shared: Index, rows: RecycledRows, row: int) -> None:
 
 @compiled
 def _listed_cell(group: int, rank: int, chance: int) -> int:
-    """The cell of a token that a list of this group has in this place, with a chance of this class."""
     return RECYCLED_CELLS + (group * (LISTED + 1) + rank) * CHANCE_CLASSES + int(chance)
 
 
@@ -167,7 +159,7 @@ def _add_listed(
     table: CandidateTable,
     least: float,
 ) -> bool:
-    """Make what a context's list has candidates, as far as their chances exceed ``least``; False if it has none."""
+    """Make candidates of a list's tokens whose probability exceeds ``least``; False if the context has no list."""
     place = lists[table_row(hashed, len(lists))]
     if place.key != hashed or hashed == 0:
         return False
@@ -192,7 +184,7 @@ def recall(
     table: CandidateTable,
     least: float,
 ) -> None:
-    """Make what the lists of a node's last tokens have candidates: for each context the request's own list, else its
+    """Make candidates from the lists of a node's last tokens: for each context the request's list, else the
     namespace's, else the static one."""
     for order in range(RECYCLED_ORDERS, 0, -1):
         hashed, group = hashes[node, 0, order], 2 * (order - 1)

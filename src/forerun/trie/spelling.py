@@ -1,7 +1,7 @@
-"""How a word is spelled where no space stands before it.
+"""The spelling of words without a leading space.
 
-A table may say `` silver`` in one token. JSON says ``silver`` behind a quote, without the space, and that takes other
-tokens. Gapped matches use this table to recognise the word.
+A table may have `` silver`` as one token; JSON has ``silver`` after a quote, which is other tokens. Gapped matches use
+this to recognise the word.
 """
 
 from __future__ import annotations
@@ -19,23 +19,20 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 LONGEST_WORD = 4
-"""Most tokens of a spelling; words with longer ones have none."""
+"""Maximum tokens of a spelling; words with longer ones have none."""
 
 SPACES = ("Ġ", "▁")
-"""How vocabularies write the space before a word: byte-level, and SentencePiece."""
+"""How vocabularies write a leading space: byte-level, and SentencePiece."""
 
 QUOTE = '"'
 
 
 @functools.lru_cache(maxsize=4)
 def spellings(tokenizer: Tokenizer) -> Int32Array:
-    """The spelling of each token that starts with a space and a letter or digit, as it is behind a quote.
+    """Return how each word token with a leading space is spelled after a quote, int32 ``[vocabulary, LONGEST_WORD]``.
 
-    The tables of the last four tokenizers are cached, since a tokenizer does not change.
-
-    Returns:
-        int32 ``[vocabulary, LONGEST_WORD]``, padded with ``UNWRITTEN``; a token without a spelling has padding only. So
-        have all where the tokenizer cannot encode a quote.
+    Rows are padded with ``UNWRITTEN``; tokens without a spelling have only padding, as has the whole table if the
+    tokenizer cannot encode a quote. Cached for four tokenizers, since a tokenizer does not change.
     """
     table = np.full((tokenizer.get_vocab_size(), LONGEST_WORD), UNWRITTEN, np.int32)
     spaced = [number for token, number in tokenizer.get_vocab().items() if token.startswith(SPACES)]
@@ -43,7 +40,7 @@ def spellings(tokenizer: Tokenizer) -> Int32Array:
     try:
         quote = tokenizer.encode(QUOTE, add_special_tokens=False).ids
         quoted = tokenizer.encode_batch_fast([QUOTE + word for word in words], add_special_tokens=False)
-    except Exception:  # tokenizers raises nothing more special
+    except Exception:  # tokenizers raises plain Exception
         return table
     for number, word, encoding in zip(spaced, words, quoted, strict=True):
         spelled = encoding.ids[len(quote) :]
@@ -55,7 +52,7 @@ def spellings(tokenizer: Tokenizer) -> Int32Array:
 
 @compiled
 def spelled(table: Int32Array, token: int, at: int) -> int:
-    """Token number ``at`` of a token's spelling, or ``UNWRITTEN`` if the spelling is shorter or there is none."""
+    """Return token ``at`` of a token's spelling, or ``UNWRITTEN`` if there is none."""
     if token < 0 or token >= len(table) or at >= table.shape[1]:
         return UNWRITTEN
     return int(table[token, at])

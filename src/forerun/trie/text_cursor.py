@@ -1,10 +1,9 @@
-"""Where a text stands, and what happens when a token is added to it or taken back.
+"""The state at the end of a sequence, and its update when a token is added or removed.
 
-A token that is added is counted behind its contexts, appended to the text, and moves the copies and matches.
+An added token is counted after its contexts, appended, and moves the copies and matches.
 
-A copy points behind an earlier occurrence of the text's last tokens and predicts that the text goes on as it did there.
-It survives a wrong prediction, because one word of a repeated passage is often replaced. It ends when it is wrong too
-often in a row.
+A copy points after an earlier occurrence of the last tokens and predicts that the sequence continues as it did there.
+It survives a wrong prediction, because repeated passages often replace one word, and ends after several in a row.
 """
 
 from __future__ import annotations
@@ -51,20 +50,20 @@ MOST_WRONG = 0b1111
 """A copy ends when these bits of ``COPY.wrong`` are set: its last four predictions were wrong."""
 
 REMEMBERED = 512
-"""Tokens of a prompt, the last ones, that count as seen last."""
+"""The last tokens of a prompt that count as recent."""
 
 
 EXPECTED_AGREED = 16
-"""Agreement that a copy is taken to have where the text is expected to repeat another one from here on. It is that of a
-long copy, and one wrong token ends it as any other's."""
+"""Assumed agreement where the sequence is expected to repeat another one. It is that of a long copy; one wrong token
+ends it as any other's."""
 
 
 class TextCursor(NamedTuple):
-    """Where a text stands.
+    """The state at the end of a sequence.
 
     Attributes:
-        hashes: of the contexts at its end, by source and length; uint64 ``[2, LONG_NGRAM + 1]``.
-        copies: one in each source; ``COPY`` ``[1, 2]``.
+        hashes: of its contexts, by source and length; uint64 ``[2, LONG_NGRAM + 1]``.
+        copies: one per source; ``COPY`` ``[1, 2]``.
         matches: through prompt and output; ``GAPPED_MATCH`` ``[1, 2]``.
         ends: where it is written in each source; ``TEXT_END`` ``[2]``.
     """
@@ -76,7 +75,6 @@ class TextCursor(NamedTuple):
 
     @classmethod
     def start(cls) -> TextCursor:
-        """Before a text."""
         hashes, copies = np.zeros((2, LONG_NGRAM + 1), np.uint64), np.zeros((1, 2), COPY)
         cursor = cls(hashes, copies, np.zeros((1, 2), GAPPED_MATCH), np.zeros(2, TEXT_END))
         start_hashes(cursor.hashes)
@@ -84,31 +82,29 @@ class TextCursor(NamedTuple):
 
     @property
     def first_chunk(self) -> int:
-        """The text's first chunk in the shared source, or 0."""
+        """The first chunk in the shared source, or 0."""
         return int(self.ends["chunk"][SHARED])
 
     def expect_copy(self, position: int) -> None:
-        """Expect that the text goes on as the request's own text does from ``position`` on."""
+        """Predict that the request's sequence continues as it did from ``position``."""
         copy = self.copies[0, OWN]
         copy.position, copy.agreed, copy.wrong = position, EXPECTED_AGREED, 0
 
     @property
     def cut(self) -> bool:
-        """Whether the rest of the text is not written to the shared source."""
+        """Whether writing to the shared source has stopped."""
         return bool(self.ends["position"][SHARED] < 0)
 
     def leave_shared(self) -> None:
-        """Stop copying from and writing to the shared source, whose texts are replaced.
-
-        The rest of this text is not written there: without its beginning it would be another text.
-        """
+        """Stop copying from and writing to the shared source, whose content is replaced. The rest of this output is not
+        written there: without its start it would be another sequence."""
         self.copies[0, SHARED].position = 0
         self.ends[SHARED].position, self.ends[SHARED].chunk = -1, 0
 
 
 @compiled
 def follow_copy(index: Index, copies: RecordArray, node: int, source: int, token: int, again: int) -> None:
-    """Move a copy by the token that came. Where its text ends, it goes on at position ``again``, as in LZ77."""
+    """Move a copy by a token. Where its sequence ends, it continues at position ``again``, as in LZ77."""
     copy = copies[node, source]
     position = copy.position
     if position == 0:
@@ -129,10 +125,8 @@ def follow_copy(index: Index, copies: RecordArray, node: int, source: int, token
 
 @compiled
 def _seek_copy(index: Index, cursor: TextCursor, source: int, own: Index) -> None:
-    """Move a copy behind the latest occurrence of the last tokens, if at least as many tokens agree there.
-
-    The longer n-gram is looked for first, then the shorter one.
-    """
+    """Move a copy after the latest occurrence of the last tokens, if at least as many tokens agree there. The longer
+    n-gram goes first."""
     copy = cursor.copies[0, source]
     for length in (LONG_NGRAM, SHORT_NGRAM):
         if copy.agreed >= MAX_AGREED:
@@ -146,7 +140,7 @@ def _seek_copy(index: Index, cursor: TextCursor, source: int, own: Index) -> Non
 
 @compiled
 def _write(index: Index, hashes: HashArray, source: int, end: int, token: int) -> int:
-    """Append a token to a text and count it; its position, or -1 if there was no room."""
+    """Append a token to a sequence and count it; return its position, or -1 if there is no room."""
     position = append(index, end, token)
     if position == 0:
         return -1
@@ -160,7 +154,7 @@ def _write(index: Index, hashes: HashArray, source: int, end: int, token: int) -
 
 @compiled
 def ingest(own: Index, cursor: TextCursor, tokens: IntArray, more: int) -> None:
-    """Take in a piece of a prompt, of which ``more`` tokens follow."""
+    """Index a piece of a prompt, of which ``more`` tokens follow."""
     end = cursor.ends[OWN]
     for number in range(len(tokens)):
         token = tokens[number]
@@ -175,7 +169,7 @@ def ingest(own: Index, cursor: TextCursor, tokens: IntArray, more: int) -> None:
 
 @compiled
 def _count_beside(own: Index, cursor: TextCursor, token: int) -> None:
-    """Count a token behind the two contexts that matches add: as a substitute, and as a skip."""
+    """Count a token after the two contexts from matches: as a substitute, and as a skip."""
     substitutes = current_substitute_hash(own, cursor.matches[0, PROMPT_MATCH])
     if substitutes != 0:
         count(own, substitutes, token)
@@ -188,7 +182,7 @@ def _count_beside(own: Index, cursor: TextCursor, token: int) -> None:
 
 @compiled
 def append_generated(index: Index, source: int, own: Index, cursor: TextCursor, token: int) -> None:
-    """Take a generated token into one source; ``index`` is that source's, ``own`` the request's."""
+    """Index a generated token in one source, ``index``; ``own`` is the request's index."""
     if source == OWN:
         _count_beside(own, cursor, token)
     end = cursor.ends[source]
@@ -208,18 +202,16 @@ def append_generated(index: Index, source: int, own: Index, cursor: TextCursor, 
 
 @compiled
 def publish(shared: Index, cursor: TextCursor, tokens: IntArray) -> None:
-    """Take in tokens that were generated before, without learning from them."""
+    """Index an earlier output, without training on it."""
     for token in tokens:
         append_generated(shared, SHARED, shared, cursor, token)
 
 
 @compiled
 def withdraw(index: Index, cursor: TextCursor, most: int) -> bool:
-    """Take back up to ``most`` tokens from the front of a shared text; return True if nothing is left of it.
-
-    ``cursor`` is at its front: ``cursor.ends[SHARED].position`` is the position of the next token to go, and
-    ``cursor.hashes[SHARED]`` are the contexts of that token.
-    """
+    """Remove up to ``most`` tokens from the start of a shared output; return True if nothing is left.
+    ``cursor.ends[SHARED].position`` is the position of the next token to remove, and ``cursor.hashes[SHARED]`` its
+    contexts."""
     position = cursor.ends[SHARED].position
     for _ in range(most):
         token = read(index, position) if position != 0 else UNWRITTEN
@@ -242,7 +234,7 @@ def withdraw(index: Index, cursor: TextCursor, most: int) -> bool:
 
 @compiled
 def peek(own: Index, shared: Index, cursor: TextCursor, scratch: TextCursor, tokens: IntArray) -> None:
-    """Let ``scratch`` stand behind tokens that follow ``cursor`` and are not taken in."""
+    """Set ``scratch`` to ``cursor`` advanced by tokens that are not indexed."""
     for source in range(2):
         for length in range(LONG_NGRAM + 1):
             scratch.hashes[source, length] = cursor.hashes[source, length]
@@ -259,17 +251,8 @@ def peek(own: Index, shared: Index, cursor: TextCursor, scratch: TextCursor, tok
 
 @compiled
 def known_suffix(own: Index, shared: Index, cursor: TextCursor, scratch: TextCursor, tokens: IntArray) -> int:
-    """Length of a text's longest suffix that was seen before, as far as hints tell; 0 if its last n-grams have none.
-
-    Args:
-        own, shared: where to look.
-        cursor: of the text.
-        scratch: is overwritten.
-        tokens: that follow the cursor and are not taken in.
-
-    Returns:
-        ``MAX_AGREED`` at most.
-    """
+    """Return the length of the longest suffix seen before, up to ``MAX_AGREED``, as far as hints tell; 0 if the last
+    n-grams have none. ``tokens`` follow the cursor without being indexed; ``scratch`` is overwritten."""
     longest, end = 0, cursor.ends[OWN].position
     for source in range(2):
         index = own if source == OWN else shared

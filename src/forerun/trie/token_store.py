@@ -1,8 +1,8 @@
-"""The texts themselves, so that a passage can be copied from them, and where to find such a passage.
+"""The token sequences that copies read from, and hints to passages in them.
 
-A text is a linked list of chunks. The *position* of a token is ``chunk * CHUNK_TOKENS + place in the chunk``. So the
-next position is the next cell, except at a chunk's end. ``hints`` maps the hash of an n-gram to the position behind its
-latest occurrence. Entries overwrite each other, so the tokens behind a hint are compared.
+A sequence is a linked list of chunks. The *position* of a token is ``chunk * CHUNK_TOKENS + place in the chunk``, so
+the next position is the next cell, except at a chunk's end. ``hints`` maps an n-gram's hash to the position after its
+latest occurrence. Entries overwrite each other, so the tokens before a hint are compared.
 """
 
 from __future__ import annotations
@@ -15,30 +15,29 @@ from forerun.trie.arrays import HashArray, Index, Int32Array, mix, table_row
 from forerun.trie.tables import CHUNK_TOKENS, RecordArray
 
 SHORT_NGRAM, LONG_NGRAM = 3, 5
-"""Lengths of the two n-grams that have hints. ``SHORT_NGRAM`` is also how many tokens must agree before a copy
-starts, and ``LONG_NGRAM`` is the longest context that is hashed. Two are needed: in a text of few different tokens, the
-latest occurrence of three of them is rarely the right one, and an n-gram of five tokens comes back later than one of
-three."""
+"""Lengths of the two hinted n-grams. ``SHORT_NGRAM`` is also how many tokens must agree before a copy starts,
+``LONG_NGRAM`` the longest hashed context. Two are needed: with few distinct tokens, the latest occurrence of three is
+rarely the useful one, while five recur later than three."""
 
 MAX_AGREED = 32
-"""Agreement beyond this many tokens is not counted."""
+"""Agreement is counted up to this many tokens."""
 
 UNWRITTEN = -1
-"""Stands in cells without a token."""
+"""Fills cells without a token."""
 
 START = -1
-"""Stands before a text's first token in its contexts."""
+"""Precedes the first token of a sequence in its contexts."""
 
 
 @compiled
 def read(index: Index, position: int) -> int:
-    """The token at a position."""
+    """Return the token at a position."""
     return int(index.text[position // CHUNK_TOKENS].tokens[position % CHUNK_TOKENS])
 
 
 @compiled
 def following(index: Index, position: int) -> int:
-    """The next position, or 0."""
+    """Return the next position, or 0."""
     if position % CHUNK_TOKENS < CHUNK_TOKENS - 1:
         return position + 1
     return int(index.text[position // CHUNK_TOKENS].after) * CHUNK_TOKENS
@@ -46,7 +45,7 @@ def following(index: Index, position: int) -> int:
 
 @compiled
 def preceding(index: Index, position: int) -> int:
-    """The position before another, or 0."""
+    """Return the previous position, or 0."""
     if position % CHUNK_TOKENS > 0:
         return position - 1
     before = int(index.text[position // CHUNK_TOKENS].before)
@@ -61,7 +60,7 @@ def _blank(index: Index, chunk: int) -> None:
 
 @compiled
 def _chunk(index: Index, before: int) -> int:
-    """A new chunk behind another (0: the first of a text), or 0 if none is free."""
+    """Return a new chunk after another (0: the first of a sequence), or 0 if none is free."""
     text, state = index.text, index.state[0]
     chunk = state.chunk_free
     if chunk != 0:
@@ -81,7 +80,8 @@ def _chunk(index: Index, before: int) -> int:
 
 @compiled
 def append(index: Index, end: int, token: int) -> int:
-    """Write a token behind position ``end`` (0: the first of a text); its position, or 0 if there is no room."""
+    """Write a token after position ``end`` (0: the first of a sequence); return its position, or 0 if there is no
+    room."""
     inside = end != 0 and end % CHUNK_TOKENS < CHUNK_TOKENS - 1
     position = end + 1 if inside else _chunk(index, end // CHUNK_TOKENS) * CHUNK_TOKENS
     if position != 0:
@@ -91,7 +91,7 @@ def append(index: Index, end: int, token: int) -> int:
 
 @compiled
 def free(index: Index, chunk: int) -> None:
-    """Give a chunk back."""
+    """Free a chunk."""
     state = index.state[0]
     _blank(index, chunk)
     index.text[chunk].after = state.chunk_free
@@ -101,7 +101,7 @@ def free(index: Index, chunk: int) -> None:
 
 @compiled
 def agreement(index: Index, position: int, other: Index, end: int) -> int:
-    """How many tokens before ``position`` equal those up to ``end`` in ``other``; counted up to ``MAX_AGREED``."""
+    """Count the tokens before ``position`` that equal those up to ``end`` in ``other``, up to ``MAX_AGREED``."""
     length = 0
     position = preceding(index, position)
     while length < MAX_AGREED and position != 0 and end != 0 and read(index, position) == read(other, end):
@@ -112,7 +112,7 @@ def agreement(index: Index, position: int, other: Index, end: int) -> int:
 
 @compiled
 def agreement_behind(index: Index, position: int, other: Index, end: int, tokens: IntArray) -> int:
-    """``agreement`` with a text in ``other`` that ``tokens`` follow, which are not written there yet."""
+    """Count ``agreement`` with a sequence in ``other`` followed by ``tokens``, which are not written there yet."""
     length = 0
     while length < len(tokens):
         before = preceding(index, position)
@@ -124,25 +124,24 @@ def agreement_behind(index: Index, position: int, other: Index, end: int, tokens
 
 @compiled
 def hint(index: Index, hashed: np.uint64) -> int:
-    """The position behind what may be the latest occurrence of an n-gram, or 0."""
+    """Return the position after what may be the latest occurrence of an n-gram, or 0."""
     return int(index.hints[table_row(hashed, len(index.hints))])
 
 
 @compiled
 def set_hint(index: Index, hashed: np.uint64, position: int) -> None:
-    """Remember the position behind an n-gram."""
+    """Store the position after an n-gram."""
     index.hints[table_row(hashed, len(index.hints))] = position
 
 
 @compiled
 def collect(text: RecordArray, firsts: IntArray, out: Int32Array, ends: IntArray) -> None:
-    """Write texts out one behind the other, by their first chunks.
+    """Concatenate sequences, given by their first chunks.
 
     Args:
-        text: ``Index.text``, or a copy of its first rows that holds them.
-        firsts: first chunk of each text, int64 ``[n]``.
-        out: takes the tokens, int32, at least as long as the chunks of all texts.
-        ends: takes where each text ends in ``out``, int64 ``[n]``.
+        text: ``Index.text``, or a copy of the rows that hold them.
+        firsts: first chunk of each sequence, int64 ``[n]``.
+        out, ends: outputs: the tokens, int32, with room for all chunks, and each sequence's end in them, int64 ``[n]``.
     """
     at = 0
     for number in range(len(firsts)):
@@ -158,7 +157,7 @@ def collect(text: RecordArray, firsts: IntArray, out: Int32Array, ends: IntArray
 
 @compiled
 def remember(recent: Int32Array, token: int) -> None:
-    """Move a token to the front of those seen last."""
+    """Move a token to the front of the recent ones."""
     at = 0
     while at < len(recent) - 1 and recent[at] != token:
         at += 1
@@ -170,7 +169,7 @@ def remember(recent: Int32Array, token: int) -> None:
 
 @compiled
 def start_hashes(hashes: HashArray) -> None:
-    """Fill in the hashes of the contexts before a text, uint64 ``[2, LONG_NGRAM + 1]``; column n is of n tokens."""
+    """Fill in the hashes before a sequence, uint64 ``[2, LONG_NGRAM + 1]``; column n is of n tokens."""
     for source in range(2):
         hashes[source, 0] = np.uint64(0)
         for length in range(1, LONG_NGRAM + 1):

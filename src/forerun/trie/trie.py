@@ -1,10 +1,10 @@
-"""The index behind the trie drafter: it drafts from what was asked and from what was generated before.
+"""The trie drafter's index of prompts and earlier outputs.
 
-Each namespace has one shared index of its outputs. When it is full, its oldest outputs go, as whole requests. Each live
-request has an index of its own prompt and output. No other request reads it. It is freed as a whole when the request
-ends ("branch eliminating", Lookahead paper, section 4.3). What evidence is worth is learned in each namespace for
-itself, so that drafts tell nothing about another's texts. Threads take turns: compiled code is given addresses of
-arrays, which another thread might replace meanwhile. ``docs/trie.md`` derives the index from one example.
+Each namespace has one shared index of its outputs; when it is full, the oldest outputs are removed. Each live request
+has a private index of its prompt and output, freed when the request ends ("branch eliminating", Lookahead paper,
+section 4.3). Each namespace trains its own mixer, so drafts reveal nothing about other namespaces. Threads take turns,
+since compiled code receives addresses of arrays that another thread might replace. ``docs/trie.md`` derives the index
+from one example.
 """
 
 from __future__ import annotations
@@ -40,38 +40,33 @@ __all__ = ["Draft", "TextUpdate", "Trie", "TrieConfig", "TrieFileError"]
 log = logging.getLogger(__name__)
 
 PROMPT_PIECE_TOKENS = 4096
-"""Maximum tokens of a prompt that are indexed in one call, which takes some 10 ms. Other threads wait no longer."""
+"""Maximum prompt tokens indexed per call, some 10 ms: the longest wait of other threads."""
 
 
 class SamplingNoise(NamedTuple):
-    """Gumbel noise that a text's tokens are sampled with.
-
-    Attributes:
-        mixed_seed: see ``sampling.mixed``.
-        temperature: of the sampling.
-    """
+    """Gumbel noise that a request samples with; see ``sampling.mixed``."""
 
     mixed_seed: int
     temperature: float
 
 
 NO_NOISE = SamplingNoise(0, 0.0)
-"""The noise of a greedy text, or of one whose noise no draft may know."""
+"""For greedy requests, and those whose noise drafts may not know."""
 
 NO_TOKENS = np.empty(0, np.int64)
 NO_LISTS = NO_TOKENS, NO_ROWS
 
 
 class TextUpdate(NamedTuple):
-    """What a step brings for one request, and what it wants.
+    """The result of a step for one request, and the draft it wants next.
 
     Attributes:
         request_id: a live request.
-        new: generated tokens to take in.
-        lists: best tokens of rows of logits, each with the number of new tokens behind which they are kept.
-        pending: tokens on trial behind these, which are not taken in.
+        new: generated tokens to index.
+        lists: top tokens of rows of logits, each with the number of new tokens before it.
+        pending: tentative tokens after ``new``, which are not indexed.
         budget, max_depth: of the draft, in nodes and tokens; see ``Trie.retrieve``.
-        untaught: how many of the new tokens, the last ones, are only written: no evidence learns from them.
+        untaught: how many of the last new tokens are indexed without training the mixer.
     """
 
     request_id: int
@@ -88,16 +83,15 @@ class _Live:
     """A live request.
 
     Attributes:
-        namespace: its namespace.
-        own: its own index.
-        cursor: where its text stands.
-        length: tokens of its text, those of the prompt that are not indexed yet included.
+        own: its private index.
+        cursor: the end of its sequence.
+        length: tokens of its sequence, including those of the prompt not indexed yet.
         room: tokens that fit its index.
-        unread: what is not indexed yet of the texts that were there first, each with where it stands.
-        predicted: whether its index begins with a text that the output is expected to resemble.
-        noise: that its tokens are sampled with, if a draft may know it.
-        cut: whether it was said that the rest of its text is not kept.
-        handles: of its index and of its cursor.
+        unread: what is left to index of prediction and prompt, each with its cursor.
+        predicted: whether its index starts with a predicted output.
+        noise: that it samples with, if drafts may know it.
+        cut: whether a warning said that the rest of its output is not indexed.
+        handles: of its index and its cursor.
     """
 
     namespace: str
@@ -114,7 +108,6 @@ class _Live:
     )
 
     def index_unread(self, tokens: int) -> None:
-        """Index up to ``tokens`` more tokens of what is unread."""
         while self.unread and tokens > 0:
             cursor, text = self.unread.popleft()
             piece, rest = text[:tokens], text[tokens:]
@@ -127,11 +120,9 @@ class _Live:
 
 
 class Trie(TrieStore):
-    """Index over namespaces and live requests.
+    """Index over namespaces and live requests, with a bundled mixer by default.
 
-    Args:
-        config: see ``TrieConfig``.
-        mixer: what evidence is worth, to start from; by default what was learned on other texts.
+    Methods raise ValueError for a request that is not live, or a token that is not in [0, 2**31); nothing changes then.
     """
 
     def __init__(self, config: TrieConfig | None = None, mixer: Mixer | None = None) -> None:
@@ -144,7 +135,7 @@ class Trie(TrieStore):
         self._spelling, self._static = blank.spelling, blank.static
 
     def warm_up(self) -> None:
-        """Compile, or load, what drafting runs, so that no user's answer waits for it. Nothing is learned."""
+        """Compile or load everything that drafting runs, so that no request waits for it. Changes nothing."""
         trie = Trie(self.config)
         trie.begin(0, "", [1, 2, 1])
         trie.extend(0, [2, 1, 2])
@@ -157,16 +148,12 @@ class Trie(TrieStore):
 
     @locked
     def spell(self, tokenizer: Tokenizer) -> None:
-        """Learn how words are spelled without a space, for requests from now on: matches follow them then."""
+        """Let matches follow words spelled without their space, in requests from now on."""
         self._spelling = spellings(tokenizer)
 
     def set_static_lists(self, rows: RecycledRows) -> None:
-        """Draft from lists that the model alone made, for requests from now on, where neither a request nor its
-        namespace has one. They hold no user's text, so all namespaces may read them.
-
-        Args:
-            rows: the most frequent tokens first, whose lists stay where two have one place.
-        """
+        """Draft from lists computed by the model alone, in requests from now on, where neither request nor namespace
+        has a list. They contain no user data, so all namespaces may read them. On collisions, the first rows win."""
         maker, last_first = Trie(self.config), np.arange(len(rows.last))[::-1]
         maker.begin(0, "", [0])
         before, last, tokens, scores = rows
@@ -184,22 +171,20 @@ class Trie(TrieStore):
         prediction: Tokens = (),
         noise: SamplingNoise | None = None,
     ) -> None:
-        """Start a request and index its prompt for it alone: the first piece now, the rest by ``catch_up``.
+        """Start a request and index the first piece of its prompt; ``catch_up`` indexes the rest. Raise ValueError if
+        it is already live.
 
         Args:
             request_id: any number that is not live.
-            namespace: whose outputs it may be drafted and joins.
+            namespace: whose outputs it drafts from and joins.
             prompt: token ids.
-            expected: tokens that may be generated; room for them is made at once.
-            prediction: a text that the output is expected to resemble. It is indexed like the prompt, and the output is
-                taken to copy it from its first token on until it does not.
-            noise: that its tokens are sampled with, if a draft may know it.
-
-        Raises:
-            ValueError: if the request is live already, or a token is not in [0, 2**31).
+            expected: tokens that may be generated, to allocate room for.
+            prediction: expected output. It is indexed like the prompt, and the output is assumed to copy it from its
+                first token until it does not.
+            noise: that it samples with, if drafts may know it.
         """
         if request_id in self._live:
-            raise ValueError(f"request {request_id} has begun already")
+            raise ValueError(f"request {request_id} is already live")
         tokens = checked(prompt)
         kept = tokens[-self.config.prompt_capacity :]
         predicted = checked(prediction)[: self.config.prompt_capacity]
@@ -217,32 +202,19 @@ class Trie(TrieStore):
 
     @locked
     def catch_up(self, request_id: int, tokens: int) -> bool:
-        """Index about ``tokens`` more tokens of the prompt, up to ``PROMPT_PIECE_TOKENS``.
-
-        Returns:
-            Whether nothing is left. ``extend`` and ``retrieve`` read what is left first, piece by piece.
-
-        Raises:
-            ValueError: if the request is not live.
-        """
+        """Index about ``tokens`` more tokens of the prompt, up to ``PROMPT_PIECE_TOKENS``; return whether it is
+        complete. ``step`` indexes the rest first, piece by piece."""
         live = self._of(request_id)
         live.index_unread(max(1, min(tokens, PROMPT_PIECE_TOKENS)))
         return not live.unread
 
     def _read_prompt(self, request_id: int) -> None:
-        """Index what is left of the prompt; other threads may have their turn between pieces."""
+        """Index the rest of the prompt; other threads may take turns between pieces."""
         while self._of(request_id).unread:
             self.catch_up(request_id, PROMPT_PIECE_TOKENS)
 
     def step(self, updates: Sequence[TextUpdate]) -> list[Draft]:
-        """Learn what is new in the texts of several requests, then draft for each, in one compiled call.
-
-        Returns:
-            A draft for each; see ``retrieve``.
-
-        Raises:
-            ValueError: if a request is not live, or a token is not in [0, 2**31); nothing is learned then.
-        """
+        """Index the new tokens of several requests, then draft for each, in one compiled call; see ``retrieve``."""
         for update in updates:
             self._read_prompt(update.request_id)
         parts = [part for update in updates for part in (update.new, update.pending) if len(part)]
@@ -260,7 +232,7 @@ class Trie(TrieStore):
     def _step(
         self, updates: Sequence[TextUpdate], tokens: IntArray, behind: IntArray, lists: RecycledRows, draft: Draft
     ) -> RecordArray:
-        """Run the compiled call, again and again if a text needs room first."""
+        """Repeat the compiled call, making room in between, until it is done."""
         lives = [self._of(update.request_id) for update in updates]
         if not self._workspace.holds(most := max((update.budget for update in updates), default=0)):
             self._workspace = DraftWorkspace.allocate(most)
@@ -283,13 +255,14 @@ class Trie(TrieStore):
                 continue
             if not live.cut and live.cursor.cut:
                 live.cut = True
-                log.warning("namespace %r is full of live texts: the rest of an output is not kept", live.namespace)
+                log.warning(
+                    "namespace %r is full of live requests: the rest of an output is not indexed", live.namespace
+                )
             live.length += len(update.new)
             self._shared.note_change(self._shared[live.namespace])
         return steps
 
     def _table(self, lives: Sequence[_Live], updates: Sequence[TextUpdate]) -> RecordArray:
-        """A row of ``TEXT_STEP`` for each text."""
         rows, token, row = [], 0, 0
         for live, update in zip(lives, updates, strict=True):
             new = token + len(update.new)
@@ -302,7 +275,6 @@ class Trie(TrieStore):
         return np.array(rows, TEXT_STEP)
 
     def _supply(self, live: _Live, needs: int, text: np.record) -> None:
-        """Make the room that learning asked for."""
         if needs & entry_points.OWN_ROOM:
             while live.room < live.own.tokens + text.new_end - text.at:
                 live.own, live.room = live.own.grown(), 2 * live.room
@@ -314,51 +286,31 @@ class Trie(TrieStore):
             self._shared[live.namespace].make_room(text.piece)
 
     def extend(self, request_id: int, tokens: Tokens) -> None:
-        """Take in generated ``tokens``: learn from them, count them.
-
-        Raises:
-            ValueError: if the request is not live, or a token is not in [0, 2**31); nothing is counted then.
-        """
+        """Index generated ``tokens``, and train the mixer on them."""
         self.step([TextUpdate(request_id, tokens)])
 
     def recycle(self, request_id: int, rows: RecycledRows) -> None:
-        """Keep the best tokens of rows of logits, for what is drafted in the request's namespace.
-
-        Raises:
-            ValueError: if the request is not live, or its arrays do not have as many rows.
-        """
+        """Store the top tokens of rows of logits, for drafts in the namespace; raise ValueError if array lengths
+        differ."""
         self.step([TextUpdate(request_id, lists=[(0, rows)])])
 
     def retrieve(self, request_id: int, budget: int, max_depth: int, pending: Tokens = ()) -> Draft:
-        """What may follow the request's text.
-
-        Args:
-            request_id: a live request.
-            budget: most nodes.
-            max_depth: of the tree, in tokens.
-            pending: tokens behind the text that ``extend`` was not given yet.
+        """Draft what may follow the request's sequence and ``pending`` tokens, which ``extend`` has not received.
 
         Returns:
             Up to ``budget`` nodes, at most ``max_depth`` deep, parents first: tokens int64 ``[n]``, parents int64
-            ``[n]``, estimated probability of acceptance float64 ``[n]``, and ``Origin`` int8 ``[n]``.
-
-        Raises:
-            ValueError: if the request is not live, or a token is not in [0, 2**31).
+                ``[n]``, estimated probability of acceptance float64 ``[n]``, and ``Origin`` int8 ``[n]``.
         """
         return self.step([TextUpdate(request_id, pending=pending, budget=budget, max_depth=max_depth)])[0]
 
     def known_suffixes(self, texts: Sequence[tuple[int, IntArray]]) -> list[int]:
-        """Length of each text's longest suffix that was seen before: what a draft promises, in a few microseconds.
+        """Return the length of each sequence's longest suffix seen before: a cheap estimate of what a draft promises.
 
         Args:
-            texts: live requests, each with all of its tokens, int64 ``[n]``; ``extend`` need not know the last ones.
+            texts: live requests with all their tokens, int64 ``[n]``; ``extend`` need not have received the last ones.
 
         Returns:
-            For each 0 if its last ``SHORT_NGRAM`` tokens are new or the prompt is not indexed yet, ``MAX_AGREED`` at
-            most.
-
-        Raises:
-            ValueError: if a request is not live.
+            At most ``MAX_AGREED`` each; 0 if the last ``SHORT_NGRAM`` tokens are new or the prompt is not indexed yet.
         """
         with self.lock:
             return [self._known_suffix(self._of(request_id), tokens) for request_id, tokens in texts]
@@ -371,14 +323,14 @@ class Trie(TrieStore):
         return int(entry_points.known_suffix(own, shared, cursor, scratch, tokens[live.length :]))
 
     def _addresses(self, live: _Live) -> tuple[int, int, int, int]:
-        """Addresses for ``entry_points.step``: own and shared index, cursor, mixer."""
+        """Return addresses for ``entry_points.step``: private and shared index, cursor, mixer."""
         (own, cursor), space = live.handles, self._shared[live.namespace]
         shared, mixer = space.handles
         return own.at(live.own), shared.at(space.index), cursor.at(live.cursor), mixer.at(space.mixer)
 
     @locked
     def finish(self, request_id: int) -> None:
-        """Forget the request and its prompt; what it generated stays in the namespace. Unknown ones are ignored."""
+        """Drop the request and its prompt; its output stays in the namespace. Unknown requests are ignored."""
         live = self._live.pop(request_id, None)
         if live is not None:
             self._shared.open(live.namespace).close(request_id)
@@ -386,11 +338,11 @@ class Trie(TrieStore):
     @property
     @locked
     def nbytes(self) -> int:
-        """Bytes in use for the texts of all namespaces and live requests, which is what grows."""
+        """Bytes used by the outputs of all namespaces and by live requests."""
         return self._shared.nbytes + sum(live.own.nbytes for live in self._live.values())
 
     def length(self, request_id: int) -> int:
-        """Tokens of a live request that were taken in, its prompt included."""
+        """Return the tokens of a live request, its prompt included."""
         return self._of(request_id).length
 
     def _of(self, request_id: int) -> _Live:
@@ -401,13 +353,13 @@ class Trie(TrieStore):
 
 
 def _gathered(updates: Sequence[TextUpdate]) -> tuple[IntArray, RecycledRows]:
-    """The lists of all texts, and the place in the vector of all texts' tokens behind which each is kept."""
+    """Return all recycled lists, and the place in the vector of all tokens after which each is kept."""
     behind, counts, parts, begin = list[int](), list[int](), list[RecycledRows](), 0
     for update in updates:
         for at, rows in update.lists:
             lengths = [len(each) for each in rows]
             if len(set(lengths)) > 1:
-                raise ValueError(f"rows have {lengths} entries; all arrays must have as many")
+                raise ValueError(f"rows have {lengths} entries; all arrays must be equally long")
             behind.append(begin + at)
             counts.append(lengths[0])
             parts.append(rows)

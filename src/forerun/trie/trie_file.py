@@ -1,9 +1,9 @@
-"""Tries on disk: versioned, checksummed, written atomically, and without pickle.
+"""Trie files: versioned, checksummed, written atomically, without pickle.
 
-Layout: ``TRIE_FILE_MAGIC``, version (uint32), SHA-256 of the rest, length of the header (uint32), the header (JSON:
-the name of the vocabulary, how many numbers each namespace has learned, and name, outputs and tokens of each), then
-little-endian, for each namespace: what it has learned (float32), the lengths of its outputs and their tokens (int32).
-The index is built anew from the texts.
+Layout: ``TRIE_FILE_MAGIC``, version (uint32), SHA-256 of the rest, header length (uint32), header (JSON: the
+vocabulary's name, the size of a dumped mixer, and name, outputs and tokens of each namespace), then little-endian, for
+each namespace: its mixer (float32), the lengths of its outputs and their tokens (int32). The index is rebuilt from the
+outputs.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ TRIE_FILE_MAGIC = b"forerun trie\n"
 TRIE_FILE_VERSION = 5
 
 TEXTS_VERSIONS = (3, 4)
-"""Older versions whose texts are read. What they learned is not: they had other kinds of evidence."""
+"""Older versions whose outputs can be read. Their mixers cannot: they had other kinds of evidence."""
 
 ONE_MIXER_VERSION = 3
-"""This version has what it learned once for all namespaces, float64."""
+"""This version has one mixer for all namespaces, float64."""
 
 _PREFIX = struct.Struct(f"<{len(TRIE_FILE_MAGIC)}sI32sI")
 
 
 class TrieFileError(ValueError):
-    """The file is no trie of this version, or it is damaged."""
+    """The file is damaged, not a trie, or of another version."""
 
 
 class Content(NamedTuple):
-    """What a file holds: outputs by namespace, int64 each and oldest first; what each has learned about evidence; and
-    what the token ids mean, by a name, or the empty text."""
+    """The content of a file: outputs by namespace, int64, oldest first; each namespace's mixer; and the name of the
+    vocabulary, or ""."""
 
     namespaces: dict[str, list[IntArray]]
     mixers: dict[str, Mixer]
@@ -55,11 +55,11 @@ def write(
     learned: Mapping[str, FloatArray],
     vocabulary: str = "",
 ) -> None:
-    """Replace ``path`` as a whole or not at all; others than its owner cannot read it.
+    """Replace ``path`` atomically; only its owner can read it.
 
     Raises:
-        OSError: if it cannot be written, as on a full disk; ``path`` holds what it held before. Or if the folder cannot
-            be synchronised; ``path`` holds the new trie, but may lose it in a power cut. The message says which.
+        OSError: if it cannot be written, as on a full disk; ``path`` is unchanged. Or if the folder cannot be
+            synchronised; ``path`` is new, but may be lost in a power cut. The message says which.
     """
     path = Path(path)
     sizes = [[name, len(texts), sum(map(len, texts))] for name, texts in namespaces.items()]
@@ -97,7 +97,7 @@ def _replace(path: Path, parts: list[bytes]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a renaming there last through a power cut, where folders can be synchronised."""
+    """Make a rename in a folder survive a power cut, where the system supports it."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -108,10 +108,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> Content:
-    """What ``write`` was given.
+    """Read what ``write`` wrote.
 
     Raises:
-        TrieFileError: if the file is truncated, altered, of another version, or something else.
+        TrieFileError: if the file is truncated, altered, of another version, or not a trie.
         OSError: if it cannot be read.
     """
     data = Path(path).read_bytes()
@@ -143,7 +143,7 @@ def _parse(body: bytes, length: int, version: int) -> Content:
         lengths = np.frombuffer(body, "<i4", outputs, offset + learned.nbytes)
         text = np.frombuffer(body, "<i4", tokens, offset + learned.nbytes + lengths.nbytes).astype(np.int64)
         if (lengths < 0).any() or lengths.sum() != tokens or (text < 0).any():
-            raise ValueError(f"namespace {name!r} is no list of texts")
+            raise ValueError(f"namespace {name!r} is not a list of sequences")
         namespaces[str(name)] = np.split(text, np.cumsum(lengths)[:-1]) if outputs else []
         fits = version == TRIE_FILE_VERSION
         mixers[str(name)] = logistic_mixer.restore(learned.astype(np.float64)) if fits else logistic_mixer.prior()

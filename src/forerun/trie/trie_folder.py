@@ -1,7 +1,6 @@
-"""A folder that keeps what a trie learned: a file for each namespace, written when it has changed.
+"""A folder with one trie file per namespace, rewritten when the namespace changes.
 
-A file is replaced as a whole or not at all, so whatever ends the program, the last one that was written is there. One
-that is damaged is set aside when the folder is read. Each is a trie file like any other.
+A file is replaced atomically, so a crash leaves the last complete one. Damaged files are set aside on reading.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ TRIE_SUFFIX, DAMAGED, LOCK = ".trie", ".damaged", ".lock"
 
 
 class Folder:
-    """Keeps one trie, for one process at a time.
+    """Stores one trie, for one process at a time.
 
     Args:
-        path: of the folder, which is made if it is missing; others than its owner cannot read it then.
-        vocabulary: a name for what the token ids mean.
+        path: created if missing, readable only by its owner.
+        vocabulary: name of the vocabulary.
 
     Raises:
-        ValueError: if another process keeps its trie there.
-        OSError: if the folder cannot be made or written.
+        ValueError: if another process uses the folder.
+        OSError: if the folder cannot be created or written.
     """
 
     def __init__(self, path: Path, vocabulary: str) -> None:
@@ -39,17 +38,15 @@ class Folder:
         self.path, self._vocabulary = path, vocabulary
         self._lock = _lock_file(path / LOCK)
         self._written: dict[str, int] = {}
-        """By namespace, the number of the change that its file has (see ``TrieStore.changes``); 0 is none."""
-        for left in path.glob(f".*{TRIE_SUFFIX}.*.tmp"):  # by a process that was killed
+        """By namespace, the number of the change that its file contains (see ``TrieStore.changes``); 0 for none."""
+        for left in path.glob(f".*{TRIE_SUFFIX}.*.tmp"):  # left by a killed process
             left.unlink()
 
     def read(self) -> list[Content]:
-        """The content of the files, one namespace each, those written longest ago first.
-
-        Damaged files are renamed and logged, and not used.
+        """Read the files, one namespace each, least recently written first. Damaged files are renamed and logged.
 
         Raises:
-            ValueError: if a file is of another vocabulary.
+            ValueError: if a file has another vocabulary.
             OSError: if one cannot be read.
         """
         found = []
@@ -60,27 +57,23 @@ class Folder:
                     raise TrieFileError(f"{file} is not named after what it holds")
             except TrieFileError as error:
                 aside = file.rename(file.with_suffix(DAMAGED))
-                log.warning("%s; it is set aside as %s", error, aside.name)
+                log.warning("%s; renamed to %s", error, aside.name)
                 continue
             if content.vocabulary != self._vocabulary:
-                raise ValueError(f"{file} is of a model with another vocabulary; keep its index in another folder")
+                raise ValueError(f"{file} has another vocabulary; use a separate folder for each")
             found.append(content)
             self._written |= dict.fromkeys(content.namespaces, 0)
         return found
 
     def holds(self, changes: Mapping[str, int]) -> None:
-        """Note that the files of these namespaces are as the trie is, by the numbers of ``TrieStore.changes``."""
+        """Mark the files of these namespaces as current, by the numbers of ``TrieStore.changes``."""
         self._written |= changes
 
     def save(self, store: TrieStore) -> int:
-        """Write the namespaces that have changed since they were written or read; remove the files of dropped ones.
-
-        Returns:
-            How many were written.
+        """Write the namespaces that changed, remove the files of dropped ones, and return the number of files written.
 
         Raises:
-            OSError: if a file cannot be written. It stays as it was, and the next call tries again. The others are
-                written.
+            OSError: if a file cannot be written. It stays unchanged until the next call; the others are written.
         """
         changes, written, failed = store.changes(), 0, None
         for name in self._written.keys() - changes.keys():
@@ -101,7 +94,7 @@ class Folder:
         return written
 
     def close(self) -> None:
-        """Let another process have the folder."""
+        """Release the folder for other processes."""
         self._lock.close()
 
     def _file(self, name: str) -> Path:
@@ -109,7 +102,7 @@ class Folder:
 
 
 def _lock_file(path: Path) -> IO[bytes]:
-    """An open file that is locked until it is closed, or its process ends; where locks are to be had."""
+    """Open a file and lock it until it is closed or the process ends; without locks outside POSIX."""
     file = path.open("ab")
     if os.name == "posix":
         import fcntl
@@ -118,7 +111,5 @@ def _lock_file(path: Path) -> IO[bytes]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
-            raise ValueError(
-                f"{path.parent} keeps the index of another process; each has a folder of its own"
-            ) from None
+            raise ValueError(f"another process uses {path.parent}; each process needs a separate folder") from None
     return file

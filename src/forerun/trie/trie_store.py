@@ -1,6 +1,6 @@
-"""What a trie keeps beyond a request: the outputs of each namespace, and what evidence was worth. It can be saved.
+"""What a trie keeps between requests: each namespace's outputs and mixer. It can be saved.
 
-Threads take turns. To save, memory is copied in a turn of its own; the rest of the work is done outside.
+Threads take turns. A save holds the lock only while memory is copied.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Tokens = Sequence[int] | IntArray
 
 @dataclass(frozen=True)
 class TrieConfig:
-    """How texts are kept, and how fast the worth of evidence is learned.
+    """Limits of the index, and the learning rate.
 
     Attributes:
-        capacity: maximum bytes of a namespace; when it is reached, the oldest outputs are dropped.
-        namespaces: maximum number of namespaces. When there are more, the one used longest ago is dropped, unless a
-            request is live in it. Together they take up to ``namespaces * capacity`` bytes: 4 GiB, by default.
-        prompt_capacity: maximum tokens of a prompt that are indexed; of a longer prompt it is the end.
-        learning_rate: of the mixer's weights; with 0 nothing is learned about evidence.
+        capacity: maximum bytes of a namespace. Beyond it, the oldest outputs are removed.
+        namespaces: maximum number of namespaces. Beyond it, the least recently used one without live requests is
+            dropped. Together they use up to ``namespaces * capacity`` bytes: 4 GiB by default.
+        prompt_capacity: maximum tokens of a prompt to index; of a longer one, the end.
+        learning_rate: of the mixer's weights; 0 trains nothing.
 
     Raises:
         ValueError: for a value out of range.
@@ -58,7 +58,7 @@ class TrieConfig:
 
 
 class TrieStore:
-    """Outputs by namespace; ``Trie`` adds the live requests, and says what the arguments are."""
+    """Outputs by namespace; ``Trie`` adds live requests."""
 
     def __init__(self, config: TrieConfig, mixer: Mixer | None) -> None:
         self.config = config
@@ -66,46 +66,45 @@ class TrieStore:
         self._shared = NamespaceLRU(config.capacity, config.namespaces, mixer or logistic_mixer.prior())
 
     def warm(self, namespace: str, sequences: Iterable[Tokens]) -> None:
-        """Count sequences as if they had been generated in ``namespace``; nothing is learned about evidence.
+        """Index sequences as if ``namespace`` had generated them, without training the mixer.
 
         Raises:
-            ValueError: if a token is not in [0, 2**31), or a sequence is too long for any namespace; the
-                sequences before it are counted.
+            ValueError: if a token is not in [0, 2**31), or a sequence is too long for any namespace; the sequences
+                before it are indexed.
         """
         longest = self.config.capacity // BYTES_PER_TOKEN
         for sequence in sequences:
             if len(sequence) > longest:
                 raise ValueError(
-                    f"a text has {len(sequence):,} tokens; a namespace of {self.config.capacity:,} bytes takes texts "
-                    f"of up to {longest:,}: cut it, or raise TrieConfig.capacity"
+                    f"a sequence has {len(sequence):,} tokens; a namespace of {self.config.capacity:,} bytes holds "
+                    f"sequences of up to {longest:,}: cut it, or raise TrieConfig.capacity"
                 )
             with self.lock:
                 self._publish(namespace, sequence)
 
     @locked
     def withdraw(self, namespace: str) -> None:
-        """Take the namespace's oldest finished output back, in time proportional to its length."""
+        """Remove the namespace's oldest finished output, in time proportional to its length."""
         space = self._shared.open(namespace)
         space.withdraw()
         self._shared.note_change(space)
 
     @locked
     def tokens(self, namespace: str) -> int:
-        """Tokens that the index of ``namespace`` holds."""
         return sum(map(len, self._texts(namespace).read()))
 
     @property
     @locked
     def kept(self) -> int:
-        """Bytes in use for the texts of all namespaces."""
+        """Bytes used by the outputs of all namespaces."""
         return self._shared.nbytes
 
     @locked
     def bound(self, limit: int, namespaces: int, per_owner: int | None = None) -> None:
-        """Bound the bytes of all namespaces together, their number, and that of one owner's (``owner/name``).
+        """Bound the bytes of all namespaces, their number, and that of one owner's (``owner/name``).
 
-        Namespaces used longest ago are dropped, those of the owner who has the most first; or the oldest outputs of the
-        one that is written to. The indexes of live requests come on top.
+        The least recently used namespaces are dropped, those of the largest owner first; or the oldest outputs of the
+        one being written. Indexes of live requests are not included.
 
         Raises:
             ValueError: for a limit under 2**16, or fewer than one namespace.
@@ -114,37 +113,31 @@ class TrieStore:
 
     @locked
     def notify(self, on_change: Callable[[], None] | None) -> None:
-        """Call ``on_change`` whenever a namespace has changed. It must return at once, and not use the trie."""
+        """Call ``on_change`` after every change of a namespace. It must return at once, and not use the trie."""
         self._shared.on_change = on_change
 
     @locked
     def changes(self) -> dict[str, int]:
-        """The number of the last change of every namespace that was written to, those used longest ago first."""
+        """Return the number of each written namespace's last change, least recently used first."""
         return {name: space.changed for name, space in self._shared.items() if space.changed}
 
     def snapshot(self, namespace: str) -> tuple[list[IntArray], FloatArray]:
-        """The outputs of a namespace, oldest first, and what was learned about evidence.
-
-        Steps wait while memory is copied: some four bytes for each token of the namespace.
-        """
+        """Return a namespace's outputs, oldest first, and its mixer as a vector. Steps wait while memory is copied:
+        about four bytes per token."""
         with self.lock:
             texts, learned = self._texts(namespace), self._learned(namespace)
         return texts.read(), learned
 
     @locked
     def adopt(self, namespace: str, mixer: Mixer) -> None:
-        """Take over what was learned about evidence elsewhere."""
+        """Replace a namespace's mixer."""
         self._shared.open(namespace).mixer = mixer
 
     def save(self, path: str | os.PathLike[str], vocabulary: str = "") -> None:
-        """Write the namespaces and what was learned to ``path``, in one atomic step; prompts are never written.
-
-        Args:
-            path: of the file.
-            vocabulary: a name for what the token ids mean.
+        """Write all namespaces, and the vocabulary's name, to ``path`` atomically; prompts are never written.
 
         Raises:
-            OSError: if it cannot be written, as on a full disk; what ``path`` held before is still there.
+            OSError: if it cannot be written, as on a full disk; ``path`` is unchanged.
         """
         with self.lock:
             texts = {name: self._texts(name) for name in self._shared}
@@ -152,20 +145,17 @@ class TrieStore:
         trie_file.write(path, {name: each.read() for name, each in texts.items()}, learned, vocabulary)
 
     def load(self, path: str | os.PathLike[str], vocabulary: str = "") -> None:
-        """Replace the namespaces, and what was learned, by those of a file; beyond the capacity the latest are kept.
-
-        Args:
-            path: of the file.
-            vocabulary: as for ``save``; a file without one fits any.
+        """Replace all namespaces by those of a file; beyond the capacity, the latest outputs stay. A file without the
+        name of its vocabulary fits any.
 
         Raises:
-            TrieFileError: if the file is truncated, damaged, of another version or vocabulary, or no trie; nothing
-                changes then.
+            TrieFileError: if the file is truncated, damaged, not a trie, or of another version or vocabulary; nothing
+                changes.
             OSError: if it cannot be read.
         """
         content = trie_file.read(path)
         if vocabulary and content.vocabulary not in ("", vocabulary):
-            raise TrieFileError(f"{path} is of another vocabulary than the model's")
+            raise TrieFileError(f"{path} has another vocabulary than the model")
         self._replace(content.namespaces, content.mixers)
 
     @locked
@@ -179,28 +169,29 @@ class TrieStore:
     def _publish(self, name: str, text: Tokens) -> None:
         tokens, space = checked(text), self._shared.open(name)
         if not space.publish(tokens):
-            log.warning("a text of %s tokens finds no room in namespace %r and is not kept", f"{len(tokens):,}", name)
+            log.warning(
+                "a sequence of %s tokens does not fit namespace %r and is not indexed", f"{len(tokens):,}", name
+            )
         self._shared.note_change(space)
 
     def _learned(self, name: str) -> FloatArray:
-        """What was learned about evidence in a namespace, as one vector."""
         space = self._shared.get(name)
         return logistic_mixer.dump(self._shared.mixer if space is None else space.mixer)
 
     def _texts(self, name: str) -> Texts:
-        """The outputs of a namespace, oldest first, those that still grow last."""
+        """Return a namespace's outputs, oldest first, those in progress last."""
         space = self._shared.get(name)
         return NO_TEXTS if space is None else space.texts()
 
 
 def checked(tokens: Tokens) -> IntArray:
-    """Tokens as a vector that compiled code may read.
+    """Return tokens as a vector that compiled code may read.
 
     Raises:
-        ValueError: if they are no vector, or one is not in [0, 2**31).
+        ValueError: if they are not a vector, or one is not in [0, 2**31).
     """
     array = np.ascontiguousarray(tokens, dtype=np.int64)
-    if not array.flags.carray:  # read-only memory is another type to the compiler
+    if not array.flags.carray:  # numba compiles read-only memory as another type
         array = array.copy()
     if array.ndim != 1:
         raise ValueError(f"tokens have shape {array.shape}; allowed: a vector")
