@@ -20,7 +20,7 @@ WRONG = [
     (("specbench", "--tasks", "--budget", "0"), "--budget is '0'; no number may be below 1"),
     (("papers", "triforce", "--contexts", "8"), "no number may be below 16"),
     (("long-context", "analyse", "--caches", "magic"), "--caches has 'magic'; known are low-rank, retrieval"),
-    (("offload", "--kv-host-memory", "1GB"), "--kv-host-memory is for what does not fit on the device; add --kv-memory"),
+    (("offload", "--kv-host-memory", "1GB"), "--kv-host-memory is for what does not fit on the device; add"),
     (("server", "load", "--rates", "x"), "--rates is 'x'; it must be numbers"),
     (("replay", "nowhere.jsonl", "--tokenizer", "nowhere.json"), "nowhere.json"),
 ]

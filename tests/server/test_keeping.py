@@ -415,7 +415,8 @@ def test_files_are_left_off_when_their_time_is_over(
 ) -> None:
     (tmp_path / "a.txt").write_text("a word " * 20_000)
     servers.append(LiveServer(engine, warm=[tmp_path / "a.txt"], warm_seconds=1e-6))
-    assert f"{tmp_path / 'a.txt'}:1 and everything after it was not indexed: warm_seconds, 1e-06, are over" in caplog.text
+    said = f"{tmp_path / 'a.txt'}:1 and everything after it was not indexed: warm_seconds, 1e-06, are over"
+    assert said in caplog.text
     assert servers[0].http.get("/ready").status_code == 200
 
 

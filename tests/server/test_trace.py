@@ -110,7 +110,8 @@ def test_a_budget_bounds_drafts_and_changes_no_text(server: LiveServer) -> None:
 @pytest.mark.parametrize(
     ("wrong", "param", "told"),
     [
-        ({"drafter": "auto"}, "forerun.drafter", "this server has trie, none"), ({"budget": 17}, "forerun.budget", "16"),
+        ({"drafter": "auto"}, "forerun.drafter", "this server has trie, none"),
+        ({"budget": 17}, "forerun.budget", "16"),
         ({"budget": -1}, "forerun.budget", "0"), ({"budget": 1.5}, "forerun.budget", "integer"),
         ({"trace": True}, "trace", "for streams"), ({"trac": True}, "forerun.trac", "no such field"),
     ],
