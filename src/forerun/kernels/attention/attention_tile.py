@@ -230,7 +230,6 @@ def _values(e: Emitter, form: int, vectors: int, v: ir.Value, row: ir.Value, i: 
 
 
 def _row_pairs(e: Emitter, here: ir.Value, row: ir.Value, vectors: int) -> list[ir.Value]:
-    """Return one or two vectors of pairs from two rows."""
     size = LANES * min(vectors, 2)
     one, other = (e.load(address, ir.VectorType(HALVES.element, size)) for address in (here, e.at(here, row)))
     lanes = [lane for i in range(size) for lane in (i, size + i)]

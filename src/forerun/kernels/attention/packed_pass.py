@@ -187,7 +187,6 @@ def _fill(
     cuts: IntArray, parents: IntArray, rows: IntArray, units: IntArray, token_rows: IntArray, positions: IntArray,
     token_parents: IntArray, wanted: IntArray,
 ) -> None:  # fmt: skip
-    """Write the tables of a pass after ``_cut``; see ``RowFields``, ``UnitFields`` and ``PassFields``."""
     token, node, unit, output = 0, 0, 0, 0
     for row in range(len(cuts)):
         pending, nodes, place = cuts[row, 0], cuts[row, 1], cuts[row, 2]

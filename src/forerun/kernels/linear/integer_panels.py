@@ -69,7 +69,6 @@ def _add(
 
 
 def _inputs(e: Emitter, size: int, tokens: ir.Value, x: ir.Value, x_row: ir.Value) -> list[ir.Value]:
-    """Return addresses of tokens' inputs, padded with the last one's."""
     final = e.builder.sub(tokens, I64(1))
     return [e.at(x, e.times(x_row, least(e, I64(t), final))) for t in range(size)]
 

@@ -377,7 +377,6 @@ def _prepare(address: int, fields: int, code_address: int, task: int, slot: int)
 
 @compiled
 def _run(address: int, fields: int, code_address: int, task: int, slot: int) -> None:
-    """Compute one task's pairs of panels for all tokens."""
     this, op, code = read_pass(address), read_linear(fields), read_code(code_address)
     n, x, y = this.outputs if op.which else this.n, op.x if op.x else this.x, op.y if op.y else this.y
     lanes, number = _lanes(op), 4 if op.to_kind == 0 else 2 if op.to_kind == 1 else 8
@@ -472,7 +471,6 @@ def _integers(op: LinearOp, n: int, quantised: int, panel: Panel, ahead: int, sp
 
 @compiled
 def _copy_rows(panel: Panel, to: int) -> None:
-    """Copy a panel with fewer rows than lanes, repeating its last row."""
     row = panel.matrix.row
     for i in range(LANES):
         source, target = bytes_at(panel.w + min(i, panel.last) * row, row), bytes_at(to + i * row, row)

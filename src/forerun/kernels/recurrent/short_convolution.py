@@ -49,7 +49,7 @@ class GatedConvolutionOp(NamedTuple):
         kind: type of the weights and of a linear layer's input, ``to``: 0 float32, 1 bfloat16.
         x, x_row: rows of ``gate_in``, ``gate_out`` and x, side by side; bytes per row.
         weights, bias: ``[channels, taps]``, the farthest tap first; ``[channels]``, or 0.
-        histories: table with one address per row: inputs ``gate_in * x`` of the ``taps - 1`` tokens before the block, and
+        histories: one address per row: inputs ``gate_in * x`` of the ``taps - 1`` tokens before the block, and
             room for the block's.
     """
 

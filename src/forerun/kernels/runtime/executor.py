@@ -161,8 +161,6 @@ def _await(counter: int, tasks: int) -> None:
 
 
 class _ScratchMemory(threading.local):
-    """Scratch memory of the calling thread's kernels, and for attention states."""
-
     def __init__(self) -> None:
         self.size = 0
         self._grow(1 << 16)
@@ -259,7 +257,6 @@ def _is_x86(e: Emitter) -> bool:
 
 
 def _control(e: Emitter, name: str, place: ir.Value) -> None:
-    """Read or write the vector unit's control word."""
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), (byte,))
     e.builder.call(cgutils.get_or_insert_function(e.builder.module, kind, name), (e.builder.bitcast(place, byte),))

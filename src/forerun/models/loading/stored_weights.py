@@ -1,4 +1,4 @@
-"""Modules that hold weights as a GGUF file stores them; they replace linear layers, embeddings and experts."""
+"""Modules over quantised weights in a GGUF file's format, which replace linear layers, embeddings and experts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from forerun.kernels.linear.linear import Weights, product
 
 
 class StoredLinear(nn.Module):
-    """A linear layer over stored weights on a CPU. Its inputs are float32, and its outputs.
+    """A linear layer over quantised weights on a CPU, with float32 inputs and outputs.
 
     Args:
-        rows: bytes ``[O, row]``, kept as they are.
+        rows: bytes ``[O, row]``, unchanged.
         kind: format of the blocks, one of ``GGUF_FORMATS``.
         in_features: columns.
         bias: float32 ``[O]``, or None.
-        quantised: whether products are of inputs quantised to eight bits, see ``linear.Weights``.
+        quantised: whether inputs are quantised to eight bits; see ``linear.Weights``.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class StoredLinear(nn.Module):
 
     @property
     def packed_weights(self) -> Weights:
-        """The weights as kernels take them."""
+        """The weights in the form that kernels use."""
         return Weights(self.weight, self.kind, self.bias, self.quantised)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -48,11 +48,7 @@ class StoredLinear(nn.Module):
 
 
 class InputOrder(nn.Module):
-    """Puts the inputs of a linear layer in the order of its stored columns.
-
-    Args:
-        order: where each column's input is, ``[K]``.
-    """
+    """A reordering of a linear layer's inputs to its stored columns; ``order`` ``[K]`` has each column's input."""
 
     order: torch.Tensor
 
@@ -65,10 +61,10 @@ class InputOrder(nn.Module):
 
 
 class StoredEmbedding(nn.Module):
-    """An embedding over stored weights; a lookup gives float32 rows.
+    """An embedding over quantised weights, with float32 rows.
 
     Args:
-        rows: bytes ``[V, row]``, kept as they are.
+        rows: bytes ``[V, row]``, unchanged.
         kind: format of the blocks.
         embedding_dim: columns.
         embed_scale: factor on the rows, or None.
@@ -90,7 +86,6 @@ class StoredEmbedding(nn.Module):
 
     @property
     def packed_weights(self) -> Weights:
-        """The weights as kernels take them."""
         return Weights(self.weight, self.kind)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -107,10 +102,10 @@ class StoredEmbedding(nn.Module):
 
 
 class StoredExperts(nn.Module):
-    """Experts that are gated linear units over stored weights, computed one after the other on a CPU.
+    """Experts that are gated linear units over quantised weights, computed in turn on a CPU.
 
     Args:
-        gate, up: bytes ``[E, I, row]``, kept as they are, and the format of the blocks.
+        gate, up: bytes ``[E, I, row]``, unchanged, and the format of the blocks.
         down: bytes ``[E, H, row]``, and the format.
         act_fn: activation of the gates.
         quantised: as in ``StoredLinear``.
@@ -129,7 +124,7 @@ class StoredExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """The weighted sum of each token's experts, in the experts' order.
+        """Return the weighted sum of each token's experts, in the experts' order.
 
         Args:
             hidden_states: ``[T, H]``.
