@@ -1,4 +1,4 @@
-"""Attend to the caches of a pass's rows: in a fixed order where kernels run, else with torch.
+"""Compute attention over the caches of a pass's rows: in a fixed order where kernels run, else with torch.
 
 With torch, attention merges two states (output, log-sum-exp): over the prefix without a mask, and over the block with
 its ancestor mask. The merge is exact in real numbers (the recurrence of FlashAttention, Dao et al. 2022;
@@ -70,13 +70,12 @@ def attend_in_order(
     spec: AttentionSpec,
     packings: Packings | None = None,
 ) -> torch.Tensor:
-    """Attend from a pass's queries to their rows' keys, to ``[1, H, n, dv]``. A window counts distances in rows.
+    """Compute attention of a pass's queries over their rows' keys, ``[1, H, n, dv]``. A window counts distances in
+    rows.
 
     Args:
         q: of all rows side by side, ``[1, H, n, d]``.
         rows: each row's keys and values in order, its block's last, ``[1, Hkv, m, d]`` and ``[1, Hkv, m, dv]``.
-        blocks: what is being scored.
-        spec: the layer's attention parameters.
         packings: tables that layers of one pass share; filled here.
     """
     places = tuple(keys.shape[2] - len(block) for (keys, _), block in zip(rows, blocks, strict=True))
@@ -100,7 +99,7 @@ def attend_in_order(
 def _attend_on_gpu(
     q: torch.Tensor, rows: Sequence[Rows], blocks: Sequence[Block], spec: AttentionSpec, known: Packings
 ) -> torch.Tensor:
-    """Attend on a GPU in the order of its other passes; see ``kernels/gpu/attend.py``."""
+    """Compute attention on a GPU in the order of its other passes; see ``kernels/gpu/attend.py``."""
     from forerun.kernels.gpu import attend
     from forerun.kernels.gpu.pass_tables import PassDescription, PassTables
 
@@ -125,8 +124,7 @@ def contiguous_numbers(t: torch.Tensor) -> torch.Tensor:
 
 
 def attend_topk(q: torch.Tensor, rows: Rows, block: Block, topk: IntArray, spec: AttentionSpec) -> torch.Tensor:
-    """Attend from one row's queries ``[1, H, n, d]`` to chunks that each chooses and to recent keys; see
-    ``takes_topk``.
+    """Compute attention of one row's queries ``[1, H, n, d]`` over recent keys and the chunks that each query chooses.
 
     Args:
         rows: recent keys and values, the block's last. A chunk of finite numbers must follow in memory.
@@ -141,7 +139,7 @@ def attend_topk(q: torch.Tensor, rows: Rows, block: Block, topk: IntArray, spec:
 
 
 def rank_chunks(q: torch.Tensor, kv_heads: int, topk: IntArray) -> torch.Tensor:
-    """Return each chunk's worth to the queries ``[H, n, d]``, float32 ``[H, n, chunks]``; ``topk`` as in
+    """Return each chunk's worth to queries ``[H, n, d]``, float32 ``[H, n, chunks]``; ``topk`` as in
     ``attend_topk``."""
     (heads, n, dim), queries = q.shape, q.float().contiguous()
     block = Block(np.zeros(n, np.int64), DraftTree.empty(), 0)
@@ -213,7 +211,7 @@ def _placed(block: Block, place: int) -> Block:
 
 
 def states_in_order(q: torch.Tensor, rows: Rows, block: Block, spec: AttentionSpec) -> list[AttentionState]:
-    """Attend from a block to its row with torch, as states to merge."""
+    """Compute a block's attention over its row with torch, as states to merge."""
     (keys, values), held = rows, block.start
     if len(block) == 1:  # one token sees all rows, including its own: no mask, nothing to merge
         first = 0 if spec.window is None else max(0, held + 1 - spec.window)
@@ -245,7 +243,7 @@ Backend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec, tor
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, bias: torch.Tensor | None = None
 ) -> AttentionState:
-    """Attend from ``q`` to all of ``k`` with torch; several query heads may share a KV head.
+    """Compute attention of ``q`` over all of ``k`` with torch; several query heads may share a KV head.
 
     Args:
         q: ``[1, H, n, d]``.
@@ -296,7 +294,7 @@ def warm_up(device: torch.device, dtype: torch.dtype, wait: bool = True) -> None
 def _math(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, bias: torch.Tensor | None
 ) -> AttentionState:
-    """Attend by the definition, in at least float32: the reference that other backends are tested against."""
+    """Compute attention by its definition, in at least float32: the reference for tests of other backends."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q.to(wide) @ k.to(wide).transpose(-1, -2)) * spec.scaling
     if spec.softcap is not None:

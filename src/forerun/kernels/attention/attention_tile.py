@@ -1,4 +1,4 @@
-"""Attend from a tile of four queries to a block of keys: scores, weights, weighted values.
+"""Compute attention of a tile of four queries over a block of keys: scores, weights, weighted values.
 
 A vector holds four numbers, or four pairs of bfloat16, of each query. Keys are read in place: 16 neighbouring bytes of
 a key are broadcast to the four queries, and one small transposition sums the partial products of four keys, stored as

@@ -131,8 +131,7 @@ def _weighing(form: int, values: int) -> int:
     def add_values(
         out_dim: int, width: int, tiles: int, scores: int, state: int, v: int, v_row: int, out: int, ahead: int
     ) -> None:
-        """Add one tile's values; prefetch its share, one of ``tiles``, of a block of ``width``-byte numbers at
-        ``ahead``."""
+        """Add one tile's values; prefetch its share, one of ``tiles``, of a ``width``-byte block at ``ahead``."""
         weigh(form, scores, state)
         share, pace, c = BLOCK_TOKENS * LANES * width // tiles, LINE * width // number // tiles, 0
         while c < out_dim // LANES:

@@ -1,4 +1,4 @@
-"""Attend in a fixed order where the fast kernel cannot: float64, and heads of any width.
+"""Compute attention in a fixed order where the fast kernel cannot: float64, and heads of any width.
 
 A query visits its keys one by one, by position, in double precision.
 """
@@ -28,7 +28,7 @@ FLOAT64_KIND = 3
 
 @compiled
 def attend_float64(address: int, fields: int, code: int, task: int, slot: int) -> None:
-    """Attend from one token and head."""
+    """Compute attention of one token and head."""
     this, op = read_pass(address), read_attend(fields)
     token, head = task // op.heads, task % op.heads
     number, position = integers(this.token_rows + 8 * token, 1)[0], integers(this.cache_positions + 8 * token, 1)[0]

@@ -1,4 +1,4 @@
-"""Attend in a fixed order: a token's bits depend neither on what shares the pass nor on which keys were drafted.
+"""Compute attention in a fixed order: a token's bits depend neither on what shares the pass nor on what was drafted.
 
 Keys are cut into splits, and splits into blocks, at fixed positions. Within a split, a query goes block by block with a
 running maximum and sum (FlashAttention, Dao et al. 2022; ``attention_tile.py``). Splits are merged in order
@@ -312,7 +312,7 @@ def _block(
     op: AttendOp, code: BlockCode, fields: int, row: RowFields, low: int, high: int, start: int, count: int, k: int,
     v: int, after: int, q: int, scores: int, ranges: int, states: int, spare: int,
 ) -> None:  # fmt: skip
-    """Attend from tiles ``low`` to ``high`` to one block; prefetch values while scoring, then the next keys."""
+    """Process tiles ``low`` to ``high`` over one block; prefetch values while scoring, then the next keys."""
     size, tile_size, rewritten = BLOCK_TOKENS * TILE_QUERIES * 4, _tile_bytes(op.out_dim), high - low >= SHARED_TILES
     copied, k_row, v_row, ahead = count < BLOCK_TOKENS or code.copied, row.k_row, row.v_row, v
     score, add, copy, rewrite = code.scores, code.values, spare, spare + _block_bytes(op.dim, op.out_dim)

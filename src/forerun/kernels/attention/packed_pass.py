@@ -28,8 +28,7 @@ from forerun.kernels.attention.topk_rank import GROUP_CHUNKS, RANK_UNIT_BYTES, T
 from forerun.kernels.runtime.vector_ir import LINE
 
 MANY_TILES = 64
-"""From this many tiles of queries on, a row is cut into tiles only, not splits: enough work for all threads, and no
-states to keep."""
+"""Tiles of queries from which on a row is not cut into splits: enough work for all threads, and no states to keep."""
 UNIT_TILES = 32
 """Tiles per unit in that case; their states fit in the nearer caches."""
 UNITS_PER_THREAD = 4
@@ -118,7 +117,7 @@ class PackedPass:
         return _bounds(self.positions)[1] + 1
 
     def rows(self, strides: Sequence[tuple[int, int, int, int]]) -> IntArray:
-        """Return the table of rows, given each cache's strides in bytes: heads and rows of keys, heads and rows of
+        """Return the table of rows, given strides in bytes of each cache: heads and rows of keys, heads and rows of
         values."""
         table = self._rows.reshape(len(self.blocks), -1).copy()
         table[:, STRIDES] = strides
@@ -214,8 +213,7 @@ def _fill(
 class TopkTables:
     """What all rows' queries choose among; replaces the units of ``PackedPass``.
 
-    Args:
-        tables: for each row, one row of ``TopkFields`` per layer, with 0 in the fields that depend on the pass.
+    ``tables`` has for each row one row of ``TopkFields`` per layer, with 0 in the fields that depend on the pass.
 
     Attributes:
         units, unit_count: the table of units that rank chunks.

@@ -1,4 +1,4 @@
-"""Attend from each query to its best chunks, read in place, given each chunk's worth to the query.
+"""Compute attention of each query over its best chunks, read in place, given each chunk's worth to the query.
 
 A thread takes a token and a few heads: it finds the best chunks, scores their keys, and adds up their values, without
 copying or sorting. Heads of a group choose together, so each key is loaded once for all. Chunks of negligible weight
@@ -41,8 +41,7 @@ SELECTION_GROUP = LANES
 
 
 def scratch_bytes(chunks: int, most: int, near: int, dim: int) -> int:
-    """Return the scratch bytes per thread to choose among ``chunks`` chunks, with ``near`` recent tokens, including the
-    pass's."""
+    """Return the scratch bytes per thread for ``chunks`` chunks and ``near`` recent tokens, including the pass's."""
     keys = (min(1 + most, chunks) + math.ceil(near / CHUNK_KEYS)) * CHUNK_KEYS
     return (
         8 * (1 + selection_numbers(chunks))
@@ -54,7 +53,7 @@ def scratch_bytes(chunks: int, most: int, near: int, dim: int) -> int:
 
 @compiled
 def attend_topk(address: int, fields: int, code: int, task: int, slot: int) -> None:
-    """Attend from one token and tile of heads."""
+    """Compute attention of one token and tile of heads."""
     this, op = read_pass(address), read_attend(fields)
     group = op.heads // op.kv_heads
     tiles = (group + HEADS_AT_ONCE - 1) // HEADS_AT_ONCE
@@ -267,8 +266,7 @@ def selection_numbers(chunks: int) -> int:
 
 @compiled
 def select_topk(worth: Any, count: int, margin: float, found: int, spare: int) -> int:
-    """Find at most ``count`` chunks with the highest worth; write their indices in ascending order, and return their
-    number.
+    """Write the indices of at most ``count`` chunks with the highest worth, in ascending order; return their number.
 
     The best ``count`` chunks are in the best ``count`` groups, so the worst of these groups gives a bound.
 

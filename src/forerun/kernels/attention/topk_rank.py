@@ -115,12 +115,14 @@ def rank_units(chunks: list[int]) -> bytearray:
 
 
 def by_definition(index: torch.Tensor, count: int, q: torch.Tensor) -> torch.Tensor:
-    """Return each query's largest product with any key of each chunk, plus a constant offset per query, float32 ``[H,
-    n, count]``. Uses torch's operations; on a GPU, a kernel that reads the bytes.
+    """Return each query's largest product with any key of each chunk, plus a constant per query: float32 ``[H, n,
+    count]``.
+
+    Uses torch's operations; on a GPU, a kernel that reads the bytes.
 
     Args:
         index: keys, uint8 ``[Hkv, groups, CHUNK_KEYS, rank / QUAD_NUMBERS, GROUP_CHUNKS, QUAD_NUMBERS]``; ``ZERO_BYTE``
-            is not subtracted, which is the offset.
+            is not subtracted, hence the constant.
         count: number of chunks, stored group by group.
         q: float32 ``[H, n, rank]``; H is a multiple of Hkv. Rounded to bytes here.
     """

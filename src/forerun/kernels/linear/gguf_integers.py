@@ -71,7 +71,6 @@ class IntegerFormat:
         self.name, self.columns, self.bytes, self.sums, self.most = name, block.words, block.bytes, sums, most
 
     def scales(self, e: Emitter, rows: StridedRows) -> Any:
-        """Return values that all parts of a block need."""
         return None
 
     def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
@@ -273,7 +272,6 @@ class WordTable:
             self._builder.store(value, self._builder.gep(self._place, [I32(0), I32(i)]))
 
     def get(self, i: ir.Value) -> ir.Value:
-        """Return the vector at index ``i``."""
         return self._builder.load(self._builder.gep(self._place, [I64(0), i]))
 
 

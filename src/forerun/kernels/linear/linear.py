@@ -74,8 +74,8 @@ def plain(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Weights:
 
 class Matrix(NamedTuple):
     """A matrix as kernels see it: address, bytes per row, rows, address of the bias or 0, words per block, and
-    addresses of its format's machine code, or 0. Plain weights have ``few``, ``many_in_rows`` and, with AVX-512,
-    ``many_in_tiles``; packed ones ``few`` and ``unpack``, or ``few_by_integers``, ``codes`` and ``many_by_integers``.
+    addresses of its format's machine code, or 0: ``few``, ``many_in_rows`` and, with AVX-512, ``many_in_tiles`` for
+    plain weights; ``few`` and ``unpack``, or ``few_by_integers``, ``codes`` and ``many_by_integers``, for packed ones.
     """
 
     w: int
@@ -414,7 +414,7 @@ def _begun(op: LinearOp, n: int, matrix: Matrix, number: int, sums: int) -> Pane
 def _both(
     op: LinearOp, code: LinearCode, inputs: TokenInputs, one: Panel, other: Panel, ahead: int, spare: int
 ) -> None:
-    """Sum over two panels, maybe of different matrices, for all tokens; prefetch the panels ``ahead`` rows after."""
+    """Sum over two panels, possibly of different matrices, for all tokens; prefetch the panels ``ahead`` rows after."""
     a, b, n = one.matrix, other.matrix, inputs.n
     if not (a.unpack or a.codes):
         _plain(op, n, inputs.x, inputs.columns, one, ahead, spare)

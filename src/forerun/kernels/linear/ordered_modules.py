@@ -1,9 +1,9 @@
 """Fix the order of sums in linear layers and elementwise functions of models that do not run as one program.
 
-Inside ``Ordered()`` all linear layers, also those of experts, use the kernel whose bits do not depend on what shares
-the pass (``linear.py``); torch computes what the kernel does not support. torch computes activations of whole vectors
-and of the remainder of a thread's share by different formulas, so rows are padded until there is no remainder. For the
-same reason complex products are written out in real numbers.
+Inside ``Ordered()`` all linear layers, including those of experts, use the kernel whose bits do not depend on what
+shares the pass (``linear.py``); torch computes what the kernel does not support. torch computes activations of whole
+vectors and of the remainder of a thread's share by different formulas, so rows are padded until there is no remainder.
+For the same reason complex products are written out in real numbers.
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ from forerun.kernels.linear.weight_format import FLOAT32, PLAIN_FORMATS, Rows, W
 from forerun.kernels.runtime.vector_ir import I64, LANES, LINE, Emitter, llvm_function, wide
 
 MANY_TOKENS = (4, 6, 8, 10, 12)
-"""Token counts with separate code, up to the most whose sums over two panels fit in registers, beside a column of each.
-"""
+"""Token counts with separate code, up to the most whose sums over two panels fit in registers with a column of each."""
 INTEGER_TOKENS = (1, 2, 4, 8) if wide() else (1, 2, 4)
 """Token counts with separate code, up to the most whose sums fit in registers, as integers and as floats."""
 FEW_INTEGER_TOKENS = INTEGER_TOKENS[-1]

@@ -72,10 +72,10 @@ read_convolution, read_gated_convolution = CONVOLUTION_LAYOUT.reader(), GATED_CO
 def convolve(
     x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, parents: torch.Tensor, first: int
 ) -> torch.Tensor:
-    """Return outputs ``[n - first, C]`` of the tokens from ``first`` on.
+    """Return outputs ``[n - first, C]`` of the tokens from ``first`` on, float32 or float64 like all arguments.
 
     Args:
-        x: inputs, contiguous ``[n, C]``, float32 or float64 like all others.
+        x: inputs, contiguous ``[n, C]``.
         weights: contiguous ``[K, C]``, the farthest tap first.
         bias: ``[C]``, or None.
         parents: each token's parent index, int64 ``[n]``; the first ``first`` tokens are a chain, at least K - 1.

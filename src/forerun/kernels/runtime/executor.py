@@ -34,8 +34,7 @@ SPINS = 2000
 ONCE, PER_TOKEN, PER_OUTPUT, PER_UNIT = range(4)
 """What tasks are counted by: the pass, its tokens, its tokens whose logits are wanted, or its units of attention."""
 HEAD_INTEGERS = 16
-"""Integers before an operation's fields: addresses of ``run`` and ``prepare``, the unit and number of tasks, and
-addresses of other machine code."""
+"""Integers before an operation's fields: addresses of its machine code, and the unit and number of its tasks."""
 
 
 class PassFields(NamedTuple):

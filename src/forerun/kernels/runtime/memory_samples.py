@@ -64,8 +64,7 @@ def checksum(tensors: Sequence[torch.Tensor], table: IntArray | None = None) -> 
 
 
 def address_table(tensors: Sequence[torch.Tensor]) -> IntArray | None:
-    """Return the places of the tensors' pieces for ``checksum``, int64 ``[tensors, 4]``. None if a tensor is not on the
-    CPU, or nothing is compiled."""
+    """Return the places of the tensors' pieces, int64 ``[tensors, 4]``; None off the CPU, or if nothing is compiled."""
     if not COMPILES or any(each.device.type != "cpu" for each in tensors):
         return None
     rows = [(each.data_ptr(), *sample_of(each)[1:]) for each in tensors]

@@ -73,11 +73,9 @@ class AttentionPart:
     """A layer's attention.
 
     Attributes:
-        qkv: matrices of queries, keys and values.
-        output: matrix after attention.
+        qkv, output: matrices of queries, keys and values, and the one after attention.
         q_norm, k_norm: norms of queries and keys, per head or of all together, or None.
         head_dim: numbers per head.
-        spec: attention's parameters.
         rotary: kind of layer, if rotary angles differ by kind, else None.
         rotates: False if keys and queries do not depend on position.
     """
@@ -100,11 +98,8 @@ class AttentionPart:
 @dataclass(frozen=True)
 class ConvolutionPart:
     """A layer's short convolution over tokens, between two gates (LFM2): ``gate_out * convolve(gate_in * x)``.
-
-    Attributes:
-        inputs: matrix of ``gate_in``, ``gate_out`` and x, stacked; ``output`` is the matrix after the gates.
-        taps: module of the convolution, with weights ``[C, 1, K]``.
-    """
+    ``inputs`` is the matrix of ``gate_in``, ``gate_out`` and x, stacked; ``taps`` is the module with weights ``[C, 1,
+    K]``."""
 
     inputs: MatrixRows
     output: MatrixRows
@@ -146,15 +141,11 @@ class DecoderDescription:
     """All that a pass over a known model computes: the source of programs for a CPU and passes on a GPU.
 
     Attributes:
-        layers: in order.
         embedding, embedding_factor: module of the tokens' embeddings, and the factor on these.
         norm, head: after the last layer; linear layer of the logits.
         activation: of the gates, by the kernels' number.
-        rotary: module of the rotary angles.
-        limit: number of positions up to which its angles hold, or None if they always do.
-        logits_scaling: divides the logits.
-        logits_softcap: soft cap of the logits, or None.
-        dtype: of weights.
+        rotary, limit: module of the rotary angles, and the number of positions up to which they hold, or None for all.
+        logits_scaling, logits_softcap: divides the logits; their soft cap, or None.
     """
 
     layers: list[DecoderLayer]
@@ -255,13 +246,8 @@ def angles(rotary: Any, kind: str | None, count: int, limit: int | None) -> tupl
 def angles_at(
     rotary: Any, like: torch.Tensor, positions: torch.Tensor, kind: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines at int64 positions ``[n]``, float32 ``[n, half]``.
-
-    Args:
-        rotary: the model's module.
-        like: a tensor of its computing type, on its device.
-        kind: as in ``AttentionPart.rotary``.
-    """
+    """Return cosines and sines at int64 positions ``[n]``, float32 ``[n, half]``; ``like`` is a tensor of the type and
+    device for which the model's module computes, and ``kind`` is as in ``AttentionPart.rotary``."""
     both = rotary(like, positions[None]) if kind is None else rotary(like, positions[None], kind)
     half = both[0].shape[-1] // 2
     cos, sin = (each[0, :, :half].float().contiguous() for each in both)

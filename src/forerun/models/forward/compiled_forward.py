@@ -136,16 +136,11 @@ class Decoder:
 class CompiledForward:
     """The program and its buffers.
 
-    Args:
-        decoder: of the model, with angles for all positions.
-        capacity: of the largest pass.
-
     Attributes:
         kv: addresses of keys and values in each row's cache, per layer with attention, int64 ``[layers, rows, 2]``.
         topk: ``TopkFields`` per such layer and row, int64 ``[layers, rows, ...]``.
         qkv: queries, keys and values side by side, ``[layers or 1, tokens, width]``.
-        histories: addresses of the inputs in each row's cache, per convolution, int64 ``[layers, rows]``; see
-            ``GatedConvolutionOp``.
+        histories: addresses of the inputs in each row's cache, per convolution, int64 ``[layers, rows]``.
         x: the residual stream, ``[tokens, hidden]``.
         states: hidden states of the capacity's layers, side by side, ``[tokens, layers * hidden]``.
         states_by_stage: their columns, by the stage that writes them.

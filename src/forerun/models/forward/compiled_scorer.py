@@ -31,8 +31,8 @@ from forerun.models.forward.scorer import PassResult, Scorer, is_sharded
 SPARE_SCRATCH_BYTES = 4096
 """Extra bytes in each thread's scratch memory."""
 LEAST_CAPACITY = 16
-"""Tokens and rows of the smallest program. Making one costs up to a pass over one token (0.9 ms for the bundled model,
-5 for SmolLM2), so it should be rare. Unused memory is some hundred kilobytes."""
+"""Tokens and rows of the smallest program. Making one costs as much as a pass over one token at most (0.9 ms for the
+bundled model, 5 for SmolLM2), so it should be rare. Unused memory is some hundred kilobytes."""
 NO_ROWS = np.zeros(1, np.int64)
 """The table of rows of a stage without attention."""
 
@@ -119,12 +119,10 @@ class CompiledScorer(Scorer):
     def _run_by_layers(
         self, decoder: Decoder, blocks: Sequence[Block], caches: Sequence[FullCache], states_of: tuple[int, ...]
     ) -> PassResult:
-        """Run layer by layer, because keys and values are partly off the device (TriForce, section 5.3).
-
-        While a layer is computed, the next layer's keys and values are fetched, and the previous layer's new ones
-        written back. All pieces of a long prompt pass a layer before the next, so its keys and values are written back
-        once, and none returns before the first token.
-        """
+        """Run layer by layer, because keys and values are partly off the device (TriForce, section 5.3). While a layer
+        is computed, the next one's keys and values are fetched, and the previous one's new ones written back. All
+        pieces of a long prompt pass a layer before the next, so its keys and values are written back once, and none is
+        fetched before decoding."""
         pieces, keeps = _pieces(decoder, blocks, len(states_of)), self.queries_from is not None
         programs = [self._prepare(decoder, piece.packed, states_of, keeps) for piece in pieces]
         compiled = programs[-1]  # the largest decides
@@ -176,11 +174,8 @@ class CompiledScorer(Scorer):
     def _prepare(
         self, decoder: Decoder, packed: PackedPass, layers: tuple[int, ...], keeps: bool, topk: TopkTables | None = None
     ) -> CompiledForward:
-        """Return a program with memory for this pass's tokens, rows and positions; a larger one is made if need be.
-
-        Raises:
-            IndexError: if the embedding does not have a token of the pass.
-        """
+        """Return a program with memory for this pass, making a larger one if need be. Raises ``IndexError`` if the
+        embedding does not have a token of the pass."""
         self._check(packed)
         threads = packed.threads
         work = packed if topk is None else topk
@@ -280,8 +275,8 @@ def _outputs(wanted: IntArray, logits: torch.Tensor) -> dict[str, int]:
 
 
 def fastest_scorer(scorer: Scorer) -> Scorer:
-    """Return a ``CompiledScorer`` if the model's structure is known, a ``GpuScorer`` on a GPU, else ``scorer``; the
-    gate compares their logits."""
+    """Return a ``CompiledScorer`` for a known structure, a ``GpuScorer`` on a GPU, else ``scorer``; the gate checks
+    logits."""
     whole = type(scorer) is Scorer and not is_sharded(scorer.model)
     if whole and gpu.runs_on(scorer.device):
         from forerun.models.forward.gpu_scorer import GpuScorer  # needs Triton

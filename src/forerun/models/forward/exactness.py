@@ -40,12 +40,8 @@ LEVELS = get_args(Level)
 
 @dataclass(frozen=True)
 class Exactness:
-    """How exact passes are.
-
-    Attributes:
-        level: ``bitwise`` if drafts cannot change a bit of the logits, else ``rounding``.
-        reason: why it is only ``rounding``, and where the result comes from if it was not measured now; else None.
-    """
+    """How exact passes are: ``bitwise`` if drafts cannot change a bit of the logits, else ``rounding``. ``reason`` says
+    why it is only ``rounding``, and where the result comes from if it was not measured now."""
 
     level: Level
     reason: str | None = None
@@ -104,8 +100,7 @@ def _read_far(scorer: Scorer, text: IntArray, length: int) -> FullCache:
 
 
 def _difference(scorer: Scorer, before: FullCache, text: IntArray, sizes: Sequence[int]) -> str | None:
-    """Return what rounds differently from one pass over a sequence after a cache's tokens, or None; the sequence is
-    committed."""
+    """Commit a sequence, and return what rounds differently from one pass over it after the cache's tokens, or None."""
     start = before.length
     whole = _read(scorer, before, text, [len(text)])
     before.truncate(start)
@@ -125,8 +120,8 @@ def _difference(scorer: Scorer, before: FullCache, text: IntArray, sizes: Sequen
 
 
 def _go_back(scorer: Scorer, cache: FullCache, text: IntArray, start: int, count: int) -> None:
-    """Truncate to the first ``count`` tokens of a sequence that starts at ``start``; recurrent layers may need to score
-    some again."""
+    """Truncate to a sequence's first ``count`` tokens after ``start``; recurrent layers may need to score some
+    again."""
     cache.truncate(start + count)
     if missing := text[cache.length - start : count].tolist():
         block = Block(np.array(missing), DraftTree.empty(), cache.length)

@@ -55,11 +55,9 @@ SAMPLE_BYTES = 256
 def fingerprint(scorer: Scorer, exactness: Exactness) -> str:
     """Return a name for the bits of this model's keys and values in this process: 32 hexadecimal digits.
 
-    It reads all weights, at SHA-256's 1.8 GB a second and core.
-
-    Raises:
-        ValueError: if they depend on more than is visible: hooks, modules of other packages (adapters have private
-            state), or rotations that depend on the sequence's length.
+    It reads all weights, at SHA-256's 1.8 GB a second and core. Raises ``ValueError`` if keys and values depend on more
+    than is visible: hooks, modules of other packages (adapters have private state), or rotations that depend on the
+    sequence's length.
     """
     model = scorer.model
     reason = unknowable(model)

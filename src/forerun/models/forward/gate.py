@@ -72,11 +72,8 @@ class UnsupportedModelError(ValueError):
 
 
 def admit(model: PreTrainedModel, self_test: SelfTest = tested) -> Scorer:
-    """Return the fastest scorer whose logits are the model's own.
-
-    Raises:
-        UnsupportedModelError: if there is none; with the reason.
-    """
+    """Return the fastest scorer whose logits are the model's own, or raise ``UnsupportedModelError`` with the
+    reason."""
     reason = _reason_in_config(model)
     if reason is None:
         lay_out(model)
@@ -95,8 +92,8 @@ def admit(model: PreTrainedModel, self_test: SelfTest = tested) -> Scorer:
 
 def lay_out(model: PreTrainedModel) -> None:
     """Change weights that are stored transposed to the kernels' memory layout, once. GPT-2 and the experts of gpt-oss
-    keep a matrix as ``[K, O]`` and compute ``x @ weight``. Shape and numbers do not change, so neither do results and
-    saved files, and nothing is stored twice."""
+    keep a matrix as ``[K, O]`` and compute ``x @ weight``. Shape and numbers, and so results and saved files, do not
+    change."""
     for weight in () if is_sharded(model) else _transposed(model):
         ordered_modules.lay_out(weight)
 
@@ -156,7 +153,7 @@ def rounding_error(model: PreTrainedModel) -> float:
 
 @contextmanager
 def unrounded(model: PreTrainedModel) -> Iterator[None]:
-    """Compute the model's own forward pass in float32, without quantising."""
+    """Let the model's own forward pass compute in float32, without quantising."""
     modules: list[Any] = [module for module in model.modules() if getattr(module, "quantised", False)]
     for module in modules:
         module.quantised = False
@@ -302,12 +299,9 @@ def relative_error(logits: torch.Tensor, right: torch.Tensor) -> float:
 
 
 class Float32View(TorchFunctionMode):
-    """A context in which functions get 16-bit floats widened to float32, one tensor at a time, and so return float32.
-
-    A 16-bit model computes in float32 without a second copy: the reference when two passes in 16 bits differ. Functions
-    that change a tensor in place are excluded, and so are conversions: where a model rounds on purpose, it still
-    rounds.
-    """
+    """A context in which functions get 16-bit floats widened to float32, one tensor at a time, and so return float32. A
+    16-bit model computes in float32 without a second copy: the reference when two passes in 16 bits differ. Functions
+    that change a tensor in place and conversions are excluded: where a model rounds on purpose, it still rounds."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

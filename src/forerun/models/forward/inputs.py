@@ -14,14 +14,8 @@ differs between versions and models: ``past_key_values``, ``cache_params``, ``ca
 
 
 def check_inputs(ids: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
-    """Reject inputs that would change the output, because Forerun does not pass them on to the model.
-
-    Args:
-        ids: token ids, ``[B, t]``.
-        given: the model's other inputs, as transformers prepared them.
-
-    Returns:
-        The attention mask, ``[B, t]``: 0 for padding, else 1.
+    """Reject inputs that would change the output, because Forerun does not pass them on to the model; return the
+    attention mask ``[B, t]``.
 
     Raises:
         NotImplementedError: for other inputs, unusual positions, or a cache that is not empty.

@@ -29,8 +29,7 @@ PROBE_TOKENS = 4
 @torch.inference_mode()
 def find_rotation(scorer: Scorer) -> Rotation | None:
     """Find each layer's rotation of keys by position, or none for layers whose keys do not depend on position. None if
-    some layer's keys fit no rotation, because positions are learned (GPT-2, OPT) or encoded in an unknown way; such
-    keys cannot be moved. ``scorer`` must attend through ``Cache.attend``."""
+    some layer's keys fit no rotation, because positions are learned (GPT-2, OPT) or encoded in an unknown way."""
     limit = getattr(scorer.model.config, "max_position_embeddings", None) or PROBE_POSITIONS[-1] + 1
     at = {position: _keys(scorer, position) for position in (0, *PROBE_POSITIONS) if position < limit}
     frequencies = _frequencies(scorer.model)
@@ -98,9 +97,8 @@ def _candidates(frequencies: Sequence[torch.Tensor], d: int) -> Iterator[LayerRo
 
 
 def _error(turn: LayerRotation | None, keys: torch.Tensor, moved: dict[int, torch.Tensor]) -> float:
-    """Return the largest relative error of predicted keys, in units of the error that rounding explains. Models compute
-    angles, cosines and sines in float32, with an error that grows with the position, and then round cosines, sines,
-    products and sums to the keys' dtype."""
+    """Return the largest relative error of predicted keys, in units of the error that rounding explains: float32
+    rounding of angles, which grows with the position, cosines and sines, then rounding to the keys' dtype."""
     wide = keys.double()
     errors = []
     for position, found in moved.items():

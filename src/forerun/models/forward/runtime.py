@@ -58,13 +58,9 @@ def user_folder() -> Path | None:
 
 
 class StartupCache:
-    """Startup results, measured once per model and condition.
-
-    Args:
-        folder: returns the folder for results that outlive the process, or None to keep none. Called at each lookup,
-            because a program may change its environment.
-        thread_clock: returns this thread's processor seconds.
-    """
+    """Startup results, measured once per model and condition. ``folder`` returns the folder for results that outlive
+    the process, or None to keep none; it is called at each lookup, because a program may change its environment.
+    ``thread_clock`` returns this thread's processor seconds."""
 
     def __init__(
         self,
@@ -99,8 +95,8 @@ class StartupCache:
         return found
 
     def costs(self, scorer: Scorer) -> CostCurve:
-        """Return ``pass_timing.measure``'s result. A doubtful curve is kept only in the process, and measured again at
-        the next call when nothing disturbs passes."""
+        """Return ``pass_timing.measure``'s result. A doubtful curve is kept only in the process, and measured again
+        when nothing disturbs passes."""
         results = self._of(scorer, "costs")
         with suppress(KeyError, TypeError, ValueError):
             kept = dict(results.get())
@@ -159,7 +155,6 @@ class _Result:
         return None if self._file is None else _read(self._file).get(self._name)
 
     def keep(self, value: Any, in_file: bool = True) -> None:
-        """Keep a result that this process found or confirmed."""
         self._results[self._key, self._name] = value
         if self._file is not None and in_file:
             with suppress(OSError):
@@ -222,8 +217,8 @@ class Runtime:
     Attributes:
         clock: returns seconds, for drafters that go by time; by default without those in which passes are recorded.
         costs: measures the passes of a model.
-        exactness: determines whether drafts can change the bits of a model's passes; called with the scorer, its
-            position limit, and whether keys and values may lie off the device.
+        exactness: determines whether drafts can change a model's bits; called with the scorer, its position limit, and
+            whether keys and values may lie off the device.
         self_test: tests whether a scorer's logits are the model's own; called with the scorer and the test.
         waits_for_code: whether an engine compiles code for drafting and long sequences before its first request. If
             not, earlier requests run without drafts, once per machine.

@@ -65,21 +65,18 @@ def _is_plain(value: Any) -> bool:
 
 
 class Change(Enum):
-    """How a model has changed.
-
-    Attributes:
-        WEIGHTS: parameters have other values, in the same places. Programs read them where they are.
-        MODEL: anything else: modules, code, settings, buffers, the type or the places of weights.
-    """
+    """How a model has changed. After ``WEIGHTS`` parameters have other values in the same places, where programs read
+    them; after ``MODEL`` anything else has changed: modules, code, settings, buffers, the type or the places of
+    weights."""
 
     WEIGHTS = 1
     MODEL = 2
 
 
 class WeightWatch:
-    """A record of a model at construction, to detect changes. It keeps the model's dictionaries of attributes, modules,
-    weights, buffers and hooks, because collecting them again costs more than a small model's pass. Weights are not kept
-    alive."""
+    """A record of a model at construction, to detect changes. It keeps dictionaries of attributes, modules, weights,
+    buffers and hooks, because collecting them again costs more than a small model's pass. Weights are not kept alive.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._config = model, copy.deepcopy(vars(model.config))

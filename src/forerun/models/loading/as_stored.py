@@ -1,4 +1,4 @@
-"""Load a GGUF file with its weights quantised as they are: mapped from the file, never dequantised.
+"""Load a GGUF file's weights in their quantised form: mapped from the file, never dequantised.
 
 The model is built without weights. Linear layers, embeddings and experts become the modules of ``stored_weights.py``
 over the file's bytes. Rows in another order than transformers' (queries and keys of Llama) are copied into that order;
@@ -34,12 +34,8 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def check_formats(file: Path, header: Header) -> None:
-    """Reject a file whose quantised matrices have no kernel, reading only the header.
-
-    Raises:
-        ValueError: if there are no kernels here, or none for a tensor; with the tensor, its format and supported
-            formats.
-    """
+    """Raise ``ValueError`` with the tensor, its format and supported formats if a quantised matrix has no kernel,
+    reading only the header."""
     if (reason := unusable()) is not None:
         raise ValueError(f"there is no kernel for stored weights here: {reason}; {INSTEAD}")
     for name, tensor in header.tensors.items():
@@ -96,11 +92,8 @@ def fill(
     *,
     quantised: bool,
 ) -> None:
-    """Put a file's tensors into a model built without weights; see ``load_as_stored``.
-
-    Raises:
-        ValueError: for a tensor without a place or of another shape, and for weights that the file lacks.
-    """
+    """Put a file's tensors into a model built without weights; see ``load_as_stored``. Raises ``ValueError`` for a
+    tensor without a place or of another shape, and for weights that the file lacks."""
     _Filler(file, header, model, quantised, layout).fill(progress)
 
 

@@ -53,8 +53,8 @@ NOT_READ = {
 WINDOWED = ("phi3", "starcoder2")
 """Architectures whose window transformers does not read."""
 SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
-"""Layers of Gemma's 27B models. Only they scale attention by the model's width. GGUF files do not say so, and
-transformers assumes the other models' scale."""
+"""Layers of Gemma's 27B models, which alone scale attention by the model's width; GGUF files do not say so, and
+transformers uses the others' scale."""
 
 SHORT_ARRAY = 1024
 """Longest array of numbers that is read: one per layer, but not one per token."""
@@ -66,13 +66,8 @@ _MOST_DIMENSIONS = 4
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor's entry in the header.
-
-    Attributes:
-        shape: fastest-moving dimension first, as in GGUF.
-        kind: number of its quantisation, ``ggml_type``.
-        offset: bytes from the start of the data.
-    """
+    """A tensor's entry in the header: ``shape`` with the fastest-moving dimension first, as in GGUF, ``ggml_type``, and
+    bytes from the start of the data."""
 
     shape: tuple[int, ...]
     kind: int
@@ -104,8 +99,7 @@ def check(file: Path) -> Header:
     """Read a file's header, and reject a file that cannot be loaded, or would be loaded wrongly.
 
     Raises:
-        ValueError: with the file and the reason: not a GGUF file, damaged, truncated, an unknown quantisation, or
-            missing packages.
+        ValueError: with file and reason: not GGUF, damaged, truncated, an unknown quantisation, or missing packages.
         OSError: if it cannot be read.
     """
     header = read_header(file)
@@ -117,12 +111,7 @@ def check(file: Path) -> Header:
 
 
 def read_header(file: Path) -> Header:
-    """Read the header of a GGUF file.
-
-    Raises:
-        ValueError: if it is not one, or damaged, or truncated.
-        OSError: if it cannot be read.
-    """
+    """Read the header of a GGUF file. Raises ``ValueError`` for another, damaged or truncated file, and ``OSError``."""
     with file.open("rb") as opened:
         if opened.read(len(MAGIC)) != MAGIC:
             raise ValueError(f"{file} is no GGUF file: it does not begin with {MAGIC.decode()}")

@@ -1,7 +1,7 @@
 """How GGUF files differ from transformers: names of tensors, orders of rows and columns, and values.
 
-All comes from libraries: for newer architectures, transformers has lists of operations with names; for others, it has
-processors, and gguf has the names.
+All of it comes from libraries: for newer architectures, transformers has lists of operations with names; for others, it
+has processors, and gguf has the names.
 """
 
 from __future__ import annotations
@@ -50,11 +50,7 @@ class GgufLayout(ABC):
     @abstractmethod
     def name(self, name: str) -> str | None:
         """Return the model's name of a file's tensor, with experts' gates and ups named separately; None if it is not
-        needed.
-
-        Raises:
-            ValueError: for a tensor that must not be left out.
-        """
+        needed. Raises ``ValueError`` for a tensor that must not be left out."""
 
     @abstractmethod
     def floats(self, name: str, values: Floats) -> Floats:
@@ -62,14 +58,15 @@ class GgufLayout(ABC):
 
     @abstractmethod
     def rows(self, name: str, count: int) -> Numbers | None:
-        """Return the order of the file's rows that gives the model's; None if a matrix needs more than reordered rows
-        and columns."""
+        """Return the order of the file's rows that gives the model's; None if more than rows and columns must be
+        reordered."""
 
     def columns(self, name: str) -> Numbers | None:
         """Return the order of a matrix's inputs that matches the file's columns; None if it is the model's."""
         return None
 
     def is_floats(self, name: str, dimensions: int, kind: str) -> bool:
+        """Return whether a tensor becomes float32: vectors, and small matrices."""
         return is_floats(name, dimensions)
 
 
@@ -102,15 +99,9 @@ def has_operations(architecture: str) -> bool:
 
 
 def predictor_mapping(architecture: str, config: PreTrainedConfig, block: int) -> list[WeightTransform]:
-    """Return the operations on the tensors of an MTP layer, a block of the file after the decoder's.
-
-    llama.cpp's converter adds 1 to the layer's norms as to the decoder's, including those named ``nextn``.
-
-    Args:
-        architecture: llama.cpp's name.
-        config: of transformers' ``MtpModel``, to whose names the operations lead.
-        block: the block's number.
-    """
+    """Return the operations on the tensors of an MTP layer, the file's ``block`` after the decoder's. llama.cpp's
+    converter adds 1 to the layer's norms as to the decoder's, including those named ``nextn``. ``config`` is of
+    transformers' ``MtpModel``, to whose names the operations lead."""
     norms = {"enorm": "enorm", "hnorm": "hnorm", "shared_head_norm": "post_norm"}
     return [
         WeightRenaming(rf"^blk\.{block}\.nextn\.", "layers.0."),

@@ -76,8 +76,7 @@ def load(
     """Load a decoder in evaluation mode and its tokenizer.
 
     Args:
-        name_or_path: ``bundled``, ``bundled-draft``, a folder, a GGUF file, or a hub name in the local Hugging Face
-            cache.
+        name_or_path: ``bundled``, ``bundled-draft``, a folder, a GGUF file, or a hub name in the Hugging Face cache.
         dtype: one of ``DTYPES``. ``auto``: the file's own type; float32 for the bundled models and for GGUF files,
             which are dequantised. ``stored``: a GGUF file's weights stay quantised, mapped from the file.
         device: of the weights. ``auto``: CUDA if there is one, else the CPU; always the CPU for ``stored``.
@@ -124,11 +123,8 @@ def load(
 def load_draft(
     name_or_path: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Load a small model to draft for ``target``: in its dtype, on its device, with the same tokenizer.
-
-    Raises:
-        ValueError: as from ``load``, or if the two tokenizers give one id to different tokens.
-    """
+    """Load a small model to draft for ``target``: in its dtype, on its device, with the same tokenizer. Raises
+    ``ValueError`` as ``load`` does, or if the two tokenizers give one id to different tokens."""
     dtype = str(target.dtype).removeprefix("torch.")
     model, own = load(name_or_path, dtype, device=str(target.device), trust_remote_code=trust_remote_code)
     ours, theirs = (dict(map(reversed, t.get_vocab().items())) for t in (tokenizer, own))

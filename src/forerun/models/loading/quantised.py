@@ -70,16 +70,8 @@ class _StoredPart:
 def load_quantised(
     folder: Path, kind: str, config: PreTrainedConfig, load: Callable[[], PreTrainedModel], progress: Progress
 ) -> PreTrainedModel:
-    """Load a model with its matrices quantised, now or earlier.
-
-    Args:
-        kind: one of ``QUANTISATIONS``.
-        load: loads the model from the folder to the CPU.
-        progress: called with tensors done and to do.
-
-    Raises:
-        ValueError: if the disk has no space, or a matrix cannot be quantised.
-    """
+    """Load a model with its matrices quantised, now or earlier, to ``kind`` in ``QUANTISATIONS``; ``load`` reads it
+    from the folder to the CPU. Raises ``ValueError`` if the disk has no space, or a matrix cannot be quantised."""
     file = file_of(folder, kind)
     if not file.exists():
         _write(folder, file, _parts(folder, load(), GGMLQuantizationType[kind.upper()]), progress)
@@ -91,8 +83,7 @@ def load_quantised(
 
 
 def file_of(folder: Path, kind: str) -> Path:
-    """Return the file for a folder's weights in a quantisation; its name changes with the folder's weights or
-    configuration."""
+    """Return a folder's file for a quantisation; its name depends on the folder's weights and configuration."""
     base = user_folder()
     if base is None:
         raise ValueError("there is no folder for quantised weights: set XDG_CACHE_HOME")

@@ -17,7 +17,6 @@ class StoredLinear(nn.Module):
     Args:
         rows: bytes ``[O, row]``, unchanged.
         kind: format of the blocks, one of ``GGUF_FORMATS``.
-        in_features: columns.
         bias: float32 ``[O]``, or None.
         quantised: whether inputs are quantised to eight bits; see ``linear.Weights``.
     """
@@ -61,14 +60,8 @@ class InputOrder(nn.Module):
 
 
 class StoredEmbedding(nn.Module):
-    """An embedding over quantised weights, with float32 rows.
-
-    Args:
-        rows: bytes ``[V, row]``, unchanged.
-        kind: format of the blocks.
-        embedding_dim: columns.
-        embed_scale: factor on the rows, or None.
-    """
+    """An embedding over quantised rows, bytes ``[V, row]`` in blocks of ``kind``, with float32 rows, times
+    ``embed_scale``."""
 
     def __init__(
         self,
@@ -102,14 +95,8 @@ class StoredEmbedding(nn.Module):
 
 
 class StoredExperts(nn.Module):
-    """Experts that are gated linear units over quantised weights, computed in turn on a CPU.
-
-    Args:
-        gate, up: bytes ``[E, I, row]``, unchanged, and the format of the blocks.
-        down: bytes ``[E, H, row]``, and the format.
-        act_fn: activation of the gates.
-        quantised: as in ``StoredLinear``.
-    """
+    """Experts that are gated linear units over quantised weights, computed in turn on a CPU. ``gate`` and ``up`` are
+    bytes ``[E, I, row]``, ``down`` is bytes ``[E, H, row]``, each with the format of its blocks."""
 
     def __init__(
         self, gate: tuple[nn.Parameter, str], up: tuple[nn.Parameter, str], down: tuple[nn.Parameter, str],
@@ -124,13 +111,7 @@ class StoredExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the weighted sum of each token's experts, in the experts' order.
-
-        Args:
-            hidden_states: ``[T, H]``.
-            top_k_index: experts of each token, ``[T, k]``.
-            top_k_weights: their weights, ``[T, k]``.
-        """
+        """Return the weighted sum of the experts ``[T, k]`` of each token ``[T, H]``, in the experts' order."""
         _check_place(self.down)
         total = torch.zeros_like(hidden_states)
         for expert in sorted(set(top_k_index.flatten().tolist())):

@@ -1,5 +1,4 @@
-"""Read tool calls whose arguments are not JSON: between tags, as Python, or with special marks around strings. Nothing
-is executed."""
+"""Read tool calls whose arguments are not JSON: between tags, as Python, or with special marks around strings."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ _MISSING = object()
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """Convert text to the type that a schema wants, or ``_MISSING`` if it is empty."""
+    """Convert text to the type that a schema wants, or ``_MISSING`` if there is no value."""
     own = schema if isinstance(schema, Mapping) else {}
     kinds = _kinds(own)
     values = own.get("enum", [own["const"]] if "const" in own else ())
@@ -128,8 +127,8 @@ def _plain(node: ast.expr) -> Any:
 
 
 def read_braces(body: str) -> Calls:
-    """Read a call ``call:f{a:1,b:<|"|>x<|"|>}``, with unquoted names, as in Gemma. Raises ``ValueError`` for anything
-    else."""
+    """Read a call ``call:f{a:1,b:<|"|>x<|"|>}`` with unquoted names, as in Gemma. Raises ``ValueError`` for other
+    text."""
     name, brace, _ = body.strip().removeprefix("call:").partition("{")
     reader = _Braces(body[body.find("{") :] if brace else "{}")
     value = reader.value()
@@ -139,7 +138,7 @@ def read_braces(body: str) -> Calls:
 
 
 class _Braces:
-    """Reads one value; ``rest`` is what follows it."""
+    """A reader of one value; ``rest`` is what follows it."""
 
     def __init__(self, text: str) -> None:
         self.rest = text.lstrip()

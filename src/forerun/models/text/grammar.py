@@ -78,7 +78,7 @@ class Grammars:
 
     llguidance's tokenizer is made at first use. That took 0.8 seconds for 49,152 tokens, half of it with the GIL held,
     so a server makes it before it serves (``prepare``). ``vocabulary`` is the number of tokens with logits, and
-    ``ends`` has end-of-sequence tokens beside the tokenizer's own.
+    ``ends`` has end-of-sequence tokens in addition to the tokenizer's own.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int, ends: Sequence[int]) -> None:
@@ -91,8 +91,7 @@ class Grammars:
         return len(self._known)
 
     def of(self, response_format: ResponseFormat, namespace: str = "default") -> Grammar | None:
-        """Return the grammar of a response format; None for plain text. Other namespaces cannot tell from timing that
-        it was compiled before.
+        """Return a response format's grammar; None for plain text. Timing does not reveal another namespace's grammars.
 
         Raises:
             SchemaError: for another shape, or a schema that is wrong, cannot be met, or needs what llguidance lacks.
@@ -120,8 +119,7 @@ class Grammars:
             return (namespace, source) in self._known
 
     def tokenizer_arguments(self) -> dict[str, Any]:
-        """Return arguments of ``llguidance.LLTokenizer``, for this process or another; ``prepare`` checks the
-        tokenizer."""
+        """Return arguments of ``llguidance.LLTokenizer``, for any process; ``prepare`` checks the tokenizer."""
         tokenizer = self.tokenizer
         assert isinstance(tokenizer, PreTrainedTokenizerFast)
         backend = copy(tokenizer.backend_tokenizer)
@@ -133,8 +131,7 @@ class Grammars:
         return {"tokenizer": backend.to_str(), "n_vocab": size, "eos_token": ends or None}
 
     def prepare(self) -> LLTokenizer:
-        """Make llguidance's tokenizer at the first call. Raises ``ValueError`` and ``ModuleNotFoundError`` as ``of``
-        does."""
+        """Make llguidance's tokenizer at the first call; raises as ``of`` does."""
         with self._making:
             if self._made is None:
                 self._made = self._make()
@@ -157,8 +154,8 @@ class Grammars:
 
 
 class _Walker:
-    """Moves a matcher to any ids. llguidance's matcher never leaves an error state, so a new one replaces it, and an
-    error on trial does not affect the output."""
+    """A matcher that can be moved to any ids. llguidance's matcher never leaves an error state, so a new one replaces
+    it, and an error on trial does not affect the output."""
 
     def __init__(self, matcher: LLMatcher, start: int) -> None:
         self._origin, self._start = matcher, start

@@ -20,8 +20,7 @@ from forerun.models.text.schemas import SCHEMAS_BY_NAME, SchemaError, usable_sch
 
 Json = dict[str, Any]
 Body = Literal["object", "named", "tags", "python", "braces"]
-"""The inside of a call: an object with name and arguments, the name followed by arguments or tags, or what
-``call_readers`` reads."""
+"""The inside of a call: an object; the name followed by JSON or tags; or what ``call_readers`` reads."""
 OPEN_KEYWORDS = frozenset(
     {"additionalProperties", "patternProperties", "propertyNames", "anyOf", "oneOf", "allOf", "$ref", "minProperties"}
 )

@@ -1,8 +1,8 @@
 """Split a message into content, reasoning and tool calls while it is generated.
 
 transformers' response parser finds the parts. JSON arguments of a call are passed on as they arrive. A call that cannot
-be read stays part of the content, unless the end of the answer cut it. If transformers' parser fails at one, the rest
-of the message is content, too.
+be read stays part of the content, unless the answer ended inside it. If transformers' parser fails at one, so does the
+rest of the message.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class ObjectScanner:
 
 
 class ValueScanner:
-    """Finds the end of a JSON value that arrives in pieces; a string is replaced by the JSON that it spells."""
+    """A scanner for the end of a JSON value that arrives in pieces; a string is replaced by the JSON that it spells."""
 
     def __init__(self) -> None:
         self._depth, self._inside, self._escaped, self._ended = 0, False, False, False
@@ -215,7 +215,7 @@ class MessageParser:
         self._calls_before = self._region = 0
 
     def feed(self, text: str, last: bool = False, cut: bool = False) -> MessageDelta:
-        """Return the parts of new text; ``last`` when the message has ended, ``cut`` if it ended at the length
+        """Return the parts of new text; ``last`` when the message has ended, ``cut`` if that was at the length
         limit."""
         self._delta, self._cut = MessageDelta(), False
         self._text += text
@@ -337,8 +337,7 @@ class MessageParser:
             return []
 
     def _is_cut_call(self) -> bool:
-        """Return whether the answer ended inside a call that cannot be passed on; without marks, it must name a
-        tool."""
+        """Return whether the answer ended inside an unreadable call; without marks, it must name a tool."""
         if self._bare or (self._format is not None and not self._format.marked):
             begun = (rf'\s*\{{\s*"name"\s*:\s*{re.escape(json.dumps(name))}' for name in self._names)
             return self._cut and any(re.match(each, self._head) for each in begun)
@@ -361,8 +360,7 @@ class MessageParser:
                 self._scanner = None
 
     def _read_arguments(self, text: str, form: CallFormat) -> None:
-        """Add arguments: JSON, or a string of JSON, once it is complete. If no mark ends the call, the rest is
-        content."""
+        """Add arguments, from a string when it is complete. If no mark ends the call, the rest is content."""
         assert self._value is not None
         inside, behind = self._value.feed(text)
         self._add(inside)

@@ -62,8 +62,7 @@ NAMELESS = ROWWISE - {"SuppressTokensLogitsProcessor"}
 ANYWHERE = NAMELESS | {
     "NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "TopHLogitsWarper"
 }  # fmt: skip
-"""Processors without tensors on the model's device; biases and end-of-sequence ids have some, maybe from their first
-call."""
+"""Processors without tensors on the model's device, unlike biases and those for end-of-sequence ids."""
 DECLARATION = "forerun_stateless"
 """Attribute by which any other processor declares itself stateless."""
 

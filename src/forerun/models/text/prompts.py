@@ -189,7 +189,7 @@ def encode(prompts: Prompts, tokenizer: PreTrainedTokenizerBase | None, attentio
 
 
 def _check_others(given: Mapping[str, Any]) -> None:
-    """Reject inputs that a model would read beside the ids; all-zero token types are ignored."""
+    """Reject inputs that a model would read besides the ids; all-zero token types are ignored."""
     kinds = given.get("token_type_ids")
     plain = kinds is None or not torch.as_tensor(kinds).any()
     allowed = {"input_ids", "attention_mask"} | ({"token_type_ids"} if plain else set())

@@ -167,15 +167,14 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 
 @dataclass(frozen=True)
 class RowOptions:
-    """Forerun's own options, beside transformers'.
+    """Forerun's own options, alongside transformers'.
 
     Attributes:
         seed: of the sampling noise; None draws one from torch's global generator.
         verification: ``coupled`` or ``rejection`` (see ``forerun.core.sampling``); greedy decoding ignores it.
         namespace: drafts come only from earlier outputs of this namespace.
         budget: most nodes per draft, if less than the engine's; 0 for no drafts and no indexing.
-        logprobs: number of likeliest tokens to keep per position, beside the chosen one's log-probability; None for
-            none.
+        logprobs: likeliest tokens to keep per position, with the chosen one's log-probability; None keeps nothing.
         grammar: constrains the output.
         drafts_from: a namespace to draft from and index into instead; see ``Request``.
         prediction: token ids that the output is expected to resemble; see ``Request``.
@@ -340,7 +339,7 @@ def _with_stop_strings(
 
 
 def _check_helpers(options: Mapping[str, Any]) -> None:
-    """Reject objects that transformers uses beside the model, and keeps from a custom generate."""
+    """Reject objects that transformers uses besides the model, and keeps from a custom generate."""
     if options.get("assistant_model") is not None:
         raise NotImplementedError("assistant_model is not supported; give it as draft_model, to a drafter that has one")
     if options.get("streamer") is not None:

@@ -16,7 +16,7 @@ BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 class TokenBytes:
-    """Maps a tokenizer's tokens to bytes: byte-level, SentencePiece, or what it decodes each token to."""
+    """A map from a tokenizer's tokens to bytes: byte-level, SentencePiece, or what it decodes each token to."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
