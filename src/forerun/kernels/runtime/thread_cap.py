@@ -15,5 +15,5 @@ def cap_threads() -> None:
     """Lower torch's number of threads to ``usable_cores``: torch respects the affinity mask, but no quota."""
     threads, cores = torch.get_num_threads(), usable_cores()
     if threads > cores:
-        log.info("%d threads instead of %d: this process may use as much time as %d cores have", cores, threads, cores)
+        log.info("%d threads instead of %d: this process has a CPU quota of %d cores", cores, threads, cores)
         torch.set_num_threads(cores)

@@ -30,8 +30,8 @@ LONG_TEXT_TOKENS = 1100
 """Least length of the long prefix, in tokens: two splits of attention on a GPU, four on a CPU."""
 PROBED_BRANCH_TOKENS = 9
 """Length of the tree's correct branch, in tokens."""
-BRANCH_ROUNDS = "a branch of a tree rounds unlike the text alone"
-ROW_ROUNDS = "a text beside another row rounds unlike the text alone"
+BRANCH_ROUNDS = "a branch of a tree rounds differently from the sequence alone"
+ROW_ROUNDS = "a sequence beside another row rounds differently from the sequence alone"
 
 
 Level = Literal["bitwise", "rounding"]
@@ -71,7 +71,7 @@ def _probe(scorer: Scorer, limit: int | None) -> Exactness:
     if reason is None and (length := _long(read, limit)) > len(text):
         far = _read_far(scorer, text, length) if is_sharded(scorer.model) else _repeated(read, length)
         reason = _difference(scorer, far, text[: sum(FAR_PASS_TOKENS)], FAR_PASS_TOKENS)
-        reason = None if reason is None else f"{reason}, behind {length} tokens"
+        reason = None if reason is None else f"{reason}, after {length} tokens"
     return Exactness("bitwise") if reason is None else Exactness("rounding", reason)
 
 
@@ -108,7 +108,7 @@ def _difference(scorer: Scorer, before: FullCache, text: IntArray, sizes: Sequen
     for position in range(len(text)):
         if not torch.equal(whole[position], parts[position]):
             size = sizes[int(np.searchsorted(np.cumsum(sizes), position, side="right"))]
-            return f"a pass over {size} tokens rounds unlike one over {len(text)}"
+            return f"a pass over {size} tokens rounds differently from one over {len(text)}"
     branch = min(PROBED_BRANCH_TOKENS, len(text) // 2)
     for others, reason in ((0, BRANCH_ROUNDS), (1, ROW_ROUNDS)) if branch else ():
         _go_back(scorer, before, text, start, len(text) - branch - 1)

@@ -98,16 +98,16 @@ def unknowable(model: PreTrainedModel) -> str | None:
         return reason
     kinds = [getattr(module, "rope_type", None) for module in model.modules()]
     turning = {name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else [kind])}
-    return "its rotations change with the length of the text" if CHANGING & turning else None
+    return "its rotations depend on the sequence's length" if CHANGING & turning else None
 
 
 def unknowable_code(model: PreTrainedModel) -> str | None:
     """Return why the model may run code that neither its configuration nor a version identifies, or None."""
     if any(added_code(module) for module in model.modules()):
-        return "its modules have hooks, or functions of their own"
+        return "its modules have hooks, or replaced functions"
     for kind in {type(module) for module in model.modules()}:
         if not kind.__module__.startswith(SOURCES):
-            return f"it has a {kind.__module__}.{kind.__qualname__}, whose code and state are not looked at"
+            return f"it has a {kind.__module__}.{kind.__qualname__}, whose code and state are not checked"
         if (foreign := _foreign_function(kind)) is not None:
             return f"the code of {kind.__qualname__} was replaced by {foreign}"
     return None

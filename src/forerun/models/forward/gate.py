@@ -113,7 +113,7 @@ def _reason_in_config(model: PreTrainedModel) -> str | None:
         (getattr(model.config, "is_encoder_decoder", False), "it is an encoder-decoder; only decoders are"),
         (
             type(model.config).is_encoder_decoder,
-            "it is the decoder of an encoder-decoder, whose text has other places",
+            "it is the decoder of an encoder-decoder, whose positions differ",
         ),
         (not model.can_generate(), "it has no language-modelling head; load it with AutoModelForCausalLM"),
         (recurrent is not None, recurrent or ""),
@@ -193,7 +193,7 @@ def _reason_in_chunk(scorer: Scorer) -> str | None:
     error = _error(scorer.model, [torch.tensor(tokens[None], device=scorer.model.device)], last[:1], last[1:])
     if error <= _tolerance(scorer):
         return None
-    return f"a whole chunk of a prompt gives logits that are off by {error:.2g} (relative)"
+    return f"logits of a whole chunk of a prompt are off by {error:.2g} (relative)"
 
 
 def _has_experts(model: PreTrainedModel) -> bool:
@@ -260,7 +260,9 @@ def _check_windows(model: PreTrainedModel, cache: FullCache) -> None:
     kinds = getattr(config, "layer_types", None)
     for layer, spec in cache.specs.items():
         if spec.window is None and (kinds is None or kinds[layer] == "sliding_attention"):
-            raise _PassError(f"layer {layer} sees {window} tokens by its mask alone, and masks are not looked at")
+            raise _PassError(
+                f"layer {layer} has a window of {window} tokens only in its mask, which Forerun does not read"
+            )
 
 
 def _branches(prompt: Sequence[int], tree: DraftTree, logits: torch.Tensor) -> Iterator[tuple[list[int], torch.Tensor]]:

@@ -25,7 +25,7 @@ def check_inputs(ids: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
     others = sorted(name for name, value in given.items() if name not in allowed and not _nothing(value))
     if others:
         raise NotImplementedError(
-            f"{', '.join(others)}: Forerun reads token ids and an attention_mask and hands nothing else to the model"
+            f"{', '.join(others)}: Forerun reads token ids and an attention_mask, and passes nothing else to the model"
         )
     for name, cache in caches.items():
         _check_cache(name, cache)
@@ -33,20 +33,22 @@ def check_inputs(ids: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
     mask = torch.ones_like(ids) if mask is None else mask
     positions = given.get("position_ids")
     if positions is not None and not _natural(positions, mask):
-        raise NotImplementedError("position_ids: Forerun counts the tokens of each text from 0, and takes nothing else")
+        raise NotImplementedError("position_ids: Forerun counts the tokens of each sequence from 0")
     return mask
 
 
 def _check_cache(name: str, cache: Cache) -> None:
     if isinstance(cache, QuantizedCache):
-        raise NotImplementedError(f"{name} is a QuantizedCache, which changes the text; Forerun's are exact")
+        raise NotImplementedError(f"{name} is a QuantizedCache, which changes outputs; Forerun's are exact")
     if not cache.layers:
         return
     if all(cache.is_linear):
         if cache.has_previous_state():
-            raise NotImplementedError(f"{name} holds states: Forerun keeps caches of its own; give all the text")
+            raise NotImplementedError(f"{name} holds states: Forerun keeps its own caches; pass the whole sequence")
     elif tokens := cache.get_seq_length():
-        raise NotImplementedError(f"{name} holds {tokens} tokens: Forerun keeps caches of its own; give all the text")
+        raise NotImplementedError(
+            f"{name} holds {tokens} tokens: Forerun keeps its own caches; pass the whole sequence"
+        )
 
 
 def _natural(positions: torch.Tensor, mask: torch.Tensor) -> bool:

@@ -118,7 +118,9 @@ def _fill_buffers(file: Path, model: PreTrainedModel) -> None:
         for name in own:
             value = module._buffers[name]
             if value is None or value.isnan().any():
-                raise ValueError(f"{file}: {type(module).__name__}.{name} cannot be had without its weights; {INSTEAD}")
+                raise ValueError(
+                    f"{file}: {type(module).__name__}.{name} cannot be computed without its weights; {INSTEAD}"
+                )
 
 
 def floats_of(data: Bytes, header: Header, tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -174,7 +176,7 @@ class _Filler:
         elif isinstance(module, nn.Linear | nn.Embedding) and leaf == "weight":
             expected = module.weight.shape
         else:
-            raise ValueError(f"{self.file}: tensor {name} is not of a plain linear layer; {INSTEAD}")
+            raise ValueError(f"{self.file}: tensor {name} does not belong to a plain linear layer; {INSTEAD}")
         self._check_shape(name, tensor.shape[::-1], expected)
         stored = self._in_order(name, _rows(self._data, self.header, tensor))
         rows = torch.from_numpy(stored).view(*expected[:-1], -1)
@@ -192,7 +194,9 @@ class _Filler:
         usual = getattr(module, "is_concatenated", False) and not getattr(module, "is_transposed", True)
         gated = getattr(type(module), "_apply_gate", None) is _default_apply_gate
         if not (usual and gated) or parts.keys() != {"gate_up_proj", "down_proj"} or module.has_post_expert_norm:
-            raise ValueError(f"{self.file}: tensor {name} is of experts that are not gated linear units; {INSTEAD}")
+            raise ValueError(
+                f"{self.file}: tensor {name} belongs to experts that are not gated linear units; {INSTEAD}"
+            )
         if leaf == "down_proj":
             return parts[leaf]
         count, both, columns = parts["gate_up_proj"]
@@ -205,7 +209,7 @@ class _Filler:
     def _in_order(self, name: str, rows: Bytes) -> Bytes:
         order = self.layout.rows(name, len(rows))
         if order is None:
-            raise ValueError(f"{self.file}: tensor {name} is more than rows in another order; {INSTEAD}")
+            raise ValueError(f"{self.file}: tensor {name} needs more than reordered rows; {INSTEAD}")
         return rows if np.array_equal(order, np.arange(len(rows))) else np.ascontiguousarray(rows[order])
 
     def _exchange(self, name: str, module: nn.Linear | nn.Embedding) -> None:

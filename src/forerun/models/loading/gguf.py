@@ -114,7 +114,7 @@ def read_header(file: Path) -> Header:
     """Read the header of a GGUF file. Raises ``ValueError`` for another, damaged or truncated file, and ``OSError``."""
     with file.open("rb") as opened:
         if opened.read(len(MAGIC)) != MAGIC:
-            raise ValueError(f"{file} is no GGUF file: it does not begin with {MAGIC.decode()}")
+            raise ValueError(f"{file} is not a GGUF file: it does not begin with {MAGIC.decode()}")
         with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 return _Reader(data, len(MAGIC)).header()
@@ -331,7 +331,7 @@ class _Reader:
 
     def skip(self, count: int) -> None:
         if self.at + count > len(self.data):
-            raise ValueError(f"it goes on to byte {self.at + count:,}, and the file has {len(self.data):,}")
+            raise ValueError(f"it extends to byte {self.at + count:,}, and the file has {len(self.data):,}")
         self.at += count
 
     def string(self) -> str:

@@ -154,7 +154,7 @@ class OperationsLayout(GgufLayout):
             part = EXPERTS[self._converter(pattern).source_patterns.index(pattern)]
             found = f"{found.removesuffix('gate_up_proj')}{part}"
         if found not in self._parameters and not found.startswith(PREDICTORS):
-            raise ValueError(f"tensor {name} has no place in the model, which would be another one without it")
+            raise ValueError(f"tensor {name} has no place in the model, and without it the model would differ")
         return found if found in self._parameters else None
 
     def floats(self, name: str, values: Floats) -> Floats:
@@ -177,7 +177,7 @@ class OperationsLayout(GgufLayout):
     def columns(self, name: str) -> Numbers | None:
         orders = [each.input_permutation for each in self._operations(name) if hasattr(each, "input_permutation")]
         if len(orders) > 1:
-            raise ValueError(f"tensor {name} has its columns in another order twice")
+            raise ValueError(f"tensor {name} has its columns reordered twice")
         return orders[0].numpy() if orders else None
 
     def _operations(self, name: str) -> list[Any]:

@@ -96,7 +96,9 @@ def load(
         raise ValueError(f"dtype is {dtype!r}; allowed are {', '.join(DTYPES)}")
     _check_activations(activations, dtype)
     if ranks > 1 and device != "auto":
-        raise ValueError(f"device is {device!r}; in {ranks} processes each takes its own, so only auto is allowed")
+        raise ValueError(
+            f"device is {device!r}; in {ranks} processes each uses its own device, so only auto is allowed"
+        )
     place = _device("cpu" if (dtype == STORED or quantize) and device == "auto" else device)
     source = find(name_or_path)
     if quantize is not None:
@@ -267,7 +269,7 @@ def _from_file(
         check_formats(file, header)
     elif gguf.is_mixtral(header):
         raise ValueError(
-            f"{file} is of Mixtral, which transformers does not read from GGUF files; use --dtype {STORED}"
+            f"{file} is a Mixtral model, which transformers does not read from GGUF files; use --dtype {STORED}"
         )
     done = "stay as they are stored" if dtype == STORED else f"are dequantised to {dtype}"
     LOG.info("%s: the weights (%s) %s", file, gguf.quantisations(header), done)

@@ -128,9 +128,7 @@ def _write(folder: Path, file: Path, parts: list[_StoredPart], progress: Progres
         raise ValueError(
             f"{file} will take {nbytes:,} bytes, and {free:,} are free; set XDG_CACHE_HOME to another disk"
         )
-    log.info(
-        "%s is quantised, once: %.2f GB in %s, in some %.0f s", folder, nbytes / 1e9, file, _expected_seconds(parts)
-    )
+    log.info("quantising %s, once: %.2f GB in %s, about %.0f s", folder, nbytes / 1e9, file, _expected_seconds(parts))
     unfinished = file.with_suffix(f".{os.getpid()}.tmp")
     try:
         _write_tensors(unfinished, parts, progress)

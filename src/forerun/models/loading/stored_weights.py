@@ -136,4 +136,4 @@ def _check_place(weight: torch.Tensor) -> None:
 
 
 def _refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    raise ValueError(f"{prefix}weight is as a GGUF file stores it, which is not saved otherwise; keep the file")
+    raise ValueError(f"{prefix}weight is quantised as in its GGUF file and cannot be saved; keep the file")

@@ -177,7 +177,7 @@ class _Walker:
                 rest = torch.from_numpy(allowed[: len(scores)]) == 0
                 return scores.masked_fill(rest.to(scores.device), -torch.inf)
         if self._run_is_long:
-            raise GrammarError(f"the grammar leaves no choice for more than {MAX_FORCED_TOKENS:,} tokens at once")
+            raise GrammarError(f"the grammar forces more than {MAX_FORCED_TOKENS:,} tokens in a row")
         masked = torch.full_like(scores, -torch.inf)
         masked[int(run[0])] = scores[int(run[0])]
         return masked
@@ -242,7 +242,7 @@ class _Walker:
         self._walked = text[: common + count].copy()
         self._check()
         if count < len(new):
-            raise GrammarError(f"token {new[count]} may not follow by the grammar; a logits processor chose it")
+            raise GrammarError(f"the grammar does not allow token {new[count]}, which a logits processor chose")
 
     def _check(self) -> None:
         if self._matcher.is_error():

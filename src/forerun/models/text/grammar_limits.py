@@ -286,6 +286,6 @@ def _inline_schema(text: str, at: int) -> tuple[Mapping[str, Any], int]:
     except (ValueError, RecursionError) as error:
         raise SchemaError(f"the grammar has a schema after %json that is not JSON: {error}") from None
     if not isinstance(schema, Mapping):
-        raise SchemaError("the grammar has a schema after %json that is no JSON object")
+        raise SchemaError("the grammar has a schema after %json that is not a JSON object")
     checked_schema(schema)
     return schema, end

@@ -55,7 +55,7 @@ def check_messages(messages: Messages, continued: bool = False) -> None:
     for place, message in enumerate(messages):
         _check_message(f"message {place}", message)
     if messages[-1]["role"] == ANSWERER and not continued:
-        raise ValueError(f"the last message is the {ANSWERER}'s; the last one must be another's, which it answers")
+        raise ValueError(f"the last message is the {ANSWERER}'s; it must be from another role, to be answered")
 
 
 def apply_template(
@@ -195,8 +195,8 @@ def _check_others(given: Mapping[str, Any]) -> None:
     allowed = {"input_ids", "attention_mask"} | ({"token_type_ids"} if plain else set())
     if others := sorted(name for name in given.keys() - allowed if given[name] is not None):
         raise NotImplementedError(
-            f"the prompt has {', '.join(others)}: Forerun reads input_ids and attention_mask and hands nothing else to "
-            "the model"
+            f"the prompt has {', '.join(others)}: Forerun reads input_ids and attention_mask, and passes nothing else "
+            "to the model"
         )
 
 
@@ -234,7 +234,7 @@ def _encode_conversations(conversations: Sequence[Any], tokenizer: PreTrainedTok
     for place, conversation in enumerate(conversations):
         if not is_conversation(conversation):
             kind = type(conversation).__name__
-            raise TypeError(f"prompt {place} is {kind} and others are messages; all of a batch must be messages then")
+            raise TypeError(f"prompt {place} is {kind} and others are messages; a batch must be all messages or none")
         try:
             check_messages(conversation)
         except (TypeError, ValueError) as error:

@@ -139,7 +139,7 @@ def check_options(options: Mapping[str, Any], model: PreTrainedModel) -> None:
         if name not in known:
             near = [OTHER_NAMES[name]] if name in OTHER_NAMES else get_close_matches(name, sorted(known), 1)
             meant = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{name} is no option of generate{meant}")
+            raise ValueError(f"{name} is not an option of generate{meant}")
 
 
 def own_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -325,7 +325,7 @@ def _with_stop_strings(
     if strings is None:
         return {**kwargs, "stop_strings": None} if "stop_strings" in kwargs else kwargs
     if "" in ([strings] if isinstance(strings, str) else strings):
-        raise ValueError(f"stop_strings={strings!r} holds an empty one, which would stop everywhere")
+        raise ValueError(f"stop_strings={strings!r} contains an empty string, which would stop everywhere")
     if tokenizer is None:
         raise ValueError(f"stop_strings={strings!r} need a tokenizer, and there is none; pass tokenizer=")
     criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
@@ -341,11 +341,13 @@ def _with_stop_strings(
 def _check_helpers(options: Mapping[str, Any]) -> None:
     """Reject objects that transformers uses besides the model, and keeps from a custom generate."""
     if options.get("assistant_model") is not None:
-        raise NotImplementedError("assistant_model is not supported; give it as draft_model, to a drafter that has one")
+        raise NotImplementedError(
+            "assistant_model is not supported; pass it as draft_model to a drafter that takes one"
+        )
     if options.get("streamer") is not None:
-        raise NotImplementedError("streamer is for generate; here the commits are the stream")
+        raise NotImplementedError("streamer is not supported here; iterate over the commits")
     if options.get("cache_implementation") == "paged":
-        raise NotImplementedError("cache_implementation='paged' is transformers' own way to generate batches")
+        raise NotImplementedError("cache_implementation='paged' is not supported; Forerun batches requests itself")
 
 
 def token_setting(model: PreTrainedModel, options: Mapping[str, Any], name: str) -> Any:
@@ -382,7 +384,7 @@ def _check_mode(config: GenerationConfig) -> None:
     if mode not in SUPPORTED_MODES:
         raise NotImplementedError(f"{mode.value} is not supported; Forerun does greedy decoding and sampling")
     if config.cache_implementation == "quantized":
-        raise NotImplementedError("cache_implementation='quantized' changes the text; Forerun's caches are exact")
+        raise NotImplementedError("cache_implementation='quantized' changes outputs; Forerun's caches are exact")
     if config.guidance_scale not in (None, 1, 1.0):
         raise NotImplementedError(f"guidance_scale={config.guidance_scale} is not supported; only 1 is")
     outputs = [name for name in UNSUPPORTED_OPTIONS if getattr(config, name, None)]

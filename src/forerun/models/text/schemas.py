@@ -58,10 +58,10 @@ class _Usable:
     def _check(self, schema: Mapping[str, Any], where: str) -> None:
         for key in REFUSED:
             if key in schema:
-                raise SchemaError(f"{where}: the keyword {key} cannot be kept to")
+                raise SchemaError(f"{where}: the keyword {key} cannot be enforced")
         pattern = schema.get("pattern")
         if isinstance(pattern, str) and LOOK_AROUND.search(pattern):
-            raise SchemaError(f"{where}: a pattern with look-around or references to groups cannot be kept to")
+            raise SchemaError(f"{where}: a pattern with look-around or references to groups cannot be enforced")
 
     def _says_nothing(self, key: str, value: Any) -> bool:
         return key == "uniqueItems" or (key == "format" and value not in FORMATS)
@@ -98,7 +98,7 @@ class _Usable:
             return {**own, "patternProperties": {names["pattern"]: others}, "additionalProperties": False}
         if names.keys() <= {"type", "title", "description"}:
             return own
-        raise SchemaError(f"{where}: propertyNames can be kept to with an enum or a pattern only")
+        raise SchemaError(f"{where}: propertyNames can be enforced with an enum or a pattern only")
 
     def _found(self, schema: Any) -> Mapping[str, Any]:
         """Resolve a schema's reference, if it is one."""
