@@ -99,7 +99,6 @@ def attend_in_order(
 def _attend_on_gpu(
     q: torch.Tensor, rows: Sequence[Rows], blocks: Sequence[Block], spec: AttentionSpec, known: Packings
 ) -> torch.Tensor:
-    """Compute attention on a GPU in the order of its other passes; see ``kernels/gpu/attend.py``."""
     from forerun.kernels.gpu import attend
     from forerun.kernels.gpu.pass_tables import PassDescription, PassTables
 

@@ -117,7 +117,6 @@ def _added(e: Emitter, form: int, key: ir.Value, queries: list[ir.Value], total:
 
 
 def _both_halves(e: Emitter, floats: ir.Value) -> list[ir.Value]:
-    """Return the first and the second bfloat16 of each word, as floats."""
     b, words = e.builder, e.builder.bitcast(floats, WORDS)
     return [b.bitcast(each, FLOATS) for each in (b.shl(words, words_of(16)), b.and_(words, words_of(0xFFFF0000)))]
 

@@ -111,7 +111,7 @@ SCALE_OFFSET = 8 * AttendOp._fields.index("scale")
 
 
 def tile_bytes(out_dim: int) -> int:
-    """Return the bytes of a tile's output and state."""
+    """Return the size in bytes of a tile's output and state."""
     return TILE_QUERIES * out_dim * 4 + STATE_BYTES
 
 
@@ -127,7 +127,7 @@ def scratch_bytes(tiles: int, group: int, dim: int, out_dim: int) -> int:
 
 
 def block_bytes(dim: int, out_dim: int) -> int:
-    """Return the bytes of a copy of a block's keys or values."""
+    """Return the size in bytes of a copy of a block's keys or values."""
     return BLOCK_TOKENS * max(dim, out_dim) * 4
 
 

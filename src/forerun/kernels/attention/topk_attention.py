@@ -194,7 +194,7 @@ def products(
     e: Emitter, kind: ir.Value, heads: ir.Value, q: ir.Value, keys: ir.Value, row: ir.Value, dim: ir.Value,
     out: ir.Value, step: ir.Value, ahead: ir.Value, values: ir.Value, values_row: ir.Value,
 ) -> None:  # fmt: skip
-    """Multiply each head's query with a chunk's keys, ``step`` bytes from head to head. Prefetches the chunks at
+    """Multiply each head's query by a chunk's keys, ``step`` bytes from head to head. Prefetches the chunks at
     ``ahead`` and ``values``."""
     b = e.builder
     for count, half in _head_counts(e, kind, heads):

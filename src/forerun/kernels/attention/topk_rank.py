@@ -57,7 +57,7 @@ class TopkFields(NamedTuple):
 
     Attributes:
         chunks: number of chunks; 0 if all tokens are recent.
-        most: most chunks that a query sees besides the first; from ``chunks`` on it sees all, and ranks nothing.
+        most: maximum chunks that a query sees besides the first; from ``chunks`` on it sees all, and ranks nothing.
         rank, short: dimensions of the index, and its address, as in ``by_definition``.
         projection: projections of queries, float32 ``[Hkv, d, rank]``.
         queries: queries of a KV head in the pass, padded to whole tiles.

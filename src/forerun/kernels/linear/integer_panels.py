@@ -1,7 +1,7 @@
-"""Multiply quantised inputs with a panel of packed weights, by exact sums of integers (``block_sums.py``).
+"""Multiply quantised inputs by a panel of packed weights, by exact sums of integers (``block_sums.py``).
 
 For a few tokens, a panel's codes are used as they are unpacked. For more, codes and factors of some columns are first
-written to a buffer, once for all. The bits are the same.
+written to a buffer, once for all. The bits are the same. Each lane is an output.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def codes_of_panel(
 
 
 def code_bytes(kind: int) -> int:
-    """Return the bytes of 32 columns' codes and factors."""
+    """Return the size in bytes of 32 columns' codes and factors."""
     return LINE * (CODE_WORDS + len(BLOCK_SUMS[kind].factors))
 
 

@@ -103,7 +103,7 @@ class LinearOp(NamedTuple):
         x, y: the tokens' rows, in whole vectors, and the results', side by side; 0 for those of the pass.
         words: per row.
         floats, integers: whether a matrix reads the tokens' words, and whether one reads quantised inputs.
-        few_tokens: most tokens that the machine code ``few`` supports.
+        few_tokens: maximum tokens that the machine code ``few`` supports.
         pairs, share: pairs of panels in all matrices, and per task.
         turn: pairs in the shares of all threads; where a thread's next share starts if all are equally fast.
         table: address of the ``matrices`` matrices.
@@ -449,7 +449,6 @@ def _alone(op: LinearOp, code: LinearCode, inputs: TokenInputs, panel: Panel, ah
 
 @compiled
 def _integers(op: LinearOp, n: int, quantised: int, panel: Panel, ahead: int, spare: int) -> None:
-    """Sum integers over one panel; for many tokens, unpack its codes once."""
     matrix, x_row, w, codes = panel.matrix, _quantised_row(op), panel.w, spare + LANES * LINE
     further, blocks = ahead * matrix.row, op.words // matrix.block
     if panel.last < LANES - 1:
@@ -515,7 +514,6 @@ def _in_groups(
 def _unpacked(
     op: LinearOp, code: LinearCode, n: int, tokens: int, one: Panel, other: Panel, ahead: int, spare: int
 ) -> None:
-    """Sum over two panels of packed weights for many tokens, unpacking columns once for all."""
     columns, size = spare + LANES * LINE, _group_bytes(op)
     others = columns + UNPACKED_COLUMNS * LINE
     for first in range(0, op.words, UNPACKED_COLUMNS):
@@ -533,7 +531,6 @@ def _unpacked(
 
 @compiled
 def _unpack(op: LinearOp, panel: Panel, first: int, count: int, ahead: int, to: int) -> None:
-    """Unpack some columns of a panel, and prefetch from ``ahead`` on, in memory order."""
     matrix = panel.matrix
     at = matrix.row // (op.words // matrix.block) * (first // matrix.block)
     further = ahead * matrix.row + (LANES - 1) * at

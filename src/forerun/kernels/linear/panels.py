@@ -1,4 +1,4 @@
-"""Multiply tokens' words with a panel of a weight matrix, which is read once, in place.
+"""Multiply tokens' words by a panel of a weight matrix, which is read once, in place.
 
 A panel has as many rows as a vector has lanes. An output is one sum in one accumulator, in the order of the columns, so
 it does not depend on what shares the pass, or on threads. For a few tokens the columns of two panels are used as they
@@ -28,7 +28,7 @@ INTEGER_TOKENS = (1, 2, 4, 8) if wide() else (1, 2, 4)
 """Token counts with separate code, up to the most whose sums fit in registers, as integers and as floats."""
 FEW_INTEGER_TOKENS = INTEGER_TOKENS[-1]
 NARROW_ROWS = 4
-"""Rows whose sums over a line's words of tokens fit in 16 half-line registers, beside a column and a weight."""
+"""Rows whose sums over a line's words of tokens fit in 16 half-line registers with a column and a weight."""
 NARROW_TOKENS = 6
 """Tokens whose sums with a panel's column fit in them."""
 

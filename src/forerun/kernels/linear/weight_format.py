@@ -1,6 +1,6 @@
 """Weight formats: how sixteen rows of a matrix in memory become vectors with one number of each row.
 
-A linear layer multiplies such columns with its tokens' words (``panels.py``). A *word* is what a token broadcasts to
+A linear layer multiplies such columns by its tokens' words (``panels.py``). A *word* is what a token broadcasts to
 all lanes: a float, a pair of bfloat16 or a double. ``gguf_formats.py`` has the formats of GGUF files.
 """
 
@@ -92,7 +92,7 @@ class WeightFormat:
 
     Attributes:
         name: as in GGUF, or torch's name of the type.
-        numbers: type of the words that the weights are multiplied with.
+        numbers: type of the words that the weights are multiplied by.
         parts: equal parts in which a block is unpacked.
         panels: unpacked side by side for a few tokens; two, where a single sum would wait for each product.
         few_tokens: token counts with separate code in ``panels.few``, up to the most whose sums fit in registers.

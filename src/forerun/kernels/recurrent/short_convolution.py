@@ -1,7 +1,7 @@
 """Run the short causal convolution of recurrent layers over a draft tree.
 
-A token's output is a weighted sum of its own and its nearest ancestors' inputs in a fixed order, so its bits depend
-only on these.
+A token's output is a weighted sum of its input and its nearest ancestors' in a fixed order, so its bits depend only on
+these.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ from forerun.models.forward.architecture import (
 )
 
 ANGLES_GROWTH = 4096
-"""Least growth of the table of angles, in positions."""
+"""Minimum growth of the table of angles, in positions."""
 
 Op = tuple[Operation, Any]
 
@@ -241,7 +241,6 @@ class CompiledForward:
         return [(kind, op) for kind in kinds]
 
     def _rotate(self, part: AttentionPart, qkv: torch.Tensor, kv: int) -> list[Op]:
-        """Normalise queries and keys, rotate them, and write keys and values to the cache."""
         decoder, heads = self._decoder, self._decoder.heads
         norms, (y, row) = (part.q_norm, part.k_norm), _rows(qkv)
         per_head = [norm is not None and len(norm.weight) == heads.dim for norm in norms]
@@ -304,5 +303,4 @@ class CompiledForward:
 
 
 def _rows(t: torch.Tensor) -> tuple[int, int]:
-    """Return a matrix's address, and the stride between rows in bytes."""
     return t.data_ptr(), t.stride(0) * t.element_size()

@@ -27,7 +27,7 @@ PROBED_PASS_TOKENS = (1, 2, 3, 5, 8, 13, 16, 24, 64)
 FAR_PASS_TOKENS = (1, 2, 5, 16)
 """Sizes of the passes after the long prefix."""
 LONG_TEXT_TOKENS = 1100
-"""Least length of the long prefix, in tokens: two splits of attention on a GPU, four on a CPU."""
+"""Minimum length of the long prefix, in tokens: two splits of attention on a GPU, four on a CPU."""
 PROBED_BRANCH_TOKENS = 9
 """Length of the tree's correct branch, in tokens."""
 BRANCH_ROUNDS = "a branch of a tree rounds differently from the sequence alone"

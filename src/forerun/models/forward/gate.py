@@ -1,7 +1,7 @@
 """Decide which models are supported, by configuration and a numerical self-test.
 
 Silently wrong output would be the worst bug of a lossless accelerator. So a model is admitted only if its logits over a
-draft tree, with a cache and in a packed batch, equal those of its own forward pass over each branch as a sequence.
+draft tree, with a cache and in a packed batch, equal those of its plain forward pass over each branch.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torc
 type, hence the float64 entry."""
 
 RECURRENT_TOLERANCE = 1e-3
-"""Least tolerance for recurrent layers: transformers computes them in float32 and in chunks, whatever the model's type,
-and a state carries rounding from token to token. A sibling's state causes errors of 0.1 and more."""
+"""Minimum tolerance for recurrent layers: transformers computes them in float32 and in chunks, whatever the model's
+type, and a state carries rounding from token to token. A sibling's state causes errors of 0.1 and more."""
 
 QUANTISED_TOLERANCE = 5e-2
-"""Least tolerance for activations of eight bits, where rounding moves some inputs to another integer. SmolLM2 in Q4_1
+"""Minimum tolerance for activations of eight bits, where rounding moves some inputs to another integer. SmolLM2 in Q4_1
 has errors of 0.024 to 0.038, and tiny models up to 0.021."""
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
@@ -206,7 +206,6 @@ class _PassError(Exception):
 
 @contextmanager
 def _naming(what: str) -> Iterator[None]:
-    """Turn any error of a model into a ``_PassError`` that says what failed."""
     try:
         yield
     except _PassError:
@@ -216,7 +215,6 @@ def _naming(what: str) -> Iterator[None]:
 
 
 def _tree_error(scorer: Scorer, text: int) -> float:
-    """Return the largest relative error between tree scoring and the model's own forward pass, over two packed rows."""
     tokens = np.random.default_rng(text).integers(0, scorer.vocabulary, 32).tolist()
     tree = DraftTree(np.array(tokens[:5]), np.array([-1, 0, 0, 2, -1]))
     prompts = [tokens[8:15], tokens[20:31]]

@@ -171,7 +171,6 @@ def _names(module: nn.Module) -> set[str]:
 
 
 def _inside_passes(own: Any) -> Any:
-    """Wrap a mixer's forward pass to use Forerun's recurrences inside Forerun passes."""
     plain: Any = inspect.unwrap(own)
     names = {**plain.__globals__, **RECURRENCES}
     inside = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)

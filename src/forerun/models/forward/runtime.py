@@ -161,11 +161,9 @@ class _Result:
                 _write(self._file, _read(self._file) | {self._name: value})
 
     def beside(self, suffix: str) -> Path | None:
-        """Return this model's file with a suffix, if results are kept in files."""
         return None if self._file is None else self._file.with_suffix(suffix)
 
     def said(self, reason: str | None) -> str:
-        """Add to a reason that it comes from the folder."""
         kept = f"measured earlier on this machine ({self._file})"
         return kept if reason is None else f"{reason}; {kept}"
 

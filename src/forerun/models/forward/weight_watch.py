@@ -137,7 +137,6 @@ class _Memory:
         self._sum = self._checksum(tensors)
 
     def stays(self) -> bool:
-        """Return whether the tensors are in their old places, in the same order."""
         return self._places == _places(self._tensors())
 
     def same_values(self) -> bool:

@@ -264,7 +264,7 @@ def _from_file(
     from forerun.models.loading.gguf_layout import has_operations  # needs gguf, which may not be installed
 
     if dtype == STORED:
-        from forerun.models.loading.as_stored import check_formats, load_as_stored  # need gguf, maybe not installed
+        from forerun.models.loading.as_stored import check_formats, load_as_stored  # need gguf
 
         check_formats(file, header)
     elif gguf.is_mixtral(header):

@@ -95,7 +95,6 @@ def _cutter(marks: Sequence[str], cut: str) -> Callable[[str], str]:
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:
-    """Apply ``change`` to all strings of a JSON value."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

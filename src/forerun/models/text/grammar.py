@@ -46,7 +46,7 @@ JSON_STYLE: JsonCompileOptions = {
 KEPT_GRAMMARS = 64
 """Most recently used grammars that are kept: an application has a handful of schemas of kilobytes each."""
 MAX_FORCED_TOKENS = 2_000
-"""Most tokens of a run without a choice."""
+"""Maximum tokens of a run without a choice."""
 MAX_TRIAL_SECONDS = 0.02
 """Processor time for masks of a row's drafts per step. Later drafts of the step are made without masks."""
 
@@ -228,7 +228,6 @@ class _Walker:
         return self._run_text[length:]
 
     def _go(self, ids: torch.Tensor) -> None:
-        """Move the matcher to the end of ``ids``."""
         if self._matcher.is_error():
             self._begin()
         text = ids[self._start :].numpy()
@@ -341,5 +340,4 @@ def _reason(message: str) -> str:
 
 
 def _first_line(message: str) -> str:
-    """Return the cause; later lines describe the matcher."""
     return message.split("\n", 1)[0]

@@ -89,7 +89,6 @@ def _check_shortest(what: str, characters: float) -> None:
 
 
 def _values(schema: Any, keyword: str) -> Iterator[Any]:
-    """Yield each value of a keyword in a schema."""
     if isinstance(schema, list):
         for inner in schema:
             yield from _values(inner, keyword)

@@ -313,7 +313,6 @@ class MessageFormat:
         return rules
 
     def _arguments(self, body: Body, function: Json, number: int) -> tuple[str, list[str]]:
-        """Return a call's arguments, and the rules that they refer to."""
         schema = usable_schema(dict(function.get("parameters") or {}), f"tool {function['name']}")
         properties = schema.get("properties") or {}
         if body in ("object", "named"):

@@ -396,6 +396,5 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _function(call: Any) -> Any:
-    """Return a call's function, or None for anything else."""
     function = call.get("function", call) if isinstance(call, dict) else None
     return function if isinstance(function, dict) and isinstance(function.get("name"), str) else None
