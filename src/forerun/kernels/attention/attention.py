@@ -70,8 +70,7 @@ def attend_in_order(
     spec: AttentionSpec,
     packings: Packings | None = None,
 ) -> torch.Tensor:
-    """Compute attention of a pass's queries over their rows' keys, ``[1, H, n, dv]``. A window counts distances in
-    rows.
+    """Compute attention of queries over their rows' keys, ``[1, H, n, dv]``. A window counts distances in rows.
 
     Args:
         q: of all rows side by side, ``[1, H, n, d]``.
@@ -138,8 +137,7 @@ def attend_topk(q: torch.Tensor, rows: Rows, block: Block, topk: IntArray, spec:
 
 
 def rank_chunks(q: torch.Tensor, kv_heads: int, topk: IntArray) -> torch.Tensor:
-    """Return each chunk's worth to queries ``[H, n, d]``, float32 ``[H, n, chunks]``; ``topk`` as in
-    ``attend_topk``."""
+    """Return chunks' worth to queries ``[H, n, d]``, float32 ``[H, n, chunks]``; ``topk`` as in ``attend_topk``."""
     (heads, n, dim), queries = q.shape, q.float().contiguous()
     block = Block(np.zeros(n, np.int64), DraftTree.empty(), 0)
     packed = PackedPass([block], HeadShape(heads, kv_heads, dim, dim), torch.get_num_threads())

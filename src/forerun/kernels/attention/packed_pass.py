@@ -117,7 +117,7 @@ class PackedPass:
         return _bounds(self.positions)[1] + 1
 
     def rows(self, strides: Sequence[tuple[int, int, int, int]]) -> IntArray:
-        """Return the table of rows, given strides in bytes of each cache: heads and rows of keys, heads and rows of
+        """Return the table of rows, given each cache's byte strides: heads and rows of keys, heads and rows of
         values."""
         table = self._rows.reshape(len(self.blocks), -1).copy()
         table[:, STRIDES] = strides

@@ -115,8 +115,7 @@ def rank_units(chunks: list[int]) -> bytearray:
 
 
 def by_definition(index: torch.Tensor, count: int, q: torch.Tensor) -> torch.Tensor:
-    """Return each query's largest product with any key of each chunk, plus a constant per query: float32 ``[H, n,
-    count]``.
+    """Return each query's largest product with any key of each chunk, plus a constant, float32 ``[H, n, count]``.
 
     Uses torch's operations; on a GPU, a kernel that reads the bytes.
 

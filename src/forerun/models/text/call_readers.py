@@ -127,8 +127,7 @@ def _plain(node: ast.expr) -> Any:
 
 
 def read_braces(body: str) -> Calls:
-    """Read a call ``call:f{a:1,b:<|"|>x<|"|>}`` with unquoted names, as in Gemma. Raises ``ValueError`` for other
-    text."""
+    """Read a call ``call:f{a:1,b:<|"|>x<|"|>}`` with unquoted names, as in Gemma. Raises ``ValueError`` otherwise."""
     name, brace, _ = body.strip().removeprefix("call:").partition("{")
     reader = _Braces(body[body.find("{") :] if brace else "{}")
     value = reader.value()

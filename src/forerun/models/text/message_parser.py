@@ -1,8 +1,8 @@
 """Split a message into content, reasoning and tool calls while it is generated.
 
 transformers' response parser finds the parts. JSON arguments of a call are passed on as they arrive. A call that cannot
-be read stays part of the content, unless the answer ended inside it. If transformers' parser fails at one, so does the
-rest of the message.
+be read stays part of the content, unless the answer ended inside it. If transformers' parser fails at one, all that
+follows is content.
 """
 
 from __future__ import annotations
