@@ -34,8 +34,7 @@ library_of = operator.attrgetter("library")
 
 
 class StructLayout:
-    """Memory layout of one call's data: a ``NamedTuple``'s fields as 64-bit integers and floats. The first integer
-    counts tasks taken; the second counts threads, if they need scratch memory."""
+    """Memory layout of one call's data: a ``NamedTuple``'s fields as 64-bit integers and floats."""
 
     def __init__(self, fields: Any) -> None:
         kinds = list(get_type_hints(fields).values())
