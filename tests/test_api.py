@@ -79,7 +79,7 @@ def test_a_number_in_place_of_a_prompt_is_refused() -> None:
     [("max_tokens", "max_new_tokens"), ("temprature", "temperature"), ("stop", "stop_strings"), ("qqq", None)],
 )
 def test_an_unknown_option_is_refused_with_the_nearest_name(name: str, meant: str | None) -> None:
-    with pytest.raises(ValueError, match=f"{name} is no option of generate") as caught:
+    with pytest.raises(ValueError, match=f"{name} is not an option of generate") as caught:
         forerun.Engine(tiny("llama"), "none").generate([1, 2], **{name: 3})  # type: ignore[arg-type]
     assert (f"did you mean {meant}?" in str(caught.value)) is (meant is not None)
 

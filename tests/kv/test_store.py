@@ -162,7 +162,7 @@ class Adapted(torch.nn.Linear):
 def test_a_model_with_modules_of_another_package_is_refused(tmp_path: Path) -> None:
     model = copy.deepcopy(tiny("llama"))
     model.model.layers[0].self_attn.q_proj.__class__ = Adapted
-    with pytest.raises(ValueError, match="Adapted, whose code and state are not looked at"):
+    with pytest.raises(ValueError, match="Adapted, whose code and state are not checked"):
         engine(tmp_path, model=model)
 
 

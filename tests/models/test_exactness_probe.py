@@ -51,19 +51,19 @@ class Wrapped(Scorer):
 def test_passes_that_differ_are_named() -> None:
     found = probe(Wrapped(above=20), 128)
     assert found.level == "rounding"
-    assert found.reason == "a pass over 1 tokens rounds unlike one over 72"
+    assert found.reason == "a pass over 1 tokens rounds differently from one over 72"
 
 
 def test_trees_that_differ_are_named() -> None:
     found = probe(Wrapped(trees=True), 128)
     assert found.level == "rounding"
-    assert found.reason == "a branch of a tree rounds unlike the text alone"
+    assert found.reason == "a branch of a tree rounds differently from the sequence alone"
 
 
 def test_batches_that_differ_are_named() -> None:
     found = probe(Wrapped(batches=True), 128)
     assert found.level == "rounding"
-    assert found.reason == "a text beside another row rounds unlike the text alone"
+    assert found.reason == "a sequence beside another row rounds differently from the sequence alone"
 
 
 def test_one_layer_that_goes_through_torch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_one_layer_that_goes_through_torch_is_noticed(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ordered_modules, "takes", some)
     found = probe(Scorer(model))
     assert found.level == "rounding"
-    assert "tokens rounds unlike one over" in str(found.reason)
+    assert "tokens rounds differently from one over" in str(found.reason)
 
 
 def test_a_sum_in_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,4 +114,4 @@ def test_what_rounds_only_behind_a_long_text_is_noticed() -> None:
     assert probe(RoundsFar(model), 600) == BITWISE
     found = probe(RoundsFar(model), 4096)
     assert found.level == "rounding"
-    assert found.reason == "a pass over 1 tokens rounds unlike one over 24, behind 1100 tokens"
+    assert found.reason == "a pass over 1 tokens rounds differently from one over 24, after 1100 tokens"

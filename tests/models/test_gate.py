@@ -202,7 +202,7 @@ def test_a_model_keeps_its_own_attention_after_a_pass() -> None:
 )
 def test_a_window_that_is_in_the_mask_alone_is_refused(class_name: str, extra: dict[str, Any]) -> None:
     experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    with pytest.raises(UnsupportedModelError, match="sees 40 tokens by its mask alone"):
+    with pytest.raises(UnsupportedModelError, match="has a window of 40 tokens only in its mask"):
         gate.admit(tiny_of(class_name, {**experts, **extra}, 0))
     gate.admit(tiny_of(class_name, {**experts, **extra, "use_sliding_window": False, "sliding_window": None}, 0))
 

@@ -161,8 +161,8 @@ def refused(file: Path) -> str:
 
 
 def test_what_is_no_gguf_file_is_refused(tmp_path: Path, damaged: Callable[[bytes], Path]) -> None:
-    assert "is no GGUF file: it does not begin with GGUF" in refused(damaged(b"hello"))
-    assert "is no GGUF file" in refused(damaged(b""))
+    assert "is not a GGUF file: it does not begin with GGUF" in refused(damaged(b"hello"))
+    assert "is not a GGUF file" in refused(damaged(b""))
     with pytest.raises(ValueError, match="there is no file"):
         find(str(tmp_path / "nowhere.gguf"))
 

@@ -166,7 +166,7 @@ def test_a_run_that_turns_out_long_ends_the_text(grammars: Grammars, monkeypatch
     assert made is not None
     walker = made.follow(0)
     ids, scores = torch.empty(0, dtype=torch.int64), torch.zeros(4096)
-    with pytest.raises(GrammarError, match="no choice for more than 50 tokens"):
+    with pytest.raises(GrammarError, match="forces more than 50 tokens in a row"):
         walker.mask(ids, scores)
     assert torch.equal(walker.on_trial().mask(ids, scores), scores)
 

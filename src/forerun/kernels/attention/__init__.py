@@ -1,1 +1,1 @@
-"""Attention in one fixed order of sums, and over the chunks that a query chooses."""
+"""Attention in a fixed order of sums, and over chunks chosen per query."""

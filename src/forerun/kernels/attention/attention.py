@@ -1,9 +1,8 @@
-"""Attention of a pass over the rows of its caches: in one order of sums where kernels run, else by torch.
+"""Compute attention over the caches of a pass's rows: in a fixed order where kernels run, else with torch.
 
-A cache keeps a text's keys and values in order, and those of the block being scored after them. By torch, attention
-merges two states (output, log-sum-exp): one over the prefix, without a mask, and one over the block, with its ancestor
-mask. Merging is exact in real numbers (the recurrence of FlashAttention, Dao et al. 2022; ``merge_state`` in
-FlashInfer). So no mask of block x prefix is ever built, and nothing is concatenated.
+With torch, attention merges two states (output, log-sum-exp): over the prefix without a mask, and over the block with
+its ancestor mask. The merge is exact in real numbers (the recurrence of FlashAttention, Dao et al. 2022;
+``merge_state`` in FlashInfer), so no mask of block x prefix is built, and nothing is concatenated.
 """
 
 from __future__ import annotations
@@ -32,21 +31,16 @@ from forerun.kernels.runtime.addresses import address_of, head_rows
 from forerun.kernels.runtime.executor import Operation, Program
 
 CACHE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: FLOAT64_KIND}
-"""Types of keys and values, by their number in operations."""
 TOPK_DTYPES = (torch.float32, torch.bfloat16)
 Rows = tuple[torch.Tensor, ...]
-"""Keys, values and other tensors that a cache keeps per token; tokens are dimension 2: ``[1, Hkv, m, ...]``."""
+"""Keys, values and other tensors that a cache keeps per token, in dimension 2: ``[1, Hkv, m, ...]``."""
 Packings = dict[Any, Any]
 """Tables of a pass by what they depend on: a ``PackedPass``, or on a GPU a ``PassDescription``."""
 
 
 class AttentionState(NamedTuple):
-    """Attention over some of the keys.
-
-    Attributes:
-        out: softmax-weighted values, ``[1, H, n, d]``.
-        lse: log-sum-exp of the scaled scores, ``[1, H, n]``.
-    """
+    """Attention over some of the keys: softmax-weighted values ``out`` ``[1, H, n, d]``, and the log-sum-exp ``lse``
+    ``[1, H, n]`` of the scaled scores."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -60,7 +54,7 @@ class AttentionSpec:
         scaling: factor on query . key.
         window: a query sees keys with ``key position > position - window``; or None.
         softcap: scores become softcap * tanh(score / softcap), or None (Gemma 2).
-        sinks: one extra score per head, ``[H]``, that takes softmax weight but has no value; or None (gpt-oss).
+        sinks: one extra score per head, ``[H]``, with softmax weight but no value; or None (gpt-oss).
     """
 
     scaling: float
@@ -76,17 +70,12 @@ def attend_in_order(
     spec: AttentionSpec,
     packings: Packings | None = None,
 ) -> torch.Tensor:
-    """Attention of a pass's queries over their rows' keys. A window measures distances in rows.
+    """Compute attention of queries over their rows' keys, ``[1, H, n, dv]``. A window counts distances in rows.
 
     Args:
         q: of all rows side by side, ``[1, H, n, d]``.
-        rows: each row's keys and values in order, those of its block last, ``[1, Hkv, m, d]`` and ``[1, Hkv, m, dv]``.
-        blocks: what is being scored.
-        spec: the layer's attention parameters.
+        rows: each row's keys and values in order, its block's last, ``[1, Hkv, m, d]`` and ``[1, Hkv, m, dv]``.
         packings: tables that layers of one pass share; filled here.
-
-    Returns:
-        ``[1, H, n, dv]``.
     """
     places = tuple(keys.shape[2] - len(block) for (keys, _), block in zip(rows, blocks, strict=True))
     heads = HeadShape(q.shape[1], rows[0][0].shape[1], q.shape[3], rows[0][1].shape[3])
@@ -109,7 +98,6 @@ def attend_in_order(
 def _attend_on_gpu(
     q: torch.Tensor, rows: Sequence[Rows], blocks: Sequence[Block], spec: AttentionSpec, known: Packings
 ) -> torch.Tensor:
-    """The same on a GPU, in the order in which other passes there attend; see ``kernels/gpu/attend.py``."""
     from forerun.kernels.gpu import attend
     from forerun.kernels.gpu.pass_tables import PassDescription, PassTables, scan_programs
 
@@ -130,19 +118,17 @@ def _attend_on_gpu(
 
 
 def contiguous_numbers(t: torch.Tensor) -> torch.Tensor:
-    """Heads ``[1, H, n, d]`` whose numbers are side by side in memory; a copy, if they are not."""
+    """Return heads ``[1, H, n, d]`` with stride 1 in d; a copy if need be."""
     return t if t.stride(3) == 1 else t.contiguous()
 
 
 def attend_topk(q: torch.Tensor, rows: Rows, block: Block, topk: IntArray, spec: AttentionSpec) -> torch.Tensor:
-    """Attention of one row's queries over the chunks that each chooses, and the recent keys; see ``takes_topk``.
+    """Compute attention of one row's queries ``[1, H, n, d]`` over recent keys and the chunks that each query chooses.
 
     Args:
-        q: ``[1, H, n, d]``.
-        rows: the recent keys and values, those of the block last. A chunk of finite numbers must follow in memory.
-        block: what is being scored.
-        topk: what queries choose among: the fields of a ``TopkFields`` as one row, with 0 in those of the pass.
-        spec: the layer's attention parameters; without a window.
+        rows: recent keys and values, the block's last. A chunk of finite numbers must follow in memory.
+        topk: the fields of a ``TopkFields`` as one row, with 0 in those of the pass.
+        spec: the layer's attention parameters, without a window.
     """
     heads = HeadShape(q.shape[1], rows[0].shape[1], q.shape[3], rows[1].shape[3])
     packed = PackedPass([_placed(block, rows[0].shape[2] - len(block))], heads, torch.get_num_threads())
@@ -152,7 +138,7 @@ def attend_topk(q: torch.Tensor, rows: Rows, block: Block, topk: IntArray, spec:
 
 
 def rank_chunks(q: torch.Tensor, kv_heads: int, topk: IntArray) -> torch.Tensor:
-    """The worth of each chunk to each of the queries ``[H, n, d]``, float32 ``[H, n, chunks]``; ``topk`` as before."""
+    """Return chunks' worth to queries ``[H, n, d]``, float32 ``[H, n, chunks]``; ``topk`` as in ``attend_topk``."""
     (heads, n, dim), queries = q.shape, q.float().contiguous()
     block = Block(np.zeros(n, np.int64), DraftTree.empty(), 0)
     packed = PackedPass([block], HeadShape(heads, kv_heads, dim, dim), torch.get_num_threads())
@@ -170,7 +156,7 @@ def rank_chunks(q: torch.Tensor, kv_heads: int, topk: IntArray) -> torch.Tensor:
 
 
 def _topk_tables(packed: PackedPass, topk: IntArray) -> tuple[TopkTables, IntArray, torch.Tensor]:
-    """Tables of one row, filled in; they use memory that must outlive the pass."""
+    """Fill the tables of one row, whose memory must outlive the pass."""
     tables = TopkTables(packed, [topk[None]])
     memory, fields = torch.empty(tables.states_bytes, dtype=torch.uint8), np.zeros((1, 1, TOPK_BYTES // 8), np.int64)
     tables.fill(fields, memory.data_ptr())
@@ -181,7 +167,6 @@ def _run(
     operations: Sequence[Operation], q: torch.Tensor, rows: Sequence[Rows], packed: PackedPass, spec: AttentionSpec,
     work: PackedPass | TopkTables, topk: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """These operations over all rows."""
     keys, values = rows[0]
     (_, heads, n, _), dtype, out_dim, quick = q.shape, keys.dtype, values.shape[3], fast(keys, values)
     queries = q if dtype == torch.float64 else q.float()
@@ -204,18 +189,18 @@ def _run(
 
 
 def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether kernels compute attention in order for these ``[1, H, n, d]``."""
+    """Return whether kernels compute attention in order for these ``[1, H, n, d]``."""
     plain = k.dtype in CACHE_KINDS and q.dtype == k.dtype and (fast(k, v) or k.dtype != torch.float16)
     return plain and q.device.type == "cpu" and vector_ir.fused()
 
 
 def takes_topk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether ``attend_topk`` computes attention of these: on a CPU, in rows of a multiple of 16 numbers."""
+    """Return whether ``attend_topk`` supports these tensors: on a CPU, d a multiple of 16."""
     return q.dtype in TOPK_DTYPES and addresses.fits(q, k, v)
 
 
 def fast(k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the vector kernel takes heads of this type and width; another one goes number by number."""
+    """Return whether the vector kernel supports this type and width; other heads are computed number by number."""
     return k.dtype != torch.float64 and k.shape[3] % 16 == 0 and v.shape[3] % 16 == 0
 
 
@@ -224,7 +209,7 @@ def _placed(block: Block, place: int) -> Block:
 
 
 def states_in_order(q: torch.Tensor, rows: Rows, block: Block, spec: AttentionSpec) -> list[AttentionState]:
-    """Attention of a block over its rows by torch, as parts to be merged."""
+    """Compute a block's attention over its row with torch, as states to merge."""
     (keys, values), held = rows, block.start
     if len(block) == 1:  # one token sees all rows, including its own: no mask, nothing to merge
         first = 0 if spec.window is None else max(0, held + 1 - spec.window)
@@ -242,7 +227,7 @@ def states_in_order(q: torch.Tensor, rows: Rows, block: Block, spec: AttentionSp
 
 
 def _split(block: Block, window: int | None) -> tuple[range, range]:
-    """Committed rows that only some of the block's tokens see, and rows that all of them see."""
+    """Split committed rows into those that only some of the block's tokens see, and those that all see."""
     held = block.start
     if window is None or held + block.deepest < window:
         return range(0), range(held)
@@ -256,12 +241,12 @@ Backend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec, tor
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, bias: torch.Tensor | None = None
 ) -> AttentionState:
-    """Attention of ``q`` over all of ``k`` by torch; several query heads may share a KV head.
+    """Compute attention of ``q`` over all of ``k`` with torch; several query heads may share a KV head.
 
     Args:
         q: ``[1, H, n, d]``.
         k, v: ``[1, Hkv, m, d]`` and ``[1, Hkv, m, dv]``; H is a multiple of Hkv.
-        spec: scaling and soft cap; window and sinks (``merge``) are left to the caller.
+        spec: scaling and soft cap; the caller handles window and sinks (``merge``).
         bias: added to the scores, ``[n, m]``; minus infinity masks a key. Every query must see at least one key.
     """
     heads, n, group = q.shape[1], q.shape[2], q.shape[1] // k.shape[1]
@@ -273,12 +258,8 @@ def attend(
 
 
 def merge(*states: AttentionState, sinks: torch.Tensor | None = None) -> torch.Tensor:
-    """Output of attention over the keys of all states, ``[1, H, n, d]``.
-
-    Args:
-        states: over disjoint sets of keys, which together are all visible keys.
-        sinks: see ``AttentionSpec``: one more state, without output.
-    """
+    """Merge attention over disjoint sets of keys, together all visible keys, to ``[1, H, n, d]``. Sinks are one more
+    state, without output; see ``AttentionSpec``."""
     out, lse = states[0]
     for i, state in enumerate(states[1:], 2):
         weight = torch.sigmoid(lse - state.lse).unsqueeze(-1)
@@ -291,7 +272,7 @@ def merge(*states: AttentionState, sinks: torch.Tensor | None = None) -> torch.T
 
 
 def select_backend(q: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> str:
-    """Name of torch's fastest kernel that can compute this."""
+    """Return the name of torch's fastest kernel that can compute this."""
     if spec.softcap is not None or q.shape[-1] != v.shape[-1]:
         return "math"
     if q.device.type == "cuda" and q.dtype != torch.float64:
@@ -300,8 +281,7 @@ def select_backend(q: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> str
 
 
 def warm_up(device: torch.device, dtype: torch.dtype, wait: bool = True) -> None:
-    """Compile what passes on this device with this type and sampling may run, or load it from an earlier process, so
-    that no request waits for it; but for ``wait`` see ``compile_sparse``."""
+    """Compile or load what passes and sampling may run, so that no request waits; ``wait`` as in ``compile_sparse``."""
     if device.type == "cpu" and vector_ir.fused():
         address_of(executor.work)
         if dtype in TOPK_DTYPES:
@@ -312,7 +292,7 @@ def warm_up(device: torch.device, dtype: torch.dtype, wait: bool = True) -> None
 def _math(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, bias: torch.Tensor | None
 ) -> AttentionState:
-    """Attention by its definition, in at least float32; the reference that other backends are tested against."""
+    """Compute attention by its definition, in at least float32: the reference for tests of other backends."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q.to(wide) @ k.to(wide).transpose(-1, -2)) * spec.scaling
     if spec.softcap is not None:
@@ -344,5 +324,4 @@ def _efficient(
 
 
 BACKENDS: dict[str, Backend] = {"math": _math, "flash_cpu": _flash_cpu, "efficient": _efficient}
-"""Torch's kernels by name. A new one needs a function, an entry here, and a line in ``select_backend``; the parity test
-then covers it."""
+"""A new kernel of torch needs a function, an entry, and a line in ``select_backend``; the parity test covers it."""

@@ -1,23 +1,19 @@
-"""Attention of a tile of four queries over a block of keys: scores, weights, weighted values.
+"""Compute attention of a tile of four queries over a block of keys: scores, weights, weighted values.
 
-A vector holds four numbers, or four pairs of bfloat16, of each of four queries. Keys stay row by row, as the cache
-stores them. 16 neighbouring bytes of a key are broadcast to the four queries, and one small transposition sums the
-partial products of four keys. So no key is packed or transposed. Scores are stored as
-``[keys / 4][4 queries][4 keys]``.
+A vector holds four numbers, or four pairs of bfloat16, of each query. Keys are read in place: 16 neighbouring bytes of
+a key are broadcast to the four queries, and one small transposition sums the partial products of four keys, stored as
+``[keys / 4][4 queries][4 keys]``. A query's result does not depend on the tile's other queries.
 
-A query's result depends only on its own numbers, in an order that is the same whatever other queries are in the tile.
-
-Keys and values are read in one of these forms. Each has code of its own, which the constant ``form`` chooses:
+The constant ``form`` selects code for one form of keys and values:
 
 - ``FLOATS_FORM``.
-- ``HALVES_FORM``: bfloat16, widened in registers. Of eight numbers the even ones are multiplied first. A block that
-  several tiles read is widened in memory once (``widen_rows``), its keys in that order.
-- ``PAIRS_FORM``: bfloat16, multiplied in pairs. Queries and weights are rounded to bfloat16, as in torch. A pair of
-  values is of two rows. For several tiles they are put side by side in memory once (``pair_rows``):
-  ``ROW_PAIRS_FORM``.
+- ``HALVES_FORM``: bfloat16, widened in registers, of eight numbers the even ones first. A block that several tiles
+  read is widened in memory once (``widen_rows``), its keys in that order.
+- ``PAIRS_FORM``: bfloat16, multiplied in pairs; queries and weights are rounded to bfloat16, as in torch. A pair of
+  values is of two rows, put side by side in memory once for several tiles (``pair_rows``, ``ROW_PAIRS_FORM``).
 
-All arguments are addresses or counts; ``row`` is the stride between rows in bytes. Functions that read keys or values
-also prefetch: from ``ahead`` on, one line every ``pace`` bytes, spread over their work.
+``row`` is the stride between rows in bytes. Functions that read keys or values also prefetch: from ``ahead`` on, one
+line every ``pace`` bytes, spread over their work.
 """
 
 from __future__ import annotations
@@ -50,9 +46,7 @@ from forerun.kernels.runtime.vector_ir import (
 
 FLOATS_FORM, HALVES_FORM, PAIRS_FORM, ROW_PAIRS_FORM = range(4)
 BLOCK_TOKENS = 32
-"""Positions per block."""
 TILE_QUERIES = 4
-"""Queries per tile."""
 TILES_AT_ONCE = 2 if wide() else 1
 """Tiles that share one read of the keys."""
 KEYS_AT_ONCE = 8 if wide() else 4
@@ -65,15 +59,13 @@ FACTOR_OFFSET = 2 * LINE
 ROUGH_EXP2 = (1.0000025934, 0.6930038345, 0.2414427567, 0.0520114610, 0.0135341672)
 """Polynomial for 2 ** x, 0 <= x < 1, with the least relative error (2.6e-6)."""
 EVEN_AND_ODD = [range(first + odd, first + 8, 2) for first in (0, 8) for odd in (0, 1)]
-"""The order in which keys of ``HALVES_FORM`` are multiplied, four numbers at a time."""
+"""Order in which keys of ``HALVES_FORM`` are multiplied, four numbers at a time."""
 
 
 @llvm_function(constants=1)
 def pack(e: Emitter, form: int, source: ir.Value, scale: ir.Value, vectors: ir.Value, to: ir.Value) -> None:
-    """Write a query to its place in a tile, in the order in which keys of this form are multiplied.
-
-    ``scale`` is the address of a double. Queries of pairs are rounded instead, and their scores are scaled.
-    """
+    """Write a query to its place in a tile, in the order in which keys of this form are multiplied. ``scale`` is the
+    address of a double. For pairs, queries are rounded, and their scores are scaled instead."""
     factor = e.everywhere(e.builder.fptrunc(e.load(scale, F64), F32))
     orders = {FLOATS_FORM: [range(i, i + 4) for i in range(0, LANES, 4)], HALVES_FORM: EVEN_AND_ODD}
     order = orders.get(form, [range(i, i + 8) for i in range(0, LANES, 8)])
@@ -90,7 +82,7 @@ def score(
     e: Emitter, form: int, tiles: int, q: ir.Value, k: ir.Value, row: ir.Value, dim: ir.Value, scale: ir.Value,
     scores: ir.Value, ahead: ir.Value, pace: ir.Value,
 ) -> None:  # fmt: skip
-    """Scores of some tiles, which share one read of a block's keys."""
+    """Score several tiles in one read of a block's keys."""
     b, lines = e.builder, 2 if form == HALVES_FORM else 1
     steps, fetches = b.udiv(dim, I64(4 if form == FLOATS_FORM else 8)), KEYS_AT_ONCE // 4
     with e.loop(I64(BLOCK_TOKENS // KEYS_AT_ONCE)) as group:
@@ -116,7 +108,6 @@ def score(
 
 
 def _added(e: Emitter, form: int, key: ir.Value, queries: list[ir.Value], total: ir.Value) -> ir.Value:
-    """``total`` plus the products of 16 bytes of a key, broadcast, with four queries' numbers."""
     if form == PAIRS_FORM:
         return add_pairs(e, key, queries[0], total)
     keys = _both_halves(e, key) if form == HALVES_FORM else [key]
@@ -126,13 +117,11 @@ def _added(e: Emitter, form: int, key: ir.Value, queries: list[ir.Value], total:
 
 
 def _both_halves(e: Emitter, floats: ir.Value) -> list[ir.Value]:
-    """The first and the second bfloat16 of each word, as floats."""
     b, words = e.builder, e.builder.bitcast(floats, WORDS)
     return [b.bitcast(each, FLOATS) for each in (b.shl(words, words_of(16)), b.and_(words, words_of(0xFFFF0000)))]
 
 
 def _summed(e: Emitter, parts: list[ir.Value]) -> ir.Value:
-    """Sum the four parts per query in each of four vectors: four sums per query."""
     b, within = e.builder, e.within
     low, high = (b.fadd(within(x, y, [0, 4, 1, 5]), within(x, y, [2, 6, 3, 7])) for x, y in (parts[:2], parts[2:]))
     return b.fadd(within(low, high, [0, 1, 4, 5]), within(low, high, [2, 3, 6, 7]))
@@ -140,10 +129,8 @@ def _summed(e: Emitter, parts: list[ir.Value]) -> ir.Value:
 
 @llvm_function()
 def hide(e: Emitter, scores: ir.Value, first: ir.Value, low: ir.Value, high: ir.Value) -> None:
-    """Set scores of keys that a query does not see to minus infinity; ``first`` is the position of the block's first.
-
-    At ``low`` and ``high`` are four integers each: where the keys that each query sees begin, and where they end.
-    """
+    """Mask the scores of keys that a query does not see; ``first`` is the block's first position. ``low`` and ``high``
+    point to four integers each: where each query's visible keys start and end."""
     b = e.builder
     begin = e.everywhere(b.trunc(first, I32))
     lanes = [query for query in range(TILE_QUERIES) for _ in range(4)]
@@ -160,10 +147,8 @@ def hide(e: Emitter, scores: ir.Value, first: ir.Value, low: ir.Value, high: ir.
 
 @llvm_function(constants=1)
 def weigh(e: Emitter, form: int, scores: ir.Value, state: ir.Value) -> None:
-    """Update the running maximum, and turn scores into weights relative to it, in place.
-
-    Weights of pairs are rounded, and so are those in their sum. They are stored as ``[keys / 8][4 queries][8 keys]``.
-    """
+    """Update the running maximum, and turn scores into weights relative to it, in place. In ``PAIRS_FORM`` weights are
+    rounded, also in their sum, and stored as ``[keys / 8][4 queries][8 keys]``."""
     b = e.builder
     places = [e.at(scores, i * LINE) for i in range(BLOCK_TOKENS // 4)]
     before, found = e.load(state), [e.load(place) for place in places]
@@ -188,12 +173,12 @@ def weigh(e: Emitter, form: int, scores: ir.Value, state: ir.Value) -> None:
 
 
 def _side_by_side(e: Emitter, a: ir.Value, b: ir.Value) -> ir.Value:
-    """Four numbers of 16 bits of ``a``, then four of ``b``, and so on."""
+    """Interleave: four 16-bit numbers of ``a``, four of ``b``, and so on."""
     return e.pick(a, b, [half + first + i for first in range(0, LANES, 4) for half in (0, LANES) for i in range(4)])
 
 
 def _rough_exp2(e: Emitter, x: ir.Value) -> ir.Value:
-    """2 ** x with more digits than bfloat16 has, 0 for minus infinity (AVX-512)."""
+    """Return 2 ** x with more digits than bfloat16 has, 0 for minus infinity (AVX-512)."""
     mask, passed = ir.IntType(16)(-1), constant(0.0)
     kind = ir.FunctionType(FLOATS, (FLOATS, I32, FLOATS, mask.type, I32))
     function = cgutils.get_or_insert_function(e.builder.module, kind, "llvm.x86.avx512.mask.reduce.ps.512")
@@ -211,10 +196,8 @@ def gather(
     e: Emitter, form: int, vectors: int, weights: ir.Value, state: ir.Value, v: ir.Value, row: ir.Value, dim: ir.Value,
     out: ir.Value, ahead: ir.Value, pace: ir.Value,
 ) -> None:  # fmt: skip
-    """Rescale some vectors of each query's output by the last block's factor, then add the weighted values.
-
-    In ``ROW_PAIRS_FORM`` a row is one of pairs.
-    """
+    """Rescale some vectors of each query's output by the last block's factor, then add the weighted values. In
+    ``ROW_PAIRS_FORM`` a row holds pairs."""
     b, pairs = e.builder, form in (PAIRS_FORM, ROW_PAIRS_FORM)
     places = [[e.at(out, e.times(dim, 4 * i), c * LINE) for c in range(vectors)] for i in range(TILE_QUERIES)]
     sums = [[e.variable(constant(0.0)) for _ in range(vectors)] for _ in range(TILE_QUERIES)]
@@ -238,7 +221,6 @@ def gather(
 
 
 def _values(e: Emitter, form: int, vectors: int, v: ir.Value, row: ir.Value, i: ir.Value) -> list[ir.Value]:
-    """Some vectors of a row of values, or of a pair of rows."""
     if form != PAIRS_FORM:
         here = e.at(v, e.times(i, row))
         return [number(e, form == HALVES_FORM, here, I64(c)) for c in range(vectors)]
@@ -247,7 +229,6 @@ def _values(e: Emitter, form: int, vectors: int, v: ir.Value, row: ir.Value, i: 
 
 
 def _row_pairs(e: Emitter, here: ir.Value, row: ir.Value, vectors: int) -> list[ir.Value]:
-    """One vector or two of pairs from two rows."""
     size = LANES * min(vectors, 2)
     one, other = (e.load(address, ir.VectorType(HALVES.element, size)) for address in (here, e.at(here, row)))
     lanes = [lane for i in range(size) for lane in (i, size + i)]
@@ -270,7 +251,7 @@ def pair_rows(e: Emitter, v: ir.Value, row: ir.Value, vectors: ir.Value, to: ir.
 
 @llvm_function(constants=1)
 def widen_rows(e: Emitter, keys: int, rows: ir.Value, row: ir.Value, vectors: ir.Value, to: ir.Value) -> None:
-    """Write a block's bfloat16 as floats: keys (1) in the order in which those of ``HALVES_FORM`` are multiplied."""
+    """Write a block's bfloat16 as floats; ``keys=1`` uses the order of ``HALVES_FORM``."""
     order = [lane for lanes in EVEN_AND_ODD for lane in lanes] if keys else list(range(LANES))
     with e.loop(I64(BLOCK_TOKENS)) as i, e.loop(vectors) as c:
         numbers = number(e, True, e.at(rows, e.times(i, row)), c)
@@ -279,7 +260,7 @@ def widen_rows(e: Emitter, keys: int, rows: ir.Value, row: ir.Value, vectors: ir
 
 @llvm_function(constants=1)
 def copy_row(e: Emitter, kind: int, row: ir.Value, vectors: ir.Value, to: ir.Value) -> None:
-    """Copy a row of the cache, by the kind: float32 or bfloat16 as it is, or float16 widened to floats."""
+    """Copy a row of the cache: float32 and bfloat16 as they are, float16 widened to floats."""
     with e.loop(vectors) as i:
         if kind == 1:
             e.store(e.load(e.at(row, e.times(i, HALF_LINE)), HALVES), e.at(to, e.times(i, HALF_LINE)))
@@ -288,8 +269,7 @@ def copy_row(e: Emitter, kind: int, row: ir.Value, vectors: ir.Value, to: ir.Val
 
 
 def _float16(e: Emitter, row: ir.Value, index: ir.Value) -> ir.Value:
-    """The vector at an index, of float16, as floats. Exact, also for infinity and NaN; by integer operations, as not
-    every instruction set has float16."""
+    """Load a vector of float16 exactly, by integer operations: not every instruction set has float16."""
     b = e.builder
     words = b.zext(e.load(e.at(row, e.times(index, HALF_LINE)), HALVES), WORDS)
     sign = b.shl(b.and_(words, words_of(0x8000)), words_of(16))

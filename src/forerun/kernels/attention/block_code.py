@@ -1,7 +1,7 @@
-"""The machine code that attends to one block, for each kind of keys and values.
+"""Choose the machine code that attends to one block, for each kind of keys and values.
 
-bfloat16 is multiplied in pairs where the processor can, or widened in registers. What several tiles of queries read is
-rewritten once for all of them. Neither changes a bit: the products are summed in the same order.
+bfloat16 is multiplied in pairs where the processor can, or widened in registers. A block that several tiles read is
+rewritten once for all. No bit changes: products are summed in one order.
 """
 
 from __future__ import annotations
@@ -32,23 +32,20 @@ from forerun.kernels.runtime.addresses import StructLayout, address_of
 from forerun.kernels.runtime.vector_ir import LANES, LINE
 
 FLOAT32_KIND, BFLOAT16_KIND, FLOAT16_KIND = range(3)
-"""Kinds of keys and values; see ``AttendOp``."""
 SHARED_TILES = 3
-"""From this many tiles on rewriting a block costs less than converting it for each of them."""
+"""From this many tiles on, rewriting a block costs less than converting it for each tile."""
 
 
 class BlockCode(NamedTuple):
-    """How blocks of one kind are read. All but ``width`` and ``copied`` are addresses of machine code.
+    """How blocks of one kind are read: machine code addresses, except ``width`` and ``copied``.
 
     Attributes:
         width: bytes per number that ``scores`` and ``values`` read.
-        copied: 1 if all keys and values are copied first; else only those of a block that is not full.
-        pack: writes a query into a tile.
-        copy: copies a row.
-        scores: scores of several tiles.
+        copied: 1 if all keys and values are copied first; else only those of a partial block.
+        pack, copy: write a query into a tile; copy a row.
+        scores: scores several tiles.
         values: turns a tile's scores into weights, and adds the weighted values to its outputs.
-        rewrite_keys, rewrite_values: rewrite a block for several tiles, if that helps; else 0.
-        rewritten_scores, rewritten_values: ``scores`` and ``values`` of rewritten blocks.
+        rewrite_keys, rewrite_values: rewrite a block for several tiles, for the ``rewritten`` code; 0 if useless.
     """
 
     width: int
@@ -68,7 +65,7 @@ read_block_code = StructLayout(BlockCode).reader()
 
 @functools.cache
 def block_code(kind: int) -> BlockCode:
-    """The code for a kind, compiled or loaded at the first call."""
+    """Return the code for a kind; the first call compiles or loads it."""
     if kind != BFLOAT16_KIND:
         copied, values = int(kind == FLOAT16_KIND), _weighing(FLOATS_FORM, FLOATS_FORM)
         return BlockCode(4, copied, _packing(FLOATS_FORM), _copying(kind), _scoring(FLOATS_FORM), values)
@@ -109,7 +106,7 @@ def _scoring(form: int) -> int:
     def scores_of(
         dim: int, width: int, low: int, high: int, q: int, k: int, k_row: int, scale: int, scores: int, ahead: int
     ) -> None:
-        """Scores of tiles ``low`` to ``high``; prefetches a block of numbers of ``width`` bytes at ``ahead``."""
+        """Score tiles ``low`` to ``high``; prefetch a block of ``width``-byte numbers at ``ahead``."""
         times = (high - low + TILES_AT_ONCE - 1) // TILES_AT_ONCE
         share, pace, t = BLOCK_TOKENS * dim * width // times, LINE * width // number // times, low
         while t < high:
@@ -134,8 +131,7 @@ def _weighing(form: int, values: int) -> int:
     def add_values(
         out_dim: int, width: int, tiles: int, scores: int, state: int, v: int, v_row: int, out: int, ahead: int
     ) -> None:
-        """One of ``tiles`` tiles, which prefetch a block of numbers of ``width`` bytes, this one its share at
-        ``ahead``."""
+        """Add one tile's values; prefetch its share, one of ``tiles``, of a ``width``-byte block at ``ahead``."""
         weigh(form, scores, state)
         share, pace, c = BLOCK_TOKENS * LANES * width // tiles, LINE * width // number // tiles, 0
         while c < out_dim // LANES:

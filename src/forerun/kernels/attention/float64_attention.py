@@ -1,7 +1,6 @@
-"""Attention in one fixed order for what the fast kernel does not take: float64, and heads of any width.
+"""Compute attention in a fixed order where the fast kernel cannot: float64, and heads of any width.
 
-A query goes over its keys one by one, in the order of their positions, in double precision. So its bits depend on
-nothing else. It shares the operation and tables of ``ordered_attention.py``.
+A query visits its keys one by one, by position, in double precision.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from forerun.kernels.runtime.addresses import bfloat16_at, doubles, floats, inte
 from forerun.kernels.runtime.executor import PER_TOKEN, Operation, Tasks, read_pass
 
 FLOAT64_KIND = 3
-"""One more kind besides those of ``AttendOp``: float64."""
+"""Float64, besides the kinds of ``AttendOp``."""
 
 
 @compiled
 def attend_float64(address: int, fields: int, code: int, task: int, slot: int) -> None:
-    """Attention of one token and head."""
+    """Compute attention of one token and head."""
     this, op = read_pass(address), read_attend(fields)
     token, head = task // op.heads, task % op.heads
     number, position = integers(this.token_rows + 8 * token, 1)[0], integers(this.cache_positions + 8 * token, 1)[0]
@@ -45,7 +44,6 @@ def attend_float64(address: int, fields: int, code: int, task: int, slot: int) -
 
 @compiled
 def _visible_keys(row: RowFields, place: int, position: int, low: int, parents: int, places: np.ndarray) -> None:
-    """Find the indices in the cache of the keys that a token sees."""
     root = row.start + row.in_order
     if place >= row.in_order:
         node, at = place - row.in_order, position
@@ -61,7 +59,7 @@ def _visible_keys(row: RowFields, place: int, position: int, low: int, parents: 
 
 @compiled
 def _weights(op: AttendOp, k: int, k_row: int, head: int, token: int, places: np.ndarray, weights: np.ndarray) -> float:
-    """Turn scores into weights relative to the largest; returns their sum, including a sink's."""
+    """Turn scores into weights relative to the largest, and return their sum, including a sink's."""
     query, highest = op.q + token * op.q_row + head * op.q_head, -math.inf
     kind = FLOAT64_KIND if op.kind == FLOAT64_KIND else 0  # of queries and sinks
     for i in range(weights.size):
@@ -110,7 +108,7 @@ def _number(kind: int, address: int, index: int) -> float:
 
 
 def scratch_bytes(positions: int, out_dim: int) -> int:
-    """Bytes that a thread needs for texts of ``positions`` positions."""
+    """Return the scratch bytes per thread for sequences of ``positions`` positions."""
     return 16 * positions + 8 * out_dim
 
 

@@ -1,13 +1,13 @@
-"""Attention in one fixed order: a token's bits depend neither on what shares the pass nor on which keys were drafted.
+"""Compute attention in a fixed order: a token's bits depend neither on what shares the pass nor on what was drafted.
 
 Keys are cut into splits, and splits into blocks, at fixed positions. Within a split, a query goes block by block with a
 running maximum and sum (FlashAttention, Dao et al. 2022; ``attention_tile.py``). Splits are merged in order
-(Flash-Decoding, Dao et al. 2023). A block without visible keys changes no bit, so it may be skipped. A drafted token
-also sees its ancestors in the tree. Their keys are copied out in the order of their positions, and go through the same
-steps. With the linear layers (``linear.py``) this makes speculative decoding bitwise exact.
+(Flash-Decoding, Dao et al. 2023). Blocks without visible keys change no bit, so they may be skipped. A drafted token
+also sees its ancestors in the tree, whose keys are copied out by position and go through the same steps. With the
+linear layers (``linear.py``) this makes speculative decoding bitwise exact.
 
-There are two operations. *Scan* goes over the keys that are stored in text order, by units of a row's splits and tiles
-of queries. *Combine* merges each token's splits, adds the keys that only this token sees, and divides.
+*Scan* visits keys stored in sequence order, by units of a row's splits and tiles of queries. *Combine* merges each
+token's splits, adds the keys that only this token sees, and divides.
 """
 
 from __future__ import annotations
@@ -27,26 +27,25 @@ from forerun.kernels.runtime.executor import PER_TOKEN, PER_UNIT, Operation, Tas
 from forerun.kernels.runtime.vector_ir import I32, LANES, LINE, Emitter, llvm_function
 
 SPLIT_TOKENS = 256
-"""Positions per split. Splits are summed separately, so that few heads of a long text keep all threads busy."""
+"""Positions per split. Splits are summed separately, so that a few heads of a long sequence keep all threads busy."""
 RANGE_BYTES = 96
-"""Bytes that hold a tile's visible range: least and greatest end, least and greatest start, then those per query."""
+"""Bytes of a tile's visible range: least and greatest end, least and greatest start, then those per query."""
 ALL_SPLITS = -1
 """Instead of a unit's split: all splits, one after the other."""
 LOWEST_SCORE = -3e38
-"""Initial value of the running maximum. Finite, so that differences are never NaN."""
+"""Initial running maximum; finite, so that differences are never NaN."""
 
 
 class RowFields(NamedTuple):
     """One row of the batch.
 
     Attributes:
-        first: index of its first token in the pass.
-        n: its tokens in the pass.
-        in_order: the number of them in text order; the others are tree nodes.
+        first, n: index of its first token in the pass, and its tokens there.
+        in_order: number of them in sequence order; the others are tree nodes.
         start: committed tokens; the position of its first token.
-        k_head: bytes from one head's keys to the next head's.
+        k_head: bytes between the keys of two heads; ``k_row``, of two tokens.
         states: offset of its states in the buffer of states.
-        splits: states per tile; 0 if units go through all splits themselves.
+        splits: states per tile; 0 if units visit all splits themselves.
     """
 
     first: int
@@ -74,16 +73,15 @@ class AttendOp(NamedTuple):
     """One layer's attention: addresses, strides in bytes, and counts.
 
     Attributes:
-        kind: type of keys and values: 0 float32, 1 bfloat16, 2 float16.
-        width: bytes per number of keys and values.
-        dim: numbers per key; ``out_dim`` per value.
+        kind: type of keys and values: 0 float32, 1 bfloat16, 2 float16; ``width`` bytes per number.
+        dim, out_dim: numbers per key and per value.
         window: as in ``AttentionSpec``, or 0.
-        q: address of the queries, float32; with the strides of tokens and of heads.
-        kv: address of the table with each row's addresses of keys and values of this layer.
-        sinks: address of one number per head, in the queries' type, or 0.
-        out: address of the outputs, a token's heads side by side; of ``out_kind``: 0 float32, 1 bfloat16.
+        q: queries, float32; with the strides of tokens and heads.
+        kv: table with each row's addresses of this layer's keys and values.
+        sinks: one number per head, in the queries' type, or 0.
+        out: outputs, a token's heads side by side; of ``out_kind``: 0 float32, 1 bfloat16.
         scale: factor on scores, for powers of two (of e in float64).
-        topk: address of each row's ``TopkFields`` of this layer, if queries choose the keys that they see.
+        topk: each row's ``TopkFields`` of this layer, if queries choose the keys that they see.
     """
 
     kind: int
@@ -113,7 +111,7 @@ SCALE_OFFSET = 8 * AttendOp._fields.index("scale")
 
 
 def tile_bytes(out_dim: int) -> int:
-    """Bytes for a tile's output and state."""
+    """Return the size in bytes of a tile's output and state."""
     return TILE_QUERIES * out_dim * 4 + STATE_BYTES
 
 
@@ -121,7 +119,7 @@ _tile_bytes = compiled(tile_bytes)
 
 
 def scratch_bytes(tiles: int, group: int, dim: int, out_dim: int) -> int:
-    """Bytes that a thread needs for units of ``tiles`` tiles, and for settling tokens of ``group`` heads."""
+    """Return the scratch bytes per thread to scan ``tiles`` tiles and to combine ``group`` heads."""
     most, own = max(tiles, 1), math.ceil(group / TILE_QUERIES)
     scan = most * (TILE_QUERIES * (dim + BLOCK_TOKENS) * 4 + 2 * tile_bytes(out_dim) + RANGE_BYTES)
     settle = own * (TILE_QUERIES * (dim + BLOCK_TOKENS) * 4 + 2 * tile_bytes(out_dim))
@@ -129,7 +127,7 @@ def scratch_bytes(tiles: int, group: int, dim: int, out_dim: int) -> int:
 
 
 def block_bytes(dim: int, out_dim: int) -> int:
-    """Bytes for a copy of a block's keys or values."""
+    """Return the size in bytes of a copy of a block's keys or values."""
     return BLOCK_TOKENS * max(dim, out_dim) * 4
 
 
@@ -138,28 +136,26 @@ _block_bytes = compiled(block_bytes)
 
 @compiled
 def kv_of(op: AttendOp, row: RowFields, number: int, head: int) -> tuple[int, int]:
-    """Addresses of the keys and the values of a KV head in the row of this number."""
+    """Return the addresses of a KV head's keys and values in row ``number``."""
     addresses = integers(op.kv + 16 * number, 2)
     return addresses[0] + head * row.k_head, addresses[1] + head * row.v_head
 
 
 @compiled
 def _state(op: AttendOp, tile: int) -> int:
-    """Address of a tile's state, which is behind its output."""
     return tile + TILE_QUERIES * op.out_dim * 4
 
 
 @compiled
 def _kept_tiles(op: AttendOp, row: RowFields, states: int, split: int, head: int) -> int:
-    """Address of the tiles of a split and KV head in the buffer of states; without splits they are those of split 0."""
+    """Return the address of a split's and KV head's tiles in the buffer of states; without splits, use split 0."""
     tiles = (row.n * (op.heads // op.kv_heads) + TILE_QUERIES - 1) // TILE_QUERIES
     return states + row.states + (split * op.kv_heads + head) * tiles * _tile_bytes(op.out_dim)
 
 
 @compiled
 def scan_bounds(row: RowFields, place: int, position: int) -> tuple[int, int]:
-    """Two positions of a token: where its own keys begin (a tree node's: at a block's start; else 0), and where its
-    scan ends."""
+    """Return where a token's own keys start (a tree node's at a block boundary, else 0), and where its scan ends."""
     if place < row.in_order:
         return 0, position + 1
     base = (row.start + row.in_order) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -179,7 +175,7 @@ def clear_states(op: AttendOp, states: int, tiles: int) -> None:
 def _pack_tile(
     op: AttendOp, code: BlockCode, scale: int, token: int, count: int, head: int, tile: int, to: int
 ) -> None:
-    """Write a tile of queries of a KV head, of ``count`` tokens from ``token`` on; the last one fills it up."""
+    """Write a KV head's tile of queries, of ``count`` tokens from ``token`` on, padded with the last query."""
     group = op.heads // op.kv_heads
     for i in range(TILE_QUERIES):
         query = min(tile * TILE_QUERIES + i, count * group - 1)
@@ -189,7 +185,7 @@ def _pack_tile(
 
 @compiled
 def copy_block(code: BlockCode, rows: int, row: int, dim: int, count: int, to: int) -> None:
-    """Copy ``count`` rows, and pad them with zeros to a whole block."""
+    """Copy ``count`` rows, padded with zeros to a whole block."""
     size = code.width * dim
     for i in range(count):
         call(code.copy, rows + i * row, dim // LANES, to + i * size)
@@ -199,7 +195,7 @@ def copy_block(code: BlockCode, rows: int, row: int, dim: int, count: int, to: i
 
 @compiled
 def soften_tile(op: AttendOp, weights: int, spare: int) -> None:
-    """Apply the soft cap to the scores, if there is one."""
+    """Apply the soft cap, if any, to the scores."""
     if op.softcap > 0:
         floats(spare, 1)[0] = np.float32(op.softcap * LOG2E)
         soften(weights, BLOCK_TOKENS * TILE_QUERIES // LANES, spare)
@@ -207,7 +203,7 @@ def soften_tile(op: AttendOp, weights: int, spare: int) -> None:
 
 @llvm_function()
 def merge_tile(e: Emitter, running: ir.Value, part: ir.Value, vectors: ir.Value) -> None:
-    """Merge a tile's next split into the splits so far: maxima, sums of weights, and outputs of ``vectors`` each."""
+    """Merge a tile's next split into the running one: maxima, sums of weights, and outputs of ``vectors`` each."""
     b = e.builder
     own = e.times(vectors, TILE_QUERIES * LINE)
     states = [e.at(tile, own) for tile in (running, part)]
@@ -227,7 +223,7 @@ def merge_tile(e: Emitter, running: ir.Value, part: ir.Value, vectors: ir.Value)
 
 @compiled
 def merge_tiles(op: AttendOp, running: int, part: int, tiles: int) -> None:
-    """The same for several tiles."""
+    """Merge the next split of several tiles."""
     size = _tile_bytes(op.out_dim)
     for t in range(tiles):
         merge_tile(running + t * size, part + t * size, op.out_dim // LANES)
@@ -235,7 +231,7 @@ def merge_tiles(op: AttendOp, running: int, part: int, tiles: int) -> None:
 
 @compiled
 def scan(address: int, fields: int, code_address: int, task: int, slot: int) -> None:
-    """One unit and KV head: tiles of queries over one split, or over all splits one after the other."""
+    """Scan one unit and KV head: tiles of queries over one split, or over all splits in turn."""
     this, op, code = read_pass(address), read_attend(fields), read_block_code(code_address)
     unit = read_unit(this.units + task // op.kv_heads * UNIT_BYTES)
     row = read_row(this.rows + unit.row * ROW_BYTES)
@@ -272,7 +268,7 @@ def scan(address: int, fields: int, code_address: int, task: int, slot: int) -> 
 
 @compiled
 def _visible_ranges(op: AttendOp, row: RowFields, unit: UnitFields, positions: int, ranges: int) -> int:
-    """Write each tile's visible range, the least and greatest start and end; returns the greatest end of all tiles."""
+    """Write each tile's visible range; return the greatest end of all tiles."""
     group, last = op.heads // op.kv_heads, 0
     for t in range(unit.first, unit.last):
         bounds = integers(ranges + RANGE_BYTES * (t - unit.first), 12)
@@ -296,7 +292,6 @@ def _scan_split(
     op: AttendOp, code: BlockCode, fields: int, row: RowFields, number: int, head: int, tiles: int, first: int,
     end: int, q: int, scores: int, ranges: int, states: int, spare: int,
 ) -> None:  # fmt: skip
-    """Go over the blocks of a split, for the tiles that see any key of them."""
     k, v = kv_of(op, row, number, head)
     for start in range(first, end, BLOCK_TOKENS):
         low, high = tiles, 0
@@ -317,7 +312,7 @@ def _block(
     op: AttendOp, code: BlockCode, fields: int, row: RowFields, low: int, high: int, start: int, count: int, k: int,
     v: int, after: int, q: int, scores: int, ranges: int, states: int, spare: int,
 ) -> None:  # fmt: skip
-    """Tiles ``low`` to ``high`` over one block; prefetches values while scoring, and then the next keys."""
+    """Process tiles ``low`` to ``high`` over one block; prefetch values while scoring, then the next keys."""
     size, tile_size, rewritten = BLOCK_TOKENS * TILE_QUERIES * 4, _tile_bytes(op.out_dim), high - low >= SHARED_TILES
     copied, k_row, v_row, ahead = count < BLOCK_TOKENS or code.copied, row.k_row, row.v_row, v
     score, add, copy, rewrite = code.scores, code.values, spare, spare + _block_bytes(op.dim, op.out_dim)
@@ -349,7 +344,7 @@ SCAN = Operation(ATTEND_LAYOUT, lambda op: Tasks(op.kv_heads, PER_UNIT), scan, l
 
 @compiled
 def combine(address: int, fields: int, code_address: int, task: int, slot: int) -> None:
-    """One token and KV head: merge its splits, add the keys that only it sees, divide, and write the output."""
+    """Finish one token and KV head: merge its splits, add the keys that only it sees, divide, and write the output."""
     this, op, code = read_pass(address), read_attend(fields), read_block_code(code_address)
     token, head = task // op.kv_heads, task % op.kv_heads
     number = integers(this.token_rows + 8 * token, 1)[0]
@@ -456,7 +451,6 @@ def _copy_branch(
 
 @compiled
 def _copy_states(op: AttendOp, tiles: int, first: int, count: int, to: int) -> None:
-    """Copy the states of some queries into tiles of their own."""
     size = _tile_bytes(op.out_dim)
     for g in range(count):
         source, place = tiles + (first + g) // TILE_QUERIES * size, to + g // TILE_QUERIES * size

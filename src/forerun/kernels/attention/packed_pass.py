@@ -28,14 +28,13 @@ from forerun.kernels.attention.topk_rank import GROUP_CHUNKS, RANK_UNIT_BYTES, T
 from forerun.kernels.runtime.vector_ir import LINE
 
 MANY_TILES = 64
-"""From this many tiles of queries on, a row is cut into tiles only, not splits: that is enough work for all threads,
-and there are no states to keep."""
+"""Tiles of queries from which on a row is not cut into splits: enough work for all threads, and no states to keep."""
 UNIT_TILES = 32
 """Tiles per unit in that case; their states fit in the nearer caches."""
 UNITS_PER_THREAD = 4
-"""A shorter row is cut into this many units per thread, so that threads finish at about the same time."""
+"""Units per thread of a shorter row, so that threads finish at about the same time."""
 CUT_INTEGERS = 8
-"""Integers of a row in the table by which ``_cut`` and ``_fill`` go."""
+"""Integers per row in the table of ``_cut`` and ``_fill``."""
 NO_PARENTS = np.zeros(0, np.int64)
 ROW_INTEGERS, UNIT_INTEGERS = ROW_BYTES // 8, UNIT_BYTES // 8
 STRIDES = slice(RowFields._fields.index("k_head"), RowFields._fields.index("v_row") + 1)
@@ -64,16 +63,12 @@ class PackedPass:
     """The blocks of all rows.
 
     Args:
-        blocks: each row's input.
-        heads: the model's.
-        threads: number of threads of the pass.
-        positions: of the tokens for the model; by default their places in their row's memory.
-        places: of each block's first token in its row's memory; by default the blocks' starts.
+        positions: the tokens', for the model; by default their places in their row's memory.
+        places: each block's first place in its row's memory; by default the blocks' starts.
 
     Attributes:
-        ids: token ids, int64 ``[n]``.
         output_indices: see ``wanted_tokens``.
-        unit_count, most_tiles, states_bytes: number of units, the most tiles of one, and bytes of all states.
+        unit_count, most_tiles, states_bytes: number of units, most tiles in one, and bytes of all states.
     """
 
     def __init__(
@@ -118,18 +113,18 @@ class PackedPass:
 
     @property
     def reach(self) -> int:
-        """The largest position, plus one."""
+        """The largest position plus one."""
         return _bounds(self.positions)[1] + 1
 
     def rows(self, strides: Sequence[tuple[int, int, int, int]]) -> IntArray:
-        """The table of rows, given each cache's strides in bytes: heads and rows of keys, heads and rows of values."""
+        """Return the table of rows, given each cache's byte strides: heads and rows of keys, heads and rows of
+        values."""
         table = self._rows.reshape(len(self.blocks), -1).copy()
         table[:, STRIDES] = strides
         return table
 
     def fields(self, rows: IntArray, work: PackedPass | TopkTables) -> dict[str, int]:
-        """What operations of attention need of ``PassFields``, given the table of rows, and whose units are their work;
-        without memory."""
+        """Return the ``PassFields`` of attention, without memory, given the table of rows and the work's units."""
         memory = self._memory.ctypes.data
         _, units, token_rows, cache_positions, parents, _ = (memory + 8 * offset for offset in self._offsets)
         return {
@@ -145,7 +140,7 @@ class PackedPass:
 
     @property
     def slot_size(self) -> int:
-        """Bytes that each thread needs for attention."""
+        """Scratch bytes per thread."""
         heads, furthest = self.heads, max(map(sum, zip(self.places, self.counts, strict=True)))
         scan = ordered_attention.scratch_bytes(self.most_tiles, heads.group, heads.dim, heads.out_dim)
         return max(scan, float64_attention.scratch_bytes(furthest, heads.out_dim))
@@ -153,7 +148,6 @@ class PackedPass:
 
 @compiled
 def _bounds(numbers: IntArray) -> tuple[int, int]:
-    """The least and the greatest number."""
     least = most = numbers[0]
     for number in numbers:
         least, most = min(least, number), max(most, number)
@@ -162,19 +156,9 @@ def _bounds(numbers: IntArray) -> tuple[int, int]:
 
 @compiled
 def _cut(cuts: IntArray, parents: IntArray, group: int, kv_heads: int, threads: int, tile: int) -> tuple[int, int, int]:
-    """Decide how rows are cut into units, and where their states lie.
-
-    Args:
-        cuts: of each row its pending tokens, its nodes and its place; then written: its tiles, its splits, the tiles of
-            a unit, where its states begin, and its tokens in text order.
-        parents: of all nodes.
-        group, kv_heads: of the model.
-        threads: of the pass.
-        tile: bytes of a tile's state.
-
-    Returns:
-        Number of units, the most tiles of one, and bytes of all states.
-    """
+    """Cut rows into units, and place their states; return the number of units, most tiles in one, and bytes of all
+    states. ``cuts`` has each row's pending tokens, nodes and place. Its tiles, its splits, tiles per unit, the offset
+    of its states and its tokens in sequence order are written. ``tile`` is the bytes of a tile's state."""
     units, most, states, node = 0, 0, 0, 0
     for row in range(len(cuts)):
         pending, nodes, place = cuts[row, 0], cuts[row, 1], cuts[row, 2]
@@ -202,7 +186,6 @@ def _fill(
     cuts: IntArray, parents: IntArray, rows: IntArray, units: IntArray, token_rows: IntArray, positions: IntArray,
     token_parents: IntArray, wanted: IntArray,
 ) -> None:  # fmt: skip
-    """Write the tables of a pass that ``_cut`` has cut; see ``RowFields``, ``UnitFields`` and ``PassFields``."""
     token, node, unit, output = 0, 0, 0, 0
     for row in range(len(cuts)):
         pending, nodes, place = cuts[row, 0], cuts[row, 1], cuts[row, 2]
@@ -228,17 +211,14 @@ def _fill(
 
 
 class TopkTables:
-    """What all rows' queries choose among; it stands in for the units of ``PackedPass``.
+    """What all rows' queries choose among; replaces the units of ``PackedPass``.
 
-    Args:
-        packed: the blocks.
-        tables: for each row, one row of ``TopkFields`` per layer, with 0 in the fields that depend on the pass.
+    ``tables`` has for each row one row of ``TopkFields`` per layer, with 0 in the fields that depend on the pass.
 
     Attributes:
         units, unit_count: the table of units that rank chunks.
-        slot_size: bytes that each thread needs.
-        states_bytes: bytes for all rows' rounded queries, and for the worth of chunks to them.
-        worth_offset, worth_chunks: where the last row's worth begins, and chunks that it has room for.
+        slot_size, states_bytes: scratch bytes per thread; bytes of all rows' rounded queries and chunks' worth.
+        worth_offset, worth_chunks: where the last row's worth starts, and its capacity in chunks.
     """
 
     def __init__(self, packed: PackedPass, tables: Sequence[IntArray]) -> None:
@@ -258,8 +238,7 @@ class TopkTables:
         self._kv_heads = heads.kv_heads
 
     def fill(self, table: IntArray, memory: int) -> None:
-        """Write all layers' and rows' fields, ``[layers, rows, ...]``; ``states_bytes`` of the memory at an address are
-        theirs."""
+        """Write all layers' and rows' fields ``[layers, rows, ...]``, given the address of ``states_bytes`` bytes."""
         for row, (own, sizes) in enumerate(zip(self._tables, self._sizes, strict=True)):
             units = memory + sizes.rounded_bytes
             worth, head = units + sizes.unit_bytes, sizes.queries * sizes.worth_bytes
@@ -269,13 +248,8 @@ class TopkTables:
 
 
 class _TopkSizes(NamedTuple):
-    """What one row's queries take.
-
-    Attributes:
-        queries: of a KV head, padded.
-        rounded_bytes, unit_bytes: of all rounded queries, and of their units.
-        worth_bytes: of the worth of all chunks to one query.
-    """
+    """Sizes for one row: a KV head's padded queries; bytes of all rounded queries and their units, and of all chunks'
+    worth to one query."""
 
     queries: int
     rounded_bytes: int
@@ -284,16 +258,15 @@ class _TopkSizes(NamedTuple):
 
 
 def wanted_tokens(blocks: Sequence[Block]) -> IntArray:
-    """Indices of the tokens whose logits are wanted: each row's last pending token, and its tree's nodes."""
+    """Return the indices of tokens whose logits are wanted: each row's last pending token and its tree's nodes."""
     ends = np.cumsum([len(block) for block in blocks]).tolist()
     return np.concatenate([np.arange(end - len(block.tree) - 1, end) for end, block in zip(ends, blocks, strict=True)])
 
 
 def address(table: bytearray | IntArray) -> int:
-    """A table's address."""
+    """Return a table's address."""
     return int(np.frombuffer(table, np.uint8).ctypes.data) if isinstance(table, bytearray) else int(table.ctypes.data)
 
 
 def _whole(size: int, unit: int) -> int:
-    """A size, rounded up to whole units."""
     return unit * math.ceil(size / unit)

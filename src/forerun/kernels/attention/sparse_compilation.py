@@ -1,4 +1,4 @@
-"""Compiling the kernels of sparse attention, which only long texts need, in a process of its own."""
+"""Compile the kernels of sparse attention, which only long sequences need, in a separate process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,8 @@ OPERATIONS = (PROJECT_QUERIES, RANK_CHUNKS, ATTEND_TOPK)
 
 
 def compile_sparse(wait: bool) -> None:
-    """Compile, or load what an earlier process compiled.
-
-    Args:
-        wait: if false, and nothing is compiled yet, another process compiles. A long text that comes sooner waits for
-            it.
-    """
+    """Compile, or load from the cache. Unless ``wait``, another process compiles what is not cached; a long sequence
+    that comes earlier waits for it."""
     if wait or not can_be_kept(ATTEND_TOPK.run) or all(is_kept(operation.run) for operation in OPERATIONS):
         for operation in OPERATIONS:
             address_of(operation.run, 5)

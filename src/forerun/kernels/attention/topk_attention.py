@@ -1,8 +1,8 @@
-"""Attention of each query over its own chunks, read in place, given the worth of every chunk to the query.
+"""Compute attention of each query over its best chunks, read in place, given each chunk's worth to the query.
 
-A thread takes a token and a few heads: it finds the best chunks, scores their keys, and adds up their values. Nothing
-is copied or sorted. Heads of a group choose together, and each key is then loaded once for all of them. Many heads look
-at a few places only, so chunks that are worth almost nothing beside the best are skipped.
+A thread takes a token and a few heads: it finds the best chunks, scores their keys, and adds up their values, without
+copying or sorting. Heads of a group choose together, so each key is loaded once for all. Chunks of negligible weight
+are skipped, because many heads attend to a few places only.
 """
 
 from __future__ import annotations
@@ -30,20 +30,18 @@ from forerun.kernels.runtime.executor import PER_TOKEN, Operation, Tasks, read_p
 from forerun.kernels.runtime.vector_ir import F32, LANES, LINE, Emitter, constant, llvm_function
 
 HEADS_AT_ONCE = 4
-"""The most heads of a group that are computed at once."""
 CHUNK_KEYS_AT_ONCE = 4
 """Keys whose products are kept in registers at once."""
 VALUE_SUMS = 4
-"""Sums of every fourth value that are kept apart, so that additions need not wait for each other."""
+"""Independent sums of every fourth value, so that additions need not wait for each other."""
 MARGIN_NATS = 7.0
 """Chunks further than this below the best score, in nats, are skipped: their keys weigh under a thousandth."""
 SELECTION_GROUP = LANES
-"""Chunks per group; a group is looked at only if its best chunk is good enough."""
+"""Chunks per group; a group is searched only if its best chunk is good enough."""
 
 
 def scratch_bytes(chunks: int, most: int, near: int, dim: int) -> int:
-    """Bytes that a thread needs to choose among ``chunks`` chunks, with ``near`` recent tokens, the pass's among
-    them."""
+    """Return the scratch bytes per thread for ``chunks`` chunks and ``near`` recent tokens, including the pass's."""
     keys = (min(1 + most, chunks) + math.ceil(near / CHUNK_KEYS)) * CHUNK_KEYS
     return (
         8 * (1 + selection_numbers(chunks))
@@ -55,7 +53,7 @@ def scratch_bytes(chunks: int, most: int, near: int, dim: int) -> int:
 
 @compiled
 def attend_topk(address: int, fields: int, code: int, task: int, slot: int) -> None:
-    """One token and tile of heads."""
+    """Compute attention of one token and tile of heads."""
     this, op = read_pass(address), read_attend(fields)
     group = op.heads // op.kv_heads
     tiles = (group + HEADS_AT_ONCE - 1) // HEADS_AT_ONCE
@@ -105,7 +103,6 @@ def attend_topk(address: int, fields: int, code: int, task: int, slot: int) -> N
 
 @compiled
 def _write(op: AttendOp, token: int, head: int, state: int, sums: int) -> None:
-    """One head's output, from its largest score, the sum of its weights, and its weighted values."""
     top, total = floats(state, 2)[0], floats(state, 2)[1]
     if op.sinks:
         total += np.float32(2.0 ** (np.float64(floats(op.sinks + 4 * head, 1)[0]) * LOG2E - top))
@@ -117,7 +114,7 @@ def _write(op: AttendOp, token: int, head: int, state: int, sums: int) -> None:
 
 @compiled
 def _choose(op: AttendOp, topk: TopkFields, row: RowFields, token: int, head: int, found: int, spare: int) -> int:
-    """Write the numbers of the chunks that a query sees, in ascending order; returns their number."""
+    """Write the indices of the chunks that a query sees, in ascending order, and return their number."""
     if topk.most >= topk.chunks:
         every = integers(found, max(topk.chunks, 1))
         for c in range(topk.chunks):
@@ -127,7 +124,7 @@ def _choose(op: AttendOp, topk: TopkFields, row: RowFields, token: int, head: in
     first = topk.worth + head // group * topk.worth_head + place * topk.worth_row
     step, chunks = row.n * topk.worth_row, topk.chunks
     if group > 1:
-        # a chunk's worth to a group: the largest of its worths beside each query's best chunk
+        # a chunk's worth to a group: the largest of its worths relative to each query's best chunk
         beside, rest = floats(spare + 8 * chunks, chunks), spare + 12 * chunks
         beside[:] = -np.inf
         for g in range(group):
@@ -151,7 +148,7 @@ def _choose(op: AttendOp, topk: TopkFields, row: RowFields, token: int, head: in
 
 @compiled
 def _hide(row: RowFields, parents: int, token: int, scores: int, recent: int) -> None:
-    """Hide the near keys that a token does not see: of the pass, all but the token and its ancestors."""
+    """Mask recent keys that a token does not see: all of the pass but the token and its ancestors."""
     each = floats(scores, recent * CHUNK_KEYS)
     place = token - row.first
     if place < row.in_order:
@@ -169,7 +166,7 @@ def _hide(row: RowFields, parents: int, token: int, scores: int, recent: int) ->
 
 @llvm_function()
 def peak(e: Emitter, values: ir.Value, vectors: ir.Value, out: ir.Value) -> None:
-    """The largest of a row of floats; minus infinity of none."""
+    """Return the largest of a row of floats; minus infinity if empty."""
     b, highest = e.builder, e.variable(constant(-math.inf))
     with e.loop(vectors) as i:
         b.store(e.larger(e.load(e.at(values, e.times(i, LINE))), b.load(highest)), highest)
@@ -187,7 +184,6 @@ def lift(e: Emitter, values: ir.Value, less: ir.Value, to: ir.Value, vectors: ir
 
 
 def _head_counts(e: Emitter, kind: ir.Value, heads: ir.Value) -> Iterator[tuple[int, bool]]:
-    """Write the code of a loop's body for each number of heads and both types of numbers."""
     for count in e.cases(heads, range(1, HEADS_AT_ONCE + 1)):
         for half in by_kind(e, kind):
             yield count, half
@@ -198,8 +194,8 @@ def products(
     e: Emitter, kind: ir.Value, heads: ir.Value, q: ir.Value, keys: ir.Value, row: ir.Value, dim: ir.Value,
     out: ir.Value, step: ir.Value, ahead: ir.Value, values: ir.Value, values_row: ir.Value,
 ) -> None:  # fmt: skip
-    """Products of each head's query with a chunk's keys, ``step`` bytes from head to head; meanwhile prefetches the
-    chunks at ``ahead`` and ``values``."""
+    """Multiply each head's query by a chunk's keys, ``step`` bytes from head to head. Prefetches the chunks at
+    ``ahead`` and ``values``."""
     b = e.builder
     for count, half in _head_counts(e, kind, heads):
         with e.loop(b.udiv(row.type(CHUNK_KEYS), row.type(CHUNK_KEYS_AT_ONCE))) as group:
@@ -222,7 +218,7 @@ def products(
 
 @llvm_function()
 def exponentials(e: Emitter, scores: ir.Value, vectors: ir.Value, state: ir.Value) -> None:
-    """2 ** (score - largest score). The largest score is written to ``state``, and the sum of the results after it."""
+    """Compute 2 ** (score - largest score); write the largest score to ``state``, followed by the sum of results."""
     b = e.builder
     highest = e.variable(e.load(scores))
     with e.loop(vectors) as i:
@@ -264,25 +260,20 @@ def add(
 
 @compiled
 def selection_numbers(chunks: int) -> int:
-    """How many numbers ``select_topk`` needs room for: one per chunk and one per group."""
+    """Return how many numbers ``select_topk`` needs room for: one per chunk and one per group."""
     return chunks + (chunks + SELECTION_GROUP - 1) // SELECTION_GROUP
 
 
 @compiled
 def select_topk(worth: Any, count: int, margin: float, found: int, spare: int) -> int:
-    """Indices of the ``count`` chunks with the highest worth, or of fewer, in ascending order.
+    """Write the indices of at most ``count`` chunks with the highest worth, in ascending order; return their number.
 
-    The best ``count`` chunks are in the best ``count`` groups, so the worth of the least of these groups is a bound.
+    The best ``count`` chunks are in the best ``count`` groups, so the worst of these groups gives a bound.
 
     Args:
-        worth: of each chunk.
-        count: at most the number of chunks.
         margin: chunks whose worth is further than this below the best are left out.
         found: address of room for ``selection_numbers`` numbers of 8 bytes; the first ones become the result.
         spare: address of room for two floats per chunk.
-
-    Returns:
-        Number of chunks found.
     """
     groups = (len(worth) + SELECTION_GROUP - 1) // SELECTION_GROUP
     numbers = integers(found, selection_numbers(len(worth)))
@@ -326,7 +317,7 @@ def select_topk(worth: Any, count: int, margin: float, found: int, spare: int) -
 
 @compiled
 def nth_largest(values: Any, n: int) -> float:
-    """The ``n``-th largest value, counted from 1, by Hoare's selection; reorders ``values``."""
+    """Return the ``n``-th largest value, counted from 1, by Hoare's selection; reorders ``values``."""
     low, high, place = 0, len(values) - 1, n - 1
     while low < high:
         pivot = values[(low + high) // 2]
@@ -351,7 +342,7 @@ def nth_largest(values: Any, n: int) -> float:
 
 @llvm_function()
 def largest(e: Emitter, values: ir.Value, vectors: ir.Value, out: ir.Value) -> None:
-    """The largest float of each vector."""
+    """Write the largest float of each vector."""
     with e.loop(vectors) as i:
         e.store(e.largest(e.load(e.at(values, e.times(i, LINE)))), e.at(out, e.times(i, 4)))
 

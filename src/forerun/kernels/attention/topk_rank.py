@@ -1,9 +1,8 @@
-"""How a query ranks the chunks of a text: by its product with each chunk's best key, in few dimensions of a byte each.
+"""Rank a sequence's chunks for a query by its product with each chunk's best key, in few dimensions of a byte each.
 
-The first operation projects each query into the dimensions of the index and rounds it to bytes. The second scans the
-index of a text; the third attends (``topk_attention.py``). In the index, a vector holds four numbers of one key from
-each of 16 chunks. Processors that multiply bytes (VNNI) add four products at once; others widen bytes to floats, which
-hold the same integers. Over a chunk's 16 keys the maximum is kept.
+The first operation projects each query into the index's dimensions and rounds it to bytes; the second scans the index;
+the third attends (``topk_attention.py``). A vector of the index holds four numbers of one key from each of 16 chunks.
+Processors that multiply bytes (VNNI) add four products at once; others widen bytes to floats, exactly.
 """
 
 from __future__ import annotations
@@ -38,38 +37,32 @@ from forerun.kernels.runtime.vector_ir import (
 )
 
 CHUNK_KEYS = 16
-"""Keys per chunk."""
 GROUP_CHUNKS = LANES
 """Chunks whose keys are stored side by side."""
 QUAD_NUMBERS = 4
 """Numbers of a key that are stored side by side."""
 ZERO_BYTE = 128
-"""The byte that stands for 0 in a key, as its bytes are unsigned."""
+"""The byte for 0 in a key, whose bytes are unsigned."""
 QUERIES_AT_ONCE = 4
 """Queries, or keys for one query, whose sums are kept in registers at once."""
 PREFETCH_BYTES = 16384
-"""Prefetch distance in bytes."""
 UNIT_GROUPS = 16
-"""Groups that a thread takes at once."""
 LARGEST_BYTE, SMALLEST_UNIT = 127.0, 1e-30
 """The byte for a query's largest number, and the least unit of a query's bytes."""
 DOTS = "+avx512vnni" in features()
-"""Whether the processor can multiply bytes, 64 at once."""
 
 
 class TopkFields(NamedTuple):
     """One layer of one row: what queries choose among. Strides are in bytes.
 
     Attributes:
-        chunks: chunks that there are; 0 if everything is near.
-        most: the most chunks that a query sees besides the first; from ``chunks`` on it sees all, and ranks nothing.
-        rank: dimensions of the index.
-        short: address of the index, as in ``by_definition``.
-        projection: address of the projections of queries, float32 ``[Hkv, d, rank]``.
-        k, v: addresses of all keys and values.
-        queries: number of queries of a KV head in the pass, padded to a whole tile.
-        bytes, units: addresses of room for the rounded queries, ``[Hkv, queries, rank]``, and for their units.
-        worth: address of each chunk's worth to each query, float32 ``[Hkv, queries, ...]``.
+        chunks: number of chunks; 0 if all tokens are recent.
+        most: maximum chunks that a query sees besides the first; from ``chunks`` on it sees all, and ranks nothing.
+        rank, short: dimensions of the index, and its address, as in ``by_definition``.
+        projection: projections of queries, float32 ``[Hkv, d, rank]``.
+        queries: queries of a KV head in the pass, padded to whole tiles.
+        bytes, units: room for the rounded queries, ``[Hkv, queries, rank]``, and for their units.
+        worth: each chunk's worth to each query, float32 ``[Hkv, queries, ...]``.
     """
 
     chunks: int
@@ -93,7 +86,7 @@ class TopkFields(NamedTuple):
 
 
 class RankUnit(NamedTuple):
-    """A thread's unit of ranking: some groups of chunks of a row."""
+    """A thread's unit of ranking: some groups of a row's chunks."""
 
     row: int
     first: int
@@ -106,12 +99,12 @@ read_topk, read_rank_unit = TOPK_LAYOUT.reader(), RANK_UNIT_LAYOUT.reader()
 
 
 def padded_queries(n: int, group: int) -> int:
-    """Queries of a KV head for ``n`` tokens, padded: a tile is faster than single queries."""
+    """Return a KV head's queries for ``n`` tokens, padded, because tiles are faster than single queries."""
     return n if n * group == 1 else QUERIES_AT_ONCE * math.ceil(n * group / QUERIES_AT_ONCE)
 
 
 def rank_units(chunks: list[int]) -> bytearray:
-    """The table of units that rank each row's chunks, ``RANK_UNIT_BYTES`` each, by the rows' numbers of chunks."""
+    """Return the table of ranking units, ``RANK_UNIT_BYTES`` each, given each row's number of chunks."""
     units = [
         RankUnit(row, first, min(UNIT_GROUPS, math.ceil(count / GROUP_CHUNKS) - first))
         for row, count in enumerate(chunks)
@@ -122,23 +115,21 @@ def rank_units(chunks: list[int]) -> bytearray:
 
 
 def by_definition(index: torch.Tensor, count: int, q: torch.Tensor) -> torch.Tensor:
-    """The largest product of each query with any key of each chunk, plus an offset that is constant per query, with
-    torch's operations; on a GPU, with a kernel that reads the bytes.
+    """Return each query's largest product with any key of each chunk, plus a constant, float32 ``[H, n, count]``.
+
+    Uses torch's operations; on a GPU, a kernel that reads the bytes.
 
     Args:
-        index: keys, uint8 ``[Hkv, groups, CHUNK_KEYS, rank / QUAD_NUMBERS, GROUP_CHUNKS, QUAD_NUMBERS]``. ``ZERO_BYTE``
-            is not subtracted from them; that is the offset.
+        index: keys, uint8 ``[Hkv, groups, CHUNK_KEYS, rank / QUAD_NUMBERS, GROUP_CHUNKS, QUAD_NUMBERS]``; ``ZERO_BYTE``
+            is not subtracted, hence the constant.
         count: number of chunks, stored group by group.
         q: float32 ``[H, n, rank]``; H is a multiple of Hkv. Rounded to bytes here.
-
-    Returns:
-        float32 ``[H, n, count]``.
     """
     heads, rank = index.shape[0], q.shape[2]
     scale = q.abs().amax(-1, keepdim=True) / LARGEST_BYTE
     rounded = (q / scale.clamp_min(SMALLEST_UNIT)).round()
     if gpu.runs_on(index.device) and count:
-        from forerun.kernels.gpu import scan as there  # which needs Triton
+        from forerun.kernels.gpu import scan as there  # needs Triton
 
         grouped = (t.reshape(heads, -1, t.shape[2]) for t in (rounded, scale))
         return there.best_keys(index, count, *grouped).reshape(*q.shape[:2], count)
@@ -149,7 +140,7 @@ def by_definition(index: torch.Tensor, count: int, q: torch.Tensor) -> torch.Ten
 
 @compiled
 def project_queries(address: int, fields: int, code: int, task: int, slot: int) -> None:
-    """One token's queries of one KV head."""
+    """Project and round one token's queries of one KV head."""
     this, op = read_pass(address), read_attend(fields)
     token, head = task // op.kv_heads, task % op.kv_heads
     number = integers(this.token_rows + 8 * token, 1)[0]
@@ -160,7 +151,7 @@ def project_queries(address: int, fields: int, code: int, task: int, slot: int) 
     for g in range(group):
         _project(op, topk, token, head * group + g, head, slot)
         _round(topk, head, g * row.n + place, slot)
-    if place == row.n - 1:  # what pads the last tile
+    if place == row.n - 1:  # padding of the last tile
         floats(slot, topk.rank)[:] = np.float32(0)
         for i in range(group * row.n, topk.queries):
             _round(topk, head, i, slot)
@@ -168,14 +159,12 @@ def project_queries(address: int, fields: int, code: int, task: int, slot: int) 
 
 @compiled
 def _round(topk: TopkFields, head: int, i: int, query: int) -> None:
-    """Keep a query, rounded."""
     place = head * topk.queries + i
     round_query(query, topk.rank, topk.units + 4 * place, topk.bytes + place * topk.rank)
 
 
 @compiled
 def _project(op: AttendOp, topk: TopkFields, token: int, head: int, own: int, to: int) -> None:
-    """A query in the dimensions of the index."""
     query, short = floats(op.q + token * op.q_row + head * op.q_head, op.dim), floats(to, topk.rank)
     turn = floats(topk.projection + 4 * own * op.dim * topk.rank, op.dim * topk.rank)
     short[:] = np.float32(0)
@@ -187,7 +176,7 @@ def _project(op: AttendOp, topk: TopkFields, token: int, head: int, own: int, to
 
 @compiled
 def rank(address: int, fields: int, code: int, task: int, slot: int) -> None:
-    """One unit and KV head: the worth of its chunks to all queries."""
+    """Rank one unit's chunks of one KV head for all queries."""
     this, op = read_pass(address), read_attend(fields)
     unit, head = read_rank_unit(this.units + task // op.kv_heads * RANK_UNIT_BYTES), task % op.kv_heads
     topk = read_topk(op.topk + unit.row * TOPK_BYTES)
@@ -211,7 +200,7 @@ def round_query(query: int, rank: int, unit: int, to: int) -> None:
 
 @compiled
 def score_all(keys: int, q: int, rows: int, rank: int, groups: int, scales: int, out: int, out_row: int) -> None:
-    """All of a KV head's rounded queries over some groups: tiles of them first, then single ones."""
+    """Score some groups for all of a KV head's rounded queries: whole tiles first, then single queries."""
     row = 0
     while row < rows:
         query, scale, to = q + row * rank, scales + 4 * row, out + row * out_row
@@ -228,7 +217,7 @@ def score_tile(
     e: Emitter, queries: int, keys: int, first: ir.Value, q: ir.Value, rank: ir.Value, groups: ir.Value,
     scale: ir.Value, out: ir.Value, row: ir.Value,
 ) -> None:  # fmt: skip
-    """So many queries over all keys of some groups, so many keys of each chunk at a time."""
+    """Score ``queries`` queries over all keys of some groups, ``keys`` keys of each chunk at a time."""
     b, size = e.builder, e.times(rank, GROUP_CHUNKS)
     zero = words_of(0) if DOTS else constant(0.0)
     with e.loop(groups) as group:
@@ -254,7 +243,7 @@ def score_tile(
 
 
 def _add_dots(e: Emitter, places: list[ir.Value], fours: list[ir.Value], sums: list[list[ir.Value]]) -> None:
-    """Add products of unsigned and signed bytes, four products to a lane."""
+    """Add products of unsigned and signed bytes, four products per lane."""
     b = e.builder
     found = [e.load(place, WORDS) for place in places]
     for four, rows in zip(fours, sums, strict=True):
@@ -264,7 +253,6 @@ def _add_dots(e: Emitter, places: list[ir.Value], fours: list[ir.Value], sums: l
 
 
 def _add_products(e: Emitter, places: list[ir.Value], fours: list[ir.Value], sums: list[list[ir.Value]]) -> None:
-    """The same with floats, number by number."""
     b = e.builder
     found = [e.load(place, BYTES) for place in places]
     for j in range(QUAD_NUMBERS):

@@ -1,1 +1,1 @@
-"""Linear layers and row-wise operations in one fixed order of sums."""
+"""Linear layers and row-wise operations with a fixed order of sums."""

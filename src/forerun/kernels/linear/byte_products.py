@@ -1,6 +1,6 @@
-"""Exact sums of products of small integers, by the instructions that a processor has for them.
+"""Sum products of small integers exactly, with the processor's best instructions.
 
-Sums of 32-bit integers have the same bits in any order. So a token's sums are the same on every processor.
+Sums of 32-bit integers have the same bits in any order, and so on every processor.
 """
 
 from __future__ import annotations
@@ -15,19 +15,14 @@ from forerun.kernels.runtime.vector_ir import BYTES, I32, LANES, WORDS, Emitter,
 
 SHORT = ir.IntType(16)
 SHORT_MOST = 32767
-"""Largest 16-bit integer. Two products of an unsigned and a signed byte are added in 16 bits by ``maddubs``."""
+"""Largest 16-bit integer; ``maddubs`` adds two products of an unsigned and a signed byte in 16 bits."""
 LEAST_SIGNED_BYTE = 127
-"""Largest size of a quantised input."""
+"""Largest magnitude of a quantised input."""
 
 
 def bytes_by_words(e: Emitter, a: ir.Value, b: ir.Value, c: ir.Value, most: int) -> ir.Value:
-    """``c`` plus four products in each word, of unsigned bytes of ``a`` and signed bytes of ``b``.
-
-    Args:
-        e: writes the code.
-        a, b, c: vectors of 16 words.
-        most: the largest byte of ``a``. The bytes of ``b`` are -127 to 127.
-    """
+    """Add to each word of ``c`` four products of unsigned bytes of ``a`` and signed bytes of ``b``, vectors of 16
+    words. ``most`` is the largest byte of ``a``; the bytes of ``b`` are -127 to 127."""
     if "+avx512vnni" in features():
         return _called(e, "llvm.x86.avx512.vpdpbusd.512", WORDS, c, a, b)
     if "+avxvnni" in features():
@@ -40,14 +35,14 @@ def bytes_by_words(e: Emitter, a: ir.Value, b: ir.Value, c: ir.Value, most: int)
 
 
 def shorts_by_words(e: Emitter, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    """``c`` plus two products in each word, of signed 16-bit integers."""
+    """Add to each word of ``c`` two products of signed 16-bit integers."""
     if "+avx512vnni" in features():
         return _called(e, "llvm.x86.avx512.vpdpwssd.512", WORDS, c, a, b)
     return e.builder.add(c, _shorts(e, a, b))
 
 
 def bytes_from_table(e: Emitter, codes: ir.Value, values: Sequence[int]) -> ir.Value:
-    """Words whose bytes are values of a table of 16, given words whose bytes are numbers below 16."""
+    """Look up each byte, a number below 16, in a table of 16 values."""
     b, indices = e.builder, e.builder.bitcast(codes, BYTES)
     kind = ir.IntType(8)
     if "+avx512bw" in features():
@@ -72,7 +67,7 @@ def bytes_from_table(e: Emitter, codes: ir.Value, values: Sequence[int]) -> ir.V
 
 
 def pair_of(e: Emitter, first: ir.Value, second: ir.Value) -> ir.Value:
-    """Two 16-bit integers in each word, from the lower halves of two vectors of words."""
+    """Pack the lower halves of two vectors' words as two 16-bit integers per word."""
     b = e.builder
     return b.or_(b.and_(first, words_of(0xFFFF)), b.shl(second, words_of(16)))
 
@@ -82,12 +77,11 @@ def _multiplies_shorts() -> bool:
 
 
 def _both(value: int) -> ir.Constant:
-    """The same 16-bit integer twice in every word."""
     return words_of((value & 0xFFFF) * 0x10001)
 
 
 def _even(e: Emitter, a: ir.Value, b: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The first and third bytes of each word as 16-bit integers."""
+    """Return the first and third bytes of each word as 16-bit integers."""
     builder, kind = e.builder, ir.VectorType(SHORT, 2 * LANES)
     eight = kind([8] * kind.count)
     signed = builder.ashr(builder.shl(builder.bitcast(b, kind), eight), eight)
@@ -95,7 +89,7 @@ def _even(e: Emitter, a: ir.Value, b: ir.Value) -> tuple[ir.Value, ir.Value]:
 
 
 def _odd(e: Emitter, a: ir.Value, b: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The second and fourth bytes of each word as 16-bit integers."""
+    """Return the second and fourth bytes of each word as 16-bit integers."""
     builder, kind = e.builder, ir.VectorType(SHORT, 2 * LANES)
     eight = kind([8] * kind.count)
     parts = builder.lshr(builder.bitcast(a, kind), eight), builder.ashr(builder.bitcast(b, kind), eight)
@@ -103,7 +97,6 @@ def _odd(e: Emitter, a: ir.Value, b: ir.Value) -> tuple[ir.Value, ir.Value]:
 
 
 def _shorts(e: Emitter, a: ir.Value, b: ir.Value) -> ir.Value:
-    """The sum of two products in each word, of signed 16-bit integers."""
     builder = e.builder
     if _multiplies_shorts():
         return _of_narrow_numbers(e, SHORT, "llvm.x86.avx512.pmaddw.d.512", "llvm.x86.avx2.pmadd.wd", I32, a, b)
@@ -113,7 +106,6 @@ def _shorts(e: Emitter, a: ir.Value, b: ir.Value) -> ir.Value:
 
 
 def _pairs_of_bytes(e: Emitter, a: ir.Value, b: ir.Value) -> ir.Value:
-    """The sums of two products of bytes as two 16-bit integers in each word."""
     byte = ir.IntType(8)
     names = "llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx2.pmadd.ub.sw"
     return _of_narrow_numbers(e, byte, *names, SHORT, a, b)
@@ -122,7 +114,6 @@ def _pairs_of_bytes(e: Emitter, a: ir.Value, b: ir.Value) -> ir.Value:
 def _of_narrow_numbers(
     e: Emitter, kind: ir.Type, wide_name: str, half_name: str, result: ir.Type, a: ir.Value, b: ir.Value
 ) -> ir.Value:
-    """An instruction over vectors of numbers narrower than words, of the whole vector or of its halves."""
     builder = e.builder
 
     def call(name: str, *parts: ir.Value) -> ir.Value:
@@ -146,7 +137,6 @@ def _one_by_one(e: Emitter, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
 
 
 def _in_halves(e: Emitter, function: Callable[..., ir.Value], *vectors: ir.Value) -> ir.Value:
-    """A function of vectors, applied to their lower and to their upper halves."""
     b, half = e.builder, LANES // 2
     parts = [
         function(*(b.shuffle_vector(v, v, _indices(range(first, first + half))) for v in vectors))

@@ -1,4 +1,4 @@
-"""Parts of a decoder besides linear layers and attention: embedding, norms, rows times a factor, rotary positions."""
+"""A decoder's other operations: embedding, norms, scaled rows, rotary positions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forerun.kernels.runtime.vector_ir import LANES
 
 
 class EmbedOp(NamedTuple):
-    """Embedding rows, times a factor, as floats."""
+    """Embedding rows times a factor, as floats."""
 
     kind: int
     weight: int
@@ -41,13 +41,8 @@ class LookupOp(NamedTuple):
 
 
 class NormOp(NamedTuple):
-    """A root mean square norm of each token's row.
-
-    Attributes:
-        mode: as in ``rowwise.scale``.
-        one: added to the weight.
-        which: 0 for all tokens; 1 for the tokens whose logits are wanted, with results side by side.
-    """
+    """A root mean square norm of each token's row; ``one`` is added to the weight. ``mode`` is as in ``rowwise.scale``.
+    ``which`` is 0 for all tokens, 1 for those whose logits are wanted, with results side by side."""
 
     which: int
     kind: int
@@ -63,12 +58,8 @@ class NormOp(NamedTuple):
 
 
 class ScaledRowsOp(NamedTuple):
-    """Each token's row at ``x``, floats.
-
-    Attributes:
-        kind: type of a linear layer's input: 0 float32, 1 bfloat16.
-        mode: ``TO_WORDS`` for a linear layer's input, which takes no factor, or ``TO_SUM``; see ``rowwise.scale``.
-    """
+    """Each token's row of floats at ``x``, times ``factor`` (``TO_SUM``), or as a linear layer's input (``TO_WORDS``)
+    of ``kind`` 0 float32 or 1 bfloat16; see ``rowwise.scale``."""
 
     kind: int
     mode: int
@@ -81,14 +72,14 @@ class ScaledRowsOp(NamedTuple):
 
 
 class RotaryOp(NamedTuple):
-    """Takes queries, keys and values side by side; rotates queries in place and writes keys and values to the cache.
+    """Rotate queries in place, and write keys and values to the cache; all three are side by side.
 
     Attributes:
         kind: type of the cache and of the norms' weights.
         y: address of the rows, float32.
-        q_norm, k_norm: addresses of the weights of norms over each head, or 0; ``one`` is added to the weights.
+        q_norm, k_norm: weights of norms over each head, or 0; ``one`` is added to them.
         cos, sin: tables by position, ``[positions, half]``; ``half`` is 0 if nothing rotates.
-        kv: address of the table with each row's addresses of keys and values of this layer.
+        kv: table with each row's addresses of this layer's keys and values.
     """
 
     kind: int
@@ -115,7 +106,7 @@ read_norm, read_scaled_rows, read_rotary = NORM_LAYOUT.reader(), SCALED_ROWS_LAY
 
 @compiled
 def embed(address: int, fields: int, code: int, token: int, slot: int) -> None:
-    """One token's row."""
+    """Embed one token."""
     op, ids = read_embed(fields), read_pass(address).ids
     floats(slot, 1)[0] = np.float32(op.factor)
     widen(op.kind, op.weight + integers(ids + 8 * token, 1)[0] * op.row, slot, op.dim // LANES, op.x + token * op.x_row)
@@ -123,7 +114,7 @@ def embed(address: int, fields: int, code: int, token: int, slot: int) -> None:
 
 @compiled
 def look_up(address: int, fields: int, code: int, token: int, slot: int) -> None:
-    """One token's row, unpacked as a panel of sixteen times the same row."""
+    """Embed one token, unpacking its row as a panel of sixteen copies."""
     op = read_lookup(fields)
     w = op.w + integers(read_pass(address).ids + 8 * token, 1)[0] * op.row
     call(op.unpack, w, op.row, 0, op.dim // op.block, 0, slot)
@@ -134,7 +125,7 @@ def look_up(address: int, fields: int, code: int, token: int, slot: int) -> None
 
 @compiled
 def norm(address: int, fields: int, code: int, token: int, slot: int) -> None:
-    """One token's row."""
+    """Normalise one token's row."""
     op, wanted = read_norm(fields), read_pass(address).output_indices
     x = op.x + (integers(wanted + 8 * token, 1)[0] if op.which else token) * op.x_row
     _norm(op.kind, op.mode, x, op.weight, op.one, op.eps, op.dim, op.to + token * op.to_row, slot)
@@ -149,7 +140,7 @@ def _norm(kind: int, mode: int, x: int, weight: int, one: int, eps: float, dim: 
 
 @compiled
 def scaled_row(address: int, fields: int, code: int, token: int, slot: int) -> None:
-    """One token's row."""
+    """Scale or convert one token's row."""
     op = read_scaled_rows(fields)
     x, to = op.x + token * op.x_row, op.to + token * op.to_row
     if op.mode == TO_WORDS:

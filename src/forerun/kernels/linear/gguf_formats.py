@@ -1,8 +1,8 @@
-"""Weight formats of GGUF files, and how sixteen rows become columns of floats in registers.
+"""GGUF's weight formats, and how sixteen rows become columns of floats in registers.
 
-A row is a sequence of blocks; a block holds some weights as small integers, and their scale. The unpacked numbers equal
-those of ``gguf.dequantize`` bit for bit: scales have so few bits that each product is exact or rounded once. The
-formats: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
+A row is a sequence of blocks of small integers with a scale. The unpacked numbers equal those of ``gguf.dequantize``
+bit for bit: scales have so few bits that each product is exact or rounded once. The formats:
+https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 """
 
 from __future__ import annotations
@@ -32,18 +32,14 @@ from forerun.kernels.runtime.vector_ir import (
 FOUR_WORDS = ir.VectorType(I32, 4)
 I16 = ir.IntType(16)
 TOP = 2.0**-24
-"""Factor that turns a byte in a word's highest place into its value."""
+"""Scales a byte in a word's highest place to its value."""
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the values of a four-bit float (E2M1)."""
 
 
 class GgufFormat(WeightFormat):
-    """A format of GGUF files.
-
-    Attributes:
-        number: its ``ggml_type``.
-    """
+    """A format of GGUF files; ``number`` is its ``ggml_type``."""
 
     def __init__(self, name: str, number: int, columns: int, size: int) -> None:
         super().__init__(name, FLOAT32, columns, size)
@@ -51,7 +47,7 @@ class GgufFormat(WeightFormat):
 
 
 class Floats(GgufFormat):
-    """F32, F16 and BF16: numbers without a scale; sixteen of them count as a block."""
+    """F32, F16 and BF16: numbers without a scale; sixteen count as a block."""
 
     def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
         b = e.builder
@@ -67,11 +63,8 @@ class Floats(GgufFormat):
 
 
 class Nibbles(GgufFormat):
-    """Q4_0, Q4_1, Q5_0, Q5_1: 32 numbers of four bits, the first 16 in the low halves of the bytes, and a scale.
-
-    Q4_1 and Q5_1 have a minimum that is added; Q4_0 and Q5_0 subtract half the range. The fifth bits of Q5_0 and Q5_1
-    are in a separate word.
-    """
+    """Q4_0, Q4_1, Q5_0, Q5_1: a scale and 32 numbers of four bits, the first 16 in the bytes' low halves. Q4_1 and Q5_1
+    add a minimum; Q4_0 and Q5_0 subtract half the range. Q5_0 and Q5_1 keep fifth bits in a separate word."""
 
     def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
         b, five, added = e.builder, self.name.startswith("Q5"), self.name.endswith("1")
@@ -101,10 +94,8 @@ class Bytes(GgufFormat):
 
 
 class Super(GgufFormat):
-    """Q4_K and Q5_K: 256 numbers. Every 32 have a scale and a minimum of six bits, each times the block's own.
-
-    The minimum is subtracted. A part is 64 numbers, the first 32 in the low bits.
-    """
+    """Q4_K and Q5_K: 256 numbers. Every 32 have a six-bit scale, and a six-bit minimum to subtract, each times the
+    block's. A part is 64 numbers, the first 32 in the low bits."""
 
     parts = 4
 
@@ -138,12 +129,9 @@ class Super(GgufFormat):
 
 
 class Six(GgufFormat):
-    """Q6_K: 256 numbers of six bits, four low and two high bits stored apart; every 16 have a signed scale.
-
-    A part is 32 numbers. 1 + n / 64 takes no conversion: n is in its highest bits. So a number is scale * (n - 32) as
-    64 * scale * (1 + n / 64) - 96 * scale, which is rounded once, too. A zero may have the other sign, which changes no
-    sum.
-    """
+    """Q6_K: 256 numbers of six bits, four low and two high bits stored apart; every 16 have a signed scale. A part is
+    32 numbers. 1 + n / 64 needs no conversion, with n in its highest bits. So scale * (n - 32) is computed as 64 *
+    scale * (1 + n / 64) - 96 * scale, also rounded once. A zero's sign may differ, which changes no sum."""
 
     parts = 8
 
@@ -171,10 +159,8 @@ class Six(GgufFormat):
 
 
 class Two(GgufFormat):
-    """Q2_K: 256 numbers of two bits; every 16 have a scale and a minimum of four bits, each times the block's own.
-
-    The minimum is subtracted. A part is 32 numbers.
-    """
+    """Q2_K: 256 numbers of two bits. Every 16 have a four-bit scale, and a four-bit minimum to subtract, each times the
+    block's. A part is 32 numbers."""
 
     parts = 8
 
@@ -198,16 +184,14 @@ class Two(GgufFormat):
 
 
 class Three(GgufFormat):
-    """Q3_K: 256 numbers of three bits, the highest stored apart; every 16 have a signed scale of six bits.
-
-    A part is 32 numbers.
-    """
+    """Q3_K: 256 numbers of three bits, the highest stored apart; every 16 have a signed six-bit scale. A part is 32
+    numbers."""
 
     parts = 8
 
     def scales(self, e: Emitter, rows: Rows) -> Any:
         b, table = e.builder, VectorTable(e, 16)
-        words = quads(e, rows, 94)  # the scales from 96 on, and the block's own behind them
+        words = quads(e, rows, 94)  # the scales from 96 on, followed by the block's
         scale = both_halves(e, words[3])[1]
         for k in range(16):
             low, high = 2 + k % 8, 10 + k % 4
@@ -226,10 +210,8 @@ class Three(GgufFormat):
 
 
 class Codes(GgufFormat):
-    """IQ4_NL and MXFP4: 32 numbers of four bits, which stand for values of a table, and a scale.
-
-    They are ordered as in ``Nibbles``. The scale of MXFP4 is a power of two.
-    """
+    """IQ4_NL and MXFP4: a scale and 32 four-bit codes, ordered as in ``Nibbles``, for values of a table. MXFP4's scale
+    is a power of two."""
 
     def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
         words = quads(e, rows, self.bytes - 16)
@@ -239,7 +221,7 @@ class Codes(GgufFormat):
 
 
 class SuperCodes(GgufFormat):
-    """IQ4_XS: 256 numbers as in IQ4_NL; every 32, a part, have a signed scale of six bits, times the block's own."""
+    """IQ4_XS: 256 numbers as in IQ4_NL; every 32, a part, have a signed six-bit scale, times the block's."""
 
     parts = 8
 
@@ -276,7 +258,7 @@ GGUF_FORMATS: tuple[GgufFormat, ...] = (
 )
 
 
-# from bytes in sixteen rows to vectors with one lane per row: words, small integers and scales
+# From bytes in sixteen rows to vectors with one lane per row: words, small integers and scales.
 
 
 class VectorTable:
@@ -291,12 +273,12 @@ class VectorTable:
         self._builder.store(value, self._builder.gep(self._place, [I32(0), I32(i)]))
 
     def get(self, i: ir.Value) -> ir.Value:
-        """The vector at index ``i``."""
+        """Return the vector at index ``i``."""
         return self._builder.load(self._builder.gep(self._place, [I64(0), i]))
 
 
 def bytes_of(e: Emitter, word: ir.Value) -> Iterator[ir.Value]:
-    """The four signed bytes of each word as floats. Each is moved to the highest place, so it is divided by ``TOP``."""
+    """Return each word's four signed bytes as floats divided by ``TOP``, because each is moved to the highest place."""
     b = e.builder
     for k in range(4):
         high = b.shl(word, words_of(24 - 8 * k)) if k < 3 else word
@@ -304,7 +286,7 @@ def bytes_of(e: Emitter, word: ir.Value) -> Iterator[ir.Value]:
 
 
 def bits(e: Emitter, word: ir.Value, at: int, count: int, upper: ir.Value | None = None, upper_at: int = 0) -> ir.Value:
-    """``count`` bits of each word as a float; two bits of the word ``upper`` may go above them."""
+    """Return ``count`` bits of each word as a float, optionally below two bits of ``upper``."""
     b = e.builder
     found = b.and_(b.lshr(word, words_of(at)), words_of((1 << count) - 1))
     if upper is not None:
@@ -313,12 +295,12 @@ def bits(e: Emitter, word: ir.Value, at: int, count: int, upper: ir.Value | None
 
 
 def splat(e: Emitter, number: ir.Value) -> ir.Value:
-    """A 64-bit integer in every word."""
+    """Repeat a 64-bit integer in every word."""
     return e.everywhere(e.builder.trunc(number, I32))
 
 
 def mantissas(e: Emitter, word: ir.Value) -> Iterator[ir.Value]:
-    """For the six low bits n of each word's four bytes: 1 + n / 64."""
+    """Return 1 + n / 64 for the six low bits n of each word's four bytes."""
     b = e.builder
     for k in range(4):
         moved = b.shl(word, words_of(17 - 8 * k)) if k < 3 else b.lshr(word, words_of(7))
@@ -326,7 +308,7 @@ def mantissas(e: Emitter, word: ir.Value) -> Iterator[ir.Value]:
 
 
 def code(e: Emitter, word: ir.Value, shift: int, count: int, least: int = 0) -> ir.Value:
-    """``count`` bits of each word, from ``shift`` on, as a float, plus ``least``; for up to five bits."""
+    """Return up to five bits of each word, from ``shift`` on, plus ``least``, as a float."""
     b = e.builder
     if wide():
         return value_of(e, word, shift, [i % (1 << count) + least for i in range(max(LANES, 1 << count))])
@@ -335,7 +317,7 @@ def code(e: Emitter, word: ir.Value, shift: int, count: int, least: int = 0) -> 
 
 
 def value_of(e: Emitter, word: ir.Value, shift: int, values: Sequence[int]) -> ir.Value:
-    """The float that four bits of each word stand for, from ``shift`` on; or five bits, if there are 32 ``values``."""
+    """Look up four bits of each word, from ``shift`` on, as a float; five bits, if there are 32 ``values``."""
     b = e.builder
     index = b.lshr(word, words_of(shift)) if shift else word
     if wide():
@@ -355,14 +337,14 @@ def value_of(e: Emitter, word: ir.Value, shift: int, values: Sequence[int]) -> i
 
 
 def values_of(e: Emitter, words: Sequence[ir.Value], values: Sequence[int], scale: ir.Value) -> Iterator[ir.Value]:
-    """32 columns, from four words of codes: values times a scale. The first 16 are in the low halves of the bytes."""
+    """Return 32 columns from four words of codes, the first 16 in the bytes' low halves: values times a scale."""
     for column in range(32):
         value = value_of(e, words[column % 16 // 4], column % 4 * 8 + column // 16 * 4, values)
         yield e.builder.fmul(value, scale)
 
 
 def two_bits(e: Emitter, rows: Rows, part: ir.Value, at: int) -> list[ir.Value]:
-    """Eight words with two bits of 256 numbers, one of eight parts, lowest in each byte. They begin at ``at``."""
+    """Return eight words with two bits of 256 numbers, one of eight parts, lowest in each byte, starting at ``at``."""
     b = e.builder
     here = [e.at(row, e.times(b.lshr(part, I64(2)), 32)) for row in rows]
     shift = splat(e, e.times(b.and_(part, I64(3)), 2))
@@ -370,7 +352,7 @@ def two_bits(e: Emitter, rows: Rows, part: ir.Value, at: int) -> list[ir.Value]:
 
 
 def quads(e: Emitter, rows: Rows, at: int) -> list[ir.Value]:
-    """Four words of each row as four columns."""
+    """Return four words of each row as four columns."""
 
     def load(i: int) -> ir.Value:
         return e.load(e.at(rows[i], at), FOUR_WORDS)
@@ -386,7 +368,7 @@ def quads(e: Emitter, rows: Rows, at: int) -> list[ir.Value]:
 
 
 def integers_at(e: Emitter, rows: Rows, at: int, kind: ir.Type) -> ir.Value:
-    """One integer of each row."""
+    """Return one integer of each row."""
     found = ir.VectorType(kind, LANES)(ir.Undefined)
     for i, row in enumerate(rows):
         found = e.builder.insert_element(found, e.load(e.at(row, at), kind), I32(i))
@@ -394,29 +376,29 @@ def integers_at(e: Emitter, rows: Rows, at: int, kind: ir.Type) -> ir.Value:
 
 
 def halves_at(e: Emitter, rows: Rows, at: int) -> ir.Value:
-    """One float16 of each row, as floats."""
+    """Return one float16 of each row as floats."""
     return widened(e, integers_at(e, rows, at, I16))
 
 
 def power_at(e: Emitter, rows: Rows, at: int) -> ir.Value:
-    """Half the power of two whose exponent, plus 127, is one byte of each row."""
+    """Return half the power of two whose exponent, plus 127, is one byte of each row."""
     b, found = e.builder, WORDS(ir.Undefined)
     for i, row in enumerate(rows):
         found = b.insert_element(found, b.zext(e.load(e.at(row, at), BYTE), I32), I32(i))
-    tiny = b.shl(words_of(0x00200000), b.and_(found, words_of(1)))  # exponents 0 and 1 give subnormal floats
+    tiny = b.shl(words_of(0x00200000), b.and_(found, words_of(1)))  # exponents 0 and 1 are subnormal floats
     power = b.shl(b.sub(found, words_of(1)), words_of(23))
     return b.bitcast(b.select(b.icmp_unsigned("<", found, words_of(2)), tiny, power), FLOATS)
 
 
 def both_halves(e: Emitter, words: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The lower and the upper float16 of each word, as floats."""
+    """Return the lower and the upper float16 of each word, as floats."""
     b = e.builder
     low, high = b.trunc(words, HALVES), b.trunc(b.lshr(words, words_of(16)), HALVES)
     return widened(e, low), widened(e, high)
 
 
 def widened(e: Emitter, halves: ir.Value) -> ir.Value:
-    """float16 numbers as floats."""
+    """Widen float16 to floats."""
     b = e.builder
     if "+f16c" in features():
         return b.fpext(b.bitcast(halves, ir.VectorType(ir.HalfType(), LANES)), FLOATS)

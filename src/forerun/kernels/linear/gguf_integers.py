@@ -1,7 +1,7 @@
-"""The small integers of GGUF blocks as bytes in registers, for products with inputs of eight bits.
+"""Read the small integers of GGUF blocks as bytes in registers, for products with eight-bit inputs.
 
-A vector of *codes* holds four columns of sixteen rows, a byte each; eight of them are 32 columns, which share a block
-of the inputs (``quantised_rows.py``). The formats are those of ``gguf_formats.py``, which unpacks them to floats.
+A vector of *codes* holds four columns of sixteen rows, a byte each. Eight of them are 32 columns, which share a block
+of the inputs (``quantised_rows.py``). ``gguf_formats.py`` unpacks the same formats to floats.
 """
 
 from __future__ import annotations
@@ -32,30 +32,23 @@ from forerun.kernels.runtime.vector_ir import I32, I64, LANES, WORDS, Emitter, c
 
 
 class BlockCodes(NamedTuple):
-    """32 columns of sixteen rows.
-
-    Attributes:
-        words: eight vectors, four columns each.
-        factors: what turns sums over them into floats, as ``BlockSums`` says.
-    """
+    """32 columns of sixteen rows: eight vectors of four columns each, and the factors of ``BlockSums``."""
 
     words: Sequence[ir.Value]
     factors: tuple[ir.Value, ...]
 
 
 class StridedRows(Sequence[ir.Value]):
-    """Addresses of the same place in sixteen rows at equal distances.
-
-    Four of them are kept, and a processor adds up to three rows to each while it loads. LLVM would keep all sixteen and
-    move each one in every turn of a loop, most of them in memory; so how the four come about is hidden from it.
-    """
+    """Addresses of one place in sixteen rows at equal distances. Four are kept; loads add up to three rows to each.
+    LLVM would keep all sixteen and advance each in every turn of a loop, most of them in memory, so how the four are
+    computed is hidden from it."""
 
     def __init__(self, e: Emitter, w: ir.Value, row: ir.Value) -> None:
         self._e, self._row = e, row
         self._firsts = [e.at(w, e.times(row, i)) for i in range(0, LANES, 4)]
 
     def at(self, offset: ir.Value) -> StridedRows:
-        """The same, so many bytes further."""
+        """Return the addresses ``offset`` bytes further."""
         moved = copy(self)
         moved._firsts = [self._e.hidden(self._e.at(first, offset)) for first in self._firsts]
         return moved
@@ -68,14 +61,8 @@ class StridedRows(Sequence[ir.Value]):
 
 
 class IntegerFormat:
-    """The integers of a format's blocks.
-
-    Attributes:
-        name, columns, bytes: of a block.
-        sums: how sums over its integers become floats.
-        most: the largest of its bytes.
-        parts: equal parts in which a block is read, each of one or more times 32 columns.
-    """
+    """The integers of a format's blocks, which are read in ``parts`` equal parts, each a multiple of 32 columns.
+    ``most`` is the largest byte; ``sums`` turns sums into floats."""
 
     parts = 1
 
@@ -84,11 +71,10 @@ class IntegerFormat:
         self.name, self.columns, self.bytes, self.sums, self.most = name, block.words, block.bytes, sums, most
 
     def scales(self, e: Emitter, rows: StridedRows) -> Any:
-        """Values that all parts of a block need."""
         return None
 
     def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
-        """Each 32 columns of a part, in order."""
+        """Yield each 32 columns of a part, in order."""
         raise NotImplementedError
 
 
@@ -111,8 +97,6 @@ class _NibbleCodes(IntegerFormat):
 
 
 class _ByteCodes(IntegerFormat):
-    """Q8_0."""
-
     def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
         words = [e.builder.xor(word, words_of(0x80808080)) for at in (2, 18) for word in quads(e, rows, at)]
         yield BlockCodes(words, (halves_at(e, rows, 0), shift(128)))
@@ -130,8 +114,6 @@ class _TableCodes(IntegerFormat):
 
 
 class _SuperTableCodes(IntegerFormat):
-    """IQ4_XS."""
-
     parts = 8
 
     def scales(self, e: Emitter, rows: StridedRows) -> Any:
@@ -213,7 +195,7 @@ class _ThreeBitCodes(IntegerFormat):
 
     def scales(self, e: Emitter, rows: StridedRows) -> Any:
         b, signed = e.builder, []
-        words = quads(e, rows, 94)  # the scales from 96 on, and the block's own behind them
+        words = quads(e, rows, 94)  # the scales from 96 on, followed by the block's
         for k in range(16):
             low, high = 2 + k % 8, 10 + k % 4
             four = b.lshr(words[low // 4], words_of(low % 4 * 8 + k // 8 * 4))
@@ -285,24 +267,17 @@ class WordTable:
         self._place = cgutils.alloca_once(e.builder, ir.ArrayType(WORDS, count))
 
     def fill(self, values: Sequence[ir.Value]) -> None:
-        """Store vectors, from index 0 on."""
+        """Store vectors from index 0 on."""
         for i, value in enumerate(values):
             self._builder.store(value, self._builder.gep(self._place, [I32(0), I32(i)]))
 
     def get(self, i: ir.Value) -> ir.Value:
-        """The vector at index ``i``."""
         return self._builder.load(self._builder.gep(self._place, [I64(0), i]))
 
 
 class SixteenScales:
-    """The scales of every 16 of 256 columns, and what is added for their offset or minimum.
-
-    Args:
-        e: writes the code.
-        scales: 16 vectors of small signed integers.
-        offset: subtracted from every code.
-        minima: 16 vectors to use instead of an offset.
-    """
+    """Scales of every 16 of 256 columns: 16 vectors of small signed integers, with an offset to subtract from every
+    code, or 16 vectors of minima."""
 
     def __init__(
         self, e: Emitter, scales: Sequence[ir.Value], offset: int, minima: Sequence[ir.Value] | None = None
@@ -313,35 +288,35 @@ class SixteenScales:
         self._pairs.fill([pair_of(e, *two) for two in zip(added[::2], added[1::2], strict=True)])
 
     def factors(self, e: Emitter, part: ir.Value, k: int) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """Two scales and a pair, of the 32 columns ``k`` of one of two parts."""
+        """Return two scales and a pair for the 32 columns ``k`` of one of two parts."""
         number = e.builder.add(e.times(part, 4), I64(k))
         first = e.times(number, 2)
         return self._scales.get(first), self._scales.get(e.at(first, 1)), self._pairs.get(number)
 
 
 def nibbles(e: Emitter, words: Sequence[ir.Value]) -> list[ir.Value]:
-    """The low halves of the bytes of four words, then the high halves."""
+    """Return the low halves of four words' bytes, then the high halves."""
     return [e.builder.and_(shifted(e, word, at), words_of(0x0F0F0F0F)) for at in (0, 4) for word in words]
 
 
 def looked_up(e: Emitter, words: Sequence[ir.Value], values: Sequence[int], scale: ir.Value) -> BlockCodes:
-    """BlockCodes that stand for values of a table, as bytes with an offset."""
+    """Return codes that stand for values of a table, as bytes with an offset."""
     least = min(values)
     table = [value - least for value in values]
     return BlockCodes([bytes_from_table(e, word, table) for word in words], (scale, shift(-least)))
 
 
 def shift(offset: int) -> ir.Constant:
-    """The pair that subtracts an offset from all codes."""
+    """Return the pair that subtracts an offset from all codes."""
     return words_of((-offset & 0xFFFF) * 0x10001)
 
 
 def shifted(e: Emitter, word: ir.Value, count: int) -> ir.Value:
-    """Words, moved right."""
+    """Shift words right."""
     return e.builder.lshr(word, words_of(count)) if count else word
 
 
 def two_bit_words(e: Emitter, rows: StridedRows, part: ir.Value, at: int) -> list[ir.Value]:
-    """Eight words with two bits of 128 columns; they begin at ``at``."""
+    """Return eight words with two bits of 128 columns, starting at ``at``."""
     here = rows.at(e.times(part, 32))
     return quads(e, here, at) + quads(e, here, at + 16)

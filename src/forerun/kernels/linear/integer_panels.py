@@ -1,8 +1,7 @@
-"""Products of quantised inputs with a panel of packed weights, by exact sums of integers (``block_sums.py``).
+"""Multiply quantised inputs by a panel of packed weights, by exact sums of integers (``block_sums.py``).
 
-For a few tokens the codes of a panel are used as they are unpacked. For more, some columns' codes and factors are
-written to a buffer first, once for all tokens. The bits are the same. A lane belongs to an output. A token's broadcast
-operand is read from memory by the instruction that multiplies it.
+For a few tokens, a panel's codes are used as they are unpacked. For more, codes and factors of some columns are first
+written to a buffer, once for all. The bits are the same. Each lane is an output.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from forerun.kernels.runtime.vector_ir import I64, LANES, LINE, WORDS, Emitter, 
 
 
 def sums_kind(which: int) -> tuple[int, int]:
-    """The constants of ``many_by_integers`` for a format by its number."""
+    """Return the constants of ``many_by_integers`` for a format number."""
     each = integers_of(which)
     return BLOCK_SUMS.index(each.sums), 127 if each.most <= 127 else 255
 
 
 def integers_of(number: int) -> IntegerFormat:
-    """The integers of a format, by its number (``panels.format_number``)."""
+    """Return the integers of a format, by its number (``panels.format_number``)."""
     return INTEGER_FORMATS[format_of(number).name]
 
 
@@ -40,11 +39,8 @@ def few_by_integers(
     e: Emitter, which: int, tokens: ir.Value, w: ir.Value, row: ir.Value, x: ir.Value, x_row: ir.Value,
     blocks: ir.Value, ahead: ir.Value, sums: ir.Value,
 ) -> None:  # fmt: skip
-    """Add to the sums ``[tokens][lanes]`` the products of a panel with a few tokens' quantised inputs at ``x``.
-
-    Meanwhile prefetches the panel ``ahead`` bytes after. Sums after the last token's are overwritten, up to the next of
-    ``INTEGER_TOKENS``.
-    """
+    """Add a panel's products with a few tokens' quantised inputs at ``x`` to the sums ``[tokens][lanes]``. Prefetches
+    the panel ``ahead`` bytes after. Overwrites sums after the last token's, up to the next of ``INTEGER_TOKENS``."""
     b, each = e.builder, integers_of(which)
     per_block = each.columns // INPUT_BLOCK
     for size in least_that_suffices(e, tokens, INTEGER_TOKENS):
@@ -67,14 +63,12 @@ def _add(
     e: Emitter, each: IntegerFormat, words: Sequence[ir.Value], factors: Sequence[ir.Value],
     places: Sequence[ir.Value], totals: Sequence[ir.Value],
 ) -> None:  # fmt: skip
-    """Add the products of 32 columns with each token's inputs to its sums."""
     products = each.sums.products(e, words, places, each.most)
     for found, place, total in zip(products, places, totals, strict=True):
         e.builder.store(each.sums.add(e, found, factors, place, e.builder.load(total)), total)
 
 
 def _inputs(e: Emitter, size: int, tokens: ir.Value, x: ir.Value, x_row: ir.Value) -> list[ir.Value]:
-    """Addresses of tokens' inputs; those after the last token's are the last one's."""
     final = e.builder.sub(tokens, I64(1))
     return [e.at(x, e.times(x_row, least(e, I64(t), final))) for t in range(size)]
 
@@ -83,7 +77,7 @@ def _inputs(e: Emitter, size: int, tokens: ir.Value, x: ir.Value, x_row: ir.Valu
 def codes_of_panel(
     e: Emitter, which: int, w: ir.Value, row: ir.Value, blocks: ir.Value, ahead: ir.Value, to: ir.Value
 ) -> None:
-    """Write the codes and factors of a panel's blocks to ``to``, 32 columns after the other."""
+    """Write the codes and factors of a panel's blocks to ``to``, 32 columns after another."""
     each = integers_of(which)
     rows = StridedRows(e, w, row)
     size, per_block = code_bytes(BLOCK_SUMS.index(each.sums)), each.columns // INPUT_BLOCK
@@ -100,7 +94,7 @@ def codes_of_panel(
 
 
 def code_bytes(kind: int) -> int:
-    """Bytes of 32 columns' codes and factors."""
+    """Return the size in bytes of 32 columns' codes and factors."""
     return LINE * (CODE_WORDS + len(BLOCK_SUMS[kind].factors))
 
 
@@ -109,10 +103,8 @@ def many_by_integers(
     e: Emitter, kind: int, most: int, tokens: ir.Value, codes: ir.Value, count: ir.Value, x: ir.Value, x_row: ir.Value,
     sums: ir.Value,
 ) -> None:  # fmt: skip
-    """Add to the sums ``[tokens][lanes]`` the products of ``count`` times 32 columns' codes with tokens' inputs.
-
-    ``kind`` is a number of ``BLOCK_SUMS``, and ``most`` the largest code.
-    """
+    """Add the products of ``count`` times 32 columns' codes with tokens' inputs to the sums ``[tokens][lanes]``.
+    ``kind`` is an index of ``BLOCK_SUMS``, and ``most`` the largest code."""
     sums_of = BLOCK_SUMS[kind]
     for size in least_that_suffices(e, tokens, INTEGER_TOKENS):
         tokens_rows = _inputs(e, size, tokens, x, x_row)

@@ -1,13 +1,11 @@
-"""Linear layers over weights in any format, where the model or a GGUF file stores them.
+"""Compute linear layers over weights in any format, in place in the model's or a GGUF file's memory.
 
-An output starts with its bias and adds the products of weights and inputs column by column, in one accumulator. So the
-bits of a token's outputs do not depend on the other tokens of the pass, on how many there are, or on threads. With
-attention (``ordered_attention.py``) this makes speculative decoding bitwise exact. Weights are read once for all tokens
-of a pass; nothing is packed, copied or kept.
+An output starts with its bias and adds products of weights and inputs column by column, in one accumulator. So a
+token's outputs have the same bits whatever shares the pass and however many threads run. With attention
+(``ordered_attention.py``) this makes speculative decoding bitwise exact. Weights are read once for all tokens.
 
-Packed weights are used in one of two ways. Unpacked to float32 in registers, they give the bits of float32 weights of
-the same numbers. As integers, with each token's inputs quantised to eight bits (``integer_panels.py``), they are three
-to four times faster; that rounds differently.
+Packed weights are unpacked to float32 in registers, with the bits of float32 weights of the same numbers, or used as
+integers, with inputs quantised to eight bits (``integer_panels.py``): three to four times faster, rounded differently.
 """
 
 from __future__ import annotations
@@ -44,25 +42,23 @@ from forerun.kernels.runtime.executor import Operation, Program, Tasks, read_pas
 from forerun.kernels.runtime.vector_ir import LANES, LINE, wide
 
 NUMBER_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
-"""Types of inputs, by their number in operations."""
 PLAIN_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in NUMBER_KINDS}
-"""The format of plain weights by their type."""
 UNPACKED_COLUMNS = 256
-"""Columns of two panels that are unpacked at once: 32 KiB; a multiple of every format's block."""
+"""Columns of two panels unpacked at once: 32 KiB; a multiple of every format's block."""
 TASKS_PER_THREAD = 8
 PUT, ADD, GATE = 0, 1, 2
-"""What happens to the sums. ``PUT``: stored. ``ADD``: added to floats. ``GATE``: activated, and multiplied by the sums
-of the second matrix."""
+"""What happens to the sums: ``PUT`` stores them, ``ADD`` adds them to floats, ``GATE`` activates them and multiplies by
+the second matrix's sums."""
 
 
 class Weights(NamedTuple):
     """A matrix.
 
     Attributes:
-        rows: ``[O, K]`` of a type of ``NUMBER_KINDS``, or packed bytes ``[O, row]``; contiguous.
-        format: its name, of ``PLAIN_FORMATS`` or ``GGUF_FORMATS``.
+        rows: contiguous ``[O, K]`` of a type of ``NUMBER_KINDS``, or packed bytes ``[O, row]``.
+        format: its name in ``PLAIN_FORMATS`` or ``GGUF_FORMATS``.
         bias: ``[O]`` in the type of the inputs, or None.
-        quantised: whether inputs are quantised to eight bits; has no effect on a format without integers.
+        quantised: whether inputs are quantised to eight bits; ignored for formats without integers.
     """
 
     rows: torch.Tensor
@@ -72,16 +68,15 @@ class Weights(NamedTuple):
 
 
 def plain(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Weights:
-    """A matrix of a type of ``NUMBER_KINDS``."""
+    """Wrap a matrix of a type of ``NUMBER_KINDS``."""
     return Weights(weight, PLAIN_NAMES[weight.dtype], bias)
 
 
 class Matrix(NamedTuple):
-    """A matrix as kernels see it: address, bytes per row, rows, address of the bias or 0, words per block, and the
-    addresses of machine code for its format.
-
-    Plain weights have ``few``, ``many_in_rows`` and, with AVX-512, ``many_in_tiles``; packed ones ``few`` and
-    ``unpack``, or ``few_by_integers``, ``codes`` and ``many_by_integers``. The others are 0."""
+    """A matrix as kernels see it: address, bytes per row, rows, address of the bias or 0, words per block, and
+    addresses of its format's machine code, or 0: ``few``, ``many_in_rows`` and, with AVX-512, ``many_in_tiles`` for
+    plain weights; ``few`` and ``unpack``, or ``few_by_integers``, ``codes`` and ``many_by_integers``, for packed ones.
+    """
 
     w: int
     row: int
@@ -100,21 +95,17 @@ class Matrix(NamedTuple):
 class LinearOp(NamedTuple):
     """One to three matrices over the same tokens: addresses, strides in bytes, and counts.
 
-    Two panels are computed side by side: two of one matrix, or one each of the two matrices of a ``GATE``.
+    Two panels are computed side by side: two of one matrix, or one of each matrix of a ``GATE``.
 
     Attributes:
         which: 0 for all tokens of the pass, 1 for those whose logits are wanted.
         kind, to_kind: type of the inputs, and of the results: 0 float32, 1 bfloat16, 2 float64.
-        x: address of the tokens' rows, in whole vectors; 0 for those of the pass.
+        x, y: the tokens' rows, in whole vectors, and the results', side by side; 0 for those of the pass.
         words: per row.
-        floats, integers: whether some matrix reads the tokens' words, and whether some reads quantised inputs.
-        few_tokens: the most tokens for which the machine code ``few`` is made.
-        mode: ``PUT``, ``ADD`` or ``GATE``.
-        pairs: of panels, in all matrices.
-        share: pairs that a thread takes at once.
-        turn: pairs in the shares of all threads; where a thread's next share begins if all are equally fast.
-        activation: of gates.
-        y: address of the results' rows; 0 for those of the pass. The matrices' results are side by side.
+        floats, integers: whether a matrix reads the tokens' words, and whether one reads quantised inputs.
+        few_tokens: maximum tokens that the machine code ``few`` supports.
+        pairs, share: pairs of panels in all matrices, and per task.
+        turn: pairs in the shares of all threads; where a thread's next share starts if all are equally fast.
         table: address of the ``matrices`` matrices.
     """
 
@@ -139,8 +130,7 @@ class LinearOp(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A panel of a matrix: its number, the address of its first row, the index of its last one, and the address of its
-    sums."""
+    """A panel: its matrix, its number, addresses of its first row and sums, and the index of its last row."""
 
     matrix: Matrix
     number: int
@@ -150,8 +140,7 @@ class Panel(NamedTuple):
 
 
 class TokenInputs(NamedTuple):
-    """The tokens of an operation: their number, and the addresses of their rows, of their words by column, and of their
-    quantised rows."""
+    """An operation's tokens: their number, and addresses of their rows, words by column, and quantised rows."""
 
     n: int
     x: int
@@ -160,7 +149,7 @@ class TokenInputs(NamedTuple):
 
 
 class LinearCode(NamedTuple):
-    """Addresses of the machine code that all formats share, or 0 if no matrix needs it."""
+    """Addresses of machine code that all formats share, or 0 if no matrix needs it."""
 
     transpose: int
     many: int
@@ -175,7 +164,6 @@ MatrixTable = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 @functools.cache
 def _shared_code(kind: int, floats: int) -> LinearCode:
-    """The machine code that all formats share, compiled or loaded at the first call."""
     if not floats:
         return LinearCode(0, 0)
 
@@ -192,8 +180,6 @@ def _shared_code(kind: int, floats: int) -> LinearCode:
 
 @functools.cache
 def _format_code(which: int) -> tuple[int, int, int, int]:
-    """Addresses of ``few``, ``unpack``, ``many_in_rows`` and ``many_in_tiles`` for a format by its number."""
-
     @compiled
     def products_of_few(
         tokens: int, w: int, other: int, row: int, last: int, other_last: int, x: int, x_row: int, blocks: int,
@@ -219,7 +205,7 @@ def _format_code(which: int) -> tuple[int, int, int, int]:
 
 @functools.cache
 def unpack_code(which: int) -> int:
-    """The address of ``unpack`` for a packed format by its number."""
+    """Return ``unpack`` for a packed format's number."""
 
     @compiled
     def columns_of(w: int, row: int, last: int, blocks: int, ahead: int, to: int) -> None:
@@ -230,7 +216,6 @@ def unpack_code(which: int) -> int:
 
 @functools.cache
 def _integer_code(which: int) -> tuple[int, int, int]:
-    """Addresses of ``few_by_integers``, ``codes_of_panel`` and ``many_by_integers`` for a format by its number."""
     from forerun.kernels.linear.integer_panels import codes_of_panel, few_by_integers, sums_kind
 
     @compiled
@@ -248,7 +233,6 @@ def _integer_code(which: int) -> tuple[int, int, int]:
 
 @functools.cache
 def _sums_code(kind: int, most: int) -> int:
-    """The address of ``many_by_integers`` for a kind of sums."""
     from forerun.kernels.linear.integer_panels import many_by_integers
 
     @compiled
@@ -259,7 +243,7 @@ def _sums_code(kind: int, most: int) -> int:
 
 
 def matrix_of(weights: Weights) -> Matrix:
-    """A matrix as kernels see it."""
+    """Describe a matrix for kernels."""
     rows, which = weights.rows, format_number(weights.format)
     bias = 0 if weights.bias is None else weights.bias.data_ptr()
     code = (0, 0, 0, 0, *_integer_code(which)) if by_integers(weights) else (*_format_code(which), 0, 0, 0)
@@ -268,16 +252,16 @@ def matrix_of(weights: Weights) -> Matrix:
 
 
 def by_integers(weights: Weights) -> bool:
-    """Whether products with these weights are sums of integers."""
+    """Return whether products with these weights are sums of integers."""
     if not weights.quantised or weights.format in PLAIN_NAMES.values():
         return False
-    from forerun.kernels.linear.gguf_integers import INTEGER_FORMATS  # which a model with plain weights does without
+    from forerun.kernels.linear.gguf_integers import INTEGER_FORMATS  # not needed for plain weights
 
     return weights.format in INTEGER_FORMATS
 
 
 def table_of(matrices: Sequence[Weights]) -> MatrixTable:
-    """The matrices of one operation as kernels see them. Must outlive the operation."""
+    """Describe one operation's matrices for kernels; the table must outlive the operation."""
     return np.array([matrix_of(each) for each in matrices], np.int64).reshape(-1, len(Matrix._fields))
 
 
@@ -285,7 +269,7 @@ def operation(
     table: MatrixTable, kind: int, words: int, x: tuple[int, int], y: tuple[int, int], threads: int, *, mode: int = PUT,
     to_kind: int = 0, which: int = 0, activation: int = 0,
 ) -> tuple[Operation, LinearOp]:  # fmt: skip
-    """An operation over these matrices, cut for this many threads; see ``LinearOp``."""
+    """Return an operation over these matrices, cut for ``threads`` threads; see ``LinearOp``."""
     lanes = PLAIN_FORMATS[kind].numbers.lanes
     panels = [math.ceil(outs / lanes) for outs in table[:, Matrix._fields.index("outs")].tolist()]
     pairs = panels[0] if mode == GATE else sum(math.ceil(count / 2) for count in panels)
@@ -300,14 +284,12 @@ def operation(
 
 _local = threading.local()
 KEPT_PROGRAMS = 1 << 16
-"""Programs of one product each, a kilobyte apiece, that a thread keeps; DeepSeek-V3 has 44,544 matrices of experts."""
+"""Programs of one product each, a kilobyte apiece, kept per thread; DeepSeek-V3 has 44,544 matrices of experts."""
 
 
 def product(x: torch.Tensor, weights: Weights, keep: bool = True) -> torch.Tensor:
-    """``x @ weights.T + bias`` for rows of x ``[..., K]`` on a CPU, in x's type, which is that of plain weights.
-
-    Its program is kept for later calls with the same weights, unless ``keep`` is false: then they are a copy for this
-    call.
+    """Return ``x @ weights.T + bias`` for x ``[..., K]`` on a CPU, in x's type, which is that of plain weights. The
+    program is kept for later calls with the same weights, unless ``keep`` is false because they are a temporary copy.
     """
     dtype, outs, columns = x.dtype, weights.rows.shape[0], x.shape[-1]
     n = x.numel() // columns
@@ -326,7 +308,6 @@ def product(x: torch.Tensor, weights: Weights, keep: bool = True) -> torch.Tenso
 
 
 def _kept(weights: Weights, kind: int, words: int, x_row: int, y_row: int) -> tuple[Program, MatrixTable]:
-    """``_program``, cached for later calls with the same weights."""
     kept: dict[Any, tuple[Program, MatrixTable]] = _local.__dict__.setdefault("programs", {})
     bias, threads = 0 if weights.bias is None else weights.bias.data_ptr(), torch.get_num_threads()
     key = (weights.rows.data_ptr(), weights.rows.shape, weights.format, weights.quantised, bias, kind, threads)
@@ -338,14 +319,13 @@ def _kept(weights: Weights, kind: int, words: int, x_row: int, y_row: int) -> tu
 
 
 def _program(weights: Weights, kind: int, words: int, x_row: int, y_row: int) -> tuple[Program, MatrixTable]:
-    """A program of one operation, and the table that it reads."""
     table = table_of([weights])
     op = operation(table, kind, words, (0, x_row), (0, y_row), torch.get_num_threads(), to_kind=kind)
     return Program([op]), table
 
 
 def scratch_bytes(tokens: int, words: int) -> int:
-    """Bytes that a thread needs, for ``tokens`` tokens and rows of ``words`` words."""
+    """Return the scratch bytes per thread, for ``tokens`` tokens and rows of ``words`` words."""
     groups = -(-tokens // 8)
     panels = max(words, 2 * UNPACKED_COLUMNS)  # one copied, or parts of two unpacked
     inputs = -(-tokens * (words // INPUT_BLOCK + 1) * X_BLOCK // LINE)  # quantised
@@ -365,27 +345,23 @@ def _panels(op: LinearOp, matrix: Matrix) -> int:
 
 @compiled
 def _group_bytes(op: LinearOp) -> int:
-    """Bytes of the words of ``lanes`` tokens, by column."""
     lanes = _lanes(op)
     return (op.words + lanes - 1) // lanes * lanes * LINE
 
 
 @compiled
 def _columns_bytes(op: LinearOp, n: int) -> int:
-    """Bytes of all tokens' words by column."""
     return (n + _lanes(op) - 1) // _lanes(op) * _group_bytes(op) if op.floats else 0
 
 
 @compiled
 def _quantised_row(op: LinearOp) -> int:
-    """Bytes of a token's quantised inputs."""
     return op.words // INPUT_BLOCK * X_BLOCK if op.integers else 0
 
 
 @compiled
 def _prepare(address: int, fields: int, code_address: int, task: int, slot: int) -> None:
-    """A thread's preparation before its first task: quantises inputs, and for many tokens writes their words column by
-    column."""
+    """Quantise inputs, and for many tokens write their words column by column, before a thread's first task."""
     this, op, code = read_pass(address), read_linear(fields), read_code(code_address)
     n, x = this.outputs if op.which else this.n, op.x if op.x else this.x
     if op.floats and n > op.few_tokens:
@@ -401,7 +377,6 @@ def _prepare(address: int, fields: int, code_address: int, task: int, slot: int)
 
 @compiled
 def _run(address: int, fields: int, code_address: int, task: int, slot: int) -> None:
-    """Compute the pairs of panels of one task, for all tokens."""
     this, op, code = read_pass(address), read_linear(fields), read_code(code_address)
     n, x, y = this.outputs if op.which else this.n, op.x if op.x else this.x, op.y if op.y else this.y
     lanes, number = _lanes(op), 4 if op.to_kind == 0 else 2 if op.to_kind == 1 else 8
@@ -429,7 +404,6 @@ def _run(address: int, fields: int, code_address: int, task: int, slot: int) -> 
 
 @compiled
 def _begun(op: LinearOp, n: int, matrix: Matrix, number: int, sums: int) -> Panel:
-    """A panel; every token's sums start with the bias."""
     first = number * _lanes(op)
     last = min(_lanes(op), matrix.outs - first) - 1
     _begin(op, n, matrix.bias, first, last + 1, sums)
@@ -440,8 +414,7 @@ def _begun(op: LinearOp, n: int, matrix: Matrix, number: int, sums: int) -> Pane
 def _both(
     op: LinearOp, code: LinearCode, inputs: TokenInputs, one: Panel, other: Panel, ahead: int, spare: int
 ) -> None:
-    """Sums of all tokens with two panels, which may be of different matrices; prefetches the panels ``ahead`` rows
-    after."""
+    """Sum over two panels, possibly of different matrices, for all tokens; prefetch the panels ``ahead`` rows after."""
     a, b, n = one.matrix, other.matrix, inputs.n
     if not (a.unpack or a.codes):
         _plain(op, n, inputs.x, inputs.columns, one, ahead, spare)
@@ -463,7 +436,7 @@ def _both(
 
 @compiled
 def _alone(op: LinearOp, code: LinearCode, inputs: TokenInputs, panel: Panel, ahead: int, spare: int) -> None:
-    """Sums with one panel of packed weights; if they are floats, paired with itself."""
+    """Sum over one panel of packed weights; floats are paired with themselves."""
     a, n, w, last = panel.matrix, inputs.n, panel.w, panel.last
     if a.codes:
         _integers(op, n, inputs.quantised, panel, ahead, spare)
@@ -476,7 +449,6 @@ def _alone(op: LinearOp, code: LinearCode, inputs: TokenInputs, panel: Panel, ah
 
 @compiled
 def _integers(op: LinearOp, n: int, quantised: int, panel: Panel, ahead: int, spare: int) -> None:
-    """Sums of integers with one panel; for many tokens its codes are unpacked once for all of them."""
     matrix, x_row, w, codes = panel.matrix, _quantised_row(op), panel.w, spare + LANES * LINE
     further, blocks = ahead * matrix.row, op.words // matrix.block
     if panel.last < LANES - 1:
@@ -498,7 +470,6 @@ def _integers(op: LinearOp, n: int, quantised: int, panel: Panel, ahead: int, sp
 
 @compiled
 def _copy_rows(panel: Panel, to: int) -> None:
-    """Copy a panel with fewer rows than a vector has lanes; its last row is repeated."""
     row = panel.matrix.row
     for i in range(LANES):
         source, target = bytes_at(panel.w + min(i, panel.last) * row, row), bytes_at(to + i * row, row)
@@ -508,7 +479,7 @@ def _copy_rows(panel: Panel, to: int) -> None:
 
 @compiled
 def _plain(op: LinearOp, n: int, x: int, tokens: int, panel: Panel, ahead: int, spare: int) -> None:
-    """Sums with a panel that needs no unpacking: whole vectors, then the remaining columns."""
+    """Sum over a panel that needs no unpacking: whole vectors, then the remaining columns."""
     matrix = panel.matrix
     steps = op.words // matrix.block
     if steps:
@@ -524,7 +495,6 @@ def _plain(op: LinearOp, n: int, x: int, tokens: int, panel: Panel, ahead: int, 
 def _in_groups(
     op: LinearOp, n: int, x: int, tokens: int, panel: Panel, w: int, row: int, steps: int, ahead: int, spare: int
 ) -> None:
-    """Sums with a panel whose rows, or parts of them, are at ``w``."""
     lanes, last, t, tiles = panel.matrix.block, panel.last, 0, spare + LANES * LINE
     while t < n:
         sums = panel.sums + t * LINE
@@ -544,7 +514,6 @@ def _in_groups(
 def _unpacked(
     op: LinearOp, code: LinearCode, n: int, tokens: int, one: Panel, other: Panel, ahead: int, spare: int
 ) -> None:
-    """Sums of many tokens with two panels of packed weights: columns are unpacked once for all tokens."""
     columns, size = spare + LANES * LINE, _group_bytes(op)
     others = columns + UNPACKED_COLUMNS * LINE
     for first in range(0, op.words, UNPACKED_COLUMNS):
@@ -562,7 +531,6 @@ def _unpacked(
 
 @compiled
 def _unpack(op: LinearOp, panel: Panel, first: int, count: int, ahead: int, to: int) -> None:
-    """Unpack some columns of a panel; prefetches from ``ahead`` on, in memory order."""
     matrix = panel.matrix
     at = matrix.row // (op.words // matrix.block) * (first // matrix.block)
     further = ahead * matrix.row + (LANES - 1) * at
@@ -571,7 +539,6 @@ def _unpack(op: LinearOp, panel: Panel, first: int, count: int, ahead: int, to: 
 
 @compiled
 def _begin(op: LinearOp, n: int, bias: int, first: int, valid: int, sums: int) -> None:
-    """Start every token's sums with the bias."""
     line = floats(sums, 16)
     line[:] = 0.0
     if bias:
@@ -605,7 +572,6 @@ def _copy(w: int, row: int, size: int, valid: int, to: int) -> None:
 
 @compiled
 def _finish(op: LinearOp, n: int, valid: int, sums: int, twin: int, y: int, number: int, spare: int) -> None:
-    """Turn sums into results, as ``op.mode`` says."""
     whole = valid == _lanes(op)
     for t in range(n):
         at, place = sums + t * LINE, y + t * op.y_row

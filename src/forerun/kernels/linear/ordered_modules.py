@@ -1,12 +1,9 @@
-"""Linear layers and elementwise functions with a fixed order of sums, for models that do not run as one program.
+"""Fix the order of sums in linear layers and elementwise functions of models that do not run as one program.
 
-Inside ``Ordered()`` every linear layer of a model, in any module or expert, goes through the kernel whose bits do not
-depend on what shares the pass (``linear.py``). torch computes whatever the kernel does not take. The kernel needs each
-output's weights in one contiguous row; ``lay_out`` arranges that.
-
-torch computes activations by one formula for whole vectors, and by another for the remainder of a thread's share. So an
-element's bits depend on how many tokens share the pass. Here rows are padded, so there is no remainder. For the same
-reason a product of complex numbers is written out in real numbers.
+Inside ``Ordered()`` all linear layers, including those of experts, use the kernel whose bits do not depend on what
+shares the pass (``linear.py``); torch computes what the kernel does not support. torch computes activations of whole
+vectors and of the remainder of a thread's share by different formulas, so rows are padded until there is no remainder.
+For the same reason complex products are written out in real numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from forerun.kernels.runtime.vector_ir import fused
 VECTOR_MULTIPLE = 64
 """A multiple of torch's vector length, in numbers, on any CPU."""
 THREAD_GRAIN = 32768
-"""The least count of numbers per thread in most of torch's functions; some functions use all threads at once."""
+"""Fewest numbers per thread in most of torch's functions; some functions use all threads at once."""
 
 
 class Ordered(TorchFunctionMode):
@@ -39,14 +36,13 @@ class Ordered(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """See ``TorchFunctionMode``."""
         handler = HANDLERS.get(func)
         result = None if handler is None else handler(func, args, kwargs or {})
         return func(*args, **(kwargs or {})) if result is None else result
 
 
 unwatched = torch._C.DisableTorchFunction
-"""A context inside ``Ordered()`` for code that sums in a fixed order by itself: none of its calls is looked at."""
+"""A context inside ``Ordered()`` for code that fixes its order of sums itself: its calls are not intercepted."""
 
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], torch.Tensor | None]
 
@@ -72,12 +68,11 @@ def _matmul(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
-    """By the kernel for this device; None if it takes none of these."""
     if takes(x, weight):
         return product(x, weight, bias)
     if not gpu.runs_on(weight.device):
         return None
-    from forerun.kernels.gpu import linear as there  # which needs Triton
+    from forerun.kernels.gpu import linear as there  # needs Triton
 
     return there.product(x, weight, bias) if there.takes(x, weight) else None
 
@@ -90,7 +85,7 @@ def _mean(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     last = given.get("dim")
     if given.keys() - {"input", "dim", "keepdim"} or last not in (-1, x.dim() - 1):
         return None
-    from forerun.kernels.gpu import linear as there  # which needs Triton
+    from forerun.kernels.gpu import linear as there  # needs Triton
 
     return there.mean(x, bool(given.get("keepdim"))) if there.takes_mean(x) else None
 
@@ -111,7 +106,7 @@ def _fill(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _fill_halves(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """``_fill`` for 16-bit input only; in wider types the function rounds the same everywhere."""
+    """Apply ``_fill`` to 16-bit input only; in wider types the function rounds the same everywhere."""
     return _fill(func, args, kwargs) if args and args[0].dtype in (torch.bfloat16, torch.float16) else None
 
 
@@ -129,7 +124,7 @@ HANDLERS: dict[Callable[..., Any], Handler] = {
 
 
 def takes(x: Any, weight: Any) -> bool:
-    """Whether the kernel can read these: on a CPU, of one of its types, each row of weights contiguous."""
+    """Return whether the kernel can read these: on a CPU, of one of its types, each row of weights contiguous."""
     dtype = weight.dtype
     return bool(
         weight.is_cpu
@@ -143,21 +138,19 @@ def takes(x: Any, weight: Any) -> bool:
 
 
 def lay_out(weight: torch.nn.Parameter) -> None:
-    """Change the memory layout of a matrix ``[..., K, O]``, used as ``x @ weight``, to the one that the kernel reads.
-
-    Shape and numbers stay. Afterwards the weights of each output are contiguous.
-    """
+    """Make the weights of each output contiguous in a matrix ``[..., K, O]`` used as ``x @ weight``. Shape and numbers
+    do not change."""
     if weight.device.type == "cpu" and weight.dtype in NUMBER_KINDS and weight.stride(-2) != 1:
         weight.data = weight.data.transpose(-2, -1).contiguous().transpose(-2, -1)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T + bias`` for rows of x ``[..., K]`` and a matrix ``[O, K]``; see ``takes``."""
+    """Return ``x @ weight.T + bias`` for x ``[..., K]`` and a matrix ``[O, K]``; see ``takes``."""
     return linear.product(x, linear.plain(weight, bias))
 
 
 def filled(function: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
-    """``function(x, *rest, **options)``, with every number computed by the formula for whole vectors."""
+    """Return ``function(x, *rest, **options)``, with every number computed by the formula for whole vectors."""
     flat = x.reshape(-1)
     missing = _padded_size(len(flat)) - len(flat)
     if not missing:
@@ -166,7 +159,7 @@ def filled(function: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any, *
 
 
 def _padded_size(count: int) -> int:
-    """A padded count, at least ``count``, that gives every thread whole vectors, however many threads torch uses."""
+    """Pad a count so that every thread has whole vectors, however many threads torch uses."""
     size, threads = 0, torch.get_num_threads()
     while size < count:
         size = count
@@ -176,5 +169,5 @@ def _padded_size(count: int) -> int:
 
 
 def times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The product of complex numbers, with every real operation rounded separately."""
+    """Multiply complex numbers, rounding every real operation separately."""
     return torch.complex(a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real)

@@ -1,17 +1,13 @@
-"""Products of tokens' words with a panel of a weight matrix, which is read once, where the model stores it.
+"""Multiply tokens' words by a panel of a weight matrix, which is read once, in place.
 
-A panel has as many rows of the matrix as a vector has lanes. Whatever the format and the number of tokens, an output is
-one sum in one accumulator, which adds its products in the order of the columns. So it does not depend on which tokens
-share the pass, how many there are, or which thread computes it.
+A panel has as many rows as a vector has lanes. An output is one sum in one accumulator, in the order of the columns, so
+it does not depend on what shares the pass, or on threads. For a few tokens the columns of two panels are used as they
+are unpacked, and each lane is an output (``few``). For more, a block of unpacked columns is first written to a buffer
+(``unpack``, ``many``). Weights that need no unpacking stay in rows, and each lane is a token (``many_in_rows``,
+``many_in_tiles``): transposing a tile's weights cost 43 of 300 cycles. Only there the multiplication reads its
+broadcast operand from memory itself: a separate instruction costs 1.34 cycles instead of 1 (Zen 4).
 
-For a few tokens the columns of two panels are used as they are unpacked (``few``). A lane belongs to an output there.
-For more tokens, a block of unpacked columns is written to a buffer first (``unpack``, ``many``). Weights that need no
-unpacking stay in rows, and a lane belongs to a token (``many_in_rows``, ``many_in_tiles``): 43 of 300 cycles of a tile
-went into transposing its weights. There, and only there, a product's broadcast operand is read from memory by the
-multiplication itself: a separate instruction for it takes 1.34 cycles instead of 1 (Zen 4).
-
-All arguments are addresses or counts; ``row`` is the stride between rows in bytes, and ``last`` the last existing row
-of a panel, which is repeated.
+``row`` is the stride between rows in bytes, and ``last`` a panel's last existing row, which is repeated.
 """
 
 from __future__ import annotations
@@ -27,31 +23,28 @@ from forerun.kernels.linear.weight_format import FLOAT32, PLAIN_FORMATS, Rows, W
 from forerun.kernels.runtime.vector_ir import I64, LANES, LINE, Emitter, llvm_function, wide
 
 MANY_TOKENS = (4, 6, 8, 10, 12)
-"""Token counts with code of their own in ``many``: up to the most whose sums over two panels fit in registers beside
-one column of each."""
+"""Token counts with separate code, up to the most whose sums over two panels fit in registers with a column of each."""
 INTEGER_TOKENS = (1, 2, 4, 8) if wide() else (1, 2, 4)
-"""Token counts with code of their own where sums are of integers (``integer_panels.py``): up to the most whose sums
-fit in registers, as integers and as floats."""
+"""Token counts with separate code, up to the most whose sums fit in registers, as integers and as floats."""
 FEW_INTEGER_TOKENS = INTEGER_TOKENS[-1]
 NARROW_ROWS = 4
-"""Rows whose sums over as many tokens as a line has words fit in 16 registers of half a line, beside a column of words
-and a weight."""
+"""Rows whose sums over a line's words of tokens fit in 16 half-line registers with a column and a weight."""
 NARROW_TOKENS = 6
 """Tokens whose sums with a panel's column fit in them."""
 
 
 def format_number(name: str) -> int:
-    """The number that stands for a format in machine code: plain ones come first, then those of GGUF files."""
+    """Return a format's number in machine code: plain formats first, then those of GGUF files."""
     plain = [each.name for each in PLAIN_FORMATS]
     if name in plain:
         return plain.index(name)
-    from forerun.kernels.linear.gguf_formats import GGUF_FORMATS  # which a model with plain weights does without
+    from forerun.kernels.linear.gguf_formats import GGUF_FORMATS  # not needed for plain weights
 
     return len(plain) + [each.name for each in GGUF_FORMATS].index(name)
 
 
 def format_of(number: int) -> WeightFormat:
-    """The format that a number stands for."""
+    """Return the format of a number."""
     if number < len(PLAIN_FORMATS):
         return PLAIN_FORMATS[number]
     from forerun.kernels.linear.gguf_formats import GGUF_FORMATS
@@ -64,11 +57,9 @@ def few(
     e: Emitter, which: int, tokens: ir.Value, w: ir.Value, other: ir.Value, row: ir.Value, last: ir.Value,
     other_last: ir.Value, x: ir.Value, x_row: ir.Value, blocks: ir.Value, ahead: ir.Value, sums: ir.Value,
 ) -> None:  # fmt: skip
-    """Add to the sums ``[panels][LANES][lanes]`` the products of one panel or two with a few tokens' words at ``x``.
-
-    Meanwhile prefetches the panel ``ahead`` bytes after each. Sums after the last token's are overwritten, up to the
-    next of the format's ``few_tokens``.
-    """
+    """Add products of one or two panels with a few tokens' words at ``x`` to the sums ``[panels][LANES][lanes]``.
+    Prefetches the panel ``ahead`` bytes after each. Overwrites sums after the last token's, up to the next of the
+    format's ``few_tokens``."""
     each = format_of(which)
     numbers, starts = each.numbers, (w, other)[: each.panels]
     for size in least_that_suffices(e, tokens, each.few_tokens):
@@ -98,7 +89,7 @@ def few(
 
 
 def least_that_suffices(e: Emitter, tokens: ir.Value, sizes: Sequence[int]) -> Iterator[int]:
-    """Write the code of a loop's body for each of the token counts; at run time the smallest sufficient one is used."""
+    """Write a loop's body for each of the token counts; at run time the smallest sufficient one runs."""
     b, before = e.builder, 0
     for size in sizes:
         fits = b.and_(b.icmp_signed(">", tokens, I64(before)), b.icmp_signed("<=", tokens, I64(size)))
@@ -137,23 +128,22 @@ def _unpack(
 
 
 def rows_of(e: Emitter, count: int, w: ir.Value, row: ir.Value, last: ir.Value) -> Rows:
-    """Addresses of a panel's rows."""
+    """Return the addresses of a panel's rows."""
     return [e.at(w, e.times(row, least(e, I64(i), last))) for i in range(count)]
 
 
 def least(e: Emitter, a: ir.Value, b: ir.Value) -> ir.Value:
-    """The smaller of two counts."""
+    """Return the smaller of two counts."""
     return e.builder.select(e.builder.icmp_signed("<", a, b), a, b)
 
 
 def _word_bytes(e: Emitter, each: WeightFormat, block: ir.Value, part: ir.Value) -> ir.Value:
-    """Where the words that a part of a block is multiplied with begin."""
     word = e.builder.add(e.times(block, each.words), e.times(part, each.words // each.parts))
     return e.times(word, each.numbers.bytes)
 
 
 class InParts(Protocol):
-    """Blocks that are read in parts: their size in bytes, and the number of parts."""
+    """Blocks that are read in parts: bytes per block, and parts."""
 
     bytes: int
     parts: int
@@ -162,11 +152,8 @@ class InParts(Protocol):
 def prefetch_part(
     e: Emitter, each: InParts, rows: int, ahead: ir.Value, row: ir.Value, block: ir.Value, part: ir.Value
 ) -> None:
-    """Prefetch a part of a block of the panel ahead: line by line of its rows, or in memory order if blocks are no
-    whole lines.
-
-    In memory order, a float32 pass over 8 tokens took 14 % longer (SmolLM2, two threads).
-    """
+    """Prefetch a part of a block of the panel ahead: line by line of its rows, or in memory order if blocks are not
+    lines. In memory order, a float32 pass over 8 tokens took 14 % longer (SmolLM2, two threads)."""
     if each.bytes == LINE:
         for i in range(rows):
             e.prefetch(e.at(ahead, e.times(row, I64(i)), e.times(block, LINE)))
@@ -192,11 +179,9 @@ def many(
     e: Emitter, tokens: ir.Value, columns: ir.Value, other: ir.Value, count: ir.Value, x: ir.Value, sums: ir.Value,
     other_sums: ir.Value,
 ) -> None:  # fmt: skip
-    """Add to two panels' sums the products of ``count`` columns of each with the floats of up to 12 tokens.
-
-    The floats of all tokens for one column are one cache line. The second panel may be the first one again, with the
-    same sums, which count once. Sums after the last token's are overwritten, up to the next of ``MANY_TOKENS``.
-    """
+    """Add products of ``count`` columns of two panels with the floats of up to 12 tokens to the panels' sums. All
+    tokens' floats for one column are one cache line. The second panel may repeat the first, with the same sums, which
+    count once. Overwrites sums after the last token's, up to the next of ``MANY_TOKENS``."""
     panels, two = [(sums, columns), (other_sums, other)], e.builder.icmp_signed("!=", sums, other_sums)
     for size in least_that_suffices(e, tokens, MANY_TOKENS):
         at_once = size if wide() else NARROW_TOKENS
@@ -209,7 +194,6 @@ def many(
 def _products(
     e: Emitter, tokens: range, panels: Sequence[tuple[ir.Value, ir.Value]], count: ir.Value, x: ir.Value
 ) -> None:
-    """Of some of these tokens with some of these panels, each its sums and its columns."""
     b = e.builder
     totals = [[e.variable(e.load(e.at(place, t * LINE))) for t in tokens] for place, _ in panels]
     with e.loop(count) as i:
@@ -229,11 +213,9 @@ def many_in_rows(
     e: Emitter, kind: int, tokens: ir.Value, w: ir.Value, row: ir.Value, last: ir.Value, x: ir.Value, steps: ir.Value,
     ahead: ir.Value, tiles: ir.Value, sums: ir.Value,
 ) -> None:  # fmt: skip
-    """Add to the sums ``[lanes][lanes]`` of a panel in rows its products with the words of up to ``lanes`` tokens.
-
-    The words of all tokens for one column are one cache line. Meanwhile prefetches the panel ``ahead`` bytes after.
-    With AVX-512 the panel is copied to ``tiles`` ``[steps][lanes]``, a line each, for ``many_in_tiles``.
-    """
+    """Add products of a panel in rows with the words of up to ``lanes`` tokens to its sums ``[lanes][lanes]``. All
+    tokens' words for one column are one cache line. Prefetches the panel ``ahead`` bytes after. With AVX-512, copies
+    the panel to ``tiles`` ``[steps][lanes]``, a line each, for ``many_in_tiles``."""
     each = PLAIN_FORMATS[kind]
     lanes = each.numbers.lanes
     if not wide():
@@ -253,8 +235,7 @@ def many_in_rows(
 
 @llvm_function(constants=1)
 def many_in_tiles(e: Emitter, kind: int, tiles: ir.Value, x: ir.Value, steps: ir.Value, sums: ir.Value) -> None:
-    """The same for further tokens, with the copy that ``many_in_rows`` has made. Copying again takes a sixth of the
-    time (Zen 5)."""
+    """Multiply further tokens with the copy of ``many_in_rows``. Copying again costs a sixth of the time (Zen 5)."""
     _many_in_tiles(e, PLAIN_FORMATS[kind], tiles, x, steps, sums)
 
 
@@ -262,7 +243,7 @@ def _many_in_tiles(
     e: Emitter, each: WeightFormat, tiles: ir.Value, x: ir.Value, steps: ir.Value, sums: ir.Value,
     copy: Callable[[ir.Value], None] | None = None,
 ) -> None:  # fmt: skip
-    """``copy`` writes a step's tile. That is done a step early, as what was just stored is not yet readable."""
+    """Multiply a panel's tiles; ``copy`` writes each tile a step early, because a fresh store is not yet readable."""
     b, numbers = e.builder, each.numbers
     lanes, size = numbers.lanes, numbers.lanes * LINE
     begin = transposed(e, [e.load(e.at(sums, t * LINE), numbers.vector) for t in range(lanes)])
@@ -287,7 +268,7 @@ def _some_rows_at_once(
     e: Emitter, each: WeightFormat, size: int, w: ir.Value, row: ir.Value, last: ir.Value, x: ir.Value,
     steps: ir.Value, ahead: ir.Value, sums: ir.Value,
 ) -> None:  # fmt: skip
-    """The same with half as many registers of half the width: the rows whose sums fit in them, then the next ones."""
+    """Multiply with half as many registers of half the width: the rows whose sums fit in them, then the next ones."""
     b, numbers, rows = e.builder, each.numbers, rows_of(e, each.numbers.lanes, w, row, last)
     lanes, at_once = numbers.lanes, NARROW_ROWS * numbers.lanes // size
     vector = ir.VectorType(numbers.vector.element, size)

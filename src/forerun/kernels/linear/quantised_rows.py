@@ -1,7 +1,7 @@
-"""Inputs of a linear layer as integers of eight bits, each token alone, in blocks of 32 columns with a scale each.
+"""Quantise a linear layer's inputs to eight-bit integers, each token alone, in blocks of 32 columns with a scale each.
 
-A block of smaller numbers than ``LEAST_SIZE`` becomes zeros. One with an infinite number or a NaN has such a scale, so
-the outputs are not finite either.
+A block of numbers below ``LEAST_SIZE`` becomes zeros. Infinity or NaN becomes the block's scale, so the outputs are not
+finite either.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEAST_SIZE = 2.0**-120
 
 @llvm_function()
 def quantise(e: Emitter, x: ir.Value, blocks: ir.Value, to: ir.Value) -> None:
-    """Quantise a row of floats; writes blocks of ``X_BLOCK`` bytes, see ``block_sums.py``."""
+    """Quantise a row of floats to blocks of ``X_BLOCK`` bytes; see ``block_sums.py``."""
     b = e.builder
     with e.loop(blocks) as block:
         source, target = e.at(x, e.times(block, 2 * LINE)), e.at(to, e.times(block, X_BLOCK))
@@ -56,14 +56,12 @@ def quantise(e: Emitter, x: ir.Value, blocks: ir.Value, to: ir.Value) -> None:
 
 
 def _largest(e: Emitter, x: ir.Value) -> ir.Value:
-    """The largest word of a vector."""
     kind = ir.FunctionType(I32, (WORDS,))
     function = cgutils.get_or_insert_function(e.builder.module, kind, f"llvm.vector.reduce.smax.v{LANES}i32")
     return e.builder.call(function, (x,))
 
 
 def _both_sums(e: Emitter, pairs: ir.Value) -> ir.Value:
-    """The sums of the lower and of the upper 16-bit integers of a vector's words, in one word."""
     b, count = e.builder, LANES
     while count > 1:
         count //= 2

@@ -1,7 +1,7 @@
-"""Operations of a decoder layer on single rows: norms, rotary positions, gates, and conversions between types.
+"""A decoder layer's operations on single rows: norms, rotary positions, gates, and type conversions.
 
-All sums and products are float32. ``kind`` is the type of weights and of a linear layer's input: 0 for float32, 1 for
-bfloat16. All arguments are addresses, or counts of vectors of 16 numbers. A row's result depends on that row alone.
+Sums and products are float32, and a row's result depends only on that row. ``kind`` is the type of weights and of a
+linear layer's input: 0 float32, 1 bfloat16. Arguments are addresses, or counts of vectors of 16 numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SILU, GELU = 0, 1
 
 @llvm_function(types.float32)
 def squares(e: Emitter, x: ir.Value, vectors: ir.Value) -> ir.Value:
-    """The sum of a row's squares."""
+    """Sum a row's squares."""
     total = e.variable(constant(0.0))
     with e.loop(vectors) as i:
         value = e.load(e.at(x, e.times(i, LINE)))
@@ -47,7 +47,7 @@ def scale(
     e: Emitter, kind: ir.Value, mode: ir.Value, x: ir.Value, weight: ir.Value, one: ir.Value, factor: ir.Value,
     vectors: ir.Value, to: ir.Value,
 ) -> None:  # fmt: skip
-    """A row, times the float at ``factor``, times a weight (plus 1 if ``one``); written as ``mode`` says."""
+    """Multiply a row by the float at ``factor`` and a weight (plus 1 if ``one``); ``mode`` says where it goes."""
     b = e.builder
     for which in e.cases(mode, (TO_WORDS, TO_FLOATS, TO_SUM)):
         for half in by_kind(e, kind):
@@ -65,7 +65,7 @@ def scale(
 
 @llvm_function()
 def words(e: Emitter, kind: ir.Value, x: ir.Value, vectors: ir.Value, to: ir.Value) -> None:
-    """Convert floats to the type that a linear layer reads."""
+    """Convert floats to a linear layer's input type."""
     for half in by_kind(e, kind):
         with e.loop(vectors) as i:
             put(e, half, e.load(e.at(x, e.times(i, LINE))), to, i)
@@ -94,7 +94,7 @@ def rotate(e: Emitter, x: ir.Value, cos: ir.Value, sin: ir.Value, vectors: ir.Va
 
 @llvm_function()
 def gated(e: Emitter, kind: ir.Value, activation: ir.Value, gate: ir.Value, up: ir.Value, to: ir.Value) -> None:
-    """Multiply a vector of activated gates by ``up``, in the type that the next linear layer reads."""
+    """Multiply a vector of activated gates by ``up``, in the next linear layer's input type."""
     for which in e.cases(activation, (SILU, GELU)):
         for half in by_kind(e, kind):
             g = e.load(gate)
@@ -104,7 +104,7 @@ def gated(e: Emitter, kind: ir.Value, activation: ir.Value, gate: ir.Value, up: 
 
 @llvm_function()
 def soften(e: Emitter, scores: ir.Value, vectors: ir.Value, cap: ir.Value) -> None:
-    """cap * tanh(x / cap) of every number; ``cap`` is the address of a float."""
+    """Compute cap * tanh(x / cap) of every number; ``cap`` is the address of a float."""
     b = e.builder
     most = e.everywhere(e.load(cap, F32))
     with e.loop(vectors) as i:
@@ -113,7 +113,7 @@ def soften(e: Emitter, scores: ir.Value, vectors: ir.Value, cap: ir.Value) -> No
 
 
 def number(e: Emitter, half: bool, address: ir.Value, index: ir.Value) -> ir.Value:
-    """The vector at an index, of float32 or bfloat16, as floats."""
+    """Load the vector at an index, float32 or bfloat16, as floats."""
     if not half:
         return e.load(e.at(address, e.times(index, LINE)))
     halves = e.load(e.at(address, e.times(index, HALF_LINE)), HALVES)
@@ -137,7 +137,7 @@ def put(e: Emitter, half: bool, value: ir.Value, address: ir.Value, index: ir.Va
 
 
 def by_kind(e: Emitter, kind: ir.Value) -> Iterator[bool]:
-    """Write the code of a loop's body for bfloat16 (True) and for float32; the kind decides which of them runs."""
+    """Write a loop's body for bfloat16 (True) and for float32; ``kind`` selects one at run time."""
     with e.builder.if_else(e.builder.icmp_signed("==", kind, I64(1))) as (then, otherwise):
         with then:
             yield True
@@ -146,7 +146,6 @@ def by_kind(e: Emitter, kind: ir.Value) -> Iterator[bool]:
 
 
 def _falling(e: Emitter, x: ir.Value, factor: float) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Three vectors: exp(-factor * abs(x)), whether x is negative, and ones."""
     b = e.builder
     negative = b.fcmp_ordered("<", x, constant(0.0))
     size = b.select(negative, x, b.fsub(constant(-0.0), x))

@@ -1,7 +1,7 @@
 """Weight formats: how sixteen rows of a matrix in memory become vectors with one number of each row.
 
-A linear layer multiplies such columns with its tokens' words (``panels.py``). A *word* is what a token broadcasts to
-all lanes: a float, a pair of bfloat16 or a double. The formats of GGUF files are in ``gguf_formats.py``.
+A linear layer multiplies such columns by its tokens' words (``panels.py``). A *word* is what a token broadcasts to
+all lanes: a float, a pair of bfloat16 or a double. ``gguf_formats.py`` has the formats of GGUF files.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from numba.core import cgutils
 from forerun.kernels.runtime.vector_ir import F32, F64, FLOATS, HALVES, I32, LANES, LINE, Emitter, features, wide
 
 Rows = Sequence[ir.Value]
-"""Addresses of the same place in each row of a panel."""
+"""Addresses of one place in each row of a panel."""
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
-    """bfloat16, for which llvmlite has no name."""
+    """bfloat16, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -35,45 +35,38 @@ BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 def multiplies_pairs() -> bool:
-    """Whether the processor can multiply pairs of bfloat16."""
+    """Return whether the processor can multiply pairs of bfloat16."""
     return "+avx512bf16" in features()
 
 
 def add_pairs(e: Emitter, a: ir.Value, b: ir.Value, total: ir.Value) -> ir.Value:
-    """``total`` plus both products of two vectors of pairs of bfloat16, lane by lane (AVX-512). Denormals count as
-    0."""
+    """Add both products of two vectors of bfloat16 pairs to ``total``, lane by lane (AVX-512). Denormals count as 0."""
     kind = ir.FunctionType(FLOATS, (FLOATS, BFLOATS, BFLOATS))
     function = cgutils.get_or_insert_function(e.builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
     return e.builder.call(function, (total, e.builder.bitcast(a, BFLOATS), e.builder.bitcast(b, BFLOATS)))
 
 
 def rounded(e: Emitter, values: ir.Value) -> ir.Value:
-    """Floats as bfloat16, 16 bits each (AVX-512)."""
+    """Round floats to bfloat16, 16 bits each (AVX-512)."""
     kind = ir.FunctionType(ir.VectorType(_BFloat(), LANES), (FLOATS,))
     function = cgutils.get_or_insert_function(e.builder.module, kind, "llvm.x86.avx512bf16.cvtneps2bf16.512")
     return e.builder.bitcast(e.builder.call(function, (values,)), HALVES)
 
 
 class NumberType:
-    """A type of a linear layer's inputs and of the sums over them.
-
-    Attributes:
-        word: type of what a token broadcasts.
-        lanes: words per vector, and rows per panel.
-        bytes: per word.
-        vector: type of the accumulators.
-    """
+    """The type of a linear layer's inputs: of what a token broadcasts (``word``, ``bytes`` each), and of the
+    accumulators (``vector``). ``lanes`` is words per vector, and rows per panel."""
 
     def __init__(self, word: ir.Type, lane: ir.Type, lanes: int) -> None:
         self.word, self.lanes, self.bytes, self.vector = word, lanes, LINE // lanes, ir.VectorType(lane, lanes)
 
     def broadcast(self, e: Emitter, word: ir.Value, lanes: int) -> ir.Value:
-        """A word in every lane."""
+        """Repeat a word in every lane."""
         one = e.builder.insert_element(ir.VectorType(self.word, lanes)(ir.Undefined), word, I32(0))
         return e.builder.shuffle_vector(one, one, ir.VectorType(I32, lanes)([0] * lanes))
 
     def add(self, e: Emitter, line: ir.Value, word: ir.Value, total: ir.Value) -> ir.Value:
-        """``total`` plus the products of a vector of words and a broadcast word; the vector may be a part of one."""
+        """Add to ``total`` the products of a vector of words, or a part of one, and a broadcast word."""
         return e.fma(line, self.broadcast(e, word, total.type.count), total)
 
 
@@ -95,16 +88,14 @@ FLOAT32, BFLOAT16, FLOAT64 = NumberType(F32, F32, 16), _Pairs(I32, F32, 16), Num
 
 
 class WeightFormat:
-    """How weights lie in memory: each row is a sequence of blocks.
+    """How weights lie in memory: each row is a sequence of blocks of ``words`` words and ``bytes`` bytes.
 
     Attributes:
         name: as in GGUF, or torch's name of the type.
-        numbers: type of the words that the weights are multiplied with.
-        words: per block.
-        bytes: per block.
+        numbers: type of the words that the weights are multiplied by.
         parts: equal parts in which a block is unpacked.
-        panels: unpacked side by side for a few tokens. Two, where a single sum would wait for each product.
-        few_tokens: token counts with code of their own in ``panels.few``, up to the most whose sums fit in registers.
+        panels: unpacked side by side for a few tokens; two, where a single sum would wait for each product.
+        few_tokens: token counts with separate code in ``panels.few``, up to the most whose sums fit in registers.
     """
 
     parts, panels = 1, 2
@@ -114,11 +105,11 @@ class WeightFormat:
         self.name, self.numbers, self.words, self.bytes = name, numbers, words, size
 
     def scales(self, e: Emitter, rows: Rows) -> Any:
-        """Values that all parts of a block need."""
+        """Return values that all parts of a block need."""
         return None
 
     def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
-        """The columns of one part, in order: vectors of words, or of numbers that are used as words."""
+        """Yield the columns of one part, in order: vectors of words, or of numbers used as words."""
         raise NotImplementedError
 
 
@@ -139,7 +130,7 @@ PLAIN_FORMATS = (Plain("float32", FLOAT32), Plain("bfloat16", BFLOAT16), Plain("
 
 
 def transposed(e: Emitter, rows: list[ir.Value]) -> list[ir.Value]:
-    """The columns of a square tile, from its rows."""
+    """Return the columns of a square tile, given its rows."""
     n = len(rows)
     pick = ir.VectorType(I32, n)
 
@@ -162,7 +153,7 @@ def transposed(e: Emitter, rows: list[ir.Value]) -> list[ir.Value]:
         mixed = [[shuffle(r[0], r[1], lanes) for lanes in pair] for r in groups]
 
     def blocks(a: ir.Value, b: ir.Value, first: int) -> ir.Value:
-        """Every second 128-bit block of ``a``, then of ``b``."""
+        """Return every second 128-bit block of ``a``, then of ``b``."""
         return shuffle(a, b, [s + k * width + w for s in (0, n) for k in (first, first + 2) for w in range(width)])
 
     columns: list[ir.Value] = [None] * n

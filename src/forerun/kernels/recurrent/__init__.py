@@ -1,1 +1,1 @@
-"""Kernels of recurrent layers: a token's state is that of its parent in the draft tree and the token itself."""
+"""Kernels of recurrent layers, in which a token's state follows from its parent's in the draft tree."""

@@ -1,6 +1,6 @@
-"""The gated delta rule and Mamba-2's recurrence over a draft tree, token by token, in one fixed order.
+"""Run the gated delta rule and Mamba-2's recurrence over a draft tree, token by token, in one fixed order.
 
-Both keep a matrix per head. It decays by a gate, takes in the product of a key and a value, and is read by a query:
+Both keep a matrix per head, which a gate decays, a key and a value update, and a query reads:
 
     S = exp(g) * S_parent
     u = beta * (v - S^T k)      (delta rule; https://arxiv.org/abs/2412.06464, and with a gate per channel, Kimi Linear)
@@ -8,8 +8,8 @@ Both keep a matrix per head. It decays by a gate, takes in the product of a key 
     S = S + k u^T
     o = S^T q
 
-A task is one head. Its sums go over the key's dimensions in order, so a token's bits depend on its ancestors alone.
-States and sums are of the type of the inputs, float32 or float64.
+Each task is a head. It sums over the key's dimensions in order, so a token's bits depend only on its ancestors. States
+and sums have the inputs' type, float32 or float64.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from forerun.kernels.runtime.executor import Operation, Program, Tasks
 L2_EPSILON = 1e-6
 """Added to a key's or query's sum of squares before the root, as in transformers and FLA."""
 BEFORE = -1
-"""Parent of the first token, and the place of its state: what the text before has left."""
+"""Parent of the first token, and the place of the state before it."""
 UNSAVED = -1
-"""Index of the saved state of a token whose state is not saved."""
+"""Saved-state index of a token whose state is not saved."""
 
 
 class GatedStateOp(NamedTuple):
@@ -41,14 +41,13 @@ class GatedStateOp(NamedTuple):
 
     Attributes:
         rows, row_width: each token's keys, values, gates and betas, side by side (``GatedShape``).
-        q, out: queries and outputs of the tokens from ``first`` on; earlier tokens are only read into the state.
-        state: states before the first token, or 0 if they are zero.
+        q, out: queries and outputs of the tokens from ``first`` on; earlier tokens only update the state.
+        state: states before the first token, or 0 for zeros.
         saved: where saved states are written, one after the other.
         order: ``TokenOrder.table``.
         gates: gates per head: 1, or ``dim``.
         delta, normalise: whether it is the delta rule, and whether keys and queries are divided by their norms.
-        wide: whether numbers are float64.
-        scale: factor of the queries.
+        wide, scale: whether numbers are float64; factor on the queries.
     """
 
     rows: int
@@ -77,7 +76,7 @@ read_gated = GATED_LAYOUT.reader()
 
 
 class GatedShape(NamedTuple):
-    """Sizes of a layer's recurrence, and which one it is; see ``GatedStateOp``."""
+    """A layer's recurrence and its sizes; see ``GatedStateOp``."""
 
     key_heads: int
     heads: int
@@ -90,21 +89,19 @@ class GatedShape(NamedTuple):
 
     @property
     def row_width(self) -> int:
-        """Numbers that a token leaves in the state: a key per key head, and value, gates and beta of each head."""
+        """Numbers per token that update the state: a key per key head, and value, gates and beta per head."""
         return self.key_heads * self.dim + self.heads * (self.out_dim + self.gates + int(self.delta))
 
 
 @dataclass(frozen=True)
 class TokenOrder:
-    """The order in which a recurrence goes over a draft tree: where each token finds its parent's state and where it
-    leaves its own.
+    """The order in which a recurrence visits a draft tree, and where each token's state is kept.
 
-    A parent's state is kept until its last child has been computed. That child takes it over in place, so a chain of
-    any length needs the memory of one state.
+    A parent's state is kept until its last child is computed, in place, so a chain of any length needs one state.
 
     Attributes:
         table: parent's place, own place and index of the saved state of each token, int64 ``[n, 3]``.
-        places: how many states exist at the same time.
+        places: number of states that exist at once.
     """
 
     table: torch.Tensor
@@ -112,7 +109,7 @@ class TokenOrder:
 
     @classmethod
     def of(cls, parents: IntArray, saved: Mapping[int, int], device: torch.device) -> TokenOrder:
-        """The order for these parents ``[n]``, parents first, in which some tokens' states are saved by index."""
+        """Order tokens with ``parents`` ``[n]``, parents first; ``saved`` maps tokens to saved-state indices."""
         children = np.bincount(parents + 1, minlength=len(parents) + 1).tolist()
         rows, places, free = [], 0, list[int]()
         own: list[int] = []
@@ -140,18 +137,17 @@ def run_states(
     saved: torch.Tensor,
     order: TokenOrder,
 ) -> torch.Tensor:
-    """Outputs ``[m, heads, out_dim]`` of the last m tokens; saves states on the way.
+    """Return outputs ``[m, heads, out_dim]`` of the last m tokens, and save states on the way.
 
     Args:
-        shape: of the layer.
-        rows: contiguous, ``[n, row_width]``, float32 or float64 as all others.
-        q: queries of the last m tokens, contiguous, ``[m, key_heads, dim]``.
+        rows: contiguous ``[n, row_width]``, float32 or float64 like all others.
+        q: queries of the last m tokens, contiguous ``[m, key_heads, dim]``.
         state: ``[heads, dim, out_dim]`` before the first token; None for zeros.
-        saved: where the states go that ``order`` saves, ``[s, heads, dim, out_dim]``.
+        saved: destination of saved states, ``[s, heads, dim, out_dim]``.
         order: of all n tokens.
     """
     if gpu.runs_on(q.device):
-        from forerun.kernels.gpu import recurrences as there  # which needs Triton
+        from forerun.kernels.gpu import recurrences as there  # needs Triton
 
         return there.run_states(shape, rows, q, state, saved, order)
     out = q.new_empty(len(q), shape.heads, shape.out_dim)
@@ -168,7 +164,7 @@ def run_states(
 
 @compiled
 def gated_states(address: int, fields: int, code: int, task: int, slot: int) -> None:
-    """One head, over all tokens."""
+    """Run one head over all tokens."""
     op = read_gated(fields)
     size = op.heads * op.dim * op.out_dim
     order = integers(op.order, 3 * op.tokens)
@@ -193,7 +189,7 @@ def run_head(
     op: GatedStateOp, head: int, order: np.ndarray, rows: np.ndarray, q: np.ndarray, out: np.ndarray,
     state: np.ndarray, saved: np.ndarray, scratch: np.ndarray,
 ) -> None:  # fmt: skip
-    """All tokens of one head; see the module's first lines."""
+    """Run one head over all tokens; see the module's docstring."""
     size, key_head = op.dim * op.out_dim, head // (op.heads // op.key_heads)
     key, query = part(scratch, op.places * size, op.dim), part(scratch, op.places * size + op.dim, op.dim)
     decays = part(scratch, op.places * size + 2 * op.dim, op.dim)
@@ -241,7 +237,7 @@ def run_head(
 
 @compiled
 def copy_vector(op: GatedStateOp, vector: np.ndarray, to: np.ndarray, scale: float) -> None:
-    """Copy a key or query, divided by its norm where the layer asks for it, times ``scale``."""
+    """Copy a key or query times ``scale``, normalised if the layer does so."""
     factor = scale
     if op.normalise:
         total = 0.0
@@ -254,7 +250,7 @@ def copy_vector(op: GatedStateOp, vector: np.ndarray, to: np.ndarray, scale: flo
 
 @compiled
 def decay(before: np.ndarray, factor: float, in_place: bool, line: np.ndarray) -> None:
-    """A line of the parent's state, decayed. Compilers do not vectorise a loop whose arrays may be the same memory."""
+    """Decay a line of the parent's state. Compilers do not vectorise loops over arrays that may overlap."""
     if in_place:
         for j in range(line.size):
             line[j] *= factor

@@ -1,7 +1,7 @@
-"""The short causal convolution in front of recurrent layers, over a draft tree: each channel, a few tokens back.
+"""Run the short causal convolution of recurrent layers over a draft tree.
 
-A token's output is a weighted sum of its own input and of those of its nearest ancestors, in one order. So its bits
-depend on these alone.
+A token's output is a weighted sum of its input and its nearest ancestors' in a fixed order, so its bits depend only on
+these.
 """
 
 from __future__ import annotations
@@ -20,22 +20,15 @@ from forerun.kernels.runtime.executor import Operation, Program, Tasks, read_pas
 from forerun.kernels.runtime.vector_ir import LANES, LINE
 
 TASK_CHANNELS = 512
-"""Channels of a task: enough work to hand out, and few enough to stay in the processor's cache."""
+"""Channels per task: enough work, and few enough to stay in the processor's cache."""
 GATED_CHANNELS = 128
-"""The same in a program, whose passes have few tokens: a layer of 1,024 channels is work for eight threads."""
+"""Channels per task in a program, whose passes have few tokens: 1,024 channels keep eight threads busy."""
 
 
 class ConvolutionOp(NamedTuple):
-    """One call: addresses and sizes.
-
-    Attributes:
-        x: inputs of the tokens before, and of the block.
-        weights: one row per tap, the farthest first.
-        bias: address, or 0.
-        parents: index of the parent of each of all tokens.
-        first: tokens before the block, at least ``taps - 1``.
-        wide: whether numbers are float64.
-    """
+    """One call over inputs ``x`` of the tokens before the block and of the block: addresses and sizes. ``weights`` has
+    a row per tap, the farthest first. ``first`` is the number of tokens before the block, at least ``taps - 1``;
+    ``wide`` says whether numbers are float64."""
 
     x: int
     weights: int
@@ -53,13 +46,11 @@ class GatedConvolutionOp(NamedTuple):
     """A layer of a program: ``gate_out * convolve(gate_in * x)``, float32.
 
     Attributes:
-        kind: type of the weights and of a linear layer's input: 0 float32, 1 bfloat16.
-        x, x_row: rows of ``gate_in``, ``gate_out`` and x, side by side; bytes of a row.
-        weights: ``[channels, taps]``, the farthest tap first.
-        bias: ``[channels]``, or 0.
-        histories: address of a table with an address for each row: the inputs ``gate_in * x`` of the ``taps - 1``
-            tokens before the block, and room for those of the block.
-        to, to_row: where results go, as a linear layer's input.
+        kind: type of the weights and of a linear layer's input, ``to``: 0 float32, 1 bfloat16.
+        x, x_row: rows of ``gate_in``, ``gate_out`` and x, side by side; bytes per row.
+        weights, bias: ``[channels, taps]``, the farthest tap first; ``[channels]``, or 0.
+        histories: one address per row: inputs ``gate_in * x`` of the ``taps - 1`` tokens before the block, and
+            room for the block's.
     """
 
     kind: int
@@ -81,16 +72,16 @@ read_convolution, read_gated_convolution = CONVOLUTION_LAYOUT.reader(), GATED_CO
 def convolve(
     x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, parents: torch.Tensor, first: int
 ) -> torch.Tensor:
-    """Outputs ``[n - first, C]`` of the tokens from ``first`` on.
+    """Return outputs ``[n - first, C]`` of the tokens from ``first`` on, float32 or float64 like all arguments.
 
     Args:
-        x: inputs, contiguous, ``[n, C]``, float32 or float64 as all others.
-        weights: contiguous, ``[K, C]``, the farthest tap first.
+        x: inputs, contiguous ``[n, C]``.
+        weights: contiguous ``[K, C]``, the farthest tap first.
         bias: ``[C]``, or None.
-        parents: index of each token's parent, int64 ``[n]``; the first ``first`` tokens are a chain, at least K - 1.
+        parents: each token's parent index, int64 ``[n]``; the first ``first`` tokens are a chain, at least K - 1.
     """
     if gpu.runs_on(x.device):
-        from forerun.kernels.gpu import recurrences as there  # which needs Triton
+        from forerun.kernels.gpu import recurrences as there  # needs Triton
 
         return there.convolve(x, weights, bias, parents, first)
     count, channels = x.shape
@@ -105,7 +96,7 @@ def convolve(
 
 @compiled
 def short_convolution(address: int, fields: int, code: int, task: int, slot: int) -> None:
-    """Some channels, for all tokens."""
+    """Convolve one task's channels for all tokens."""
     op = read_convolution(fields)
     low, parents = task * TASK_CHANNELS, integers(op.parents, op.tokens)
     high = min(low + TASK_CHANNELS, op.channels)
@@ -127,7 +118,7 @@ def run_channels(
     op: ConvolutionOp, low: int, high: int, parents: np.ndarray, x: np.ndarray, weights: np.ndarray, bias: np.ndarray,
     out: np.ndarray,
 ) -> None:  # fmt: skip
-    """The channels ``low`` to ``high`` (not included) of all tokens."""
+    """Convolve channels ``low`` to ``high`` (exclusive) for all tokens."""
     for token in range(op.first, op.tokens):
         to = part(out, (token - op.first) * op.channels + low, high - low)
         to[:] = 0
@@ -151,13 +142,13 @@ CONVOLUTION = Operation(
 
 
 def scratch_bytes(taps: int) -> int:
-    """Bytes that a thread needs for ``gated_convolution``."""
+    """Return the scratch bytes per thread of ``gated_convolution``."""
     return LINE + 4 * GATED_CHANNELS * (taps + 2)
 
 
 @compiled
 def gated_convolution(address: int, fields: int, code: int, task: int, slot: int) -> None:
-    """Some channels, for all tokens of all rows; the nearest tap is summed first."""
+    """Convolve one task's channels for all tokens of all rows, the nearest tap first."""
     op, this = read_gated_convolution(fields), read_pass(address)
     low, taps, before = task * GATED_CHANNELS, op.taps, op.taps - 1
     size, width = min(GATED_CHANNELS, op.channels - low), 2 if op.kind else 4

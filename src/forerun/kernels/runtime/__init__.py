@@ -1,1 +1,1 @@
-"""What kernels run on: addresses, threads, and the executor of a pass."""
+"""The runtime of kernels: addresses, threads, and the executor of a pass."""

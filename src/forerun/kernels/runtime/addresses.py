@@ -1,4 +1,4 @@
-"""The interface between kernels and Python: functions and arrays by address, and job layouts."""
+"""Connect kernels to Python: functions and arrays by address, and job layouts."""
 
 from __future__ import annotations
 
@@ -30,28 +30,25 @@ from forerun.kernels.runtime.vector_ir import (
 )
 
 library_of = operator.attrgetter("library")
-"""Gets the machine code from numba's compile result."""
+"""Get the machine code from numba's compile result."""
 
 
 class StructLayout:
-    """The memory layout of one call's data: the fields of a ``NamedTuple``, as 64-bit integers and floats.
-
-    The first integer counts tasks taken. The second, if threads need memory of their own, counts threads.
-    """
+    """Memory layout of one call's data: a ``NamedTuple``'s fields as 64-bit integers and floats."""
 
     def __init__(self, fields: Any) -> None:
         kinds = list(get_type_hints(fields).values())
         self.layout = struct.Struct("".join("d" if kind is float else "q" for kind in kinds))
         self.kind = types.NamedTuple([types.float64 if kind is float else types.int64 for kind in kinds], fields)
         self.size = LINE * math.ceil(self.layout.size / LINE)
-        """Bytes reserved, in whole cache lines."""
+        """Reserved bytes, in whole cache lines."""
 
     def table(self, rows: Iterable[tuple[int | float, ...]]) -> bytearray:
-        """The data of several, one after the other, ``size`` bytes each."""
+        """Pack several records, ``size`` bytes each."""
         return bytearray().join(self.layout.pack(*row).ljust(self.size, b"\0") for row in rows)
 
     def reader(self) -> Any:
-        """A compiled function that reads the fields from an address."""
+        """Return a compiled function that reads the fields from an address."""
         kind = self.kind
 
         @intrinsic
@@ -68,12 +65,12 @@ class StructLayout:
 
 
 def head_rows(t: torch.Tensor) -> tuple[int, int, int]:
-    """Address of rows ``[1, H, n, d]``, and the strides in bytes from head to head and from row to row."""
+    """Return the address of rows ``[1, H, n, d]``, and the strides of heads and rows in bytes."""
     return t.data_ptr(), t.element_size() * t.stride(1), t.element_size() * t.stride(2)
 
 
 def fits(*rows: torch.Tensor) -> bool:
-    """Whether kernels can read these ``[1, H, n, d]``: on a CPU, of one type, in rows of a multiple of 16 numbers."""
+    """Return whether kernels can read ``[1, H, n, d]``: on a CPU, of one type, with d a multiple of 16."""
     return fused() and all(
         t.shape[0] == 1
         and t.device.type == "cpu"
@@ -88,21 +85,16 @@ def fits(*rows: torch.Tensor) -> bool:
 
 @functools.cache
 def address_of(work: Callable[..., None], arguments: int = 1) -> int:
-    """Address of a compiled function that takes ``arguments`` integers, for ``run_on_threads`` and ``call``.
-
-    Compiles the function, or loads what an earlier process compiled.
-    """
+    """Return the address of a compiled function of ``arguments`` integers, for ``run_on_threads`` and ``call``.
+    Compiles the function, or loads it from the cache."""
     code = cast(Any, work).get_compile_result(types.void(*(types.int64,) * arguments))
     return int(library_of(code).get_pointer_to_function(code.fndesc.llvm_cfunc_wrapper_name))
 
 
 @intrinsic
 def call(typing: Any, address: Any, *values: Any) -> Code:
-    """Call the machine code at an address (``address_of``) with these integers.
-
-    A function called by address is compiled once, and only if it is needed. A function called by name is compiled again
-    into every caller.
-    """
+    """Call the machine code at an address (``address_of``). Functions called by address are compiled once, on demand;
+    functions called by name, again in every caller."""
 
     def write(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), (I64,) * len(values))
@@ -113,7 +105,6 @@ def call(typing: Any, address: Any, *values: Any) -> Code:
 
 
 def _array_at(kind: Any) -> Any:
-    """A compiled function that gives ``count`` numbers of this type at an address as an array."""
     arrays, size = types.Array(kind, 1, "C"), kind.bitwidth // 8
 
     @intrinsic
@@ -135,14 +126,14 @@ bytes_at, signed_bytes = _array_at(types.uint8), _array_at(types.int8)
 
 @llvm_function(types.float32)
 def bfloat16_at(e: Emitter, address: ir.Value) -> ir.Value:
-    """The bfloat16 at an address as a float."""
+    """Read a bfloat16 as a float."""
     half = e.load(address, ir.IntType(16))
     return e.builder.bitcast(e.builder.shl(e.builder.zext(half, I32), I32(16)), F32)
 
 
 @intrinsic
 def part(typing: Any, array: Any, first: Any, count: Any) -> Code:
-    """``array[first : first + count]`` of a one-dimensional array, without any check."""
+    """Return ``array[first : first + count]``, one-dimensional, without bounds checks."""
     size = array.dtype.bitwidth // 8
 
     def write(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:

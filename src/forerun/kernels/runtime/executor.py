@@ -1,9 +1,7 @@
-"""A forward pass as a list of operations that threads go through together, without Python in between.
+"""Run a forward pass as a list of operations that all threads work through without Python.
 
-Each operation is cut into tasks. Threads take tasks until none are left, and start the next operation when all tasks of
-this one are done. The result does not depend on how many threads take part, or when they start; one thread is enough.
-
-What an operation is, its own file says in one place (``Operation``); nothing here knows any of them.
+Each operation is cut into tasks. Threads take tasks until none are left, and start the next operation once this one's
+tasks are all done. The result does not depend on the number of threads or on when they start.
 """
 
 from __future__ import annotations
@@ -32,29 +30,23 @@ from forerun.kernels.runtime.vector_ir import I32, I64, LINE, Emitter, llvm_func
 COUNTER_BYTES = 2 * LINE
 """Bytes of an operation's counters: tasks taken and tasks done, in separate cache lines."""
 SPINS = 2000
-"""How often a waiting thread checks the counter before it yields its core: some ten microseconds."""
+"""Checks of the counter before a waiting thread yields its core: some ten microseconds."""
 ONCE, PER_TOKEN, PER_OUTPUT, PER_UNIT = range(4)
-"""What the tasks of an operation are counted by: the pass, its tokens, the tokens whose logits are wanted, or its units
-of attention."""
+"""What tasks are counted by: the pass, its tokens, its tokens whose logits are wanted, or its units of attention."""
 HEAD_INTEGERS = 16
-"""Integers before an operation's fields: the addresses of ``run`` and ``prepare``, by what its tasks are counted and
-their number for each, and the addresses of other machine code."""
+"""Integers before an operation's fields: addresses of its machine code, and the unit and number of its tasks."""
 
 
 class PassFields(NamedTuple):
     """One pass, as threads see it: addresses and counts.
 
     Attributes:
-        threads: threads that have started.
-        operations, records, record_size, counters: the program's operations.
-        n: number of tokens.
-        outputs: number of tokens whose logits are computed; ``output_indices`` has their indices.
+        threads: threads started.
+        n, outputs: number of tokens, and of those whose logits are computed (``output_indices``).
         x, y: default input and output of linear layers that name no addresses.
-        rows, units, token_rows, parents: tables of attention (``ordered_attention.py``); ``token_rows`` has each
-            token's row.
-        positions: each token's position for the model, and ``cache_positions`` that in its cache.
-        states: memory for attention's states.
-        slots: each thread's scratch memory.
+        rows, units, token_rows, parents: attention tables (``ordered_attention.py``), and each token's row.
+        positions, cache_positions: tokens' positions for the model, and in their caches.
+        states, slots: memory for attention states, and each thread's scratch memory.
     """
 
     threads: int
@@ -87,7 +79,7 @@ Run = Callable[[int, int, int, int, int], None]
 
 
 class Tasks(NamedTuple):
-    """The number of an operation's tasks: ``each`` for the pass or each of its tokens, outputs or units."""
+    """Number of an operation's tasks: ``each`` for the pass, or for each token, output or unit."""
 
     each: int
     by: int = ONCE
@@ -95,15 +87,15 @@ class Tasks(NamedTuple):
 
 @dataclass(frozen=True)
 class Operation:
-    """A kind of operation of a pass: all that the executor has to know of it.
+    """A kind of operation: all that the executor needs.
 
     Attributes:
-        job: the layout of its fields, which say what one such operation of a program reads and writes.
-        tasks: the number of its tasks, by its fields. At least one, whatever the pass.
-        run: compiled; does one task, given the addresses of the pass (``read_pass``), of the operation's fields and of
+        job: layout of its fields, which say what one operation of a program reads and writes.
+        tasks: number of tasks, by its fields; at least one.
+        run: compiled; does one task. Gets the addresses of the pass (``read_pass``), of the operation's fields and of
             ``code``, the task's number, and the address of the thread's scratch memory.
-        code: addresses of other machine code that ``run`` calls, by the operation's fields.
-        prepare: as ``run``; each thread calls it before its first task. None if there is nothing to prepare.
+        code: addresses of machine code that ``run`` calls, by the operation's fields.
+        prepare: as ``run``; each thread calls it before its first task.
     """
 
     job: StructLayout
@@ -113,7 +105,7 @@ class Operation:
     prepare: Run | None = None
 
     def record(self, fields: Any) -> bytes:
-        """One such operation as the executor reads it."""
+        """Pack one operation for the executor."""
         each, by = self.tasks(fields)
         prepare = 0 if self.prepare is None else address_of(self.prepare, 5)
         head = (address_of(self.run, 5), prepare, by, each, *self.code(fields))
@@ -124,7 +116,7 @@ class Operation:
 
 @compiled
 def work(address: int) -> None:
-    """Each thread's loop over operations and tasks."""
+    """Take tasks of all operations in turn, on one thread."""
     this, mode = read_pass(address), keep_denormals()
     scratch, before = this.slots + ticket(address) * this.slot_size, 0
     for i in range(this.operations):
@@ -158,7 +150,6 @@ def _count(this: PassFields, by: int) -> int:
 
 @compiled
 def _await(counter: int, tasks: int) -> None:
-    """Wait until ``tasks`` tasks are done."""
     spins = 0
     while load_counter(counter) < tasks:
         spins += 1
@@ -169,14 +160,12 @@ def _await(counter: int, tasks: int) -> None:
 
 
 class _ScratchMemory(threading.local):
-    """Memory for threads and for attention's states; each calling thread has its own."""
-
     def __init__(self) -> None:
         self.size = 0
         self._grow(1 << 16)
 
     def claim(self, size: int) -> int:
-        """The address of ``size`` bytes. If the memory has to grow, its old contents are lost."""
+        """Return the address of ``size`` bytes; growing discards the contents."""
         if self.size < size:
             self._grow(size)
         return self.address
@@ -188,15 +177,11 @@ class _ScratchMemory(threading.local):
 
 _scratch = _ScratchMemory()
 FLUSHING = 0x8040
-"""The bits of x86's control word that turn denormal results and denormal operands into zeros."""
+"""Bits of x86's control word that flush denormal results and operands to zero."""
 
 
 class Program:
-    """Operations in order, with their counters.
-
-    Args:
-        operations: each one's kind and fields.
-    """
+    """A sequence of operations, each given by kind and fields, with their counters."""
 
     def __init__(self, operations: Sequence[tuple[Operation, Any]]) -> None:
         records = [kind.record(fields) for kind, fields in operations]
@@ -212,20 +197,20 @@ class Program:
         self._buffer = self._memory.data
 
     def run(self, threads: int, **fields: int) -> None:
-        """Run all operations on this many of torch's threads; ``fields`` are those of ``PassFields``."""
+        """Run all operations on ``threads`` of torch's threads, with ``fields`` of ``PassFields``."""
         self._counters.fill(0)
         PASS_LAYOUT.layout.pack_into(self._buffer, 0, *PassFields(*self._own, **fields))
         run_on_threads(address_of(work), self._address, threads)
 
     def run_in_scratch(self, slot_bytes: int, states_bytes: int = 0, **fields: int) -> None:
-        """The same in memory that later runs overwrite, of these sizes: for each thread, and for attention's states."""
+        """Run on all of torch's threads, in memory that later runs overwrite: ``slot_bytes`` per thread, and
+        ``states_bytes`` for attention states."""
         threads, size = torch.get_num_threads(), LINE * -(-slot_bytes // LINE)
         slots = _scratch.claim(threads * size + states_bytes)
         self.run(threads, slots=slots, slot_size=size, states=slots + threads * size, **fields)
 
 
 def _aligned(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Zeros, aligned to a cache line."""
     memory = np.zeros(size + LINE, np.uint8)
     begin = -memory.ctypes.data % LINE
     return memory[begin : begin + size]
@@ -233,20 +218,20 @@ def _aligned(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 @llvm_function(types.int64)
 def ticket(e: Emitter, counter: ir.Value) -> ir.Value:
-    """Increment a counter atomically; returns its old value."""
+    """Increment a counter atomically, and return its old value."""
     return e.builder.atomic_rmw("add", e.builder.inttoptr(counter, I64.as_pointer()), I64(1), "acq_rel")
 
 
 @llvm_function(types.int64)
 def load_counter(e: Emitter, counter: ir.Value) -> ir.Value:
-    """A counter's current value (acquire): what other threads wrote before they counted is visible afterwards."""
+    """Load a counter (acquire), so that what other threads wrote before counting is visible."""
     return e.builder.load_atomic(e.builder.inttoptr(counter, I64.as_pointer()), "acquire", 8)
 
 
 @llvm_function(types.int64)
 def keep_denormals(e: Emitter) -> ir.Value:
-    """Let this thread compute with denormal numbers; returns its mode before. ``torch.set_flush_denormal`` is a setting
-    of the thread that calls it, and a number must not depend on which thread computes it."""
+    """Enable denormals on this thread, and return its previous mode. ``torch.set_flush_denormal`` affects only the
+    calling thread, and results must not depend on which thread computes them."""
     if not _is_x86(e):
         return I64(0)
     place = cgutils.alloca_once(e.builder, I32)
@@ -271,7 +256,6 @@ def _is_x86(e: Emitter) -> bool:
 
 
 def _control(e: Emitter, name: str, place: ir.Value) -> None:
-    """Read or write the processor's control word of vector arithmetic."""
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), (byte,))
     e.builder.call(cgutils.get_or_insert_function(e.builder.module, kind, name), (e.builder.bitcast(place, byte),))
@@ -279,7 +263,7 @@ def _control(e: Emitter, name: str, place: ir.Value) -> None:
 
 @llvm_function()
 def pause(e: Emitter) -> None:
-    """Let the core's other hardware thread run for a moment."""
+    """Let the core's other hardware thread run briefly."""
     if _is_x86(e):
         _call(e, "llvm.x86.sse2.pause")
 
@@ -295,14 +279,13 @@ def _call(e: Emitter, name: str, result: ir.Type | None = None) -> None:
     e.builder.call(cgutils.get_or_insert_function(e.builder.module, kind, name), ())
 
 
-# Kernels run on torch's own threads if possible, else on a pool. After a matrix product torch's threads spin for a
-# while, waiting for more work, and a second set of threads would compete with them for the same cores. They are reached
-# through the OpenMP entry point that compilers use (``GOMP_parallel``, in GNU's and LLVM's libraries). The pool is for
-# systems without it.
+# Kernels run on torch's own threads if possible. After a matrix product these spin while waiting for more work, and
+# would compete for cores with a second set of threads. Compilers reach them through the OpenMP entry point
+# ``GOMP_parallel``, in GNU's and LLVM's libraries, and so do we. Systems without it use a pool.
 
 
 def run_on_threads(address: int, argument: int, threads: int) -> None:
-    """Call the C function at ``address`` on up to ``threads`` threads at once, each with the same argument."""
+    """Call the C function at ``address`` with ``argument`` on up to ``threads`` threads at once."""
     if threads == 1:
         callable_at(address)(argument)
     elif (parallel := openmp()) is not None:
@@ -312,7 +295,7 @@ def run_on_threads(address: int, argument: int, threads: int) -> None:
 
 
 def run_in_pool(function: Callable[[int], None], argument: int, threads: int) -> None:
-    """Call ``function`` here and in the pool. Pool calls that have not started when this one ends are cancelled."""
+    """Call ``function`` here and in the pool, and cancel pool calls that have not started when this one ends."""
     calls = [pool().submit(function, argument) for _ in range(threads - 1)]
     try:
         function(argument)
@@ -324,13 +307,13 @@ def run_in_pool(function: Callable[[int], None], argument: int, threads: int) ->
 
 @functools.cache
 def callable_at(address: int) -> Callable[[int], None]:
-    """The C function at ``address``; calling it releases the GIL."""
+    """Return the C function at ``address``; calling it releases the GIL."""
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
 
 @functools.cache
 def openmp() -> Callable[[int, int, int, int], None] | None:
-    """``GOMP_parallel`` of torch's own OpenMP library, if torch uses OpenMP."""
+    """Return ``GOMP_parallel`` of torch's OpenMP library, or None without OpenMP."""
     if "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
         return None
     folder = Path(torch.__file__).parent / "lib"
@@ -346,5 +329,5 @@ def openmp() -> Callable[[int, int, int, int], None] | None:
 
 @functools.cache
 def pool() -> ThreadPoolExecutor:
-    """This process's pool of threads."""
+    """Return this process's thread pool."""
     return ThreadPoolExecutor(usable_cores(), "forerun-kernel")

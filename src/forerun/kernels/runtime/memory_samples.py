@@ -1,9 +1,8 @@
-"""Checksums of tensors by samples of their memory: fast enough to look at a whole model before every request.
+"""Checksum tensors by samples of their memory, fast enough to check a whole model before every request.
 
-A tensor of up to ``READ_WHOLE_BYTES`` is read whole, of a larger one ``SAMPLED_PIECES`` pieces of ``SAMPLED_BYTES``.
-These are spread evenly over its rows, and go through its columns in turn. So a change is seen if it is one of all
-weights, of a whole column (where rows are lines of up to 4 KiB), or of consecutive rows that are an eighth of all. One
-of a few single weights or rows may not be.
+Small tensors are read whole; of larger ones, pieces spread evenly over the rows and cycling through the columns. This
+detects a change of all weights, of a whole column (in rows of up to 4 KiB), or of an eighth of the rows in sequence. It
+may miss a change of a few single weights or rows.
 """
 
 from __future__ import annotations
@@ -20,24 +19,18 @@ from forerun.core.tree import IntArray
 from forerun.kernels.runtime.addresses import bytes_at, integers
 
 READ_WHOLE_BYTES = 1 << 14
-"""Tensors of up to 16 KiB are read whole: norms, biases, rotary frequencies."""
+"""16 KiB: norms, biases, rotary frequencies."""
 SAMPLED_PIECES = 64
 SAMPLED_BYTES = 64
-"""A cache line: less takes as long to read."""
+"""A cache line: reading less costs as much."""
 _WORDS = SAMPLED_BYTES // 8
 _PRIME, _ODD = np.uint64(0x9E3779B185EBCA87), np.uint64(0xC2B2AE3D27D4EB4F)
 _LEFT, _RIGHT = np.uint64(31), np.uint64(33)
 
 
 class MemorySample(NamedTuple):
-    """Pieces of a tensor's memory.
-
-    Attributes:
-        offset: bytes from the beginning of its storage.
-        size: bytes from its first number to its last.
-        step: bytes from piece to piece; the last piece ends with the tensor.
-        pieces: how many there are.
-    """
+    """Pieces of a tensor's memory, ``step`` bytes apart from ``offset`` in its storage; the last one ends with the
+    tensor's ``size`` bytes."""
 
     offset: int
     size: int
@@ -46,7 +39,7 @@ class MemorySample(NamedTuple):
 
 
 def sample_of(t: torch.Tensor) -> MemorySample:
-    """The pieces of a tensor that are read. Between rows that do not touch, other memory of its storage may be read."""
+    """Choose the pieces to read. Between rows with gaps, they may cover other memory of the storage."""
     width = t.element_size()
     strides = [(stride * width, count) for stride, count in zip(t.stride(), t.shape, strict=True) if count > 1]
     size = sum(stride * (count - 1) for stride, count in strides) + width if t.numel() else 0
@@ -61,12 +54,8 @@ def sample_of(t: torch.Tensor) -> MemorySample:
 
 
 def checksum(tensors: Sequence[torch.Tensor], table: IntArray | None = None) -> int:
-    """A number that changes with the sampled bytes of these tensors, on any devices.
-
-    Args:
-        tensors: dense ones.
-        table: ``address_table`` of them, if they are all on the CPU and have not moved since.
-    """
+    """Return a number that changes with the sampled bytes of dense tensors, on any devices. ``table`` is their
+    ``address_table``, if all are on the CPU and have not moved since."""
     if table is not None:
         return int(_digest(table))
     parts = [_pieces(each) for each in tensors if each.numel()]
@@ -75,8 +64,7 @@ def checksum(tensors: Sequence[torch.Tensor], table: IntArray | None = None) -> 
 
 
 def address_table(tensors: Sequence[torch.Tensor]) -> IntArray | None:
-    """For ``checksum``: where their pieces are, int64 ``[tensors, 4]``. None if they are not all on the CPU, or nothing
-    is compiled."""
+    """Return the places of the tensors' pieces, int64 ``[tensors, 4]``; None off the CPU, or if nothing is compiled."""
     if not COMPILES or any(each.device.type != "cpu" for each in tensors):
         return None
     rows = [(each.data_ptr(), *sample_of(each)[1:]) for each in tensors]
@@ -88,7 +76,6 @@ def _hash(parts: Sequence[torch.Tensor]) -> int:
 
 
 def _pieces(t: torch.Tensor) -> torch.Tensor:
-    """A tensor's pieces, side by side: bytes ``[n]``."""
     offset, size, step, count = sample_of(t)
     memory = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage(), offset, (size,), (1,))
     if size <= READ_WHOLE_BYTES:
@@ -106,7 +93,7 @@ def _digest(table: IntArray) -> int:
 
 @compiled
 def _add(table: int, count: int, sums: int) -> None:
-    """Mix the pieces of all tensors into ``_WORDS`` sums, each of its own words: they do not wait for each other."""
+    """Mix the pieces of all tensors into ``_WORDS`` independent sums, which do not wait for each other."""
     state = integers(sums, _WORDS)
     for n in range(count):
         row = integers(table + 32 * n, 4)
@@ -124,6 +111,6 @@ def _add(table: int, count: int, sums: int) -> None:
 
 @compiled
 def _mixed(state: np.int64, word: np.int64) -> np.int64:
-    """xxHash's round: every bit of the word reaches the high half of the state, and comes down by the rotation."""
+    """Apply xxHash's round: each bit of the word reaches the state's high half, and the rotation brings it down."""
     total = np.uint64(state) + np.uint64(word) * _ODD
     return np.int64(((total << _LEFT) | (total >> _RIGHT)) * _PRIME)

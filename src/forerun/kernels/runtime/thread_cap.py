@@ -1,4 +1,4 @@
-"""No more of torch's threads than this process may use cores."""
+"""Cap torch's threads at the cores that this process may use."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ log = logging.getLogger(__name__)
 
 
 def cap_threads() -> None:
-    """Lower torch's number of threads to ``usable_cores``; a lower one stays.
-
-    torch starts as many as its affinity allows, and knows of no quota.
-    """
+    """Lower torch's number of threads to ``usable_cores``: torch respects the affinity mask, but no quota."""
     threads, cores = torch.get_num_threads(), usable_cores()
     if threads > cores:
-        log.info("%d threads instead of %d: this process may use as much time as %d cores have", cores, threads, cores)
+        log.info("%d threads instead of %d: this process has a CPU quota of %d cores", cores, threads, cores)
         torch.set_num_threads(cores)

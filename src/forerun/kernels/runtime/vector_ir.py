@@ -1,7 +1,7 @@
-"""Vector code written directly in LLVM, for loops that the compiler does not vectorise.
+"""Write vector code directly in LLVM, for loops that the compiler does not vectorise.
 
-It uses vector types, ``fma`` and ``prefetch``, which LLVM lowers to every instruction set. A vector of 16 floats is one
-register of AVX-512, two of AVX2, or four of NEON.
+LLVM lowers vector types, ``fma`` and ``prefetch`` to every instruction set: 16 floats are one register of AVX-512, two
+of AVX2, or four of NEON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from numba import types
 from numba.core import cgutils, codegen, config
 
 LANES = 16
-"""Floats per vector."""
 LINE = 4 * LANES
 """Bytes per vector, and per cache line."""
 EXP2 = (
@@ -33,7 +32,7 @@ EXP2 = (
 )
 """Polynomial for 2 ** x, abs(x) <= 1/2, with the least relative error (2e-9); in float32 within one unit."""
 ROUND = 1.5 * 2.0**23
-"""Adding this to a small float leaves the float, rounded to an integer, in the last bits."""
+"""Adding this to a small float rounds it to an integer, in the last bits."""
 
 I32, I64, F32, F64 = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
 FLOATS, WORDS, FOUR = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES), ir.VectorType(F32, 4)
@@ -45,22 +44,22 @@ Code = tuple[Any, Callable[..., Any]]
 
 @functools.cache
 def features() -> str:
-    """The processor's features, in LLVM's notation."""
+    """Return the processor's features, in LLVM's notation."""
     return str(codegen.get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES)
 
 
 def wide() -> bool:
-    """Whether there are 32 registers that hold a whole vector."""
+    """Return whether 32 registers hold a whole vector each."""
     return "+avx512f" in features()
 
 
 def fused() -> bool:
-    """Whether kernels can be used."""
+    """Return whether kernels can be used."""
     return unusable() is None
 
 
 def unusable() -> str | None:
-    """Why kernels cannot be used: no compiler, Windows, or no ``fma`` instruction. None if they can be used."""
+    """Return why kernels cannot be used (no compiler, Windows, no ``fma``), or None if they can."""
     if config.DISABLE_JIT:
         return "numba's compiler is switched off (NUMBA_DISABLE_JIT)"
     if sys.platform == "win32":
@@ -71,18 +70,14 @@ def unusable() -> str | None:
 
 
 def intrinsic(function: Callable[..., Code]) -> Any:
-    """Mark a function that writes LLVM code, so that compiled functions can call it."""
+    """Let compiled functions call a function that writes LLVM code."""
     return numba.extending.intrinsic(function)
 
 
 def llvm_function(result: Any = types.void, constants: int = 0) -> Callable[[Callable[..., ir.Value | None]], Any]:
-    """Mark a function that writes LLVM code, given an ``Emitter`` and integers, so that compiled functions can call it.
-
-    Args:
-        result: type of its value.
-        constants: how many of the first integers are constants, which it gets as they are, as its code depends on them.
-            numba keeps code by the signature, so the signature has them in it.
-    """
+    """Let compiled functions call a function that writes LLVM code, given an ``Emitter`` and integers. The first
+    ``constants`` integers are compile-time constants, because the code depends on them. They are part of the signature,
+    by which numba caches code. ``result`` is the type of the value."""
 
     def mark(emit: Callable[..., ir.Value | None]) -> Any:
         @functools.wraps(emit)  # numba reads its parameters; the first one stands for numba's own
@@ -100,23 +95,23 @@ def llvm_function(result: Any = types.void, constants: int = 0) -> Callable[[Cal
 
 
 class Emitter:
-    """Writes vector instructions. Addresses are integers; loads may be unaligned, stores are to even ones."""
+    """Writes vector instructions. Addresses are integers; loads may be unaligned, stores need even addresses."""
 
     def __init__(self, builder: ir.IRBuilder) -> None:
         self.builder = builder
 
     def at(self, address: ir.Value, *offsets: ir.Value | int) -> ir.Value:
-        """The address plus offsets in bytes."""
+        """Add offsets in bytes to an address."""
         for offset in offsets:
             address = self.builder.add(address, I64(offset) if isinstance(offset, int) else offset)
         return address
 
     def times(self, a: ir.Value, b: ir.Value | int) -> ir.Value:
-        """The product of two integers."""
+        """Multiply two integers."""
         return self.builder.mul(a, I64(b) if isinstance(b, int) else b)
 
     def hidden(self, value: ir.Value) -> ir.Value:
-        """The same integer, of which LLVM does not know how it was computed."""
+        """Hide from LLVM how an integer was computed."""
         kind = ir.FunctionType(value.type, (value.type,))
         return self.builder.asm(kind, "", "=r,0", (value,), False)
 
@@ -129,14 +124,14 @@ class Emitter:
         self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=2)
 
     def prefetch(self, address: ir.Value) -> None:
-        """Prefetch the line at ``address``; any address is allowed."""
+        """Prefetch the line at ``address``, which may be invalid."""
         byte = ir.IntType(8).as_pointer()
         kind = ir.FunctionType(ir.VoidType(), (byte, I32, I32, I32))
         function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
         self.builder.call(function, (self.builder.inttoptr(address, byte), I32(0), I32(2), I32(1)))
 
     def variable(self, value: ir.Value) -> ir.Value:
-        """A stack variable, which the optimiser turns into a register, set to ``value`` here."""
+        """Return a stack variable set to ``value`` here; the optimiser turns it into a register."""
         place = cgutils.alloca_once(self.builder, value.type)
         self.builder.store(value, place)
         return place
@@ -148,43 +143,43 @@ class Emitter:
             yield loop.index
 
     def cases(self, number: ir.Value, values: Iterable[int]) -> Iterator[int]:
-        """Write the code of a loop's body for each of the values; the one that the number has at run time is run."""
+        """Write a loop's body once per value; only the case that equals ``number`` runs."""
         for value in values:
             with self.builder.if_then(self.builder.icmp_signed("==", number, I64(value))):
                 yield value
 
     def fma(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-        """a * b + c of vectors, rounded once."""
+        """Return a * b + c of vectors, rounded once."""
         kind = ir.FunctionType(a.type, (a.type,) * 3)
         name = f"llvm.fma.v{a.type.count}f{32 if a.type.element == F32 else 64}"
         return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), (a, b, c))
 
     def dots(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-        """c plus four products in each lane, of unsigned bytes of ``a`` and signed bytes of ``b`` (AVX-512)."""
+        """Add to each lane of c four products of unsigned bytes of ``a`` and signed bytes of ``b`` (AVX-512)."""
         kind = ir.FunctionType(WORDS, (WORDS,) * 3)
         function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.x86.avx512.vpdpbusd.512")
         return self.builder.call(function, (c, a, b))
 
     def larger(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        """The larger of ``a`` and ``b``, lane by lane."""
+        """Return the maximum of ``a`` and ``b``, lane by lane."""
         whole = a.type == WORDS
         more = self.builder.icmp_signed(">", a, b) if whole else self.builder.fcmp_ordered(">", a, b)
         return self.builder.select(more, a, b)
 
     def largest(self, x: ir.Value) -> ir.Value:
-        """The largest float of a vector."""
+        """Return the largest float of a vector."""
         kind = ir.FunctionType(F32, (FLOATS,))
         function = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.vector.reduce.fmax.v{LANES}f32")
         return self.builder.call(function, (x,), fastmath=("nnan",))
 
     def total(self, x: ir.Value) -> ir.Value:
-        """The sum of a vector's floats, in no fixed order."""
+        """Sum a vector's floats, in no fixed order."""
         kind = ir.FunctionType(F32, (F32, FLOATS))
         function = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.vector.reduce.fadd.v{LANES}f32")
         return self.builder.call(function, (F32(-0.0), x), fastmath=("reassoc",))
 
     def exp2(self, x: ir.Value) -> ir.Value:
-        """2 ** x for x <= 0: within one unit in the last place, 0 below -126.5, NaN for NaN."""
+        """Return 2 ** x for x <= 0: within one unit in the last place, 0 below -126.5, NaN for NaN."""
         b = self.builder
         x = self.larger(constant(-127.0), x)
         shifted = b.fadd(x, constant(ROUND))
@@ -196,11 +191,11 @@ class Emitter:
         return b.fmul(power, b.bitcast(b.shl(exponent, words_of(23)), FLOATS))
 
     def every_fourth(self, a: ir.Value, first: int) -> ir.Value:
-        """Every fourth of 64 bytes, from ``first`` on: 16 bytes."""
+        """Return every fourth of 64 bytes from ``first`` on: 16 bytes."""
         return self.pick(a, a, list(range(first, 4 * LANES, 4)))
 
     def everywhere(self, value: ir.Value) -> ir.Value:
-        """One float or integer, or four of them, repeated across the vector."""
+        """Repeat one float or integer, or four floats, across the vector."""
         if value.type == I32:
             value = self.builder.insert_element(WORDS(ir.Undefined), value, I32(0))
             return self.pick(value, value, [0] * LANES)
@@ -210,20 +205,20 @@ class Emitter:
         return self.pick(value, value, [0, 1, 2, 3] * (LANES // 4))
 
     def within(self, a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
-        """The same shuffle in each group of four lanes: 0 to 3 pick lanes of ``a``, 4 to 7 those of ``b``."""
+        """Shuffle each group of four lanes alike: 0 to 3 pick lanes of ``a``, 4 to 7 those of ``b``."""
         groups = range(0, LANES, 4)
         return self.pick(a, b, [g + lane if lane < 4 else g + LANES + lane - 4 for g in groups for lane in lanes])
 
     def pick(self, a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
-        """Lanes of ``a``, and of ``b`` after them, as a vector."""
+        """Pick lanes of ``a`` followed by ``b``."""
         return self.builder.shuffle_vector(a, b, ir.VectorType(I32, len(lanes))(lanes))
 
 
 def constant(value: float) -> ir.Constant:
-    """A vector with the same number in all lanes."""
+    """Return a vector with one number in all lanes."""
     return FLOATS([value] * LANES)
 
 
 def words_of(value: int) -> ir.Constant:
-    """A vector with the same integer in all lanes."""
+    """Return a vector with one integer in all lanes."""
     return WORDS([value] * LANES)

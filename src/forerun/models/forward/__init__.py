@@ -1,1 +1,1 @@
-"""Forward passes: a transformers decoder as a scorer of trees, as it is or compiled."""
+"""Forward passes: a transformers decoder as a scorer of draft trees, plain or compiled."""

@@ -1,7 +1,7 @@
-"""Which models can run as a program of kernels, and a description of their layers that the program is made from.
+"""Describe the layers of models that can run as a program of kernels.
 
-A description names matrices, norms and numbers. So a further family needs a few lines here and no kernel, as long as
-its layers are attention, or a short convolution, and a gated linear unit on a residual stream.
+A description names matrices, norms and numbers. So another family needs a few lines and no kernel, if its layers are
+attention or a short convolution, and a gated linear unit, on a residual stream.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ PROGRAM_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 CAPPED_LOGITS = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM"})
 """Models that cap their logits; others may have a cap in their configuration and ignore it."""
 CHANGING = frozenset({"dynamic", "longrope"})
-"""Rotary scalings in which angles depend on the length of the text. Those of ``longrope`` do not up to the limit of
-positions (``inputs.position_limit``), so a program can have them."""
+"""Rotary scalings whose angles depend on the sequence's length. With ``longrope`` they do not up to the limit of
+positions (``inputs.position_limit``), so programs support it."""
 STORED = "stored"
-"""The name of the type of weights that are as a file stores them (``stored_weights.py``)."""
+"""Name of the type of quantised weights in a file's format (``stored_weights.py``)."""
 STORED_BY_FLOATS = "stored, float32 activations"
-"""The same if their inputs are not quantised."""
+"""Name of that type if inputs are not quantised."""
 ANGLES_CHUNK = 256
-"""Positions whose angles are computed at once. Few enough that torch uses one thread, so that the bits are fixed."""
+"""Positions whose angles are computed at once; few enough for one thread in torch, so that the bits are fixed."""
 
 
 @dataclass(frozen=True)
 class MatrixRows:
-    """Rows ``first`` to ``first + count`` of a linear layer: a matrix of its own, or one of several in one."""
+    """Rows ``first`` to ``first + count`` of a linear layer: a complete matrix, or one of several."""
 
     module: Any
     first: int
@@ -63,7 +63,7 @@ class MatrixRows:
 
     @property
     def weights(self) -> Weights:
-        """The same, as kernels take them."""
+        """The rows in the form that kernels use."""
         whole: Weights = self.module.packed_weights if as_stored(self.module) else plain(self.module.weight.detach())
         return whole._replace(rows=whole.rows[self.first : self.first + self.count], bias=self.bias)
 
@@ -73,12 +73,10 @@ class AttentionPart:
     """A layer's attention.
 
     Attributes:
-        qkv: matrices of queries, keys and values.
-        output: matrix after attention.
-        q_norm, k_norm: norms of queries and keys, of each head or of all together, or None.
-        head_dim: numbers of a head.
-        spec: attention's parameters.
-        rotary: the kind of layer by which rotary angles differ, or None if all have the same.
+        qkv, output: matrices of queries, keys and values, and the one after attention.
+        q_norm, k_norm: norms of queries and keys, per head or of all together, or None.
+        head_dim: numbers per head.
+        rotary: kind of layer, if rotary angles differ by kind, else None.
         rotates: False if keys and queries do not depend on position.
     """
 
@@ -100,12 +98,8 @@ class AttentionPart:
 @dataclass(frozen=True)
 class ConvolutionPart:
     """A layer's short convolution over tokens, between two gates (LFM2): ``gate_out * convolve(gate_in * x)``.
-
-    Attributes:
-        inputs: matrix of ``gate_in``, ``gate_out`` and x, one below the other.
-        output: matrix after that.
-        taps: module of the convolution, with weights ``[C, 1, K]``.
-    """
+    ``inputs`` is the matrix of ``gate_in``, ``gate_out`` and x, stacked; ``taps`` is the module with weights ``[C, 1,
+    K]``."""
 
     inputs: MatrixRows
     output: MatrixRows
@@ -113,7 +107,6 @@ class ConvolutionPart:
 
     @property
     def matrices(self) -> tuple[MatrixRows, ...]:
-        """All of its matrices."""
         return self.inputs, self.output
 
 
@@ -122,9 +115,9 @@ class DecoderLayer:
     """One decoder layer.
 
     Attributes:
-        mixer: what mixes tokens.
+        mixer: attention or a short convolution.
         gate_up, down: matrices of the gated linear unit.
-        before_mixer, before_mlp: norms of what a part reads, or None.
+        before_mixer, before_mlp: norms of a part's input, or None.
         after_mixer, after_mlp: norms of what a part adds to the residual stream, or None.
         residual_multiplier: factor on what a part adds to the residual stream.
     """
@@ -140,26 +133,19 @@ class DecoderLayer:
 
     @property
     def matrices(self) -> tuple[MatrixRows, ...]:
-        """All of the layer's matrices."""
         return (*self.mixer.matrices, *self.gate_up, self.down)
 
 
 @dataclass(frozen=True)
 class DecoderDescription:
-    """All that a pass over a known model computes; programs for a CPU and passes on a GPU are made from it.
+    """All that a pass over a known model computes: the source of programs for a CPU and passes on a GPU.
 
     Attributes:
-        layers: in order.
-        embedding: module of the tokens' embeddings.
-        embedding_factor: factor on them.
-        norm: behind the last layer.
-        head: linear layer of the logits.
-        activation: of the gates, as kernels know it.
-        rotary: module of the rotary angles.
-        limit: number of positions up to which its angles hold, or None if they always do.
-        logits_scaling: divides the logits.
-        logits_softcap: soft cap of the logits, or None.
-        dtype: of weights.
+        embedding, embedding_factor: module of the tokens' embeddings, and the factor on these.
+        norm, head: after the last layer; linear layer of the logits.
+        activation: of the gates, by the kernels' number.
+        rotary, limit: module of the rotary angles, and the number of positions up to which they hold, or None for all.
+        logits_scaling, logits_softcap: divides the logits; their soft cap, or None.
     """
 
     layers: list[DecoderLayer]
@@ -186,7 +172,7 @@ class DecoderDescription:
 
 
 def describe(model: PreTrainedModel) -> DecoderDescription:
-    """The description of a model that is known."""
+    """Describe a known model."""
     decoder, config, embedding = decoder_of(model), text_config(model), model.get_input_embeddings()
     return DecoderDescription(
         layers=layers(model), embedding=embedding, embedding_factor=embedding_factor(decoder, embedding),
@@ -200,12 +186,12 @@ def describe(model: PreTrainedModel) -> DecoderDescription:
 
 
 def known(model: PreTrainedModel) -> bool:
-    """Whether a program can be written for this model as it is now."""
+    """Return whether a program can be written for this model in its current state."""
     return fused() and model.dtype in PROGRAM_DTYPES and _described(model, "cpu") and _fits(model)
 
 
 def known_on_gpu(model: PreTrainedModel) -> bool:
-    """Whether ``GpuForward`` can run this model as it is now, on the device where it is."""
+    """Return whether ``GpuForward`` can run this model in its current state, on its device."""
     if not _described(model, model.device.type):
         return False
     described = layers(model)
@@ -218,7 +204,7 @@ def known_on_gpu(model: PreTrainedModel) -> bool:
 
 
 def _described(model: PreTrainedModel, device: str) -> bool:
-    """Whether the model's layers are of the known kind, unchanged, and on one kind of device."""
+    """Return whether the layers are of a known kind, unchanged, and on one kind of device."""
     config, decoder = text_config(model), decoder_of(model)
     if config.model_type not in FAMILIES or activation(config) not in ACTIVATIONS:
         return False
@@ -230,30 +216,25 @@ def _described(model: PreTrainedModel, device: str) -> bool:
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
-    """The part of a model that reads text; models that also see images have it inside another."""
+    """Return the text decoder of a model, which is nested in models that also see images."""
     return getattr(model.model, "language_model", model.model) if hasattr(model, "model") else None
 
 
 def text_config(model: PreTrainedModel) -> Any:
-    """The configuration of that part."""
+    """Return the text decoder's configuration."""
     return model.config.get_text_config(decoder=True)
 
 
 def layers(model: PreTrainedModel) -> list[DecoderLayer]:
-    """A description of each layer."""
+    """Describe each layer."""
     decoder, config = decoder_of(model), text_config(model)
     kinds = config.layer_types if isinstance(decoder.rotary_emb.rope_type, dict) else [None] * len(decoder.layers)
     return [_layer(each, config, kind) for each, kind in zip(decoder.layers, kinds, strict=True)]
 
 
 def angles(rotary: Any, kind: str | None, count: int, limit: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of the first ``count`` positions, ``[count, half]`` each.
-
-    Args:
-        rotary, kind: as for ``angles_at``.
-        count: positions.
-        limit: position from which on the angles of all would change; it is not passed.
-    """
+    """Return cosines and sines of the first ``count`` positions, ``[count, half]`` each. ``rotary`` and ``kind`` are as
+    in ``angles_at``. Positions do not exceed ``limit``, from which on all angles would change."""
     like, chunks = torch.empty(0, dtype=torch.float32), []
     for first in range(0, count, ANGLES_CHUNK):
         last = first + ANGLES_CHUNK if limit is None or count > limit else min(first + ANGLES_CHUNK, limit)
@@ -265,14 +246,8 @@ def angles(rotary: Any, kind: str | None, count: int, limit: int | None) -> tupl
 def angles_at(
     rotary: Any, like: torch.Tensor, positions: torch.Tensor, kind: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines at positions ``[n]``, float32 ``[n, half]``.
-
-    Args:
-        rotary: the model's module.
-        like: a tensor of the type in which it computes, on its device.
-        positions: int64.
-        kind: as in ``AttentionPart.rotary``.
-    """
+    """Return cosines and sines at int64 positions ``[n]``, float32 ``[n, half]``; ``like`` is a tensor of the type and
+    device for which the model's module computes, and ``kind`` is as in ``AttentionPart.rotary``."""
     both = rotary(like, positions[None]) if kind is None else rotary(like, positions[None], kind)
     half = both[0].shape[-1] // 2
     cos, sin = (each[0, :, :half].float().contiguous() for each in both)
@@ -280,29 +255,29 @@ def angles_at(
 
 
 def scalings(rotary: Any) -> set[str]:
-    """Names of the rotary scalings of all kinds of layers."""
+    """Return the names of the rotary scalings of all kinds of layers."""
     return set(rotary.rope_type.values()) if isinstance(rotary.rope_type, dict) else {rotary.rope_type}
 
 
 def activation(config: Any) -> str:
-    """Name of the gates' activation."""
+    """Return the name of the gates' activation."""
     if config.model_type == "lfm2":  # which has it in its code
         return "silu"
     return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None))
 
 
 def weight_offset(norm: Any) -> int:
-    """The number that a norm adds to its weight: 1 for Gemma's, else 0."""
+    """Return the number that a norm adds to its weight: 1 for Gemma's, else 0."""
     return int("Gemma" in type(norm).__name__)
 
 
 def eps(norm: Any) -> float:
-    """The number that a norm adds to the mean of squares."""
+    """Return the number that a norm adds to the mean of squares."""
     return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
 
 
 def embedding_factor(decoder: Any, embedding: nn.Module) -> float:
-    """The factor on embeddings, rounded as the model rounds it."""
+    """Return the factor on embeddings, rounded as in the model."""
     factor = getattr(embedding, "embed_scale", 1.0)
     weight: Any = embedding.weight
     rounded = torch.as_tensor(factor).to(weight.dtype if weight.is_floating_point() else torch.float32)
@@ -310,29 +285,29 @@ def embedding_factor(decoder: Any, embedding: nn.Module) -> float:
 
 
 def as_stored(module: nn.Module) -> bool:
-    """Whether a module's weights are blocks, as a file stores them (``stored_weights.py``)."""
+    """Return whether a module's weights are quantised blocks in a file's format (``stored_weights.py``)."""
     return hasattr(type(module), "packed_weights")
 
 
 def is_stored(model: nn.Module) -> bool:
-    """Whether a model holds weights as they are stored."""
+    """Return whether a model has such modules."""
     return any(as_stored(module) for module in model.modules())
 
 
 def dtype_name(model: nn.Module) -> str:
-    """The type of a model's weights: ``STORED``, ``STORED_BY_FLOATS``, or torch's name."""
+    """Return the type of a model's weights: ``STORED``, ``STORED_BY_FLOATS``, or torch's name."""
     if not is_stored(model):
         return str(model.dtype).removeprefix("torch.")
     return STORED if quantises(model) else STORED_BY_FLOATS
 
 
 def quantises(model: nn.Module) -> bool:
-    """Whether some of a model's products are of inputs that it quantises to eight bits."""
+    """Return whether a model quantises inputs of some products to eight bits."""
     return any(getattr(module, "quantised", False) for module in model.modules())
 
 
 def _plain(model: PreTrainedModel, device: str) -> bool:
-    """Whether every module is of an unchanged, known class, and all weights have one type and are on such a device."""
+    """Return whether all modules are of unchanged, known classes, and all weights of one type and on such a device."""
     if any(added_code(module) or not type(module).__module__.startswith(SOURCES) for module in model.modules()):
         return False
     blocks = {module.weight for module in model.modules() if as_stored(module)}
@@ -345,8 +320,8 @@ def _plain(model: PreTrainedModel, device: str) -> bool:
 
 
 def _fits(model: PreTrainedModel) -> bool:
-    """Whether rows are whole vectors, layers of a kind are alike, some have attention, and either all matrices are
-    plain linear layers or all are stored ones."""
+    """Return whether rows are whole vectors, layers of a kind have one shape, some have attention, and all matrices are
+    plain linear layers or all quantised."""
     head: Any = model.lm_head
     described = layers(model)
     linears = [*(part.module for layer in described for part in layer.matrices), head]
@@ -404,7 +379,7 @@ def _attention(part: Any, config: Any, kind: str | None) -> AttentionPart:
 
 
 def _norms(layer: Any) -> tuple[Any, Any, Any, Any]:
-    """Norms before and after attention, and before and after the gated linear unit."""
+    """Return norms before and after attention, and before and after the gated linear unit."""
     first, second = getattr(layer, "input_layernorm", None), layer.post_attention_layernorm
     if hasattr(layer, "pre_feedforward_layernorm"):
         return first, second, layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm
@@ -416,6 +391,5 @@ def _whole(module: Any) -> MatrixRows:
 
 
 def _split(module: Any, *counts: int) -> tuple[MatrixRows, ...]:
-    """The matrices that one linear layer holds, one below the other."""
     firsts = [sum(counts[:i]) for i in range(len(counts))]
     return tuple(MatrixRows(module, first, count) for first, count in zip(firsts, counts, strict=True))

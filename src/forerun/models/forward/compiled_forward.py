@@ -1,6 +1,6 @@
-"""A model's forward pass as a list of kernel operations, over buffers of a fixed size.
+"""Build a model's forward pass as a list of kernel operations, over buffers of a fixed size.
 
-Weights are read where the model stores them. Activations are float32; a linear layer's input has the weights' type.
+Weights are read in place. Activations are float32; a linear layer's input has the weights' type.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from forerun.models.forward.architecture import (
 )
 
 ANGLES_GROWTH = 4096
-"""The table of angles grows by at least this many positions."""
+"""Minimum growth of the table of angles, in positions."""
 
 Op = tuple[Operation, Any]
 
@@ -64,8 +64,7 @@ class PassCapacity:
     """The largest pass that a program has memory for.
 
     Attributes:
-        tokens: of a pass.
-        rows: of a batch.
+        tokens, rows: of a pass, and of a batch.
         threads: number of threads for which the work is cut.
         keeps_queries: whether every layer's queries are kept until the next pass.
         topk: whether queries choose the keys that they see (``topk_rank.py``).
@@ -80,18 +79,14 @@ class PassCapacity:
     states: tuple[int, ...] = ()
 
     def holds(self, other: PassCapacity) -> bool:
-        """Whether a pass of the other size fits."""
+        """Return whether a pass of the other size fits."""
         enough = self.tokens >= other.tokens and self.rows >= other.rows
         alike = self.keeps_queries == other.keeps_queries and self.topk == other.topk
         return enough and alike and self.threads == other.threads
 
 
 class Decoder:
-    """What stays the same of a model when its program is made again for more tokens.
-
-    Args:
-        model: one that ``architecture.known`` knows.
-    """
+    """What a model's programs of all sizes share; ``architecture.known`` must hold for the model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.parts = parts = describe(model)
@@ -99,7 +94,7 @@ class Decoder:
         self.attending = list(self.attention)
         """Layers with keys and values."""
         self.specs = {number: part.spec for number, part in self.attention.items()}
-        """Attention parameters of each of them."""
+        """Their attention parameters."""
         self.head = MatrixRows(parts.head, 0, parts.head.out_features)
         self.kind, self.width = PROGRAM_DTYPES[parts.dtype], int(parts.dtype.itemsize)
         self.hidden = int(parts.embedding.embedding_dim)
@@ -107,10 +102,10 @@ class Decoder:
         dim, (queries, keys, _) = first.head_dim, first.qkv
         self.heads = HeadShape(queries.count // dim, keys.count // dim, dim, dim)
         self.like = torch.empty(1, self.heads.kv_heads, 0, dim, dtype=parts.dtype)
-        """Keys of no token; see ``Cache.addressed``."""
+        """Empty keys; see ``Cache.addressed``."""
         self.inner = self.layers[0].down.module.in_features
         self.inputs = torch.empty(0, self.hidden, dtype=torch.float32)
-        """Inputs of convolutions of no token; see ``RecurrentStates.history``."""
+        """Empty inputs of convolutions; see ``RecurrentStates.history``."""
         self.positions = 0
         longest = max(self.hidden, self.inner, self.heads.heads * self.heads.dim)
         self._words = longest if as_stored(self.head.module) else longest * self.width // 4
@@ -118,18 +113,18 @@ class Decoder:
         self._convolution_bytes = short_convolution.scratch_bytes(taps)
 
     def scratch_bytes(self, tokens: int) -> int:
-        """Bytes that a thread needs for a pass over ``tokens`` tokens."""
+        """Return the scratch bytes per thread for a pass over ``tokens`` tokens."""
         return max(linear.scratch_bytes(tokens, self._words), self._convolution_bytes)
 
     def grow_angles(self, count: int) -> None:
-        """Make sure that there are angles for ``count`` positions."""
+        """Compute angles for at least ``count`` positions."""
         goal = count + max(ANGLES_GROWTH, count // 4)
         self.positions = goal if self.parts.limit is None else max(count, min(goal, self.parts.limit))
         kinds = {part.rotary for part in self.attention.values()}
         self.angles = {kind: angles(self.parts.rotary, kind, self.positions, self.parts.limit) for kind in kinds}
 
     def finished(self, logits: torch.Tensor) -> torch.Tensor:
-        """What the model's own head does with logits, scaling and soft cap; float32, changed in place."""
+        """Apply the head's scaling and soft cap to float32 logits, in place."""
         scaling, softcap = self.parts.logits_scaling, self.parts.logits_softcap
         if scaling != 1.0:
             logits.div_(scaling)
@@ -139,20 +134,15 @@ class Decoder:
 
 
 class CompiledForward:
-    """The program, and its buffers.
-
-    Args:
-        decoder: of the model, with angles for all positions.
-        capacity: of the largest pass.
+    """The program and its buffers.
 
     Attributes:
-        kv: addresses of keys and values in each row's cache, of each layer with attention, int64 ``[layers, rows, 2]``.
-        topk: ``TopkFields`` of these layers and of each row, int64 ``[layers, rows, ...]``.
+        kv: addresses of keys and values in each row's cache, per layer with attention, int64 ``[layers, rows, 2]``.
+        topk: ``TopkFields`` per such layer and row, int64 ``[layers, rows, ...]``.
         qkv: queries, keys and values side by side, ``[layers or 1, tokens, width]``.
-        histories: addresses of the inputs in each row's cache, of each convolution, int64 ``[layers, rows]``; see
-            ``GatedConvolutionOp``.
+        histories: addresses of the inputs in each row's cache, per convolution, int64 ``[layers, rows]``.
         x: the residual stream, ``[tokens, hidden]``.
-        states: hidden states of the layers that ``capacity`` names, side by side, ``[tokens, layers * hidden]``.
+        states: hidden states of the capacity's layers, side by side, ``[tokens, layers * hidden]``.
         states_by_stage: their columns, by the stage that writes them.
     """
 
@@ -190,7 +180,7 @@ class CompiledForward:
 
     @cached_property
     def stages(self) -> list[Program]:
-        """The same in parts: the embedding, each layer, and the head."""
+        """The pass in parts: the embedding, each layer, and the head."""
         return [Program(stage) for stage in self._stages]
 
     def _embed(self) -> Op:
@@ -203,7 +193,7 @@ class CompiledForward:
         return EMBED, EmbedOp(decoder.kind, *_rows(embedding.weight), decoder.hidden, *x, factor)
 
     def _keep_states(self, stage: int) -> list[Op]:
-        """Copies of the residual stream behind a stage, where they are asked for; behind the last layer, normed."""
+        """Copy the residual stream after a stage for requested layers; after the last layer, normed."""
         decoder, x, size, ops = self._decoder, _rows(self.x), self._decoder.hidden, list[Op]()
         for place, layer in enumerate(self.capacity.states):
             if layer == stage:
@@ -240,7 +230,6 @@ class CompiledForward:
         ]
 
     def _attend(self, place: int, part: AttentionPart, qkv: torch.Tensor, kv: int) -> list[Op]:
-        """Attention in a fixed order, over all keys or over those that each query chooses."""
         decoder, heads, spec = self._decoder, self._decoder.heads, part.spec
         topk = self.topk[place].ctypes.data if self.capacity.topk else 0
         op = AttendOp(
@@ -252,7 +241,6 @@ class CompiledForward:
         return [(kind, op) for kind in kinds]
 
     def _rotate(self, part: AttentionPart, qkv: torch.Tensor, kv: int) -> list[Op]:
-        """Norms of queries and keys, rotary positions, and keys and values to the cache."""
         decoder, heads = self._decoder, self._decoder.heads
         norms, (y, row) = (part.q_norm, part.k_norm), _rows(qkv)
         per_head = [norm is not None and len(norm.weight) == heads.dim for norm in norms]
@@ -280,7 +268,7 @@ class CompiledForward:
         ]
 
     def _read(self, norm: Any) -> Op:
-        """The residual stream as the next linear layer's input: normed, if there is a norm."""
+        """Convert the residual stream to the next linear layer's input, normed if there is a norm."""
         if norm is not None:
             return self._norm(norm, _rows(self.x), TO_WORDS, _rows(self._input))
         decoder = self._decoder
@@ -288,7 +276,7 @@ class CompiledForward:
         return SCALED_ROWS, ScaledRowsOp(decoder.kind, TO_WORDS, *rows, 1.0)
 
     def _add(self, layer: DecoderLayer, matrix: MatrixRows, x: torch.Tensor, norm: Any) -> list[Op]:
-        """A part's last linear layer: its results are normed or multiplied, and added to the residual stream."""
+        """Apply a part's last linear layer, and add the result, normed or multiplied, to the residual stream."""
         if norm is None and layer.residual_multiplier == 1.0:
             return [self._linear([matrix], x, ADD, _rows(self.x))]
         put = self._linear([matrix], x, PUT, _rows(self._output))
@@ -315,5 +303,4 @@ class CompiledForward:
 
 
 def _rows(t: torch.Tensor) -> tuple[int, int]:
-    """A matrix's address, and the stride between rows in bytes."""
     return t.data_ptr(), t.stride(0) * t.element_size()

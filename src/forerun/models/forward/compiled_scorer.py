@@ -1,11 +1,10 @@
-"""The forward pass of common decoders as one program, without Python between its operations.
+"""Run the forward pass of common decoders as one program, without Python between operations.
 
-On a CPU, a pass over a few tokens should take the time that memory needs to deliver the weights once. For a small model
-the Python around its operations takes as long again. So the target's passes run as a program if the model has a known
-structure (``architecture.py``) and a comparison with its own forward pass succeeds (``gate.py``). If the model is
-changed, the next ``refresh`` notices; if no program fits any more, passes are the model's own.
-
-The kernels sum in a fixed order, so a token's logits have the same bits whatever shares its pass.
+On a CPU, a pass over a few tokens should cost one read of the weights. For small models, Python between operations
+costs as much again. So the target's passes run as a program if its structure is known (``architecture.py``) and its
+logits match the model's own forward pass (``gate.py``). ``refresh`` detects changes of the model; if no program fits
+any more, the model runs its own code. Kernels sum in a fixed order, so a token's logits have the same bits whatever
+shares its pass.
 """
 
 from __future__ import annotations
@@ -32,18 +31,14 @@ from forerun.models.forward.scorer import PassResult, Scorer, is_sharded
 SPARE_SCRATCH_BYTES = 4096
 """Extra bytes in each thread's scratch memory."""
 LEAST_CAPACITY = 16
-"""Tokens and rows that the smallest program has memory for. Making one takes up to as long as a pass over one token
-(0.9 ms for the bundled model, 5 for SmolLM2), so it should be rare. Unused memory costs some hundred kilobytes."""
+"""Tokens and rows of the smallest program. Making one costs as much as a pass over one token at most (0.9 ms for the
+bundled model, 5 for SmolLM2), so it should be rare. Unused memory is some hundred kilobytes."""
 NO_ATTENTION_ROWS = np.zeros(1, np.int64)
 """The table of rows of a stage without attention."""
 
 
 class CompiledScorer(Scorer):
-    """A scorer that runs a program of kernels over the model's own weights.
-
-    Args:
-        model: one that ``architecture.known`` knows; see ``fastest_scorer``.
-    """
+    """A scorer that runs a program of kernels over the weights of a known model; see ``fastest_scorer``."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
@@ -53,7 +48,7 @@ class CompiledScorer(Scorer):
     def _read_model(self) -> None:
         super()._read_model()
         self._held = [weight.detach() for weight in self.model.parameters()]
-        """Kept alive, as programs have their addresses: who moves them while a request runs must not free them."""
+        """Kept alive because programs have their addresses: weights moved while a request runs must not be freed."""
         self._decoder = Decoder(self.model) if known(self.model) else None
         self._compiled: dict[tuple[bool, bool, tuple[int, ...]], CompiledForward] = {}
         """By whether queries choose, whether they are kept, and the layers whose states are kept."""
@@ -70,7 +65,7 @@ class CompiledScorer(Scorer):
     def _score(
         self, decoder: Decoder, blocks: Sequence[Block], caches: Sequence[Cache], layers: tuple[int, ...]
     ) -> PassResult | None:
-        """All rows' logits and states; None if a program cannot read some of the caches."""
+        """Return all rows' logits and states; None if a program cannot read some caches."""
         full = [cache.full for cache in caches if cache.full is not None]
         if len(full) == len(caches) and any(cache.offloaded for cache in full):
             return None if decoder.convolutions else self._run_by_layers(decoder, blocks, full, layers)
@@ -115,7 +110,6 @@ class CompiledScorer(Scorer):
         return PassResult(decoder.finished(logits), compiled.states[: packed.n].clone() if layers else None)
 
     def _fields(self, packed: PackedPass, rows: IntArray, topk: TopkTables | None = None) -> dict[str, int]:
-        """A program's fields for a pass that is prepared, given its table of rows; without its output."""
         return {
             **packed.fields(rows, packed if topk is None else topk), "n": packed.n, "ids": address(packed.ids),
             "positions": address(packed.positions), "states": self._states.data_ptr(), "slots": self._slots.data_ptr(),
@@ -125,12 +119,10 @@ class CompiledScorer(Scorer):
     def _run_by_layers(
         self, decoder: Decoder, blocks: Sequence[Block], caches: Sequence[FullCache], states_of: tuple[int, ...]
     ) -> PassResult:
-        """The same layer by layer, because keys and values are not all on the device (TriForce, section 5.3).
-
-        While a layer is computed, the next layer's keys and values come, and the new ones of the layer before go. A
-        long prompt goes through a layer piece by piece before it goes through the next one. So its keys and values are
-        brought away once, and none of them has to come back before the first token is generated.
-        """
+        """Run layer by layer, because keys and values are partly off the device (TriForce, section 5.3). While a layer
+        is computed, the next one's keys and values are fetched, and the previous one's new ones written back. All
+        pieces of a long prompt pass a layer before the next, so its keys and values are written back once, and none is
+        fetched before decoding."""
         pieces, keeps = _pieces(decoder, blocks, len(states_of)), self.queries_from is not None
         programs = [self._prepare(decoder, piece.packed, states_of, keeps) for piece in pieces]
         compiled = programs[-1]  # the largest decides
@@ -167,7 +159,6 @@ class CompiledScorer(Scorer):
     def _run_stage(
         self, compiled: CompiledForward, stage: int, piece: _RowSlice, rows: IntArray, **outputs: int
     ) -> None:
-        """One stage of the program, from a piece's residual stream to its next."""
         compiled.x[: piece.packed.n] = piece.x
         compiled.stages[stage].run(piece.packed.threads, **self._fields(piece.packed, rows), **outputs)
         piece.x[:] = compiled.x[: piece.packed.n]
@@ -175,7 +166,6 @@ class CompiledScorer(Scorer):
             piece.states[:, columns] = compiled.states[: piece.packed.n, columns]
 
     def _check(self, packed: PackedPass) -> None:
-        """Refuse token ids that the embedding does not have."""
         least, most = packed.bounds
         if least < 0 or most >= self._embedded:
             wrong = least if least < 0 else most
@@ -184,11 +174,8 @@ class CompiledScorer(Scorer):
     def _prepare(
         self, decoder: Decoder, packed: PackedPass, layers: tuple[int, ...], keeps: bool, topk: TopkTables | None = None
     ) -> CompiledForward:
-        """A program with memory for this pass's tokens, rows and positions. If it has to grow, it is made again.
-
-        Raises:
-            IndexError: if the embedding does not have a token of the pass.
-        """
+        """Return a program with memory for this pass, making a larger one if need be. Raises ``IndexError`` if the
+        embedding does not have a token of the pass."""
         self._check(packed)
         threads = packed.threads
         work = packed if topk is None else topk
@@ -213,7 +200,7 @@ class CompiledScorer(Scorer):
     def _hand_over_queries(
         self, decoder: Decoder, compiled: CompiledForward, packed: PackedPass, caches: Sequence[Cache], kept: bool
     ) -> None:
-        """Hand full caches what sparse caches read from them: queries and attention parameters."""
+        """Record queries and attention parameters in full caches, for sparse caches."""
         specs, first = decoder.specs, 0
         for cache, block, count in zip(caches, packed.blocks, packed.counts, strict=True):
             if (full := cache.full) is not None:
@@ -227,14 +214,13 @@ class CompiledScorer(Scorer):
 
 @dataclass
 class _RowSlice:
-    """Some rows' blocks, or pieces of them, that go through a layer at once.
+    """Some rows' blocks, or pieces of them, that pass a layer at once.
 
     Attributes:
-        rows: indices of the pass's rows.
-        packed: their blocks.
+        rows: indices of the pass's rows; ``packed`` has their blocks.
         ends: whether each row's block ends here, so that its logits are wanted.
-        x: what goes to the next layer, float32 ``[n, hidden]``.
-        states: hidden states that were asked for, as far as they are there, float32 ``[n, layers * hidden]``.
+        x: the next layer's input, float32 ``[n, hidden]``.
+        states: requested hidden states so far, float32 ``[n, layers * hidden]``.
     """
 
     rows: list[int]
@@ -245,7 +231,7 @@ class _RowSlice:
 
 
 def _pieces(decoder: Decoder, blocks: Sequence[Block], states: int) -> list[_RowSlice]:
-    """Cut long blocks into pieces of up to ``READ_BLOCK`` pending tokens. The tree comes with the last one."""
+    """Cut long blocks into pieces of up to ``READ_BLOCK`` pending tokens; the tree is in the last one."""
     cut = [
         [
             range(first, min(first + READ_BLOCK, len(block.pending)))
@@ -269,7 +255,6 @@ def _pieces(decoder: Decoder, blocks: Sequence[Block], states: int) -> list[_Row
 
 
 def _states_by_row(pieces: Sequence[_RowSlice], rows: int) -> torch.Tensor:
-    """The hidden states of all pieces, in the order of the pass's tokens."""
     parts: list[list[torch.Tensor]] = [[] for _ in range(rows)]
     for piece in pieces:
         for row, states in zip(piece.rows, torch.split(piece.states, piece.packed.counts), strict=True):
@@ -278,7 +263,7 @@ def _states_by_row(pieces: Sequence[_RowSlice], rows: int) -> torch.Tensor:
 
 
 def _queries(decoder: Decoder, qkv: torch.Tensor, counts: Sequence[int]) -> Sequence[torch.Tensor]:
-    """Each row's queries ``[..., H, n, d]``, where they lie side by side in ``[..., tokens, width]``."""
+    """Return each row's queries ``[..., H, n, d]`` from ``[..., tokens, width]``."""
     heads, n = decoder.heads, sum(counts)
     queries = qkv[..., :n, : heads.heads * heads.dim]
     parted = queries.view(*queries.shape[:-1], heads.heads, heads.dim).transpose(-3, -2)
@@ -286,16 +271,15 @@ def _queries(decoder: Decoder, qkv: torch.Tensor, counts: Sequence[int]) -> Sequ
 
 
 def _outputs(wanted: IntArray, logits: torch.Tensor) -> dict[str, int]:
-    """Fields of a program whose last operation writes these tokens' logits."""
     return {"outputs": len(wanted), "output_indices": address(wanted), "y": logits.data_ptr()}
 
 
 def fastest_scorer(scorer: Scorer) -> Scorer:
-    """A ``CompiledScorer`` if the model's structure is known, a ``GpuScorer`` on a GPU; else ``scorer`` itself. The
-    gate compares their logits."""
+    """Return a ``CompiledScorer`` for a known structure, a ``GpuScorer`` on a GPU, else ``scorer``; the gate checks
+    logits."""
     whole = type(scorer) is Scorer and not is_sharded(scorer.model)
     if whole and gpu.runs_on(scorer.device):
-        from forerun.models.forward.gpu_scorer import GpuScorer  # which needs Triton
+        from forerun.models.forward.gpu_scorer import GpuScorer  # needs Triton
 
         return GpuScorer(scorer.model)
     return CompiledScorer(scorer.model) if whole and known(scorer.model) else scorer

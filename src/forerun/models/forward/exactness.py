@@ -1,9 +1,9 @@
-"""Tests whether a token's logits have the same bits whatever shares its pass. It measures; it trusts no names.
+"""Test whether a token's logits have the same bits whatever shares its pass, by measurement.
 
-A text is read in one pass, then in passes of 1 to 64 tokens, then as a branch of a tree with wrong branches, alone and
-packed with another text. A second one is read in the same ways behind a long text, whose keys and values are those of
-the first, repeated: longer than a piece of attention and than the layers' windows. If all logits are equal bit for bit,
-texts with and without drafts are equal as well.
+A sequence is scored in one pass, in passes of 1 to 64 tokens, and as a branch of a tree with wrong branches, alone and
+packed with another row. A second one is scored likewise after a long prefix, made of the first one's repeated keys and
+values, which exceeds a split of attention and the layers' windows. If all logits are equal bit for bit, so are outputs
+with and without drafts.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from forerun.kv.full_cache import FullCache
 from forerun.models.forward.scorer import Scorer, is_sharded
 
 PROBED_PASS_TOKENS = (1, 2, 3, 5, 8, 13, 16, 24, 64)
-"""Sizes of the passes that read the text, in tokens."""
+"""Sizes of the passes over the sequence, in tokens."""
 FAR_PASS_TOKENS = (1, 2, 5, 16)
-"""The same behind a long text."""
+"""Sizes of the passes after the long prefix."""
 LONG_TEXT_TOKENS = 1100
-"""Length of the long text, in tokens, where no window is longer: two pieces of attention on a GPU, four on a CPU."""
+"""Minimum length of the long prefix, in tokens: two splits of attention on a GPU, four on a CPU."""
 PROBED_BRANCH_TOKENS = 9
-"""Length of the tree's right branch, in tokens."""
-BRANCH_ROUNDS = "a branch of a tree rounds unlike the text alone"
-ROW_ROUNDS = "a text beside another row rounds unlike the text alone"
+"""Length of the tree's correct branch, in tokens."""
+BRANCH_ROUNDS = "a branch of a tree rounds differently from the sequence alone"
+ROW_ROUNDS = "a sequence beside another row rounds differently from the sequence alone"
 
 
 Level = Literal["bitwise", "rounding"]
@@ -40,25 +40,17 @@ LEVELS = get_args(Level)
 
 @dataclass(frozen=True)
 class Exactness:
-    """How exact passes are.
-
-    Attributes:
-        level: ``bitwise`` if drafts cannot change a bit of the logits, else ``rounding``.
-        reason: why it is only ``rounding``, and where the result comes from if it was not measured now; else None.
-    """
+    """How exact passes are: ``bitwise`` if drafts cannot change a bit of the logits, else ``rounding``. ``reason`` says
+    why it is only ``rounding``, and where the result comes from if it was not measured now."""
 
     level: Level
     reason: str | None = None
 
 
 def probe(scorer: Scorer, limit: int | None = None, offloads: bool = False) -> Exactness:
-    """Find the exactness of a model by comparing bits; the same on all ranks of a model in several processes.
-
-    Args:
-        scorer: the model.
-        limit: the model's positions; test texts are no longer than this.
-        offloads: whether keys and values may lie off the device.
-    """
+    """Measure a model's exactness by comparing bits, with one result on all ranks of a model in several processes.
+    ``limit`` is the model's positions, which test sequences do not exceed; ``offloads`` says whether keys and values
+    may lie off the device."""
     if offloads and scorer.device.type != "cpu" and not scorer.by_tables:
         return Exactness("rounding", "keys and values off the device are attended to row by row")
     return Exactness(*scorer.led(lambda: astuple(_probe(scorer, limit))))
@@ -79,19 +71,18 @@ def _probe(scorer: Scorer, limit: int | None) -> Exactness:
     if reason is None and (length := _long(read, limit)) > len(text):
         far = _read_far(scorer, text, length) if is_sharded(scorer.model) else _repeated(read, length)
         reason = _difference(scorer, far, text[: sum(FAR_PASS_TOKENS)], FAR_PASS_TOKENS)
-        reason = None if reason is None else f"{reason}, behind {length} tokens"
+        reason = None if reason is None else f"{reason}, after {length} tokens"
     return Exactness("bitwise") if reason is None else Exactness("rounding", reason)
 
 
 def _long(read: FullCache, limit: int | None) -> int:
-    """How long a text may and should be to go before another one."""
     window = max((spec.window or 0 for spec in read.specs.values()), default=0)
     wanted = max(LONG_TEXT_TOKENS, window + PROBED_BRANCH_TOKENS)
     return wanted if limit is None else min(wanted, limit - sum(FAR_PASS_TOKENS) - 1)
 
 
 def _repeated(read: FullCache, length: int) -> FullCache:
-    """A cache of ``length`` tokens with another's keys and values, over and over; recurrent layers begin with zeros."""
+    """Make a cache of ``length`` tokens by repeating another's keys and values; recurrent layers start with zeros."""
     far = FullCache(length + sum(FAR_PASS_TOKENS) + PROBED_BRANCH_TOKENS)
     while read.layers and far.length < length:
         count = min(read.length, length - far.length)
@@ -102,15 +93,14 @@ def _repeated(read: FullCache, length: int) -> FullCache:
 
 
 def _read_far(scorer: Scorer, text: IntArray, length: int) -> FullCache:
-    """The same for a model in several processes. Each must read the text, since only passes are told to all of them."""
+    """Prefill ``length`` tokens, because every process of a sharded model must: only passes reach all of them."""
     far = FullCache()
     _read(scorer, far, np.resize(text, length), [length])
     return far
 
 
 def _difference(scorer: Scorer, before: FullCache, text: IntArray, sizes: Sequence[int]) -> str | None:
-    """What rounds unlike one pass over a text behind the tokens of a cache; None if nothing does. The cache takes the
-    text in."""
+    """Commit a sequence, and return what rounds differently from one pass over it after the cache's tokens, or None."""
     start = before.length
     whole = _read(scorer, before, text, [len(text)])
     before.truncate(start)
@@ -118,7 +108,7 @@ def _difference(scorer: Scorer, before: FullCache, text: IntArray, sizes: Sequen
     for position in range(len(text)):
         if not torch.equal(whole[position], parts[position]):
             size = sizes[int(np.searchsorted(np.cumsum(sizes), position, side="right"))]
-            return f"a pass over {size} tokens rounds unlike one over {len(text)}"
+            return f"a pass over {size} tokens rounds differently from one over {len(text)}"
     branch = min(PROBED_BRANCH_TOKENS, len(text) // 2)
     for others, reason in ((0, BRANCH_ROUNDS), (1, ROW_ROUNDS)) if branch else ():
         _go_back(scorer, before, text, start, len(text) - branch - 1)
@@ -130,7 +120,7 @@ def _difference(scorer: Scorer, before: FullCache, text: IntArray, sizes: Sequen
 
 
 def _go_back(scorer: Scorer, cache: FullCache, text: IntArray, start: int, count: int) -> None:
-    """Leave the first ``count`` tokens of a text that begins at ``start``. Recurrent layers may have to read some
+    """Truncate to a sequence's first ``count`` tokens after ``start``; recurrent layers may need to score some
     again."""
     cache.truncate(start + count)
     if missing := text[cache.length - start : count].tolist():
@@ -140,7 +130,7 @@ def _go_back(scorer: Scorer, cache: FullCache, text: IntArray, start: int, count
 
 
 def _read(scorer: Scorer, cache: FullCache, text: IntArray, sizes: Sequence[int]) -> torch.Tensor:
-    """Logits at every token, ``[t, V]``, from passes of these sizes; each pass is one token and a chain under it."""
+    """Return logits at every token, ``[t, V]``; each pass has one token and a chain after it."""
     found, done = [], 0
     for size in sizes:
         here = text[done : done + size]
@@ -152,7 +142,7 @@ def _read(scorer: Scorer, cache: FullCache, text: IntArray, sizes: Sequence[int]
 
 
 def _in_a_tree(scorer: Scorer, cache: FullCache, text: IntArray, branch: int, whole: torch.Tensor, others: int) -> bool:
-    """Whether a branch has the text's logits although wrong branches and other rows share the pass."""
+    """Return whether a branch has the sequence's logits although wrong branches and other rows share the pass."""
     start, wrong = len(text) - branch - 1, (text + 1) % scorer.vocabulary
     rows = [FullCache() for _ in range(others)]
     for row in rows:
@@ -167,7 +157,7 @@ def _in_a_tree(scorer: Scorer, cache: FullCache, text: IntArray, branch: int, wh
 
 
 def _with_wrong_branches(right: IntArray, wrong: IntArray) -> tuple[DraftTree, list[int]]:
-    """A tree with a wrong sibling for each right token, and the indices of the right tokens' logits."""
+    """Return a tree with a wrong sibling for each correct token, and the indices of the correct tokens' logits."""
     tokens: list[int] = []
     parents: list[int] = []
     places: list[int] = []

@@ -1,11 +1,9 @@
-"""Short names for a model as this process computes it: equal names, equal results.
+"""Name a model as this process computes it, so that equal names mean equal results.
 
-``fingerprint`` names the bits of keys and values that are kept on disk. All weights are in it, byte by byte: a sample
-could miss the one row of an embedding that was trained anew. ``of_results`` names what an engine finds out at its
-start, and samples large weights: what a pass costs and how it sums do not depend on one row.
-
-Both hold the configuration, the modules' settings, the processor, and the sources and packages that compute: a kept
-result is worth less than a wrong bit costs, and a new version measures once more.
+``fingerprint`` identifies keys and values on disk. It covers every byte of the weights, because a sample could miss the
+one retrained row of an embedding. ``of_results`` identifies an engine's startup results, and samples large weights:
+costs and exactness do not depend on one row. Both cover the configuration, the modules' settings, the processor, and
+sources and packages: measuring again is cheaper than a wrong bit.
 """
 
 from __future__ import annotations
@@ -35,33 +33,31 @@ from forerun.models.forward.scorer import Scorer
 from forerun.models.forward.weight_watch import SOURCES, added_code, settings
 
 COMPUTING = ("core", "kernels", "kv", "models")
-"""Folders whose sources take part in computing logits, keys and values."""
+"""Folders whose sources compute logits, keys and values."""
 MEASURING = (*COMPUTING, "policy")
-"""Folders whose sources take part in what an engine finds out at its start."""
+"""Folders whose sources affect startup results."""
 PACKAGES = ("torch", "transformers", "numba", "llvmlite", "triton")
 CODE_PACKAGES = sys.stdlib_module_names | {
     "accelerate", "forerun", "huggingface_hub", "numpy", "packaging", "safetensors", "tokenizers", "torch",
     "transformers",
 }  # fmt: skip
-"""Packages whose functions may stand in the modules that define a model's classes: what transformers itself imports."""
+"""Packages whose functions may occur in modules that define a model's classes: what transformers imports."""
 IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
 ELSEWHERE = ("_name_or_path", "transformers_version")
-"""Entries of a configuration that say nothing about the model."""
+"""Entries of a configuration that do not affect the model."""
 WHOLE_BYTES = 1 << 16
-"""Weights up to this size are read whole: norms, biases, and all of a tiny model."""
+"""Largest weights that are read whole: norms, biases, and all of a tiny model."""
 SAMPLES = 64
 SAMPLE_BYTES = 256
-"""Of a larger weight, pieces at equal distances, and the bytes of each."""
+"""Number of evenly spaced pieces of a larger weight, and bytes of each."""
 
 
 def fingerprint(scorer: Scorer, exactness: Exactness) -> str:
-    """A name for the bits of this model's keys and values, as this process computes them; 32 hexadecimal digits.
+    """Return a name for the bits of this model's keys and values in this process: 32 hexadecimal digits.
 
-    It takes as long as reading all weights: SHA-256 at 1.8 GB a second and core.
-
-    Raises:
-        ValueError: if they depend on more than can be known: hooks, modules of other packages (adapters have a state of
-            their own), or rotations that change with the text's length.
+    It reads all weights, at SHA-256's 1.8 GB a second and core. Raises ``ValueError`` if keys and values depend on more
+    than is visible: hooks, modules of other packages (adapters have private state), or rotations that depend on the
+    sequence's length.
     """
     model = scorer.model
     reason = unknowable(model)
@@ -78,11 +74,8 @@ def fingerprint(scorer: Scorer, exactness: Exactness) -> str:
 
 
 def of_results(model: PreTrainedModel) -> str:
-    """A name for what an engine finds out about this model at its start; 32 hexadecimal digits. It takes milliseconds.
-
-    The name changes with the weights, the modules, their hooks, the code that they call, the device and the threads. It
-    can be trusted in other processes if ``unknowable_code`` finds nothing.
-    """
+    """Return a name for a model's startup results, 32 hexadecimal digits, in milliseconds. It changes with weights,
+    modules, hooks, code, device and threads. Other processes can trust it if ``unknowable_code`` returns None."""
     about = _about(model, MEASURING) | {
         "code": sorted({_code_of(type(module)) for module in model.modules()}),
         "hooks": [id(hook) for module in model.modules() for hook in added_code(module)],
@@ -98,30 +91,30 @@ def of_results(model: PreTrainedModel) -> str:
 
 
 def unknowable(model: PreTrainedModel) -> str | None:
-    """Why a model's keys and values may differ although all that ``fingerprint`` looks at is equal; None if not."""
+    """Return why keys and values may differ despite equal fingerprints, or None."""
     if any(weight.device.type != "cpu" for _, weight in _weights(model)):
         return "it is not on the CPU"
     if (reason := unknowable_code(model)) is not None:
         return reason
     kinds = [getattr(module, "rope_type", None) for module in model.modules()]
     turning = {name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else [kind])}
-    return "its rotations change with the length of the text" if CHANGING & turning else None
+    return "its rotations depend on the sequence's length" if CHANGING & turning else None
 
 
 def unknowable_code(model: PreTrainedModel) -> str | None:
-    """Why the model may run code that neither its configuration nor a version names; None if it does not."""
+    """Return why the model may run code that neither its configuration nor a version identifies, or None."""
     if any(added_code(module) for module in model.modules()):
-        return "its modules have hooks, or functions of their own"
+        return "its modules have hooks, or replaced functions"
     for kind in {type(module) for module in model.modules()}:
         if not kind.__module__.startswith(SOURCES):
-            return f"it has a {kind.__module__}.{kind.__qualname__}, whose code and state are not looked at"
+            return f"it has a {kind.__module__}.{kind.__qualname__}, whose code and state are not checked"
         if (foreign := _foreign_function(kind)) is not None:
             return f"the code of {kind.__qualname__} was replaced by {foreign}"
     return None
 
 
 def _foreign_function(kind: type[nn.Module]) -> str | None:
-    """A function of another package that was put into a class, or into the module that defines it."""
+    """Find a function of another package in a class, or in the module that defines it."""
     module = sys.modules.get(kind.__module__)
     for each in (*vars(kind).values(), *(() if module is None else vars(module).values())):
         known = getattr(each, "__module__", "").partition(".")[0] in CODE_PACKAGES
@@ -152,7 +145,7 @@ def _about(model: PreTrainedModel, folders: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _sorted(value: Any) -> Any:
-    """A plain value without the order of its sets and dictionaries, which may differ between processes."""
+    """Replace sets and dictionaries, whose order may differ between processes, by sorted lists."""
     if isinstance(value, Mapping):
         return sorted(((str(name), _sorted(each)) for name, each in value.items()), key=repr)
     if isinstance(value, (set, frozenset)):
@@ -178,7 +171,6 @@ def _version(package: str) -> str:
 
 @cache
 def _processor_name() -> str:
-    """The name of this computer's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     except OSError:
@@ -192,7 +184,7 @@ def _weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _of(name: str, weight: torch.Tensor, sampled: bool = False) -> bytes:
-    """A digest of a tensor; one that lies in columns is not copied."""
+    """Return a tensor's digest; a transposed matrix is not copied."""
     turned = weight.dim() == 2 and not weight.is_contiguous() and weight.t().is_contiguous()
     rows = (weight.t() if turned else weight).detach()
     digest = hashlib.sha256(repr((name, str(weight.dtype), tuple(weight.shape), turned)).encode())

@@ -1,7 +1,7 @@
-"""Decides which models are supported, by their configuration and by a numerical self-test.
+"""Decide which models are supported, by configuration and a numerical self-test.
 
 Silently wrong output would be the worst bug of a lossless accelerator. So a model is admitted only if its logits over a
-draft tree, with a cache and in a packed batch, equal those of its own forward pass over each branch as plain text.
+draft tree, with a cache and in a packed batch, equal those of its plain forward pass over each branch.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torc
 type, hence the float64 entry."""
 
 RECURRENT_TOLERANCE = 1e-3
-"""The least tolerance for recurrent layers: transformers computes them in float32 and in chunks, whatever the model's
-type, and a state carries rounding from token to token. A sibling's state gives errors of 0.1 and more."""
+"""Minimum tolerance for recurrent layers: transformers computes them in float32 and in chunks, whatever the model's
+type, and a state carries rounding from token to token. A sibling's state causes errors of 0.1 and more."""
 
 QUANTISED_TOLERANCE = 5e-2
-"""The least tolerance for activations of eight bits: where two passes differ by rounding, some inputs are rounded to
-another integer. SmolLM2 in Q4_1 has errors of 0.024 to 0.038, and tiny models up to 0.021."""
+"""Minimum tolerance for activations of eight bits, where rounding moves some inputs to another integer. SmolLM2 in Q4_1
+has errors of 0.024 to 0.038, and tiny models up to 0.021."""
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 UNWIDENED = frozenset({"__get__", "__set__", "__setitem__", "to", "type", "type_as", "bfloat16", "half"})
 """Functions that read or write a tensor's properties, or change its type."""
 
 ROUTED_TEXTS = 4
-"""Texts that a model with experts is tested on. If two experts are equally good up to rounding, a router may choose a
-different one in any pass. So it is enough that all positions agree on one text; if a pass is wrong, no text agrees."""
+"""Sequences that a model with experts is tested on. A router may choose differently in any pass between experts that
+are equal up to rounding. So all positions must agree on one sequence; if a pass is wrong, none agrees."""
 
 ONE_TOKEN_WINDOW = (
     "its sliding_window is 1, with which transformers' own text with a cache is not the one without: "
@@ -72,11 +72,8 @@ class UnsupportedModelError(ValueError):
 
 
 def admit(model: PreTrainedModel, self_test: SelfTest = tested) -> Scorer:
-    """The fastest scorer whose logits are the model's own.
-
-    Raises:
-        UnsupportedModelError: if there is none; with the reason.
-    """
+    """Return the fastest scorer whose logits are the model's own, or raise ``UnsupportedModelError`` with the
+    reason."""
     reason = _reason_in_config(model)
     if reason is None:
         lay_out(model)
@@ -94,11 +91,9 @@ def admit(model: PreTrainedModel, self_test: SelfTest = tested) -> Scorer:
 
 
 def lay_out(model: PreTrainedModel) -> None:
-    """Change the memory layout of weights that are stored transposed to the one that kernels read, once.
-
-    Some layers keep a matrix as ``[K, O]`` and compute ``x @ weight``: GPT-2's, and the experts of gpt-oss. Shape and
-    numbers stay, so the model computes and is saved as before, and nothing is stored twice.
-    """
+    """Change weights that are stored transposed to the kernels' memory layout, once. GPT-2 and the experts of gpt-oss
+    keep a matrix as ``[K, O]`` and compute ``x @ weight``. Shape and numbers, and so results and saved files, do not
+    change."""
     for weight in () if is_sharded(model) else _transposed(model):
         ordered_modules.lay_out(weight)
 
@@ -118,7 +113,7 @@ def _reason_in_config(model: PreTrainedModel) -> str | None:
         (getattr(model.config, "is_encoder_decoder", False), "it is an encoder-decoder; only decoders are"),
         (
             type(model.config).is_encoder_decoder,
-            "it is the decoder of an encoder-decoder, whose text has other places",
+            "it is the decoder of an encoder-decoder, whose positions differ",
         ),
         (not model.can_generate(), "it has no language-modelling head; load it with AutoModelForCausalLM"),
         (recurrent is not None, recurrent or ""),
@@ -147,19 +142,18 @@ def _tolerance(scorer: Scorer) -> float:
 
 
 def rounds(model: PreTrainedModel) -> bool:
-    """Whether a model's own logits are rounded so much that float32 logits must decide: in 16 bits, or with quantised
-    activations."""
+    """Return whether a model's own logits need float32 logits as a judge: in 16 bits, or with quantised activations."""
     return model.dtype in SIXTEEN_BIT or quantises(model)
 
 
 def rounding_error(model: PreTrainedModel) -> float:
-    """The relative error that rounding alone explains."""
+    """Return the relative error that rounding alone explains."""
     return max(TOLERANCE[model.dtype], QUANTISED_TOLERANCE * quantises(model))
 
 
 @contextmanager
 def unrounded(model: PreTrainedModel) -> Iterator[None]:
-    """A context in which the model's own forward pass computes in float32, and quantises nothing."""
+    """Let the model's own forward pass compute in float32, without quantising."""
     modules: list[Any] = [module for module in model.modules() if getattr(module, "quantised", False)]
     for module in modules:
         module.quantised = False
@@ -172,7 +166,6 @@ def unrounded(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _reason_in_trees(scorer: Scorer) -> str | None:
-    """Why a draft tree's logits are wrong, or None."""
     limit, errors = _tolerance(scorer), list[float]()
     several = _has_experts(scorer.model) or quantises(scorer.model)
     for text in range(ROUTED_TEXTS if several else 1):
@@ -183,7 +176,7 @@ def _reason_in_trees(scorer: Scorer) -> str | None:
 
 
 def _reason_in_chunk(scorer: Scorer) -> str | None:
-    """Why whole chunks of a prompt, which a scorer may read in a way of its own, are read wrongly; or None."""
+    """Return why whole chunks of a prompt, which a scorer may compute differently, are wrong, or None."""
     count, limit = scorer.prompt_chunk, position_limit(scorer.model)
     if count is None or (limit is not None and limit < 2 * count):
         return None
@@ -200,7 +193,7 @@ def _reason_in_chunk(scorer: Scorer) -> str | None:
     error = _error(scorer.model, [torch.tensor(tokens[None], device=scorer.model.device)], last[:1], last[1:])
     if error <= _tolerance(scorer):
         return None
-    return f"a whole chunk of a prompt gives logits that are off by {error:.2g} (relative)"
+    return f"logits of a whole chunk of a prompt are off by {error:.2g} (relative)"
 
 
 def _has_experts(model: PreTrainedModel) -> bool:
@@ -208,12 +201,11 @@ def _has_experts(model: PreTrainedModel) -> bool:
 
 
 class _PassError(Exception):
-    """A forward pass that raised an error or did not call what it must."""
+    """A forward pass that raised an error or skipped a required call."""
 
 
 @contextmanager
 def _naming(what: str) -> Iterator[None]:
-    """Turn any error of a model into a ``_PassError`` that says what failed."""
     try:
         yield
     except _PassError:
@@ -223,7 +215,6 @@ def _naming(what: str) -> Iterator[None]:
 
 
 def _tree_error(scorer: Scorer, text: int) -> float:
-    """Largest relative error between tree scoring and the model's own forward pass, over two packed rows."""
     tokens = np.random.default_rng(text).integers(0, scorer.vocabulary, 32).tolist()
     tree = DraftTree(np.array(tokens[:5]), np.array([-1, 0, 0, 2, -1]))
     prompts = [tokens[8:15], tokens[20:31]]
@@ -239,8 +230,8 @@ def _tree_error(scorer: Scorer, text: int) -> float:
 
 
 def _score(scorer: Scorer, prompts: Sequence[Sequence[int]], tree: DraftTree) -> list[torch.Tensor]:
-    """Logits after each prompt and over the tree after it. The prompts' first tokens come from caches; two of them
-    were nodes of a tree that has others, too."""
+    """Return logits after each prompt and over the tree after it. The prompts' first tokens come from caches; two of
+    them were nodes of a tree with others."""
     caches = [FullCache(), FullCache()]
     first = [Block(np.array(prompt[:2]), _around(prompt[2:4]), 0) for prompt in prompts]
     scorer.score(first, caches)
@@ -253,13 +244,13 @@ def _score(scorer: Scorer, prompts: Sequence[Sequence[int]], tree: DraftTree) ->
 
 
 def _around(tokens: Sequence[int]) -> DraftTree:
-    """Two tokens, the nodes 1 and 3 of a tree, each behind a sibling."""
+    """Make a tree in which two tokens are the nodes 1 and 3, each after a sibling."""
     first, second = tokens
     return DraftTree(np.array([second, first, first, second]), np.array([-1, -1, 1, 1]))
 
 
 def _check_windows(model: PreTrainedModel, cache: FullCache) -> None:
-    """Refuse a model whose window is in its mask alone: the texts here are too short to show that it is missing."""
+    """Reject a model whose window is only in its mask: the sequences here are too short to show that it is missing."""
     config = model.config.get_text_config(decoder=True)
     window, limit = getattr(config, "sliding_window", None), position_limit(model)
     if not window or (limit is not None and window >= limit):
@@ -267,11 +258,13 @@ def _check_windows(model: PreTrainedModel, cache: FullCache) -> None:
     kinds = getattr(config, "layer_types", None)
     for layer, spec in cache.specs.items():
         if spec.window is None and (kinds is None or kinds[layer] == "sliding_attention"):
-            raise _PassError(f"layer {layer} sees {window} tokens by its mask alone, and masks are not looked at")
+            raise _PassError(
+                f"layer {layer} has a window of {window} tokens only in its mask, which Forerun does not read"
+            )
 
 
 def _branches(prompt: Sequence[int], tree: DraftTree, logits: torch.Tensor) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """Each branch of a tree as plain text behind the prompt, and the logits of its nodes, ``[nodes, V]``."""
+    """Yield each branch of a tree as a sequence after the prompt, and its nodes' logits, ``[nodes, V]``."""
     for leaf in sorted(set(range(len(tree))) - set(tree.parents.tolist())):
         path = tree.ancestors[leaf].nonzero()[0]
         yield [*prompt, *tree.tokens[path].tolist()], logits[[0, *(path + 1).tolist()]]
@@ -280,11 +273,11 @@ def _branches(prompt: Sequence[int], tree: DraftTree, logits: torch.Tensor) -> I
 def _error(
     model: PreTrainedModel, ids: Sequence[torch.Tensor], scored: Sequence[torch.Tensor], own: Sequence[torch.Tensor]
 ) -> float:
-    """The largest relative error of logits at the last tokens of texts ``[1, t]``, against the model's own.
+    """Return the largest relative error of logits at the last tokens of sequences ``[1, t]``, against the model's own.
 
     In 16 bits, or with quantised activations, the model's own logits are rounded as much as ours. If the two differ,
-    both are compared with float32 logits, and the largest error of the model's own is subtracted from ours. It is the
-    largest of all texts, not of the same one, because rounding hits another text in each form of the pass.
+    both are compared with float32 logits, and the model's own largest error is subtracted from ours. Both are the
+    largest over all sequences, because rounding affects different ones in each form of the pass.
     """
     error = max(map(relative_error, scored, own))
     if rounds(model) and error > rounding_error(model):
@@ -300,20 +293,15 @@ def _own(model: PreTrainedModel, ids: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def relative_error(logits: torch.Tensor, right: torch.Tensor) -> float:
-    """The largest relative error of any row ``[..., V]``, by norms over the vocabulary."""
+    """Return the largest relative error of any row ``[..., V]``, by norms over the vocabulary."""
     off = (logits.double() - right.double()).norm(dim=-1) / right.double().norm(dim=-1).clamp_min(1e-12)
     return float(off.max())
 
 
 class Float32View(TorchFunctionMode):
-    """A context in which functions get 16-bit floats widened to float32, one tensor at a time, and so return float32.
-
-    So a 16-bit model computes in float32 without a second copy of it: the reference when two passes in 16 bits differ,
-    since both of them are rounded.
-
-    Functions that change a tensor in place are left alone. So are conversions to a type: where a model rounds on
-    purpose, it still rounds.
-    """
+    """A context in which functions get 16-bit floats widened to float32, one tensor at a time, and so return float32. A
+    16-bit model computes in float32 without a second copy: the reference when two passes in 16 bits differ. Functions
+    that change a tensor in place and conversions are excluded: where a model rounds on purpose, it still rounds."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

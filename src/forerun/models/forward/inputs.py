@@ -1,4 +1,4 @@
-"""Checks of a model's inputs: token ids of its vocabulary, at positions that it has, and nothing else."""
+"""Check a model's inputs: token ids in its vocabulary, within its positions, and nothing else."""
 
 from __future__ import annotations
 
@@ -9,29 +9,23 @@ import torch
 from transformers import Cache, PreTrainedModel, QuantizedCache
 
 DERIVED_INPUTS = frozenset({"attention_mask", "position_ids", "use_cache", "cache_position", "logits_to_keep"})
-"""Inputs that transformers itself derives from token ids and passes to every generate function. It adds an empty cache,
-whose name differs between versions and models: ``past_key_values``, ``cache_params``, ``cache``."""
+"""Inputs that transformers derives from token ids for every generate function. It adds an empty cache, whose name
+differs between versions and models: ``past_key_values``, ``cache_params``, ``cache``."""
 
 
 def check_inputs(ids: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
-    """Refuse inputs that would change the text, because Forerun does not pass them on to the model.
-
-    Args:
-        ids: token ids, ``[B, t]``.
-        given: the model's other inputs, as transformers prepared them.
-
-    Returns:
-        The attention mask, ``[B, t]``: 1 where there is text, 0 where there is padding.
+    """Reject inputs that would change the output, because Forerun does not pass them on to the model; return the
+    attention mask ``[B, t]``.
 
     Raises:
-        NotImplementedError: for other inputs, positions that are not those of the text, or a cache that holds text.
+        NotImplementedError: for other inputs, unusual positions, or a cache that is not empty.
     """
     caches = {name: value for name, value in given.items() if isinstance(value, Cache)}
     allowed = DERIVED_INPUTS | caches.keys()
     others = sorted(name for name, value in given.items() if name not in allowed and not _nothing(value))
     if others:
         raise NotImplementedError(
-            f"{', '.join(others)}: Forerun reads token ids and an attention_mask and hands nothing else to the model"
+            f"{', '.join(others)}: Forerun reads token ids and an attention_mask, and passes nothing else to the model"
         )
     for name, cache in caches.items():
         _check_cache(name, cache)
@@ -39,25 +33,26 @@ def check_inputs(ids: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
     mask = torch.ones_like(ids) if mask is None else mask
     positions = given.get("position_ids")
     if positions is not None and not _natural(positions, mask):
-        raise NotImplementedError("position_ids: Forerun counts the tokens of each text from 0, and takes nothing else")
+        raise NotImplementedError("position_ids: Forerun counts the tokens of each sequence from 0")
     return mask
 
 
 def _check_cache(name: str, cache: Cache) -> None:
-    """Refuse a cache that holds text, or that would change it."""
     if isinstance(cache, QuantizedCache):
-        raise NotImplementedError(f"{name} is a QuantizedCache, which changes the text; Forerun's are exact")
+        raise NotImplementedError(f"{name} is a QuantizedCache, which changes outputs; Forerun's are exact")
     if not cache.layers:
         return
     if all(cache.is_linear):
         if cache.has_previous_state():
-            raise NotImplementedError(f"{name} holds states: Forerun keeps caches of its own; give all the text")
+            raise NotImplementedError(f"{name} holds states: Forerun keeps its own caches; pass the whole sequence")
     elif tokens := cache.get_seq_length():
-        raise NotImplementedError(f"{name} holds {tokens} tokens: Forerun keeps caches of its own; give all the text")
+        raise NotImplementedError(
+            f"{name} holds {tokens} tokens: Forerun keeps its own caches; pass the whole sequence"
+        )
 
 
 def _natural(positions: torch.Tensor, mask: torch.Tensor) -> bool:
-    """Whether positions ``[B or 1, t]`` count the text from 0; models of pictures have several, which all have to."""
+    """Return whether positions ``[B or 1, t]`` count tokens from 0; models with pictures have several, and all must."""
     if positions.dim() == 3:
         return all(_natural(each, mask) for each in positions)
     if positions.dim() != 2 or positions.shape[1] != mask.shape[1]:
@@ -66,7 +61,7 @@ def _natural(positions: torch.Tensor, mask: torch.Tensor) -> bool:
 
 
 def check_prompt(model: PreTrainedModel, prompt: Sequence[int]) -> None:
-    """Refuse a prompt that the model cannot read."""
+    """Raise ``ValueError`` for an empty prompt, or a token id out of range."""
     if not len(prompt):
         raise ValueError("the prompt is empty; at least one token is needed")
     rows = model.get_input_embeddings().weight.shape[0]
@@ -76,7 +71,7 @@ def check_prompt(model: PreTrainedModel, prompt: Sequence[int]) -> None:
 
 
 def check_length(model: PreTrainedModel, prompt_length: int, max_new_tokens: int) -> None:
-    """Refuse a text that would be longer than the model's positions."""
+    """Raise ``ValueError`` for a sequence longer than the model's positions."""
     limit = position_limit(model)
     if limit is not None and prompt_length + max_new_tokens > limit:
         raise ValueError(
@@ -86,10 +81,8 @@ def check_length(model: PreTrainedModel, prompt_length: int, max_new_tokens: int
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """The longest text the model can take, or None if its configuration sets no limit.
-
-    Rotary embeddings that change with the length of the text do not change up to this length.
-    """
+    """Return the longest sequence that the model supports, or None if its configuration sets no limit. Rotary
+    embeddings that depend on the sequence's length do not change up to this length."""
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":  # beyond this length all keys would change
@@ -99,11 +92,11 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
 
 def learned_positions(model: PreTrainedModel) -> int | None:
-    """How many positions have a learned vector; None for rotary positions, which have no end."""
+    """Return the number of learned position vectors; None for rotary positions."""
     config = model.config.get_text_config(decoder=True)
     return None if getattr(config, "rope_parameters", None) else position_limit(model)
 
 
 def _nothing(value: Any) -> bool:
-    """Whether an input is empty: None, or a table without entries, as vision models get with plain text."""
+    """Return whether an input is None, or a table without entries, which vision models get with plain text."""
     return value is None or (isinstance(value, Mapping) and all(_nothing(each) for each in value.values()))

@@ -1,4 +1,4 @@
-"""Prefill: a prompt is read into a cache in passes of its own."""
+"""Prefill a prompt into a cache in separate passes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def read_prompt(
     on_read: Callable[[int], None] = lambda count: None,
     most: int | None = None,
 ) -> None:
-    """Read a text into a cache: all tokens that it does not hold yet and would not evict at once.
+    """Prefill a cache with all tokens of a prompt that it does not hold yet and would not evict at once.
 
     Args:
-        block_size: maximum tokens of one pass.
+        block_size: maximum tokens per pass.
         on_read: called with the tokens of each pass.
-        most: tokens after which it ends at the end of a pass; None reads all of the text.
+        most: tokens after which it stops, at the end of a pass; None for no limit.
     """
     done = 0
     while cache.length < len(text) and (most is None or done < most):
@@ -44,7 +44,7 @@ def read_prompt(
 
 
 def counting(total: int, on_prefill: Progress | None) -> Callable[[int], None]:
-    """An ``on_read`` for ``read_prompt`` that reports the tokens read so far, and ``total``."""
+    """Return an ``on_read`` for ``read_prompt`` that reports the tokens prefilled so far, and ``total``."""
     done = 0
 
     def count(tokens: int) -> None:

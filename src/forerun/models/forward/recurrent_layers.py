@@ -1,12 +1,10 @@
-"""Recurrent layers of transformers' models inside a Forerun pass.
+"""Run recurrent layers of transformers' models inside a Forerun pass.
 
-A mixer (a short convolution, a gated delta net, Mamba-2) is a module that calls its recurrences by name, as functions
-of the file that defines it. Inside a pass it runs its own code, in which these names mean Forerun's functions. They
-keep rows apart, follow the draft tree, and find each row's states in its cache. Outside of a pass, and in other
-threads, a mixer is untouched.
+A mixer (a short convolution, a gated delta net, Mamba-2) calls its recurrences by name, as functions of its source
+file. Inside a pass its code runs with these names bound to Forerun's functions, which separate rows, follow the draft
+tree, and find each row's states in its cache. Outside of passes, and in other threads, a mixer is unchanged.
 
-Mixers are found by the names that their code uses. The gate's self-test decides whether they then compute what the
-model computes.
+Mixers are recognised by the names that their code uses. The gate's self-test checks their results.
 """
 
 from __future__ import annotations
@@ -31,8 +29,6 @@ from forerun.models.forward.scorer import STATELESS_LAYERS, Pass, is_recurrent, 
 
 
 class _RunningMixer(NamedTuple):
-    """The mixer that runs in this thread, and the pass that it runs in."""
-
     rows: Pass
     layer: int
 
@@ -47,7 +43,7 @@ def causal_convolution(
     activation: str | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """transformers' ``causal_conv1d_fn``: ``[1, C, n]`` in and out, with weights ``[C, K]``."""
+    """Replace transformers' ``causal_conv1d_fn``: ``[1, C, n]`` in and out, with weights ``[C, K]``."""
     rows, layer = _mixer.get()
     with unwatched():
         x, taps = _wide(hidden_states[0].t()), _wide(weight.t())
@@ -71,7 +67,7 @@ def gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' ``chunk_gated_delta_rule``, and Kimi's with a gate per channel: ``[1, n, heads, dim]``."""
+    """Replace transformers' ``chunk_gated_delta_rule``, and Kimi's with a gate per channel: ``[1, n, heads, dim]``."""
     n, key_heads, dim = key.shape[1:]
     heads, out_dim = value.shape[2:]
     gates = g.shape[3] if g.dim() == 4 else 1
@@ -92,7 +88,7 @@ def mamba2_scan(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **_: Any,
 ) -> torch.Tensor:
-    """transformers' ``mamba2_chunk_scan``: ``[1, n, heads, dim]`` in and out."""
+    """Replace transformers' ``mamba2_chunk_scan``: ``[1, n, heads, dim]`` in and out."""
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = torch.clamp(functional.softplus(dt) if dt_softplus else dt, *dt_limit)
     x, step, keys, queries = (_wide(each[0]) for each in (hidden_states, dt, B, C))
@@ -124,12 +120,12 @@ def _advance(shape: GatedShape, inputs: torch.Tensor, q: torch.Tensor) -> torch.
 
 
 def _split(rows: Pass, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Each row's part of ``[n, ...]``."""
+    """Split ``[n, ...]`` by rows."""
     return torch.split(x.contiguous(), [len(block) for block in rows.blocks])
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous, in float64 or else float32, in which recurrences compute."""
+    """Convert to contiguous float64 or else float32, in which recurrences compute."""
     return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32).contiguous()
 
 
@@ -141,14 +137,14 @@ def adapt(model: PreTrainedModel) -> None:
 
 
 def mixers(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Modules whose code uses a recurrence."""
+    """Yield modules whose code uses a recurrence."""
     for module in model.modules():
         if _names(module) & (RECURRENCES.keys() | UNSUPPORTED.keys()):
             yield module
 
 
 def unsupported(model: PreTrainedModel) -> str | None:
-    """Why a model's recurrent layers cannot follow a draft tree; None if they can, or there are none."""
+    """Return why a model's recurrent layers cannot follow a draft tree, or None."""
     if not is_recurrent(model):
         return None
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
@@ -170,13 +166,11 @@ def unsupported(model: PreTrainedModel) -> str | None:
 
 
 def _names(module: nn.Module) -> set[str]:
-    """Names that the code of a module's forward pass uses."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return set() if code is None else set(code.co_names)
 
 
 def _inside_passes(own: Any) -> Any:
-    """A mixer's forward pass: its own, but inside a Forerun pass with Forerun's recurrences."""
     plain: Any = inspect.unwrap(own)
     names = {**plain.__globals__, **RECURRENCES}
     inside = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)

@@ -1,8 +1,8 @@
-"""Finds by trial how a model's keys rotate with position, so that no list of architectures has to be maintained.
+"""Measure how a model's keys rotate with position, without a list of architectures.
 
-A single token attends only to itself. With rotary embedding its hidden states then do not depend on its position, and
-its keys at two positions differ by a rotation. The candidates are tried: frequencies come from the model's own
-``inv_freq`` buffers; paired dimensions are half a rotary width apart or adjacent, at the start or the end of a head.
+A single token attends only to itself. With rotary embedding its hidden states are then independent of its position, and
+its keys at two positions differ by a rotation. Candidates are tried: frequencies are the model's ``inv_freq`` buffers;
+paired dimensions are half a rotary width apart or adjacent, at the start or the end of a head.
 """
 
 from __future__ import annotations
@@ -28,16 +28,8 @@ PROBE_TOKENS = 4
 
 @torch.inference_mode()
 def find_rotation(scorer: Scorer) -> Rotation | None:
-    """How the keys of each layer rotate with position.
-
-    Args:
-        scorer: makes passes through ``Cache.attend``.
-
-    Returns:
-        The rotation of each layer, or none for layers whose keys do not depend on position. None if the keys of some
-        layer fit no rotation, because positions are learned (GPT-2, OPT) or encoded in an unknown way; such keys cannot
-        be moved.
-    """
+    """Find each layer's rotation of keys by position, or none for layers whose keys do not depend on position. None if
+    some layer's keys fit no rotation, because positions are learned (GPT-2, OPT) or encoded in an unknown way."""
     limit = getattr(scorer.model.config, "max_position_embeddings", None) or PROBE_POSITIONS[-1] + 1
     at = {position: _keys(scorer, position) for position in (0, *PROBE_POSITIONS) if position < limit}
     frequencies = _frequencies(scorer.model)
@@ -54,7 +46,7 @@ def find_rotation(scorer: Scorer) -> Rotation | None:
 
 
 class _Probe(Cache):
-    """Records the keys of one token that attends only to itself."""
+    """A cache that records the keys of one token that attends only to itself."""
 
     def __init__(self, position: int) -> None:
         self.length = position
@@ -78,7 +70,7 @@ class _Probe(Cache):
 
 
 def _keys(scorer: Scorer, position: int) -> dict[int, torch.Tensor]:
-    """The keys of the same few tokens, each alone at ``position``, by layer; ``[PROBE_TOKENS, Hkv, 1, d]``."""
+    """Return the keys of a few fixed tokens, each alone at ``position``, by layer; ``[PROBE_TOKENS, Hkv, 1, d]``."""
     tokens = np.random.default_rng(0).integers(0, scorer.vocabulary, (PROBE_TOKENS, 1))
     probes = [_Probe(position) for _ in range(PROBE_TOKENS)]
     scorer.score([Block(token, DraftTree.empty(), position) for token in tokens], probes)
@@ -86,7 +78,7 @@ def _keys(scorer: Scorer, position: int) -> dict[int, torch.Tensor]:
 
 
 def _frequencies(model: PreTrainedModel) -> list[torch.Tensor]:
-    """The model's distinct ``inv_freq`` buffers, rounded to float32 as the model uses them, as float64."""
+    """Return the model's distinct ``inv_freq`` buffers, rounded to float32 as in the model, as float64."""
     found: list[torch.Tensor] = []
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq") and buffer.dim() == 1:
@@ -105,11 +97,8 @@ def _candidates(frequencies: Sequence[torch.Tensor], d: int) -> Iterator[LayerRo
 
 
 def _error(turn: LayerRotation | None, keys: torch.Tensor, moved: dict[int, torch.Tensor]) -> float:
-    """The largest relative error of the predicted keys, in units of the error that rounding explains.
-
-    Models compute angles, cosines and sines in float32; an angle's error grows with the position. Then they round
-    cosines, sines, products and sums to the keys' dtype.
-    """
+    """Return the largest relative error of predicted keys, in units of the error that rounding explains: float32
+    rounding of angles, which grows with the position, cosines and sines, then rounding to the keys' dtype."""
     wide = keys.double()
     errors = []
     for position, found in moved.items():

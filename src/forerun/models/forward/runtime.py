@@ -1,10 +1,9 @@
-"""What an engine finds out at its start: whether the model's passes are right, how exact they are, and what they cost.
+"""Measure at an engine's start whether the model's passes are correct, how exact they are, and what they cost.
 
-This takes seconds and comes out alike each time. So results are kept in the process for other engines of the same
-model, and as a file in the user's cache folder for later processes. The key is ``fingerprint.of_results``: the model,
-the machine, the versions and the sources that compute. A result under another key is not seen. Files are JSON and
-replaced as a whole; one that cannot be read counts as missing, and a folder that cannot be written is left alone.
-Static lists have a file of their own beside it.
+This takes seconds and always gives the same result, so results are kept in the process, and in a file in the user's
+cache folder, under ``fingerprint.of_results``: the model, the machine, and versions and sources of all code. Files are
+JSON and replaced atomically; an unreadable one counts as missing, and failures to write are ignored. Static lists have
+a separate file beside it.
 """
 
 from __future__ import annotations
@@ -35,17 +34,16 @@ from forerun.trie.recycled import NO_ROWS, RecycledRows
 
 log = logging.getLogger(__name__)
 COSTS_LAST_SECONDS = 7 * 86_400
-"""Costs are measured anew after a week."""
+"""Age at which costs are measured again: a week."""
 FASTER = 0.7
-"""Share of the measured seconds of a pass; one that takes less shows that the measurement was disturbed."""
+"""A pass faster than this share of its measured time shows that something disturbed the measurement."""
 KEPT_MODELS = 256
-"""Files in the folder, of about a kilobyte each, and as many of 130 with static lists; beyond these the oldest are
-removed."""
+"""Files in the folder, of about a kilobyte each, and as many of 130 with static lists; the oldest are removed."""
 LISTS_SUFFIX = ".lists.npy"
 
 
 def user_folder() -> Path | None:
-    """Where this user's programs keep what they can make again; None if there is no such place."""
+    """Return the user's folder for results that can be computed again, or None."""
     try:
         if sys.platform == "win32":
             base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
@@ -60,13 +58,9 @@ def user_folder() -> Path | None:
 
 
 class StartupCache:
-    """Finds out what an engine needs to know of a model, once for each model and condition.
-
-    Args:
-        folder: returns the folder for results that outlive the process, or None to keep none. It is called whenever
-            one is looked up, because a program may change its environment.
-        thread_clock: gives the seconds for which this thread had a core.
-    """
+    """Startup results, measured once per model and condition. ``folder`` returns the folder for results that outlive
+    the process, or None to keep none; it is called at each lookup, because a program may change its environment.
+    ``thread_clock`` returns this thread's processor seconds."""
 
     def __init__(
         self,
@@ -77,7 +71,7 @@ class StartupCache:
         self._results: WeakKeyDictionary[nn.Module, dict[tuple[str, str], Any]] = WeakKeyDictionary()
 
     def self_test(self, scorer: Scorer, test: Callable[[], str | None]) -> str | None:
-        """What ``test`` returns: why the scorer's logits are not the model's own, or None. Only None is kept."""
+        """Return why the scorer's logits are not the model's own, or None, by ``test``. Only None is kept."""
         results = self._of(scorer, "self-test")
         if results.get() is not True:
             reason = test()
@@ -87,7 +81,7 @@ class StartupCache:
         return None
 
     def exactness(self, scorer: Scorer, limit: int | None, offloads: bool) -> Exactness:
-        """As ``exactness.probe``; a result from the folder says so in its reason."""
+        """Return ``exactness.probe``'s result; one from the folder says so in its reason."""
         if is_sharded(scorer.model):  # their ranks have to pass together
             return probe(scorer, limit, offloads)
         results = self._of(scorer, f"exactness, {limit} positions{', offloads' if offloads else ''}")
@@ -101,11 +95,8 @@ class StartupCache:
         return found
 
     def costs(self, scorer: Scorer) -> CostCurve:
-        """As ``pass_timing.measure``.
-
-        A doubtful curve is kept in the process only. It is measured again when it is asked for and nothing disturbs
-        passes.
-        """
+        """Return ``pass_timing.measure``'s result. A doubtful curve is kept only in the process, and measured again
+        when nothing disturbs passes."""
         results = self._of(scorer, "costs")
         with suppress(KeyError, TypeError, ValueError):
             kept = dict(results.get())
@@ -126,7 +117,7 @@ class StartupCache:
         return found
 
     def static_lists(self, scorer: Scorer) -> RecycledRows:
-        """Those of earlier processes, and what ``static_lists.extended`` adds to them, once in this process."""
+        """Return static lists of earlier processes, extended once in this process by ``static_lists.extended``."""
         if is_sharded(scorer.model):  # its ranks have to pass together
             return NO_ROWS
         results = self._of(scorer, "static lists")
@@ -151,41 +142,34 @@ class StartupCache:
 
 
 class _Result:
-    """One result of one model: in the process, or in its file."""
-
     def __init__(self, results: dict[tuple[str, str], Any], key: str, name: str, file: Path | None) -> None:
         self._results, self._key, self._name, self._file = results, key, name, file
 
     @property
     def in_process(self) -> bool:
-        """Whether it was found out by this process."""
         return (self._key, self._name) in self._results
 
     def get(self) -> Any:
-        """The result as plain values, or None."""
         if self.in_process:
             return self._results[self._key, self._name]
         return None if self._file is None else _read(self._file).get(self._name)
 
     def keep(self, value: Any, in_file: bool = True) -> None:
-        """Keep a result that this process found, or confirmed."""
         self._results[self._key, self._name] = value
         if self._file is not None and in_file:
             with suppress(OSError):
                 _write(self._file, _read(self._file) | {self._name: value})
 
     def beside(self, suffix: str) -> Path | None:
-        """A file of the same model with this suffix, if results are kept in files."""
         return None if self._file is None else self._file.with_suffix(suffix)
 
     def said(self, reason: str | None) -> str:
-        """A reason, and that it comes from the folder."""
         kept = f"measured earlier on this machine ({self._file})"
         return kept if reason is None else f"{reason}; {kept}"
 
 
 def _disturbed(curve: CostCurve, scorer: Scorer) -> bool:
-    """Whether something else used the machine when the curve was measured: a pass of any size is much faster now."""
+    """Return whether a pass of any size is much faster now than when the curve was measured."""
     if curve.unit is None:
         return True
     now = seconds_of_passes(scorer, curve.sizes)
@@ -193,7 +177,6 @@ def _disturbed(curve: CostCurve, scorer: Scorer) -> bool:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """The results in a file; none if there is no such file, or it is damaged."""
     try:
         content = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -225,19 +208,19 @@ _startup = StartupCache()
 
 @dataclass(frozen=True, eq=False)
 class Runtime:
-    """How an engine measures. Tests give one with fixed answers, so that drafting repeats exactly.
+    """How an engine measures. Tests use one with fixed answers, for reproducible drafting.
 
     By default results are kept for later engines and processes (``StartupCache``). A runtime equals only itself.
 
     Attributes:
-        clock: gives seconds, for drafters that go by time; by default without those in which passes are recorded.
+        clock: returns seconds, for drafters that go by time; by default without those in which passes are recorded.
         costs: measures the passes of a model.
-        exactness: finds out whether drafts can change the bits of a model's passes; called with the scorer, its
-            position limit, and whether keys and values may lie off the device.
+        exactness: determines whether drafts can change a model's bits; called with the scorer, its position limit, and
+            whether keys and values may lie off the device.
         self_test: tests whether a scorer's logits are the model's own; called with the scorer and the test.
-        waits_for_code: whether an engine compiles what drafting and long texts need before its first text. If not,
-            texts that come before are generated without drafts; it has an effect once on a machine.
-        static_lists: what a model expects behind single tokens, for drafts from the trie.
+        waits_for_code: whether an engine compiles code for drafting and long sequences before its first request. If
+            not, earlier requests run without drafts, once per machine.
+        static_lists: likely successors of single tokens, for drafts from the trie.
     """
 
     clock: Callable[[], float] = work_seconds
@@ -252,12 +235,12 @@ _defaults = [Runtime()]
 
 
 def default_runtime() -> Runtime:
-    """The runtime of engines that are given none."""
+    """Return the runtime of engines that are given none."""
     return _defaults[-1]
 
 
 def without_folder(runtime: Runtime) -> Runtime:
-    """The same runtime, but what decides on losslessness is measured in this process."""
+    """Return this runtime, but with losslessness checked in this process."""
     cache = StartupCache(lambda: None)
     return replace(runtime, exactness=cache.exactness, self_test=cache.self_test)
 

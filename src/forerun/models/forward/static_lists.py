@@ -1,10 +1,8 @@
-"""Static lists: what a model expects behind the beginning of a text and one token.
+"""Static lists: likely next tokens after the beginning of a sequence and one token.
 
-They are to a new text what recycled logits (``trie/recycled.py``) are to one that is under way: candidates for the next
-token, from the first one on. The first tokens of a vocabulary are made first when a tokenizer is trained, because they
-are frequent. So a list is made for each of these. No user's text takes part.
-
-A start makes as many as fit a second, and the next start goes on from there.
+For a new sequence they replace recycled logits (``trie/recycled.py``): candidates for the next token, from the first
+one on. Training a tokenizer adds frequent tokens first, so each of the vocabulary's first tokens has a list. No user
+data is involved. Each start makes as many as fit in a second, and the next continues.
 """
 
 from __future__ import annotations
@@ -26,24 +24,18 @@ from forerun.trie.recycled import NO_ROWS, RecycledRows
 from forerun.trie.tables import LISTED
 
 LISTED_TOKENS = 2048
-"""Tokens that have a list. With SmolLM2 they are 72 to 83 % of three sets of answers; twice as many are 80 to 87 %."""
+"""Tokens with a list. With SmolLM2 they are 72 to 83 % of three sets of answers; twice as many are 80 to 87 %."""
 PASS_TOKENS = 16
-"""Lists that are made in one pass."""
+"""Lists per pass."""
 MAKING_SECONDS = 1.0
-"""After this time no other pass starts."""
+"""Time after which no other pass starts."""
 
 
 @torch.inference_mode()
 def extended(
     scorer: Scorer, known: RecycledRows = NO_ROWS, clock: Callable[[], float] = time.perf_counter
 ) -> RecycledRows:
-    """The static lists that are known, and as many more as ``MAKING_SECONDS`` allow.
-
-    Args:
-        scorer: the model.
-        known: of the vocabulary's first tokens.
-        clock: gives seconds.
-    """
+    """Extend the static lists of the vocabulary's first tokens for ``MAKING_SECONDS``; ``clock`` returns seconds."""
     root, count = _root(scorer.model), min(LISTED_TOKENS, scorer.vocabulary)
     end = clock() + MAKING_SECONDS
     parts = [known]
@@ -55,7 +47,7 @@ def extended(
 
 
 def _root(model: PreTrainedModel) -> int | None:
-    """The token that texts begin with, or else one that ends them; None if there is neither."""
+    """Return the beginning-of-sequence token, or else an end-of-sequence one, or None."""
     config = model.generation_config
     ends = config.eos_token_id
     found = [config.bos_token_id, *(ends if isinstance(ends, list) else [ends])]
@@ -63,26 +55,26 @@ def _root(model: PreTrainedModel) -> int | None:
 
 
 def _lists(scorer: Scorer, root: int, tokens: IntArray) -> RecycledRows:
-    """The lists of some tokens, from one pass: the tokens are the leaves of a tree."""
+    """Make the lists of some tokens in one pass: the tokens are the leaves of a tree."""
     block = Block(np.array([root]), DraftTree(tokens, np.full(len(tokens), ROOT)), 0)
     logits = scorer.score([block], [FullCache(len(block))])[0][1:].float()
     scores, best = (part.cpu().numpy() for part in logits.topk(min(LISTED, logits.shape[-1])))
     missing = ((0, 0), (0, LISTED - best.shape[1]))
     scores = np.pad(scores, missing, constant_values=-np.inf)
     best = np.pad(best.astype(np.int32), missing, constant_values=-1)
-    best[~np.isfinite(scores[:, 0])] = -1  # the model gives no numbers
+    best[~np.isfinite(scores[:, 0])] = -1  # the model returned no numbers
     return RecycledRows(np.full(len(best), -1), tokens, best, np.where(best < 0, -np.inf, scores))
 
 
 def content(rows: RecycledRows) -> bytes:
-    """The lists as a file's content: int32 ``[n, 2 LISTED]``, each row the tokens and the bits of their logits."""
+    """Serialise lists: int32 ``[n, 2 LISTED]``, each row the tokens and the bits of their logits."""
     file = BytesIO()
     np.save(file, np.concatenate((rows.tokens, rows.scores.view(np.int32)), 1), allow_pickle=False)
     return file.getvalue()
 
 
 def read(file: Path, vocabulary: int) -> RecycledRows:
-    """What ``content`` was given; no lists if there is no such file, or it is damaged."""
+    """Read what ``content`` wrote; no lists if the file is missing or damaged."""
     try:
         table = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError):

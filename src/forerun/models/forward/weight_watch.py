@@ -1,8 +1,8 @@
-"""Whether a model is still as it was: the same modules, code, settings, and weights in the same places.
+"""Detect changes of a model: of modules, code, settings, and weights and their places.
 
-A change of weights is seen by the count of changes that torch keeps (``_version``), and by a checksum over samples of
-their memory, because changes through ``.data``, NumPy views and other programs are not counted. The checksum does not
-cover all: a change of a few single weights or rows, which nobody counted, may go unseen (``memory_samples.py``).
+Changed weights are detected by torch's count of changes (``_version``), and by a checksum over samples of memory,
+because changes through ``.data``, NumPy views and other programs are not counted. An uncounted change of a few single
+weights or rows may go unnoticed (``memory_samples.py``).
 """
 
 from __future__ import annotations
@@ -21,23 +21,19 @@ from transformers import PreTrainedModel
 from forerun.kernels.runtime.memory_samples import address_table, checksum
 
 SOURCES = ("transformers.", "torch.nn.modules.", "forerun.models.loading.stored_weights")
-"""Packages of the modules that are known. Those of others may have settings of their own, such as which adapter is in
-use."""
+"""Packages of known modules. Others may have private settings, such as which adapter is in use."""
 CAPTURING = "transformers.utils.output_capturing"
-"""Hooks of this module only take notes, and only while transformers has been asked for hidden states."""
+"""Hooks of this module only take notes, and only while transformers records hidden states."""
 ALL_MODULES_HOOKS: tuple[dict[int, Any], ...] = (
     torch_module._global_forward_pre_hooks,
     torch_module._global_forward_hooks,
 )
-"""Where torch keeps the hooks that are called for every module of every model."""
+"""torch's hooks for every module of every model."""
 
 
 def added_code(module: nn.Module) -> list[Any]:
-    """What calling the module runs besides its class's ``forward``: hooks, and a ``forward`` of its own.
-
-    Hooks that transformers leaves on a model once it was asked for hidden states are not among them. They do nothing
-    outside such a call.
-    """
+    """Return what calling the module runs besides its class's ``forward``: hooks, and an instance's ``forward``. Hooks
+    that transformers leaves after recording hidden states are excluded, because they do nothing otherwise."""
     own = module.__dict__.get("forward")
     every = (module._forward_pre_hooks, module._forward_hooks, *ALL_MODULES_HOOKS)
     found = [hook for hooks in every for hook in _added(hooks)]
@@ -56,7 +52,7 @@ BOOKKEEPING = frozenset(vars(nn.Module())) | {
 
 
 def settings(members: Mapping[str, Any]) -> dict[str, Any]:
-    """A module's attributes of plain values, and dictionaries and lists of such."""
+    """Return a module's attributes of plain values, and dictionaries and lists of these."""
     return {name: value for name, value in members.items() if _is_setting(name, value)}
 
 
@@ -69,23 +65,17 @@ def _is_plain(value: Any) -> bool:
 
 
 class Change(Enum):
-    """How a model has changed.
-
-    Attributes:
-        WEIGHTS: parameters have other values, in the same places. Programs read them where they are.
-        MODEL: anything else: modules, code, settings, buffers, the type or the places of weights.
-    """
+    """How a model has changed. After ``WEIGHTS`` parameters have other values in the same places, where programs read
+    them; after ``MODEL`` anything else has changed: modules, code, settings, buffers, the type or the places of
+    weights."""
 
     WEIGHTS = 1
     MODEL = 2
 
 
 class WeightWatch:
-    """Remembers a model as it is when this is made.
-
-    Args:
-        model: the model. Its dictionaries of attributes, modules, weights, buffers and hooks are kept, because finding
-            them again takes longer than a small model's pass. Its weights are not kept alive.
+    """A record of a model at construction, to detect changes. It keeps dictionaries of attributes, modules, weights,
+    buffers and hooks, because collecting them again costs more than a small model's pass. Weights are not kept alive.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -104,10 +94,8 @@ class WeightWatch:
         self._buffers = _Memory([*(module._buffers for module in modules), *filter(None, loose)], False)
 
     def look(self) -> Change | None:
-        """What has changed since the last look, or since this was made; None for nothing.
-
-        After ``Change.MODEL`` a new watch has to be made: this one keeps dictionaries of modules that may be gone.
-        """
+        """Return what has changed since the last call or construction, or None. After ``Change.MODEL`` a new watch is
+        needed: this one keeps dictionaries of modules that may be gone."""
         same = (
             self._modules == self._children()
             and self._code == self._added_code()
@@ -129,7 +117,7 @@ class WeightWatch:
         return [hook for hooks in self._hooks if hooks for hook in _added(hooks)]
 
     def _same_settings(self) -> bool:
-        """Whether no module has other attributes. Objects are compared as such, and plain values by what they are."""
+        """Return whether all attributes are the same: objects by identity, plain values by value."""
         for number, (members, before) in enumerate(self._members):
             if not _equal(members, before):
                 if _contents(members) != _contents(before):
@@ -139,12 +127,7 @@ class WeightWatch:
 
 
 class _Memory:
-    """Tensors in dictionaries: where they lie, and what they hold.
-
-    Args:
-        owners: the dictionaries.
-        counts: whether torch's counts of changes matter.
-    """
+    """Tensors in dictionaries: their places and contents. ``counts`` says whether torch's counts of changes matter."""
 
     def __init__(self, owners: list[dict[str, Any]], counts: bool) -> None:
         self._owners, self._counts = owners, counts
@@ -154,18 +137,17 @@ class _Memory:
         self._sum = self._checksum(tensors)
 
     def stays(self) -> bool:
-        """Whether they lie where they lay, in the same order."""
         return self._places == _places(self._tensors())
 
     def same_values(self) -> bool:
-        """Whether they hold what they held at the last call, as far as is seen. They have to lie where they lay."""
+        """Return whether values are unchanged since the last call, as far as detectable; places must be unchanged."""
         tensors = self._tensors()
         before = self._versions, self._sum
         self._versions, self._sum = self._counted(tensors), self._checksum(tensors)
         return before == (self._versions, self._sum)
 
     def _counted(self, tensors: list[torch.Tensor]) -> list[int]:
-        """Versions of parameters. Those of buffers are not looked at: models write the same values in every pass."""
+        """Return versions of parameters. Buffers' are ignored: models write the same values in every pass."""
         return _versions(tensors) if self._counts else []
 
     def _checksum(self, tensors: list[torch.Tensor]) -> int:
@@ -176,7 +158,6 @@ class _Memory:
 
 
 def _snapshot(members: dict[str, Any]) -> dict[str, Any]:
-    """A copy that keeps its lists and dictionaries of plain values as they are now."""
     return {name: copy.deepcopy(value) if _is_setting(name, value) else value for name, value in members.items()}
 
 
@@ -185,7 +166,6 @@ def _is_setting(name: str, value: Any) -> bool:
 
 
 def _equal(members: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Whether the attributes are the same objects, or equal ones."""
     try:
         return members == before
     except Exception:  # tensors and arrays that are not the same have no single answer
@@ -193,7 +173,7 @@ def _equal(members: dict[str, Any], before: dict[str, Any]) -> bool:
 
 
 def _contents(members: dict[str, Any]) -> dict[str, Any]:
-    """What passes may read of a module's attributes: plain values, and which functions and tensors there are."""
+    """Return what passes may read of a module's attributes: plain values, and identities of functions and tensors."""
     named = {
         name: id(value)
         for name, value in members.items()
@@ -211,11 +191,10 @@ def _versions(tensors: list[torch.Tensor]) -> list[int]:
 
 
 def _apart(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Each tensor once, without those that have no memory of their own here."""
+    """Return each tensor once, without those that have no memory here."""
     found = {(t.data_ptr(), t.nbytes): t.detach() for t in map(_local, tensors)}
     return [t for (address, _), t in found.items() if address]
 
 
 def _local(t: torch.Tensor) -> torch.Tensor:
-    """This process's part of a tensor."""
     return t.to_local() if isinstance(t, DTensor) else t

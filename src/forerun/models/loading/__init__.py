@@ -1,1 +1,1 @@
-"""From a folder, a name or a GGUF file to a model."""
+"""Load a model from a folder, a hub name or a GGUF file."""

@@ -1,9 +1,9 @@
-"""From a GGUF file to a model whose weights stay as stored: mapped from the file, never dequantised.
+"""Load a GGUF file's weights in their quantised form: mapped from the file, never dequantised.
 
 The model is built without weights. Linear layers, embeddings and experts become the modules of ``stored_weights.py``
-over the file's own bytes. Rows that GGUF keeps in another order than transformers (queries and keys of Llama) are
-copied into transformers' order; where it is columns (Qwen3.5), the layer's inputs are put in the file's. Norms, biases,
-routers and kernels of convolutions become float32. What differs is known from ``gguf_layout.py``.
+over the file's bytes. Rows in another order than transformers' (queries and keys of Llama) are copied into that order;
+for columns (Qwen3.5), the layer's inputs are reordered. Norms, biases, routers and kernels of convolutions become
+float32. ``gguf_layout.py`` describes the differences.
 """
 
 from __future__ import annotations
@@ -28,18 +28,14 @@ from forerun.models.loading.load import check_complete
 from forerun.models.loading.stored_weights import InputOrder, StoredEmbedding, StoredExperts, StoredLinear
 
 BLOCK_COLUMNS = {each.name: each.words for each in GGUF_FORMATS}
-"""Columns per block, by the name of a format that there is a kernel for."""
+"""Columns per block, by the name of a format with a kernel."""
 INSTEAD = "--dtype bfloat16 dequantises it"
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def check_formats(file: Path, header: Header) -> None:
-    """Refuse a file whose matrices cannot be used as they are stored. It reads nothing but the header.
-
-    Raises:
-        ValueError: if there are no kernels here, or none for a tensor; it names the tensor, its format and those that
-            there are kernels for.
-    """
+    """Raise ``ValueError`` with the tensor, its format and supported formats if a quantised matrix has no kernel,
+    reading only the header."""
     if (reason := unusable()) is not None:
         raise ValueError(f"there is no kernel for stored weights here: {reason}; {INSTEAD}")
     for name, tensor in header.tensors.items():
@@ -67,18 +63,16 @@ def load_as_stored(
     *,
     quantised: bool = True,
 ) -> PreTrainedModel:
-    """A decoder over the weights in a file.
+    """Load a decoder over the weights in a file.
 
     Args:
         file: a GGUF file that ``gguf.check`` and ``check_formats`` accepted.
-        header: the file's header.
-        config: the model's configuration.
         progress: called with tensors done and to do.
-        quantised: whether inputs of linear layers and experts are quantised to eight bits; see ``linear.Weights``.
         layout: of the file; by default that of llama.cpp's files.
+        quantised: whether inputs of linear layers and experts are quantised to eight bits; see ``linear.Weights``.
 
     Raises:
-        ValueError: if the file cannot be used; it says why.
+        ValueError: if the file cannot be used, with the reason.
     """
     config = _mixtral(config, header) if is_mixtral(header) else config
     with torch.device("meta"):
@@ -98,16 +92,13 @@ def fill(
     *,
     quantised: bool,
 ) -> None:
-    """Put a file's tensors into a model that was built without weights; the arguments are ``load_as_stored``'s.
-
-    Raises:
-        ValueError: for a tensor without a place or of another shape, and for weights that the file lacks.
-    """
+    """Put a file's tensors into a model built without weights; see ``load_as_stored``. Raises ``ValueError`` for a
+    tensor without a place or of another shape, and for weights that the file lacks."""
     _Filler(file, header, model, quantised, layout).fill(progress)
 
 
 def _mixtral(config: PreTrainedConfig, header: Header) -> PreTrainedConfig:
-    """Mixtral's configuration, from Llama's, which transformers reads from its files."""
+    """Convert Llama's configuration, which transformers reads from Mixtral's files, to Mixtral's."""
     common = MixtralConfig().to_dict().keys() - {"model_type", "architectures", "transformers_version"}
     shared = {key: value for key, value in config.to_dict().items() if key in common}
     count, used = (header.metadata[f"llama.expert_{key}"] for key in ("count", "used_count"))
@@ -115,7 +106,7 @@ def _mixtral(config: PreTrainedConfig, header: Header) -> PreTrainedConfig:
 
 
 def _fill_buffers(file: Path, model: PreTrainedModel) -> None:
-    """Fill the buffers that a model computes from its configuration: rotary angles and factors."""
+    """Compute the buffers that follow from the configuration: rotary angles and factors."""
     for module in model.modules():
         own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
         for name, buffer in own.items():
@@ -127,17 +118,19 @@ def _fill_buffers(file: Path, model: PreTrainedModel) -> None:
         for name in own:
             value = module._buffers[name]
             if value is None or value.isnan().any():
-                raise ValueError(f"{file}: {type(module).__name__}.{name} cannot be had without its weights; {INSTEAD}")
+                raise ValueError(
+                    f"{file}: {type(module).__name__}.{name} cannot be computed without its weights; {INSTEAD}"
+                )
 
 
 def floats_of(data: Bytes, header: Header, tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Dequantise a tensor of a file that is mapped as ``data``, in torch's order of dimensions."""
+    """Dequantise a tensor of a file mapped as ``data``, in torch's order of dimensions."""
     floats = dequantize(_rows(data, header, tensor), GGMLQuantizationType(tensor.kind))
     return np.asarray(floats, np.float32).reshape(tensor.shape[::-1])
 
 
 def _rows(data: Bytes, header: Header, tensor: Tensor) -> Bytes:
-    """A tensor's bytes ``[O, row]``, mapped from the file."""
+    """Return a tensor's bytes ``[O, row]``, mapped from the file."""
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
     begin, count = header.data + tensor.offset, prod(tensor.shape[1:])
     row = tensor.shape[0] // block * size
@@ -146,8 +139,6 @@ def _rows(data: Bytes, header: Header, tensor: Tensor) -> Bytes:
 
 @dataclass
 class _Filler:
-    """Puts a file's tensors into a model that was built without weights."""
-
     file: Path
     header: Header
     model: PreTrainedModel
@@ -160,7 +151,7 @@ class _Filler:
         self._orders: dict[str, torch.Tensor] = {}  # of the inputs of linear layers, by their names
 
     def fill(self, progress: Progress) -> None:
-        """Place all tensors, then exchange the modules that hold stored weights."""
+        """Place all tensors, then replace the modules with stored weights."""
         for name, tensor in counted([*self.header.tensors.items()], progress):
             if (ours := self.layout.name(name)) is not None:
                 self._take(name, ours, tensor)
@@ -185,7 +176,7 @@ class _Filler:
         elif isinstance(module, nn.Linear | nn.Embedding) and leaf == "weight":
             expected = module.weight.shape
         else:
-            raise ValueError(f"{self.file}: tensor {name} is not of a plain linear layer; {INSTEAD}")
+            raise ValueError(f"{self.file}: tensor {name} does not belong to a plain linear layer; {INSTEAD}")
         self._check_shape(name, tensor.shape[::-1], expected)
         stored = self._in_order(name, _rows(self._data, self.header, tensor))
         rows = torch.from_numpy(stored).view(*expected[:-1], -1)
@@ -195,16 +186,17 @@ class _Filler:
             self._orders[owner] = torch.from_numpy(columns)
 
     def _floats(self, name: str, tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """A tensor dequantised, with the shape that transformers gives it."""
         return self.layout.floats(name, floats_of(self._data, self.header, tensor))
 
     def _shape_of_experts(self, name: str, module: Any, leaf: str) -> torch.Size:
-        """The shape ``[E, O, K]`` of one matrix of experts; refuses those that are more than three matrices each."""
+        """Return the shape ``[E, O, K]`` of one matrix of experts; reject experts other than three matrices each."""
         parts: dict[str, torch.Size] = {part: parameter.shape for part, parameter in module.named_parameters()}
         usual = getattr(module, "is_concatenated", False) and not getattr(module, "is_transposed", True)
         gated = getattr(type(module), "_apply_gate", None) is _default_apply_gate
         if not (usual and gated) or parts.keys() != {"gate_up_proj", "down_proj"} or module.has_post_expert_norm:
-            raise ValueError(f"{self.file}: tensor {name} is of experts that are not gated linear units; {INSTEAD}")
+            raise ValueError(
+                f"{self.file}: tensor {name} belongs to experts that are not gated linear units; {INSTEAD}"
+            )
         if leaf == "down_proj":
             return parts[leaf]
         count, both, columns = parts["gate_up_proj"]
@@ -215,10 +207,9 @@ class _Filler:
             raise ValueError(f"{self.file}: tensor {name} has the shape {[*there]}, and the model's is {[*expected]}")
 
     def _in_order(self, name: str, rows: Bytes) -> Bytes:
-        """The rows in transformers' order."""
         order = self.layout.rows(name, len(rows))
         if order is None:
-            raise ValueError(f"{self.file}: tensor {name} is more than rows in another order; {INSTEAD}")
+            raise ValueError(f"{self.file}: tensor {name} needs more than reordered rows; {INSTEAD}")
         return rows if np.array_equal(order, np.arange(len(rows))) else np.ascontiguousarray(rows[order])
 
     def _exchange(self, name: str, module: nn.Linear | nn.Embedding) -> None:

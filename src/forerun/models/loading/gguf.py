@@ -1,7 +1,7 @@
-"""GGUF files: checks before transformers reads one, and repairs afterwards.
+"""Check GGUF files before transformers reads them, and repair the result.
 
-transformers dequantises the weights; they then take as much memory as any model's. Here the header is read first, in a
-fraction of a second. So a file that cannot be loaded is refused before its weights are read. The format:
+transformers dequantises the weights, to the size of any model's. The header is read first, in a fraction of a second,
+so a file that cannot be loaded is rejected before its weights are read. The format:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -41,10 +41,10 @@ VERSIONS = (2, 3)
 NEEDED = ("gguf", "accelerate")
 """Packages that transformers needs to read GGUF files."""
 DIGITS_APART = ("smollm", "starcoder", "refact", "command-r")
-"""Vocabularies that split numbers into digits before merging, which transformers does not know."""
+"""Vocabularies that split numbers into digits before merging; transformers does not."""
 TOKENS = "tokenizer.ggml.tokens"
 SKIPPED_TENSORS = {"llama": r"\.bias$", "mistral": r"\.bias$", "stablelm": r"attn_[qk]_norm"}
-"""Tensors without which transformers builds models of an architecture, whatever a GGUF file has."""
+"""Tensors of an architecture that transformers ignores, even if a GGUF file has them."""
 NOT_READ = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
@@ -53,11 +53,11 @@ NOT_READ = {
 WINDOWED = ("phi3", "starcoder2")
 """Architectures whose window transformers does not read."""
 SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
-"""Layers of Gemma's models of 27 billion parameters. Only they scale attention by the width of the model; no GGUF file
-says so, and transformers takes what the others have."""
+"""Layers of Gemma's 27B models, which alone scale attention by the model's width; GGUF files do not say so, and
+transformers uses the others' scale."""
 
 SHORT_ARRAY = 1024
-"""Numbers of an array that is read: one for each layer, but not one for each token."""
+"""Longest array of numbers that is read: one per layer, but not one per token."""
 
 _SCALARS = dict(enumerate("BbHhIif?", 0)) | dict(enumerate("Qqd", 10))
 _STRING, _ARRAY = 8, 9
@@ -66,13 +66,8 @@ _MOST_DIMENSIONS = 4
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor's entry in the header.
-
-    Attributes:
-        shape: fastest-moving dimension first, as in GGUF.
-        kind: number of its quantisation, ``ggml_type``.
-        offset: bytes from the beginning of the data.
-    """
+    """A tensor's entry in the header: ``shape`` with the fastest-moving dimension first, as in GGUF, ``ggml_type``, and
+    bytes from the start of the data."""
 
     shape: tuple[int, ...]
     kind: int
@@ -81,12 +76,12 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Header:
-    """A GGUF file without its data. Of arrays of texts, and long ones of numbers, the metadata has lengths only."""
+    """A GGUF file without its data. For arrays of strings, and long ones of numbers, the metadata has only lengths."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     end: int
-    """Length of the header in bytes; the data begins at the next multiple of the alignment."""
+    """Bytes of the header; the data starts at the next multiple of the alignment."""
 
     @property
     def architecture(self) -> str:
@@ -101,11 +96,10 @@ class Header:
 
 
 def check(file: Path) -> Header:
-    """Read a file's header; refuse a file that cannot be loaded, or would be loaded wrongly.
+    """Read a file's header, and reject a file that cannot be loaded, or would be loaded wrongly.
 
     Raises:
-        ValueError: with the file and the reason: not a GGUF file, damaged, cut off, an unknown quantisation, or missing
-            packages.
+        ValueError: with file and reason: not GGUF, damaged, truncated, an unknown quantisation, or missing packages.
         OSError: if it cannot be read.
     """
     header = read_header(file)
@@ -117,15 +111,10 @@ def check(file: Path) -> Header:
 
 
 def read_header(file: Path) -> Header:
-    """The header of a GGUF file.
-
-    Raises:
-        ValueError: if it is not one, or damaged, or cut off.
-        OSError: if it cannot be read.
-    """
+    """Read the header of a GGUF file. Raises ``ValueError`` for another, damaged or truncated file, and ``OSError``."""
     with file.open("rb") as opened:
         if opened.read(len(MAGIC)) != MAGIC:
-            raise ValueError(f"{file} is no GGUF file: it does not begin with {MAGIC.decode()}")
+            raise ValueError(f"{file} is not a GGUF file: it does not begin with {MAGIC.decode()}")
         with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 return _Reader(data, len(MAGIC)).header()
@@ -135,7 +124,7 @@ def read_header(file: Path) -> Header:
 
 @contextmanager
 def alone(file: Path) -> Iterator[Path]:
-    """A folder that holds only this file; transformers would otherwise load a tokenizer from the same folder."""
+    """Yield a folder with only this file, because transformers would load a tokenizer from the file's folder."""
     with tempfile.TemporaryDirectory(prefix="forerun-gguf-") as folder:
         (Path(folder) / file.name).symlink_to(file.resolve())
         yield Path(folder)
@@ -146,7 +135,7 @@ Progress = Callable[[int, int], None]
 
 
 def counted(items: Sequence[ItemT], progress: Progress) -> Iterator[ItemT]:
-    """The items, with ``progress`` called before each one and at the end."""
+    """Yield the items, calling ``progress`` before each one and at the end."""
     for done, item in enumerate(items):
         progress(done, len(items))
         yield item
@@ -155,8 +144,7 @@ def counted(items: Sequence[ItemT], progress: Progress) -> Iterator[ItemT]:
 
 @contextmanager
 def bar_to(progress: Progress) -> Iterator[None]:
-    """A context in which ``progress`` is called in place of transformers' bar of dequantised tensors, which no switch
-    turns off."""
+    """Call ``progress`` instead of transformers' bar of dequantised tensors, which has no switch."""
     bar = modeling_gguf_pytorch_utils.tqdm
     modeling_gguf_pytorch_utils.tqdm = lambda items, **options: counted(items, progress)
     try:
@@ -167,11 +155,9 @@ def bar_to(progress: Progress) -> Iterator[None]:
 
 @contextmanager
 def read_by(header: Header) -> Iterator[None]:
-    """A context in which transformers takes the metadata from a header that was read, but for the tokenizer's texts.
-
-    It reads a file with gguf's reader once for the configuration and once for the tokenizer. For 150,000 tokens that
-    took 15 seconds each time.
-    """
+    """Let transformers take the metadata from a header already read, except for the tokenizer's strings. It reads a
+    file with gguf's reader for the configuration and again for the tokenizer. For 150,000 tokens that took 15 seconds
+    each time."""
     import gguf
 
     reader = gguf.GGUFReader
@@ -183,13 +169,13 @@ def read_by(header: Header) -> Iterator[None]:
 
 
 def _reader_of(header: Header) -> SimpleNamespace:
-    """What transformers uses of gguf's reader, without its arrays of texts: only how many tokens there are counts."""
+    """Imitate gguf's reader for transformers, without arrays of strings: only the number of tokens counts."""
     fields = {key: _field(key, value) for key, value in header.metadata.items()}
     return SimpleNamespace(fields=fields, tensors=[SimpleNamespace(name=name) for name in header.tensors])
 
 
 def _field(key: str, value: Any) -> SimpleNamespace:
-    """An entry of the metadata, as gguf's reader has it: ``parts[i]`` for each ``i`` in ``data``."""
+    """Return a metadata entry like gguf's reader: ``parts[i]`` for each ``i`` in ``data``."""
     if key == TOKENS and not isinstance(value, list):
         value = [0] * value
     if isinstance(value, list):
@@ -200,17 +186,16 @@ def _field(key: str, value: Any) -> SimpleNamespace:
 
 
 def _type_of(value: Any) -> int:
-    """The number of a value's type in GGUF, as far as transformers tells types apart."""
     return {bool: 7, int: 5, float: 6, str: _STRING}[type(value)]
 
 
 def is_mixtral(header: Header) -> bool:
-    """Whether a file of Llama's architecture has experts."""
+    """Return whether a file of Llama's architecture has experts."""
     return header.architecture == "llama" and header.metadata.get("llama.expert_count", 0) > 0
 
 
 def with_what_is_not_read(config: PreTrainedConfig, header: Header) -> PreTrainedConfig:
-    """The configuration with what transformers does not read from GGUF files, in place of its defaults."""
+    """Add to the configuration what transformers does not read from GGUF files."""
 
     def stated(key: str) -> Any:
         return header.metadata.get(f"{header.architecture}.{key}")
@@ -242,7 +227,7 @@ def finish(file: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
 
 
 def _drop_additions(tokenizer: PreTrainedTokenizerFast, count: int) -> None:
-    """Drop tokens that the file does not have: GPT-2's tokenizer adds its own end token if there is none."""
+    """Drop tokens that the file does not have: GPT-2's tokenizer adds an end token if there is none."""
     if max(tokenizer.added_tokens_decoder, default=0) < count:
         return
     described = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -251,7 +236,7 @@ def _drop_additions(tokenizer: PreTrainedTokenizerFast, count: int) -> None:
 
 
 def quantisations(header: Header) -> str:
-    """A file's quantisations, most used first, such as ``Q4_1, F32``."""
+    """List a file's quantisations, most used first, such as ``Q4_1, F32``."""
     from gguf import GGMLQuantizationType
 
     kinds = [tensor.kind for tensor in header.tensors.values()]
@@ -268,7 +253,7 @@ def _check_installed(file: Path) -> None:
 
 
 def _check_content(file: Path, header: Header) -> None:
-    """Refuse tensors that transformers would silently skip or fail on."""
+    """Reject tensors that transformers would silently skip or fail on."""
     metadata = header.metadata
     if metadata.get("split.count", 1) > 1:
         raise ValueError(
@@ -319,7 +304,7 @@ def _check_tensor(file: Path, header: Header, name: str, tensor: Tensor) -> None
 
 @dataclass
 class _Reader:
-    """Reads a header front to back; every step checks that the file is long enough."""
+    """A front-to-back reader of a header; every step checks that the file is long enough."""
 
     data: mmap.mmap
     at: int
@@ -346,7 +331,7 @@ class _Reader:
 
     def skip(self, count: int) -> None:
         if self.at + count > len(self.data):
-            raise ValueError(f"it goes on to byte {self.at + count:,}, and the file has {len(self.data):,}")
+            raise ValueError(f"it extends to byte {self.at + count:,}, and the file has {len(self.data):,}")
         self.at += count
 
     def string(self) -> str:
@@ -365,7 +350,7 @@ class _Reader:
         raise ValueError(f"the metadata holds a value of type {kind}")
 
     def array(self, kind: int, length: int) -> int | list[Any]:
-        """A short array of numbers, or the length of another one, which is skipped."""
+        """Read a short array of numbers; skip any other, and return its length."""
         if kind in _SCALARS and length <= SHORT_ARRAY:
             return [self.take(_SCALARS[kind])[0] for _ in range(length)]
         if kind in _SCALARS:

@@ -1,7 +1,7 @@
-"""What GGUF files have otherwise than transformers: names of tensors, orders of rows and columns, and values.
+"""How GGUF files differ from transformers: names of tensors, orders of rows and columns, and values.
 
-All of it comes from libraries. For newer architectures transformers has a list of operations, and names as well; for
-the others it has processors, and gguf has the names.
+All of it comes from libraries: for newer architectures, transformers has lists of operations with names; for others, it
+has processors, and gguf has the names.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from transformers.integrations.gguf.utils import get_gguf_conversion_mapping
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 FLOAT_TENSORS = (".ffn_gate_inp", ".shortconv.conv", ".ssm_conv1d")
-"""Parts of the names of small matrices of modules that compute with floats: routers, and kernels of convolutions."""
+"""Parts of names of small matrices that are used as floats: routers, and kernels of convolutions."""
 
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
 """Matrices of experts, each stacked in one tensor."""
 
 PREDICTORS = "mtp."
-"""Begins transformers' names of a checkpoint's heads for several tokens, which are no part of the decoder."""
+"""Prefix of transformers' names of multi-token prediction heads, which are not part of the decoder."""
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def is_floats(name: str, dimensions: int) -> bool:
-    """Whether a tensor of llama.cpp's names becomes float32: vectors, and small matrices."""
+    """Return whether a tensor, by llama.cpp's name, becomes float32: vectors, and small matrices."""
     return dimensions == 1 or any(part in name for part in FLOAT_TENSORS)
 
 
@@ -49,33 +49,29 @@ class GgufLayout(ABC):
 
     @abstractmethod
     def name(self, name: str) -> str | None:
-        """The model's name for one of the file's tensors; None for one that it does not need. Gates and ups of experts
-        are named apart.
-
-        Raises:
-            ValueError: for a tensor that it should not leave out.
-        """
+        """Return the model's name of a file's tensor, with experts' gates and ups named separately; None if it is not
+        needed. Raises ``ValueError`` for a tensor that must not be left out."""
 
     @abstractmethod
     def floats(self, name: str, values: Floats) -> Floats:
-        """A tensor's values as the model has them."""
+        """Convert a tensor's values to the model's."""
 
     @abstractmethod
     def rows(self, name: str, count: int) -> Numbers | None:
-        """The order of the file's rows that gives the model's; None for a matrix that is more than rows in another
-        order, but for its columns."""
+        """Return the order of the file's rows that gives the model's; None if more than rows and columns must be
+        reordered."""
 
     def columns(self, name: str) -> Numbers | None:
-        """The order of a matrix's inputs that suits the file's columns; None if it is the model's."""
+        """Return the order of a matrix's inputs that matches the file's columns; None if it is the model's."""
         return None
 
     def is_floats(self, name: str, dimensions: int, kind: str) -> bool:
-        """Whether a tensor becomes float32: vectors, and small matrices."""
+        """Return whether a tensor becomes float32: vectors, and small matrices."""
         return is_floats(name, dimensions)
 
 
 class TransformersLayout(GgufLayout):
-    """That of files with transformers' own names and order."""
+    """The layout of files with transformers' names and order."""
 
     def name(self, name: str) -> str | None:
         return name
@@ -91,27 +87,21 @@ class TransformersLayout(GgufLayout):
 
 
 def layout_of(architecture: str, model: PreTrainedModel) -> GgufLayout:
-    """The layout of files of an architecture, by llama.cpp's name."""
+    """Return the layout of an architecture's files, by llama.cpp's name."""
     if not has_operations(architecture):
         return ProcessorLayout(architecture, model)
     return OperationsLayout(get_gguf_conversion_mapping(architecture, model.config), model)
 
 
 def has_operations(architecture: str) -> bool:
-    """Whether transformers has a list of operations for it."""
+    """Return whether transformers has a list of operations for an architecture."""
     return architecture in GGUF_CONFIG_ARCHS
 
 
 def predictor_mapping(architecture: str, config: PreTrainedConfig, block: int) -> list[WeightTransform]:
-    """Return the operations on the tensors of an MTP layer, which is a block of the file after the decoder's.
-
-    llama.cpp's converter adds 1 to the layer's norms as to the decoder's, also to those that are called ``nextn``.
-
-    Args:
-        architecture: llama.cpp's name.
-        config: of transformers' ``MtpModel``, to whose names the operations lead.
-        block: the block's number.
-    """
+    """Return the operations on the tensors of an MTP layer, the file's ``block`` after the decoder's. llama.cpp's
+    converter adds 1 to the layer's norms as to the decoder's, including those named ``nextn``. ``config`` is of
+    transformers' ``MtpModel``, to whose names the operations lead."""
     norms = {"enorm": "enorm", "hnorm": "hnorm", "shared_head_norm": "post_norm"}
     return [
         WeightRenaming(rf"^blk\.{block}\.nextn\.", "layers.0."),
@@ -125,7 +115,7 @@ def predictor_mapping(architecture: str, config: PreTrainedConfig, block: int) -
 
 
 class ProcessorLayout(GgufLayout):
-    """By transformers' processors, and gguf's names."""
+    """The layout by transformers' processors and gguf's names. Orders are found by processing row numbers."""
 
     def __init__(self, architecture: str, model: PreTrainedModel) -> None:
         self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
@@ -143,7 +133,6 @@ class ProcessorLayout(GgufLayout):
         return np.array(self._processor.process(values, name).weights, np.float32, order="C")
 
     def rows(self, name: str, count: int) -> Numbers | None:
-        """Found by running transformers' code on row numbers."""
         numbers = np.arange(count)
         order = self._processor.process(numbers[:, None], name).weights
         whole = order.shape == (count, 1) and np.array_equal(np.sort(order[:, 0]), numbers)
@@ -151,7 +140,7 @@ class ProcessorLayout(GgufLayout):
 
 
 class OperationsLayout(GgufLayout):
-    """By transformers' lists of operations."""
+    """The layout by transformers' lists of operations. Orders are found by applying them to row numbers."""
 
     def __init__(self, mapping: list[WeightTransform], model: PreTrainedModel) -> None:
         mapping = deepcopy(mapping)
@@ -165,7 +154,7 @@ class OperationsLayout(GgufLayout):
             part = EXPERTS[self._converter(pattern).source_patterns.index(pattern)]
             found = f"{found.removesuffix('gate_up_proj')}{part}"
         if found not in self._parameters and not found.startswith(PREDICTORS):
-            raise ValueError(f"tensor {name} has no place in the model, which would be another one without it")
+            raise ValueError(f"tensor {name} has no place in the model, and without it the model would differ")
         return found if found in self._parameters else None
 
     def floats(self, name: str, values: Floats) -> Floats:
@@ -175,7 +164,6 @@ class OperationsLayout(GgufLayout):
         return tensor.contiguous().numpy()
 
     def rows(self, name: str, count: int) -> Numbers | None:
-        """Found by running transformers' operations on row numbers."""
         numbers = torch.arange(count)[:, None]
         order = numbers
         for operation in self._operations(name):
@@ -189,11 +177,11 @@ class OperationsLayout(GgufLayout):
     def columns(self, name: str) -> Numbers | None:
         orders = [each.input_permutation for each in self._operations(name) if hasattr(each, "input_permutation")]
         if len(orders) > 1:
-            raise ValueError(f"tensor {name} has its columns in another order twice")
+            raise ValueError(f"tensor {name} has its columns reordered twice")
         return orders[0].numpy() if orders else None
 
     def _operations(self, name: str) -> list[Any]:
-        """What is done to a tensor, but for the stacking of experts."""
+        """Return a tensor's operations, except for the stacking of experts."""
         _, pattern = rename_source_key(name, self._renamings, self._converters)
         found = [] if pattern is None else self._converter(pattern).operations
         return [each for each in found if not isinstance(each, Concatenate)]
@@ -203,12 +191,11 @@ class OperationsLayout(GgufLayout):
 
 
 def _applied(operation: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """The result of one of transformers' operations on a single tensor."""
     (made,) = operation.convert({"x": [tensor]}, source_patterns=["x"], target_patterns=["x"]).values()
     return made  # type: ignore[no-any-return]
 
 
 def _separate(name: str) -> tuple[str, ...]:
-    """The names of the matrices that a parameter of transformers stacks: gates and ups of experts are one."""
+    """Return the names of the matrices that a parameter of transformers stacks: experts' gates and ups."""
     owner, _, leaf = name.rpartition(".")
     return tuple(f"{owner}.{part}" for part in EXPERTS[:2]) if leaf == "gate_up_proj" else (name,)

@@ -1,8 +1,8 @@
-"""From a folder or a GGUF file to a model and its tokenizer.
+"""Load a model and its tokenizer from a folder or a GGUF file.
 
-Only safe weight formats, no download, and no code from the model's folder unless allowed. Some things that transformers
-silently accepts are errors here: missing weights (they would be random), an encoder loaded as a decoder, and another
-model's tokenizer.
+Only safe weight formats are read, nothing is downloaded, and code from the model's folder needs permission. Some things
+that transformers silently accepts are errors: missing weights (they would be random), an encoder loaded as a decoder,
+and another model's tokenizer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LOG = log.getLogger(__name__)
 BUNDLED = "bundled"
 BUNDLED_DRAFT = "bundled-draft"
 QUANTISATIONS = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
-"""Formats that gguf's quantiser writes. K-quants it only reads; llama.cpp's own tool makes those files."""
+"""Formats that gguf's quantiser writes; files with K-quants need llama.cpp's own tool."""
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", STORED)
 ACTIVATION_TYPES = ("auto", "int8", "float32")
 
@@ -73,31 +73,32 @@ def load(
     quantize: str | None = None,
     progress: gguf.Progress = lambda done, total: None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A decoder in evaluation mode and its tokenizer.
+    """Load a decoder in evaluation mode and its tokenizer.
 
     Args:
-        name_or_path: ``bundled``, ``bundled-draft``, a folder, a GGUF file, or a hub name in this computer's Hugging
-            Face cache.
+        name_or_path: ``bundled``, ``bundled-draft``, a folder, a GGUF file, or a hub name in the Hugging Face cache.
         dtype: one of ``DTYPES``. ``auto``: the file's own type; float32 for the bundled models and for GGUF files,
-            which are dequantised. ``stored``: a GGUF file's weights stay as they are, mapped from the file.
-        device: where the weights go. ``auto``: CUDA if there is one, else the CPU; always the CPU for ``stored``.
-        activations: how inputs of linear layers are multiplied with stored weights; one of ``ACTIVATION_TYPES``.
-            ``int8``, the default: each token's are quantised to eight bits, in blocks of 32. ``float32``: as they are.
+            which are dequantised. ``stored``: a GGUF file's weights stay quantised, mapped from the file.
+        device: of the weights. ``auto``: CUDA if there is one, else the CPU; always the CPU for ``stored``.
+        activations: inputs of linear layers with quantised weights; one of ``ACTIVATION_TYPES``. ``int8``, the default:
+            quantised per token to eight bits, in blocks of 32. ``float32``: unchanged.
         trust_remote_code: run code that comes with the model.
-        ranks: processes that load the model together, each a part of every layer; they are what torchrun has started.
-        quantize: one of ``QUANTISATIONS``, for a folder and the CPU: its matrices are quantised once, kept as a file in
-            the user's cache, and used as they are stored there; activations are float32.
+        ranks: processes, started by torchrun, that each load a part of every layer.
+        quantize: one of ``QUANTISATIONS``, for a folder and the CPU: its matrices are quantised once and kept as a file
+            in the user's cache; activations are float32.
         progress: called with tensors done and to do, for a GGUF file and for quantising.
 
     Raises:
-        ValueError: says what is missing or does not fit.
+        ValueError: with what is missing or does not fit.
         FileNotFoundError: if the bundled model has no weights.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; allowed are {', '.join(DTYPES)}")
     _check_activations(activations, dtype)
     if ranks > 1 and device != "auto":
-        raise ValueError(f"device is {device!r}; in {ranks} processes each takes its own, so only auto is allowed")
+        raise ValueError(
+            f"device is {device!r}; in {ranks} processes each uses its own device, so only auto is allowed"
+        )
     place = _device("cpu" if (dtype == STORED or quantize) and device == "auto" else device)
     source = find(name_or_path)
     if quantize is not None:
@@ -124,11 +125,8 @@ def load(
 def load_draft(
     name_or_path: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """A small model to draft for ``target``: in the target's dtype, on its device, with the same tokenizer.
-
-    Raises:
-        ValueError: as from ``load``, or if the two tokenizers give one id to different tokens.
-    """
+    """Load a small model to draft for ``target``: in its dtype, on its device, with the same tokenizer. Raises
+    ``ValueError`` as ``load`` does, or if the two tokenizers give one id to different tokens."""
     dtype = str(target.dtype).removeprefix("torch.")
     model, own = load(name_or_path, dtype, device=str(target.device), trust_remote_code=trust_remote_code)
     ours, theirs = (dict(map(reversed, t.get_vocab().items())) for t in (tokenizer, own))
@@ -142,10 +140,10 @@ def load_draft(
 
 
 def find(name_or_path: str) -> Path:
-    """The folder that holds a model, or a GGUF file.
+    """Find the folder of a model, or a GGUF file.
 
     Raises:
-        ValueError: if there is none, or the folder has no ``config.json``, or a file is no GGUF file.
+        ValueError: if there is none, or the folder has no ``config.json``, or a file is not a GGUF file.
         FileNotFoundError: if the bundled model has no weights.
     """
     if name_or_path in (BUNDLED, BUNDLED_DRAFT):
@@ -167,7 +165,7 @@ def find(name_or_path: str) -> Path:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """A context without log lines, warnings and progress bars from transformers."""
+    """Silence transformers' log lines, warnings and progress bars."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -182,7 +180,6 @@ def quiet() -> Iterator[None]:
 
 
 def _cached(name: str) -> Path:
-    """The snapshot of a hub repository on this computer."""
     try:
         return Path(snapshot_download(name, local_files_only=True))
     except (OSError, ValueError):
@@ -215,7 +212,6 @@ def _check_activations(activations: str, dtype: str) -> None:
 
 
 def _check_quantize(quantize: str, source: Path, dtype: str, place: torch.device, ranks: int) -> None:
-    """Refuse what cannot be quantised, before anything is loaded."""
     if quantize not in QUANTISATIONS:
         more = "; a file with K-quants, made by llama.cpp's tool, can be given in the model's place"
         raise ValueError(f"quantize is {quantize!r}; allowed are {', '.join(QUANTISATIONS)}{more}")
@@ -268,12 +264,12 @@ def _from_file(
     from forerun.models.loading.gguf_layout import has_operations  # needs gguf, which may not be installed
 
     if dtype == STORED:
-        from forerun.models.loading.as_stored import check_formats, load_as_stored  # need gguf, maybe not installed
+        from forerun.models.loading.as_stored import check_formats, load_as_stored  # need gguf
 
         check_formats(file, header)
     elif gguf.is_mixtral(header):
         raise ValueError(
-            f"{file} is of Mixtral, which transformers does not read from GGUF files; use --dtype {STORED}"
+            f"{file} is a Mixtral model, which transformers does not read from GGUF files; use --dtype {STORED}"
         )
     done = "stay as they are stored" if dtype == STORED else f"are dequantised to {dtype}"
     LOG.info("%s: the weights (%s) %s", file, gguf.quantisations(header), done)
@@ -336,7 +332,7 @@ def _tokenizer(source: _ModelFile) -> PreTrainedTokenizerBase:
 
 def _model(source: _ModelFile, dtype: str, kind: str, **more: Any) -> PreTrainedModel:
     wrapper = kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    auto = AutoModelForImageTextToText if wrapper else AutoModelForCausalLM  # of text and pictures; given text alone
+    auto = AutoModelForImageTextToText if wrapper else AutoModelForCausalLM  # given text only
     chosen = dtype if dtype == "auto" else getattr(torch, dtype)
     try:
         model, info = auto.from_pretrained(
@@ -351,11 +347,7 @@ def _model(source: _ModelFile, dtype: str, kind: str, **more: Any) -> PreTrained
 
 
 def check_complete(source: Path, missing: Sequence[str]) -> None:
-    """Refuse weights of which some are missing.
-
-    Raises:
-        ValueError: with the first of their names.
-    """
+    """Raise ``ValueError`` with the first names of missing weights, if any."""
     if missing:
         listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise ValueError(f"the weights in {source} are incomplete and would be random: {listed}")

@@ -1,8 +1,7 @@
-"""A Hugging Face model's matrices, quantised once and kept as a GGUF file in the user's cache.
+"""Quantise a Hugging Face model's matrices once, and keep them as a GGUF file in the user's cache.
 
-The file has the weights only, under transformers' names and in its order of rows; the configuration and the tokenizer
-are read from the model's folder. Blocks are made by gguf's quantiser, whose bits are llama.cpp's. Other programs do not
-read the file: they have names and an order of their own.
+The file has only weights, with transformers' names and row order, so other programs cannot read it; configuration and
+tokenizer come from the model's folder. gguf's quantiser makes the blocks, with llama.cpp's bits.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from forerun.models.loading.gguf_layout import EXPERTS, TransformersLayout
 log = logging.getLogger(__name__)
 
 QUANTISED_VERSION = 1
-"""Of the files; a file of another version is not found."""
+"""Version of the files; others are ignored."""
 
 ROWS_AT_ONCE = 1 << 22
-"""Numbers that are quantised at once: some 100 MB of temporary arrays."""
+"""Numbers quantised at once: some 100 MB of temporary arrays."""
 
 SAMPLE = 1 << 20
-"""Numbers that are quantised to foresee how long all take."""
+"""Numbers quantised to estimate the total time."""
 
 SPARE_BYTES = 1 << 28
 """Left free on the disk."""
@@ -51,13 +50,7 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 @dataclass(frozen=True)
 class _StoredPart:
-    """A tensor of the file.
-
-    Attributes:
-        name: transformers' name; gates and ups of experts are apart.
-        weight: its numbers.
-        kind: how it is stored.
-    """
+    """A tensor of the file, by transformers' name, with gates and ups of experts separate; ``kind`` is its format."""
 
     name: str
     weight: torch.Tensor
@@ -65,12 +58,10 @@ class _StoredPart:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
         block, size = GGML_QUANT_SIZES[self.kind]
         return int(self.weight.numel() // block * size)
 
     def pieces(self) -> Iterator[np.ndarray[Any, Any]]:
-        """The stored bytes, a few rows at a time."""
         rows = self.weight.detach().reshape(-1, self.weight.shape[-1])
         for piece in torch.split(rows, max(1, ROWS_AT_ONCE // rows.shape[1])):
             yield quantize(np.ascontiguousarray(piece.float().numpy()), self.kind)
@@ -79,18 +70,8 @@ class _StoredPart:
 def load_quantised(
     folder: Path, kind: str, config: PreTrainedConfig, load: Callable[[], PreTrainedModel], progress: Progress
 ) -> PreTrainedModel:
-    """A model whose matrices are stored in blocks. They are quantised now, unless that was done before.
-
-    Args:
-        folder: of the model.
-        kind: one of ``QUANTISATIONS``.
-        config: of the model.
-        load: loads it from the folder to the CPU.
-        progress: called with tensors done and to do.
-
-    Raises:
-        ValueError: if it has no place on the disk, or matrices that cannot be quantised; it says which.
-    """
+    """Load a model with its matrices quantised, now or earlier, to ``kind`` in ``QUANTISATIONS``; ``load`` reads it
+    from the folder to the CPU. Raises ``ValueError`` if the disk has no space, or a matrix cannot be quantised."""
     file = file_of(folder, kind)
     if not file.exists():
         _write(folder, file, _parts(folder, load(), GGMLQuantizationType[kind.upper()]), progress)
@@ -102,8 +83,7 @@ def load_quantised(
 
 
 def file_of(folder: Path, kind: str) -> Path:
-    """Where a folder's weights are kept in this kind of blocks. Another file of weights or configuration gives another
-    name."""
+    """Return a folder's file for a quantisation; its name depends on the folder's weights and configuration."""
     base = user_folder()
     if base is None:
         raise ValueError("there is no folder for quantised weights: set XDG_CACHE_HOME")
@@ -115,7 +95,7 @@ def file_of(folder: Path, kind: str) -> Path:
 
 
 def _parts(folder: Path, model: PreTrainedModel, kind: GGMLQuantizationType) -> list[_StoredPart]:
-    """All parameters: the matrices of linear layers, embeddings and experts in blocks, all others as float32."""
+    """Return all parameters: matrices of linear layers, embeddings and experts in blocks, others as float32."""
     parts = []
     for name, weight in model.named_parameters():
         owner, _, leaf = name.rpartition(".")
@@ -140,7 +120,7 @@ def _parts(folder: Path, model: PreTrainedModel, kind: GGMLQuantizationType) -> 
 
 
 def _write(folder: Path, file: Path, parts: list[_StoredPart], progress: Progress) -> None:
-    """Write the file as a whole or not at all."""
+    """Write the complete file or nothing."""
     nbytes = sum(part.nbytes for part in parts)
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     free = shutil.disk_usage(file.parent).free
@@ -148,9 +128,7 @@ def _write(folder: Path, file: Path, parts: list[_StoredPart], progress: Progres
         raise ValueError(
             f"{file} will take {nbytes:,} bytes, and {free:,} are free; set XDG_CACHE_HOME to another disk"
         )
-    log.info(
-        "%s is quantised, once: %.2f GB in %s, in some %.0f s", folder, nbytes / 1e9, file, _expected_seconds(parts)
-    )
+    log.info("quantising %s, once: %.2f GB in %s, about %.0f s", folder, nbytes / 1e9, file, _expected_seconds(parts))
     unfinished = file.with_suffix(f".{os.getpid()}.tmp")
     try:
         _write_tensors(unfinished, parts, progress)
@@ -179,7 +157,6 @@ def _write_tensors(file: Path, parts: list[_StoredPart], progress: Progress) -> 
 
 
 def _expected_seconds(parts: list[_StoredPart]) -> float:
-    """How long quantising takes, by a sample."""
     largest = max(parts, key=lambda part: part.weight.numel())
     rows = largest.weight.detach().reshape(-1, largest.weight.shape[-1])
     sample = _StoredPart(largest.name, rows[: max(1, SAMPLE // rows.shape[1])], largest.kind)

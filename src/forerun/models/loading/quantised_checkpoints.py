@@ -1,4 +1,4 @@
-"""Folders whose weights are quantised already: dequantised where transformers does that on any device, else refused."""
+"""Dequantise folders with quantised weights where transformers does that on any device, and reject others."""
 
 from __future__ import annotations
 
@@ -8,23 +8,13 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 DEQUANTISED = ("fp8", "mxfp4", "mxfp8")
-"""Methods whose weights transformers turns into the model's own type without further packages: one product with a scale
-for each number. Those of MXFP4 and MXFP8 are powers of two, so nothing is rounded."""
+"""Methods that transformers dequantises without further packages, by one multiplication per number. Scales of MXFP4 and
+MXFP8 are powers of two, so nothing is rounded."""
 
 
 def prepare(folder: Path, config: PreTrainedConfig) -> str | None:
-    """Let transformers dequantise what it can.
-
-    Args:
-        folder: of the model.
-        config: of the model; is changed.
-
-    Returns:
-        The method by which the weights are quantised; None if they are not.
-
-    Raises:
-        ValueError: for another method; it says what to do.
-    """
+    """Let transformers dequantise what it can, by changing ``config``; return the quantisation method, or None. Raises
+    ``ValueError`` for another method, with what to do."""
     stated: Any = getattr(config, "quantization_config", None)
     if stated is None:
         return None
@@ -40,7 +30,7 @@ def prepare(folder: Path, config: PreTrainedConfig) -> str | None:
 
 
 def make_ordinary(model: PreTrainedModel) -> None:
-    """Let a dequantised model be moved, cast and saved as any other."""
+    """Let a dequantised model be moved, cast and saved like any other."""
     model.hf_quantizer = None
     model.is_quantized = False
     if hasattr(model.config, "quantization_config"):

@@ -1,4 +1,4 @@
-"""Modules that hold weights as a GGUF file stores them; they replace linear layers, embeddings and experts."""
+"""Modules over quantised weights in a GGUF file's format, which replace linear layers, embeddings and experts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from forerun.kernels.linear.linear import Weights, product
 
 
 class StoredLinear(nn.Module):
-    """A linear layer over stored weights on a CPU. Its inputs are float32, and its outputs.
+    """A linear layer over quantised weights on a CPU, with float32 inputs and outputs.
 
     Args:
-        rows: bytes ``[O, row]``, kept as they are.
+        rows: bytes ``[O, row]``, unchanged.
         kind: format of the blocks, one of ``GGUF_FORMATS``.
-        in_features: columns.
         bias: float32 ``[O]``, or None.
-        quantised: whether products are of inputs quantised to eight bits, see ``linear.Weights``.
+        quantised: whether inputs are quantised to eight bits; see ``linear.Weights``.
     """
 
     def __init__(
@@ -33,7 +32,7 @@ class StoredLinear(nn.Module):
 
     @property
     def packed_weights(self) -> Weights:
-        """The weights as kernels take them."""
+        """The weights in the form that kernels use."""
         return Weights(self.weight, self.kind, self.bias, self.quantised)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -48,11 +47,7 @@ class StoredLinear(nn.Module):
 
 
 class InputOrder(nn.Module):
-    """Puts the inputs of a linear layer in the order of its stored columns.
-
-    Args:
-        order: where each column's input is, ``[K]``.
-    """
+    """A reordering of a linear layer's inputs to its stored columns; ``order`` ``[K]`` has each column's input."""
 
     order: torch.Tensor
 
@@ -65,14 +60,8 @@ class InputOrder(nn.Module):
 
 
 class StoredEmbedding(nn.Module):
-    """An embedding over stored weights; a lookup gives float32 rows.
-
-    Args:
-        rows: bytes ``[V, row]``, kept as they are.
-        kind: format of the blocks.
-        embedding_dim: columns.
-        embed_scale: factor on the rows, or None.
-    """
+    """An embedding over quantised rows, bytes ``[V, row]`` in blocks of ``kind``, with float32 rows, times
+    ``embed_scale``."""
 
     def __init__(
         self,
@@ -90,7 +79,6 @@ class StoredEmbedding(nn.Module):
 
     @property
     def packed_weights(self) -> Weights:
-        """The weights as kernels take them."""
         return Weights(self.weight, self.kind)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -107,14 +95,8 @@ class StoredEmbedding(nn.Module):
 
 
 class StoredExperts(nn.Module):
-    """Experts that are gated linear units over stored weights, computed one after the other on a CPU.
-
-    Args:
-        gate, up: bytes ``[E, I, row]``, kept as they are, and the format of the blocks.
-        down: bytes ``[E, H, row]``, and the format.
-        act_fn: activation of the gates.
-        quantised: as in ``StoredLinear``.
-    """
+    """Experts that are gated linear units over quantised weights, computed in turn on a CPU. ``gate`` and ``up`` are
+    bytes ``[E, I, row]``, ``down`` is bytes ``[E, H, row]``, each with the format of its blocks."""
 
     def __init__(
         self, gate: tuple[nn.Parameter, str], up: tuple[nn.Parameter, str], down: tuple[nn.Parameter, str],
@@ -129,13 +111,7 @@ class StoredExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """The weighted sum of each token's experts, in the experts' order.
-
-        Args:
-            hidden_states: ``[T, H]``.
-            top_k_index: experts of each token, ``[T, k]``.
-            top_k_weights: their weights, ``[T, k]``.
-        """
+        """Return the weighted sum of the experts ``[T, k]`` of each token ``[T, H]``, in the experts' order."""
         _check_place(self.down)
         total = torch.zeros_like(hidden_states)
         for expert in sorted(set(top_k_index.flatten().tolist())):
@@ -160,4 +136,4 @@ def _check_place(weight: torch.Tensor) -> None:
 
 
 def _refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    raise ValueError(f"{prefix}weight is as a GGUF file stores it, which is not saved otherwise; keep the file")
+    raise ValueError(f"{prefix}weight is quantised as in its GGUF file and cannot be saved; keep the file")

@@ -1,7 +1,7 @@
-"""A model's positions beyond those it was trained on: YaRN (Peng et al. 2023, arXiv 2309.00071), by its configuration.
+"""Extend a model's positions beyond its training with YaRN (Peng et al. 2023, arXiv 2309.00071), by its configuration.
 
-Slow rotations are slowed down by the factor, fast ones stay, and attention becomes a little sharper. The weights do not
-change, so nothing guarantees that a model is good at such lengths.
+Slow rotations are slowed by the factor, fast ones stay, and attention becomes slightly sharper. Weights do not change,
+so quality at such lengths is not guaranteed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def stretch_model(model: PreTrainedModel, factor: float) -> None:
-    """Let a loaded model take texts ``factor`` times as long: its rotary embeddings are made anew."""
+    """Rebuild a loaded model's rotary embeddings for sequences ``factor`` times as long."""
     stretch(model.config, factor)
     for module in model.modules():
         if hasattr(module, "inv_freq"):
@@ -19,11 +19,8 @@ def stretch_model(model: PreTrainedModel, factor: float) -> None:
 
 
 def stretch(config: PreTrainedConfig, factor: float) -> None:
-    """Let a model take texts ``factor`` times as long.
-
-    Raises:
-        ValueError: for a factor that is not above 1, or a model whose positions do not rotate in the usual way.
-    """
+    """Configure a model for sequences ``factor`` times as long. Raises ``ValueError`` for a factor that is not above 1,
+    or a model without plain rotary positions."""
     if not factor > 1:
         raise ValueError(f"the YaRN factor is {factor:g}; it must be above 1")
     text = config.get_text_config(decoder=True)

@@ -1,1 +1,1 @@
-"""Between text and token ids: prompts, chat templates, grammars, processors."""
+"""Between text and token ids: prompts, chat templates, grammars, logits processors."""

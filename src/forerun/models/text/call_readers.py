@@ -1,7 +1,4 @@
-"""Reads calls of tools whose arguments are not JSON: between tags, as Python, or with marks of their own for texts.
-
-Each reader takes what stands inside of a call and the tools, and returns the calls; none of them executes anything.
-"""
+"""Read tool calls whose arguments are not JSON: between tags, as Python, or with special marks around strings."""
 
 from __future__ import annotations
 
@@ -15,19 +12,14 @@ Json = dict[str, Any]
 Calls = list[tuple[str, Any]]
 NOTHING = ("null", "None")
 PYTHON_NAMES = {"true": True, "false": False, "null": None, "none": None}
-"""JSON's words, which models write between Python's."""
+"""JSON's words, which models mix with Python's."""
 TEXT_MARKS = ('<|"|>', "<escape>")
-"""Around texts in the calls of Gemma 4, and of FunctionGemma."""
+"""Marks around strings in calls of Gemma 4 and FunctionGemma."""
 
 
 def read_tags(body: str, properties: Mapping[str, Any], required: Sequence[str]) -> Json:
-    """Arguments as ``<parameter=name>value</parameter>``; an end that is missing is where the next one begins.
-
-    Args:
-        body: behind the function's name.
-        properties: schemas of the arguments.
-        required: their names, of those that a call must have.
-    """
+    """Read arguments ``<parameter=name>value</parameter>`` after a function's name, given the properties' schemas. A
+    missing end tag ends at the next parameter."""
     arguments: Json = {}
     for part in re.split(r"<parameter=", body)[1:]:
         name, _, rest = part.partition(">")
@@ -43,7 +35,7 @@ _MISSING = object()
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """A value of the type that a schema wants; ``_MISSING`` for none where it wants one."""
+    """Convert text to the type that a schema wants, or ``_MISSING`` if there is no value."""
     own = schema if isinstance(schema, Mapping) else {}
     kinds = _kinds(own)
     values = own.get("enum", [own["const"]] if "const" in own else ())
@@ -60,7 +52,6 @@ def _typed(text: str, schema: Any) -> Any:
 
 
 def _kinds(schema: Any) -> list[str]:
-    """The types that a schema allows."""
     if not isinstance(schema, Mapping):
         return []
     kinds = schema.get("type") or []
@@ -104,11 +95,7 @@ _TYPED: dict[str, Callable[[str], Any]] = {
 
 
 def read_python(body: str) -> Calls:
-    """Calls as Python writes them, one or a list of them: ``[f(a=1, b="x")]``, as LFM2 does.
-
-    Raises:
-        ValueError: if it is none.
-    """
+    """Read calls in Python, one or a list: ``[f(a=1, b="x")]``, as in LFM2. Raises ``ValueError`` for anything else."""
     try:
         tree = ast.parse(body.strip(), mode="eval").body
         return [_python_call(each) for each in (tree.elts if isinstance(tree, ast.List) else [tree])]
@@ -123,7 +110,7 @@ def _python_call(node: ast.expr) -> tuple[str, Json]:
 
 
 def _plain(node: ast.expr) -> Any:
-    """The value that is written in Python; its words may be JSON's."""
+    """Return the value of a Python literal, which may contain JSON's words."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
         return node.value
     if isinstance(node, ast.Name) and node.id.lower() in PYTHON_NAMES:
@@ -140,11 +127,7 @@ def _plain(node: ast.expr) -> Any:
 
 
 def read_braces(body: str) -> Calls:
-    """A call as ``call:f{a:1,b:<|"|>x<|"|>}``, with names without quotes, as Gemma writes it.
-
-    Raises:
-        ValueError: if it is none.
-    """
+    """Read a call ``call:f{a:1,b:<|"|>x<|"|>}`` with unquoted names, as in Gemma. Raises ``ValueError`` otherwise."""
     name, brace, _ = body.strip().removeprefix("call:").partition("{")
     reader = _Braces(body[body.find("{") :] if brace else "{}")
     value = reader.value()
@@ -154,7 +137,7 @@ def read_braces(body: str) -> Calls:
 
 
 class _Braces:
-    """Reads one value; ``rest`` is what comes after it."""
+    """A reader of one value; ``rest`` is what follows it."""
 
     def __init__(self, text: str) -> None:
         self.rest = text.lstrip()
@@ -214,11 +197,8 @@ class _Braces:
 
 
 def read_bare(text: str, names: Sequence[str]) -> Calls:
-    """Calls as JSON objects with nothing around them but a fence, if a text is nothing else, and they name tools.
-
-    Raises:
-        ValueError: if it is anything else.
-    """
+    """Read calls as JSON objects, if the text has nothing else but a code fence, and each names a tool of ``names``.
+    Raises ``ValueError`` for anything else."""
     text = re.sub(r"^\s*```\w*\s*|\s*```\s*$", "", text).strip()
     calls, decoder = Calls(), json.JSONDecoder()
     while text:

@@ -1,12 +1,9 @@
-"""Keeps what users and tools write from being read as a chat template's own marks.
+"""Keep text of users and tools from being read as a chat template's marks.
 
-A text may spell ``<|im_end|>``. A tokenizer makes of it the token that ends a turn, so a tool's result could begin a
-turn of the user. Here such a place in a content is encoded as the characters that it is. The text stays the same: its
-tokens are other ones.
-
-A noncharacter that the conversation does not have is put behind the first character of each such place, before the
-template writes the conversation. The template's own marks are whole. Where the noncharacter comes, the text is cut, and
-its pieces are encoded one by one; none of them has a whole mark.
+Text may contain ``<|im_end|>``, which a tokenizer turns into the token that ends a turn, so a tool's result could start
+a user's turn. Such places are encoded as plain characters instead. For this, an unused noncharacter is inserted after
+the first character of each, before the template writes the conversation with its own marks intact. The result is cut
+there, and its pieces, none with a whole mark, are encoded one by one.
 """
 
 from __future__ import annotations
@@ -20,13 +17,13 @@ from transformers import PreTrainedTokenizerBase
 from forerun.models.text.message_formats import Json, MessageFormat
 
 NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
-"""Unicode keeps them for the inside of programs."""
+"""Unicode reserves them for internal use."""
 WRITTEN_BY_MODELS = ("content", "reasoning_content")
 """Fields of an assistant's turn, where templates look for marks of reasoning and calls."""
 
 
 class GuardedChat(NamedTuple):
-    """A conversation and its tools; ``cut`` stands inside of what only looks like a mark. None if nothing does."""
+    """A conversation and its tools; ``cut`` stands inside what only looks like a mark, and is None if nothing does."""
 
     messages: list[Json]
     tools: list[Json] | None
@@ -34,12 +31,7 @@ class GuardedChat(NamedTuple):
 
 
 class ControlTokens:
-    """The tokens that steer a model: special ones, and those that its chat template or its calls are made of.
-
-    Args:
-        tokenizer: of the model.
-        form: how its messages are written.
-    """
+    """The tokens that steer a model: special ones, and those of its chat template or calls."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, form: MessageFormat) -> None:
         self._tokenizer = tokenizer
@@ -53,7 +45,7 @@ class ControlTokens:
         self._anchor = next((text for text, each in added.items() if not (each.rstrip or each.normalized)), None)
 
     def guard(self, messages: Sequence[Json], tools: Sequence[Json] | None) -> GuardedChat:
-        """A conversation whose contents have no marks."""
+        """Break the marks in a conversation's contents."""
         given = [*messages, *(tools or ())]
         found = [mark for mark in self._everywhere if any(mark in text for each in given for text in _texts(each))]
         if not found:
@@ -71,12 +63,12 @@ class ControlTokens:
         )
 
     def encode(self, text: str, cut: str | None) -> list[int]:
-        """Token ids of a conversation as the template has written it."""
+        """Encode a conversation that the template has written."""
         first, *rest = text.split(cut) if cut else [text]
         return [*self._ids(first), *(token for piece in rest for token in self._after_mark(piece))]
 
     def _after_mark(self, piece: str) -> list[int]:
-        """Token ids of a piece that does not begin the text, where some tokenizers would put a space."""
+        """Encode a piece that does not start the text, where some tokenizers would insert a space."""
         if self._anchor is None:
             return self._ids(piece)
         return self._ids(self._anchor + piece)[len(self._ids(self._anchor)) :]
@@ -95,7 +87,7 @@ def _texts(value: Any) -> Iterable[str]:
 
 
 def _cutter(marks: Sequence[str], cut: str) -> Callable[[str], str]:
-    """Puts ``cut`` behind the first character of each mark, also of one that begins inside of another."""
+    """Return a function that inserts ``cut`` after the first character of each mark, even of overlapping ones."""
     if not marks:
         return lambda text: text
     place = re.compile(f"(?s)(?=({'|'.join(map(re.escape, marks))}))(.)")
@@ -103,7 +95,6 @@ def _cutter(marks: Sequence[str], cut: str) -> Callable[[str], str]:
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value whose texts are changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

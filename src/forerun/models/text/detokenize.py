@@ -1,4 +1,4 @@
-"""Turns a stream of tokens into text, never splitting a character."""
+"""Decode a stream of tokens to text, never splitting a character."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from forerun.core.tree import IntArray
 from forerun.models.text.token_bytes import TokenBytes
 
 CONTEXT_TOKENS = 8
-"""Prompt tokens that are decoded together with the text, or more: some tokenizers drop the space before the first word,
-and some decode a run of bytes as a whole."""
+"""Minimum prompt tokens decoded together with the output: some tokenizers drop the space before the first word, and
+some decode a run of bytes as a unit."""
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
@@ -28,16 +28,11 @@ class Piece:
 
 
 class Detokenizer:
-    """Decodes the tokens that follow a prompt.
+    """A decoder of the tokens that follow a prompt, with special tokens left out except ``keep``.
 
-    The tokens of the last piece are decoded with and without the tokens since then; the difference is the new text. If
-    its bytes end inside a character, it waits for more tokens. A replacement character alone does not say that: it may
-    be the text's own, or stand for bytes that no later ones complete.
-
-    Args:
-        tokenizer: of the model.
-        prompt: that the tokens follow.
-        keep: special tokens that are part of the text; the others are left out.
+    The last piece's tokens are decoded with and without the later tokens; the difference is new text. If its bytes end
+    inside a character, it waits for more tokens. A replacement character alone is no sign of that: it may be genuine,
+    or stand for bytes that no later ones complete.
     """
 
     def __init__(
@@ -57,7 +52,7 @@ class Detokenizer:
         self._drafted = True
 
     def add(self, token: int, drafted: bool) -> Iterator[Piece]:
-        """The piece that ``token`` completes, if it does."""
+        """Yield the piece that ``token`` completes, if any."""
         self._ids.append(token)
         self._drafted &= drafted
         text = self._new_text()
@@ -65,7 +60,7 @@ class Detokenizer:
             yield self._take(text)
 
     def flush(self) -> Iterator[Piece]:
-        """The rest of the text, even if it ends in a broken character."""
+        """Yield the remaining text, even if it ends in a broken character."""
         text = self._new_text()
         if text:
             yield self._take(text)
@@ -101,6 +96,6 @@ class Detokenizer:
 
 
 def _is_byte(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
-    """Whether a token is a byte of a character that the vocabulary lacks, as in ``<0xE4>``."""
+    """Return whether a token is a byte of a character that the vocabulary lacks, as in ``<0xE4>``."""
     word = tokenizer.convert_ids_to_tokens(int(token))
     return isinstance(word, str) and word.startswith("<0x") and word.endswith(">")

@@ -1,11 +1,9 @@
-"""Texts that follow a JSON schema, a regular expression or a grammar: the tokens that may come next, by llguidance.
+"""Constrain outputs to a JSON schema, a regular expression or a grammar: llguidance finds the tokens that may follow.
 
-A matcher is walked to the ids that it is asked about, and back: its answer depends on them alone. So one matcher
-serves a row, its drafts, the branches of its trees, and its forks. Where only one text may come, the tokens of all of
-it are worked out once; then a token of it needs no mask.
-
-JSON is written on one line, with a space behind commas and colons, as ``json.dumps`` writes it. Then all that stands
-between two values is certain, and costs no pass of its own.
+A matcher is moved to the ids of each query and back, so its answer depends only on them, and one matcher serves a row,
+its drafts, its trees' branches, and its forks. Where only one text may follow, all its tokens are computed once, and
+need no mask. JSON is written on one line, with a space after commas and colons, as in ``json.dumps``. So everything
+between two values is certain, and needs no separate pass.
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ if TYPE_CHECKING:
 
 ResponseFormat = Mapping[str, Any]
 """As OpenAI has it: ``{"type": "text"}``, ``{"type": "json_object"}``, or ``{"type": "json_schema", "json_schema":
-{"name": ..., "schema": {...}}}``. Beside them ``{"type": "regex", "regex": ...}``, and ``{"type": "grammar",
-"grammar": ...}`` with a grammar in llguidance's form of Lark."""
+{"name": ..., "schema": {...}}}``. Also ``{"type": "regex", "regex": ...}``, and ``{"type": "grammar", "grammar": ...}``
+with a grammar in llguidance's form of Lark."""
 FORMAT_TYPES = ("text", "json_object", "json_schema", "regex", "grammar")
 JSON_STYLE: JsonCompileOptions = {
     "whitespace_flexible": False,
@@ -46,15 +44,15 @@ JSON_STYLE: JsonCompileOptions = {
 }
 """How JSON is written, in llguidance's words; choices may overlap."""
 KEPT_GRAMMARS = 64
-"""The grammars used last are kept: an application has a handful of schemas, and each takes kilobytes."""
+"""Most recently used grammars that are kept: an application has a handful of schemas of kilobytes each."""
 MAX_FORCED_TOKENS = 2_000
-"""Tokens of a run without a choice, as it turns out while a text is written."""
+"""Maximum tokens of a run without a choice."""
 MAX_TRIAL_SECONDS = 0.02
-"""Processor time for the masks of a row's drafts in a step. Later drafts of the step are made without masks."""
+"""Processor time for masks of a row's drafts per step. Later drafts of the step are made without masks."""
 
 
 class GrammarError(RuntimeError):
-    """A text cannot go on by its grammar."""
+    """An output cannot continue by its grammar."""
 
 
 class GrammarSource(NamedTuple):
@@ -66,29 +64,21 @@ class GrammarSource(NamedTuple):
 
 @dataclass(frozen=True)
 class Grammar:
-    """A compiled grammar.
-
-    Attributes:
-        matcher: at the beginning of a text; it is copied, never walked.
-    """
+    """A compiled grammar; ``matcher`` is at the start of a text, and copied, never moved."""
 
     matcher: LLMatcher
 
     def follow(self, start: int) -> Constraint:
-        """A constraint for one row, whose text begins at its id number ``start``."""
+        """Return a constraint for one row, whose output starts at id number ``start``."""
         return _Walker(self.matcher, start)
 
 
 class Grammars:
-    """Compiles response formats for one tokenizer.
+    """A compiler of response formats for one fast tokenizer; threads may share it.
 
-    Threads may share it. What llguidance needs of the tokenizer is made at first use; that took 0.8 seconds for 49,152
-    tokens, and half a second of it no other thread of Python ran. So a server makes it before it serves (``prepare``).
-
-    Args:
-        tokenizer: a fast one.
-        vocabulary: tokens that the model gives logits for.
-        ends: tokens that end a text, beside the tokenizer's own.
+    llguidance's tokenizer is made at first use. That took 0.8 seconds for 49,152 tokens, half of it with the GIL held,
+    so a server makes it before it serves (``prepare``). ``vocabulary`` is the number of tokens with logits, and
+    ``ends`` has end-of-sequence tokens in addition to the tokenizer's own.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int, ends: Sequence[int]) -> None:
@@ -98,18 +88,13 @@ class Grammars:
         self._making, self._keeping = threading.Lock(), threading.Lock()
 
     def __len__(self) -> int:
-        """Grammars that are kept."""
         return len(self._known)
 
     def of(self, response_format: ResponseFormat, namespace: str = "default") -> Grammar | None:
-        """The grammar of a response format; None for plain text.
-
-        Args:
-            response_format: see ``ResponseFormat``.
-            namespace: whose it is. Nobody else can tell from the time it takes that it was compiled before.
+        """Return a response format's grammar; None for plain text. Timing does not reveal another namespace's grammars.
 
         Raises:
-            SchemaError: for another shape, or a schema that is wrong, cannot be met, or asks for what llguidance lacks.
+            SchemaError: for another shape, or a schema that is wrong, cannot be met, or needs what llguidance lacks.
             ValueError: for a tokenizer that llguidance cannot use.
             ModuleNotFoundError: if llguidance is not installed.
         """
@@ -129,12 +114,12 @@ class Grammars:
         return grammar
 
     def has(self, source: GrammarSource, namespace: str = "default") -> bool:
-        """Whether the grammar of a source is kept."""
+        """Return whether a source's grammar is kept."""
         with self._keeping:
             return (namespace, source) in self._known
 
     def tokenizer_arguments(self) -> dict[str, Any]:
-        """Arguments of ``llguidance.LLTokenizer``, for this process or another. ``prepare`` checks the tokenizer."""
+        """Return arguments of ``llguidance.LLTokenizer``, for any process; ``prepare`` checks the tokenizer."""
         tokenizer = self.tokenizer
         assert isinstance(tokenizer, PreTrainedTokenizerFast)
         backend = copy(tokenizer.backend_tokenizer)
@@ -146,11 +131,7 @@ class Grammars:
         return {"tokenizer": backend.to_str(), "n_vocab": size, "eos_token": ends or None}
 
     def prepare(self) -> LLTokenizer:
-        """What llguidance needs of the tokenizer.
-
-        Raises:
-            ValueError, ModuleNotFoundError: see ``of``.
-        """
+        """Make llguidance's tokenizer at the first call; raises as ``of`` does."""
         with self._making:
             if self._made is None:
                 self._made = self._make()
@@ -173,11 +154,8 @@ class Grammars:
 
 
 class _Walker:
-    """Where a matcher stands, and how it gets elsewhere.
-
-    llguidance's matcher never leaves a state of error; then a new one takes its place, so that an error on trial is
-    none of the text's.
-    """
+    """A matcher that can be moved to any ids. llguidance's matcher never leaves an error state, so a new one replaces
+    it, and an error on trial does not affect the output."""
 
     def __init__(self, matcher: LLMatcher, start: int) -> None:
         self._origin, self._start = matcher, start
@@ -199,7 +177,7 @@ class _Walker:
                 rest = torch.from_numpy(allowed[: len(scores)]) == 0
                 return scores.masked_fill(rest.to(scores.device), -torch.inf)
         if self._run_is_long:
-            raise GrammarError(f"the grammar leaves no choice for more than {MAX_FORCED_TOKENS:,} tokens at once")
+            raise GrammarError(f"the grammar forces more than {MAX_FORCED_TOKENS:,} tokens in a row")
         masked = torch.full_like(scores, -torch.inf)
         masked[int(run[0])] = scores[int(run[0])]
         return masked
@@ -233,7 +211,7 @@ class _Walker:
         self._walked: IntArray = np.empty(0, np.int64)
 
     def _find_run(self, ids: torch.Tensor) -> IntArray:
-        """The tokens that are forced after ``ids``, where the matcher stands. They are kept for later calls."""
+        """Compute and keep the tokens that are forced after ``ids``, where the matcher is."""
         run = np.array(self._matcher.compute_ff_tokens(), np.int64)
         if len(run):
             text = ids[self._start :].numpy()
@@ -242,7 +220,7 @@ class _Walker:
         return run
 
     def _forced_run(self, ids: torch.Tensor) -> IntArray:
-        """The rest of the kept run if the text ends inside of it; else nothing."""
+        """Return the rest of the kept run if ``ids`` end inside it, else nothing."""
         length = len(ids) - self._start
         inside = self._run_begin <= length < len(self._run_text)
         if not inside or not np.array_equal(ids[self._start :].numpy(), self._run_text[:length]):
@@ -250,7 +228,6 @@ class _Walker:
         return self._run_text[length:]
 
     def _go(self, ids: torch.Tensor) -> None:
-        """Take the matcher to where a text ends."""
         if self._matcher.is_error():
             self._begin()
         text = ids[self._start :].numpy()
@@ -264,7 +241,7 @@ class _Walker:
         self._walked = text[: common + count].copy()
         self._check()
         if count < len(new):
-            raise GrammarError(f"token {new[count]} may not follow by the grammar; a logits processor chose it")
+            raise GrammarError(f"the grammar does not allow token {new[count]}, which a logits processor chose")
 
     def _check(self) -> None:
         if self._matcher.is_error():
@@ -273,7 +250,7 @@ class _Walker:
 
 @dataclass(frozen=True)
 class _SpeculativeGrammar:
-    """A walker for drafts: where it fails, or takes too long, all tokens may come."""
+    """A walker for drafts: if it fails or exceeds its time, all tokens are allowed."""
 
     walker: _Walker
 
@@ -305,11 +282,8 @@ class _SpeculativeGrammar:
 
 
 def grammar_source(response_format: Any) -> GrammarSource | None:
-    """What llguidance compiles for a response format; None for plain text. A schema's properties keep their order.
-
-    Raises:
-        SchemaError: see ``Grammars.of``.
-    """
+    """Return what llguidance compiles for a response format, with the order of properties kept; None for plain text.
+    Raises ``SchemaError``; see ``Grammars.of``."""
     if not isinstance(response_format, Mapping) or response_format.get("type") not in FORMAT_TYPES:
         kind = response_format.get("type") if isinstance(response_format, Mapping) else response_format
         raise SchemaError(f"response_format has the type {kind!r}; allowed are {', '.join(FORMAT_TYPES)}")
@@ -334,7 +308,7 @@ def grammar_source(response_format: Any) -> GrammarSource | None:
 
 
 def _compile(tokenizer: LLTokenizer, source: GrammarSource) -> LLMatcher:
-    """A matcher that has worked out what may come first, so that no step waits for that."""
+    """Compile a matcher, including its first mask, so that no step waits for that."""
     from llguidance import LLMatcher
 
     what = {"json": "schema", "regex": "regex", "lark": "grammar"}[source.kind]
@@ -357,7 +331,7 @@ def _compile(tokenizer: LLTokenizer, source: GrammarSource) -> LLMatcher:
 
 
 def _reason(message: str) -> str:
-    """What is wrong, on one line: of a regular expression, what is said below it."""
+    """Return the cause on one line; for a regular expression it is on a later line."""
     first, *more = message.strip().splitlines()
     if not first.endswith(":"):
         return first
@@ -366,5 +340,4 @@ def _reason(message: str) -> str:
 
 
 def _first_line(message: str) -> str:
-    """What is wrong; the lines below it describe the matcher."""
     return message.split("\n", 1)[0]

@@ -1,6 +1,6 @@
-"""What a schema, a regular expression or a grammar may ask for. All of it is checked before anything is compiled.
+"""Limit schemas, regular expressions and grammars before anything is compiled.
 
-Text without a choice is worked out at once when a text comes to it. A few characters can describe gigabytes of it: by
+Text without a choice is computed at once when generation reaches it. A few characters can describe gigabytes of it, by
 repetition, or by rules that use others twice. So the shortest text of every grammar is bounded.
 """
 
@@ -17,26 +17,22 @@ from typing import Any
 from forerun.models.text.schemas import SCHEMAS_BY_NAME, SchemaError, usable_schema
 
 MAX_REMAINDERS = 50_000
-"""Remainders of all divisors in a schema together. A state is compiled for each: 50,000 took up to 1.3 seconds, and
-9,999,991 more than a minute."""
+"""Remainders of all divisors in a schema. Each becomes a state: 50,000 took up to 1.3 seconds to compile, and 9,999,991
+more than a minute."""
 MAX_SCHEMA_CHARACTERS = 1 << 16
-"""One of 5,000 optional properties, in twice as many characters, took 3.7 seconds to compile."""
+"""A schema of 5,000 optional properties, in twice as many characters, took 3.7 seconds to compile."""
 MAX_FORCED_CHARACTERS = 2_000
-"""Characters of a text that a schema spells out, repetitions included. All of it is worked out at once: 60,000 took 0.6
-seconds, in which no other thread of Python ran."""
+"""Characters of a text that a schema spells out, repetitions included. All are computed at once: 60,000 took 0.6
+seconds, with the GIL held."""
 MAX_SHORTEST_CHARACTERS = 1 << 15
-"""Characters of the shortest text of a grammar or of one of its parts. 52,299 tokens without a choice took 0.27
-seconds."""
+"""Characters of the shortest text of a grammar or of a part. 52,299 tokens without a choice took 0.27 seconds."""
 MAX_RULE_PASSES = 64
-"""Passes over a grammar's rules after which their shortest texts must be known."""
+"""Passes over a grammar's rules to find their shortest texts."""
 
 
 def checked_schema(schema: Mapping[str, Any]) -> str:
-    """A JSON schema as text, as far as llguidance can keep to it; see ``usable_schema``.
-
-    Raises:
-        SchemaError: if it is no JSON, asks for too much, or has a keyword that cannot be kept to.
-    """
+    """Check and rewrite a JSON schema for llguidance, as text; see ``usable_schema``. Raises ``SchemaError`` if it is
+    not JSON, exceeds a limit, or has a keyword that cannot be enforced."""
     try:
         text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -54,17 +50,13 @@ def checked_schema(schema: Mapping[str, Any]) -> str:
 
 
 def check_regex(pattern: str) -> None:
-    """Raises:
-    SchemaError: if a regular expression asks for too much.
-    """
+    """Raise ``SchemaError`` if a regular expression exceeds a limit."""
     _check_size("regex", pattern)
     _check_forced("regex", shortest_match(pattern))
 
 
 def check_lark(grammar: str) -> None:
-    """Raises:
-    SchemaError: if a grammar in Lark asks for too much.
-    """
+    """Raise ``SchemaError`` if a grammar in Lark exceeds a limit."""
     _check_size("grammar", grammar)
     try:
         _LarkRules(grammar).check()
@@ -73,7 +65,7 @@ def check_lark(grammar: str) -> None:
 
 
 def shortest_match(pattern: str) -> int:
-    """Characters of the shortest text that a pattern matches; 0 where Python does not know."""
+    """Return the length of the shortest match; 0 if Python cannot tell."""
     try:
         return int(_parser.parse(pattern).getwidth()[0])
     except (ValueError, OverflowError, RecursionError, re.error):
@@ -97,7 +89,6 @@ def _check_shortest(what: str, characters: float) -> None:
 
 
 def _values(schema: Any, keyword: str) -> Iterator[Any]:
-    """Each value of a keyword in a schema."""
     if isinstance(schema, list):
         for inner in schema:
             yield from _values(inner, keyword)
@@ -112,7 +103,7 @@ def _values(schema: Any, keyword: str) -> Iterator[Any]:
 
 
 def _longest_literals(schema: Any) -> Iterator[int]:
-    """Characters of texts that a schema spells out: constants, and what patterns and arrays have at least."""
+    """Yield lengths of texts that a schema spells out: constants, and minima of patterns and arrays."""
     yield from (len(json.dumps(value)) for value in _values(schema, "const"))
     yield from (len(json.dumps(each)) for value in _values(schema, "enum") if isinstance(value, list) for each in value)
     yield from (shortest_match(value) for value in _values(schema, "pattern") if isinstance(value, str))
@@ -122,7 +113,7 @@ def _longest_literals(schema: Any) -> Iterator[int]:
 
 
 def _remainders(divisor: Any) -> int:
-    """How many there are, in units of its last decimal; 0 for what is no number, which llguidance refuses."""
+    """Count a divisor's remainders, in units of its last decimal; 0 for a non-number, which llguidance rejects."""
     if isinstance(divisor, bool) or not isinstance(divisor, int | float):
         return 0
     exact = Decimal(str(divisor)).normalize()
@@ -131,7 +122,7 @@ def _remainders(divisor: Any) -> int:
 
 
 class _ShortestJson:
-    """Characters of the shortest JSON that a schema and the schemas inside of it allow."""
+    """Length of the shortest JSON that a schema and its inner schemas allow."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
@@ -179,7 +170,7 @@ class _ShortestJson:
         return sum(each) + (count - len(each)) * (2 + self.length(schema.get("items")))
 
     def _referred(self, reference: str) -> float:
-        """A schema that refers to itself without a way out has no text, so it is infinite here."""
+        """Measure a referenced schema. One that refers to itself without a way out matches no text, and is infinite."""
         if reference not in self._known:
             self._known[reference] = math.inf
             target: Any = self._root
@@ -208,10 +199,8 @@ _Token = tuple[str, Any]
 
 
 class _LarkRules:
-    """Characters of the shortest text of each rule of a grammar in Lark.
-
-    Only ``%json``, ``%ignore`` and llguidance's own heading are allowed among directives: others could hide rules.
-    """
+    """Length of the shortest text of each rule of a grammar in Lark. The only directives allowed are ``%json``,
+    ``%ignore`` and llguidance's heading: others could hide rules."""
 
     def __init__(self, grammar: str) -> None:
         begins = [*_LARK_RULE.finditer(grammar)]
@@ -242,7 +231,7 @@ class _LarkRules:
         return changed
 
     def _expression(self, tokens: list[_Token], at: int) -> tuple[float, int]:
-        """The shortest of the alternatives from a token on, and where they end."""
+        """Return the shortest alternative from a token on, and where the alternatives end."""
         choices, sequence, last = [], 0.0, 0.0
         while at < len(tokens) and tokens[at] not in (("other", ")"), ("other", "]")):
             kind, value = tokens[at]
@@ -296,6 +285,6 @@ def _inline_schema(text: str, at: int) -> tuple[Mapping[str, Any], int]:
     except (ValueError, RecursionError) as error:
         raise SchemaError(f"the grammar has a schema after %json that is not JSON: {error}") from None
     if not isinstance(schema, Mapping):
-        raise SchemaError("the grammar has a schema after %json that is no JSON object")
+        raise SchemaError("the grammar has a schema after %json that is not a JSON object")
     checked_schema(schema)
     return schema, end

@@ -1,7 +1,7 @@
-"""How families of models write their reasoning and their calls of tools, and grammars for answers that must be calls.
+"""How model families write reasoning and tool calls, and grammars for answers that must be calls.
 
-A family is known by marks in its chat template. Text is taken apart by transformers' own parser of responses: each
-family is a row in the language of its response templates. A tokenizer that brings a response template is read by that.
+A family is recognised by marks in its chat template, and described in the language of transformers' response templates,
+whose parser reads the messages. A tokenizer's own response template takes precedence.
 """
 
 from __future__ import annotations
@@ -20,34 +20,31 @@ from forerun.models.text.schemas import SCHEMAS_BY_NAME, SchemaError, usable_sch
 
 Json = dict[str, Any]
 Body = Literal["object", "named", "tags", "python", "braces"]
-"""What stands inside of a call: an object with name and arguments, the name and then the arguments, the name and tags,
-or what ``call_readers`` reads."""
+"""The inside of a call: an object; the name followed by JSON or tags; or what ``call_readers`` reads."""
 OPEN_KEYWORDS = frozenset(
     {"additionalProperties", "patternProperties", "propertyNames", "anyOf", "oneOf", "allOf", "$ref", "minProperties"}
 )
-"""Keywords of a schema of arguments with which there may be others than its properties."""
+"""Schema keywords that may allow arguments beyond the properties."""
 ANNOTATIONS = ("description", "title", "examples", "default")
-"""Keywords of a schema that allow and forbid nothing."""
+"""Schema keywords without constraints."""
 Thinking = Literal["open", "free", "closed"]
-"""Whether a prompt ends inside of reasoning, leaves it to the model, or has ended it."""
+"""Whether a prompt ends inside reasoning, leaves it to the model, or has ended it."""
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How calls of tools are written.
+    """How tool calls are written.
 
     Attributes:
-        marks: all of them stand in the chat template of such a model.
-        field: where a call begins and ends, in transformers' language of response templates.
-        body: what stands there.
-        before, after: around the arguments of a call; ``{name}`` is the tool's name.
-        begin, end: around all calls.
-        between: two calls.
-        separator: between name and arguments, where the body is both; around texts, where it has braces.
-        noise: marks around calls that are no part of the content.
-        id_length: characters of a call's id that such a template takes; None for any.
-        marked: whether a mark shows that it is a call. Else only an object that names a tool is one.
-        bare: whether a message that is a call's object alone, without marks, is a call, too.
+        marks: all occur in the chat template of such a model.
+        field: where a call starts and ends, in transformers' language of response templates; ``body`` is its inside.
+        before, after: around a call's arguments; ``{name}`` is the tool's name.
+        begin, end: around all calls; ``between`` separates two.
+        separator: between name and arguments, if the body is both; around strings, if it has braces.
+        noise: marks around calls that are not content.
+        id_length: length of call ids that the template accepts; None for any.
+        marked: whether a mark identifies a call. Otherwise only an object that names a tool is one.
+        bare: whether a message that is only a call's object, without marks, is also a call.
     """
 
     marks: tuple[str, ...]
@@ -74,7 +71,7 @@ HERMES = CallFormat(
     "}\n</tool_call>",
     bare=True,
 )
-"""Of Hermes, Qwen 2.5 and 3, and many that were trained after them; where a template names no family."""
+"""Hermes, Qwen 2.5 and 3, and many later models; the default if a template shows no family."""
 DEEPSEEK_NOISE = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 CALL_FORMATS = (
     CallFormat(  # Qwen3-Coder, Qwen 3.5
@@ -187,12 +184,12 @@ CALL_FORMATS = (
         marked=False,
     ),
 )
-"""The first whose marks are all there counts."""
+"""The first format with all marks present applies."""
 
 
 @dataclass(frozen=True)
 class ThinkingFormat:
-    """How reasoning is written: its marks, what stands behind it, and what begins the answer itself."""
+    """How reasoning is written: its marks, what follows it, and what starts the answer."""
 
     begin: str
     end: str
@@ -217,11 +214,10 @@ class MessageFormat:
     """How a model's messages are written.
 
     Attributes:
-        calls: its calls of tools; None if only the tokenizer's response template knows them.
-        thinking: its reasoning; None for a model without.
-        own: the tokenizer's own response template, if it has one.
-        special: the tokenizer's special tokens by their text: they are left out of texts.
-        added: all tokens that the tokenizer spells as a whole, special ones among them.
+        calls: its tool calls; None if only the tokenizer's response template, ``own``, describes them.
+        thinking: its reasoning, or None.
+        special: the tokenizer's special tokens by text; they are left out of texts.
+        added: all added tokens, including special ones.
     """
 
     calls: CallFormat | None
@@ -231,7 +227,7 @@ class MessageFormat:
     added: Mapping[str, int]
 
     def response_template(self, with_tools: bool) -> Json | None:
-        """What takes a message apart, in transformers' words; None where all of it is content."""
+        """Return the response template for transformers' parser, or None if a message is all content."""
         if self.own is not None:
             return self.own
         thinking, calls = self.thinking, self.calls if with_tools else None
@@ -249,7 +245,7 @@ class MessageFormat:
         return {"start_anchor": "\0", "fields": fields}
 
     def kept_tokens(self, with_tools: bool) -> frozenset[int]:
-        """Special tokens that belong to a message's text, which show where its parts begin."""
+        """Return special tokens that are part of a message's text, because they mark its parts."""
         template = self.response_template(with_tools)
         if template is None:
             return frozenset()
@@ -259,7 +255,7 @@ class MessageFormat:
         return frozenset(token for text, token in self.special.items() if text in patterns)
 
     def thinking_after(self, prompt: str) -> Thinking:
-        """Where a message begins that follows a prompt."""
+        """Return the reasoning state in which a message after a prompt starts."""
         end = prompt.rstrip()
         if self.thinking is None or end.endswith(self.thinking.end):
             return "closed"
@@ -268,18 +264,13 @@ class MessageFormat:
     def grammar(
         self, response_format: Json | None, tools: Sequence[Json], parallel: bool, thinking: Thinking
     ) -> Json | None:
-        """A response format for a whole message: reasoning, if there may be any, and then an answer or calls.
+        """Return a response format for a whole message: optional reasoning, and then an answer or calls.
 
-        Where calls are free, those of a tool whose schema cannot be kept to may have any arguments.
-
-        Args:
-            response_format: of the answer; None if it must be calls, or for any text where there are no tools.
-            tools: that may be called, or must be where there is no response format.
-            parallel: whether there may be several calls.
-            thinking: see ``thinking_after``.
+        Without ``response_format``, the answer must be calls, or any text if there are no tools. Calls that are
+        optional may have any arguments if the tool's schema cannot be enforced.
 
         Raises:
-            SchemaError: if a tool must be called whose schema cannot be kept to.
+            SchemaError: if a tool must be called whose schema cannot be enforced.
         """
         free = response_format is None or response_format["type"] == "text"
         if free and not tools:
@@ -322,7 +313,6 @@ class MessageFormat:
         return rules
 
     def _arguments(self, body: Body, function: Json, number: int) -> tuple[str, list[str]]:
-        """A call's arguments, and rules that they refer to."""
         schema = usable_schema(dict(function.get("parameters") or {}), f"tool {function['name']}")
         properties = schema.get("properties") or {}
         if body in ("object", "named"):
@@ -346,7 +336,6 @@ class MessageFormat:
         return " ".join(parts), rules
 
     def _named_arguments(self, schema: Json, number: int) -> tuple[str, list[str]]:
-        """Arguments with their names, and commas between those that are there."""
         assert self.calls is not None
         shared, required, mark = _shared_schemas(schema), schema.get("required", ()), self.calls.separator
         rules, first, later = [f"forerun_first_{number}_end: "], "end", "end"
@@ -368,8 +357,8 @@ class MessageFormat:
         return f"forerun_first_{number}_{first}", rules
 
     def _lark(self, text: str) -> str:
-        """A text in Lark. Tokens that are spelt as a whole are given by their numbers, as llguidance takes some of them
-        for special ones, which no text spells."""
+        """Write text in Lark. Added tokens are written as numbers, because llguidance treats some of them as special,
+        and no text spells those."""
         if not text:
             return ""
         pattern = "|".join(map(re.escape, sorted(self.added, key=len, reverse=True)))
@@ -382,7 +371,7 @@ class MessageFormat:
 
 
 def message_format(tokenizer: PreTrainedTokenizerBase) -> MessageFormat:
-    """The format of a tokenizer's messages."""
+    """Find the format of a tokenizer's messages."""
     template = tokenizer.chat_template or ""
     text = template if isinstance(template, str) else json.dumps(template, ensure_ascii=False)
     own = getattr(tokenizer, "response_template", None)
@@ -419,15 +408,13 @@ For each call, write a JSON object with the function's name and arguments within
 
 
 def knows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a tokenizer's chat template shows tools to the model."""
+    """Return whether a tokenizer's chat template shows tools to the model."""
     return "tools" in str(getattr(tokenizer, "chat_template", ""))
 
 
 def with_known_roles(messages: Sequence[Json], tokenizer: PreTrainedTokenizerBase) -> list[Json]:
-    """A conversation for a template that does not know ``developer``, OpenAI's later name of ``system``.
-
-    Some templates refuse a second system's turn, so what a developer says right behind one is added to it.
-    """
+    """Replace ``developer``, OpenAI's later name of ``system``, for a template without it. Some templates reject a
+    second system turn, so a developer's turn right after one is merged into it."""
     if "developer" in str(getattr(tokenizer, "chat_template", "")):
         return list(messages)
     turns: list[Json] = []
@@ -442,8 +429,8 @@ def with_known_roles(messages: Sequence[Json], tokenizer: PreTrainedTokenizerBas
 
 
 def arrangements(messages: Sequence[Json]) -> Iterator[list[Json]]:
-    """A conversation, and what it may be for templates that refuse it: with all that the system says at its beginning;
-    then without a system, and with turns of users and of the assistant that take turns."""
+    """Yield a conversation, and variants for templates that reject it: with all system turns first and merged; then
+    without a system, and with alternating user and assistant turns."""
     yield list(messages)
     said = "\n\n".join(turn["content"] for turn in messages if turn["role"] == "system")
     others = [turn for turn in messages if turn["role"] != "system"]
@@ -460,7 +447,7 @@ def arrangements(messages: Sequence[Json]) -> Iterator[list[Json]]:
 
 
 def with_tools_as_text(messages: Sequence[Json], tools: Sequence[Json]) -> list[Json]:
-    """A conversation for a template that knows no tools: they, their calls and results are texts in Hermes' form."""
+    """Rewrite a conversation for a template without tools: tools, calls and results become text in Hermes' form."""
     if not tools:  # any more
         return list(map(_as_text, messages))
     prompt = TOOLS_PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
@@ -482,7 +469,7 @@ def _as_text(message: Json) -> Json:
 
 
 def _keepable(tool: Json) -> Json:
-    """A tool, with any arguments if its schema cannot be kept to."""
+    """Allow any arguments of a tool if its schema cannot be enforced."""
     try:
         usable_schema(tool["function"].get("parameters"))
         return tool
@@ -498,7 +485,7 @@ def _lark_json(schema: Mapping[str, Any]) -> str:
 
 
 def _constraints(schema: Any) -> Any:
-    """A schema without what only people and models read, as a request may have dozens of tools."""
+    """Drop what only people and models read from a schema, because a request may have dozens of tools."""
     if isinstance(schema, list):
         return [_constraints(inner) for inner in schema]
     if not isinstance(schema, Mapping):
@@ -517,7 +504,7 @@ def _shared_schemas(parameters: Mapping[str, Any]) -> Json:
 
 
 def _alternatives(schema: Any, shared: Json) -> list[Any]:
-    """The schemas that a schema chooses among: references are followed, unions and lists of types taken apart."""
+    """Expand a schema into its alternatives: follow references, and split unions and lists of types."""
     waiting, found, seen = [schema], [], set[str]()
     while waiting:
         each = waiting.pop(0)
@@ -546,12 +533,12 @@ BARE_FORMATS = {
     r"(Z|[+-][0-2][0-9]:[0-5][0-9])?",
     "uuid": r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
 }
-"""Formats of texts that are kept to also where a text has no quotes, as regular expressions."""
+"""Formats enforced even without quotes, as regular expressions."""
 
 
 def _bare(schema: Any, shared: Json, mark: str = "") -> list[str] | None:
-    """What may stand between tags, in Lark: strings without quotes where the schema lists them, or between marks, else
-    JSON. None where it may be any text."""
+    """Return what may stand between tags, in Lark: listed strings, without quotes or between marks, else JSON. None if
+    any text may."""
     found: list[str] = []
     for each in _alternatives(schema, shared):
         own = each if isinstance(each, Mapping) else {}
@@ -569,7 +556,7 @@ def _bare(schema: Any, shared: Json, mark: str = "") -> list[str] | None:
 
 
 def with_types(tools: Sequence[Json]) -> list[Json]:
-    """Tools whose parameters' types stand where transformers looks for them, not behind references."""
+    """Move parameters' types to where transformers looks for them, resolving references."""
     typed = []
     for tool in tools:
         parameters = tool["function"].get("parameters") or {}
@@ -584,10 +571,9 @@ def with_types(tools: Sequence[Json]) -> list[Json]:
 
 
 def _answer_rules(response_format: Json) -> str:
-    """The rule ``forerun_answer`` of a response format that is not free text."""
     kind = response_format["type"]
     if kind == "grammar":
-        kept = r'("(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/)'  # texts, comments and expressions
+        kept = r'("(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/)'  # strings, comments and expressions
         return re.sub(kept + r"|\bstart\b", _renamed, str(response_format["grammar"]))
     if kind == "regex":
         pattern = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], response_format["regex"])

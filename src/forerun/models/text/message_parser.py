@@ -1,8 +1,8 @@
-"""Takes a message apart while it is written: its content, its reasoning, and its calls of tools.
+"""Split a message into content, reasoning and tool calls while it is generated.
 
-transformers' parser of responses finds where the parts begin and end. The arguments of a call are passed on as they
-come, where the model writes them as JSON. A call that cannot be read stays part of the content, but for one that the
-end of the answer has cut; where transformers' parser fails at one, so does all that follows.
+transformers' response parser finds the parts. JSON arguments of a call are passed on as they arrive. A call that cannot
+be read stays part of the content, unless the answer ended inside it. If transformers' parser fails at one, all that
+follows is content.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from forerun.models.text.message_formats import CallFormat, MessageFormat, with_
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 ARGUMENT_KEYS = ("arguments", "parameters")
 SEPARATORS = " \n\r\t[];,"
-"""Between the objects of calls and around them, where no mark ends them."""
+"""Between and around the objects of calls, where no mark ends them."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,9 @@ class MessageDelta:
 
 
 class ObjectScanner:
-    """Finds name and arguments in objects like ``{"name": "f", "arguments": {...}}`` that are not yet whole.
-
-    Args:
-        begin: called with a call's name, once its arguments begin.
-        add: called with pieces of the arguments.
-        names: that a call may have; None for any.
-    """
+    """A scanner for name and arguments in incomplete objects like ``{"name": "f", "arguments": {...}}``. It calls
+    ``begin`` with a call's name when its arguments start, and ``add`` with pieces of these. ``names`` are allowed
+    names; None for any."""
 
     def __init__(
         self, begin: Callable[[str], None], add: Callable[[str], None], names: Collection[str] | None = None
@@ -62,14 +58,10 @@ class ObjectScanner:
         self._word = self._key = self._object = self._early = ""
         self._name: str | None = None
         self.outside = ""
-        """What stands between the objects and behind them."""
+        """Text between and after the objects."""
 
     def feed(self, text: str) -> None:
-        """Read on.
-
-        Raises:
-            ValueError: if an object has ended that is no call.
-        """
+        """Read more text. Raises ``ValueError`` if an object ends that is not a call."""
         arguments = ""
         for character in text:
             if self._depth or character == "{":
@@ -124,7 +116,7 @@ class ObjectScanner:
             self._early = ""
 
     def _end(self) -> None:
-        """An object has ended; the arguments may have been text, or missing."""
+        """Finish an object, whose arguments may have been a string, or missing."""
         whole, begun = self._object, self._begun
         self._object, self._key, self._begun, self._name = "", "", False, None
         if begun:
@@ -138,14 +130,14 @@ class ObjectScanner:
 
 
 class ValueScanner:
-    """Finds the end of a JSON value that comes in pieces. A text is taken for the JSON that it spells."""
+    """A scanner for the end of a JSON value that arrives in pieces; a string is replaced by the JSON that it spells."""
 
     def __init__(self) -> None:
         self._depth, self._inside, self._escaped, self._ended = 0, False, False, False
         self._text: str | None = None
 
     def feed(self, text: str) -> tuple[str, str]:
-        """What is part of the value, and what comes behind it."""
+        """Split text into the part that belongs to the value, and what follows."""
         inside = ""
         for place, character in enumerate(text):
             if self._ended:
@@ -182,14 +174,11 @@ class ValueScanner:
 
 
 class MessageParser:
-    """Parses one message.
+    """A parser of one message.
 
     Args:
-        tokenizer: of the model.
-        form: how its messages are written.
-        template: from ``form.response_template``.
-        prompt: that the message follows, as text.
-        tools: that may be called.
+        form: the format of its messages; ``template`` is from ``form.response_template``.
+        prompt: text before the message.
         parallel: whether calls after the first are passed on.
     """
 
@@ -212,27 +201,28 @@ class MessageParser:
             tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in with_types(tools)
         }
         self.calls = 0
-        """How many calls have begun."""
+        """Number of calls so far."""
         self._fields: dict[str, Any] = template["fields"]
         self._delta, self._cut = MessageDelta(), False
-        self._text, self._end, self._body_end = "", 0, 0  # the end of what was passed on, and of a call's body
+        self._text, self._end, self._body_end = "", 0, 0  # end of what was passed on, and of a call's body
         self._readable = True
         self._space, self._has_content = "", False
         self._at_start = begins_thinking
         self._scanner: ObjectScanner | None = None
         self._value: ValueScanner | None = None
-        self._inside = self._bare = self._behind = False  # of a call, of one without marks, and behind its arguments
+        self._inside = self._bare = self._behind = False  # a call, one without marks, and after its arguments
         self._head = ""
         self._calls_before = self._region = 0
 
     def feed(self, text: str, last: bool = False, cut: bool = False) -> MessageDelta:
-        """The parts of new text; ``last`` when the message has ended, ``cut`` if it was as long as it may be."""
+        """Return the parts of new text; ``last`` when the message has ended, ``cut`` if that was at the length
+        limit."""
         self._delta, self._cut = MessageDelta(), False
         self._text += text
         for event in self._events(lambda: self._parser.feed(text)):
             self._take(event)
         if last:
-            self._cut = cut  # what has not ended by now
+            self._cut = cut  # applies to what has not ended by now
             for event in self._events(lambda: self._parser.finalize()[1]):
                 self._take(event)
         if not self._readable:
@@ -269,7 +259,7 @@ class MessageParser:
             self._add_content(event["text"])
 
     def _move_end(self, name: str, kind: str, text: str) -> None:
-        """Follow what is passed on: texts as they come, calls when they have ended."""
+        """Track what is passed on: text as it arrives, calls when they have ended."""
         if kind == "region_chunk":
             at = self._text.find(text, max(self._end, self._body_end))
             self._body_end = self._body_end if at < 0 else at + len(text)
@@ -285,7 +275,7 @@ class MessageParser:
             self._end = mark.end() if mark else self._end
 
     def _add_content(self, text: str) -> None:
-        """Space waits for what follows: before a call it is left out, as it is after the reasoning."""
+        """Add content, but hold back trailing space, which is dropped before a call and after reasoning."""
         text = self._space + text
         if self._at_start:
             text = text.lstrip()
@@ -327,7 +317,7 @@ class MessageParser:
             self._at_start |= self.calls > self._calls_before
 
     def _whole_calls(self, value: Any) -> Calls:
-        """The calls of a region that are read when it has ended; none if it cannot be read."""
+        """Read the calls of a region that has ended; empty if it is unreadable."""
         if self._format is None:
             calls = [_function(call) for call in _listed(value)]
             return [] if None in calls else [(call["name"], call.get("arguments", {})) for call in calls]
@@ -347,8 +337,7 @@ class MessageParser:
             return []
 
     def _is_cut_call(self) -> bool:
-        """Whether the answer ended inside of a call, of which nothing can be passed on. An object without marks is one
-        if it names a tool."""
+        """Return whether the answer ended inside an unreadable call; without marks, it must name a tool."""
         if self._bare or (self._format is not None and not self._format.marked):
             begun = (rf'\s*\{{\s*"name"\s*:\s*{re.escape(json.dumps(name))}' for name in self._names)
             return self._cut and any(re.match(each, self._head) for each in begun)
@@ -371,8 +360,7 @@ class MessageParser:
                 self._scanner = None
 
     def _read_arguments(self, text: str, form: CallFormat) -> None:
-        """Arguments as JSON, or as text of JSON, which is known when it has ended. What comes behind is content, where
-        no mark ends the call."""
+        """Add arguments, from a string when it is complete. If no mark ends the call, the rest is content."""
         assert self._value is not None
         inside, behind = self._value.feed(text)
         self._add(inside)
@@ -402,12 +390,11 @@ class MessageParser:
 
 
 def _listed(value: Any) -> list[Any]:
-    """The calls of a region; where a template puts what was read into a call, it may have been several."""
+    """Return the calls of a region; where a template makes one call of what was read, there may be several."""
     inner = value.get("function") if isinstance(value, dict) else None
     return inner if isinstance(inner, list) else value if isinstance(value, list) else [value]
 
 
 def _function(call: Any) -> Any:
-    """The function of a call; None for what is no call."""
     function = call.get("function", call) if isinstance(call, dict) else None
     return function if isinstance(function, dict) and isinstance(function.get("name"), str) else None

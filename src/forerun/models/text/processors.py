@@ -1,9 +1,8 @@
-"""The logits processors of a row.
+"""Run transformers' logits processors for each row.
 
-transformers calls a processor once per token of a text, in order. Verification does the same along the path it walks.
-Drafting would add calls. A processor that remembers its calls (a watermark, a grammar, guidance by a second pass) must
-see neither these nor the calls of other rows. So each of several rows has a copy, and drafts are made without it. That
-changes what is accepted, never what is generated.
+transformers calls a processor once per token, in order, and so does verification along its path. A processor that
+remembers its calls (a watermark, a grammar, guidance by a second pass) must see neither the calls of drafting nor those
+of other rows. So each of several rows has a copy, and drafts are made without it, which affects only what is accepted.
 """
 
 from __future__ import annotations
@@ -22,13 +21,9 @@ from forerun.core.sampling_kernels import top_p_cut
 
 
 class Nucleus:
-    """Does for one row on a CPU what ``transformers``' own does. Sums are in float64: a token at the very edge may fall
-    on the other side.
-
-    Args:
-        warper: whose settings it takes. It is called where it has to keep more tokens, for scores that are not float32,
-            for several rows, and elsewhere than on a CPU.
-    """
+    """Top-p for one row on a CPU, in float64: a token at the very edge may fall on the other side. ``warper`` has the
+    settings, and runs itself where it must keep more tokens, for scores that are not float32, for several rows, and on
+    other devices."""
 
     forerun_stateless = True
 
@@ -57,29 +52,24 @@ STATELESS = frozenset(
 ) | frozenset(
     f"{name}LogitsWarper" for name in ("Epsilon", "Eta", "MinP", "Temperature", "TopH", "TopK", "TopP", "Typical")
 ) | {"ExponentialDecayLengthPenalty", "InfNanRemoveLogitsProcessor", "LogitNormalization"}  # fmt: skip
-"""transformers' classes whose result depends on ids and scores only. Its watermark is one: it seeds itself from ids."""
+"""transformers' classes whose result depends on ids and scores only; its watermark seeds itself from ids."""
 ROWWISE = frozenset(
     f"{name}LogitsWarper" for name in ("Epsilon", "MinP", "Temperature", "TopK", "TopP", "Typical")
 ) | {"InfNanRemoveLogitsProcessor", "LogitNormalization", "SuppressTokensLogitsProcessor"}  # fmt: skip
-"""Those that ignore ids, take scores of many rows, and read no value back from their device."""
+"""Processors that ignore ids, take scores of many rows, and read no value back from their device."""
 NAMELESS = ROWWISE - {"SuppressTokensLogitsProcessor"}
 """Those of them that treat all tokens alike."""
 ANYWHERE = NAMELESS | {
     "NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "TopHLogitsWarper"
 }  # fmt: skip
-"""Those that hold nothing on the model's device; biases and the ids that end a text do, some since their first call."""
+"""Processors without tensors on the model's device, unlike biases and those for end-of-sequence ids."""
 DECLARATION = "forerun_stateless"
-"""Attribute by which any other processor declares the same."""
+"""Attribute by which any other processor declares itself stateless."""
 
 
 class OccurrencePenalties:
-    """OpenAI's penalties of tokens that the text already has; transformers has none. Prompts are not counted.
-
-    Args:
-        start: where the text begins, in ids.
-        frequency: is taken off a token's score for each time that it has come.
-        presence: is taken off if it has come at all.
-    """
+    """OpenAI's penalties for repeated tokens, which transformers lacks: from ``start`` on, where the prompt ends, a
+    token's score is reduced by ``frequency`` per occurrence, and once by ``presence``."""
 
     forerun_stateless = True
 
@@ -87,7 +77,6 @@ class OccurrencePenalties:
         self._start, self._frequency, self._presence = start, frequency, presence
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """See ``forerun.core.sampling.Processor``."""
         scores = scores.clone()
         for row, ids in zip(scores, input_ids[:, self._start :], strict=True):
             tokens, counts = ids.unique(return_counts=True)
@@ -96,20 +85,19 @@ class OccurrencePenalties:
 
 
 def stateless(processor: Any) -> bool:
-    """Whether a processor may be called in any order: its class is known, or its ``forerun_stateless`` is true."""
+    """Return whether a processor may be called in any order: its class is known, or ``forerun_stateless`` is true."""
     kind = type(processor)
     known = kind.__module__ == HOME and kind.__name__ in STATELESS
     return bool(getattr(processor, DECLARATION, known))
 
 
 def of_row(processors: Sequence[Any], model: PreTrainedModel, row: int = 0, rows: int = 1) -> Processor | None:
-    """All processors of a row as one, or None if there are none.
+    """Combine a row's processors into one, or None if there are none.
 
     Args:
-        processors: as transformers prepared them.
         model: the target; copies of a processor share it.
         row: the row's number, passed to ``prefix_allowed_tokens_fn``.
-        rows: number of rows; a single row gets the processors themselves, not copies.
+        rows: number of rows; a single row uses the processors themselves, not copies.
 
     Raises:
         NotImplementedError: for several rows and a processor that cannot be copied.
@@ -122,7 +110,7 @@ def of_row(processors: Sequence[Any], model: PreTrainedModel, row: int = 0, rows
 
 
 def _in_turn(processors: Sequence[Any]) -> Processor | None:
-    """All of them as one processor. transformers' own list inspects each processor's parameters at every token."""
+    """Combine processors. transformers' list inspects each processor's parameters at every token."""
     if any(len(inspect.signature(processor.__call__).parameters) > 2 for processor in processors):
         return LogitsProcessorList(processors)  # type: ignore[no-any-return]
     if not processors:
@@ -157,7 +145,7 @@ def _quick(processor: Any) -> Any:
 
 
 def _of_place(processor: Any, row: int, rows: int) -> Any:
-    """One row's processor, from one that was prepared for a whole batch."""
+    """Return one row's processor, given one prepared for a whole batch."""
     change = _CHANGES.get(type(processor).__name__)
     if change is None:
         return processor
@@ -167,7 +155,7 @@ def _of_place(processor: Any, row: int, rows: int) -> Any:
 
 
 def _own(entries: Any, row: int, rows: int) -> Any:
-    """A row's part of what there is for each row, for each prompt of several rows, or for this prompt alone."""
+    """Return a row's part of ``entries``, which are per row, per prompt of several rows, or of this prompt alone."""
     place = row * len(entries) // rows
     return entries[place : place + 1]
 
@@ -178,7 +166,7 @@ def _ignore_prompt(processor: Any, row: int, rows: int) -> None:
 
 
 def _tell_row(processor: Any, row: int, rows: int) -> None:
-    """Ask for the row's prompt; since transformers 5.24 all sequences of a prompt have one number."""
+    """Pass on the prompt's number; since transformers 5.24 all sequences of a prompt share one."""
     allowed, number = processor._prefix_allowed_tokens_fn, row // processor._num_beams
     processor._prefix_allowed_tokens_fn, processor._num_beams = (lambda _, ids: allowed(number, ids)), 1
 

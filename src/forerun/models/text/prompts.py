@@ -1,7 +1,5 @@
-"""From prompts in any form that users have to token ids. Conversations go through the tokenizer's chat template.
-
-A template writes all special tokens itself, including the first one, so none are added to its output.
-"""
+"""Turn prompts of any form into token ids. Conversations go through the tokenizer's chat template, which writes all
+special tokens itself, so none are added to its output."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A digest of all tokens and their ids: the same for tokenizers whose ids mean the same, whatever else differs."""
+    """Return a digest of all tokens and their ids, equal for tokenizers whose ids mean the same."""
     tokens = sorted(tokenizer.get_vocab().items(), key=lambda pair: (pair[1], pair[0]))
     return hashlib.blake2b(json.dumps(tokens).encode(), digest_size=16).hexdigest()
 
@@ -30,23 +28,23 @@ RESERVED_VARIABLES = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_temp
 
 
 def is_conversation(prompt: Any) -> TypeGuard[Messages]:
-    """Whether a prompt is a conversation: a list with at least one message."""
+    """Return whether a prompt is a conversation: a list with at least one message."""
     if not isinstance(prompt, Sequence) or isinstance(prompt, str):
         return False
     return not isinstance(next(iter(prompt), 0), int) and any(isinstance(message, Mapping) for message in prompt)
 
 
 def has_template(tokenizer: PreTrainedTokenizerBase | None) -> bool:
-    """Whether this tokenizer can turn conversations into text."""
+    """Return whether this tokenizer has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
 class TemplateError(ValueError):
-    """A chat template does not write a conversation."""
+    """The chat template rejects a conversation."""
 
 
 def check_messages(messages: Messages, continued: bool = False) -> None:
-    """Refuse anything but a conversation that waits for an answer, or with ``continued`` for the rest of its last turn.
+    """Reject anything but a conversation that waits for an answer, or with ``continued`` for the rest of its last turn.
 
     Raises:
         ValueError: for no messages, a message without role or content, or an answer as the last message.
@@ -57,7 +55,7 @@ def check_messages(messages: Messages, continued: bool = False) -> None:
     for place, message in enumerate(messages):
         _check_message(f"message {place}", message)
     if messages[-1]["role"] == ANSWERER and not continued:
-        raise ValueError(f"the last message is the {ANSWERER}'s; the last one must be another's, which it answers")
+        raise ValueError(f"the last message is the {ANSWERER}'s; it must be from another role, to be answered")
 
 
 def apply_template(
@@ -67,17 +65,15 @@ def apply_template(
     options: Mapping[str, Any] | None = None,
     continued: bool = False,
 ) -> list[int]:
-    """Token ids of a conversation, up to where the answer begins.
+    """Encode a conversation, up to where the answer starts.
 
     Args:
-        messages: the turns, oldest first.
-        tokenizer: has the chat template.
-        tools: descriptions of functions, as JSON, that the template tells the model of; None for none.
+        tools: JSON descriptions of functions, for the template; or None.
         options: further variables of the template.
-        continued: whether the answer goes on with the last turn, which is the assistant's.
+        continued: whether the answer continues the last turn, which is the assistant's.
 
     Raises:
-        ValueError: as from ``check_messages``; without a tokenizer or a chat template; or if the template refuses.
+        ValueError: as from ``check_messages``; without a tokenizer or a chat template; or if the template raises.
         TypeError: as from ``check_messages``.
     """
     encoded = _applied(messages, tokenizer, tools, options, True, continued)
@@ -85,7 +81,7 @@ def apply_template(
 
 
 def encodes_messages(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a tokenizer encodes messages in its own way, not by the text that its chat template writes."""
+    """Return whether a tokenizer encodes messages itself, not from the text that its chat template writes."""
     return type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
 
 
@@ -96,7 +92,7 @@ def rendered(
     options: Mapping[str, Any] | None,
     continued: bool = False,
 ) -> str:
-    """The text of a conversation, whose token ids ``apply_template`` gives; see there."""
+    """Return the text of a conversation, of which ``apply_template`` returns the token ids."""
     return str(_applied(messages, tokenizer, tools, options, False, continued))
 
 
@@ -158,11 +154,11 @@ KINDS = "text, token ids, messages, a list of one of them, a tensor, or a tokeni
 
 
 def encode(prompts: Prompts, tokenizer: PreTrainedTokenizerBase | None, attention_mask: Any = None) -> list[list[int]]:
-    """Token ids of each prompt, without padding.
+    """Return the token ids of each prompt, without padding.
 
     Raises:
-        ValueError: for no prompts, text without a tokenizer, messages without a chat template or in a wrong form, or a
-            mask that does not fit.
+        ValueError: for no prompts, text without a tokenizer, messages without a chat template or malformed, or a mask
+            of another shape.
         TypeError: for anything that is not a prompt, or messages mixed with other prompts.
         NotImplementedError: for a tokenizer's output with more than ids and their mask, such as pictures.
     """
@@ -193,19 +189,19 @@ def encode(prompts: Prompts, tokenizer: PreTrainedTokenizerBase | None, attentio
 
 
 def _check_others(given: Mapping[str, Any]) -> None:
-    """Refuse what a model would read beside the text. Types of tokens that are all 0 say nothing."""
+    """Reject inputs that a model would read besides the ids; all-zero token types are ignored."""
     kinds = given.get("token_type_ids")
     plain = kinds is None or not torch.as_tensor(kinds).any()
     allowed = {"input_ids", "attention_mask"} | ({"token_type_ids"} if plain else set())
     if others := sorted(name for name in given.keys() - allowed if given[name] is not None):
         raise NotImplementedError(
-            f"the prompt has {', '.join(others)}: Forerun reads input_ids and attention_mask and hands nothing else to "
-            "the model"
+            f"the prompt has {', '.join(others)}: Forerun reads input_ids and attention_mask, and passes nothing else "
+            "to the model"
         )
 
 
 def encode_prediction(prediction: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """Token ids of a text that an answer is expected to resemble, without special tokens.
+    """Return the token ids of an expected answer, without special tokens.
 
     Raises:
         ValueError: for text without a tokenizer, or an id below 0.
@@ -238,7 +234,7 @@ def _encode_conversations(conversations: Sequence[Any], tokenizer: PreTrainedTok
     for place, conversation in enumerate(conversations):
         if not is_conversation(conversation):
             kind = type(conversation).__name__
-            raise TypeError(f"prompt {place} is {kind} and others are messages; all of a batch must be messages then")
+            raise TypeError(f"prompt {place} is {kind} and others are messages; a batch must be all messages or none")
         try:
             check_messages(conversation)
         except (TypeError, ValueError) as error:

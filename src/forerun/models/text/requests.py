@@ -1,7 +1,7 @@
-"""From the options of ``generate`` to requests, with transformers' own processors and stopping criteria.
+"""Build requests from the options of ``generate``, with transformers' processors and stopping criteria.
 
-``transformers`` itself merges and validates the options: a prompt goes through ``model.generate`` with a
-``custom_generate`` that only returns what was prepared. So every option means the same here as there.
+transformers merges and validates the options itself: a prompt goes through ``model.generate`` with a
+``custom_generate`` that only returns what was prepared. So every option means what it means there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from forerun.core.sampling import Method, Sampler
 from forerun.models.forward.inputs import check_inputs, check_length, check_prompt
 from forerun.models.text.processors import of_row
 
-if TYPE_CHECKING:  # grammars are imported where one is asked for
+if TYPE_CHECKING:  # grammars are imported on demand
     from forerun.models.text.grammar import Grammar, ResponseFormat
 
 OTHER_NAMES = {
@@ -55,10 +55,10 @@ OTHER_NAMES = {
 class GenerationOptions(TypedDict, total=False):
     """Options of ``Engine.generate``, ``Engine.stream`` and ``forerun.generate``.
 
-    What is not given is taken from ``model.generation_config``, as in transformers. The first group is Forerun's own:
-    see ``RowOptions`` for the first five, and ``Grammars`` for ``response_format``. ``prediction`` is a text, or
-    token ids, that the answer is expected to resemble, such as the code to be edited: drafts are copied from it. It is
-    private to the call, changes the speed and never the text, and is used by drafters that have a trie.
+    Missing options come from ``model.generation_config``, as in transformers. The first group is Forerun's own: see
+    ``RowOptions`` for the first five, and ``Grammars`` for ``response_format``. ``prediction`` is text, or token ids,
+    that the answer is expected to resemble, such as code to edit: drafters with a trie copy drafts from it. It is
+    private to the call, and changes only the speed.
     """
 
     seed: int | None
@@ -115,15 +115,15 @@ class GenerationOptions(TypedDict, total=False):
 
 INTEGERS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "num_return_sequences", "top_k")
 NUMBERS = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "max_time")
-"""Options of which transformers compares or ignores a wrong type, instead of naming it."""
+"""Options whose wrong types transformers compares or ignores instead of reporting them."""
 
 
 def check_options(options: Mapping[str, Any], model: PreTrainedModel) -> None:
-    """Refuse names that are neither options nor inputs of the model, and numbers that are none.
+    """Reject names that are neither options nor inputs of the model, and numbers of a wrong type.
 
     Raises:
-        ValueError: for the first such name, with the one that was probably meant.
-        TypeError: for the first such number.
+        ValueError: for the first unknown name, with a suggestion.
+        TypeError: for the first option of a wrong type.
     """
     for name in INTEGERS:
         check_integer(name, options.get(name), optional=True)
@@ -139,11 +139,11 @@ def check_options(options: Mapping[str, Any], model: PreTrainedModel) -> None:
         if name not in known:
             near = [OTHER_NAMES[name]] if name in OTHER_NAMES else get_close_matches(name, sorted(known), 1)
             meant = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{name} is no option of generate{meant}")
+            raise ValueError(f"{name} is not an option of generate{meant}")
 
 
 def own_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Forerun's own options for ``RowOptions``, and those for ``model.generate``."""
+    """Split options into Forerun's, for ``RowOptions``, and those for ``model.generate``."""
     own = RowOptions.__dataclass_fields__
     return (
         {name: value for name, value in options.items() if name in own},
@@ -167,18 +167,17 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 
 @dataclass(frozen=True)
 class RowOptions:
-    """Forerun's own options, beside transformers'.
+    """Forerun's own options, alongside transformers'.
 
     Attributes:
         seed: of the sampling noise; None draws one from torch's global generator.
         verification: ``coupled`` or ``rejection`` (see ``forerun.core.sampling``); greedy decoding ignores it.
-        namespace: this text is drafted from earlier outputs of the same namespace only.
-        budget: nodes of a draft, at most, if that is less than the engine's; 0 for no drafts, and nothing learned.
-        logprobs: keep how likely the model found each token, and so many of the likeliest tokens at its place; None
-            keeps nothing.
-        grammar: what the text must follow.
-        drafts_from: a namespace to draft from and learn in, in place of its own; see ``Request``.
-        prediction: token ids that the text is expected to resemble; see ``Request``.
+        namespace: drafts come only from earlier outputs of this namespace.
+        budget: maximum nodes per draft, if less than the engine's; 0 for no drafts and no indexing.
+        logprobs: likeliest tokens to keep per position, with the chosen one's log-probability; None keeps nothing.
+        grammar: constrains the output.
+        drafts_from: a namespace to draft from and index into instead; see ``Request``.
+        prediction: token ids that the output is expected to resemble; see ``Request``.
 
     Raises:
         TypeError: for a value of the wrong type.
@@ -230,19 +229,15 @@ def build_requests(
     prompts: int = 1,
     **kwargs: Any,
 ) -> list[Request]:
-    """One request per returned sequence (``num_return_sequences``) of a prompt.
+    """Build one request per returned sequence (``num_return_sequences``) of a prompt.
 
     Args:
-        model: the target.
-        prompt: token ids.
-        options: Forerun's own.
         tokenizer: needed for ``stop_strings``.
-        row: the prompt's number.
-        prompts: number of prompts.
+        row, prompts: the prompt's number, and the number of prompts.
         kwargs: options of ``model.generate``: ``generation_config``, its fields, ``logits_processor``, ...
 
     Raises:
-        ValueError: for a wrong value, an empty prompt, ids out of range, or a text that is too long.
+        ValueError: for a wrong value, an empty prompt, ids out of range, or a sequence that is too long.
         NotImplementedError: for what Forerun does not support, such as beam search.
     """
     check_prompt(model, prompt)
@@ -271,12 +266,12 @@ def make_request(
     place: Place,
     padding: Sequence[int] = (),
 ) -> Request:
-    """A request for one row, from what transformers prepared for the row or for its batch."""
+    """Build one row's request from what transformers prepared for the row or its batch."""
     config = prepared.config
     _check_mode(config)
     eos, max_length, stopping = _ends(prepared.criteria, config.max_length, model.device)
     max_new_tokens = max_length - len(prompt) - len(padding)
-    if max_length != config.max_length:  # a user's criterion; transformers asks it after the first token
+    if max_length != config.max_length:  # a user's criterion; transformers checks it after the first token
         max_new_tokens = max(1, max_new_tokens)
     check_length(model, len(prompt), max_new_tokens)
     processor = of_row(prepared.processors, model, place.row, place.rows)
@@ -299,7 +294,7 @@ def make_request(
 
 
 def draw_seed() -> int:
-    """A seed from torch's global generator, so that ``torch.manual_seed`` fixes it."""
+    """Draw a seed from torch's global generator, so that ``torch.manual_seed`` fixes it."""
     return int(torch.randint(SEEDS, ()))
 
 
@@ -322,19 +317,19 @@ def _prepare(model: PreTrainedModel, prompt: Sequence[int], kwargs: dict[str, An
 def _with_stop_strings(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Turn ``stop_strings`` into a stopping criterion, as transformers passes no tokenizer to custom functions."""
+    """Turn ``stop_strings`` into a stopping criterion, because transformers passes no tokenizer to custom functions."""
     own_config = kwargs.get("generation_config")
     config = own_config or model.generation_config
     given = kwargs.get("stop_strings", config.stop_strings or model.generation_config.stop_strings)
-    strings = given or None  # no strings are given to switch the model's own off
+    strings = given or None  # an empty value switches the model's own off
     if strings is None:
         return {**kwargs, "stop_strings": None} if "stop_strings" in kwargs else kwargs
     if "" in ([strings] if isinstance(strings, str) else strings):
-        raise ValueError(f"stop_strings={strings!r} holds an empty one, which would stop everywhere")
+        raise ValueError(f"stop_strings={strings!r} contains an empty string, which would stop everywhere")
     if tokenizer is None:
         raise ValueError(f"stop_strings={strings!r} need a tokenizer, and there is none; pass tokenizer=")
     criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
-    if not any(type(each) is StopStringCriteria for each in criteria):  # the user's own count before the options
+    if not any(type(each) is StopStringCriteria for each in criteria):  # the user's own takes precedence
         criteria.append(StopStringCriteria(tokenizer, strings))
     changed = {**kwargs, "stop_strings": None, "stopping_criteria": criteria}
     if own_config is not None:
@@ -344,17 +339,19 @@ def _with_stop_strings(
 
 
 def _check_helpers(options: Mapping[str, Any]) -> None:
-    """Refuse objects that transformers would ask beside the model, and keeps from a custom generate."""
+    """Reject objects that transformers uses besides the model, and keeps from a custom generate."""
     if options.get("assistant_model") is not None:
-        raise NotImplementedError("assistant_model is not supported; give it as draft_model, to a drafter that has one")
+        raise NotImplementedError(
+            "assistant_model is not supported; pass it as draft_model to a drafter that takes one"
+        )
     if options.get("streamer") is not None:
-        raise NotImplementedError("streamer is for generate; here the commits are the stream")
+        raise NotImplementedError("streamer is not supported here; iterate over the commits")
     if options.get("cache_implementation") == "paged":
-        raise NotImplementedError("cache_implementation='paged' is transformers' own way to generate batches")
+        raise NotImplementedError("cache_implementation='paged' is not supported; Forerun batches requests itself")
 
 
 def token_setting(model: PreTrainedModel, options: Mapping[str, Any], name: str) -> Any:
-    """A token, or several, as transformers would have it: of the options, their configuration, or the model's."""
+    """Return a token setting, or several, with transformers' precedence: options, their configuration, the model's."""
     if name in options:
         return options[name]
     own = getattr(options.get("generation_config"), name, None)
@@ -362,7 +359,7 @@ def token_setting(model: PreTrainedModel, options: Mapping[str, Any], name: str)
 
 
 def padding(model: PreTrainedModel, options: Mapping[str, Any]) -> int:
-    """The token that fills up shorter texts: the one for it, else one that ends texts, else 0."""
+    """Return the padding token, or else an end-of-sequence token, or else 0."""
     pad, eos = (token_setting(model, options, name) for name in ("pad_token_id", "eos_token_id"))
     if pad is None:
         pad = next(iter(eos), 0) if isinstance(eos, list) else eos or 0
@@ -370,7 +367,7 @@ def padding(model: PreTrainedModel, options: Mapping[str, Any]) -> int:
 
 
 def inferred_mask(model: PreTrainedModel, ids: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor | None:
-    """The mask of a tensor of ids that came without one: padding is none of the text, unless it also ends texts."""
+    """Infer the mask of a tensor of ids: padding is masked, unless it is also an end-of-sequence token."""
     pad, eos = (token_setting(model, options, name) for name in ("pad_token_id", "eos_token_id"))
     if pad is None or pad in (eos if isinstance(eos, list) else [eos]) or not (ids == pad).any():
         return None
@@ -387,7 +384,7 @@ def _check_mode(config: GenerationConfig) -> None:
     if mode not in SUPPORTED_MODES:
         raise NotImplementedError(f"{mode.value} is not supported; Forerun does greedy decoding and sampling")
     if config.cache_implementation == "quantized":
-        raise NotImplementedError("cache_implementation='quantized' changes the text; Forerun's caches are exact")
+        raise NotImplementedError("cache_implementation='quantized' changes outputs; Forerun's caches are exact")
     if config.guidance_scale not in (None, 1, 1.0):
         raise NotImplementedError(f"guidance_scale={config.guidance_scale} is not supported; only 1 is")
     outputs = [name for name in UNSUPPORTED_OPTIONS if getattr(config, name, None)]
@@ -398,11 +395,9 @@ def _check_mode(config: GenerationConfig) -> None:
 def _ends(
     criteria: StoppingCriteriaList, max_length: int, device: torch.device
 ) -> tuple[frozenset[int], int, Stopping | None]:
-    """Tokens that end a text, its greatest length, and all other criteria as one.
-
-    The first two are taken out of transformers' own criteria, so that requests can check them without a tensor. A
-    user's criteria replace those made from the options.
-    """
+    """Return end-of-sequence tokens, the greatest length, and all other criteria as one. The first two come from
+    transformers' own criteria, so that requests can check them without a tensor. A user's criteria replace those made
+    from the options."""
     eos = [c.eos_token_id.flatten().tolist() for c in criteria if type(c) is EosTokenCriteria]
     lengths = [int(c.max_length) for c in criteria if type(c) is MaxLengthCriteria]
     rest = StoppingCriteriaList([c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)])

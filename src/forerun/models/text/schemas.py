@@ -1,8 +1,8 @@
-"""JSON schemas as llguidance can keep to them: what says the same is said in its words, what it cannot is refused.
+"""Rewrite JSON schemas for llguidance, and reject those that it cannot enforce.
 
-Validators differ in what they enforce. Here an unknown ``format`` is an annotation, as JSON Schema has it; entries of
-an array may repeat, whatever ``uniqueItems`` says; and ``oneOf`` is ``anyOf`` where its choices overlap. An alternative
-of several that cannot be kept to is left out: what the others allow is right, too.
+Validators differ in what they enforce. Here an unknown ``format`` is an annotation, as in JSON Schema; entries of an
+array may repeat despite ``uniqueItems``; and ``oneOf`` is ``anyOf`` where its choices overlap. Of several alternatives,
+those that cannot be enforced are dropped, because what the others allow is valid, too.
 """
 
 from __future__ import annotations
@@ -13,34 +13,27 @@ from typing import Any
 
 Json = dict[str, Any]
 SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
-"""Keywords whose values have schemas under names of a user's own, which may read like keywords."""
+"""Keywords whose values have schemas under user-defined names, which may read like keywords."""
 FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )  # fmt: skip
-"""Those that llguidance keeps to."""
+"""Formats that llguidance enforces."""
 REFUSED = (
     "if", "then", "else", "not", "dependentRequired", "dependentSchemas", "dependencies", "contains", "minContains",
     "maxContains", "unevaluatedProperties", "unevaluatedItems",
 )  # fmt: skip
-"""Keywords that no grammar here keeps to."""
+"""Keywords that no grammar here enforces."""
 LOOK_AROUND = re.compile(r"(?<!\\)(?:\\\\)*\(\?(?:[=!]|<[=!])|(?<!\\)(?:\\\\)*\\[1-9]")
-"""Parts of a regular expression that look at what comes before or after, or refer to what was matched."""
+"""Parts of a regular expression that look around, or refer to a group."""
 
 
 class SchemaError(ValueError):
-    """A response format that cannot be met: it has a wrong shape, or its schema has."""
+    """A response format that cannot be met: it or its schema is malformed."""
 
 
 def usable_schema(schema: Any, where: str = "schema") -> Any:
-    """A schema in llguidance's words.
-
-    Args:
-        schema: as JSON; what is no object stays as it is.
-        where: the place of it, for errors.
-
-    Raises:
-        SchemaError: for a keyword that cannot be kept to; it names the place and the keyword.
-    """
+    """Rewrite a JSON schema for llguidance; anything but an object is returned unchanged. ``where`` names its place in
+    errors. Raises ``SchemaError`` for a keyword that cannot be enforced, with place and keyword."""
     try:
         return _Usable(schema if isinstance(schema, Mapping) else {}).of(schema, where)
     except RecursionError:
@@ -65,10 +58,10 @@ class _Usable:
     def _check(self, schema: Mapping[str, Any], where: str) -> None:
         for key in REFUSED:
             if key in schema:
-                raise SchemaError(f"{where}: the keyword {key} cannot be kept to")
+                raise SchemaError(f"{where}: the keyword {key} cannot be enforced")
         pattern = schema.get("pattern")
         if isinstance(pattern, str) and LOOK_AROUND.search(pattern):
-            raise SchemaError(f"{where}: a pattern with look-around or references to groups cannot be kept to")
+            raise SchemaError(f"{where}: a pattern with look-around or references to groups cannot be enforced")
 
     def _says_nothing(self, key: str, value: Any) -> bool:
         return key == "uniqueItems" or (key == "format" and value not in FORMATS)
@@ -94,7 +87,6 @@ class _Usable:
         return kept
 
     def _with_names(self, schema: Json, where: str) -> Json:
-        """An object whose names are of a list, or follow a pattern."""
         names, own = self._found(schema["propertyNames"]), {k: v for k, v in schema.items() if k != "propertyNames"}
         others = own.get("additionalProperties", {})
         listed = names.get("enum", [names["const"]] if "const" in names else None)
@@ -106,10 +98,10 @@ class _Usable:
             return {**own, "patternProperties": {names["pattern"]: others}, "additionalProperties": False}
         if names.keys() <= {"type", "title", "description"}:
             return own
-        raise SchemaError(f"{where}: propertyNames can be kept to with an enum or a pattern only")
+        raise SchemaError(f"{where}: propertyNames can be enforced with an enum or a pattern only")
 
     def _found(self, schema: Any) -> Mapping[str, Any]:
-        """A schema, or what it refers to."""
+        """Resolve a schema's reference, if it is one."""
         target: Any = schema
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if isinstance(reference, str) and reference.startswith("#"):

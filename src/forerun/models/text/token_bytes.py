@@ -1,4 +1,4 @@
-"""What a token says, as bytes: a character may be spread over several tokens."""
+"""Map tokens to bytes: a character may be spread over several tokens."""
 
 from __future__ import annotations
 
@@ -10,32 +10,26 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 SPACE = "▁"
-"""How SentencePiece writes a space."""
+"""SentencePiece's space."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""A byte that has a token of its own."""
 BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
-"""The byte that each of GPT-2's characters stands for."""
 
 
 class TokenBytes:
-    """Knows the bytes of a tokenizer's tokens.
-
-    Args:
-        tokenizer: byte-level, or SentencePiece's; of another one, what it decodes each token to.
-    """
+    """A map from a tokenizer's tokens to bytes: byte-level, SentencePiece, or what it decodes each token to."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, bytes] = {}
 
     def __call__(self, token: int) -> bytes:
-        """The bytes of a token; special ones are written as they are called, and one that has no name is empty."""
+        """Return a token's bytes; a special token's are its name, and those of a token without a name are empty."""
         if token not in self._known:
             self._known[token] = self._find(token)
         return self._known[token]
 
     def skipped(self, token: int) -> bool:
-        """Whether texts leave it out."""
+        """Return whether decoded text omits the token."""
         return token in self._special or token >= len(self._tokenizer)
 
     def _find(self, token: int) -> bytes:
@@ -62,7 +56,6 @@ class TokenBytes:
 
     @cached_property
     def _decoders(self) -> frozenset[str]:
-        """The kinds of steps in which the tokenizer decodes."""
         if (
             not isinstance(self._tokenizer, PreTrainedTokenizerFast)
             or self._tokenizer.backend_tokenizer.decoder is None
