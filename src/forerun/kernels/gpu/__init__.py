@@ -1,4 +1,4 @@
-"""Kernels for GPUs in Triton: linear layers, means and attention in one fixed order, over rows that keep their memory.
+"""Triton kernels for GPUs: linear layers, means and attention in one fixed order, over caches in place.
 
 They run on a GPU, and for tests in Triton's interpreter. ``docs/how-it-works.md`` says which GPUs ran them.
 """
