@@ -44,8 +44,8 @@ COSTLY_SHARE = 0.5
 SAVED = 16.0
 """Maximum savings that count, in plain passes: how long drafts are trusted after they stop paying."""
 CREDIT = 0.06
-"""Share of a batch's cost to go that earlier savings may cover. With ``SHARE``, the sum is 7 %, as much as ``forerun
-bench never-slower`` allows a single run."""
+"""Share of a batch's cost to go that earlier savings may cover. With ``SHARE``, the sum is 7 %, as much as
+``forerun bench never-slower`` allows a single run."""
 
 
 class Ledger:

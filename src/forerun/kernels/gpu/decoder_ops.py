@@ -64,8 +64,8 @@ def add_norm(
     x: torch.Tensor, added: Summands | None, after: NormWeight | None, before: NormWeight | None, factor: float,
     dtype: torch.dtype, following: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Add a product to the residual stream ``x``, float32 ``[n, columns]``, in place. Returns the sum normalised, ``[n,
-    columns]``.
+    """Add a product to the residual stream ``x``, float32 ``[n, columns]``, in place. Returns the sum normalised,
+    ``[n, columns]``.
 
     Args:
         after: norm of what is added, if any.

@@ -34,8 +34,8 @@ GPU_SPLIT_TOKENS = 1024
 states of a pass over 16 tokens are a sixteenth of the keys and values that it reads."""
 SCAN_PROGRAMS_PER_PROCESSOR = 8
 """Programs per GPU processor that a scan is spread over. A Hopper runs three at a time, so the last round of eight
-leaves little idle; many more would repeat reading queries and tables. To be tried on a card: 2 and 4 (``python -m
-benchmarks gpu``, part ``choices``)."""
+leaves little idle; many more would repeat reading queries and tables. To be tried on a card: 2 and 4
+(``python -m benchmarks gpu``, part ``choices``)."""
 RECORDED_OWN_KEYS = 128
 """Maximum keys that only one token of a recorded pass sees: a block's, and a draft's of 64 tokens."""
 TABLE_ALIGNMENT = 16

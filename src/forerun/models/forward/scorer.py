@@ -347,8 +347,8 @@ class Scorer:
             caches: each holds its row's block as a speculative tail until ``commit``.
 
         Returns:
-            Each row's logits after its last pending token (row 0) and at its tree's node i (row i + 1), ``[len(tree) +
-            1, V]``.
+            Each row's logits after its last pending token (row 0) and at its tree's node i (row i + 1),
+            ``[len(tree) + 1, V]``.
         """
         return self.score_with_states(blocks, caches, ())[0]
 
@@ -362,8 +362,8 @@ class Scorer:
                 last one is after the final norm.
 
         Returns:
-            Each row's logits; and each row's states at all tokens of its block, layers side by side, ``[len(block),
-            len(layers) * hidden]``. Without layers there are no states.
+            Each row's logits; and each row's states at all tokens of its block, layers side by side,
+            ``[len(block), len(layers) * hidden]``. Without layers there are no states.
         """
         self.best = None
         with present(self.device):

@@ -2,11 +2,11 @@
 before.
 
 A causal convolution over the block's rows precedes and follows each attention and MLP. Its kernel is a fixed one plus
-one computed from the incoming rows, shared by ``conv_group_size`` channels: ``out[i, c] = sum over t of (base[t, c] +
-delta[i, t, group(c)]) * x[i - t, c]``.
+one computed from the incoming rows, shared by ``conv_group_size`` channels:
+``out[i, c] = sum over t of (base[t, c] + delta[i, t, group(c)]) * x[i - t, c]``.
 
-The ``selector_top_k`` best logits of each row are candidates. After token ``p``, candidate ``c`` scores ``logit[c] +
-<predecessor[p] * projection(hidden), successor[c]>``, so each node of a tree has different children.
+The ``selector_top_k`` best logits of each row are candidates. After token ``p``, candidate ``c`` scores
+``logit[c] + <predecessor[p] * projection(hidden), successor[c]>``, so each node of a tree has different children.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class DFlash2Head(DFlashHead):
         return x + self._leave(f"{at}mlp_conv.", self._mlp(layer, y), deltas)
 
     def _enter(self, at: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Convolve a sublayer's input ``[n, hidden]``. Also returns kernels computed from it, ``[n, 2, taps,
-        groups]``."""
+        """Convolve a sublayer's input ``[n, hidden]``. Also returns kernels computed from it,
+        ``[n, 2, taps, groups]``."""
         deltas = linear(x, self._weights[f"{at}kernel_projection.weight"]).view(len(x), 2, self._taps, -1)
         return self._convolve(x, self._weights[f"{at}base_kernel"][0], deltas[:, 0]), deltas
 

@@ -176,8 +176,8 @@ class Gemma4AssistantHead(Head):
         return {kind: cache.read(source, first.get(kind, 0), end) for kind, source in self._sources.items()}
 
     def _score(self, rounds: Sequence[_Round], tokens: Sequence[Sequence[int]], states: torch.Tensor) -> torch.Tensor:
-        """Compute nodes of several trees and add their outputs to the trees. Returns logits after each node, ``[n,
-        V]``.
+        """Compute nodes of several trees and add their outputs to the trees. Returns logits after each node,
+        ``[n, V]``.
 
         Args:
             tokens: of each tree's nodes.
