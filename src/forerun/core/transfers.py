@@ -65,7 +65,6 @@ def carried(vectors: Sequence[torch.Tensor]) -> list[IntArray]:
 
 
 def _parted(array: IntArray, counts: Sequence[int]) -> list[IntArray]:
-    """Split an array by numbers of rows."""
     return [array[end - count : end] for end, count in zip(accumulate(counts), counts, strict=True)]
 
 

@@ -200,7 +200,6 @@ class Level(Source):
         beside: int,
         closed: bool,
     ) -> PassShape:
-        """The pass's size; ``texts`` include forced tokens."""
         pending = [len(row.request) - row.cache.length for row in texts]
         left = [row.wants - len(chain) * (not row.settled) for row, chain in zip(texts, forced, strict=True)]
         cached = [self._reads(len(row.request) - tokens) for row, tokens in zip(texts, pending, strict=True)]
@@ -262,8 +261,8 @@ class Level(Source):
         return choices
 
     def _verify(self, row: Row, block: Block, scored: Scored, choices: RowChoices) -> Outcome | None:
-        """Verify a row's tree and commit what is accepted. An error ends only this row, or at a lower level its
-        draft."""
+        """Verify a row's tree and commit what is accepted. An error ends only this row (at a lower level: its
+        draft)."""
         try:
             if isinstance(scored, Exception):
                 raise scored
@@ -298,8 +297,8 @@ class Level(Source):
         forced: Sequence[Sequence[int]],
         seconds: StepTimes,
     ) -> None:
-        """Update the planner and sources, after cutting forced tokens off. Only sources that need hidden states get
-        chunks of prompts."""
+        """Update the planner and sources, without forced tokens. Only sources that need hidden states get chunks of
+        prompts."""
         chains = [*forced, *[()] * (len(rows) - len(forced))]
         known = [
             (row, _after(outcome, len(chain)) if outcome is not None and chain else outcome)
@@ -389,7 +388,6 @@ class Level(Source):
         return bool(self.planner.own) and not self.helper and own.prepared and own.cache.whole
 
     def _start(self, own: TrialRow, row: Row, limit: Limit) -> None:
-        """Start a chain after the row's tokens."""
         request = row.request
         length = min(self.chain, limit.nodes, row.wants - 1)
         own.start(request, min(length, self._room(own, request)) if length > 0 else 0, limit.least)
@@ -566,7 +564,6 @@ class TrialRow(Row):
 
 
 def _kept(states: torch.Tensor | None, block: Block, path: Sequence[int]) -> torch.Tensor | None:
-    """Hidden states of the pending tokens and the accepted nodes."""
     if states is None:
         return None
     pending = len(block.pending)

@@ -134,8 +134,6 @@ class _RowPlan(RowState):
 
 @dataclass(slots=True)
 class _PlannedStep:
-    """A decision for the rows of the step under way."""
-
     decision: Decision
     rows: Sequence[Row]
     states: Sequence[_RowPlan]
@@ -292,8 +290,8 @@ class AdaptivePlanner(Planner):
         return trees
 
     def _rests(self, rest: _Rest, rows: Sequence[Row], shape: PassShape) -> bool:
-        """Whether the last decision to draft nothing still holds: for these rows, if none promises more than before. If
-        not, book it."""
+        """Whether the last decision to draft nothing still holds: for these rows, if none promises more. If not, book
+        it."""
         same = shape.decodes and [id(row.states) for row in rows] == [id(row.states) for row in rest.plan.rows]
         if same and rest.left and not shape.undrafted_left and self.trees is not None:
             kinds = self._choice.kinds(self.trees.promise(rows))
@@ -328,7 +326,6 @@ class AdaptivePlanner(Planner):
         return trees
 
     def _trees(self, rows: Sequence[Row], decision: Decision) -> list[DraftTree] | None:
-        """Propose trees where that pays, and prune them."""
         if self.trees is None:
             return None
         asked = self._choice.ask(decision, self.trees.promise(rows))
@@ -352,7 +349,6 @@ class AdaptivePlanner(Planner):
     def _deepened(
         self, trees: list[DraftTree], rows: Sequence[Row], limits: Sequence[Limit], decision: Decision
     ) -> list[DraftTree]:
-        """Add the costly source's drafts where that pays."""
         assert self.costly is not None
         began, wide = self._clock(), [Limit(limit.nodes) for limit in limits]
         trees = asking.merge(
@@ -363,7 +359,6 @@ class AdaptivePlanner(Planner):
         return trees
 
     def _chains(self, rows: Sequence[Row], states: Sequence[_RowPlan], decision: Decision) -> list[DraftTree] | None:
-        """Draft chains if they are worth more than the trees."""
         assert self.chains is not None
         most = min(self._longest, max(decision.shape.budgets), max(decision.shape.depths))
         if most < 1 or not self._chains_ready(rows, states):

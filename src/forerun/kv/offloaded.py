@@ -55,11 +55,8 @@ class PendingCopy(Protocol):
 
 
 class CopyEngine:
-    """Copies between tiers, beside the computation.
-
-    Args:
-        device: that computes.
-        bandwidth: bytes per second to slow copies on a CPU down to; None for full speed.
+    """Copies between tiers, beside the computation on ``device``. On a CPU, copies can be slowed down to ``bandwidth``
+    bytes per second.
 
     Raises:
         ValueError: for a bandwidth on another device than a CPU.
@@ -156,8 +153,6 @@ class CopyEngine:
 
 
 class _ThreadCopy:
-    """A copy by a thread."""
-
     def __init__(self, done: Future[None]) -> None:
         self._done = done
 
@@ -223,11 +218,9 @@ class OffloadedCache(FullCache):
     """A full cache of a fixed size, with some layers off the device.
 
     Args:
-        capacity: maximum tokens.
         resident: keys and values of the layers on the device, ``[1, Hkv, capacity, d]``.
         host: those of the others, in host memory or mapped from a file.
         buffers: for each of the others, in order, its rows in one of the alternating buffers on the device.
-        copy_engine: copies between the two.
     """
 
     offloaded = True
@@ -404,7 +397,6 @@ class OffloadedCache(FullCache):
         return buffer
 
     def _fetch_now(self, rows: Sequence[torch.Tensor]) -> Rows:
-        """Copy host rows to the device now."""
         self._wait_for_writes()
         to = tuple(t.new_empty(t.shape, device=self.copy_engine.device) for t in rows)
         try:
@@ -415,7 +407,6 @@ class OffloadedCache(FullCache):
         return to
 
     def _pending_copies(self) -> list[PendingCopy]:
-        """Copies that may not have ended."""
         return [*self._writes, *(copy for buffer in self._buffers for copy in buffer.copies)]
 
     def _wait_for_writes(self) -> None:

@@ -1,5 +1,4 @@
-"""TriForce's retrieval cache: the chunks of a long context that matter now, within a fixed budget (sections 4.1 and
-4.2).
+"""TriForce's retrieval cache (sections 4.1 and 4.2): the chunks of a context that matter now, within a fixed budget.
 
 The context is cut into chunks of a few tokens. A chunk's score is query . mean key, per layer and KV head, summed over
 the query heads of a group. The best chunks are copied from the full cache, always including the first (the attention
@@ -205,7 +204,6 @@ class RetrievalCache(ChunkedView):
             compact(rows, self._place(start), path)
 
     def _place(self, position: int) -> int:
-        """Index of a recent position in the buffers."""
         return self._chunks * self._chunk + position - self._tail
 
     @property
@@ -282,7 +280,6 @@ class ChosenChunks:
         return self._means.nbytes
 
     def _in_chunks(self, rows: torch.Tensor) -> torch.Tensor:
-        """View ``[Hkv, m * chunk, d]`` as ``[Hkv, m, chunk, d]``."""
         return rows.view(rows.shape[0], -1, self._chunk, rows.shape[2])
 
     def _best(self, query: torch.Tensor, count: int) -> torch.Tensor:

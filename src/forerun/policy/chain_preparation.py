@@ -33,12 +33,8 @@ class Prompt:
 
 
 class ChainPreparation:
-    """Estimates what preparation costs, and whether it pays.
-
-    Args:
-        most: maximum draft length.
-        trees: whether there are cheap sources, too.
-    """
+    """Estimates what preparation costs, and whether it pays; ``most``: maximum draft length, ``trees``: whether there
+    are cheap sources, too."""
 
     def __init__(self, choice: Choice, most: int, trees: bool) -> None:
         self._choice, self._most, self._trees = choice, most, trees

@@ -149,13 +149,8 @@ class Decision:
 
 
 class Choice:
-    """Decides what a level drafts, and learns from the outcomes.
-
-    Args:
-        costs: of the level's passes.
-        draft: assumed cost of chains' passes.
-        costly: whether there is a costly source beside the trees.
-    """
+    """Decides what a level drafts, and learns from the outcomes; ``draft``: assumed cost of chains' passes, ``costly``:
+    whether there is a costly source besides trees."""
 
     def __init__(
         self, costs: CostCurve, vocabulary: int, draft: DraftPasses | None = None, costly: bool = False
@@ -290,7 +285,6 @@ class Choice:
         return cost + RESERVE if pays and cost <= self.ledger.costly else 0.0
 
     def _affords_hopeless(self, cost: float) -> bool:
-        """Whether the ledger affords a trial that promises nothing."""
         return self.ledger.affords(cost + RESERVE, trial=True)
 
     def limits(self, step: Decision) -> list[tuple[int, float]]:
@@ -304,12 +298,10 @@ class Choice:
         ]
 
     def _left(self, step: Decision) -> float:
-        """Slack that the step may still lose."""
         slack = min(self.ledger.slack, self.ledger.trials) if step.trial else self.ledger.slack
         return slack - self._spent_on(step)
 
     def _spent_on(self, step: Decision) -> float:
-        """Cost of the step so far."""
         asking = self.asking.at(len(step.asked)) if step.asked else 0.0
         return asking + (self._deepening.line.at(len(step.deeper)) if step.deeper else 0.0)
 
@@ -400,13 +392,8 @@ class Choice:
         passed: float,
         taught: float,
     ) -> list[int]:
-        """Update from a step, and book it. Returns the tokens that each row got.
-
-        Args:
-            rates: acceptance rates of the rows' chains.
-            passed: seconds of the pass and of verifying.
-            taught: seconds of updating the sources.
-        """
+        """Update from a step, and book it. Returns the tokens that each row got. ``rates``: acceptance rates of the
+        rows' chains, ``passed``: seconds of the pass and verifying, ``taught``: of updating the sources."""
         tokens = [1 if outcome is None else len(outcome.verdict.tokens) for outcome in outcomes]
         if not step.rests:
             self._judge(step, outcomes, rates)

@@ -163,7 +163,6 @@ class TokenValues:
 
 @compiled
 def _pass_cost(rows: int, looking: float, passes: FloatArray, look: float, per_row: float) -> float:
-    """Cost of a plain pass over rows with ``looking`` cached tokens in total."""
     return float(passes[rows] + per_row * (rows - 1) + look * looking)
 
 

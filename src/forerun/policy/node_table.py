@@ -87,7 +87,6 @@ table_at, calibration_at = reader(NodeTable.allocate(1)), reader(CalibrationTabl
 
 @compiled
 def _add_tree(table: NodeTable, calibration: CalibrationTable, row: int, trees: Trees, vocabulary: int) -> None:
-    """Add a row's tree and its nodes' probabilities."""
     tokens, parents, stated, deepest = trees.tokens, trees.parents, trees.stated, trees.deepest[row]
     begin = trees.begins[row]
     for at in range(begin, trees.begins[row + 1]):

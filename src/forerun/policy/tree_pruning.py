@@ -26,14 +26,8 @@ from forerun.policy.pass_shape import PassShape
 
 
 class PrunedTrees(NamedTuple):
-    """The part of a step's trees that is worth scoring.
-
-    Attributes:
-        nodes: total number of nodes.
-        worth: expected worth of their tokens, in plain passes.
-        tokens: expected number of accepted nodes.
-        added: what they add to the pass, by the curve.
-    """
+    """The part of a step's trees that is worth scoring: number of nodes, expected worth of their tokens in plain
+    passes, expected number of accepted ones, and what they add to the pass by the curve."""
 
     trees: list[DraftTree]
     nodes: int
@@ -63,13 +57,8 @@ class TreePruner:
         slope: float = 1.0,
         slack: float = float("inf"),
     ) -> PrunedTrees:
-        """Keep what is worth scoring of each row's tree.
-
-        Args:
-            values: of a token of each row, in plain passes.
-            fixed, slope: nodes cost ``slope`` times what they add by the table, plus ``fixed``.
-            slack: maximum cost of all nodes.
-        """
+        """Keep what is worth scoring of each row's tree. ``values`` are of a row's token, in plain passes; nodes cost
+        ``slope`` times what they add by the table, plus ``fixed``, and at most ``slack``."""
         self._begins, self._outcomes, self._committed = [0, *accumulate(map(len, trees))], [], []
         if not (size := self._begins[-1]):
             return PrunedTrees([DraftTree.empty()] * len(trees), 0, 0.0, 0.0, 0.0)
@@ -87,7 +76,6 @@ class TreePruner:
     def _flat(
         self, shape: PassShape, trees: Sequence[DraftTree]
     ) -> tuple[IntArray, IntArray, FloatArray, IntArray, IntArray]:
-        """Concatenate the trees for ``node_table.prune``."""
         stated = [None if tree.q is not None else tree.probability for tree in trees]
         states = [p is not None for p in stated]
         return (
@@ -119,12 +107,8 @@ class TreePruner:
         return parts
 
     def note(self, row: int, outcome: Outcome, drawn: bool) -> None:
-        """Note which nodes of a row's tree were correct; ``learn`` counts them.
-
-        Args:
-            row: its index in the last ``prune``.
-            drawn: whether the tree has ``q``, so that only accepted and rejected nodes count.
-        """
+        """Note which nodes of a row's tree were correct; ``learn`` counts them. ``row`` is its index in the last
+        ``prune``; of a tree that was ``drawn`` (with ``q``), only accepted and rejected nodes count."""
         begin, end = self._begins[row : row + 2]
         if begin == end:
             return

@@ -161,13 +161,12 @@ class _GrowingTree:
         return self.base + self._asked[node]
 
     def offer(self, logits: torch.Tensor, known: torch.Tensor | None, vocabulary: int, width: int) -> None:
-        """Add the likeliest children of the last level's nodes, ``width`` each.
+        """Add the ``width`` likeliest children of each node of the last level.
 
         Args:
             logits: the head's, ``[n, D]``.
             known: ids of the columns, ``[D]``, if not all; further columns are padding.
             vocabulary: size of the target's vocabulary.
-            width: children per node.
         """
         logits = logits if known is None else logits[:, : len(known)]
         offer = self._choose(logits.float(), known, vocabulary, width)
@@ -228,7 +227,8 @@ class _GrowingTree:
         return _Offer(np.take_along_axis(tokens, order, -1), np.take_along_axis(shares, order, -1))
 
     def _scores(self, logits: torch.Tensor, known: torch.Tensor | None, vocabulary: int) -> torch.Tensor:
-        """Processed scores over the target's vocabulary, ``[n, V]``, as the sampler would see them at each node."""
+        """Return processed scores over the target's vocabulary, ``[n, V]``, as the sampler would see them at each
+        node."""
         if known is not None:
             whole = logits.new_full((len(logits), vocabulary), -torch.inf)
             logits = whole.index_copy_(1, known, logits)
@@ -252,7 +252,6 @@ class _GrowingTree:
         return _Offer(np.array([[token]]), np.ones((1, 1)))
 
     def _path(self, node: int) -> list[int]:
-        """Tokens from the root down to a node."""
         path: list[int] = []
         while node != ROOT:
             path.append(self.tokens[node])

@@ -161,7 +161,6 @@ class TrieSource(Source):
         return self.trie.known_suffixes([(row.request.id, row.request.tokens) for row in rows])
 
     def _missing(self, text: _Text) -> int:
-        """Tokens of a request that are not indexed yet; 0 while its prompt is being indexed."""
         return len(text.request) - self.trie.length(text.request.id)
 
     def _update(self, text: _Text, request: Request, budget: int = 0) -> TextUpdate:

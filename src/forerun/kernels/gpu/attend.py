@@ -54,17 +54,9 @@ def attend(
     layer: int, q: torch.Tensor, kv_heads: int, places: PassTables, spec: AttentionSpec, out_dim: int | None = None,
     following: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute attention of packed queries over their rows' keys, which must be in the caches.
-
-    Args:
-        layer: the layer's index.
-        q: ``[1, H, n, d]``.
-        out_dim: size of a value; by default that of a key.
-        following: weights of the next product, to prefetch.
-
-    Returns:
-        ``[1, H, n, dv]``.
-    """
+    """Compute attention of packed queries ``[1, H, n, d]`` over their rows' keys, which must be in the caches;
+    ``[1, H, n, dv]``. Values have ``out_dim`` numbers, by default as many as keys. ``following``: weights of the next
+    product, to prefetch."""
     _, heads, n, dim = q.shape
     out_dim, softcap, sinks = out_dim or dim, spec.softcap, spec.sinks
     _contiguous_numbers(q)
@@ -143,7 +135,6 @@ def _store(
     k, v, addresses, strides, tokens, k_head, k_token, v_head, v_token, dim, out_dim, WIDE: tl.constexpr,
     OUT_WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Write one token's keys and values of one head."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, slot = tl.load(tokens + token * 4), tl.load(tokens + token * 4 + 1).to(tl.int64)
     keys = tl.load(addresses + row * 2).to(tl.pointer_type(k.dtype.element_ty))
@@ -173,7 +164,6 @@ def _memory(q, addresses, strides, row, head, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _split_begin(split, SHORT: tl.constexpr, SHORTS: tl.constexpr, LONG: tl.constexpr):
-    """The position at which a split begins."""
     return tl.minimum(split, SHORTS) * SHORT + tl.maximum(split - SHORTS, 0) * LONG
 
 
@@ -228,7 +218,6 @@ def _nothing(TILE: tl.constexpr, OUT_WIDE: tl.constexpr):
 @triton.jit
 def _put(state, sums, place, lane, mask, top, total, out, OUT_DIM: tl.constexpr, OUT_WIDE: tl.constexpr,
          TILE: tl.constexpr):  # fmt: skip
-    """Store a state."""
     dv = tl.arange(0, OUT_WIDE)
     here = state + (place * TILE + lane)[:, None] * OUT_DIM + dv[None, :]
     tl.store(here, out, mask[:, None] & (dv < OUT_DIM)[None, :])
@@ -305,8 +294,7 @@ def _combine(
     GPU_COMBINE_QUERIES: tl.constexpr, LANES: tl.constexpr, GPU_COMBINE_SPLITS: tl.constexpr, THREADS: tl.constexpr,
     SHORT: tl.constexpr, SHORTS: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
-    """Combine ``OUT_WIDE`` columns of one token's heads in a group: its splits in order, its own keys, and the
-    division.
+    """Combine ``OUT_WIDE`` columns of one token's heads in a group: its splits, its own keys, and the division.
 
     ``TILE`` is the scan's. Splits are merged for ``LANES`` queries, with maxima and sums loaded once per output number,
     so that threads exchange nothing. The rest runs over ``GPU_COMBINE_QUERIES``, a tensor core's minimum; each query is

@@ -44,12 +44,8 @@ class NormWeight(NamedTuple):
 
 
 class RotaryHeads(NamedTuple):
-    """How queries and keys are prepared for attention.
-
-    Attributes:
-        q_norm, k_norm: norms of each head; both or neither.
-        cos, sin: float32 ``[n, half]``; None without rotation.
-    """
+    """How queries and keys are prepared for attention: norms of each head (both or neither), and rotary angles, float32
+    ``[n, half]``, None without rotation."""
 
     heads: int
     kv_heads: int
@@ -68,10 +64,8 @@ def add_norm(
     ``[n, columns]``.
 
     Args:
-        after: norm of what is added, if any.
-        before: norm of the result, if any.
+        after, before: norms of what is added, and of the result, if any.
         factor: on what is added.
-        dtype: of the result.
         following: weights of the next product, to prefetch.
     """
     n, columns = x.shape
@@ -159,7 +153,6 @@ def _add_norm(
     BEFORE_OFFSET: tl.constexpr, n, following, following_bytes, AHEAD: tl.constexpr, WIDE: tl.constexpr,
     PARTS_AHEAD: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Process one token."""
     if AHEAD and tl.program_id(0) >= n:
         prefetch(following, following_bytes, tl.program_id(0) - n, 32 * WARPS)
         return
@@ -181,7 +174,6 @@ def _add_norm(
 
 @triton.jit
 def _norm_columns(x, w, first, row, columns, eps, OFFSET: tl.constexpr, WIDE: tl.constexpr):
-    """Process one token."""
     here, at = x + tl.program_id(0).to(tl.int64) * row + first, tl.arange(0, WIDE)
     inside = at < columns
     y = tl.load(here + at, inside, 0.0)
@@ -227,7 +219,6 @@ def _rotate_and_store(
 
 @triton.jit
 def _head_weight(q_norm, k_norm, at, inside, is_query, OFFSET: tl.constexpr):
-    """The norm's weights for a query's or a key's head."""
     query = at * 0 + is_query.to(tl.int32) > 0
     weight = tl.load(q_norm + at, inside & query, 0.0).to(tl.float32)
     return weight + tl.load(k_norm + at, inside & ~query, 0.0).to(tl.float32) + OFFSET

@@ -10,15 +10,11 @@ import triton.language as tl
 def gather_chunks(
     rows: torch.Tensor, head: torch.Tensor, chunk: torch.Tensor, size: int, device: torch.device
 ) -> torch.Tensor:
-    """Copy chunks to the device without waiting.
+    """Copy chunks of ``size`` rows to the device without waiting; ``[n, size, d]``.
 
     Args:
         rows: ``[1, Hkv, m, d]``, on the device or in pinned host memory.
         head, chunk: KV head and index of each chunk, int64 ``[n]``, on the device.
-        size: rows per chunk.
-
-    Returns:
-        ``[n, size, d]``.
     """
     dim = rows.shape[3]
     found = torch.empty(len(head), size, dim, dtype=rows.dtype, device=device)
@@ -31,7 +27,6 @@ def gather_chunks(
 
 @triton.jit(do_not_specialize=["address", "head_stride", "row_stride"])
 def _gather(address, head_stride, row_stride, head, chunk, found, size, DIM: tl.constexpr, WIDE: tl.constexpr):
-    """Copy one row of a chunk."""
     number, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, WIDE)
     place = tl.load(head + number) * head_stride + (tl.load(chunk + number) * size + row) * row_stride

@@ -127,7 +127,6 @@ def _piece(
     x, w, token, out, n, outs, columns, x_row, x_column, w_row, w_column, first,
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, GPU_LINEAR_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sum over the columns of one piece."""
     total = tl.zeros((TOKENS, OUTPUTS), tl.float32)
     for at in range(first, min(first + GPU_LINEAR_COLUMNS, columns), STEP):
         column = at + tl.arange(0, STEP)
@@ -142,7 +141,6 @@ def _piece(
 
 @triton.jit(do_not_specialize=["size", "pieces"])
 def _total(parts, bias, y, size, outs, pieces, BIAS: tl.constexpr, GPU_LINEAR_ROWS: tl.constexpr):
-    """Add the pieces in order, and the bias."""
     at = tl.program_id(0).to(tl.int64) * GPU_LINEAR_ROWS + tl.arange(0, GPU_LINEAR_ROWS)
     inside = at < size
     total = tl.zeros((GPU_LINEAR_ROWS,), tl.float32)
@@ -170,7 +168,6 @@ def mean(x: torch.Tensor, keep: bool) -> torch.Tensor:
 
 @triton.jit
 def _mean(x, y, row, columns, GPU_MEAN_COLUMNS: tl.constexpr):
-    """Process one row."""
     total = tl.zeros((GPU_MEAN_COLUMNS,), tl.float32)
     here = x + tl.program_id(0).to(tl.int64) * row
     for at in range(0, columns, GPU_MEAN_COLUMNS):

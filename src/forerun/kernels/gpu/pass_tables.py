@@ -144,7 +144,7 @@ class PassTables:
 
         Args:
             spare: memory for a key and a value of the spare row, ``[2, width]``, if the tables are larger than the
-                pass. All its tokens, heads and layers share it, and nothing reads it.
+                pass; shared by all its tokens, heads and layers.
             ids: token ids ``[n]`` on the device, replacing the pass's.
         """
         size = batch.sizes
@@ -177,16 +177,13 @@ def _padded(shape: tuple[int, ...]) -> int:
 
 
 class PassDescription:
-    """A pass, described for ``PassTables``.
+    """A pass, described for ``PassTables``. ``splits`` are of each tile's scan, ``[T]``.
 
     Args:
         blocks: each row's input; its start is the number of tokens in the row's memory.
         group: query heads per KV head.
         programs: that a KV head's scan is spread over; see ``scan_programs``.
         aligned: whether all addresses and strides are multiples of 16, if known.
-
-    Attributes:
-        splits: of each tile's scan, ``[T]``.
     """
 
     def __init__(
@@ -267,7 +264,6 @@ def _base(block: Block) -> int:
 
 
 def _tokens(row: int, block: Block) -> IntArray:
-    """A row's part of ``tokens``."""
     first, count = block.start, len(block)
     if block.tree.is_chain:  # slots equal positions
         return np.array([(row, at, at, at + 1) for at in range(first, first + count)])
@@ -277,7 +273,6 @@ def _tokens(row: int, block: Block) -> IntArray:
 
 
 def _own(block: Block) -> IntArray:
-    """A row's part of ``own``."""
     if block.tree.is_chain:
         return np.zeros((len(block), 0), np.int64)
     pending, n, end = len(block.pending), len(block), block.start + len(block.pending)

@@ -61,12 +61,7 @@ class _Recording(NamedTuple, Generic[Result]):
 
 
 class GraphCache(Generic[Result]):
-    """Recordings of one kind of pass of a model.
-
-    Args:
-        run: runs a pass, given its tables.
-        spare: memory of the row of padding tokens.
-    """
+    """Recordings of one kind of pass of a model; ``spare``: memory of the row of padding tokens."""
 
     def __init__(
         self, run: Callable[[PassTables], Result], spare: torch.Tensor, device: torch.device, recorder: Recorder
@@ -81,7 +76,7 @@ class GraphCache(Generic[Result]):
         return frozenset(self._kept)
 
     def run(self, batch: PassDescription, ids: torch.Tensor | None = None) -> Result:
-        """Run a pass. Its result is valid until the next one. ``ids``: token ids ``[n]`` on the device, if not in
+        """Run a pass; its result is valid until the next. ``ids``: token ids ``[n]`` on the device, if not in
         ``batch``."""
         recording = self._recording(batch)
         if recording is None:

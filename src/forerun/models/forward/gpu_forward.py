@@ -113,13 +113,12 @@ class GpuForward:
         states_of: tuple[int, ...] = (),
         product: Product = linear.parts_of,
     ) -> PassResult:
-        """Run a pass described by tables. Returns float32 logits ``[wanted, V]``, and hidden states.
+        """Run a pass described by tables. Returns float32 logits ``[wanted, V]``, and hidden states of layers
+        ``states_of``.
 
         Args:
             attention: its keys and values are already in their rows' memory.
             fetch: called with each layer before its keys and values are written.
-            states_of: layers, as in ``Scorer.score_with_states``.
-            product: of linear layers.
         """
         x = self._parts.embedding.weight[places.ids].float() * self._parts.embedding_factor
         angles, states = self._angles(x, places.positions), dict[int, torch.Tensor]()
@@ -149,7 +148,6 @@ class GpuForward:
         return PassResult(logits, torch.cat([states[layer] for layer in states_of], -1) if states_of else None)
 
     def _angles(self, like: torch.Tensor, positions: torch.Tensor) -> dict[str | None, Angles]:
-        """Cosines and sines by kind of layer."""
         if self._table is not None:
             cos, sin = self._table
             return {None: (cos[positions], sin[positions])}
@@ -177,7 +175,6 @@ class GpuForward:
         return mixed.transpose(1, 2).reshape(len(h), heads * dim)
 
     def _finished(self, logits: torch.Tensor) -> torch.Tensor:
-        """Apply the model's scaling and soft cap to logits."""
         scaling, softcap = self._parts.logits_scaling, self._parts.logits_softcap
         if scaling != 1.0:
             logits = logits / scaling

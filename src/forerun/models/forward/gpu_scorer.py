@@ -1,5 +1,4 @@
-"""A decoder on a GPU: attention of all rows in two kernels per layer, sums in a fixed order, small passes as CUDA
-graphs.
+"""A decoder on a GPU: attention of all rows in two kernels per layer, fixed order of sums, CUDA graphs of small passes.
 
 A supported decoder runs as few kernels (``gpu_forward.py``); otherwise the model's code runs with the linear layers,
 means and attention of ``kernels/gpu``. Caches stay in place, and a pass has a table of addresses. Offloaded layers are
@@ -65,7 +64,6 @@ class TableLayers(NamedTuple):
         places: each layer's index in the tables.
         likes: each layer's empty keys and values, ``[1, Hkv, 0, d]`` and ``[1, Hkv, 0, dv]``.
         group: maximum query heads per KV head.
-        programs: that a KV head's scan is spread over.
         uniform: whether all keys and values have one shape.
     """
 
@@ -167,13 +165,8 @@ class GpuProgram:
     def run(
         self, tables: TableLayers, batch: PassDescription, kept: _Kept, ids: torch.Tensor | None, away: Transfers
     ) -> _Results:
-        """Run a pass. Its result is valid until the next one.
-
-        Args:
-            kept: what to keep of it.
-            ids: token ids ``[n]`` on the device, if not in ``batch``.
-            away: rows with offloaded layers. Such a pass is not recorded, as copies end when they end.
-        """
+        """Run a pass. Its result is valid until the next one. ``ids``: token ids ``[n]`` on the device, if not in
+        ``batch``. A pass over offloaded layers (``away``) is not recorded, as copies end when they end."""
         if away.rows:
             return unrecorded(batch, partial(self._run, tables, kept, away), self._plain.device, ids)
         if kept not in self.graphs:  # a recording keeps queries and states, or it does not
@@ -209,12 +202,10 @@ class Transfers(NamedTuple):
         )
 
     def fetch(self, layer: int) -> None:
-        """Fetch a layer's keys and values to the device."""
         for cache, count in self.rows:
             cache.fetch_layer(layer, count)
 
     def write_back(self, layer: int) -> None:
-        """Write a layer's new keys and values back to their tier."""
         for cache, count in self.rows:
             cache.write_back(layer, count)
 
@@ -337,13 +328,8 @@ class GpuScorer(Scorer):
 
 
 class TabledPass:
-    """A pass for the attention function (``Scorer``), over rows in tables.
-
-    Args:
-        layers: collects each layer's queries and attention parameters.
-        keeps: whether to keep queries.
-        away: what to fetch and write back.
-    """
+    """A pass for the attention function (``Scorer``), over rows in tables. It collects each layer's parameters, and
+    queries if ``keeps``, in ``layers``, and fetches and writes back what is ``away``."""
 
     def __init__(
         self, places: PassTables, tables: TableLayers, layers: LayerQueries, keeps: bool, away: Transfers

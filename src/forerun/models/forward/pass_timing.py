@@ -62,12 +62,8 @@ def measure(
     clock: Callable[[], float] = work_seconds,
     thread_clock: Callable[[], float] = time.thread_time,
 ) -> CostCurve:
-    """Measure a model's cost curve, rounded to seldom differ between measurements.
-
-    Args:
-        clock: returns seconds.
-        thread_clock: returns this thread's CPU seconds.
-    """
+    """Measure a model's cost curve, rounded to seldom differ between measurements. ``clock`` returns seconds,
+    ``thread_clock`` this thread's CPU seconds."""
     reach = _positions(scorer)
     near = NEAR_TOKENS if reach >= NEAR_TOKENS + max(PASS_SIZES) else 0
     kinds = [(1, size, near) for size in PASS_SIZES if size <= reach]
@@ -119,7 +115,6 @@ def seconds_of_passes(scorer: Scorer, sizes: Sequence[int]) -> list[float]:
 
 
 def _disturbed(seconds: dict[Kind, float], near: int) -> bool:
-    """Whether a larger pass was faster than a smaller one."""
     by_size = [seconds[kind] for kind in sorted(seconds) if kind[::2] == (1, near)]
     return any(larger * DISTURBED < smaller for smaller, larger in pairwise(by_size))
 

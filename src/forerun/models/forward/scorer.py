@@ -199,7 +199,6 @@ def experts(model: PreTrainedModel) -> str | None:
 
 
 def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """Iterate over a configuration and those of the model's parts."""
     yield config
     for key in config.sub_configs:
         if isinstance(part := getattr(config, key, None), PreTrainedConfig):
@@ -216,11 +215,7 @@ class PassResult(NamedTuple):
 
 
 class Scorer:
-    """A model that scores blocks of tokens; the caches come with each call.
-
-    Args:
-        model: a decoder that ``forerun.models.forward.gate`` admits.
-    """
+    """A model that ``forerun.models.forward.gate`` admits, scoring blocks of tokens; the caches come with each call."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -274,17 +269,14 @@ class Scorer:
         return int(self.model.get_input_embeddings().weight.shape[0])
 
     def keep_queries(self, beyond: int) -> None:
-        """Let full caches keep queries from now on, for sparse caches that select by them. Keeping all queries of a
-        prompt, rather than up to ``SAMPLED_QUERIES`` per chunk, added 5 % to prefill.
-
-        Args:
-            beyond: length in tokens up to which nothing is selected. A sequence with room to grow longer keeps queries
-                from its start: those of a few generated tokens are too few to select by.
-        """
+        """Let full caches keep queries from now on, for sparse caches that select by them beyond ``beyond`` tokens.
+        Keeping all queries of a prompt, rather than up to ``SAMPLED_QUERIES`` per chunk, added 5 % to prefill. A
+        sequence with room to grow longer keeps them from its start: those of a few generated tokens are too few to
+        select by."""
         self.queries_from = beyond if self.queries_from is None else min(beyond, self.queries_from)
 
     def keeps_queries(self, block: Block, cache: Cache) -> bool:
-        """Whether a cache keeps the queries of a pass over this block."""
+        """Return whether a cache keeps the queries of a pass over this block."""
         full = cache.full
         if self.queries_from is None or full is None:
             return False
@@ -341,10 +333,7 @@ class Scorer:
         return work()
 
     def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
-        """Run one forward pass over all rows.
-
-        Args:
-            caches: each holds its row's block as a speculative tail until ``commit``.
+        """Run one forward pass over all rows. Each row's cache holds its block as a speculative tail until ``commit``.
 
         Returns:
             Each row's logits after its last pending token (row 0) and at its tree's node i (row i + 1),

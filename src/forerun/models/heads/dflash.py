@@ -155,7 +155,6 @@ class DFlashHead(BlockHead):
         self._rotary = Qwen3RotaryEmbedding(Qwen3Config(**fields, head_dim=self._dim)).to(target.device)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """The required tensors' shapes."""
         size = self._size
         names: dict[str, tuple[int, ...]] = {
             "fc.weight": (size, len(self.layers) * size), "hidden_norm.weight": (size,), "norm.weight": (size,)
@@ -241,7 +240,6 @@ class DFlashHead(BlockHead):
         return linear(gate, w[f"{at}down_proj.weight"])
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute logits ``[n, D]`` after the final norm."""
         logits = self.matrix(hidden) * float(self._value("output_multiplier", 1.0))
         cap = self._value("final_logit_softcapping")
         return torch.tanh(logits / cap) * cap if cap else logits

@@ -1,5 +1,4 @@
-"""DFlash2 (2026): DFlash with convolutions inside the block, and a selector that conditions each token on the one
-before.
+"""DFlash2 (2026): DFlash with convolutions inside the block, and a selector that conditions tokens on the one before.
 
 A causal convolution over the block's rows precedes and follows each attention and MLP. Its kernel is a fixed one plus
 one computed from the incoming rows, shared by ``conv_group_size`` channels:

@@ -145,7 +145,7 @@ class Eagle3Layers(Head):
         self._rotary = LlamaRotaryEmbedding(LlamaConfig(**fields, head_dim=self._dim)).to(target.device)
 
     def _take_layer(self, file: HeadFile, layer: int) -> dict[str, torch.Tensor | None]:
-        """Read a layer's weights; only the first one takes embeddings besides hidden states."""
+        """Read a layer's weights; only the first one has embeddings as input."""
         size, at, w = self._size, f"layers.{layer}.", dict[str, torch.Tensor | None]()
         for name in ("input_layernorm", "post_attention_layernorm", *(("hidden_norm",) if layer == 0 else ())):
             w[name] = file.take(f"{at}{name}.weight", size)

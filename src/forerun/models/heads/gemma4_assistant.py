@@ -176,13 +176,8 @@ class Gemma4AssistantHead(Head):
         return {kind: cache.read(source, first.get(kind, 0), end) for kind, source in self._sources.items()}
 
     def _score(self, rounds: Sequence[_Round], tokens: Sequence[Sequence[int]], states: torch.Tensor) -> torch.Tensor:
-        """Compute nodes of several trees and add their outputs to the trees. Returns logits after each node,
-        ``[n, V]``.
-
-        Args:
-            tokens: of each tree's nodes.
-            states: at the token before each node of all trees, ``[n, backbone hidden]``.
-        """
+        """Compute nodes of several trees from the states before them, ``[n, backbone hidden]``, and add their outputs
+        to the trees. Returns logits after each node, ``[n, V]``."""
         w, counts, device = self._weights, [len(own) for own in tokens], self._target.device
         ids = torch.tensor([token for own in tokens for token in own], device=device)
         ends = [each.text.next for each, count in zip(rounds, counts, strict=True) for _ in range(count)]
@@ -202,7 +197,6 @@ class Gemma4AssistantHead(Head):
     def _layer(
         self, number: int, x: torch.Tensor, keys: Sequence[Rows], counts: Sequence[int], angles: Any
     ) -> torch.Tensor:
-        """Run a layer, ``[n, hidden]`` in and out."""
         w, eps, at = self._weights, self._eps, f"layers.{number}."
         y = self._attention(number, rms_norm(x, w[f"{at}input_layernorm.weight"], eps), keys, counts, angles)
         x = x + rms_norm(y, w[f"{at}post_attention_layernorm.weight"], eps)

@@ -65,7 +65,6 @@ class HeadText:
 
     @property
     def unread(self) -> int:
-        """Number of pending entries."""
         return sum(len(tokens) for _, tokens in self.pending)
 
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor, place: int) -> Rows:
@@ -289,7 +288,6 @@ class RecurrentHead(Head):
             return self._logits(growths, given)
 
     def _logits(self, growths: Sequence[Growth], hidden: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Compute logits from a layer's output, over shortlists if there are any."""
         with drafting([growth.text.shortlist for growth in growths], list(map(len, hidden))):
             return self.logits(torch.cat(list(hidden)))
 

@@ -96,7 +96,6 @@ class PEagleHead(BlockHead, Eagle3Layers):
         return left
 
     def _inputs(self, states: torch.Tensor | None, masks: int) -> list[torch.Tensor]:
-        """Return the first layer's inputs at new entries with these states, and at masks."""
         return [*([] if states is None else [self.features(states)]), self._mask.expand(masks, -1)]
 
 

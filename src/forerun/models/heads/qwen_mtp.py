@@ -104,7 +104,6 @@ def _without_weights(model: PreTrainedModel, dtype: torch.dtype) -> MtpModel:
 
 
 def _from_folder(model: PreTrainedModel, folder: Path) -> MtpModel | None:
-    """Load the layer from a folder's safetensors files, in the target's type."""
     tensors = _safetensors(folder)
     if not tensors:
         return None
@@ -120,7 +119,6 @@ def _from_folder(model: PreTrainedModel, folder: Path) -> MtpModel | None:
 
 
 def _safetensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Read only a folder's tensors ``mtp.*``."""
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:

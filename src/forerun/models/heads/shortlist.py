@@ -150,7 +150,6 @@ class Shortlist:
             self.weights.bias[at] = rows.bias
 
     def _make_room(self, count: int) -> None:
-        """Grow the memory to ``count`` tokens that are not shared, by doubling."""
         room = len(self.weights.rows)
         while room < count:
             room *= 2
