@@ -29,7 +29,7 @@ def pinned(size: int) -> torch.Tensor:
 
 
 def pinned_size(size: int) -> int:
-    """Bytes that pinned memory of ``size`` bytes really occupies."""
+    """Return the bytes that pinned memory of ``size`` bytes really occupies."""
     exact = _set_up() and size > EXACT_FROM_MB << 20
     return size if exact or not size else 1 << (size - 1).bit_length()
 

@@ -32,7 +32,7 @@ NOISE_ROWS = 16
 
 
 def elsewhere(tensor: torch.Tensor) -> bool:
-    """Whether reading a value of it is a transfer."""
+    """Return whether reading a value of it is a transfer."""
     return tensor.device.type != "cpu"
 
 

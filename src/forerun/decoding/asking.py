@@ -33,7 +33,7 @@ class Failed(RowState):
 
 
 def works(source: Source, row: Row) -> bool:
-    """Whether a source has not failed for a row."""
+    """Return whether a source has not failed for a row."""
     return not isinstance(row.states.get(source), Failed)
 
 

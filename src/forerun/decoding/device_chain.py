@@ -32,7 +32,7 @@ class ChainPiece(NamedTuple):
 
 
 def fits(model: Scorer, requests: Sequence[Request]) -> bool:
-    """Whether the device can choose all these requests' tokens."""
+    """Return whether the device can choose all these requests' tokens."""
     return model.by_tables and all(request.sampler.rowwise for request in requests)
 
 

@@ -161,7 +161,7 @@ class Level(Source):
         return outcomes, StepTimes(*shown_times)
 
     def _forced(self, row: Row, budget: int) -> list[int]:
-        """Tokens that the row's grammar forces; plain decoding drafts nothing, not even these."""
+        """Return tokens that the row's grammar forces; plain decoding drafts nothing, not even these."""
         return row.request.forced(min(budget, row.wants - 1)) if self.planner.own else []
 
     def _plan(
@@ -331,7 +331,8 @@ class Level(Source):
         return TrialRow(row.request, row.cache, row.states, upper=row, reading=reading)
 
     def needs(self, tokens: int) -> int:
-        """Maximum bytes of the cache of a row with ``tokens`` tokens, and of the recurrent states that it forks."""
+        """Return the maximum bytes of the cache of a row with ``tokens`` tokens, and of the recurrent states that it
+        forks."""
         if self._make is None:
             return 0
         return self._make(self.model, FullCache()).needs(self.model.kv, tokens) + self.model.kv.state_bytes
@@ -423,8 +424,8 @@ class Level(Source):
             row.request.stats.add_seconds(0.0, seconds, 0.0)
 
     def _room(self, own: TrialRow, request: Request) -> int:
-        """How many tokens can be drafted after the request at the cost of decoding passes: none before its prompt is
-        prefilled, and none after a token outside the model's vocabulary."""
+        """Return how many tokens can be drafted after the request at the cost of decoding passes: none before its
+        prompt is prefilled, and none after a token outside the model's vocabulary."""
         if not own.prepared:
             return 0
         cache, source = own.cache, own.cache.source
@@ -435,8 +436,8 @@ class Level(Source):
         return self._room_after(request.tokens[own.first :], len(request)) if ready else 0
 
     def _room_after(self, tokens: IntArray, length: int | None = None) -> int:
-        """How many tokens the model can draft after ``tokens``, which end a request of ``length`` tokens (by default
-        all of it); 0 if one is outside its vocabulary."""
+        """Return how many tokens the model can draft after ``tokens``, which end a request of ``length`` tokens (by
+        default all of it); 0 if one is outside its vocabulary."""
         if int(tokens.max()) >= self.model.vocabulary:
             return 0
         limit = self.model.limit

@@ -244,7 +244,7 @@ class AdaptivePlanner(Planner):
         return self._read_on(row, state, tokens)
 
     def _may_read(self, row: Row, state: _RowPlan) -> bool:
-        """Whether to prepare a row for chains. Reconsidered every ``READ_BLOCK`` tokens; for a short request, whose
+        """Decide whether to prepare a row for chains, anew every ``READ_BLOCK`` tokens; for a short request, whose
         cache needs a single pass, whenever its answer has doubled."""
         short = _is_short(row)
         if not state.unread or self.trees is None:
@@ -268,7 +268,7 @@ class AdaptivePlanner(Planner):
         return state.ready
 
     def _chains_ready(self, rows: Sequence[Row], states: Sequence[_RowPlan]) -> bool:
-        """Whether all rows can have chains. Short rows are prepared here if another row already is."""
+        """Return whether all rows can have chains. Short rows are prepared here if another row already is."""
         begun = not all(state.unread for state in states)
         allowed = [
             self._may_read(row, state) or (begun and _is_short(row)) for row, state in zip(rows, states, strict=True)
@@ -290,8 +290,8 @@ class AdaptivePlanner(Planner):
         return trees
 
     def _rests(self, rest: _Rest, rows: Sequence[Row], shape: PassShape) -> bool:
-        """Whether the last decision to draft nothing still holds: for these rows, if none promises more. If not, book
-        it."""
+        """Return whether the last decision to draft nothing still holds: for these rows, if none promises more. If not,
+        book it."""
         same = shape.decodes and [id(row.states) for row in rows] == [id(row.states) for row in rest.plan.rows]
         if same and rest.left and not shape.undrafted_left and self.trees is not None:
             kinds = self._choice.kinds(self.trees.promise(rows))
@@ -407,5 +407,5 @@ class AdaptivePlanner(Planner):
 
 
 def _is_short(row: Row) -> bool:
-    """Whether a row's cache for chains needs a single pass."""
+    """Return whether a row's cache for chains needs a single pass."""
     return len(row.request) <= READ_BLOCK

@@ -92,7 +92,7 @@ def head_of(settings: LongContextConfig) -> Head | None:
 
 
 def _is_head(given: Any) -> bool:
-    """Whether a ``draft_model`` is or names a trained head. The code of heads is imported only then."""
+    """Return whether a ``draft_model`` is or names a trained head. The code of heads is imported only then."""
     if given is None:
         return False
     from forerun.models.heads.head import Head
@@ -153,7 +153,7 @@ def small_cache(settings: LongContextConfig) -> CacheFactory:
 
 
 def rollback_tokens(settings: LongContextConfig) -> int:
-    """Tokens that a level's cache must be able to roll back: what both levels draft in a step."""
+    """Return how many tokens a level's cache must be able to roll back: what both levels draft in a step."""
     return max(ROLLBACK_TOKENS, settings.gamma1 + settings.gamma2)
 
 

@@ -73,7 +73,7 @@ class Source(ABC):
         that needs hidden states also gets chunks of prompts, which commit no tokens."""
 
     def needs(self, tokens: int) -> int:
-        """Maximum bytes held for a row of ``tokens`` tokens."""
+        """Return the maximum bytes held for a row of ``tokens`` tokens."""
         return 0
 
     def warm_up(self) -> None:  # noqa: B027

@@ -51,7 +51,7 @@ class PendingCopy(Protocol):
         """Block until the copy has ended, so that the CPU can use it."""
 
     def done(self) -> bool:
-        """Whether the copy has ended."""
+        """Return whether the copy has ended."""
 
 
 class CopyEngine:
@@ -193,7 +193,7 @@ class _StreamCopy:
 
 
 def size(parts: Parts) -> int:
-    """Bytes of all parts."""
+    """Return the bytes of all parts."""
     return sum(to.nbytes for to, _ in parts)
 
 
@@ -250,7 +250,7 @@ class OffloadedCache(FullCache):
         return self._failure
 
     def clear(self) -> None:
-        """Pending copies end first, as they use this memory."""
+        """Clear the cache after pending copies have ended, as they use its memory."""
         for copy in self._pending_copies():
             with suppress(OffloadError):
                 copy.finish()
@@ -350,7 +350,7 @@ class OffloadedCache(FullCache):
         return keys if layer not in self._rows else self._fetch_now((keys,))[0]
 
     def chunks(self, layer: int, head: torch.Tensor, chunk: torch.Tensor, size: int) -> Rows:
-        """Copies offloaded rows to the device: by the device itself, if it can address them."""
+        """Copy offloaded rows to the device: by the device itself, if it can address them."""
         if layer not in self._rows:
             return super().chunks(layer, head, chunk, size)
         rows = self._layers[layer]

@@ -189,7 +189,7 @@ class RetrievalCache(ChunkedView):
         return near if spec.window is None else self._window_rows(layer, spec.window, tail, near)
 
     def addressed(self, layers: Sequence[int], like: torch.Tensor, count: int) -> Addresses | None:
-        """None for layers with a sliding window, which read more than this cache's memory."""
+        """Return None for layers with a sliding window, which read more than this cache's memory."""
         if any(self.source.specs[layer].window is not None for layer in self._rows):
             return None
         held = self._place(self.length)
@@ -318,5 +318,5 @@ class ChosenChunks:
 
 
 def _grown(end: int) -> int:
-    """Capacity of a buffer that must hold ``end`` tokens."""
+    """Return the capacity of a buffer that must hold ``end`` tokens."""
     return end + max(BUFFER_GROWTH_TOKENS, end // 32)

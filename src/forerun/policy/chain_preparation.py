@@ -41,14 +41,14 @@ class ChainPreparation:
         self._seconds = TimeModel(1.0, NOTHING_KNOWN)  # as a multiple of the first guess
 
     def guess(self, prompt: Prompt) -> float:
-        """First guess of the cost of preparation, in plain passes."""
+        """Guess the cost of preparation, in plain passes."""
         choice = self._choice
         each = PREPARING_READS * float(choice.table.costs.cached(1))
         return max(each, LEAST_COST) * prompt.length + choice.draft.reading(prompt.prompt_length)
 
     def pays(self, prompt: Prompt, gain: float) -> bool:
-        """Whether chains are expected to save more in the rest of a request than preparing it costs. ``gain``: tokens
-        per plain step of recent steps without chains."""
+        """Return whether chains are expected to save more in the rest of a request than preparing it costs. ``gain``:
+        tokens per plain step of recent steps without chains."""
         choice, length, cached = self._choice, min(self._most, prompt.left - 1), prompt.length - 1
         if length < 1:
             return False

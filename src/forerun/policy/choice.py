@@ -87,17 +87,17 @@ class DraftPasses:
     alone: int = 0
 
     def are_alone(self, cached: Sequence[int]) -> bool:
-        """Whether the small model drafts directly."""
+        """Return whether the small model drafts directly."""
         return self.small is not None and max(cached) <= self.alone
 
     def cost(self, cached: Sequence[int], table: CostTable) -> float:
-        """Cost of a pass over one token of each row; ``table``: the target's costs."""
+        """Return the cost of a pass over one token of each row; ``table``: the target's costs."""
         if self.small is not None and self.are_alone(cached):
             return self.share * self.small.cost([1] * len(cached), [min(each, self.window) for each in cached])
         return self.weight * table.cost([1] * len(cached), list(map(self.reads, cached)))
 
     def reading(self, tokens: int) -> float:
-        """Cost of the small model's prefill of ``tokens`` tokens."""
+        """Return the cost of the small model's prefill of ``tokens`` tokens."""
         return 0.0 if self.small is None else self.share * self.small.cost([min(tokens, self.window)], [0])
 
 
@@ -207,7 +207,7 @@ class Choice:
         return fixed, [correction.each * (float(slope) + look * cached) for cached in shape.cached]
 
     def _scored(self, step: Decision, added: float) -> float:
-        """Corrected cost of drafts that add ``added`` to the pass by the curve."""
+        """Return the corrected cost of drafts that add ``added`` to the pass by the curve."""
         correction = self.correction
         return (correction.start - 1.0) * step.alone + correction.each * added
 
@@ -272,14 +272,15 @@ class Choice:
         return [self._gains.kind(SUFFIXES[0] if promise is None else promise) for promise in promises]
 
     def patience(self, step: Decision) -> int:
-        """Steps for which a decision to draft nothing holds, unless a row promises more: until the slack has grown by
-        what it lacked."""
+        """Return the steps for which a decision to draft nothing holds, unless a row promises more: until the slack has
+        grown by what it lacked."""
         if not (step.rests and step.kinds and step.shape.decodes) or step.shape.undrafted_left:
             return 0
         return int(min(step.lacks / (SHARE * step.plain), REST_STEPS))
 
     def _kept_for_costly(self, step: Decision) -> float:
-        """Slack that cheap sources leave to the costly one: the cost of a draft, if that is expected to pay."""
+        """Return the slack that cheap sources leave to the costly one: the cost of a draft, if that is expected to
+        pay."""
         cost = self._deepening.line.at(1)
         pays = self._costly and self._deeper_gains.expected(0) * float(step.values.max()) > cost
         return cost + RESERVE if pays and cost <= self.ledger.costly else 0.0
@@ -377,7 +378,7 @@ class Choice:
         return 0, []
 
     def draft_line(self, cached: Sequence[int]) -> LinearCost:
-        """Cost of drafting chains, by draft length."""
+        """Return the cost of drafting chains, by draft length."""
         start, each = self._drafting[self.draft.are_alone(cached)].line
         size = self.draft.cost(cached, self.table)
         return LinearCost(start * size, each * size)
@@ -489,7 +490,7 @@ class Choice:
         return cost + passed
 
     def _added_by(self, step: Decision, outcomes: Sequence[Outcome | None]) -> float:
-        """What the scored trees added to the pass, by the curve."""
+        """Return what the scored trees added to the pass, by the curve."""
         shape = step.shape
         sizes = [0 if outcome is None else len(outcome.tree) for outcome in outcomes]
         tokens = [pending + size for pending, size in zip(shape.pending, sizes, strict=True)]

@@ -76,15 +76,15 @@ class CostCurve:
         return cls((1, 2), (1.0, 1 + 1 / critical_length))
 
     def passes(self, tokens: npt.ArrayLike) -> FloatArray:
-        """Costs of passes with empty caches, by their tokens; any shape."""
+        """Return costs of passes with empty caches, by their tokens; any shape."""
         return _interpolated(tokens, self.sizes, self.costs)
 
     def cached(self, tokens: npt.ArrayLike) -> FloatArray:
-        """Cost per cached token, by the tokens that a row scores; any shape."""
+        """Return the cost per cached token, by the tokens that a row scores; any shape."""
         return _interpolated(tokens, self.cached_sizes, self.cached_costs)
 
     def of(self, tokens: Sequence[int], cached: Sequence[int]) -> float:
-        """Cost of a pass, by each row's scored and cached tokens."""
+        """Return the cost of a pass, by each row's scored and cached tokens."""
         looking = float(self.cached(tokens) @ np.asarray(cached, np.float64))
         return float(self.passes(sum(tokens))) + self.per_row * (len(tokens) - 1) + looking
 
@@ -115,7 +115,7 @@ class CostTable:
         return self._known, self._known_cached
 
     def prefill(self, tokens: int) -> float:
-        """Cost of a prompt's prefill, in passes over ``PREFILL_PASS`` tokens."""
+        """Return the cost of a prompt's prefill, in passes over ``PREFILL_PASS`` tokens."""
         passes, rest = divmod(tokens, PREFILL_PASS)
         full, looks = self.costs.passes(PREFILL_PASS), self.costs.cached(PREFILL_PASS)
         looking = float(looks) * PREFILL_PASS * passes * (passes - 1) / 2
@@ -124,8 +124,8 @@ class CostTable:
     def cost(
         self, tokens: Sequence[int], cached: Sequence[int], beside: int = 0, undrafted: Sequence[int] = ()
     ) -> float:
-        """Cost of a pass as by ``CostCurve.of``, with other rows: ``beside`` tokens of prompts, and rows that decode
-        without drafts, with ``undrafted`` cached tokens each."""
+        """Return the cost of a pass as by ``CostCurve.of``, with other rows: ``beside`` tokens of prompts, and rows
+        that decode without drafts, with ``undrafted`` cached tokens each."""
         count = sum(tokens) + beside
         self.curves(count + 1)
         looks = self._looks

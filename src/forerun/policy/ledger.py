@@ -72,12 +72,12 @@ class Ledger:
         return cost - (min(self.trials, self.slack) if trial else self.slack)
 
     def affords(self, cost: float, trial: bool = False) -> bool:
-        """Whether the slack covers an action of this cost."""
+        """Return whether the slack covers an action of this cost."""
         return self.lacks(cost, trial) <= 0
 
     def affords_costly(self, spent: float, cost: float, trial: bool = False) -> bool:
-        """Whether a costly source may cost this, in a step that cost ``spent`` so far, and leave ``RESERVE`` to score
-        its draft."""
+        """Return whether a costly source may cost this, in a step that cost ``spent`` so far, and leave ``RESERVE`` to
+        score its draft."""
         return (cost <= self.costly or self.slack > START_SLACK) and self.affords(spent + cost + RESERVE, trial)
 
     def rest(self, overhead: float, progress: float) -> None:
@@ -153,7 +153,7 @@ class TokenValues:
         return values, cost_to_go
 
     def cost_to_go(self, left: list[int], cached: list[int], table: CostTable, closed: bool) -> float:
-        """Cost of plain decoding until all rows have their tokens."""
+        """Return the cost of plain decoding until all rows have their tokens."""
         rows = len(left)
         self._left[:rows], self._cached[:rows] = left, cached
         passes, looks = table.curves(rows + 1)
@@ -170,7 +170,7 @@ def _pass_cost(rows: int, looking: float, passes: FloatArray, look: float, per_r
 def _cost_to_go(
     left: FloatArray, cached: FloatArray, passes: FloatArray, look: float, per_row: float, order: IntArray, closed: bool
 ) -> float:
-    """Phi; see the module."""
+    """Return Phi; see the module."""
     rows, looking, tokens = len(left), 0.0, 0.0
     for row in range(rows):
         looking += cached[row]

@@ -46,19 +46,19 @@ class PassShape:
         return len(self.left)
 
     def plain(self, table: CostTable) -> float:
-        """Cost of the pass without drafts."""
+        """Return the cost of the pass without drafts."""
         return self.cost(self.pending, table)
 
     def cost(self, tokens: list[int], table: CostTable) -> float:
-        """Cost of the pass with this many tokens of each row that may have a draft."""
+        """Return the cost of the pass with this many tokens of each row that may have a draft."""
         return table.cost(tokens, self.cached, self.beside + len(self.undrafted_left), self.undrafted_cached)
 
     def alone(self, table: CostTable) -> float:
-        """Cost of a pass that only decodes these rows."""
+        """Return the cost of a pass that only decodes these rows."""
         return table.cost([1] * self.waiting, [*self.cached, *self.undrafted_cached])
 
     def added(self, table: CostTable, nodes: int) -> float:
-        """What ``nodes`` nodes per row that may have a draft add to the pass."""
+        """Return what ``nodes`` nodes per row that may have a draft add to the pass."""
         rows, (passes, looks) = len(self.left), table.curves(self.tokens + len(self.left) * nodes + 1)
         looking = sum(
             cached * (looks[pending + nodes] - looks[pending])

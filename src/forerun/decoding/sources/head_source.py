@@ -239,7 +239,7 @@ class _GrowingTree:
         )
 
     def _noise(self, tokens: IntArray) -> FloatArray:
-        """Noise that the target will add to these tokens at the next level's position, ``[n, w]``."""
+        """Return the noise that the target will add to these tokens at the next level's position, ``[n, w]``."""
         seed, place = np.uint64(mixed(self.fork.sampler.seed & MASK64)), len(self.fork) + self._reached
         known = {token: gumbel_of(seed, place, token) for token in set(tokens.ravel().tolist())}
         return np.array([[known[token] for token in own] for own in tokens.tolist()])

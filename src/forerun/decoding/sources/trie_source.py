@@ -112,7 +112,8 @@ class TrieSource(Source):
         self.trie.warm_up()
 
     def _ready(self) -> bool:
-        """Whether machine code is loaded. Once it is, index the requests that started before, including ended ones."""
+        """Return whether machine code is loaded. Once it is, index the requests that started before, including ended
+        ones."""
         if self._code is None:
             return True
         if self._code.running:

@@ -12,7 +12,7 @@ import torch
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether these kernels run on this device. Triton comes with torch's builds for CUDA."""
+    """Return whether these kernels run on this device. Triton comes with torch's builds for CUDA."""
     return device.type == "cuda" and _installed()
 
 

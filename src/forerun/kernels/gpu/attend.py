@@ -91,20 +91,20 @@ def attend(
 
 
 def block_tokens(row_bytes: int) -> int:
-    """Keys per block for keys of ``row_bytes``; fewer if they would not fit the shared memory."""
+    """Return the keys per block for keys of ``row_bytes``; fewer if they would not fit the shared memory."""
     return GPU_BLOCK_TOKENS if row_bytes <= 256 else GPU_BLOCK_TOKENS // 2
 
 
 def pipeline_stages(row_bytes: int) -> int:
-    """Blocks of keys and values loaded ahead, for keys of ``row_bytes``: what fits the shared memory of any processor
-    since Ampere."""
+    """Return how many blocks of keys and values to load ahead, for keys of ``row_bytes``: what fits the shared memory
+    of any processor since Ampere."""
     return 3 if row_bytes <= 256 else 2 if row_bytes <= 512 else 1
 
 
 def scan_options(tile: int, merging: bool, row_bytes: int) -> dict[str, int]:
-    """Warps and registers of a scan's program. A large tile with two states would not fit four warps' registers and
-    gets eight; with one state, eight cost twice as much (H200, 64 queries, 122,000 keys). Registers are limited where a
-    test finds no spills."""
+    """Return the warps and registers of a scan's program. A large tile with two states would not fit four warps'
+    registers and gets eight; with one state, eight cost twice as much (H200, 64 queries, 122,000 keys). Registers are
+    limited where a test finds no spills."""
     if merging and tile != GPU_COMBINE_QUERIES:
         return {"num_warps": 8}
     limited = tile == GPU_COMBINE_QUERIES and not merging and row_bytes <= 256
@@ -112,8 +112,8 @@ def scan_options(tile: int, merging: bool, row_bytes: int) -> dict[str, int]:
 
 
 def combine_shape(group: int, width: int) -> tuple[int, int, int]:
-    """Queries and columns per combining program, and its threads, given the queries per KV head and the width of a
-    value."""
+    """Return the queries and columns per combining program, and its threads, given the queries per KV head and the
+    width of a value."""
     lanes = min(GPU_COMBINE_QUERIES, triton.next_power_of_2(group))
     part = min(width, max(16, GPU_COMBINE_THREADS // lanes))
     return lanes, part, max(GPU_COMBINE_THREADS, lanes * part)
@@ -149,8 +149,8 @@ def _store(
 
 @triton.jit
 def _memory(q, addresses, strides, row, head, ALIGNED: tl.constexpr):
-    """A row's keys and values of a head, and the strides of both between tokens. Addresses and strides come from
-    tables, so the compiler must be told their alignment; otherwise it loads number by number."""
+    """Return a row's keys and values of a head, and their strides between tokens. These come from tables, so the
+    compiler must be told their alignment; otherwise it loads number by number."""
     keys = tl.load(addresses + row * 2).to(tl.pointer_type(q.dtype.element_ty))
     values = tl.load(addresses + row * 2 + 1).to(tl.pointer_type(q.dtype.element_ty))
     k_head, k_row = tl.load(strides + row * 4), tl.load(strides + row * 4 + 1)
@@ -169,7 +169,7 @@ def _split_begin(split, SHORT: tl.constexpr, SHORTS: tl.constexpr, LONG: tl.cons
 
 @triton.jit
 def _split_of(position, SHORT: tl.constexpr, SHORTS: tl.constexpr, LONG: tl.constexpr):
-    """The split of a position."""
+    """Return the split of a position."""
     return tl.minimum(position, SHORTS * SHORT) // SHORT + tl.maximum(position - SHORTS * SHORT, 0) // LONG
 
 
@@ -211,7 +211,7 @@ def _merge(top, total, out, top2, total2, out2):
 
 @triton.jit
 def _nothing(TILE: tl.constexpr, OUT_WIDE: tl.constexpr):
-    """The state before any key; merging it changes nothing."""
+    """Return the state before any key; merging it changes nothing."""
     return (tl.full((TILE,), -3e38, tl.float32), tl.zeros((TILE,), tl.float32), tl.zeros((TILE, OUT_WIDE), tl.float32))
 
 

@@ -142,7 +142,7 @@ def _summed(parts, count, step, bias, at, inside, here, BIAS: tl.constexpr, PART
 
 @triton.jit
 def _scale(y, columns, eps):
-    """One over the root mean square of ``columns`` numbers; padding must be 0."""
+    """Return one over the root mean square of ``columns`` numbers; padding must be 0."""
     return 1.0 / tl.sqrt_rn(tl.sum(y * y, 0) / columns + eps)
 
 

@@ -49,7 +49,7 @@ def tile_of(tokens: int) -> LinearTile:
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether ``product`` can compute this."""
+    """Return whether ``product`` can compute this."""
     return (
         weight.dim() == 2
         and weight.dtype in GPU_LINEAR_DTYPES
@@ -152,7 +152,7 @@ def _total(parts, bias, y, size, outs, pieces, BIAS: tl.constexpr, GPU_LINEAR_RO
 
 
 def takes_mean(x: torch.Tensor) -> bool:
-    """Whether ``mean`` can compute this."""
+    """Return whether ``mean`` can compute this."""
     return x.dtype in GPU_LINEAR_DTYPES and x.dim() > 0 and x.shape[-1] > 0
 
 

@@ -171,7 +171,7 @@ class PassTables:
 
 
 def _padded(shape: tuple[int, ...]) -> int:
-    """Table size in numbers, so that the next one begins at a multiple of ``TABLE_ALIGNMENT`` bytes."""
+    """Return a table's size in numbers, so that the next one begins at a multiple of ``TABLE_ALIGNMENT`` bytes."""
     multiple = TABLE_ALIGNMENT // 8
     return -(-int(np.prod(shape)) // multiple) * multiple
 
@@ -228,7 +228,7 @@ class PassDescription:
 
 
 def are_aligned(addresses: IntArray, strides: IntArray) -> bool:
-    """Whether all addresses and strides are multiples of 16."""
+    """Return whether all addresses and strides are multiples of 16."""
     return not ((addresses % TABLE_ALIGNMENT).any() or (strides % TABLE_ALIGNMENT).any())
 
 
@@ -259,7 +259,7 @@ def scan_jobs(splits: IntArray, sizes: TableSizes) -> IntArray:
 
 
 def _base(block: Block) -> int:
-    """The end of a tree's scan: the last block boundary before the tree."""
+    """Return the end of a tree's scan: the last block boundary before the tree."""
     return (block.start + len(block.pending)) // GPU_BLOCK_TOKENS * GPU_BLOCK_TOKENS
 
 

@@ -100,7 +100,7 @@ class TableMemory(NamedTuple):
         return cls(given, addresses, strides, are_aligned(addresses, strides))
 
     def holds(self, rows: Sequence[TableRow]) -> bool:
-        """Whether these rows have not moved: a cache returns one array until its memory moves."""
+        """Return whether these rows have not moved: a cache returns one array until its memory moves."""
         return len(rows) == len(self.given) and all(
             row.addresses is known for row, known in zip(rows, self.given, strict=True)
         )
@@ -374,13 +374,13 @@ def _recording(layers: LayerQueries, keeps: bool, away: Transfers, attention: At
 
 
 def _ids(blocks: Sequence[Block]) -> torch.Tensor | None:
-    """Token ids ``[n]`` that only the device has; None if the CPU has them."""
+    """Return token ids ``[n]`` that only the device has; None if the CPU has them."""
     given = [block.ids for block in blocks if block.ids is not None]
     return adjoined(given) if given else None
 
 
 def _rows(tables: TableLayers, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[TableRow] | None:
-    """Where all rows' keys and values are on the device; None if a cache cannot say, or selects by queries."""
+    """Return where all rows' keys and values are on the device; None if a cache cannot say, or selects by queries."""
     found = []
     for block, cache in zip(blocks, caches, strict=True):
         full = cache.full
@@ -400,5 +400,5 @@ def _rows(tables: TableLayers, blocks: Sequence[Block], caches: Sequence[Cache])
 
 
 def _strides(rows: Rows) -> list[int]:
-    """Bytes between heads and between tokens, of keys and of values."""
+    """Return the bytes between heads and between tokens, of keys and of values."""
     return [stride * t.element_size() for t in rows for stride in t.stride()[1:3]]

@@ -93,7 +93,7 @@ def measure(
 
 @torch.inference_mode()
 def undisturbed(scorer: Scorer, thread_clock: Callable[[], float]) -> bool:
-    """Whether this thread has its core to itself during a few passes."""
+    """Return whether this thread has its core to itself during a few passes."""
     cache = _blank(scorer, 0)
     began, own, seconds = time.perf_counter(), thread_clock(), 0.0
     while seconds < SLICES_SECONDS:
@@ -104,7 +104,7 @@ def undisturbed(scorer: Scorer, thread_clock: Callable[[], float]) -> bool:
 
 @torch.inference_mode()
 def seconds_of_passes(scorer: Scorer, sizes: Sequence[int]) -> list[float]:
-    """Seconds of one pass of each size, after a warm-up pass."""
+    """Measure one pass of each size, in seconds, after a warm-up pass."""
     near = NEAR_TOKENS if _positions(scorer) >= NEAR_TOKENS + max(PASS_SIZES) else 0
     cache, seconds = _blank(scorer, near), []
     for size in (sizes[0], *sizes):
@@ -137,7 +137,7 @@ def _curve(seconds: dict[Kind, float], near: int) -> CostCurve:
 
 
 def _positions(scorer: Scorer) -> int:
-    """Number of positions to measure passes at, within the model's limit."""
+    """Return the number of positions to measure passes at, within the model's limit."""
     limit = position_limit(scorer.model)
     return FAR_TOKENS + max(FAR_SIZES) if limit is None else limit
 

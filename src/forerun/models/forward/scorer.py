@@ -94,7 +94,7 @@ def attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as registered with transformers: ``[1, H, n, d]`` in, ``[1, n, H, d]`` out."""
+    """Compute attention as registered with transformers: ``[1, H, n, d]`` in, ``[1, n, H, d]`` out."""
     rows = running_pass()
     if attention_mask is not None:
         raise RuntimeError("this model's attention builds its mask itself, which is not supported")
@@ -187,13 +187,13 @@ STATELESS_LAYERS = frozenset({"attention", "full_attention", "sliding_attention"
 
 
 def is_recurrent(model: PreTrainedModel) -> bool:
-    """Whether some layers keep a state instead of keys and values."""
+    """Return whether some layers keep a state instead of keys and values."""
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
     return bool(set(kinds) - STATELESS_LAYERS) if kinds else bool(model._is_stateful)
 
 
 def experts(model: PreTrainedModel) -> str | None:
-    """How a pass computes experts: on a CPU one by one, as linear layers, whose bits are fixed."""
+    """Return how a pass computes experts: on a CPU one by one, as linear layers, whose bits are fixed."""
     own = getattr(model.config, "_experts_implementation", None)
     return "eager" if model.device.type == "cpu" else own
 
@@ -297,8 +297,8 @@ class Scorer:
         return bool(getattr(self.model.config.get_text_config(decoder=True), "sliding_window", None))
 
     def reads_whole(self, cache: Cache) -> bool:
-        """Whether a prompt is prefilled into this cache in one pass, layer by layer, so that offloaded layers are
-        written once."""
+        """Return whether a prompt is prefilled into this cache in one pass, layer by layer, so that offloaded layers
+        are written once."""
         return False
 
     @property
@@ -323,7 +323,7 @@ class Scorer:
         return cache
 
     def rotation(self) -> Rotation | None:
-        """How the model's keys rotate with position; see ``find_rotation``."""
+        """Find how the model's keys rotate with position; see ``find_rotation``."""
         from forerun.models.forward.rotary_probe import find_rotation  # imported only where keys are moved
 
         return find_rotation(Scorer(self.model))
@@ -344,7 +344,7 @@ class Scorer:
     def score_with_states(
         self, blocks: Sequence[Block], caches: Sequence[Cache], layers: Sequence[int]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """``score``, with the hidden states of some layers.
+        """Run ``score``, and return the hidden states of some layers, too.
 
         Args:
             layers: indices into transformers' ``hidden_states``: 0 for the embeddings, i for the output of layer i; the
@@ -367,7 +367,7 @@ class Scorer:
         return self._forward(brought(ids, self.device), places, Pass(blocks, caches), self._wanted(blocks), layers)
 
     def _wanted(self, blocks: Sequence[Block]) -> int | torch.Tensor:
-        """Tokens that need logits: 0 for all, or their indices in the packed sequence."""
+        """Return the tokens that need logits: 0 for all, or their indices in the packed sequence."""
         if all(len(block.pending) == 1 for block in blocks):
             return 0
         return brought(torch.from_numpy(wanted_tokens(blocks)), self.device)
@@ -429,12 +429,12 @@ def attending(rows: AttentionPass) -> Iterator[None]:
 
 
 def is_sharded(model: PreTrainedModel) -> bool:
-    """Whether this process holds only a part of each layer."""
+    """Return whether this process holds only a part of each layer."""
     return (model.tp_size or 1) > 1
 
 
 def group_of(model: PreTrainedModel) -> dist.ProcessGroup:
-    """The processes that hold a sharded model's parts."""
+    """Return the processes that hold a sharded model's parts."""
     group: dist.ProcessGroup = model._mesh_manager.get_mesh("tp").get_group()
     return group
 

@@ -105,7 +105,7 @@ class DFlashHead(BlockHead):
         return next((part[name] for part in self._parts if part.get(name) is not None), default)
 
     def _find_causal(self) -> list[bool]:
-        """Whether tokens of a block attend only to earlier ones, by layer."""
+        """Return whether tokens of a block attend only to earlier ones, by layer."""
         stated, sliding = self._value("is_causal", self._value("causal")), [each is not None for each in self._windows]
         if "speculators_model_type" in self.config:
             non_causal = self._value("sliding_window_non_causal", self.non_causal_windows)
@@ -258,7 +258,7 @@ class DFlashHead(BlockHead):
         return linear(out, self._weights[f"{name}weight"], self._weights.get(f"{name}bias"))
 
     def _bias(self, layer: int, held: int, like: torch.Tensor) -> torch.Tensor | None:
-        """Mask of a layer with a window or causal attention; None for others."""
+        """Return the mask of a layer with a window or causal attention; None for others."""
         window, causal = self._windows[layer], self._causal[layer]
         if window is None and not causal:
             return None
@@ -270,7 +270,7 @@ class DFlashHead(BlockHead):
 
 
 def is_dflash(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration is a DFlash head's."""
+    """Return whether a configuration is a DFlash head's."""
     return "dflash_config" in config or "DFlash" in str(config.get("architectures")) or (
         config.get("speculators_model_type") == "dflash"
     )  # fmt: skip

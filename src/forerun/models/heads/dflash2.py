@@ -143,7 +143,7 @@ class DFlash2Head(DFlashHead):
 
 
 def is_dflash2(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration is a DFlash2 head's."""
+    """Return whether a configuration is a DFlash2 head's."""
     return "DFlash2DraftModel" in (config.get("architectures") or ()) or (
         config.get("speculators_model_type") == "dflash2"
     )  # fmt: skip

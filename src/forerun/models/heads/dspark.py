@@ -112,5 +112,5 @@ class DSparkHead(DFlashHead):
 
 
 def is_dspark(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration is a DSpark head's."""
+    """Return whether a configuration is a DSpark head's."""
     return "DSpark" in str(config.get("architectures")) or config.get("speculators_model_type") == "dspark"

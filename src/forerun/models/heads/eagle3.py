@@ -238,7 +238,7 @@ def _aux_layers(config: Mapping[str, Any], count: int) -> tuple[Any, ...]:
 
 
 def is_eagle3(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration is an EAGLE-3 head's."""
+    """Return whether a configuration is an EAGLE-3 head's."""
     names = config.get("architectures") or [""]
     return config.get("speculators_model_type") == "eagle3" or "Eagle3" in str(names[0]) or (
         "draft_vocab_size" in config and "speculators_model_type" not in config

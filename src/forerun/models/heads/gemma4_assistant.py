@@ -238,5 +238,5 @@ class _Round(Growth):
 
 
 def is_gemma4_assistant(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration is a Gemma 4 assistant's."""
+    """Return whether a configuration is a Gemma 4 assistant's."""
     return config.get("model_type") in MODEL_TYPES

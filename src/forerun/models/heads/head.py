@@ -75,7 +75,7 @@ class HeadText:
 
 
 def _grown(tokens: int) -> int:
-    """Capacity of a sequence's memory when it grows to hold ``tokens`` tokens."""
+    """Return the capacity of a sequence's memory when it grows to hold ``tokens`` tokens."""
     return tokens + max(GROWTH_TOKENS, tokens // 4)
 
 
@@ -92,7 +92,7 @@ class Growth:
         self._tails: list[list[int]] = [[] for _ in text.rows]  # by layer, nodes with stored keys
 
     def __len__(self) -> int:
-        """Number of nodes, including the sequence's end."""
+        """Return the number of nodes, including the sequence's end."""
         return len(self._depths)
 
     def add(self, parents: Sequence[int]) -> int:
@@ -105,7 +105,7 @@ class Growth:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
-        """Attention of the last nodes over the sequence and their ancestors; ``[1, H, n, d]`` in and out."""
+        """Compute attention of the last nodes over the sequence and their ancestors; ``[1, H, n, d]`` in and out."""
         tail, held, count = self._tails[layer], self.text.lengths[layer], q.shape[2]
         keys, values = self.text.store(layer, k, v, held + len(tail))
         nodes = range(len(self._depths) - count, len(self._depths))
@@ -146,7 +146,7 @@ class Head(ABC):
         """Start a sequence, with the target's cache of it."""
 
     def needs(self, tokens: int) -> int:
-        """Maximum bytes of a sequence of ``tokens`` tokens."""
+        """Return the maximum bytes of a sequence of ``tokens`` tokens."""
         shortlist = 0 if self.output is None else self.output.needs()
         return self.token_bytes * _grown(tokens) + shortlist
 
@@ -301,7 +301,7 @@ class Reading:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
-        """Attention of each entry over its sequence up to there; ``[1, H, n, d]`` in and out."""
+        """Compute attention of each entry over its sequence up to there; ``[1, H, n, d]`` in and out."""
         parts = (torch.split(each, list(self._counts), 2) for each in (k, v))
         rows = [text.store(layer, *pair, text.lengths[layer]) for text, *pair in zip(self._texts, *parts, strict=True)]
         blocks = [
@@ -320,7 +320,7 @@ class _Growing:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
-        """Attention of each node over its sequence and its ancestors; ``[1, H, n, d]`` in and out."""
+        """Compute attention of each node over its sequence and its ancestors; ``[1, H, n, d]`` in and out."""
         parts = (torch.split(each, list(self._counts), 2) for each in (q, k, v))
         outs = [growth.attend(layer, *own, spec) for growth, *own in zip(self._growths, *parts, strict=True)]
         return torch.cat(outs, 2)

@@ -38,7 +38,7 @@ def load_head(folder: str | Path) -> Head:
 
 
 def is_head(folder: str | Path) -> bool:
-    """Whether a folder holds a head of a known kind."""
+    """Return whether a folder holds a head of a known kind."""
     try:
         config = config_of(Path(folder))
     except ValueError:

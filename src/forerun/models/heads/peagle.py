@@ -100,14 +100,14 @@ class PEagleHead(BlockHead, Eagle3Layers):
 
 
 def _depths(config: Mapping[str, Any]) -> int:
-    """Tokens that a pass predicts, from any of the formats."""
+    """Return how many tokens a pass predicts, from any of the formats."""
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     stated = (config.get("num_depths"), config.get("para_depths"), methods[0].get("speculative_tokens"))
     return next((int(depths) for depths in stated if depths), PARALLEL_DEPTHS)
 
 
 def is_peagle(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration is a P-EAGLE head's."""
+    """Return whether a configuration is a P-EAGLE head's."""
     masked = any(config.get(name) is not None for name in MASK_ENTRIES) and "draft_vocab_size" in config
     return config.get("speculators_model_type") == "peagle" or bool(config.get("parallel_drafting")) or (
         masked and "speculators_model_type" not in config and "dflash_config" not in config

@@ -87,7 +87,7 @@ class OutputMatrix:
         return _part(weights, torch.from_numpy(tokens).to(weights.rows.device))
 
     def needs(self) -> int:
-        """Maximum bytes of a request's shortlist."""
+        """Return the maximum bytes of a request's shortlist."""
         if self.frequent is None:
             return 0
         rows, ids = self._weights().rows, np.dtype(np.int64).itemsize
