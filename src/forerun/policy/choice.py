@@ -272,7 +272,7 @@ class Choice:
         return [self._gains.kind(SUFFIXES[0] if promise is None else promise) for promise in promises]
 
     def patience(self, step: Decision) -> int:
-        """Return the steps for which a decision to draft nothing holds, unless a row promises more: until the slack has
+        """Return for how many steps a decision to draft nothing holds, unless a row promises more: until the slack has
         grown by what it lacked."""
         if not (step.rests and step.kinds and step.shape.decodes) or step.shape.undrafted_left:
             return 0

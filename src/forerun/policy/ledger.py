@@ -19,7 +19,7 @@ covers its cost with all drafts rejected. So a batch costs at most
 
 plain passes, plus the overrun of one step over its estimate, deciding in steps without drafts, the error of the unit
 (seconds of a plain pass), single disturbances of the machine (``TimeModel.record``), and what earlier batches saved, up
-to ``CREDIT`` of its own cost to go.
+to ``CREDIT`` of this batch's cost to go.
 """
 
 from __future__ import annotations
