@@ -103,7 +103,7 @@ def _is_head(given: Any) -> bool:
 def _head_alone(setup: Setup, settings: LongContextConfig) -> Level:
     head = head_of(settings)
     if head is None:
-        raise ValueError("this drafter needs a trained head, draft_model, and there is none")
+        raise ValueError("this drafter needs a trained head; set draft_model")
     return setup.over(setup.planner(_head_source(head, setup)))
 
 
@@ -120,15 +120,17 @@ def _head_source(head: Head, setup: Setup) -> Source:
 def small_model(settings: LongContextConfig) -> Scorer:
     """Return the small model. Raises ``ValueError`` if there is none or it cannot draft."""
     if settings.draft_model is None:
-        raise ValueError("this drafter needs a small model, draft_model, and there is none; triforce-trie needs none")
+        raise ValueError("this drafter needs a small model; set draft_model, or use triforce-trie")
     if _is_head(settings.draft_model):
-        raise ValueError(f"draft_model is {settings.draft_model!r}, a head; this drafter needs a small model, loaded")
+        raise ValueError(
+            f"draft_model is {settings.draft_model!r}, a head; this drafter needs a small model that is loaded"
+        )
     if is_sharded(settings.draft_model):
         raise ValueError("draft_model is sharded over several processes; load it unsharded, as only rank 0 drafts")
     scorer = gate.admit(settings.draft_model)
     if scorer.recurrent:
         raise ValueError(
-            "draft_model has recurrent layers, whose states a streaming cache cannot keep; give another one"
+            "draft_model has recurrent layers, whose states a streaming cache cannot keep; use another one"
         )
     return scorer
 
@@ -139,8 +141,8 @@ def small_level(setup: Setup, gamma: int) -> Level:
     scorer, target = small_model(setup.settings), setup.target
     if scorer.vocabulary > target.vocabulary:
         raise ValueError(
-            f"the draft model knows {scorer.vocabulary} tokens and the target {target.vocabulary}: "
-            "their tokenizers differ; the draft's vocabulary must equal the target's or be its beginning"
+            f"the draft model has {scorer.vocabulary} tokens and the target {target.vocabulary}: "
+            "their tokenizers differ; the draft's vocabulary must equal the target's or its first part"
         )
     return Level(
         scorer, Planner(), cache=small_cache(setup.settings), chain=gamma, helper=True, clock=setup.runtime.clock

@@ -368,12 +368,12 @@ class OffloadedCache(FullCache):
     def reserve(self, layers: Sequence[int], like: torch.Tensor, count: int) -> torch.Tensor:
         """Raise ``TypeError``: an offloaded cache is not one block of memory."""
         raise TypeError(
-            "an offloaded cache is not in one piece; its passes go layer by layer (fetch_layer, write_back)"
+            "an offloaded cache is not one block of memory; its passes go layer by layer (fetch_layer, write_back)"
         )
 
     def share(self, length: int) -> SharedPrefix:
         """Raise ``TypeError``: the request is too large to be stored twice."""
-        raise TypeError("the beginning of an offloaded cache cannot be shared")
+        raise TypeError("an offloaded cache cannot share a prefix")
 
     def needs(self, shape: KVShape, tokens: int) -> int:
         return shape.nbytes * self._capacity

@@ -109,7 +109,7 @@ class GraphCache(Generic[Result]):
             places.fill(batch, self._spare)
             return _Recording(places, *self._recorder.record(lambda: self._run(places)))
         except torch.OutOfMemoryError:
-            log.warning("there is no memory to record a pass of %d tokens; it is slower meanwhile", sizes.tokens)
+            log.warning("not enough memory to record a pass of %d tokens; it runs slower for now", sizes.tokens)
             self._waits = PASSES_UNTIL_RETRY
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]

@@ -64,7 +64,7 @@ def join(matrices: Sequence[MatrixRows]) -> JoinedMatrix:
         return JoinedMatrix(modules[0].weight.detach(), None if modules[0].bias is None else modules[0].bias.detach())
     biases = [module.bias for module in modules if module.bias is not None]
     if len(biases) not in (0, len(modules)):
-        raise ValueError("some of the matrices that read the same input have a bias, and some have none")
+        raise ValueError("some matrices with the same input have a bias, and some have none")
     return JoinedMatrix(_joined([module.weight for module in modules]), _joined(biases) if biases else None)
 
 

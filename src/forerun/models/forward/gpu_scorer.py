@@ -344,7 +344,7 @@ class TabledPass:
             q.shape[1] > k.shape[1] * self.tables.group
         ):
             raise RuntimeError(
-                f"layer {layer} has other heads than in the pass before: {q.shape}, {k.shape}, {v.shape}"
+                f"layer {layer} has different heads than in the previous pass: {q.shape}, {k.shape}, {v.shape}"
             )
         if self.keeps:
             self.layers.queries[layer] = q

@@ -121,8 +121,7 @@ class DFlashHead(BlockHead):
         self.layers = check_layers(ids or plus, count, "target_layer_ids (from 1)", self.folder)
         if self._size != wide:
             raise ValueError(
-                f"the {self.kind} head in {self.folder} reads hidden states of {self._size} numbers, "
-                f"and the target has {wide}"
+                f"the {self.kind} head in {self.folder} expects hidden size {self._size}, and the target's is {wide}"
             )
         stated = self._layer.get("vocab_size", target.vocabulary)
         if stated != target.vocabulary:

@@ -66,8 +66,8 @@ class DFlash2Head(DFlashHead):
         super().bind(target)
         if self.tokens is not None or self._top > target.vocabulary:
             raise ValueError(
-                f"the DFlash2 head in {self.folder} knows {self._known} tokens and selects among {self._top}; "
-                f"it must know all of the target's {target.vocabulary}"
+                f"the DFlash2 head in {self.folder} has {self._known} tokens and selects among {self._top}; "
+                f"it must have all of the target's {target.vocabulary}"
             )
 
     def _load(self, file: HeadFile, target: Scorer) -> None:

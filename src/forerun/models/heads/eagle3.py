@@ -108,8 +108,7 @@ class Eagle3Layers(Head):
         stated = self.config.get("target_hidden_size") or self._size
         if stated != wide:
             raise ValueError(
-                f"the {self.kind} head in {self.folder} reads hidden states of {stated} numbers, "
-                f"and the target has {wide}"
+                f"the {self.kind} head in {self.folder} expects hidden size {stated}, and the target's is {wide}"
             )
         self.token_bytes = 2 * self.count * self._kv_heads * self._dim * target.model.dtype.itemsize
         self._load(HeadFile(self.folder, self.kind), target, wide)

@@ -71,9 +71,9 @@ def check_entries(
             continue
         if name in only:
             if value != only[name]:
-                raise ValueError(f"{name} is {value!r} in {file}; a head of {kind} is read with {only[name]!r} only")
+                raise ValueError(f"{name} is {value!r} in {file}; for {kind}, only {only[name]!r} is supported")
         elif name not in LAYER_ENTRIES | IDLE_ENTRIES:
-            raise ValueError(f"{name} is {value!r} in {file}, and no such entry of a head of {kind} is known")
+            raise ValueError(f"{name} is {value!r} in {file}, which is no known entry for {kind}")
     for name in ("rope_parameters", "rope_scaling"):
         for inner, value in (config.get(name) or {}).items():
             if inner not in ROTARY_ENTRIES and not (inner == "partial_rotary_factor" and value == 1):

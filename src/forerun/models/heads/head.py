@@ -139,7 +139,10 @@ class Head(ABC):
     def bind(self, target: Scorer) -> None:
         """Prepare to draft for a target. Raises ``ValueError`` if the head does not fit it."""
         if is_sharded(target.model):
-            raise ValueError("the target lies in several processes; a head needs its embeddings and its head whole")
+            raise ValueError(
+                "the target is sharded over several processes; a trained head needs its embeddings and output matrix "
+                "in one process"
+            )
 
     @abstractmethod
     def text(self, cache: Cache) -> HeadText:
@@ -367,7 +370,7 @@ def config_of(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder} holds no head: its config.json cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{folder} holds no head: its config.json is no object")
+        raise ValueError(f"{folder} holds no head: its config.json is not an object")
     return config
 
 
@@ -375,7 +378,7 @@ def count_in(config: Mapping[str, Any], name: str, folder: Path) -> int:
     """Return a positive integer of a configuration. Raises ``ValueError`` if it is missing or something else."""
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is {value!r} in {folder / 'config.json'}; it must be a number of at least 1")
+        raise ValueError(f"{name} is {value!r} in {folder / 'config.json'}; it must be an integer of at least 1")
     return value
 
 

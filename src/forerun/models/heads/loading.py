@@ -31,8 +31,8 @@ def load_head(folder: str | Path) -> Head:
     kind = _kind(config_of(Path(folder)))
     if kind is None:
         raise ValueError(
-            f"{folder} holds no head that is known, by its config.json: EAGLE-3, P-EAGLE, DFlash, DFlash2, DSpark, "
-            "or a Gemma 4 assistant"
+            f"{folder} holds no known head, by its config.json; known are EAGLE-3, P-EAGLE, DFlash, DFlash2, DSpark, "
+            "and Gemma 4 assistants"
         )
     return kind(folder)
 

@@ -35,9 +35,7 @@ class MtpHead(RecurrentHead):
         config, name = text_config(model), type(model).__name__
         kinds = set(getattr(self._model.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         if kinds:
-            raise ValueError(
-                f"the heads for further tokens of {name} are of type {sorted(kinds)}, which is not supported"
-            )
+            raise ValueError(f"the MTP layers of {name} are of type {sorted(kinds)}, which is not supported")
         for name, part in self._model.named_children():
             if name not in THE_TARGETS:  # a cast would round the angles that the target reads
                 part.to(model.dtype)
@@ -92,7 +90,7 @@ def _layers_of(model: PreTrainedModel) -> MtpModel:
             heads = load_qwen_mtp(model)
         if heads is None:
             raise ValueError(
-                f"{name} has no heads for further tokens: its configuration has no {TRANSFORMERS_NAME} and no "
+                f"{name} has no MTP layers: its configuration has no {TRANSFORMERS_NAME} and no "
                 f"{STATED}, and there are no tensors mtp.* or blk.*.nextn.* in {place}"
             )
         return heads
@@ -101,6 +99,5 @@ def _layers_of(model: PreTrainedModel) -> MtpModel:
             return MtpModel.from_pretrained(model, device_map={"": model.device})
     except Exception as error:
         raise ValueError(
-            f"{name} says that it has {count} heads for further tokens ({TRANSFORMERS_NAME}), and they cannot be read "
-            f"from {place}: {error}"
+            f"{name} states {count} MTP layers ({TRANSFORMERS_NAME}), and they cannot be read from {place}: {error}"
         ) from error

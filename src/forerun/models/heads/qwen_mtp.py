@@ -89,9 +89,7 @@ def _without_weights(model: PreTrainedModel, dtype: torch.dtype) -> MtpModel:
         if kind == "full_attention"
     ]
     if not layers:
-        raise ValueError(
-            f"{type(model).__name__} has an MTP layer, and no layer of full attention that says what it computes"
-        )
+        raise ValueError(f"{type(model).__name__} has an MTP layer, but no layer with full attention to model it on")
     text.num_mtp_layers, text.mtp_layer_types = 1, ["full_attention"]
     target = SimpleNamespace(
         config=config,
@@ -110,7 +108,7 @@ def _from_folder(model: PreTrainedModel, folder: Path) -> MtpModel | None:
     known = tuple(f"{part}." for part in (*PARTS.values(), "layers.0"))
     strange = sorted(name for name in tensors if not name.removeprefix(PREFIX).startswith(known))
     if strange:
-        raise ValueError(f"the MTP layer in {folder} has a tensor that is not known: {strange[0]}")
+        raise ValueError(f"the MTP layer in {folder} has an unknown tensor: {strange[0]}")
     heads = _without_weights(model, model.dtype)
     mapping = get_model_conversion_mapping(heads, add_legacy=False)
     mapping += get_checkpoint_conversion_mapping(text_config(model).model_type) or []
@@ -144,7 +142,7 @@ def _fill(
     settings = LoadStateDictConfig(weight_mapping=mapping, device_map={"": device}, dtype=dtype)
     found, _ = convert_and_load_state_dict_in_model(heads, dict(tensors), settings)
     for name, reason in sorted(found.conversion_errors.items()):
-        raise ValueError(f"the MTP layer in {place}: {name_in_file(name)} cannot be put together: {reason}")
+        raise ValueError(f"the MTP layer in {place}: {name_in_file(name)} cannot be assembled: {reason}")
     for name, there, expected in sorted(found.mismatched_keys):
         raise ValueError(
             f"the MTP layer in {place} has {name_in_file(name)} of shape {[*there]}; the configuration says "
@@ -175,7 +173,7 @@ def _from_file(model: PreTrainedModel, file: Path) -> MtpModel | None:
     from forerun.models.loading import as_stored, gguf_layout  # these need gguf, which may not be installed
 
     if not gguf_layout.has_operations(architecture):
-        raise ValueError(f"{file} has an MTP layer of {architecture}, which is not read from GGUF files")
+        raise ValueError(f"{file} has an MTP layer of {architecture}, which is not supported in GGUF files")
     heads = _without_weights(model, torch.float32)
     mapping = gguf_layout.predictor_mapping(architecture, heads.config, block)
     stored = next((each for each in model.modules() if isinstance(each, StoredLinear)), None)
