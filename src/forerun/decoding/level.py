@@ -248,7 +248,7 @@ class Level(Source):
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scored: Sequence[Scored], rests: bool
     ) -> Sequence[RowChoices]:
         """Fetch what verification and the sources need of the pass, in one transfer. Without one, wait for the pass, so
-        that clocks are right."""
+        that timings are right."""
         logits = [each.logits if isinstance(each, RowScores) else None for each in scored]
         best = self.wants.best if rows and rows[0].settled and not rests else 0
         chances = any(isinstance(row, TrialRow) and row.least > 0 for row in rows)

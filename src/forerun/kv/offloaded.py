@@ -4,9 +4,9 @@ The first layers stay on the device, the others are in host memory or a file. A 
 two alternating buffers: while one layer is computed, the next is prefetched. Only new rows are written back. The
 buffers are in sequence order, as a full cache is, so a pass has the same bits.
 
-Copies run beside the computation, in the order of requests. On a CPU a thread copies piece by piece, and lets urgent
+Copies run in parallel with the computation, in the order of requests. On a CPU a thread copies piece by piece, and lets urgent
 copies pass in between. On CUDA a copy stream does, ordered with the computing stream by events; nothing waits for the
-whole device (not run on a GPU since its copies are contiguous).
+whole device (not run on a GPU since copies became contiguous).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PendingCopy(Protocol):
 
 
 class CopyEngine:
-    """Copies between tiers, beside the computation on ``device``. On a CPU, copies can be slowed down to ``bandwidth``
+    """Copies between tiers while ``device`` computes. On a CPU, copies can be slowed down to ``bandwidth``
     bytes per second.
 
     Raises:

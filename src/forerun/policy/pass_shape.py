@@ -9,7 +9,7 @@ from forerun.policy.cost_curve import CostTable
 
 @dataclass(slots=True)
 class PassShape:
-    """What a pass scores besides drafts, by row that may have a draft.
+    """What a pass scores besides drafts. Lists are by row that may have a draft.
 
     Attributes:
         left: tokens still to generate.

@@ -3,7 +3,7 @@
 K, the length of a weight row, is cut into pieces at fixed places. A piece is summed in steps of ``STEP`` columns by
 tensor-core products; then the pieces are added in order. For few tokens, each piece has a program, so that the whole
 GPU reads weights; for many, one program runs all pieces in the same order. The idea is that of ``batch_invariant_ops``
-(Thinking Machines, 2025). Tiles of 16, 32 or 64 tokens use the same tensor-core instruction, as a test reads in the
+(Thinking Machines, 2025). Tiles of 16, 32 or 64 tokens use the same tensor-core instruction, as a test checks in the
 compiled code, and so sum in the same order.
 """
 

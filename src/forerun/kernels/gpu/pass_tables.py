@@ -24,7 +24,7 @@ GPU_COMBINE_QUERIES = 16
 """Queries per small tile: a tensor core's minimum."""
 GPU_TILE_QUERIES = 32
 """Queries per large tile, for rows that have more than fit a small one: their keys are read half as often. Both sizes
-use the same tensor-core instruction (a test reads it), and so sum in the same order."""
+use the same tensor-core instruction (tested), and so sum in the same order."""
 GPU_SHORT_SPLIT_TOKENS = 256
 """Positions per split at the start of a sequence. Eight KV heads at position 2,048 then occupy 64 programs."""
 GPU_SHORT_SPLITS = 16

@@ -53,7 +53,7 @@ ROTARY_ENTRIES = frozenset(
     mrope_section mscale mscale_all_dim original_max_position_embeddings rope_theta rope_type short_factor truncate type
     """.split()  # noqa: SIM905  # as a list they would fill a page
 )
-"""Entries of ``rope_parameters`` and ``rope_scaling``; for text, the sections of a picture's positions are equal."""
+"""Entries of ``rope_parameters`` and ``rope_scaling``; for text, the sections of image positions are equal."""
 
 
 def check_entries(

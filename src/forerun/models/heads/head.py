@@ -61,7 +61,7 @@ class HeadText:
     shortlist: Shortlist | None = None
     """The tokens that can be drafted; None for all of the head's."""
     listed = 0
-    """Number of tokens that were added to the shortlist."""
+    """Number of tokens, from the first on, that were added to the shortlist."""
 
     @property
     def unread(self) -> int:
@@ -155,7 +155,7 @@ class Head(ABC):
 
     def record(self, text: HeadText, tokens: IntArray, start: int, states: torch.Tensor) -> None:
         """Take hidden states ``[n, layers * hidden]`` of a sequence's tokens from ``start`` on. If they do not continue
-        the earlier ones, the head starts anew there."""
+        the earlier ones, the head restarts there."""
         if text.next != start:
             text.__init__(len(text.rows), text.cache)  # type: ignore[misc]
         end = min(start + len(states), len(tokens) - 1)
