@@ -92,8 +92,8 @@ class RowChoices(NamedTuple):
     """A row's part of a transfer.
 
     Attributes:
-        choices: the result of ``foretell``; None for a row on a CPU, for one whose sampler needs more than logits, and
-            after an error, which verification raises again for this row alone.
+        choices: the result of ``foretell``; None on a CPU, for a sampler that needs more than logits, and after an
+            error, which verification raises again for this row alone.
         best: the best tokens at the root and each node; None if not requested, or on a CPU.
         chances: the model's probability of each token in ``choices``, before any processor; None unless requested, or
             if a chain is tested by rejection.
@@ -117,8 +117,8 @@ def foresee(
 
     Args:
         logits: of each row, ``[n + 1, V]``; anything else for a row without logits.
-        best: number of best tokens to fetch per row of logits.
-        chances: whether to fetch the choices' probabilities.
+        best: number of best tokens to fetch per row of logits; ``chances``: whether to fetch the choices'
+            probabilities.
         known: the best token of each row of these logits, int64 ``[m]``, if the pass found it.
     """
     away = {n: own for n, own in enumerate(logits) if isinstance(own, torch.Tensor) and elsewhere(own)}
@@ -190,12 +190,8 @@ def foretell(tree: DraftTree, logits: torch.Tensor, request: Request) -> torch.T
 
 
 def tested(tree: DraftTree, request: Request) -> torch.Tensor | None:
-    """Return the ``q`` of a chain to be tested by rejection. If a processor leaves none of a draft model's tokens, its
-    softmax is NaN, and 0 here.
-
-    Raises:
-        ValueError: if a tree with ``q`` branches under rejection sampling.
-    """
+    """Return the ``q`` of a chain to be tested by rejection, 0 for NaN: a processor may leave none of a draft model's
+    tokens. Raises ``ValueError`` for a tree that branches."""
     if request.sampler.method != "rejection" or tree.q is None:
         return None
     if not tree.is_chain:
@@ -205,13 +201,9 @@ def tested(tree: DraftTree, request: Request) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class Trial:
-    """A chain's test by rejection. A vector from ``foretell`` has the same parts, in this order.
-
-    Attributes:
-        p, q: each token's probability by the target and the draft, float64 ``[n]``; in a vector their bits.
-        residuals: the token that replaces each node's if it is rejected, ``[n]``.
-        last: the token after a fully accepted chain, ``[1]``.
-    """
+    """A chain's test by rejection, and the parts of a vector from ``foretell``, in this order: each token's probability
+    by the target and the draft, float64 ``[n]`` (in a vector their bits); the tokens that replace rejected ones,
+    ``[n]``; and the token after a fully accepted chain, ``[1]``."""
 
     p: list[float]
     q: list[float]

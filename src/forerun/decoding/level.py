@@ -141,7 +141,7 @@ class Level(Source):
             closed: whether no further rows will join.
 
         Returns:
-            Each row's outcome, None if it failed; and the seconds of the step's parts. Rows in prefill have no outcome.
+            Each decoding row's outcome, None if it failed; and the seconds of the step's parts.
         """
         began, shown = self._clock(), time.perf_counter()
         forced = [self._forced(row, budget) for row, budget in zip(rows, budgets, strict=True)]
@@ -331,7 +331,7 @@ class Level(Source):
         return TrialRow(row.request, row.cache, row.states, upper=row, reading=reading)
 
     def needs(self, tokens: int) -> int:
-        """Return the maximum bytes of the cache of a row with ``tokens`` tokens, and of the recurrent states that it
+        """Return the maximum bytes of a row's cache for ``tokens`` tokens, and of the recurrent states that it
         forks."""
         if self._make is None:
             return 0
@@ -424,8 +424,8 @@ class Level(Source):
             row.request.stats.add_seconds(0.0, seconds, 0.0)
 
     def _room(self, own: TrialRow, request: Request) -> int:
-        """Return how many tokens can be drafted after the request at the cost of decoding passes: none before its
-        prompt is prefilled, and none after a token outside the model's vocabulary."""
+        """Return how many tokens can be drafted at the cost of decoding passes: none before the prompt is prefilled,
+        and none after a token outside the model's vocabulary."""
         if not own.prepared:
             return 0
         cache, source = own.cache, own.cache.source
@@ -574,7 +574,6 @@ def _kept(states: torch.Tensor | None, block: Block, path: Sequence[int]) -> tor
 
 
 def _after(outcome: Outcome, chain: int) -> Outcome:
-    """Return the outcome of the tree after its first ``chain`` nodes."""
     verdict = outcome.verdict
     path = [node - chain for node in verdict.path[chain:]]
     best = outcome.best

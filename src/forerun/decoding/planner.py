@@ -111,8 +111,7 @@ class _RowPlan(RowState):
     """An ``AdaptivePlanner``'s state of a row.
 
     Attributes:
-        gain: recent tokens per step.
-        unread: whether preparing the prompt for chains has not started; ``ready``: whether it has finished.
+        unread, ready: whether preparing the prompt for chains has not started, or is finished.
         due: length of the request at which to reconsider whether preparing pays; ``pays``: the last answer.
         seconds: spent on preparing.
     """
@@ -160,8 +159,7 @@ class AdaptivePlanner(Planner):
         longest: maximum draft length of a chain.
         beyond: cached tokens that a row needs before chains are drafted.
         stops_early: whether chains end where a token is not worth its cost.
-        draft: first guess of what the chains' passes cost.
-        small: the small model among the chains' levels, if any.
+        draft, small: first guess of what the chains' passes cost, and the small model among their levels, if any.
     """
 
     def __init__(
@@ -209,7 +207,6 @@ class AdaptivePlanner(Planner):
         return self._choice
 
     def _choose(self) -> None:
-        """Measure passes, and restart all estimates."""
         self._measured = [self._runtime.costs(model) for model in self._models]
         target, *small = self._measured
         draft = self._draft

@@ -33,10 +33,8 @@ class RowState:
 class Row:
     """A request with everything kept for it during decoding; nothing outside is keyed by it.
 
-    Attributes:
-        request: at a lower level a fork, whose last tokens are tentative.
-        cache: holds all tokens but the pending ones.
-        states: by source; shared by a request's rows at all levels.
+    ``request`` is a fork at a lower level, whose last tokens are tentative; ``cache`` holds all tokens but the pending
+    ones; ``states`` are by source, shared by a request's rows at all levels.
     """
 
     request: Request

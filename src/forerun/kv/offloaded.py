@@ -4,9 +4,9 @@ The first layers stay on the device, the others are in host memory or a file. A 
 two alternating buffers: while one layer is computed, the next is prefetched. Only new rows are written back. The
 buffers are in sequence order, as a full cache is, so a pass has the same bits.
 
-Copies run in parallel with the computation, in the order of requests. On a CPU a thread copies piece by piece, and lets urgent
-copies pass in between. On CUDA a copy stream does, ordered with the computing stream by events; nothing waits for the
-whole device (not run on a GPU since copies became contiguous).
+Copies run in parallel with the computation, in the order of requests. On a CPU a thread copies piece by piece, and lets
+urgent copies pass in between. On CUDA a copy stream does, ordered with the computing stream by events; nothing waits
+for the whole device (not run on a GPU since copies became contiguous).
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """TriForce's retrieval cache (sections 4.1 and 4.2): the chunks of a context that matter now, within a fixed budget.
 
-The context is cut into chunks of a few tokens. A chunk's score is query . mean key, per layer and KV head, summed over
-the query heads of a group. The best chunks are copied from the full cache, always including the first (the attention
-sink), followed by the most recent tokens. All this is one dense buffer, so attention is one kernel without a mask.
-
-Unlike the authors' code it maintains itself: chunk means are updated incrementally, chunks are selected again as the
-sequence grows, and only changed ones are copied.
+A chunk's score is query . mean key, per layer and KV head, summed over the query heads of a group. The best chunks are
+copied from the full cache, always including the first (the attention sink), followed by the most recent tokens, into
+one dense buffer, so attention is one kernel without a mask. Unlike the authors' code it maintains itself: chunk means
+are updated incrementally, chunks are selected again as the sequence grows, and only changed ones are copied.
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ class RetrievalConfig:
         window: most recent tokens, always held; at most 1/8 of the budget.
         stride: tokens after which chunks are selected again under every policy; at most 1/8 of the budget.
         refresh: when else to select. ``stride``: never. ``acceptance``: when the rolling acceptance rate of drafts over
-            this cache falls below ``threshold``. ``verify``: after each verification, by its queries.
-        threshold: acceptance rate: accepted by tested tokens, where those after a rejected one are not tested.
+            this cache (of tested tokens, up to the first rejected one) falls below ``threshold``. ``verify``: after
+            each verification, by its queries.
 
     Raises:
         ValueError: for a value out of range.
@@ -271,7 +269,6 @@ class ChosenChunks:
 
     @property
     def known_bytes(self) -> int:
-        """Bytes of the known means."""
         return self._means[:, : self._known].nbytes if self._known else 0
 
     @property
@@ -283,11 +280,9 @@ class ChosenChunks:
         return rows.view(rows.shape[0], -1, self._chunk, rows.shape[2])
 
     def _best(self, query: torch.Tensor, count: int) -> torch.Tensor:
-        """Return the chunks with the best scores, ``[Hkv, count]``, the first chunk first.
-
-        Half precision finds candidates, single precision decides. The whole reserved buffer is multiplied, because
-        oneDNN compiles and keeps a program for each new shape.
-        """
+        """Return the chunks with the best scores, ``[Hkv, count]``, the first chunk first. Half precision finds
+        candidates, single precision decides. The whole buffer is multiplied, because oneDNN compiles and keeps a
+        program for each new shape."""
         means, summed = self._means, query.view(self._means.shape[0], -1, self._means.shape[2]).sum(1)
         coarse = torch.bmm(means, summed.to(means.dtype).unsqueeze(-1))[:, : self._known, 0]
         coarse[:, 0] = torch.inf

@@ -104,9 +104,8 @@ def count(table: CalibrationTable, group: int, odds: float, right: bool) -> None
 
 @compiled
 def settle(table: CalibrationTable) -> None:
-    """Derive each group's calibrated log-odds from the counts: shifted by the log-odds of its accepted share, minus
-    those of the expected share. Groups out of order are merged (isotonic regression), so what a drafter states to be
-    likelier never ranks lower."""
+    """Derive each group's calibrated log-odds from the counts, by the log-odds of its accepted and expected shares.
+    Groups out of order are merged (isotonic regression), so what a drafter states to be likelier never ranks lower."""
     pools, size = table.pools, 0
     for group in range(ODDS_GROUPS):
         own, seen = STATEMENT_WEIGHT * chance_of(group + LOWEST_ODDS), table.seen[group] + STATEMENT_WEIGHT

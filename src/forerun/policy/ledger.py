@@ -76,8 +76,8 @@ class Ledger:
         return self.lacks(cost, trial) <= 0
 
     def affords_costly(self, spent: float, cost: float, trial: bool = False) -> bool:
-        """Return whether a costly source may cost this, in a step that cost ``spent`` so far, and leave ``RESERVE`` to
-        score its draft."""
+        """Return whether a costly source may cost this, after ``spent`` in this step, and leave ``RESERVE`` to score
+        its draft."""
         return (cost <= self.costly or self.slack > START_SLACK) and self.affords(spent + cost + RESERVE, trial)
 
     def rest(self, overhead: float, progress: float) -> None:
@@ -91,13 +91,8 @@ class Ledger:
     def book(
         self, cost: float, progress: float, trial: bool = False, costly: float = 0.0, hopeful: bool = True
     ) -> None:
-        """Book a step.
-
-        Args:
-            trial: whether it was not expected to pay.
-            costly: what a costly source lost.
-            hopeful: whether that source was expected to pay.
-        """
+        """Book a step; ``trial``: whether it was not expected to pay, ``costly``: what a costly source lost,
+        ``hopeful``: whether that source was expected to pay."""
         loss = cost - progress
         self.lost += loss
         self.progress += progress
@@ -170,7 +165,6 @@ def _pass_cost(rows: int, looking: float, passes: FloatArray, look: float, per_r
 def _cost_to_go(
     left: FloatArray, cached: FloatArray, passes: FloatArray, look: float, per_row: float, order: IntArray, closed: bool
 ) -> float:
-    """Return Phi; see the module."""
     rows, looking, tokens = len(left), 0.0, 0.0
     for row in range(rows):
         looking += cached[row]

@@ -127,7 +127,6 @@ def _sort(table: NodeTable, end: int, looks: FloatArray, cached: IntArray, slope
 
 @compiled
 def _extract(table: NodeTable, trees: Trees) -> None:
-    """Compact each row's tree to its kept nodes, from its first index on."""
     for row in range(len(trees.sizes)):
         begin, size = trees.begins[row], 0
         for node in range(begin, trees.begins[row + 1]):
@@ -223,12 +222,9 @@ def _learn(
 
 @compiled
 def learn(table_address: int, calibration_address: int, outcomes: IntArray, tokens: IntArray) -> int:
-    """Update from the outcomes of a step's trees. Returns the number of correct nodes.
-
-    Args:
-        outcomes: first node, end, number of committed tokens, and whether only scored nodes count; ``[rows, 4]``.
-        tokens: committed tokens of all rows, concatenated.
-    """
+    """Update from the outcomes of a step's trees, and return the number of correct nodes. ``outcomes`` are first node,
+    end, number of committed tokens, and whether only scored nodes count, ``[rows, 4]``; ``tokens`` the committed ones
+    of all rows."""
     table, calibration = table_at(table_address), calibration_at(calibration_address)
     right, at = 0, 0
     for row in range(len(outcomes)):

@@ -12,15 +12,13 @@ class PassShape:
     """What a pass scores besides drafts. Lists are by row that may have a draft.
 
     Attributes:
-        left: tokens still to generate.
-        cached: cached tokens.
+        left, cached: tokens still to generate, and cached tokens.
         pending: committed tokens that the pass scores; 1 for a row that only decodes.
         budgets, depths: maximum nodes and depth of the draft.
         beside: tokens of other rows' prompts.
         undrafted_left, undrafted_cached: of rows that decode without a draft.
         closed: whether no new rows replace finished ones, as they do in a server.
-        tokens: scored without drafts.
-        waiting: rows that decode, and so wait for the pass and for all drafts.
+        tokens, waiting: tokens scored without drafts, and rows that decode and so wait for the pass and all drafts.
         decodes: whether it only scores one token of each of these rows.
     """
 

@@ -39,7 +39,7 @@ CANDIDATES = 32
 LEAST_CHANCE = 0.05
 """Minimum estimate of a node that is extended: a level costs about this share of a small target's pass."""
 FORCED_TOKENS = 16
-"""Maximum tokens after those that the target has scored, forced by a grammar. The head extends them from its own states."""
+"""Maximum tokens after those that the target has scored, forced by a grammar; the head extends them from its states."""
 
 FloatArray = npt.NDArray[np.float64]
 

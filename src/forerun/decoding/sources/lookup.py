@@ -20,15 +20,8 @@ from forerun.decoding.source import Limit, Source
 
 @dataclass(frozen=True)
 class LookupConfig:
-    """How far to look back and to draft.
-
-    Attributes:
-        max_ngram: longest suffix looked up, in tokens; shorter ones follow if it is new.
-        branch_length: maximum draft length.
-
-    Raises:
-        ValueError: for a value below 1.
-    """
+    """Limits of a lookup, in tokens: the longest suffix (shorter ones follow if it is new) and the draft length. Raises
+    ``ValueError`` for a value below 1."""
 
     max_ngram: int = 3
     branch_length: int = 10
@@ -42,10 +35,9 @@ class LookupConfig:
 class Lookup(Source):
     """Drafts a chain: what followed the most recent occurrence of the longest suffix that occurred before.
 
-    ``transformers`` copies from the first occurrence; the most recent one needs one position per n-gram and drafts
-    better. In replays, tokens per step rose from 1.48 to 1.49 on MT-bench, 1.25 to 1.27 on HumanEval and 1.32 to 1.36
-    on GSM8K. In repetitive output the copy runs into itself, as in LZ77, so a cycle of any period is drafted to full
-    length.
+    ``transformers`` copies from the first occurrence; the most recent one drafts better. In replays, tokens per step
+    rose from 1.48 to 1.49 on MT-bench, 1.25 to 1.27 on HumanEval and 1.32 to 1.36 on GSM8K. In repetitive output the
+    copy runs into itself, as in LZ77, so a cycle of any period is drafted to full length.
     """
 
     def __init__(self, config: LookupConfig | None = None) -> None:

@@ -46,7 +46,6 @@ class TableSizes(NamedTuple):
     """The size of a pass.
 
     Attributes:
-        tile: queries per tile.
         own: maximum keys that only one token sees.
         wanted: tokens with logits.
         splits: of the longest scan.
@@ -65,8 +64,8 @@ class TableSizes(NamedTuple):
 
     @property
     def merging(self) -> bool:
-        """Whether one program runs and merges all splits of a tile, so that no states are stored: if the tiles keep
-        half of all programs busy."""
+        """Whether one program runs and merges all splits of a tile, without storing states: if tiles keep half of all
+        programs busy."""
         return 2 * self.tiles >= self.programs
 
     @property
@@ -142,10 +141,9 @@ class PassTables:
     def fill(self, batch: PassDescription, spare: torch.Tensor | None = None, ids: torch.Tensor | None = None) -> None:
         """Describe a pass.
 
-        Args:
-            spare: memory for a key and a value of the spare row, ``[2, width]``, if the tables are larger than the
-                pass; shared by all its tokens, heads and layers.
-            ids: token ids ``[n]`` on the device, replacing the pass's.
+        If the tables are larger than the pass, ``spare`` is memory for a key and a value of the spare row,
+        ``[2, width]``, shared by all its tokens, heads and layers. ``ids`` are token ids ``[n]`` on the device,
+        replacing the pass's.
         """
         size = batch.sizes
         if self._copied is not None:
@@ -239,7 +237,7 @@ def splits_of(length: int) -> int:
 
 
 def scan_programs(device: torch.device, kv_heads: int) -> int:
-    """Return the number of programs to spread a KV head's scan over. A CPU, which interprets them, counts as one
+    """Return over how many programs to spread a KV head's scan. A CPU, which interprets them, counts as one
     processor."""
     on_gpu = device.type == "cuda"
     processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1

@@ -2,10 +2,8 @@
 
 As in ``kernels/recurrent``, they go token by token. Columns of a state are independent, so a program holds some columns
 of one head's state in registers for all tokens. A token's sum depends only on its ancestors, and the order of sums only
-on the layer, so its bits are the same in every pass.
-
-``tl.sum``'s order depends on Triton's data layout, and that on what it knows of a kernel's arguments. So it is told
-nothing of their alignment, and a sequence begins with a state of zeros: each layer has one kernel, and one order.
+on the layer, so its bits are the same in every pass: ``tl.sum``'s order depends on what Triton knows of a kernel's
+arguments, so it is told nothing of their alignment, and a sequence begins with a state of zeros.
 """
 
 from __future__ import annotations
@@ -62,7 +60,6 @@ def _convolve(
     x, weights, bias, parents, out, first, CHANNELS: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr,
     GPU_CONVOLUTION_CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Convolve some channels of one token."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * GPU_CONVOLUTION_CHANNELS + tl.arange(0, GPU_CONVOLUTION_CHANNELS)
     inside, source = at < CHANNELS, row + first
@@ -87,7 +84,6 @@ def _run_states(
     GATES: tl.constexpr, DELTA: tl.constexpr, NORMALISE: tl.constexpr, WIDE: tl.constexpr,
     GPU_STATE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Run some columns of one head's state over all tokens."""
     head, columns = tl.program_id(0), tl.program_id(1) * GPU_STATE_COLUMNS + tl.arange(0, GPU_STATE_COLUMNS)
     number, key_head = tl.arange(0, WIDE), head // (HEADS // KEY_HEADS)
     real, shown = number < DIM, columns < OUT_DIM

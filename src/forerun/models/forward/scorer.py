@@ -114,8 +114,6 @@ AttentionInterface.register(ATTENTION_NAME, attention)
 
 @dataclass(frozen=True)
 class _Inside:
-    """This thread's answers for configurations, by their ids."""
-
     configs: frozenset[int]
     names: Mapping[str, str | None]
 
@@ -124,8 +122,6 @@ _inside: ContextVar[_Inside | None] = ContextVar("inside", default=None)
 
 
 class _Answer:
-    """A configuration's attribute whose value in a thread inside a pass is that pass's."""
-
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -146,8 +142,6 @@ _ANSWERED = ("_attn_implementation_internal", "_experts_implementation_internal"
 
 
 class _Answers:
-    """A context in which configurations answer per thread."""
-
     def __init__(self) -> None:
         self._lock, self._users = threading.Lock(), 0
 
@@ -346,13 +340,9 @@ class Scorer:
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Run ``score``, and return the hidden states of some layers, too.
 
-        Args:
-            layers: indices into transformers' ``hidden_states``: 0 for the embeddings, i for the output of layer i; the
-                last one is after the final norm.
-
-        Returns:
-            Each row's logits; and each row's states at all tokens of its block, layers side by side,
-            ``[len(block), len(layers) * hidden]``. Without layers there are no states.
+        ``layers`` index transformers' ``hidden_states``: 0 for the embeddings, i for the output of layer i; the last
+        one is after the final norm. A row's states are those at all tokens of its block, layers side by side,
+        ``[len(block), len(layers) * hidden]``. Without layers there are none.
         """
         self.best = None
         with present(self.device):
