@@ -286,7 +286,7 @@ def test_the_planner_is_told_what_the_middle_levels_pass_reads() -> None:
 
 def test_a_draft_model_that_knows_more_tokens_is_refused() -> None:
     setup = Setup(LongContextConfig(tiny("llama")), MockScorer(TARGET), default_runtime())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^the draft model knows 48 tokens and the target 3: their tokenizers differ"):
+    with pytest.raises(ValueError, match=r"^the draft model has 48 tokens and the target 3: their tokenizers differ"):
         build("streaming", setup)
 
 

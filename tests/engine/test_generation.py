@@ -415,7 +415,7 @@ def test_an_engine_drafts_from_texts_it_was_warmed_with_in_their_namespace_only(
     same, other = (engine.generate(PROMPT, namespace=name, **options) for name in ("a", "b"))
     assert same.generated == other.generated
     assert same.stats[0].steps < other.stats[0].steps
-    with pytest.raises(ValueError, match="keeps nothing from earlier texts"):
+    with pytest.raises(ValueError, match="keeps no earlier outputs"):
         forerun.Engine(MODEL, "lookup").warm([PROMPT])
 
 

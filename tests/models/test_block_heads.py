@@ -221,7 +221,7 @@ def nested(**entries: Any) -> Callable[[Path], Any]:
 WRONG: dict[str, tuple[Make, Callable[[Path], Any], str]] = {
     "dflash, a tensor less": (dflash, without("layers.1.mlp.up_proj.weight"), "lacks the tensor layers.1.mlp.up"),
     "dflash, another shape": (dflash, saying(intermediate_size=44), "mlp.gate_proj.*40.*44"),
-    "dflash, another width": (dflash, saying(hidden_size=64), "64 numbers, and the target has 32"),
+    "dflash, another width": (dflash, saying(hidden_size=64), "hidden size 64, and the target's is 32"),
     "dflash, no mask": (dflash, nested(mask_token_id=None), "mask_token_id is None"),
     "dflash, no block": (dflash, saying(block_size=1), "block_size is 1"),
     "dflash, a layer that there is not": (dflash, nested(target_layer_ids=[0, 2]), "the target has 2 layers"),

@@ -147,7 +147,7 @@ def test_the_command_line_says_so_in_one_line_on_stderr(exact: Path) -> None:
     assert result.exit_code == 0, result.stderr
     first, *others = result.stderr.splitlines()
     assert first == f"{exact}: the weights (F32) are dequantised to float32"
-    assert all(line.startswith("drafting is being compiled, once") for line in others)
+    assert all(line.startswith("compiling the trie, once") for line in others)
 
 
 # --- refused

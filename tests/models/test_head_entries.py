@@ -45,10 +45,10 @@ def test_a_layers_whole_configuration_is_known(kind: str, tmp_path: Path) -> Non
 
 
 UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
-    "a new entry": ({"gate_hidden_states": False}, "gate_hidden_states is False .* no such entry"),
+    "a new entry": ({"gate_hidden_states": False}, "gate_hidden_states is False .* no known entry"),
     "quantised weights": ({"quantization_config": {"bits": 4}}, "quantization_config is"),
-    "biases of the MLP": ({"mlp_bias": True}, "mlp_bias is True .* with False only"),
-    "a scale of logits": ({"logit_scale": 0.5}, "logit_scale is 0.5 .* with 1.0 only"),
+    "biases of the MLP": ({"mlp_bias": True}, "mlp_bias is True .* only False"),
+    "a scale of logits": ({"logit_scale": 0.5}, "logit_scale is 0.5 .* only 1.0"),
     "a part of the rotary dimensions": ({"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25"),
     "that part inside": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
                          "partial_rotary_factor is 0.5 in rope_parameters"),

@@ -158,7 +158,7 @@ def test_a_target_without_heads_is_refused(tmp_path: Path) -> None:
 
 WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no configuration": (lambda f: (f / "config.json").unlink(), "config.json cannot be read"),
-    "another model": (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), "no head that is known"),
+    "another model": (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), "no known head"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "no .safetensors file"),
     "damaged weights": (lambda f: (f / "model.safetensors").write_bytes(b"nothing"), "cannot be read"),
     "a tensor less": (lambda f: weights(f, lambda w: w.pop("fc.weight")), "lacks the tensor fc.weight"),
@@ -166,7 +166,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a wrong map": (lambda f: weights(f, lambda w: w["d2t"].add_(99)), "d2t.* outside of the vocabulary"),
     "another shape": (lambda f: change(f, lambda c: c.update(intermediate_size=44)), r"gate_proj.*40.*44"),
     "another vocabulary": (lambda f: change(f, lambda c: c.update(vocab_size=49)), "49 tokens, and the target has 48"),
-    "another width": (lambda f: change(f, lambda c: c.update(target_hidden_size=64)), "64 numbers, and .* 32"),
+    "another width": (lambda f: change(f, lambda c: c.update(target_hidden_size=64)), "hidden size 64, and .* 32"),
     "no size": (lambda f: change(f, lambda c: c.pop("hidden_size")), "hidden_size is None"),
     "more layers": (lambda f: change(f, lambda c: c.update(num_hidden_layers=2)), "num_hidden_layers is 2"),
     "a layer that there is not": (

@@ -204,16 +204,16 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"experts\.down_proj of shape \[3, 32, 16\]; the configuration says \[4, 32, 16\]"),
     "an expert without its gate": (
         lambda f: apart(f, lambda w: w.pop(f"{EXPERT}.2.gate_proj.weight")),
-        r"experts\.gate_up_proj cannot be put together"),
+        r"experts\.gate_up_proj cannot be assembled"),
     "scales of a quantised layer": (
         lambda f: weights(f, lambda w: w.update({"mtp.layers.0.self_attn.k_proj.weight_scale_inv": torch.ones(1)})),
         r"unknown tensor, mtp\.layers\.0\.self_attn\.k_proj\.weight_scale_inv"),
     "embeddings of its own": (
         lambda f: weights(f, lambda w: w.update({"mtp.embed_tokens.weight": torch.ones(1)})),
-        r"not known: mtp\.embed_tokens"),
+        r"has an unknown tensor: mtp\.embed_tokens"),
     "a second layer": (
         lambda f: weights(f, lambda w: w.update({"mtp.layers.1.input_layernorm.weight": torch.ones(1)})),
-        r"not known: mtp\.layers\.1\."),
+        r"has an unknown tensor: mtp\.layers\.1\."),
     "no tensors": (lambda f: (f / "mtp.safetensors").unlink(), r"states an MTP layer, and .* has no tensors mtp\.\*"),
     "two layers": (lambda f: change(f, mtp_num_hidden_layers=2), "mtp_num_hidden_layers is 2"),
     "dedicated embeddings": (
@@ -253,7 +253,7 @@ def test_a_gguf_layer_that_does_not_fit_is_refused(dtype: str, tmp_path: Path) -
 
     write(file, "qwen35", "F32")
     model, _ = load(str(file), dtype)
-    with pytest.raises(ValueError, match="has no heads for further tokens"):
+    with pytest.raises(ValueError, match="has no MTP layers"):
         MtpHead().bind(Scorer(model))
     refused("eh_proj", **{"mtp.fc.weight": None})
     refused(r"blk\.4|mlp\.up_proj", **{"mtp.layers.0.mlp.up_proj.weight": None})

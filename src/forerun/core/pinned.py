@@ -1,4 +1,4 @@
-"""Host memory that a GPU copies from without the CPU, and small tensors brought to another device without waiting."""
+"""Pinned host memory, and small tensors copied to a device without waiting."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from functools import cache
 import torch
 
 EXACT_FROM_MB = 64
-"""Pinned memory of more megabytes is taken as it is, and given back at once. Torch rounds other sizes up to powers of
-two, and keeps them for later."""
+"""Above this size, pinned memory is allocated exactly and freed at once. Torch rounds smaller sizes up to powers of
+two, and caches them."""
 REGISTERING_THREADS = 8
-"""Threads that touch the pages of pinned memory before they are locked: torch's maximum is 128, one page after the
-other takes about a second for 1 GiB."""
+"""Threads that touch pages of pinned memory before they are locked, torch's maximum being 128: one thread needs about a
+second per GiB."""
 
 
 def brought(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """A CPU tensor on a device. Nothing waits: memory that is not pinned would be copied only once all earlier work of
-    the device is done."""
+    """Copy a CPU tensor to a device without waiting. Without pinned memory, a copy would wait for all earlier work of
+    the device."""
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 def pinned(size: int) -> torch.Tensor:
-    """Pinned memory of ``size`` bytes; it takes ``pinned_size``."""
+    """Allocate pinned memory of ``size`` bytes, which occupies ``pinned_size``."""
     _set_up()
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 def pinned_size(size: int) -> int:
-    """The bytes that pinned memory of ``size`` bytes really takes."""
+    """Return the bytes that pinned memory of ``size`` bytes really occupies."""
     exact = _set_up() and size > EXACT_FROM_MB << 20
     return size if exact or not size else 1 << (size - 1).bit_length()
 
 
 @cache
 def _set_up() -> bool:
-    """Let torch pin large memory exactly and by several threads; false for a torch that cannot."""
+    """Let torch pin large memory exactly and by several threads. Returns whether it can."""
     settings = {
         "pinned_max_round_threshold_mb": EXACT_FROM_MB, "pinned_max_cached_size_mb": EXACT_FROM_MB,
         "pinned_use_cuda_host_register": True, "pinned_num_register_threads": REGISTERING_THREADS,

@@ -1,11 +1,9 @@
-"""Choices from logits that do not lie on a CPU, in one transfer.
+"""Choices from logits on another device than a CPU, in one transfer.
 
-Reading a value from another device waits until the device has done all its work. So the choices at all nodes of a tree
-are made there, whether a walk will come by or not, and read together, for all rows at once. Where a sampler
-needs the ids before a choice (penalties, grammars), the logits are brought to the CPU in one piece, and walked there.
-A sampler with processors that may hold something on the model's device chooses there, node by node.
-
-On a CPU nothing of this happens.
+Reading a value from another device waits until it has done all its work. So the device makes the choices at all nodes
+of a tree, needed or not, and one transfer reads those of all rows. If a sampler needs ids before a choice (penalties,
+grammars), the logits are copied to the CPU in one piece. A sampler with processors that may hold tensors on the model's
+device chooses there, node by node. On a CPU none of this happens.
 """
 
 from __future__ import annotations
@@ -30,28 +28,27 @@ from forerun.core.tree import DraftTree, IntArray
 log = logging.getLogger(__name__)
 
 NOISE_ROWS = 16
-"""Rows of logits that have noise and scores in float64 at the same time: 8 bytes a token each."""
+"""Rows of logits with noise and scores in float64 at a time: 8 bytes per token each."""
 
 
 def elsewhere(tensor: torch.Tensor) -> bool:
-    """Whether reading a value of it is a transfer."""
+    """Return whether reading a value of it is a transfer."""
     return tensor.device.type != "cpu"
 
 
 def present(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which a GPU is this thread's present one, where kernels that are not torch's own run."""
+    """Make a GPU this thread's current device, for kernels that are not torch's."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def settle(device: torch.device) -> None:
-    """Wait until a device has done its work, so that a clock can be read. Streams that copy beside the present
-    one go on. Nothing to do on a CPU."""
+    """Wait for a device's current stream, so that a clock can be read. Copies on other streams go on."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def adjoined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tensors of one shape but for their first dimension, one after the other. Nothing is copied if they lie so."""
+    """Concatenate tensors along their first dimension; adjacent ones are not copied."""
     first, end = tensors[0], tensors[0].data_ptr()
     if len(tensors) == 1:
         return first
@@ -63,12 +60,11 @@ def adjoined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def carried(vectors: Sequence[torch.Tensor]) -> list[IntArray]:
-    """Int64 vectors of one device, brought to the CPU in one transfer."""
+    """Copy int64 vectors of one device to the CPU in one transfer."""
     return _parted(adjoined(vectors).cpu().numpy(), [vector.shape[0] for vector in vectors]) if vectors else []
 
 
 def _parted(array: IntArray, counts: Sequence[int]) -> list[IntArray]:
-    """The first rows of an array, and so on."""
     return [array[end - count : end] for end, count in zip(accumulate(counts), counts, strict=True)]
 
 
@@ -76,12 +72,12 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def best_of(logits: torch.Tensor) -> int:
-    """The best token of logits ``[V]``."""
+    """Return the best token of logits ``[V]``."""
     return int(best_of_rows(logits))
 
 
 def best_of_rows(logits: torch.Tensor) -> torch.Tensor:
-    """The best tokens of logits ``[..., V]``; as transformers has it, in float32 at most."""
+    """Return the best tokens of logits ``[..., V]``, compared in float32 at most, as in transformers."""
     return (logits.float() if logits.dtype == torch.float64 else logits).argmax(-1)
 
 
@@ -93,14 +89,14 @@ class BestTokens(NamedTuple):
 
 
 class RowChoices(NamedTuple):
-    """What one transfer brings of a row.
+    """A row's part of a transfer.
 
     Attributes:
-        choices: the result of ``foretell``; None for a row on a CPU, one whose sampler needs more than logits, and one
-            that failed here. It will fail again when it is verified, alone.
-        best: the best tokens at the root and at each node; None if none were wanted, or the row is on a CPU.
-        chances: the model's probability of each token in ``choices``, before any processor; None unless wanted, or if
-            a chain is tested by rejection.
+        choices: the result of ``foretell``; None on a CPU, for a sampler that needs more than logits, and after an
+            error, which verification raises again for this row alone.
+        best: the best tokens at the root and each node; None if not requested, or on a CPU.
+        chances: the model's probability of each token in ``choices``, before any processor; None unless requested, or
+            if a chain is tested by rejection.
     """
 
     choices: IntArray | None = None
@@ -116,14 +112,13 @@ def foresee(
     chances: bool = False,
     known: torch.Tensor | None = None,
 ) -> list[RowChoices]:
-    """Everything that a step needs of each row's logits, in one transfer for all of them. What all rows need is found
-    at once, in rows of logits that lie one below the other.
+    """Fetch what a step needs of each row's logits, in one transfer. What all rows need is computed at once, over
+    adjacent logits.
 
     Args:
-        trees, requests: of the rows.
         logits: of each row, ``[n + 1, V]``; anything else for a row without logits.
-        best: number of best tokens that are wanted of each row of logits.
-        chances: whether the choices' probabilities are wanted.
+        best: number of best tokens to fetch per row of logits; ``chances``: whether to fetch the choices'
+            probabilities.
         known: the best token of each row of these logits, int64 ``[m]``, if the pass found it.
     """
     away = {n: own for n, own in enumerate(logits) if isinstance(own, torch.Tensor) and elsewhere(own)}
@@ -156,7 +151,7 @@ def foresee(
 def _vectors(
     tree: DraftTree, logits: torch.Tensor, request: Request, best: torch.Tensor | None, chances: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parts of a row's own transfer by their names, as int64 vectors; numbers as the bits of float64. ``best`` has
+    """Yield a row's private parts of the transfer by name, as int64 vectors; floats as the bits of float64. ``best``:
     the best token of each row of logits."""
     if not request.sampler.rowwise:
         return
@@ -180,10 +175,8 @@ def _choices(parts: Mapping[str, IntArray]) -> RowChoices:
 
 
 def foretell(tree: DraftTree, logits: torch.Tensor, request: Request) -> torch.Tensor:
-    """Every choice that a walk may need, made on the logits' device: an int64 vector. Nothing waits for the device.
-
-    For a chain that is tested by rejection see ``Trial``. Otherwise the tokens chosen at the root and at each node.
-    """
+    """Make every choice that verification may need, on the logits' device without waiting: an int64 vector of the
+    tokens chosen at the root and at each node. For a chain tested by rejection, see ``Trial``."""
     q = tested(tree, request)
     if q is not None:
         return _trial(tree, q, logits, request)
@@ -197,13 +190,8 @@ def foretell(tree: DraftTree, logits: torch.Tensor, request: Request) -> torch.T
 
 
 def tested(tree: DraftTree, request: Request) -> torch.Tensor | None:
-    """The ``q`` of a chain that is tested by rejection.
-
-    A draft model may know none of the tokens that a processor leaves. Then its softmax is not a number, and here 0.
-
-    Raises:
-        ValueError: if ``q`` comes with a tree that is not a chain under rejection sampling.
-    """
+    """Return the ``q`` of a chain to be tested by rejection, 0 for NaN: a processor may leave none of a draft model's
+    tokens. Raises ``ValueError`` for a tree that branches."""
     if request.sampler.method != "rejection" or tree.q is None:
         return None
     if not tree.is_chain:
@@ -213,13 +201,9 @@ def tested(tree: DraftTree, request: Request) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class Trial:
-    """A chain's test by rejection. A vector from ``foretell`` has the same parts, in this order.
-
-    Attributes:
-        p, q: probabilities of each token by the target and the draft, float64 ``[n]``; in a vector their bits.
-        residuals: the token that comes in place of each node's, if that is rejected, ``[n]``.
-        last: the token after the chain, if all of it is accepted, ``[1]``.
-    """
+    """A chain's test by rejection, and the parts of a vector from ``foretell``, in this order: each token's probability
+    by the target and the draft, float64 ``[n]`` (in a vector their bits); the tokens that replace rejected ones,
+    ``[n]``; and the token after a fully accepted chain, ``[1]``."""
 
     p: list[float]
     q: list[float]
@@ -228,20 +212,20 @@ class Trial:
 
     @classmethod
     def of(cls, vector: IntArray) -> Trial:
-        """From a vector."""
+        """Split a vector from ``foretell``."""
         p, q, residuals, last = np.split(vector, np.arange(1, 4) * (len(vector) // 3))
         return cls(p.view(np.float64).tolist(), q.view(np.float64).tolist(), residuals.tolist(), int(last[0]))
 
     def chances(self, node: int, token: int) -> tuple[float, float]:
-        """``p`` and ``q`` of a node's token."""
+        """Return ``p`` and ``q`` of a node's token."""
         return self.p[node], self.q[node]
 
     def residual(self, node: int) -> int:
-        """The token that comes in place of a node's."""
+        """Return the token that replaces a node's."""
         return self.residuals[node]
 
     def after(self) -> int:
-        """The token after the chain."""
+        """Return the token after the chain."""
         return self.last
 
 

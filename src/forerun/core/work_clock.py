@@ -1,4 +1,4 @@
-"""A thread's clock for the cost of passes, which stops during one-time work, such as recording a graph."""
+"""A thread's clock for the cost of passes, which stops during one-time work such as a recording."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def work_seconds() -> float:
 
 @contextmanager
 def made_once() -> Iterator[None]:
-    """Stop this thread's clock."""
+    """Stop this thread's clock in this context."""
     began = time.perf_counter()
     try:
         yield

@@ -1,1 +1,1 @@
-"""One step for every level: propose, score, verify, commit, learn; and the sources that propose."""
+"""The decoding step (propose, score, verify, commit, learn), and the sources that propose drafts."""

@@ -1,4 +1,5 @@
-"""How sources are asked: a cheap one first, a costly one where the first is not confident; and one that fails rests."""
+"""Collect proposals: from a cheap source, then from a costly one where the first is not confident. A source that raises
+drafts nothing more for that request."""
 
 from __future__ import annotations
 
@@ -20,11 +21,8 @@ TINY = 1e-12
 
 
 class Failed(RowState):
-    """The state of a source that failed for a row: it rests until the row ends.
-
-    Args:
-        state: what it had kept of the row.
-    """
+    """Marks a source that failed for a row, so that it drafts nothing more there; holds the source's state until the
+    row ends."""
 
     def __init__(self, state: Any) -> None:
         self._state = state
@@ -35,21 +33,22 @@ class Failed(RowState):
 
 
 def works(source: Source, row: Row) -> bool:
-    """Whether a source has not failed for a row."""
+    """Return whether a source has not failed for a row."""
     return not isinstance(row.states.get(source), Failed)
 
 
 def _rest(source: Source, row: Row, error: Exception) -> None:
-    log.warning("%s failed for request %d and rests until it ends: %r", type(source).__name__, row.request.id, error)
+    log.warning(
+        "%s failed for request %d and drafts nothing more for it: %r", type(source).__name__, row.request.id, error
+    )
     row.states[source] = Failed(row.states.get(source))
 
 
 def propose(source: Source, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
-    """Ask a source for one tree for each row. Where it fails, each row is asked for alone, and those for which it fails
-    again get no drafts from it any more: an error in drafting ends no text.
+    """Return one tree per row. If the source raises, retry row by row, and drop it for the rows where it raises again.
 
     Raises:
-        TypeError: if it returns anything but one ``DraftTree`` for each row.
+        TypeError: if it returns anything but one ``DraftTree`` per row.
     """
     trees = [DraftTree.empty()] * len(rows)
     live = [number for number, row in enumerate(rows) if works(source, row)]
@@ -78,7 +77,7 @@ def _attempt(source: Source, rows: Sequence[Row], limits: Sequence[Limit]) -> Se
 
 
 def read(source: Source, row: Row, tokens: int) -> bool:
-    """Let a source read a piece of a row's prompt; whether nothing is left."""
+    """Let a source process a piece of a row's prompt. Returns whether it is done with the prompt."""
     if not works(source, row):
         return True
     try:
@@ -91,7 +90,7 @@ def read(source: Source, row: Row, tokens: int) -> bool:
 
 
 def learn(source: Source, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
-    """Let a source learn from a step, for the rows for which it works."""
+    """Update a source after a step, for the rows where it has not failed."""
     live = [number for number, row in enumerate(rows) if works(source, row)]
     if not live:
         return
@@ -112,15 +111,8 @@ def merge(
     confident: float,
     choose: Callable[[dict[int, DraftTree]], Sequence[int]] = list,
 ) -> list[DraftTree]:
-    """Add a costly source's drafts to trees.
-
-    Args:
-        trees: of the rows, from a cheap source.
-        costly: a small model, or a trained head.
-        rows, limits: of the pass.
-        confident: accepted nodes expected of a tree from which on the costly source is not asked.
-        choose: of the rows with trees that are not confident, those for which it is asked.
-    """
+    """Add a costly source's drafts, for rows whose trees expect fewer than ``confident`` accepted nodes. ``choose``
+    picks among these rows."""
     unsure = choose({row: tree for row, tree in enumerate(trees) if tree.expected < confident})
     if unsure:
         beside = [limits[row]._replace(beside=trees[row]) for row in unsure]
@@ -131,10 +123,10 @@ def merge(
 
 
 def merged_estimates(first: DraftTree, second: DraftTree, budget: int) -> DraftTree:
-    """The likeliest nodes of two trees, of which each has the greater estimate given its parent.
+    """Merge two trees into the ``budget`` likeliest nodes. A node in both keeps its higher conditional probability.
 
-    Where both estimate a node, the one that is surer is more often right: a trie where a text repeats what was said, a
-    head elsewhere. A tree with ``q`` is worth more alone, and one without estimates comes first.
+    The more confident source is usually accepted: a trie where the request repeats itself, a head elsewhere. A tree
+    with ``q`` is worth more alone and is not merged; a tree without estimates comes first.
     """
     if first.q is not None or not len(second):
         return first

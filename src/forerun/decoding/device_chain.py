@@ -1,8 +1,5 @@
-"""Chains whose tokens stay on the device until the last of them is chosen: one transfer for all of them.
-
-A level without sources decodes one token a pass. Nothing of the next pass depends on the token but its id, so that can
-go from pass to pass on the device, while the CPU describes passes ahead of it.
-"""
+"""Draft chains on the device, with one transfer for all tokens. The next pass depends only on the last token's id,
+which stays on the device while the CPU prepares further passes."""
 
 from __future__ import annotations
 
@@ -20,19 +17,14 @@ from forerun.decoding.row import Row
 from forerun.models.forward.scorer import Scorer
 
 TOKENS_BEFORE_A_LOOK = 3
-"""Tokens of a chain that may end early between two transfers: TriForce's inner chains are as long. A pass of a small
-model costs as much as some transfers, and up to two are in vain."""
+"""Tokens between transfers of a chain that may end early; TriForce's inner chains have this length. A small model's
+pass costs as much as a few transfers, and at most two passes are wasted."""
 UNKNOWN = np.zeros(1, np.int64)
 
 
 class ChainPiece(NamedTuple):
-    """What a piece of a chain brought of a row.
-
-    Attributes:
-        tokens: that were chosen.
-        chances: the model's probability of each before any processor, if they were wanted.
-        q: the distribution that each was drawn from, ``[V]``, if the sampler tests by rejection.
-    """
+    """A row's part of a drafted chain: tokens, optionally the model's probability of each before any processor, and
+    under rejection sampling the distribution ``q`` that each was drawn from, ``[V]``."""
 
     tokens: list[int]
     chances: list[float]
@@ -40,24 +32,18 @@ class ChainPiece(NamedTuple):
 
 
 def fits(model: Scorer, requests: Sequence[Request]) -> bool:
-    """Whether a model's tokens can be chosen on the device for all of these requests."""
+    """Return whether the device can choose all these requests' tokens."""
     return model.by_tables and all(request.sampler.rowwise for request in requests)
 
 
 @torch.inference_mode()
 def draft(model: Scorer, rows: Sequence[Row], count: int, chances: bool) -> list[ChainPiece]:
-    """Choose ``count`` tokens for each row. The caches hold all of them but the last; the requests do not change.
-
-    Args:
-        model: one that ``fits``.
-        rows: of a level without sources.
-        count: of tokens.
-        chances: whether their probabilities are wanted.
-    """
+    """Choose ``count`` tokens for each row of a level without sources; ``chances``: return probabilities, too. The
+    caches end up with all tokens but the last; the requests do not change."""
     requests, caches = [row.request for row in rows], [row.cache for row in rows]
     blocks = [row.block(DraftTree.empty()) for row in rows]
-    chosen: list[torch.Tensor] = []  # of each pass, [rows]
-    found: list[list[torch.Tensor]] = []  # probabilities of each pass and row, [1]
+    chosen: list[torch.Tensor] = []  # [rows] per pass
+    found: list[list[torch.Tensor]] = []  # [1] per pass and row
     q: list[list[torch.Tensor]] = [[] for _ in rows]
     for turn in range(count):
         logits = model.score(blocks, caches)
@@ -78,7 +64,8 @@ def _choices(
     logits: Sequence[torch.Tensor], requests: Sequence[Request], turn: int, q: list[list[torch.Tensor]],
     best: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Each row's token by logits ``[1, V]``, ``turn`` tokens after its text; ``q`` gets what it was drawn from."""
+    """Choose each row's token from logits ``[1, V]``, ``turn`` tokens after the request; append distributions to
+    ``q``."""
     if all(request.sampler.takes_best for request in requests):
         return best_of_rows(torch.cat(list(logits))) if best is None else best
     chosen = []
@@ -91,7 +78,6 @@ def _choices(
 
 
 def _pieces(tokens: IntArray, chances: Sequence[IntArray], q: list[list[torch.Tensor]]) -> Iterator[ChainPiece]:
-    """Each row's piece, given tokens ``[count, rows]`` and the bits of as many probabilities, if there are any."""
     bits = [each.view(np.float64).reshape(tokens.shape) for each in chances]
     for row, own in enumerate(q):
         yield ChainPiece(tokens[:, row].tolist(), bits[0][:, row].tolist() if bits else [], own)

@@ -1,11 +1,10 @@
-"""A level: a model over a cache, and a planner over sources. Its step is propose, score, verify, commit, learn.
+"""A level: a model over a cache, and a planner over sources. One step is propose, score, verify, commit, learn.
 
-The engine's target is a level; so is each level below it, since *a verifier over a drafter is itself a drafter*
-(TriForce, section 4): a level proposes a chain by taking steps with forks of the rows until the chain is long enough.
-Its tokens are distributed exactly as if its model had drawn them one by one, whatever its sources proposed. So ``q``
-for the level above is its model's own distribution. (The authors' code hands on a distribution that its tokens were not
-drawn from after a rejection.) A small model alone is a level without sources. Plain decoding is a step with an empty
-tree."""
+The engine's target is a level, and so is each level below it, since *a verifier over a drafter is itself a drafter*
+(TriForce, section 4): it drafts a chain by taking steps with forks of the rows. Its tokens are distributed as if its
+model had drawn them one by one, so ``q`` for the level above is the model's own distribution. (The authors' code passes
+on another one after a rejection.) A small model alone is a level without sources.
+"""
 
 from __future__ import annotations
 
@@ -40,35 +39,33 @@ from forerun.policy.pass_shape import PassShape
 log = logging.getLogger(__name__)
 
 RETRY_STEPS = 256
-"""Steps until a pass over all rows is tried again after one has failed."""
+"""Steps before a pass over all rows is tried again after one failed."""
 UNLIMITED = 1 << 30
-"""More tokens than any draft has."""
 
 CacheFactory = Callable[[Scorer, FullCache], Cache]
-"""Makes a level's cache for a row, from the level's model and the target's cache of that row."""
+"""Makes a row's cache from the level's model and the target's cache of the row."""
 
 
 class RowScores(NamedTuple):
-    """A row's logits, and hidden states of its block's tokens, if a source wants them."""
+    """A row's logits, and hidden states of its block's tokens if a source needs them."""
 
     logits: torch.Tensor
     states: torch.Tensor | None
 
 
 Scored = RowScores | Exception
-"""What a pass gave for a row, or why there is nothing."""
+"""A pass's result for a row, or its error."""
 
 
 @dataclass
 class PassLimit:
-    """Maximum rows per pass after one over all of them failed for which no row is to blame: for want of memory, as a
-    rule."""
+    """Maximum rows per pass after a pass over all rows failed though none fails alone, usually for lack of memory."""
 
     rows: int | None = None
     steps: int = 0
 
     def now(self, rows: int) -> int:
-        """The rows of the next pass. After ``RETRY_STEPS`` all have a pass together again."""
+        """Return the number of rows of the next pass; after ``RETRY_STEPS`` it is all of them again."""
         self.steps -= 1
         if self.rows is None or self.steps < 0:
             self.rows = None
@@ -76,7 +73,7 @@ class PassLimit:
         return self.rows
 
     def lower(self, rows: int) -> None:
-        """A pass over so many rows has failed, and none alone."""
+        """Halve the limit after a pass over ``rows`` rows failed."""
         self.rows, self.steps = max(1, rows // 2), RETRY_STEPS
 
 
@@ -84,18 +81,16 @@ class Level(Source):
     """Takes steps with rows; as a source, proposes what its steps commit.
 
     Args:
-        model: scores the trees.
-        planner: proposes them.
-        cache: makes the cache of a row of a lower level; None for the engine's own, whose rows bring theirs.
-        nodes: maximum number of nodes of the trees that a lower level verifies.
-        chain: tokens of a lower level's chain.
-        helper: whether the model is another one than the target's, so that it always has something to add.
+        cache: makes a row's cache at a lower level; None for the engine's level, whose rows bring theirs.
+        nodes: maximum nodes of the trees that a lower level verifies.
+        chain: draft length of a lower level.
+        helper: whether the model differs from the target, so that it can always contribute.
         beyond: tokens of a request before which nothing is drafted over the cache.
-        reads: how many of a row's cached tokens a pass over the cache reads.
-        clock: gives the planner's seconds; statistics are of the wall's clock.
+        reads: how many of a row's cached tokens a pass reads.
+        clock: measures the planner's seconds; statistics use the wall clock.
 
     Raises:
-        ValueError: for a ``chain`` under 1.
+        ValueError: for ``nodes`` under 0 or a ``chain`` under 1.
     """
 
     def __init__(
@@ -125,7 +120,7 @@ class Level(Source):
 
     @property
     def makes_none(self) -> bool:
-        """Whether its rows bring their caches: it is an engine's own level."""
+        """Whether rows bring their caches: true at the engine's level."""
         return self._make is None
 
     # the step
@@ -138,16 +133,15 @@ class Level(Source):
         reading: Sequence[tuple[Row, Block]] = (),
         closed: bool = True,
     ) -> tuple[list[Outcome | None], StepTimes]:
-        """Take one step: a pass for every row, over its draft or a chunk of its prompt.
+        """Take one step: a pass in which each row verifies its draft or prefills a chunk of its prompt.
 
         Args:
-            rows: rows that decode.
-            budgets: maximum number of nodes of each one's tree, without the tokens that a grammar forces.
-            reading: rows that read a chunk of their prompt, each with the block.
-            closed: whether no rows will come in the place of those that end.
+            budgets: maximum nodes of each row's tree, without tokens that a grammar forces.
+            reading: rows in prefill, with their blocks.
+            closed: whether no further rows will join.
 
         Returns:
-            The outcome of each row that decodes, None for one that failed; and what the parts of the step took.
+            Each decoding row's outcome, None if it failed; and the seconds of the step's parts.
         """
         began, shown = self._clock(), time.perf_counter()
         forced = [self._forced(row, budget) for row, budget in zip(rows, budgets, strict=True)]
@@ -167,7 +161,7 @@ class Level(Source):
         return outcomes, StepTimes(*shown_times)
 
     def _forced(self, row: Row, budget: int) -> list[int]:
-        """Tokens that the row's grammar forces. Plain decoding drafts nothing, so it leaves them out."""
+        """Return tokens that the row's grammar forces; plain decoding drafts nothing, not even these."""
         return row.request.forced(min(budget, row.wants - 1)) if self.planner.own else []
 
     def _plan(
@@ -178,8 +172,8 @@ class Level(Source):
         reading: Sequence[tuple[Row, Block]],
         closed: bool,
     ) -> tuple[list[DraftTree], bool]:
-        """The trees to score: forced tokens, and under the last of them what the planner drafts, as if they were part
-        of the text already. And whether it drafts nothing."""
+        """Return the trees to score (forced tokens, then the planner's draft), and whether the planner drafts
+        nothing."""
         trees = [DraftTree.empty()] * len(rows)
         texts = [row.followed_by(chain) if chain else row for row, chain in zip(rows, forced, strict=True)]
         drafted = [n for n, row in enumerate(texts) if row.request.drafts and row.request.finish_reason is None]
@@ -206,7 +200,6 @@ class Level(Source):
         beside: int,
         closed: bool,
     ) -> PassShape:
-        """The size of the pass; ``texts`` end with forced tokens."""
         pending = [len(row.request) - row.cache.length for row in texts]
         left = [row.wants - len(chain) * (not row.settled) for row, chain in zip(texts, forced, strict=True)]
         cached = [self._reads(len(row.request) - tokens) for row, tokens in zip(texts, pending, strict=True)]
@@ -224,9 +217,8 @@ class Level(Source):
         )
 
     def _score(self, rows: Sequence[Row], blocks: Sequence[Block]) -> Sequence[Scored]:
-        """Logits of each row; on a GPU they may be still to come. A pass that fails leaves no trace. Then each row has
-        a pass of its own, and those that fail again are the ones to blame. At a lower level only drafts
-        fail."""
+        """Score all rows; on a GPU the results may be pending. If a pass fails, each row gets its own pass, and only
+        rows that fail again end. At a lower level only drafts fail."""
         most = self.limit.now(len(rows))
         parts = [slice(first, first + most) for first in range(0, len(rows), most)]
         if len(parts) > 1:
@@ -246,7 +238,7 @@ class Level(Source):
                 raise
             if len(rows) == 1:
                 return [error]
-            log.warning("a pass over %d rows failed (%s); each of them has its own now", len(rows), error)
+            log.warning("a pass over %d rows failed (%s); retrying row by row", len(rows), error)
         scored = [self._pass([row], [block])[0] for row, block in zip(rows, blocks, strict=True)]
         if not any(isinstance(each, Exception) for each in scored):
             self.limit.lower(len(rows))
@@ -255,13 +247,13 @@ class Level(Source):
     def _choices(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scored: Sequence[Scored], rests: bool
     ) -> Sequence[RowChoices]:
-        """What verification and the sources need of the pass, once it is done: one transfer for all rows that decode.
-        If nothing is brought, this waits for the pass, so that a clock can be read."""
+        """Fetch what verification and the sources need of the pass, in one transfer. Without one, wait for the pass, so
+        that timings are right."""
         logits = [each.logits if isinstance(each, RowScores) else None for each in scored]
         best = self.wants.best if rows and rows[0].settled and not rests else 0
         chances = any(isinstance(row, TrialRow) and row.least > 0 for row in rows)
         counts, known = [0 if each is None else each.shape[0] for each in logits], self.model.best
-        if known is not None:  # of the last pass, which may have been over some of the rows
+        if known is not None:  # of the last pass, which may have scored only some of the rows
             known = known[: sum(counts[: len(rows)])] if known.shape[0] == sum(counts) else None
         choices = foresee(trees, logits[: len(rows)], [row.request for row in rows], best, chances, known)
         if all(each.choices is None and each.best is None for each in choices) and logits[-1] is not None:
@@ -269,7 +261,7 @@ class Level(Source):
         return choices
 
     def _verify(self, row: Row, block: Block, scored: Scored, choices: RowChoices) -> Outcome | None:
-        """Verify a row's tree and commit what is accepted. An error ends this row alone (at a lower level: its
+        """Verify a row's tree and commit what is accepted. An error ends only this row (at a lower level: its
         draft)."""
         try:
             if isinstance(scored, Exception):
@@ -287,7 +279,7 @@ class Level(Source):
             return None
 
     def _take_in(self, row: Row, block: Block, scored: Scored) -> Outcome | None:
-        """Keep a chunk of a prompt. An error ends this row alone."""
+        """Commit a chunk of a prompt. An error ends only this row."""
         try:
             if isinstance(scored, Exception):
                 raise scored
@@ -305,8 +297,8 @@ class Level(Source):
         forced: Sequence[Sequence[int]],
         seconds: StepTimes,
     ) -> None:
-        """Let the planner and the sources learn, each from the tree under the forced tokens. Chunks of prompts are for
-        sources that want hidden states."""
+        """Update the planner and sources, without forced tokens. Only sources that need hidden states get chunks of
+        prompts."""
         chains = [*forced, *[()] * (len(rows) - len(forced))]
         known = [
             (row, _after(outcome, len(chain)) if outcome is not None and chain else outcome)
@@ -326,10 +318,10 @@ class Level(Source):
         self.model.warm_up(self.wants.states if self.makes_none else ())
         self.planner.warm_up()
         if self._make is not None:
-            self._make(self.model, FullCache())  # a model's first one finds out how its positions rotate
+            self._make(self.model, FullCache())  # a model's first cache determines how positions rotate
 
     def begin(self, row: Row) -> None:
-        """Begin with a row of the engine's own: all sources keep a state of it."""
+        """Start a row of the engine's level, and its state in each source."""
         row.open(self.planner.sources)
         row.states[self.planner] = self.planner.open(row)
 
@@ -339,13 +331,13 @@ class Level(Source):
         return TrialRow(row.request, row.cache, row.states, upper=row, reading=reading)
 
     def needs(self, tokens: int) -> int:
-        """Maximum bytes of the cache of a row with ``tokens`` tokens, and of recurrent states that it forks."""
+        """Return the maximum bytes of a row's cache for ``tokens`` tokens, and of the recurrent states that it
+        forks."""
         if self._make is None:
             return 0
         return self._make(self.model, FullCache()).needs(self.model.kv, tokens) + self.model.kv.state_bytes
 
     def read(self, row: Row, tokens: int) -> bool:
-        """Make the row's cache, and read a piece of the prompt into it: a sparse view looks at what the target read."""
         own: TrialRow = row.states[self]
         if not own.prepared:
             assert self._make is not None
@@ -363,11 +355,9 @@ class Level(Source):
         return True
 
     def _prepare(self, own: TrialRow, request: Request, tokens: int) -> bool:
-        """Let a view get ready for its first choice, piece by piece, make it, and make a pass that is thrown away.
-
-        The choice costs as much as many passes, and the first pass touches memory and writes programs. All that belongs
-        to reading the prompt, or to the step that ends it. It would spoil the first time of a draft that is measured.
-        """
+        """Prepare a sparse view piece by piece, select its first tokens, and run a pass whose result is discarded. The
+        selection costs as much as many passes, and a first pass touches memory and compiles: here, neither spoils the
+        first measured draft."""
         cache = own.cache
         if cache.settled or not cache.ready or cache.whole:
             return True
@@ -380,11 +370,8 @@ class Level(Source):
         return True
 
     def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
-        """Draft a chain for each row; they share the passes of every level.
-
-        While the cache of the target's own model holds all of a text, this level could only do what the one above it
-        does: its sources' trees go up at once then.
-        """
+        """Draft a chain for each row; the rows share passes at every level. While the cache holds all of a request, a
+        level over the target's own model would only repeat the level above, so it passes on its sources' trees."""
         own: list[TrialRow] = [row.states[self] for row in rows]
         direct = [n for n, each in enumerate(own) if self._adds_nothing(each)]
         chains = [n for n in range(len(rows)) if n not in direct]
@@ -399,25 +386,22 @@ class Level(Source):
         return [trees[n] for n in range(len(rows))]
 
     def _adds_nothing(self, own: TrialRow) -> bool:
-        """Whether the level could only do for a row what the one above it does."""
         return bool(self.planner.own) and not self.helper and own.prepared and own.cache.whole
 
     def _start(self, own: TrialRow, row: Row, limit: Limit) -> None:
-        """Begin with a chain that follows a row's text."""
         request = row.request
         length = min(self.chain, limit.nodes, row.wants - 1)
         own.start(request, min(length, self._room(own, request)) if length > 0 else 0, limit.least)
         if self.planner.own:
             own.request.stats = request.stats.inner()
-        else:  # its draws are what the level above tests
+        else:  # a level without sources draws what the level above tests
             sampler = own.request.sampler
             own.request.sampler = replace(sampler, salt=sampler.draft_salt())
         if own.missing > 0:
             own.follow()
 
     def _extend(self, rows: Sequence[TrialRow]) -> None:
-        """Take a step with rows whose chains are not long enough, or some at once where their tokens can stay on the
-        device meanwhile."""
+        """Take a step with rows whose chains are too short, or several at once where tokens can stay on the device."""
         if not self.planner.own and device_chain.fits(self.model, [row.request for row in rows]):
             self._extend_on_device(rows)
             return
@@ -431,7 +415,6 @@ class Level(Source):
                 row.stop_if_unlikely(probabilities(row.request, outcome), self._confidence)
 
     def _extend_on_device(self, rows: Sequence[TrialRow]) -> None:
-        """Draft a piece of each row's chain, with one transfer."""
         began, early = time.perf_counter(), any(row.least > 0 for row in rows)
         most = device_chain.TOKENS_BEFORE_A_LOOK if early else UNLIMITED
         pieces = device_chain.draft(self.model, rows, min(most, *(row.missing for row in rows)), early)
@@ -441,10 +424,8 @@ class Level(Source):
             row.request.stats.add_seconds(0.0, seconds, 0.0)
 
     def _room(self, own: TrialRow, request: Request) -> int:
-        """Number of tokens that can be drafted after the text at the cost of decoding passes.
-
-        None before the prompt has been read, and none after a token that the model's vocabulary lacks.
-        """
+        """Return how many tokens can be drafted at the cost of decoding passes: none before the prompt is prefilled,
+        and none after a token outside the model's vocabulary."""
         if not own.prepared:
             return 0
         cache, source = own.cache, own.cache.source
@@ -455,15 +436,15 @@ class Level(Source):
         return self._room_after(request.tokens[own.first :], len(request)) if ready else 0
 
     def _room_after(self, tokens: IntArray, length: int | None = None) -> int:
-        """How many tokens the model can draft after ``tokens``, the end of a text of ``length`` tokens (by default all
-        of it); 0 if it cannot read them."""
+        """Return how many tokens the model can draft after ``tokens``, which end a request of ``length`` tokens (by
+        default all of it); 0 if one is outside its vocabulary."""
         if int(tokens.max()) >= self.model.vocabulary:
             return 0
         limit = self.model.limit
         return UNLIMITED if limit is None else max(0, limit + 1 - (len(tokens) if length is None else length))
 
     def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
-        """Let a sparse cache choose anew by the target's last queries, and learn how sure of its chains to be."""
+        """Reselect the sparse cache's tokens by the target's last queries, and calibrate confidence in chains."""
         for row, outcome in zip(rows, outcomes, strict=True):
             own: TrialRow = row.states[self]
             if not own.prepared or not outcome.verdict.tokens:
@@ -482,16 +463,14 @@ class Level(Source):
 
 @dataclass(eq=False, kw_only=True)
 class TrialRow(Row):
-    """A row of a lower level, which follows a row of the target's by itself. Its tokens are on trial.
+    """A row of a lower level, which follows one of the target's (``upper``). Its tokens are tentative.
 
     Attributes:
-        upper: the target's row.
-        reading: tokens that were read into the cache from the prompt's last token on.
-        prepared: whether it has a cache of its own.
-        length: of the chain under way, in tokens.
-        least: chance of being accepted at which a chain ends.
-        tokens, origins, q: of the chain.
-        probabilities: that the model gave to its tokens, if it may end early.
+        reading: tokens in the cache, from the prompt's last one on.
+        prepared: whether it has its cache.
+        length: draft length.
+        least: probability of full acceptance at which a chain ends.
+        probabilities: of the chain's tokens under the model, if it may end early.
     """
 
     upper: Row = field(repr=False)
@@ -507,16 +486,16 @@ class TrialRow(Row):
     settled = False
 
     def close(self) -> None:
-        """Nothing: the states belong to the target's row."""
+        """Do nothing: the target's row closes the states."""
 
     @property
     def first(self) -> int:
-        """Place of the prompt's last token, the first that no prompt's pass reads."""
+        """Position of the prompt's last token, which no prefill pass scores."""
         return self.upper.request.prompt_length - 1
 
     @property
     def missing(self) -> int:
-        """Tokens of the chain still wanted."""
+        """Tokens of the chain still to draft."""
         return self.length - len(self.tokens)
 
     @property
@@ -524,12 +503,11 @@ class TrialRow(Row):
         return self.missing
 
     def start(self, request: Request, length: int, least: float) -> None:
-        """Begin with a chain of up to ``length`` tokens after a text."""
         self.request, self.length, self.least, self._alive = request.fork(), length, least, 1.0
         self.tokens, self.origins, self.q, self.probabilities = [], [], [], []
 
     def follow(self) -> None:
-        """Drop speculative tokens that were not committed. The last token is always read again."""
+        """Drop uncommitted tokens from the cache. The last token is always scored again."""
         cache = self.cache
         if cache.source is not None:
             cache.sync()
@@ -546,7 +524,7 @@ class TrialRow(Row):
         self.reading[place : place + len(kept)] = kept
 
     def extend(self, outcome: Outcome, before: Request | None) -> None:
-        """Add what a step committed; ``before`` is a fork from before it, if ``q`` is wanted."""
+        """Add what a step committed; ``before`` is a fork from before it, if ``q`` is needed."""
         if before is not None:
             self.q += distributions(outcome, before)
         self.tokens += outcome.verdict.tokens
@@ -555,7 +533,7 @@ class TrialRow(Row):
             self.length = 0
 
     def take_piece(self, piece: ChainPiece, confidence: ChainConfidence) -> None:
-        """Add tokens that the cache holds already, but for the last one, as far as the chain goes."""
+        """Add tokens that the cache holds already, except for the last, up to the draft length."""
         first = self.first
         held = self.cache.length - first
         known = np.concatenate((self.request.tokens[first:], np.array(piece.tokens[:-1], np.int64)))
@@ -573,7 +551,7 @@ class TrialRow(Row):
                 self.stop_if_unlikely(piece.chances[place : place + 1], confidence)
 
     def stop_if_unlikely(self, probabilities: Sequence[float], confidence: ChainConfidence) -> None:
-        """End the chain if it is too unlikely that all of it is accepted."""
+        """End the chain if full acceptance is too unlikely."""
         self.probabilities += probabilities
         for probability in probabilities:
             self._alive *= confidence.chance(probability)
@@ -581,13 +559,12 @@ class TrialRow(Row):
             self.length = 0
 
     def tree(self, own: Origin) -> DraftTree:
-        """The chain; ``own`` is the origin of tokens that the level's model chose itself."""
+        """Return the chain; ``own`` is the origin of tokens that the level's model chose."""
         origins = np.array([origin or own for origin in self.origins], np.int8)
         return DraftTree.chain(self.tokens, torch.stack(self.q) if self.q else None, origins)
 
 
 def _kept(states: torch.Tensor | None, block: Block, path: Sequence[int]) -> torch.Tensor | None:
-    """Hidden states of a block's pending tokens and of the accepted nodes."""
     if states is None:
         return None
     pending = len(block.pending)
@@ -597,7 +574,6 @@ def _kept(states: torch.Tensor | None, block: Block, path: Sequence[int]) -> tor
 
 
 def _after(outcome: Outcome, chain: int) -> Outcome:
-    """The outcome of the tree under a chain of ``chain`` nodes."""
     verdict = outcome.verdict
     path = [node - chain for node in verdict.path[chain:]]
     best = outcome.best
@@ -607,8 +583,7 @@ def _after(outcome: Outcome, chain: int) -> Outcome:
 
 
 def probabilities(request: Request, outcome: Outcome) -> list[float]:
-    """A model's probability of each token that a pass committed, before any processor. They are there already if they
-    came with the choices."""
+    """Return a model's probability of each token that a pass committed, before any processor."""
     tokens = outcome.verdict.tokens
     rows = [0, *(node + 1 for node in outcome.verdict.path)][: len(tokens)]
     if outcome.chances is not None:
@@ -619,7 +594,7 @@ def probabilities(request: Request, outcome: Outcome) -> list[float]:
 
 
 def distributions(outcome: Outcome, before: Request) -> list[torch.Tensor]:
-    """The distribution that each token of a verdict was drawn from, ``[V]``; ``before`` is a fork from before it."""
+    """Return the distribution that each token was drawn from, ``[V]``; ``before`` is a fork from before the step."""
     drawn_from, verdict = [], outcome.verdict
     for row, token in zip([0, *(node + 1 for node in verdict.path)], verdict.tokens, strict=False):
         drawn_from.append(before.scores(outcome.logits[row]).double().softmax(-1))

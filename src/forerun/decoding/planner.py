@@ -1,4 +1,4 @@
-"""Decides what a level's step drafts: everything that its sources propose, or what pays."""
+"""Decide what a level's step drafts: everything that its sources propose, or only what pays."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from forerun.policy.gains import AcceptanceRate
 from forerun.policy.pass_shape import PassShape
 
 UNSURE = float("inf")
-"""Accepted nodes expected of a tree from which on a costly source is not asked: here it is always asked."""
+"""Default confidence at which a tree needs no costly source: none, so that source always drafts."""
 
 
 GAIN_WEIGHT = 0.2
-"""Weight of the last step in what a row gained per step lately: a passage of some steps."""
+"""Weight of the last step in a row's recent tokens per step: averages over a handful of steps."""
 
 
 class StepTimes(NamedTuple):
-    """What the parts of a step took: planning it, its pass, and verifying and committing."""
+    """Seconds of planning, of the pass, and of verifying and committing."""
 
     planning: float
     scoring: float
@@ -39,13 +39,12 @@ class StepTimes(NamedTuple):
 
 
 class Planner:
-    """Scores all that its sources propose.
+    """Scores everything that its sources propose.
 
     Args:
-        trees: a source that costs little.
-        costly: one that is asked for rows where the first is not confident; a head, or a small model.
-        chains: one that takes passes of a model for each token; without ``trees``, the only one.
-        confident: accepted nodes expected of a tree from which on ``costly`` is not asked.
+        trees: a cheap source.
+        costly: a head or small model, for rows where ``trees`` expects fewer than ``confident`` accepted nodes.
+        chains: a source that needs a model pass per token; used only where there are no ``trees``.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Planner:
         self.trees, self.costly, self.chains, self.confident = trees, costly, chains, confident
         self.own = [source for source in (trees, costly, chains) if source is not None]
         self.sources = list(dict.fromkeys(each for source in self.own for each in source.walk()))
-        """All sources, those of lower levels among them, each once."""
+        """All sources, including those of lower levels, without duplicates."""
         self.wants = Wants(
             max((source.wants.best for source in self.sources), default=0),
             next((source.wants.states for source in self.sources if source.wants.states), ()),
@@ -66,7 +65,7 @@ class Planner:
 
     @contextmanager
     def watched_by(self, source: Source) -> Iterator[None]:
-        """Let a source learn from all that is committed meanwhile, though it is never asked."""
+        """Let a source learn from everything committed meanwhile, without proposing."""
         self.sources.append(source)
         try:
             yield
@@ -77,21 +76,21 @@ class Planner:
         """Compile or measure what planning needs, so that no request waits for it."""
 
     def open(self, row: Row) -> Any:
-        """Begin with a row; see ``Source.open``."""
+        """Start a row; see ``Source.open``."""
 
     def read(self, row: Row, tokens: int) -> bool:
-        """Let the sources read a piece of a row's prompt; whether nothing is left."""
+        """Let the sources process a piece of a prompt. Returns whether all are done."""
         unread = [source for source in self.own if not asking.read(source, row, tokens)]
         return not unread
 
     def plan(self, rows: Sequence[Row], shape: PassShape) -> list[DraftTree] | None:
-        """Draft for the rows of a pass; None if nothing is drafted."""
+        """Return each row's draft; None for none."""
         if not self.own:
             return None
         return self.draft(rows, [Limit(nodes) for nodes in shape.budgets])
 
     def draft(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
-        """Ask the cheap source, and the costly one where that is not confident; without these, the chains."""
+        """Draft with the cheap source, helped by the costly one where needed; without a cheap one, draft chains."""
         first = self.trees or self.chains
         trees = asking.propose(first, rows, limits) if first is not None else [DraftTree.empty()] * len(rows)
         if self.costly is not None:
@@ -100,7 +99,7 @@ class Planner:
         return trees
 
     def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome | None], seconds: StepTimes) -> None:
-        """Let the sources learn what the target committed. At a lower level nothing is settled yet."""
+        """Update the sources. Tokens of a lower level are tentative and teach nothing."""
         known = [(row, outcome) for row, outcome in zip(rows, outcomes, strict=True) if outcome and row.settled]
         if known:
             for source in self.sources:
@@ -109,17 +108,12 @@ class Planner:
 
 @dataclass(slots=True)
 class _RowPlan(RowState):
-    """What an ``AdaptivePlanner`` keeps of a row.
+    """An ``AdaptivePlanner``'s state of a row.
 
     Attributes:
-        planner: whose live rows are counted.
-        rate: of its chains.
-        gain: tokens that it got per step lately.
-        unread: whether its prompt was not begun to be read for chains.
-        ready: whether it is read for them.
-        due: the text's length at which it is found out anew whether reading pays, in tokens.
-        pays: whether that was expected.
-        seconds: that reading took.
+        unread, ready: whether preparing the prompt for chains has not started, or is finished.
+        due: length of the request at which to reconsider whether preparing pays; ``pays``: the last answer.
+        seconds: spent on preparing.
     """
 
     planner: AdaptivePlanner
@@ -139,8 +133,6 @@ class _RowPlan(RowState):
 
 @dataclass(slots=True)
 class _PlannedStep:
-    """A step under way: what was decided for which rows, and when."""
-
     decision: Decision
     rows: Sequence[Row]
     states: Sequence[_RowPlan]
@@ -148,13 +140,9 @@ class _PlannedStep:
 
 @dataclass(slots=True)
 class _Rest:
-    """A decision to draft nothing, which stands for some steps.
+    """A decision to draft nothing, which holds for ``left`` more steps after ``steps`` so far.
 
-    Attributes:
-        plan: the decision.
-        left: steps for which it still stands.
-        steps: for which it stood.
-        deciding, passed: seconds in which that was found out, and of these steps' passes.
+    ``deciding`` and ``passed`` are seconds spent on checking that it holds, and on these steps' passes.
     """
 
     plan: _PlannedStep
@@ -165,17 +153,13 @@ class _Rest:
 
 
 class AdaptivePlanner(Planner):
-    """Scores what pays, by measured costs; see ``policy.choice``.
+    """Scores what pays by measured costs; see ``policy.choice``.
 
     Args:
-        runtime: its clock, and its way to measure what passes cost.
-        model: whose passes verify what is drafted.
-        trees, costly, chains, confident: see ``Planner``.
-        longest: maximum length of a chain, in tokens.
-        beyond: cached tokens of a row before which no chains are drafted.
-        stops_early: whether chains end by themselves where a token is not worth its cost.
-        draft: first guess of what the chains' passes cost.
-        small: the small model among the chains' levels, if there is one.
+        longest: maximum draft length of a chain.
+        beyond: cached tokens that a row needs before chains are drafted.
+        stops_early: whether chains end where a token is not worth its cost.
+        draft, small: first guess of what the chains' passes cost, and the small model among their levels, if any.
     """
 
     def __init__(
@@ -206,9 +190,9 @@ class AdaptivePlanner(Planner):
         self._under_way: _PlannedStep | None = None
         self._rest: _Rest | None = None
         self._resting = False  # in the step under way
-        self._fresh = True  # no step was taken since there were no rows
+        self._fresh = True  # no step since there were no rows
         self.live = 0
-        """Rows that are open."""
+        """Open rows."""
         self._opened = 0
 
     def warm_up(self) -> None:
@@ -217,13 +201,12 @@ class AdaptivePlanner(Planner):
 
     @property
     def choice(self) -> Choice:
-        """The decisions, and what they go by."""
+        """The decision maker, created when first needed."""
         if not self._measured:
             self._choose()
         return self._choice
 
     def _choose(self) -> None:
-        """Measure passes, and start anew from what that says."""
         self._measured = [self._runtime.costs(model) for model in self._models]
         target, *small = self._measured
         draft = self._draft
@@ -245,7 +228,7 @@ class AdaptivePlanner(Planner):
     # reading prompts
 
     def read(self, row: Row, tokens: int) -> bool:
-        """Let the cheap sources read, and the chains if that is expected to pay."""
+        """Let the cheap sources process the prompt, and prepare it for chains if that is expected to pay."""
         state: _RowPlan = row.states[self]
         cheap = [source for source in (self.trees, self.costly) if source is not None]
         unread = [source for source in cheap if not asking.read(source, row, tokens)]
@@ -258,8 +241,8 @@ class AdaptivePlanner(Planner):
         return self._read_on(row, state, tokens)
 
     def _may_read(self, row: Row, state: _RowPlan) -> bool:
-        """Whether to read a row for chains. That is found out when ``READ_BLOCK`` tokens more are there; for a short
-        request, whose cache takes a single pass, when its answer has doubled."""
+        """Decide whether to prepare a row for chains, anew every ``READ_BLOCK`` tokens; for a short request, whose
+        cache needs a single pass, whenever its answer has doubled."""
         short = _is_short(row)
         if not state.unread or self.trees is None:
             return True
@@ -273,7 +256,6 @@ class AdaptivePlanner(Planner):
         return Prompt(len(row.request), row.request.prompt_length, row.wants, _is_short(row))
 
     def _read_on(self, row: Row, state: _RowPlan, tokens: int) -> bool:
-        """Read a piece of a prompt for chains; whether nothing is left."""
         assert self.chains is not None
         state.unread, began = False, self._clock()
         state.ready = asking.read(self.chains, row, tokens)
@@ -283,7 +265,7 @@ class AdaptivePlanner(Planner):
         return state.ready
 
     def _chains_ready(self, rows: Sequence[Row], states: Sequence[_RowPlan]) -> bool:
-        """Whether chains can be drafted for all rows. A short one is read here, for the sake of others that are."""
+        """Return whether all rows can have chains. Short rows are prepared here if another row already is."""
         begun = not all(state.unread for state in states)
         allowed = [
             self._may_read(row, state) or (begun and _is_short(row)) for row, state in zip(rows, states, strict=True)
@@ -293,7 +275,7 @@ class AdaptivePlanner(Planner):
     # a step
 
     def plan(self, rows: Sequence[Row], shape: PassShape) -> list[DraftTree] | None:
-        """The best part of each tree, or chains, or nothing, whichever is worth most."""
+        """Return the best part of each tree, or chains, or None, whichever is worth most."""
         began = self._clock()
         self._resting = self._rest is not None and self._rests(self._rest, rows, shape)
         if self._rest is not None:
@@ -305,8 +287,8 @@ class AdaptivePlanner(Planner):
         return trees
 
     def _rests(self, rest: _Rest, rows: Sequence[Row], shape: PassShape) -> bool:
-        """Whether a decision to draft nothing still stands: for these rows, none of which promises more than then. If
-        not, it is booked."""
+        """Return whether the last decision to draft nothing still holds: for these rows, if none promises more. If not,
+        book it."""
         same = shape.decodes and [id(row.states) for row in rows] == [id(row.states) for row in rest.plan.rows]
         if same and rest.left and not shape.undrafted_left and self.trees is not None:
             kinds = self._choice.kinds(self.trees.promise(rows))
@@ -318,7 +300,7 @@ class AdaptivePlanner(Planner):
         return False
 
     def end_rest(self) -> None:
-        """Book the steps for which the last decision to draft nothing stood."""
+        """Book the steps that drafted nothing by the last decision."""
         rest, self._rest = self._rest, None
         if rest is not None and rest.steps:
             self._choice.rested(rest.plan.decision, rest.steps, rest.deciding, rest.passed)
@@ -341,7 +323,6 @@ class AdaptivePlanner(Planner):
         return trees
 
     def _trees(self, rows: Sequence[Row], decision: Decision) -> list[DraftTree] | None:
-        """What is worth scoring of the trees that are worth asking for; None if there are none."""
         if self.trees is None:
             return None
         asked = self._choice.ask(decision, self.trees.promise(rows))
@@ -365,7 +346,6 @@ class AdaptivePlanner(Planner):
     def _deepened(
         self, trees: list[DraftTree], rows: Sequence[Row], limits: Sequence[Limit], decision: Decision
     ) -> list[DraftTree]:
-        """Trees with those of the costly source, for the rows where it is worth asking."""
         assert self.costly is not None
         began, wide = self._clock(), [Limit(limit.nodes) for limit in limits]
         trees = asking.merge(
@@ -376,7 +356,6 @@ class AdaptivePlanner(Planner):
         return trees
 
     def _chains(self, rows: Sequence[Row], states: Sequence[_RowPlan], decision: Decision) -> list[DraftTree] | None:
-        """Chains, if they are worth more than the trees."""
         assert self.chains is not None
         most = min(self._longest, max(decision.shape.budgets), max(decision.shape.depths))
         if most < 1 or not self._chains_ready(rows, states):
@@ -413,7 +392,7 @@ class AdaptivePlanner(Planner):
         elif plan.decision.deeper:
             plan.decision.deepening += taught
         rates = [state.rate for state in plan.states]
-        passed = seconds.scoring + seconds.verifying  # without drafts both are there, too
+        passed = seconds.scoring + seconds.verifying  # without drafts, these are the plain pass
         tokens = self._choice.learn(plan.decision, own, rates, passed, taught)
         for state, got in zip(plan.states, tokens, strict=True):
             state.gain += GAIN_WEIGHT * (got - state.gain)
@@ -425,5 +404,5 @@ class AdaptivePlanner(Planner):
 
 
 def _is_short(row: Row) -> bool:
-    """Whether a row's cache for chains takes a single pass."""
+    """Return whether a row's cache for chains needs a single pass."""
     return len(row.request) <= READ_BLOCK

@@ -1,4 +1,4 @@
-"""From a name, as the command line takes it, to a level with its sources."""
+"""Build a level with its sources from a drafter's name."""
 
 from __future__ import annotations
 
@@ -29,32 +29,25 @@ if TYPE_CHECKING:
     from forerun.models.heads.head import Head
 
 TRIE_NODES = 16
-"""Maximum size of a trie's tree that the target verifies over its sparse cache."""
+"""Maximum nodes of a trie's tree that the target verifies over its sparse cache."""
 
 CONFIDENT_NODES = 4
-"""Accepted nodes expected of a trie's tree from which on a head is not asked: as many as a good head's tree gives."""
+"""Expected accepted nodes at which a trie's tree needs no head: a good head's tree yields as many."""
 
 HELPED = 0.1
-"""First guess of what it costs to draft a token over a sparse cache with the help of a small model or a trie; a pass of
-the target costs 1. It is low, so that drafting is tried, and then measured. A small model alone is measured at load."""
+"""First guess of the cost of drafting a token over a sparse cache with a small model's or trie's help, in target
+passes. Low, so that drafting is tried and then measured. A small model alone is measured at load."""
 
 
 SCANNED = 0.1
-"""Share of a cached token that choosing from short keys reads: 24 bytes where the key and the value of a head take 256
-in bfloat16 and 512 in float32. SmolLM2's drafting pass behind 16,000 tokens takes 0.63 of a plain one, as is guessed
-with it; without, 0.58 is. Halved and doubled, the guess is 0.60 and 0.67."""
+"""Share of a cached token that selection from short keys reads: 24 bytes, where a head's key and value have 256 in
+bfloat16 and 512 in float32. SmolLM2's drafting pass after 16,000 tokens costs 0.63 plain passes, as predicted (without
+this share: 0.58; half: 0.60; double: 0.67)."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a level is built with.
-
-    Attributes:
-        settings: of drafters for long contexts.
-        target: the engine's model.
-        runtime: measures what passes cost.
-        adaptive: whether what pays is scored, by measured costs; else all of each draft.
-    """
+    """What a level is built with; ``adaptive``: whether to score only what pays, rather than whole drafts."""
 
     settings: LongContextConfig
     target: Scorer
@@ -62,30 +55,25 @@ class Setup:
     adaptive: bool = True
 
     def planner(self, trees: Source | None = None, costly: Source | None = None, confident: float = UNSURE) -> Planner:
-        """A planner over sources that propose trees."""
+        """Make a planner over sources that propose trees."""
         if self.adaptive and trees is not None:
             return AdaptivePlanner(self.runtime, self.target, trees, costly, confident=confident)
         return Planner(trees, costly, confident=confident)
 
     def trie(self) -> TrieSource:
-        """A new trie."""
+        """Make a new trie."""
         lists = partial(self.runtime.static_lists, self.target)
         return TrieSource(waits=self.runtime.waits_for_code, lists=lists)
 
     def over(self, planner: Planner) -> Level:
-        """The engine's level."""
+        """Make the engine's level."""
         return Level(self.target, planner, clock=self.runtime.clock)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a level is built.
-
-    Attributes:
-        build: each time anew.
-        small: whether it needs a small model, ``LongContextConfig.draft_model``.
-        sparse: from settings, the sparse cache over which the target drafts, if it does.
-    """
+    """How to build a level; ``small``: whether it needs a small model; ``sparse``: makes the target's sparse cache, if
+    it drafts over one."""
 
     build: Callable[[Setup], Level]
     small: bool = False
@@ -93,11 +81,8 @@ class Recipe:
 
 
 def head_of(settings: LongContextConfig) -> Head | None:
-    """The trained head among the settings: an object, the folder of one, or ``mtp``.
-
-    Raises:
-        ValueError: if the folder holds none.
-    """
+    """Return the trained head among the settings: an object, loaded from a folder, or ``mtp``; None without one. Raises
+    ``ValueError`` for a folder that holds none."""
     given = settings.draft_model
     if not _is_head(given):
         return None
@@ -107,7 +92,7 @@ def head_of(settings: LongContextConfig) -> Head | None:
 
 
 def _is_head(given: Any) -> bool:
-    """Whether a ``draft_model`` is a trained head, or names one. Few users have one; theirs alone import its code."""
+    """Return whether a ``draft_model`` is or names a trained head. The code of heads is imported only then."""
     if given is None:
         return False
     from forerun.models.heads.head import Head
@@ -118,7 +103,7 @@ def _is_head(given: Any) -> bool:
 def _head_alone(setup: Setup, settings: LongContextConfig) -> Level:
     head = head_of(settings)
     if head is None:
-        raise ValueError("this drafter needs a trained head, draft_model, and there is none")
+        raise ValueError("this drafter needs a trained head; set draft_model")
     return setup.over(setup.planner(_head_source(head, setup)))
 
 
@@ -133,36 +118,31 @@ def _head_source(head: Head, setup: Setup) -> Source:
 
 
 def small_model(settings: LongContextConfig) -> Scorer:
-    """The small model.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Return the small model. Raises ``ValueError`` if there is none or it cannot draft."""
     if settings.draft_model is None:
-        raise ValueError("this drafter needs a small model, draft_model, and there is none; triforce-trie needs none")
+        raise ValueError("this drafter needs a small model; set draft_model, or use triforce-trie")
     if _is_head(settings.draft_model):
-        raise ValueError(f"draft_model is {settings.draft_model!r}, a head; this drafter needs a small model, loaded")
+        raise ValueError(
+            f"draft_model is {settings.draft_model!r}, a head; this drafter needs a small model that is loaded"
+        )
     if is_sharded(settings.draft_model):
-        raise ValueError("draft_model lies in several processes; load it whole, as rank 0 alone drafts")
+        raise ValueError("draft_model is sharded over several processes; load it unsharded, as only rank 0 drafts")
     scorer = gate.admit(settings.draft_model)
     if scorer.recurrent:
         raise ValueError(
-            "draft_model has recurrent layers, whose states a streaming cache cannot keep; give another one"
+            "draft_model has recurrent layers, whose states a streaming cache cannot keep; use another one"
         )
     return scorer
 
 
 def small_level(setup: Setup, gamma: int) -> Level:
-    """The small model over the first and last tokens, with chains of ``gamma`` tokens.
-
-    Raises:
-        ValueError: if it knows more tokens than the target.
-    """
+    """Make the level of the small model over a streaming cache, with draft length ``gamma``. Raises ``ValueError`` if
+    its vocabulary is larger than the target's."""
     scorer, target = small_model(setup.settings), setup.target
     if scorer.vocabulary > target.vocabulary:
         raise ValueError(
-            f"the draft model knows {scorer.vocabulary} tokens and the target {target.vocabulary}: "
-            "their tokenizers differ; the draft's vocabulary must equal the target's or be its beginning"
+            f"the draft model has {scorer.vocabulary} tokens and the target {target.vocabulary}: "
+            "their tokenizers differ; the draft's vocabulary must equal the target's or its first part"
         )
     return Level(
         scorer, Planner(), cache=small_cache(setup.settings), chain=gamma, helper=True, clock=setup.runtime.clock
@@ -170,17 +150,17 @@ def small_level(setup: Setup, gamma: int) -> Level:
 
 
 def small_cache(settings: LongContextConfig) -> CacheFactory:
-    """The small model's cache: StreamingLLM's, of ``LongContextConfig.window`` tokens."""
+    """Return the factory of the small model's cache, StreamingLLM's with ``LongContextConfig.window`` tokens."""
     return streaming_cache(settings, settings.window)
 
 
 def rollback_tokens(settings: LongContextConfig) -> int:
-    """Tokens that a level's cache must be able to take back: those that both levels draft in a step."""
+    """Return how many tokens a level's cache must be able to roll back: what both levels draft in a step."""
     return max(ROLLBACK_TOKENS, settings.gamma1 + settings.gamma2)
 
 
 def streaming_cache(settings: LongContextConfig, window: int) -> CacheFactory:
-    """StreamingLLM's cache: ``LongContextConfig.sinks`` first tokens, and the last ``window``."""
+    """Return the factory of StreamingLLM's cache: ``LongContextConfig.sinks`` first tokens and the last ``window``."""
     rotations: dict[Scorer, Rotation | None] = {}
 
     def make(scorer: Scorer, source: FullCache) -> StreamingCache:
@@ -209,7 +189,7 @@ SPARSE: dict[str, Callable[[LongContextConfig], CacheFactory]] = {
 
 
 def sparse_cache(settings: LongContextConfig) -> CacheFactory:
-    """The middle level's cache: the one that is set, or the faster one on the model's device."""
+    """Return the middle level's cache factory: as configured, or the faster one on the model's device."""
     makers = {name: make(settings) for name, make in SPARSE.items()}
 
     def made(scorer: Scorer, source: FullCache) -> Cache:
@@ -220,12 +200,13 @@ def sparse_cache(settings: LongContextConfig) -> CacheFactory:
 
 
 def reading(most: int, scanned: float = 0.0) -> Callable[[int], int]:
-    """How many of a row's cached tokens a pass reads: at most ``most``, and a share of the others to choose these."""
+    """Return how many cached tokens a pass reads: at most ``most``, plus the share ``scanned`` of the rest to select
+    them."""
     return lambda cached: min(cached, most) + int(scanned * max(cached - most, 0))
 
 
 def middle_level(setup: Setup, planner: Planner, nodes: int, beyond: int = 0) -> Level:
-    """The target over a sparse cache, which verifies trees of up to ``nodes`` nodes (TriForce's middle level)."""
+    """Make TriForce's middle level: the target over a sparse cache, verifying trees of up to ``nodes`` nodes."""
     settings = setup.settings
     return Level(
         setup.target,
@@ -240,10 +221,8 @@ def middle_level(setup: Setup, planner: Planner, nodes: int, beyond: int = 0) ->
 
 
 def _auto(setup: Setup) -> Level:
-    """All sources: a trie, a trained head, and the target over a sparse cache, for which these or a small model draft.
-
-    Without a small model, the sparse cache is of use beyond its own size only.
-    """
+    """Make the level with all sources: a trie, a trained head, and the target over a sparse cache, drafted for by these
+    or a small model. Without a small model, the sparse cache only helps beyond its own size."""
     settings, trie = setup.settings, setup.trie()
     head, budget = head_of(settings), settings.cache_budget
     costly = None if head is None else _head_source(head, setup)
@@ -274,13 +253,8 @@ def long_context(
     sparse: Callable[[LongContextConfig], CacheFactory] | None = None,
     small: bool = False,
 ) -> Recipe:
-    """For long contexts: drafts chains of at most ``gamma2`` tokens, and if the settings say so only as many as pay.
-
-    Args:
-        build: builds the level that drafts the chains.
-        sparse: the sparse cache over which the target drafts, if it does.
-        small: whether there is a small model.
-    """
+    """Make a recipe that drafts chains of at most ``gamma2`` tokens, only as many as pay if the settings say so. Its
+    level comes from ``build``; ``sparse`` and ``small`` as in ``Recipe``."""
 
     def paced(setup: Setup) -> Level:
         settings, chains = setup.settings, build(setup)
@@ -303,12 +277,13 @@ def long_context(
 
 
 def self_drafting(sparse: Callable[[LongContextConfig], CacheFactory]) -> Recipe:
-    """The target alone, over this cache."""
+    """Make the recipe of the target drafting alone over this cache."""
     return long_context(lambda setup: alone_over(setup, sparse(setup.settings)), sparse)
 
 
 def alone_over(setup: Setup, cache: CacheFactory, gamma: int | None = None) -> Level:
-    """The target over a sparse cache, which drafts chains of ``gamma`` tokens, by default ``gamma2``, by itself."""
+    """Make the level of the target over a sparse cache, drafting alone with draft length ``gamma``, by default
+    ``gamma2``."""
     chain = setup.settings.gamma2 if gamma is None else gamma
     return Level(setup.target, Planner(), cache=cache, chain=chain, clock=setup.runtime.clock)
 
@@ -337,9 +312,9 @@ RECIPES: dict[str, Recipe] = {
     "low-rank": self_drafting(_low_rank),
     "streaming": long_context(lambda setup: small_level(setup, setup.settings.gamma2), small=True),
 }
-"""``trie`` merges all it knows by probability; ``none`` is plain.
+"""``none`` is plain decoding; ``trie`` merges all contexts by probability.
 
-For long contexts: ``triforce`` is TriForce's hierarchy, ``triforce-trie`` has a trie in the small model's place, and
+For long contexts: ``triforce`` is TriForce's hierarchy; ``triforce-trie`` has a trie in place of the small model,
 ``triforce-auto`` both; ``low-rank`` is the target alone over their middle cache. From the paper: ``retrieval`` is
 TriForce without hierarchy, ``streaming`` the small model alone.
 """
@@ -347,26 +322,21 @@ HEAD_RECIPES: dict[str, Recipe] = {
     "head": Recipe(lambda setup: _head_alone(setup, setup.settings)),
     "mtp": Recipe(lambda setup: _head_alone(setup, replace(setup.settings, draft_model=MTP))),
 }
-"""Trained heads alone: ``head`` is that of the folder ``LongContextConfig.draft_model``, of the kind that it says;
-``mtp`` are those in the target's own checkpoint.
-"""
+"""Trained heads alone: ``head`` from the folder ``LongContextConfig.draft_model``, ``mtp`` from the target's
+checkpoint."""
 DRAFTERS = RECIPES | HEAD_RECIPES
 
 
 def trie_of(level: Level) -> Trie:
-    """The index that a level's sources learn in.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Return the trie of a level's sources. Raises ``ValueError`` if there is none."""
     for source in level.planner.sources:
         if isinstance(source, TrieSource):
             return source.trie
-    raise ValueError("this drafter keeps nothing from earlier texts: it has no trie")
+    raise ValueError("this drafter keeps no earlier outputs: it has no trie")
 
 
 def buildable(settings: LongContextConfig, recipes: Mapping[str, Recipe] = RECIPES) -> list[str]:
-    """Names of the drafters that these settings suffice for, without ``none``."""
+    """List the drafters that these settings suffice for, without ``none``."""
     head = _is_head(settings.draft_model)
     small = settings.draft_model is not None and not head
     names = [name for name, recipe in recipes.items() if name != "none" and (small or not recipe.small)]
@@ -374,20 +344,13 @@ def buildable(settings: LongContextConfig, recipes: Mapping[str, Recipe] = RECIP
 
 
 def check_drafter(name: str, recipes: Mapping[str, Recipe] = DRAFTERS) -> None:
-    """Refuse an unknown name.
-
-    Raises:
-        ValueError: listing the known ones.
-    """
+    """Raise ``ValueError`` for an unknown drafter, listing the known ones."""
     if name not in recipes:
         raise ValueError(f"drafter is {name!r}; known are {', '.join(recipes)}")
 
 
 def build(name: str, setup: Setup, recipes: Mapping[str, Recipe] = DRAFTERS) -> Level:
-    """The level of this name.
-
-    Raises:
-        ValueError: for an unknown name, listing the known ones, or settings that lack what it needs.
-    """
+    """Build the level of this drafter. Raises ``ValueError`` for an unknown name, or settings that lack what it
+    needs."""
     check_drafter(name, recipes)
     return recipes[name].build(setup)

@@ -1,4 +1,4 @@
-"""A source of drafts: the trie, a lookup, a trained head, or a level, which verifies what another source proposes."""
+"""The interface of sources of drafts. A level is one, too: it verifies another source's drafts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Limit(NamedTuple):
     """How much to draft for a row.
 
     Attributes:
-        nodes: maximum number of nodes.
-        least: least chance of being accepted at which a node can be worth its cost. A hint: other nodes are cut off.
-        beside: what another source has proposed for the row already.
+        nodes: maximum number.
+        least: acceptance probability under which a node cannot pay. A hint: such nodes are cut later.
+        beside: another source's proposal for the row.
     """
 
     nodes: int
@@ -26,11 +26,11 @@ class Limit(NamedTuple):
 
 
 class Wants(NamedTuple):
-    """What a source wants of the target's passes besides the tokens that they commit.
+    """What a source needs from the target's passes besides tokens.
 
     Attributes:
-        best: number of best tokens of each row of logits; see ``Outcome.best``.
-        states: layers whose hidden states it wants of every committed token; see ``Outcome.states``.
+        best: number of best tokens per row of logits; see ``Outcome.best``.
+        states: layers whose hidden states it needs; see ``Outcome.states``.
     """
 
     best: int = 0
@@ -38,60 +38,47 @@ class Wants(NamedTuple):
 
 
 class Source(ABC):
-    """Proposes the next tokens of rows. It can never change the output, only the speed.
+    """Proposes drafts. It changes only the speed, never the output.
 
-    A source serves all rows of an engine, and keeps what it knows of a row in the state that ``open`` returns, which it
-    finds in ``row.states[self]``. For each row, ``open`` is called once, ``read`` until nothing is left, then
-    ``propose`` and ``learn``; the state is closed however the row ends.
+    One source serves all rows of an engine. Its state of a row, which ``open`` returns, is in ``row.states[self]``. For
+    each row, ``open`` is called once, ``read`` until it returns True, then ``propose`` and ``learn``; finally the state
+    is closed.
 
-    A source may serve a lower level. Then ``propose`` gets rows whose last tokens are on trial (``row.settled`` is
-    false); ``learn`` gets only what the target committed. An error in a source ends nothing but its drafts for a row.
+    At a lower level, ``propose`` gets rows whose last tokens are tentative (``row.settled`` is false); ``learn`` only
+    gets what the target committed. A source that raises loses only its drafts for the row.
     """
 
     wants: Wants = Wants()
-    """What it wants of the target's passes."""
 
     def open(self, row: Row) -> Any:  # noqa: B027
-        """Begin with a row, whose prompt is known. Returns what is kept of it; a ``RowState`` if it is to be closed."""
+        """Start a row, whose prompt is known. Returns the row's state, a ``RowState`` if it must be closed."""
 
     def read(self, row: Row, tokens: int) -> bool:
-        """Read about ``tokens`` more tokens of the prompt, which the target has read into ``row.cache`` but for its
-        last block. The pieces are small, so that other rows do not wait long.
-
-        Returns:
-            Whether nothing is left.
-        """
+        """Process about ``tokens`` more prompt tokens and return whether the prompt is done. The target has prefilled
+        them, except for its last block. Pieces are small so that other rows do not wait long."""
         return True
 
     def promise(self, rows: Sequence[Row]) -> Sequence[int | None]:
-        """Tell what proposing is likely to give: the length of each row's longest suffix that was seen before, found in
-        far less time than a draft. None if the source cannot tell."""
+        """Predict cheaply how well drafts would do: the length of each row's longest suffix seen before; None if
+        unknown."""
         return [None] * len(rows)
 
     @abstractmethod
     def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> Sequence[DraftTree]:
-        """Draft for rows.
-
-        Args:
-            rows: a draft follows ``row.request.tokens``.
-            limits: of each row's draft.
-
-        Returns:
-            One tree for each row, with no more nodes than its limit and no deeper than ``request.max_draft_depth``; the
-            rest is cut off.
-        """
+        """Return one draft per row, to follow ``row.request.tokens``. Nodes beyond the limit or
+        ``request.max_draft_depth`` are cut off."""
 
     def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:  # noqa: B027
-        """Learn from a step of the target: ``request.tokens`` ends with ``outcome.verdict.tokens`` already. If the
-        source wants hidden states, it is called for chunks of prompts, too, which commit no tokens."""
+        """Update from a step of the target; ``request.tokens`` already ends with ``outcome.verdict.tokens``. A source
+        that needs hidden states also gets chunks of prompts, which commit no tokens."""
 
     def needs(self, tokens: int) -> int:
-        """Maximum bytes that a row of ``tokens`` tokens takes here, until it ends."""
+        """Return the maximum bytes held for a row of ``tokens`` tokens."""
         return 0
 
     def warm_up(self) -> None:  # noqa: B027
         """Compile or load what proposing needs, so that no request waits for it."""
 
     def walk(self) -> Iterator[Source]:
-        """This source, and those below it."""
+        """Iterate over this source and those below it."""
         yield self

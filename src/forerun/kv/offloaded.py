@@ -1,12 +1,12 @@
 """A full cache whose keys and values do not all fit on the device (TriForce, section 5.3: offloading).
 
-The first layers stay on the device, the others are in the host's memory, or in a file. A pass fetches them layer by
-layer, into two buffers in turn: while one layer is computed, the next one is prefetched. Only new rows are written
-back. The buffers are in text order, as a full cache is, so the bits of a pass are the same.
+The first layers stay on the device, the others are in host memory or a file. A pass fetches them layer by layer into
+two alternating buffers: while one layer is computed, the next is prefetched. Only new rows are written back. The
+buffers are in sequence order, as a full cache is, so a pass has the same bits.
 
-Copies run beside the computation, in the order in which they were requested. On a CPU a thread copies, piece by piece,
-and lets urgent copies pass between two pieces. On CUDA a copy stream does, and events order it with the stream that
-computes; nothing waits for the whole device (since its copies lie in one piece, not run on a GPU).
+Copies run in parallel with the computation, in the order of requests. On a CPU a thread copies piece by piece, and lets
+urgent copies pass in between. On CUDA a copy stream does, ordered with the computing stream by events; nothing waits
+for the whole device (not run on a GPU since copies became contiguous).
 """
 
 from __future__ import annotations
@@ -29,52 +29,37 @@ from forerun.kv.full_cache import FullCache
 from forerun.kv.shared_prefix import SharedPrefix
 
 COPY_PIECE_BYTES = 4 << 20
-"""Bytes that are copied without a break: 0.2 ms at 20 GB/s, the longest wait of an urgent copy."""
+"""Bytes copied without interruption: 0.2 ms at 20 GB/s, the longest wait of an urgent copy."""
 
 Parts = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Tensors ``[1, Hkv, m, d]`` to write, each with the one that is copied there."""
+"""Tensors ``[1, Hkv, m, d]`` to write, each with its source."""
 BUFFERS = 2
-"""Layers that are on the device besides those that stay: the one that is computed with, and the next."""
+"""Offloaded layers on the device at a time: the one being computed, and the next."""
 
 
 class OffloadError(OSError):
-    """Keys and values cannot be stored off the device, or cannot be copied to it."""
+    """Raised if keys and values cannot be stored off the device, or copied to it."""
 
 
 class PendingCopy(Protocol):
-    """A copy that was requested."""
+    """A requested copy. All methods raise ``OffloadError`` if it failed."""
 
     def wait(self) -> None:
-        """Let all later computation come after the copy.
-
-        Raises:
-            OffloadError: if it failed.
-        """
+        """Make all later computation wait for the copy."""
 
     def finish(self) -> None:
-        """Wait here until it has ended, for what the CPU reads.
-
-        Raises:
-            OffloadError: if it failed.
-        """
+        """Block until the copy has ended, so that the CPU can use it."""
 
     def done(self) -> bool:
-        """True if it has ended.
-
-        Raises:
-            OffloadError: if it failed.
-        """
+        """Return whether the copy has ended."""
 
 
 class CopyEngine:
-    """Copies between tiers, beside the computation.
-
-    Args:
-        device: that computes.
-        bandwidth: bytes a second that copies on a CPU are slowed down to; None for full speed.
+    """Copies between tiers while ``device`` computes. On a CPU, copies can be slowed down to ``bandwidth``
+    bytes per second.
 
     Raises:
-        ValueError: for a bandwidth given for another device than a CPU.
+        ValueError: for a bandwidth on another device than a CPU.
     """
 
     def __init__(self, device: torch.device, bandwidth: float | None = None) -> None:
@@ -82,10 +67,10 @@ class CopyEngine:
             raise ValueError(f"a bandwidth is simulated on a CPU only, and the model is on {device}")
         self.device, self.bandwidth = device, bandwidth
         self.fetched = 0
-        """Bytes copied to the device so far."""
+        """Bytes copied to the device."""
         self.written = 0
-        """Bytes copied away from it so far."""
-        self._free = 0.0  # when the last copy has had its time
+        """Bytes copied from the device."""
+        self._free = 0.0  # end of the last copy at the simulated bandwidth
         self._channel, self._urgent_done, self._urgent = threading.Lock(), threading.Condition(), 0
         self._thread = ThreadPoolExecutor(1, "forerun-link") if device.type == "cpu" else None
         self._stream = None if self._thread is not None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -96,22 +81,18 @@ class CopyEngine:
         return self._submit(lambda: self._copy(parts))
 
     def write(self, parts: Parts) -> PendingCopy:
-        """Request a copy away from the device."""
+        """Request a copy from the device."""
         self.written += size(parts)
         return self._submit(lambda: self._copy(parts))
 
     def run_in_order(self, job: Callable[[], None]) -> PendingCopy:
-        """Request a job of the CPU that runs in order with the copies and moves nothing between tiers."""
-        if self._stream is not None:  # it would come before copies that the stream has not made yet
+        """Request a CPU job that runs in order with the copies and moves nothing between tiers."""
+        if self._stream is not None:  # it would overtake copies pending on the stream
             self._stream.synchronize()
         return self._submit(torch.inference_mode()(job))  # a mode belongs to a thread
 
     def fetch_now(self, parts: Parts) -> None:
-        """Copy to the device now, before copies that were requested earlier.
-
-        Raises:
-            OffloadError: if it failed.
-        """
+        """Copy to the device now, before pending copies. Raises ``OffloadError`` if it failed."""
         self.fetched += size(parts)
         with self._urgent_done:
             self._urgent += 1
@@ -127,9 +108,9 @@ class CopyEngine:
                 self._urgent_done.notify_all()
 
     def gather(self, rows: Rows, head: torch.Tensor, chunk: torch.Tensor, size: int) -> tuple[Rows, PendingCopy]:
-        """Let the device that computes copy chunks from pinned memory, in order with what it computes; see
-        ``FullCache.chunks``. The memory may go once the copy has ended."""
-        from forerun.kernels.gpu.gather import gather_chunks  # which needs Triton
+        """Copy chunks from pinned memory by the device, in order with its computation; see ``FullCache.chunks``. The
+        memory may be freed once the copy has ended."""
+        from forerun.kernels.gpu.gather import gather_chunks  # needs Triton
 
         found = list[torch.Tensor]()
         copy = _StreamCopy(
@@ -164,7 +145,7 @@ class CopyEngine:
         for mine, given in ((to, source),) if self._thread is not None else by_head(to, source):
             mine.copy_(given, non_blocking=True)
             for t in (mine, given):
-                if t.is_cuda:  # its memory is not given to others before the copy has ended
+                if t.is_cuda:  # keeps its memory from being reused before the copy has ended
                     t.record_stream(torch.cuda.current_stream(t.device))
         if self.bandwidth is not None:
             self._free = begin + to.nbytes / self.bandwidth
@@ -172,8 +153,6 @@ class CopyEngine:
 
 
 class _ThreadCopy:
-    """By a thread."""
-
     def __init__(self, done: Future[None]) -> None:
         self._done = done
 
@@ -194,7 +173,7 @@ class _ThreadCopy:
 
 
 class _StreamCopy:
-    """By a stream of its own: after what the present stream was given so far."""
+    """A copy by a stream, after what the present stream has queued so far."""
 
     def __init__(self, job: Callable[[], None], stream: Any) -> None:
         self._device = stream.device
@@ -214,16 +193,13 @@ class _StreamCopy:
 
 
 def size(parts: Parts) -> int:
-    """Bytes of all parts."""
+    """Return the bytes of all parts."""
     return sum(to.nbytes for to, _ in parts)
 
 
 def by_head(to: torch.Tensor, source: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """Parts of a copy ``[1, Hkv, n, d]`` that lie in one piece on both sides: each head's rows, or all at once.
-
-    Between a GPU and the host torch copies anything else through memory that is not pinned. That takes many times as
-    long, and the thread that asked waits for it.
-    """
+    """Split a copy ``[1, Hkv, n, d]`` into contiguous parts: each head's rows, or everything. Between a GPU and the
+    host, torch copies anything else through unpinned memory, many times slower, while the calling thread waits."""
     if to.is_contiguous() and source.is_contiguous():
         return ((to, source),)
     return zip(to.flatten(0, 1), source.flatten(0, 1), strict=True)
@@ -231,7 +207,7 @@ def by_head(to: torch.Tensor, source: torch.Tensor) -> Iterable[tuple[torch.Tens
 
 @dataclass
 class _Buffer:
-    """What a buffer holds: a layer's first rows, or will hold when the copies are done."""
+    """A buffer that holds the first ``held`` rows of a layer, or will when its copies have ended."""
 
     layer: int
     held: int
@@ -242,11 +218,9 @@ class OffloadedCache(FullCache):
     """A full cache of a fixed size, with some layers off the device.
 
     Args:
-        capacity: the most tokens.
-        resident: keys and values of the layers that stay on the device, ``[1, Hkv, capacity, d]``.
-        host: those of the others, in the host's memory or mapped from a file.
-        buffers: for each of the others, in order, its rows in one of the buffers on the device, which take turns.
-        copy_engine: copies between the two.
+        resident: keys and values of the layers on the device, ``[1, Hkv, capacity, d]``.
+        host: those of the others, in host memory or mapped from a file.
+        buffers: for each of the others, in order, its rows in one of the alternating buffers on the device.
     """
 
     offloaded = True
@@ -267,7 +241,7 @@ class OffloadedCache(FullCache):
 
     @property
     def lost(self) -> Exception | None:
-        """It waits for what is being copied."""
+        """Waits for pending copies."""
         try:
             for copy in self._pending_copies():
                 copy.wait()
@@ -276,7 +250,7 @@ class OffloadedCache(FullCache):
         return self._failure
 
     def clear(self) -> None:
-        """Copies on their way end first: they read and write this memory."""
+        """Clear the cache after pending copies have ended, as they use its memory."""
         for copy in self._pending_copies():
             with suppress(OffloadError):
                 copy.finish()
@@ -284,7 +258,8 @@ class OffloadedCache(FullCache):
         self._rows, self.offloaded_layers, self._buffers, self._writes = {}, [], [], []
 
     def fetch_layer(self, layer: int, count: int) -> Rows:
-        """A layer's rows on the device, with room for ``count`` after the committed ones. Prefetches the next layer.
+        """Return a layer's rows on the device, with room for ``count`` after the committed ones, and prefetch the next
+        layer.
 
         Raises:
             ValueError: if there is no room.
@@ -299,12 +274,12 @@ class OffloadedCache(FullCache):
         buffer.copies = []
         self._writes = [copy for copy in self._writes if not copy.done()]
         following = self.offloaded_layers[(self.offloaded_layers.index(layer) + 1) % len(self.offloaded_layers)]
-        if self._buffer(following) is not buffer:  # the first layer, after the last one, may have the same
+        if self._buffer(following) is not buffer:  # the first and the last layer may share a buffer
             self._prefetch(following)
         return self._rows[layer]
 
     def write_back(self, layer: int, count: int) -> None:
-        """Copy the ``count`` rows that were written after the committed ones back to the host."""
+        """Copy the ``count`` rows after the committed ones back to the host."""
         if layer in self._rows:
             first, last = self.length, self.length + count
             parts = [
@@ -324,7 +299,6 @@ class OffloadedCache(FullCache):
         return keys, values
 
     def commit(self, block: Block, path: Sequence[int]) -> None:
-        """Rows on the host are moved there."""
         start = self.length + len(block.pending)
         moved = list(path)
         for layer in self._layers:
@@ -349,14 +323,12 @@ class OffloadedCache(FullCache):
             buffer.held = 0
 
     def read(self, layer: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows that are not on the device are copied to it."""
         keys, values = super().read(layer, first, last)
         if layer in self._rows:
             keys, values = self._fetch_now((keys, values))
         return keys, values
 
     def read_keys(self, layer: int, first: int, last: int) -> torch.Tensor:
-        """Keys that are not on the device are copied to it."""
         keys = super().read_keys(layer, first, last)
         return keys if layer not in self._rows else self._fetch_now((keys,))[0]
 
@@ -365,22 +337,20 @@ class OffloadedCache(FullCache):
         return {layer: tuple(t[:, :, :0] for t in self._rows.get(layer, rows)) for layer, rows in self._layers.items()}
 
     def reserve_layers(self, likes: Mapping[int, Rows], count: int) -> Mapping[int, Rows]:
-        """Each layer's rows where a pass reads them, once ``fetch_layer`` brought them there."""
         self._check_room(count)
         return self._layers | self._rows
 
     def _check_room(self, count: int) -> None:
-        """Refuse more tokens than there is room for."""
+        """Raise ``ValueError`` if ``count`` more tokens do not fit."""
         if self.length + count > self._capacity:
             raise ValueError(f"this cache has room for {self._capacity} tokens, not for {self.length + count}")
 
     def strided_keys(self, layer: int, step: int) -> torch.Tensor:
-        """Rows that are not on the device are copied to it."""
         keys = super().strided_keys(layer, step)
         return keys if layer not in self._rows else self._fetch_now((keys,))[0]
 
     def chunks(self, layer: int, head: torch.Tensor, chunk: torch.Tensor, size: int) -> Rows:
-        """Rows that are not on the device are copied to it: by the device itself, if it can address them."""
+        """Copy offloaded rows to the device: by the device itself, if it can address them."""
         if layer not in self._rows:
             return super().chunks(layer, head, chunk, size)
         rows = self._layers[layer]
@@ -396,24 +366,23 @@ class OffloadedCache(FullCache):
         return tuple(t[0] for t in self._fetch_now([t[None] for t in found]))
 
     def reserve(self, layers: Sequence[int], like: torch.Tensor, count: int) -> torch.Tensor:
-        """Not possible: an offloaded cache is not one piece of memory."""
+        """Raise ``TypeError``: an offloaded cache is not one block of memory."""
         raise TypeError(
-            "an offloaded cache is not in one piece; its passes go layer by layer (fetch_layer, write_back)"
+            "an offloaded cache is not one block of memory; its passes go layer by layer (fetch_layer, write_back)"
         )
 
     def share(self, length: int) -> SharedPrefix:
-        """Not possible: the text is too large to be kept twice."""
-        raise TypeError("the beginning of an offloaded cache cannot be shared")
+        """Raise ``TypeError``: the request is too large to be stored twice."""
+        raise TypeError("an offloaded cache cannot share a prefix")
 
     def needs(self, shape: KVShape, tokens: int) -> int:
-        """On all tiers."""
         return shape.nbytes * self._capacity
 
     def _buffer(self, layer: int) -> _Buffer:
         return self._buffers[self.offloaded_layers.index(layer) % BUFFERS]
 
     def _prefetch(self, layer: int) -> _Buffer:
-        """Copy a layer's committed rows to its buffer, unless they are there or being copied."""
+        """Copy a layer's committed rows to its buffer, unless they are there or on their way."""
         buffer = self._buffer(layer)
         if buffer.layer != layer:
             buffer.layer, buffer.held = layer, 0
@@ -428,7 +397,6 @@ class OffloadedCache(FullCache):
         return buffer
 
     def _fetch_now(self, rows: Sequence[torch.Tensor]) -> Rows:
-        """Copies of rows from the host, on the device."""
         self._wait_for_writes()
         to = tuple(t.new_empty(t.shape, device=self.copy_engine.device) for t in rows)
         try:
@@ -439,11 +407,10 @@ class OffloadedCache(FullCache):
         return to
 
     def _pending_copies(self) -> list[PendingCopy]:
-        """Copies that may not have ended."""
         return [*self._writes, *(copy for buffer in self._buffers for copy in buffer.copies)]
 
     def _wait_for_writes(self) -> None:
-        """Wait until all rows are written back, for what the CPU does with them."""
+        """Wait until all rows are written back, before the CPU reads or moves them."""
         for copy in self._writes:
             copy.finish()
         self._writes = []

@@ -1,11 +1,9 @@
-"""TriForce's retrieval cache: the chunks of a long text that matter now, within a fixed budget (sections 4.1 and 4.2).
+"""TriForce's retrieval cache (sections 4.1 and 4.2): the chunks of a context that matter now, within a fixed budget.
 
-The text is cut into chunks of a few tokens. A chunk's score is query . mean key, per layer and KV head, summed over the
-query heads of a group. The best chunks are copied from the full cache, always including the first (the attention
-sink). The most recent tokens follow them. All of this is one dense buffer, so attention is one kernel without a mask.
-
-Unlike the authors' code it maintains itself: chunk means are updated incrementally, chunks are chosen again as the text
-grows, and only those that changed are copied.
+A chunk's score is query . mean key, per layer and KV head, summed over the query heads of a group. The best chunks are
+copied from the full cache, always including the first (the attention sink), followed by the most recent tokens, into
+one dense buffer, so attention is one kernel without a mask. Unlike the authors' code it maintains itself: chunk means
+are updated incrementally, chunks are selected again as the sequence grows, and only changed ones are copied.
 """
 
 from __future__ import annotations
@@ -27,16 +25,16 @@ from forerun.kv.view import ChunkedView
 
 @dataclass(frozen=True)
 class RetrievalConfig:
-    """What is kept, and when chunks are chosen again.
+    """What is kept, and when chunks are selected again.
 
     Attributes:
-        budget: tokens held per layer and KV head; a block being scored comes on top.
+        budget: tokens held per layer and KV head, besides the block being scored.
         chunk: tokens per chunk.
         window: most recent tokens, always held; at most 1/8 of the budget.
-        stride: tokens after which chunks are chosen again under every policy; at most 1/8 of the budget.
-        refresh: when else they are chosen again. ``stride``: never. ``acceptance``: when the rolling acceptance rate of
-            drafts made with this cache falls below ``threshold``. ``verify``: after each verification, by its queries.
-        threshold: acceptance rate, accepted by tested tokens: those behind a rejected one are not tested.
+        stride: tokens after which chunks are selected again under every policy; at most 1/8 of the budget.
+        refresh: when else to select. ``stride``: never. ``acceptance``: when the rolling acceptance rate of drafts over
+            this cache (of tested tokens, up to the first rejected one) falls below ``threshold``. ``verify``: after
+            each verification, by its queries.
 
     Raises:
         ValueError: for a value out of range.
@@ -62,12 +60,12 @@ class RetrievalConfig:
 
     @property
     def recent(self) -> int:
-        """The least number of recent tokens held after a choice."""
+        """Minimum recent tokens held after a selection."""
         return max(1, min(self.window, self.budget // 8))
 
     @property
     def growth(self) -> int:
-        """Tokens by which the text may grow before chunks are chosen again."""
+        """Tokens by which the sequence may grow before the next selection."""
         return max(1, min(self.stride, self.budget // 8))
 
     @property
@@ -77,19 +75,14 @@ class RetrievalConfig:
 
 
 BUFFER_GROWTH_TOKENS = 64
-"""A buffer grows by at least this many tokens."""
+"""Minimum tokens by which a buffer grows."""
 
 ACCEPTANCE_DECAY = 0.7
 """Decay of the rolling acceptance rate per verification."""
 
 
 class RetrievalCache(ChunkedView):
-    """Over one row's full cache.
-
-    Args:
-        source: the target's cache; read, never changed.
-        config: what is kept.
-    """
+    """A view of one row's full cache, which it never changes."""
 
     uses_queries = True
 
@@ -97,18 +90,18 @@ class RetrievalCache(ChunkedView):
         super().__init__(source, config.budget, config.chunk, config.recent)
         self.config = config
         self.refreshes = 0
-        """Choices made so far."""
+        """Selections so far."""
         self._layers: dict[int, ChosenChunks] = {}
-        self._chunks = 0  # chosen, in each layer
-        self._rows: Mapping[int, Rows] = {}  # the chosen chunks in slots, recent tokens, and the block being scored
+        self._chunks = 0  # selected, per layer
+        self._rows: Mapping[int, Rows] = {}  # selected chunks in slots, recent tokens, and the block being scored
         self._store: torch.Tensor | None = None  # all of them, if layers are alike: [layers, 2, Hkv, room, d]
-        self._room = 0  # tokens in each layer
+        self._room = 0  # tokens per layer
         self._where: Addresses | None = None
         self._acceptance = 1.0
 
     @property
     def ready(self) -> bool:
-        """The first choice needs the queries of a pass."""
+        """The first selection needs a pass's queries."""
         return bool(self._layers or self.source.queries)
 
     def sync(self) -> None:
@@ -132,11 +125,7 @@ class RetrievalCache(ChunkedView):
             self._acceptance = max(self._acceptance, self.config.threshold)
 
     def refresh(self, rows: Sequence[int] = (-1,)) -> None:
-        """Choose chunks by the queries of the target's last pass.
-
-        Args:
-            rows: which queries of the last pass to choose by; by default the last one.
-        """
+        """Select chunks by queries of the target's last pass, at indices ``rows``."""
         self._tail = self._far(self.length)
         self._chunks = min(self._tail // self._chunk, self.config.slots)
         chosen_by = torch.tensor(rows)
@@ -165,7 +154,7 @@ class RetrievalCache(ChunkedView):
                 mine[:, :, place:end] = new
 
     def _reserve(self, end: int) -> None:
-        """Make room for ``end`` tokens in each layer. Memory stays where it is as long as there is room."""
+        """Make room for ``end`` tokens per layer. Memory only moves when it has to grow."""
         if end <= self._room:
             return
         before, kept, self._room, self._where = self._rows, self._room, _grown(end), None
@@ -198,7 +187,7 @@ class RetrievalCache(ChunkedView):
         return near if spec.window is None else self._window_rows(layer, spec.window, tail, near)
 
     def addressed(self, layers: Sequence[int], like: torch.Tensor, count: int) -> Addresses | None:
-        """A layer with a sliding window reads more than the cache's own memory."""
+        """Return None for layers with a sliding window, which read more than this cache's memory."""
         if any(self.source.specs[layer].window is not None for layer in self._rows):
             return None
         held = self._place(self.length)
@@ -213,17 +202,16 @@ class RetrievalCache(ChunkedView):
             compact(rows, self._place(start), path)
 
     def _place(self, position: int) -> int:
-        """Index in the buffers of a recent position."""
         return self._chunks * self._chunk + position - self._tail
 
     @property
     def held(self) -> int:
-        """Committed tokens that a pass sees."""
+        """Committed tokens that a pass attends to."""
         return self._place(self.length)
 
     @property
     def choice_bytes(self) -> int:
-        """Bytes of the chunk means; a choice reads all of them."""
+        """Bytes of the chunk means, all read by a selection."""
         return sum(layer.known_bytes for layer in self._layers.values())
 
     def needs(self, shape: KVShape, tokens: int) -> int:
@@ -242,12 +230,12 @@ class RetrievalCache(ChunkedView):
 
 
 class ChosenChunks:
-    """One layer's chunks: the mean key of each, and which are chosen."""
+    """One layer's chunks: each one's mean key, and which are selected."""
 
     def __init__(self, chunk: int) -> None:
         self._chunk = chunk
-        self._means = torch.empty(0)  # [Hkv, room, d]; half precision is enough for choosing
-        self._known = 0  # number of means so far
+        self._means = torch.empty(0)  # [Hkv, room, d]; half precision suffices to select
+        self._known = 0  # number of means
         self._chosen = torch.empty(0, 0, dtype=torch.int64)  # [Hkv, slots], the chunk in each slot
 
     def choose(self, query: torch.Tensor, source: FullCache, layer: int, rows: Rows, count: int) -> None:
@@ -281,24 +269,20 @@ class ChosenChunks:
 
     @property
     def known_bytes(self) -> int:
-        """Bytes of the means so far."""
         return self._means[:, : self._known].nbytes if self._known else 0
 
     @property
     def mean_bytes(self) -> int:
-        """Bytes reserved for the chunk means."""
+        """Bytes reserved for means."""
         return self._means.nbytes
 
     def _in_chunks(self, rows: torch.Tensor) -> torch.Tensor:
-        """A view of ``[Hkv, m * chunk, d]`` as ``[Hkv, m, chunk, d]``."""
         return rows.view(rows.shape[0], -1, self._chunk, rows.shape[2])
 
     def _best(self, query: torch.Tensor, count: int) -> torch.Tensor:
-        """The chunks with the best scores, ``[Hkv, count]``; the first chunk always comes first.
-
-        Half precision finds the candidates, single precision decides. The whole reserved buffer is multiplied, because
-        oneDNN compiles and keeps a program for each new shape.
-        """
+        """Return the chunks with the best scores, ``[Hkv, count]``, the first chunk first. Half precision finds
+        candidates, single precision decides. The whole buffer is multiplied, because oneDNN compiles and keeps a
+        program for each new shape."""
         means, summed = self._means, query.view(self._means.shape[0], -1, self._means.shape[2]).sum(1)
         coarse = torch.bmm(means, summed.to(means.dtype).unsqueeze(-1))[:, : self._known, 0]
         coarse[:, 0] = torch.inf
@@ -309,8 +293,8 @@ class ChosenChunks:
         return some.gather(1, scores.topk(count, -1).indices)
 
     def _replace(self, best: torch.Tensor, source: FullCache, layer: int, rows: Rows) -> None:
-        """Write the chunks of ``best`` that are not held yet into slots whose chunks are no longer wanted. Elsewhere
-        than on a CPU all are written, for asking how many changed would take longer."""
+        """Copy the chunks of ``best`` that are not held into slots of unwanted chunks. On a GPU all are copied, as
+        finding out how many changed would cost more."""
         heads, count = best.shape
         if elsewhere(best) and not source.offloaded:
             head = torch.arange(heads, device=best.device).repeat_interleave(count)
@@ -329,5 +313,5 @@ class ChosenChunks:
 
 
 def _grown(end: int) -> int:
-    """Tokens that a buffer which must hold ``end`` has room for."""
+    """Return the capacity of a buffer that must hold ``end`` tokens."""
     return end + max(BUFFER_GROWTH_TOKENS, end // 32)

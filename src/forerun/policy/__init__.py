@@ -1,1 +1,1 @@
-"""How much of which draft a step takes: chances, seconds, and what trying may cost."""
+"""Decide how much of which draft a step scores, from probabilities, costs, and what trials may lose."""

@@ -1,9 +1,7 @@
-"""Calibration: how often drafted nodes are right in truth, learned from the nodes before.
+"""Calibration: correct a drafter's stated probability by how often nodes with similar log-odds were accepted.
 
-A drafter may state a node's probability. It is corrected by how often nodes of similar stated log-odds were right.
-Where a drafter states nothing, nodes are grouped by depth. Old counts fade, so that the correction follows the text.
-
-There is a tree at every step, so this is compiled: functions over arrays that are allocated once.
+Nodes without a stated probability are grouped by depth. Old counts fade, so the correction follows the output. This
+runs at every step, so it is compiled and works on arrays that are allocated once.
 """
 
 from __future__ import annotations
@@ -17,29 +15,29 @@ from forerun.core.compiling import compiled
 from forerun.policy.cost_curve import FloatArray
 
 FIRST_GUESS = 0.8
-"""Chance of a node whose parent is right, for a drafter that states nothing, before anything was seen. It counts as
-one node."""
+"""Acceptance probability of a node after an accepted parent before any was counted, if none is stated. Weighs one
+node."""
 LOWEST_ODDS, HIGHEST_ODDS = -6, 8
-"""Nodes are grouped by their stated log-odds, rounded to whole numbers in this range."""
+"""Nodes are grouped by their stated log-odds, rounded to integers in this range."""
 STATEMENT_WEIGHT = 2.0
-"""Weight of a drafter's own statement, in seen nodes."""
+"""Weight of a drafter's own statement, in counted nodes."""
 MEMORY = 0.97
-"""The factor by which counts fade at each step with nodes: half is left after 23 of them."""
+"""Factor by which counts fade at each step with nodes: a half-life of 23 steps."""
 
 ODDS_GROUPS = HIGHEST_ODDS - LOWEST_ODDS + 1
 DEPTH_GROUPS = 24
-_NONE = 1e-9  # the weight of a group without nodes
-_FURTHEST = 12.0  # log-odds beyond which a chance counts as certain
+_NONE = 1e-9  # weight of a group without nodes
+_FURTHEST = 12.0  # log-odds beyond which a probability counts as certain
 
 
 class CalibrationTable(NamedTuple):
-    """Counts by group, and what follows from them.
+    """Counts by group, and log-odds derived from them.
 
     Attributes:
-        seen, right: nodes whose parent was right, and the right ones among them, by stated log-odds and then by depth,
-            ``[ODDS_GROUPS + DEPTH_GROUPS]``.
-        expected: how many of them the drafter expected to be right, ``[ODDS_GROUPS]``.
-        odds: the true log-odds of each group, ``[ODDS_GROUPS]``; never falling.
+        seen, right: nodes whose parent was accepted, and the accepted ones among them, by stated log-odds and then by
+            depth, ``[ODDS_GROUPS + DEPTH_GROUPS]``.
+        expected: how many the drafter expected to be accepted, ``[ODDS_GROUPS]``.
+        odds: each group's calibrated log-odds, ``[ODDS_GROUPS]``, never falling.
         pools: scratch memory of ``settle``, ``[ODDS_GROUPS, 3]``.
     """
 
@@ -51,20 +49,19 @@ class CalibrationTable(NamedTuple):
 
     @classmethod
     def empty(cls) -> CalibrationTable:
-        """Without counts."""
         counts = np.zeros(ODDS_GROUPS + DEPTH_GROUPS), np.zeros(ODDS_GROUPS + DEPTH_GROUPS), np.zeros(ODDS_GROUPS)
         return cls(*counts, np.arange(LOWEST_ODDS, HIGHEST_ODDS + 1, dtype=np.float64), np.zeros((ODDS_GROUPS, 3)))
 
 
 @compiled
 def chance_of(odds: float) -> float:
-    """The probability with these log-odds."""
+    """Convert log-odds to a probability."""
     return 1.0 / (1.0 + math.exp(-odds))
 
 
 @compiled
 def odds_of(chance: float) -> float:
-    """The log-odds of a probability, within the range of the groups; the lowest for what is no number."""
+    """Convert a probability to log-odds within the groups' range; NaN to the lowest."""
     furthest = 1.0 / (1.0 + math.exp(-_FURTHEST))
     within = min(chance, furthest) if chance > 1.0 - furthest else 1.0 - furthest
     return min(max(math.log(within / (1.0 - within)), float(LOWEST_ODDS)), float(HIGHEST_ODDS))
@@ -72,16 +69,14 @@ def odds_of(chance: float) -> float:
 
 @compiled
 def group_of(odds: float) -> int:
-    """The group of a node with these stated log-odds."""
+    """Return the group of a node with these stated log-odds."""
     return round(odds) - LOWEST_ODDS
 
 
 @compiled
 def calibrated(table: CalibrationTable, odds: float) -> float:
-    """The chance of a node with these stated log-odds, if its parent is right.
-
-    Each group has its own shift. The result stays on its group's side of the middle between neighbouring groups.
-    """
+    """Return the acceptance probability of a node with these stated log-odds, given its parent's acceptance. Each group
+    is shifted, but not across the midpoint to a neighbour."""
     group, true = group_of(odds), table.odds
     shifted = odds + true[group] - (group + LOWEST_ODDS)
     if group > 0:
@@ -93,14 +88,14 @@ def calibrated(table: CalibrationTable, odds: float) -> float:
 
 @compiled
 def chance_at_depth(table: CalibrationTable, depth: int) -> float:
-    """The chance of a node of which only the depth is known, if its parent is right."""
+    """Return the acceptance probability of a node by its depth alone, given its parent's acceptance."""
     at = ODDS_GROUPS + min(depth, DEPTH_GROUPS) - 1
     return float((table.right[at] + FIRST_GUESS) / (table.seen[at] + 1))
 
 
 @compiled
 def count(table: CalibrationTable, group: int, odds: float, right: bool) -> None:
-    """Count a node whose parent was right."""
+    """Count a node whose parent was accepted."""
     table.seen[group] += 1
     table.right[group] += right
     if group < ODDS_GROUPS:
@@ -109,11 +104,8 @@ def count(table: CalibrationTable, group: int, odds: float, right: bool) -> None
 
 @compiled
 def settle(table: CalibrationTable) -> None:
-    """Work out each group's true log-odds from the counts.
-
-    A group's shift is the log-odds of how many nodes were right, less those of how many were expected to be. Groups in
-    the wrong order are merged (isotonic regression): what a drafter states to be likelier is never ranked lower.
-    """
+    """Derive each group's calibrated log-odds from the counts, by the log-odds of its accepted and expected shares.
+    Groups out of order are merged (isotonic regression), so what a drafter states to be likelier never ranks lower."""
     pools, size = table.pools, 0
     for group in range(ODDS_GROUPS):
         own, seen = STATEMENT_WEIGHT * chance_of(group + LOWEST_ODDS), table.seen[group] + STATEMENT_WEIGHT
@@ -136,7 +128,7 @@ def settle(table: CalibrationTable) -> None:
 
 @compiled
 def forget(table: CalibrationTable) -> None:
-    """Let old counts fade."""
+    """Fade old counts by ``MEMORY``."""
     for group in range(len(table.seen)):
         table.seen[group] *= MEMORY
         table.right[group] *= MEMORY

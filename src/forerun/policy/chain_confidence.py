@@ -1,7 +1,5 @@
-"""Where a chain ends: how likely all of it is accepted, by what the drafting model itself thinks of its tokens.
-
-The model states how likely each token is, and that is corrected by how often tokens of similar statements were
-accepted. So a chain ends where a further token is not worth its cost."""
+"""Decide where a chain ends: the probability that all of it is accepted, from the drafting model's own probabilities,
+corrected by how often tokens with similar ones were accepted."""
 
 from __future__ import annotations
 
@@ -10,22 +8,23 @@ from collections.abc import Sequence
 from forerun.policy.calibration import CalibrationTable, calibrated, count, forget, group_of, odds_of, settle
 
 AGREEING = 0.2
-"""At first a token of probability p is assumed to be accepted with probability p to this power: where the model is
-unsure, the target still often chooses the same token."""
+"""Before any counts, a token of probability p is accepted with probability p to this power: where the model is unsure,
+the target often still agrees."""
 
 
 class ChainConfidence:
-    """Corrects a drafting model's probabilities by what was accepted."""
+    """Calibrates a drafting model's probabilities by acceptance."""
 
     def __init__(self) -> None:
         self._table = CalibrationTable.empty()
 
     def chance(self, probability: float) -> float:
-        """How likely a token is accepted to which the model gives this probability, if those before it are."""
+        """Return the acceptance probability of a token with this model probability, given its predecessors'
+        acceptance."""
         return float(calibrated(self._table, odds_of(probability**AGREEING)))
 
     def learn(self, probabilities: Sequence[float], accepted: int) -> None:
-        """Learn from a verified chain, of which the first ``accepted`` tokens were accepted."""
+        """Update from a verified chain, of which the first ``accepted`` tokens were accepted."""
         tested = probabilities[: accepted + 1]
         if not tested:
             return

@@ -1,4 +1,4 @@
-"""Whether reading a prompt for chains pays: they need a cache of it, and what that takes has to be saved later."""
+"""Decide whether preparing a prompt for chains pays: they need a sparse cache, whose cost must be saved later."""
 
 from __future__ import annotations
 
@@ -10,29 +10,21 @@ from forerun.policy.choice import Choice
 from forerun.policy.time_model import NOTHING_KNOWN, TimeModel
 
 PREPARING_READS = 8.0
-"""First guess of what it costs to prepare a cached token for chains: so many times what it adds to a plain pass. Both
-read all keys. Measured: 6 to 9 for the bundled model and 5 to 11 for SmolLM2, in both types. A small model has to read
-the prompt besides."""
+"""First guess of the cost of preparing a cached token, in multiples of what it adds to a plain pass; both read all
+keys. Measured in both types: 6 to 9 for the bundled model, 5 to 11 for SmolLM2. A small model's prefill is extra."""
 TREES_GAIN = 1.07
-"""Tokens that trees alone are assumed to give in the time of a plain step; what chains save counts from there. 1.06 to
-1.09 decide the same for the bundled model and SmolLM2, both types, after 16,000 and 32,000 tokens."""
+"""Tokens that trees alone yield in the time of a plain step; savings of chains are counted from there. For the bundled
+model and SmolLM2 in both types, after 16,000 and 32,000 tokens, 1.06 to 1.09 lead to the same decisions."""
 PREFILL_SHARE = 0.05
-"""The share of a prompt's prefill that preparing it may cost before drafts have saved anything. Measured after 16,000
-tokens: 0.5 % over a sparse cache."""
+"""Share of a prompt's prefill that preparation may cost before drafts have saved anything. Measured over a sparse cache
+after 16,000 tokens: 0.5 %."""
 LEAST_COST = 1e-6
-"""Preparing costs something, whatever the curve says, in plain passes."""
+"""Minimum cost of preparing a token, in plain passes."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is known of a request before chains are drafted for it.
-
-    Attributes:
-        length: tokens so far.
-        prompt_length: tokens of its prompt.
-        left: tokens that it still wants.
-        short: whether preparing it takes a single pass.
-    """
+    """A request before chains are drafted for it, in tokens; ``short``: whether preparation needs a single pass."""
 
     length: int
     prompt_length: int
@@ -41,31 +33,22 @@ class Prompt:
 
 
 class ChainPreparation:
-    """Estimates what preparing takes, and whether it pays.
-
-    Args:
-        choice: of the level.
-        most: maximum length of a chain.
-        trees: whether there are cheap sources, too.
-    """
+    """Estimates what preparation costs, and whether it pays; ``most``: maximum draft length, ``trees``: whether there
+    are cheap sources, too."""
 
     def __init__(self, choice: Choice, most: int, trees: bool) -> None:
         self._choice, self._most, self._trees = choice, most, trees
         self._seconds = TimeModel(1.0, NOTHING_KNOWN)  # as a multiple of the first guess
 
     def guess(self, prompt: Prompt) -> float:
-        """First guess of what preparing costs, in plain passes."""
+        """Guess the cost of preparation, in plain passes."""
         choice = self._choice
         each = PREPARING_READS * float(choice.table.costs.cached(1))
         return max(each, LEAST_COST) * prompt.length + choice.draft.reading(prompt.prompt_length)
 
     def pays(self, prompt: Prompt, gain: float) -> bool:
-        """Whether chains are expected to save more in the rest of a request than preparing it costs.
-
-        Args:
-            prompt: of the request.
-            gain: tokens per plain step of recent steps without chains.
-        """
+        """Return whether chains are expected to save more in the rest of a request than preparing it costs. ``gain``:
+        tokens per plain step of recent steps without chains."""
         choice, length, cached = self._choice, min(self._most, prompt.left - 1), prompt.length - 1
         if length < 1:
             return False
@@ -83,7 +66,7 @@ class ChainPreparation:
         return saved > cost and cost <= allowed
 
     def record(self, prompt: Prompt, seconds: float) -> None:
-        """Preparing a request took ``seconds``. What its prefill does not pay is booked."""
+        """Record that preparing a request lasted ``seconds``; book what its prefill does not pay."""
         if unit := self._choice.unit:
             cost = seconds / unit
             self._seconds.record(cost / self.guess(prompt))

@@ -1,10 +1,11 @@
-"""What to draft at a step: a tree from cheap sources, a chain from a model, or nothing.
+"""Choose what a step drafts: a tree from cheap sources, a chain from a model, or nothing.
 
-One rule decides on everything: an action is taken if the tokens that it is expected to gain are worth more than it
-costs (``ledger.TokenValues``), and if the ledger affords its cost though all of it may be wrong. A tree is asked for by
-what it promises, then cut where nodes cost more than they are worth. A chain is drafted where its net worth is higher
-than the tree's. What is not expected to pay, but might (one standard error more), is tried from the part of the slack
-that is kept for trials. Proposed trees are judged by the committed tokens even where they were not scored."""
+One rule decides: an action is taken if its expected gain in tokens is worth more than it costs
+(``ledger.TokenValues``), and if the ledger affords the cost even if every draft is rejected. A tree is proposed if its
+predicted gain pays, then pruned to the nodes that pay. A chain is drafted if its net worth exceeds the tree's. What is
+not expected to pay, but might within one standard error, is tried from a part of the slack reserved for trials.
+Proposed trees are judged by the committed tokens even where they were not scored.
+"""
 
 from __future__ import annotations
 
@@ -45,40 +46,37 @@ from forerun.policy.time_model import (
 from forerun.policy.tree_pruning import PrunedTrees, TreePruner
 
 FIRST_ASKING = 0.0002
-"""Seconds assumed for proposing a tree before one was: measured are 150 us, and 20 us for each further row."""
+"""Seconds assumed for proposing a tree before the first measurement. Measured: 150 us, plus 20 us per further row."""
 FIRST_DECIDING = 5e-5
-"""Seconds assumed for deciding before a step was decided on; measured: 40 to 70 us."""
+"""Seconds assumed for deciding before the first measurement. Measured: 40 to 70 us."""
 FURTHER_ROW = 0.13
-"""What a further row adds to it, as a share."""
+"""What a further row adds, as a share."""
 FIRST_DEEPENING = 0.3
-"""Cost assumed of a costly source's draft for a row before one was measured, in plain passes: a head's, or a small
-model's."""
+"""Plain passes assumed for a row's draft by a costly source (a head or small model) before the first measurement."""
 DOUBT = 1.0
-"""Standard errors by which trials are more hopeful than what is expected."""
+"""Standard errors added to the expected gain in trials."""
 CHEAP = 0.25
-"""Share of a plain pass that a chain may always cost, if it is expected to pay, however short earlier ones were."""
+"""Share of a plain pass that a chain may always cost if it is expected to pay, however short earlier ones were."""
 RECENT = 0.1
-"""Weight of the last step in what steps gained and cost lately."""
+"""Weight of the last step in recent averages."""
 SLOPE_NODES = 8
 """Nodes over which the slope of the cost curve is taken."""
 REST_STEPS = 32
-"""Most steps for which a decision to draft nothing stands: what tokens are worth changes little meanwhile."""
+"""Maximum steps for which a decision to draft nothing holds: token values change little meanwhile."""
 PLAIN_STEPS_TO_MEASURE = 2
-"""Plain steps that it takes to measure one. Drafting displaces what the next pass reads from the processor's caches, so
-only a plain step that follows another one is measured."""
+"""Plain steps needed to measure one: drafting evicts what the next pass reads from the processor's caches, so only a
+plain step after another is measured."""
 
 
 @dataclass(frozen=True)
 class DraftPasses:
-    """First guess of what a pass costs that drafts a token of a chain, in plain passes.
+    """First guess of the cost of a pass that drafts a token of a chain, in plain passes.
 
     Attributes:
         reads: how many of a row's cached tokens it reads.
-        weight: its cost, where the target's pass over as many cached tokens costs 1.
-        small: costs of a small model's passes, if one drafts for the target itself while a request has at most
-            ``alone`` cached tokens.
-        share: cost of the small model's pass over one token.
-        window: cached tokens that the small model reads at most.
+        weight: its cost relative to the target's pass over that many cached tokens.
+        small: costs of a small model that drafts directly for requests of at most ``alone`` cached tokens; its pass
+            over one token costs ``share``, and it reads at most ``window`` cached tokens.
     """
 
     reads: Callable[[int], int] = lambda cached: cached
@@ -89,43 +87,37 @@ class DraftPasses:
     alone: int = 0
 
     def are_alone(self, cached: Sequence[int]) -> bool:
-        """Whether the small model drafts for the target itself."""
+        """Return whether the small model drafts directly."""
         return self.small is not None and max(cached) <= self.alone
 
     def cost(self, cached: Sequence[int], table: CostTable) -> float:
-        """Cost of a pass over one token of each row; ``table``: the target's costs."""
+        """Return the cost of a pass over one token of each row; ``table``: the target's costs."""
         if self.small is not None and self.are_alone(cached):
             return self.share * self.small.cost([1] * len(cached), [min(each, self.window) for each in cached])
         return self.weight * table.cost([1] * len(cached), list(map(self.reads, cached)))
 
     def reading(self, tokens: int) -> float:
-        """Cost of the small model's reading of a prompt."""
+        """Return the cost of the small model's prefill of ``tokens`` tokens."""
         return 0.0 if self.small is None else self.share * self.small.cost([min(tokens, self.window)], [0])
 
 
 @dataclass(slots=True)
 class Decision:
-    """A step under way: what is known of it, what was decided, and what that took.
+    """The decision for a step under way, with what it cost. Costs and worths are in plain passes.
 
     Attributes:
-        shape: of its pass.
-        values: what a token of each row is worth.
-        cost_to_go: of all rows that wait.
+        values: worth of a token, by row.
+        cost_to_go: of all waiting rows.
         plain, alone: cost of the pass without drafts, and without prompts either.
-        kinds: the class of what each row promised, if they were looked at.
-        lacks: what the slack lacked for the cheapest action that was not taken for that reason, in plain passes.
-        asked: the class of what was promised, by row for which trees are asked.
-        deeper: by row, the class of what a costly source was asked to add, and the tree before.
-        trees: proposed, by row.
-        worth_it: if a costly source was asked, what is worth scoring without it and with it, were the slack large.
-        pruned: what is scored of them.
-        chain: length of the chains that are scored in their place.
-        passes: cost of one of their passes, as it was guessed.
-        trial: whether what is drafted is not expected to pay.
-        deeper_trial: whether what a costly source adds is not.
-        added: worth of what a costly source added, in plain passes.
-        planning: seconds of deciding and of asking sources.
-        asking, deepening, drafting: the part of it that sources took.
+        kinds: class of each row's predicted gain.
+        lacks: slack missing for the cheapest action that was rejected for lack of it.
+        asked: by proposing row, the class of its prediction.
+        deeper: by row of the costly source, the class of its prediction, and the tree before.
+        worth_it: what is worth scoring without and with the costly source, under unlimited slack.
+        chain: draft length of chains scored instead of trees; ``passes``: guessed cost of one of their passes.
+        trial, deeper_trial: whether the drafts, or those of the costly source, are not expected to pay.
+        added: worth of what the costly source added.
+        planning: seconds of deciding and of the sources; ``asking``, ``deepening``, ``drafting``: of these.
     """
 
     shape: PassShape
@@ -152,26 +144,20 @@ class Decision:
 
     @property
     def rests(self) -> bool:
-        """Whether nothing is asked for and nothing drafted."""
+        """Whether the step drafts nothing."""
         return not self.asked and not self.deeper and not self.chain
 
 
 class Choice:
-    """Decides what a level drafts, and learns from what came of it.
-
-    Args:
-        costs: of the level's passes.
-        vocabulary: number of tokens that its model knows.
-        draft: what passes that draft chains are assumed to cost.
-        costly: whether there is a costly source beside the trees.
-    """
+    """Decides what a level drafts, and learns from the outcomes; ``draft``: assumed cost of chains' passes, ``costly``:
+    whether there is a costly source besides trees."""
 
     def __init__(
         self, costs: CostCurve, vocabulary: int, draft: DraftPasses | None = None, costly: bool = False
     ) -> None:
         self.ledger, self.draft, self._costly = Ledger(), draft or DraftPasses(), costly
         self.chains = AcceptanceRate()
-        """That of all requests."""
+        """Acceptance rate of chains over all requests."""
         self._gains = Gains(SUFFIXES, SUFFIX_GAINS)
         self._deeper_gains = Gains(EXPECTED_NODES, DEEPER_GAINS, DEEPER_PRIOR_TREES, DEEPER_SPREAD)
         self._pruner, self._values = TreePruner(vocabulary), TokenValues()
@@ -179,7 +165,7 @@ class Choice:
         self.fit(costs)
 
     def fit(self, costs: CostCurve) -> None:
-        """Go by these costs from now on, and guess what is not measured."""
+        """Restart all estimates from these costs."""
         self.table, self._loaded = CostTable(costs), costs.unit is not None
         self._passes = TimeModel(costs.unit or 1.0, LOADED_DOUBT if self._loaded else NOTHING_KNOWN, noise=STEP_NOISE)
         self._asking: TimeModel | None = None
@@ -192,7 +178,7 @@ class Choice:
 
     @property
     def unit(self) -> float | None:
-        """Seconds of a pass of cost 1 without drafts; None where nothing is known."""
+        """Seconds of a pass of cost 1 without drafts; None if unknown."""
         return self._passes.scale if self._loaded or self._passes.count else None
 
     @property
@@ -206,11 +192,11 @@ class Choice:
 
     @property
     def correction(self) -> LinearCost:
-        """Of the curve for passes with drafts, by what these add, as shares of what a pass without them costs."""
+        """Correction of the curve for what drafts add, as shares of the cost of a pass without them."""
         return self._passes.shape if self._plain_measured else AS_THE_CURVE_SAYS
 
     def _node_costs(self, step: Decision) -> tuple[float, list[float]]:
-        """What nodes cost at all, and what each costs a row."""
+        """Return the fixed cost of having nodes at all, and the cost per node of each row."""
         correction, shape = self.correction, step.shape
         nodes = len(shape)
         passes, looks = self.table.curves(shape.tokens + max(nodes, SLOPE_NODES) + 2)
@@ -221,14 +207,14 @@ class Choice:
         return fixed, [correction.each * (float(slope) + look * cached) for cached in shape.cached]
 
     def _scored(self, step: Decision, added: float) -> float:
-        """What drafts cost that add this to the pass by the curve."""
+        """Return the corrected cost of drafts that add ``added`` to the pass by the curve."""
         correction = self.correction
         return (correction.start - 1.0) * step.alone + correction.each * added
 
     # deciding
 
     def begin(self, shape: PassShape, gains: Sequence[float]) -> Decision:
-        """Begin a step; ``gains``: what each row that may be drafted for gained per step lately."""
+        """Start a step; ``gains``: recent tokens per step of each row that may have drafts."""
         every = [*gains, *[1.0] * len(shape.undrafted_left)]
         left, cached = shape.left + shape.undrafted_left, shape.cached + shape.undrafted_cached
         values, cost_to_go = self._values.of(left, every, cached, self.table, self._stretch, shape.closed)
@@ -238,16 +224,13 @@ class Choice:
 
     @property
     def gain(self) -> float:
-        """Tokens per row that recent steps gave in the time of a plain step."""
+        """Recent tokens per row in the time of a plain step."""
         return self._tokens / self._spent
 
     @property
     def plain_step_due(self) -> bool:
-        """Whether to measure a plain step now, though drafts may pay.
-
-        It is due if none was measured yet and drafts gain little, if it is in doubt whether drafts pay, or if the last
-        one was so long ago that another costs less than ``SHARE`` of the time since then.
-        """
+        """Whether to measure a plain step now: none was measured yet and drafts gain little; it is in doubt whether
+        drafts pay; or another would cost less than ``SHARE`` of the time since the last."""
         gain = self.gain
         if not self._plain_measured and (not self._loaded or self._after_plain):
             return gain <= PLAIN_STEPS_TO_MEASURE
@@ -257,8 +240,7 @@ class Choice:
         return self._since * SHARE > PLAIN_STEPS_TO_MEASURE * max(gain, 1.0)
 
     def ask(self, step: Decision, promises: Sequence[int | None]) -> list[int]:
-        """Choose the rows to ask for trees, by the known suffix of each; where a source cannot tell, a short one is
-        assumed."""
+        """Choose the rows that propose trees, by each row's known suffix; a short one where the source cannot tell."""
         line, (fixed, slopes), kept = self.asking, self._node_costs(step), self._kept_for_costly(step)
         step.kinds = kinds = self.kinds(promises)
         for doubt in (0.0, DOUBT):
@@ -286,28 +268,28 @@ class Choice:
         return rows
 
     def kinds(self, promises: Sequence[int | None]) -> list[int]:
-        """The classes of what rows promise."""
+        """Return the classes of the rows' promises."""
         return [self._gains.kind(SUFFIXES[0] if promise is None else promise) for promise in promises]
 
     def patience(self, step: Decision) -> int:
-        """Steps for which a decision to draft nothing stands, unless a row promises more: until the slack has grown to
-        what was lacking."""
+        """Return for how many steps a decision to draft nothing holds, unless a row promises more: until the slack has
+        grown by what it lacked."""
         if not (step.rests and step.kinds and step.shape.decodes) or step.shape.undrafted_left:
             return 0
         return int(min(step.lacks / (SHARE * step.plain), REST_STEPS))
 
     def _kept_for_costly(self, step: Decision) -> float:
-        """The part of the slack that cheap sources leave: a draft of the costly one, if that is expected to pay."""
+        """Return the slack that cheap sources leave to the costly one: the cost of a draft, if that is expected to
+        pay."""
         cost = self._deepening.line.at(1)
         pays = self._costly and self._deeper_gains.expected(0) * float(step.values.max()) > cost
         return cost + RESERVE if pays and cost <= self.ledger.costly else 0.0
 
     def _affords_hopeless(self, cost: float) -> bool:
-        """Whether to try something that promises nothing."""
         return self.ledger.affords(cost + RESERVE, trial=True)
 
     def limits(self, step: Decision) -> list[tuple[int, float]]:
-        """Most nodes of each row's tree, and the least chance of a node that can be worth its cost."""
+        """Return the maximum nodes of each row's tree, and the minimum probability at which a node can pay."""
         left = self._left(step)
         _, slopes = self._node_costs(step)
         nodes = max(1, int(left / max(min(slopes), 1e-9))) if left > 0 else 1
@@ -317,17 +299,15 @@ class Choice:
         ]
 
     def _left(self, step: Decision) -> float:
-        """What the step may still lose."""
         slack = min(self.ledger.slack, self.ledger.trials) if step.trial else self.ledger.slack
         return slack - self._spent_on(step)
 
     def _spent_on(self, step: Decision) -> float:
-        """What the step has cost so far."""
         asking = self.asking.at(len(step.asked)) if step.asked else 0.0
         return asking + (self._deepening.line.at(len(step.deeper)) if step.deeper else 0.0)
 
     def deepen(self, step: Decision, trees: Mapping[int, DraftTree]) -> list[int]:
-        """Choose the rows to which a costly source is to add, among these with their trees."""
+        """Choose the rows, among these with their trees, that a costly source drafts for."""
         line, spent = self._deepening.line, self._spent_on(step)
         kinds = {
             row: self._deeper_gains.kind(tree.expected) for row, tree in trees.items() if step.shape.budgets[row] > 0
@@ -351,7 +331,7 @@ class Choice:
         return rows
 
     def prune(self, step: Decision, trees: Sequence[DraftTree]) -> list[DraftTree]:
-        """What is worth scoring of the rows' trees, and of those without a costly source."""
+        """Return the part of each row's tree that is worth scoring."""
         step.trees = trees
         if step.deeper:
             before = [step.deeper[row][1] if row in step.deeper else tree for row, tree in enumerate(trees)]
@@ -367,17 +347,11 @@ class Choice:
     def chain_length(
         self, step: Decision, rates: Sequence[AcceptanceRate], most: int, stops_early: bool
     ) -> tuple[int, list[float]]:
-        """Choose how long chains are drafted.
-
-        Args:
-            step: with its tree, if one was asked for.
-            rates: of the rows.
-            most: maximum length.
-            stops_early: whether chains end by themselves where a token is not worth its cost.
+        """Choose the draft length of chains, of at most ``most`` tokens, after the step's tree was pruned.
 
         Returns:
-            The length, 0 if the tree or nothing is better; and of each row the chance that all of its chain is accepted
-            at which a further token is not worth its cost.
+            The length, 0 if the tree or nothing is better; and by row, the probability of full acceptance at which a
+            further token is not worth its cost.
         """
         shape, pruned = step.shape, step.pruned
         tree = 0.0 if pruned is None or not pruned.nodes else pruned.worth - self._scored(step, pruned.added)
@@ -404,7 +378,7 @@ class Choice:
         return 0, []
 
     def draft_line(self, cached: Sequence[int]) -> LinearCost:
-        """Cost of drafting chains for rows, by their length."""
+        """Return the cost of drafting chains, by draft length."""
         start, each = self._drafting[self.draft.are_alone(cached)].line
         size = self.draft.cost(cached, self.table)
         return LinearCost(start * size, each * size)
@@ -419,18 +393,8 @@ class Choice:
         passed: float,
         taught: float,
     ) -> list[int]:
-        """Learn from a step, and book it.
-
-        Args:
-            step: the step.
-            outcomes: of its rows; None for one that failed.
-            rates: of its rows' chains.
-            passed: seconds of the pass and of verifying.
-            taught: seconds of the sources' learning.
-
-        Returns:
-            Tokens that each row got.
-        """
+        """Update from a step, and book it. Returns the tokens that each row got. ``rates``: acceptance rates of the
+        rows' chains, ``passed``: seconds of the pass and verifying, ``taught``: of updating the sources."""
         tokens = [1 if outcome is None else len(outcome.verdict.tokens) for outcome in outcomes]
         if not step.rests:
             self._judge(step, outcomes, rates)
@@ -451,14 +415,8 @@ class Choice:
         return tokens
 
     def rested(self, step: Decision, steps: int, deciding: float, passed: float) -> None:
-        """Learn from steps for which a decision to draft nothing stood, and book them.
-
-        Args:
-            step: of the decision.
-            steps: number of them.
-            deciding: seconds in which it was found that it stands.
-            passed: seconds of their passes.
-        """
+        """Update from ``steps`` steps for which a decision to draft nothing held, and book them. ``deciding``: seconds
+        of checking that it holds; ``passed``: of the passes."""
         self._passes.record(passed / steps / step.plain)
         self._plain_measured, self._after_plain, self._since = True, True, 0
         cost, kept, fade = deciding / (self.unit or 1.0), (1.0 - RECENT) ** steps, MEMORY**steps
@@ -468,7 +426,7 @@ class Choice:
         self._tokens, self._spent = fade * self._tokens + share, fade * self._spent + share
 
     def _judge(self, step: Decision, outcomes: Sequence[Outcome | None], rates: Sequence[AcceptanceRate]) -> None:
-        """Learn what the step's drafts were right about, whether they were scored or not."""
+        """Record which of the step's drafts were correct, scored or not."""
         for row, outcome in enumerate(outcomes):
             if outcome is None:
                 continue
@@ -495,8 +453,8 @@ class Choice:
         self._pruner.learn()
 
     def _added_by_deeper(self, step: Decision, row: int, outcome: Outcome) -> float:
-        """Tokens that a costly source added to a row, less what its nodes cost: by what was worth scoring without it
-        and with it, whether that was scored or not. A chain with ``q`` is right as far as it was accepted."""
+        """Return the tokens that a costly source added to a row, minus the cost of its nodes, by what was worth scoring
+        with it and without it, scored or not. A chain with ``q`` counts as far as it was accepted."""
         assert step.worth_it is not None
         right = [each.trees[row].matches(outcome.verdict.tokens) for each in step.worth_it]
         costs = [self._scored(step, each.added) if each.nodes else 0.0 for each in step.worth_it]
@@ -505,15 +463,15 @@ class Choice:
         return right[1] - right[0] - (costs[1] - costs[0]) / len(step.deeper) / float(step.values[row])
 
     def _learn_times(self, step: Decision, outcomes: Sequence[Outcome | None], beside: float, scoring: float) -> float:
-        """Learn what the parts of a step took. Returns its cost in plain passes; of a step without drafts, what it cost
-        more than a plain one."""
+        """Record the seconds of a step's parts. Returns its cost in plain passes; for a step without drafts, only the
+        excess over a plain one."""
         nodes = sum(len(outcome.tree) for outcome in outcomes if outcome is not None)
         added = self._added_by(step, outcomes) if nodes else 0.0
         credible = None
         if step.shape.decodes and step.plain > 0:
             credible = self._record_pass(step.plain, added, scoring, not nodes)
         unit = self.unit
-        if not unit:  # no clock has said anything yet: the curve is believed
+        if not unit:  # without a measurement, the curve is believed
             return 0.0 if step.rests else step.alone + (self._scored(step, added) if nodes else 0.0)
         if self._deciding is None:
             self._deciding = TimeModel(FIRST_DECIDING / unit, GUESS_DOUBT)
@@ -532,14 +490,14 @@ class Choice:
         return cost + passed
 
     def _added_by(self, step: Decision, outcomes: Sequence[Outcome | None]) -> float:
-        """What the scored trees added to the pass, by the curve."""
+        """Return what the scored trees added to the pass, by the curve."""
         shape = step.shape
         sizes = [0 if outcome is None else len(outcome.tree) for outcome in outcomes]
         tokens = [pending + size for pending, size in zip(shape.pending, sizes, strict=True)]
         return shape.cost(tokens, self.table) - step.plain
 
     def _record_pass(self, plain: float, added: float, seconds: float, empty: bool) -> float | None:
-        """Learn from a pass; its credible time, if it could be learned from."""
+        """Record a pass. Returns its credible time, None if it was not measured."""
         self._since += 1
         credible = None
         if not empty or self._after_plain:
@@ -550,8 +508,8 @@ class Choice:
         return credible
 
     def _record_chains(self, step: Decision, length: float, unit: float) -> float:
-        """Learn what drafting chains took; returns their credible cost. The first ones touch memory and choose keys, so
-        they only count if they took less than the guess."""
+        """Record the time of drafting chains. Returns its credible cost. The first chains touch memory and select keys,
+        so they only count if cheaper than the guess."""
         model = self._drafting[self.draft.are_alone(step.shape.cached)]
         passes = step.drafting / unit / step.passes
         if not length:
@@ -561,7 +519,7 @@ class Choice:
 
 
 def warm_up() -> None:
-    """Compile what deciding runs, or load it from an earlier process."""
+    """Compile the code of decisions, or load it from the cache."""
     node_table.warm_up()
     time_model.warm_up()
     ledger.warm_up()

@@ -1,15 +1,14 @@
-"""What a forward pass costs, by the tokens that it scores and the tokens that it looks back on.
+"""The cost of a forward pass, by the tokens that it scores and the cached tokens that it attends to.
 
-A pass over n tokens, of which row r has n_r and looks back on L_r cached ones, costs
+A pass over n tokens, of which row r has n_r and attends to L_r cached ones, costs
 
     curve(n) + per_row * (rows - 1) + sum(L_r * cached_curve(n_r))
 
-in units of a pass over one token with an empty cache. Both curves are piecewise linear between a few measured sizes,
-for they are neither linear nor even smooth: on a CPU the second token turns matrix-vector products into matrix products
-and costs as much as the next eight, and where arithmetic begins to count instead of memory, the slope grows. Each row's
-cache is read once, but scored against every token of the row: behind a long text a few tokens more can cost as much as
-the whole pass. The Lookahead paper has one constant instead, the critical decoding length (section 3.4), at which the
-extra tokens cost as much as the pass.
+in units of a pass over one token with an empty cache. Both curves are piecewise linear between a few measured sizes: on
+a CPU the second token turns matrix-vector into matrix products and costs as much as the next eight, and the slope grows
+where arithmetic begins to dominate memory. A row's cache is read once but scored against each of its tokens: after a
+long prompt, a few more tokens can cost as much as the whole pass. The Lookahead paper has one constant instead, the
+critical decoding length (section 3.4), at which the extra tokens cost as much as the pass.
 """
 
 from __future__ import annotations
@@ -22,27 +21,25 @@ import numpy as np
 import numpy.typing as npt
 
 STEPS_PER_DECADE = 10
-"""Rounded costs grow tenfold in this many steps, as in Renard's series of preferred numbers."""
+"""Steps of rounded costs per tenfold increase, as in Renard's series of preferred numbers."""
 
 PREFILL_PASS = 512
-"""Tokens of a prompt that a pass usually reads."""
+"""Usual number of prompt tokens per prefill pass."""
 
 FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Costs of passes over one row with an empty cache, and what cached tokens add.
+    """Costs of passes over one row with an empty cache, and what cached tokens add. Beyond the last size, costs grow as
+    between the last two.
 
     Attributes:
-        sizes: tokens scored by a pass, rising from 1.
-        costs: of these passes, never falling, from 1; beyond the last size they grow as between the last two.
-        cached_sizes: tokens of a row, rising from 1.
-        cached_costs: what a row of so many tokens pays for each cached token; never falling, and beyond the last size
-            they grow as between the last two.
-        per_row: what a pass pays for each row but the first.
-        unit: seconds of a pass of cost 1, where it was measured.
-        doubtful: whether something else used the machine then.
+        sizes, costs: tokens scored by a pass, rising from 1, and its cost, never falling, from 1.
+        cached_sizes, cached_costs: tokens of a row, rising from 1, and its cost per cached token, never falling.
+        per_row: cost of each row but the first.
+        unit: seconds of a pass of cost 1, if measured.
+        doubtful: whether the machine was busy then.
 
     Raises:
         ValueError: if they cannot be such costs.
@@ -72,30 +69,27 @@ class CostCurve:
 
     @classmethod
     def linear(cls, critical_length: float) -> CostCurve:
-        """One token costs 1, and each further one 1 / ``critical_length``.
-
-        Raises:
-            ValueError: if ``critical_length`` is not positive.
-        """
+        """Make a curve on which each further token costs 1 / ``critical_length``. Raises ``ValueError`` if that is not
+        positive."""
         if not critical_length > 0:
             raise ValueError(f"critical_length is {critical_length}; it must be positive")
         return cls((1, 2), (1.0, 1 + 1 / critical_length))
 
     def passes(self, tokens: npt.ArrayLike) -> FloatArray:
-        """Costs of passes by their tokens, with empty caches, in the shape of ``tokens``."""
+        """Return costs of passes with empty caches, by their tokens; any shape."""
         return _interpolated(tokens, self.sizes, self.costs)
 
     def cached(self, tokens: npt.ArrayLike) -> FloatArray:
-        """What rows pay for each cached token, by the tokens that they score, in the shape of ``tokens``."""
+        """Return the cost per cached token, by the tokens that a row scores; any shape."""
         return _interpolated(tokens, self.cached_sizes, self.cached_costs)
 
     def of(self, tokens: Sequence[int], cached: Sequence[int]) -> float:
-        """Cost of a pass by each row's scored tokens and cached tokens."""
+        """Return the cost of a pass, by each row's scored and cached tokens."""
         looking = float(self.cached(tokens) @ np.asarray(cached, np.float64))
         return float(self.passes(sum(tokens))) + self.per_row * (len(tokens) - 1) + looking
 
     def rounded(self) -> CostCurve:
-        """Round the cost of further tokens to preferred numbers, size by size, so that noise seldom shows."""
+        """Round the cost of further tokens to preferred numbers, size by size, to hide noise."""
         costs = _rounded(self.sizes, self.costs, 1.0)
         cached = _rounded(self.cached_sizes, self.cached_costs, _preferred(self.cached_costs[0]))
         per_row = _preferred(self.per_row)
@@ -103,29 +97,25 @@ class CostCurve:
 
 
 class CostTable:
-    """Costs by a curve, looked up in a microsecond.
-
-    Args:
-        costs: the curve.
-    """
+    """Costs by a curve, looked up in a microsecond."""
 
     def __init__(self, costs: CostCurve) -> None:
         self.costs = costs
         self._know(128)
 
     def _know(self, count: int) -> None:
-        """Work out both curves for 0 to ``count`` - 1 tokens."""
+        """Compute both curves for 0 to ``count`` - 1 tokens."""
         self._known, self._known_cached = self.costs.passes(np.arange(count)), self.costs.cached(np.arange(count))
-        self._passes, self._looks = self._known.tolist(), self._known_cached.tolist()  # the same, for one at a time
+        self._passes, self._looks = self._known.tolist(), self._known_cached.tolist()  # as lists, for single look-ups
 
     def curves(self, count: int) -> tuple[FloatArray, FloatArray]:
-        """Costs of passes over 0 to at least ``count`` - 1 tokens with empty caches, and for each cached token."""
+        """Return costs of passes over 0 to at least ``count`` - 1 tokens with empty caches, and per cached token."""
         if len(self._known) < count:
             self._know(2 * count)
         return self._known, self._known_cached
 
     def prefill(self, tokens: int) -> float:
-        """Cost of reading a prompt of so many tokens, in passes over ``PREFILL_PASS`` tokens."""
+        """Return the cost of a prompt's prefill, in passes over ``PREFILL_PASS`` tokens."""
         passes, rest = divmod(tokens, PREFILL_PASS)
         full, looks = self.costs.passes(PREFILL_PASS), self.costs.cached(PREFILL_PASS)
         looking = float(looks) * PREFILL_PASS * passes * (passes - 1) / 2
@@ -134,13 +124,8 @@ class CostTable:
     def cost(
         self, tokens: Sequence[int], cached: Sequence[int], beside: int = 0, undrafted: Sequence[int] = ()
     ) -> float:
-        """``CostCurve.of``, for a pass that may have other rows, too.
-
-        Args:
-            tokens, cached: of each row, scored and looked back on.
-            beside: tokens of other rows.
-            undrafted: cached tokens of other rows that decode.
-        """
+        """Return the cost of a pass as by ``CostCurve.of``, with other rows: ``beside`` tokens of prompts, and rows
+        that decode without drafts, with ``undrafted`` cached tokens each."""
         count = sum(tokens) + beside
         self.curves(count + 1)
         looks = self._looks

@@ -1,4 +1,4 @@
-"""What sources gave: trees by how much they promised, chains by how often their tokens were accepted."""
+"""Track what drafts gain: trees by what they promised, chains by their acceptance rate."""
 
 from __future__ import annotations
 
@@ -9,35 +9,34 @@ from dataclasses import dataclass
 from forerun.policy.calibration import FIRST_GUESS, MEMORY, STATEMENT_WEIGHT
 
 SUFFIXES = (3, 8, 32)
-"""Known suffixes from which a class begins, in tokens: where a copy may begin, a copy, and a long one."""
+"""Lengths of the known suffix that separate classes, in tokens: a copy may begin, a copy, a long one."""
 SUFFIX_GAINS = (0.25, 1.0, 4.0, 8.0)
-"""Accepted tokens assumed of a tree in each class before any was seen, with care. Measured alone: 0.5, 2.8, 11 and 15
-with the bundled model, 0.2 to 0.5, 1 to 2.3 and 6 to 8 with SmolLM2."""
+"""Accepted tokens assumed of a tree in each class before the first, cautiously. Measured alone: 0.5, 2.8, 11 and 15
+with the bundled model; 0.2 to 0.5, 1 to 2.3 and 6 to 8 with SmolLM2."""
 EXPECTED_NODES = (0.5, 1.5)
-"""Accepted nodes that a tree expects, from which a class begins."""
+"""Expected accepted nodes of a tree that separate classes."""
 DEEPER_GAINS = (1.0, 0.75, 0.5)
-"""Tokens assumed of a model or a head beside such a tree before any was seen: enough to be tried."""
+"""Tokens that a small model or head is assumed to add to such a tree before the first: enough for a trial."""
 PRIOR_TREES, DEEPER_PRIOR_TREES = 20, 4
-"""How many trees the prior counts for: of a trie; and of a model or a head, a draft of which costs a hundred times as
-much. With 20, a head that was never right cost 5 to 6 % of 600 tokens on the simulated clock, with 4, 4 to 5 %."""
+"""Trees that the prior counts for: of a trie; and of a head or small model, whose draft costs a hundred times as much.
+On the simulated clock, a head that is never accepted costs 5 to 6 % of 600 tokens with 20, and 4 to 5 % with 4."""
 RECENT_TREES = 100
-"""How many of the last trees count."""
+"""Number of recent trees that count."""
 TREE_SPREAD, DEEPER_SPREAD = 3.0, 1.0
-"""Standard deviations of what a tree gives, over its mean, so it takes that many trees to know the mean; and of what a
-costly source adds, in tokens, at least. A source that added nothing to a few trees may still be a good one."""
+"""Standard deviation of a tree's gain over its mean, so knowing the mean needs that many trees; and minimum standard
+deviation of what a costly source adds, in tokens, as one that added nothing to a few trees may still be good."""
 
 
 class Gains:
-    """Mean accepted tokens of a source's drafts, by classes of what they promised.
+    """Mean accepted tokens of a source's drafts, by class of what they promised.
 
-    A tree of mean gain G is taken for a chain whose tokens are accepted at the rate a = G / (1 + G): its n-th node is
-    accepted with probability a^n. So it is known what is left of the gain where nodes cost something.
+    A tree of mean gain G is modelled as a chain with acceptance rate a = G / (1 + G): its n-th node is accepted with
+    probability a^n. This tells what remains of the gain when nodes cost something.
 
     Args:
-        limits: of the classes of promises.
-        prior: the gain in each class before any was seen; one more than limits.
-        trees: that the prior counts for.
-        spread: least standard deviation of a draft's gain, in tokens.
+        limits: between classes of promises.
+        prior: gain of each class before any draft, weighing ``trees`` drafts; one more than limits.
+        spread: minimum standard deviation of a draft's gain, in tokens.
     """
 
     def __init__(
@@ -47,17 +46,12 @@ class Gains:
         self._spread = spread
 
     def kind(self, promise: float) -> int:
-        """The class of a promise."""
+        """Return the class of a promise."""
         return bisect(self._limits, promise)
 
     def expected(self, kind: int, price: float = 0.0, doubt: float = 0.0) -> float:
-        """Return the tokens that a draft of this class is expected to gain, less what its nodes cost.
-
-        Args:
-            kind: the class.
-            price: of a node, in tokens.
-            doubt: standard deviations that are added to the mean.
-        """
+        """Return the expected gain of a draft of this class in tokens, minus the cost of its nodes: ``price`` tokens
+        each. ``doubt`` standard deviations are added to the mean."""
         mean = self._gains[kind]
         gain = mean + doubt * max(TREE_SPREAD * mean, self._spread) / math.sqrt(self._counts[kind])
         if price <= 0.0:
@@ -69,19 +63,17 @@ class Gains:
         return gain * (1.0 - rate**nodes) - nodes * price
 
     def record(self, kind: int, tokens: float) -> None:
-        """A draft of this class gave ``tokens``."""
+        """Record that a draft of this class gained ``tokens``."""
         self._counts[kind] = min(self._counts[kind] + 1, RECENT_TREES)
         self._gains[kind] += (tokens - self._gains[kind]) / self._counts[kind]
 
 
 @dataclass(slots=True)
 class AcceptanceRate:
-    """Accepted tokens of chains by tested ones. Those behind a rejected one are not tested.
+    """Acceptance rate of chains. Tokens after a rejected one are not tested; old counts fade.
 
-    Attributes:
-        tested, accepted: numbers of tokens; old ones fade.
-        longest: how long the next chain may be: twice as long as the last was accepted, or a token longer. The rate of
-            a few tokens says little of long chains.
+    ``longest`` limits the next chain to twice what was last accepted, or one token more: the rate of a few tokens says
+    little about long chains.
     """
 
     tested: float = STATEMENT_WEIGHT
@@ -89,18 +81,17 @@ class AcceptanceRate:
     longest: float = 1.0
 
     def child(self) -> AcceptanceRate:
-        """That of a new request, for which this one is a first guess."""
+        """Return the rate of a new request, with this one as its prior."""
         return AcceptanceRate(STATEMENT_WEIGHT, STATEMENT_WEIGHT * self.rate(), self.longest)
 
     def rate(self, doubt: float = 0.0) -> float:
-        """The mean, and ``doubt`` standard deviations more."""
+        """Return the mean plus ``doubt`` standard deviations."""
         mean = self.accepted / self.tested
         if not doubt:
             return mean
         return min(mean + doubt * math.sqrt(max(mean * (1 - mean), 0.05) / (self.tested + 1)), 0.999)
 
     def record(self, accepted: int, drafted: int) -> None:
-        """Learn from a chain."""
         fade = MEMORY ** min(accepted + 1, drafted)
         self.tested = self.tested * fade + accepted + (accepted < drafted)
         self.accepted = self.accepted * fade + accepted

@@ -1,7 +1,7 @@
-"""The trees of all rows in one table: each node's chance, which nodes are scored, and which were right.
+"""The trees of all rows in one table: each node's probability, whether it is scored, and whether it was correct.
 
-A tree has a dozen nodes, and a step of a small model takes half a millisecond. numpy's microsecond per operation would
-cost more than it saves. So this is compiled, over columns that are allocated once.
+A step of a small model lasts half a millisecond; numpy's microsecond per operation would cost more than pruning saves.
+So this is compiled, over columns that are allocated once.
 """
 
 from __future__ import annotations
@@ -29,17 +29,15 @@ from forerun.policy.cost_curve import FloatArray
 
 
 class Trees(NamedTuple):
-    """The trees of all rows, one after the other.
+    """The trees of all rows, concatenated.
 
     Attributes:
         tokens, parents: of ``DraftTree``; int64 ``[n]``.
-        stated: the stated probability that a node is accepted; float64 ``[n]``.
-        begins: the place of each row's first node, and behind the last; int64 ``[rows + 1]``.
-        deepest: the maximum depth of an accepted node; int64 ``[rows]``.
-        states: 1 if the drafter states probabilities; int64 ``[rows]``.
-        cached: tokens that each row looks back on; int64 ``[rows]``.
-        counts: tokens of each row besides its nodes; int64 ``[rows]``. Pruning counts on in it.
-        sizes: number of nodes that are kept of each tree, once they are pruned; int64 ``[rows]``.
+        stated: stated probability of acceptance; float64 ``[n]``.
+        begins: index of each row's first node, and the total; int64 ``[rows + 1]``.
+        deepest, states: maximum depth, and 1 if the drafter states probabilities; int64 ``[rows]``.
+        cached, counts: tokens cached, and scored besides nodes (pruning adds the kept ones); int64 ``[rows]``.
+        sizes: nodes kept; int64 ``[rows]``.
     """
 
     tokens: IntArray
@@ -54,19 +52,16 @@ class Trees(NamedTuple):
 
 
 class NodeTable(NamedTuple):
-    """The nodes of all rows' trees, one tree after the other; each column ``[n]``.
+    """The nodes of all trees, concatenated; each column ``[n]``.
 
     Attributes:
-        tokens: token ids.
-        parents: the parent's place in the table; ``ROOT`` for none.
-        rows: the number of the row.
+        parents: the parent's index in the table, or ``ROOT``.
         depths: 1 for a child of the root.
-        odds: stated log-odds that the node is right if its parent is; 0 where the drafter states nothing.
-        groups: the node's group in a ``CalibrationTable``.
-        chances: the probability that it is accepted; 0 where it cannot be.
-        kept: its number in the tree that is scored, or -1.
-        order: nodes by their worth, best first.
-        worth: of the nodes in ``order``.
+        odds: stated log-odds of acceptance after an accepted parent; 0 if not stated.
+        groups: index into a ``CalibrationTable``.
+        chances: probability of acceptance; 0 if impossible.
+        kept: index in the scored tree, or -1.
+        order, worth: nodes by worth, best first, and their worth.
     """
 
     tokens: IntArray
@@ -82,7 +77,6 @@ class NodeTable(NamedTuple):
 
     @classmethod
     def allocate(cls, nodes: int) -> NodeTable:
-        """A table with room for ``nodes`` nodes."""
         columns = {name: np.zeros(nodes, np.int64) for name in cls._fields}
         table = cls(**columns)  # type: ignore[arg-type]
         return table._replace(odds=np.zeros(nodes), chances=np.zeros(nodes), worth=np.zeros(nodes))
@@ -93,7 +87,6 @@ table_at, calibration_at = reader(NodeTable.allocate(1)), reader(CalibrationTabl
 
 @compiled
 def _add_tree(table: NodeTable, calibration: CalibrationTable, row: int, trees: Trees, vocabulary: int) -> None:
-    """Add a row's tree, with each node's chance."""
     tokens, parents, stated, deepest = trees.tokens, trees.parents, trees.stated, trees.deepest[row]
     begin = trees.begins[row]
     for at in range(begin, trees.begins[row + 1]):
@@ -115,9 +108,9 @@ def _add_tree(table: NodeTable, calibration: CalibrationTable, row: int, trees: 
 
 @compiled
 def _sort(table: NodeTable, end: int, looks: FloatArray, cached: IntArray, slope: float, values: FloatArray) -> int:
-    """Sort the nodes that can be accepted by their worth, parents before children; returns how many there are."""
+    """Sort the nodes that can be accepted by worth, parents before children. Returns their number."""
     order, worth, size = table.order, table.worth, 0
-    look = slope * (looks[-1] - looks[1]) / max(len(looks) - 2, 1)  # what a node adds for each cached token
+    look = slope * (looks[-1] - looks[1]) / max(len(looks) - 2, 1)  # cost of a node per cached token
     for node in range(end):
         if table.chances[node] <= 0.0:
             continue
@@ -134,7 +127,6 @@ def _sort(table: NodeTable, end: int, looks: FloatArray, cached: IntArray, slope
 
 @compiled
 def _extract(table: NodeTable, trees: Trees) -> None:
-    """Leave of each row's tree what is kept, from its first place on."""
     for row in range(len(trees.sizes)):
         begin, size = trees.begins[row], 0
         for node in range(begin, trees.begins[row + 1]):
@@ -168,20 +160,18 @@ def prune(
     """Keep the nodes whose tokens are worth more than they cost.
 
     Args:
-        table_address, calibration_address: of handles.
-        tokens, parents, stated, begins: see ``Trees``. What is kept of a tree is written over it.
-        by_row: the other attributes of ``Trees``, one after the other, ``[5, rows]``.
-        vocabulary: number of the target's tokens. Other tokens, and what is below them, cannot be accepted.
-        curve: costs of passes over 0, 1, ... tokens with empty caches.
-        looks: what rows of 0, 1, ... tokens pay for each cached token.
+        tokens, parents, stated, begins: see ``Trees``. Kept nodes overwrite the trees.
+        by_row: the other attributes of ``Trees``, ``[5, rows]``.
+        vocabulary: of the target. Other tokens and their descendants cannot be accepted.
+        curve, looks: costs of passes over 0, 1, ... tokens with empty caches, and per cached token.
         fed: tokens of the pass besides nodes.
-        fixed, slope: nodes cost ``slope`` times what they add by the curve, and all of them ``fixed``.
-        values: what a token of each row is worth, ``[rows]``.
-        slack: what all nodes may cost.
+        fixed, slope: nodes cost ``slope`` times what they add by the curve, plus ``fixed``.
+        values: of a token, ``[rows]``.
+        slack: maximum cost of all nodes.
 
     Returns:
-        How many are kept, the expected worth of their tokens, how many tokens these are, and what the nodes add to the
-        pass by the curve.
+        The number of kept nodes, their tokens' expected worth and number, and what the nodes add to the pass by the
+        curve.
     """
     table, calibration = table_at(table_address), calibration_at(calibration_address)
     cached, counts, rows = by_row[2], by_row[3], len(begins) - 1
@@ -214,10 +204,9 @@ def prune(
 def _learn(
     table: NodeTable, calibration: CalibrationTable, begin: int, end: int, tokens: IntArray, scored: bool
 ) -> int:
-    """Count the nodes of a row's tree that its committed tokens show to be right or wrong: the children of the root and
-    of right nodes, as far as the text is known; only nodes that were scored if ``scored``. Returns how many were
-    right."""
-    depths, right = table.order, 0  # the depth of each node that was right, else 0
+    """Count the nodes of a row's tree that its committed tokens show to be correct or not, if ``scored`` only those
+    that were. Returns how many are correct."""
+    depths, right = table.order, 0  # depth of each correct node, else 0
     for node in range(begin, end):
         above = table.parents[node]
         depth = 0 if above == ROOT else depths[above]
@@ -233,14 +222,9 @@ def _learn(
 
 @compiled
 def learn(table_address: int, calibration_address: int, outcomes: IntArray, tokens: IntArray) -> int:
-    """Learn from the outcomes of a step's trees; returns how many nodes were right.
-
-    Args:
-        table_address, calibration_address: of handles.
-        outcomes: first node, the place behind the last, number of committed tokens, and whether only scored nodes
-            count; ``[rows, 4]``.
-        tokens: committed of all rows, one row after the other.
-    """
+    """Update from the outcomes of a step's trees, and return the number of correct nodes. ``outcomes`` are first node,
+    end, number of committed tokens, and whether only scored nodes count, ``[rows, 4]``; ``tokens`` the committed ones
+    of all rows."""
     table, calibration = table_at(table_address), calibration_at(calibration_address)
     right, at = 0, 0
     for row in range(len(outcomes)):
@@ -253,7 +237,7 @@ def learn(table_address: int, calibration_address: int, outcomes: IntArray, toke
 
 
 def warm_up() -> None:
-    """Compile what choosing nodes runs, or load it from an earlier process."""
+    """Compile the code of pruning, or load it from the cache."""
     nodes, calibration, ones = ArrayHandles[NodeTable](), ArrayHandles[CalibrationTable](), np.ones(1, np.int64)
     table, groups = nodes.at(NodeTable.allocate(1)), calibration.at(CalibrationTable.empty())
     tree, by_row = (ones.copy(), np.full(1, ROOT, np.int64), np.ones(1)), np.ones((5, 1), np.int64)

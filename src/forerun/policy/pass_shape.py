@@ -1,4 +1,4 @@
-"""The size of a pass: all that its cost depends on, as numbers."""
+"""The size of a pass: everything that its cost depends on."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ from forerun.policy.cost_curve import CostTable
 
 @dataclass(slots=True)
 class PassShape:
-    """What a pass reads besides drafts.
+    """What a pass scores besides drafts. Lists are by row that may have a draft.
 
     Attributes:
-        left: tokens that each row still wants; of the rows that may be drafted for.
-        cached: tokens that each row looks back on.
-        pending: committed tokens of each row that the pass reads; 1 for a row that only decodes.
-        budgets: maximum number of nodes of each row's draft.
-        depths: maximum depth of each row's draft.
-        beside: tokens that the pass reads for prompts of other rows.
-        undrafted_left, undrafted_cached: of the rows that decode in the pass without a draft.
-        closed: whether the batch ends with its last row; false in a server, where others come in their place.
-        tokens: that the pass reads without drafts.
-        waiting: rows that decode in the pass, so that they wait for it and for all drafts.
-        decodes: whether it reads one token of each of these rows and nothing else.
+        left, cached: tokens still to generate, and cached tokens.
+        pending: committed tokens that the pass scores; 1 for a row that only decodes.
+        budgets, depths: maximum nodes and depth of the draft.
+        beside: tokens of other rows' prompts.
+        undrafted_left, undrafted_cached: of rows that decode without a draft.
+        closed: whether no new rows replace finished ones, as they do in a server.
+        tokens, waiting: tokens scored without drafts, and rows that decode and so wait for the pass and all drafts.
+        decodes: whether it only scores one token of each of these rows.
     """
 
     left: list[int]
@@ -47,19 +44,19 @@ class PassShape:
         return len(self.left)
 
     def plain(self, table: CostTable) -> float:
-        """Cost of the pass without drafts."""
+        """Return the cost of the pass without drafts."""
         return self.cost(self.pending, table)
 
     def cost(self, tokens: list[int], table: CostTable) -> float:
-        """Cost of the pass if it reads so many tokens of each row that may be drafted for."""
+        """Return the cost of the pass with this many tokens of each row that may have a draft."""
         return table.cost(tokens, self.cached, self.beside + len(self.undrafted_left), self.undrafted_cached)
 
     def alone(self, table: CostTable) -> float:
-        """Cost of a pass that only decodes these rows, without drafts."""
+        """Return the cost of a pass that only decodes these rows."""
         return table.cost([1] * self.waiting, [*self.cached, *self.undrafted_cached])
 
     def added(self, table: CostTable, nodes: int) -> float:
-        """What ``nodes`` nodes of each row that may be drafted for add to the pass."""
+        """Return what ``nodes`` nodes per row that may have a draft add to the pass."""
         rows, (passes, looks) = len(self.left), table.curves(self.tokens + len(self.left) * nodes + 1)
         looking = sum(
             cached * (looks[pending + nodes] - looks[pending])

@@ -1,8 +1,8 @@
-"""How long the parts of a step take on this machine, followed through noise.
+"""How long the parts of a step take on this machine, tracked through noise.
 
-A machine that others use may be twice as slow from one step to the next, and drafts would seem to cost what the machine
-lost. So one estimate of its speed follows all passes, and everything else is relative to it: what drafts add to a pass,
-and the time of drafting, which is counted in passes of that moment.
+On a shared machine, speed may halve from one step to the next, and drafts would be blamed for it. So one estimate of
+the speed follows all passes, and all else is relative to it: what drafts add to a pass, and drafting, in passes of that
+moment.
 """
 
 from __future__ import annotations
@@ -16,29 +16,28 @@ from forerun.core.compiling import compiled
 from forerun.policy.cost_curve import FloatArray
 
 STEP_NOISE, DRAFTING_NOISE, SPEED_DRIFT = 0.05, 0.2, 0.005
-"""Standard deviations, as shares: of a pass's time on a quiet machine, of the time of drafting, which depends on the
-text, too, and of the machine's speed from step to step."""
+"""Standard deviations, as shares: of a pass's time on a quiet machine; of drafting's, which also depends on the
+request; and of the machine's speed per step."""
 LOADED_DOUBT, START_DOUBT, EACH_DOUBT = 0.25, 0.2, 0.3
-"""Standard deviations before any step: of the time measured at load, and of what the cost curve says of drafts."""
+"""Prior standard deviations: of the time measured at load, and of what the cost curve says about drafts."""
 GUESS_DOUBT, NOTHING_KNOWN = 0.5, 10.0
-"""The same, in logarithms: of a guess, and of nothing, from microseconds to hours."""
+"""Prior standard deviations of the logarithm: of a guess, and of no knowledge (microseconds to hours)."""
 DRAFT_MEMORY = 50.0
-"""Steps after which measurements of drafts have faded and the cost curve is believed again. So drafts that seemed
-expensive are tried once more."""
+"""Steps in which measurements of drafts fade and the cost curve is believed again, so that drafts that seemed expensive
+are retried."""
 LEAST_START, MOST_EACH = 0.5, 8.0
-"""Limits of ``start`` and ``each`` that noise may not pass, as shares of what they were assumed to be."""
+"""Limits of ``start`` and ``each`` against noise, as shares of their priors."""
 CREDIBLE = 2.0
-"""Standard deviations up to which a measurement counts as it is."""
+"""Standard deviations up to which a measurement is believed."""
 
 
 class LinearCost(NamedTuple):
-    """A cost by size: ``start``, and ``each`` for every unit of size."""
+    """A cost that is linear in a size."""
 
     start: float
     each: float
 
     def at(self, size: float) -> float:
-        """The cost of this size."""
         return self.start + self.each * size
 
 
@@ -46,17 +45,15 @@ AS_THE_CURVE_SAYS, IN_PROPORTION = LinearCost(1.0, 1.0), LinearCost(0.0, 1.0)
 
 
 class TimeModel:
-    """Follow how long something takes by its size: ``scale * (start + each * size)``.
+    """Tracks a time by size: ``scale * (start + each * size)``.
 
-    The three are followed by a Kalman filter in logarithms (recursive least squares). The scale drifts; ``start`` and
-    ``each`` return to what they were assumed to be. A surprise beyond ``CREDIBLE`` deviations is cut off, and the rest
-    of it becomes doubt about the scale: a single slow measurement changes little, and a second one shows that it was no
-    accident.
+    A Kalman filter follows all three, in logarithms (recursive least squares). The scale drifts; ``start`` and ``each``
+    return to their priors. A surprise is clipped at ``CREDIBLE`` deviations, and the rest becomes doubt about the
+    scale: one slow measurement changes little, a second one confirms it.
 
     Args:
-        scale: first guess.
-        doubt: standard deviation of its logarithm.
-        shape: ``start`` and ``each``, as they are assumed to be.
+        scale: first guess; ``doubt``: standard deviation of its logarithm.
+        shape: prior of ``start`` and ``each``.
         noise: standard deviation of a measurement, as a share.
     """
 
@@ -64,9 +61,9 @@ class TimeModel:
         self, scale: float, doubt: float, shape: LinearCost = AS_THE_CURVE_SAYS, noise: float = DRAFTING_NOISE
     ) -> None:
         self.count = 0
-        """Measurements so far."""
+        """Number of measurements."""
         self.scale = scale
-        """The time of what has no size."""
+        """Time without any size."""
         self.shape = shape
         """``start`` and ``each``, as shares of the scale."""
         self._prior = np.array([noise, shape.start, shape.each])
@@ -75,16 +72,8 @@ class TimeModel:
         self._scratch = np.zeros(3)
 
     def record(self, time: float, size: float = 0.0, sized: bool = False) -> float:
-        """Learn from a measurement.
-
-        Args:
-            time: that it took.
-            size: by which the time grows.
-            sized: whether the time depends on a size. Else it is the scale itself.
-
-        Returns:
-            The time as far as it is credible: a disturbance of the machine is not drafting's fault.
-        """
+        """Update from a measured time of this size; without ``sized`` it measures the scale itself. Returns the time as
+        far as it is credible: a disturbance of the machine is not drafting's fault."""
         if not time > 0:
             return 0.0
         credible = _follow(self._state, self._covariance, self._scratch, self._prior, size, sized, math.log(time))
@@ -114,18 +103,13 @@ def _follow(
     sized: bool,
     measured: float,
 ) -> float:
-    """Take one step of the filter.
+    """Take one filter step. Returns the log of the time as far as it is credible.
 
     Args:
-        state: the scale's logarithm, ``start``, ``each``.
-        doubt: their covariance.
+        state: log of the scale, ``start``, ``each``; ``doubt``: their covariance.
         shared: scratch memory, ``[3]``.
-        prior: the noise, and what ``start`` and ``each`` return to.
-        size, sized: of ``TimeModel.record``.
-        measured: the logarithm of the time.
-
-    Returns:
-        The logarithm of the time, as far as it is credible.
+        prior: the noise, and the priors of ``start`` and ``each``.
+        measured: log of the time.
     """
     factor = max(state[1] + state[2] * size, 1e-3) if sized else 1.0
     slope = (1.0, sized / factor, sized * size / factor)
@@ -157,5 +141,5 @@ def _follow(
 
 
 def warm_up() -> None:
-    """Compile what following runs, or load it from an earlier process."""
+    """Compile the filter, or load it from the cache."""
     TimeModel(1.0, 1.0).record(1.0)

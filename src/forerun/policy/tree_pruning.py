@@ -1,11 +1,10 @@
-"""Which nodes of trees are worth scoring: those whose tokens are worth more than they cost.
+"""Prune trees to the nodes worth scoring: those whose tokens are worth more than they cost.
 
-A node's chance is the one that the drafter states, corrected by how often similar nodes were right
-(``calibration.py``). Nodes that were not scored count as well, because the committed text shows whether they were
-right. Rejection sampling is different: the decision must not depend on the drawn token's own probability, and only
-scoring shows whether it is accepted. So nodes with ``q`` are judged by their depth, and count only if they were scored.
-
-Nothing here looks at a clock: for a given curve, the choice repeats exactly.
+A node's probability is the drafter's, calibrated by how often similar nodes were correct (``calibration.py``). Nodes
+that were not scored count, too: the committed tokens show whether they were correct. Not so under rejection sampling:
+the decision must not depend on the drawn token's own probability, and only scoring shows whether it is accepted. So
+nodes with ``q`` are judged by depth, and count only if scored. No clock is involved: for a given curve, pruning is
+reproducible.
 """
 
 from __future__ import annotations
@@ -27,15 +26,8 @@ from forerun.policy.pass_shape import PassShape
 
 
 class PrunedTrees(NamedTuple):
-    """What is worth scoring of a step's trees.
-
-    Attributes:
-        trees: of each row the part that is worth it.
-        nodes: number of nodes in all of them.
-        worth: expected worth of their tokens, in plain passes.
-        tokens: expected number of accepted nodes.
-        added: what they add to the pass, by the curve.
-    """
+    """The part of a step's trees that is worth scoring: number of nodes, expected worth of their tokens in plain
+    passes, expected number of accepted ones, and what they add to the pass by the curve."""
 
     trees: list[DraftTree]
     nodes: int
@@ -45,19 +37,15 @@ class PrunedTrees(NamedTuple):
 
 
 class TreePruner:
-    """Prunes trees to what is worth scoring, and learns from what is accepted.
-
-    Args:
-        vocabulary: number of tokens that the target knows.
-    """
+    """Prunes trees, and calibrates probabilities by what was accepted."""
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
         self._calibration, self._nodes = CalibrationTable.empty(), NodeTable.allocate(64)
         self._handles: tuple[ArrayHandles[NodeTable], ArrayHandles[CalibrationTable]] = ArrayHandles(), ArrayHandles()
-        self._begins = [0]  # where each row's tree begins in the table of nodes, and where the last ends
-        self._outcomes: list[int] = []  # four numbers for each; see ``node_table.learn``
-        self._committed: list[int] = []  # tokens of these
+        self._begins = [0]  # first node of each row's tree in the table, and the end of the last
+        self._outcomes: list[int] = []  # four numbers each; see ``node_table.learn``
+        self._committed: list[int] = []  # their tokens
 
     def prune(
         self,
@@ -69,16 +57,8 @@ class TreePruner:
         slope: float = 1.0,
         slack: float = float("inf"),
     ) -> PrunedTrees:
-        """Select what is worth scoring of each row's tree.
-
-        Args:
-            shape: of the pass.
-            trees: one for each row that may be drafted for.
-            values: what a token of each row is worth, in plain passes.
-            table: costs of passes.
-            fixed, slope: nodes cost ``slope`` times what they add by the table, and all of them ``fixed``.
-            slack: what all nodes may cost.
-        """
+        """Keep what is worth scoring of each row's tree. ``values`` are of a row's token, in plain passes; nodes cost
+        ``slope`` times what they add by the table, plus ``fixed``, and at most ``slack``."""
         self._begins, self._outcomes, self._committed = [0, *accumulate(map(len, trees))], [], []
         if not (size := self._begins[-1]):
             return PrunedTrees([DraftTree.empty()] * len(trees), 0, 0.0, 0.0, 0.0)
@@ -96,7 +76,6 @@ class TreePruner:
     def _flat(
         self, shape: PassShape, trees: Sequence[DraftTree]
     ) -> tuple[IntArray, IntArray, FloatArray, IntArray, IntArray]:
-        """The trees one after the other, as ``node_table.prune`` takes them."""
         stated = [None if tree.q is not None else tree.probability for tree in trees]
         states = [p is not None for p in stated]
         return (
@@ -110,7 +89,6 @@ class TreePruner:
     def _parts(
         self, trees: Sequence[DraftTree], tokens: IntArray, parents: IntArray, sizes: Sequence[int]
     ) -> list[DraftTree]:
-        """The parts of the trees that are kept."""
         parts = list(trees)
         for row, (tree, size) in enumerate(zip(trees, sizes, strict=True)):
             begin, end = self._begins[row : row + 2]
@@ -129,13 +107,8 @@ class TreePruner:
         return parts
 
     def note(self, row: int, outcome: Outcome, drawn: bool) -> None:
-        """Note which nodes of a row's tree were right, whether they were scored or not; ``learn`` counts them.
-
-        Args:
-            row: its number in the last ``prune``.
-            outcome: of the row.
-            drawn: whether the tree carries ``q``, so that only accepted and rejected nodes count.
-        """
+        """Note which nodes of a row's tree were correct; ``learn`` counts them. ``row`` is its index in the last
+        ``prune``; of a tree that was ``drawn`` (with ``q``), only accepted and rejected nodes count."""
         begin, end = self._begins[row : row + 2]
         if begin == end:
             return
@@ -144,7 +117,7 @@ class TreePruner:
         self._committed += [*tokens[:accepted], *[ROOT] * (len(tokens) - accepted)] if drawn else tokens
 
     def learn(self) -> None:
-        """Learn from the outcomes that were noted."""
+        """Update the calibration from the noted outcomes."""
         if self._outcomes:
             outcomes = np.array(self._outcomes, np.int64).reshape(-1, 4)
             nodes, calibration = self._handles

@@ -1,1 +1,1 @@
-"""What proposes by itself: an index of texts, a lookup in the prompt, a trained head."""
+"""Sources that propose by themselves: a trie, a prompt lookup, a trained head."""

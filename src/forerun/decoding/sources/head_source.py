@@ -1,15 +1,14 @@
-"""A trained head drafts: a tree of its likeliest continuations, grown level by level (EAGLE-2, Li et al., 2024).
+"""Draft with a trained head: a tree of its likeliest continuations, grown level by level (EAGLE-2, Li et al., 2024).
 
-Each level asks the head what follows the likeliest nodes of the level before. A node's estimate is the product of the
-head's probabilities down to it. The likeliest nodes of all are the tree.
+The head extends the likeliest nodes of each level. A node's estimate is the product of the head's probabilities down to
+it, and the likeliest nodes of all levels are the tree.
 
-With coupled sampling the noise of the tokens to come is known. So a token ranks by log p + noise, as the target takes
-it; and its estimate is its share among the exponentials of these. Under rejection sampling the head draws a chain
-independently, and hands out ``q``.
+Coupled sampling has known noise, so a token ranks by log p + noise, as in the target, and its estimate is its share
+among the exponentials of these sums. Under rejection sampling the head draws a chain independently, and returns ``q``.
 
-A head may draft over shortlists (``models/heads/shortlist.py``). Then its probabilities are shares among the tokens of
-a text's shortlist, and ``q`` is 0 for all others. A text's own tokens are those of its prompt, those that were
-committed, and those that another drafter proposes beside the head: the trie's, recycled ones among them.
+Over a shortlist (``models/heads/shortlist.py``), probabilities are shares among its tokens, and ``q`` is 0 for all
+others. Besides frequent tokens, a request's shortlist has those of its prompt, its output, and other drafters'
+proposals.
 """
 
 from __future__ import annotations
@@ -34,26 +33,23 @@ from forerun.models.heads.head import Head, HeadText
 from forerun.models.heads.shortlist import Shortlist
 
 WIDTH = 8
-"""Nodes of a level that the head is asked about; EAGLE-2's default is 10, over 6 levels."""
+"""Nodes per level that the head extends; EAGLE-2's default is 10, over 6 levels."""
 CANDIDATES = 32
-"""Tokens among which noise chooses. A head gives the others a few hundredths of the whole."""
+"""Tokens among which noise chooses; a head gives the rest a few hundredths of the probability."""
 LEAST_CHANCE = 0.05
-"""A node with a lower estimate is not asked about: a level costs about as much as this share of a small target's
-pass."""
+"""Minimum estimate of a node that is extended: a level costs about this share of a small target's pass."""
 FORCED_TOKENS = 16
-"""The most tokens behind those that the target has read: a grammar's. The head walks them by its own states."""
+"""Maximum tokens after those that the target has scored, forced by a grammar; the head extends them from its states."""
 
 FloatArray = npt.NDArray[np.float64]
 
 
 class HeadSource(Source):
-    """Drafts trees with a head, the rows of a batch together.
+    """Drafts trees with a head, for all rows of a batch together.
 
     Args:
-        head: the head.
-        target: the model that it was trained for.
-        width: nodes of a level that the head is asked about, and tokens that it offers behind each.
-        frequent: gives the tokens that all shortlists have in common; None to draft over all tokens of the head.
+        width: nodes per level that the head extends, and children of each.
+        frequent: returns the tokens in all shortlists; None to draft over all of the head's tokens.
 
     Raises:
         ValueError: for a width under 1, or a head that does not fit the target.
@@ -70,7 +66,6 @@ class HeadSource(Source):
         self.wants = Wants(states=head.layers)
 
     def warm_up(self) -> None:
-        """Copy the weights of the tokens that all shortlists have in common."""
         if self._frequent is not None and self.head.output is not None:
             self.head.output.shorten(self._frequent())
 
@@ -81,13 +76,11 @@ class HeadSource(Source):
         return self.head.text(row.cache)
 
     def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
-        """Let the head read the states of what was committed, and of prompts."""
         for row, outcome in zip(rows, outcomes, strict=True):
             if outcome.states is not None:
                 self.head.record(row.states[self], row.request.tokens, outcome.start, outcome.states)
 
     def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
-        """Grow a tree for each row whose last tokens the target has read."""
         for row, limit in zip(rows, limits, strict=True):
             self._update_shortlist(row.states[self], row.request, limit.beside)
         trees = [
@@ -100,7 +93,7 @@ class HeadSource(Source):
         return [tree.tree().by(Origin.HEAD) for tree in trees]
 
     def _update_shortlist(self, text: HeadText, request: Request, beside: DraftTree) -> None:
-        """Add a text's new tokens to its shortlist, and what is proposed beside the head."""
+        """Add new tokens of a request and of other drafters' proposals to its shortlist."""
         matrix = self.head.output
         if matrix is None or matrix.frequent is None:
             return
@@ -132,57 +125,48 @@ class HeadSource(Source):
             active = [(tree, growth, part) for (tree, growth, _), part in zip(levels, parts, strict=True)]
 
     def _tokens_of(self, text: HeadText) -> torch.Tensor | None:
-        """The target's id of each column of a text's logits; None if they are the same."""
+        """Map each column of a request's logits to the target's ids; None if they are equal."""
         if text.shortlist is None:
             return self.head.tokens
         return torch.from_numpy(text.shortlist.tokens).to(self._device)
 
 
 class _Offer(NamedTuple):
-    """Tokens behind each node that was asked about, best first, with their estimates; ``[n, w]`` each."""
+    """Children of each extended node, best first, with their estimates; ``[n, w]`` each."""
 
     tokens: IntArray
     chances: FloatArray
 
 
 class _GrowingTree:
-    """A row's tree under way.
-
-    Args:
-        text: as the head follows it.
-        request: its tokens.
-        depth: levels that it may have.
-        budget: nodes that it may have.
-    """
+    """A row's tree under way, of at most ``depth`` levels and ``budget`` nodes."""
 
     def __init__(self, text: HeadText, request: Request, depth: int, budget: int) -> None:
         self.text, self.fork, self.depth, self._budget = text, request.fork(), min(depth, budget), budget
         unread = None if text.next is None else request.tokens[text.next + 1 :]
         self.unread: IntArray | None = unread if unread is None or len(unread) <= FORCED_TOKENS else None
-        """Tokens that follow those that the head can read; None if it knows too little of the text."""
+        """Tokens after those that the head can process; None if it has not seen enough of the request."""
         self.base = 0
-        """The head's number of the text's end."""
+        """The head's number of the request's last token."""
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self._chances: list[float] = []
         self._asked: dict[int, int] = {ROOT: 0}
-        """By node, the order in which the head was asked about it."""
+        """By node, the order in which the head extended it."""
         self._level, self._offered = [ROOT], range(0)
         self._reached = 0
         self._q: list[torch.Tensor] = []
 
     def asked_number(self, node: int) -> int:
-        """The head's number of a node."""
         return self.base + self._asked[node]
 
     def offer(self, logits: torch.Tensor, known: torch.Tensor | None, vocabulary: int, width: int) -> None:
-        """Add the likeliest tokens behind the nodes of the last level.
+        """Add the ``width`` likeliest children of each node of the last level.
 
         Args:
-            logits: the head's there, ``[n, D]``, of the tokens ``known``, or of all.
-            known: ids, ``[D]``; further columns of logits mean nothing.
-            vocabulary: number of the target's tokens.
-            width: number of tokens behind each node.
+            logits: the head's, ``[n, D]``.
+            known: ids of the columns, ``[D]``, if not all; further columns are padding.
+            vocabulary: size of the target's vocabulary.
         """
         logits = logits if known is None else logits[:, : len(known)]
         offer = self._choose(logits.float(), known, vocabulary, width)
@@ -197,7 +181,7 @@ class _GrowingTree:
         self._offered = range(first, len(self.tokens))
 
     def next_level(self, width: int) -> list[int]:
-        """The nodes to ask about next: the likeliest that were offered last, parents in the order of their coming."""
+        """Return the nodes to extend next: the likeliest of the last level, sorted by parent."""
         if self._reached >= self.depth:
             return []
         ends = self.fork.eos_token_ids
@@ -210,7 +194,6 @@ class _GrowingTree:
         return self._level
 
     def tree(self) -> DraftTree:
-        """The likeliest nodes."""
         if not self.tokens:
             return DraftTree.empty()
         chances = np.array(self._chances)
@@ -237,14 +220,15 @@ class _GrowingTree:
         tokens, values = chosen.cpu().numpy(), top.values.double().cpu().numpy()
         if sampler.method == "coupled":
             values = values + self._noise(tokens)
-        with np.errstate(invalid="ignore"):  # a processor may leave none of the tokens that the head knows
+        with np.errstate(invalid="ignore"):  # processors may reject all tokens that the head has
             shares = np.exp(values - values.max(-1, keepdims=True))
             shares = np.nan_to_num(shares / shares.sum(-1, keepdims=True))
         order = np.argsort(-shares, axis=-1, kind="stable")[:, :width]
         return _Offer(np.take_along_axis(tokens, order, -1), np.take_along_axis(shares, order, -1))
 
     def _scores(self, logits: torch.Tensor, known: torch.Tensor | None, vocabulary: int) -> torch.Tensor:
-        """Processed scores over the target's vocabulary, ``[n, V]``, as the sampler would see them at each node."""
+        """Return processed scores over the target's vocabulary, ``[n, V]``, as the sampler would see them at each
+        node."""
         if known is not None:
             whole = logits.new_full((len(logits), vocabulary), -torch.inf)
             logits = whole.index_copy_(1, known, logits)
@@ -255,20 +239,19 @@ class _GrowingTree:
         )
 
     def _noise(self, tokens: IntArray) -> FloatArray:
-        """The noise that the target will add to these tokens at the place behind the last level, ``[n, w]``."""
+        """Return the noise that the target will add to these tokens at the next level's position, ``[n, w]``."""
         seed, place = np.uint64(mixed(self.fork.sampler.seed & MASK64)), len(self.fork) + self._reached
         known = {token: gumbel_of(seed, place, token) for token in set(tokens.ravel().tolist())}
         return np.array([[known[token] for token in own] for own in tokens.tolist()])
 
     def _draw(self, scores: torch.Tensor) -> _Offer:
-        """One token, drawn from the last node's distribution, which is ``q``."""
+        """Draw one token from the last node's distribution, which is ``q``."""
         sampler = self.fork.sampler
         token = sampler.choose(scores[-1], len(self.fork) + self._reached, sampler.draft_salt())
         self._q.append(scores[-1].double().softmax(-1))
         return _Offer(np.array([[token]]), np.ones((1, 1)))
 
     def _path(self, node: int) -> list[int]:
-        """Tokens from the root down to a node."""
         path: list[int] = []
         while node != ROOT:
             path.append(self.tokens[node])

@@ -1,7 +1,7 @@
 """Prompt lookup: copy what followed the last few tokens when they occurred before.
 
 LLMA (Yang et al., 2023, "Inference with Reference") and prompt lookup decoding (Saxena, 2023). It needs no second model
-and no state beyond the request's own text, so it is the baseline for every index that remembers more.
+and no state beyond the request, so it is the baseline for every index that remembers more.
 """
 
 from __future__ import annotations
@@ -20,15 +20,8 @@ from forerun.decoding.source import Limit, Source
 
 @dataclass(frozen=True)
 class LookupConfig:
-    """How far back and how far on to look.
-
-    Attributes:
-        max_ngram: the longest suffix of the text that is looked up, in tokens; shorter ones follow if it is new.
-        branch_length: the most tokens drafted.
-
-    Raises:
-        ValueError: for a value below 1.
-    """
+    """Limits of a lookup, in tokens: the longest suffix (shorter ones follow if it is new) and the draft length. Raises
+    ``ValueError`` for a value below 1."""
 
     max_ngram: int = 3
     branch_length: int = 10
@@ -42,17 +35,15 @@ class LookupConfig:
 class Lookup(Source):
     """Drafts a chain: what followed the most recent occurrence of the longest suffix that occurred before.
 
-    ``transformers`` takes the first occurrence; the most recent one needs one position per n-gram and drafts better. In
-    replays, tokens per step rose from 1.48 to 1.49 on MT-bench, 1.25 to 1.27 on HumanEval and 1.32 to 1.36 on GSM8K.
-    Text that repeats itself has that occurrence close to its end, so the copy goes on into itself, as in LZ77: a cycle
-    of any period is drafted to full length.
+    ``transformers`` copies from the first occurrence; the most recent one drafts better. In replays, tokens per step
+    rose from 1.48 to 1.49 on MT-bench, 1.25 to 1.27 on HumanEval and 1.32 to 1.36 on GSM8K. In repetitive output the
+    copy runs into itself, as in LZ77, so a cycle of any period is drafted to full length.
     """
 
     def __init__(self, config: LookupConfig | None = None) -> None:
         self.config = config or LookupConfig()
 
     def open(self, row: Row) -> _Occurrences:
-        """Index the prompt."""
         occurrences = _Occurrences(row.request, self.config.max_ngram)
         occurrences.extend()
         return occurrences
@@ -61,7 +52,6 @@ class Lookup(Source):
         return [self._chain(row, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
 
     def _chain(self, row: Row, budget: int) -> DraftTree:
-        """A chain, or the empty tree if even the last token is new."""
         request, occurrences = row.request, row.states[self]
         length = min(self.config.branch_length, budget, request.max_draft_depth)
         occurrences.extend()
@@ -72,7 +62,7 @@ class Lookup(Source):
 
 
 class _Occurrences:
-    """Where the most recent continuation of every n-gram of a request's text starts; a lookup is O(max_ngram)."""
+    """Maps each n-gram of a request to its most recent continuation; a lookup is O(max_ngram)."""
 
     def __init__(self, request: Request, max_ngram: int) -> None:
         self._request, self._max_ngram = request, max_ngram
@@ -80,7 +70,7 @@ class _Occurrences:
         self._indexed = 0
 
     def extend(self) -> None:
-        """Take in what was committed. The last token has no continuation yet and waits."""
+        """Index committed tokens. The last one has no continuation yet."""
         tokens = self._request.tokens
         for n in range(1, self._max_ngram + 1):
             first = max(self._indexed - n + 1, 0)
@@ -90,7 +80,7 @@ class _Occurrences:
         self._indexed = len(tokens) - 1
 
     def find(self, tokens: IntArray) -> int | None:
-        """Where the longest known suffix of ``tokens`` was continued last. Those behind the text are a draft."""
+        """Return the position of the most recent continuation of the longest known suffix of ``tokens``."""
         suffix = tuple(tokens[-self._max_ngram :].tolist())
         starts = (self._continuation.get(suffix[i:]) for i in range(len(suffix)))
         return next((start for start in starts if start is not None), None)

@@ -1,4 +1,4 @@
-"""Lookahead's drafter: what continued the last tokens before, as a tree (sections 4.2 and 4.3)."""
+"""Lookahead's drafter: a tree of what continued the last tokens before (sections 4.2 and 4.3)."""
 
 from __future__ import annotations
 
@@ -27,28 +27,25 @@ from forerun.trie.trie import SamplingNoise, TextUpdate, Trie, TrieConfig
 log = logging.getLogger(__name__)
 
 TOKENS_A_READ = 8
-"""Tokens that are indexed where a model reads one. Indexing one takes 3 us."""
+"""Tokens indexed per token that a model prefills. Indexing one costs 3 us."""
 
 LEARN_TOKENS = 32
-"""Index lazily: at the next draft, or when 32 tokens are missing of a text whose suffix is looked for, those of all
-texts in one call. So a step without drafts seldom pays for one."""
+"""Index lazily: at the next draft, or when a request lacks 32 tokens at a look-up of its suffix, for all requests in
+one call. So a step without drafts seldom pays for indexing."""
 
 NOTHING_BEFORE = np.array([-1])
-"""What stands before a text's first token; see ``RecycledRows``."""
+"""Stands before a request's first token; see ``RecycledRows``."""
 
 
 @dataclass(slots=True, eq=False)
 class _Text(RowState):
-    """What is not learned yet of a request's text.
+    """A request's tokens that are not indexed yet.
 
     Attributes:
-        source: that it is of.
-        request: the request.
-        begun: whether the trie knows it: not while its code is being compiled.
-        ended: whether its row has ended.
-        taught: its length at the last step that a draft was asked for.
-        asked: whether one is asked for in the step under way.
-        rows: for each such step since ``learn``, the text's length after it, and the best tokens of its rows.
+        begun: whether the trie has the request; false while code is being compiled.
+        taught: length of the request at the last step with a draft.
+        asked: whether the step under way proposes.
+        rows: for each proposing step since ``learn``, the length after it, and its rows' best tokens.
     """
 
     source: TrieSource
@@ -60,24 +57,22 @@ class _Text(RowState):
     rows: list[tuple[int, RecycledRows]] = field(default_factory=list)
 
     def close(self) -> None:
-        """Free the prompt's index; what was generated stays."""
         self.source.close(self)
 
 
 class TrieSource(Source):
-    """Drafts from the request's prompt and from all that was generated in its namespace.
+    """Drafts from the request's prompt and from all outputs of its namespace.
 
-    Where no draft is asked for, because drafts do not pay, the text is only written down: neither what evidence is
-    worth nor the best tokens of the model's logits are learned. So such a step costs little more than a plain one.
+    Steps without a draft cost little more than plain ones: their tokens are only noted, and neither the weights of
+    evidence nor the best tokens of logits are updated.
 
     Args:
-        config: of the trie that is made here.
-        trie: one to use instead, shared or loaded from a file; it brings its own configuration.
-        waits: whether to wait for machine code where there is none; else nothing is drafted until it is there.
+        config, trie: of a new trie, or one to use instead, shared or loaded from a file.
+        waits: whether to wait for compilation; else drafting starts when it is done.
         lists: makes the model's static lists; see ``models.forward.static_lists``.
 
     Raises:
-        ValueError: if both are given.
+        ValueError: if ``config`` and ``trie`` are both given.
     """
 
     wants = Wants(best=LISTED)
@@ -94,20 +89,20 @@ class TrieSource(Source):
         self._code: Compilation | None = None  # under way
 
     def warm(self, namespace: str, sequences: Iterable[Sequence[int]]) -> None:
-        """Learn from token ids as if they had been generated in ``namespace``."""
+        """Index token ids as if they had been generated in ``namespace``."""
         self.trie.warm(namespace, sequences)
 
     def warm_up(self) -> None:
-        """Get the model's static lists, and load the trie's machine code. Where there is none, processes compile it,
-        while this one waits or, if it does not wait for code, generates without drafts."""
+        """Set the model's static lists, and load the trie's machine code. If there is none, other processes compile it
+        while this one waits or generates without drafts."""
         if self._lists is not None:
             self.trie.set_static_lists(self._lists())
         if not compiled_before():
             self._code = Compilation()
             if not self._waits:
-                log.info("drafting is being compiled, once; texts are generated without drafts meanwhile")
+                log.info("compiling the trie, once; generating without drafts meanwhile")
                 return
-            log.info("drafting is being compiled, once")
+            log.info("compiling the trie, once")
             self._code.wait()
         self._load_code()
 
@@ -117,7 +112,8 @@ class TrieSource(Source):
         self.trie.warm_up()
 
     def _ready(self) -> bool:
-        """Whether there is machine code. Once there is, requests that began before it are indexed, ended ones too."""
+        """Return whether machine code is loaded. Once it is, index the requests that started before, including ended
+        ones."""
         if self._code is None:
             return True
         if self._code.running:
@@ -130,7 +126,6 @@ class TrieSource(Source):
         return True
 
     def open(self, row: Row) -> _Text:
-        """Index the prompt, for this request alone."""
         text = _Text(self, row.request)
         if self._ready():
             self._begin(text)
@@ -145,11 +140,10 @@ class TrieSource(Source):
         text.begun = True
 
     def read(self, row: Row, tokens: int) -> bool:
-        """Index a piece of the prompt: ``TOKENS_A_READ`` where a model reads one token."""
         return not self._ready() or self.trie.catch_up(row.request.id, TOKENS_A_READ * tokens)
 
     def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
-        """Draft the likeliest branches, merged. The texts of all rows are learned first."""
+        """Draft the likeliest branches, merged, after indexing what all rows committed."""
         if not self._ready():
             return [DraftTree.empty()] * len(rows)
         updates = []
@@ -168,12 +162,10 @@ class TrieSource(Source):
         return self.trie.known_suffixes([(row.request.id, row.request.tokens) for row in rows])
 
     def _missing(self, text: _Text) -> int:
-        """How many tokens of a text are not learned yet: none while its prompt is read."""
         return len(text.request) - self.trie.length(text.request.id)
 
     def _update(self, text: _Text, request: Request, budget: int = 0) -> TextUpdate:
-        """What is not learned yet of a request's text: each step's lists are kept once its tokens are learned. What a
-        fork has beyond the text is a draft."""
+        """Return what is to be indexed of a request. Tokens that a fork has beyond it are drafts."""
         number, tokens = request.id, request.tokens
         known, end = self.trie.length(number), len(text.request)
         lists, text.rows = [(length - known, rows) for length, rows in text.rows], []
@@ -181,7 +173,6 @@ class TrieSource(Source):
         return TextUpdate(number, tokens[known:end], lists, tokens[end:], budget, depth, untaught)
 
     def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
-        """Note what was committed, to be learned before the next draft at the latest."""
         for row, outcome in zip(rows, outcomes, strict=True):
             text: _Text = row.states[self]
             if text.asked and outcome.verdict.tokens:
@@ -189,12 +180,9 @@ class TrieSource(Source):
                 text.taught, text.asked = len(text.request), False
 
     def _recycle(self, noted: _Text, outcome: Outcome) -> None:
-        """Note the best tokens of the scored rows.
-
-        They are kept once the step's tokens are learned. Otherwise the mixer would judge lists made from the answer.
-        Where texts are replayed there are no logits. Elsewhere than on a CPU they come with the step's transfer, or not
-        at all.
-        """
+        """Note the best tokens of the scored rows, to store after the step's tokens are indexed: otherwise the mixer
+        would judge lists that were made from the answer. Replays have no logits; from a device, lists come with the
+        step's transfer or not at all."""
         if outcome.best is None and (elsewhere(outcome.logits) or not outcome.logits.shape[0]):
             return
         request = noted.request
@@ -207,7 +195,7 @@ class TrieSource(Source):
         noted.rows.append((len(request), RecycledRows(before, last, *best)))
 
     def close(self, text: _Text) -> None:
-        """Free a text's index, once the step under way has ended."""
+        """Free a request's index once the step under way has ended."""
         text.ended = True
         if text.begun:
             self.trie.lock.when_free(lambda: self._close(text))
@@ -222,16 +210,16 @@ class TrieSource(Source):
 
 
 def _noise_of(sampler: Sampler) -> SamplingNoise | None:
-    """The noise of coupled sampling. That of rejection sampling no draft may know: the test needs drafts that are
-    independent of it. Times a temperature above all log-odds it would hide what the mixer knows, and may be infinite.
-    """
+    """Return the noise of coupled sampling. Rejection sampling needs drafts that are independent of its noise. At a
+    temperature above all log-odds, noise would hide what the mixer predicts, and may be infinite."""
     if sampler.method != "coupled" or sampler.temperature > STEEPEST:
         return None
     return SamplingNoise(mixed(sampler.seed & MASK64), sampler.temperature)
 
 
 def best_of_rows(logits: torch.Tensor) -> tuple[Int32Array, Float32Array]:
-    """The best tokens of each row of logits ``[n, V]`` on a CPU, and their logits, best first; ``[n, LISTED]`` each."""
+    """Return the best tokens of each row of CPU logits ``[n, V]``, and their logits, best first; ``[n, LISTED]``
+    each."""
     tokens, scores = np.empty((len(logits), LISTED), np.int32), np.empty((len(logits), LISTED), np.float32)
     recycled.best_of_rows(logits.float().contiguous().numpy(), tokens, scores)
     return tokens, scores

@@ -1,4 +1,4 @@
-"""Kernels for GPUs in Triton: linear layers, means and attention in one fixed order, over rows that keep their memory.
+"""Triton kernels for GPUs: linear layers, means and attention in one fixed order, over caches in place.
 
 They run on a GPU, and for tests in Triton's interpreter. ``docs/how-it-works.md`` says which GPUs ran them.
 """
@@ -12,7 +12,7 @@ import torch
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether these kernels run on this device. Triton comes with torch's builds for CUDA."""
+    """Return whether these kernels run on this device. Triton comes with torch's builds for CUDA."""
     return device.type == "cuda" and _installed()
 
 

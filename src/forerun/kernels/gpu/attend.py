@@ -1,17 +1,14 @@
-"""Attention on a GPU in one fixed order: a token's bits depend neither on what shares the pass nor on what was drafted.
+"""Attention on a GPU in one fixed order: a token's bits depend neither on what shares the pass nor on drafts.
 
 The order is that of ``ordered_attention.py``, with longer splits: positions are cut into splits, and splits into
 blocks, at fixed places. A split goes block by block with a running maximum and sum; splits are merged in order. All
-rows of a batch share two calls:
+rows of a batch share two calls, which find each row's memory by a table of addresses:
 
-- *Scan* goes over the keys that lie in text order. For few queries the splits of a tile of queries go to several
-  programs, more of them to longer rows, and each split's state is kept. For many queries one program does a tile's
-  splits one after the other, and merges them itself. The operations and their order are the same, so the bits are as
-  well.
-- *Combine* merges each token's splits, goes over the keys that only this token sees, and divides. Each program does
-  some numbers of a head's output. Other programs of it bring the next product's weights into the L2 cache.
-
-Rows keep their own memory: a table has its addresses.
+- *Scan* covers the keys stored in sequence order. With few queries, a tile's splits are spread over several programs,
+  more for longer rows, and each split's state is stored. With many, one program runs all splits of a tile in turn and
+  merges them: the same operations in the same order, hence the same bits.
+- *Combine* merges each token's splits, adds the keys that only this token sees, and divides. Each program computes some
+  columns of a head's output; extra programs prefetch the next product's weights into the L2 cache.
 """
 
 from __future__ import annotations
@@ -34,14 +31,13 @@ from forerun.kernels.gpu.pass_tables import (
 from forerun.kernels.gpu.prefetch import Ahead, prefetch
 
 GPU_COMBINE_THREADS = 128
-"""The fewest threads of a program that combines. Each has one number of one query, so that its registers hold many
-loads."""
+"""Minimum threads of a combining program. Each has one number of one query, so its registers hold many loads."""
 GPU_COMBINE_SPLITS = 32
-"""Splits whose states are loaded before any of them is merged: a load costs as much as hundreds of sums. At 122,000
-tokens there are 132, so five rounds of loads; with 8 there were 17, which cost 12 to 15 us of 193 (H200, one token)."""
+"""Splits whose states are loaded before merging: a load costs as much as hundreds of sums. After 122,000 tokens there
+are 132 splits, so five rounds of loads; with 8 there were 17, which cost 12 to 15 us of 193 (H200, one token)."""
 SCAN_REGISTERS = 168
-"""Registers of a thread that scans: three programs of 128 threads then share a Hopper's processor. The compiler would
-take 181, with which two do. On an Ampere the shared memory has room for two."""
+"""Registers per scanning thread, so that three programs of 128 threads share a Hopper's processor. The compiler would
+use 181, for two. On an Ampere, shared memory has room for two."""
 
 
 def store(layer: int, k: torch.Tensor, v: torch.Tensor, places: PassTables) -> None:
@@ -58,20 +54,9 @@ def attend(
     layer: int, q: torch.Tensor, kv_heads: int, places: PassTables, spec: AttentionSpec, out_dim: int | None = None,
     following: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention of packed queries over their rows' keys, which are in the caches already.
-
-    Args:
-        layer: the layer's index.
-        q: ``[1, H, n, d]``.
-        kv_heads: the number of KV heads.
-        places: where everything lies.
-        spec: the attention's parameters.
-        out_dim: numbers of a value; by default as many as of a key.
-        following: weights of the next product.
-
-    Returns:
-        ``[1, H, n, dv]``.
-    """
+    """Compute attention of packed queries ``[1, H, n, d]`` over their rows' keys, which must be in the caches;
+    ``[1, H, n, dv]``. Values have ``out_dim`` numbers, by default as many as keys. ``following``: weights of the next
+    product, to prefetch."""
     _, heads, n, dim = q.shape
     out_dim, softcap, sinks = out_dim or dim, spec.softcap, spec.sinks
     _contiguous_numbers(q)
@@ -93,7 +78,7 @@ def attend(
         )  # fmt: skip
     floats = None if sinks is None else sinks.detach().float().contiguous()
     lanes, part, threads = combine_shape(group, _width(out_dim))
-    loaded = 1 if size.merging else GPU_COMBINE_SPLITS  # merged already
+    loaded = 1 if size.merging else GPU_COMBINE_SPLITS  # merged by the scan
     ahead = Ahead.of(following)
     programs = kv_heads * triton.cdiv(group, GPU_COMBINE_QUERIES), triton.cdiv(out_dim, part)
     _combine[(n + triton.cdiv(ahead.programs, math.prod(programs)), *programs)](
@@ -106,20 +91,20 @@ def attend(
 
 
 def block_tokens(row_bytes: int) -> int:
-    """Keys of a block, given the bytes of one: fewer where they would not fit the shared memory."""
+    """Return the keys per block for keys of ``row_bytes``; fewer if they would not fit the shared memory."""
     return GPU_BLOCK_TOKENS if row_bytes <= 256 else GPU_BLOCK_TOKENS // 2
 
 
 def pipeline_stages(row_bytes: int) -> int:
-    """Blocks of keys and values that are loaded ahead, given the bytes of a head's key: what the shared memory of any
-    processor since Ampere has room for."""
+    """Return how many blocks of keys and values to load ahead, for keys of ``row_bytes``: what fits the shared memory
+    of any processor since Ampere."""
     return 3 if row_bytes <= 256 else 2 if row_bytes <= 512 else 1
 
 
 def scan_options(tile: int, merging: bool, row_bytes: int) -> dict[str, int]:
-    """Warps and registers of a scan's program. A large tile with two states, which would not fit the registers of four
-    warps, has eight. With one state that costs twice as much (H200, 64 queries, 122,000 keys). Registers are limited
-    where a test finds that nothing is spilled."""
+    """Return the warps and registers of a scan's program. A large tile with two states would not fit four warps'
+    registers and gets eight; with one state, eight cost twice as much (H200, 64 queries, 122,000 keys). Registers are
+    limited where a test finds no spills."""
     if merging and tile != GPU_COMBINE_QUERIES:
         return {"num_warps": 8}
     limited = tile == GPU_COMBINE_QUERIES and not merging and row_bytes <= 256
@@ -127,7 +112,7 @@ def scan_options(tile: int, merging: bool, row_bytes: int) -> dict[str, int]:
 
 
 def combine_shape(group: int, width: int) -> tuple[int, int, int]:
-    """Queries and numbers of each that a program combines, and its threads, given the queries of a KV head and the
+    """Return the queries and columns per combining program, and its threads, given the queries per KV head and the
     width of a value."""
     lanes = min(GPU_COMBINE_QUERIES, triton.next_power_of_2(group))
     part = min(width, max(16, GPU_COMBINE_THREADS // lanes))
@@ -139,11 +124,7 @@ def _width(dim: int) -> int:
 
 
 def _contiguous_numbers(*tensors: torch.Tensor) -> None:
-    """Refuse what the kernels would read wrongly: heads whose numbers are not side by side.
-
-    Raises:
-        ValueError: with the strides.
-    """
+    """Raise ``ValueError`` if a head's numbers are not contiguous, which the kernels assume."""
     for tensor in tensors:
         if tensor.stride(3) != 1:
             raise ValueError(f"numbers of a head must be contiguous; the strides are {tensor.stride()}")
@@ -154,7 +135,6 @@ def _store(
     k, v, addresses, strides, tokens, k_head, k_token, v_head, v_token, dim, out_dim, WIDE: tl.constexpr,
     OUT_WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Write one token's keys and values of one head."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, slot = tl.load(tokens + token * 4), tl.load(tokens + token * 4 + 1).to(tl.int64)
     keys = tl.load(addresses + row * 2).to(tl.pointer_type(k.dtype.element_ty))
@@ -169,11 +149,8 @@ def _store(
 
 @triton.jit
 def _memory(q, addresses, strides, row, head, ALIGNED: tl.constexpr):
-    """A row's keys and values of a head, of the queries' type, and how far tokens are apart in both.
-
-    Addresses and strides come from tables, so the compiler must be told what they are multiples of. Otherwise it loads
-    number by number.
-    """
+    """Return a row's keys and values of a head, and their strides between tokens. These come from tables, so the
+    compiler must be told their alignment; otherwise it loads number by number."""
     keys = tl.load(addresses + row * 2).to(tl.pointer_type(q.dtype.element_ty))
     values = tl.load(addresses + row * 2 + 1).to(tl.pointer_type(q.dtype.element_ty))
     k_head, k_row = tl.load(strides + row * 4), tl.load(strides + row * 4 + 1)
@@ -187,13 +164,12 @@ def _memory(q, addresses, strides, row, head, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _split_begin(split, SHORT: tl.constexpr, SHORTS: tl.constexpr, LONG: tl.constexpr):
-    """The position at which a split begins."""
     return tl.minimum(split, SHORTS) * SHORT + tl.maximum(split - SHORTS, 0) * LONG
 
 
 @triton.jit
 def _split_of(position, SHORT: tl.constexpr, SHORTS: tl.constexpr, LONG: tl.constexpr):
-    """The split of a position: the number of splits that end at it or before."""
+    """Return the split of a position."""
     return tl.minimum(position, SHORTS * SHORT) // SHORT + tl.maximum(position - SHORTS * SHORT, 0) // LONG
 
 
@@ -203,8 +179,8 @@ def _block(
     OUT_DIM: tl.constexpr, WIDE: tl.constexpr, OUT_WIDE: tl.constexpr, SOFTCAP: tl.constexpr,
     GPU_BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Go over one block of keys: queries ``[TILE, WIDE]``, and which of the keys each of them sees. Of the values, the
-    ``OUT_WIDE`` numbers from ``first`` on. A block of which a query sees nothing changes none of its bits."""
+    """Process one block of keys for queries ``[TILE, WIDE]`` and mask ``seen``; of the values, ``OUT_WIDE`` columns
+    from ``first`` on. A block of which a query sees nothing changes none of its bits."""
     d, dv = tl.arange(0, WIDE), first + tl.arange(0, OUT_WIDE)
     k = tl.load(keys + slots[None, :] * k_row + d[:, None], inside[None, :] & (d < DIM)[:, None], 0.0)
     scores = tl.dot(q, k, input_precision="ieee")
@@ -227,7 +203,7 @@ def _block(
 
 @triton.jit
 def _merge(top, total, out, top2, total2, out2):
-    """Merge a later split into what came before it."""
+    """Merge a later split into the earlier ones."""
     highest = tl.maximum(top, top2)
     one, two = tl.exp2(top - highest), tl.exp2(top2 - highest)
     return highest, total * one + total2 * two, out * one[:, None] + out2 * two[:, None]
@@ -235,14 +211,13 @@ def _merge(top, total, out, top2, total2, out2):
 
 @triton.jit
 def _nothing(TILE: tl.constexpr, OUT_WIDE: tl.constexpr):
-    """The state of queries that have seen nothing. To merge it changes nothing."""
+    """Return the state before any key; merging it changes nothing."""
     return (tl.full((TILE,), -3e38, tl.float32), tl.zeros((TILE,), tl.float32), tl.zeros((TILE, OUT_WIDE), tl.float32))
 
 
 @triton.jit
 def _put(state, sums, place, lane, mask, top, total, out, OUT_DIM: tl.constexpr, OUT_WIDE: tl.constexpr,
          TILE: tl.constexpr):  # fmt: skip
-    """Keep a state at a place, a number of tiles of queries."""
     dv = tl.arange(0, OUT_WIDE)
     here = state + (place * TILE + lane)[:, None] * OUT_DIM + dv[None, :]
     tl.store(here, out, mask[:, None] & (dv < OUT_DIM)[None, :])
@@ -257,10 +232,10 @@ def _scan(
     SOFTCAP: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, GPU_BLOCK_TOKENS: tl.constexpr,
     SHORT: tl.constexpr, SHORTS: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries over splits of the keys in text order.
+    """Scan a tile of queries over splits of the keys stored in sequence order.
 
-    Without ``MERGING`` a program does some of a tile's splits and keeps the state of each. With it, a program does all
-    of them and keeps two states for each query: of all whole splits, and of the one after them.
+    Without ``MERGING``, a program runs some of a tile's splits and stores each one's state. With it, a program runs all
+    of them and stores two states per query: of all complete splits, and of the one after them.
     """
     job, head = jobs + tl.program_id(0) * 3, tl.program_id(1)
     tile, part, parts = tl.load(job), tl.load(job + 1), tl.load(job + 2)
@@ -319,11 +294,11 @@ def _combine(
     GPU_COMBINE_QUERIES: tl.constexpr, LANES: tl.constexpr, GPU_COMBINE_SPLITS: tl.constexpr, THREADS: tl.constexpr,
     SHORT: tl.constexpr, SHORTS: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
-    """One token's heads of a group, ``OUT_WIDE`` numbers of each: its splits in order, its own keys, and the division.
+    """Combine ``OUT_WIDE`` columns of one token's heads in a group: its splits, its own keys, and the division.
 
-    ``TILE`` is that of the scan. Splits are merged for ``LANES`` queries, and maxima and sums of splits are loaded once
-    for each number of the output: then merging needs no exchange between threads. What follows goes over
-    ``GPU_COMBINE_QUERIES``, the least that a tensor core takes; each query is there as often as it fits.
+    ``TILE`` is the scan's. Splits are merged for ``LANES`` queries, with maxima and sums loaded once per output number,
+    so that threads exchange nothing. The rest runs over ``GPU_COMBINE_QUERIES``, a tensor core's minimum; each query is
+    repeated to fill it.
     """
     token = tl.program_id(0).to(tl.int64)
     if AHEAD and token >= n:
@@ -360,7 +335,7 @@ def _combine(
             # Triton compiles no (*loaded, kept)
             loaded = loaded + (kept,)  # type: ignore[assignment]  # noqa: RUF005
             least = tl.minimum(least, tl.minimum(kept[0], tl.minimum(kept[1], kept[2])))
-        # 0 is added, but only when all is there: else the compiler puts loads between sums, which wait for them
+        # adds 0, but only after all loads: otherwise the compiler mixes loads with sums, which wait for them
         tops += tl.maximum(least, -3e38) * 0.0
         for i in tl.static_range(GPU_COMBINE_SPLITS):
             top2, total2, out2 = loaded[i]  # type: ignore[var-annotated]
@@ -406,7 +381,7 @@ def _combine(
 
 @triton.jit
 def _repeated(tops, totals, outs, QUERIES: tl.constexpr):
-    """A state ``[lanes, numbers]``, each lane as often as it fits into ``QUERIES``; maxima and sums ``[QUERIES]``."""
+    """Repeat a state ``[lanes, numbers]`` to ``QUERIES`` lanes; maxima and sums become ``[QUERIES]``."""
     top, total = _stretched(tops, QUERIES), _stretched(totals, QUERIES)
     return tl.max(top, 1), tl.max(total, 1), _stretched(outs, QUERIES)
 
@@ -420,7 +395,7 @@ def _stretched(x, QUERIES: tl.constexpr):
 
 @triton.jit
 def _kept(state, sums, place, lane, mask, dv, OUT_DIM: tl.constexpr, TILE: tl.constexpr):
-    """A state that a scan kept, all of it ``[queries, numbers]``; that of nothing where there is none."""
+    """Load a scan's state ``[queries, numbers]``, or the empty state where the mask is off."""
     out = tl.load(state + (place * TILE + lane) * OUT_DIM + dv, mask, 0.0)
     top = tl.load(sums + place * 2 * TILE + lane, mask, -3e38)
     return top, tl.load(sums + place * 2 * TILE + TILE + lane, mask, 0.0), out

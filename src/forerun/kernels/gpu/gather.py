@@ -1,4 +1,4 @@
-"""Chunks of keys or values gathered by the GPU itself, from memory that it can address: its own, or the host's."""
+"""Gather chunks of keys or values with the GPU, from its memory or pinned host memory."""
 
 from __future__ import annotations
 
@@ -10,16 +10,11 @@ import triton.language as tl
 def gather_chunks(
     rows: torch.Tensor, head: torch.Tensor, chunk: torch.Tensor, size: int, device: torch.device
 ) -> torch.Tensor:
-    """Copy chunks to the device; nothing waits for it.
+    """Copy chunks of ``size`` rows to the device without waiting; ``[n, size, d]``.
 
     Args:
-        rows: ``[1, Hkv, m, d]``, on the device or in pinned memory of the host.
-        head, chunk: KV head and number of each chunk, int64 ``[n]``, on the device.
-        size: rows of a chunk.
-        device: the device.
-
-    Returns:
-        ``[n, size, d]``.
+        rows: ``[1, Hkv, m, d]``, on the device or in pinned host memory.
+        head, chunk: KV head and index of each chunk, int64 ``[n]``, on the device.
     """
     dim = rows.shape[3]
     found = torch.empty(len(head), size, dim, dtype=rows.dtype, device=device)
@@ -32,7 +27,6 @@ def gather_chunks(
 
 @triton.jit(do_not_specialize=["address", "head_stride", "row_stride"])
 def _gather(address, head_stride, row_stride, head, chunk, found, size, DIM: tl.constexpr, WIDE: tl.constexpr):
-    """One row of a chunk."""
     number, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, WIDE)
     place = tl.load(head + number) * head_stride + (tl.load(chunk + number) * size + row) * row_stride

@@ -1,11 +1,9 @@
-"""Linear layers and means of rows on a GPU, summed in one fixed order, however many tokens are in the pass.
+"""Linear layers and means of rows on a GPU, summed in one fixed order for any number of tokens in the pass.
 
-K, the length of a row of weights, is cut at fixed places into pieces. A piece is summed in steps of ``STEP`` columns by
-tensor-core products; then the pieces are added in order. For few tokens each piece is a program of its own, so that all
-of the GPU reads the weights. For many tokens one program does the pieces one after the other. The order of the sums is
-the same. The idea is that of ``batch_invariant_ops`` (Thinking Machines, 2025).
-
-Tiles have 16, 32 or 64 tokens. All of them take the same instruction of the tensor cores, which a test reads in the
+K, the length of a weight row, is cut into pieces at fixed places. A piece is summed in steps of ``STEP`` columns by
+tensor-core products; then the pieces are added in order. For few tokens, each piece has a program, so that the whole
+GPU reads weights; for many, one program runs all pieces in the same order. The idea is that of ``batch_invariant_ops``
+(Thinking Machines, 2025). Tiles of 16, 32 or 64 tokens use the same tensor-core instruction, as a test checks in the
 compiled code, and so sum in the same order.
 """
 
@@ -18,29 +16,25 @@ import triton
 import triton.language as tl
 
 OUTPUTS = 64
-"""Outputs of a tile."""
+"""Outputs per tile."""
 STEP = 64
-"""Columns that are multiplied at once."""
+"""Columns multiplied at once."""
 GPU_LINEAR_COLUMNS = 1024
-"""Columns of a piece. Llama-2-7B's narrowest matrix is then cut into 256 programs, for some 130 processors."""
+"""Columns per piece. Llama-2-7B's narrowest matrix is then cut into 256 programs, for some 130 processors."""
 GPU_LINEAR_ROWS = 1024
-"""Outputs whose pieces a program adds up."""
+"""Outputs per program that adds up pieces."""
 GPU_MEAN_COLUMNS = 1024
 """Numbers of a mean that a program reads at once."""
 PADDED_TO_LIBRARY = False
-"""Whether torch's library computes products, of 64 rows at a time (``padded``), instead of the kernels here. A card
-has to decide (``python -m benchmarks gpu``, part ``choices``): where the library streams weights at three quarters of
-the bandwidth and the probe finds equal bits, the kernels of products can go."""
+"""Whether torch's library computes products, 64 rows at a time (``padded``), instead of these kernels. To be decided on
+a card (``python -m benchmarks gpu``, part ``choices``): where the library reaches three quarters of the bandwidth and
+the probe finds equal bits, these kernels can go."""
 GPU_LINEAR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class LinearTile(NamedTuple):
-    """How a product is cut.
-
-    Attributes:
-        tokens: of a tile.
-        warps: of a program. Tiles of 64 tokens have two: with four, a Hopper would take another instruction.
-    """
+    """Tokens per tile of a product, and warps per program. Tiles of 64 tokens have two warps: with four, a Hopper would
+    use another instruction."""
 
     tokens: int
     warps: int
@@ -50,12 +44,12 @@ LINEAR_TILES = (LinearTile(16, 4), LinearTile(32, 4), LinearTile(64, 2))
 
 
 def tile_of(tokens: int) -> LinearTile:
-    """The smallest tile that holds these tokens, or the largest there is."""
+    """Return the smallest tile that holds these tokens, or the largest."""
     return next((tile for tile in LINEAR_TILES if tokens <= tile.tokens), LINEAR_TILES[-1])
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether ``product`` can compute this."""
+    """Return whether ``product`` can compute this."""
     return (
         weight.dim() == 2
         and weight.dtype in GPU_LINEAR_DTYPES
@@ -67,7 +61,7 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, to: torch.dtype | None = None
 ) -> torch.Tensor:
-    """``x @ weight.T + bias`` for rows of x ``[..., K]`` and a matrix ``[O, K]``, in the type ``to`` or else x's."""
+    """Compute ``x @ weight.T + bias`` for x ``[..., K]`` and weight ``[O, K]``, in type ``to`` or x's."""
     rows = x.reshape(-1, x.shape[-1])
     y = rows.new_empty(len(rows), len(weight), dtype=to)
     if len(rows):
@@ -80,21 +74,21 @@ def product(
 
 
 def parts_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The parts of ``x @ weight.T`` for x ``[n, K]``, to be added in order: ``[parts, n, O]``."""
+    """Compute the parts of ``x @ weight.T`` for x ``[n, K]``, to be added in order: ``[parts, n, O]``."""
     return padded(x, weight) if PADDED_TO_LIBRARY else sums(x, weight)
 
 
 def padded(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``x @ weight.T`` by torch's library, in x's type, ``[1, n, O]``. Every call has 64 rows, zeros where there are no
-    tokens. So the library takes one algorithm for each matrix, and a token's bits do not depend on the pass as long as
-    they do not depend on its row, which the exactness probe tests."""
+    """Compute ``x @ weight.T`` by torch's library, in x's type, ``[1, n, O]``. Every call is padded to 64 rows, so that
+    the library uses one algorithm per matrix. A token's bits then do not depend on the pass, provided that they do not
+    depend on its row, which the exactness probe tests."""
     n, rows = len(x), LINEAR_TILES[-1].tokens
     whole = torch.nn.functional.pad(x, (0, 0, 0, -n % rows))
     return torch.cat([torch.nn.functional.linear(part, weight) for part in whole.split(rows)])[None, :n]
 
 
 def sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The parts of ``x @ weight.T`` for x ``[n, K]``, to be added in order: float32 ``[parts, n, O]``."""
+    """Compute the parts of ``x @ weight.T`` for x ``[n, K]``, to be added in order: float32 ``[parts, n, O]``."""
     n, (outs, columns) = len(x), weight.shape
     tile, pieces = tile_of(n), triton.cdiv(columns, GPU_LINEAR_COLUMNS)
     alone = n <= LINEAR_TILES[-1].tokens
@@ -111,7 +105,7 @@ def _sums(
     x, w, y, n, outs, columns, x_row, x_column, w_row, w_column, ALONE: tl.constexpr, TOKENS: tl.constexpr,
     OUTPUTS: tl.constexpr, STEP: tl.constexpr, GPU_LINEAR_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A tile's sums: of one piece, or of all of them."""
+    """Sum one piece, or all of them, for a tile."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     out = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     piece = tl.program_id(2)
@@ -133,7 +127,6 @@ def _piece(
     x, w, token, out, n, outs, columns, x_row, x_column, w_row, w_column, first,
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, GPU_LINEAR_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the columns of one piece."""
     total = tl.zeros((TOKENS, OUTPUTS), tl.float32)
     for at in range(first, min(first + GPU_LINEAR_COLUMNS, columns), STEP):
         column = at + tl.arange(0, STEP)
@@ -148,7 +141,6 @@ def _piece(
 
 @triton.jit(do_not_specialize=["size", "pieces"])
 def _total(parts, bias, y, size, outs, pieces, BIAS: tl.constexpr, GPU_LINEAR_ROWS: tl.constexpr):
-    """Add the pieces in order, and the bias."""
     at = tl.program_id(0).to(tl.int64) * GPU_LINEAR_ROWS + tl.arange(0, GPU_LINEAR_ROWS)
     inside = at < size
     total = tl.zeros((GPU_LINEAR_ROWS,), tl.float32)
@@ -160,12 +152,12 @@ def _total(parts, bias, y, size, outs, pieces, BIAS: tl.constexpr, GPU_LINEAR_RO
 
 
 def takes_mean(x: torch.Tensor) -> bool:
-    """Whether ``mean`` can compute this."""
+    """Return whether ``mean`` can compute this."""
     return x.dtype in GPU_LINEAR_DTYPES and x.dim() > 0 and x.shape[-1] > 0
 
 
 def mean(x: torch.Tensor, keep: bool) -> torch.Tensor:
-    """The mean of ``[..., K]`` over its last dimension, which stays as one number if ``keep``."""
+    """Compute the mean of ``[..., K]`` over its last dimension, which ``keep`` keeps with size 1."""
     rows = x.reshape(-1, x.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     found = rows.new_empty(len(rows))
@@ -176,7 +168,6 @@ def mean(x: torch.Tensor, keep: bool) -> torch.Tensor:
 
 @triton.jit
 def _mean(x, y, row, columns, GPU_MEAN_COLUMNS: tl.constexpr):
-    """One row's."""
     total = tl.zeros((GPU_MEAN_COLUMNS,), tl.float32)
     here = x + tl.program_id(0).to(tl.int64) * row
     for at in range(0, columns, GPU_MEAN_COLUMNS):

@@ -1,8 +1,7 @@
-"""Where the tokens, keys and values of a pass lie: tables in a GPU's memory, which one transfer fills.
+"""Tables in a GPU's memory of where a pass's tokens, keys and values are, filled by one transfer.
 
-A pass that is recorded once and replayed (``models/forward/cuda_graphs.py``) needs tables of the same size each time.
-So tables may be larger than a pass: further tokens belong to a row of their own, whose memory is not read, and further
-tiles are empty.
+A pass that is recorded once and replayed (``models/forward/cuda_graphs.py``) needs tables of fixed size. So tables may
+be larger than a pass: padding tokens belong to a spare row, whose memory is not read, and padding tiles are empty.
 """
 
 from __future__ import annotations
@@ -19,43 +18,38 @@ from forerun.core.block import Block
 from forerun.core.tree import IntArray
 
 GPU_BLOCK_TOKENS = 64
-"""Positions of a block. A tree's own keys begin at one. Attention of one token of Llama-3-8B's shape over 122,000 keys
-took 236, 185 and 188 us with blocks of 32, 64 and 128 (H200); with 128, some kernels run out of registers."""
+"""Positions per block. A tree's keys begin at one. Attention of one token of Llama-3-8B's shape over 122,000 keys costs
+236, 185 and 188 us with blocks of 32, 64 and 128 (H200); with 128, some kernels run out of registers."""
 GPU_COMBINE_QUERIES = 16
-"""Queries of a small tile: the least that a tensor core takes."""
+"""Queries per small tile: a tensor core's minimum."""
 GPU_TILE_QUERIES = 32
-"""Queries of a large tile, for rows that have more than fit a small one: their keys are then read half as often. Both
-sizes take the same instruction of the tensor cores (a test reads it), and so sum in the same order."""
+"""Queries per large tile, for rows that have more than fit a small one: their keys are read half as often. Both sizes
+use the same tensor-core instruction (tested), and so sum in the same order."""
 GPU_SHORT_SPLIT_TOKENS = 256
-"""Positions of a split at the beginning of a text. Eight KV heads at position 2,048 are then work for 64 programs."""
+"""Positions per split at the start of a sequence. Eight KV heads at position 2,048 then occupy 64 programs."""
 GPU_SHORT_SPLITS = 16
-"""Splits of that length; they end at position 4,096."""
+"""Number of such splits; they end at position 4,096."""
 GPU_SPLIT_TOKENS = 1024
-"""Positions of a later split: a multiple of the others. At position 122,000 there are then 132 splits to be merged, and
-the states of a pass over 16 tokens are a sixteenth of the keys and values that it reads."""
+"""Positions per later split, a multiple of the others. At position 122,000, 132 splits have to be merged, and the
+states of a pass over 16 tokens are a sixteenth of the keys and values that it reads."""
 SCAN_PROGRAMS_PER_PROCESSOR = 8
-"""Programs that a scan is spread over, for each of a GPU's processors. A Hopper has room for three at a time, so the
-last round of eight leaves little idle; many more would read their queries and tables for less work. A card has to try 2
-and 4 (``python -m benchmarks gpu``, part ``choices``)."""
+"""Programs per GPU processor that a scan is spread over. A Hopper runs three at a time, so the last round of eight
+leaves little idle; many more would repeat reading queries and tables. To be tried on a card: 2 and 4
+(``python -m benchmarks gpu``, part ``choices``)."""
 RECORDED_OWN_KEYS = 128
-"""The most keys that only one token of a recorded pass sees: those of a block, and of a draft of 64 tokens."""
+"""Maximum keys that only one token of a recorded pass sees: a block's, and a draft's of 64 tokens."""
 TABLE_ALIGNMENT = 16
-"""Bytes. Tables and rows begin at multiples of it, as Triton compiles a kernel anew for a pointer that does not."""
+"""Alignment of tables and rows in bytes: Triton compiles another kernel for unaligned pointers."""
 
 
 class TableSizes(NamedTuple):
-    """How large a pass is.
+    """The size of a pass.
 
     Attributes:
-        layers: of the model.
-        rows: of the batch.
-        tokens: of all rows.
-        tiles: of queries of all rows.
-        tile: queries of a tile.
-        own: the most keys that only one token sees.
-        wanted: tokens whose logits are wanted.
+        own: maximum keys that only one token sees.
+        wanted: tokens with logits.
         splits: of the longest scan.
-        programs: over which a KV head's scan is spread, if there are fewer tiles.
+        programs: that a KV head's scan is spread over, unless there are more tiles.
     """
 
     layers: int
@@ -70,8 +64,8 @@ class TableSizes(NamedTuple):
 
     @property
     def merging(self) -> bool:
-        """Whether one program does all splits of a tile and merges them: there are enough tiles to keep half of all
-        programs busy, and no states to store."""
+        """Whether one program runs and merges all splits of a tile, without storing states: if tiles keep half of all
+        programs busy."""
         return 2 * self.tiles >= self.programs
 
     @property
@@ -80,8 +74,8 @@ class TableSizes(NamedTuple):
         return self.tiles if self.merging else min(self.programs, self.tiles * max(1, self.splits))
 
     def rounded(self, group: int) -> TableSizes:
-        """The next larger size of few, with a spare row, for ``group`` query heads of a KV head. It depends on tokens
-        and rows, each rounded up to a power of two, and on the text's length, rounded up to a power of four."""
+        """Round up to one of few sizes, with a spare row, for ``group`` query heads per KV head: tokens and rows to
+        powers of two, the sequence's splits to a power of four."""
         tokens, rows = _next_power(self.tokens, 2), _next_power(self.rows, 2)
         tiles = min((tokens * group + rows * (self.tile - 1)) // self.tile, tokens * -(-group // self.tile))
         splits = max(GPU_SHORT_SPLITS, _next_power(self.splits, 4))
@@ -98,21 +92,18 @@ def _next_power(number: int, base: int) -> int:
 
 
 class PassTables:
-    """The tables of a pass, as views of one piece of memory.
+    """The tables of a pass, as views of one block of memory; ``R`` rows, ``T`` tiles, ``P`` programs.
 
     Attributes:
-        ids: token ids, ``[n]``.
-        positions: of the tokens for the model, ``[n]``.
-        wanted: indices of the tokens whose logits are wanted.
-        addresses: of each layer's and row's keys and values, ``[layers, R, 2]``.
-        strides: of each layer and row, numbers from head to head and from token to token, of keys and of values,
-            ``[layers, R, 4]``.
-        tokens: of each token its row, its slot in the row's memory, its position, and where its scan ends, ``[n, 4]``.
+        ids, positions: of the tokens, ``[n]``.
+        wanted: indices of the tokens with logits.
+        addresses: of keys and values, ``[layers, R, 2]``.
+        strides: between heads and between tokens, of keys and of values, ``[layers, R, 4]``.
+        tokens: each token's row, slot in the row's memory, position, and end of its scan, ``[n, 4]``.
         own: slots of the keys from the end of a token's scan to its position, ``[n, width]``.
-        rows: of each row its first token, its number of tokens, and its first tile, ``[R, 3]``.
-        tiles: of each tile its row, and its number within the row, ``[T, 2]``.
-        jobs: of each program of a scan its tile, the first split that it does, and how many splits lie between two that
-            it does, ``[P, 3]``; 0 if it does none.
+        rows: first token, number of tokens, and first tile, ``[R, 3]``.
+        tiles: row, and number within the row, ``[T, 2]``.
+        jobs: tile, first split, and step between splits (0 for none), ``[P, 3]``.
         aligned: whether all addresses and strides are multiples of 16.
     """
 
@@ -150,16 +141,14 @@ class PassTables:
     def fill(self, batch: PassDescription, spare: torch.Tensor | None = None, ids: torch.Tensor | None = None) -> None:
         """Describe a pass.
 
-        Args:
-            batch: the pass.
-            spare: memory for a key and a value of the row of further tokens, ``[2, width]``, if the tables are larger
-                than the pass. All tokens, heads and layers of that row share it, and nobody reads it.
-            ids: token ids ``[n]`` on the device, in the place of the pass's.
+        If the tables are larger than the pass, ``spare`` is memory for a key and a value of the spare row,
+        ``[2, width]``, shared by all its tokens, heads and layers. ``ids`` are token ids ``[n]`` on the device,
+        replacing the pass's.
         """
         size = batch.sizes
         if self._copied is not None:
             self._copied.synchronize()
-        if spare is not None:  # what was there is of another pass
+        if spare is not None:  # clear the previous pass
             self._host.zero_()
         for name, table in batch.tables.items():
             self._tables[name][tuple(map(slice, table.shape))] = table
@@ -180,24 +169,19 @@ class PassTables:
 
 
 def _padded(shape: tuple[int, ...]) -> int:
-    """Numbers of a table, so that the next one begins at a multiple of ``TABLE_ALIGNMENT`` bytes."""
+    """Return a table's size in numbers, so that the next one begins at a multiple of ``TABLE_ALIGNMENT`` bytes."""
     multiple = TABLE_ALIGNMENT // 8
     return -(-int(np.prod(shape)) // multiple) * multiple
 
 
 class PassDescription:
-    """A pass as ``PassTables`` takes it.
+    """A pass, described for ``PassTables``. ``splits`` are of each tile's scan, ``[T]``.
 
     Args:
         blocks: each row's input; its start is the number of tokens in the row's memory.
-        addresses, strides: as in ``PassTables``.
-        positions: of the tokens for the model, ``[n]``.
-        group: query heads of a KV head.
-        programs: over which a KV head's scan is spread; see ``scan_programs``.
-        aligned: whether all addresses and strides are multiples of 16, if that is known.
-
-    Attributes:
-        splits: of each tile's scan, ``[T]``.
+        group: query heads per KV head.
+        programs: that a KV head's scan is spread over; see ``scan_programs``.
+        aligned: whether all addresses and strides are multiples of 16, if known.
     """
 
     def __init__(
@@ -205,7 +189,7 @@ class PassDescription:
         programs: int, aligned: bool | None = None,
     ) -> None:  # fmt: skip
         counts = [len(block) for block in blocks]
-        small = _next_power(max(counts), 2) * group <= GPU_COMBINE_QUERIES  # rounded, so that a size has one tile
+        small = _next_power(max(counts), 2) * group <= GPU_COMBINE_QUERIES  # rounded: one tile per recorded size
         tile = GPU_COMBINE_QUERIES if small else GPU_TILE_QUERIES
         self.group = group
         self.aligned = are_aligned(addresses, strides) if aligned is None else aligned
@@ -234,7 +218,7 @@ class PassDescription:
         )  # fmt: skip
 
     def moved(self, addresses: IntArray, strides: IntArray) -> PassDescription:
-        """The same pass over rows that lie elsewhere."""
+        """Return this pass over rows stored elsewhere."""
         other = copy.copy(self)
         other.tables = self.tables | {"addresses": addresses, "strides": strides}
         other.aligned = are_aligned(addresses, strides)
@@ -242,26 +226,27 @@ class PassDescription:
 
 
 def are_aligned(addresses: IntArray, strides: IntArray) -> bool:
-    """Whether all addresses and strides are multiples of 16."""
+    """Return whether all addresses and strides are multiples of 16."""
     return not ((addresses % TABLE_ALIGNMENT).any() or (strides % TABLE_ALIGNMENT).any())
 
 
 def splits_of(length: int) -> int:
-    """The number of splits that the first ``length`` positions lie in."""
+    """Return the number of splits that cover ``length`` positions."""
     short = GPU_SHORT_SPLITS * GPU_SHORT_SPLIT_TOKENS
     return -(-min(length, short) // GPU_SHORT_SPLIT_TOKENS) + -(-max(length - short, 0) // GPU_SPLIT_TOKENS)
 
 
 def scan_programs(device: torch.device, kv_heads: int) -> int:
-    """Programs over which a KV head's scan is spread. A CPU, which interprets them, counts as one processor."""
+    """Return over how many programs to spread a KV head's scan. A CPU, which interprets them, counts as one
+    processor."""
     on_gpu = device.type == "cuda"
     processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
     return max(1, SCAN_PROGRAMS_PER_PROCESSOR * processors // kv_heads)
 
 
 def scan_jobs(splits: IntArray, sizes: TableSizes) -> IntArray:
-    """The table ``jobs``, given the splits of each tile, ``[T]``. A tile's share of the programs is that of all
-    splits, so that one long row among short ones does not keep the others waiting."""
+    """Return the table ``jobs``, given each tile's splits, ``[T]``. Tiles share the programs in proportion to their
+    splits, so that one long row does not keep short ones waiting."""
     shares = np.ones_like(splits)
     if not sizes.merging:
         spare = max(0, sizes.jobs - len(splits))
@@ -272,14 +257,13 @@ def scan_jobs(splits: IntArray, sizes: TableSizes) -> IntArray:
 
 
 def _base(block: Block) -> int:
-    """Where the scan of a tree's tokens ends: at the last block of positions that begins before the tree."""
+    """Return the end of a tree's scan: the last block boundary before the tree."""
     return (block.start + len(block.pending)) // GPU_BLOCK_TOKENS * GPU_BLOCK_TOKENS
 
 
 def _tokens(row: int, block: Block) -> IntArray:
-    """A row's part of ``tokens``."""
     first, count = block.start, len(block)
-    if block.tree.is_chain:  # then slots and positions are the same
+    if block.tree.is_chain:  # slots equal positions
         return np.array([(row, at, at, at + 1) for at in range(first, first + count)])
     tokens = np.stack((np.full(count, row), first + np.arange(count), block.positions, block.positions + 1), 1)
     tokens[len(block.pending) :, 3] = _base(block)
@@ -287,7 +271,6 @@ def _tokens(row: int, block: Block) -> IntArray:
 
 
 def _own(block: Block) -> IntArray:
-    """A row's part of ``own``."""
     if block.tree.is_chain:
         return np.zeros((len(block), 0), np.int64)
     pending, n, end = len(block.pending), len(block), block.start + len(block.pending)

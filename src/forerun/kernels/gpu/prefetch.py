@@ -1,8 +1,8 @@
-"""Weights brought into a GPU's L2 cache while a small kernel runs that reads none.
+"""Prefetch weights into a GPU's L2 cache during small kernels that read none.
 
-Between two products stand kernels over a few tokens, which leave the memory idle. Further programs of these kernels ask
-for the first of the next product's weights. Hoppers and later have an instruction for it (PTX ISA,
-``cp.async.bulk.prefetch.L2``), which asks for some kilobytes and waits for nothing.
+Kernels between two products work on a few tokens and leave the memory idle, so extra programs of them request the first
+of the next product's weights. Since Hopper an instruction (PTX ISA, ``cp.async.bulk.prefetch.L2``) requests kilobytes
+without waiting.
 """
 
 from __future__ import annotations
@@ -14,23 +14,17 @@ import triton
 import triton.language as tl
 
 PREFETCHED_BYTES = 16 << 20
-"""The most weights that one kernel asks for: what an H200 reads in the 4 us that a norm lasts, a third of its L2."""
+"""Maximum bytes per kernel: what an H200 reads in the 4 us of a norm, a third of its L2."""
 PREFETCH_PROGRAM_BYTES = tl.constexpr(1 << 17)
-"""Bytes that a program asks for: 16 MiB are then work for 128 programs, one for each of an H100's processors."""
+"""Bytes per program: 16 MiB then occupy 128 programs, one for each of an H100's processors."""
 PREFETCH_THREADS = tl.constexpr(32)
-"""Threads of a program that ask, each for 4 KiB: the unit that copies takes one request after the other."""
+"""Threads per program that request 4 KiB each: the copy unit processes requests one by one."""
 PREFETCH_CAPABILITY = (9, 0)
-"""The first GPUs that have the instruction."""
+"""First compute capability with the instruction."""
 
 
 class Ahead(NamedTuple):
-    """What a kernel asks for.
-
-    Attributes:
-        weights: of the next product, or None to ask for nothing.
-        bytes: of them.
-        programs: that ask.
-    """
+    """What a kernel prefetches: ``bytes`` of the next product's weights, by ``programs`` programs."""
 
     weights: torch.Tensor | None
     bytes: int
@@ -38,7 +32,7 @@ class Ahead(NamedTuple):
 
     @classmethod
     def of(cls, weights: torch.Tensor | None) -> Ahead:
-        """What to ask for, given the next product's weights; nothing on other GPUs and in the interpreter."""
+        """Prefetch these weights; nothing on other GPUs and in the interpreter."""
         if weights is None or weights.device.type != "cuda" or weights.data_ptr() % 16:
             return cls(None, 0, 0)
         if torch.cuda.get_device_capability(weights.device) < PREFETCH_CAPABILITY:
@@ -47,13 +41,13 @@ class Ahead(NamedTuple):
         return cls(weights, wanted, triton.cdiv(wanted, PREFETCH_PROGRAM_BYTES.value))
 
     def start(self, other: torch.Tensor) -> torch.Tensor:
-        """The weights; another tensor where there are none, because a kernel must get one."""
+        """Return the weights, or ``other`` if there are none, as kernels need a pointer."""
         return other if self.weights is None else self.weights
 
 
 @triton.jit
 def prefetch(weights, size, program, THREADS: tl.constexpr):
-    """Ask for the ``program``-th piece of ``size`` bytes of weights, in a kernel of so many threads a program."""
+    """Request the ``program``-th piece of ``size`` bytes of weights."""
     at, count = piece_of(size, program, THREADS)
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
@@ -63,7 +57,7 @@ def prefetch(weights, size, program, THREADS: tl.constexpr):
 
 @triton.jit
 def piece_of(size, program, THREADS: tl.constexpr):
-    """For each thread of a program where its bytes begin and how many they are: multiples of 16, or none."""
+    """Return offset and size of each thread's bytes, in multiples of 16."""
     part: tl.constexpr = PREFETCH_PROGRAM_BYTES // PREFETCH_THREADS
     thread = tl.arange(0, THREADS)
     at = program.to(tl.int64) * PREFETCH_PROGRAM_BYTES + thread * part

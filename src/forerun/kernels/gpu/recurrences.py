@@ -1,12 +1,9 @@
-"""Recurrent layers on a GPU, over a draft tree: a short convolution, the gated delta rule and Mamba-2's recurrence.
+"""Recurrent layers over a draft tree on a GPU: short convolution, gated delta rule and Mamba-2's recurrence.
 
-The recurrences are those of ``kernels/recurrent``, token by token too. A column of a state never meets another column.
-So a program holds some columns of one head's state in registers and goes over all tokens. What a token sums depends on
-its ancestors alone, and the order of the sums on the layer alone: a token's bits are the same in every pass.
-
-The order in which ``tl.sum`` adds depends on how Triton lays numbers out, and that on what it knows of a kernel's
-arguments. So it is told nothing of their alignment, and a text begins with a state of zeros: there is one kernel for a
-layer, and one order.
+As in ``kernels/recurrent``, they go token by token. Columns of a state are independent, so a program holds some columns
+of one head's state in registers for all tokens. A token's sum depends only on its ancestors, and the order of sums only
+on the layer, so its bits are the same in every pass: ``tl.sum``'s order depends on what Triton knows of a kernel's
+arguments, so it is told nothing of their alignment, and a sequence begins with a state of zeros.
 """
 
 from __future__ import annotations
@@ -18,16 +15,16 @@ import triton.language as tl
 from forerun.kernels.recurrent.gated_states import L2_EPSILON, GatedShape, TokenOrder
 
 GPU_CONVOLUTION_CHANNELS = 256
-"""Channels of one token that a program convolves."""
+"""Channels of a token per program."""
 GPU_STATE_COLUMNS = 32
-"""Columns of a state that a program holds. A state of 128 columns is then work for four programs; a row of the columns
-in float32 is one line of memory, and 128 rows take 32 registers of each of a program's threads."""
+"""Columns of a state per program: 128 columns then occupy four programs. A row of these columns in float32 is one line
+of memory, and 128 rows need 32 registers per thread."""
 
 
 def convolve(
     x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, parents: torch.Tensor, first: int
 ) -> torch.Tensor:
-    """See ``short_convolution.convolve``. Here a token's nearest ancestors come first in its sum."""
+    """See ``short_convolution.convolve``. Here, a token's nearest ancestors are summed first."""
     count, channels = x.shape
     out = x.new_empty(count - first, channels)
     _convolve[(count - first, triton.cdiv(channels, GPU_CONVOLUTION_CHANNELS))](
@@ -63,7 +60,6 @@ def _convolve(
     x, weights, bias, parents, out, first, CHANNELS: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr,
     GPU_CONVOLUTION_CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of one token."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * GPU_CONVOLUTION_CHANNELS + tl.arange(0, GPU_CONVOLUTION_CHANNELS)
     inside, source = at < CHANNELS, row + first
@@ -88,7 +84,6 @@ def _run_states(
     GATES: tl.constexpr, DELTA: tl.constexpr, NORMALISE: tl.constexpr, WIDE: tl.constexpr,
     GPU_STATE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of one head's state, over all tokens."""
     head, columns = tl.program_id(0), tl.program_id(1) * GPU_STATE_COLUMNS + tl.arange(0, GPU_STATE_COLUMNS)
     number, key_head = tl.arange(0, WIDE), head // (HEADS // KEY_HEADS)
     real, shown = number < DIM, columns < OUT_DIM
@@ -99,7 +94,7 @@ def _run_states(
     state = tl.load(before + place, inside, 0.0)
     key_at, query_at = key_head * DIM + number, q + key_head * DIM + number
     value_at, result_at = values + head * OUT_DIM + columns, out + head * OUT_DIM + columns
-    held = -1  # whose state the registers hold
+    held = -1  # the token whose state the registers hold
     for token in range(count):
         source = tl.load(order).to(tl.int32)
         if source != held:
@@ -128,8 +123,8 @@ def _run_states(
             tl.store(saved + save * HEADS * DIM * OUT_DIM + place, state, inside)
         more = token + 1 < count
         if (tl.load(order + 3, more, held) != held) | (tl.load(order + 4, more, held) != held):
-            # A later token than the next may begin with it. One thread's numbers may be another's later on, so all have
-            # read what was there before, and all see what is there now.
+            # A later token may start from this state. One thread's numbers may be read by another, so the barriers
+            # order earlier reads, this write, and later reads.
             tl.debug_barrier()
             tl.store(waiting + held.to(tl.int64) * HEADS * DIM * OUT_DIM + place, state, inside)
             tl.debug_barrier()
@@ -139,7 +134,7 @@ def _run_states(
 
 @triton.jit
 def _vector(numbers, real, EPSILON: tl.constexpr, NORMALISE: tl.constexpr):
-    """A key or query, divided by its norm where the layer asks for it."""
+    """Load a key or query, normalised if the layer says so."""
     vector = tl.load(numbers, real, 0.0)
     if NORMALISE:
         vector = vector / tl.sqrt(tl.sum(vector * vector, 0) + EPSILON)

@@ -1,9 +1,7 @@
-"""The best key of each chunk for each query on a GPU, over short keys of one byte per number, as they are stored.
+"""Find each chunk's best key for each query on a GPU, over short keys of one byte per number, as stored.
 
-Products of bytes and their sums are whole numbers below 2^24, so 16-bit tensor-core products with float32 sums are
-exact: the result is that of ``topk_rank.py``, whatever the order.
-
-This has run in Triton's interpreter only; it has not run on a GPU.
+Products of bytes and their sums are integers below 2^24, so 16-bit tensor-core products with float32 sums are exact:
+the result equals ``topk_rank.py``'s in any order. This has only run in Triton's interpreter, not on a GPU.
 """
 
 from __future__ import annotations
@@ -16,16 +14,13 @@ from forerun.kernels.gpu.pass_tables import GPU_COMBINE_QUERIES
 
 
 def best_keys(index: torch.Tensor, count: int, q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """See ``topk_rank.by_definition``.
+    """See ``topk_rank.by_definition``. Returns float32 ``[Hkv, n, count]``.
 
     Args:
         index: keys, uint8 ``[Hkv, groups, CHUNK, rank / QUAD, GROUP, QUAD]``.
         count: number of chunks, stored group by group.
-        q: queries that were rounded to whole numbers up to 127, float32 ``[Hkv, n, rank]``.
-        scale: what their results are multiplied with, ``[Hkv, n, 1]``.
-
-    Returns:
-        float32 ``[Hkv, n, count]``.
+        q: queries, rounded to integers up to 127, float32 ``[Hkv, n, rank]``.
+        scale: of the results, ``[Hkv, n, 1]``.
     """
     heads, rows, rank = q.shape
     chunk, quads, group, quad = index.shape[2:]
@@ -42,7 +37,7 @@ def _best(
     index, q, scale, out, head, step, rows, rank, count, WIDE: tl.constexpr, CHUNK: tl.constexpr, QUADS: tl.constexpr,
     GROUP: tl.constexpr, QUAD: tl.constexpr, GPU_COMBINE_QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries over one group of chunks: a key of each at a time."""
+    """Process a tile of queries and one group of chunks, a key of each at a time."""
     at, group = tl.program_id(0).to(tl.int64), tl.program_id(2)
     row = tl.program_id(1) * GPU_COMBINE_QUERIES + tl.arange(0, GPU_COMBINE_QUERIES)
     number, chunk = tl.arange(0, WIDE), tl.arange(0, GROUP)

@@ -1,9 +1,9 @@
-"""Passes of few tokens, recorded once for each size and replayed: a replay needs no Python between its kernels.
+"""CUDA graphs of small passes, recorded once per size: a replay needs no Python between its kernels.
 
-A recording reads its input from tables that stay where they are, so sizes are rounded up to few: powers of two of
-tokens and of rows, and powers of four of the text's splits (``TableSizes.rounded``). All else that differs between
-passes is read on the device. So there is a bound on recordings, and none is made twice. A size is recorded before its
-first pass, while the clock of prices stands (``core/work_clock.py``): no pass of these sizes runs unrecorded.
+A recording reads its input from tables at fixed addresses. Sizes are rounded up to few: powers of two of tokens and
+rows, powers of four of the sequence's splits (``TableSizes.rounded``). All other differences between passes are read on
+the device. So the number of recordings is bounded, and none is made twice. A size is recorded before its first pass,
+while the clock of costs is stopped (``core/work_clock.py``).
 """
 
 from __future__ import annotations
@@ -20,30 +20,27 @@ from forerun.kernels.gpu.pass_tables import RECORDED_OWN_KEYS, PassDescription, 
 
 Result = TypeVar("Result")
 RECORDED_TOKENS = 64
-"""The largest pass that is recorded, in tokens. Larger ones compute for longer than Python takes to launch them."""
+"""Maximum tokens of a recorded pass. Larger passes compute for longer than Python needs to launch them."""
 RECORDINGS_KEPT = 128
-"""The most recordings. Passes have seven sizes for one row, and 28 for any; texts have three or four lengths."""
+"""Maximum number of recordings. One row has seven sizes of passes, several have 28; sequences have three or four
+lengths."""
 PASSES_UNTIL_RETRY = 256
-"""Passes after which a recording is tried again that failed for want of memory, as many as ``level.RETRY_STEPS``."""
+"""Passes before recording is retried after running out of memory, as ``level.RETRY_STEPS``."""
 
 log = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Makes CUDA graphs that share one pool of memory: what one leaves there, the next one that runs overwrites.
-
-    All are recorded on one stream: torch keeps the memory of passes for the stream that they ran on.
-    """
+    """Makes CUDA graphs that share a memory pool: each overwrites what the previous one left there. All are recorded on
+    one stream, as torch keeps memory per stream."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def record(self, work: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
-        """Run a function and return how to run it again, and its result, which is overwritten then.
-
-        ``torch.cuda.graph`` would wait for the device and empty the allocator's memory first; here other work goes on.
-        """
+        """Run a function. Returns how to run it again, and its result, which that overwrites. ``torch.cuda.graph``
+        would first wait for the device and empty the allocator's cache; here other work goes on."""
         present, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
         self._beside.wait_stream(present)
         with torch.cuda.stream(self._beside):
@@ -64,14 +61,7 @@ class _Recording(NamedTuple, Generic[Result]):
 
 
 class GraphCache(Generic[Result]):
-    """The recordings of one kind of pass of a model.
-
-    Args:
-        run: a pass, given its tables.
-        spare: memory of a row for tokens that only fill up a size.
-        device: where passes run.
-        recorder: makes the recordings.
-    """
+    """Recordings of one kind of pass of a model; ``spare``: memory of the row of padding tokens."""
 
     def __init__(
         self, run: Callable[[PassTables], Result], spare: torch.Tensor, device: torch.device, recorder: Recorder
@@ -82,16 +72,12 @@ class GraphCache(Generic[Result]):
 
     @property
     def keys(self) -> frozenset[tuple[TableSizes, bool]]:
-        """The sizes that are recorded, each with whether its rows are aligned."""
+        """Recorded sizes, each with whether its rows are aligned."""
         return frozenset(self._kept)
 
     def run(self, batch: PassDescription, ids: torch.Tensor | None = None) -> Result:
-        """A pass's result; it is valid until the next pass.
-
-        Args:
-            batch: the pass.
-            ids: its token ids ``[n]`` on the device, if they are not in ``batch``.
-        """
+        """Run a pass; its result is valid until the next. ``ids``: token ids ``[n]`` on the device, if not in
+        ``batch``."""
         recording = self._recording(batch)
         if recording is None:
             return unrecorded(batch, self._run, self._device, ids)
@@ -100,7 +86,7 @@ class GraphCache(Generic[Result]):
         return recording.result
 
     def _recording(self, batch: PassDescription) -> _Recording[Result] | None:
-        """The recording for a pass, made now if there is none of its size; None if it has to run unrecorded."""
+        """Return the recording of a pass's size, made now if missing; None if the pass must run unrecorded."""
         if batch.sizes.tokens > RECORDED_TOKENS or batch.sizes.own > RECORDED_OWN_KEYS:
             return None
         key = batch.sizes.rounded(batch.group), batch.aligned
@@ -112,7 +98,7 @@ class GraphCache(Generic[Result]):
             return None
         with made_once():
             made = self._recorded(batch, key[0])
-            settle(self._device)  # the pass that follows is timed
+            settle(self._device)  # the next pass is timed
         if made is not None:
             self._kept[key] = made
         return made
@@ -123,7 +109,7 @@ class GraphCache(Generic[Result]):
             places.fill(batch, self._spare)
             return _Recording(places, *self._recorder.record(lambda: self._run(places)))
         except torch.OutOfMemoryError:
-            log.warning("there is no memory to record a pass of %d tokens; it is slower meanwhile", sizes.tokens)
+            log.warning("not enough memory to record a pass of %d tokens; it runs slower for now", sizes.tokens)
             self._waits = PASSES_UNTIL_RETRY
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
@@ -137,7 +123,7 @@ class GraphCache(Generic[Result]):
 def unrecorded(
     batch: PassDescription, run: Callable[[PassTables], Result], device: torch.device, ids: torch.Tensor | None = None
 ) -> Result:
-    """Run a pass by a function of its tables; see ``GraphCache.run``."""
+    """Run a pass without recording; see ``GraphCache.run``."""
     places = PassTables(batch.sizes, device, batch.aligned)
     places.fill(batch, ids=ids)
     return run(places)

@@ -1,8 +1,8 @@
-"""A known decoder's pass on a GPU: ten kernels a layer, over the model's own weights.
+"""A pass of a supported decoder on a GPU: ten kernels per layer, over the model's weights.
 
-The description of layers is the compiled program's (``architecture.py``). Matrices that read the same input (queries,
-keys and values; gate and up) become one product: their weights are moved once, to lie one below the other, and the
-model's modules go on with views of them. The residual stream is float32; a product's input has the weights' type.
+Layers are described as for the compiled program (``architecture.py``). Matrices with the same input (queries, keys and
+values; gate and up) become one product: their weights are moved once to be adjacent, and the model's modules keep views
+of them. The residual stream is float32; inputs of products have the weights' type.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from forerun.models.forward.scorer import PassResult
 Angles = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, float32 ``[n, half]``."""
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Parts of ``x @ weight.T``, ``[parts, n, O]``."""
+"""Computes parts of ``x @ weight.T``, ``[parts, n, O]``."""
 Attention = Callable[..., torch.Tensor]
-"""Attention of a layer's queries ``[1, H, n, d]``, with the arguments of ``attend.attend``; ``[1, H, n, d]``."""
+"""Computes a layer's attention, with the arguments of ``attend.attend``; ``[1, H, n, d]`` in and out."""
 
 
 class JoinedMatrix(NamedTuple):
-    """Matrices one below the other, ``[O, K]``, and their biases, ``[O]``."""
+    """Adjacent matrices ``[O, K]``, and their biases ``[O]``."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -58,18 +58,18 @@ class GpuLayer(NamedTuple):
 
 
 def join(matrices: Sequence[MatrixRows]) -> JoinedMatrix:
-    """Let matrices lie one below the other in memory. Modules keep their parameters; these become views."""
+    """Make matrices adjacent in memory. Modules keep their parameters, which become views."""
     modules = list(dict.fromkeys(each.module for each in matrices))
     if len(modules) == 1:
         return JoinedMatrix(modules[0].weight.detach(), None if modules[0].bias is None else modules[0].bias.detach())
     biases = [module.bias for module in modules if module.bias is not None]
     if len(biases) not in (0, len(modules)):
-        raise ValueError("some of the matrices that read the same input have a bias, and some have none")
+        raise ValueError("some matrices with the same input have a bias, and some have none")
     return JoinedMatrix(_joined([module.weight for module in modules]), _joined(biases) if biases else None)
 
 
 def _joined(tensors: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-    """One tensor with all of them. If they lie so already, nothing moves: other scorers have their addresses."""
+    """Return one tensor with all of them. Adjacent ones are not moved, as other scorers have their addresses."""
     first = tensors[0].data
     end, storage = first.data_ptr(), first.untyped_storage().data_ptr()
     for tensor in tensors:
@@ -90,11 +90,7 @@ def _moved(tensors: Sequence[torch.nn.Parameter]) -> torch.Tensor:
 
 
 class GpuForward:
-    """A model that ``architecture.known_on_gpu`` knows.
-
-    Args:
-        model: the model.
-    """
+    """Runs a model that ``architecture.known_on_gpu`` accepts."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._parts = parts = describe(model)
@@ -107,7 +103,7 @@ class GpuForward:
         if parts.limit is not None:  # the module looks at positions on the CPU, which waits for the device
             table = angles_at(parts.rotary, like, torch.arange(parts.limit, device=model.device), None)
         self._table = table
-        """Angles of all positions, where the model's module cannot compute them in a recorded pass."""
+        """Angles of all positions, if the model's module cannot compute them in a recorded pass."""
 
     def run(
         self,
@@ -117,14 +113,12 @@ class GpuForward:
         states_of: tuple[int, ...] = (),
         product: Product = linear.parts_of,
     ) -> PassResult:
-        """A pass, whose input is in the tables: float32 logits ``[wanted, V]``, and hidden states.
+        """Run a pass described by tables. Returns float32 logits ``[wanted, V]``, and hidden states of layers
+        ``states_of``.
 
         Args:
-            places: the tables.
-            attention: reads keys and values that are in their rows' memory already.
+            attention: its keys and values are already in their rows' memory.
             fetch: called with each layer before its keys and values are written.
-            states_of: layers, as in ``Scorer.score_with_states``.
-            product: of linear layers.
         """
         x = self._parts.embedding.weight[places.ids].float() * self._parts.embedding_factor
         angles, states = self._angles(x, places.positions), dict[int, torch.Tensor]()
@@ -154,7 +148,6 @@ class GpuForward:
         return PassResult(logits, torch.cat([states[layer] for layer in states_of], -1) if states_of else None)
 
     def _angles(self, like: torch.Tensor, positions: torch.Tensor) -> dict[str | None, Angles]:
-        """Cosines and sines for each kind of layer."""
         if self._table is not None:
             cos, sin = self._table
             return {None: (cos[positions], sin[positions])}
@@ -165,7 +158,7 @@ class GpuForward:
         self, number: int, layer: GpuLayer, h: torch.Tensor, places: PassTables,
         angles: Angles, attention: Attention, product: Product,
     ) -> torch.Tensor:  # fmt: skip
-        """Attention's part of a layer, before its last product; ``[n, H * d]``."""
+        """Compute a layer's attention before its output product; ``[n, H * d]``."""
         parts, qkv = layer.attention, Summands(product(h, layer.qkv.weight), layer.qkv.bias)
         dim = parts.head_dim
         heads, kv_heads = parts.qkv[0].count // dim, parts.qkv[1].count // dim
@@ -182,7 +175,6 @@ class GpuForward:
         return mixed.transpose(1, 2).reshape(len(h), heads * dim)
 
     def _finished(self, logits: torch.Tensor) -> torch.Tensor:
-        """What the model's own head does with logits, scaling and soft cap."""
         scaling, softcap = self._parts.logits_scaling, self._parts.logits_softcap
         if scaling != 1.0:
             logits = logits / scaling
@@ -190,7 +182,7 @@ class GpuForward:
 
 
 def _added(product: Summands) -> torch.Tensor:
-    """A product's parts, added in order: float32 ``[n, O]``."""
+    """Add a product's parts in order: float32 ``[n, O]``."""
     total = product.parts[0].float()
     for part in product.parts[1:]:
         total = total + part
@@ -202,13 +194,13 @@ def _norm(module: Any) -> NormWeight | None:
 
 
 def library_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A product by torch's library, whose bits depend on the number of rows; see ``Product``."""
+    """Multiply with torch's library, whose bits depend on the number of rows; see ``Product``."""
     return functional.linear(x, weight)[None]
 
 
 def library_attention(rows: Sequence[Rows]) -> Attention:
-    """Attention of one row's last tokens by torch, over each layer's keys and values ``[1, Hkv, m, d]``. What torch
-    lacks (windows, soft caps, sinks) goes in a fixed order."""
+    """Make attention of one row's last tokens by torch, over each layer's keys and values ``[1, Hkv, m, d]``. What
+    torch lacks (windows, soft caps, sinks) runs in the fixed order."""
 
     def attention(
         layer: int, q: torch.Tensor, kv_heads: int, places: PassTables, spec: AttentionSpec, **_: torch.Tensor

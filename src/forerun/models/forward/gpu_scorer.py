@@ -1,13 +1,13 @@
-"""A decoder on a GPU: all rows' attention in two kernels a layer, sums in a fixed order, small passes as CUDA graphs.
+"""A decoder on a GPU: attention of all rows in two kernels per layer, fixed order of sums, CUDA graphs of small passes.
 
-A known decoder runs as few kernels (``gpu_forward.py``). Else the model's own code runs, and its linear layers, means
-and attention go to the kernels of ``kernels/gpu``. Caches keep their own memory, and a pass has a table of addresses.
-Layers that lie off the device are fetched before their turn and written back after it, into buffers that stay where
-they are. Caches that choose among keys (low-rank) take the way of ``Scorer``, row by row.
+A supported decoder runs as few kernels (``gpu_forward.py``); otherwise the model's code runs with the linear layers,
+means and attention of ``kernels/gpu``. Caches stay in place, and a pass has a table of addresses. Offloaded layers are
+fetched before use into fixed buffers, and written back afterwards. Caches that select keys (low-rank) run as in
+``Scorer``, row by row.
 
-A whole chunk of a prompt has a pass of its own, in which torch's libraries compute products and attention: many times
-faster, with bits that depend on the chunk's length and place. These are the same whatever is drafted and whatever else
-is decoded, as every prompt is cut at the same places.
+A complete chunk of a prompt has a separate pass, with torch's products and attention: many times faster, with bits that
+depend on the chunk's length and place. As every prompt is cut at the same places, drafts and other rows do not change
+them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from forerun.models.forward.scorer import PassResult, Scorer
 from forerun.models.forward.weight_watch import Change, WeightWatch
 
 PROMPT_CHUNK_TOKENS = 512
-"""Tokens of a prompt's chunk that libraries read: enough that arithmetic, not memory, decides how long it takes."""
+"""Tokens of a chunk for torch's libraries: enough for arithmetic, not memory, to dominate."""
 PROGRAM_ATTRIBUTE = "_forerun_gpu"
 """The model's attribute for its ``GpuProgram``."""
 
@@ -58,13 +58,12 @@ class LayerQueries(NamedTuple):
 
 
 class TableLayers(NamedTuple):
-    """A model's layers as tables have them.
+    """A model's layers as tables describe them.
 
     Attributes:
         places: each layer's index in the tables.
-        likes: each layer's keys and values of no token, ``[1, Hkv, 0, d]`` and ``[1, Hkv, 0, dv]``.
-        group: the most query heads of a KV head.
-        programs: over which a KV head's scan is spread.
+        likes: each layer's empty keys and values, ``[1, Hkv, 0, d]`` and ``[1, Hkv, 0, dv]``.
+        group: maximum query heads per KV head.
         uniform: whether all keys and values have one shape.
     """
 
@@ -77,7 +76,7 @@ class TableLayers(NamedTuple):
 
 class TableRow(NamedTuple):
     """Where a row's keys and values are: addresses ``[layers, 2]``, strides in bytes ``[layers, 4]`` or ``[4]``, and
-    the place of the block's first token."""
+    the index of the block's first token."""
 
     addresses: IntArray
     strides: IntArray | tuple[int, ...]
@@ -85,7 +84,7 @@ class TableRow(NamedTuple):
 
 
 class TableMemory(NamedTuple):
-    """Where the rows of a pass are: each one's addresses as its cache gave them, and what tables have of them."""
+    """Where a pass's rows are: addresses as their caches returned them, and as tables have them."""
 
     given: list[IntArray]
     addresses: IntArray
@@ -94,14 +93,14 @@ class TableMemory(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[TableRow], width: int) -> TableMemory:
-        """For numbers of ``width`` bytes."""
+        """Describe rows of numbers of ``width`` bytes."""
         given = [row.addresses for row in rows]
         addresses = np.stack(given, 1)
         strides = np.stack([np.broadcast_to(np.array(row.strides), (len(addresses), 4)) for row in rows], 1) // width
         return cls(given, addresses, strides, are_aligned(addresses, strides))
 
     def holds(self, rows: Sequence[TableRow]) -> bool:
-        """Whether these rows are where they were: a cache gives the same array until its memory moves."""
+        """Return whether these rows have not moved: a cache returns one array until its memory moves."""
         return len(rows) == len(self.given) and all(
             row.addresses is known for row, known in zip(rows, self.given, strict=True)
         )
@@ -109,41 +108,37 @@ class TableMemory(NamedTuple):
 
 _Row = tuple[Block, Cache, TableRow]
 _Kept = tuple[bool, tuple[int, ...]]
-"""What a pass keeps: queries or not, and hidden states of these layers."""
+"""What a pass keeps: whether queries, and of which layers hidden states."""
 _Results = tuple[PassResult, LayerQueries]
 
 
 class GpuProgram:
-    """A model's passes on a GPU, with their recordings; all scorers of the model share it.
-
-    Args:
-        model: the model. A program is of the model as it is now.
-    """
+    """A model's passes on a GPU, with their recordings, shared by all its scorers; for the model as it is when made."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         known = known_on_gpu(model) and model.dtype in GPU_LINEAR_DTYPES
         self.decoder = GpuForward(model) if known else None
         self.lock = FairLock()
-        """Held during a pass: recordings share their tables and their results."""
-        self.watch = WeightWatch(model)  # now that the decoder has moved weights
+        """Held during a pass, as recordings share tables and results."""
+        self.watch = WeightWatch(model)  # after the decoder moved weights
         self._plain, self._recorder = Scorer(model), cuda_graphs.Recorder()
         self.graphs: dict[_Kept, GraphCache[_Results]] = {}
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> GpuProgram:
-        """The model's program; a new one if the model has changed."""
+        """Return the model's program, a new one if the model has changed."""
         found = model.__dict__.get(PROGRAM_ATTRIBUTE)
         if not isinstance(found, cls) or found.watch.look() is Change.MODEL:
             found = model.__dict__[PROGRAM_ATTRIBUTE] = cls(model)
         return found
 
     def __reduce__(self) -> tuple[type[object], tuple[()]]:
-        """Leave a copy of the model without one."""
+        """Drop the program from copies of the model."""
         return object, ()
 
     @cached_property
     def layers(self) -> TableLayers | None:
-        """None if tables cannot describe the layers, or there are others, which keep a state of the text."""
+        """None if tables cannot describe the layers, or some are recurrent."""
         if self._plain.recurrent:
             return None
         model = self._plain.model
@@ -170,16 +165,8 @@ class GpuProgram:
     def run(
         self, tables: TableLayers, batch: PassDescription, kept: _Kept, ids: torch.Tensor | None, away: Transfers
     ) -> _Results:
-        """Run a pass; its result is valid until the next one.
-
-        Args:
-            tables: the layers.
-            batch: the pass.
-            kept: what is kept of it.
-            ids: token ids ``[n]`` on the device, if they are not in ``batch``.
-            away: rows of which some layers lie off the device. A pass over such rows is not recorded: copies end when
-                they end.
-        """
+        """Run a pass. Its result is valid until the next one. ``ids``: token ids ``[n]`` on the device, if not in
+        ``batch``. A pass over offloaded layers (``away``) is not recorded, as copies end when they end."""
         if away.rows:
             return unrecorded(batch, partial(self._run, tables, kept, away), self._plain.device, ids)
         if kept not in self.graphs:  # a recording keeps queries and states, or it does not
@@ -203,38 +190,28 @@ class GpuProgram:
 
 
 class Transfers(NamedTuple):
-    """What a pass fetches before a layer, and writes back after it.
-
-    Attributes:
-        rows: offloaded caches, each with the number of tokens of its block.
-    """
+    """Copies before and after each layer of a pass, for ``rows``: offloaded caches with their blocks' numbers of
+    tokens."""
 
     rows: Sequence[tuple[FullCache, int]]
 
     @classmethod
     def of(cls, rows: Sequence[_Row]) -> Transfers:
-        """Those of a pass."""
         return cls(
             [(full, len(block)) for block, cache, _ in rows if (full := cache.full) is not None and full.offloaded]
         )
 
     def fetch(self, layer: int) -> None:
-        """Let the device have a layer's keys and values before what it does next."""
         for cache, count in self.rows:
             cache.fetch_layer(layer, count)
 
     def write_back(self, layer: int) -> None:
-        """Bring a layer's new keys and values to where they are kept."""
         for cache, count in self.rows:
             cache.write_back(layer, count)
 
 
 class GpuScorer(Scorer):
-    """A scorer for a model on a GPU for which Triton is installed.
-
-    Args:
-        model: the model.
-    """
+    """A scorer for a model on a GPU, with Triton installed."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
@@ -252,7 +229,7 @@ class GpuScorer(Scorer):
 
     @property
     def recordings(self) -> int:
-        """The number of passes recorded so far, by all scorers of the model."""
+        """Number of recorded passes, over all scorers of the model."""
         return sum(len(graphs.keys) for graphs in self._program.graphs.values())
 
     @property
@@ -261,8 +238,8 @@ class GpuScorer(Scorer):
 
     @torch.inference_mode()
     def warm_up(self, states_of: tuple[int, ...] = ()) -> None:
-        """Record the passes of one row, of every size; those of more rows and of long texts are recorded when the first
-        one comes."""
+        """Record passes of one row of every size; those of more rows and of long sequences are recorded when they first
+        occur."""
         tokens, cache = 1, FullCache(RECORDED_TOKENS)
         while self._program.layers is not None and tokens <= RECORDED_TOKENS:
             chain = DraftTree.chain(np.zeros(tokens - 1, np.int64))
@@ -278,7 +255,7 @@ class GpuScorer(Scorer):
         return super()._pass(blocks, caches, layers)
 
     def _score(self, tables: TableLayers, rows: Sequence[_Row], layers: tuple[int, ...]) -> PassResult:
-        """Whole chunks of prompts one by one, and all else together."""
+        """Score complete chunks of prompts one by one, and the rest together."""
         chunks = [self._reads_chunk(block, cache) for block, cache, _ in rows]
         if not any(chunks):
             return self._score_together(tables, rows, layers)
@@ -304,7 +281,7 @@ class GpuScorer(Scorer):
         return list(map(PassResult, each, torch.split(states, [len(block) for block, _, _ in rows])))
 
     def _read_chunk(self, tables: TableLayers, row: _Row, states_of: tuple[int, ...]) -> PassResult:
-        """A whole chunk of a prompt, by torch's libraries."""
+        """Score a complete chunk of a prompt by torch's libraries."""
         block, cache, _ = row
         decoder = self._program.decoder
         full = cache.full
@@ -338,7 +315,7 @@ class GpuScorer(Scorer):
         )
 
     def _hand_over_queries(self, layers: LayerQueries, rows: Sequence[_Row]) -> None:
-        """Give full caches what sparse caches read from them."""
+        """Pass to full caches what sparse caches read from them."""
         first = 0
         for block, cache, _ in rows:
             last = first + len(block)
@@ -351,15 +328,8 @@ class GpuScorer(Scorer):
 
 
 class TabledPass:
-    """A pass as the attention function sees it (``Scorer``): over rows whose places are in tables.
-
-    Args:
-        places: the tables.
-        tables: the layers that they have.
-        layers: gets each layer's queries and attention parameters.
-        keeps: whether to keep queries.
-        away: what is fetched and written back.
-    """
+    """A pass for the attention function (``Scorer``), over rows in tables. It collects each layer's parameters, and
+    queries if ``keeps``, in ``layers``, and fetches and writes back what is ``away``."""
 
     def __init__(
         self, places: PassTables, tables: TableLayers, layers: LayerQueries, keeps: bool, away: Transfers
@@ -374,7 +344,7 @@ class TabledPass:
             q.shape[1] > k.shape[1] * self.tables.group
         ):
             raise RuntimeError(
-                f"layer {layer} has other heads than in the pass before: {q.shape}, {k.shape}, {v.shape}"
+                f"layer {layer} has different heads than in the previous pass: {q.shape}, {k.shape}, {v.shape}"
             )
         if self.keeps:
             self.layers.queries[layer] = q
@@ -388,8 +358,7 @@ class TabledPass:
 
 
 def _recording(layers: LayerQueries, keeps: bool, away: Transfers, attention: Attention) -> Attention:
-    """Attention that notes each layer's queries, if they are kept, and parameters, and after which a layer is written
-    back."""
+    """Wrap attention to note each layer's parameters, and queries if they are kept, and to write the layer back."""
 
     def recorded(
         layer: int, q: torch.Tensor, kv_heads: int, places: PassTables, spec: AttentionSpec, **more: Any
@@ -405,13 +374,13 @@ def _recording(layers: LayerQueries, keeps: bool, away: Transfers, attention: At
 
 
 def _ids(blocks: Sequence[Block]) -> torch.Tensor | None:
-    """Token ids of all rows that are on the device alone, ``[n]``; None if the CPU has them."""
+    """Return token ids ``[n]`` that only the device has; None if the CPU has them."""
     given = [block.ids for block in blocks if block.ids is not None]
     return adjoined(given) if given else None
 
 
 def _rows(tables: TableLayers, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[TableRow] | None:
-    """Where all rows' keys and values are on the device; None if a cache does not say, or its queries choose."""
+    """Return where all rows' keys and values are on the device; None if a cache cannot say, or selects by queries."""
     found = []
     for block, cache in zip(blocks, caches, strict=True):
         full = cache.full
@@ -421,7 +390,7 @@ def _rows(tables: TableLayers, blocks: Sequence[Block], caches: Sequence[Cache])
             strides = np.array([_strides(rows[layer]) for layer in tables.places], np.int64)
             found.append(TableRow(addresses, strides, cache.length))
             continue
-        row = None  # others make room for layers of one shape
+        row = None  # the others need layers of one shape
         if tables.uniform:
             row = cache.addressed(list(tables.likes), next(iter(tables.likes.values()))[0], len(block))
         if row is None or row.topk is not None:
@@ -431,5 +400,5 @@ def _rows(tables: TableLayers, blocks: Sequence[Block], caches: Sequence[Cache])
 
 
 def _strides(rows: Rows) -> list[int]:
-    """Bytes from head to head and from token to token, of keys and of values."""
+    """Return the bytes between heads and between tokens, of keys and of values."""
     return [stride * t.element_size() for t in rows for stride in t.stride()[1:3]]

@@ -1,11 +1,9 @@
-"""Measures what passes of a model cost on this machine: a few of each size, in turns, within a second or two.
+"""Measure what passes of a model cost on this machine: a few of each size, in turns, in a second or two.
 
-The fastest pass of each size counts, because disturbances only slow passes down. If a model is so large that few passes
-fit into that time, fewer sizes are measured, each at least twice: the first pass of a size meets cold memory. A larger
-pass that is faster than a smaller one shows a disturbance; then there are more.
-
-Where others keep the processor busy, each pass waits for its turn, and all sizes take alike. The thread's own time
-shows that: it is far less than what goes by.
+The fastest pass of each size counts, because disturbances only slow passes down. For large models, fewer sizes are
+measured, each at least twice, as the first pass meets cold memory. If a larger pass is faster than a smaller one,
+something disturbed it, and more passes follow. On a busy processor all sizes are slowed down alike; the thread's CPU
+time, far below the elapsed time, reveals that.
 """
 
 from __future__ import annotations
@@ -27,35 +25,35 @@ from forerun.models.forward.scorer import Scorer
 from forerun.policy.cost_curve import CostCurve
 
 PASS_SIZES = (1, 8, 16, 32, 64, 2)
-"""Sizes of the passes in tokens, most informative first. The cost of Forerun's kernels bends at multiples of 8."""
+"""Pass sizes in tokens, most informative first. The cost of Forerun's kernels bends at multiples of 8."""
 MIN_KINDS = 3
-"""This many sizes are always measured, however long they take."""
+"""Number of sizes that are always measured, however long that takes."""
 MAX_ROUNDS = 9
 """Maximum number of passes of each kind."""
 MIN_ROUNDS, MOST_DISTURBED = 2, 5
-"""Rounds that are always made, and as many as are made at most while larger passes seem faster than smaller ones."""
+"""Minimum rounds, and maximum rounds while larger passes seem faster than smaller ones."""
 DISTURBED = 1.05
-"""How many times as fast a larger pass is where something held the smaller one up."""
+"""Ratio by which a larger pass must be faster to show that the smaller one was disturbed."""
 OWN_TIME = 0.9
-"""Share of the time for which a thread has a core if nothing else needs it. Measured on two cores, both models: 1.00
-alone, 0.58 to 0.71 beside one busy process, 0.43 to 0.49 beside two."""
+"""Minimum CPU share of an undisturbed thread. Measured on two cores, both models: 1.00 alone, 0.58 to 0.71 beside one
+busy process, 0.43 to 0.49 beside two."""
 SLICES_SECONDS = 0.02
-"""In this time a busy machine shows: its scheduler takes the core away every few milliseconds. Of 30 tries beside one
+"""Time in which a busy machine shows: its scheduler takes the core away every few milliseconds. Of 30 tries beside one
 busy process, 5 to 7 seemed undisturbed in 20 or 40 ms, 6 to 10 in 10 and 11 in 5 (both models); beside two, none. A
-curve that is measured by such a mistake is doubtful again."""
+curve measured by such a mistake is marked as doubtful again."""
 MEASURING_SECONDS = 1.0
-"""After this time no other round starts. On a model of 135 M parameters 0.4 s are one; small models are done long
-before."""
+"""Time after which no further round starts. A round on a model of 135 M parameters lasts 0.4 s; small models finish far
+earlier."""
 NEAR_TOKENS, FAR_TOKENS = 64, 4096
-"""Tokens in the cache: near for the cost curve, which so includes merging two attentions; far for the cost of cached
+"""Cached tokens: near for the cost curve, which so includes merging two attentions; far for the cost of cached
 tokens."""
 FAR_SIZES = (1, 8, 16, 2, 9)
-"""Sizes of the passes with a far cache. Where a model's keys are read slower than they are scored, eight tokens cost no
-more than one, and the ninth shows; where they are scored slower, each token does."""
+"""Pass sizes with a far cache. If a model's keys are read slower than they are scored, eight tokens cost as much as
+one, and the ninth shows; otherwise each token does."""
 BATCH_ROWS = 4
-"""Rows of a pass that shows the cost of a row beside its tokens."""
+"""Rows of the pass that shows the cost of a row beyond its tokens."""
 Kind = tuple[int, int, int]
-"""Rows of a pass, tokens of each, and tokens in the cache of each."""
+"""Rows of a pass, tokens per row, and cached tokens per row."""
 
 
 @torch.inference_mode()
@@ -64,13 +62,8 @@ def measure(
     clock: Callable[[], float] = work_seconds,
     thread_clock: Callable[[], float] = time.thread_time,
 ) -> CostCurve:
-    """The cost curve of a model, rounded so that it seldom differs from one measurement to the next.
-
-    Args:
-        scorer: the model.
-        clock: gives seconds.
-        thread_clock: gives the seconds for which this thread had a core.
-    """
+    """Measure a model's cost curve, rounded to seldom differ between measurements. ``clock`` returns seconds,
+    ``thread_clock`` this thread's CPU seconds."""
     reach = _positions(scorer)
     near = NEAR_TOKENS if reach >= NEAR_TOKENS + max(PASS_SIZES) else 0
     kinds = [(1, size, near) for size in PASS_SIZES if size <= reach]
@@ -100,7 +93,7 @@ def measure(
 
 @torch.inference_mode()
 def undisturbed(scorer: Scorer, thread_clock: Callable[[], float]) -> bool:
-    """Whether nothing else needs this thread's core during a few passes."""
+    """Return whether this thread has its core to itself during a few passes."""
     cache = _blank(scorer, 0)
     began, own, seconds = time.perf_counter(), thread_clock(), 0.0
     while seconds < SLICES_SECONDS:
@@ -111,7 +104,7 @@ def undisturbed(scorer: Scorer, thread_clock: Callable[[], float]) -> bool:
 
 @torch.inference_mode()
 def seconds_of_passes(scorer: Scorer, sizes: Sequence[int]) -> list[float]:
-    """Seconds of one pass of each size, after one that is not counted."""
+    """Measure one pass of each size, in seconds, after a warm-up pass."""
     near = NEAR_TOKENS if _positions(scorer) >= NEAR_TOKENS + max(PASS_SIZES) else 0
     cache, seconds = _blank(scorer, near), []
     for size in (sizes[0], *sizes):
@@ -122,7 +115,6 @@ def seconds_of_passes(scorer: Scorer, sizes: Sequence[int]) -> list[float]:
 
 
 def _disturbed(seconds: dict[Kind, float], near: int) -> bool:
-    """Whether a larger pass was faster than a smaller one."""
     by_size = [seconds[kind] for kind in sorted(seconds) if kind[::2] == (1, near)]
     return any(larger * DISTURBED < smaller for smaller, larger in pairwise(by_size))
 
@@ -145,13 +137,13 @@ def _curve(seconds: dict[Kind, float], near: int) -> CostCurve:
 
 
 def _positions(scorer: Scorer) -> int:
-    """The number of positions at which passes are measured, as far as the model has them."""
+    """Return the number of positions to measure passes at, within the model's limit."""
     limit = position_limit(scorer.model)
     return FAR_TOKENS + max(FAR_SIZES) if limit is None else limit
 
 
 def _blank(scorer: Scorer, cached: int) -> FullCache:
-    """A cache that holds ``cached`` tokens of zeros."""
+    """Make a cache that holds ``cached`` tokens of zeros."""
     cache = FullCache(cached + max(PASS_SIZES))
     _pass(scorer, [cache], 1)
     cache.blank(cached)
@@ -159,7 +151,7 @@ def _blank(scorer: Scorer, cached: int) -> FullCache:
 
 
 def _pass(scorer: Scorer, caches: Sequence[FullCache], size: int) -> None:
-    """Score a chain of ``size`` tokens behind each cache, and wait for it."""
+    """Score a chain of ``size`` tokens after each cache, and wait for it."""
     tokens = np.random.default_rng(0).integers(0, scorer.vocabulary, size)
     blocks = [Block(tokens[:1], DraftTree.chain(tokens[1:]), cache.length) for cache in caches]
     scorer.score(blocks, caches)[0][0, 0].item()

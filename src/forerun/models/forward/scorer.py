@@ -1,9 +1,9 @@
-"""A transformers decoder as a scorer: one forward pass gives logits at every node of every row's tree.
+"""A transformers decoder as a scorer: one forward pass returns logits at every node of every row's tree.
 
-Rows are packed into one sequence, each with its own positions, so ragged rows need no padding. Attention is the only
-operation that mixes tokens; it is Forerun's own and keeps rows apart. It is registered once in transformers' attention
-interface, and finds the pass that runs in its thread. No model code is changed. Outside of a pass, and in other
-threads, a model keeps its own attention.
+Rows are packed into one sequence, each with its positions, so ragged rows need no padding. Attention is the only
+operation that mixes tokens; Forerun's keeps rows apart. It is registered once in transformers' attention interface, and
+finds its thread's running pass. No model code is changed: outside of a pass, and in other threads, a model keeps its
+attention.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class AttentionPass(Protocol):
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
-        """Each row's attention over its own cache; ``[1, H, n, d]`` in and out."""
+        """Compute each row's attention over its cache; ``[1, H, n, d]`` in and out."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Pass:
     caches: Sequence[Cache]
     packings: Packings = field(default_factory=dict)
     unnumbered: Iterator[int] = field(default_factory=lambda: count(-1, -1))
-    """Numbers for layers that share one module, which says -1: in the order in which a pass calls them."""
+    """Numbers for layers that share one module, which says -1, in the order of their calls."""
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
@@ -79,7 +79,7 @@ class Pass:
 
 
 running: ContextVar[AttentionPass | None] = ContextVar("running", default=None)
-"""This thread's pass. It cannot be a keyword argument: some models pass none down to their attention."""
+"""This thread's pass. Not a keyword argument, as some models pass none to their attention."""
 
 
 def attention(
@@ -94,7 +94,7 @@ def attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function registered with transformers, with its shapes: ``[1, H, n, d]`` in, ``[1, n, H, d]`` out."""
+    """Compute attention as registered with transformers: ``[1, H, n, d]`` in, ``[1, n, H, d]`` out."""
     rows = running_pass()
     if attention_mask is not None:
         raise RuntimeError("this model's attention builds its mask itself, which is not supported")
@@ -106,17 +106,14 @@ def attention(
 AttentionInterface.register(ATTENTION_NAME, attention)
 
 
-# transformers asks the model's configuration at every layer for the implementation of attention and experts to use. All
-# threads share this configuration. If a pass changed it, another thread's ``model.generate`` would run with Forerun's
-# attention; and of two concurrent passes, the first to end would switch it off for the other. So the configuration is
-# not changed. While passes run, its class answers each thread separately; outside of them it is as transformers has it,
-# which ``torch.compile`` can trace.
+# At every layer, transformers looks up the implementations of attention and experts in the model's configuration, which
+# all threads share. A pass that changed it would switch another thread's ``model.generate`` to Forerun's attention, and
+# the first of two concurrent passes to end would switch it off for the other. So the configuration stays, and while
+# passes run, its class answers per thread; otherwise it is transformers' own, which ``torch.compile`` can trace.
 
 
 @dataclass(frozen=True)
 class _Inside:
-    """This thread's answers for a model's configurations, by their ids."""
-
     configs: frozenset[int]
     names: Mapping[str, str | None]
 
@@ -125,8 +122,6 @@ _inside: ContextVar[_Inside | None] = ContextVar("inside", default=None)
 
 
 class _Answer:
-    """A descriptor for a configuration's attribute: gives a thread inside a pass its own answer, others the value."""
-
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -147,8 +142,6 @@ _ANSWERED = ("_attn_implementation_internal", "_experts_implementation_internal"
 
 
 class _Answers:
-    """A context in which configurations answer each thread separately."""
-
     def __init__(self) -> None:
         self._lock, self._users = threading.Lock(), 0
 
@@ -172,12 +165,8 @@ _answers = _Answers()
 
 @contextmanager
 def use_implementations(model: PreTrainedModel, **names: str | None) -> Iterator[None]:
-    """A context in which the model uses other implementations, in this thread only.
-
-    Args:
-        model: the model; its configuration and those of its parts give the answers.
-        names: names that transformers knows, for ``attn`` and ``experts``.
-    """
+    """Use other implementations of ``attn`` and ``experts``, by transformers' names, in this context and thread
+    only."""
     internal = {f"_{kind}_implementation_internal": name for kind, name in names.items()}
     before = _inside.set(_Inside(frozenset(map(id, _configs(model.config))), internal))
     try:
@@ -188,23 +177,22 @@ def use_implementations(model: PreTrainedModel, **names: str | None) -> Iterator
 
 
 STATELESS_LAYERS = frozenset({"attention", "full_attention", "sliding_attention", "moe", "mlp"})
-"""Types of layers that keep keys and values of the text, or nothing."""
+"""Types of layers that keep keys and values, or nothing."""
 
 
 def is_recurrent(model: PreTrainedModel) -> bool:
-    """Whether some layers keep a state of the text in place of keys and values."""
+    """Return whether some layers keep a state instead of keys and values."""
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
     return bool(set(kinds) - STATELESS_LAYERS) if kinds else bool(model._is_stateful)
 
 
 def experts(model: PreTrainedModel) -> str | None:
-    """How a pass computes experts: on a CPU one after the other, as linear layers, which have fixed bits."""
+    """Return how a pass computes experts: on a CPU one by one, as linear layers, whose bits are fixed."""
     own = getattr(model.config, "_experts_implementation", None)
     return "eager" if model.device.type == "cpu" else own
 
 
 def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """A configuration, and the configurations of the model's parts."""
     yield config
     for key in config.sub_configs:
         if isinstance(part := getattr(config, key, None), PreTrainedConfig):
@@ -212,8 +200,8 @@ def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 class PassResult(NamedTuple):
-    """What a pass gives: logits of the wanted tokens ``[m, V]``, and states of all tokens if layers were asked for; and
-    the best token of each row of logits, int64 ``[m]``, if the pass finds it itself."""
+    """Logits of the wanted tokens ``[m, V]``; states of all tokens, if requested; and the best token of each row of
+    logits, int64 ``[m]``, if the pass finds it itself."""
 
     logits: torch.Tensor
     states: torch.Tensor | None
@@ -221,11 +209,7 @@ class PassResult(NamedTuple):
 
 
 class Scorer:
-    """One set of weights; the caches come with each call.
-
-    Args:
-        model: a decoder that ``forerun.models.forward.gate`` admits.
-    """
+    """A model that ``forerun.models.forward.gate`` admits, scoring blocks of tokens; the caches come with each call."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -234,28 +218,24 @@ class Scorer:
         self._version = 0
         self._inputs: Any = model.get_input_embeddings()
         self.limit = learned_positions(model)
-        """Number of learned positions, or None if there is no limit."""
+        """Number of learned positions, None for no limit."""
         self.recurrent = is_recurrent(model)
-        """True if some layers keep a state of the text in place of keys and values."""
+        """Whether some layers keep a state instead of keys and values."""
         self._keeps_logits = model._supports_logits_to_keep()
         self.prompt_chunk: int | None = None
-        """Tokens of a prompt's chunk for which it has an order of sums of its own, faster than that of other passes.
-        Prompts are then cut into chunks of this size, and into nothing smaller but the last one. None if all passes sum
-        in one order."""
+        """Tokens of a prompt's chunk that has a separate, faster order of sums. Prompts are then cut into chunks of
+        exactly this size, except for the last. None if all passes sum in one order."""
         self.queries_from: int | None = None
-        """Full caches of texts that may become this long keep queries; None for no cache."""
+        """Full caches of sequences that may reach this length keep queries; None for no cache."""
         self.best: torch.Tensor | None = None
-        """The best token of each row of the last pass's logits, int64 ``[m]``, if that pass found it itself."""
+        """The best token of each row of the last pass's logits, int64 ``[m]``, if the pass found it."""
 
     def refresh(self) -> int:
-        """Look whether the model has changed since the last call; if so, the next passes are those of the model as it
-        is now.
+        """Check whether the model has changed; if so, later passes use it as it is now. Returns a number that changes
+        with what passes compute.
 
-        To be called when a request begins, and before keys and values are shared or kept. Passes do not look: nobody
-        may change the model while a request runs.
-
-        Returns:
-            A number that changes with what passes compute.
+        Call it when a request begins, and before keys and values are shared or kept. Passes do not check: the model
+        must not be changed while a request runs.
         """
         with self._lock:
             if self._watch is None:
@@ -267,33 +247,30 @@ class Scorer:
             return self._version
 
     def renew(self) -> None:
-        """Read the model anew, whether or not a change is seen; ``refresh`` then returns another number."""
+        """Reread the model, changed or not; ``refresh`` then returns another number."""
         with self._lock:
             self._version += 1
             self._read_model()
 
     def _read_model(self) -> None:
-        """Read the model's current modules: everything that passes keep a copy of, and where the weights are."""
+        """Reread the modules and weights' addresses that passes keep."""
         self._inputs = self.model.get_input_embeddings()
         self._watch = WeightWatch(self.model)
 
     @property
     def vocabulary(self) -> int:
-        """Token ids that the model can read: rows of its input embedding, of all its parts together."""
+        """Number of token ids that the model can embed, over all of a sharded model's parts."""
         return int(self.model.get_input_embeddings().weight.shape[0])
 
     def keep_queries(self, beyond: int) -> None:
-        """Let full caches keep queries from now on, for sparse caches that choose by them. That takes time: to keep all
-        of a prompt's, and not up to ``SAMPLED_QUERIES`` of each chunk, took 5 % of the time to read it.
-
-        Args:
-            beyond: tokens of a text; in a shorter one nothing is chosen. A text that has room to become so long keeps
-                them from the beginning: those of a few generated tokens are too few to choose by.
-        """
+        """Let full caches keep queries from now on, for sparse caches that select by them beyond ``beyond`` tokens.
+        Keeping all queries of a prompt, rather than up to ``SAMPLED_QUERIES`` per chunk, added 5 % to prefill. A
+        sequence with room to grow longer keeps them from its start: those of a few generated tokens are too few to
+        select by."""
         self.queries_from = beyond if self.queries_from is None else min(beyond, self.queries_from)
 
     def keeps_queries(self, block: Block, cache: Cache) -> bool:
-        """Whether a cache is to keep the queries of a pass over this block."""
+        """Return whether a cache keeps the queries of a pass over this block."""
         full = cache.full
         if self.queries_from is None or full is None:
             return False
@@ -302,7 +279,7 @@ class Scorer:
 
     @cached_property
     def kv(self) -> KVShape:
-        """Shapes of a token's keys and values, from a pass over one token."""
+        """Shapes of a token's keys and values, found by a pass over one token."""
         cache = FullCache()
         with torch.inference_mode():
             self.score([Block(np.zeros(1, np.int64), DraftTree.empty(), 0)], [cache])
@@ -310,26 +287,23 @@ class Scorer:
 
     @property
     def windowed(self) -> bool:
-        """Whether layers may see a window of the text only, by the model's configuration."""
+        """Whether some layers may have a sliding window, by the model's configuration."""
         return bool(getattr(self.model.config.get_text_config(decoder=True), "sliding_window", None))
 
     def reads_whole(self, cache: Cache) -> bool:
-        """Whether a text is read into this cache in one pass, which takes all of it through one layer before the next:
-        what is offloaded is then brought away once."""
+        """Return whether a prompt is prefilled into this cache in one pass, layer by layer, so that offloaded layers
+        are written once."""
         return False
 
     @property
     def by_tables(self) -> bool:
-        """Whether passes go by tables of addresses on the device. Then they take token ids that the CPU does not have
-        yet (see ``Block``), and rows that are not all on the device sum in the order of others."""
+        """Whether passes use tables of addresses on the device. Then they accept token ids that the CPU does not have
+        yet (see ``Block``), and rows that are partly offloaded sum in the same order as others."""
         return False
 
     def warm_up(self, states_of: tuple[int, ...] = ()) -> None:
-        """Make what passes need that is made once, so that no request waits for it.
-
-        Args:
-            states_of: layers whose states passes will give.
-        """
+        """Prepare what passes need once, so that no request waits for it. ``states_of``: layers whose states passes
+        will return."""
 
     @property
     def device(self) -> torch.device:
@@ -337,30 +311,26 @@ class Scorer:
         return self._inputs.weight.device  # type: ignore[no-any-return]
 
     def adopt(self, cache: AnyCache) -> AnyCache:
-        """A cache that passes will use, before anything is done to it."""
+        """Prepare a new cache for passes."""
         if cache.full is not None:
             cache.full.stateful = self.recurrent
         return cache
 
     def rotation(self) -> Rotation | None:
-        """How the model's keys rotate with position; see ``find_rotation``."""
+        """Find how the model's keys rotate with position; see ``find_rotation``."""
         from forerun.models.forward.rotary_probe import find_rotation  # imported only where keys are moved
 
         return find_rotation(Scorer(self.model))
 
     def led(self, work: Callable[[], Result]) -> Result:
-        """Run ``work``, which makes passes, on the process that leads; the others return its result (plain values)."""
+        """Run ``work``, which makes passes, on the leading process; the others return its result (plain values)."""
         return work()
 
     def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
-        """One forward pass over all rows.
-
-        Args:
-            blocks: each row's input.
-            caches: each row's cache; it holds the block as a speculative tail until ``commit``.
+        """Run one forward pass over all rows. Each row's cache holds its block as a speculative tail until ``commit``.
 
         Returns:
-            For each row the logits after its last pending token (row 0) and at its tree's node i (row i + 1),
+            Each row's logits after its last pending token (row 0) and at its tree's node i (row i + 1),
             ``[len(tree) + 1, V]``.
         """
         return self.score_with_states(blocks, caches, ())[0]
@@ -368,16 +338,11 @@ class Scorer:
     def score_with_states(
         self, blocks: Sequence[Block], caches: Sequence[Cache], layers: Sequence[int]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """``score``, with the hidden states of some layers.
+        """Run ``score``, and return the hidden states of some layers, too.
 
-        Args:
-            blocks, caches: as for ``score``.
-            layers: indices into what transformers calls ``hidden_states``: 0 for the embeddings, i for what leaves the
-                i-th layer; the last one is behind the final norm.
-
-        Returns:
-            The logits of each row; and of each row the states at all tokens of its block, those of the layers side by
-            side, ``[len(block), len(layers) * hidden]``. Without layers there are no states.
+        ``layers`` index transformers' ``hidden_states``: 0 for the embeddings, i for the output of layer i; the last
+        one is after the final norm. A row's states are those at all tokens of its block, layers side by side,
+        ``[len(block), len(layers) * hidden]``. Without layers there are none.
         """
         self.best = None
         with present(self.device):
@@ -386,14 +351,13 @@ class Scorer:
         return rows, [] if states is None else list(torch.split(states, [len(block) for block in blocks]))
 
     def _pass(self, blocks: Sequence[Block], caches: Sequence[Cache], layers: tuple[int, ...]) -> PassResult:
-        """All rows' logits, and states if there are layers."""
         ids = torch.from_numpy(np.concatenate([block.tokens for block in blocks]))
         positions = np.concatenate([cache.positions(block) for block, cache in zip(blocks, caches, strict=True)])
         places = brought(torch.from_numpy(positions), self.device)
         return self._forward(brought(ids, self.device), places, Pass(blocks, caches), self._wanted(blocks), layers)
 
     def _wanted(self, blocks: Sequence[Block]) -> int | torch.Tensor:
-        """Which tokens need logits: 0 for all, or their indices in the packed sequence."""
+        """Return the tokens that need logits: 0 for all, or their indices in the packed sequence."""
         if all(len(block.pending) == 1 for block in blocks):
             return 0
         return brought(torch.from_numpy(wanted_tokens(blocks)), self.device)
@@ -406,8 +370,8 @@ class Scorer:
         wanted: int | torch.Tensor,
         layers: tuple[int, ...] = (),
     ) -> PassResult:
-        """Logits ``[m, V]`` of the packed ids ``[n]``: of all ids if ``wanted`` is 0, else of those at its indices. And
-        the states of all ids, if there are layers."""
+        """Compute logits ``[m, V]`` of the packed ids ``[n]``, of all if ``wanted`` is 0, else of those at its indices;
+        and the states of all ids, if there are layers."""
         arguments: dict[str, Any] = {"logits_to_keep": wanted} if self._keeps_logits else {}
         if layers:
             arguments["output_hidden_states"] = list(layers)
@@ -425,7 +389,7 @@ class Scorer:
 
 
 SelfTest = Callable[[Scorer, Callable[[], str | None]], str | None]
-"""Runs the test of a scorer: why its logits are not the model's own, or None. It may remember a test that passed."""
+"""Tests a scorer. Returns why its logits differ from the model's, or None. It may remember a test that passed."""
 
 
 def tested(scorer: Scorer, test: Callable[[], str | None]) -> str | None:
@@ -434,11 +398,7 @@ def tested(scorer: Scorer, test: Callable[[], str | None]) -> str | None:
 
 
 def running_pass() -> AttentionPass:
-    """The pass that attention in this thread goes to.
-
-    Raises:
-        RuntimeError: if there is none.
-    """
+    """Return this thread's running pass. Raises ``RuntimeError`` if there is none."""
     rows = running.get()
     if rows is None:
         raise RuntimeError("the 'forerun' attention works only inside a Forerun pass")
@@ -447,7 +407,7 @@ def running_pass() -> AttentionPass:
 
 @contextmanager
 def attending(rows: AttentionPass) -> Iterator[None]:
-    """A context in which the attention of modules in this thread goes to a pass."""
+    """Send this thread's attention to a pass in this context."""
     before = running.set(rows)
     try:
         yield
@@ -455,22 +415,22 @@ def attending(rows: AttentionPass) -> Iterator[None]:
         running.reset(before)
 
 
-# models that transformers has cut into parts, one for each process (``DistributedConfig(tp_size=...)``)
+# models that transformers has cut into parts, one per process (``DistributedConfig(tp_size=...)``)
 
 
 def is_sharded(model: PreTrainedModel) -> bool:
-    """Whether this process holds only a part of each layer."""
+    """Return whether this process holds only a part of each layer."""
     return (model.tp_size or 1) > 1
 
 
 def group_of(model: PreTrainedModel) -> dist.ProcessGroup:
-    """The processes that hold a sharded model's parts."""
+    """Return the processes that hold a sharded model's parts."""
     group: dist.ProcessGroup = model._mesh_manager.get_mesh("tp").get_group()
     return group
 
 
 def gather_logits(model: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
-    """Logits ``[..., V]`` over the whole vocabulary. A plan may leave each process with those of its own tokens."""
+    """Gather logits ``[..., V]`` over the whole vocabulary, if each process has only its tokens'."""
     if isinstance(logits, DTensor):
         return logits.full_tensor()
     size = getattr(model.get_output_embeddings(), "out_features", logits.shape[-1])

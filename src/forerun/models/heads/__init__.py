@@ -1,1 +1,1 @@
-"""Small trained networks that draft for one target from its hidden states."""
+"""Trained heads: small networks that draft for one target from its hidden states."""

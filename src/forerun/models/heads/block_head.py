@@ -1,4 +1,4 @@
-"""A head that says all levels of a tree in one pass: P-EAGLE and DFlash."""
+"""Heads that compute all levels of a tree in one pass: P-EAGLE and DFlash."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from forerun.models.heads.head import Growth, Head
 
 
 class BlockHead(Head):
-    """A head whose logits of a level are one row, ``Growth.hidden``, whatever tokens stand above a node."""
+    """A head with one row of logits per level, in ``Growth.hidden``, whatever tokens precede a node."""
 
     def extend(
         self, growths: Sequence[Growth], parents: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]

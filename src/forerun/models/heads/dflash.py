@@ -1,12 +1,11 @@
-"""DFlash (2026): a few decoder layers that fill in a block of tokens at once, over the target's hidden states.
+"""DFlash (2026): a few decoder layers that fill in a block of tokens at once, from the target's hidden states.
 
-The block is the sequence's last token and masks after it. Its tokens see each other, and keys and values that each
-layer makes of the target's states, several layers' side by side and made narrower by ``fc``. What leaves the block at a
-mask says which token is likely there, whatever stands at the others. So a tree has the same tokens after all nodes of a
-level. Layers are those of Qwen 3; embeddings and the output matrix are the target's, unless a file has its own.
-
-Two forms are read: that of the authors (z-lab), and that of ``speculators``, whose configuration has the layers' own
-inside, counts the target's layers from the embedding, and may know a part of the vocabulary.
+The block is the sequence's last token followed by masks. Its tokens attend to each other, and to keys and values that
+each layer projects from the target's states (several layers' concatenated and narrowed by ``fc``). A mask's output
+predicts its token independently of the other masks, so all nodes of a level have the same children. Layers are Qwen
+3's; embeddings and output matrix are the target's unless the file has some. Supported are the authors' format (z-lab)
+and that of ``speculators``, which nests the layers' configuration, counts the target's layers from the embedding, and
+may have a part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -45,37 +44,31 @@ from forerun.models.heads.shortlist import OutputMatrix, drafting
 from forerun.models.heads.vocabulary import known_tokens, own_matrix
 
 MASKED_BLOCK_TOKENS = 16
-"""Tokens of a block, where a configuration does not say."""
+"""Default block size, in tokens."""
 DFLASH_ENTRIES = frozenset(
     {"aux_hidden_state_layer_ids", "block_size", "causal", "dflash_config", "final_logit_softcapping",
      "input_embedding_scale", "is_causal", "mask_token_id", "output_multiplier", "sample_from_anchor",
      "sliding_window_non_causal", "target_layer_ids"}
 )  # fmt: skip
-"""Entries that a head of this family reads."""
+"""Configuration entries that heads of this family read."""
 
 
 class DFlashHead(BlockHead):
-    """A head in a folder.
-
-    Args:
-        folder: with ``config.json`` and safetensors files.
-
-    Raises:
-        ValueError: if they are not those of such a head; says which part.
-    """
+    """A DFlash head in a folder with ``config.json`` and safetensors files. Raises ``ValueError`` saying which part is
+    not such a head's."""
 
     kind = "DFlash"
     architectures = frozenset({"DFlashDraftModel", "DFlashSpeculator"})
     read_entries = DFLASH_ENTRIES
     single_valued: Mapping[str, Any] = {"attention_mode": "gqa", "projector_type": "dflash"}
     looked_up: frozenset[str] = frozenset()
-    """Matrices whose rows are looked up, and nothing is multiplied with."""
+    """Matrices that are only looked up, never multiplied with."""
     takes_shortlists = True
-    """Whether its logits may be those of a shortlist."""
+    """Whether it can compute logits over a shortlist."""
     from_anchor = False
-    """Whether the block's first row says the next token, where a configuration does not say."""
+    """Default of whether the block's first row predicts the next token."""
     non_causal_windows = False
-    """Whether tokens of a block see later ones in layers with a window, where ``speculators`` do not say."""
+    """For ``speculators``, the default of whether tokens of a block attend to later ones in windowed layers."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -108,11 +101,11 @@ class DFlashHead(BlockHead):
         self._causal = self._find_causal()
 
     def _value(self, name: str, default: Any = None) -> Any:
-        """An entry of ``dflash_config``, or of the configuration, or of the layers'."""
+        """Look an entry up in ``dflash_config``, the configuration, and the layers' configuration, in this order."""
         return next((part[name] for part in self._parts if part.get(name) is not None), default)
 
     def _find_causal(self) -> list[bool]:
-        """Whether tokens of a block see only earlier ones, for each layer."""
+        """Return whether tokens of a block attend only to earlier ones, by layer."""
         stated, sliding = self._value("is_causal", self._value("causal")), [each is not None for each in self._windows]
         if "speculators_model_type" in self.config:
             non_causal = self._value("sliding_window_non_causal", self.non_causal_windows)
@@ -128,8 +121,7 @@ class DFlashHead(BlockHead):
         self.layers = check_layers(ids or plus, count, "target_layer_ids (from 1)", self.folder)
         if self._size != wide:
             raise ValueError(
-                f"the {self.kind} head in {self.folder} reads hidden states of {self._size} numbers, "
-                f"and the target has {wide}"
+                f"the {self.kind} head in {self.folder} expects hidden size {self._size}, and the target's is {wide}"
             )
         stated = self._layer.get("vocab_size", target.vocabulary)
         if stated != target.vocabulary:
@@ -145,7 +137,6 @@ class DFlashHead(BlockHead):
         self._load(HeadFile(self.folder, self.kind), target)
 
     def _load(self, file: HeadFile, target: Scorer) -> None:
-        """Read all weights, in the target's type."""
         size, model = self._size, target.model
         self._weights = {
             name: (placed if name in self.looked_up else weight_beside)(target, file.take(name, *shape))
@@ -163,7 +154,6 @@ class DFlashHead(BlockHead):
         self._rotary = Qwen3RotaryEmbedding(Qwen3Config(**fields, head_dim=self._dim)).to(target.device)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor that must be there."""
         size = self._size
         names: dict[str, tuple[int, ...]] = {
             "fc.weight": (size, len(self.layers) * size), "hidden_norm.weight": (size,), "norm.weight": (size,)
@@ -193,7 +183,7 @@ class DFlashHead(BlockHead):
                 text.pending.clear()
 
     def _read(self, text: HeadText, states: torch.Tensor, first: int) -> None:
-        """Keep each layer's keys and values of the target's states ``[n, layers * hidden]``."""
+        """Store each layer's keys and values of the target's states ``[n, layers * hidden]``."""
         w, places = self._weights, torch.arange(first, first + len(states), device=states.device)
         features = rms_norm(
             linear(states.to(w["norm.weight"].dtype), w["fc.weight"]), w["hidden_norm.weight"], self._eps
@@ -204,7 +194,7 @@ class DFlashHead(BlockHead):
             text.lengths[layer] += len(states)
 
     def _keys(self, layer: int, x: torch.Tensor, angles: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values ``[1, Hkv, n, d]`` of rows ``[n, hidden]``."""
+        """Project rows ``[n, hidden]`` to keys and values ``[1, Hkv, n, d]``."""
         keys = rms_norm(self._part(layer, "k", x), self._weights[f"layers.{layer}.self_attn.k_norm.weight"], self._eps)
         return rotated(keys, *angles), self._part(layer, "v", x)
 
@@ -220,7 +210,7 @@ class DFlashHead(BlockHead):
         return [Growth(text, own) for text, own in zip(texts, logits, strict=True)], logits[:, 0]
 
     def _fill(self, texts: Sequence[HeadText]) -> torch.Tensor:
-        """What leaves each text's block after the final norm, at rows that say a token, ``[rows, levels, hidden]``."""
+        """Run each sequence's block through all layers and the final norm, ``[rows, levels, hidden]``."""
         self.read(texts)
         device = self._target.device
         ids = torch.tensor([[int(text.last), *[self._mask] * (self._block - 1)] for text in texts], device=device)
@@ -249,7 +239,6 @@ class DFlashHead(BlockHead):
         return linear(gate, w[f"{at}down_proj.weight"])
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits ``[n, D]`` after the final norm."""
         logits = self.matrix(hidden) * float(self._value("output_multiplier", 1.0))
         cap = self._value("final_logit_softcapping")
         return torch.tanh(logits / cap) * cap if cap else logits
@@ -268,7 +257,7 @@ class DFlashHead(BlockHead):
         return linear(out, self._weights[f"{name}weight"], self._weights.get(f"{name}bias"))
 
     def _bias(self, layer: int, held: int, like: torch.Tensor) -> torch.Tensor | None:
-        """Mask of a layer whose tokens do not see all others; None if they do."""
+        """Return the mask of a layer with a window or causal attention; None for others."""
         window, causal = self._windows[layer], self._causal[layer]
         if window is None and not causal:
             return None
@@ -280,7 +269,7 @@ class DFlashHead(BlockHead):
 
 
 def is_dflash(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration is that of a DFlash head."""
+    """Return whether a configuration is a DFlash head's."""
     return "dflash_config" in config or "DFlash" in str(config.get("architectures")) or (
         config.get("speculators_model_type") == "dflash"
     )  # fmt: skip

@@ -1,11 +1,11 @@
-"""DFlash2 (2026): DFlash with convolutions inside the block, and a selector of tokens that suit the one before.
+"""DFlash2 (2026): DFlash with convolutions inside the block, and a selector that conditions tokens on the one before.
 
-Around each attention and each MLP stands a causal convolution over the block's own rows. Its kernel is the sum of a
-fixed one and one that is made of the rows as they enter, for ``conv_group_size`` channels together:
+A causal convolution over the block's rows precedes and follows each attention and MLP. Its kernel is a fixed one plus
+one computed from the incoming rows, shared by ``conv_group_size`` channels:
 ``out[i, c] = sum over t of (base[t, c] + delta[i, t, group(c)]) * x[i - t, c]``.
 
-Of each row's logits the ``selector_top_k`` best are candidates. After token ``p`` a candidate ``c`` has the score
-``logit[c] + <predecessor[p] * projection(hidden), successor[c]>``, so each node of a tree has its own tokens after it.
+The ``selector_top_k`` best logits of each row are candidates. After token ``p``, candidate ``c`` scores
+``logit[c] + <predecessor[p] * projection(hidden), successor[c]>``, so each node of a tree has different children.
 """
 
 from __future__ import annotations
@@ -28,13 +28,8 @@ CODEBOOKS = ("predecessor_codebook", "successor_codebook")
 
 
 class SelectorGrowth(Growth):
-    """A tree that grows, with each level's candidates.
-
-    Attributes:
-        hidden: logits of the candidates, ``[levels, k]``.
-        candidates: their tokens, int64 ``[levels, k]``.
-        projected: the projection of each level's hidden state, ``[levels, rank]``.
-    """
+    """A growing tree with each level's candidates: their logits in ``hidden`` and their tokens, ``[levels, k]``; and
+    the projection of each level's hidden state, ``[levels, rank]``."""
 
     def __init__(self, text: HeadText, hidden: torch.Tensor, candidates: torch.Tensor, projected: torch.Tensor) -> None:
         super().__init__(text, hidden)
@@ -42,7 +37,7 @@ class SelectorGrowth(Growth):
 
 
 class DFlash2Head(DFlashHead):
-    """A head in a folder."""
+    """A DFlash2 head in a folder."""
 
     kind = "DFlash2"
     architectures = frozenset({"DFlash2DraftModel"})
@@ -71,13 +66,13 @@ class DFlash2Head(DFlashHead):
         super().bind(target)
         if self.tokens is not None or self._top > target.vocabulary:
             raise ValueError(
-                f"the DFlash2 head in {self.folder} knows {self._known} tokens and selects among {self._top}; "
-                f"it must know all of the target's {target.vocabulary}"
+                f"the DFlash2 head in {self.folder} has {self._known} tokens and selects among {self._top}; "
+                f"it must have all of the target's {target.vocabulary}"
             )
 
     def _load(self, file: HeadFile, target: Scorer) -> None:
         super()._load(file, target)
-        for name in CODEBOOKS:  # as a parameter, or saved as an embedding
+        for name in CODEBOOKS:  # a parameter, or saved as an embedding
             full, shape = f"candidate_selector.{name}", (target.vocabulary, self._rank)
             found = file.find(f"{full}.weight", *shape)
             found = file.take(full, *shape) if found is None else found
@@ -99,7 +94,8 @@ class DFlash2Head(DFlashHead):
         return x + self._leave(f"{at}mlp_conv.", self._mlp(layer, y), deltas)
 
     def _enter(self, at: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows ``[n, hidden]`` as a sublayer reads them, and the kernels made of them, ``[n, 2, taps, groups]``."""
+        """Convolve a sublayer's input ``[n, hidden]``. Also returns kernels computed from it,
+        ``[n, 2, taps, groups]``."""
         deltas = linear(x, self._weights[f"{at}kernel_projection.weight"]).view(len(x), 2, self._taps, -1)
         return self._convolve(x, self._weights[f"{at}base_kernel"][0], deltas[:, 0]), deltas
 
@@ -107,7 +103,7 @@ class DFlash2Head(DFlashHead):
         return self._convolve(x, self._weights[f"{at}base_kernel"][1], deltas[:, 1])
 
     def _convolve(self, x: torch.Tensor, base: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-        """Convolve rows ``[n, hidden]`` of whole blocks, by a kernel ``[taps, hidden]`` and one of each row."""
+        """Convolve rows ``[n, hidden]`` of whole blocks with kernel ``[taps, hidden]`` plus each row's."""
         kernels = base + delta.repeat_interleave(self._group, -1)
         blocks = x.view(-1, self._block, self._size)
         shifted = [pad(blocks, (0, 0, tap, 0))[:, : self._block].flatten(0, 1) for tap in range(self._taps)]
@@ -135,7 +131,7 @@ class DFlash2Head(DFlashHead):
         return torch.cat(parts)
 
     def _scores(self, growth: SelectorGrowth, level: int, before: Sequence[int]) -> torch.Tensor:
-        """Scores at a level after these tokens, ``[n, V]``; minus infinity but for candidates."""
+        """Compute scores at a level after these tokens, ``[n, V]``; minus infinity except at candidates."""
         w, n = self._weights, len(before)
         if level >= len(growth.hidden):
             return growth.hidden.new_zeros(n, self._target.vocabulary)
@@ -147,7 +143,7 @@ class DFlash2Head(DFlashHead):
 
 
 def is_dflash2(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration is that of a DFlash2 head."""
+    """Return whether a configuration is a DFlash2 head's."""
     return "DFlash2DraftModel" in (config.get("architectures") or ()) or (
         config.get("speculators_model_type") == "dflash2"
     )  # fmt: skip

@@ -1,12 +1,11 @@
-"""DSpark (DeepSeek, 2026): DFlash's block, and a Markov head that adds what the token before says of the next.
+"""DSpark (DeepSeek, 2026): DFlash's block, and a Markov head that conditions each token on the one before.
 
-The block's first row says the next token already, so a block of n rows drafts n tokens. To each row's logits comes
-``markov_w2(f(markov_w1[token before]))``, of a low rank. ``f`` is the identity (``vanilla``), a gate made of the row's
-hidden state and the token (``gated``), or a recurrent state that goes along a path of the tree (``rnn``).
+The block's first row predicts the next token, so a block of n rows drafts n tokens. The low-rank term
+``markov_w2(f(markov_w1[token before]))`` is added to each row's logits. ``f`` is the identity (``vanilla``), a gate
+computed from the row's hidden state and the token (``gated``), or a recurrent state along the tree's path (``rnn``).
 
-The confidence head, which says how likely a drafted token is accepted, is not read: a tree has its estimates from the
-logits. Read are the forms of the authors (DeepSpec), of SpecForge, and of ``speculators``; not layers inside a
-DeepSeek-V4 checkpoint.
+The confidence head, which estimates acceptance, is not used: estimates come from the logits. Supported are the authors'
+format (DeepSpec), SpecForge's and that of ``speculators``, but not layers inside a DeepSeek-V4 checkpoint.
 """
 
 from __future__ import annotations
@@ -28,13 +27,9 @@ CONFIDENCE_ENTRIES = ("enable_confidence_head", "confidence_head_with_markov")
 
 
 class MarkovGrowth(Growth):
-    """A tree that grows, with the recurrent state of each node.
-
-    Attributes:
-        hidden: logits of each level without the Markov head, ``[levels, D]``.
-        rows: hidden states of each level, ``[levels, hidden]``.
-        memory: what the recurrence keeps at each node, ``[n, rank]``; at the text's end in row 0.
-    """
+    """A growing tree. Its ``hidden`` are logits without the Markov head, ``[levels, D]``, ``rows`` hidden states,
+    ``[levels, hidden]``, and ``memory`` the recurrent state at each node, ``[n, rank]``, with the sequence's end in row
+    0."""
 
     def __init__(self, text: HeadText, hidden: torch.Tensor, rows: torch.Tensor, rank: int) -> None:
         super().__init__(text, hidden)
@@ -42,7 +37,7 @@ class MarkovGrowth(Growth):
 
 
 class DSparkHead(DFlashHead):
-    """A head in a folder."""
+    """A DSpark head in a folder."""
 
     kind = "DSpark"
     architectures = frozenset({"Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator"})
@@ -99,7 +94,7 @@ class DSparkHead(DFlashHead):
     def _after(
         self, growth: MarkovGrowth, level: int, memory: torch.Tensor, before: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits ``[n, D]`` at a level after these tokens, and the recurrence's state there, ``[n, rank]``."""
+        """Compute logits ``[n, D]`` at a level after these tokens, and the recurrent state there, ``[n, rank]``."""
         if level >= len(growth.hidden):
             return growth.hidden.new_zeros(len(before), growth.hidden.shape[1]), memory
         w, at = self._weights, "markov_head."
@@ -117,5 +112,5 @@ class DSparkHead(DFlashHead):
 
 
 def is_dspark(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration is that of a DSpark head."""
+    """Return whether a configuration is a DSpark head's."""
     return "DSpark" in str(config.get("architectures")) or config.get("speculators_model_type") == "dspark"

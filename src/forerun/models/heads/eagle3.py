@@ -1,15 +1,15 @@
 """EAGLE-3 (Li et al., 2025, section 3): one decoder layer over three of the target's hidden states and the next token.
 
-An entry's input is the hidden state of a token, several layers' side by side and made narrower by ``fc``, and the
-embedding of the token after it. After the sequence the head's own output takes the place of the target's states. It may
-know a part of the vocabulary: ``d2t`` holds for each of its tokens how far on the target's id is.
+An entry's input is a token's hidden states (several layers' concatenated and narrowed by ``fc``) and the next token's
+embedding. Beyond the sequence, the head's output replaces the target's states. It may have a part of the vocabulary:
+``d2t`` holds each token's offset to the target's id.
 
-EAGLE-3.1 ("attention drift", 2605.09992) keeps the size of these inputs the same at any depth: ``fc_norm`` is a norm of
-each of the target's states by itself before ``fc``, and with ``norm_output`` the head's output is fed back after the
-final norm instead of before it. ``norm_before_fc`` is one norm of all states side by side.
+EAGLE-3.1 ("attention drift", 2605.09992) keeps these inputs' magnitude constant over depth: ``fc_norm`` normalises each
+of the target's states before ``fc``, and ``norm_output`` feeds the output back after the final norm. ``norm_before_fc``
+is one norm over all states.
 
-Two forms are read: that of the authors (SafeAILab) and that of ``speculators``, whose configuration has the layer's own
-inside. Layers of the target are counted as vLLM counts them: 0 is the embedding, i what leaves the i-th layer.
+Supported are the authors' format (SafeAILab) and that of ``speculators``, which nests the layer's configuration. Layers
+are counted as in vLLM: 0 is the embedding, i the output of the i-th layer.
 """
 
 from __future__ import annotations
@@ -47,26 +47,20 @@ EAGLE_ENTRIES = frozenset(
     {"eagle_aux_hidden_state_layer_ids", "eagle_config", "fc_norm", "norm_before_fc", "norm_before_residual",
      "norm_output"}
 )  # fmt: skip
-"""Entries that a head of this family reads."""
+"""Configuration entries that heads of this family read."""
 EAGLE_SINGLE_VALUED: Mapping[str, Any] = {
     "is_causal": True, "next_layer_regular": True, "parallel_draft_heads_num_layers": 1, "parallel_draft_step": 1,
     "parallel_drafting": False, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
     "use_mtp_layernorm": False,
 }  # fmt: skip
-"""Entries of ``eagle_config``, or beside it, that are read with one value only."""
+"""Entries of ``eagle_config``, or beside it, that are supported with one value only."""
 NO_PRODUCTS = frozenset({"embed", "fc_norm"})
-"""Weights of two dimensions that nothing is multiplied with as a matrix."""
+"""Two-dimensional weights that are not multiplied with as a matrix."""
 
 
 class Eagle3Layers(Head):
-    """The decoder layers of EAGLE-3 and P-EAGLE: their weights, and what each computes.
-
-    Args:
-        folder: with ``config.json`` and safetensors files.
-
-    Raises:
-        ValueError: if they are not those of such a head; says which part.
-    """
+    """The decoder layers of EAGLE-3 and P-EAGLE, from a folder with ``config.json`` and safetensors files. Raises
+    ``ValueError`` saying which part is not such a head's."""
 
     kind = "EAGLE-3"
     read_entries = EAGLE_ENTRIES
@@ -76,7 +70,7 @@ class Eagle3Layers(Head):
         self.folder = Path(folder)
         self.config = config_of(self.folder)
         inner, more = self.config.get("transformer_layer_config"), self.config.get("eagle_config")
-        self._layer = inner if isinstance(inner, dict) else self.config  # the configuration of the decoder layers
+        self._layer = inner if isinstance(inner, dict) else self.config  # the decoder layers' configuration
         for part in (self.config, inner, more):
             if isinstance(part, dict):
                 check_entries(part, self.read_entries, self.single_valued, self.kind, self.folder)
@@ -114,14 +108,12 @@ class Eagle3Layers(Head):
         stated = self.config.get("target_hidden_size") or self._size
         if stated != wide:
             raise ValueError(
-                f"the {self.kind} head in {self.folder} reads hidden states of {stated} numbers, "
-                f"and the target has {wide}"
+                f"the {self.kind} head in {self.folder} expects hidden size {stated}, and the target's is {wide}"
             )
         self.token_bytes = 2 * self.count * self._kv_heads * self._dim * target.model.dtype.itemsize
         self._load(HeadFile(self.folder, self.kind), target, wide)
 
     def _load(self, file: HeadFile, target: Scorer, wide: int) -> None:
-        """Read all weights, in the target's type."""
         size, states, w = self._size, len(self.layers), dict[str, torch.Tensor | None]()
         w["fc"] = file.take("fc.weight", size, states * wide)
         if self._norms["norm_before_fc"]:
@@ -152,7 +144,7 @@ class Eagle3Layers(Head):
         self._rotary = LlamaRotaryEmbedding(LlamaConfig(**fields, head_dim=self._dim)).to(target.device)
 
     def _take_layer(self, file: HeadFile, layer: int) -> dict[str, torch.Tensor | None]:
-        """The weights of a layer; the first one alone reads embeddings beside hidden states."""
+        """Read a layer's weights; only the first one has embeddings as input."""
         size, at, w = self._size, f"layers.{layer}.", dict[str, torch.Tensor | None]()
         for name in ("input_layernorm", "post_attention_layernorm", *(("hidden_norm",) if layer == 0 else ())):
             w[name] = file.take(f"{at}{name}.weight", size)
@@ -167,7 +159,7 @@ class Eagle3Layers(Head):
         return w
 
     def features(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's states ``[n, layers * hidden]`` as the first layer reads them, ``[n, hidden]``."""
+        """Project the target's states ``[n, layers * hidden]`` to the first layer's input, ``[n, hidden]``."""
         w = self._weights
         states = states.to(w["norm"].dtype)
         if "input_norm" in w:
@@ -178,7 +170,6 @@ class Eagle3Layers(Head):
         return linear(states, w["fc"])
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Embeddings of tokens ``[n]``."""
         if "embed" in self._weights:
             return torch.nn.functional.embedding(tokens, self._weights["embed"])
         return input_embeddings(self._target, tokens)
@@ -186,7 +177,7 @@ class Eagle3Layers(Head):
     def decoder_layer(
         self, layer: int, embeddings: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """One layer, ``[n, hidden]`` in and out; the first one alone reads the embeddings."""
+        """Run a layer, ``[n, hidden]`` in and out; only the first one uses the embeddings."""
         w, eps = self._layer_weights[layer], self._eps
         if layer == 0:
             normed = rms_norm(hidden, w["hidden_norm"], eps)
@@ -211,12 +202,12 @@ class Eagle3Layers(Head):
         return linear(out.transpose(1, 2).reshape(n, -1), w["o"], w.get("o_bias"))
 
     def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the output matrix reads, of what left the last layer."""
+        """Normalise the last layer's output for the output matrix."""
         return rms_norm(hidden, self._weights["norm"], self._eps)
 
 
 class Eagle3Head(Eagle3Layers, RecurrentHead):
-    """A head in a folder, of one layer."""
+    """An EAGLE-3 head in a folder, of one layer."""
 
     shift = -1
 
@@ -237,10 +228,8 @@ class Eagle3Head(Eagle3Layers, RecurrentHead):
 
 
 def _aux_layers(config: Mapping[str, Any], count: int) -> tuple[Any, ...]:
-    """The layers of a target of ``count`` before which its states are read, as either form names them.
-
-    SpecForge numbers the layers behind which it reads; its default is known by that.
-    """
+    """Return the layers whose inputs are read, in a target of ``count`` layers, from either format. SpecForge numbers
+    layers whose outputs it reads; only its default can be recognised."""
     inner, default = config.get("eagle_config"), (2, count // 2, count - 3)
     name = "eagle_aux_hidden_state_layer_ids"
     ids = tuple(config.get(name) or (inner.get(name) if isinstance(inner, dict) else None) or default)
@@ -248,7 +237,7 @@ def _aux_layers(config: Mapping[str, Any], count: int) -> tuple[Any, ...]:
 
 
 def is_eagle3(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration is that of an EAGLE-3 head."""
+    """Return whether a configuration is an EAGLE-3 head's."""
     names = config.get("architectures") or [""]
     return config.get("speculators_model_type") == "eagle3" or "Eagle3" in str(names[0]) or (
         "draft_vocab_size" in config and "speculators_model_type" not in config

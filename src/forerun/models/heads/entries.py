@@ -1,8 +1,8 @@
-"""What a head's ``config.json`` may say: an entry that could change what the head computes is known, or is refused.
+"""Check a head's ``config.json``: an entry that could change what the head computes is supported, or is refused.
 
-Public formats gain entries faster than this package reads them. A head whose entry is ignored still loads, and its
-drafts are wrong: nothing but the speed would tell. So each kind of head names the entries that it reads, and those that
-it reads in one way only; every other entry must be one of ``IDLE_ENTRIES``.
+With an ignored entry, a head would load and draft badly, and only the speed would tell; and public formats gain entries
+quickly. So each kind of head names the entries that it reads, and those that it supports with one value only; all
+others must be in ``IDLE_ENTRIES``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ IDLE_ENTRIES = frozenset(
     typical_p
     """.split()  # noqa: SIM905  # as a list they would fill a page
 )
-"""Entries that change nothing in a head's computation: versions, special tokens, training, and generation."""
+"""Entries that do not affect a head's computation: versions, special tokens, training, and generation."""
 LAYER_ENTRIES = frozenset(
     """
     architectures attention_bias draft_vocab_size head_dim hidden_act hidden_size intermediate_size layer_types
@@ -46,30 +46,24 @@ SINGLE_VALUED: Mapping[str, Any] = {
     "qkv_bias": False, "rope_interleave": False, "rope_is_neox_style": True, "use_aux_hidden_state": True,
     "use_gemma_norm": False,
 }  # fmt: skip
-"""Entries that every head reads with one value only."""
+"""Entries that every head supports with one value only."""
 ROTARY_ENTRIES = frozenset(
     """
     attention_factor beta_fast beta_slow factor high_freq_factor long_factor low_freq_factor mrope_interleaved
     mrope_section mscale mscale_all_dim original_max_position_embeddings rope_theta rope_type short_factor truncate type
     """.split()  # noqa: SIM905  # as a list they would fill a page
 )
-"""Entries of ``rope_parameters`` and ``rope_scaling``; sections of a picture's positions are one place each in text."""
+"""Entries of ``rope_parameters`` and ``rope_scaling``; for text, the sections of image positions are equal."""
 
 
 def check_entries(
     config: Mapping[str, Any], read: Collection[str], single_valued: Mapping[str, Any], kind: str, folder: Path
 ) -> None:
-    """Refuse a head's configuration, or a part of it, that says what is not known. An entry of None says nothing.
-
-    Args:
-        config: of the head, or a part of it.
-        read: names of the entries that the head reads, beside those of every head.
-        single_valued: entries that the head reads with one value only, beside those of every head.
-        kind: of the head, for messages.
-        folder: of the head.
+    """Refuse a head's configuration, or a part of it, with an unsupported entry; None counts as absent. ``read`` and
+    ``single_valued`` name the entries that the head reads, or supports with one value only, beyond those of every head.
 
     Raises:
-        ValueError: names the entry.
+        ValueError: naming the entry.
     """
     only, file = {**SINGLE_VALUED, **single_valued}, folder / "config.json"
     for name, value in config.items():
@@ -77,9 +71,9 @@ def check_entries(
             continue
         if name in only:
             if value != only[name]:
-                raise ValueError(f"{name} is {value!r} in {file}; a head of {kind} is read with {only[name]!r} only")
+                raise ValueError(f"{name} is {value!r} in {file}; for {kind}, only {only[name]!r} is supported")
         elif name not in LAYER_ENTRIES | IDLE_ENTRIES:
-            raise ValueError(f"{name} is {value!r} in {file}, and no such entry of a head of {kind} is known")
+            raise ValueError(f"{name} is {value!r} in {file}, which is no known entry for {kind}")
     for name in ("rope_parameters", "rope_scaling"):
         for inner, value in (config.get(name) or {}).items():
             if inner not in ROTARY_ENTRIES and not (inner == "partial_rotary_factor" and value == 1):
@@ -87,11 +81,8 @@ def check_entries(
 
 
 def windows(config: Mapping[str, Any], count: int, folder: Path) -> list[int | None]:
-    """The window of each of a head's layers, in tokens with the query's own; None for one that sees all.
-
-    Raises:
-        ValueError: for another kind of layer, or a window that is not stated.
-    """
+    """Return each layer's window in tokens, counting the query's; None for full attention. Raises ``ValueError`` for
+    another kind of layer, or a window that is not stated."""
     kinds, file = config.get("layer_types"), folder / "config.json"
     if kinds is None and config.get("use_sliding_window"):
         raise ValueError(f"use_sliding_window is True in {file}, which has no layer_types to say where")

@@ -1,15 +1,14 @@
-"""Gemma 4's assistants (Google, 2026): a few layers with queries only, which read the target's keys and values.
+"""Gemma 4's assistants (Google, 2026): a few layers with queries only, which attend to the target's keys and values.
 
-The input is the target's embedding of the last token, beside the target's last hidden state at the token before. Each
-layer attends to the keys and values of the target's last layer of its kind, ``full_attention`` or
-``sliding_attention``, in the target's own cache. The assistant keeps no copy.
+The input is the target's embedding of the last token, and its last hidden state at the token before. Each layer attends
+to the cache of the target's last layer of its kind, ``full_attention`` or ``sliding_attention``; nothing is copied.
 
-After a drafted token the assistant's own output takes the place of the target's state. The position stays that of the
-sequence's last token, and drafted tokens have no keys. So a node of a tree depends on its parent's output and its own
-token, and no node attends to another.
+After a drafted token, the assistant's output replaces the target's state. The position stays that of the sequence's
+last token, and drafted tokens have no keys. So a node depends only on its parent's output and its token, and no node
+attends to another.
 
-Logits are of all tokens, or of those in the likeliest clusters of the vocabulary. What is computed is transformers'
-``gemma4_assistant``, with ``SinglePositionMultiTokenCandidateGenerator`` over the keys of committed tokens.
+Logits cover all tokens, or those in the likeliest clusters. The computation is transformers' ``gemma4_assistant`` with
+``SinglePositionMultiTokenCandidateGenerator`` over the keys of committed tokens.
 """
 
 from __future__ import annotations
@@ -40,14 +39,8 @@ UNSCALED = AttentionSpec(1.0)
 
 
 class Gemma4AssistantHead(Head):
-    """An assistant in a folder.
-
-    Args:
-        folder: with ``config.json`` and safetensors files, as transformers saves them.
-
-    Raises:
-        ValueError: if they are not those of an assistant; says which part.
-    """
+    """An assistant in a folder with ``config.json`` and safetensors files, as transformers saves them. Raises
+    ``ValueError`` saying which part is not an assistant's."""
 
     token_bytes = 0
 
@@ -89,11 +82,8 @@ class Gemma4AssistantHead(Head):
             )
 
     def _source(self, kind: str, theirs: Any, target: Scorer) -> int:
-        """Return the target's last layer of a kind that has keys and values of its own.
-
-        Raises:
-            ValueError: if there is none, or its keys and values do not fit the assistant's queries.
-        """
+        """Return the target's last layer of a kind that stores keys and values. Raises ``ValueError`` if there is none,
+        or they do not fit the assistant's queries."""
         count = int(theirs.num_hidden_layers) - int(getattr(theirs, "num_kv_shared_layers", None) or 0)
         kinds = list(getattr(theirs, "layer_types", None) or ())[:count]
         if kind not in kinds:
@@ -110,7 +100,6 @@ class Gemma4AssistantHead(Head):
         return source
 
     def _load(self, target: Scorer) -> None:
-        """Read all weights, in the target's type."""
         file, dtype = HeadFile(self.folder, "Gemma 4 assistant"), target.model.dtype
         self._weights = {
             name: file.take(name, *shape).to(target.device, dtype).contiguous()
@@ -128,7 +117,7 @@ class Gemma4AssistantHead(Head):
         self._rotary = Gemma4TextRotaryEmbedding(self._own).to(target.device)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each weight by its name, without ``model.`` before it."""
+        """Return each weight's shape, by name without ``model.``."""
         own, wide = self._own, int(self._config.backbone_hidden_size)
         size, inner = int(own.hidden_size), int(own.intermediate_size)
         shapes: dict[str, tuple[int, ...]] = {
@@ -157,7 +146,6 @@ class Gemma4AssistantHead(Head):
         return HeadText(0, cache)
 
     def record(self, text: HeadText, tokens: IntArray, start: int, states: torch.Tensor) -> None:
-        """Keep the last state; all else is in the target's cache."""
         end = min(start + len(states), len(tokens) - 1)
         if end > start:
             text.hidden = states[end - start - 1 : end - start].clone()
@@ -180,26 +168,16 @@ class Gemma4AssistantHead(Head):
         return self._score(cast("Sequence[_Round]", growths), tokens, states)
 
     def _visible(self, text: HeadText) -> dict[str, Rows]:
-        """Return by kind of layer the keys and values that all queries of a round see, ``[1, Hkv, m, d]``.
-
-        The window is transformers': it holds one token more than that of the target's query at this position.
-        """
+        """Return the keys and values that all queries of a round attend to, ``[1, Hkv, m, d]``, by kind of layer. The
+        window is transformers': one token longer than the target's at this position."""
         cache, end = text.cache.full, text.next or 0
         assert cache is not None
         first = {SLIDING: max(0, end - 1 - int(self._own.sliding_window))}
         return {kind: cache.read(source, first.get(kind, 0), end) for kind, source in self._sources.items()}
 
     def _score(self, rounds: Sequence[_Round], tokens: Sequence[Sequence[int]], states: torch.Tensor) -> torch.Tensor:
-        """Compute nodes of several trees and add their outputs to the trees.
-
-        Args:
-            rounds: the trees.
-            tokens: of each tree's nodes.
-            states: of the token before each node, of all trees side by side, ``[n, backbone hidden]``.
-
-        Returns:
-            Logits after each node, ``[n, V]``.
-        """
+        """Compute nodes of several trees from the states before them, ``[n, backbone hidden]``, and add their outputs
+        to the trees. Returns logits after each node, ``[n, V]``."""
         w, counts, device = self._weights, [len(own) for own in tokens], self._target.device
         ids = torch.tensor([token for own in tokens for token in own], device=device)
         ends = [each.text.next for each, count in zip(rounds, counts, strict=True) for _ in range(count)]
@@ -219,7 +197,6 @@ class Gemma4AssistantHead(Head):
     def _layer(
         self, number: int, x: torch.Tensor, keys: Sequence[Rows], counts: Sequence[int], angles: Any
     ) -> torch.Tensor:
-        """One layer; ``[n, hidden]`` in and out."""
         w, eps, at = self._weights, self._eps, f"layers.{number}."
         y = self._attention(number, rms_norm(x, w[f"{at}input_layernorm.weight"], eps), keys, counts, angles)
         x = x + rms_norm(y, w[f"{at}post_attention_layernorm.weight"], eps)
@@ -231,7 +208,6 @@ class Gemma4AssistantHead(Head):
     def _attention(
         self, number: int, x: torch.Tensor, keys: Sequence[Rows], counts: Sequence[int], angles: Any
     ) -> torch.Tensor:
-        """Attention of each tree's nodes over the keys and values ``keys`` that they see."""
         w, at = self._weights, f"layers.{number}.self_attn."
         q = linear(x, w[f"{at}q_proj.weight"], w.get(f"{at}q_proj.bias")).view(1, len(x), -1, self._dims[number])
         q = rotated(rms_norm(q.transpose(1, 2), w[f"{at}q_norm.weight"], self._eps), *angles)
@@ -241,11 +217,9 @@ class Gemma4AssistantHead(Head):
         return linear(out, w[f"{at}o_proj.weight"], w.get(f"{at}o_proj.bias"))
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits ``[n, V]``; minus infinity at tokens outside of the likeliest clusters.
-
-        transformers puts the least logit less 1 there. That would leave the many tokens outside a share of the
-        probability, which decides whether a node is worth a pass.
-        """
+        """Compute logits ``[n, V]``; minus infinity outside the likeliest clusters. transformers puts the least logit
+        minus 1 there, which would give these many tokens a share of the probability, and so distort whether a node
+        pays."""
         if not self._centroids:
             return linear(x, self._head)
         scores = linear(x, self._weights["masked_embedding.centroids.weight"])
@@ -255,11 +229,7 @@ class Gemma4AssistantHead(Head):
 
 
 class _Round(Growth):
-    """A tree whose nodes all see the same keys.
-
-    Attributes:
-        keys: by kind of layer, keys and values.
-    """
+    """A tree whose nodes all attend to ``keys``, by kind of layer."""
 
     def __init__(self, text: HeadText, keys: Mapping[str, Rows]) -> None:
         assert text.hidden is not None
@@ -268,5 +238,5 @@ class _Round(Growth):
 
 
 def is_gemma4_assistant(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration is that of a Gemma 4 assistant."""
+    """Return whether a configuration is a Gemma 4 assistant's."""
     return config.get("model_type") in MODEL_TYPES

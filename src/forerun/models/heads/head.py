@@ -1,7 +1,7 @@
-"""What a head is to a drafter: it follows texts by the target's hidden states, and says what may come next.
+"""The interface of trained heads, and what they share.
 
-A head has seen hidden states of the target at all tokens of a text. It gives logits for the next token, and for the
-tokens behind drafted ones, level by level of a tree. What it says changes the speed, never the text.
+A head follows a sequence by the target's hidden states at its tokens. It returns logits of the next token and of the
+tokens after drafted ones, level by level of a tree. It changes the speed, never the output.
 """
 
 from __future__ import annotations
@@ -26,26 +26,23 @@ from forerun.models.forward.scorer import Scorer, attending, is_sharded
 from forerun.models.heads.shortlist import OutputMatrix, Shortlist, drafting
 
 READ_ENTRIES = 64
-"""Entries of a text that are read at once; fewer wait until a draft is wanted, which may be never."""
+"""Minimum number of entries processed at once. Fewer wait until a draft is needed, which may be never."""
 ROTARY_FIELDS = (
     "hidden_size", "num_attention_heads", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters",
 )  # fmt: skip
-"""Entries of a configuration that decide rotary positions."""
+"""Configuration entries that determine rotary positions."""
 GROWTH_TOKENS = 256
-"""A head's memory of a text grows by this many tokens."""
+"""Minimum tokens by which a sequence's memory grows."""
 
 
 class HeadText:
-    """A text as a head follows it.
-
-    Args:
-        layers: of the head that keep keys and values of it.
-        cache: the target's of this text. It may hold tokens whose states the head has not seen.
+    """A head's state of a sequence, with memory for ``layers`` layers.
 
     Attributes:
-        next: place of the first token whose states it has not seen; None before it has seen any.
-        pending: states that are not read yet, with the tokens behind those that they belong to.
-        rows: keys and values of each of the head's layers, and how many there are for good.
+        cache: the target's. It may hold tokens whose states the head has not seen.
+        next: index of the first token whose states the head has not seen; None before it has seen any.
+        pending: unprocessed states, with the tokens that follow each.
+        rows: keys and values of each of the head's layers; ``lengths``: how many are committed.
     """
 
     def __init__(self, layers: int, cache: Cache) -> None:
@@ -55,54 +52,51 @@ class HeadText:
         self.rows: list[Rows | None] = [None] * layers
         self.lengths = [0] * layers
         self.carried: list[torch.Tensor | None] = [None] * layers
-        """What each layer but the first has to read at its next entry, ``[1, hidden]``."""
+        """Input of each layer but the first at its next entry, ``[1, hidden]``."""
         self.hidden: torch.Tensor | None = None
-        """What leaves the first layer at the last entry, ``[1, hidden]``."""
+        """Output of the first layer at the last entry, ``[1, hidden]``."""
 
     last = -1
-    """The token at ``next``, the first one whose states the head has not seen."""
+    """The token at ``next``."""
     shortlist: Shortlist | None = None
-    """The tokens that it is drafted over; None for all that the head knows."""
+    """The tokens that can be drafted; None for all of the head's."""
     listed = 0
-    """Number of its first tokens that the shortlist has been told."""
+    """Number of tokens, from the first on, that were added to the shortlist."""
 
     @property
     def unread(self) -> int:
-        """Number of pending entries."""
         return sum(len(tokens) for _, tokens in self.pending)
 
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor, place: int) -> Rows:
-        """Write keys and values ``[1, Hkv, n, d]`` from a place on; returns all up to there."""
+        """Write keys and values ``[1, Hkv, n, d]`` from ``place`` on. Returns all up to their end."""
         end = place + k.shape[2]
         self.rows[layer] = rows = append(self.rows[layer], (k, v), place, _grown(end))
         return tuple(each[:, :, :end] for each in rows)
 
 
 def _grown(tokens: int) -> int:
-    """Tokens that a text's memory has room for when it grows to hold so many."""
+    """Return the capacity of a sequence's memory when it grows to hold ``tokens`` tokens."""
     return tokens + max(GROWTH_TOKENS, tokens // 4)
 
 
 class Growth:
-    """A tree that grows behind a text, as the head sees it.
+    """A tree that grows after a sequence, as the head sees it.
 
-    Attributes:
-        text: that it grows behind.
-        hidden: what left the head at each node, ``[n, hidden]``; at the text's end in row 0. Or logits of each level,
-            ``[levels, V]``, of a head that says all at once.
+    ``hidden`` is the head's output at each node, ``[n, hidden]``, with the sequence's end in row 0; or logits of each
+    level, ``[levels, V]``, of a head that computes all levels at once.
     """
 
     def __init__(self, text: HeadText, hidden: torch.Tensor) -> None:
         self.text, self.hidden = text, hidden
         self._depths, self._ancestors = [0], [{0}]
-        self._tails: list[list[int]] = [[] for _ in text.rows]  # nodes whose keys lie behind the text's, by layer
+        self._tails: list[list[int]] = [[] for _ in text.rows]  # by layer, nodes with stored keys
 
     def __len__(self) -> int:
-        """Nodes, and the text's end."""
+        """Return the number of nodes, including the sequence's end."""
         return len(self._depths)
 
     def add(self, parents: Sequence[int]) -> int:
-        """Add nodes of one level; returns their depth."""
+        """Add nodes of one level. Returns their depth."""
         for parent in parents:
             self._depths.append(self._depths[parent] + 1)
             self._ancestors.append(self._ancestors[parent] | {len(self._ancestors)})
@@ -111,7 +105,7 @@ class Growth:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
-        """Attention of the last nodes over the text and their ancestors; ``[1, H, n, d]`` in and out."""
+        """Compute attention of the last nodes over the sequence and their ancestors; ``[1, H, n, d]`` in and out."""
         tail, held, count = self._tails[layer], self.text.lengths[layer], q.shape[2]
         keys, values = self.text.store(layer, k, v, held + len(tail))
         nodes = range(len(self._depths) - count, len(self._depths))
@@ -126,14 +120,14 @@ class Growth:
 
 
 class Head(ABC):
-    """A trained head. One serves all texts of an engine.
+    """A trained head. One serves all sequences of an engine.
 
     Attributes:
         layers: the target's layers whose hidden states it reads; see ``Scorer.score_with_states``.
-        tokens: the target's id of each token that it knows, int64 ``[D]``; None if they are the same.
-        output: makes its logits, if it knows all of the target's tokens by one matrix. Then texts may have shortlists.
-        levels: of a tree that it is worth asking for.
-        token_bytes: bytes of a token's keys and values in all of its layers, once it is bound.
+        tokens: the target's id of each token in the head's vocabulary, int64 ``[D]``; None if they are equal.
+        output: the output matrix, if one covers the target's vocabulary, so that shortlists are possible.
+        levels: maximum depth of its trees.
+        token_bytes: bytes of a token's keys and values in all of its layers, once bound.
     """
 
     layers: tuple[int, ...] = ()
@@ -143,33 +137,25 @@ class Head(ABC):
     token_bytes: int
 
     def bind(self, target: Scorer) -> None:
-        """Get ready to draft for a target.
-
-        Raises:
-            ValueError: if the head does not fit it.
-        """
+        """Prepare to draft for a target. Raises ``ValueError`` if the head does not fit it."""
         if is_sharded(target.model):
-            raise ValueError("the target lies in several processes; a head needs its embeddings and its head whole")
+            raise ValueError(
+                "the target is sharded over several processes; a trained head needs its embeddings and output matrix "
+                "in one process"
+            )
 
     @abstractmethod
     def text(self, cache: Cache) -> HeadText:
-        """Begin with a text, of which the head knows nothing yet.
-
-        Args:
-            cache: the target's, which holds the text's keys and values as the target reads them.
-        """
+        """Start a sequence, with the target's cache of it."""
 
     def needs(self, tokens: int) -> int:
-        """Maximum bytes that a text of this many tokens takes."""
+        """Return the maximum bytes of a sequence of ``tokens`` tokens."""
         shortlist = 0 if self.output is None else self.output.needs()
         return self.token_bytes * _grown(tokens) + shortlist
 
     def record(self, text: HeadText, tokens: IntArray, start: int, states: torch.Tensor) -> None:
-        """Take over hidden states ``[n, layers * hidden]`` of a text's tokens from ``start`` on.
-
-        A text's first states may be those of a later token, if the target did not read the beginning. The head then
-        knows the text from there on.
-        """
+        """Take hidden states ``[n, layers * hidden]`` of a sequence's tokens from ``start`` on. If they do not continue
+        the earlier ones, the head restarts there."""
         if text.next != start:
             text.__init__(len(text.rows), text.cache)  # type: ignore[misc]
         end = min(start + len(states), len(tokens) - 1)
@@ -180,14 +166,12 @@ class Head(ABC):
 
     @abstractmethod
     def read(self, texts: Sequence[HeadText]) -> None:
-        """Read all that is pending."""
+        """Process everything pending."""
 
     @abstractmethod
     def start(self, texts: Sequence[HeadText]) -> tuple[list[Growth], torch.Tensor]:
-        """A tree behind each of these texts, of which states are known; and logits of their next tokens, ``[n, D]``.
-
-        Where texts have shortlists, D is that of the longest; what follows a shorter one's in its rows means nothing.
-        """
+        """Start a tree after each sequence. Also returns logits of the next tokens, ``[n, D]``; with shortlists, D is
+        the longest's length, and a shorter one's rows end in padding."""
 
     @abstractmethod
     def extend(
@@ -196,24 +180,18 @@ class Head(ABC):
         """Add nodes of one level to each tree.
 
         Args:
-            growths: the trees.
-            parents: of each tree's new nodes; 0 is the text's end, and nodes count from 1 in the order of their coming.
-            tokens: of the new nodes.
+            parents: of each tree's new nodes; 0 is the sequence's end, and nodes are numbered from 1 as they are added.
 
         Returns:
-            Logits of the tokens behind each new node, of all trees side by side, ``[n, D]``.
+            Logits after each new node of all trees, ``[n, D]``.
         """
 
 
 class RecurrentHead(Head):
-    """A head that reads a token and a hidden state, and gives the hidden state of the next one: EAGLE-3 and MTP.
+    """A head that predicts the next hidden state from a token and a hidden state: EAGLE-3 and MTP.
 
-    At first the states are the target's, then its own. Where it has several layers, each reads what the one before gave
-    and the token after; they take turns.
-
-    Attributes:
-        depth_layers: number of its layers.
-        shift: position of an entry, less the place of its token.
+    The first states are the target's, later ones the head's. Its ``depth_layers`` layers take turns: each reads the
+    previous one's output and the next token. ``shift`` is an entry's position minus its token's index.
     """
 
     depth_layers = 1
@@ -221,21 +199,21 @@ class RecurrentHead(Head):
 
     @abstractmethod
     def features(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's states as the first layer reads them, ``[n, hidden]``."""
+        """Project the target's states to the first layer's input, ``[n, hidden]``."""
 
     @abstractmethod
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Embeddings of tokens ``[n]``."""
+        """Embed tokens ``[n]``."""
 
     @abstractmethod
     def forward(
         self, layer: int, embeddings: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """One layer; its attention goes to ``attend`` of the present pass. ``[n, hidden]`` in and out."""
+        """Run a layer, ``[n, hidden]`` in and out. Its attention calls ``attend`` of the running pass."""
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits ``[n, D]`` of what left a layer."""
+        """Compute logits ``[n, D]`` from a layer's output."""
 
     def text(self, cache: Cache) -> HeadText:
         return HeadText(self.depth_layers, cache)
@@ -257,10 +235,8 @@ class RecurrentHead(Head):
     def _read_layer(
         self, layer: int, given: Mapping[HeadText, torch.Tensor], entries: Mapping[HeadText, IntArray]
     ) -> dict[HeadText, torch.Tensor]:
-        """Let a layer read its part of each text, ``[n, hidden]`` with the last n tokens; returns the next one's part.
-
-        The next layer's entries have the token after. So it cannot read the last one yet, and reads it the next time.
-        """
+        """Run a layer over its part of each sequence, ``[n, hidden]`` for the last n tokens. Returns the next layer's
+        part: without the last entry, which needs the token after and waits."""
         if not given:
             return {}
         counts = [len(part) for part in given.values()]
@@ -315,13 +291,12 @@ class RecurrentHead(Head):
             return self._logits(growths, given)
 
     def _logits(self, growths: Sequence[Growth], hidden: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Logits of what left a layer, over the texts' shortlists if they have some."""
         with drafting([growth.text.shortlist for growth in growths], list(map(len, hidden))):
             return self.logits(torch.cat(list(hidden)))
 
 
 class Reading:
-    """A pass over new entries of texts."""
+    """A pass over new entries of sequences."""
 
     def __init__(self, texts: Sequence[HeadText], counts: Sequence[int]) -> None:
         self._texts, self._counts = texts, counts
@@ -329,7 +304,7 @@ class Reading:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
-        """Attention of each entry over its text up to there; ``[1, H, n, d]`` in and out."""
+        """Compute attention of each entry over its sequence up to there; ``[1, H, n, d]`` in and out."""
         parts = (torch.split(each, list(self._counts), 2) for each in (k, v))
         rows = [text.store(layer, *pair, text.lengths[layer]) for text, *pair in zip(self._texts, *parts, strict=True)]
         blocks = [
@@ -348,22 +323,15 @@ class _Growing:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
-        """Attention of each node over its text and its ancestors; ``[1, H, n, d]`` in and out."""
+        """Compute attention of each node over its sequence and its ancestors; ``[1, H, n, d]`` in and out."""
         parts = (torch.split(each, list(self._counts), 2) for each in (q, k, v))
         outs = [growth.attend(layer, *own, spec) for growth, *own in zip(self._growths, *parts, strict=True)]
         return torch.cat(outs, 2)
 
 
 class HeadFile:
-    """A head's weights by name, read from a folder's safetensors files.
-
-    Args:
-        folder: of the head.
-        kind: of the head, for messages.
-
-    Raises:
-        ValueError: if there is no such file, or it cannot be read.
-    """
+    """A head's weights by name, from a folder's safetensors files; ``kind`` names the head in messages. Raises
+    ``ValueError`` if there is no such file, or it cannot be read."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         self._folder, self._kind, self._tensors = folder, kind, dict[str, torch.Tensor]()
@@ -379,11 +347,7 @@ class HeadFile:
             raise ValueError(f"{folder} has no weights: there is no .safetensors file in it")
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """A tensor of this shape.
-
-        Raises:
-            ValueError: if it is missing, or has another shape.
-        """
+        """Return a tensor. Raises ``ValueError`` if it is missing or has another shape."""
         if name not in self._tensors:
             raise ValueError(f"the {self._kind} head in {self._folder} lacks the tensor {name}")
         tensor = self._tensors[name]
@@ -395,62 +359,51 @@ class HeadFile:
         return tensor
 
     def find(self, name: str, *shape: int) -> torch.Tensor | None:
-        """``take``, or None if there is no such tensor."""
+        """Return a tensor, or None if it is missing."""
         return self.take(name, *shape) if name in self._tensors else None
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """What a folder's ``config.json`` says.
-
-    Raises:
-        ValueError: if there is none, or it cannot be read.
-    """
+    """Read a folder's ``config.json``. Raises ``ValueError`` if that fails."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder} holds no head: its config.json cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{folder} holds no head: its config.json is no object")
+        raise ValueError(f"{folder} holds no head: its config.json is not an object")
     return config
 
 
 def count_in(config: Mapping[str, Any], name: str, folder: Path) -> int:
-    """A positive number of a configuration.
-
-    Raises:
-        ValueError: if it is missing or something else.
-    """
+    """Return a positive integer of a configuration. Raises ``ValueError`` if it is missing or something else."""
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is {value!r} in {folder / 'config.json'}; it must be a number of at least 1")
+        raise ValueError(f"{name} is {value!r} in {folder / 'config.json'}; it must be an integer of at least 1")
     return value
 
 
 def check_layers(layers: Sequence[Any], count: int, name: str, folder: Path) -> tuple[int, ...]:
-    """Layers of the target that a head reads, as ``Scorer.score_with_states`` takes them.
-
-    Raises:
-        ValueError: for one that a target of ``count`` layers does not have.
-    """
+    """Return the target's layers that a head reads, as ``Scorer.score_with_states`` takes them. Raises ``ValueError``
+    for one that a target of ``count`` layers lacks."""
     if not layers or not all(isinstance(layer, int) and 0 <= layer <= count for layer in layers):
         raise ValueError(f"{name} is {list(layers)!r} in {folder / 'config.json'}, and the target has {count} layers")
     return tuple(layers)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """A root mean square norm, in at least float32."""
+    """Apply a root mean square norm, computed in at least float32."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions on ``[1, H, n, d]``, by angles ``[1, n, d]``."""
+    """Apply rotary positions to ``[1, H, n, d]``, by angles ``[1, n, d]``."""
     first, second = x.chunk(2, -1)
     return x * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
 
 
 def input_embeddings(target: Scorer, tokens: torch.Tensor) -> torch.Tensor:
-    """The target's embeddings of tokens, without a factor that its module may apply."""
+    """Embed tokens with the target's matrix, without the factor that its module may apply."""
     module: Any = target.model.get_input_embeddings()
     weight = module.weight
     embedded: torch.Tensor = functional.embedding(tokens, weight) if weight.is_floating_point() else module(tokens)

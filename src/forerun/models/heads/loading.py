@@ -1,4 +1,4 @@
-"""From a name to a head: a folder's configuration says of which kind it is."""
+"""Load a head, of the kind that its folder's configuration states."""
 
 from __future__ import annotations
 
@@ -20,28 +20,25 @@ HEAD_KINDS: tuple[tuple[Callable[[Mapping[str, Any]], bool], Callable[[str | Pat
     (is_dflash2, DFlash2Head), (is_dspark, DSparkHead), (is_dflash, DFlashHead), (is_peagle, PEagleHead),
     (is_eagle3, Eagle3Head), (is_gemma4_assistant, Gemma4AssistantHead),
 )  # fmt: skip
-"""How each kind is recognised, the more special one before that which it extends."""
+"""How each kind is recognised, specialised kinds before those that they extend."""
 
 
 def load_head(folder: str | Path) -> Head:
-    """The head in a folder, or ``MTP``. Its weights are read once it is bound to a target.
-
-    Raises:
-        ValueError: if the folder holds none, or one of a kind that is not known.
-    """
+    """Return the head in a folder, or ``MTP``. Weights are read when it is bound to a target. Raises ``ValueError`` if
+    the folder holds none, or one of an unknown kind."""
     if folder == MTP:
         return MtpHead()
     kind = _kind(config_of(Path(folder)))
     if kind is None:
         raise ValueError(
-            f"{folder} holds no head that is known, by its config.json: EAGLE-3, P-EAGLE, DFlash, DFlash2, DSpark, "
-            "or a Gemma 4 assistant"
+            f"{folder} holds no known head, by its config.json; known are EAGLE-3, P-EAGLE, DFlash, DFlash2, DSpark, "
+            "and Gemma 4 assistants"
         )
     return kind(folder)
 
 
 def is_head(folder: str | Path) -> bool:
-    """Whether a folder holds a head that is known, by its configuration."""
+    """Return whether a folder holds a head of a known kind."""
     try:
         config = config_of(Path(folder))
     except ValueError:

@@ -1,9 +1,9 @@
-"""Heads that come in a checkpoint (MTP: DeepSeek-V3, section 2.2): further decoder layers, each a token further ahead.
+"""Heads in the target's checkpoint (MTP: DeepSeek-V3, section 2.2): layers that each predict a token further ahead.
 
-transformers' ``MtpModel`` computes them; the target's own loading leaves them out. A layer reads the hidden state of a
-token, at first the target's last after its final norm, and the embedding of the token that follows. Embeddings and the
-head are the target's. Beyond as many tokens as there are layers, the layers take turns again, each over its own keys
-and values. transformers finds the layers by ``num_mtp_layers``; Qwen's are found by ``qwen_mtp.py``.
+transformers' ``MtpModel`` computes them; loading the target leaves them out. A layer reads a token's hidden state
+(first the target's, after its final norm) and the next token's embedding; embeddings and output matrix are the
+target's. Beyond the number of layers, they take turns again, each over its keys and values. transformers finds layers
+by ``num_mtp_layers``; ``qwen_mtp.py`` finds Qwen's.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from forerun.models.heads.shortlist import OutputMatrix
 from forerun.models.loading.load import quiet
 
 TRANSFORMERS_NAME = "num_mtp_layers"
-"""transformers' name of the number of layers in a configuration."""
+"""transformers' configuration entry with the number of layers."""
 THE_TARGETS = ("embed_tokens", "shared_head", "rotary_emb")
-"""Parts of transformers' model of the heads that are the target's own."""
+"""Parts of transformers' MTP model that belong to the target."""
 
 
 class MtpHead(RecurrentHead):
-    """The heads in the target's own checkpoint; they are read when the target is known."""
+    """The heads in the target's checkpoint, read when bound."""
 
     def bind(self, target: Scorer) -> None:
         super().bind(target)
@@ -35,11 +35,9 @@ class MtpHead(RecurrentHead):
         config, name = text_config(model), type(model).__name__
         kinds = set(getattr(self._model.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         if kinds:
-            raise ValueError(
-                f"the heads for further tokens of {name} are of type {sorted(kinds)}, which is not supported"
-            )
+            raise ValueError(f"the MTP layers of {name} are of type {sorted(kinds)}, which is not supported")
         for name, part in self._model.named_children():
-            if name not in THE_TARGETS:  # a cast would round the angles that the target itself reads
+            if name not in THE_TARGETS:  # a cast would round the angles that the target reads
                 part.to(model.dtype)
         self._matrix = self.output = OutputMatrix.of_target(target, getattr(config, "unpadded_vocab_size", None))
         self.depth_layers, self.layers = len(self._model.layers), (int(config.num_hidden_layers),)
@@ -58,7 +56,7 @@ class MtpHead(RecurrentHead):
         model, places = self._model, positions[None]
         with use_implementations(model, attn=ATTENTION_NAME, experts=experts(model)):
             angles = self._angles(layer, embeddings[None], places)
-            mask = cache = None  # by position: the cache is named past_key_values in transformers 5.23, then cache
+            mask = cache = None  # positional: transformers 5.23 names the cache past_key_values, later versions cache
             out = model.layers[layer](embeddings[None], hidden[None], angles, mask, places, cache)
         out = model.shared_post_norm(out) if model.use_shared_post_norm else out
         left: torch.Tensor = out[0]
@@ -77,16 +75,13 @@ class MtpHead(RecurrentHead):
 
 
 def stated_layers(model: PreTrainedModel) -> int:
-    """Return the number of MTP layers that a model's configuration states, 0 if it states none."""
+    """Return the number of MTP layers that a model's configuration states, 0 if none."""
     return next((n for name in (TRANSFORMERS_NAME, STATED) if (n := getattr(text_config(model), name, None))), 0)
 
 
 def _layers_of(model: PreTrainedModel) -> MtpModel:
-    """The layers in the target's own files.
-
-    Raises:
-        ValueError: if there are none, or they cannot be read; says why.
-    """
+    """Load the layers from the target's files. Raises ``ValueError`` if there are none, or they cannot be read; says
+    why."""
     config, name = text_config(model), type(model).__name__
     place = model.name_or_path or config.name_or_path or "memory"
     count = getattr(config, TRANSFORMERS_NAME, None)
@@ -95,7 +90,7 @@ def _layers_of(model: PreTrainedModel) -> MtpModel:
             heads = load_qwen_mtp(model)
         if heads is None:
             raise ValueError(
-                f"{name} has no heads for further tokens: its configuration has no {TRANSFORMERS_NAME} and no "
+                f"{name} has no MTP layers: its configuration has no {TRANSFORMERS_NAME} and no "
                 f"{STATED}, and there are no tensors mtp.* or blk.*.nextn.* in {place}"
             )
         return heads
@@ -104,6 +99,5 @@ def _layers_of(model: PreTrainedModel) -> MtpModel:
             return MtpModel.from_pretrained(model, device_map={"": model.device})
     except Exception as error:
         raise ValueError(
-            f"{name} says that it has {count} heads for further tokens ({TRANSFORMERS_NAME}), and they cannot be read "
-            f"from {place}: {error}"
+            f"{name} states {count} MTP layers ({TRANSFORMERS_NAME}), and they cannot be read from {place}: {error}"
         ) from error

@@ -1,9 +1,9 @@
-"""P-EAGLE (2602.01469): EAGLE-3 that predicts several tokens in one pass instead of one.
+"""P-EAGLE (2602.01469): EAGLE-3 that predicts several tokens in one pass.
 
-After the sequence's last entry stand masks: each has the embedding of one mask token, and one learned vector,
-``mask_hidden``, in place of the target's states. A mask sees the entries before it and the masks above, and says which
-token is likely at its depth, whatever was drafted in between. The layers are EAGLE-3's, and after the first one plain
-decoder layers. Read are the forms of the authors (AWS), of NeMo and of ``speculators``.
+Masks follow the sequence's last entry: each has the mask token's embedding, and the learned vector ``mask_hidden`` in
+place of the target's states. A mask attends to the entries and masks before it, and predicts the token at its depth,
+whatever was drafted in between. The layers are EAGLE-3's, plain decoder layers after the first. Supported are the
+formats of the authors (AWS), of NeMo and of ``speculators``.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from forerun.models.heads.head import Growth, HeadFile, HeadText, Reading
 from forerun.models.heads.shortlist import drafting
 
 PARALLEL_DEPTHS = 8
-"""Tokens of a pass, where a configuration does not say: those that the paper trains."""
+"""Default number of tokens per pass, as trained in the paper."""
 MASK_ENTRIES = ("mask_token_id", "pard_token", "ptd_token_id")
-"""Entries that name the mask token, in the order in which vLLM looks for them."""
+"""Entries that name the mask token, in vLLM's order of look-up."""
 
 
 class PEagleHead(BlockHead, Eagle3Layers):
-    """A head in a folder."""
+    """A P-EAGLE head in a folder."""
 
     kind = "P-EAGLE"
     read_entries = EAGLE_ENTRIES | {*MASK_ENTRIES, "num_depths", "para_depths", "parallel_drafting"}
@@ -68,11 +68,8 @@ class PEagleHead(BlockHead, Eagle3Layers):
         return [Growth(text, own) for text, own in zip(texts, logits, strict=True)], logits[:, 0]
 
     def _pass(self, texts: Sequence[HeadText], masks: int) -> list[torch.Tensor]:
-        """Read all pending entries, with masks after them that leave nothing behind.
-
-        Returns:
-            Of each text, what left the last layer at its last entry and at the masks, ``[1 + masks, hidden]``.
-        """
+        """Process all pending entries, followed by temporary masks. Returns each sequence's output at its last entry
+        and the masks, ``[1 + masks, hidden]``."""
         if not texts:
             return []
         entries = [torch.cat([states for states, _ in text.pending]) if text.pending else None for text in texts]
@@ -99,19 +96,18 @@ class PEagleHead(BlockHead, Eagle3Layers):
         return left
 
     def _inputs(self, states: torch.Tensor | None, masks: int) -> list[torch.Tensor]:
-        """What the first layer reads at new entries, whose states these are, and at masks."""
         return [*([] if states is None else [self.features(states)]), self._mask.expand(masks, -1)]
 
 
 def _depths(config: Mapping[str, Any]) -> int:
-    """Tokens that a pass predicts, as one of the forms says it."""
+    """Return how many tokens a pass predicts, from any of the formats."""
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     stated = (config.get("num_depths"), config.get("para_depths"), methods[0].get("speculative_tokens"))
     return next((int(depths) for depths in stated if depths), PARALLEL_DEPTHS)
 
 
 def is_peagle(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration is that of a P-EAGLE head."""
+    """Return whether a configuration is a P-EAGLE head's."""
     masked = any(config.get(name) is not None for name in MASK_ENTRIES) and "draft_vocab_size" in config
     return config.get("speculators_model_type") == "peagle" or bool(config.get("parallel_drafting")) or (
         masked and "speculators_model_type" not in config and "dflash_config" not in config

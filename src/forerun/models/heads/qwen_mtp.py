@@ -1,9 +1,9 @@
-"""MTP layers as Qwen3-Next, Qwen3.5, 3.6 and 3.8 have them in their files, which transformers leaves out.
+"""MTP layers in files of Qwen3-Next, Qwen3.5, 3.6 and 3.8, which transformers leaves out.
 
-``fc`` joins two norms, of a token's embedding and of the target's hidden state before it; one decoder layer with the
-family's full attention follows, and ``norm``. That is what transformers' ``MtpModel`` computes (DeepSeek-V3, section
-2.2), so that its class is used, with the decoder layer's class and the experts of the target. Safetensors files have
-the tensors as ``mtp.*``; GGUF files as a block after the decoder's, or that block alone in a file beside the model's.
+``fc`` joins two norms, of a token's embedding and of the target's hidden state before it; a decoder layer with full
+attention and ``norm`` follow. transformers' ``MtpModel`` computes just that (DeepSeek-V3, section 2.2), so it is used,
+with the target's classes of decoder layer and experts. Safetensors files name the tensors ``mtp.*``; GGUF files have a
+block after the decoder's, or only that block in a separate file.
 """
 
 from __future__ import annotations
@@ -35,27 +35,24 @@ if TYPE_CHECKING:
     from forerun.models.loading.gguf import Header
 
 STATED = "mtp_num_hidden_layers"
-"""Qwen's name of the number of MTP layers in a configuration."""
+"""Qwen's configuration entry with the number of MTP layers."""
 PREFIX = "mtp."
 PARTS = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
-"""What surrounds the decoder layer: transformers' names, and those of safetensors files."""
+"""Parts around the decoder layer: transformers' names, and those in safetensors files."""
 BESIDE = "mtp-"
-"""Begins the names that llama.cpp's converter gives to files with an MTP layer alone."""
+"""Prefix by which llama.cpp's converter names files with only an MTP layer."""
 
 
 def load_qwen_mtp(model: PreTrainedModel) -> MtpModel | None:
-    """Load the MTP layer in a target's own files.
-
-    Args:
-        model: the target, as it was loaded from a folder, the Hugging Face cache, or a GGUF file.
+    """Load the MTP layer from the target's files: a folder, the Hugging Face cache, or a GGUF file.
 
     Returns:
-        transformers' model of the layer, on the target's device, with the target's embeddings, head and rotary
-        positions. Of a target with stored weights its matrices are stored, too. None if there is no such layer.
+        transformers' model on the target's device, with the target's embeddings, head and rotary positions, quantised
+        if the target is; None if there is no such layer.
 
     Raises:
-        ValueError: for a tensor that is missing, unknown, or of another shape than the configuration says; for more
-            layers than one; for embeddings apart from the target's.
+        ValueError: for a tensor that is missing, unknown, or of another shape than configured; for several layers; for
+            dedicated embeddings.
     """
     stated, place = int(getattr(text_config(model), STATED, None) or 0), model.name_or_path
     if stated > 1:
@@ -83,7 +80,7 @@ def load_qwen_mtp(model: PreTrainedModel) -> MtpModel | None:
 
 
 def _without_weights(model: PreTrainedModel, dtype: torch.dtype) -> MtpModel:
-    """transformers' model of one layer, on the meta device, yet without embeddings and head."""
+    """Make transformers' model of one layer on the meta device, without embeddings and head."""
     decoder, config = model.get_decoder(), deepcopy(model.config)
     text = config.get_text_config(decoder=True)
     layers = [
@@ -92,9 +89,7 @@ def _without_weights(model: PreTrainedModel, dtype: torch.dtype) -> MtpModel:
         if kind == "full_attention"
     ]
     if not layers:
-        raise ValueError(
-            f"{type(model).__name__} has an MTP layer, and no layer of full attention that says what it computes"
-        )
+        raise ValueError(f"{type(model).__name__} has an MTP layer, but no layer with full attention to model it on")
     text.num_mtp_layers, text.mtp_layer_types = 1, ["full_attention"]
     target = SimpleNamespace(
         config=config,
@@ -107,14 +102,13 @@ def _without_weights(model: PreTrainedModel, dtype: torch.dtype) -> MtpModel:
 
 
 def _from_folder(model: PreTrainedModel, folder: Path) -> MtpModel | None:
-    """The layer in a folder's safetensors files, in the target's type."""
     tensors = _safetensors(folder)
     if not tensors:
         return None
     known = tuple(f"{part}." for part in (*PARTS.values(), "layers.0"))
     strange = sorted(name for name in tensors if not name.removeprefix(PREFIX).startswith(known))
     if strange:
-        raise ValueError(f"the MTP layer in {folder} has a tensor that is not known: {strange[0]}")
+        raise ValueError(f"the MTP layer in {folder} has an unknown tensor: {strange[0]}")
     heads = _without_weights(model, model.dtype)
     mapping = get_model_conversion_mapping(heads, add_legacy=False)
     mapping += get_checkpoint_conversion_mapping(text_config(model).model_type) or []
@@ -123,7 +117,6 @@ def _from_folder(model: PreTrainedModel, folder: Path) -> MtpModel | None:
 
 
 def _safetensors(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors ``mtp.*`` of a folder; others are not read."""
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
@@ -143,16 +136,13 @@ def _fill(
     device: torch.device,
     name_in_file: Callable[[str], str],
 ) -> None:
-    """Put tensors under a file's names into the layer, by transformers' operations for the target.
-
-    Raises:
-        ValueError: naming the first tensor that does not fit, as the file names it.
-    """
+    """Load tensors under a file's names into the layer, by transformers' operations for the target. Raises
+    ``ValueError`` naming the first tensor that does not fit, as the file names it."""
     dtype = next(heads.layers.parameters()).dtype
     settings = LoadStateDictConfig(weight_mapping=mapping, device_map={"": device}, dtype=dtype)
     found, _ = convert_and_load_state_dict_in_model(heads, dict(tensors), settings)
     for name, reason in sorted(found.conversion_errors.items()):
-        raise ValueError(f"the MTP layer in {place}: {name_in_file(name)} cannot be put together: {reason}")
+        raise ValueError(f"the MTP layer in {place}: {name_in_file(name)} cannot be assembled: {reason}")
     for name, there, expected in sorted(found.mismatched_keys):
         raise ValueError(
             f"the MTP layer in {place} has {name_in_file(name)} of shape {[*there]}; the configuration says "
@@ -164,14 +154,14 @@ def _fill(
 
 
 def _in_safetensors(name: str) -> str:
-    """The name in safetensors files of one of transformers' parameters."""
+    """Name one of transformers' parameters as in safetensors files."""
     rest = name.removeprefix("layers.0.")
     part, _, leaf = rest.partition(".")
     return f"{PREFIX}{PARTS[part]}.{leaf}" if part in PARTS else f"{PREFIX}layers.0.{rest.removeprefix('mtp_block.')}"
 
 
 def _from_file(model: PreTrainedModel, file: Path) -> MtpModel | None:
-    """The layer in a GGUF file, or in one beside it: as it is stored if the target's weights are, else dequantised."""
+    """Load the layer from a GGUF file, or one beside it: quantised if the target is, else dequantised."""
     block, architecture = int(text_config(model).num_hidden_layers), gguf.read_header(file).architecture
     part = _part(file, block)
     if part is None and (beside := _file_beside(file)) is not None:
@@ -180,10 +170,10 @@ def _from_file(model: PreTrainedModel, file: Path) -> MtpModel | None:
             raise ValueError(f"{file} is of {part.architecture}, and the model is of {architecture}")
     if part is None:
         return None
-    from forerun.models.loading import as_stored, gguf_layout  # need gguf, which may not be installed
+    from forerun.models.loading import as_stored, gguf_layout  # these need gguf, which may not be installed
 
     if not gguf_layout.has_operations(architecture):
-        raise ValueError(f"{file} has an MTP layer of {architecture}, which is not read from GGUF files")
+        raise ValueError(f"{file} has an MTP layer of {architecture}, which is not supported in GGUF files")
     heads = _without_weights(model, torch.float32)
     mapping = gguf_layout.predictor_mapping(architecture, heads.config, block)
     stored = next((each for each in model.modules() if isinstance(each, StoredLinear)), None)
@@ -198,18 +188,15 @@ def _from_file(model: PreTrainedModel, file: Path) -> MtpModel | None:
 
 
 def _part(file: Path, block: int) -> Header | None:
-    """A file's header with the tensors of the MTP layer alone, which is this block; None if it has none."""
+    """Return a file's header with only the tensors of the MTP layer, which is this block; None without one."""
     header = gguf.check(file)
     tensors = {name: each for name, each in header.tensors.items() if name.startswith(f"blk.{block}.")}
     return replace(header, tensors=tensors) if any(".nextn." in name for name in tensors) else None
 
 
 def _file_beside(file: Path) -> Path | None:
-    """The file with the MTP layer beside a model's: the one that bears the model's name, or the only one.
-
-    Raises:
-        ValueError: if there are several, and none bears the name.
-    """
+    """Return the MTP layer's file beside a model's: the one with the model's name, or the only one. Raises
+    ``ValueError`` if there are several, and none has the name."""
     named = file.with_name(f"{BESIDE}{file.name}")
     files = [named] if named.is_file() else sorted(file.parent.glob(f"{BESIDE}*{gguf.GGUF_SUFFIX}"))
     if len(files) > 1:

@@ -1,11 +1,10 @@
-"""Draft over a shortlist: the rows of the output matrix whose tokens may come next, in place of all of it.
+"""Draft over a shortlist: the rows of the output matrix whose tokens are likely to come next.
 
-The output matrix is most of what a head costs on a CPU: a third of Qwen3.5-0.8B's weights, and thirteen times those of
-an EAGLE-3 layer of that width. But nearly all tokens that come next are frequent ones, tokens of the text, or tokens
-that another drafter proposes as well. So a head's logits are worked out for these alone. The target
-verifies with the whole matrix, so a token that is missing here costs a draft and never changes the output.
-
-Rows are copied out of the matrix: those of frequent tokens once, for all texts; a text's own as they come.
+The output matrix is most of a head's cost on a CPU: a third of Qwen3.5-0.8B's weights, and thirteen times those of an
+EAGLE-3 layer of that width. But nearly all next tokens are frequent, occurred in the request, or are proposed by
+another drafter, too. So a head computes only these logits, from rows copied out of the matrix: of frequent tokens once,
+of a request's as they come. The target verifies with the whole matrix: a missing token costs a draft and never changes
+the output.
 """
 
 from __future__ import annotations
@@ -28,43 +27,40 @@ from forerun.models.loading.stored_weights import StoredLinear
 from forerun.trie.recycled import RecycledRows
 
 OWN_TOKENS = 2048
-"""Tokens of a text's own, besides the frequent ones; the ones named last stay. The first 32,000 tokens of War and Peace
-have 3,220 different ones beyond SmolLM2's first 2,048. Rows take 2 to 8 KB each."""
+"""Maximum tokens per request besides the frequent ones; the latest stay. The first 32,000 tokens of War and Peace have
+3,220 distinct ones beyond SmolLM2's first 2,048. A row has 2 to 8 KB."""
 FIRST_TOKENS = 256
-"""A text's memory begins with room for so many, and doubles."""
+"""Initial capacity of a request's memory, which doubles."""
 
 _texts: ContextVar[Sequence[tuple[Shortlist, int]]] = ContextVar("texts", default=())
-"""Shortlists of the texts whose rows this thread multiplies, and how many rows each has; none for all tokens."""
+"""Shortlists of the sequences whose rows this thread multiplies, with their numbers of rows; empty for all tokens."""
 
 
 def frequent_tokens(lists: RecycledRows, vocabulary: int) -> IntArray:
-    """The tokens that every text is drafted over, ascending: the first of the vocabulary, which are frequent because a
-    tokenizer is trained so, and those that a model's static lists name."""
+    """Return the tokens of every shortlist, ascending: the first of the vocabulary, which tokenizer training makes the
+    frequent ones, and those in a model's static lists."""
     named = lists.tokens[lists.tokens >= 0]
     return np.union1d(np.arange(min(LISTED_TOKENS, vocabulary)), named).astype(np.int64)
 
 
 class OutputMatrix:
-    """Makes logits of what leaves a head's last norm: over all tokens, and inside ``drafting`` over shortlists.
-
-    Args:
-        weights: gives the matrix, of which a model may get another one; rows are ``[V, hidden]``, or packed bytes.
-    """
+    """Computes logits from a head's final output: over all tokens, or inside ``drafting`` over shortlists. ``weights``
+    returns the current matrix, ``[V, hidden]`` or packed bytes; a model may replace it."""
 
     def __init__(self, weights: Callable[[], Weights]) -> None:
         self._weights = weights
         self.frequent: IntArray | None = None
-        """The tokens that shortlists have in common; None while there are no shortlists."""
+        """The tokens that shortlists share; None without shortlists."""
         self._common: Weights | None = None
 
     @classmethod
     def of(cls, rows: torch.Tensor) -> OutputMatrix:
-        """A head's own, made by ``weight_beside``."""
+        """Use a head's matrix, made by ``weight_beside``."""
         return cls(lambda: weights_of(rows))
 
     @classmethod
     def of_target(cls, target: Scorer, tokens: int | None = None) -> OutputMatrix:
-        """The target's, or its first ``tokens`` rows."""
+        """Use the target's matrix, or its first ``tokens`` rows."""
 
         def weights() -> Weights:
             module: Any = target.model.get_output_embeddings()
@@ -81,17 +77,17 @@ class OutputMatrix:
         return len(self._weights().rows)
 
     def shorten(self, frequent: IntArray) -> None:
-        """Let texts have shortlists from now on, with these tokens in common; unless those are half of all tokens."""
+        """Use shortlists from now on, which share these tokens, unless they would cover half of all tokens."""
         if 2 * (len(frequent) + OWN_TOKENS) < len(self):
             self.frequent, self._common = frequent, self.take(frequent)
 
     def take(self, tokens: IntArray) -> Weights:
-        """A copy of some tokens' rows and of their biases."""
+        """Copy some tokens' rows and biases."""
         weights = self._weights()
         return _part(weights, torch.from_numpy(tokens).to(weights.rows.device))
 
     def needs(self) -> int:
-        """Maximum bytes of a text's shortlist; 0 if texts have none."""
+        """Return the maximum bytes of a request's shortlist."""
         if self.frequent is None:
             return 0
         rows, ids = self._weights().rows, np.dtype(np.int64).itemsize
@@ -99,8 +95,8 @@ class OutputMatrix:
         return own + len(self.frequent) * ids + len(rows)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits ``[n, V]``, or ``[n, D]`` over shortlists, of which the longest has D tokens; what follows a shorter
-        one's in its rows means nothing."""
+        """Compute logits ``[n, V]``, or ``[n, D]`` over shortlists, where D is the longest's length, and a shorter
+        one's rows end in padding."""
         texts = _texts.get()
         if self._common is None or not texts:
             return multiply(hidden, self._weights())
@@ -117,11 +113,7 @@ def _part(weights: Weights, places: torch.Tensor | slice) -> Weights:
 
 
 class Shortlist:
-    """The tokens that one text is drafted over, and the weights of those that are its own.
-
-    Args:
-        matrix: has the weights.
-    """
+    """The tokens that one request can draft, and the weights of those that are not shared."""
 
     def __init__(self, matrix: OutputMatrix) -> None:
         assert matrix.frequent is not None
@@ -131,16 +123,15 @@ class Shortlist:
         self._common = len(matrix.frequent)
         self._tokens: IntArray = np.concatenate((matrix.frequent, np.zeros(FIRST_TOKENS, np.int64)))
         self.weights = matrix.take(np.zeros(FIRST_TOKENS, np.int64))
-        """Of its own tokens; as many rows as there is room for."""
+        """Weights of the tokens that are not shared, with spare rows."""
 
     @property
     def tokens(self) -> IntArray:
-        """The target's ids, int64 ``[D]``: of logits that are worked out over this shortlist."""
+        """The target's ids of the logits' columns, int64 ``[D]``."""
         return self._tokens[: self._common + self._count]
 
     def add(self, tokens: IntArray) -> None:
-        """Name tokens that may come next. Where there are too many, those named first go. Ids that the matrix does not
-        have are left out."""
+        """Add tokens that may come next, replacing the oldest when full. Ids outside the matrix are ignored."""
         tokens = tokens[(tokens >= 0) & (tokens < len(self._named))]
         new = tokens[~self._named[tokens]]
         if not len(new):
@@ -159,7 +150,6 @@ class Shortlist:
             self.weights.bias[at] = rows.bias
 
     def _make_room(self, count: int) -> None:
-        """Let the memory hold so many tokens of the text's own; it doubles."""
         room = len(self.weights.rows)
         while room < count:
             room *= 2
@@ -171,12 +161,8 @@ class Shortlist:
 
 @contextmanager
 def drafting(shortlists: Sequence[Shortlist | None], counts: Sequence[int]) -> Iterator[None]:
-    """A context in which an ``OutputMatrix`` works out logits over shortlists.
-
-    Args:
-        shortlists: of the texts, in the order of their rows: one each, or None for all.
-        counts: rows of each text's hidden states.
-    """
+    """Compute logits over shortlists in this context: one per sequence in the order of their rows, or None for all
+    tokens. ``counts``: rows of each."""
     known = [(shortlist, count) for shortlist, count in zip(shortlists, counts, strict=True) if shortlist is not None]
     before = _texts.set(known)
     try:

@@ -1,4 +1,4 @@
-"""Which tokens a head knows, and whether it has matrices of its own for them or uses the target's."""
+"""A head's vocabulary, and whether it has matrices for it or uses the target's."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from forerun.models.heads.head import HeadFile
 
 
 def known_tokens(file: HeadFile, known: int, vocabulary: int, folder: Path) -> torch.Tensor | None:
-    """The target's id of each token that a head knows, int64 ``[known]``; None if it knows all.
-
-    ``d2t`` in a head's file holds for each of its tokens how far on the target's id is.
+    """Return the target's id of each token that a head has, int64 ``[known]``; None if it has all. ``d2t`` in the file
+    holds each token's offset to the target's id.
 
     Raises:
-        ValueError: if the map is missing, or names a token that the target does not have.
+        ValueError: if the map is missing, or names a token that the target lacks.
     """
     if known == vocabulary:
         return None
@@ -29,16 +28,10 @@ def known_tokens(file: HeadFile, known: int, vocabulary: int, folder: Path) -> t
 def own_matrix(
     file: HeadFile, name: str, shape: tuple[int, int], theirs: tuple[int, int], module: Any
 ) -> torch.Tensor | None:
-    """A head's own embeddings or output matrix; None if it has none, or a copy of the target's.
+    """Return a head's embeddings or output matrix; None if there is none, or a copy of the target's.
 
-    Training programs write a copy even of a matrix that they froze. It would be read from memory a second time.
-
-    Args:
-        file: of the head.
-        name: of the tensor.
-        shape: that it has.
-        theirs: the shape of the target's matrix in its place.
-        module: of the target, which has that matrix.
+    Training programs write even frozen matrices; a copy would be read from memory a second time. ``theirs`` is the
+    shape of the target's matrix, which ``module`` has.
 
     Raises:
         ValueError: if it is missing where the target's does not fit, or has another shape.
