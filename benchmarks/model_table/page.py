@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 
@@ -99,9 +100,9 @@ def own_drafter(kind: str) -> str:
     from support.qwen_mtp import FAMILIES
 
     kind = kind.removesuffix("_text")
-    config = CONFIG_MAPPING.get(kind, None)
-    if kind in FAMILIES or hasattr(config, TRANSFORMERS_NAME):
-        return "MTP"
+    with suppress(KeyError):  # a lazy mapping, whose ``get`` finds nothing
+        if kind in FAMILIES or hasattr(CONFIG_MAPPING[kind], TRANSFORMERS_NAME):
+            return "MTP"
     return "assistant" if kind.startswith("gemma4") else ""
 
 

@@ -178,7 +178,7 @@ class HeadCosts:
         self.shortlist.add(np.arange(shape.vocabulary - OWN_TOKENS // 2, shape.vocabulary))
 
     def _read_text(self) -> HeadText:
-        text = self.head.text()
+        text = self.head.text(FullCache())
         self.head.record(text, self._tokens, 0, self._states(CONTEXT))
         self.head.read([text])
         return text

@@ -83,7 +83,7 @@ def test_peers_take_turns_with_the_others_and_their_texts_are_compared() -> None
     with running_peers(subject(single()), [FAKE]) as found:
         bench = TaskBench(model, ["none"], others=found.contestants)
         *_, series = bench.run(PromptSet("t", [[7, 9, 11]], [], 6), rounds=2)
-        rows = report.summarise(series)
+        rows = [row | {"others": 0.0} for row in report.summarise(series)]  # as on a machine with nothing else to do
     by_name = {row["contestant"]: row for row in rows}
     assert by_name["fake in text"]["tokens"] == 6
     assert by_name["fake"]["same_output"] == 0

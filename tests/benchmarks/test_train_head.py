@@ -54,7 +54,7 @@ def test_the_head_that_is_written_computes_what_was_trained(eagle31: bool, tmp_p
     """One step behind the target's states, and one behind its own."""
     target, tokens = tiny("llama", torch.float32), np.random.default_rng(0).integers(0, 48, 14)
     known = frequent([], 20, 48)
-    model = EagleModel(target, known, aux_layers(target), eagle31)
+    model = EagleModel(target, known, aux_layers(target), eagle31=eagle31)
     for weight in model.parameters():
         weight.data += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel()))
     export(model, tmp_path)

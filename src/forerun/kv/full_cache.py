@@ -332,6 +332,7 @@ class FullCache(Cache):
         return keys[:, :, first:last], values[:, :, first:last]
 
     def read_keys(self, layer: int, first: int, last: int) -> torch.Tensor:
+        """Return a view of the keys of positions ``first`` to before ``last``, ``[1, Hkv, m, d]``."""
         return self._layers[layer][0][:, :, first:last]
 
     def read_together(self, first: int, last: int) -> torch.Tensor | None:

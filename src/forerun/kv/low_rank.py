@@ -397,6 +397,7 @@ class ShortKeys:
 
     @property
     def known_bytes(self) -> int:
+        """Bytes of the indexed keys."""
         heads, _, _, quads, _, _ = self._short.shape
         return heads * self._known * CHUNK_KEYS * quads * QUAD_NUMBERS
 

@@ -269,6 +269,7 @@ class ChosenChunks:
 
     @property
     def known_bytes(self) -> int:
+        """Bytes of the indexed keys."""
         return self._means[:, : self._known].nbytes if self._known else 0
 
     @property

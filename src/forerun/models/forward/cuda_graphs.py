@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from functools import cached_property
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -34,9 +35,13 @@ class Recorder:
     """Makes CUDA graphs that share a memory pool: each overwrites what the previous one left there. All are recorded on
     one stream, as torch keeps memory per stream."""
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    @cached_property
+    def _pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    @cached_property
+    def _beside(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def record(self, work: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
         """Run a function. Returns how to run it again, and its result, which that overwrites. ``torch.cuda.graph``
