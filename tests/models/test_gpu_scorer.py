@@ -224,8 +224,8 @@ def test_recordings_are_few_and_never_made_twice(on_gpu: list[int]) -> None:
         for cache in caches:
             for tree in trees:
                 scorer.score([Block(TEXT[cache.length : cache.length + 1], tree, cache.length)], [cache])
-    assert len(on_gpu) == 4  # 1, 2, 4 and 8 tokens
-    assert scorer.recordings == 4
+    assert len(on_gpu) == 2  # of 1 and 2 tokens; prefill recorded those of 4, 8 and 16
+    assert scorer.recordings == 5
 
 
 class Launches:
