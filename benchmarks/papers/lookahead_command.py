@@ -83,7 +83,7 @@ def _jobs(options: LookaheadOptions, encoder: TemplateEncoder, model: PreTrained
 
 def add_methods(report: Report, rows: Sequence[Row]) -> None:
     """Add the tables and the plot of all tasks so far."""
-    steps = pivot(rows, "contestant", "task", lambda row: shown(row["tokens_per_pass"]))
+    steps = pivot(rows, "contestant", "task", lambda row: shown(row["tokens_per_step"]))
     heading = "Table 2: methods, as speed-up over transformers; tokens per step by task; equal texts"
     report.add("methods", heading, rows, speed_table(rows), steps, equality_table(rows))
     report.plot("methods", lambda path: plot(rows, path, report.note))

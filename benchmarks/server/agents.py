@@ -38,7 +38,7 @@ SESSIONS = ("cold", "warm")
 
 @dataclass(frozen=True, kw_only=True)
 class AgentOptions(DebugOptions):
-    """An agent's turns on Forerun's server and llama.cpp's: first tokens, tokens a step."""
+    """An agent's turns on Forerun's server and llama.cpp's: first tokens, tokens per step."""
 
     model: Annotated[Path, typer.Option(help="The model's folder.")]
     gguf: Annotated[
@@ -165,7 +165,7 @@ def _turn(endpoint: ServerEndpoint, prompt: Sequence[int], most: int) -> tuple[s
         "first": first or ended,
         "decoding": ended - (first or ended),
         "tokens": tokens,
-        "tokens_a_step": tokens / steps if steps else None,
+        "tokens_per_step": tokens / steps if steps else None,
         "cached": (usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
     }
 
@@ -176,7 +176,7 @@ def table(rows: Sequence[Row]) -> str:
     turns = [turn for turn in SHOWN_TURNS if turn <= last]
     head = [f"first token, turn {turn}" for turn in turns] + [
         f"turns 2 to {last} / turn 1",
-        "tokens a step",
+        "tokens per step",
         "tokens/s",
     ]
     lines = ["| server | session | " + " | ".join(head) + " |", "|---|---|" + "---:|" * len(head)]
@@ -184,7 +184,7 @@ def table(rows: Sequence[Row]) -> str:
         own = [row for row in rows if (row["contestant"], row["session"]) == (contestant, session)]
         cold = next(row["first"] for row in rows if row["contestant"] == contestant and row["turn"] == 1)
         later = [row["first"] / cold for row in own if row["turn"] > 1]
-        steps = [row["tokens_a_step"] for row in own if row["tokens_a_step"]]
+        steps = [row["tokens_per_step"] for row in own if row["tokens_per_step"]]
         speed = sum(row["tokens"] for row in own) / max(1e-9, sum(row["decoding"] for row in own))
         cells = [f"{next(row['first'] for row in own if row['turn'] == turn):.2f} s" for turn in turns]
         cells.append(f"{100 * min(later):.1f} to {100 * max(later):.1f} %")

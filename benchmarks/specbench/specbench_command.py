@@ -146,7 +146,7 @@ def run(options: SpecBenchOptions) -> None:
     alike = {name: getattr(options, name) for name in ("every_node", "rounds", "temperature", "budget")}
     shared = about(options.model, dtype, str(model.device), BENCHMARKS) | alike
     journal = Journal(options.out / "specbench-turns.jsonl", shared, options.resume)
-    report = Report("Tokens a step by category", plain_values(options) | {"dtype": dtype})
+    report = Report("Tokens per step by category", plain_values(options) | {"dtype": dtype})
     delivery = Delivery(report, options.out, "specbench", options.json)
     groups = {"all of Spec-Bench": list(questions), "all tasks": list(tasks)}
     measured: dict[str, list[Series]] = {}
@@ -215,7 +215,7 @@ def _fill(report: Report, measured: Mapping[str, list[Series]], timed: bool) -> 
     rows: list[Row] = []
     for series in measured.values():
         rows += summarise(series, baseline=series[0].contestant)
-    tables = {"tokens": ("Tokens a step", "tokens_per_pass", "{:.2f}")}
+    tables = {"tokens": ("Tokens per step", "tokens_per_step", "{:.2f}")}
     if timed:
         tables["speed"] = (f"Speed-up over {rows[0]['contestant']}", "speed_up", "{:.2f}x")
     for name, (heading, column, shape) in tables.items():

@@ -126,7 +126,7 @@ class ReplayReport:
         """The figures, for JSON."""
         steps = max(len(self.drafted), 1)
         return {
-            "edl": round(self.tokens / steps, 4),
+            "tokens_per_step": round(self.tokens / steps, 4),
             "steps": len(self.drafted),
             "tokens": self.tokens,
             "drafted_per_step": round(sum(self.drafted) / steps, 2),

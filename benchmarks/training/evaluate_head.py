@@ -38,7 +38,7 @@ from forerun.models.text.prompts import encode
 
 PLAIN, ALL_NODES = "none", "all nodes"
 COLUMNS = {
-    "temperature": "temperature", "drafter": "drafter", "tokens_per_step": "tokens a step", "speed": "over plain",
+    "temperature": "temperature", "drafter": "drafter", "tokens_per_step": "tokens per step", "speed": "over plain",
     "least": "slowest prompt", "differing": "texts that differ",
 }  # fmt: skip
 

@@ -48,8 +48,8 @@ def test_every_contestant_gives_the_baseline_s_text(series: list[Series]) -> Non
     assert all(row["same_output"] == 1 for row in rows)
     assert {row["same_as_plain"] for row in rows} == {1, None}
     by_name = {row["contestant"]: row for row in rows}
-    assert by_name[PLAIN]["tokens_per_pass"] == by_name[BASELINE]["tokens_per_pass"] == 1
-    assert by_name["forerun trie, warm"]["tokens_per_pass"] > 1  # it has seen these very answers
+    assert by_name[PLAIN]["tokens_per_step"] == by_name[BASELINE]["tokens_per_step"] == 1
+    assert by_name["forerun trie, warm"]["tokens_per_step"] > 1  # it has seen these very answers
 
 
 def test_a_text_that_differs_from_plain_forerun_is_counted_apart_from_transformers() -> None:
@@ -113,7 +113,7 @@ def test_speed_is_the_median_and_spread_the_extremes() -> None:
     one = Series("x", "t", runs)
     assert one.tokens_per_second == 5
     assert one.spread == (2.5, 10)
-    assert one.tokens_per_pass == 2
+    assert one.tokens_per_step == 2
 
 
 def test_texts_of_every_round_are_compared_and_counted() -> None:
@@ -240,10 +240,10 @@ def test_a_report_is_written_in_three_forms(series: list[Series], tmp_path: Path
 def test_the_mean_over_tasks_is_geometric_and_of_those_who_were_in_all_of_them() -> None:
     def row(task: str, contestant: str, speed_up: float, passes: float | None) -> report.Row:
         return {"task": task, "contestant": contestant, "speed_up": speed_up, "tokens_per_second": speed_up * 10,
-                "tokens_per_pass": passes}  # fmt: skip
+                "tokens_per_step": passes}  # fmt: skip
 
     rows = [row("a", "x", 2.0, 1.0), row("b", "x", 8.0, 4.0), row("a", "y", 1.0, None), row("b", "z", 3.0, 1.0)]
-    assert [(mean["contestant"], mean["speed_up"], mean["tokens_per_pass"]) for mean in report.means(rows)] == [
+    assert [(mean["contestant"], mean["speed_up"], mean["tokens_per_step"]) for mean in report.means(rows)] == [
         ("x", 4.0, 2.0)
     ]
     assert report.means(rows[:1]) == []

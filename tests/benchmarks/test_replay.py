@@ -69,7 +69,7 @@ def test_a_step_commits_the_accepted_path_and_one_token_more() -> None:
     assert drafter.observed == [[1], [2, 3, 4], [5, 6, 7]]
     assert report.accepted == [2, 2]
     assert report.drafted == [3, 2]
-    assert report.summary()["edl"] == 3.0
+    assert report.summary()["tokens_per_step"] == 3.0
 
 
 def test_nothing_is_accepted_behind_the_answers_end() -> None:
@@ -82,7 +82,7 @@ def test_nothing_is_accepted_behind_the_answers_end() -> None:
 
 def test_without_drafts_every_step_commits_one_token() -> None:
     summary = replay(None, [Recorded([0], [1, 2, 3]), Recorded([0], [4]), Recorded([0], [5, 6])], 8).summary()
-    assert (summary["edl"], summary["steps"], summary["tokens"], summary["hit_rate"]) == (1.0, 3, 3, 0.0)
+    assert (summary["tokens_per_step"], summary["steps"], summary["tokens"], summary["hit_rate"]) == (1.0, 3, 3, 0.0)
 
 
 @pytest.mark.parametrize("make", [TrieSource, EagerTrie, LookaheadTrieSource])
@@ -90,7 +90,7 @@ def test_what_was_answered_before_is_drafted_again(make: Callable[[], Source]) -
     answer = [7 * i % 101 for i in range(60)]
     cold = replay(make(), [Recorded([200], answer)], 16).summary()
     warm = replay(make(), [Recorded([200], answer)], 16, [Recorded([201], answer)]).summary()
-    assert float(str(warm["edl"])) > 3 > float(str(cold["edl"]))
+    assert float(str(warm["tokens_per_step"])) > 3 > float(str(cold["tokens_per_step"]))
 
 
 def test_the_state_carries_over_from_row_to_row_and_prompts_do_not() -> None:
@@ -125,7 +125,7 @@ def test_replay_of_an_answer_that_stands_in_the_prompt_takes_few_steps() -> None
     assert report.tokens == 59
     assert len(report.drafted) == 6  # from the second token on ten drafted and one more, the last step four
     summary = report.summary()
-    assert summary["edl"] == round(59 / 6, 4)
+    assert summary["tokens_per_step"] == round(59 / 6, 4)
     assert summary["hit_rate"] == 1
 
 
@@ -199,9 +199,11 @@ def test_the_replay_command_prints_one_json_object(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*arguments, "--warm", f"{file}:author=y", "--budget", "8"])
     assert done.exit_code == 0, done.output
     summary = json.loads(done.stdout)
-    assert {"edl", "drafted_per_step", "hit_rate", "retrieve_us", "update_us", "bytes_per_token"} <= set(summary)
+    assert {"tokens_per_step", "drafted_per_step", "hit_rate", "retrieve_us", "update_us", "bytes_per_token"} <= set(
+        summary
+    )
     assert set(summary["retrieve_us"]) == {"p50", "p99", "max"}
-    assert summary["edl"] == 4
+    assert summary["tokens_per_step"] == 4
     missing = CliRunner().invoke(app, ["replay", f"{file}:author=z", *arguments[2:]])
     assert missing.exit_code == 2
     assert "no row with author=z" in missing.stderr

@@ -49,4 +49,4 @@ def test_drafters_learn_from_prompt_to_prompt_and_a_measured_category_is_not_run
     again = _measured(bench, job, Journal(tmp_path / "turns.jsonl", {}, resume=True))
     assert [one.runs for one in again] == [one.runs for one in series]
     total = _totals({"qa": series, "rag": again}, {"all": ["qa", "rag"]})["all"]
-    assert total[2].tokens_per_pass == series[2].tokens_per_pass
+    assert total[2].tokens_per_step == series[2].tokens_per_step

@@ -212,7 +212,7 @@ def test_skips_are_counted_where_the_prompts_match_waits_and_the_outputs_is_foll
 
 
 def steps_through_cells(spelled: bool) -> float:
-    """Tokens a step for tables whose cells' first tokens are other ones in the records."""
+    """Tokens per step for tables whose cells' first tokens are other ones in the records."""
     rng = random.Random(5)
     trie = Trie()
     trie._spelling = np.array([[-1], *([-1] for _ in range(9_999)), *([token] for token in range(5_000))], np.int32)

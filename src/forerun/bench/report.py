@@ -33,7 +33,7 @@ def summarise(series: Sequence[Series], baseline: str = BASELINE, decode: Decode
 
 def _row(one: Series, baseline: Series, plain: Series | None, decode: Decode) -> Row:
     slow, fast = one.spread
-    passes = one.tokens_per_pass
+    passes = one.tokens_per_step
     ours = one.contestant.startswith("forerun")
     return {
         "task": one.task,
@@ -42,7 +42,7 @@ def _row(one: Series, baseline: Series, plain: Series | None, decode: Decode) ->
         "slowest": _figures(slow),
         "fastest": _figures(fast),
         "rounds": len(one.runs[0]),
-        "tokens_per_pass": None if passes is None else round(passes, 3),
+        "tokens_per_step": None if passes is None else round(passes, 3),
         "speed_up": round(one.tokens_per_second / baseline.tokens_per_second, 3),
         "same_output": one.same_texts(baseline, decode),
         "same_as_plain": one.same_texts(plain) if ours and plain is not None else None,
@@ -77,7 +77,7 @@ def means(rows: Sequence[Row]) -> list[Row]:
     rows_of_means = []
     for contestant, mine in _by_contestant(rows).items():
         if 1 < len(mine) == len(tasks):
-            names = ("tokens_per_second", "tokens_per_pass", "speed_up")
+            names = ("tokens_per_second", "tokens_per_step", "speed_up")
             values = {name: _mean([row[name] for row in mine]) for name in names}
             rows_of_means.append({"task": MEAN, "contestant": contestant, **values})
     return rows_of_means
@@ -115,10 +115,10 @@ def _cell(row: Row) -> str:
 
 
 def equality_table(rows: Sequence[Row]) -> str:
-    """Format each contestant's tokens per pass of the target and shares of equal outputs, over all tasks."""
-    lines = ["| | tokens per pass | texts equal to plain Forerun | to transformers |", "|---|---|---|---|"]
+    """Format each contestant's tokens per step and shares of equal outputs, over all tasks."""
+    lines = ["| | tokens per step | texts equal to plain Forerun | to transformers |", "|---|---|---|---|"]
     for contestant, mine in _by_contestant(rows).items():
-        passes = _mean([row["tokens_per_pass"] for row in mine])
+        passes = _mean([row["tokens_per_step"] for row in mine])
         cells = [
             "-" if passes is None else f"{passes:.2f}",
             *(_share(mine, name) for name in ("same_as_plain", "same_output")),
@@ -281,7 +281,7 @@ def bar_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def plot(rows: Sequence[Row], path: Path, note: str) -> None:
-    """Draw bars by task: tokens per second with the slowest and the fastest round, and tokens per pass."""
+    """Draw bars by task: tokens per second with the slowest and the fastest round, and tokens per step."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     contestants = list(dict.fromkeys(row["contestant"] for row in rows))
     width, size = 0.86 / len(contestants), (4.2 + 1.6 * len(tasks), 6 + 0.12 * len(contestants))
@@ -291,9 +291,9 @@ def plot(rows: Sequence[Row], path: Path, note: str) -> None:
             shift = (i - (len(contestants) - 1) / 2) * width
             places = {tasks.index(row["task"]) + shift: row for row in rows if row["contestant"] == contestant}
             bars_with_spread(axes[0], places, width * 0.92, contestant, style)
-            axes[1].bar(list(places), [row["tokens_per_pass"] or 0 for row in places.values()], width * 0.92, **style)
+            axes[1].bar(list(places), [row["tokens_per_step"] or 0 for row in places.values()], width * 0.92, **style)
         axes[0].set_ylabel("tokens per second")
-        axes[1].set_ylabel("tokens per forward pass")
+        axes[1].set_ylabel("tokens per step")
         axes[1].set_xticks(range(len(tasks)), tasks)
         axes[0].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
         for axis in axes:

@@ -86,7 +86,7 @@ class Series:
         return self._tokens() / slow, self._tokens() / fast
 
     @property
-    def tokens_per_pass(self) -> float | None:
+    def tokens_per_step(self) -> float | None:
         """Return a row's tokens per forward pass of the target, including prefill; None if passes are unknown."""
         passes = [rounds[0].passes for rounds in self.runs]
         known = [count for count in passes if count is not None]
