@@ -17,7 +17,7 @@ from support.tiny import tiny
 
 from forerun.core.request import Request
 from forerun.core.sampling import InTurn, Salt, Sampler, gumbel
-from forerun.core.transfers import foretell
+from forerun.core.transfers import choose_nodes
 from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Verdict, verify
 from forerun.models.text.processors import ANYWHERE, ROWWISE, of_row
@@ -141,7 +141,7 @@ def test_a_rejection_by_rounding_alone_draws_from_p() -> None:
     for seed in range(20):
         request = Request([0], 3, sampler=Sampler("rejection", seed))
         tree = DraftTree.chain([1], p[None])
-        token = foretell(tree, logits, request).tolist()[2]
+        token = choose_nodes(tree, logits, request).tolist()[2]
         assert token == int((p.log() + gumbel(seed, 1, 3, Salt.RESIDUAL)).argmax())
 
 
@@ -185,7 +185,7 @@ def test_a_processor_nobody_knows_stays_on_the_models_device() -> None:
 
 
 def test_nothing_is_worked_out_ahead_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forerun.core.verify.foresee", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr("forerun.core.verify.choose_rows", lambda *_: pytest.fail("asked"))
     for sampler in (Sampler("greedy", 0, processor(PENALTY)), Sampler("coupled"), Sampler("greedy")):
         verify(DraftTree.chain([1]), torch.eye(SIZE)[:2], Request([0], 4, sampler=sampler))
 

@@ -20,7 +20,7 @@ from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.core.sampling import InTurn, Sampler
-from forerun.core.transfers import RowChoices, carried, foresee, settle
+from forerun.core.transfers import RowChoices, choose_rows, synchronize, to_cpu
 from forerun.core.tree import DraftTree
 from forerun.decoding import level as level_module
 from forerun.decoding.level import Level
@@ -185,8 +185,8 @@ def test_a_row_that_fails_leaves_the_others_their_transfer() -> None:
         step_of(AwayScorer(MockTarget(6)), None, 4)(rows, {})
     assert device.reads == ["cpu"]
     assert [len(row.request.generated) for row in rows] == [1, 0, 1] and isinstance(rows[1].request.error, LookupError)
-    told = foresee([DraftTree.empty()] * 2, [LookupError(), torch.eye(3)], [Request([1], 2), Request([1], 2)])
-    assert told == [RowChoices(), RowChoices()] and carried([]) == []
+    told = choose_rows([DraftTree.empty()] * 2, [LookupError(), torch.eye(3)], [Request([1], 2), Request([1], 2)])
+    assert told == [RowChoices(), RowChoices()] and to_cpu([]) == []
 
 
 def test_recycled_logits_and_chances_come_with_the_choices() -> None:
@@ -195,7 +195,7 @@ def test_recycled_logits_and_chances_come_with_the_choices() -> None:
     logits = [torch.randn(3, 9, generator=torch.Generator().manual_seed(3)), torch.arange(9.0)[None]]
     requests = [Request([1], 5), Request([1], 5)]
     with Device() as device:
-        found = foresee(trees, [there(each) for each in logits], requests, best=4, chances=True)
+        found = choose_rows(trees, [there(each) for each in logits], requests, best=4, chances=True)
     assert device.reads == ["cpu"]
     for own, mine in zip(logits, found, strict=True):
         best = own.topk(4)
@@ -239,9 +239,9 @@ def test_a_pass_is_timed_until_it_is_done(monkeypatch: pytest.MonkeyPatch, lower
     def wait(trees: Any, logits: Any, *rest: Any, **options: Any) -> Any:
         waited.append(logits[-1].device.type)
         now[0] += 5.0
-        return foresee(trees, logits, *rest, **options)
+        return choose_rows(trees, logits, *rest, **options)
 
-    monkeypatch.setattr(level_module, "foresee", wait)
+    monkeypatch.setattr(level_module, "choose_rows", wait)
     target = MockTarget(6, peak=2.0, seed=3)
     [row] = rows_of([Sampler()])
     with Device():
@@ -268,9 +268,9 @@ def test_only_the_present_stream_is_waited_for_and_nothing_on_a_cpu(monkeypatch:
     waited: list[Any] = []
     stream = SimpleNamespace(synchronize=lambda: waited.append("done"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: waited.append(device) or stream)
-    settle(torch.device("cpu"))
+    synchronize(torch.device("cpu"))
     assert waited == []
-    settle(torch.device("cuda:1"))
+    synchronize(torch.device("cuda:1"))
     assert waited == [torch.device("cuda:1"), "done"]
 
 

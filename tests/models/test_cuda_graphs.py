@@ -87,7 +87,7 @@ def test_recordings_of_many_rows_are_bounded(recorded: list[str], group: int, mo
 def test_want_of_memory_ends_no_recordings(recorded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """They are tried again; what has nothing to do with recordings is an error of the pass."""
     monkeypatch.setattr(cuda_graphs, "PASSES_UNTIL_RETRY", 3)
-    monkeypatch.setattr(cuda_graphs, "settle", lambda device: None)
+    monkeypatch.setattr(cuda_graphs, "synchronize", lambda device: None)
     cache, good = graphs(recorded), cuda_graphs.Recorder.record
 
     def failing(error: Exception) -> None:

@@ -41,7 +41,7 @@ def present(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait for a device's current stream, so that a clock can be read. Copies on other streams go on."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
@@ -59,7 +59,7 @@ def adjoined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return first.as_strided((sum(t.shape[0] for t in tensors), *first.shape[1:]), first.stride())
 
 
-def carried(vectors: Sequence[torch.Tensor]) -> list[IntArray]:
+def to_cpu(vectors: Sequence[torch.Tensor]) -> list[IntArray]:
     """Copy int64 vectors of one device to the CPU in one transfer."""
     return _parted(adjoined(vectors).cpu().numpy(), [vector.shape[0] for vector in vectors]) if vectors else []
 
@@ -92,7 +92,7 @@ class RowChoices(NamedTuple):
     """A row's part of a transfer.
 
     Attributes:
-        choices: the result of ``foretell``; None on a CPU, for a sampler that needs more than logits, and after an
+        choices: the result of ``choose_nodes``; None on a CPU, for a sampler that needs more than logits, and after an
             error, which verification raises again for this row alone.
         best: the best tokens at the root and each node; None if not requested, or on a CPU.
         chances: the model's probability of each token in ``choices``, before any processor; None unless requested, or
@@ -104,7 +104,7 @@ class RowChoices(NamedTuple):
     chances: FloatArray | None = None
 
 
-def foresee(
+def choose_rows(
     trees: Sequence[DraftTree],
     logits: Sequence[object],
     requests: Sequence[Request],
@@ -138,7 +138,7 @@ def foresee(
         for (n, each), top in zip(away.items(), tops, strict=True)
     ]
     vectors = [*(each.flatten() for each in shared.values()), *(vector for row in own for _, vector in row)]
-    brought = iter(carried(vectors))
+    brought = iter(to_cpu(vectors))
     tables = {name: _parted(next(brought).reshape(each.shape), counts) for name, each in shared.items()}
     for place, (n, row) in enumerate(zip(away, own, strict=True)):
         parts = {name: table[place] for name, table in tables.items()}
@@ -157,7 +157,7 @@ def _vectors(
         return
     if not request.sampler.takes_best or best is None:
         try:
-            best = foretell(tree, logits, request)
+            best = choose_nodes(tree, logits, request)
         except Exception as error:  # a processor may raise anything
             log.debug("a row cannot be verified: %s", error)
             return
@@ -174,7 +174,7 @@ def _choices(parts: Mapping[str, IntArray]) -> RowChoices:
     return RowChoices(parts.get("choices"), best, chances)
 
 
-def foretell(tree: DraftTree, logits: torch.Tensor, request: Request) -> torch.Tensor:
+def choose_nodes(tree: DraftTree, logits: torch.Tensor, request: Request) -> torch.Tensor:
     """Make every choice that verification may need, on the logits' device without waiting: an int64 vector of the
     tokens chosen at the root and at each node. For a chain tested by rejection, see ``Trial``."""
     q = tested(tree, request)
@@ -201,9 +201,13 @@ def tested(tree: DraftTree, request: Request) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class Trial:
-    """A chain's test by rejection, and the parts of a vector from ``foretell``, in this order: each token's probability
-    by the target and the draft, float64 ``[n]`` (in a vector their bits); the tokens that replace rejected ones,
-    ``[n]``; and the token after a fully accepted chain, ``[1]``."""
+    """A chain's test by rejection. A vector from ``choose_nodes`` has its parts in this order.
+
+    Attributes:
+        p, q: probabilities of each token by the target and the draft, float64 ``[n]``; in a vector their bits.
+        residuals: tokens that replace rejected ones, ``[n]``.
+        last: the token after a fully accepted chain; in a vector ``[1]``.
+    """
 
     p: list[float]
     q: list[float]
@@ -212,7 +216,7 @@ class Trial:
 
     @classmethod
     def of(cls, vector: IntArray) -> Trial:
-        """Split a vector from ``foretell``."""
+        """Split a vector from ``choose_nodes``."""
         p, q, residuals, last = np.split(vector, np.arange(1, 4) * (len(vector) // 3))
         return cls(p.view(np.float64).tolist(), q.view(np.float64).tolist(), residuals.tolist(), int(last[0]))
 

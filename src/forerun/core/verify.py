@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from forerun.core.origin import Origin
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, draw, uniform
-from forerun.core.transfers import BestTokens, FloatArray, Trial, best_of, elsewhere, foresee, tested
+from forerun.core.transfers import BestTokens, FloatArray, Trial, best_of, choose_rows, elsewhere, tested
 from forerun.core.tree import ROOT, DraftTree, IntArray
 
 
@@ -74,7 +74,7 @@ def verify(tree: DraftTree, logits: torch.Tensor, request: Request, choices: Int
     q = tested(tree, request)
     if elsewhere(logits):
         if choices is None:
-            choices = foresee([tree], [logits], [request])[0].choices
+            choices = choose_rows([tree], [logits], [request])[0].choices
         if choices is None and request.sampler.anywhere:
             logits, q = logits.cpu(), q if q is None else q.cpu()
     if q is not None:

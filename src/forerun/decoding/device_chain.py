@@ -11,7 +11,7 @@ import torch
 
 from forerun.core.block import Block
 from forerun.core.request import Request
-from forerun.core.transfers import best_of_rows, carried
+from forerun.core.transfers import best_of_rows, to_cpu
 from forerun.core.tree import DraftTree, IntArray
 from forerun.decoding.row import Row
 from forerun.models.forward.scorer import Scorer
@@ -56,7 +56,7 @@ def draft(model: Scorer, rows: Sequence[Row], count: int, chances: bool) -> list
         ids = torch.split(chosen[-1], 1)
         blocks = [Block(UNKNOWN, DraftTree.empty(), c.length, ids=own) for c, own in zip(caches, ids, strict=True)]
     bits = [each.view(torch.int64) for turn in found for each in turn]
-    tokens, *rest = carried([torch.cat(chosen), *([torch.cat(bits)] if bits else [])])
+    tokens, *rest = to_cpu([torch.cat(chosen), *([torch.cat(bits)] if bits else [])])
     return list(_pieces(tokens.reshape(count, -1), rest, q))
 
 

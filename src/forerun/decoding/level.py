@@ -21,7 +21,7 @@ import torch
 from forerun.core.block import Block
 from forerun.core.origin import Origin
 from forerun.core.request import Request
-from forerun.core.transfers import BestTokens, RowChoices, foresee, settle
+from forerun.core.transfers import BestTokens, RowChoices, choose_rows, synchronize
 from forerun.core.tree import DraftTree, IntArray
 from forerun.core.verify import Outcome, Verdict, verify
 from forerun.decoding import device_chain
@@ -255,9 +255,9 @@ class Level(Source):
         counts, known = [0 if each is None else each.shape[0] for each in logits], self.model.best
         if known is not None:  # of the last pass, which may have scored only some of the rows
             known = known[: sum(counts[: len(rows)])] if known.shape[0] == sum(counts) else None
-        choices = foresee(trees, logits[: len(rows)], [row.request for row in rows], best, chances, known)
+        choices = choose_rows(trees, logits[: len(rows)], [row.request for row in rows], best, chances, known)
         if all(each.choices is None and each.best is None for each in choices) and logits[-1] is not None:
-            settle(logits[-1].device)
+            synchronize(logits[-1].device)
         return choices
 
     def _verify(self, row: Row, block: Block, scored: Scored, choices: RowChoices) -> Outcome | None:

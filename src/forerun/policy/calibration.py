@@ -38,7 +38,7 @@ class CalibrationTable(NamedTuple):
             depth, ``[ODDS_GROUPS + DEPTH_GROUPS]``.
         expected: how many the drafter expected to be accepted, ``[ODDS_GROUPS]``.
         odds: each group's calibrated log-odds, ``[ODDS_GROUPS]``, never falling.
-        pools: scratch memory of ``settle``, ``[ODDS_GROUPS, 3]``.
+        pools: scratch memory of ``fit_odds``, ``[ODDS_GROUPS, 3]``.
     """
 
     seen: FloatArray
@@ -103,7 +103,7 @@ def count(table: CalibrationTable, group: int, odds: float, right: bool) -> None
 
 
 @compiled
-def settle(table: CalibrationTable) -> None:
+def fit_odds(table: CalibrationTable) -> None:
     """Derive each group's calibrated log-odds from the counts, by the log-odds of its accepted and expected shares.
     Groups out of order are merged (isotonic regression), so what a drafter states to be likelier never ranks lower."""
     pools, size = table.pools, 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forerun.policy.calibration import CalibrationTable, calibrated, count, forget, group_of, odds_of, settle
+from forerun.policy.calibration import CalibrationTable, calibrated, count, fit_odds, forget, group_of, odds_of
 
 AGREEING = 0.2
 """Before any counts, a token of probability p is accepted with probability p to this power: where the model is unsure,
@@ -32,4 +32,4 @@ class ChainConfidence:
         for depth, probability in enumerate(tested):
             odds = odds_of(probability**AGREEING)
             count(self._table, group_of(odds), odds, depth < accepted)
-        settle(self._table)
+        fit_odds(self._table)

@@ -20,10 +20,10 @@ from forerun.policy.calibration import (
     calibrated,
     chance_at_depth,
     count,
+    fit_odds,
     forget,
     group_of,
     odds_of,
-    settle,
 )
 from forerun.policy.cost_curve import FloatArray
 
@@ -231,7 +231,7 @@ def learn(table_address: int, calibration_address: int, outcomes: IntArray, toke
         begin, end, length, scored = outcomes[row, 0], outcomes[row, 1], outcomes[row, 2], outcomes[row, 3] != 0
         right += _learn(table, calibration, begin, end, tokens[at : at + length], scored)
         at += length
-    settle(calibration)
+    fit_odds(calibration)
     forget(calibration)
     return right
 

@@ -122,8 +122,8 @@ def scratch_bytes(tiles: int, group: int, dim: int, out_dim: int) -> int:
     """Return the scratch bytes per thread to scan ``tiles`` tiles and to combine ``group`` heads."""
     most, own = max(tiles, 1), math.ceil(group / TILE_QUERIES)
     scan = most * (TILE_QUERIES * (dim + BLOCK_TOKENS) * 4 + 2 * tile_bytes(out_dim) + RANGE_BYTES)
-    settle = own * (TILE_QUERIES * (dim + BLOCK_TOKENS) * 4 + 2 * tile_bytes(out_dim))
-    return max(scan, settle) + 2 * block_bytes(dim, out_dim) + 8 * LINE
+    combine = own * (TILE_QUERIES * (dim + BLOCK_TOKENS) * 4 + 2 * tile_bytes(out_dim))
+    return max(scan, combine) + 2 * block_bytes(dim, out_dim) + 8 * LINE
 
 
 def block_bytes(dim: int, out_dim: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from forerun.core.transfers import settle
+from forerun.core.transfers import synchronize
 from forerun.core.work_clock import made_once
 from forerun.kernels.gpu.pass_tables import RECORDED_OWN_KEYS, PassDescription, PassTables, TableSizes
 
@@ -103,7 +103,7 @@ class GraphCache(Generic[Result]):
             return None
         with made_once():
             made = self._recorded(batch, key[0])
-            settle(self._device)  # the next pass is timed
+            synchronize(self._device)  # the next pass is timed
         if made is not None:
             self._kept[key] = made
         return made
