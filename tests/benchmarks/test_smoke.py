@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 import forerun
 from benchmarks.__main__ import COMMANDS, app
 from benchmarks.studies.constants import CONSTANTS, _set
+from forerun.cli.options import DebugOptions
 
 WRONG = [
     (("tasks", "--batch", "1,2"), "--batch is '1,2'; no number may be below 2"),
@@ -50,6 +52,12 @@ def test_every_command_shows_its_help(command: str) -> None:
     done = CliRunner().invoke(app, [*command.split(), "--help"], prog_name="benchmarks")
     assert done.exit_code == 0, done.output
     assert f"Usage: benchmarks {command} " in done.output
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_the_options_that_running_one_needs(command: str) -> None:
+    module, _, options = COMMANDS[command][0].partition(":")
+    assert issubclass(getattr(importlib.import_module(f"benchmarks.{module}"), options), DebugOptions)
 
 
 @pytest.mark.parametrize(
