@@ -16,7 +16,7 @@ PATIENCE = 60.0
 """Seconds after which a server hangs."""
 SILENCE = 1.0
 """Seconds after which a client that has sent half a request goes."""
-RESPONSE_ENDS = ("response.completed", "response.incomplete", "error")
+RESPONSE_ENDS = ("response.completed", "response.incomplete", "message_stop", "error")
 """Types of the events that end a stream of ``/v1/responses``."""
 SERVER_FAULTS = ("failed", "closing", "kv_memory_failed")
 """Codes of errors that are the server's."""

@@ -188,7 +188,7 @@ def test_a_layer_has_ten_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         places = PassTables(batch.sizes, torch.device("cpu"), batch.aligned)
         places.fill(batch)
         launched.clear()
-        GpuForward(model).run(places, attend.attend)
+        GpuForward(model).run(places, attend.attend, lambda layer: None)
         counts.append(Counter(launched))
     assert counts[1] - counts[0] == KERNELS_OF_A_LAYER
 

@@ -527,6 +527,7 @@ def test_reasoning_and_the_answer_behind_it_are_one_turn() -> None:
         ({"input": [{"type": "thing", "id": "x"}]}, "input.0: the type must be one that is known, such as message"),
         ({"input": [{"role": "user", "content": [{"type": "input_smell"}]}]}, "input.0.content.0: must be text"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"tools": [{}]}, "tools.0: a tool needs a type"),
+        ({"tools": [None]}, "tools.0: a tool needs a type"),
         ({"tool_choice": {"type": "file_search"}}, "auto, none, required"), ({"inputs": "x"}, "did you mean input?"),
         ({"max_output_tokens": 0}, "max_output_tokens"), ({"input": []}, "input: "),
     ],

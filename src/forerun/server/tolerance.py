@@ -255,7 +255,7 @@ def function_tools(tools: Any, function: Callable[[Json], Json | None], notes: N
         made = function(tool) if isinstance(tool, dict) else tool
         if made is not None:
             kept.append(made)
-        elif not isinstance(tool.get("type"), str):
+        elif not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
             raise ApiError(400, f"{where}.{number}: a tool needs a type", "invalid_value", f"{where}.{number}")
         else:
             name = str(tool.get("name") or tool.get("server_label") or tool["type"])[:64]
