@@ -527,13 +527,18 @@ def test_reasoning_and_the_answer_behind_it_are_one_turn() -> None:
         ({"input": [{"type": "thing", "id": "x"}]}, "input.0: the type must be one that is known, such as message"),
         ({"input": [{"role": "user", "content": [{"type": "input_smell"}]}]}, "input.0.content.0: must be text"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"tools": [{}]}, "tools.0: a tool needs a type"),
-        ({"tools": [None]}, "tools.0: a tool needs a type"),
+        ({"tools": [None]}, "tools.0: input should be a valid dictionary"),
         ({"tool_choice": {"type": "file_search"}}, "auto, none, required"), ({"inputs": "x"}, "did you mean input?"),
         ({"max_output_tokens": 0}, "max_output_tokens"), ({"input": []}, "input: "),
     ],
 )  # fmt: skip
 def test_what_a_response_cannot_be_is_refused(server: LiveServer, change: Json, said: str) -> None:
     assert said in error_of(server.post({**RESPONSE, "input": "x", **change}, "responses"))["message"]
+
+
+def test_a_tool_of_a_chat_that_is_null_is_refused(server: LiveServer) -> None:
+    answer = server.post({**CHAT, "tools": [None]}, "chat/completions")
+    assert answer.status_code == 400 and "tools.0" in error_of(answer)["message"]
 
 
 # --- streams and figures
