@@ -35,7 +35,7 @@ CONSTANTS: dict[str, dict[str, tuple[str, ...]]] = {
         "policy/ledger.py": ("START_SLACK", "TRIAL_SLACK", "SHARE", "SAVED", "CREDIT"),
         "policy/gains.py": ("PRIOR_TREES", "RECENT_TREES", "TREE_SPREAD"),
         "policy/calibration.py": ("FIRST_GUESS", "STATEMENT_WEIGHT", "MEMORY"),
-        "policy/choice.py": ("FIRST_ASKING", "FURTHER_ROW", "DOUBT", "CHEAP", "RECENT"),
+        "policy/choice.py": ("FIRST_ASKING", "FURTHER_ROW", "DOUBT", "CHEAP", "RECENT", "REST_STEPS"),
         "policy/time_model.py": (
             *("STEP_NOISE", "DRAFTING_NOISE", "SPEED_DRIFT", "LOADED_DOUBT", "START_DOUBT", "EACH_DOUBT"),
             *("GUESS_DOUBT", "DRAFT_MEMORY", "LEAST_START", "MOST_EACH", "CREDIBLE"),

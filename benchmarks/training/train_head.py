@@ -90,7 +90,7 @@ class HeadOptions(DebugOptions):
     check: Annotated[int, typer.Option(help="Held-out prompts for the figures at the end.")] = 6
 
 
-class EagleLayer(nn.Module):
+class TrainableLayer(nn.Module):
     """The decoder layer, under its authors' names."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -138,7 +138,7 @@ class EagleLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class EagleModel(nn.Module):
+class TrainableHead(nn.Module):
     """A head to be trained, under its authors' names.
 
     Args:
@@ -171,7 +171,7 @@ class EagleModel(nn.Module):
         self.layers = tuple(layers)
         self.fc_norm = nn.ModuleList(LlamaRMSNorm(size, config.rms_norm_eps) for _ in self.layers if eagle31)
         self.fc = nn.Linear(len(self.layers) * size, size, bias=False)
-        self.midlayer = EagleLayer(config)
+        self.midlayer = TrainableLayer(config)
         self.norm = LlamaRMSNorm(size, config.rms_norm_eps)
         self.lm_head = nn.Linear(size, len(known), bias=False)
         self.rotary = LlamaRotaryEmbedding(config)
@@ -257,7 +257,7 @@ class HeadTraining:
         options: of the command.
     """
 
-    def __init__(self, target: Scorer, model: EagleModel, texts: Sequence[Text], options: HeadOptions) -> None:
+    def __init__(self, target: Scorer, model: TrainableHead, texts: Sequence[Text], options: HeadOptions) -> None:
         self.target, self.model, self.texts, self.options = target, model, texts, options
         self.head = target.model.get_output_embeddings().weight[model.known].detach().float()
         self.optimizers = optim.build(model, MUON_RATE, options.rate)
@@ -340,7 +340,7 @@ def run(options: HeadOptions) -> None:
         raise ValueError(f"{len(texts)} texts are long enough to learn from; at least 2 are needed")
     held, learned = texts[::HELD_OUT], [text for number, text in enumerate(texts) if number % HELD_OUT]
     known = frequent(learned, options.draft_vocab, int(target.get_input_embeddings().weight.shape[0]))
-    model = EagleModel(target, known, aux_layers(target), options.matrix, options.eagle31).to(target.device)
+    model = TrainableHead(target, known, aux_layers(target), options.matrix, options.eagle31).to(target.device)
     training = HeadTraining(engine.target, model, learned, options)
     estimate(training)
     train(training)
@@ -425,7 +425,7 @@ def train(training: HeadTraining) -> None:
     training.save()
 
 
-def export(model: EagleModel, out: Path) -> None:
+def export(model: TrainableHead, out: Path) -> None:
     """Write the head in its authors' form."""
     learned = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
     tensors = {name: weight.detach().cpu().contiguous() for name, weight in learned}

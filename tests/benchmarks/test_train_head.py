@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from support.tiny import tiny
 
 from benchmarks.training import train_head
-from benchmarks.training.train_head import EagleModel, HeadOptions, Matrix, aux_layers, export, frequent, run
+from benchmarks.training.train_head import HeadOptions, Matrix, TrainableHead, aux_layers, export, frequent, run
 from forerun.decoding.sources.head_source import HeadSource
 from forerun.engine.engine import Engine
 from forerun.kv.full_cache import FullCache
@@ -54,7 +54,7 @@ def test_the_head_that_is_written_computes_what_was_trained(eagle31: bool, tmp_p
     """One step behind the target's states, and one behind its own."""
     target, tokens = tiny("llama", torch.float32), np.random.default_rng(0).integers(0, 48, 14)
     known = frequent([], 20, 48)
-    model = EagleModel(target, known, aux_layers(target), eagle31=eagle31)
+    model = TrainableHead(target, known, aux_layers(target), eagle31=eagle31)
     for weight in model.parameters():
         weight.data += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel()))
     export(model, tmp_path)
@@ -89,7 +89,7 @@ def test_the_head_that_is_written_computes_what_was_trained(eagle31: bool, tmp_p
 def test_a_head_with_the_targets_matrix_learns_on_some_tokens_and_knows_all(tmp_path: Path) -> None:
     """The matrix itself does not learn, and is not written."""
     target = tiny("llama", torch.float32)
-    model = EagleModel(target, frequent([], 20, 48), aux_layers(target), Matrix.TARGET)
+    model = TrainableHead(target, frequent([], 20, 48), aux_layers(target), Matrix.TARGET)
     states, embeddings, last = (torch.randn(2, 12, 32 * count) for count in (3, 1, 1))
     rows = target.get_output_embeddings().weight[model.known].detach()
     loss, _ = model.losses(states, embeddings, last, torch.ones(2, 12), rows, ahead=2)

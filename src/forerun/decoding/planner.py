@@ -277,9 +277,10 @@ class AdaptivePlanner(Planner):
     def plan(self, rows: Sequence[Row], shape: PassShape) -> list[DraftTree] | None:
         """Return the best part of each tree, or chains, or None, whichever is worth most."""
         began = self._clock()
-        self._resting = self._rest is not None and self._rests(self._rest, rows, shape)
-        if self._rest is not None:
-            self._rest.deciding += self._clock() - began
+        rest = self._rest
+        self._resting = rest is not None and self._rests(rest, rows, shape)
+        if rest is not None and self._resting:
+            rest.deciding += self._clock() - began
             return None
         trees = self._decide(rows, shape)
         if self._under_way is not None:

@@ -62,7 +62,8 @@ RECENT = 0.1
 SLOPE_NODES = 8
 """Nodes over which the slope of the cost curve is taken."""
 REST_STEPS = 32
-"""Maximum steps for which a decision to draft nothing holds: token values change little meanwhile."""
+"""Maximum steps for which a decision to skip drafting stands: what tokens are worth hardly changes meanwhile. With 0, 8
+and 64 the simulated table is the same to 0.0001."""
 PLAIN_STEPS_TO_MEASURE = 2
 """Plain steps needed to measure one: drafting evicts what the next pass reads from the processor's caches, so only a
 plain step after another is measured."""
