@@ -309,7 +309,8 @@ class HeadTraining:
     def _look(self, text: Text) -> None:
         block = Block(np.array(text.tokens, np.int64), DraftTree.empty(), 0)
         layers = (*self.model.layers, int(self.target.model.config.get_text_config(decoder=True).num_hidden_layers))
-        _, [states] = self.target.score_with_states([block], [self.target.adopt(FullCache())], layers)
+        [(_, states, _)] = self.target.score_rows([block], [self.target.adopt(FullCache())], layers)
+        assert states is not None
         text.states, text.last = states.bfloat16().tensor_split([len(self.model.layers) * self.head.shape[1]], -1)
 
     def save(self) -> None:

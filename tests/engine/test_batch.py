@@ -630,16 +630,16 @@ def test_a_request_states_its_bytes_before_it_is_admitted(drafter: str) -> None:
 
 def test_a_pass_that_always_fails_is_not_tried_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     one, failures = engine("none"), list[int]()
-    score = one.target.score
+    score_rows = one.target.score_rows
 
-    def narrow(blocks: Any, caches: Any) -> Any:
+    def narrow(blocks: Any, *rest: Any) -> Any:
         if len(blocks) > 2:
             failures.append(len(blocks))
             raise MemoryError("none is left in the test")
-        return score(blocks, caches)
+        return score_rows(blocks, *rest)
 
     wanted = one.generate([prompt(9, n) for n in range(5)], max_new_tokens=20).generated
-    monkeypatch.setattr(one.target, "score", narrow)
+    monkeypatch.setattr(one.target, "score_rows", narrow)
     got = one.generate([prompt(9, n) for n in range(5)], max_new_tokens=20).generated
     assert got == wanted and failures == [5]
 

@@ -99,7 +99,7 @@ def reading(
     states = []
     while cache.length < len(tokens):
         block = Block(tokens[cache.length : cache.length + 64], DraftTree.empty(), cache.length)
-        states.append(scorer.score_with_states([block], [cache], head.layers)[1][0])
+        states.append(scorer.score_rows([block], [cache], head.layers)[0].states)
         cache.commit(block, [])
     return cache, torch.cat(states)
 

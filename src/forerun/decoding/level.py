@@ -12,16 +12,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from forerun.core.block import Block
+from forerun.core.block import Block, RowScores
 from forerun.core.origin import Origin
 from forerun.core.request import Request
-from forerun.core.transfers import BestTokens, RowChoices, choose_rows, synchronize
+from forerun.core.transfers import BestTokens, RowChoices, choose_rows
 from forerun.core.tree import DraftTree, IntArray
 from forerun.core.verify import Outcome, Verdict, verify
 from forerun.decoding import device_chain
@@ -44,13 +42,6 @@ UNLIMITED = 1 << 30
 
 CacheFactory = Callable[[Scorer, FullCache], Cache]
 """Makes a row's cache from the level's model and the target's cache of the row."""
-
-
-class RowScores(NamedTuple):
-    """A row's logits, and hidden states of its block's tokens if a source needs them."""
-
-    logits: torch.Tensor
-    states: torch.Tensor | None
 
 
 Scored = RowScores | Exception
@@ -228,11 +219,7 @@ class Level(Source):
     def _pass(self, rows: Sequence[Row], blocks: Sequence[Block]) -> Sequence[Scored]:
         caches, layers = [row.cache for row in rows], self.wants.states if rows[0].settled else ()
         try:
-            if layers:
-                logits, states = self.model.score_with_states(blocks, caches, layers)
-            else:
-                logits, states = self.model.score(blocks, caches), []
-            return [RowScores(*each) for each in zip_longest(logits, states)]
+            return self.model.score_rows(blocks, caches, layers)
         except Exception as error:
             if not rows[0].settled:
                 raise
@@ -247,18 +234,10 @@ class Level(Source):
     def _choices(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scored: Sequence[Scored], rests: bool
     ) -> Sequence[RowChoices]:
-        """Fetch what verification and the sources need of the pass, in one transfer. Without one, wait for the pass, so
-        that timings are right."""
-        logits = [each.logits if isinstance(each, RowScores) else None for each in scored]
+        """Wait for the pass, so that timings are right, and fetch what verification and the sources need of it."""
         best = self.wants.best if rows and rows[0].settled and not rests else 0
         chances = any(isinstance(row, TrialRow) and row.least > 0 for row in rows)
-        counts, known = [0 if each is None else each.shape[0] for each in logits], self.model.best
-        if known is not None:  # of the last pass, which may have scored only some of the rows
-            known = known[: sum(counts[: len(rows)])] if known.shape[0] == sum(counts) else None
-        choices = choose_rows(trees, logits[: len(rows)], [row.request for row in rows], best, chances, known)
-        if all(each.choices is None and each.best is None for each in choices) and logits[-1] is not None:
-            synchronize(logits[-1].device)
-        return choices
+        return choose_rows(trees, scored, [row.request for row in rows], best, chances)
 
     def _verify(self, row: Row, block: Block, scored: Scored, choices: RowChoices) -> Outcome | None:
         """Verify a row's tree and commit what is accepted. An error ends only this row (at a lower level: its

@@ -68,7 +68,7 @@ class PassCapacity:
         threads: number of threads for which the work is cut.
         keeps_queries: whether every layer's queries are kept until the next pass.
         topk: whether queries choose the keys that they see (``topk_rank.py``).
-        states: layers whose hidden states are kept until the next pass; see ``Scorer.score_with_states``.
+        states: layers whose hidden states are kept until the next pass; see ``Scorer.score_rows``.
     """
 
     tokens: int

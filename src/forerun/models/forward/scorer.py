@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from forerun.core.block import Block
+from forerun.core.block import Block, RowScores
 from forerun.core.fairness import FairLock
 from forerun.core.pinned import brought
 from forerun.core.transfers import present
@@ -227,8 +227,6 @@ class Scorer:
         exactly this size, except for the last. None if all passes sum in one order."""
         self.queries_from: int | None = None
         """Full caches of sequences that may reach this length keep queries; None for no cache."""
-        self.best: torch.Tensor | None = None
-        """The best token of each row of the last pass's logits, int64 ``[m]``, if the pass found it."""
 
     def refresh(self) -> int:
         """Check whether the model has changed; if so, later passes use it as it is now. Returns a number that changes
@@ -327,28 +325,26 @@ class Scorer:
         return work()
 
     def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
+        """Run ``score_rows``, and return only the logits."""
+        return [row.logits for row in self.score_rows(blocks, caches)]
+
+    def score_rows(
+        self, blocks: Sequence[Block], caches: Sequence[Cache], states_of: Sequence[int] = ()
+    ) -> list[RowScores]:
         """Run one forward pass over all rows. Each row's cache holds its block as a speculative tail until ``commit``.
 
-        Returns:
-            Each row's logits after its last pending token (row 0) and at its tree's node i (row i + 1),
-            ``[len(tree) + 1, V]``.
+        Args:
+            states_of: layers whose hidden states are returned, as indices of transformers' ``hidden_states``: 0 for the
+                embeddings, i for the output of layer i; the last one is after the final norm.
         """
-        return self.score_with_states(blocks, caches, ())[0]
-
-    def score_with_states(
-        self, blocks: Sequence[Block], caches: Sequence[Cache], layers: Sequence[int]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Run ``score``, and return the hidden states of some layers, too.
-
-        ``layers`` index transformers' ``hidden_states``: 0 for the embeddings, i for the output of layer i; the last
-        one is after the final norm. A row's states are those at all tokens of its block, layers side by side,
-        ``[len(block), len(layers) * hidden]``. Without layers there are none.
-        """
-        self.best = None
         with present(self.device):
-            logits, states, self.best = self._pass(blocks, caches, tuple(layers))
-        rows = list(torch.split(logits, [len(block.tree) + 1 for block in blocks]))
-        return rows, [] if states is None else list(torch.split(states, [len(block) for block in blocks]))
+            logits, states, best = self._pass(blocks, caches, tuple(states_of))
+        if len(blocks) == 1:
+            return [RowScores(logits, states, best)]
+        wanted, counts = [len(block.tree) + 1 for block in blocks], [len(block) for block in blocks]
+        parts = ((logits, wanted), (states, counts), (best, wanted))
+        split = [[None] * len(blocks) if part is None else torch.split(part, sizes) for part, sizes in parts]
+        return list(map(RowScores, *split))
 
     def _pass(self, blocks: Sequence[Block], caches: Sequence[Cache], layers: tuple[int, ...]) -> PassResult:
         ids = torch.from_numpy(np.concatenate([block.tokens for block in blocks]))

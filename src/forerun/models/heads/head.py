@@ -123,7 +123,7 @@ class Head(ABC):
     """A trained head. One serves all sequences of an engine.
 
     Attributes:
-        layers: the target's layers whose hidden states it reads; see ``Scorer.score_with_states``.
+        layers: the target's layers whose hidden states it reads; see ``Scorer.score_rows``.
         tokens: the target's id of each token in the head's vocabulary, int64 ``[D]``; None if they are equal.
         output: the output matrix, if one covers the target's vocabulary, so that shortlists are possible.
         levels: maximum depth of its trees.
@@ -383,7 +383,7 @@ def count_in(config: Mapping[str, Any], name: str, folder: Path) -> int:
 
 
 def check_layers(layers: Sequence[Any], count: int, name: str, folder: Path) -> tuple[int, ...]:
-    """Return the target's layers that a head reads, as ``Scorer.score_with_states`` takes them. Raises ``ValueError``
+    """Return the target's layers that a head reads, as ``Scorer.score_rows`` takes them. Raises ``ValueError``
     for one that a target of ``count`` layers lacks."""
     if not layers or not all(isinstance(layer, int) and 0 <= layer <= count for layer in layers):
         raise ValueError(f"{name} is {list(layers)!r} in {folder / 'config.json'}, and the target has {count} layers")
