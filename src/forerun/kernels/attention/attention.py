@@ -148,9 +148,7 @@ def rank_chunks(q: torch.Tensor, kv_heads: int, topk: IntArray) -> torch.Tensor:
         fields.ctypes.data,
     )  # fmt: skip
     rows = packed.rows([(0, 0, 0, 0)])
-    Program([(PROJECT_QUERIES, op), (RANK_CHUNKS, op)]).run_in_scratch(
-        tables.slot_size, n=n, **packed.fields(rows, tables)
-    )
+    Program([(PROJECT_QUERIES, op), (RANK_CHUNKS, op)]).run_in_scratch(tables.slot_size, **packed.fields(rows, tables))
     worth = memory[tables.worth_offset :].view(torch.float32).view(kv_heads, -1, tables.worth_chunks)
     return worth[:, : heads // kv_heads * n, : int(topk[0])].reshape(heads, n, -1)
 
@@ -184,7 +182,7 @@ def _run(
     )  # fmt: skip
     table = packed.rows([(*head_rows(k)[1:], *head_rows(v)[1:]) for k, v in rows])
     program = Program([(each, op) for each in operations])
-    program.run_in_scratch(work.slot_size, work.states_bytes, n=n, **packed.fields(table, work))
+    program.run_in_scratch(work.slot_size, work.states_bytes, **packed.fields(table, work))
     return out.view(1, n, heads, out_dim).transpose(1, 2).to(q.dtype)
 
 

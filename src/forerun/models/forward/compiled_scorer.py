@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree, IntArray
 from forerun.kernels import gpu
-from forerun.kernels.attention.packed_pass import PackedPass, TopkTables, address
+from forerun.kernels.attention.packed_pass import PackedPass, TopkTables
 from forerun.kernels.runtime.addresses import head_rows
 from forerun.kernels.runtime.vector_ir import LINE
 from forerun.kv.cache import READ_BLOCK, Addresses, Cache
@@ -33,6 +33,8 @@ SPARE_SCRATCH_BYTES = 4096
 LEAST_CAPACITY = 16
 """Tokens and rows of the smallest program. Making one costs as much as a pass over one token at most (0.9 ms for the
 bundled model, 5 for SmolLM2), so it should be rare. Unused memory is some hundred kilobytes."""
+NO_LOGITS = torch.empty(0, dtype=torch.float32)
+"""Logits of a stage before the head."""
 NO_ATTENTION_ROWS = np.zeros(1, np.int64)
 """The table of rows of a stage without attention."""
 
@@ -91,8 +93,8 @@ class CompiledScorer(Scorer):
         )  # fmt: skip
         tables = [row.topk for row in rows if row.topk is not None]
         topk = TopkTables(packed, tables) if tables else None
-        keeps = topk is None and any(map(self.keeps_queries, blocks, caches))
-        compiled, wanted = self._prepare(decoder, packed, layers, keeps, topk), packed.output_indices
+        keeps = self.queries_from is not None and topk is None and any(map(self.keeps_queries, blocks, caches))
+        compiled = self._prepare(decoder, packed, layers, keeps, topk)
         for number, row in enumerate(rows):
             compiled.kv[:, number] = row.layers
         for place, (layer, part) in enumerate(decoder.convolutions.items()):
@@ -104,16 +106,17 @@ class CompiledScorer(Scorer):
         if topk is not None:
             topk.fill(compiled.topk, self._states.data_ptr())
         table = packed.rows([row.strides for row in rows])
-        logits = torch.empty(len(wanted), decoder.head.count, dtype=torch.float32)
-        compiled.program.run(packed.threads, **_outputs(wanted, logits), **self._fields(packed, table, topk))
+        logits = torch.empty(len(packed.output_indices), decoder.head.count, dtype=torch.float32)
+        compiled.program.run(packed.threads, **self._fields(packed, table, logits, topk))
         self._hand_over_queries(decoder, compiled, packed, caches, keeps)
         return PassResult(decoder.finished(logits), compiled.states[: packed.n].clone() if layers else None)
 
-    def _fields(self, packed: PackedPass, rows: IntArray, topk: TopkTables | None = None) -> dict[str, int]:
-        return {
-            **packed.fields(rows, packed if topk is None else topk), "n": packed.n, "ids": address(packed.ids),
-            "positions": address(packed.positions), "states": self._states.data_ptr(), "slots": self._slots.data_ptr(),
-            "slot_size": len(self._slots) // packed.threads // LINE * LINE,
+    def _fields(
+        self, packed: PackedPass, rows: IntArray, logits: torch.Tensor, topk: TopkTables | None = None
+    ) -> dict[str, int]:
+        return packed.fields(rows, packed if topk is None else topk) | {
+            "outputs": len(logits), "y": logits.data_ptr(), "states": self._states.data_ptr(),
+            "slots": self._slots.data_ptr(), "slot_size": len(self._slots) // packed.threads // LINE * LINE,
         }  # fmt: skip
 
     def _run_by_layers(
@@ -148,44 +151,39 @@ class CompiledScorer(Scorer):
         found: dict[int, torch.Tensor] = {}
         for piece in pieces:
             if any(piece.ends):
-                wanted = piece.packed.output_indices
-                logits = torch.empty(len(wanted), decoder.head.count, dtype=torch.float32)
-                self._run_stage(compiled, -1, piece, NO_ATTENTION_ROWS, **_outputs(wanted, logits))
+                logits = torch.empty(len(piece.packed.output_indices), decoder.head.count, dtype=torch.float32)
+                self._run_stage(compiled, -1, piece, NO_ATTENTION_ROWS, logits)
                 split = torch.split(decoder.finished(logits), [len(block.tree) + 1 for block in piece.packed.blocks])
                 found |= {row: t for row, t, ends in zip(piece.rows, split, piece.ends, strict=True) if ends}
         logits = torch.cat([found[row] for row in range(len(blocks))])
         return PassResult(logits, _states_by_row(pieces, len(blocks)) if states_of else None)
 
     def _run_stage(
-        self, compiled: CompiledForward, stage: int, piece: _RowSlice, rows: IntArray, **outputs: int
+        self, compiled: CompiledForward, stage: int, piece: _RowSlice, rows: IntArray, logits: torch.Tensor = NO_LOGITS
     ) -> None:
         compiled.x[: piece.packed.n] = piece.x
-        compiled.stages[stage].run(piece.packed.threads, **self._fields(piece.packed, rows), **outputs)
+        compiled.stages[stage].run(piece.packed.threads, **self._fields(piece.packed, rows, logits))
         piece.x[:] = compiled.x[: piece.packed.n]
         for columns in compiled.states_by_stage.get(stage, ()):
             piece.states[:, columns] = compiled.states[: piece.packed.n, columns]
-
-    def _check(self, packed: PackedPass) -> None:
-        least, most = packed.bounds
-        if least < 0 or most >= self._embedded:
-            wrong = least if least < 0 else most
-            raise IndexError(f"token {wrong} is not in the vocabulary of {self._embedded} tokens")
 
     def _prepare(
         self, decoder: Decoder, packed: PackedPass, layers: tuple[int, ...], keeps: bool, topk: TopkTables | None = None
     ) -> CompiledForward:
         """Return a program with memory for this pass, making a larger one if need be. Raises ``IndexError`` if the
         embedding does not have a token of the pass."""
-        self._check(packed)
-        threads = packed.threads
+        (least, most, last), threads = packed.bounds, packed.threads
+        if least < 0 or most >= self._embedded:
+            wrong = least if least < 0 else most
+            raise IndexError(f"token {wrong} is not in the vocabulary of {self._embedded} tokens")
         work = packed if topk is None else topk
         slot = max(work.slot_size, decoder.scratch_bytes(packed.n)) + SPARE_SCRATCH_BYTES
         if len(self._slots) < threads * slot:
             self._slots = torch.empty(threads * slot, dtype=torch.uint8)
         if len(self._states) < work.states_bytes:
             self._states = torch.empty(work.states_bytes + work.states_bytes // 4, dtype=torch.uint8)
-        if decoder.positions < packed.reach:
-            decoder.grow_angles(packed.reach)
+        if decoder.positions <= last:
+            decoder.grow_angles(last + 1)
         chooses = topk is not None
         needed = PassCapacity(packed.n, len(packed.blocks), threads, keeps, chooses, layers)
         before = self._compiled.get((chooses, keeps, layers))
@@ -268,10 +266,6 @@ def _queries(decoder: Decoder, qkv: torch.Tensor, counts: Sequence[int]) -> Sequ
     queries = qkv[..., :n, : heads.heads * heads.dim]
     parted = queries.view(*queries.shape[:-1], heads.heads, heads.dim).transpose(-3, -2)
     return torch.split(parted, list(counts), -2)
-
-
-def _outputs(wanted: IntArray, logits: torch.Tensor) -> dict[str, int]:
-    return {"outputs": len(wanted), "output_indices": address(wanted), "y": logits.data_ptr()}
 
 
 def fastest_scorer(scorer: Scorer) -> Scorer:
