@@ -29,6 +29,7 @@ from forerun.engine.batch import Batch
 from forerun.engine.engine import Engine
 from forerun.engine.prefill_pacing import PrefillPacing
 from forerun.engine.prefix_sharing import PrefixSharing
+from forerun.engine.result import Commit
 from forerun.kv.cache import READ_BLOCK
 from forerun.kv.full_cache import FullCache
 from forerun.kv.shared_prefix import SharedMemory, SharedPrefix
@@ -371,9 +372,9 @@ def test_a_row_that_failed_already_is_not_lost_a_second_time(monkeypatch: pytest
             batch.admit(request)
         gone = [batch._rows[request.id].cache for request in (bad, worse)]
 
-        def catch_up(beside: bool, resting: Any) -> Any:
+        def catch_up(unread: Any, beside: bool) -> Any:
             bad.fail(OSError("a copy failed"))
-            return True, [batch._rows[bad.id]]
+            return True, [Commit(bad, [], 0)]
 
         def step(decoding: Any, reading: Any, budgets: Any) -> Any:
             raise OSError("a copy failed")

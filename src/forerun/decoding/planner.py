@@ -83,10 +83,12 @@ class Planner:
         unread = [source for source in self.own if not asking.read(source, row, tokens)]
         return not unread
 
+    def rests(self, rows: Sequence[Row], decodes: bool) -> bool:
+        """Return whether it is known without planning that nothing is drafted; ``decodes``: the step only decodes."""
+        return not self.own
+
     def plan(self, rows: Sequence[Row], shape: PassShape) -> list[DraftTree] | None:
         """Return each row's draft; None for none."""
-        if not self.own:
-            return None
         return self.draft(rows, [Limit(nodes) for nodes in shape.budgets])
 
     def draft(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
@@ -274,31 +276,30 @@ class AdaptivePlanner(Planner):
 
     # a step
 
+    def rests(self, rows: Sequence[Row], decodes: bool) -> bool:
+        """Return whether the last decision to draft nothing holds: for the same rows, if none promises more."""
+        rest, self._resting = self._rest, False
+        if rest is None or not decodes or not rest.left or self.trees is None:
+            return False
+        if [id(row.states) for row in rows] != [id(row.states) for row in rest.plan.rows]:
+            return False
+        began = self._clock()
+        kinds = self._choice.kinds(self.trees.promise(rows))
+        self._resting = all(now <= then for now, then in zip(kinds, rest.plan.decision.kinds, strict=True))
+        if self._resting:
+            rest.left -= 1
+            rest.steps += 1
+            rest.deciding += self._clock() - began
+        return self._resting
+
     def plan(self, rows: Sequence[Row], shape: PassShape) -> list[DraftTree] | None:
         """Return the best part of each tree, or chains, or None, whichever is worth most."""
         began = self._clock()
-        rest = self._rest
-        self._resting = rest is not None and self._rests(rest, rows, shape)
-        if rest is not None and self._resting:
-            rest.deciding += self._clock() - began
-            return None
+        self.end_rest()
         trees = self._decide(rows, shape)
         if self._under_way is not None:
             self._under_way.decision.planning = self._clock() - began
         return trees
-
-    def _rests(self, rest: _Rest, rows: Sequence[Row], shape: PassShape) -> bool:
-        """Return whether the last decision to draft nothing still holds: for these rows, if none promises more. If not,
-        book it."""
-        same = shape.decodes and [id(row.states) for row in rows] == [id(row.states) for row in rest.plan.rows]
-        if same and rest.left and not shape.undrafted_left and self.trees is not None:
-            kinds = self._choice.kinds(self.trees.promise(rows))
-            if all(now <= then for now, then in zip(kinds, rest.plan.decision.kinds, strict=True)):
-                rest.left -= 1
-                rest.steps += 1
-                return True
-        self.end_rest()
-        return False
 
     def end_rest(self) -> None:
         """Book the steps that drafted nothing by the last decision."""

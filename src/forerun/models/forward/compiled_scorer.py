@@ -68,15 +68,18 @@ class CompiledScorer(Scorer):
         self, decoder: Decoder, blocks: Sequence[Block], caches: Sequence[Cache], layers: tuple[int, ...]
     ) -> PassResult | None:
         """Return all rows' logits and states; None if a program cannot read some caches."""
-        full = [cache.full for cache in caches if cache.full is not None]
-        if len(full) == len(caches) and any(cache.offloaded for cache in full):
-            return None if decoder.convolutions else self._run_by_layers(decoder, blocks, full, layers)
-        pairs = zip(caches, blocks, strict=True)
-        rows = [cache.addressed(decoder.attending, decoder.like, len(block)) for cache, block in pairs]
-        known = [row for row in rows if row is not None]
-        if len(known) < len(rows) or len({row.topk is None for row in known}) > 1:
-            return None
-        return self._run(decoder, blocks, caches, known, layers)
+        rows: list[Addresses] = []
+        for cache, block in zip(caches, blocks, strict=True):
+            row = cache.addressed(decoder.attending, decoder.like, len(block))
+            if row is None:
+                full = [each.full for each in caches if each.full is not None]
+                offloaded = len(full) == len(caches) and any(each.offloaded for each in full)
+                by_layers = offloaded and not decoder.convolutions
+                return self._run_by_layers(decoder, blocks, full, layers) if by_layers else None
+            if rows and (row.topk is None) != (rows[0].topk is None):
+                return None
+            rows.append(row)
+        return self._run(decoder, blocks, caches, rows, layers)
 
     def _run(
         self,
