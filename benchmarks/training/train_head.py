@@ -47,7 +47,7 @@ MUON_RATE = 0.02
 after 60 steps was 15.6 at half of it, 14.2 here with three times AdamW's rate, and 14.7 with AdamW alone."""
 CHECKPOINT_SECONDS = 120
 HELD_OUT = 20
-"""One text of so many is held out."""
+"""One example of so many is held out."""
 
 
 class Matrix(enum.StrEnum):
@@ -78,20 +78,19 @@ class HeadOptions(DebugOptions):
         typer.Option(help="EAGLE-3's output matrix: a private one for these tokens, or the target's, for all."),
     ] = Matrix.OWN
     ahead: Annotated[int, typer.Option(help="Steps of training-time test.")] = 3
-    length: Annotated[int, typer.Option(help="Tokens of a text that are used.")] = 384
-    batch: Annotated[int, typer.Option(help="Texts of a step.")] = 4
+    length: Annotated[int, typer.Option(help="Tokens of a prompt and answer that are used.")] = 384
+    batch: Annotated[int, typer.Option(help="Answers of a step.")] = 4
     rate: Annotated[float, typer.Option(help="Learning rate at first, of the head and norms.")] = 3e-3
     answer_tokens: Annotated[int, typer.Option(help="Tokens of an answer that is written first.")] = 256
     check: Annotated[int, typer.Option(help="Held-out prompts for the figures at the end.")] = 6
 
 
 @dataclass
-class Text:
-    """One text: its tokens, where its answer begins, and what the target says of it once that is known."""
+class Example:
+    """A prompt and its answer: tokens, where the answer begins, and the target's states once they are computed."""
 
     tokens: list[int]
     answer: int
-    prompt: str
     states: torch.Tensor | None = None
     last: torch.Tensor | None = None
 
@@ -102,12 +101,12 @@ class HeadTraining:
     Args:
         target: makes the passes of the model, which does not change.
         model: the head.
-        texts: to learn from.
+        examples: to learn from.
         options: of the command.
     """
 
-    def __init__(self, target: Scorer, model: TrainableHead, texts: Sequence[Text], options: HeadOptions) -> None:
-        self.target, self.model, self.texts, self.options = target, model, texts, options
+    def __init__(self, target: Scorer, model: TrainableHead, examples: Sequence[Example], options: HeadOptions) -> None:
+        self.target, self.model, self.examples, self.options = target, model, examples, options
         self.head = target.model.get_output_embeddings().weight[model.known].detach().float()
         self.optimizers = optim.build(model, MUON_RATE, options.rate)
         self.done = checkpoint.load(self.folder, model, self.optimizers)
@@ -126,40 +125,40 @@ class HeadTraining:
     def advance(self) -> None:
         """Take a step; seconds are processor time divided by threads."""
         began, options = time.process_time(), self.options
-        chosen = Random(self.done.step).sample(self.texts, min(options.batch, len(self.texts)))
+        chosen = Random(self.done.step).sample(self.examples, min(options.batch, len(self.examples)))
         loss, right = self.model.losses(*self._batch(chosen), self.head, options.ahead)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
         optim.apply(self.optimizers, min(1.0, (self.done.step + 1) / 20) * max(0.05, 1 - self.progress))
         self.recent.append([float(loss.detach()), *right])
         seconds = self.done.seconds + (time.process_time() - began) / torch.get_num_threads()
-        tokens = self.done.tokens + sum(len(text.tokens) for text in chosen)
+        tokens = self.done.tokens + sum(len(example.tokens) for example in chosen)
         self.done = Progress(self.done.step + 1, tokens, seconds)
 
-    def _batch(self, texts: Sequence[Text]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _batch(self, examples: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """States, embeddings, last states and the mask, padded on the right."""
-        for text in texts:
-            if text.states is None:
-                self._look(text)
-        longest, device = max(len(text.tokens) for text in texts), self.head.device
-        ids = torch.zeros(len(texts), longest, dtype=torch.int64, device=device)
-        mask = torch.zeros(len(texts), longest, device=device)
-        for row, text in enumerate(texts):
-            ids[row, : len(text.tokens)] = torch.tensor(text.tokens)
-            mask[row, text.answer - 1 : len(text.tokens) - 1] = 1.0
+        for example in examples:
+            if example.states is None:
+                self._look(example)
+        longest, device = max(len(example.tokens) for example in examples), self.head.device
+        ids = torch.zeros(len(examples), longest, dtype=torch.int64, device=device)
+        mask = torch.zeros(len(examples), longest, device=device)
+        for row, example in enumerate(examples):
+            ids[row, : len(example.tokens)] = torch.tensor(example.tokens)
+            mask[row, example.answer - 1 : len(example.tokens) - 1] = 1.0
         states, last = (
             nn.utils.rnn.pad_sequence([part.float() for part in parts], batch_first=True)
-            for parts in zip(*((text.states, text.last) for text in texts), strict=True)
+            for parts in zip(*((example.states, example.last) for example in examples), strict=True)
         )
         embeddings = functional.embedding(ids, self.target.model.get_input_embeddings().weight).float()
         return states, embeddings, last, mask
 
     @torch.no_grad()
-    def _look(self, text: Text) -> None:
-        block = Block(np.array(text.tokens, np.int64), DraftTree.empty(), 0)
+    def _look(self, example: Example) -> None:
+        block = Block(np.array(example.tokens, np.int64), DraftTree.empty(), 0)
         layers = (*self.model.layers, int(self.target.model.config.get_text_config(decoder=True).num_hidden_layers))
         _, [states] = self.target.score_with_states([block], [self.target.adopt(FullCache())], layers)
-        text.states, text.last = states.bfloat16().tensor_split([len(self.model.layers) * self.head.shape[1]], -1)
+        example.states, example.last = states.bfloat16().tensor_split([len(self.model.layers) * self.head.shape[1]], -1)
 
     def save(self) -> None:
         """Write a checkpoint."""
@@ -184,10 +183,10 @@ def run(options: HeadOptions) -> None:
     target.requires_grad_(False)
     engine = Engine(target, "none", tokenizer=tokenizer)
     rows = answered(options, engine, tokenizer)
-    texts = [text for row in rows if (text := encoded(row, tokenizer, options)) is not None]
-    if len(texts) < 2:
-        raise ValueError(f"{len(texts)} texts are long enough to learn from; at least 2 are needed")
-    held, learned = texts[::HELD_OUT], [text for number, text in enumerate(texts) if number % HELD_OUT]
+    examples = [example for row in rows if (example := encoded(row, tokenizer, options)) is not None]
+    if len(examples) < 2:
+        raise ValueError(f"{len(examples)} examples are long enough to learn from; at least 2 are needed")
+    held, learned = examples[::HELD_OUT], [example for number, example in enumerate(examples) if number % HELD_OUT]
     known = frequent(learned, options.draft_vocab, int(target.get_input_embeddings().weight.shape[0]))
     model = make(options, target, known).to(target.device)
     training = HeadTraining(engine.target, model, learned, options)
@@ -213,7 +212,7 @@ def answered(options: HeadOptions, engine: Engine, tokenizer: PreTrainedTokenize
     return rows
 
 
-def encoded(row: dict[str, str], tokenizer: PreTrainedTokenizerBase, options: HeadOptions) -> Text | None:
+def encoded(row: dict[str, str], tokenizer: PreTrainedTokenizerBase, options: HeadOptions) -> Example | None:
     """A row as tokens; None for one that is too short to learn from."""
     if tokenizer.chat_template:
         message = [{"role": "user", "content": row["prompt"]}]
@@ -222,12 +221,12 @@ def encoded(row: dict[str, str], tokenizer: PreTrainedTokenizerBase, options: He
         before = tokenizer(row["prompt"])["input_ids"]
     tokens = [*before, *tokenizer(row["answer"], add_special_tokens=False)["input_ids"]][: options.length]
     enough = len(tokens) > len(before) + options.ahead and len(tokens) > 2 * options.ahead
-    return Text(tokens, len(before), row["prompt"]) if enough else None
+    return Example(tokens, len(before)) if enough else None
 
 
-def frequent(texts: Sequence[Text], count: int, vocabulary: int) -> torch.Tensor:
+def frequent(examples: Sequence[Example], count: int, vocabulary: int) -> torch.Tensor:
     """The most frequent tokens of answers, then those of the lowest ids; ascending, int64."""
-    seen = Counter(token for text in texts for token in text.tokens[text.answer :])
+    seen = Counter(token for example in examples for token in example.tokens[example.answer :])
     order = [token for token, _ in seen.most_common(count)]
     rest = (token for token in range(vocabulary) if token not in seen)
     order += [token for token, _ in zip(rest, range(min(count, vocabulary) - len(order)), strict=False)]
@@ -249,12 +248,13 @@ def estimate(training: HeadTraining) -> None:
     seconds = (training.done.seconds - began.seconds) / 2
     training.done, options = began, training.options
     training.recent.clear()
-    left, tokens = max(0.0, 60 * options.minutes - began.seconds), sum(len(text.tokens) for text in training.texts)
+    left, examples = max(0.0, 60 * options.minutes - began.seconds), training.examples
+    tokens = sum(len(example.tokens) for example in examples)
     steps = int(left / seconds)
     print(
-        f"{len(training.texts)} texts with {tokens:,} tokens; {training.model.lm_head.out_features:,} tokens known; "
-        f"a step of {options.batch} texts takes {seconds:.2f} s at first; about {steps:,} steps "
-        f"({steps * options.batch / len(training.texts):.1f} times through) in {left / 60:.0f} minutes from here",
+        f"{len(examples)} examples with {tokens:,} tokens; {training.model.lm_head.out_features:,} tokens known; "
+        f"a step of {options.batch} examples takes {seconds:.2f} s at first; about {steps:,} steps "
+        f"({steps * options.batch / len(examples):.1f} times through) in {left / 60:.0f} minutes from here",
         flush=True,
     )
 
@@ -276,7 +276,7 @@ def train(training: HeadTraining) -> None:
 
 
 def figures(
-    options: HeadOptions, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, held: Sequence[Text]
+    options: HeadOptions, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, held: Sequence[Example]
 ) -> None:
     """Print tokens per step on prompts that were held out: counted, not timed, and the last line as JSON."""
     found: dict[str, float] = {}
@@ -289,8 +289,8 @@ def figures(
     for name, drafter in (("trie", "trie"), ("head", head)):
         engine = Engine(target, drafter, tokenizer=tokenizer, prune_drafts=False)
         steps, tokens = 0, 0
-        for text in held[: options.check]:
-            stats = engine.generate(text.tokens[: text.answer], max_new_tokens=64).requests[0].stats
+        for example in held[: options.check]:
+            stats = engine.generate(example.tokens[: example.answer], max_new_tokens=64).requests[0].stats
             steps, tokens = steps + stats.steps, tokens + stats.tokens
         found[name] = round(tokens / steps, 3)
     print(json.dumps({"held_out_prompts": min(len(held), options.check), "tokens_per_step": found}))

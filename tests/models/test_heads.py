@@ -120,6 +120,24 @@ def test_eagle3_feeds_back_what_its_papers_say(form: str, tmp_path: Path) -> Non
         assert torch.allclose(growth.hidden[row], fed, atol=1e-4)
 
 
+@torch.inference_mode()
+def test_a_head_that_missed_states_restarts_where_they_continue(tmp_path: Path) -> None:
+    model, tokens = tiny("llama"), np.arange(3, 43)
+    head = load_head(eagle3(tmp_path, model))
+    head.bind(Scorer(model))
+    found = model(torch.from_numpy(tokens[None]), output_hidden_states=True).hidden_states
+    states, logits = torch.cat([found[layer][0] for layer in head.layers], -1), []
+    for first in (0, None):
+        sequence = head.open(FullCache())
+        if first is not None:
+            head.record(sequence, tokens[:12], first, states[first:11])
+            head.start([sequence])
+        head.record(sequence, tokens, 20, states[20:39])
+        assert (sequence.first, sequence.next) == (20, 39)
+        logits.append(head.start([sequence])[1])
+    assert torch.equal(*logits)
+
+
 def mtp_logits(heads: MtpModel, model: PreTrainedModel, sequence: list[int], read: int) -> torch.Tensor:
     """transformers' logits of heads in a checkpoint after a sequence, of which the target has read ``read`` tokens."""
     hidden = model(torch.tensor([sequence[:read]]), output_hidden_states=True).hidden_states[-1]

@@ -226,7 +226,7 @@ class Level(Source):
         return self._pass(rows, blocks)
 
     def _pass(self, rows: Sequence[Row], blocks: Sequence[Block]) -> Sequence[Scored]:
-        caches, layers = [row.cache for row in rows], self.wants.states if rows[0].settled else ()
+        caches, layers = [row.cache for row in rows], self.planner.states if rows[0].settled else ()
         try:
             if layers:
                 logits, states = self.model.score_with_states(blocks, caches, layers)
@@ -315,7 +315,8 @@ class Level(Source):
         yield from self.planner.sources
 
     def warm_up(self) -> None:
-        self.model.warm_up(self.wants.states if self.makes_none else ())
+        for states in {(), self.wants.states if self.makes_none else ()}:
+            self.model.warm_up(states)
         self.planner.warm_up()
         if self._make is not None:
             self._make(self.model, FullCache())  # a model's first cache determines how positions rotate

@@ -78,7 +78,15 @@ class HeadSource(Source):
     def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
         for row, outcome in zip(rows, outcomes, strict=True):
             if outcome.states is not None:
-                self.head.record(row.states[self], row.request.tokens, outcome.start, outcome.states)
+                skipped = 0 if self.trusted else max(0, len(outcome.states) - self.head.context)
+                start, states = outcome.start + skipped, outcome.states[skipped:]
+                self.head.record(row.states[self], row.request.tokens, start, states)
+
+    def ready(self, row: Row) -> bool:
+        sequence: HeadSequence = row.states[self]
+        if sequence.next is None or len(row.request) - sequence.next > 1 + FORCED_TOKENS:
+            return False
+        return sequence.first == 0 or sequence.next - sequence.first >= self.head.context
 
     def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
         for row, limit in zip(rows, limits, strict=True):

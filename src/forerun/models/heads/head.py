@@ -31,6 +31,8 @@ ROTARY_FIELDS = (
     "hidden_size", "num_attention_heads", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters",
 )  # fmt: skip
 """Configuration entries that determine rotary positions."""
+CONTEXT_ENTRIES = 32
+"""Entries after which a head that saw nothing before drafts well enough to be judged."""
 GROWTH_TOKENS = 256
 """Minimum tokens by which a sequence's memory grows."""
 
@@ -40,7 +42,8 @@ class HeadSequence:
 
     Attributes:
         cache: the target's. It may hold tokens whose states the head has not seen.
-        next: index of the first token whose states the head has not seen; None before it has seen any.
+        first: index of the first token whose states the head has seen.
+        next: index of the next token whose states the head has not seen; None before it has seen any.
         pending: unprocessed states, with the tokens that follow each.
         rows: keys and values of each of the head's layers; ``lengths``: how many are committed.
         last: the token at ``next``.
@@ -57,6 +60,7 @@ class HeadSequence:
     def restart(self) -> None:
         """Forget all states, and what was computed from them."""
         layers = self._layers
+        self.first = 0
         self.next: int | None = None
         self.last = -1
         self.pending: list[tuple[torch.Tensor, IntArray]] = []
@@ -131,6 +135,7 @@ class Head(ABC):
         tokens: the target's id of each token in the head's vocabulary, int64 ``[D]``; None if they are equal.
         output: the output matrix, if one covers the target's vocabulary, so that shortlists are possible.
         levels: maximum depth of its trees.
+        context: entries after which a head that saw nothing before can be judged.
         token_bytes: bytes of a token's keys and values in all of its layers, once bound.
     """
 
@@ -138,6 +143,7 @@ class Head(ABC):
     tokens: torch.Tensor | None = None
     output: OutputMatrix | None = None
     levels = 6
+    context = CONTEXT_ENTRIES
     token_bytes: int
 
     def bind(self, target: Scorer) -> None:
@@ -162,6 +168,7 @@ class Head(ABC):
         the earlier ones, the head restarts there."""
         if sequence.next != start:
             sequence.restart()
+            sequence.first = start
         end = min(start + len(states), len(tokens) - 1)
         sequence.pending.append((states[: end - start], tokens[start + 1 : end + 1].copy()))
         sequence.next, sequence.last = end, int(tokens[end])
