@@ -31,23 +31,16 @@ from benchmarks.training.trainable_heads import Kind, TrainableEagle3, Trainable
 from forerun.cli.options import DebugOptions
 from forerun.cli.terminal import progress_bar, stderr
 from forerun.core.block import Block
-from forerun.core.long_context import MTP
 from forerun.core.tree import DraftTree
-from forerun.decoding.recipes import Setup
-from forerun.decoding.source import Source
-from forerun.decoding.sources.head_source import HeadSource
 from forerun.engine.engine import Engine
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.scorer import Scorer
-from forerun.models.heads.loading import load_head
 from forerun.models.loading.load import load
 
 MUON_RATE = 0.02
 """Learning rate at first of the layer's matrices, without a unit: Muon's steps are orthogonal matrices. SmolLM2's loss
 after 60 steps was 15.6 at half of it, 14.2 here with three times AdamW's rate, and 14.7 with AdamW alone."""
 CHECKPOINT_SECONDS = 120
-HELD_OUT = 20
-"""One example of so many is held out."""
 
 
 class Matrix(enum.StrEnum):
@@ -82,7 +75,6 @@ class HeadOptions(DebugOptions):
     batch: Annotated[int, typer.Option(help="Answers of a step.")] = 4
     rate: Annotated[float, typer.Option(help="Learning rate at first, of the head and norms.")] = 3e-3
     answer_tokens: Annotated[int, typer.Option(help="Tokens of an answer that is written first.")] = 256
-    check: Annotated[int, typer.Option(help="Held-out prompts for the figures at the end.")] = 6
 
 
 @dataclass
@@ -176,7 +168,7 @@ class HeadTraining:
 
 
 def run(options: HeadOptions) -> None:
-    """Train, write the head, and count how many tokens per step it gives."""
+    """Train, and write the head."""
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
     target, tokenizer = load(options.model, "bfloat16", device=options.device)
@@ -186,14 +178,12 @@ def run(options: HeadOptions) -> None:
     examples = [example for row in rows if (example := encoded(row, tokenizer, options)) is not None]
     if len(examples) < 2:
         raise ValueError(f"{len(examples)} examples are long enough to learn from; at least 2 are needed")
-    held, learned = examples[::HELD_OUT], [example for number, example in enumerate(examples) if number % HELD_OUT]
-    known = frequent(learned, options.draft_vocab, int(target.get_input_embeddings().weight.shape[0]))
+    known = frequent(examples, options.draft_vocab, int(target.get_input_embeddings().weight.shape[0]))
     model = make(options, target, known).to(target.device)
-    training = HeadTraining(engine.target, model, learned, options)
+    training = HeadTraining(engine.target, model, examples, options)
     estimate(training)
     train(training)
     model.export(target, options.out)
-    figures(options, target, tokenizer, held)
 
 
 def answered(options: HeadOptions, engine: Engine, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
@@ -273,24 +263,3 @@ def train(training: HeadTraining) -> None:
                 training.save()
                 saved = time.monotonic()
     training.save()
-
-
-def figures(
-    options: HeadOptions, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, held: Sequence[Example]
-) -> None:
-    """Print tokens per step on prompts that were held out: counted, not timed, and the last line as JSON."""
-    found: dict[str, float] = {}
-
-    def head(setup: Setup) -> Source:
-        return HeadSource(load_head(MTP if options.kind is Kind.MTP else options.out), setup.target)
-
-    if options.kind is Kind.MTP:
-        target, _ = load(str(options.out), "bfloat16", device=options.device)
-    for name, drafter in (("trie", "trie"), ("head", head)):
-        engine = Engine(target, drafter, tokenizer=tokenizer, prune_drafts=False)
-        steps, tokens = 0, 0
-        for example in held[: options.check]:
-            stats = engine.generate(example.tokens[: example.answer], max_new_tokens=64).requests[0].stats
-            steps, tokens = steps + stats.steps, tokens + stats.tokens
-        found[name] = round(tokens / steps, 3)
-    print(json.dumps({"held_out_prompts": min(len(held), options.check), "tokens_per_step": found}))

@@ -181,7 +181,9 @@ class TrainableEagle3(TrainableHead):
         eagle31: whether each state has a norm, and normalised output is fed back.
     """
 
-    def __init__(self, target: PreTrainedModel, known: torch.Tensor, frozen: bool = False, eagle31: bool = False):
+    def __init__(
+        self, target: PreTrainedModel, known: torch.Tensor, frozen: bool = False, eagle31: bool = False
+    ) -> None:
         super().__init__(target, known, aux_layers(target), frozen, 1e-5, {"rope_theta": 10000.0})
         size, count, self.feeds_normed = self.llama.hidden_size, len(self.layers), eagle31
         self.fc_norm = nn.ModuleList(self.new_norm() for _ in self.layers if eagle31)

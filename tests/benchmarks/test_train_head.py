@@ -44,7 +44,6 @@ def test_a_head_is_trained_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
                 threads=1,
                 draft_vocab=256,
                 length=64,
-                check=1,
             )
         )
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]

@@ -32,7 +32,9 @@ ROTARY_FIELDS = (
 )  # fmt: skip
 """Configuration entries that determine rotary positions."""
 CONTEXT_ENTRIES = 32
-"""Entries after which a head that saw nothing before drafts well enough to be judged."""
+"""Entries after which a head that saw nothing before can be judged: to read more costs more. Tokens per step of an
+EAGLE-3 head that attends to its last entries alone (bundled target; greedy, temperature 0.8): 4 entries 1.95, 1.74; 16
+2.24, 1.90; 32 2.29, 1.93; 64 2.34, 1.96; all 2.44, 2.00."""
 GROWTH_TOKENS = 256
 """Minimum tokens by which a sequence's memory grows."""
 
@@ -135,7 +137,7 @@ class Head(ABC):
         tokens: the target's id of each token in the head's vocabulary, int64 ``[D]``; None if they are equal.
         output: the output matrix, if one covers the target's vocabulary, so that shortlists are possible.
         levels: maximum depth of its trees.
-        context: entries after which a head that saw nothing before can be judged.
+        context: entries after which it can be judged if it saw nothing before.
         token_bytes: bytes of a token's keys and values in all of its layers, once bound.
     """
 
