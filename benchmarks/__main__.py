@@ -45,7 +45,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train-bundled": ("training.train:TrainOptions", "Train the bundled models anew."),
     "evaluate-bundled": ("training.evaluate:EvaluateOptions", "Evaluate the bundled models as MODEL_CARD.md shows it."),
     "learn-evidence": ("training.learn_evidence:EvidenceOptions", "Write what the trie takes evidence to be worth at first."),
-    "train-head": ("training.train_head:HeadOptions", "Train an EAGLE-3 head for a model, from texts that it wrote."),
+    "train-head": ("training.train_head:HeadOptions", "Train an EAGLE-3 head or MTP layer for a model, from texts that it wrote."),
     "evaluate-head": ("training.evaluate_head:EvaluateHeadOptions", "A trained head beside the trie, alone and in auto."),
     "learn-recycled": ("training.learn_recycled:RecycledOptions", "Write what recycled logits are worth at first."),
     "update-pages": ("reporting.update_pages:UpdateOptions", "Put the last measured tables into README.md and docs/."),

@@ -220,7 +220,7 @@ class Level(Source):
         return [each for part in parts for each in self._pass(rows[part], blocks[part])]
 
     def _pass(self, rows: Sequence[Row], blocks: Sequence[Block]) -> Sequence[Scored]:
-        caches, layers = [row.cache for row in rows], self.wants.states if rows[0].settled else ()
+        caches, layers = [row.cache for row in rows], self.planner.states if rows[0].settled else ()
         try:
             return self.model.score_rows(blocks, caches, layers)
         except Exception as error:
@@ -299,7 +299,8 @@ class Level(Source):
         yield from self.planner.sources
 
     def warm_up(self) -> None:
-        self.model.warm_up(self.wants.states if self.makes_none else ())
+        for states in {(), self.wants.states if self.makes_none else ()}:
+            self.model.warm_up(states)
         self.planner.warm_up()
         if self._make is not None:
             self._make(self.model, FullCache())  # a model's first cache determines how positions rotate

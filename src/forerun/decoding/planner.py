@@ -62,6 +62,8 @@ class Planner:
             max((source.wants.best for source in self.sources), default=0),
             next((source.wants.states for source in self.sources if source.wants.states), ()),
         )
+        self.states = self.wants.states
+        """Layers whose hidden states the next pass keeps; none while no source needs them."""
 
     @contextmanager
     def watched_by(self, source: Source) -> Iterator[None]:
@@ -180,6 +182,8 @@ class AdaptivePlanner(Planner):
         small: Scorer | None = None,
     ) -> None:
         super().__init__(trees, costly, chains, confident)
+        if costly is not None:
+            self.states, costly.trusted = (), False
         self._clock, self._runtime, self._models = runtime.clock, runtime, [model, *([small] if small else [])]
         self._vocabulary, self._longest, self._beyond, self._stops_early = (
             model.vocabulary,
@@ -317,6 +321,9 @@ class AdaptivePlanner(Planner):
             chosen.ledger.open(decision.cost_to_go)
             self._fresh = False
         self._under_way = _PlannedStep(decision, rows, states)
+        if self.costly is not None:
+            self.states = self.wants.states if decision.costly else ()
+            self.costly.trusted = decision.trusted
         if shape.decodes and chosen.plain_step_due:
             return None
         trees = self._trees(rows, decision)
@@ -328,7 +335,7 @@ class AdaptivePlanner(Planner):
         if self.trees is None:
             return None
         asked = self._choice.ask(decision, self.trees.promise(rows))
-        if not asked and self.costly is None:
+        if not asked and not decision.costly:
             return None
         began = self._clock()
         limits, trees = [Limit(*limit) for limit in self._choice.limits(decision)], [DraftTree.empty()] * len(rows)
@@ -336,7 +343,7 @@ class AdaptivePlanner(Planner):
             found = asking.propose(self.trees, [rows[row] for row in asked], [limits[row] for row in asked])
             for row, tree in zip(asked, found, strict=True):
                 trees[row] = tree
-        if self.costly is not None:
+        if decision.costly:
             trees = self._deepened(trees, rows, limits, decision)
         if decision.rests:
             return None
@@ -398,7 +405,7 @@ class AdaptivePlanner(Planner):
         tokens = self._choice.learn(plan.decision, own, rates, passed, taught)
         for state, got in zip(plan.states, tokens, strict=True):
             state.gain += GAIN_WEIGHT * (got - state.gain)
-        steps = 0 if self.costly is not None else self._choice.patience(plan.decision)
+        steps = self._choice.patience(plan.decision)
         if self.chains is not None:
             steps = min(steps, self._beyond - max(plan.decision.shape.cached))
         if steps > 0:
