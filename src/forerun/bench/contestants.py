@@ -58,6 +58,7 @@ class Bench:
         drafters: names from ``forerun.decoding.recipes``; each runs cold, tries also warm.
         settings: of the drafters for long contexts; transformers' assisted generation uses the same small model.
         skip: names of contestants to leave out; see ``check_skip``.
+        kv_dtype: see ``Engine``.
     """
 
     recipes: Mapping[str, Recipe] = DRAFTERS
@@ -71,13 +72,14 @@ class Bench:
         settings: LongContextConfig | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         skip: Sequence[str] = (),
+        kv_dtype: str = "auto",
     ) -> None:
         self.model = model
         self._threads = torch.get_num_threads()
         self.settings = settings or LongContextConfig()
         self.drafters = list(dict.fromkeys(drafters))
         self.skip = list(skip)
-        self.engine = Engine(model, "none", tokenizer=tokenizer)
+        self.engine = Engine(model, "none", tokenizer=tokenizer, kv_dtype=kv_dtype)
         for name in self.drafters:
             try:
                 self.engine.set_drafter(self._drafter(name), self.settings)

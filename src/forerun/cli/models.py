@@ -109,6 +109,7 @@ def make_engine(options: Any, memory: Callable[[torch.device], dict[str, Any]] =
             settings=settings(options, [options.drafter], model, tokenizer),
             tokenizer=tokenizer,
             budget=BUDGET if options.budget is None else options.budget,
+            kv_dtype=options.kv_dtype,
             _runtime=replace(default_runtime(), waits_for_code=False),
             **memory(model.device),
         )

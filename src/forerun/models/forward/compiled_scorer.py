@@ -42,8 +42,8 @@ NO_ATTENTION_ROWS = np.zeros(1, np.int64)
 class CompiledScorer(Scorer):
     """A scorer that runs a program of kernels over the weights of a known model; see ``fastest_scorer``."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
+    def __init__(self, model: PreTrainedModel, kv_dtype: torch.dtype | None = None) -> None:
+        super().__init__(model, kv_dtype)
         self._slots = self._states = torch.empty(0, dtype=torch.uint8)
         self._read_model()
 
@@ -51,7 +51,7 @@ class CompiledScorer(Scorer):
         super()._read_model()
         self._held = [weight.detach() for weight in self.model.parameters()]
         """Kept alive because programs have their addresses: weights moved while a request runs must not be freed."""
-        self._decoder = Decoder(self.model) if known(self.model) else None
+        self._decoder = Decoder(self.model, self.kv_dtype) if known(self.model) else None
         self._compiled: dict[tuple[bool, bool, tuple[int, ...]], CompiledForward] = {}
         """By whether queries choose, whether they are kept, and the layers whose states are kept."""
         self._embedded = self.vocabulary
@@ -279,4 +279,4 @@ def fastest_scorer(scorer: Scorer) -> Scorer:
         from forerun.models.forward.gpu_scorer import GpuScorer  # needs Triton
 
         return GpuScorer(scorer.model)
-    return CompiledScorer(scorer.model) if whole and known(scorer.model) else scorer
+    return CompiledScorer(scorer.model, scorer.kv_dtype) if whole and known(scorer.model) else scorer

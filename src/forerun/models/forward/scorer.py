@@ -59,6 +59,8 @@ class Pass:
 
     blocks: Sequence[Block]
     caches: Sequence[Cache]
+    kv_dtype: torch.dtype | None = None
+    """Type of cached keys and values; None for the model's."""
     packings: Packings = field(default_factory=dict)
     unnumbered: Iterator[int] = field(default_factory=lambda: count(-1, -1))
     """Numbers for layers that share one module, which says -1, in the order of their calls."""
@@ -69,6 +71,8 @@ class Pass:
         layer = next(self.unnumbered) if layer < 0 else layer
         sizes = [len(block) for block in self.blocks]
         with ordered_modules.unwatched():
+            if self.kv_dtype is not None:
+                k, v = k.to(self.kv_dtype), v.to(self.kv_dtype)
             split = (torch.split(t, sizes, 2) for t in (q, k, v))
             rows = list(zip(self.caches, *split, self.blocks, strict=True))
             stored = [cache.store(layer, *qkv, block, spec) for cache, *qkv, block in rows]
@@ -209,10 +213,14 @@ class PassResult(NamedTuple):
 
 
 class Scorer:
-    """A model that ``forerun.models.forward.gate`` admits, scoring blocks of tokens; the caches come with each call."""
+    """A model that ``forerun.models.forward.gate`` admits, scoring blocks of tokens; the caches come with each call.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+    Args:
+        kv_dtype: type of cached keys and values, from ``gate.kv_type``; None for the model's.
+    """
+
+    def __init__(self, model: PreTrainedModel, kv_dtype: torch.dtype | None = None) -> None:
+        self.model, self.kv_dtype = model, kv_dtype
         self._lock = FairLock()
         self._watch: WeightWatch | None = None
         self._version = 0
@@ -350,7 +358,9 @@ class Scorer:
         ids = torch.from_numpy(np.concatenate([block.tokens for block in blocks]))
         positions = np.concatenate([cache.positions(block) for block, cache in zip(blocks, caches, strict=True)])
         places = brought(torch.from_numpy(positions), self.device)
-        return self._forward(brought(ids, self.device), places, Pass(blocks, caches), self._wanted(blocks), layers)
+        return self._forward(
+            brought(ids, self.device), places, Pass(blocks, caches, self.kv_dtype), self._wanted(blocks), layers
+        )
 
     def _wanted(self, blocks: Sequence[Block]) -> int | torch.Tensor:
         """Return the tokens that need logits: 0 for all, or their indices in the packed sequence."""
