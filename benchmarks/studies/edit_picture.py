@@ -60,6 +60,10 @@ class EditOptions(OutputOptions, ModelOptions):
     max_new_tokens: MaxNewTokens = 512
     out: Out = Path("runs/edit")
 
+    def __post_init__(self) -> None:
+        if self.max_new_tokens <= 2 * WINDOW:
+            raise ValueError(f"--max-new-tokens is {self.max_new_tokens}; it must be above {2 * WINDOW}")
+
 
 @dataclass(frozen=True)
 class Answer:

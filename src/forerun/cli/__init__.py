@@ -65,9 +65,9 @@ command(_bench, "never-slower", NeverSlowerOptions, "forerun.cli.slower_check")
 
 def main() -> None:
     """Run the command line, and end the process without tearing its modules down: with torch and transformers, that
-    costs nearly a second of CPU time, a fifth of a short command's."""
-    status = 1  # a bug's, whose traceback Python prints before it ends
-    atexit.register(lambda: _end(status))  # first, so that it runs after all other handlers
+    costs a second of CPU time, a fifth of a short command's. Exit handlers run, except those registered before this."""
+    status = 1  # a bug's; Python prints its traceback before it calls exit handlers
+    atexit.register(lambda: _end(status))
     try:
         app()
     except SystemExit as ended:
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def _end(status: int) -> None:
-    """End the process; if its output cannot be written, raise that error, so that Python ends it and reports that."""
+    """End the process. If its output cannot be written, raise that error: Python reports it, and ends as it does."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
