@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -41,7 +42,8 @@ class PeersOptions(OutputOptions):
     """Forerun without drafts beside llama.cpp and OpenVINO, which read the same weights, in turns.
 
     llama.cpp is that of llama-cpp-python; it writes a file per format and reads it, as Forerun does. OpenVINO has
-    bfloat16 only. Prompts are random tokens. Writes JSON, Markdown and plots.
+    bfloat16 only. For --peer-python, in another environment: CMAKE_ARGS=-DGGML_NATIVE=ON pip install llama-cpp-python
+    openvino-genai safetensors. Prompts are random tokens. Writes JSON, Markdown and plots.
     """
 
     model: Annotated[
@@ -88,7 +90,8 @@ def run(options: PeersOptions) -> None:
         return
     shared = about(str(files.find(UNQUANTISED)), ", ".join(kinds), "cpu", BENCHMARKS)
     journal = Journal(options.out / "peers-turns.jsonl", shared, options.resume)
-    report = Report(f"{files.folder.name} in Forerun and other engines", plain_values(options))
+    title = f"{files.folder.name} in Forerun and other engines ({date.today().isoformat()})"
+    report = Report(title, plain_values(options))
     delivery = Delivery(report, options.out, "peers", options.json)
     rows: list[Row] = []
     said: dict[str, None] = {}

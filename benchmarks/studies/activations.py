@@ -22,6 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.peers.process import Peer, check_python
+from benchmarks.reporting.common_options import names
 from benchmarks.reporting.study_report import Delivery, Report, listing
 from forerun.bench.machine import Row, plain_values
 from forerun.bench.report import pivot
@@ -30,8 +31,8 @@ from forerun.cli.terminal import progress_bar, stderr
 from forerun.models.forward.architecture import STORED, STORED_BY_FLOATS
 from forerun.models.loading.load import load
 
-CONTESTANTS = {STORED_BY_FLOATS: "float32", STORED: "int8"}
-"""``activations`` of the contestants, by name."""
+CONTESTANTS = {"float32": STORED_BY_FLOATS, "int8": STORED}
+"""Names of the contestants, by ``activations``."""
 LLAMA = "llama.cpp"
 Reader = Callable[[torch.Tensor], torch.Tensor]
 """Returns log-probabilities of every token after each position but the last, float64 ``[n - 1, V]``, given ids."""
@@ -55,6 +56,9 @@ class ActivationsOptions(OutputOptions):
         list[str] | None,
         option("--model", "-m", panel="Model", help="A GGUF file; may be repeated.", metavar="FILE"),
     ] = None
+    activations: Annotated[str, option(panel="Model", help="Of int8, float32. Commas between.", metavar="LIST")] = (
+        "float32,int8"
+    )
     peer_python: Annotated[
         Path | None,
         option(panel="Model", help="llama.cpp as well, from the environment of this interpreter (llama-cpp-python)."),
@@ -69,6 +73,7 @@ class ActivationsOptions(OutputOptions):
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError("give --model, a GGUF file")
+        names("--activations", self.activations, tuple(CONTESTANTS))
         check_python(self.peer_python)
 
 
@@ -161,8 +166,8 @@ def of_file(file: str, options: ActivationsOptions, said: dict[str, None]) -> li
     """The rows of a file, by text; what llama.cpp says about itself is added to ``said``."""
     exact, tokenizer = load(file, "float32", device="cpu")
     others: dict[str, Reader] = {
-        name: partial(log_probabilities, load(file, STORED, activations=activations)[0])
-        for name, activations in CONTESTANTS.items()
+        CONTESTANTS[each]: partial(log_probabilities, load(file, STORED, activations=each)[0])
+        for each in names("--activations", options.activations, tuple(CONTESTANTS))
     }
     pieces = {
         name: [*windows(tokenizer(text)["input_ids"], options.tokens)] for name, text in texts(options.text).items()
@@ -187,7 +192,7 @@ def of_file(file: str, options: ActivationsOptions, said: dict[str, None]) -> li
 
 
 def divergences(rows: Sequence[Row]) -> str:
-    """The mean divergence over all tokens, by file and contestant."""
+    """The mean divergence over all tokens, by file and contestant, and in how many files llama.cpp's is higher."""
     cells = {(row["file"], row["who"]): list[Row]() for row in rows}
     for row in rows:
         cells[row["file"], row["who"]].append(row)
@@ -196,4 +201,8 @@ def divergences(rows: Sequence[Row]) -> str:
          "sum": sum(row["tokens"] * row["divergence"] for row in some)}
         for (file, who), some in cells.items()
     ]  # fmt: skip
-    return pivot(means, "file", "weights", lambda row: f"{row['sum'] / row['tokens']:.2e}")
+    table = pivot(means, "file", "weights", lambda row: f"{row['sum'] / row['tokens']:.2e}")
+    sums = {(row["file"], row["weights"]): row["sum"] for row in means}
+    pairs = [(sums[file, STORED], sums[file, who]) for file, who in sums if who == LLAMA and (file, STORED) in sums]
+    lower = sum(ours < theirs for ours, theirs in pairs)
+    return f"{table}\nForerun diverges less than llama.cpp in {lower} of {len(pairs)} files.\n" if pairs else table

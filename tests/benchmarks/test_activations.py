@@ -56,6 +56,9 @@ def test_another_engine_s_logits_are_read_from_its_file(tmp_path: Path) -> None:
 def test_divergences_of_texts_are_weighted_by_their_tokens() -> None:
     rows = [{"file": "m", "who": "int8", "tokens": n, "divergence": d} for n, d in ((10, 0.1), (30, 0.5))]
     assert divergences(rows).splitlines()[-1] == "| m | 4.00e-01 |"
+    rows += [{"file": file, "who": "stored", "tokens": 1, "divergence": 0.3} for file in "mn"]
+    rows += [{"file": file, "who": "llama.cpp", "tokens": 1, "divergence": d} for file, d in (("m", 0.2), ("n", 0.4))]
+    assert divergences(rows).endswith("\nForerun diverges less than llama.cpp in 1 of 2 files.\n")
 
 
 def test_texts_are_cut_into_pieces_of_at_most_a_window() -> None:
