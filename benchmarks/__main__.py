@@ -18,6 +18,7 @@ from forerun.cli.commands import command
 COMMANDS: dict[str, tuple[str, str]] = {
     "tasks": ("tasks.tasks_command:TaskOptions", "Forerun beside transformers and other engines, on six tasks or own prompts."),
     "edit": ("studies.edit_picture:EditOptions", "The speed of one code edit over its answer, as a picture."),
+    "peers": ("peers.peers_command:PeersOptions", "Plain decoding and prompts beside llama.cpp and OpenVINO, in every GGUF format."),
     "specbench": ("specbench.specbench_command:SpecBenchOptions", "Spec-Bench: tokens per step and speed-up by category."),
     "papers lookahead": ("papers.lookahead_command:LookaheadOptions", "The Lookahead paper's forms of a draft beside Forerun's."),
     "papers triforce": ("papers.triforce_command:TriforceOptions", "TriForce's tables: decoding after long prompts."),

@@ -1,4 +1,5 @@
-"""How fast this machine reads memory. A pass must read every weight once, so this bounds its speed."""
+"""How fast this machine reads memory and multiplies. A pass must read every weight once, and multiply it by every
+token, so these bound its speed."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from transformers import PreTrainedModel
 
 BUFFER = 1 << 30
 """Bytes of the buffer: many times a processor's caches."""
+SIDE = 1024
+"""Rows and columns of the multiplied matrices: more are no faster."""
 
 
 class BufferReader:
@@ -28,6 +31,32 @@ class BufferReader:
     def __call__(self) -> None:
         """Read the buffer, and wait until that is done."""
         self._buffer.sum().item()
+
+
+class Multiplier:
+    """Multiplies two square matrices that fit into caches, by torch's fastest product of the type.
+
+    Args:
+        dtype: float32, bfloat16, or int8, whose products are summed as int32.
+        device: of the matrices.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._matrix = torch.ones(SIDE, SIDE, dtype=dtype, device=device)
+        self._product = torch._int_mm if dtype == torch.int8 else torch.mm
+
+    operations = 2 * SIDE**3
+    """Multiplications and additions in one call."""
+
+    def __call__(self) -> None:
+        """Multiply, and wait until that is done."""
+        self._product(self._matrix, self._matrix)[0, 0].item()
+
+
+def weight_operations(model: PreTrainedModel) -> int:
+    """Multiplications and additions with the weights of linear layers, per token; attention and experts not counted."""
+    sizes = ((getattr(module, "in_features", 0), getattr(module, "out_features", 0)) for module in model.modules())
+    return 2 * sum(inputs * outputs for inputs, outputs in sizes)
 
 
 def weight_bytes(model: PreTrainedModel) -> int:

@@ -1,4 +1,4 @@
-"""The time of passes over 1 to 64 tokens, Forerun's and the model's own, compared with the machine's bandwidth.
+"""The time of passes over 1 to 64 tokens, Forerun's and the model's own, compared with the machine's own speeds.
 
 Everything is measured in turns in one process, in an order that rotates from round to round, so that disturbances of
 the machine affect all of it. Decoding is bound by reading the weights. A pass over several tokens that reads them once
@@ -18,15 +18,17 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from benchmarks.studies.memory_bandwidth import BUFFER, BufferReader, weight_bytes
+from benchmarks.studies.memory_bandwidth import BUFFER, BufferReader, Multiplier, weight_bytes, weight_operations
 from forerun.bench.machine import Row
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.engine.engine import Engine
-from forerun.models.forward.architecture import dtype_name
+from forerun.models.forward.architecture import STORED, dtype_name
 from forerun.models.forward.inputs import position_limit
 
-FORERUN, TRANSFORMERS, MEMORY = "forerun", "transformers", "memory"
+FORERUN, TRANSFORMERS, MEMORY, MATMUL = "forerun", "transformers", "memory", "torch's matmul"
+PEAKS = {"float32": torch.float32, "bfloat16": torch.bfloat16, STORED: torch.int8}
+"""The arithmetic that bounds a pass, by the type of the weights; others have none here."""
 THEIR_SIZES = (1, 8)
 """Sizes of the model's own passes, in tokens."""
 
@@ -60,9 +62,10 @@ class Work:
     """Something to measure, and the seconds of its runs.
 
     Attributes:
-        who: ``forerun``, ``transformers`` or ``memory``.
-        kind: ``pass``, ``prompt`` or ``read``.
+        who: ``forerun``, ``transformers``, ``memory`` or ``torch's matmul``.
+        kind: ``pass``, ``prompt``, ``read`` or ``multiply``.
         nbytes: bytes of memory that it must read.
+        operations: multiplications and additions with weights.
     """
 
     dtype: str
@@ -72,6 +75,7 @@ class Work:
     nbytes: int
     run: Callable[[], None]
     undo: Callable[[], None] = lambda: None
+    operations: int = 0
     seconds: list[float] = field(default_factory=list)
 
     def once(self, clock: Callable[[], float]) -> None:
@@ -103,6 +107,10 @@ def measure(
     check_positions(models[0], sizes)
     reader = BufferReader(models[0].device, sizes.buffer)
     works = [Work("-", MEMORY, "read", 0, reader.nbytes, reader)]
+    for name in dict.fromkeys(map(dtype_name, models)):
+        if name in PEAKS:
+            multiplier = Multiplier(PEAKS[name], models[0].device)
+            works.append(Work(name, MATMUL, "multiply", 0, 0, multiplier, operations=multiplier.operations))
     works += [work for model in models for work in _works(model, sizes)]
     for turn in range(sizes.rounds + 1):
         progress(turn, sizes.rounds + 1)
@@ -130,11 +138,11 @@ def _works(model: PreTrainedModel, sizes: PassSizes) -> Iterator[Work]:
     dtype = dtype_name(model)
     engine = Engine(model, "none")
     text = np.random.default_rng(0).integers(0, engine.target.vocabulary, sizes.longest + 1)
-    nbytes = weight_bytes(model)
+    nbytes, each = weight_bytes(model), weight_operations(model)
     for count, run in _our_passes(engine, text, sizes):
-        yield Work(dtype, FORERUN, "pass", count, nbytes, run)
+        yield Work(dtype, FORERUN, "pass", count, nbytes, run, operations=count * each)
     for count, run, undo in _their_passes(model, text, sizes.context):
-        yield Work(dtype, TRANSFORMERS, "pass", count, nbytes, run, undo)
+        yield Work(dtype, TRANSFORMERS, "pass", count, nbytes, run, undo, count * each)
     for count in sizes.prompts:
         yield Work(dtype, FORERUN, "prompt", count, nbytes, _our_reading(engine, text[: count + 1]))
         yield Work(dtype, TRANSFORMERS, "prompt", count, nbytes, _their_reading(model, text[:count]))
@@ -203,12 +211,14 @@ def summarise(works: Sequence[Work]) -> list[Row]:
     times = [median(work.seconds[1:]) for work in works]
     ones = {(w.dtype, w.who): t for w, t in zip(works, times, strict=True) if (w.kind, w.tokens) == ("pass", 1)}
     speed = next(w.nbytes / t for w, t in zip(works, times, strict=True) if w.who == MEMORY)
-    return [_row(work, seconds, ones, speed) for work, seconds in zip(works, times, strict=True)]
+    peaks = {w.dtype: w.operations / t for w, t in zip(works, times, strict=True) if w.who == MATMUL}
+    return [_row(work, seconds, ones, speed, peaks) for work, seconds in zip(works, times, strict=True)]
 
 
-def _row(work: Work, seconds: float, ones: dict[tuple[str, str], float], speed: float) -> Row:
+def _row(work: Work, seconds: float, ones: dict[tuple[str, str], float], speed: float, peaks: dict[str, float]) -> Row:
     one = ones.get((work.dtype, work.who))
-    reads = work.kind != "prompt"  # a prompt is bound by arithmetic, not by reading
+    reads = work.kind in ("read", "pass")  # a prompt is bound by arithmetic, not by reading
+    peak = peaks.get(work.dtype) if work.operations else None
     return {
         "dtype": work.dtype,
         "who": work.who,
@@ -222,4 +232,6 @@ def _row(work: Work, seconds: float, ones: dict[tuple[str, str], float], speed: 
         "bytes_read": work.nbytes,
         "gigabytes_per_second": work.nbytes / seconds / 1e9 if reads else None,
         "share_of_bandwidth": work.nbytes / seconds / speed if reads else None,
+        "gigaflops": work.operations / seconds / 1e9 if work.operations else None,
+        "share_of_peak": work.operations / seconds / peak if peak else None,
     }

@@ -12,7 +12,7 @@ from benchmarks.reporting.common_options import names, numbers
 from benchmarks.reporting.plots import Frame
 from benchmarks.reporting.study_report import Report, deliver, listing
 from benchmarks.studies import passes
-from benchmarks.studies.passes import MEMORY, PassSizes
+from benchmarks.studies.passes import MATMUL, MEMORY, PassSizes
 from forerun.bench.machine import Row, plain_values
 from forerun.cli.options import AnyTypeModelOptions, Dtype, Out, OutputOptions, Rounds, option
 from forerun.cli.terminal import progress_bar, stderr
@@ -33,6 +33,8 @@ PASSES = TIMES | {
     "megabytes": "weights read, MB",
     "gigabytes_per_second": "GB/s",
     "share": "of the bandwidth",
+    "gigaflops": "GFLOP/s",
+    "peak": "of torch's matmul",
 }
 PROMPTS = TIMES | {"tokens_per_second": "tokens/s"}
 
@@ -105,7 +107,10 @@ def add_passes(report: Report, rows: Sequence[Row], context: int) -> None:
     prompts = [_shown(row) for row in rows if row["kind"] == "prompt"]
     said = f"This machine reads {read['gigabytes_per_second']:.1f} GB/s, measured in the same rounds.\n"
     heading = f"Passes after {context:,} tokens"
-    report.add("passes", heading, [*passes, read], said, listing(passes, PASSES))
+    peaks = [row for row in rows if row["who"] == MATMUL]
+    most = ", ".join(f"{row['gigaflops']:.0f} GFLOP/s with {row['dtype']} weights" for row in peaks)
+    multiplies = f"Its fastest product of two matrices in torch, for stored weights of int8: {most}.\n" if peaks else ""
+    report.add("passes", heading, [*passes, read, *peaks], said, multiplies, listing(passes, PASSES))
     frame = Frame(heading, "tokens in the pass", "milliseconds", log=True)
     report.lines("times", frame, plots.by(passes, "line", "tokens", "milliseconds", ("fastest", "slowest")))
     if prompts:
@@ -113,6 +118,6 @@ def add_passes(report: Report, rows: Sequence[Row], context: int) -> None:
 
 
 def _shown(row: Row) -> Row:
-    share = row["share_of_bandwidth"]
     more = {"line": f"{row['who']}, {row['dtype']}", "megabytes": round(row["bytes_read"] / 1e6, 1)}
-    return row | more | {"share": None if share is None else f"{100 * share:.0f} %"}
+    shares = {"share": row["share_of_bandwidth"], "peak": row["share_of_peak"]}
+    return row | more | {name: None if share is None else f"{100 * share:.0f} %" for name, share in shares.items()}
