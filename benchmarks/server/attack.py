@@ -46,6 +46,15 @@ STREAM_TOKENS = 96
 NICE = 19
 """Lowest priority: a real attacker does not use this computer's processors."""
 
+COMPUTING = f"""
+import os
+os.nice({NICE})
+parent = os.getppid()
+while os.getppid() == parent:
+    sum(range(1_000_000))
+"""
+"""A process that only computes, until its parent has ended."""
+
 
 def _schema(schema: Json, **more: Any) -> Json:
     return {
@@ -208,8 +217,8 @@ def _busy_seconds() -> float:
 
 @contextmanager
 def _computing() -> Iterator[None]:
-    """Run a process that only computes, at the attacker's priority."""
-    with subprocess.Popen([sys.executable, "-c", f"import os\nos.nice({NICE})\nwhile True: pass"]) as process:
+    """Run a process that only computes, at the attacker's priority, meanwhile."""
+    with subprocess.Popen([sys.executable, "-c", COMPUTING]) as process:
         try:
             yield
         finally:

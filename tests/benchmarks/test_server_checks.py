@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
-from benchmarks.server import attack, fuzz, kill, soak, step_times
+import forerun
+from benchmarks.server import agents, attack, fuzz, kill, soak, step_times
 from benchmarks.server.malformed_requests import RawRequest
 from benchmarks.server.response_checks import RawAnswer, wrong
-from benchmarks.server.server_process import ServerProcess
+from benchmarks.server.server_process import TEMPLATE, ServerProcess
 
 SHOT = RawRequest("posted", (b"",))
 GOOD = b'{"error": {"message": "no", "type": "x", "param": null, "code": null}}'
@@ -100,6 +102,25 @@ def test_the_parts_of_a_gap_between_chunks_add_up_to_it() -> None:
     assert (gap["steps"], gap["waits"], gap["preemptions"]) == (2, 3, 3)
     assert step_times.slowest([[1.25, 5.5], [5.5, 5.75]], steps) == gap
     assert step_times.slowest([], steps) == {} and step_times.gap_parts([0.5, 2.0], steps) == []
+
+
+def test_sessions_of_a_trace_repeat_each_other_with_small_differences() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(Path(forerun.__file__).parent / "reference" / "weights" / "target")
+    tokenizer.chat_template = TEMPLATE
+    options = agents.AgentOptions(model=Path(), system=300, tools=4, trace=2, result=60)
+
+    def recorded(session: int) -> list[str]:
+        conversation = agents.AgentConversation(tokenizer, options, session)
+        for _ in range(3):
+            conversation.go_on("an answer that is not used")
+        assert len(conversation.prompt()) > 3 * options.result
+        return [line for message in conversation.messages for line in message["content"].splitlines()]
+
+    first, again, second = recorded(0), recorded(0), recorded(1)
+    same = sum(a == b for a, b in zip(first, second, strict=False))
+    assert first == again and "an answer" not in str(first) and len(first) / 3 < same < len(first)
+    rows = [{"session": "1", "turn": turn, "text": text} for turn, text in ((1, "a"), (1, "a"), (2, "a"), (2, "b"))]
+    assert agents.differences(rows) == 1
 
 
 @pytest.mark.matrix
