@@ -111,13 +111,13 @@ class PrefixCache:
         return self._entries[best].beginning, most, lengths[best]
 
     def prefix_break(self, request: Request) -> PrefixBreak | None:
-        """Return where a prompt diverges from its namespace's prefix with the most common tokens; None if it extends
-        that, or there is none."""
+        """Return where a prompt diverges from its namespace's prefix with the most common tokens; None if one extends
+        the other, or there is none."""
         ids = request.prompt
         others = [kept.tokens for kept in self._entries.values() if kept.namespace == request.namespace]
         lengths = [_common_tokens(ids, tokens) for tokens in others]
         best = max(range(len(others)), key=lengths.__getitem__, default=None)
-        if best is None or lengths[best] == len(others[best]):
+        if best is None or lengths[best] == min(len(ids), len(others[best])):
             return None
         at = lengths[best]
         return PrefixBreak(at, *(each[at : at + SHOWN_TOKENS].copy() for each in (others[best], ids)))
