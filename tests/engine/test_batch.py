@@ -458,6 +458,32 @@ def test_nothing_is_copied_for_those_that_begin_alike(monkeypatch: pytest.Monkey
     assert not copies
 
 
+def test_a_later_turn_starts_after_the_last_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn writes what is new to the memory of the turn before; only a second continuation copies that."""
+    copies: list[int] = []
+    of = SharedPrefix.of
+    monkeypatch.setattr(SharedPrefix, "of", lambda layers, *told: copies.append(len(layers)) or of(layers, *told))
+    model, _ = load("bundled", "float32", device="cpu")
+    one = Engine(model, "trie", prune_drafts=False, prefill_block=CHUNK, prefix_cache=1 << 26)
+    plain = Engine(model, "none", prune_drafts=False)
+    turn, turns = prompt(150), list[list[int]]()
+    for seed in range(4):
+        (request,) = one.requests([turn], max_new_tokens=9)
+        finish_all(one, [request])
+        assert request.generated.tolist() == plain.generate([turn], max_new_tokens=9).generated[0]
+        assert request.cached_tokens == (len(turns[-1]) + 8 if turns else 0)
+        turns.append(turn)
+        turn = [*turn, *request.generated.tolist(), *prompt(20, seed + 1)]
+    assert not copies and len(one.prefixes) == 1
+    branches = [[*turns[2], *prompt(90, seed)] for seed in (7, 8)]
+    requests = [sampled(one, branch, 0, 12) for branch in (*branches, turn)]
+    finish_all(one, requests)
+    for request, asked in zip(requests, (*branches, turn), strict=True):
+        assert request.cached_tokens >= len(turns[2]) // CHUNK * CHUNK
+        assert request.generated.tolist() == plain.generate([asked], max_new_tokens=12).generated[0]
+    assert len(copies) == 2
+
+
 def no_room(*_: Any) -> Any:
     raise MemoryError("no room")
 
