@@ -10,12 +10,12 @@ TriForce makes E = (1 - a^(g+1)) / (1 - a) tokens in g drafts, one verification 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import ceil
 from typing import NamedTuple
 
-from benchmarks.capacity.capacity import DEVICES, Machine, fit
+from benchmarks.capacity.devices import DEVICES, Machine, fit
 from benchmarks.capacity.shapes import ModelShape
-from benchmarks.capacity.speculation import chain_seconds, expected_tokens
 from forerun.kernels.gpu.pass_tables import splits_of
 
 CARDS = ("h100", "h200", "a100-80gb", "rtx-4090")
@@ -114,6 +114,40 @@ ACCEPTANCES = (0.9, 0.923)
 """The second is that of the paper at temperature 0 (table 2)."""
 
 
+Seconds = Callable[[int], float]
+"""Seconds of a pass by its tokens."""
+
+
+def expected_tokens(acceptance: float, drafts: int) -> float:
+    """Return the expected tokens of a step that verifies a chain, if each draft is accepted with this probability
+    (Leviathan et al., 2023, equation 1; reference [22] of the TriForce paper)."""
+    return sum(acceptance**i for i in range(drafts + 1))
+
+
+def chain_seconds(most: int, gamma1: int, acceptance: float, middle: Seconds, small: float | None) -> list[float]:
+    """Expected seconds for a middle level to make chains of 0, 1, ..., ``most`` tokens.
+
+    Args:
+        gamma1: tokens that the small model drafts at a time.
+        acceptance: rate at which the middle level accepts them.
+        middle: the middle level's passes.
+        small: seconds of the small model's pass over one token; None if there is no small model.
+    """
+    if small is None:
+        return [drafts * middle(1) for drafts in range(most + 1)]
+    found = [0.0]
+    for missing in range(1, most + 1):
+        tested = min(gamma1, missing - 1)
+        rest = sum(chance * found[missing - 1 - n] for n, chance in enumerate(_accepted(acceptance, tested)))
+        found.append(gamma1 * small + middle(tested + 1) + rest)
+    return found
+
+
+def _accepted(acceptance: float, tested: int) -> list[float]:
+    """Chances that 0, 1, ... of so many chained drafts are accepted."""
+    return [acceptance**n * (1 - acceptance) for n in range(tested)] + [acceptance**tested]
+
+
 class StepCosts(NamedTuple):
     """Milliseconds of a speculation step's parts: a plain pass, the verification, a draft of the middle level, one of
     the small level, and all else."""
@@ -148,6 +182,6 @@ def speed_up(costs: StepCosts, acceptance: float, hierarchy: bool) -> float:
 
 
 def fits(shape: ModelShape, card: str, context: int) -> bool:
-    """Whether one card holds the weights, keys and values."""
+    """Return whether one card holds the weights, keys and values."""
     found = fit(shape, Machine(DEVICES[card]), context)
     return found.possible and not found.streamed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from benchmarks.capacity.capacity import DEVICES
+from benchmarks.capacity.devices import DEVICES
 from benchmarks.capacity.gpu_cost import (
     ACCEPTANCES,
     BANDWIDTH_SHARE,

@@ -13,16 +13,9 @@ from forerun.bench.machine import Row, caption, footer, machine
 from forerun.bench.report import replace_file, shown
 from forerun.cli.terminal import show_report, stdout
 
-Cell = Callable[[Row], str]
-
 
 def listing(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
-    """A table of all rows.
-
-    Args:
-        rows: what it shows.
-        columns: headings by the values' names.
-    """
+    """Format a table of all rows; ``columns`` are headings by the values' names."""
     lines = [f"| {' | '.join(columns.values())} |", "|" + "---|" * len(columns)]
     lines += [f"| {' | '.join(shown(row.get(name)) for name in columns)} |" for row in rows]
     return "\n".join(lines) + "\n"
@@ -32,11 +25,6 @@ def speed_cell(row: Row) -> str:
     """A speed-up, and the acceptance rate in brackets."""
     accepted = "" if row["acceptance"] is None else f" ({row['acceptance']:.3f})"
     return f"{row['speed_up']:.2f}x{accepted}"
-
-
-def number_cell(name: str) -> Cell:
-    """A value with three decimals."""
-    return lambda row: "-" if row.get(name) is None else f"{row[name]:.3f}"
 
 
 @dataclass
@@ -124,13 +112,9 @@ class Report:
 
 
 class Delivery:
-    """Writes a report as it grows, so that an interrupted run keeps what it has measured.
+    """Writes files of a report as it grows, so that an interrupted run keeps what it has measured.
 
-    Args:
-        report: the report.
-        folder: of the files.
-        name: of the files.
-        as_json: print one JSON object at the end instead of tables.
+    ``as_json`` prints one JSON object at the end instead of tables.
     """
 
     def __init__(self, report: Report, folder: Path, name: str, as_json: bool) -> None:
