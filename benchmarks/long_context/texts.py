@@ -36,11 +36,7 @@ class Texts:
 
     @classmethod
     def read(cls, paths: Sequence[Path], encode: Encode) -> Texts:
-        """The texts of files, in the given order; of folders, their text files by name.
-
-        Raises:
-            ValueError: if there is no such file, a folder has no text file, or a file is not text.
-        """
+        """Read files, in the given order, and the text files of folders, by name; raise a ValueError without any."""
         files = [file for path in paths for file in _files(path)]
         return cls(encode, [_text(file) for file in files], [file.name for file in files])
 
@@ -64,11 +60,7 @@ class Texts:
         return len(sample) / len(self.encode(sample))
 
     def tokens(self, index: int, count: int) -> list[int]:
-        """The ``count`` tokens of prompt ``index``.
-
-        Raises:
-            ValueError: if the text is too short.
-        """
+        """Return the ``count`` tokens of prompt ``index``; raise a ValueError if the text is too short."""
         found = self.encode(self.chars(index, CHARS * count))[:count]
         if len(found) < count:
             name = self.names[index % len(self.names)] if self.names else "the invented text"
@@ -79,11 +71,7 @@ class Texts:
         return found
 
     def check(self, prompts: int, count: int) -> None:
-        """Check that there are ``prompts`` prompts of ``count`` tokens, before anything is measured.
-
-        Raises:
-            ValueError: as from ``tokens``.
-        """
+        """Raise a ValueError unless there are ``prompts`` prompts of ``count`` tokens."""
         for index in range(prompts):
             self.tokens(index, count)
 

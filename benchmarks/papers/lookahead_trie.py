@@ -8,7 +8,7 @@ shorter context has a stage, too. Forerun's own trie (``forerun.trie``) goes by 
 from __future__ import annotations
 
 import heapq
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -37,8 +37,7 @@ class LookaheadTrieConfig:
         branch_length: tokens of a branch, context included (L_b).
         max_prefix: longest context that is counted and matched.
         min_matches: the next shorter context is used too while there are fewer nodes (N_m).
-        prompt_weight: weight of a count in the request's own text; in earlier outputs it is 1.
-        capacity: tokens of outputs that a namespace keeps; the oldest outputs give way.
+        prompt_weight: weight of a count in the request's own tokens; in earlier outputs it is 1.
     """
 
     form: Form = "hierarchical"
@@ -46,7 +45,6 @@ class LookaheadTrieConfig:
     max_prefix: int = 4
     min_matches: int = 64
     prompt_weight: float = 2.0
-    capacity: int = 1 << 20
 
     def __post_init__(self) -> None:
         if self.form not in get_args(Form):
@@ -62,43 +60,15 @@ class NGrams:
         self.orders = orders
         self.followers: defaultdict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
 
-    def count(self, text: Tokens, start: int = 0, times: int = 1) -> None:
-        """Count the tokens of a text from ``start`` on behind their contexts; take them back with ``times=-1``."""
+    def count(self, text: Tokens, start: int = 0) -> None:
+        """Count the tokens from ``start`` on after their contexts."""
         for place in range(max(start, 1), len(text)):
             for order in range(1, min(self.orders, place) + 1):
-                context = tuple(text[place - order : place])
-                self.followers[context][text[place]] += times
-                if self.followers[context][text[place]] <= 0:
-                    del self.followers[context][text[place]]
-                    if not self.followers[context]:
-                        del self.followers[context]
+                self.followers[tuple(text[place - order : place])][text[place]] += 1
 
     def after(self, context: tuple[int, ...]) -> Counter[int]:
         """The followers of a context."""
         return self.followers.get(context, Counter())
-
-
-class Outputs:
-    """The outputs of one namespace, the oldest of which give way to new ones."""
-
-    def __init__(self, orders: int, capacity: int) -> None:
-        self.ngrams, self.capacity = NGrams(orders), capacity
-        self.texts: deque[list[int]] = deque()
-        self.tokens = 0
-
-    def extend(self, text: list[int], tokens: Tokens) -> None:
-        """Append tokens to an output."""
-        if not text:
-            self.texts.append(text)
-        start = len(text)
-        text.extend(tokens)
-        self.ngrams.count(text, start)
-        self.tokens += len(tokens)
-        while self.tokens > self.capacity and len(self.texts) > 1:
-            oldest = self.texts.popleft()
-            self.ngrams.count(oldest, times=-1)
-            self.tokens -= len(oldest)
-            oldest.clear()
 
 
 @dataclass
@@ -148,15 +118,12 @@ class LookaheadTrieSource(Source):
 
     def __init__(self, config: LookaheadTrieConfig | None = None) -> None:
         self.config = config or LookaheadTrieConfig()
-        self._outputs: dict[str, Outputs] = {}
-
-    def _of(self, namespace: str) -> Outputs:
-        return self._outputs.setdefault(namespace, Outputs(self.config.max_prefix, self.config.capacity))
+        self._outputs: dict[str, NGrams] = defaultdict(lambda: NGrams(self.config.max_prefix))
 
     def warm(self, namespace: str, sequences: Iterable[Tokens]) -> None:
-        """Learn from token ids as if they had been generated in ``namespace``."""
+        """Index token ids as if they had been generated in ``namespace``."""
         for sequence in sequences:
-            self._of(namespace).extend([], list(map(int, sequence)))
+            self._outputs[namespace].count(list(map(int, sequence)))
 
     def open(self, row: Row) -> _Live:
         own = NGrams(self.config.max_prefix)
@@ -172,7 +139,9 @@ class LookaheadTrieSource(Source):
         first, live.known = live.known, len(request)
         text = request.tokens[max(0, first - orders) :].tolist()
         live.own.count(text, min(first, orders))
-        self._of(request.drafts_from).extend(live.output, text[min(first, orders) :])
+        start = len(live.output)
+        live.output += text[min(first, orders) :]
+        self._outputs[request.drafts_from].count(live.output, start)
 
     def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
         return [self.draft(row, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
@@ -192,7 +161,7 @@ class LookaheadTrieSource(Source):
 
     def _followers(self, row: Row, context: tuple[int, ...]) -> Counter[int]:
         """Weighted counts of what followed a context, in the request's own text and in earlier outputs."""
-        weights: Counter[int] = Counter(self._of(row.request.drafts_from).ngrams.after(context))
+        weights: Counter[int] = Counter(self._outputs[row.request.drafts_from].after(context))
         for token, times in row.states[self].own.after(context).items():
             weights[token] += self.config.prompt_weight * times  # type: ignore[assignment]
         return weights

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.capacity.shapes import SHAPES, ModelShape
 from benchmarks.long_context.long_bench import Prefilled, RequestMaker, Tokens
@@ -29,7 +29,7 @@ from forerun.models.forward.scorer import Scorer
 POSITIONS = 1 << 20
 READ = 4096
 """Tokens whose keys and values are made at once."""
-SIMULATED = ("streaming", "triforce", "low-rank", "retrieval", "streaming-self", "h2o", "topk")
+SIMULATED = ("streaming", "triforce", "low-rank", "retrieval", "streaming-self", "topk")
 """Drafters whose acceptance rate can be given: those in which all levels are models."""
 
 
@@ -60,23 +60,10 @@ class SimulationOptions:
 def random_model(shape: ModelShape, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
     """A decoder of this shape with random weights."""
     torch.manual_seed(0)
+    config = shape.config(max_position_embeddings=POSITIONS)
     with torch.device(device):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(llama_config(shape), dtype=dtype)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval()
-
-
-def llama_config(shape: ModelShape) -> LlamaConfig:
-    """A configuration of this shape."""
-    return LlamaConfig(
-        num_hidden_layers=shape.layers,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocabulary,
-        max_position_embeddings=POSITIONS,
-    )
 
 
 @torch.inference_mode()
@@ -153,16 +140,13 @@ class SimulatedSampler(Sampler):
 
 
 def simulated(acceptance: float, small_acceptance: float, new_tokens: int, vocabulary: int) -> RequestMaker:
-    """Requests with given acceptance rates.
+    """Make requests with given acceptance rates, from 0 to 1.
 
     Args:
         acceptance: rate at which the target accepts drafts that it made over a sparse cache.
         small_acceptance: rate at which the level above accepts the small model's drafts.
         new_tokens: tokens to generate.
         vocabulary: size of the vocabulary that all models share.
-
-    Raises:
-        ValueError: for a value outside of 0 to 1.
     """
     for name, value in (("acceptance", acceptance), ("small_acceptance", small_acceptance)):
         if not 0 <= value <= 1:
@@ -180,11 +164,7 @@ def simulated(acceptance: float, small_acceptance: float, new_tokens: int, vocab
 
 
 def check_simulated(contestants: Sequence[str]) -> None:
-    """Refuse drafters whose acceptance rate cannot be given.
-
-    Raises:
-        ValueError: with their names.
-    """
+    """Raise a ValueError for drafters whose acceptance rate cannot be given."""
     wrong = [name for name in contestants if name not in ("none", *SIMULATED)]
     if wrong:
         raise ValueError(
