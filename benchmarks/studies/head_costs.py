@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.capacity.shapes import ModelShape
 from benchmarks.reporting.common_options import names
@@ -63,9 +63,9 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class HeadsOptions(OutputOptions):
-    """What a trained head costs on this machine, in plain passes of its target, with all logits and over a shortlist.
+    """What a trained head costs on this machine, in plain passes of its target; random weights of published shapes.
 
-    Weights are random, of published shapes. Writes JSON and Markdown.
+    Writes JSON and Markdown.
     """
 
     models: Annotated[str, option(panel="Model", help=f"Of {', '.join(MODELS)}. Commas between.", metavar="LIST")] = (
@@ -84,11 +84,7 @@ class HeadsOptions(OutputOptions):
 
 def random_target(shape: ModelShape, kind: Kind, layers: int) -> PreTrainedModel:
     """A Llama of a shape with fewer layers, and random weights."""
-    config = LlamaConfig(
-        hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim, vocab_size=shape.vocabulary,
-        num_hidden_layers=layers, tie_word_embeddings=True, max_position_embeddings=4096,
-    )  # fmt: skip
+    config = shape.config(num_hidden_layers=layers, tie_word_embeddings=True, max_position_embeddings=4096)
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.float32 if kind == "q8_0" else torch.bfloat16)
     model.to_empty(device="cpu").eval()
@@ -155,14 +151,7 @@ class Work:
 
 
 class HeadCosts:
-    """A shape's works: plain passes of two targets, and the head with all logits and over a shortlist.
-
-    Args:
-        shape: of the target.
-        kind: of its weights.
-        folder: for the head's files.
-        clock: gives seconds.
-    """
+    """Plain passes of two targets of a shape, and its head with all logits and over a shortlist."""
 
     def __init__(self, shape: ModelShape, kind: Kind, folder: Path, clock: Callable[[], float]) -> None:
         self.shape, self._clock = shape, clock

@@ -19,11 +19,7 @@ NEEDED = {"maths": "--maths", "prose": "--books", "code": "Python's own sources"
 
 
 def continuations(material: Material) -> Tasks:
-    """The tasks by name.
-
-    Args:
-        material: texts that no model here was trained on.
-    """
+    """Return the tasks by name; no model here was trained on ``material``."""
     return {name: functools.partial(_draw, name, material) for name in KINDS}
 
 

@@ -32,11 +32,7 @@ class Passages:
 
     @classmethod
     def read(cls, books: Path | None, seed: str) -> Passages:
-        """The ``.txt`` files of a folder, or the standard library's documentation.
-
-        Raises:
-            ValueError: if the folder has no such file, or none that is long enough.
-        """
+        """Read a folder's ``.txt`` files, or Python's documentation; raise a ValueError if all are short."""
         bodies = list(_books(books)) if books is not None else list(_documentation(seed))
         long = [body for body in bodies if sum(map(len, body)) > 2 * CHARS * LONGEST]
         if not long:
@@ -44,12 +40,7 @@ class Passages:
         return cls(long)
 
     def draw(self, rng: Random, count: Callable[[str], int]) -> str:
-        """A passage that begins with a paragraph and ends with a sentence.
-
-        Args:
-            rng: decides which.
-            count: tokens of a text.
-        """
+        """Draw a passage that begins with a paragraph and ends with a sentence; ``count`` returns a text's tokens."""
         low, high = SHORTEST * MARGIN, LONGEST / MARGIN
         while True:
             tokens = low * (high / low) ** rng.random()

@@ -33,12 +33,7 @@ _WORD = re.compile(r"[A-Za-z]{6,}")
 
 
 def questions(files: SourceOptions, count: Callable[[str], int]) -> Tasks:
-    """The tasks by name.
-
-    Args:
-        files: what they are drawn from.
-        count: tokens of a text.
-    """
+    """Return the tasks by name, drawn from ``files``; ``count`` returns a text's tokens."""
     passages = functools.cache(lambda: Passages.read(files.books, SEED))
     return {
         "maths": lambda wanted: [f"Solve step by step: {text}" for text in _asked("--maths", files.maths, wanted)],
@@ -69,11 +64,7 @@ def _asked(option: str, file: Path | None, wanted: int) -> list[str]:
 
 
 def read_questions(option: str, file: Path) -> Sequence[str]:
-    """The prompts of a file, without the template text around a question.
-
-    Raises:
-        ValueError: with the first line that has no prompt.
-    """
+    """Return a file's prompts without the template around a question; raise a ValueError for a line without one."""
     return [_question(place, row) for place, row in json_lines(file, option)]
 
 

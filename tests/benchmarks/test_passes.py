@@ -11,8 +11,7 @@ from support.tiny import tiny
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.studies.memory_bandwidth import BufferReader, weight_bytes
-from benchmarks.studies.passes import MEMORY, PassSizes, Work, measure, summarise
+from benchmarks.studies.passes import MEMORY, BufferReader, PassSizes, Work, measure, summarise, weight_bytes
 
 
 def ticking(step: float = 0.5):

@@ -1,19 +1,24 @@
-"""Write ``docs/results/models.md`` from the trials' results, and read its rows back for a test."""
+"""``python -m benchmarks models``: run the tests' tiny models, and write ``docs/results/models.md``."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from benchmarks.model_table.trials import BITS, bits, look, refusals, texts, variants
 from benchmarks.reporting.study_report import listing
 from forerun.bench.machine import machine
+from forerun.cli.options import DebugOptions, option
+from forerun.cli.terminal import progress_bar, stderr
 from forerun.models.heads.mtp import TRANSFORMERS_NAME
 
 Row = dict[str, str]
@@ -67,6 +72,28 @@ These are the words of the error when an engine is made.
 NOTES = """
 The reasons for `refused`: {reasons}. Requests with pictures are refused.
 """
+
+
+@dataclass(frozen=True)
+class ModelsOptions(DebugOptions):
+    """Run every tiny model of the tests, and write what each family does and what is refused; some five minutes."""
+
+    out: Annotated[Path, option("--out", panel="Output", help="The page.")] = PAGE
+
+
+def run(options: ModelsOptions) -> None:
+    """Write the page. Engines draft by a fixed cost curve, since times of models so small say nothing."""
+    from support.fixed_runtime import fixed_runtime  # of the tests, which ``trials`` puts into the path
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    found, every = list[Row](), variants()
+    with fixed_runtime(), progress_bar(stderr(), "models") as show:
+        for done, variant in enumerate(every):
+            show(done, len(every), variant.name)
+            exactness = {name: bits(variant, dtype) for name, dtype in BITS.items()}
+            found.append({"name": variant.name, **look(variant), **exactness, **texts(variant)})
+    options.out.write_text(page(merged(found), refusals()), encoding="utf-8")
 
 
 def merged(found: Sequence[Row]) -> list[Row]:
