@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.capacity.shapes import SHAPES, ModelShape
+from benchmarks.capacity.shapes import ModelShape
 from benchmarks.long_context.long_bench import Prefilled, RequestMaker, Tokens
-from forerun.cli.options import option
 from forerun.core.block import Block
 from forerun.core.pinned import brought
 from forerun.core.request import Request
@@ -29,32 +27,6 @@ from forerun.models.forward.scorer import Scorer
 POSITIONS = 1 << 20
 READ = 4096
 """Tokens whose keys and values are made at once."""
-SIMULATED = ("streaming", "triforce", "low-rank", "retrieval", "streaming-self", "topk")
-"""Drafters whose acceptance rate can be given: those in which all levels are models."""
-
-
-_SIMULATION = "Simulation"
-
-
-@dataclass(frozen=True)
-class SimulationOptions:
-    """Options of commands that can measure random weights with given acceptance rates."""
-
-    simulate_acceptance: Annotated[
-        float | None,
-        option("--simulate-acceptance", panel=_SIMULATION, help="Random weights; a sparse cache's drafts are accepted "
-               "with this probability.", min=0, max=1),
-    ] = None  # fmt: skip
-    simulate_small_acceptance: Annotated[
-        float, option("--simulate-small-acceptance", panel=_SIMULATION, help="The small model's drafts.", min=0, max=1)
-    ] = 0.45
-    shape: Annotated[
-        str, option("--shape", panel=_SIMULATION, metavar="NAME|SIZES", help=f"{', '.join(SHAPES)}, or "
-                    "layers,hidden,intermediate,heads,kv_heads,vocabulary.")
-    ] = "llama-2-7b"  # fmt: skip
-    draft_shape: Annotated[
-        str, option("--draft-shape", panel=_SIMULATION, metavar="NAME|SIZES", help="Of the small model.")
-    ] = "llama-68m"
 
 
 def random_model(shape: ModelShape, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
@@ -161,13 +133,3 @@ def simulated(acceptance: float, small_acceptance: float, new_tokens: int, vocab
         )
 
     return make
-
-
-def check_simulated(contestants: Sequence[str]) -> None:
-    """Raise a ValueError for drafters whose acceptance rate cannot be given."""
-    wrong = [name for name in contestants if name not in ("none", *SIMULATED)]
-    if wrong:
-        raise ValueError(
-            f"--simulate-acceptance states how often a model's drafts are accepted, and {', '.join(wrong)} drafts "
-            f"otherwise; possible are {', '.join(SIMULATED)}"
-        )

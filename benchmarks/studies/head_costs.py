@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, cast
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.capacity.shapes import ModelShape
@@ -38,7 +37,6 @@ from forerun.models.forward.static_lists import LISTED_TOKENS
 from forerun.models.heads.head import Growth, Head, HeadText
 from forerun.models.heads.loading import load_head
 from forerun.models.heads.shortlist import OWN_TOKENS, Shortlist
-from forerun.models.loading.stored_weights import StoredEmbedding, StoredLinear
 
 MODELS = {
     "qwen3.5-0.8b": ModelShape(24, 1024, 3584, 8, 2, 248320, 256, True),
@@ -53,10 +51,8 @@ CONTEXT = 64
 """Tokens before a pass; 512 rather cost more of a target with attention in all layers than of its head."""
 NAMED_TOKENS = 2048
 """Tokens that static lists are taken to name beyond the first ones."""
-Kind = Literal["bfloat16", "q8_0"]
-KINDS: tuple[Kind, ...] = ("bfloat16", "q8_0")
 COLUMNS = {
-    "model": "shape", "kind": "weights", "matrix": "logits over", "plain_ms": "plain pass, ms", "read": "read a token",
+    "model": "shape", "matrix": "logits over", "plain_ms": "plain pass, ms", "read": "read a token",
     "level": f"level of {WIDTH} nodes", "tree": "tree of 6 levels",
 }  # fmt: skip
 
@@ -71,49 +67,24 @@ class HeadsOptions(OutputOptions):
     models: Annotated[str, option(panel="Model", help=f"Of {', '.join(MODELS)}. Commas between.", metavar="LIST")] = (
         ",".join(MODELS)
     )
-    kinds: Annotated[str, option(panel="Model", help=f"Of {', '.join(KINDS)}. Commas between.", metavar="LIST")] = (
-        "bfloat16"
-    )
     rounds: Rounds = 7
     out: Out = Path("runs/heads")
 
     def __post_init__(self) -> None:
         names("--models", self.models, tuple(MODELS))
-        names("--kinds", self.kinds, KINDS)
 
 
-def random_target(shape: ModelShape, kind: Kind, layers: int) -> PreTrainedModel:
+def random_target(shape: ModelShape, layers: int) -> PreTrainedModel:
     """A Llama of a shape with fewer layers, and random weights."""
     config = shape.config(num_hidden_layers=layers, tie_word_embeddings=True, max_position_embeddings=4096)
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.float32 if kind == "q8_0" else torch.bfloat16)
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.to_empty(device="cpu").eval()
     model.model.rotary_emb.__init__(config)
     for weight in model.parameters():
         weight.requires_grad_(False)
         weight.fill_(1.0) if weight.dim() == 1 else weight.normal_(std=0.02)
-    if kind == "q8_0":
-        _store(model)
     return cast("PreTrainedModel", model)
-
-
-def _store(model: PreTrainedModel) -> None:
-    """Put stored weights in the place of all matrices."""
-    embedding: Any = model.get_input_embeddings()
-    rows = _random_blocks(*embedding.weight.shape)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear):
-            own = rows if name == "lm_head" else _random_blocks(module.out_features, module.in_features)
-            model.set_submodule(name, StoredLinear(own, "Q8_0", module.in_features, quantised=True))
-    model.set_input_embeddings(StoredEmbedding(rows, "Q8_0", embedding.embedding_dim))
-
-
-def _random_blocks(rows: int, columns: int) -> nn.Parameter:
-    """Blocks of 32 random bytes with a scale that makes their deviation 0.02."""
-    blocks = torch.randint(0, 256, (rows, columns // 32, 34), dtype=torch.uint8)
-    scale = np.frombuffer(np.float16(0.02 / 74).tobytes(), np.uint8).copy()
-    blocks[..., :2] = torch.from_numpy(scale)
-    return nn.Parameter(blocks.view(rows, -1), requires_grad=False)
 
 
 def random_head(shape: ModelShape, layers: int, folder: Path) -> Head:
@@ -153,9 +124,9 @@ class Work:
 class HeadCosts:
     """Plain passes of two targets of a shape, and its head with all logits and over a shortlist."""
 
-    def __init__(self, shape: ModelShape, kind: Kind, folder: Path, clock: Callable[[], float]) -> None:
+    def __init__(self, shape: ModelShape, folder: Path, clock: Callable[[], float]) -> None:
         self.shape, self._clock = shape, clock
-        self.targets = {layers: gate.admit(random_target(shape, kind, layers)) for layers in (1, SLOPE_LAYERS)}
+        self.targets = {layers: gate.admit(random_target(shape, layers)) for layers in (1, SLOPE_LAYERS)}
         self.head = random_head(shape, 1, folder)
         self.head.bind(self.targets[1])
         assert self.head.output is not None
@@ -227,11 +198,11 @@ class HeadCosts:
 
 
 @torch.inference_mode()
-def measure(name: str, kind: Kind, rounds: int, clock: Callable[[], float] = time.perf_counter) -> list[Row]:
+def measure(name: str, rounds: int, clock: Callable[[], float] = time.perf_counter) -> list[Row]:
     """Rows of a shape: with all logits, and over a shortlist. Costs are in plain passes."""
     shape = MODELS[name]
     with tempfile.TemporaryDirectory() as folder:
-        works = list(HeadCosts(shape, kind, Path(folder), clock).works())
+        works = list(HeadCosts(shape, Path(folder), clock).works())
     for turn in range(rounds + 1):
         shift = turn % len(works)
         for work in works[shift:] + works[:shift]:
@@ -239,7 +210,7 @@ def measure(name: str, kind: Kind, rounds: int, clock: Callable[[], float] = tim
     times = {work.name: median(work.seconds[1:]) for work in works}
     each = (times[f"pass {SLOPE_LAYERS}"] - times["pass 1"]) / (SLOPE_LAYERS - 1)
     plain = times["pass 1"] + (shape.layers - 1) * each
-    shared: Row = {"model": name, "kind": kind, "plain_ms": 1000 * plain, "layer_ms": 1000 * each}
+    shared: Row = {"model": name, "plain_ms": 1000 * plain, "layer_ms": 1000 * each}
     return [
         shared
         | {"matrix": matrix, "read": times["read"] / plain}
@@ -251,12 +222,11 @@ def measure(name: str, kind: Kind, rounds: int, clock: Callable[[], float] = tim
 def run(options: HeadsOptions) -> None:
     """Measure, print the table, and write JSON and Markdown."""
     report, rows = Report("What a trained head costs", plain_values(options)), list[Row]()
-    wanted = [(name, cast("Kind", kind)) for kind in names("--kinds", options.kinds, KINDS)
-              for name in names("--models", options.models, tuple(MODELS))]  # fmt: skip
+    wanted = names("--models", options.models, tuple(MODELS))
     with progress_bar(stderr(), "measuring") as show:
-        for done, (name, kind) in enumerate(wanted):
+        for done, name in enumerate(wanted):
             show(done, len(wanted))
-            rows += measure(name, kind, options.rounds)
+            rows += measure(name, options.rounds)
     said = (
         f"In plain passes of the target, scaled up from passes of 1 and {SLOPE_LAYERS} layers after {CONTEXT} tokens. "
         f"Shortlists have {LISTED_TOKENS + NAMED_TOKENS:,} tokens in common "

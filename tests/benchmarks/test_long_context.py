@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -34,9 +33,7 @@ from benchmarks.long_context.long_bench import (
 from benchmarks.long_context.needles import Haystack, NeedleQuestion, UnverifiedDecoder
 from benchmarks.long_context.texts import Texts
 from benchmarks.papers.baselines import SPARSE
-from benchmarks.papers.simulated_acceptance import check_simulated, random_model, random_prompt, simulated
-from benchmarks.reporting.study_report import Report
-from forerun.bench.report import pivot
+from benchmarks.papers.simulated_acceptance import random_model, random_prompt, simulated
 from forerun.core.long_context import LongContextConfig
 from forerun.core.stats import Stats
 from forerun.engine.engine import Engine
@@ -266,8 +263,6 @@ def test_shapes_are_checked() -> None:
             ModelShape.parse(text)
     with pytest.raises(ValueError, match="must be between 0 and 1"):
         simulated(1.2, 0.5, 8, 48)
-    with pytest.raises(ValueError, match="triforce-trie drafts otherwise"):
-        check_simulated(["triforce", "triforce-trie"])
 
 
 # --- texts, tables, the command
@@ -306,18 +301,6 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
             Texts.read([tmp_path / name], lambda text: [])
 
 
-def test_a_label_stands_on_everything_a_report_prints(tmp_path: Path) -> None:
-    report = Report("Title", {"rounds": 1}, "simulated acceptance 0.9")
-    rows = [{"a": "x", "b": 1, "c": 2.0}]
-    report.add("part", "Heading", rows, pivot(rows, "a", "b", lambda row: f"{row['c']:.1f}"))
-    paths = report.write(tmp_path, "it")
-    found = json.loads(paths[0].read_text())
-    assert found["simulated"] == found["parts"]["part"][0]["simulated"] == "simulated acceptance 0.9"
-    text = paths[1].read_text()
-    assert "# Title (simulated acceptance 0.9)" in text and "## Heading (simulated acceptance 0.9)" in text
-    assert "| a | 1 |\n|---|---|\n| x | 2.0 |" in text
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -327,14 +310,7 @@ def test_a_label_stands_on_everything_a_report_prints(tmp_path: Path) -> None:
         (("papers", "triforce", "--drafters", "magic"), "drafter is 'magic'"),
         (("papers", "triforce", "--drafters", "none"), "measured in any case"),
         (("papers", "triforce", "--text", "no.txt"), "--text is no.txt; there is no such"),
-        (("papers", "triforce", "--simulate-acceptance", "0.9", "--parts", "needles"), "random weights cannot find"),
-        (
-            ("papers", "triforce", "--simulate-acceptance", "0.9", "--dtype", "stored"),
-            "--dtype is stored, which is for GGUF",
-        ),
-        (("papers", "triforce", "--simulate-acceptance", "0.9", "--model", "x"), "give --shape"),
         (("papers", "triforce", "--yarn", "1"), "--yarn is 1; it must be above 1"),
-        (("papers", "triforce", "--simulate-acceptance", "0.9", "--yarn", "2"), "leave --yarn out"),
         (("papers", "triforce", "--contexts", "200000"), "the model has 131,072; give a shorter context, or --yarn 2"),
         (("papers", "triforce", "--batches", "2", "--batch-context", "200000"), "the model has 131,072"),
     ],
@@ -342,23 +318,6 @@ def test_a_label_stands_on_everything_a_report_prints(tmp_path: Path) -> None:
 def test_wrong_options_are_refused_in_one_line(arguments: tuple[str, ...], message: str) -> None:
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 2 and message in done.stderr and done.stderr.count("\n") == 1
-
-
-def test_a_simulation_runs_from_the_command_line_and_is_labelled(tmp_path: Path) -> None:
-    shape, small = "1,16,16,2,2,64", "1,16,16,2,2,32"
-    arguments = ["papers", "triforce", "--simulate-acceptance", "0.75", "--shape", shape, "--draft-shape", small]
-    sizes = ["--contexts", "40,80", "-n", "12", "--rounds", "1"]
-    cache = ["--cache-budget", "16", "--chunk", "4", "--window", "8"]
-    batch = ["--batches", "2", "--batch-budgets", "16", "--out", str(tmp_path), "--json"]
-    done = CliRunner().invoke(app, [*arguments, *sizes, *cache, *batch])
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert "simulated acceptance 0.75" in found["simulated"]
-    assert set(found["parts"]) == {"temperatures", "contexts", "batches"}
-    assert {row["context"] for row in found["parts"]["contexts"]} == {40, 80}
-    assert all("simulated acceptance 0.75" in row["simulated"] for rows in found["parts"].values() for row in rows)
-    assert {row["same_output"] for row in found["parts"]["contexts"]} == {1}
-    assert (tmp_path / "triforce-contexts.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_random_keys_come_with_queries_to_choose_by() -> None:
