@@ -75,7 +75,7 @@ class LazyGroup(TyperGroup):
 
 
 def _command(name: str, target: str) -> Any:
-    """The command whose options are at ``module:class``; ``run`` is in that module."""
+    """Return the command whose options are at ``module:class``; ``run`` is in that module."""
     module, _, options = target.partition(":")
     found: Any = getattr(importlib.import_module(f"benchmarks.{module}"), options)
     one = typer.Typer(pretty_exceptions_enable=False, add_completion=False)

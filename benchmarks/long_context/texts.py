@@ -41,21 +41,21 @@ class Texts:
         return cls(encode, [_text(file) for file in files], [file.name for file in files])
 
     def chars(self, index: int, count: int) -> str:
-        """At least ``count`` characters of prompt ``index``, if the text is that long."""
+        """Return at least ``count`` characters of prompt ``index``, if the text is that long."""
         if not self.bodies:
             return " ".join(tasks.filler(Random(f"{SEED}/{index}"), Material(), count))
         turn, file = divmod(index, len(self.bodies))
         return self.bodies[file][turn * count : (turn + 1) * count]
 
     def material(self, index: int) -> Material:
-        """The paragraphs of a prompt's file, for tasks; none if there are no files."""
+        """Return the paragraphs of a prompt's file, for tasks; none if there are no files."""
         if not self.bodies:
             return Material()
         parts = self.bodies[index % len(self.bodies)].split("\n\n")
         return Material(prose=tuple(part.strip() for part in parts if len(part.strip()) > 1))
 
     def chars_per_token(self, index: int) -> float:
-        """Average characters per token in that prompt's text."""
+        """Return the average characters per token in that prompt's text."""
         sample = self.chars(index, SAMPLE)
         return len(sample) / len(self.encode(sample))
 

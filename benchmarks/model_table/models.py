@@ -97,7 +97,7 @@ def run(options: ModelsOptions) -> None:
 
 
 def merged(found: Sequence[Row]) -> list[Row]:
-    """One row for each type. Its path is that of its plain shape, if there is one."""
+    """Return one row for each type. Its path is that of its plain shape, if there is one."""
     rows = []
     for kind in sorted({row["type"] for row in found}):
         shapes = [{**row, "shape": row["name"].partition(", ")[2]} for row in found if row["type"] == kind]
@@ -114,7 +114,7 @@ def merged(found: Sequence[Row]) -> list[Row]:
 
 
 def _together(results: Sequence[tuple[str, str]]) -> str:
-    """What came of a trial for all shapes; those that differ from the first one are named."""
+    """Return what came of a trial for all shapes; those that differ from the first one are named."""
     if not results:
         return "-"
     first = results[0][1]
@@ -123,7 +123,7 @@ def _together(results: Sequence[tuple[str, str]]) -> str:
 
 
 def own_drafter(kind: str) -> str:
-    """What models of a family bring to draft with, of what is supported."""
+    """Return what models of a family bring to draft with, of what is supported."""
     from support.qwen_mtp import FAMILIES
 
     kind = kind.removesuffix("_text")
@@ -134,7 +134,7 @@ def own_drafter(kind: str) -> str:
 
 
 def _also(kind: str) -> str:
-    """What tests of their own run a family as, by their lists."""
+    """Return what tests of their own run a family as, by their lists."""
     from support.gguf_hybrids import FAMILIES
     from test_as_stored import MIXTURES, NAMES
     from test_parallel import RECIPE_CASES
@@ -144,7 +144,7 @@ def _also(kind: str) -> str:
 
 
 def page(rows: Sequence[Row], refused: Mapping[str, str]) -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     reasons = sorted({why for row in rows for name in TRIALS for why in REASON.findall(row[name])})
     shown = [row | {name: REASON.sub("refused", row[name]) for name in TRIALS} for row in rows]
     here = machine()
@@ -161,7 +161,7 @@ def page(rows: Sequence[Row], refused: Mapping[str, str]) -> str:
 
 
 def read(text: str) -> tuple[list[Row], dict[str, str]]:
-    """The rows of a page, and its refusals."""
+    """Return the rows of a page, and its refusals."""
     works, _, refused = text.partition(REFUSED_HEAD)
     rows = [dict(zip(COLUMNS, cells, strict=True)) for cells in _cells(works)]
     return rows, {cells[0]: cells[1] for cells in _cells(refused)}

@@ -14,7 +14,7 @@ from forerun.decoding.recipes import Recipe, self_drafting, streaming_cache
 
 
 def streaming_llm(settings: LongContextConfig) -> CacheFactory:
-    """StreamingLLM's cache for the target itself (Xiao et al. 2023): its first and last tokens,
+    """Return StreamingLLM's cache for the target itself (Xiao et al. 2023): its first and last tokens,
     ``LongContextConfig.cache_budget`` of them."""
     return streaming_cache(settings, max(1, settings.cache_budget - settings.sinks))
 

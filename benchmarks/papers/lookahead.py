@@ -72,23 +72,23 @@ class MethodBench(TaskBench):
     """The contestants of ``python -m benchmarks tasks``, and methods on the same engine."""
 
     def contestant(self, method: Method) -> Contestant:
-        """Greedy generation with a fresh drafter in each turn, which knows nothing of other turns."""
+        """Return greedy generation with a fresh drafter in each turn."""
         return self.forerun(method.make, method.budget, method.pruned)
 
     def answers(self, method: Method, prompts: Sequence[Tokens], max_new_tokens: int) -> list[Tokens]:
-        """The target's answers to the prompts, one after another with one drafter; drafts do not change them."""
+        """Return the target's answers to the prompts, one after another with one drafter; drafts do not change them."""
         self.contestant(method).prepare()
         return [text for prompt in prompts for text in self.generate([prompt], max_new_tokens)[0]]
 
 
 def warmed(source: T, texts: Sequence[Tokens]) -> T:
-    """The source after learning the texts as if they had been generated."""
+    """Return the source after it indexed the texts as if they were generated."""
     source.warm("default", texts)
     return source
 
 
 def plain() -> Method:
-    """No drafts."""
+    """Return a method without drafts."""
     return Method(lambda setup: setup.over(Planner()))
 
 
@@ -104,7 +104,7 @@ def published(form: Form, lengths: Lengths, texts: Sequence[Tokens]) -> Method:
 
 
 def default(texts: Sequence[Tokens]) -> Method:
-    """Forerun's own trie: merged by probability; only nodes that pay are scored."""
+    """Return Forerun's own trie: merged by probability; only nodes that pay are scored."""
     return Method(lambda setup: warmed(TrieSource(), texts))
 
 

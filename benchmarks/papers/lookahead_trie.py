@@ -1,6 +1,6 @@
 """The Lookahead paper's trie and its three forms of a draft (sections 4.2 and 4.3.2), in plain Python.
 
-A stage takes the context of one length and adds the branches behind it, those of the largest weighted frequency first.
+A stage takes the context of one length and adds the branches after it, those of the largest weighted frequency first.
 A branch that is longer than the trie counts goes on from its last tokens. If a stage yields too few nodes, the next
 shorter context has a stage, too. Forerun's own trie (``forerun.trie``) goes by learned probability instead.
 """
@@ -67,7 +67,7 @@ class NGrams:
                 self.followers[tuple(text[place - order : place])][text[place]] += 1
 
     def after(self, context: tuple[int, ...]) -> Counter[int]:
-        """The followers of a context."""
+        """Return the followers of a context."""
         return self.followers.get(context, Counter())
 
 
@@ -89,7 +89,7 @@ class _Branches:
     weights: list[float] = field(default_factory=list)
 
     def path(self, node: int) -> list[int]:
-        """The nodes from the root to a node."""
+        """Return the nodes from the root to a node."""
         path: list[int] = []
         while node != ROOT:
             path.append(node)
@@ -97,12 +97,12 @@ class _Branches:
         return path[::-1]
 
     def child(self, parent: int, token: int) -> int:
-        """The child of a node with a token, or ``ROOT``."""
+        """Return the child of a node with a token, or ``ROOT``."""
         same = (n for n, above in enumerate(self.parents) if above == parent and self.tokens[n] == token)
         return next(same, ROOT)
 
     def side_by_side(self, budget: int) -> DraftTree:
-        """Every branch on its own, the heaviest leaf first, as far as the budget goes (section 4.2.1)."""
+        """Return every branch on its own, the heaviest leaf first, as far as the budget goes (section 4.2.1)."""
         leaves = sorted(set(range(len(self.tokens))) - set(self.parents), key=lambda leaf: -self.weights[leaf])
         tokens: list[int] = []
         parents: list[int] = []
@@ -147,7 +147,7 @@ class LookaheadTrieSource(Source):
         return [self.draft(row, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
 
     def draft(self, row: Row, budget: int) -> DraftTree:
-        """A tree of at most ``budget`` nodes after a row's text."""
+        """Return a tree of at most ``budget`` nodes after a row's text."""
         config, draft = self.config, _Branches()
         text = row.request.tokens[-config.max_prefix :].tolist()
         for length in range(min(config.max_prefix, len(text)), 0, -1):
@@ -160,14 +160,14 @@ class LookaheadTrieSource(Source):
         return DraftTree(np.array(draft.tokens, np.int64), np.array(draft.parents, np.int64))
 
     def _followers(self, row: Row, context: tuple[int, ...]) -> Counter[int]:
-        """Weighted counts of what followed a context, in the request's own text and in earlier outputs."""
+        """Return weighted counts of what followed a context, in the request's tokens and in earlier outputs."""
         weights: Counter[int] = Counter(self._outputs[row.request.drafts_from].after(context))
         for token, times in row.states[self].own.after(context).items():
             weights[token] += self.config.prompt_weight * times  # type: ignore[assignment]
         return weights
 
     def _stage(self, row: Row, draft: _Branches, text: list[int], length: int, budget: int) -> None:
-        """Add the branches behind the last ``length`` tokens to the draft."""
+        """Add the branches after the last ``length`` tokens to the draft."""
         orders, single = self.config.max_prefix, self.config.form == "single"
         deepest = min(row.request.max_draft_depth, self.config.branch_length - length)
         frontier: list[tuple[float, int, int, int]] = []  # minus the weight, order of entry, node above, token

@@ -30,7 +30,7 @@ READ = 4096
 
 
 def random_model(shape: ModelShape, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
-    """A decoder of this shape with random weights."""
+    """Return a decoder of this shape with random weights."""
     torch.manual_seed(0)
     config = shape.config(max_position_embeddings=POSITIONS)
     with torch.device(device):
@@ -90,24 +90,24 @@ class SimulatedSampler(Sampler):
         return token % self.vocabulary
 
     def choices(self, scores: torch.Tensor, positions: Sequence[int], salt: Salt = Salt.TARGET) -> torch.Tensor:
-        """``choose`` at each of these positions, on the scores' device."""
+        """Return ``choose`` at each of these positions, on the scores' device."""
         tokens = [self.choose(scores[:1], position, salt) for position in positions]
         return brought(torch.tensor(tokens), scores.device)
 
     def chances(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """The rate at which the level above agrees, for each token: random weights' own say nothing of that."""
+        """Return the rate at which the level above agrees, for each token: random weights' own say nothing of that."""
         return torch.full(tokens.shape, self.agreement[self.level - 1], dtype=torch.float64, device=tokens.device)
 
     def scores_of_rows(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits, unchanged."""
+        """Return the logits, unchanged."""
         return logits
 
     def scores(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """The logits, unchanged."""
+        """Return the logits, unchanged."""
         return logits
 
     def inner(self) -> Sampler:
-        """The sampler of the level below."""
+        """Return the sampler of the level below."""
         return replace(self, level=self.level + 1)
 
 

@@ -115,7 +115,7 @@ class TriforceOptions(OutputOptions, LongOptions, MemoryOptions, ModelOptions):
         return sorted(numbers("--contexts", self.contexts, int, 1))
 
     def rows(self, size: int) -> list[int]:
-        """Tokens of each row of a batch."""
+        """Return tokens of each row of a batch."""
         if self.batch_context is not None:
             return [self.batch_context] * size
         longest = self.lengths[-1] // size

@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).parents[1]
 
 
 def list_option(flag: str, panel: str, help: str) -> object:  # noqa: A002
-    """An option that is a comma-separated list."""
+    """Return an option that is a comma-separated list."""
     return option(flag, panel=panel, help=f"{help} Commas between.", metavar="LIST")
 
 

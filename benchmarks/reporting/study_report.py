@@ -22,7 +22,7 @@ def listing(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
 
 
 def speed_cell(row: Row) -> str:
-    """A speed-up, and the acceptance rate in brackets."""
+    """Return a speed-up, and the acceptance rate in brackets."""
     accepted = "" if row["acceptance"] is None else f" ({row['acceptance']:.3f})"
     return f"{row['speed_up']:.2f}x{accepted}"
 

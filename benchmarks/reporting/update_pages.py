@@ -61,7 +61,7 @@ round. `python -m benchmarks update-pages --tables bench` writes this page.
 
 
 def speed_table(reports: dict[str, Path]) -> str:
-    """Tokens per second and the ratio to transformers by task, for each measured type of weights."""
+    """Return tokens per second and the ratio to transformers by task, for each measured type of weights."""
     rows: list[Row] = []
     for dtype, report in reports.items():
         found = json.loads(report.read_text(encoding="utf-8"))["rows"]
@@ -77,7 +77,7 @@ def _speed(row: Row) -> str:
 
 
 def long_table(report: Path) -> str:
-    """Speed-up and acceptance rate by context, and by temperature at the longest one."""
+    """Return speed-up and acceptance rate by context, and by temperature at the longest one."""
     parts: dict[str, list[Row]] = json.loads(report.read_text(encoding="utf-8"))["parts"]
     contexts = [row | {"at": f"{row['context']:,} tokens"} for row in parts["contexts"]]
     shown = [row for row in parts.get("temperatures", []) if row["temperature"] in (0.6, 1.0)]
@@ -102,13 +102,13 @@ def slowness_table(reports: Sequence[Path]) -> str:
 
 
 def _measured(settings: Row, row: Row) -> str:
-    """The model with its type, the context and the batch of a cell."""
+    """Return the model with its type, the context and the batch of a cell."""
     dtype = "" if settings["dtype"] == "auto" else f", {settings['dtype']}"
     return f"{Path(settings['model']).name}{dtype}: {row['context']:,} x {row['batch']}"
 
 
 def _text(row: Row) -> str:
-    """The kind of text and the temperature of a cell."""
+    """Return the kind of text and the temperature of a cell."""
     return f"{row['kind']}, T {row['temperature']:g}" if row["temperature"] else str(row["kind"])
 
 
@@ -121,14 +121,14 @@ def _slowness(row: Row) -> str:
 
 
 def scaling_tables(report: Path) -> dict[str, str]:
-    """The capacity report's tables by their markers."""
+    """Return the capacity report's tables by their markers."""
     parts: dict[str, list[Row]] = json.loads(report.read_text(encoding="utf-8"))["parts"]
     found = {name: predicted_table(parts[name]) for name in ("predicted", "drafted")}
     return found | {"capacity": listing(parts["capacity"], COLUMNS)}
 
 
 def slowness_cells(page: str) -> dict[tuple[str, str], list[tuple[float, float]]]:
-    """The medians and worst runs of a page's table, by model and tokens of the prompt."""
+    """Return the medians and worst runs of a page's table, by model and tokens of the prompt."""
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for model, context, line in LINE.findall(page):
         values = [(float(middle), float(worst)) for middle, worst in CELL.findall(line)]
@@ -138,7 +138,7 @@ def slowness_cells(page: str) -> dict[tuple[str, str], list[tuple[float, float]]
 
 
 def short_slowness(page: str) -> str:
-    """A row for each model and length of prompt, over types, batches, texts and temperatures."""
+    """Return a row for each model and length of prompt, over types, batches, texts and temperatures."""
     lines = [SHORT_HEAD]
     for (model, context), values in slowness_cells(page).items():
         middles = sorted(middle for middle, _ in values)

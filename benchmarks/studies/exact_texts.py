@@ -27,7 +27,7 @@ from forerun.engine.engine import Engine
 from forerun.models.loading.load import BUNDLED, load, load_draft
 
 SHORT, LONG = (5, 17, 40, 81, 133, 178, 260, 520), (1500, 6000)
-"""Tokens of the prompts; behind long ones drafters for long contexts alone are tried."""
+"""Tokens of the prompts; only drafters for long contexts run after the long ones."""
 TEMPERATURES = (0.0, 0.6, 1.0)
 BATCH = (5, 133, 40, 260)
 SEED = 7
@@ -89,7 +89,7 @@ def _corpus(path: Path | None) -> str:
 def _cells(
     name: str, text: Sequence[int], options: ExactTextsOptions
 ) -> Iterator[tuple[tuple[Any, ...], list[list[int]], float]]:
-    """Prompts, alone and in a batch, and temperatures, with a name for each."""
+    """Yield prompts, alone and in a batch, and temperatures, with a name for each."""
     lengths = (*SHORT, *(LONG if name in FAR else ()))
     for turn in range(options.prompts):
         for temperature in TEMPERATURES:
@@ -111,7 +111,7 @@ _plain: dict[tuple[Any, ...], list[int]] = {}
 def _texts(
     engine: Engine, name: str, settings: LongContextConfig, prompts: list[list[int]], temperature: float, count: int
 ) -> list[dict[str, Any]]:
-    """Each prompt's text with the drafter, in one batch, beside its text alone without one."""
+    """Return whether each prompt's output with the drafter, in one batch, is that of the prompt alone without one."""
     how = {"max_new_tokens": count, **sampling(temperature, SEED)}
     expected = [_without(engine, prompt, temperature, how) for prompt in prompts]
     engine.set_drafter(name, settings)

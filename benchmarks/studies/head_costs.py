@@ -75,7 +75,7 @@ class HeadsOptions(OutputOptions):
 
 
 def random_target(shape: ModelShape, layers: int) -> PreTrainedModel:
-    """A Llama of a shape with fewer layers, and random weights."""
+    """Return a Llama of a shape with fewer layers, and random weights."""
     config = shape.config(num_hidden_layers=layers, tie_word_embeddings=True, max_position_embeddings=4096)
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.bfloat16)
@@ -88,7 +88,7 @@ def random_target(shape: ModelShape, layers: int) -> PreTrainedModel:
 
 
 def random_head(shape: ModelShape, layers: int, folder: Path) -> Head:
-    """An EAGLE-3 head of a target's width, without matrices of the vocabulary."""
+    """Return an EAGLE-3 head of a target's width, without matrices of the vocabulary."""
     size, kv = shape.hidden, shape.kv_heads * shape.head_dim
     wide = shape.heads * shape.head_dim
     parts = {"q": (wide, 2 * size), "k": (kv, 2 * size), "v": (kv, 2 * size), "o": (size, wide)}
@@ -147,7 +147,7 @@ class HeadCosts:
         return torch.randn(count, 3 * self.shape.hidden, dtype=torch.float32)
 
     def works(self) -> Iterator[Work]:
-        """All of them."""
+        """Yield all of them."""
         for layers, target in self.targets.items():
             yield Work(f"pass {layers}", self._plain(target))
         yield Work("read", self._read)
@@ -170,7 +170,7 @@ class HeadCosts:
         return run
 
     def _read(self) -> float:
-        """A committed token more."""
+        """Time the record of a committed token."""
         tokens = np.append(self._tokens, self._rng.integers(0, self.shape.vocabulary, self._end + 2 - CONTEXT))
         states, began = self._states(1), self._clock()
         self.head.record(self._text, tokens[: self._end + 2], self._end, states)
@@ -179,7 +179,7 @@ class HeadCosts:
         return self._clock() - began
 
     def _level(self, shortlist: Shortlist | None, levels: int) -> float:
-        """The root's logits and those of further levels; of a single level, that one alone."""
+        """Time the root's logits and those of further levels; of a single level, that one alone."""
         text = self._text
         text.shortlist = shortlist
         began = self._clock()
@@ -199,7 +199,7 @@ class HeadCosts:
 
 @torch.inference_mode()
 def measure(name: str, rounds: int, clock: Callable[[], float] = time.perf_counter) -> list[Row]:
-    """Rows of a shape: with all logits, and over a shortlist. Costs are in plain passes."""
+    """Return rows of a shape: with all logits, and over a shortlist. Costs are in plain passes."""
     shape = MODELS[name]
     with tempfile.TemporaryDirectory() as folder:
         works = list(HeadCosts(shape, Path(folder), clock).works())

@@ -160,7 +160,7 @@ def _works(model: PreTrainedModel, sizes: PassSizes) -> Iterator[Work]:
 
 
 def _our_passes(engine: Engine, text: np.ndarray, sizes: PassSizes) -> Iterator[tuple[int, Callable[[], None]]]:
-    """Forerun's scorer over a chain, as in a verifying step; nothing of it stays in the cache."""
+    """Yield Forerun's passes over a chain, as in a verifying step; nothing of it stays in the cache."""
     cache = engine.prefill(text[: sizes.context + 1].tolist(), max(sizes.passes) + 1)
     for count in sizes.passes:
         tokens = text[sizes.context : sizes.context + count]
@@ -175,7 +175,7 @@ def _our_passes(engine: Engine, text: np.ndarray, sizes: PassSizes) -> Iterator[
 def _their_passes(
     model: PreTrainedModel, text: np.ndarray, context: int
 ) -> Iterator[tuple[int, Callable[[], None], Callable[[], None]]]:
-    """The model's own call with a ``DynamicCache``; what it appends is cut off again."""
+    """Yield the model's own calls with a ``DynamicCache``; what they append is cut off again."""
     cache = DynamicCache()
     if context:
         _call(model, text[:context], cache, logits_to_keep=1)

@@ -75,7 +75,7 @@ class SpecBenchOptions(OutputOptions, SourceOptions, ModelOptions):
             raise ValueError(f"--{given[0]} is for --tasks")
 
     def budgets(self) -> list[int]:
-        """Most nodes of a draft, of each contestant in turn."""
+        """Return the most nodes of a draft, of each contestant in turn."""
         return numbers("--budget", self.budget, int, 1)
 
 
@@ -96,7 +96,7 @@ class SpecBench(Bench):
             self.sampling = {"do_sample": True, "temperature": options.temperature, "seed": 0}
 
     def answer(self, prompt: Tokens) -> str:
-        """The model's answer."""
+        """Return the model's answer."""
         [text], _ = self.generate([prompt], self._options.max_new_tokens)
         return str(self._tokenizer.decode(text, skip_special_tokens=True))
 
@@ -107,11 +107,11 @@ class SpecBench(Bench):
         return series
 
     def of_transformers(self) -> Makers:
-        """What builds those of transformers, where times are compared and texts are greedy."""
+        """Return what builds those of transformers, where times are compared and texts are greedy."""
         return {} if self._options.every_node or self._options.temperature else self.baselines()
 
     def contestants(self, job: PromptSet) -> dict[str, Contestant]:
-        """By name; the first is what the others are compared with."""
+        """Return the contestants by name; the first is what the others are compared with."""
         options = self._options
         found = self._built(self.of_transformers())
         for name in options.drafter or DRAFTERS:
@@ -121,7 +121,7 @@ class SpecBench(Bench):
         return found
 
     def _keeping(self, name: str, budget: int, first: Tokens) -> Contestant:
-        """A drafter that is made anew for the first prompt, and kept for those behind it."""
+        """Return a drafter that is made for the first prompt and kept for the next ones."""
         kept: list[Level] = []
 
         def run(rows: Rows, max_new_tokens: int) -> Run:
@@ -231,7 +231,7 @@ def _tasks(options: SpecBenchOptions, encoder: TemplateEncoder, positions: int |
 
 
 def _measured(bench: SpecBench, job: PromptSet, journal: Journal) -> list[Series]:
-    """A category's runs: those in the journal, or new ones. A category is measured as a whole, as drafters learn."""
+    """Return a category's runs: the journal's, or new ones of all of it, since drafters keep what they index."""
     key, names = TurnKey.of(job.task, 0, job.prompts, job.max_new_tokens), list(bench.contestants(job))
     turn = journal.find(key, names)
     if turn is None:
@@ -244,7 +244,7 @@ def _measured(bench: SpecBench, job: PromptSet, journal: Journal) -> list[Series
 
 
 def _totals(measured: Mapping[str, list[Series]], groups: Mapping[str, list[str]]) -> dict[str, list[Series]]:
-    """Over all categories of each group: every prompt counts as one of a single task."""
+    """Return the series of each group's categories, joined as those of one task."""
     found = {}
     for name, categories in groups.items():
         parts = [measured[category] for category in categories if category in measured]

@@ -24,7 +24,7 @@ def continuations(material: Material) -> Tasks:
 
 
 def _draw(name: str, material: Material, count: int) -> list[str]:
-    """``count`` different prompts: one that is measured must not be among those that warm drafters have seen."""
+    """Return ``count`` different prompts: one that is measured must not be among those that warm drafters have seen."""
     kind = KINDS[name]
     if kind in NEEDED and not getattr(material, kind):
         raise LackingError(f"needs a text for {kind} ({NEEDED[kind]})")

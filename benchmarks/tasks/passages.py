@@ -52,7 +52,7 @@ class Passages:
 
 
 def sources(seed: str) -> Iterator[tuple[str, ast.Module]]:
-    """The standard library's files as text and parsed, in an order given by the seed."""
+    """Yield the standard library's files as text and parsed, in an order given by the seed."""
     paths = stdlib_files()
     Random(seed).shuffle(paths)
     for path in paths:
@@ -64,7 +64,7 @@ def sources(seed: str) -> Iterator[tuple[str, ast.Module]]:
 
 
 def sentences(passage: str) -> list[str]:
-    """The sentences of a passage, unchanged."""
+    """Return the sentences of a passage, unchanged."""
     ends = [0, *(match.end() for match in _END.finditer(passage)), len(passage)]
     return [part for begin, end in itertools.pairwise(ends) if (part := passage[begin:end].strip())]
 
@@ -75,7 +75,7 @@ def _books(folder: Path) -> Iterator[list[str]]:
 
 
 def _documentation(seed: str) -> Iterator[list[str]]:
-    """Docstrings of modules, classes and functions: one list per module with enough of them."""
+    """Yield docstrings of modules, classes and functions: one list per module with enough of them."""
     found = 0
     for _, module in sources(seed):
         body = [part for text in _docstrings(module) for part in paragraphs(text)]
@@ -95,7 +95,7 @@ def _docstrings(module: ast.Module) -> Iterator[str]:
 
 
 def _from(body: Sequence[str], start: int, chars: int) -> str:
-    """Paragraphs from ``start`` on, until they have ``chars`` characters."""
+    """Return paragraphs from ``start`` on, until they have ``chars`` characters."""
     taken: list[str] = []
     size = 0
     for part in body[start:]:
@@ -107,6 +107,6 @@ def _from(body: Sequence[str], start: int, chars: int) -> str:
 
 
 def _cut(text: str, chars: int) -> str:
-    """The text up to the last end of a sentence within ``chars`` characters."""
+    """Return the text up to the last end of a sentence within ``chars`` characters."""
     ends = [match.end() for match in _END.finditer(text[:chars])]
     return text[: ends[-1] if ends else chars].strip()

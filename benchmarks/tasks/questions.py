@@ -50,7 +50,7 @@ def _rng(task: str, number: int) -> Random:
 
 
 def _asked(option: str, file: Path | None, wanted: int) -> list[str]:
-    """``wanted`` different questions of a file, shuffled in a fixed order."""
+    """Return ``wanted`` different questions of a file, shuffled in a fixed order."""
     if file is None:
         raise LackingError(f"needs a file of questions ({option})")
     found = sorted(set(read_questions(option, file)))
@@ -80,7 +80,7 @@ def _complete(function: str) -> str:
 
 
 def _from_passage(rng: Random, passages: Passages, count: Callable[[str], int]) -> str:
-    """A question about a passage; its topic is a word of one of the passage's sentences."""
+    """Return a question about a passage; its topic is a word of one of the passage's sentences."""
     passage = passages.draw(rng, count)
     about = _topic(rng.choice(sentences(passage)), passage)
     question = f'What does the passage say about "{about}"? Quote the sentences that you use.'
@@ -88,7 +88,7 @@ def _from_passage(rng: Random, passages: Passages, count: Callable[[str], int]) 
 
 
 def _topic(sentence: str, passage: str) -> str:
-    """The word of a sentence, except its first, that is most frequent in the passage; the longest of equals."""
+    """Return the word of a sentence, except its first, that is most frequent in the passage; the longest of equals."""
     words = _WORD.findall(sentence.partition(" ")[2]) or _WORD.findall(passage)
     return max(words, key=lambda word: (passage.count(word), len(word)), default="this")
 
