@@ -1,9 +1,9 @@
 """What studies, reproduces or trains: ``python -m benchmarks`` (``__main__.py`` has the table of commands).
 
 - ``reporting``: options that commands share, reports with their tables and plots, and the tables of README and docs
-- ``tasks``, ``specbench``: prompts and contestants beside those of ``forerun bench``; ``peers`` are other engines
+- ``tasks``: prompts and contestants beside those of ``forerun bench``; ``peers`` are other engines
 - ``papers``: the papers' methods as drafters and caches (``baselines.py`` names them), and the papers' tables
-- ``long_context``, ``studies``: decoding after long prompts; single questions
+- ``long_context``: decoding after long prompts; ``studies``: single questions
 - ``server``: servers under load (``load_*.py``), fuzzed, killed, attacked and soaked
 - ``gpu``, ``capacity``, ``model_table``: a GPU in ten minutes, devices by arithmetic, ``docs/results/models.md``
 - ``training``: the bundled models, heads, the trie's prior, and the seeded tasks that they and the benchmarks share

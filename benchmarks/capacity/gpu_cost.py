@@ -10,12 +10,12 @@ TriForce makes E = (1 - a^(g+1)) / (1 - a) tokens in g drafts, one verification 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import ceil
 from typing import NamedTuple
 
-from benchmarks.capacity.capacity import DEVICES, Machine, fit
+from benchmarks.capacity.devices import DEVICES, Machine, fit
 from benchmarks.capacity.shapes import ModelShape
-from benchmarks.capacity.speculation import chain_seconds, expected_tokens
 from forerun.kernels.gpu.pass_tables import splits_of
 
 CARDS = ("h100", "h200", "a100-80gb", "rtx-4090")
@@ -69,7 +69,7 @@ CODES = {"before": BEFORE, "after": AFTER}
 
 
 def pass_milliseconds(shape: ModelShape, card: str, context: int, code: Code) -> float:
-    """A pass over one token of one row after ``context`` tokens."""
+    """Return the milliseconds of a pass over one token of one row after ``context`` tokens."""
     bandwidth = DEVICES[card].bandwidth * BANDWIDTH_SHARE / 1e6  # bytes a microsecond
     share = code.grouped_scan_share if shape.heads > shape.kv_heads else code.scan_share
     reading = (shape.pass_bytes + shape.token_kv_bytes * context / share) / bandwidth
@@ -77,7 +77,7 @@ def pass_milliseconds(shape: ModelShape, card: str, context: int, code: Code) ->
     network = shape.hidden * shape.intermediate * shape.weight_bytes
 
     def seen(cost: float, weights: float) -> float:
-        """What is left of a kernel's cost where the next product's weights are read meanwhile."""
+        """Return what is left of a kernel's cost while the next product's weights are read."""
         hidden = min(max(0.0, cost - LAUNCH_MICROSECONDS), min(code.prefetched, weights) / bandwidth)
         return cost - (hidden if card in PREFETCHING_CARDS else 0.0)
 
@@ -114,6 +114,40 @@ ACCEPTANCES = (0.9, 0.923)
 """The second is that of the paper at temperature 0 (table 2)."""
 
 
+Seconds = Callable[[int], float]
+"""Seconds of a pass by its tokens."""
+
+
+def expected_tokens(acceptance: float, drafts: int) -> float:
+    """Return the expected tokens of a step that verifies a chain, if each draft is accepted with this probability
+    (Leviathan et al., 2023, equation 1; reference [22] of the TriForce paper)."""
+    return sum(acceptance**i for i in range(drafts + 1))
+
+
+def chain_seconds(most: int, gamma1: int, acceptance: float, middle: Seconds, small: float | None) -> list[float]:
+    """Return the expected seconds in which a middle level makes chains of 0, 1, ..., ``most`` tokens.
+
+    Args:
+        gamma1: tokens that the small model drafts at a time.
+        acceptance: rate at which the middle level accepts them.
+        middle: the middle level's passes.
+        small: seconds of the small model's pass over one token; None if there is no small model.
+    """
+    if small is None:
+        return [drafts * middle(1) for drafts in range(most + 1)]
+    found = [0.0]
+    for missing in range(1, most + 1):
+        tested = min(gamma1, missing - 1)
+        rest = sum(chance * found[missing - 1 - n] for n, chance in enumerate(_accepted(acceptance, tested)))
+        found.append(gamma1 * small + middle(tested + 1) + rest)
+    return found
+
+
+def _accepted(acceptance: float, tested: int) -> list[float]:
+    """Return chances that 0, 1, ... of so many chained drafts are accepted."""
+    return [acceptance**n * (1 - acceptance) for n in range(tested)] + [acceptance**tested]
+
+
 class StepCosts(NamedTuple):
     """Milliseconds of a speculation step's parts: a plain pass, the verification, a draft of the middle level, one of
     the small level, and all else."""
@@ -137,7 +171,7 @@ def step_costs(card: str, code: Code, offloaded: bool = False) -> StepCosts:
 
 
 def speed_up(costs: StepCosts, acceptance: float, hierarchy: bool) -> float:
-    """Over plain decoding, with the draft length that is best."""
+    """Return the speed-up over plain decoding, with the best draft length."""
     drafting = chain_seconds(
         MOST_DRAFTS, SMALL_DRAFTS, SMALL_ACCEPTANCE, lambda tokens: costs.draft, costs.small if hierarchy else None
     )
@@ -148,6 +182,6 @@ def speed_up(costs: StepCosts, acceptance: float, hierarchy: bool) -> float:
 
 
 def fits(shape: ModelShape, card: str, context: int) -> bool:
-    """Whether one card holds the weights, keys and values."""
+    """Return whether one card holds the weights, keys and values."""
     found = fit(shape, Machine(DEVICES[card]), context)
     return found.possible and not found.streamed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from benchmarks.capacity.capacity import DEVICES
+from benchmarks.capacity.devices import DEVICES
 from benchmarks.capacity.gpu_cost import (
     ACCEPTANCES,
     BANDWIDTH_SHARE,
@@ -33,7 +33,7 @@ level is under them, and where keys and values are."""
 
 
 def plain_rows() -> Iterator[Row]:
-    """Milliseconds a token of plain decoding, on each card that holds the model and the text."""
+    """Yield milliseconds a token of plain decoding, on each card that holds the model and the text."""
     for name, shape in MODELS.items():
         for context in (each for each in CONTEXTS if (name, each) in MEASURED):
             for card in (each for each in CARDS if fits(shape, each, context)):
@@ -47,7 +47,7 @@ def plain_rows() -> Iterator[Row]:
 
 
 def triforce_rows() -> Iterator[Row]:
-    """Speed-ups of Llama-2-7B's shape after 122,000 tokens."""
+    """Yield speed-ups of Llama-2-7B's shape after 122,000 tokens."""
     for drafts, (kind, hierarchy, offloaded) in DRAFTS.items():
         for acceptance in ACCEPTANCES:
             for card in CARDS:
@@ -63,7 +63,7 @@ def triforce_rows() -> Iterator[Row]:
 
 
 def add_predicted(report: Report) -> None:
-    """Both tables, and a plot of plain decoding's share of each card's bandwidth."""
+    """Add both tables, and a plot of plain decoding's share of each card's bandwidth."""
     plain, drafted = list(plain_rows()), list(triforce_rows())
     report.add("predicted", "Milliseconds a token of plain decoding, predicted", plain, predicted_table(plain))
     report.add("drafted", "Speed-up of TriForce, predicted", drafted, predicted_table(drafted))
@@ -71,7 +71,7 @@ def add_predicted(report: Report) -> None:
 
 
 def predicted_table(rows: Sequence[Row]) -> str:
-    """A line for each case, a column for each card, and the error where a card was measured."""
+    """Return a line for each case, a column for each card, and the error where a card was measured."""
     cases: dict[str, Row] = {}
     for row in rows:
         line = cases.setdefault(row["case"], {"case": row["case"]})
@@ -82,7 +82,7 @@ def predicted_table(rows: Sequence[Row]) -> str:
 
 
 def share_plot(plain: Sequence[Row]) -> tuple[Frame, list[str], list[Line]]:
-    """Frame, groups and bars of the plot."""
+    """Return frame, groups and bars of the plot."""
     groups = list(dict.fromkeys(row["case"].replace(", ", "\n") for row in plain))
     lines = []
     for card in CARDS:

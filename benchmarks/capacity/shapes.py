@@ -7,6 +7,9 @@ The shape is Llama's: per layer four attention matrices and a gated network of t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from transformers import LlamaConfig
 
 SHAPES = {
     "llama-2-7b": (32, 4096, 11008, 32, 32, 32000),
@@ -58,11 +61,7 @@ class ModelShape:
 
     @classmethod
     def parse(cls, text: str) -> ModelShape:
-        """A name of ``SHAPES``, or layers,hidden,intermediate,heads,kv_heads,vocabulary.
-
-        Raises:
-            ValueError: for anything else.
-        """
+        """Parse a name of ``SHAPES``, or layers,hidden,intermediate,heads,kv_heads,vocabulary."""
         if text in SHAPES:
             return cls(*SHAPES[text])
         parts = text.split(",")
@@ -110,12 +109,11 @@ class ModelShape:
         """Bytes of one token's keys and values, over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_bytes
 
-    @property
-    def linear_operations(self) -> float:
-        """Operations of a token's matrix products with weights; a multiplication and an addition are two."""
-        return 2.0 * self.read_weights
-
-    @property
-    def pair_operations(self) -> float:
-        """Operations of a token's attention for each token that it looks back on: a score and a weighted value."""
-        return 4.0 * self.layers * self.heads * self.head_dim
+    def config(self, **more: Any) -> LlamaConfig:
+        """Return transformers' configuration of a Llama of this shape."""
+        sizes = {
+            "num_hidden_layers": self.layers, "hidden_size": self.hidden, "intermediate_size": self.intermediate,
+            "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim,
+            "vocab_size": self.vocabulary,
+        }  # fmt: skip
+        return LlamaConfig(**sizes | more)

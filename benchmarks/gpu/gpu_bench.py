@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.capacity.shapes import ModelShape
 from benchmarks.papers.simulated_acceptance import random_model, random_prompt
-from benchmarks.studies.memory_bandwidth import BufferReader
+from benchmarks.studies.passes import BufferReader
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.kv.full_cache import FullCache

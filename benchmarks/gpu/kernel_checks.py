@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -116,10 +116,16 @@ def _convolve(inputs: Sequence[torch.Tensor], parents: IntArray) -> torch.Tensor
 
 def _attend(q: torch.Tensor, text: torch.Tensor, context: int) -> torch.Tensor:
     """Attention of the queries ``[1, H, n, d]`` after ``context`` tokens of a text ``[2, Hkv, room, d]``."""
+    return attention_call(q, *text, context)()
+
+
+def attention_call(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, context: int
+) -> Callable[[], torch.Tensor]:
+    """What runs the attention of a layer: queries ``[1, H, n, d]`` after ``context`` keys ``[Hkv, room, d]``."""
     from forerun.kernels.gpu import attend
     from forerun.kernels.gpu.pass_tables import PassDescription, PassTables, scan_programs
 
-    keys, values = text
     block = Block(np.zeros(1, np.int64), DraftTree.chain(np.arange(q.shape[2] - 1)), context)
     addresses = np.array([[[keys.data_ptr(), values.data_ptr()]]])
     strides = np.array([[[*keys.stride()[:2], *values.stride()[:2]]]])
@@ -127,7 +133,12 @@ def _attend(q: torch.Tensor, text: torch.Tensor, context: int) -> torch.Tensor:
     batch = PassDescription([block], addresses, strides, block.positions, group, programs)
     places = PassTables(batch.sizes, q.device, batch.aligned)
     places.fill(batch)
-    return attend.attend(0, q, len(keys), places, AttentionSpec(q.shape[3] ** -0.5))
+    spec = AttentionSpec(q.shape[3] ** -0.5)
+
+    def work(held: tuple[torch.Tensor, torch.Tensor] = (keys, values)) -> torch.Tensor:  # tables have addresses only
+        return attend.attend(0, q, len(held[0]), places, spec)
+
+    return work
 
 
 def _random(*shape: int) -> torch.Tensor:

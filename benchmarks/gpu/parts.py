@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 
 from benchmarks.capacity.shapes import ModelShape
@@ -16,8 +15,6 @@ from benchmarks.gpu import kernel_checks
 from benchmarks.gpu.gpu_bench import GpuBench, block_of
 from benchmarks.gpu.kernel_times import kernel_events, kernel_rows
 from forerun.bench.machine import Row
-from forerun.core.block import Block
-from forerun.kernels.attention.attention import AttentionSpec
 from forerun.models.forward.gpu_scorer import GpuScorer
 
 TRIVIAL_KERNELS = 300
@@ -149,27 +146,9 @@ def choices(bench: GpuBench) -> Iterator[Row]:
 
 def _attention(bench: GpuBench, shape: ModelShape, context: int, tokens: int) -> Callable[[], Any]:
     """Attention of one layer."""
-    from forerun.kernels.gpu import attend
-    from forerun.kernels.gpu.pass_tables import PassDescription, PassTables, scan_programs
-
-    keys, values = torch.zeros(
-        2, shape.kv_heads, context + tokens, shape.head_dim, dtype=bench.dtype, device=bench.device
-    )
+    text = torch.zeros(2, shape.kv_heads, context + tokens, shape.head_dim, dtype=bench.dtype, device=bench.device)
     q = torch.zeros(1, shape.heads, tokens, shape.head_dim, dtype=bench.dtype, device=bench.device)
-    addresses = np.array([[[keys.data_ptr(), values.data_ptr()]]])
-    strides = np.array([[[*keys.stride()[:2], *values.stride()[:2]]]])
-    block: Block = block_of(tokens, context)
-    programs = scan_programs(bench.device, shape.kv_heads)
-    group = shape.heads // shape.kv_heads
-    batch = PassDescription([block], addresses, strides, block.positions, group, programs)
-    places = PassTables(batch.sizes, bench.device, batch.aligned)
-    places.fill(batch)
-    spec = AttentionSpec(shape.head_dim**-0.5)
-
-    def work(held: tuple[torch.Tensor, torch.Tensor] = (keys, values)) -> torch.Tensor:  # tables have addresses only
-        return attend.attend(0, q, len(held[0]), places, spec)
-
-    return work
+    return kernel_checks.attention_call(q, *text, context)
 
 
 def _products(bench: GpuBench, shape: ModelShape) -> Iterator[Row]:

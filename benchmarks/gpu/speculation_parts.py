@@ -12,10 +12,8 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.gpu_bench import GpuBench, block_of
-from benchmarks.long_context.long_bench import LongBench, LongSeries, Prefilled, RequestMaker
-from benchmarks.long_context.rows import summarise
+from benchmarks.long_context.long_bench import LongBench, LongSeries, Prefilled, RequestMaker, Traffic, summarise
 from benchmarks.papers.simulated_acceptance import random_prompt, simulated
-from benchmarks.studies.offload import Traffic
 from forerun.bench.machine import Row
 from forerun.core.long_context import LongContextConfig
 from forerun.engine.engine import Engine

@@ -1,1 +1,1 @@
-"""Long contexts: what is measured on a prompt that was read once."""
+"""Decoding after a long prompt that is prefilled once."""

@@ -1,22 +1,24 @@
-"""Decoding after a long prompt: every contestant continues from the same prefilled cache, in turns with plain decoding.
+"""Decoding after a long prompt: every contestant continues from one prefilled cache, in turns with plain decoding.
 
-A prompt of 100,000 tokens takes minutes to read and seconds to continue. So it is read once, and before each run the
-cache is cut back to the prompt. Contestants start fresh each time and take turns within a round. The order rotates from
-round to round.
+A prompt of 100,000 tokens needs minutes of prefill and seconds of decoding. So it is prefilled once, and before each
+run the cache is cut back to the prompt. Drafters start fresh each time and take turns within a round, in an order that
+rotates from round to round.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.papers.baselines import RECIPES
-from benchmarks.reporting.progress import progress_lines
+from forerun.bench.machine import Row
 from forerun.bench.rounds import sampling
 from forerun.cli.terminal import say
 from forerun.core.long_context import LongContextConfig
@@ -25,10 +27,13 @@ from forerun.core.stats import Stats
 from forerun.decoding.recipes import build
 from forerun.engine.engine import Engine
 from forerun.kv.full_cache import FullCache
+from forerun.kv.offloaded import CopyEngine
 from forerun.models.forward.prefill import read_prompt
 
 PLAIN = "none"
-"""The baseline: plain autoregression."""
+"""The baseline: plain decoding."""
+SILENCE = 10.0
+"""Seconds between progress lines of a prefill."""
 
 Tokens = list[int]
 RequestMaker = Callable[[Engine, Tokens, str], Request]
@@ -37,15 +42,14 @@ RequestMaker = Callable[[Engine, Tokens, str], Request]
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt that has been read.
+    """A prompt that was prefilled.
 
     Attributes:
         tokens: the prompt.
         cache: holds the prompt's first tokens, and perhaps others after them.
         keep: how many of the prompt's tokens are taken from the cache; None for all but the last.
         read: pairs of tokens read and seconds passed, ascending; empty if nothing was really read.
-        queries: of the last reading pass, by layer. If they are known, a sparse cache chooses by them before the first
-            token, as it does after a prompt that the engine reads.
+        queries: of the last prefill pass, by layer. A sparse cache chooses by them before the first token.
     """
 
     tokens: Tokens
@@ -55,7 +59,7 @@ class Prefilled:
     queries: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     def cut(self, length: int) -> Prefilled:
-        """Its first ``length`` tokens, in the same cache."""
+        """Return its first ``length`` tokens, in the same cache."""
         return Prefilled(self.tokens[:length], self.cache, self.read)
 
     def rewind(self) -> None:
@@ -77,12 +81,25 @@ class Prefilled:
         return float(np.interp(self.held, done, seconds))
 
 
+def progress_lines(what: str, clock: Callable[[], float] = time.monotonic) -> Callable[[int, int], None]:
+    """Return a function of tokens done and to do that prints a line on stderr every ``SILENCE`` seconds."""
+    last = clock()
+
+    def show(done: int, total: int) -> None:
+        nonlocal last
+        if clock() - last > SILENCE:
+            last = clock()
+            say(f"  {what}: {done:,} of {total:,} tokens")
+
+    return show
+
+
 def prefill(engine: Engine, tokens: Tokens, room: int) -> Prefilled:
-    """Read a prompt, with room for ``room`` tokens after it, and keep its last queries."""
+    """Prefill a prompt, with room for ``room`` tokens after it, and keep its last queries."""
     engine.target.keep_queries(0)
     read: list[tuple[int, float]] = []
     begin = time.perf_counter()
-    show = progress_lines("read")
+    show = progress_lines("prefill")
 
     def on_read(done: int, total: int) -> None:
         read.append((done, time.perf_counter() - begin))
@@ -93,7 +110,7 @@ def prefill(engine: Engine, tokens: Tokens, room: int) -> Prefilled:
 
 
 def shortened(engine: Engine, prompt: Prefilled, length: int) -> Prefilled:
-    """The first ``length`` tokens of a prompt; the last of them are read again, for their queries."""
+    """Return the first ``length`` tokens of a prompt; prefill the last of them again, for their queries."""
     if length == len(prompt.tokens):
         return prompt
     cut = prompt.cut(length)
@@ -140,11 +157,11 @@ class LongSeries:
         return 1 / median(self._seconds_per_token())
 
     def speed_ups(self, plain: LongSeries) -> list[float]:
-        """Speed-up over plain autoregression in each round. The medians' speed-up is within their range."""
+        """Return speed-up over plain decoding in each round. The medians' speed-up is within their range."""
         return [base / mine for mine, base in zip(self._seconds_per_token(), plain._seconds_per_token(), strict=True)]
 
     def _seconds_per_token(self) -> list[float]:
-        """Seconds per token of each round; prompts are weighted by the tokens that their first run decoded."""
+        """Return seconds per token of each round; prompts are weighted by the tokens that their first run decoded."""
         weights = [rounds[0].decoded for rounds in self.runs]
         return [
             sum(weight * run.decode_seconds / run.decoded for weight, run in zip(weights, turn, strict=True))
@@ -155,23 +172,25 @@ class LongSeries:
     @property
     def first_seconds(self) -> float | None:
         """Seconds to the first token, prefill included: the mean over prompts; None without a prefill."""
-        return self._mean(lambda run: run.first_seconds)
-
-    @property
-    def total_seconds(self) -> float | None:
-        """Seconds from prompt to last token; as ``first_seconds``."""
-        return self._mean(lambda run: run.first_seconds + run.decode_seconds)
-
-    def _mean(self, seconds: Callable[[LongRun], float]) -> float | None:
         known = [prefill for prefill in self.prefill_seconds if prefill is not None]
         if len(known) < len(self.prefill_seconds):
             return None
-        own = [median(map(seconds, rounds)) for rounds in self.runs]
+        own = [median(run.first_seconds for run in rounds) for rounds in self.runs]
         return float(np.mean(known) + np.mean(own))
+
+    @property
+    def stats(self) -> list[Stats]:
+        """Statistics of all requests."""
+        return [stats for rounds in self.runs for run in rounds for stats in run.stats]
+
+    @property
+    def texts(self) -> list[Tokens]:
+        """Generated tokens of all requests."""
+        return [text for rounds in self.runs for run in rounds for text in run.texts]
 
 
 def combine(parts: Sequence[Sequence[LongSeries]]) -> list[LongSeries]:
-    """Join series of the same contestants over different prompts."""
+    """Join each contestant's series over different prompts."""
     return [
         LongSeries(
             same[0].contestant,
@@ -183,12 +202,7 @@ def combine(parts: Sequence[Sequence[LongSeries]]) -> list[LongSeries]:
 
 
 class LongBench:
-    """Continues prefilled prompts with drafters by name.
-
-    Args:
-        engine: has the target; its drafter is replaced.
-        rounds: runs of each contestant for each prompt.
-    """
+    """Continues prefilled prompts with drafters of ``benchmarks.papers.baselines``; replaces the engine's drafter."""
 
     def __init__(self, engine: Engine, rounds: int) -> None:
         self.engine = engine
@@ -202,14 +216,7 @@ class LongBench:
         settings: LongContextConfig,
         make: RequestMaker,
     ) -> list[LongSeries]:
-        """Measure plain autoregression and the contestants.
-
-        Args:
-            prompts: each is a row or a batch of rows.
-            contestants: names from ``benchmarks.papers.baselines``.
-            settings: of the drafters.
-            make: makes the requests.
-        """
+        """Measure plain decoding and the named drafters after each prompt, which is a row or a batch of rows."""
         names = [PLAIN, *(name for name in contestants if name != PLAIN)]
         found = {name: LongSeries(name) for name in names}
         for rows in prompts:
@@ -254,7 +261,7 @@ class LongBench:
 
 
 def sampled(temperature: float, new_tokens: int) -> RequestMaker:
-    """Requests of a fixed length: greedy at temperature 0, else coupled samples of the whole distribution."""
+    """Make requests of a fixed length: greedy at temperature 0, else coupled samples of the whole distribution."""
 
     def make(engine: Engine, tokens: Tokens, contestant: str) -> Request:
         request = engine.requests(tokens, max_new_tokens=new_tokens, **sampling(temperature, seed=0))[0]
@@ -265,14 +272,61 @@ def sampled(temperature: float, new_tokens: int) -> RequestMaker:
 
 
 def described(run: LongRun) -> str:
-    """A one-line summary of a run."""
+    """Return a one-line summary of a run."""
     accepted = acceptance(run.stats)
     share = "" if accepted is None else f", {accepted:.3f} of tested drafts accepted"
     return f"{run.decoded} tokens in {run.decode_seconds:.2f} s, {run.tokens_per_second:.1f} a second{share}"
 
 
-def acceptance(stats: Sequence[Stats]) -> float | None:
-    """Accepted drafts by tested drafts (drafts after a rejected one are not tested). None without drafts."""
-    accepted = sum(sum(one.accepted) for one in stats)
-    tested = accepted + sum(a < d for one in stats for a, d in zip(one.accepted, one.drafted, strict=True))
+def acceptance(stats: Iterable[Stats | None]) -> float | None:
+    """Return accepted drafts by tested drafts (drafts after a rejected one are not tested); None without drafts."""
+    known = [one for one in stats if one is not None]
+    accepted = sum(sum(one.accepted) for one in known)
+    tested = accepted + sum(a < d for one in known for a, d in zip(one.accepted, one.drafted, strict=True))
     return accepted / tested if tested else None
+
+
+def summarise(series: Sequence[LongSeries], **labels: Any) -> list[Row]:
+    """Return one row per contestant, for tables, plots and JSON; ``labels`` are added to every row."""
+    plain = next(one for one in series if one.contestant == PLAIN)
+    return [labels | _row(one, plain) for one in series]
+
+
+def _row(one: LongSeries, plain: LongSeries) -> Row:
+    ups, stats = one.speed_ups(plain), one.stats
+    same = [mine == theirs for mine, theirs in zip(one.texts, plain.texts, strict=True)]
+    return {
+        "contestant": one.contestant,
+        "tokens_per_second": round(one.tokens_per_second, 2),
+        "speed_up": round(one.tokens_per_second / plain.tokens_per_second, 3),
+        "slowest": round(min(ups), 3),
+        "fastest": round(max(ups), 3),
+        "acceptance": _rounded(acceptance(stats)),
+        "middle_acceptance": _rounded(acceptance(each.middle for each in stats)),
+        "tokens_per_step": round(sum(each.tokens for each in stats) / sum(each.steps for each in stats), 3),
+        "seconds_per_token": round(len(one.runs[0][0].texts) / one.tokens_per_second, 6),
+        "time_to_first_token": _rounded(one.first_seconds),
+        "same_output": sum(same) / len(same),
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+class Traffic:
+    """A maker of requests that counts the bytes of offloaded keys and values that each contestant's runs bring in."""
+
+    def __init__(self, copy_engine: CopyEngine, make: RequestMaker) -> None:
+        self._copy_engine, self._make = copy_engine, make
+        self._begun: list[tuple[str, int]] = []
+
+    def __call__(self, engine: Engine, tokens: Tokens, contestant: str) -> Request:
+        """Make a request as its run begins."""
+        self._begun.append((contestant, self._copy_engine.fetched))
+        return self._make(engine, tokens, contestant)
+
+    def fetched(self, contestant: str) -> float:
+        """Return the bytes of one of its runs, in the median."""
+        marks = [*self._begun, ("", self._copy_engine.fetched)]
+        return median(after - before for (name, before), (_, after) in pairwise(marks) if name == contestant)

@@ -1,7 +1,7 @@
 """Needles: facts hidden in a long text, asked for one by one. Shows what eviction loses and lossless drafting keeps.
 
-The text is read once. For each question the cache is cut back to the text, and the question and its answer follow. A
-model over a sparse cache *alone* generates without verification (TriForce, figure 1, right).
+The text is prefilled once, and the cache is cut back to it before each question. A model over a sparse cache *alone*
+generates without verification (TriForce, figure 1, right).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from random import Random
 import numpy as np
 import torch
 
-from benchmarks.long_context.long_bench import PLAIN, LongBench, Prefilled, Tokens, prefill, sampled
-from benchmarks.long_context.rows import summarise
+from benchmarks.long_context.long_bench import PLAIN, LongBench, Prefilled, Tokens, prefill, sampled, summarise
 from benchmarks.long_context.texts import Texts
 from benchmarks.papers.baselines import SPARSE
 from benchmarks.training import tasks
@@ -38,11 +37,10 @@ FACT_TOKENS = 30
 
 @dataclass(frozen=True)
 class NeedleQuestion:
-    """A question after the text, and its answer; ``depth`` is the fact's place in the text, from 0 to 1."""
+    """A question after the text, and its answer."""
 
     prompt: Tokens
     answer: Tokens
-    depth: float
 
 
 @dataclass(frozen=True)
@@ -54,39 +52,28 @@ class Haystack:
 
 
 def build(texts: Texts, index: int, context: int, count: int) -> Haystack:
-    """A haystack of about ``context`` tokens with ``count`` hidden facts.
-
-    Raises:
-        ValueError: if there is no room for so many facts.
-    """
+    """Make a haystack of about ``context`` tokens; raise a ValueError if ``count`` facts need more room."""
     if context < TOKENS_A_FACT * count:
         raise ValueError(
             f"{count} needles do not fit into a context of {context} tokens; at most {context // TOKENS_A_FACT} do"
         )
     chars = int((context - FACT_TOKENS * count) * texts.chars_per_token(index))
     text, asked = tasks.haystack(Random(f"needles/{index}"), texts.material(index), chars, count)
-    questions = [
-        NeedleQuestion(texts.encode(task.prompt), texts.encode(task.answer), text.index(task.sources[0]) / len(text))
-        for task in asked
-    ]
+    questions = [NeedleQuestion(texts.encode(task.prompt), texts.encode(task.answer)) for task in asked]
     return Haystack(texts.encode(text), questions)
 
 
 def read_text(engine: Engine, haystack: Haystack, room: int) -> Prefilled:
-    """The text without questions, read completely, with room for ``room`` tokens after it."""
+    """Prefill the text without questions, with room for ``room`` tokens after it."""
     whole = prefill(engine, [*haystack.text, *haystack.questions[0].prompt[:1]], room)
     return Prefilled(haystack.text, whole.cache, whole.read, len(haystack.text))
 
 
 class UnverifiedDecoder:
-    """The target over a sparse cache of a text, without verification.
+    """The target over a sparse cache of ``benchmarks.papers.baselines.SPARSE``, without verification.
 
-    Args:
-        scorer: the target.
-        name: a cache of ``benchmarks.papers.baselines.SPARSE``.
-        settings: of the cache.
-        full: holds the text; views of it choose chunks after the question has been read.
-        text: token ids; caches that are not views read it here, once.
+    ``full`` holds the text. Views of it choose chunks after the question is prefilled; other caches prefill the text
+    here, once.
     """
 
     def __init__(self, scorer: Scorer, name: str, settings: LongContextConfig, full: FullCache, text: Tokens) -> None:
@@ -102,7 +89,7 @@ class UnverifiedDecoder:
 
     @torch.inference_mode()
     def generate(self, question: Tokens, new_tokens: int) -> tuple[Tokens, float]:
-        """The greedy tokens, and the seconds per token after the first."""
+        """Return the greedy tokens, and the seconds per token after the first."""
         cache = self._read(np.array([*self._text, *question[:-1]]))
         tokens, seconds = [question[-1]], []
         for _ in range(new_tokens):
@@ -134,15 +121,9 @@ def run(
     settings: LongContextConfig,
     tokens: int,
 ) -> list[Row]:
-    """Accuracy and seconds per token of plain autoregression, lossless drafters and every sparse cache alone.
+    """Return accuracy and seconds per token of plain decoding, lossless drafters and every sparse cache alone.
 
-    Args:
-        bench: its engine has read the text.
-        haystack: text and questions.
-        prefilled: the text.
-        lossless: names from ``benchmarks.papers.baselines``.
-        settings: of drafters and caches.
-        tokens: tokens generated per question; they should begin with the answer.
+    ``tokens`` are generated per question, and should begin with the answer.
     """
     rows = [
         Prefilled([*haystack.text, *question.prompt], prefilled.cache, prefilled.read, len(haystack.text))
@@ -174,5 +155,4 @@ def _row(name: str, lossless: bool, haystack: Haystack, texts: Sequence[Tokens],
         "needles": len(right),
         "accuracy": sum(right) / len(right),
         "seconds_per_token": round(seconds, 6),
-        "right_at_depths": [round(q.depth, 3) for q, fine in zip(haystack.questions, right, strict=True) if fine],
     }

@@ -36,39 +36,31 @@ class Texts:
 
     @classmethod
     def read(cls, paths: Sequence[Path], encode: Encode) -> Texts:
-        """The texts of files, in the given order; of folders, their text files by name.
-
-        Raises:
-            ValueError: if there is no such file, a folder has no text file, or a file is not text.
-        """
+        """Read files, in the given order, and the text files of folders, by name; raise a ValueError without any."""
         files = [file for path in paths for file in _files(path)]
         return cls(encode, [_text(file) for file in files], [file.name for file in files])
 
     def chars(self, index: int, count: int) -> str:
-        """At least ``count`` characters of prompt ``index``, if the text is that long."""
+        """Return at least ``count`` characters of prompt ``index``, if the text is that long."""
         if not self.bodies:
             return " ".join(tasks.filler(Random(f"{SEED}/{index}"), Material(), count))
         turn, file = divmod(index, len(self.bodies))
         return self.bodies[file][turn * count : (turn + 1) * count]
 
     def material(self, index: int) -> Material:
-        """The paragraphs of a prompt's file, for tasks; none if there are no files."""
+        """Return the paragraphs of a prompt's file, for tasks; none if there are no files."""
         if not self.bodies:
             return Material()
         parts = self.bodies[index % len(self.bodies)].split("\n\n")
         return Material(prose=tuple(part.strip() for part in parts if len(part.strip()) > 1))
 
     def chars_per_token(self, index: int) -> float:
-        """Average characters per token in that prompt's text."""
+        """Return the average characters per token in that prompt's text."""
         sample = self.chars(index, SAMPLE)
         return len(sample) / len(self.encode(sample))
 
     def tokens(self, index: int, count: int) -> list[int]:
-        """The ``count`` tokens of prompt ``index``.
-
-        Raises:
-            ValueError: if the text is too short.
-        """
+        """Return the ``count`` tokens of prompt ``index``; raise a ValueError if the text is too short."""
         found = self.encode(self.chars(index, CHARS * count))[:count]
         if len(found) < count:
             name = self.names[index % len(self.names)] if self.names else "the invented text"
@@ -79,11 +71,7 @@ class Texts:
         return found
 
     def check(self, prompts: int, count: int) -> None:
-        """Check that there are ``prompts`` prompts of ``count`` tokens, before anything is measured.
-
-        Raises:
-            ValueError: as from ``tokens``.
-        """
+        """Raise a ValueError unless there are ``prompts`` prompts of ``count`` tokens."""
         for index in range(prompts):
             self.tokens(index, count)
 

@@ -57,7 +57,7 @@ class Variant:
 
 
 def variants() -> list[Variant]:
-    """All that the tests build, without those that are refused."""
+    """Return all that the tests build, without those that are refused."""
     found = []
     for group in (tiny.ARCHITECTURES, tiny.LAYOUTS, tiny.FAMILIES, tiny.HYBRIDS):
         found += [_tiny(name, *each) for name, each in group.items()]
@@ -86,7 +86,7 @@ def _compiled(name: str) -> Variant:
 
 @contextlib.contextmanager
 def as_texts_are_chosen(variant: Variant, model: PreTrainedModel) -> Iterator[None]:
-    """transformers computing all in float64; its grouped products of experts do not on a CPU."""
+    """Let transformers compute all in float64; its grouped products of experts do not on a CPU."""
     with contextlib.ExitStack() as stack:
         if variant.name in tiny.HYBRIDS:
             from test_hybrids import in_float64
@@ -97,7 +97,7 @@ def as_texts_are_chosen(variant: Variant, model: PreTrainedModel) -> Iterator[No
 
 
 def look(variant: Variant) -> dict[str, str]:
-    """Its type, its path in float32 on a CPU, and its path on a GPU."""
+    """Return its type, its path in float32 on a CPU, and its path on a GPU."""
     model = variant.make().float()
     scorer = gate.admit(model)
     path = "program" if isinstance(scorer, CompiledScorer) else "recurrent" if scorer.recurrent else "hooks"
@@ -106,7 +106,7 @@ def look(variant: Variant) -> dict[str, str]:
 
 
 def bits(variant: Variant, dtype: torch.dtype) -> str:
-    """The probe's level."""
+    """Return the probe's level."""
     model = variant.make().to(dtype)
     return probe(gate.admit(model), position_limit(model)).level
 
@@ -131,7 +131,7 @@ def texts(variant: Variant) -> dict[str, str]:
 
 
 def told(trial: Callable[[], bool | None]) -> str:
-    """What came of a trial: ``equal``, ``not equal``, ``-`` if it was not made, or why it was refused."""
+    """Return what came of a trial: ``equal``, ``not equal``, ``-`` if it was not made, or why it was refused."""
     try:
         result = trial()
     except ValueError as reason:
@@ -175,7 +175,7 @@ def _offloaded(model: PreTrainedModel) -> bool | None:
 
 
 def refusals() -> dict[str, str]:
-    """Why the gate refuses each model of ``tiny.REFUSED``, by name."""
+    """Return why the gate refuses each model of ``tiny.REFUSED``, by name."""
     return {name: _refusal(tiny.build(*each, seed=3)) for name, each in tiny.REFUSED.items()}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.papers import h2o, topk
+from benchmarks.papers import topk
 from benchmarks.papers.lookahead_trie import LookaheadTrieSource
 from forerun.core.long_context import LongContextConfig
 from forerun.decoding import recipes
@@ -14,7 +14,7 @@ from forerun.decoding.recipes import Recipe, self_drafting, streaming_cache
 
 
 def streaming_llm(settings: LongContextConfig) -> CacheFactory:
-    """StreamingLLM's cache for the target itself (Xiao et al. 2023): its first and last tokens,
+    """Return StreamingLLM's cache for the target itself (Xiao et al. 2023): its first and last tokens,
     ``LongContextConfig.cache_budget`` of them."""
     return streaming_cache(settings, max(1, settings.cache_budget - settings.sinks))
 
@@ -22,7 +22,6 @@ def streaming_llm(settings: LongContextConfig) -> CacheFactory:
 SPARSE: dict[str, Callable[[LongContextConfig], CacheFactory]] = {
     "topk": topk.target_cache,
     "streaming": streaming_llm,
-    "h2o": h2o.target_cache,
     **recipes.SPARSE,
 }
 """The target's sparse caches; ``topk`` is the oracle that the others are compared with."""
@@ -31,8 +30,7 @@ RECIPES: dict[str, Recipe] = {
     **recipes.RECIPES,
     "lookahead-trie": Recipe(lambda setup: setup.over(Planner(LookaheadTrieSource()))),
     "streaming-self": self_drafting(streaming_llm),
-    "h2o": self_drafting(h2o.target_cache),
     "topk": self_drafting(topk.target_cache),
 }
 """Forerun's recipes and the baselines: ``lookahead-trie`` is the paper's trie, all of whose drafts are scored;
-``streaming-self``, ``h2o`` and ``topk`` let the target draft over that cache alone."""
+``streaming-self`` and ``topk`` let the target draft over that cache alone."""

@@ -1,6 +1,6 @@
 """The Lookahead paper's trie and its three forms of a draft (sections 4.2 and 4.3.2), in plain Python.
 
-A stage takes the context of one length and adds the branches behind it, those of the largest weighted frequency first.
+A stage takes the context of one length and adds the branches after it, those of the largest weighted frequency first.
 A branch that is longer than the trie counts goes on from its last tokens. If a stage yields too few nodes, the next
 shorter context has a stage, too. Forerun's own trie (``forerun.trie``) goes by learned probability instead.
 """
@@ -8,7 +8,7 @@ shorter context has a stage, too. Forerun's own trie (``forerun.trie``) goes by 
 from __future__ import annotations
 
 import heapq
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -37,8 +37,7 @@ class LookaheadTrieConfig:
         branch_length: tokens of a branch, context included (L_b).
         max_prefix: longest context that is counted and matched.
         min_matches: the next shorter context is used too while there are fewer nodes (N_m).
-        prompt_weight: weight of a count in the request's own text; in earlier outputs it is 1.
-        capacity: tokens of outputs that a namespace keeps; the oldest outputs give way.
+        prompt_weight: weight of a count in the request's own tokens; in earlier outputs it is 1.
     """
 
     form: Form = "hierarchical"
@@ -46,7 +45,6 @@ class LookaheadTrieConfig:
     max_prefix: int = 4
     min_matches: int = 64
     prompt_weight: float = 2.0
-    capacity: int = 1 << 20
 
     def __post_init__(self) -> None:
         if self.form not in get_args(Form):
@@ -62,43 +60,15 @@ class NGrams:
         self.orders = orders
         self.followers: defaultdict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
 
-    def count(self, text: Tokens, start: int = 0, times: int = 1) -> None:
-        """Count the tokens of a text from ``start`` on behind their contexts; take them back with ``times=-1``."""
+    def count(self, text: Tokens, start: int = 0) -> None:
+        """Count the tokens from ``start`` on after their contexts."""
         for place in range(max(start, 1), len(text)):
             for order in range(1, min(self.orders, place) + 1):
-                context = tuple(text[place - order : place])
-                self.followers[context][text[place]] += times
-                if self.followers[context][text[place]] <= 0:
-                    del self.followers[context][text[place]]
-                    if not self.followers[context]:
-                        del self.followers[context]
+                self.followers[tuple(text[place - order : place])][text[place]] += 1
 
     def after(self, context: tuple[int, ...]) -> Counter[int]:
-        """The followers of a context."""
+        """Return the followers of a context."""
         return self.followers.get(context, Counter())
-
-
-class Outputs:
-    """The outputs of one namespace, the oldest of which give way to new ones."""
-
-    def __init__(self, orders: int, capacity: int) -> None:
-        self.ngrams, self.capacity = NGrams(orders), capacity
-        self.texts: deque[list[int]] = deque()
-        self.tokens = 0
-
-    def extend(self, text: list[int], tokens: Tokens) -> None:
-        """Append tokens to an output."""
-        if not text:
-            self.texts.append(text)
-        start = len(text)
-        text.extend(tokens)
-        self.ngrams.count(text, start)
-        self.tokens += len(tokens)
-        while self.tokens > self.capacity and len(self.texts) > 1:
-            oldest = self.texts.popleft()
-            self.ngrams.count(oldest, times=-1)
-            self.tokens -= len(oldest)
-            oldest.clear()
 
 
 @dataclass
@@ -119,7 +89,7 @@ class _Branches:
     weights: list[float] = field(default_factory=list)
 
     def path(self, node: int) -> list[int]:
-        """The nodes from the root to a node."""
+        """Return the nodes from the root to a node."""
         path: list[int] = []
         while node != ROOT:
             path.append(node)
@@ -127,12 +97,12 @@ class _Branches:
         return path[::-1]
 
     def child(self, parent: int, token: int) -> int:
-        """The child of a node with a token, or ``ROOT``."""
+        """Return the child of a node with a token, or ``ROOT``."""
         same = (n for n, above in enumerate(self.parents) if above == parent and self.tokens[n] == token)
         return next(same, ROOT)
 
     def side_by_side(self, budget: int) -> DraftTree:
-        """Every branch on its own, the heaviest leaf first, as far as the budget goes (section 4.2.1)."""
+        """Return every branch on its own, the heaviest leaf first, as far as the budget goes (section 4.2.1)."""
         leaves = sorted(set(range(len(self.tokens))) - set(self.parents), key=lambda leaf: -self.weights[leaf])
         tokens: list[int] = []
         parents: list[int] = []
@@ -148,15 +118,12 @@ class LookaheadTrieSource(Source):
 
     def __init__(self, config: LookaheadTrieConfig | None = None) -> None:
         self.config = config or LookaheadTrieConfig()
-        self._outputs: dict[str, Outputs] = {}
-
-    def _of(self, namespace: str) -> Outputs:
-        return self._outputs.setdefault(namespace, Outputs(self.config.max_prefix, self.config.capacity))
+        self._outputs: dict[str, NGrams] = defaultdict(lambda: NGrams(self.config.max_prefix))
 
     def warm(self, namespace: str, sequences: Iterable[Tokens]) -> None:
-        """Learn from token ids as if they had been generated in ``namespace``."""
+        """Index token ids as if they had been generated in ``namespace``."""
         for sequence in sequences:
-            self._of(namespace).extend([], list(map(int, sequence)))
+            self._outputs[namespace].count(list(map(int, sequence)))
 
     def open(self, row: Row) -> _Live:
         own = NGrams(self.config.max_prefix)
@@ -172,13 +139,15 @@ class LookaheadTrieSource(Source):
         first, live.known = live.known, len(request)
         text = request.tokens[max(0, first - orders) :].tolist()
         live.own.count(text, min(first, orders))
-        self._of(request.drafts_from).extend(live.output, text[min(first, orders) :])
+        start = len(live.output)
+        live.output += text[min(first, orders) :]
+        self._outputs[request.drafts_from].count(live.output, start)
 
     def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
         return [self.draft(row, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
 
     def draft(self, row: Row, budget: int) -> DraftTree:
-        """A tree of at most ``budget`` nodes after a row's text."""
+        """Return a tree of at most ``budget`` nodes after a row's text."""
         config, draft = self.config, _Branches()
         text = row.request.tokens[-config.max_prefix :].tolist()
         for length in range(min(config.max_prefix, len(text)), 0, -1):
@@ -191,14 +160,14 @@ class LookaheadTrieSource(Source):
         return DraftTree(np.array(draft.tokens, np.int64), np.array(draft.parents, np.int64))
 
     def _followers(self, row: Row, context: tuple[int, ...]) -> Counter[int]:
-        """Weighted counts of what followed a context, in the request's own text and in earlier outputs."""
-        weights: Counter[int] = Counter(self._of(row.request.drafts_from).ngrams.after(context))
+        """Return weighted counts of what followed a context, in the request's tokens and in earlier outputs."""
+        weights: Counter[int] = Counter(self._outputs[row.request.drafts_from].after(context))
         for token, times in row.states[self].own.after(context).items():
             weights[token] += self.config.prompt_weight * times  # type: ignore[assignment]
         return weights
 
     def _stage(self, row: Row, draft: _Branches, text: list[int], length: int, budget: int) -> None:
-        """Add the branches behind the last ``length`` tokens to the draft."""
+        """Add the branches after the last ``length`` tokens to the draft."""
         orders, single = self.config.max_prefix, self.config.form == "single"
         deepest = min(row.request.max_draft_depth, self.config.branch_length - length)
         frontier: list[tuple[float, int, int, int]] = []  # minus the weight, order of entry, node above, token

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.capacity.shapes import SHAPES, ModelShape
+from benchmarks.capacity.shapes import ModelShape
 from benchmarks.long_context.long_bench import Prefilled, RequestMaker, Tokens
-from forerun.cli.options import option
 from forerun.core.block import Block
 from forerun.core.pinned import brought
 from forerun.core.request import Request
@@ -29,54 +27,15 @@ from forerun.models.forward.scorer import Scorer
 POSITIONS = 1 << 20
 READ = 4096
 """Tokens whose keys and values are made at once."""
-SIMULATED = ("streaming", "triforce", "low-rank", "retrieval", "streaming-self", "h2o", "topk")
-"""Drafters whose acceptance rate can be given: those in which all levels are models."""
-
-
-_SIMULATION = "Simulation"
-
-
-@dataclass(frozen=True)
-class SimulationOptions:
-    """Options of commands that can measure random weights with given acceptance rates."""
-
-    simulate_acceptance: Annotated[
-        float | None,
-        option("--simulate-acceptance", panel=_SIMULATION, help="Random weights; a sparse cache's drafts are accepted "
-               "with this probability.", min=0, max=1),
-    ] = None  # fmt: skip
-    simulate_small_acceptance: Annotated[
-        float, option("--simulate-small-acceptance", panel=_SIMULATION, help="The small model's drafts.", min=0, max=1)
-    ] = 0.45
-    shape: Annotated[
-        str, option("--shape", panel=_SIMULATION, metavar="NAME|SIZES", help=f"{', '.join(SHAPES)}, or "
-                    "layers,hidden,intermediate,heads,kv_heads,vocabulary.")
-    ] = "llama-2-7b"  # fmt: skip
-    draft_shape: Annotated[
-        str, option("--draft-shape", panel=_SIMULATION, metavar="NAME|SIZES", help="Of the small model.")
-    ] = "llama-68m"
 
 
 def random_model(shape: ModelShape, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
-    """A decoder of this shape with random weights."""
+    """Return a decoder of this shape with random weights."""
     torch.manual_seed(0)
+    config = shape.config(max_position_embeddings=POSITIONS)
     with torch.device(device):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(llama_config(shape), dtype=dtype)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval()
-
-
-def llama_config(shape: ModelShape) -> LlamaConfig:
-    """A configuration of this shape."""
-    return LlamaConfig(
-        num_hidden_layers=shape.layers,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocabulary,
-        max_position_embeddings=POSITIONS,
-    )
 
 
 @torch.inference_mode()
@@ -131,38 +90,35 @@ class SimulatedSampler(Sampler):
         return token % self.vocabulary
 
     def choices(self, scores: torch.Tensor, positions: Sequence[int], salt: Salt = Salt.TARGET) -> torch.Tensor:
-        """``choose`` at each of these positions, on the scores' device."""
+        """Return ``choose`` at each of these positions, on the scores' device."""
         tokens = [self.choose(scores[:1], position, salt) for position in positions]
         return brought(torch.tensor(tokens), scores.device)
 
     def chances(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """The rate at which the level above agrees, for each token: random weights' own say nothing of that."""
+        """Return the rate at which the level above agrees, for each token: random weights' own say nothing of that."""
         return torch.full(tokens.shape, self.agreement[self.level - 1], dtype=torch.float64, device=tokens.device)
 
     def scores_of_rows(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits, unchanged."""
+        """Return the logits, unchanged."""
         return logits
 
     def scores(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """The logits, unchanged."""
+        """Return the logits, unchanged."""
         return logits
 
     def inner(self) -> Sampler:
-        """The sampler of the level below."""
+        """Return the sampler of the level below."""
         return replace(self, level=self.level + 1)
 
 
 def simulated(acceptance: float, small_acceptance: float, new_tokens: int, vocabulary: int) -> RequestMaker:
-    """Requests with given acceptance rates.
+    """Make requests with given acceptance rates, from 0 to 1.
 
     Args:
         acceptance: rate at which the target accepts drafts that it made over a sparse cache.
         small_acceptance: rate at which the level above accepts the small model's drafts.
         new_tokens: tokens to generate.
         vocabulary: size of the vocabulary that all models share.
-
-    Raises:
-        ValueError: for a value outside of 0 to 1.
     """
     for name, value in (("acceptance", acceptance), ("small_acceptance", small_acceptance)):
         if not 0 <= value <= 1:
@@ -177,17 +133,3 @@ def simulated(acceptance: float, small_acceptance: float, new_tokens: int, vocab
         )
 
     return make
-
-
-def check_simulated(contestants: Sequence[str]) -> None:
-    """Refuse drafters whose acceptance rate cannot be given.
-
-    Raises:
-        ValueError: with their names.
-    """
-    wrong = [name for name in contestants if name not in ("none", *SIMULATED)]
-    if wrong:
-        raise ValueError(
-            f"--simulate-acceptance states how often a model's drafts are accepted, and {', '.join(wrong)} drafts "
-            f"otherwise; possible are {', '.join(SIMULATED)}"
-        )

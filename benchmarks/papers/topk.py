@@ -22,7 +22,7 @@ SPECULATIVE_TOKENS = 64
 
 
 def target_cache(settings: LongContextConfig) -> CacheFactory:
-    """The oracle, of ``LongContextConfig.cache_budget`` tokens."""
+    """Return the oracle, of ``LongContextConfig.cache_budget`` tokens."""
     return lambda scorer, source: TopKCache(source, settings.cache_budget)
 
 
@@ -77,7 +77,7 @@ class TopKCache(View):
 
 
 def softmax_weights(scores: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """Softmax weights ``[1, H, n, m]`` of scores, reduced by what the layer's sinks take."""
+    """Return softmax weights ``[1, H, n, m]`` of scores, reduced by what the layer's sinks take."""
     if spec.sinks is None:
         return scores.softmax(-1)
     sinks = spec.sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
@@ -93,7 +93,7 @@ def attention_scores(q: torch.Tensor, keys: torch.Tensor, spec: AttentionSpec) -
 
 
 def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """The scores with all but the ``count`` largest of each row masked."""
+    """Return the scores with all but the ``count`` largest of each row masked."""
     if scores.shape[-1] <= count:
         return scores
     return scores.masked_fill(scores < scores.topk(count, -1).values[..., -1:], -torch.inf)

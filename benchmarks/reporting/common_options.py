@@ -1,8 +1,7 @@
-"""What the options of several commands share: lists, choices, texts."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,26 +15,8 @@ BENCHMARKS = Path(__file__).parents[1]
 
 
 def list_option(flag: str, panel: str, help: str) -> object:  # noqa: A002
-    """An option that is a comma-separated list."""
+    """Return an option that is a comma-separated list."""
     return option(flag, panel=panel, help=f"{help} Commas between.", metavar="LIST")
-
-
-Text = Annotated[
-    list[Path] | None,
-    option(
-        "--text", panel="Text", help="A text file or a folder of .txt and .md files; may be repeated. Else invented."
-    ),
-]
-
-
-Contexts = Annotated[str, list_option("--contexts", "Text", "Prompt tokens.")]
-Temperatures = Annotated[str, list_option("--temperatures", "Text", "0 is greedy.")]
-Yarn = Annotated[
-    float | None, option("--yarn", panel="Model", metavar="FACTOR", help="Factor on the model's positions, by YaRN.")
-]
-ContextPrompts = Annotated[int, option("--prompts", panel="Text", help="For each context.", min=1)]
-Needles = Annotated[int, option("--needles", panel="Text", help="Facts asked from one text.", min=1)]
-GeneratedTokens = Annotated[int, option("--max-new-tokens", "-n", panel="Text", help="Per text.", min=2)]
 
 
 @dataclass(frozen=True)
@@ -49,11 +30,7 @@ class SourceOptions:
 
 
 def numbers(name: str, text: str, kind: Callable[[str], N], least: N) -> list[N]:
-    """The numbers of a comma-separated list.
-
-    Raises:
-        ValueError: with the option's name, for anything else or a number below ``least``.
-    """
+    """Return the numbers of a comma-separated list; raise a ValueError for another value, or one below ``least``."""
     try:
         found = [kind(part) for part in text.split(",")]
     except ValueError:
@@ -64,36 +41,8 @@ def numbers(name: str, text: str, kind: Callable[[str], N], least: N) -> list[N]
 
 
 def names(name: str, text: str, known: tuple[str, ...]) -> list[str]:
-    """The names of a comma-separated list.
-
-    Raises:
-        ValueError: with the option's name, for an unknown name.
-    """
+    """Return the names of a comma-separated list; raise a ValueError for an unknown one."""
     found = [part.strip() for part in text.split(",")]
     if unknown := [part for part in found if part not in known]:
         raise ValueError(f"{name} has {', '.join(map(repr, unknown))}; known are {', '.join(known)}")
     return found
-
-
-def check_yarn(factor: float | None) -> None:
-    """Refuse a factor that does not stretch.
-
-    Raises:
-        ValueError: if it is not above 1.
-    """
-    if factor is not None and not factor > 1:
-        raise ValueError(f"--yarn is {factor:g}; it must be above 1")
-
-
-def check_positions(length: int, more: int, limit: int | None) -> None:
-    """Check that a model can take the longest text and what follows it, before anything is read.
-
-    Raises:
-        ValueError: if it cannot; says what to do.
-    """
-    if limit is not None and length + more > limit:
-        raise ValueError(
-            f"a context of {length:,} tokens and {more:,} that follow need {length + more:,} positions, and the model "
-            f"has {limit:,}; give a shorter context, or --yarn {math.ceil((length + more) / limit)} if the model was "
-            "not stretched yet"
-        )

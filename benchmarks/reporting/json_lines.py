@@ -9,7 +9,7 @@ from typing import Any
 
 
 def json_lines(file: Path, option: str = "") -> Iterator[tuple[str, Any]]:
-    """The place and the value of each line that is not blank; ``option`` named the file.
+    """Yield the place and the value of each line that is not blank; ``option`` named the file.
 
     Raises:
         ValueError: if there is no such file, or with the first line that is no JSON.

@@ -142,7 +142,7 @@ def _distance(high: Sequence[float], low: Sequence[float]) -> list[float]:
 
 
 def _apart(ticks: Sequence[float]) -> list[float]:
-    """The ticks that are far enough from the one before, so that labels do not overlap."""
+    """Return the ticks that are far enough from the one before, so that labels do not overlap."""
     kept: list[float] = []
     for tick in ticks:
         if not kept or tick >= kept[-1] * 1.6:

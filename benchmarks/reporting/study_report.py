@@ -13,30 +13,18 @@ from forerun.bench.machine import Row, caption, footer, machine
 from forerun.bench.report import replace_file, shown
 from forerun.cli.terminal import show_report, stdout
 
-Cell = Callable[[Row], str]
-
 
 def listing(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
-    """A table of all rows.
-
-    Args:
-        rows: what it shows.
-        columns: headings by the values' names.
-    """
+    """Format a table of all rows; ``columns`` are headings by the values' names."""
     lines = [f"| {' | '.join(columns.values())} |", "|" + "---|" * len(columns)]
     lines += [f"| {' | '.join(shown(row.get(name)) for name in columns)} |" for row in rows]
     return "\n".join(lines) + "\n"
 
 
 def speed_cell(row: Row) -> str:
-    """A speed-up, and the acceptance rate in brackets."""
+    """Return a speed-up, and the acceptance rate in brackets."""
     accepted = "" if row["acceptance"] is None else f" ({row['acceptance']:.3f})"
     return f"{row['speed_up']:.2f}x{accepted}"
-
-
-def number_cell(name: str) -> Cell:
-    """A value with three decimals."""
-    return lambda row: "-" if row.get(name) is None else f"{row[name]:.3f}"
 
 
 @dataclass
@@ -46,43 +34,36 @@ class Report:
     Attributes:
         title: of the Markdown file.
         settings: of the measurement.
-        label: a note on all tables and plots, such as a simulated acceptance rate; may be empty.
         parts: rows by part; adding a part again replaces it.
         text: each part's Markdown.
     """
 
     title: str
     settings: Row
-    label: str = ""
     parts: dict[str, list[Row]] = field(default_factory=dict)
     text: dict[str, str] = field(default_factory=dict)
     plots: dict[str, Callable[[Path], None]] = field(default_factory=dict)
 
     def add(self, name: str, heading: str, rows: Sequence[Row], *tables: str) -> None:
         """Add a part: its rows go into the JSON, its tables into the Markdown."""
-        self.parts[name] = [row | ({"simulated": self.label} if self.label else {}) for row in rows]
-        self.text[name] = "\n".join([f"## {self.named(heading)}\n", *tables])
-
-    def named(self, title: str) -> str:
-        """A title with the label."""
-        return f"{title} ({self.label})" if self.label else title
+        self.parts[name] = list(rows)
+        self.text[name] = "\n".join([f"## {heading}\n", *tables])
 
     def plot(self, name: str, draw: Callable[[Path], None]) -> None:
         """Add a plot; ``draw`` draws it into a file."""
         self.plots[name] = draw
 
     def lines(self, name: str, frame: Frame, found: Sequence[Line]) -> None:
-        """Add a plot of lines, with label and note."""
+        """Add a plot of lines, with a note."""
         self.plot(name, lambda path: plots.lines(path, self.framed(frame), found))
 
     def bars(self, name: str, frame: Frame, groups: Sequence[str], found: Sequence[Line]) -> None:
-        """Add a plot of bars in groups, with label and note."""
+        """Add a plot of bars in groups, with a note."""
         self.plot(name, lambda path: plots.bars(path, self.framed(frame), groups, found))
 
     def framed(self, frame: Frame) -> Frame:
-        """Return the frame with the label in its title, and the model and machine as its note."""
-        title = f"{frame.title}\n({self.label})" if self.label else frame.title
-        return replace(frame, title=title, note=self.note)
+        """Return the frame with the model and machine as its note."""
+        return replace(frame, note=self.note)
 
     @property
     def note(self) -> str:
@@ -92,7 +73,7 @@ class Report:
     @property
     def heading(self) -> str:
         """The first line of the Markdown."""
-        return f"# {self.named(self.title)}\n"
+        return f"# {self.title}\n"
 
     @property
     def footer(self) -> str:
@@ -107,8 +88,7 @@ class Report:
     @property
     def json(self) -> Row:
         """All rows as plain values."""
-        said = {"simulated": self.label} if self.label else {}
-        return {"machine": machine(), "settings": self.settings, **said, "parts": self.parts}
+        return {"machine": machine(), "settings": self.settings, "parts": self.parts}
 
     def write(self, folder: Path, name: str) -> list[Path]:
         """Write ``name.json``, ``name.md`` and a ``.png`` for each new plot into ``folder``."""
@@ -124,13 +104,9 @@ class Report:
 
 
 class Delivery:
-    """Writes a report as it grows, so that an interrupted run keeps what it has measured.
+    """Writes files of a report as it grows, so that an interrupted run keeps what it has measured.
 
-    Args:
-        report: the report.
-        folder: of the files.
-        name: of the files.
-        as_json: print one JSON object at the end instead of tables.
+    ``as_json`` prints one JSON object at the end instead of tables.
     """
 
     def __init__(self, report: Report, folder: Path, name: str, as_json: bool) -> None:

@@ -13,22 +13,25 @@ docs/results/what-fits.md; `activations`, of `python -m benchmarks activations`,
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from statistics import median
+from typing import Annotated, Any
 
 import typer
 
-from benchmarks.capacity.capacity_tables import SIZES, SPEEDS
+from benchmarks.capacity.capacity import COLUMNS
 from benchmarks.capacity.predicted import predicted_table, share_plot
 from benchmarks.long_context.long_bench import PLAIN
-from benchmarks.reporting import plots, slowness, task_results
+from benchmarks.reporting import plots
 from benchmarks.reporting.common_options import names
 from benchmarks.reporting.study_report import listing, speed_cell
 from forerun.bench.machine import Row
 from forerun.bench.never_slower import LEAST_MEDIAN, LEAST_OF_BEST, LEAST_SINGLE
-from forerun.bench.report import means, pivot
+from forerun.bench.report import COLOURS, bar_styles, bars_with_spread, figure, means, pivot
 from forerun.bench.rounds import BASELINE
 from forerun.cli.options import DebugOptions
 
@@ -48,10 +51,23 @@ LONG = ROOT / "runs" / "triforce" / "triforce.json"
 RAISED = "¹²³⁴"
 """Marks a cell of so many draws. By default there are more."""
 REPORTS = {dtype: ROOT / "runs" / f"bench-{dtype}" / "speed.json" for dtype in ("float32", "bfloat16")}
+LINE = re.compile(r"^\| ([^,|]+)[^|]*: ([\d,]+) x \d+ \|(.*)\|$", re.MULTILINE)
+MEASURED = re.compile(r"^Measured [^;]*", re.MULTILINE)
+CELL = re.compile(r"\**(\d\.\d\d)\**†? \(\**(\d\.\d\d)")
+SHORT_HEAD = (
+    "| model, prompt | cells | lowest | middle | highest | under 0.97 | worst run |\n|---|---|---|---|---|---|---|\n"
+)
+TASKS_HEAD = """# Six chat tasks, all results
+
+Measured on {dates}; the [short form](../benchmarks.md#six-chat-tasks). Brackets hold the slowest and the fastest
+round. `python -m benchmarks update-pages --tables bench` writes this page.
+
+<img src="tasks.svg" alt="Tokens per second by task, for each type of weights">
+"""
 
 
 def speed_table(reports: dict[str, Path]) -> str:
-    """Tokens per second and the ratio to transformers by task, for each measured type of weights."""
+    """Return tokens per second and the ratio to transformers by task, for each measured type of weights."""
     rows: list[Row] = []
     for dtype, report in reports.items():
         found = json.loads(report.read_text(encoding="utf-8"))["rows"]
@@ -67,7 +83,7 @@ def _speed(row: Row) -> str:
 
 
 def long_table(report: Path) -> str:
-    """Speed-up and acceptance rate by context, and by temperature at the longest one."""
+    """Return speed-up and acceptance rate by context, and by temperature at the longest one."""
     parts: dict[str, list[Row]] = json.loads(report.read_text(encoding="utf-8"))["parts"]
     contexts = [row | {"at": f"{row['context']:,} tokens"} for row in parts["contexts"]]
     shown = [row for row in parts.get("temperatures", []) if row["temperature"] in (0.6, 1.0)]
@@ -92,13 +108,13 @@ def slowness_table(reports: Sequence[Path]) -> str:
 
 
 def _measured(settings: Row, row: Row) -> str:
-    """The model with its type, the context and the batch of a cell."""
+    """Return the model with its type, the context and the batch of a cell."""
     dtype = "" if settings["dtype"] == "auto" else f", {settings['dtype']}"
     return f"{Path(settings['model']).name}{dtype}: {row['context']:,} x {row['batch']}"
 
 
 def _text(row: Row) -> str:
-    """The kind of text and the temperature of a cell."""
+    """Return the kind of text and the temperature of a cell."""
     return f"{row['kind']}, T {row['temperature']:g}" if row["temperature"] else str(row["kind"])
 
 
@@ -111,18 +127,91 @@ def _slowness(row: Row) -> str:
 
 
 def scaling_tables(report: Path) -> dict[str, str]:
-    """The capacity report's tables by their markers."""
+    """Return the capacity report's tables by their markers."""
     parts: dict[str, list[Row]] = json.loads(report.read_text(encoding="utf-8"))["parts"]
     found = {name: predicted_table(parts[name]) for name in ("predicted", "drafted")}
-    return found | {name: listing(parts[name], shown) for name, shown in (("sizes", SIZES), ("speeds", SPEEDS))}
+    return found | {"capacity": listing(parts["capacity"], COLUMNS)}
+
+
+def slowness_cells(page: str) -> dict[tuple[str, str], list[tuple[float, float]]]:
+    """Return the medians and worst runs of a page's table, by model and tokens of the prompt."""
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for model, context, line in LINE.findall(page):
+        values = [(float(middle), float(worst)) for middle, worst in CELL.findall(line)]
+        found.setdefault((model.removesuffix("-Instruct"), context), []).extend(values)
+    order = sorted(found, key=lambda key: (key[0] == "bundled", int(key[1].replace(",", ""))))
+    return {key: found[key] for key in order}
+
+
+def short_slowness(page: str) -> str:
+    """Return a row for each model and length of prompt, over types, batches, texts and temperatures."""
+    lines = [SHORT_HEAD]
+    for (model, context), values in slowness_cells(page).items():
+        middles = sorted(middle for middle, _ in values)
+        slow = sum(middle < LEAST_MEDIAN for middle in middles)
+        shown = (
+            f"{middles[0]:.2f} | {median(middles):.2f} | {middles[-1]:.2f} | {slow} | {min(w for _, w in values):.2f}"
+        )
+        lines.append(f"| {model}, {context} tokens | {len(values)} | {shown} |\n")
+    return "".join(lines)
+
+
+def draw_slowness(page: str, path: Path) -> None:
+    """Draw one dot for each cell's median and a tick for its worst run, in a row per model and length of prompt."""
+    groups = slowness_cells(page)
+    colours = dict(zip(dict.fromkeys(model for model, _ in groups), COLOURS, strict=False))
+    title = f"Speed of auto relative to none: {sum(map(len, groups.values()))} cells"
+    with figure(path, title=title, note=" ".join(MEASURED.findall(page)), figsize=(8, 3.8)) as (_, axis):
+        for place, ((model, _), values) in enumerate(groups.items()):
+            heights = [place - 0.3 + 0.6 * i / len(values) for i in range(len(values))]
+            ordered = sorted(values)
+            axis.plot([worst for _, worst in ordered], heights, "|", ms=4, color="0.6")
+            axis.plot([middle for middle, _ in ordered], heights, ".", ms=4, color=colours[model])
+        axis.axvline(1.0, color="black", lw=0.8)
+        axis.axvline(LEAST_SINGLE, color="tab:red", lw=0.8, ls=":")
+        axis.set_xlim(left=0)
+        axis.set_yticks(range(len(groups)), [f"{model}, {context} tokens" for model, context in groups])
+        axis.invert_yaxis()
+        axis.grid(axis="x", alpha=0.3)
+        axis.set_xlabel(f"times as fast as none (dot: median of a cell; tick: its worst run; dotted: {LEAST_SINGLE})")
+
+
+def tasks_page(reports: Mapping[str, Path]) -> str:
+    """Return the page of the reports, by type of weights: when each was measured, its tables, machine and settings."""
+    days = sorted({datetime.fromtimestamp(report.stat().st_mtime).strftime("%-d %B %Y") for report in reports.values()})
+    tables = [
+        f"## {dtype}\n\n{report.with_suffix('.md').read_text(encoding='utf-8')}" for dtype, report in reports.items()
+    ]
+    return "\n".join([TASKS_HEAD.format(dates=" and ".join(days)), *tables])
+
+
+def draw_tasks(reports: Mapping[str, Path], path: Path) -> None:
+    """Draw a panel of tokens per second by task for each type of weights."""
+    found = {dtype: json.loads(report.read_text(encoding="utf-8")) for dtype, report in reports.items()}
+    first = next(iter(found.values()))
+    here, model = first["machine"], Path(first["settings"]["model"]).name
+    note = f"{here['processor']}, {here['threads']} threads, {here['device']}; torch {here['torch']}"
+    title = f"{model}, greedy, one request at a time: median, slowest and fastest round"
+    with figure(path, len(found), title=title, note=note, figsize=(8, 2.6 * len(found)), squeeze=False) as (_, axes):
+        for axis, (dtype, report) in zip(axes[:, 0], found.items(), strict=True):
+            _panel(axis, report["rows"])
+            axis.set_ylabel(f"tokens/s, {dtype}")
+        axes[0, 0].legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+
+
+def _panel(axis: Any, rows: list[Row]) -> None:
+    tasks, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("task", "contestant"))
+    width = 0.8 / len(names)
+    for i, (name, style) in enumerate(bar_styles(names).items()):
+        shift = (i - (len(names) - 1) / 2) * width
+        places = {tasks.index(row["task"]) + shift: row for row in rows if row["contestant"] == name}
+        bars_with_spread(axis, places, width * 0.92, name, style)
+    axis.set_xticks(range(len(tasks)), tasks)
+    axis.grid(axis="y", alpha=0.3)
 
 
 def into_page(page: Path, table: str, marker: str) -> None:
-    """Put a table into a page, between ``<!-- marker:begin -->`` and ``<!-- marker:end -->``.
-
-    Raises:
-        ValueError: if the page has no such markers.
-    """
+    """Put a table into a page, between ``<!-- marker:begin -->`` and ``<!-- marker:end -->``, which must be there."""
     begin, end = f"<!-- {marker}:begin -->\n", f"<!-- {marker}:end -->"
     text = page.read_text()
     if begin not in text or end not in text:
@@ -143,22 +232,22 @@ def run(options: UpdateOptions) -> None:
     wanted = names("--tables", options.tables, TABLES)
     if "bench" in wanted and (there := {dtype: path for dtype, path in REPORTS.items() if path.exists()}):
         into_page(ROOT / "README.md", speed_table(there), "bench")
-        TASKS.write_text(task_results.page(there), encoding="utf-8")
-        task_results.draw(there, TASKS.with_suffix(".svg"))
+        TASKS.write_text(tasks_page(there), encoding="utf-8")
+        draw_tasks(there, TASKS.with_suffix(".svg"))
     if "long" in wanted and LONG.exists():
         into_page(ROOT / "docs" / "benchmarks.md", long_table(LONG), "long")
     if "never-slower" in wanted and (slow := sorted(ROOT.glob("runs/never-slower-*/never-slower.json"))):
         into_page(SLOWNESS, slowness_table(slow), "never-slower")
     if "never-slower" in wanted:
         page = SLOWNESS.read_text(encoding="utf-8")
-        into_page(ROOT / "docs" / "benchmarks.md", slowness.short_table(page), "how-much-slower")
-        slowness.draw(page, SLOWNESS.with_suffix(".svg"))
+        into_page(ROOT / "docs" / "benchmarks.md", short_slowness(page), "how-much-slower")
+        draw_slowness(page, SLOWNESS.with_suffix(".svg"))
     for name, (reports, page) in COPIED.items():
         if name in wanted and (found := sorted((ROOT / "runs").glob(reports))):
             text = "\n".join(report.read_text(encoding="utf-8") for report in found)
             (ROOT / "docs" / "results" / page).write_text(text, encoding="utf-8")
     if "scaling" in wanted and CAPACITY.exists():
         for name, table in scaling_tables(CAPACITY).items():
-            into_page(WHAT_FITS if name in ("sizes", "speeds") else SCALING, table, name)
+            into_page(WHAT_FITS if name == "capacity" else SCALING, table, name)
         plain: list[Row] = json.loads(CAPACITY.read_text(encoding="utf-8"))["parts"]["predicted"]
         plots.bars(SCALING.with_suffix(".svg"), *share_plot(plain))

@@ -1,1 +1,1 @@
-"""Single questions: passes, exact texts, constants, offloading, replays."""
+"""Single questions, one command a file."""

@@ -37,7 +37,7 @@ LLAMA = "llama.cpp"
 Reader = Callable[[torch.Tensor], torch.Tensor]
 """Returns log-probabilities of every token after each position but the last, float64 ``[n - 1, V]``, given ids."""
 WINDOW = 512
-"""Tokens that are read at once, without what was before them."""
+"""Tokens of a piece; the model sees none before it."""
 COLUMNS = {
     "file": "file", "text": "text", "who": "weights", "tokens": "tokens", "divergence": "KL to float32",
     "highest": "99th percentile", "same": "same best token", "perplexity": "perplexity",
@@ -78,7 +78,7 @@ class ActivationsOptions(OutputOptions):
 
 
 def texts(files: Sequence[str] | None) -> dict[str, str]:
-    """Texts by name: the files', or some that every checkout has."""
+    """Return texts by name: the files', or some that every checkout has."""
     if files:
         return {Path(file).name: Path(file).read_text("utf-8") for file in files}
     pages = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
@@ -91,7 +91,7 @@ def texts(files: Sequence[str] | None) -> dict[str, str]:
 
 
 def windows(ids: Sequence[int], count: int) -> Iterator[torch.Tensor]:
-    """The first ``count`` tokens in pieces ``[1, n]`` that are read one by one."""
+    """Yield the first ``count`` tokens in pieces ``[1, n]``."""
     for first in range(0, min(count, len(ids)) - 1, WINDOW):
         piece = ids[first : min(count, first + WINDOW)]
         if len(piece) > 1:
@@ -100,7 +100,7 @@ def windows(ids: Sequence[int], count: int) -> Iterator[torch.Tensor]:
 
 @torch.inference_mode()
 def log_probabilities(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Of every token after each position but the last, float64 ``[n - 1, V]``."""
+    """Return those of every token after each position but the last, float64 ``[n - 1, V]``."""
     return model(input_ids=ids, use_cache=False).logits[0, :-1].double().log_softmax(-1)
 
 

@@ -1,10 +1,8 @@
-"""How many texts differ, bit for bit, between any drafter and none: the promise counted on real models.
+"""``python -m benchmarks exact-texts``: how many outputs differ, in any token, between any drafter and none.
 
-    python -m benchmarks exact-texts --model bundled --dtype bfloat16 --out runs/exact/bundled-bfloat16.jsonl
-
-Every recipe, alone and in batches of ragged rows, greedy and at two temperatures, behind prompts of 5 to 6,000 tokens.
-Each prompt or batch is written to --out as it is done, and not done again; what --out has must be of the same model,
-lengths and sources. The last line printed is one JSON object of counts. Exit status 1 if a text differs.
+Every recipe, alone and in batches of ragged rows, greedy and at two temperatures, after prompts of 5 to 6,000 tokens.
+Each prompt or batch is written to --out and not run again; what --out has must be of the same model, lengths and
+sources. The last line printed is one JSON object of counts. Exit status 1 if an output differs.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from forerun.engine.engine import Engine
 from forerun.models.loading.load import BUNDLED, load, load_draft
 
 SHORT, LONG = (5, 17, 40, 81, 133, 178, 260, 520), (1500, 6000)
-"""Tokens of the prompts; behind long ones drafters for long contexts alone are tried."""
+"""Tokens of the prompts; only drafters for long contexts run after the long ones."""
 TEMPERATURES = (0.0, 0.6, 1.0)
 BATCH = (5, 133, 40, 260)
 SEED = 7
@@ -56,7 +54,9 @@ def run(options: ExactTextsOptions) -> None:
     model, tokenizer = load(options.model, options.dtype)
     draft = load_draft("bundled-draft", model, tokenizer) if options.model == BUNDLED else None
     corpus = _corpus(options.text)
-    journal = _journal(options, corpus, str(model.device))
+    own: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "cache_budget": options.cache_budget}
+    own |= {"text": hashlib.sha256(corpus.encode()).hexdigest()[:16]}
+    journal = Journal(options.out, about(options.model, options.dtype, str(model.device)) | own, resume=True)
     text = [int(token) for token in tokenizer(corpus)["input_ids"]]
     settings = LongContextConfig(draft_model=draft, cache_budget=options.cache_budget, paced=False, gamma2=6)
     engine = Engine(model, "none", tokenizer=tokenizer)
@@ -78,28 +78,18 @@ def run(options: ExactTextsOptions) -> None:
         raise typer.Exit(1)
 
 
-def _journal(options: ExactTextsOptions, corpus: str, device: str) -> Journal:
-    """What --out has; it must be of the same models, texts and sources."""
-    own: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "cache_budget": options.cache_budget}
-    own |= {"text": hashlib.sha256(corpus.encode()).hexdigest()[:16]}
-    return Journal(options.out, about(options.model, options.dtype, device) | own, resume=True)
-
-
 def _corpus(path: Path | None) -> str:
-    return (
-        path.read_text()
-        if path
-        else "\n".join(
-            Path(json.__file__).parent.joinpath(f"{n}.py").read_text()
-            for n in ("decoder", "encoder", "scanner", "__init__")
-        )
-    )
+    """Return the text of a file, or of Python's package ``json``."""
+    if path is not None:
+        return path.read_text()
+    names = ("decoder", "encoder", "scanner", "__init__")
+    return "\n".join(Path(json.__file__).with_name(f"{name}.py").read_text() for name in names)
 
 
 def _cells(
     name: str, text: Sequence[int], options: ExactTextsOptions
 ) -> Iterator[tuple[tuple[Any, ...], list[list[int]], float]]:
-    """Prompts, alone and in a batch, and temperatures, with a name for each."""
+    """Yield prompts, alone and in a batch, and temperatures, with a name for each."""
     lengths = (*SHORT, *(LONG if name in FAR else ()))
     for turn in range(options.prompts):
         for temperature in TEMPERATURES:
@@ -121,7 +111,7 @@ _plain: dict[tuple[Any, ...], list[int]] = {}
 def _texts(
     engine: Engine, name: str, settings: LongContextConfig, prompts: list[list[int]], temperature: float, count: int
 ) -> list[dict[str, Any]]:
-    """Each prompt's text with the drafter, in one batch, beside its text alone without one."""
+    """Return whether each prompt's output with the drafter, in one batch, is that of the prompt alone without one."""
     how = {"max_new_tokens": count, **sampling(temperature, SEED)}
     expected = [_without(engine, prompt, temperature, how) for prompt in prompts]
     engine.set_drafter(name, settings)

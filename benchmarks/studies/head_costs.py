@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, cast
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.capacity.shapes import ModelShape
 from benchmarks.reporting.common_options import names
@@ -38,7 +37,6 @@ from forerun.models.forward.static_lists import LISTED_TOKENS
 from forerun.models.heads.head import Growth, Head, HeadSequence
 from forerun.models.heads.loading import load_head
 from forerun.models.heads.shortlist import OWN_TOKENS, Shortlist
-from forerun.models.loading.stored_weights import StoredEmbedding, StoredLinear
 
 MODELS = {
     "qwen3.5-0.8b": ModelShape(24, 1024, 3584, 8, 2, 248320, 256, True),
@@ -53,75 +51,44 @@ CONTEXT = 64
 """Tokens before a pass; 512 rather cost more of a target with attention in all layers than of its head."""
 NAMED_TOKENS = 2048
 """Tokens that static lists are taken to name beyond the first ones."""
-Kind = Literal["bfloat16", "q8_0"]
-KINDS: tuple[Kind, ...] = ("bfloat16", "q8_0")
 COLUMNS = {
-    "model": "shape", "kind": "weights", "matrix": "logits over", "plain_ms": "plain pass, ms", "read": "read a token",
+    "model": "shape", "matrix": "logits over", "plain_ms": "plain pass, ms", "read": "read a token",
     "level": f"level of {WIDTH} nodes", "tree": "tree of 6 levels",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class HeadsOptions(OutputOptions):
-    """What a trained head costs on this machine, in plain passes of its target, with all logits and over a shortlist.
+    """What a trained head costs on this machine, in plain passes of its target; random weights of published shapes.
 
-    Weights are random, of published shapes. Writes JSON and Markdown.
+    Writes JSON and Markdown.
     """
 
     models: Annotated[str, option(panel="Model", help=f"Of {', '.join(MODELS)}. Commas between.", metavar="LIST")] = (
         ",".join(MODELS)
-    )
-    kinds: Annotated[str, option(panel="Model", help=f"Of {', '.join(KINDS)}. Commas between.", metavar="LIST")] = (
-        "bfloat16"
     )
     rounds: Rounds = 7
     out: Out = Path("runs/heads")
 
     def __post_init__(self) -> None:
         names("--models", self.models, tuple(MODELS))
-        names("--kinds", self.kinds, KINDS)
 
 
-def random_target(shape: ModelShape, kind: Kind, layers: int) -> PreTrainedModel:
-    """A Llama of a shape with fewer layers, and random weights."""
-    config = LlamaConfig(
-        hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim, vocab_size=shape.vocabulary,
-        num_hidden_layers=layers, tie_word_embeddings=True, max_position_embeddings=4096,
-    )  # fmt: skip
+def random_target(shape: ModelShape, layers: int) -> PreTrainedModel:
+    """Return a Llama of a shape with fewer layers, and random weights."""
+    config = shape.config(num_hidden_layers=layers, tie_word_embeddings=True, max_position_embeddings=4096)
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.float32 if kind == "q8_0" else torch.bfloat16)
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.to_empty(device="cpu").eval()
     model.model.rotary_emb.__init__(config)
     for weight in model.parameters():
         weight.requires_grad_(False)
         weight.fill_(1.0) if weight.dim() == 1 else weight.normal_(std=0.02)
-    if kind == "q8_0":
-        _store(model)
     return cast("PreTrainedModel", model)
 
 
-def _store(model: PreTrainedModel) -> None:
-    """Put stored weights in the place of all matrices."""
-    embedding: Any = model.get_input_embeddings()
-    rows = _random_blocks(*embedding.weight.shape)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear):
-            own = rows if name == "lm_head" else _random_blocks(module.out_features, module.in_features)
-            model.set_submodule(name, StoredLinear(own, "Q8_0", module.in_features, quantised=True))
-    model.set_input_embeddings(StoredEmbedding(rows, "Q8_0", embedding.embedding_dim))
-
-
-def _random_blocks(rows: int, columns: int) -> nn.Parameter:
-    """Blocks of 32 random bytes with a scale that makes their deviation 0.02."""
-    blocks = torch.randint(0, 256, (rows, columns // 32, 34), dtype=torch.uint8)
-    scale = np.frombuffer(np.float16(0.02 / 74).tobytes(), np.uint8).copy()
-    blocks[..., :2] = torch.from_numpy(scale)
-    return nn.Parameter(blocks.view(rows, -1), requires_grad=False)
-
-
 def random_head(shape: ModelShape, layers: int, folder: Path) -> Head:
-    """An EAGLE-3 head of a target's width, without matrices of the vocabulary."""
+    """Return an EAGLE-3 head of a target's width, without matrices of the vocabulary."""
     size, kv = shape.hidden, shape.kv_heads * shape.head_dim
     wide = shape.heads * shape.head_dim
     parts = {"q": (wide, 2 * size), "k": (kv, 2 * size), "v": (kv, 2 * size), "o": (size, wide)}
@@ -155,18 +122,11 @@ class Work:
 
 
 class HeadCosts:
-    """A shape's works: plain passes of two targets, and the head with all logits and over a shortlist.
+    """Plain passes of two targets of a shape, and its head with all logits and over a shortlist."""
 
-    Args:
-        shape: of the target.
-        kind: of its weights.
-        folder: for the head's files.
-        clock: gives seconds.
-    """
-
-    def __init__(self, shape: ModelShape, kind: Kind, folder: Path, clock: Callable[[], float]) -> None:
+    def __init__(self, shape: ModelShape, folder: Path, clock: Callable[[], float]) -> None:
         self.shape, self._clock = shape, clock
-        self.targets = {layers: gate.admit(random_target(shape, kind, layers)) for layers in (1, SLOPE_LAYERS)}
+        self.targets = {layers: gate.admit(random_target(shape, layers)) for layers in (1, SLOPE_LAYERS)}
         self.head = random_head(shape, 1, folder)
         self.head.bind(self.targets[1])
         assert self.head.output is not None
@@ -187,7 +147,7 @@ class HeadCosts:
         return torch.randn(count, 3 * self.shape.hidden, dtype=torch.float32)
 
     def works(self) -> Iterator[Work]:
-        """All of them."""
+        """Yield all of them."""
         for layers, target in self.targets.items():
             yield Work(f"pass {layers}", self._plain(target))
         yield Work("read", self._read)
@@ -210,7 +170,7 @@ class HeadCosts:
         return run
 
     def _read(self) -> float:
-        """A committed token more."""
+        """Time the record of a committed token."""
         tokens = np.append(self._tokens, self._rng.integers(0, self.shape.vocabulary, self._end + 2 - CONTEXT))
         states, began = self._states(1), self._clock()
         self.head.record(self._sequence, tokens[: self._end + 2], self._end, states)
@@ -219,7 +179,7 @@ class HeadCosts:
         return self._clock() - began
 
     def _level(self, shortlist: Shortlist | None, levels: int) -> float:
-        """The root's logits and those of further levels; of a single level, that one alone."""
+        """Time the root's logits and those of further levels; of a single level, that one alone."""
         sequence = self._sequence
         sequence.shortlist = shortlist
         began = self._clock()
@@ -238,11 +198,11 @@ class HeadCosts:
 
 
 @torch.inference_mode()
-def measure(name: str, kind: Kind, rounds: int, clock: Callable[[], float] = time.perf_counter) -> list[Row]:
-    """Rows of a shape: with all logits, and over a shortlist. Costs are in plain passes."""
+def measure(name: str, rounds: int, clock: Callable[[], float] = time.perf_counter) -> list[Row]:
+    """Return rows of a shape: with all logits, and over a shortlist. Costs are in plain passes."""
     shape = MODELS[name]
     with tempfile.TemporaryDirectory() as folder:
-        works = list(HeadCosts(shape, kind, Path(folder), clock).works())
+        works = list(HeadCosts(shape, Path(folder), clock).works())
     for turn in range(rounds + 1):
         shift = turn % len(works)
         for work in works[shift:] + works[:shift]:
@@ -250,7 +210,7 @@ def measure(name: str, kind: Kind, rounds: int, clock: Callable[[], float] = tim
     times = {work.name: median(work.seconds[1:]) for work in works}
     each = (times[f"pass {SLOPE_LAYERS}"] - times["pass 1"]) / (SLOPE_LAYERS - 1)
     plain = times["pass 1"] + (shape.layers - 1) * each
-    shared: Row = {"model": name, "kind": kind, "plain_ms": 1000 * plain, "layer_ms": 1000 * each}
+    shared: Row = {"model": name, "plain_ms": 1000 * plain, "layer_ms": 1000 * each}
     return [
         shared
         | {"matrix": matrix, "read": times["read"] / plain}
@@ -262,12 +222,11 @@ def measure(name: str, kind: Kind, rounds: int, clock: Callable[[], float] = tim
 def run(options: HeadsOptions) -> None:
     """Measure, print the table, and write JSON and Markdown."""
     report, rows = Report("What a trained head costs", plain_values(options)), list[Row]()
-    wanted = [(name, cast("Kind", kind)) for kind in names("--kinds", options.kinds, KINDS)
-              for name in names("--models", options.models, tuple(MODELS))]  # fmt: skip
+    wanted = names("--models", options.models, tuple(MODELS))
     with progress_bar(stderr(), "measuring") as show:
-        for done, (name, kind) in enumerate(wanted):
+        for done, name in enumerate(wanted):
             show(done, len(wanted))
-            rows += measure(name, kind, options.rounds)
+            rows += measure(name, options.rounds)
     said = (
         f"In plain passes of the target, scaled up from passes of 1 and {SLOPE_LAYERS} layers after {CONTEXT} tokens. "
         f"Shortlists have {LISTED_TOKENS + NAMED_TOKENS:,} tokens in common "

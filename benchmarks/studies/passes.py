@@ -1,4 +1,5 @@
-"""The time of passes over 1 to 64 tokens, Forerun's and the model's own, compared with the machine's own speeds.
+"""``python -m benchmarks passes``: the time of passes over 1 to 64 tokens, Forerun's and the model's own, compared with
+the machine's own speeds.
 
 Everything is measured in turns in one process, in an order that rotates from round to round, so that disturbances of
 the machine affect all of it. Decoding is bound by reading the weights. A pass over several tokens that reads them once
@@ -11,20 +12,91 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any, get_args
 
 import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from benchmarks.studies.memory_bandwidth import BUFFER, BufferReader, Multiplier, weight_bytes, weight_operations
-from forerun.bench.machine import Row
+from benchmarks.reporting import plots
+from benchmarks.reporting.common_options import names, numbers
+from benchmarks.reporting.plots import Frame
+from benchmarks.reporting.study_report import Report, deliver, listing
+from forerun.bench.machine import Row, plain_values
+from forerun.cli.options import AnyTypeModelOptions, Dtype, Out, OutputOptions, Rounds, option
+from forerun.cli.terminal import progress_bar, stderr
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.engine.engine import Engine
 from forerun.models.forward.architecture import STORED, dtype_name
 from forerun.models.forward.inputs import position_limit
+from forerun.models.loading.load import ACTIVATION_TYPES, load
+
+BUFFER = 1 << 30
+"""Bytes of the buffer: many times a processor's caches."""
+SIDE = 1024
+"""Rows and columns of the multiplied matrices: more are no faster."""
+
+
+class BufferReader:
+    """Sums a buffer of 64-bit integers, which need the least arithmetic, with all of torch's threads."""
+
+    def __init__(self, device: torch.device, size: int = BUFFER) -> None:
+        self._buffer = torch.ones(max(1, size // 8), dtype=torch.int64, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read in one call."""
+        return self._buffer.nbytes
+
+    def __call__(self) -> None:
+        """Read the buffer, and wait until that is done."""
+        self._buffer.sum().item()
+
+
+class Multiplier:
+    """Multiplies two square matrices of ``dtype`` that fit into caches, by torch's fastest product; those of int8 are
+    summed as int32."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._matrix = torch.ones(SIDE, SIDE, dtype=dtype, device=device)
+        self._product = torch._int_mm if dtype == torch.int8 else torch.mm
+
+    operations = 2 * SIDE**3
+    """Multiplications and additions in one call."""
+
+    def __call__(self) -> None:
+        """Multiply, and wait until that is done."""
+        self._product(self._matrix, self._matrix)[0, 0].item()
+
+
+def weight_operations(model: PreTrainedModel) -> int:
+    """Multiplications and additions with the weights of linear layers, per token; attention and experts not counted."""
+    sizes = ((getattr(module, "in_features", 0), getattr(module, "out_features", 0)) for module in model.modules())
+    return 2 * sum(inputs * outputs for inputs, outputs in sizes)
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes of weights that a pass over one token reads: all, except an input embedding used only for look-ups, and
+    experts that the token does not use. A pass over several tokens reads more experts."""
+    used = getattr(model.config.get_text_config(decoder=True), "num_experts_per_tok", None)
+    found = {
+        weight.data_ptr(): weight.nbytes * used // len(weight) if used and ".experts." in name else weight.nbytes
+        for name, weight in model.named_parameters()
+    }
+    inputs, outputs = (_weight(model, name) for name in ("get_input_embeddings", "get_output_embeddings"))
+    if inputs is not None and (outputs is None or outputs.data_ptr() != inputs.data_ptr()):
+        found.pop(inputs.data_ptr(), None)
+    return sum(found.values())
+
+
+def _weight(model: torch.nn.Module, name: str) -> torch.Tensor | None:
+    module = getattr(model, name)()
+    weight: torch.Tensor | None = getattr(module, "weight", None)
+    return weight
+
 
 FORERUN, TRANSFORMERS, MEMORY, MATMUL = "forerun", "transformers", "memory", "torch's matmul"
 PEAKS = {"float32": torch.float32, "bfloat16": torch.bfloat16, STORED: torch.int8}
@@ -35,15 +107,7 @@ THEIR_SIZES = (1, 8)
 
 @dataclass(frozen=True)
 class PassSizes:
-    """What to measure.
-
-    Attributes:
-        passes: sizes of the passes after the context, in tokens.
-        context: tokens in the cache.
-        prompts: lengths of prompts to read; may be empty.
-        rounds: measurements of each.
-        buffer: bytes read to measure the bandwidth.
-    """
+    """Tokens of the passes, of the cache before them, and of prompts; rounds, and bytes to read for the bandwidth."""
 
     passes: Sequence[int]
     context: int
@@ -59,14 +123,8 @@ class PassSizes:
 
 @dataclass
 class Work:
-    """Something to measure, and the seconds of its runs.
-
-    Attributes:
-        who: ``forerun``, ``transformers``, ``memory`` or ``torch's matmul``.
-        kind: ``pass``, ``prompt``, ``read`` or ``multiply``.
-        nbytes: bytes of memory that it must read.
-        operations: multiplications and additions with weights.
-    """
+    """A ``pass``, ``prompt``, ``read`` or ``multiply`` that must read ``nbytes`` of memory and needs ``operations``
+    with weights, and the seconds of its runs."""
 
     dtype: str
     who: str
@@ -79,7 +137,7 @@ class Work:
     seconds: list[float] = field(default_factory=list)
 
     def once(self, clock: Callable[[], float]) -> None:
-        """Run it, timed, and undo its effect on the cache."""
+        """Time a run, and undo its effect on the cache."""
         begin = clock()
         self.run()
         self.seconds.append(clock() - begin)
@@ -93,18 +151,17 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Row]:
-    """One row per kind of work.
-
-    Args:
-        models: one model in the dtypes to compare.
-        sizes: what to measure.
-        clock: gives seconds.
-        progress: called with rounds done and to do.
+    """Return one row per kind of work; ``models`` are one model in the types to compare.
 
     Raises:
         ValueError: if the model has too few positions.
     """
-    check_positions(models[0], sizes)
+    limit = position_limit(models[0])
+    if limit is not None and sizes.longest > limit:
+        raise ValueError(
+            f"{sizes.longest} tokens are to be measured and the model has {limit} positions; shorten --context, "
+            "--passes or --prompt-tokens"
+        )
     reader = BufferReader(models[0].device, sizes.buffer)
     works = [Work("-", MEMORY, "read", 0, reader.nbytes, reader)]
     for name in dict.fromkeys(map(dtype_name, models)):
@@ -118,20 +175,6 @@ def measure(
         for work in works[shift:] + works[:shift]:
             work.once(clock)
     return summarise(works)
-
-
-def check_positions(model: PreTrainedModel, sizes: PassSizes) -> None:
-    """Refuse lengths for which the model has no positions.
-
-    Raises:
-        ValueError: with the length and the number of positions.
-    """
-    limit = position_limit(model)
-    if limit is not None and sizes.longest > limit:
-        raise ValueError(
-            f"{sizes.longest} tokens are to be measured and the model has {limit} positions; shorten --context, "
-            "--passes or --prompt-tokens"
-        )
 
 
 def _works(model: PreTrainedModel, sizes: PassSizes) -> Iterator[Work]:
@@ -149,7 +192,7 @@ def _works(model: PreTrainedModel, sizes: PassSizes) -> Iterator[Work]:
 
 
 def _our_passes(engine: Engine, text: np.ndarray, sizes: PassSizes) -> Iterator[tuple[int, Callable[[], None]]]:
-    """Forerun's scorer over a chain, as in a verifying step; nothing of it stays in the cache."""
+    """Yield Forerun's passes over a chain, as in a verifying step; nothing of it stays in the cache."""
     cache = engine.prefill(text[: sizes.context + 1].tolist(), max(sizes.passes) + 1)
     for count in sizes.passes:
         tokens = text[sizes.context : sizes.context + count]
@@ -164,7 +207,7 @@ def _our_passes(engine: Engine, text: np.ndarray, sizes: PassSizes) -> Iterator[
 def _their_passes(
     model: PreTrainedModel, text: np.ndarray, context: int
 ) -> Iterator[tuple[int, Callable[[], None], Callable[[], None]]]:
-    """The model's own call with a ``DynamicCache``; what it appends is cut off again."""
+    """Yield the model's own calls with a ``DynamicCache``; what they append is cut off again."""
     cache = DynamicCache()
     if context:
         _call(model, text[:context], cache, logits_to_keep=1)
@@ -207,7 +250,7 @@ def _wait(device: torch.device) -> None:
 
 
 def summarise(works: Sequence[Work]) -> list[Row]:
-    """Medians over all rounds except the first, which is a warm-up."""
+    """Return a row of medians per work, over all rounds except the first, which is a warm-up."""
     times = [median(work.seconds[1:]) for work in works]
     ones = {(w.dtype, w.who): t for w, t in zip(works, times, strict=True) if (w.kind, w.tokens) == ("pass", 1)}
     speed = next(w.nbytes / t for w, t in zip(works, times, strict=True) if w.who == MEMORY)
@@ -235,3 +278,90 @@ def _row(work: Work, seconds: float, ones: dict[tuple[str, str], float], speed: 
         "gigaflops": work.operations / seconds / 1e9 if work.operations else None,
         "share_of_peak": work.operations / seconds / peak if peak else None,
     }
+
+
+DTYPES = get_args(Dtype)
+TIMES = {"dtype": "dtype", "who": "by", "tokens": "tokens", "milliseconds": "ms", "fastest": "fastest",
+         "slowest": "slowest"}  # fmt: skip
+PASSES = TIMES | {"ratio_to_one_token": "ratio to one token", "megabytes": "weights read, MB",
+                  "gigabytes_per_second": "GB/s", "share": "of the bandwidth", "gigaflops": "GFLOP/s",
+                   "peak": "of torch's matmul"}  # fmt: skip
+PROMPTS = TIMES | {"tokens_per_second": "tokens/s"}
+
+
+@dataclass(frozen=True)
+class PassesOptions(OutputOptions, AnyTypeModelOptions):
+    """Time of passes over 1 to 64 tokens, compared with the model's own call and the machine's bandwidth.
+
+    Also measures how fast prompts are read. All take turns in one process; medians count. Writes JSON, Markdown and a
+    plot.
+    """
+
+    dtypes: Annotated[str, option(panel="Model", help=f"Of {', '.join(DTYPES)}. Commas between.", metavar="LIST")] = (
+        "auto"
+    )
+    activations: Annotated[
+        str, option(panel="Model", help="Of stored weights: auto, int8, float32. Commas between.", metavar="LIST")
+    ] = "auto"
+    passes: Annotated[str, option(panel="Text", help="Tokens of the passes. Commas between.", metavar="LIST")] = (
+        "1,2,4,8,16,32,64"
+    )
+    context: Annotated[int, option(panel="Text", help="Tokens in the cache.", min=0)] = 512
+    prompt_tokens: Annotated[str, option(panel="Text", help="Lengths of prompts to read, or 0.", metavar="LIST")] = (
+        "512,2048"
+    )
+    rounds: Rounds = 7
+    out: Out = Path("runs/passes")
+
+    def __post_init__(self) -> None:
+        names("--dtypes", self.dtypes, DTYPES)
+        names("--activations", self.activations, ACTIVATION_TYPES)
+        numbers("--passes", self.passes, int, 1)
+        numbers("--prompt-tokens", self.prompt_tokens, int, 0)
+
+
+def run(options: PassesOptions) -> None:
+    """Measure, print the tables, and write JSON, Markdown and a plot."""
+    plots.check()
+    console = stderr()
+    some: dict[str, Any] = {"device": options.device, "trust_remote_code": options.trust_remote_code}
+    types = names("--activations", options.activations, ACTIVATION_TYPES)
+    models = [
+        load(options.model, dtype, activations=activations, **some)[0]
+        for dtype in dict.fromkeys(names("--dtypes", options.dtypes, DTYPES))
+        for activations in (types if dtype == STORED else ["auto"])
+    ]
+    sizes = PassSizes(
+        passes=sorted({1, *numbers("--passes", options.passes, int, 1)}),
+        context=options.context,
+        prompts=[length for length in sorted(numbers("--prompt-tokens", options.prompt_tokens, int, 0)) if length],
+        rounds=options.rounds,
+    )
+    with progress_bar(console, "measuring") as progress:
+        rows = measure(models, sizes, progress=progress)
+    report = Report("What passes cost", plain_values(options))
+    add_passes(report, rows, options.context)
+    deliver(report, options.out, "passes", options.json)
+
+
+def add_passes(report: Report, rows: Sequence[Row], context: int) -> None:
+    """Add all tables and plots."""
+    read = next(row for row in rows if row["who"] == MEMORY)
+    passes = [_shown(row) for row in rows if row["kind"] == "pass"]
+    prompts = [_shown(row) for row in rows if row["kind"] == "prompt"]
+    said = f"This machine reads {read['gigabytes_per_second']:.1f} GB/s, measured in the same rounds.\n"
+    heading = f"Passes after {context:,} tokens"
+    peaks = [row for row in rows if row["who"] == MATMUL]
+    most = ", ".join(f"{row['gigaflops']:.0f} GFLOP/s with {row['dtype']} weights" for row in peaks)
+    multiplies = f"Its fastest product of two matrices in torch, for stored weights of int8: {most}.\n" if peaks else ""
+    report.add("passes", heading, [*passes, read, *peaks], said, multiplies, listing(passes, PASSES))
+    frame = Frame(heading, "tokens in the pass", "milliseconds", log=True)
+    report.lines("times", frame, plots.by(passes, "line", "tokens", "milliseconds", ("fastest", "slowest")))
+    if prompts:
+        report.add("prompts", "Reading a prompt", prompts, listing(prompts, PROMPTS))
+
+
+def _shown(row: Row) -> Row:
+    more = {"line": f"{row['who']}, {row['dtype']}", "megabytes": round(row["bytes_read"] / 1e6, 1)}
+    shares = {"share": row["share_of_bandwidth"], "peak": row["share_of_peak"]}
+    return row | more | {name: None if share is None else f"{100 * share:.0f} %" for name, share in shares.items()}

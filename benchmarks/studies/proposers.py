@@ -1,27 +1,26 @@
-"""Forerun's proposer for vLLM beside prompt lookup, replayed on recorded answers; no model and no vLLM is needed.
+"""``python -m benchmarks proposers``: Forerun's proposer for vLLM beside prompt lookup, on recorded answers.
 
-    python -m benchmarks proposers --tokenizer FILE --replay FILE[:author=A][:from=I][:to=J] ... [--tokens 8]
-
-The loop is vLLM's with greedy decoding and one row: the longest beginning of the draft that follows the recorded answer
-is accepted, and one token comes with it. Prints, for each file and proposer: tokens per step, the share of drafted
-tokens that were accepted, tokens drafted a step, and microseconds of a call.
+Neither a model nor vLLM is needed. The loop is vLLM's with greedy decoding and one row: the longest prefix of the draft
+that equals the recorded answer is accepted, and one token follows it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import typer
 from tokenizers import Tokenizer
 
 from benchmarks.reporting.common_options import numbers
-from benchmarks.studies.replay import Recorded, Selection
+from benchmarks.reporting.json_lines import json_lines
+from benchmarks.reporting.study_report import listing
+from forerun.bench.machine import Row
 from forerun.cli.options import DebugOptions
 from forerun.integrations.vllm import ForerunProposer
 
@@ -30,7 +29,7 @@ Propose = Callable[[list[list[int]], np.ndarray, np.ndarray], list[list[int]]]
 
 
 def lookup(longest: int, shortest: int, tokens: int) -> Propose:
-    """What followed the longest suffix of the row that occurred before, first, as vLLM does."""
+    """Return vLLM's prompt lookup: what followed the first earlier occurrence of the row's longest suffix."""
 
     def propose(sampled: list[list[int]], lengths: np.ndarray, rows: np.ndarray) -> list[list[int]]:
         text = rows[0, : lengths[0]]
@@ -45,7 +44,7 @@ def lookup(longest: int, shortest: int, tokens: int) -> Propose:
 
 
 def forerun(tokens: int, **settings: object) -> Propose:
-    """Forerun's, with the configuration that vLLM would hand over."""
+    """Return Forerun's proposer, with the configuration that vLLM hands over."""
     return ForerunProposer(
         SimpleNamespace(
             model_config=SimpleNamespace(
@@ -59,31 +58,56 @@ def forerun(tokens: int, **settings: object) -> Propose:
     ).propose
 
 
-def replay(rows: list[Recorded], propose: Propose) -> str:
-    """One proposer over all rows, in a line."""
+class Recorded(NamedTuple):
+    """A prompt and its recorded answer, as tokens."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+def read(file: Path, author: str | None, encode: Callable[[str], list[int]]) -> Iterator[Recorded]:
+    """Yield the rows of a file of JSON lines with ``prompt`` and ``answer``, and ``author`` if one is given.
+
+    Raises:
+        ValueError: with the first line that is no such object.
+    """
+    for place, row in json_lines(file, "--replay"):
+        if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("prompt", "answer")):
+            raise ValueError(f"{place} is no JSON object with 'prompt' and 'answer'")
+        if author in (None, row.get("author")):
+            yield Recorded(encode(row["prompt"]), encode(row["answer"]))
+
+
+def replay(rows: list[Recorded], propose: Propose) -> Row:
+    """Return what one proposer yields over all rows."""
     steps = committed = drafted = accepted = 0
     seconds = 0.0
     text = np.zeros((1, LENGTH), np.int32)
     for row in rows:
-        whole = row.prompt + row.answer
+        tokens = row.prompt + row.answer
         end, came = len(row.prompt) + 1, 1
-        text[0, : len(whole)] = whole
-        while end < len(whole):
+        text[0, : len(tokens)] = tokens
+        while end < len(tokens):
             started = time.perf_counter()
-            (draft,) = propose([whole[end - came : end]], np.array([end]), text)
+            (draft,) = propose([tokens[end - came : end]], np.array([end]), text)
             seconds += time.perf_counter() - started
-            right = next(
-                (at for at, pair in enumerate(zip(draft, whole[end:], strict=False)) if pair[0] != pair[1]), len(draft)
-            )
-            right = min(right, len(whole) - end)
-            came = min(right + 1, len(whole) - end)
+            equal = [mine == theirs for mine, theirs in zip(draft, tokens[end:], strict=False)]
+            right = (*equal, False).index(False)
+            came = min(right + 1, len(tokens) - end)
             steps, committed, drafted, accepted = steps + 1, committed + came, drafted + len(draft), accepted + right
             end += came
-    share = accepted / max(drafted, 1)
-    return (
-        f"{committed / steps:5.2f} tokens per step  {share:4.0%} accepted of {drafted / steps:5.2f} drafted a step"
-        f"  {seconds / steps * 1e6:6.0f} us a call"
-    )
+    if not steps:
+        raise ValueError("no row has an answer of two tokens")
+    return {
+        "tokens_per_step": round(committed / steps, 2),
+        "accepted": f"{accepted / max(drafted, 1):.0%}",
+        "drafted": round(drafted / steps, 2),
+        "call": round(seconds / steps * 1e6),
+    }
+
+
+COLUMNS = {"answers": "answers", "proposer": "proposer", "tokens_per_step": "tokens per step", "accepted": "accepted",
+           "drafted": "of drafted per step", "call": "us a call"}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,18 +115,23 @@ class ProposersOptions(DebugOptions):
     """Forerun's proposer for vLLM beside prompt lookup, replayed on recorded answers."""
 
     tokenizer: Annotated[Path, typer.Option(help="A tokenizer.json.")]
-    recordings: Annotated[list[str], typer.Option("--replay", help="FILE[:author=A][:from=I][:to=J]; may be repeated.")]
-    tokens: Annotated[int, typer.Option(help="Drafted a step.")] = 8
-    least: Annotated[str, typer.Option(help="Least probabilities; commas between.")] = "0.1"
+    recordings: Annotated[list[Path], typer.Option("--replay", help="JSON lines of {prompt, answer}; may be repeated.")]
+    author: Annotated[str | None, typer.Option(help="Replay the rows that have this author.")] = None
+    limit: Annotated[int | None, typer.Option(help="Rows of a file.", min=1)] = None
+    tokens: Annotated[int, typer.Option(help="Drafted per step.", min=1)] = 8
+    least: Annotated[str, typer.Option(help="Least probabilities; commas between.")] = "0.2,0.05,0"
 
 
 def run(options: ProposersOptions) -> None:
     """Print the table."""
-    tokenizer = Tokenizer.from_file(str(options.tokenizer))
-    for where in options.recordings:
-        rows = Selection.parse(where).read(lambda text: tokenizer.encode(text).ids)
-        print(where, len(rows), "rows")
-        print("  ngram 5-5   ", replay(rows, lookup(5, 5, options.tokens)))
-        print("  ngram 3-1   ", replay(rows, lookup(3, 1, options.tokens)))
+    tokenizer, rows = Tokenizer.from_file(str(options.tokenizer)), list[Row]()
+    for file in options.recordings:
+        recorded = list(read(file, options.author, lambda text: tokenizer.encode(text).ids))[: options.limit]
+        proposers = {f"ngram {size}-{least}": lookup(size, least, options.tokens) for size, least in ((5, 5), (3, 1))}
         for least in numbers("--least", options.least, float, 0.0):
-            print(f"  forerun {least:4} ", replay(rows, forerun(options.tokens, least_probability=least)))
+            proposers[f"forerun {least:g}"] = forerun(options.tokens, least_probability=least)
+        rows += [
+            {"answers": f"{file.name}, {len(recorded)} rows", "proposer": name} | replay(recorded, propose)
+            for name, propose in proposers.items()
+        ]
+    print(listing(rows, COLUMNS), end="")

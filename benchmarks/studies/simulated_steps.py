@@ -29,7 +29,7 @@ RIGHT, WRONG, OTHER = 7, 9, 10
 
 
 def never(row: int, place: int) -> bool:
-    """No token is foreseen."""
+    """Return that no token is foreseen."""
     return False
 
 
@@ -89,7 +89,7 @@ class World:
     chains: list[int] = field(default_factory=list)
 
     def clock(self) -> float:
-        """The time."""
+        """Return the time."""
         return self.now
 
     def take(self, seconds: float) -> None:
@@ -239,7 +239,7 @@ def simulate(world: World, outline: Outline) -> tuple[float, AdaptivePlanner]:
 
 
 def plain_seconds(world: World, outline: Outline) -> float:
-    """Seconds of the same texts without drafts."""
+    """Return the seconds of these requests without drafts."""
     rows = outline.rows + outline.undrafted
     cost = (world.true_curve or world.curve).of([1] * rows, [outline.cached] * rows)
     return world.plain * cost * outline.tokens * outline.batches

@@ -90,13 +90,13 @@ class Tracer:
 
 
 def usual(found: list[set[Any]]) -> set[Any]:
-    """What is in at least half of the sets."""
+    """Return what is in at least half of the sets."""
     counts = Counter(each for one in found for each in one)
     return {each for each, count in counts.items() if 2 * count >= len(found)}
 
 
 def traced(engine: forerun.Engine, prompt: str, tokens: int) -> dict[str, object]:
-    """A row of the table, by the second answer to a prompt: caches are warm, and costs known."""
+    """Return a row of the table, by the second answer to a prompt: caches are warm, and costs known."""
     engine.generate(prompt, max_new_tokens=tokens)
     tracer = Tracer()
     with tracer.tracing():

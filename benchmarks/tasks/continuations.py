@@ -19,16 +19,12 @@ NEEDED = {"maths": "--maths", "prose": "--books", "code": "Python's own sources"
 
 
 def continuations(material: Material) -> Tasks:
-    """The tasks by name.
-
-    Args:
-        material: texts that no model here was trained on.
-    """
+    """Return the tasks by name; no model here was trained on ``material``."""
     return {name: functools.partial(_draw, name, material) for name in KINDS}
 
 
 def _draw(name: str, material: Material, count: int) -> list[str]:
-    """``count`` different prompts: one that is measured must not be among those that warm drafters have seen."""
+    """Return ``count`` different prompts: one that is measured must not be among those that warm drafters have seen."""
     kind = KINDS[name]
     if kind in NEEDED and not getattr(material, kind):
         raise LackingError(f"needs a text for {kind} ({NEEDED[kind]})")

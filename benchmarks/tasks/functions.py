@@ -17,7 +17,7 @@ A_FILE = 2
 
 
 def functions(seed: str, count: int) -> list[str]:
-    """``count`` functions; the same ones for the same seed and version of Python."""
+    """Return ``count`` functions, by seed and version of Python."""
     return list(islice(_all(seed), count))
 
 

@@ -32,11 +32,7 @@ class Passages:
 
     @classmethod
     def read(cls, books: Path | None, seed: str) -> Passages:
-        """The ``.txt`` files of a folder, or the standard library's documentation.
-
-        Raises:
-            ValueError: if the folder has no such file, or none that is long enough.
-        """
+        """Read a folder's ``.txt`` files, or Python's documentation; raise a ValueError if all are short."""
         bodies = list(_books(books)) if books is not None else list(_documentation(seed))
         long = [body for body in bodies if sum(map(len, body)) > 2 * CHARS * LONGEST]
         if not long:
@@ -44,12 +40,7 @@ class Passages:
         return cls(long)
 
     def draw(self, rng: Random, count: Callable[[str], int]) -> str:
-        """A passage that begins with a paragraph and ends with a sentence.
-
-        Args:
-            rng: decides which.
-            count: tokens of a text.
-        """
+        """Draw a passage that begins with a paragraph and ends with a sentence; ``count`` returns a text's tokens."""
         low, high = SHORTEST * MARGIN, LONGEST / MARGIN
         while True:
             tokens = low * (high / low) ** rng.random()
@@ -61,7 +52,7 @@ class Passages:
 
 
 def sources(seed: str) -> Iterator[tuple[str, ast.Module]]:
-    """The standard library's files as text and parsed, in an order given by the seed."""
+    """Yield the standard library's files as text and parsed, in an order given by the seed."""
     paths = stdlib_files()
     Random(seed).shuffle(paths)
     for path in paths:
@@ -73,7 +64,7 @@ def sources(seed: str) -> Iterator[tuple[str, ast.Module]]:
 
 
 def sentences(passage: str) -> list[str]:
-    """The sentences of a passage, unchanged."""
+    """Return the sentences of a passage, unchanged."""
     ends = [0, *(match.end() for match in _END.finditer(passage)), len(passage)]
     return [part for begin, end in itertools.pairwise(ends) if (part := passage[begin:end].strip())]
 
@@ -84,7 +75,7 @@ def _books(folder: Path) -> Iterator[list[str]]:
 
 
 def _documentation(seed: str) -> Iterator[list[str]]:
-    """Docstrings of modules, classes and functions: one list per module with enough of them."""
+    """Yield docstrings of modules, classes and functions: one list per module with enough of them."""
     found = 0
     for _, module in sources(seed):
         body = [part for text in _docstrings(module) for part in paragraphs(text)]
@@ -104,7 +95,7 @@ def _docstrings(module: ast.Module) -> Iterator[str]:
 
 
 def _from(body: Sequence[str], start: int, chars: int) -> str:
-    """Paragraphs from ``start`` on, until they have ``chars`` characters."""
+    """Return paragraphs from ``start`` on, until they have ``chars`` characters."""
     taken: list[str] = []
     size = 0
     for part in body[start:]:
@@ -116,6 +107,6 @@ def _from(body: Sequence[str], start: int, chars: int) -> str:
 
 
 def _cut(text: str, chars: int) -> str:
-    """The text up to the last end of a sentence within ``chars`` characters."""
+    """Return the text up to the last end of a sentence within ``chars`` characters."""
     ends = [match.end() for match in _END.finditer(text[:chars])]
     return text[: ends[-1] if ends else chars].strip()

@@ -33,12 +33,7 @@ _WORD = re.compile(r"[A-Za-z]{6,}")
 
 
 def questions(files: SourceOptions, count: Callable[[str], int]) -> Tasks:
-    """The tasks by name.
-
-    Args:
-        files: what they are drawn from.
-        count: tokens of a text.
-    """
+    """Return the tasks by name, drawn from ``files``; ``count`` returns a text's tokens."""
     passages = functools.cache(lambda: Passages.read(files.books, SEED))
     return {
         "maths": lambda wanted: [f"Solve step by step: {text}" for text in _asked("--maths", files.maths, wanted)],
@@ -55,7 +50,7 @@ def _rng(task: str, number: int) -> Random:
 
 
 def _asked(option: str, file: Path | None, wanted: int) -> list[str]:
-    """``wanted`` different questions of a file, shuffled in a fixed order."""
+    """Return ``wanted`` different questions of a file, shuffled in a fixed order."""
     if file is None:
         raise LackingError(f"needs a file of questions ({option})")
     found = sorted(set(read_questions(option, file)))
@@ -69,11 +64,7 @@ def _asked(option: str, file: Path | None, wanted: int) -> list[str]:
 
 
 def read_questions(option: str, file: Path) -> Sequence[str]:
-    """The prompts of a file, without the template text around a question.
-
-    Raises:
-        ValueError: with the first line that has no prompt.
-    """
+    """Return a file's prompts without the template around a question; raise a ValueError for a line without one."""
     return [_question(place, row) for place, row in json_lines(file, option)]
 
 
@@ -89,7 +80,7 @@ def _complete(function: str) -> str:
 
 
 def _from_passage(rng: Random, passages: Passages, count: Callable[[str], int]) -> str:
-    """A question about a passage; its topic is a word of one of the passage's sentences."""
+    """Return a question about a passage; its topic is a word of one of the passage's sentences."""
     passage = passages.draw(rng, count)
     about = _topic(rng.choice(sentences(passage)), passage)
     question = f'What does the passage say about "{about}"? Quote the sentences that you use.'
@@ -97,7 +88,7 @@ def _from_passage(rng: Random, passages: Passages, count: Callable[[str], int]) 
 
 
 def _topic(sentence: str, passage: str) -> str:
-    """The word of a sentence, except its first, that is most frequent in the passage; the longest of equals."""
+    """Return the word of a sentence, except its first, that is most frequent in the passage; the longest of equals."""
     words = _WORD.findall(sentence.partition(" ")[2]) or _WORD.findall(passage)
     return max(words, key=lambda word: (passage.count(word), len(word)), default="this")
 

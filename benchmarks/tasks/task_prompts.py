@@ -24,13 +24,7 @@ class LackingError(Exception):
 
 @dataclass(frozen=True)
 class Counts:
-    """How much of each task is run.
-
-    Attributes:
-        prompts: prompts to measure; None for all.
-        warm: further prompts of the task; warm drafters have drafted their answers.
-        new_tokens: the most new tokens per prompt.
-    """
+    """Prompts of a task to measure (None for all), further ones for warm drafters, and new tokens per prompt."""
 
     prompts: int | None
     warm: int
@@ -38,11 +32,7 @@ class Counts:
 
 
 def check_names(names: Iterable[str], tasks: Tasks) -> None:
-    """Refuse unknown tasks.
-
-    Raises:
-        ValueError: with the first unknown name and the known ones.
-    """
+    """Raise a ValueError with the first unknown task and the known ones."""
     for name in names:
         if name not in tasks:
             raise ValueError(f"task is {name!r}; known are {', '.join(tasks)}")
@@ -55,17 +45,10 @@ def build_jobs(
     counts: Counts,
     positions: int | None = None,
 ) -> tuple[list[PromptSet], dict[str, str]]:
-    """The jobs that can be built, and why the others cannot.
-
-    Args:
-        names: keys of ``tasks``.
-        tasks: draw the prompts.
-        encode: prompt to token ids.
-        counts: how much of each; ``counts.prompts`` must be given.
-        positions: the model's, or None.
+    """Return the jobs that can be built, and why the others cannot; ``counts.prompts`` must be given.
 
     Raises:
-        ValueError: for an unknown name, or a prompt that is too long for the model.
+        ValueError: for an unknown name, or a prompt that is too long for the model's ``positions``.
     """
     check_names(names, tasks)
     jobs: list[PromptSet] = []

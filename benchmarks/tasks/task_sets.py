@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from benchmarks.reporting.common_options import SourceOptions
 from benchmarks.tasks.continuations import continuations
 from benchmarks.tasks.questions import questions, read_questions
-from benchmarks.tasks.task_prompts import Tasks
+from benchmarks.tasks.task_prompts import Counts, Tasks, build_jobs
 from benchmarks.training import material
 from forerun.bench.prompts_file import TemplateEncoder
+from forerun.bench.rounds import PromptSet
+from forerun.cli.terminal import say
+
+
+def jobs_for(
+    names: Sequence[str] | None, sources: SourceOptions, encoder: TemplateEncoder, counts: Counts, positions: int | None
+) -> list[PromptSet]:
+    """Build the jobs of the named tasks, or of all; say which cannot be built, and raise a ValueError if none can."""
+    tasks = tasks_for(encoder, sources)
+    jobs, skipped = build_jobs(names or list(tasks), tasks, encoder, counts, positions)
+    for name, reason in skipped.items():
+        say(f"skipped {name}: {reason}")
+    if not jobs:
+        raise ValueError(f"no task is left: {'; '.join(f'{task} {why}' for task, why in skipped.items())}")
+    return jobs
 
 
 def tasks_for(encoder: TemplateEncoder, sources: SourceOptions) -> Tasks:
-    """The tasks by name.
-
-    Args:
-        encoder: of the model.
-        sources: what some tasks are drawn from.
-
-    Raises:
-        ValueError: for a file of a wrong format.
-    """
+    """Return the tasks by name; raise a ValueError for a file of a wrong format."""
     check_sources(sources)
     if encoder.chats:
         return questions(sources, encoder.count)
@@ -29,11 +38,7 @@ def tasks_for(encoder: TemplateEncoder, sources: SourceOptions) -> Tasks:
 
 
 def check_sources(sources: SourceOptions) -> None:
-    """Refuse files of a wrong format.
-
-    Raises:
-        ValueError: with the option, and the wrong line if there is one.
-    """
+    """Raise a ValueError for a file of a wrong format, with the option, and the wrong line if there is one."""
     for option, file in (("--maths", sources.maths), ("--code", sources.code)):
         if file is not None and not read_questions(option, file):
             raise ValueError(f"{option} {file} is empty")

@@ -15,9 +15,8 @@ from support.tiny import tiny
 from typer.testing import CliRunner, Result
 
 from benchmarks.__main__ import app
-from benchmarks.capacity.capacity import DEVICES, GIB, Machine, Pass, devices_needed, fit, kv_bytes, pass_seconds
-from benchmarks.capacity.capacity_command import shape_of
-from benchmarks.capacity.forecast import LONGEST, Drafting, forecast
+from benchmarks.capacity.capacity import Case, capacity_row, shape_of
+from benchmarks.capacity.devices import DEVICES, GIB, Machine, devices_needed, fit, kv_bytes, least_seconds
 from benchmarks.capacity.gpu_cost import (
     AFTER,
     BEFORE,
@@ -26,13 +25,13 @@ from benchmarks.capacity.gpu_cost import (
     MODELS,
     PREFETCHING_CARDS,
     StepCosts,
+    chain_seconds,
+    expected_tokens,
     pass_milliseconds,
     speed_up,
 )
 from benchmarks.capacity.predicted import plain_rows, predicted_table
-from benchmarks.capacity.published import ON_CHIP, TABLE_2
 from benchmarks.capacity.shapes import ModelShape
-from benchmarks.capacity.speculation import chain_seconds, expected_tokens, waiting
 from benchmarks.reporting.update_pages import scaling_tables
 
 ROOT = Path(__file__).parents[2]
@@ -40,8 +39,6 @@ ROOT = Path(__file__).parents[2]
 SEVEN, SEVENTY, SMALL = (ModelShape.parse(name) for name in ("llama-2-7b", "llama-3-70b", "llama-68m"))
 A100 = DEVICES["a100-80gb"]
 BARE = replace(A100, layer_seconds=0.0, reduction_seconds=0.0)
-ONE = Machine(A100)
-DRAFTING = Drafting(0.9, 0.45, SMALL)
 
 
 def call(*arguments: object) -> Result:
@@ -89,26 +86,24 @@ def test_a_tied_embedding_is_held_once_and_read() -> None:
     assert SMALL.weights - tied.weights == SMALL.table and tied.pass_bytes == SMALL.pass_bytes
 
 
-# --- passes
+# --- what fits, and the least time of a pass
 
 
-def test_a_plain_pass_takes_the_time_to_read_weights_and_keys() -> None:
+def seconds(shape: ModelShape, machine: Machine, context: int = 100_000) -> float:
+    return least_seconds(shape, machine, context, 1, fit(shape, machine, context))
+
+
+def test_a_pass_reads_weights_and_keys_once() -> None:
     read = SEVEN.pass_bytes + 100_000 * SEVEN.token_kv_bytes
-    assert pass_seconds(SEVEN, Machine(BARE), Pass(1, 100_000)) == pytest.approx(read / BARE.bandwidth)
-
-
-def test_a_long_pass_takes_the_time_of_its_operations() -> None:
-    seconds = pass_seconds(SEVEN, Machine(BARE), Pass(4096, 100_000))
-    operations = 4096 * (SEVEN.linear_operations + 100_000 * SEVEN.pair_operations)
-    assert seconds == pytest.approx(operations / BARE.operations)
-    assert SEVEN.pair_operations == 4 * 32 * 4096  # scores and values, two operations each
+    assert seconds(SEVEN, Machine(BARE)) == pytest.approx(read / BARE.bandwidth)
 
 
 def test_devices_share_weights_and_heads_and_pay_for_sums() -> None:
-    one, eight = (pass_seconds(SEVENTY, Machine(BARE, count), Pass(1, 100_000)) for count in (1, 8))
+    big = replace(BARE, memory=1000 * GIB)
+    one, eight = (seconds(SEVENTY, Machine(big, count)) for count in (1, 8))
     sent = 80 * 2 * (2 * 7 / 8) * 8192 * 2
     assert eight == pytest.approx(one / 8 + sent / BARE.link)
-    latency = pass_seconds(SEVENTY, Machine(A100, 8), Pass(1, 100_000)) - eight
+    latency = seconds(SEVENTY, Machine(replace(A100, memory=big.memory), 8)) - eight
     assert latency == pytest.approx(80 * (A100.layer_seconds + 2 * A100.reduction_seconds))
 
 
@@ -118,26 +113,40 @@ def test_a_kv_head_that_devices_share_is_on_each_of_them() -> None:
 
 
 def test_what_does_not_fit_is_streamed_while_the_rest_is_computed() -> None:
-    machine = Machine(BARE, kv_memory=10e9)
-    found = fit(SEVEN, machine, 100_000)
-    assert found.kept == 10e9 and found.streamed == pytest.approx(100_000 * SEVEN.token_kv_bytes - 10e9)
-    assert found.offloaded == pytest.approx(1 - 10e9 / kv_bytes(SEVEN, 100_000))
-    seconds = pass_seconds(SEVEN, machine, Pass(1, 100_000, streamed=found.streamed))
-    assert seconds == pytest.approx(found.streamed / BARE.host_link)
-    little = pass_seconds(SEVEN, machine, Pass(1, 100_000, streamed=1e6))  # is written to memory, and read there
-    assert little == pytest.approx((SEVEN.pass_bytes + kv_bytes(SEVEN, 100_000) + 1e6) / BARE.bandwidth)
+    found, held = fit(SEVEN, Machine(BARE), 1 << 20), kv_bytes(SEVEN, 1 << 20)
+    assert found.kept == pytest.approx(78 * GIB - SEVEN.stored_bytes) and found.kept + found.streamed == held
+    assert found.words == f"{100 * found.streamed / held:.0f} % of KV in host memory" and found.possible
+    assert seconds(SEVEN, Machine(BARE), 1 << 20) == pytest.approx(found.streamed / BARE.host_link)
+    fast = Machine(replace(BARE, host_link=1e15))  # what is streamed is written to memory, and read there
+    read = SEVEN.pass_bytes + held + found.streamed
+    assert seconds(SEVEN, fast, 1 << 20) == pytest.approx(read / BARE.bandwidth)
 
 
 def test_seventy_billion_weights_of_two_bytes_do_not_fit_on_eighty_gigabytes() -> None:
-    assert not fit(SEVENTY, Machine(A100), 8192).possible
+    found = fit(SEVENTY, Machine(A100), 8192)
+    assert not found.possible and found.words == "no: the weights need 2 devices"
     assert devices_needed(SEVENTY, A100) == 2 and fit(SEVENTY, Machine(A100, 2), 8192).possible
     assert fit(replace(SEVENTY, weight_bytes=1), Machine(A100), 8192).possible
     assert devices_needed(SEVENTY, replace(A100, memory=3 * GIB)) == "larger"
 
 
 def test_keys_that_neither_devices_nor_host_hold_are_not_possible() -> None:
-    assert not fit(SEVEN, Machine(replace(A100, host_memory=0.0)), 1 << 20).host_fits
-    assert fit(SEVEN, Machine(replace(A100, host_memory=0.0)), 1 << 10).possible
+    alone = Machine(replace(A100, host_memory=0.0))
+    assert "GB more than devices and host hold" in fit(SEVEN, alone, 1 << 20).words
+    assert fit(SEVEN, alone, 1 << 10).possible
+
+
+def test_more_of_anything_good_is_never_slower_and_more_context_is_never_faster() -> None:
+    plain = seconds(SEVEN, Machine(A100), 1 << 18)
+    for name in ("memory", "bandwidth", "host_link"):
+        better = Machine(replace(A100, **{name: 2 * getattr(A100, name)}))
+        assert seconds(SEVEN, better, 1 << 18) <= plain, name
+    assert seconds(SEVEN, Machine(A100, 8), 1 << 18) < plain < seconds(SEVEN, Machine(A100), 1 << 19)
+
+
+def test_a_row_says_what_a_batch_needs() -> None:
+    row = capacity_row(Case("7b", SEVEN, 1 << 17, 2), Machine(A100))
+    assert (row["kv"], row["weights"], row["fits"]) == (137.44, 13.5, "49 % of KV in host memory")
 
 
 # --- speculation
@@ -145,9 +154,8 @@ def test_keys_that_neither_devices_nor_host_hold_are_not_possible() -> None:
 
 def test_the_paper_s_bound_is_the_limit_of_the_series() -> None:
     """TriForce, section 5.1: 13.1 times, 7 times the naive policy's, at the acceptance rates of table 2."""
-    _, acceptance, _, naive = TABLE_2[0.0]
-    assert expected_tokens(acceptance, 9999) == pytest.approx(13.1, abs=0.05)
-    assert expected_tokens(acceptance, 9999) / expected_tokens(naive, 9999) == pytest.approx(7, abs=0.05)
+    assert expected_tokens(0.9234, 9999) == pytest.approx(13.1, abs=0.05)
+    assert expected_tokens(0.9234, 9999) / expected_tokens(0.4649, 9999) == pytest.approx(7, abs=0.05)
     assert expected_tokens(0.5, 2) == 1.75
 
 
@@ -159,72 +167,6 @@ def test_a_chain_takes_the_expected_rounds_by_hand() -> None:
     one = 1 + 11  # the small model drafts, and a single token is left to choose
     two = 1 + 12 + 0.5 * one
     assert chain_seconds(3, 1, 0.5, middle, 1.0) == [0, one, two, 1 + 12 + 0.5 * two + 0.5 * one]
-
-
-def test_a_batch_waits_for_its_slowest_row() -> None:
-    assert waiting(4, 1, 0.5, 1) == [1.0] * 5
-    # of two tokens, a row needs one round or two with equal chances: 1.5 rounds alone, 1.75 for two rows
-    assert waiting(2, 1, 0.5, 2)[2] == pytest.approx(1.75 / 1.5)
-    assert waiting(8, 1, 1.0, 9) == pytest.approx([1.0] * 9)
-
-
-def test_a_step_is_drafting_and_one_pass_over_everything() -> None:
-    found = forecast(SEVEN, Machine(BARE), ON_CHIP, 1, Drafting(0.9, budget=4096, gamma2=6))
-    middle = pass_seconds(SEVEN, Machine(BARE), Pass(1, 4096))
-    assert found.step.seconds == pytest.approx(6 * middle + pass_seconds(SEVEN, Machine(BARE), Pass(7, ON_CHIP)))
-    assert found.speed_up == pytest.approx(expected_tokens(0.9, 6) * found.plain_seconds / found.step.seconds)
-
-
-def test_the_best_lengths_are_no_worse_than_any_other() -> None:
-    best = forecast(SEVEN, Machine(A100), 1 << 17, 2, DRAFTING)
-    for gamma1, gamma2 in ((1, 6), (4, 12), (8, LONGEST)):
-        assert (
-            best.rate
-            >= forecast(SEVEN, Machine(A100), 1 << 17, 2, replace(DRAFTING, gamma1=gamma1, gamma2=gamma2)).rate
-        )
-
-
-def test_where_drafts_do_not_pay_none_are_made() -> None:
-    found = forecast(SEVEN, Machine(A100), 1 << 16, 1, replace(DRAFTING, acceptance=0.0, small_acceptance=0.0))
-    assert found.step.gamma2 == 0 and found.speed_up == 1
-
-
-def test_a_text_within_the_budget_is_drafted_for_by_the_small_model_alone() -> None:
-    short = forecast(SEVEN, Machine(A100), 4096, 1, DRAFTING)
-    assert short.step.tokens == expected_tokens(0.45, short.step.gamma2)
-    assert forecast(SEVEN, Machine(A100), 4096, 1, replace(DRAFTING, small=None)).step.gamma2 == 0
-
-
-def test_more_of_anything_good_is_never_slower_and_more_context_is_never_faster() -> None:
-    def rates(machine: Machine = ONE, context: int = 1 << 17, **more: Any) -> tuple[float, float]:
-        found = forecast(SEVEN, machine, context, 1, replace(DRAFTING, **more))
-        return found.plain_rate, found.rate
-
-    plain, drafted = rates()
-    for name in ("memory", "bandwidth", "operations", "host_link"):
-        better = rates(Machine(replace(A100, **{name: 2 * getattr(A100, name)})))
-        assert better[0] >= plain and better[1] >= drafted, name
-    for more, fewer in ((rates(Machine(A100, 8)), (plain, drafted)), ((plain, drafted), rates(context=1 << 18))):
-        assert more[0] > fewer[0] and more[1] > fewer[1]
-    accepted = [rates(acceptance=acceptance)[1] for acceptance in (0.5, 0.7, 0.9, 0.99)]
-    assert accepted == sorted(accepted)
-    assert rates(budget=16384)[1] < drafted and rates(sparse="low-rank")[1] < drafted
-
-
-def test_offloading_makes_drafts_worth_more() -> None:
-    speed_ups = [
-        forecast(SEVEN, Machine(A100, kv_memory=kept), 1 << 17, 1, DRAFTING).speed_up for kept in (80e9, 20e9, 0)
-    ]
-    assert speed_ups == sorted(speed_ups) and speed_ups[2] > 2 * speed_ups[0]
-
-
-def test_what_the_low_rank_cache_chooses_lies_where_the_full_cache_is() -> None:
-    low_rank = replace(DRAFTING, sparse="low-rank", gamma1=1, gamma2=8)
-    here, there = (
-        forecast(SEVEN, Machine(A100, kv_memory=kept), 1 << 16, 1, low_rank).step.seconds for kept in (80e9, 0)
-    )
-    streamed = kv_bytes(SEVEN, 1 << 16) / A100.host_link
-    assert there > streamed + 4 * kv_bytes(SEVEN, 4096) / A100.host_link > here
 
 
 # --- wrong values
@@ -251,7 +193,6 @@ def test_wrong_values_are_named(make: Any, message: str) -> None:
         (("--devices", "0"), "--devices is '0'; no number may be below 1"),
         (("--devices", "3"), "devices is 3, which does not divide 32 heads"),
         (("--model-shape", "x"), "a shape is 'x'"),
-        (("--draft-shape", "x"), "a shape is 'x'"),
         (("--model-shape", "llama-2-7b", "-m", "x"), "give --model or --model-shape"),
         (("-m", "nowhere"), "nowhere"),
         (("--device-kind", "abacus"), "a device is 'abacus'; known are a100-80gb"),
@@ -271,16 +212,14 @@ def test_wrong_options_end_with_one_line_and_write_nothing(
 
 
 def test_the_command_writes_json_and_markdown_and_says_what_does_not_fit(tmp_path: Path) -> None:
-    done = call("--out", tmp_path, "--json", "--rows", 2, "--kv-memory", "20GB", "--context", "128K")
+    done = call("--out", tmp_path, "--json", "--rows", 2, "--context", "128K")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found == json.loads((tmp_path / "capacity.json").read_text())
-    assert "## What a model takes" in (tmp_path / "capacity.md").read_text()
-    rows = {(row["model"], row["devices"]): row for row in found["parts"]["speeds"]}
-    assert rows["llama-3-70b", 1]["fits"] == "no: the weights need 2 devices" and "plain" not in rows["llama-3-70b", 1]
-    assert rows["llama-2-7b", 1]["fits"] == "85 % of KV in host memory"
-    assert rows["llama-2-7b", 8]["fits"] == "yes" and rows["llama-2-7b", 8]["speed_up"] > 1
-    assert found["parts"]["sizes"][0]["kv_gigabytes"] == 137.44
+    assert "## What a model needs" in (tmp_path / "capacity.md").read_text()
+    rows = {(row["model"], row["devices"]): row for row in found["parts"]["capacity"]}
+    assert rows["llama-3-70b", 1]["fits"].startswith("no: ") and "rate" not in rows["llama-3-70b", 1]
+    assert rows["llama-2-7b", 8]["fits"] == "yes" and rows["llama-2-7b", 8]["rate"] > rows["llama-2-7b", 1]["rate"]
 
 
 def test_a_model_s_config_is_enough(tmp_path: Path) -> None:
@@ -289,7 +228,7 @@ def test_a_model_s_config_is_enough(tmp_path: Path) -> None:
         weights.unlink()
     done = call("-m", folder, "--context", "100", "--devices", "1", "--json", "--out", tmp_path / "out")
     assert done.exit_code == 0, done.stderr
-    assert json.loads(done.stdout)["parts"]["speeds"][0]["fits"] == "yes"
+    assert json.loads(done.stdout)["parts"]["capacity"][0]["fits"] == "yes"
 
 
 def test_another_architecture_is_refused(tmp_path: Path) -> None:

@@ -17,24 +17,20 @@ from forerun.models.heads import shortlist
 from forerun.models.loading.load import load
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", pytest.param("q8_0", marks=pytest.mark.matrix)])
-def test_what_a_head_costs_is_counted_in_plain_passes(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("gguf")
+def test_what_a_head_costs_is_counted_in_plain_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(head_costs.MODELS, "tiny", ModelShape(9, 64, 64, 4, 2, 16384, 16))
-    head_costs.run(HeadsOptions(models="tiny", kinds=kind, rounds=2, out=tmp_path))
+    head_costs.run(HeadsOptions(models="tiny", rounds=2, out=tmp_path))
     rows = json.loads((tmp_path / "heads.json").read_text())["parts"]["heads"]
     assert [(row["model"], row["matrix"]) for row in rows] == [("tiny", "all"), ("tiny", "shortlist")]
     assert all(row[part] > 0 for row in rows for part in ("read", "level", "tree", "plain_ms"))
-    assert "| tiny | " + kind in (tmp_path / "heads.md").read_text()
+    assert "| tiny | all |" in (tmp_path / "heads.md").read_text()
 
 
 def test_costs_are_scaled_to_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock on which everything takes 1 s, a layer takes no time and a pass as long as a level."""
     monkeypatch.setitem(head_costs.MODELS, "tiny", ModelShape(9, 64, 64, 4, 2, 16384, 16))
     ticks = iter(range(10_000))
-    for row in head_costs.measure("tiny", "bfloat16", 1, lambda: float(next(ticks))):
+    for row in head_costs.measure("tiny", 1, lambda: float(next(ticks))):
         assert (row["plain_ms"], row["layer_ms"], row["read"], row["level"]) == (1000.0, 0.0, 1.0, 1.0)
 
 

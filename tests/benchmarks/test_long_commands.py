@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from benchmarks.__main__ import app
-from benchmarks.long_context.analyse_command import CACHES
-from benchmarks.long_context.long_bench import Prefilled
-from benchmarks.papers.baselines import SPARSE
 from benchmarks.papers.triforce import TriforceBench
-from benchmarks.reporting import progress
-from forerun.core.long_context import LongContextConfig
 from forerun.models.loading.load import load
 from forerun.models.loading.yarn import stretch, stretch_model
 
@@ -47,38 +41,24 @@ def measured(saved: str, texts: list[str], out: Path, *more: str) -> Result:
     return CliRunner().invoke(app, ["papers", "triforce", "-m", saved, *FEW, *LITTLE, *texts, "--out", str(out), *more])
 
 
-def test_what_is_slow_says_now_and_then_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[str] = []
-    monkeypatch.setattr(progress, "say", lines.append)
-    times = iter([0.0, 4.0, 11.0, 11.0, 15.0, 30.0, 30.0])
-    show = progress.progress_lines("h2o reads", lambda: next(times))
-    for done in (500, 1000, 1500, 2000):
-        show(done, 7500)
-    assert lines == ["  h2o reads: 1,000 of 7,500 tokens", "  h2o reads: 2,000 of 7,500 tokens"]
-
-
 def test_rows_of_a_batch_are_of_equal_context_if_asked_for(saved: str, tmp_path: Path) -> None:
     texts = books(tmp_path, 400)
     more = ["--batches", "2,3", "--batch-context", "150", "--batch-temperatures", "0", "--json"]
     done = measured(saved, texts, tmp_path / "out", "--parts", "temperatures,batches", *more)
     assert done.exit_code == 0, done.output
     assert [
-        f"reading row {row + 1} of {size}: 150 tokens" in done.stderr for row, size in ((0, 2), (1, 2), (2, 3))
+        f"prefilling row {row + 1} of {size}: 150 tokens" in done.stderr for row, size in ((0, 2), (1, 2), (2, 3))
     ] == ([True] * 3)
-    assert "reading row 1 of 3" not in done.stderr  # it is in memory
+    assert "prefilling row 1 of 3" not in done.stderr  # it is in memory
     assert "longer than the specified maximum" not in done.stderr
     found = json.loads(done.stdout)["parts"]
     for row in found["batches"]:
         assert row["context"] == 150 and row["batch"] in (2, 3) and row["same_output"] == 1
-    by_name = {row["contestant"]: row["bytes_read"] for row in found["batches"] if row["batch"] == 2}
-    assert by_name["none"] == 2 * 150 * 4 * 2 * 8 * 2  # layers, tokens, KV heads, keys and values, dimensions, bytes
-    assert by_name["streaming-self"] == 2 * (32 + 1) * 4 * 2 * 8 * 2
-    assert by_name["low-rank"] < by_name["none"]
 
 
 def test_texts_that_are_too_short_are_refused_before_anything_is_read(saved: str, tmp_path: Path) -> None:
     done = measured(saved, books(tmp_path, 2), tmp_path / "out", "--parts", "temperatures", "--prompts", "2")
-    assert done.exit_code == 2 and "reading" not in done.stderr
+    assert done.exit_code == 2 and "prefilling" not in done.stderr
     assert "1.txt gives" in done.stderr and "for prompt 2; 200 are needed" in done.stderr
 
 
@@ -90,15 +70,12 @@ def test_a_drafter_without_the_small_model_it_needs_is_refused_before_the_model_
 def test_what_was_measured_is_written_when_a_later_prompt_or_part_fails(
     saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts, read, lengths = books(tmp_path, 400), TriforceBench._reads, []
+    texts = books(tmp_path, 400)
 
-    def fails_at_third(bench: TriforceBench, rows: Sequence[Prefilled], settings: LongContextConfig) -> object:
-        lengths.append(len(rows))
-        if len(lengths) == 2:
-            raise ValueError("the power failed")
-        return read(bench, rows, settings)
+    def fails(bench: TriforceBench, size: int) -> object:
+        raise ValueError("the power failed")
 
-    monkeypatch.setattr(TriforceBench, "_reads", fails_at_third)
+    monkeypatch.setattr(TriforceBench, "_rows", fails)
     done = measured(saved, texts, tmp_path / "out", "--parts", "temperatures,batches", "--batches", "2")
     assert done.exit_code == 2 and "the power failed" in done.stderr
     assert "## Speed-up, and acceptance in brackets, by temperature" in done.stdout
@@ -123,7 +100,7 @@ def test_a_model_stretched_by_yarn_reads_beyond_its_positions(saved: str, tmp_pa
     done = measured(saved, texts, tmp_path / "out")
     assert done.exit_code == 2 and "the model has 2,048; give a shorter context, or --yarn 2 " in done.stderr
     done = measured(saved, texts, tmp_path / "out", "--yarn", "2")
-    assert done.exit_code == 0 and "Every text equals" in done.stdout
+    assert done.exit_code == 0 and "Every output equals" in done.stdout
 
 
 def test_a_model_without_plain_rotary_positions_is_not_stretched() -> None:
@@ -134,16 +111,10 @@ def test_a_model_without_plain_rotary_positions_is_not_stretched() -> None:
         stretch(tiny("llama").config, 1)
 
 
-def test_caches_can_be_left_out_of_an_analysis(saved: str, tmp_path: Path) -> None:
-    assert set(CACHES) == set(SPARSE)
-    sizes = ["--context", "400", "--temperatures", "0", "--needles", "1", "--chunk", "2", "--prompts", "2", "-n", "3"]
-    common = [*books(tmp_path, 400), "--cache-budget", "32", "--out", str(tmp_path / "out"), "--json"]
-    done = CliRunner().invoke(
-        app, ["long-context", "analyse", "-m", saved, *sizes, *common, "--caches", "retrieval,low-rank"]
-    )
+def test_keys_and_values_off_the_device_change_no_output(saved: str, tmp_path: Path) -> None:
+    more = ["--parts", "contexts,batches", "--batches", "2", "--batch-temperatures", "0", "--json"]
+    memory = ["--kv-memory", "30kB", "--simulate-bandwidth", "1GB"]
+    done = measured(saved, books(tmp_path, 400), tmp_path / "out", *more, *memory)
     assert done.exit_code == 0, done.output
-    rows = json.loads(done.stdout)["parts"]["acceptance"]
-    assert {row["reader"] for row in rows} == {"retrieval", "low-rank"}
-    assert {row["positions"] for row in rows if row["task"] == "prose"} == {6}
-    done = CliRunner().invoke(app, ["long-context", "analyse", "--caches", "magic"])
-    assert done.exit_code == 2 and "--caches has 'magic'; known are low-rank, retrieval" in done.stderr
+    found = json.loads(done.stdout)["parts"]
+    assert {row["same_output"] for rows in found.values() for row in rows} == {1}

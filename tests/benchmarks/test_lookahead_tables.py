@@ -11,7 +11,7 @@ from support.tiny import PROMPTS, tiny
 from typer.testing import CliRunner, Result
 
 from benchmarks.__main__ import app
-from benchmarks.papers.lookahead_methods import FORMS, Lengths, MethodBench, default, methods, plain, published
+from benchmarks.papers.lookahead import FORMS, Lengths, MethodBench, default, methods, plain, published
 from forerun.bench.rounds import BASELINE, PromptSet
 
 LONG = PROMPTS[1]

@@ -48,13 +48,6 @@ def test_the_own_text_weighs_more_and_longer_contexts_come_first() -> None:
     assert drafter.draft(longer, 1).tokens.tolist() == [4]
 
 
-def test_the_oldest_outputs_give_way() -> None:
-    drafter = LookaheadTrieSource(LookaheadTrieConfig(capacity=6))
-    drafter.warm("default", [[1, 2, 3], [1, 4, 5], [7, 8, 9]])
-    row = opened(drafter, Request([1], 20))
-    assert drafter.draft(row, 8).tokens.tolist() == [4, 5]
-
-
 @pytest.mark.parametrize(("field", "value"), [("form", "wide"), ("max_prefix", 12)])
 def test_a_wrong_setting_is_refused(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):

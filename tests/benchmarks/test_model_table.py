@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.model_table.page import PAGE, TRIALS, merged, read
+from benchmarks.model_table.models import PAGE, TRIALS, merged, read
 from benchmarks.model_table.trials import look, refusals, variants
 from forerun.kernels.runtime import vector_ir
 

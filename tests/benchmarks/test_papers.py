@@ -12,7 +12,6 @@ from support.mocks import draft, opened
 from support.tiny import PROMPTS, tiny
 
 from benchmarks.papers.baselines import RECIPES, SPARSE
-from benchmarks.papers.h2o import HeavyHitterCache
 from benchmarks.papers.topk import TopKCache
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
@@ -22,9 +21,7 @@ from forerun.decoding import recipes
 from forerun.decoding.recipes import Setup
 from forerun.engine.engine import Engine
 from forerun.kernels.attention.attention import AttentionSpec, attend
-from forerun.kv.cache import Cache
 from forerun.kv.full_cache import FullCache
-from forerun.kv.view import View
 from forerun.models.forward.prefill import read_prompt as read
 from forerun.models.forward.runtime import default_runtime
 from forerun.models.forward.scorer import Scorer
@@ -55,9 +52,9 @@ def test_the_text_is_that_without_drafts_and_some_drafts_are_right(name: str, ho
 
 
 def test_the_names_are_those_of_the_package_and_of_the_baselines() -> None:
-    published = {"lookahead-trie", "streaming-self", "h2o", "topk"}
+    published = {"lookahead-trie", "streaming-self", "topk"}
     assert set(BASELINES) == published
-    assert set(SPARSE) - set(recipes.SPARSE) == {"topk", "streaming", "h2o"}
+    assert set(SPARSE) - set(recipes.SPARSE) == {"topk", "streaming"}
     assert not {"triforce", "none"} & set(recipes.buildable(settings(draft_model=None), RECIPES))
     with pytest.raises(ValueError, match=r"drafter is 'none at all'; known are .*lookahead-trie"):
         recipes.check_drafter("none at all", RECIPES)
@@ -65,11 +62,10 @@ def test_the_names_are_those_of_the_package_and_of_the_baselines() -> None:
         recipes.check_drafter("lookahead-trie")
 
 
-@pytest.mark.parametrize("name", ["streaming-self", "h2o"])
 @torch.inference_mode()
-def test_drafts_longer_than_the_recent_tokens_can_be_rejected(name: str) -> None:
+def test_drafts_longer_than_the_recent_tokens_can_be_rejected() -> None:
     setup = Setup(settings(gamma2=200, cache_budget=8), Scorer(tiny("llama")), default_runtime())
-    chains = recipes.build(name, setup, RECIPES).planner.chains
+    chains = recipes.build("streaming-self", setup, RECIPES).planner.chains
     request = Request(list(range(6, 18)), 300)
     assert chains is not None
     row = opened(chains, request, FullCache())
@@ -79,19 +75,15 @@ def test_drafts_longer_than_the_recent_tokens_can_be_rejected(name: str) -> None
     assert len(first) == len(draft(chains, row, 200)) == 200
 
 
-# --- the oracle and heavy hitters beside the full cache
+# --- the oracle beside the full cache
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["top k", "heavy hitters"])
-def test_a_cache_that_holds_the_text_gives_what_the_full_cache_gives(kind: str) -> None:
+def test_an_oracle_that_sees_every_key_gives_what_the_full_cache_gives() -> None:
     scorer, text, source = Scorer(tiny("llama")), np.arange(60) % 40, FullCache()
     read(scorer, source, text)
-    other: Cache = TopKCache(source, 80) if kind == "top k" else HeavyHitterCache(40, 40, 64)
-    if isinstance(other, View):
-        other.sync()
-    else:
-        read(scorer, other, text)
+    other = TopKCache(source, 80)
+    other.sync()
     tree = DraftTree.from_branches([[3, 4, 5], [3, 7], [9]], 16)
     for path in ([0, 1], []):
         block = Block(text[:1], tree, other.length)

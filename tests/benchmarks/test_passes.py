@@ -11,8 +11,18 @@ from support.tiny import tiny
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.studies.memory_bandwidth import BufferReader, Multiplier, weight_bytes, weight_operations
-from benchmarks.studies.passes import MATMUL, MEMORY, PassSizes, Work, measure, summarise
+from benchmarks.studies.passes import (
+    MATMUL,
+    MEMORY,
+    BufferReader,
+    Multiplier,
+    PassSizes,
+    Work,
+    measure,
+    summarise,
+    weight_bytes,
+    weight_operations,
+)
 
 
 def ticking(step: float = 0.5):

@@ -9,8 +9,7 @@ import pytest
 from support.prompt_files import tokenizer
 from support.tiny import PROMPTS, tiny
 
-from benchmarks.specbench.spec_questions import prompt_set, read_questions
-from benchmarks.specbench.specbench_command import SpecBench, SpecBenchOptions, _measured, _totals
+from benchmarks.studies.specbench import SpecBench, SpecBenchOptions, _measured, _totals, prompt_set, read_questions
 from forerun.bench.journal import Journal
 from forerun.bench.prompts_file import TemplateEncoder
 from forerun.bench.rounds import PromptSet

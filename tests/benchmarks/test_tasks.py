@@ -14,8 +14,14 @@ from support.tiny import PROMPTS, tiny
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.reporting import slowness, task_results
-from benchmarks.reporting.update_pages import into_page, slowness_table
+from benchmarks.reporting.update_pages import (
+    draw_slowness,
+    draw_tasks,
+    into_page,
+    short_slowness,
+    slowness_table,
+    tasks_page,
+)
 from benchmarks.studies import exact_texts
 from benchmarks.tasks.continuations import continuations
 from benchmarks.tasks.task_bench import PADDED, TaskBench
@@ -104,12 +110,12 @@ def test_the_short_table_counts_the_cells_of_the_long_one(tmp_path: Path) -> Non
     page = "| Big-Instruct, float32: 2,000 x 1 | **0.96**† (**0.90**)³ | 1.04 (1.00) |\n"
     page += "| bundled: 100 x 4 | 2.00 (1.50) |\n"
     page += "| Big-Instruct, bfloat16: 2,000 x 4 | 3.00 (2.00)¹ | - |\n"
-    lines = slowness.short_table(page).splitlines()[2:]
+    lines = short_slowness(page).splitlines()[2:]
     assert lines == [
         "| Big, 2,000 tokens | 3 | 0.96 | 1.04 | 3.00 | 1 | 0.90 |",
         "| bundled, 100 tokens | 1 | 2.00 | 2.00 | 2.00 | 0 | 1.50 |",
     ]
-    slowness.draw(page, tmp_path / "plot.svg")
+    draw_slowness(page, tmp_path / "plot.svg")
     assert "<svg" in (tmp_path / "plot.svg").read_text()
 
 
@@ -124,11 +130,11 @@ def test_the_page_of_task_results_has_each_report_and_a_panel_for_it(tmp_path: P
         machine = {"processor": "Some", "threads": 2, "device": "cpu", "torch": "2.13.0"}
         reports[dtype].write_text(json.dumps({"machine": machine, "settings": {"model": "runs/Small"}, "rows": rows}))
         reports[dtype].with_suffix(".md").write_text(f"table of {dtype}\n")
-    page = task_results.page(reports)
+    page = tasks_page(reports)
     assert "table of float32" in page and "## bfloat16" in page and "Measured on " in page
-    task_results.draw(reports, tmp_path / "tasks.svg")
+    draw_tasks(reports, tmp_path / "tasks.svg")
     drawn = (tmp_path / "tasks.svg").read_text()
-    task_results.draw(reports, tmp_path / "again.svg")
+    draw_tasks(reports, tmp_path / "again.svg")
     assert drawn.count('<g id="axes_') == 2 and drawn == (tmp_path / "again.svg").read_text()
 
 

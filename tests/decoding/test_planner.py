@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.studies.decisions_command import SHORT, Case, cases, speeds
+from benchmarks.studies.decisions import SHORT, Case, cases, speeds
 from benchmarks.studies.simulated_steps import (
     RIGHT,
     Branches,

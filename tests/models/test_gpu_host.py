@@ -13,8 +13,10 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from support.wait_counter import WaitCounter
+
 from benchmarks.capacity.shapes import ModelShape
-from benchmarks.gpu.counting import LaunchCounter, WaitCounter
+from benchmarks.gpu.counting import LaunchCounter
 from benchmarks.gpu.host_time import HOST_DRAFTERS, HostTimeOptions, host_rows, host_runtime
 from benchmarks.gpu.interpreter import host_code
 from benchmarks.papers.simulated_acceptance import random_model

@@ -12,7 +12,7 @@ import torch
 from support.compiled_models import DTYPES, MODELS, TEXT, kept
 from transformers import PreTrainedModel
 
-from benchmarks.papers.h2o import HeavyHitterCache
+from benchmarks.papers.topk import TopKCache
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.kernels.attention import topk_attention
@@ -188,13 +188,12 @@ def test_an_index_that_moved_unused_is_found() -> None:
 
 @torch.inference_mode()
 def test_other_caches_take_the_models_own_pass() -> None:
-    target = admit(kept("llama", torch.float32))
-    own, cache = target, HeavyHitterCache(64, 32, 64)
+    model = kept("llama", torch.float32)
+    own, modules = admit(model), Scorer(model)
     assert isinstance(own, CompiledScorer)
-    read(own, cache, TEXT[:200], 50)
-    expected = HeavyHitterCache(64, 32, 64)
-    modules = Scorer(target.model)
-    read(modules, expected, TEXT[:200], 50)
+    cache, expected = (TopKCache(source(model, 200), 64) for _ in range(2))
+    for each in (cache, expected):
+        each.sync()
     block = Block(np.array([7]), TREES[2], 200)
     assert difference(own.score([block], [cache])[0], modules.score([block], [expected])[0]) < 2e-5
 

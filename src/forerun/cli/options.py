@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -172,9 +172,6 @@ class LongOptions:
 class MemoryOptions:
     """Memory limits for keys and values. What does not fit on the device is copied in layer by layer."""
 
-    ALONE: ClassVar[tuple[str, ...]] = ()
-    """Options that do not need ``--kv-memory``."""
-
     kv_memory: Annotated[
         int | None, size_option(panel="Memory", help="Of keys and values on the device, such as 20GiB.")
     ] = None
@@ -187,7 +184,7 @@ class MemoryOptions:
     def check_memory(self) -> None:
         """Raise a ValueError for other limits without ``--kv-memory``, or a missing folder."""
         names = ("kv_host_memory", "kv_folder", "simulate_bandwidth")
-        rest = [name for name in names if name not in self.ALONE and getattr(self, name) is not None]
+        rest = [name for name in names if getattr(self, name) is not None]
         if rest and self.kv_memory is None:
             raise ValueError(f"{flag_of(rest[0])} is for what does not fit on the device; add --kv-memory")
         if self.kv_folder is not None and not self.kv_folder.is_dir():

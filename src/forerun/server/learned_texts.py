@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 PASSAGE_CHARACTERS = 1 << 14
 """Characters indexed as one output. A full index drops whole outputs, and encoding one costs some milliseconds."""
 TEXT_FIELDS = ("text", "answer")
-"""Fields of a JSON line to index: ``forerun generate --json`` writes the first; recordings for ``python -m benchmarks
-replay`` have the second, with a ``prompt`` that is not indexed."""
+"""Fields of a JSON line to index: ``forerun generate --json`` writes the first; recordings have the
+second, with a ``prompt`` that is not indexed."""
 MAX_NAMESPACES = 256
 """Namespaces of all tenants together. Each reserves 64 MiB of addresses, and uses as much memory as it needs."""
 

@@ -1,19 +1,24 @@
-"""Write ``docs/results/models.md`` from the trials' results, and read its rows back for a test."""
+"""``python -m benchmarks models``: run the tests' tiny models, and write ``docs/results/models.md``."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from benchmarks.model_table.trials import BITS, bits, look, refusals, texts, variants
 from benchmarks.reporting.study_report import listing
 from forerun.bench.machine import machine
+from forerun.cli.options import DebugOptions, option
+from forerun.cli.terminal import progress_bar, stderr
 from forerun.models.heads.mtp import TRANSFORMERS_NAME
 
 Row = dict[str, str]
@@ -69,8 +74,30 @@ The reasons for `refused`: {reasons}. Requests with pictures are refused.
 """
 
 
+@dataclass(frozen=True)
+class ModelsOptions(DebugOptions):
+    """Run every tiny model of the tests, and write what each family does and what is refused; some five minutes."""
+
+    out: Annotated[Path, option("--out", panel="Output", help="The page.")] = PAGE
+
+
+def run(options: ModelsOptions) -> None:
+    """Write the page. Engines draft by a fixed cost curve, since times of models so small say nothing."""
+    from support.fixed_runtime import fixed_runtime  # of the tests, which ``trials`` puts into the path
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    found, every = list[Row](), variants()
+    with fixed_runtime(), progress_bar(stderr(), "models") as show:
+        for done, variant in enumerate(every):
+            show(done, len(every), variant.name)
+            exactness = {name: bits(variant, dtype) for name, dtype in BITS.items()}
+            found.append({"name": variant.name, **look(variant), **exactness, **texts(variant)})
+    options.out.write_text(page(merged(found), refusals()), encoding="utf-8")
+
+
 def merged(found: Sequence[Row]) -> list[Row]:
-    """One row for each type. Its path is that of its plain shape, if there is one."""
+    """Return one row for each type. Its path is that of its plain shape, if there is one."""
     rows = []
     for kind in sorted({row["type"] for row in found}):
         shapes = [{**row, "shape": row["name"].partition(", ")[2]} for row in found if row["type"] == kind]
@@ -87,7 +114,7 @@ def merged(found: Sequence[Row]) -> list[Row]:
 
 
 def _together(results: Sequence[tuple[str, str]]) -> str:
-    """What came of a trial for all shapes; those that differ from the first one are named."""
+    """Return what came of a trial for all shapes; those that differ from the first one are named."""
     if not results:
         return "-"
     first = results[0][1]
@@ -96,7 +123,7 @@ def _together(results: Sequence[tuple[str, str]]) -> str:
 
 
 def own_drafter(kind: str) -> str:
-    """What models of a family bring to draft with, of what is supported."""
+    """Return what models of a family bring to draft with, of what is supported."""
     from support.qwen_mtp import FAMILIES
 
     kind = kind.removesuffix("_text")
@@ -107,7 +134,7 @@ def own_drafter(kind: str) -> str:
 
 
 def _also(kind: str) -> str:
-    """What tests of their own run a family as, by their lists."""
+    """Return what tests of their own run a family as, by their lists."""
     from support.gguf_hybrids import FAMILIES
     from test_as_stored import MIXTURES, NAMES
     from test_parallel import RECIPE_CASES
@@ -117,7 +144,7 @@ def _also(kind: str) -> str:
 
 
 def page(rows: Sequence[Row], refused: Mapping[str, str]) -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     reasons = sorted({why for row in rows for name in TRIALS for why in REASON.findall(row[name])})
     shown = [row | {name: REASON.sub("refused", row[name]) for name in TRIALS} for row in rows]
     here = machine()
@@ -134,7 +161,7 @@ def page(rows: Sequence[Row], refused: Mapping[str, str]) -> str:
 
 
 def read(text: str) -> tuple[list[Row], dict[str, str]]:
-    """The rows of a page, and its refusals."""
+    """Return the rows of a page, and its refusals."""
     works, _, refused = text.partition(REFUSED_HEAD)
     rows = [dict(zip(COLUMNS, cells, strict=True)) for cells in _cells(works)]
     return rows, {cells[0]: cells[1] for cells in _cells(refused)}

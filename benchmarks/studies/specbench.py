@@ -6,20 +6,20 @@ turn of a question has the same prompt for all: it contains Forerun's own answer
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.papers.baselines import RECIPES
 from benchmarks.reporting import plots
 from benchmarks.reporting.common_options import BENCHMARKS, SourceOptions, list_option, numbers
+from benchmarks.reporting.json_lines import json_lines
 from benchmarks.reporting.study_report import Delivery, Report, listing
-from benchmarks.specbench.spec_questions import prompt_set, read_questions
-from benchmarks.tasks.task_prompts import Counts, build_jobs
-from benchmarks.tasks.task_sets import tasks_for
+from benchmarks.tasks.task_prompts import Counts
+from benchmarks.tasks.task_sets import jobs_for
 from forerun.bench.contestants import Bench, Makers, timed
 from forerun.bench.journal import Journal, TurnKey, about
 from forerun.bench.machine import Row, plain_values
@@ -36,6 +36,8 @@ from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.inputs import position_limit
 
 DRAFTERS = ("none", "auto", "trie", "lookahead-trie")
+Questions = Mapping[str, Sequence[Sequence[str]]]
+"""The turns of each question, by category."""
 TASK_PROMPTS = 4
 """Default number of prompts of each of the tasks."""
 
@@ -73,7 +75,7 @@ class SpecBenchOptions(OutputOptions, SourceOptions, ModelOptions):
             raise ValueError(f"--{given[0]} is for --tasks")
 
     def budgets(self) -> list[int]:
-        """Most nodes of a draft, of each contestant in turn."""
+        """Return the most nodes of a draft, of each contestant in turn."""
         return numbers("--budget", self.budget, int, 1)
 
 
@@ -94,7 +96,7 @@ class SpecBench(Bench):
             self.sampling = {"do_sample": True, "temperature": options.temperature, "seed": 0}
 
     def answer(self, prompt: Tokens) -> str:
-        """The model's answer."""
+        """Return the model's answer."""
         [text], _ = self.generate([prompt], self._options.max_new_tokens)
         return str(self._tokenizer.decode(text, skip_special_tokens=True))
 
@@ -105,11 +107,11 @@ class SpecBench(Bench):
         return series
 
     def of_transformers(self) -> Makers:
-        """What builds those of transformers, where times are compared and texts are greedy."""
+        """Return what builds those of transformers, where times are compared and texts are greedy."""
         return {} if self._options.every_node or self._options.temperature else self.baselines()
 
     def contestants(self, job: PromptSet) -> dict[str, Contestant]:
-        """By name; the first is what the others are compared with."""
+        """Return the contestants by name; the first is what the others are compared with."""
         options = self._options
         found = self._built(self.of_transformers())
         for name in options.drafter or DRAFTERS:
@@ -119,7 +121,7 @@ class SpecBench(Bench):
         return found
 
     def _keeping(self, name: str, budget: int, first: Tokens) -> Contestant:
-        """A drafter that is made anew for the first prompt, and kept for those behind it."""
+        """Return a drafter that is made for the first prompt and kept for the next ones."""
         kept: list[Level] = []
 
         def run(rows: Rows, max_new_tokens: int) -> Run:
@@ -131,6 +133,54 @@ class SpecBench(Bench):
             return timed(self.generate)(rows, max_new_tokens)
 
         return Contestant(run)
+
+
+def read_questions(file: Path, limit: int | None = None) -> Questions:
+    """Return the first ``limit`` questions of each category, in the order of the file: Spec-Bench's ``question.jsonl``
+    (hemingkx/Spec-Bench), lines of ``{category, turns}``. Raise a ValueError for another file or line."""
+    found: dict[str, list[list[str]]] = {}
+    for place, row in json_lines(file, "--questions"):
+        category, turns = _question(place, row)
+        found.setdefault(category, []).append(turns)
+    if not found:
+        raise ValueError(f"--questions {file} is empty")
+    return {category: questions[:limit] for category, questions in found.items()}
+
+
+def _question(place: str, row: Any) -> tuple[str, list[str]]:
+    try:
+        category, turns = row["category"], row["turns"]
+    except (KeyError, TypeError):
+        raise ValueError(f"{place} is no JSON object with category and turns") from None
+    texts = [category, *turns] if isinstance(turns, list) and turns else [None]
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f"{place} has a category or turns that are no text")
+    return category, turns
+
+
+def prompt_set(
+    category: str,
+    questions: Sequence[Sequence[str]],
+    encoder: TemplateEncoder,
+    answer: Callable[[Tokens], str],
+    max_new_tokens: int,
+    positions: int | None = None,
+) -> PromptSet:
+    """Return the prompts of all turns of a category's questions. A second turn follows the model's ``answer`` to the
+    first; a question ends before the turn that exceeds the model's ``positions``."""
+    prompts: list[Tokens] = []
+    for turns in questions:
+        messages: list[dict[str, str]] = []
+        for number, turn in enumerate(turns, 1):
+            messages.append({"role": "user", "content": turn})
+            whole = messages if encoder.chats else "\n\n".join(message["content"] for message in messages) + "\n\n"
+            prompt = encoder(whole)
+            if positions is not None and len(prompt) + max_new_tokens > positions:
+                break
+            prompts.append(prompt)
+            if number < len(turns):
+                messages.append({"role": "assistant", "content": answer(prompt)})
+    return PromptSet(category, prompts, (), max_new_tokens)
 
 
 def run(options: SpecBenchOptions) -> None:
@@ -173,19 +223,15 @@ def run(options: SpecBenchOptions) -> None:
 
 
 def _tasks(options: SpecBenchOptions, encoder: TemplateEncoder, positions: int | None) -> dict[str, PromptSet]:
-    """The prompts of ``python -m benchmarks tasks`` by task, if they are asked for."""
+    """Return the prompts of ``python -m benchmarks tasks`` by task, if ``--tasks`` is given."""
     if not options.tasks:
         return {}
-    known = tasks_for(encoder, options)
-    counts = Counts(options.limit or TASK_PROMPTS, 0, options.max_new_tokens)
-    jobs, skipped = build_jobs(list(known), known, encoder, counts, positions)
-    for name, reason in skipped.items():
-        say(f"skipped {name}: {reason}")
+    jobs = jobs_for(None, options, encoder, Counts(options.limit or TASK_PROMPTS, 0, options.max_new_tokens), positions)
     return {name: replace(job, task=name) for job in jobs for name in (f"{job.task} (task)",)}
 
 
 def _measured(bench: SpecBench, job: PromptSet, journal: Journal) -> list[Series]:
-    """A category's runs: those in the journal, or new ones. A category is measured as a whole, as drafters learn."""
+    """Return a category's runs: the journal's, or new ones of all of it, since drafters keep what they index."""
     key, names = TurnKey.of(job.task, 0, job.prompts, job.max_new_tokens), list(bench.contestants(job))
     turn = journal.find(key, names)
     if turn is None:
@@ -198,7 +244,7 @@ def _measured(bench: SpecBench, job: PromptSet, journal: Journal) -> list[Series
 
 
 def _totals(measured: Mapping[str, list[Series]], groups: Mapping[str, list[str]]) -> dict[str, list[Series]]:
-    """Over all categories of each group: every prompt counts as one of a single task."""
+    """Return the series of each group's categories, joined as those of one task."""
     found = {}
     for name, categories in groups.items():
         parts = [measured[category] for category in categories if category in measured]
@@ -221,19 +267,11 @@ def _fill(report: Report, measured: Mapping[str, list[Series]], timed: bool) -> 
     for name, (heading, column, shape) in tables.items():
         cells = pivot(rows, "contestant", "task", lambda row, c=column, s=shape: s.format(row[c]))
         report.add(name, heading, rows if name == "tokens" else (), cells)
-        categories = list(measured)
-        bars = [
-            _bars(contestant, [row for row in rows if row["contestant"] == contestant], column)
-            for contestant in dict.fromkeys(row["contestant"] for row in rows)
+        spread = [
+            row | {each: row[column] * row[each] / row["tokens_per_second"] for each in ("slowest", "fastest")}
+            for row in rows
         ]
-        report.bars(name, plots.Frame(heading, "", heading.lower()), categories, bars)
-
-
-def _bars(name: str, rows: Sequence[Row], column: str) -> plots.Line:
-    """Return a contestant's bars; speed-ups have the slowest and the fastest round as their spread."""
-    if column != "speed_up":
-        return plots.Line(name, [], [row[column] for row in rows])
-    low, high = (
-        [row[column] * row[each] / row["tokens_per_second"] for row in rows] for each in ("slowest", "fastest")
-    )
-    return plots.Line(name, [], [row[column] for row in rows], low, high)
+        groups, bars = plots.grouped(spread, lambda row: str(row["task"]), column)
+        if name == "tokens":  # every round has as many
+            bars = [replace(line, low=(), high=()) for line in bars]
+        report.bars(name, plots.Frame(heading, "", heading.lower()), groups, bars)

@@ -49,7 +49,7 @@ class DecisionOptions(DebugOptions):
 
 
 def at_random(seed: int, low: float, high: float) -> tuple[Foresees, States]:
-    """Each row's drafts are right at a rate of its own, which they know."""
+    """Return drafts that are accepted at a private rate of each row, and state it."""
     rates: dict[int, float] = {}
 
     def rate(row: int, place: int) -> float:
@@ -59,7 +59,7 @@ def at_random(seed: int, low: float, high: float) -> tuple[Foresees, States]:
 
 
 def quotes(seed: int, rows: int, share: float) -> tuple[Foresees, States]:
-    """The first ``rows`` rows quote a share of their passages of 16 tokens."""
+    """Return drafts for rows of which the first ``rows`` quote a share of their passages of 16 tokens."""
 
     def hits(row: int, place: int) -> bool:
         passage = uniform(seed * 1000 + row, place // 16, Salt.DRAFT) < share
@@ -69,7 +69,7 @@ def quotes(seed: int, rows: int, share: float) -> tuple[Foresees, States]:
 
 
 def short_case(rows: int, name: str, foresees: Callable[[int], tuple[Foresees, States]], quoting: bool) -> Case:
-    """Rows of 64 tokens, for which trees are asked."""
+    """Return a case of rows of 64 tokens that trees draft for."""
 
     def world(seed: int) -> World:
         hits, stated = foresees(seed)
@@ -83,7 +83,7 @@ def short_case(rows: int, name: str, foresees: Callable[[int], tuple[Foresees, S
 
 
 def long_case(rows: int, quoting: int, accepted: float, drafting: float) -> Case:
-    """Rows of 96 tokens, of which some quote and chains foresee all."""
+    """Return a case of rows of 96 tokens: some quote, and chains draft for all."""
 
     def world(seed: int) -> World:
         hits, stated = quotes(seed, quoting, 0.7)
@@ -98,7 +98,7 @@ def long_case(rows: int, quoting: int, accepted: float, drafting: float) -> Case
 
 
 def cases() -> Iterator[Case]:
-    """All of the table."""
+    """Yield all cases of the table."""
     for rows in (1, 4, 16):
         yield short_case(rows, "drafts right at 5 to 20 %", lambda seed: at_random(seed, 0.05, 0.2), False)
         yield short_case(rows, "drafts right at 10 to 50 %", lambda seed: at_random(seed, 0.1, 0.5), False)
@@ -116,7 +116,7 @@ def cases() -> Iterator[Case]:
 
 
 def speeds(case: Case, sources: str, seeds: int) -> tuple[list[float], float]:
-    """Speed over plain decoding for each seed, and the most that the ledger says was lost, in plain passes."""
+    """Return speed over plain decoding for each seed, and the most that the ledger says was lost, in plain passes."""
     found, lost = [], 0.0
     for seed in range(seeds):
         world, outline = case.world(seed), replace(case.outline, sources=sources)
