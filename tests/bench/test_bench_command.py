@@ -35,15 +35,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def bench(model: str, tmp_path: Path, *more: str) -> Result:
+def called(arguments: Sequence[str], plot: bool = False) -> Result:
+    """Unless it is to plot, without matplotlib: drawing after each round costs as much as all the rest."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not plot:
+            patch.setattr("forerun.bench.report.find_spec", lambda name: None)
+        return CliRunner().invoke(app, ["bench", *arguments])
+
+
+def bench(model: str, tmp_path: Path, *more: str, plot: bool = False) -> Result:
     chat = {"task": "mine", "messages": [{"role": "user", "content": "a b a b"}]}
     file = written(tmp_path, {"task": "mine", "prompt": "c d c d"}, chat, {"task": "other", "prompt": "e"})
     few = ["--rounds", "2", "-n", "12", "--dtype", "float64", "--out", str(tmp_path / "out")]
-    return CliRunner().invoke(app, ["bench", "-m", model, "--prompts-file", str(file), *few, *more])
+    return called(["-m", model, "--prompts-file", str(file), *few, *more], plot)
 
 
 def test_own_prompts_are_measured_on_any_model(model: str, tmp_path: Path) -> None:
-    done = bench(model, tmp_path, "-d", "trie", "--json")
+    done = bench(model, tmp_path, "-d", "trie", "--json", plot=True)
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert {row["task"] for row in found["rows"]} == {"mine", "other"}
@@ -57,9 +65,8 @@ def test_own_prompts_are_measured_on_any_model(model: str, tmp_path: Path) -> No
 
 
 def test_without_matplotlib_there_is_no_plot_and_turns_with_other_settings_are_not_gone_on_with(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("forerun.bench.report.find_spec", lambda name: None)
     assert bench(model, tmp_path, *SHORT).exit_code == 0
     assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".json", ".jsonl", ".md"]
     done = bench(model, tmp_path, *SHORT, "--cache-budget", "77", "--resume")
@@ -125,13 +132,13 @@ def test_a_text_that_no_draft_may_change_ends_in_status_1(
     assert "forerun lookup: some texts differ from plain Forerun's, and none may" in done.stderr
 
 
-def never_slower(model: str, tmp_path: Path, *more: str, attempts: int = 1) -> Result:
+def never_slower(model: str, tmp_path: Path, *more: str, attempts: int = 1, plot: bool = False) -> Result:
     file = written(tmp_path, {"task": "mine", "prompt": "c d c d"}, {"task": "mine", "prompt": "a b"})
     few = ["--draws", "2", "-n", "6", "--dtype", "float64", "--context", "4", "--against", "trie"]
-    given = ["bench", "never-slower", "-m", model, "--out", str(tmp_path / "slow"), "--prompts-file", str(file)]
+    given = ["never-slower", "-m", model, "--out", str(tmp_path / "slow"), "--prompts-file", str(file)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("forerun.bench.never_slower.ATTEMPTS", attempts)  # runs of milliseconds are never steady
-        return CliRunner().invoke(app, [*given, *few, *more])
+        return called([*given, *few, *more], plot)
 
 
 def test_never_slower_measures_every_cell_and_goes_on_from_its_journal(model: str, tmp_path: Path) -> None:
@@ -144,7 +151,7 @@ def test_never_slower_measures_every_cell_and_goes_on_from_its_journal(model: st
         assert row["drafter"] == "auto" and row["texts_differ"] == 0 and row["worst"] <= row["median"]
         assert set(row["medians"]) == {"auto", "trie"} and len(row["plain_against_itself"]) == 2
     assert done.exit_code == int(any(row["broken"] for row in found["rows"]))
-    again = json.loads(never_slower(model, tmp_path, *cells, "--resume").stdout)
+    again = json.loads(never_slower(model, tmp_path, *cells, "--resume", plot=True).stdout)
     assert again["rows"] == found["rows"]
     assert (tmp_path / "slow" / "never-slower.png").read_bytes()[:4] == b"\x89PNG"
     assert "no median under 0.97" in (tmp_path / "slow" / "never-slower.md").read_text()

@@ -154,16 +154,16 @@ def test_the_text_of_a_program_does_not_depend_on_drafts(dtype: torch.dtype) -> 
     ways: list[dict[str, Any]] = [GREEDY, {"do_sample": True, "temperature": 0.8, "seed": 3, "eos_token_id": None}]
     none = engine(model, "none")
     for how in ways:
-        texts = [none.generate(prompt, max_new_tokens=40, **how).requests[0].tokens.tolist() for prompt in prompts]
+        texts = [none.generate(prompt, max_new_tokens=24, **how).requests[0].tokens.tolist() for prompt in prompts]
         for drafter in (OracleDrafter(texts), "trie", "low-rank", "retrieval", "auto"):
             drafting = engine(model, drafter)
             if drafter in LEARNING:
                 drafting.warm(texts[1:])
-            batch = drafting.generate(prompts, max_new_tokens=40, **how)
+            batch = drafting.generate(prompts, max_new_tokens=24, **how)
             assert [request.tokens.tolist() for request in batch.requests] == texts
             if how is GREEDY:
                 some_were_accepted(batch.requests)
-            assert drafting.generate(prompts[0], max_new_tokens=40, **how).requests[0].tokens.tolist() == texts[0]
+            assert drafting.generate(prompts[0], max_new_tokens=24, **how).requests[0].tokens.tolist() == texts[0]
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -27,7 +27,7 @@ from forerun.models.text.processors import Nucleus, of_row, stateless
 
 MODEL = tiny("llama")
 PROMPT = PROMPTS[1]
-LENGTH = {"max_new_tokens": 24, "eos_token_id": None}
+LENGTH = {"max_new_tokens": 16, "eos_token_id": None}
 SETTINGS = LongContextConfig(
     tiny("llama"), gamma1=2, gamma2=5, cache_budget=10, chunk=2, sinks=1, window=4, paced=False
 )
@@ -64,7 +64,7 @@ def engine_of(name: str, prompt: list[int], text: list[int]) -> forerun.Engine:
     return forerun.Engine(MODEL, drafter_of(name, prompt, text), settings=SETTINGS, prefill_block=4)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_processor_with_a_memory_is_called_once_a_token_in_order(drafter: str) -> None:
     expected = by_transformers(PROMPT, do_sample=False, logits_processor=processors(Counting()), **LENGTH)
@@ -75,7 +75,7 @@ def test_a_processor_with_a_memory_is_called_once_a_token_in_order(drafter: str)
     assert counting.calls == [text[:end] for end in range(len(PROMPT), len(text))]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
 @pytest.mark.parametrize("drafter", DRAFTERS[:-1])
 def test_so_it_is_where_tokens_are_sampled(drafter: str, verification: str) -> None:
