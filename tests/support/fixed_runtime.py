@@ -14,7 +14,7 @@ from forerun.trie.recycled import NO_ROWS
 
 
 class CacheOfEqualModels(StartupCache):
-    """Tests a model once, and no copy of it: as other processes do, it trusts that equal fingerprints mean equal results."""
+    """Tests a model once, and no copy of it: as for other processes, equal fingerprints mean equal results."""
 
     def __init__(self, folder: Path | None) -> None:
         super().__init__(lambda: folder)
