@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import re
-import string
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.mocks import Silent
-from support.tiny import EOS, HYBRIDS, PROMPTS, VOCABULARY, OracleDrafter, build, tiny
+from support.tiny import EOS, HYBRIDS, PROMPTS, VOCABULARY, OracleDrafter, build, letters, tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Cache,
@@ -50,11 +49,7 @@ PROMPT = PROMPTS[1]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    letters = string.ascii_letters[:VOCABULARY]
-    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, [], unk_token="a"))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="a", pad_token="a")
+    return letters()
 
 
 def by_transformers(prompt: list[int] = PROMPT, **options: Any) -> list[int]:

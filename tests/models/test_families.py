@@ -11,12 +11,22 @@ from typing import Any
 import pytest
 import torch
 from support.saved_models import small_tokenizer
-from support.tiny import FAMILIES, LAYOUTS, LEARNING, PROMPTS, VOCABULARY, build, some_were_accepted, tiny
+from support.tiny import (
+    FAMILIES,
+    LAYOUTS,
+    LEARNING,
+    PROMPTS,
+    VOCABULARY,
+    build,
+    by_transformers,
+    small_caches,
+    some_were_accepted,
+    tiny,
+)
 from transformers import PreTrainedModel
 
 import forerun
 from forerun.core.block import Block
-from forerun.core.long_context import LongContextConfig
 from forerun.core.tree import DraftTree
 from forerun.decoding.recipes import RECIPES
 from forerun.kernels.attention.attention import AttentionSpec, attend, merge
@@ -47,13 +57,8 @@ def family(name: str) -> PreTrainedModel:
 @functools.cache
 def plain(name: str) -> list[list[int]]:
     """What ``transformers`` generates; its grouped products of experts take no float64 on a CPU."""
-    model, texts = family(name), []
-    with use_implementations(model, experts="eager"):
-        for prompt in PROMPTS:
-            ids = torch.tensor([prompt])
-            options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, **WHOLE}
-            texts.append(model.generate(ids, **options)[0].tolist())
-    return texts
+    with use_implementations(family(name), experts="eager"):
+        return [[*prompt, *by_transformers(family(name), prompt, **WHOLE)] for prompt in PROMPTS]
 
 
 def drafters(name: str) -> Sequence[str]:
@@ -71,9 +76,7 @@ def cells() -> list[Any]:
 
 @pytest.mark.parametrize(("name", "drafter"), cells())
 def test_output_equals_transformers(name: str, drafter: str) -> None:
-    settings = LongContextConfig(
-        tiny("llama"), gamma1=2, gamma2=5, cache_budget=10, chunk=2, sinks=1, window=4, paced=False
-    )
+    settings = small_caches(tiny("llama"))
     engine = forerun.Engine(family(name), drafter, settings=settings, prefill_block=4, prune_drafts=False)
     if drafter in LEARNING:
         engine.warm(plain(name)[1:])
@@ -190,12 +193,11 @@ SIGHT = {
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_the_decoder_of_a_model_that_sees_writes_as_without_forerun(name: str) -> None:
     model = build(f"{name}ForConditionalGeneration", WRAPPERS[name](TEXT, SIGHT), seed=3)
-    ids = torch.tensor([PROMPTS[1]])
-    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 5, "pad_token_id": 0}
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 5}
+    expected = by_transformers(model, PROMPTS[1], **options)
     assert position_limit(model) == 128
-    found = forerun.Engine(model, "trie").generate(list(PROMPTS[1]), **options)
-    assert found.requests[0].tokens.tolist() == expected
+    found = forerun.Engine(model, "trie").generate(list(PROMPTS[1]), pad_token_id=0, **options)
+    assert found.generated == [expected]
 
 
 @pytest.mark.parametrize("name", ["Mistral3", "Qwen3VL"])

@@ -14,16 +14,25 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from string import ascii_letters
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.tiny import HYBRIDS, LEARNING, PROMPTS, VOCABULARY, OracleDrafter, build, some_were_accepted, tiny
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from support.tiny import (
+    HYBRIDS,
+    LEARNING,
+    PROMPTS,
+    VOCABULARY,
+    OracleDrafter,
+    build,
+    by_transformers,
+    letters,
+    small_caches,
+    some_were_accepted,
+    tiny,
+)
+from transformers import PreTrainedModel
 
 import forerun
 from forerun.core.block import Block
@@ -83,21 +92,14 @@ def _without_casts(module: Any, name: str) -> Any:
 @functools.cache
 def plain(name: str, tokens: int) -> list[list[int]]:
     """What ``transformers`` generates; its grouped products of experts take no float64 on a CPU."""
-    model, texts = hybrid(name), []
+    model = hybrid(name)
     with in_float64(model), use_implementations(model, experts="eager"):
-        for prompt in PROMPTS:
-            ids = torch.tensor([prompt])
-            mask = torch.ones_like(ids)
-            texts.append(model.generate(ids, attention_mask=mask, pad_token_id=0, max_new_tokens=tokens, **GREEDY))
-    return [text[0].tolist() for text in texts]
+        return [[*prompt, *by_transformers(model, prompt, max_new_tokens=tokens, **GREEDY)] for prompt in PROMPTS]
 
 
 def engine(model: PreTrainedModel, drafter: Any, **options: Any) -> forerun.Engine:
-    """Its settings let caches evict, choose anew and grow within a text, and prompts be cut."""
-    settings = LongContextConfig(
-        tiny("llama"), gamma1=2, gamma2=5, cache_budget=10, chunk=2, sinks=1, window=4, paced=False
-    )
-    return forerun.Engine(model, drafter, settings=settings, prefill_block=4, prune_drafts=False, **options)
+    how = {"settings": small_caches(tiny("llama")), "prefill_block": 4, "prune_drafts": False}
+    return forerun.Engine(model, drafter, **how | options)
 
 
 def few_of(names: Iterable[str]) -> list[Any]:
@@ -186,13 +188,6 @@ def test_a_path_that_is_not_read_into_the_state_is_noticed(name: str, monkeypatc
     monkeypatch.setattr(recurrent.RecurrentStates, "commit", without_moving)
     with pytest.raises(UnsupportedModelError, match="its logits over a draft tree differ from its own"):
         gate.admit(hybrid(name))
-
-
-def letters() -> PreTrainedTokenizerFast:
-    """A tokenizer with a letter for each token."""
-    backend = Tokenizer(BPE({letter: i for i, letter in enumerate(ascii_letters[:VOCABULARY])}, [], unk_token="a"))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="a", pad_token="a")
 
 
 @pytest.mark.parametrize("name", few_of(FEW))
