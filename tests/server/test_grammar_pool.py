@@ -68,14 +68,14 @@ def test_a_schema_that_compiles_for_minutes_is_refused_in_seconds_and_its_proces
     async def ask() -> int:
         attack, turns = asyncio.ensure_future(pool.prepare(dear(40), "a", "a/x")), 0
         while not attack.done():
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.02)
             turns += 1
         with pytest.raises(SchemaError, match="compiling it needs more than 1 seconds or 1024 MiB"):
             await attack
         await pool.prepare(asked({"type": "string"}), "b", "b/x")  # another process takes its place
         return turns
 
-    assert asyncio.run(ask()) > 20  # nothing else waits meanwhile
+    assert asyncio.run(ask()) > 9  # nothing else waits meanwhile
     assert workers[0]._process.returncode == -signal.SIGXCPU  # its time, not its memory
 
 
