@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from forerun.engine.engine import Engine
 from forerun.kv.full_cache import FullCache
 
 pytestmark = pytest.mark.usefixtures("called_again")
+SHORT = ("-d", "lookup", "--rounds", "1", "-n", "4")
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +35,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def bench(model: str, tmp_path: Path, *more: str) -> Result:
+def called(arguments: Sequence[str], plot: bool = False) -> Result:
+    """Unless it is to plot, without matplotlib: drawing after each round costs as much as all the rest."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not plot:
+            patch.setattr("forerun.bench.report.find_spec", lambda name: None)
+        return CliRunner().invoke(app, ["bench", *arguments])
+
+
+def bench(model: str, tmp_path: Path, *more: str, plot: bool = False) -> Result:
     chat = {"task": "mine", "messages": [{"role": "user", "content": "a b a b"}]}
     file = written(tmp_path, {"task": "mine", "prompt": "c d c d"}, chat, {"task": "other", "prompt": "e"})
     few = ["--rounds", "2", "-n", "12", "--dtype", "float64", "--out", str(tmp_path / "out")]
-    return CliRunner().invoke(app, ["bench", "-m", model, "--prompts-file", str(file), *few, *more])
+    return called(["-m", model, "--prompts-file", str(file), *few, *more], plot)
 
 
 def test_own_prompts_are_measured_on_any_model(model: str, tmp_path: Path) -> None:
-    done = bench(model, tmp_path, "-d", "trie", "--json")
+    done = bench(model, tmp_path, "-d", "trie", "--json", plot=True)
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert {row["task"] for row in found["rows"]} == {"mine", "other"}
@@ -55,12 +64,13 @@ def test_own_prompts_are_measured_on_any_model(model: str, tmp_path: Path) -> No
     assert (tmp_path / "out" / "speed.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_plot_is_drawn_only_if_matplotlib_is_there(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_without_matplotlib_there_is_no_plot_and_turns_with_other_settings_are_not_gone_on_with(
+    model: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("forerun.bench.report.find_spec", lambda name: None)
-    assert bench(model, tmp_path, "-d", "lookup", "--rounds", "1").exit_code == 0
+    assert bench(model, tmp_path, *SHORT).exit_code == 0
     assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".json", ".jsonl", ".md"]
+    done = bench(model, tmp_path, *SHORT, "--cache-budget", "77", "--resume")
+    assert done.exit_code == 2 and "cache_budget" in done.stderr and "give another --out" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -109,7 +119,7 @@ def test_a_report_that_cannot_be_written_is_said_in_one_line(
         raise OSError("the disk is full")
 
     monkeypatch.setattr("forerun.cli.bench.write", full)
-    done = bench(model, tmp_path, "-d", "lookup")
+    done = bench(model, tmp_path, *SHORT)
     assert done.exit_code == 2 and "the disk is full" in done.stderr and "| forerun lookup |" in done.stdout
 
 
@@ -117,51 +127,52 @@ def test_a_text_that_no_draft_may_change_ends_in_status_1(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("forerun.cli.bench.changed", lambda rows: ["forerun lookup"])
-    done = bench(model, tmp_path, "-d", "lookup", "--rounds", "1")
+    done = bench(model, tmp_path, *SHORT)
     assert done.exit_code == 1
     assert "forerun lookup: some texts differ from plain Forerun's, and none may" in done.stderr
 
 
-def never_slower(model: str, tmp_path: Path, *more: str, attempts: int = 1) -> Result:
+def never_slower(model: str, tmp_path: Path, *more: str, attempts: int = 1, plot: bool = False) -> Result:
     file = written(tmp_path, {"task": "mine", "prompt": "c d c d"}, {"task": "mine", "prompt": "a b"})
-    few = [
-        "--prompts-file",
-        str(file),
-        "--draws",
-        "2",
-        "-n",
-        "6",
-        "--dtype",
-        "float64",
-        "--context",
-        "4",
-        "--against",
-        "trie",
-    ]
-    given = ["bench", "never-slower", "-m", model, "--out", str(tmp_path / "slow"), "--against", "trie", *few, *more]
+    few = ["--draws", "2", "-n", "6", "--dtype", "float64", "--context", "4", "--against", "trie"]
+    given = ["never-slower", "-m", model, "--out", str(tmp_path / "slow"), "--prompts-file", str(file)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("forerun.bench.never_slower.ATTEMPTS", attempts)  # runs of milliseconds are never steady
-        return CliRunner().invoke(app, given)
+        return called([*given, *few, *more], plot)
 
 
 def test_never_slower_measures_every_cell_and_goes_on_from_its_journal(model: str, tmp_path: Path) -> None:
-    cells = ["--batch", "1", "--batch", "2", "-t", "0", "-t", "0.8", "-k", "random", "-k", "tasks", "--json"]
+    cells = ["--batch", "1", "--batch", "2", "-t", "0.8", "-k", "random", "-k", "tasks", "--json"]
     done = never_slower(model, tmp_path, *cells, attempts=2)
     found = json.loads(done.stdout)
     places = {(row["kind"], row["batch"], row["temperature"]) for row in found["rows"]}
-    assert places == {*product(("random", "tasks"), (1, 2), (0, 0.8))} and not found["left_out"]
+    assert places == {*product(("random", "tasks"), (1, 2), (0.8,))} and not found["left_out"]
     for row in found["rows"]:
         assert row["drafter"] == "auto" and row["texts_differ"] == 0 and row["worst"] <= row["median"]
         assert set(row["medians"]) == {"auto", "trie"} and len(row["plain_against_itself"]) == 2
     assert done.exit_code == int(any(row["broken"] for row in found["rows"]))
-    again = json.loads(never_slower(model, tmp_path, *cells, "--resume").stdout)
+    again = json.loads(never_slower(model, tmp_path, *cells, "--resume", plot=True).stdout)
     assert again["rows"] == found["rows"]
     assert (tmp_path / "slow" / "never-slower.png").read_bytes()[:4] == b"\x89PNG"
     assert "no median under 0.97" in (tmp_path / "slow" / "never-slower.md").read_text()
 
 
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    """A long text for prompts."""
+    file = tmp_path / "text.txt"
+    file.write_text(" ".join(random.Random(1).choices("abcdefgh", k=90)))
+    return str(file)
+
+
+def undecoded(engine: Engine, drafters: Iterable[str], *given: Any) -> dict[str, dict[str, Any]]:
+    """A draw for tests of what is prefilled for it: nobody decodes."""
+    run = {"seconds": 1.0, "steps": 1, "texts": [[1]], "plain": [1.0, 1.0], "texts_differ": 0}
+    return dict.fromkeys(drafters, run)
+
+
 def test_never_slower_reads_what_prompts_of_a_draw_begin_with_once(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, prefill = list[int](), Engine.prefill
 
@@ -171,11 +182,12 @@ def test_never_slower_reads_what_prompts_of_a_draw_begin_with_once(
         return prefill(engine, tokens, *more, cache=cache)
 
     monkeypatch.setattr(Engine, "prefill", counted)
-    monkeypatch.setattr("forerun.bench.never_slower.SAMPLED_QUERIES", 2)
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(random.Random(1).choices("abcdefgh", k=90)))
+    monkeypatch.setattr(slower_bench, "_draw", undecoded)
+    monkeypatch.setattr(slower_bench, "SAMPLED_QUERIES", 2)
     cells = f"--batch 2 -t 0 -t 0.8 -k tasks -k novel --context 40 --text {text}".split()
-    never_slower(model, tmp_path, *cells, "--json")
+    rows = json.loads(never_slower(model, tmp_path, *cells, "--json").stdout)["rows"]
+    places = {(row["kind"], row["context"], row["temperature"]) for row in rows}
+    assert places == {*product(("tasks", "novel"), (4, 40), (0, 0.8))}
     long = read[8:]  # those of 40 tokens; before them come those of 4
     for draw in (long[:4], long[4:]):
         assert min(draw[:2]) > 30  # of 39; two texts may begin alike
@@ -188,26 +200,23 @@ def test_never_slower_reads_what_prompts_of_a_draw_begin_with_once(
 
 
 def test_prompts_leave_the_queries_that_sparse_caches_choose_by(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes, draw = list[set[int]](), slower_bench._draw
+    sizes = list[set[int]]()
 
     def watched(engine: Engine, drafters: Any, prefilled: Sequence[Any], *more: Any) -> Any:
-        found = draw(engine, drafters, prefilled, *more)
         caches = [each.rewind() for each in prefilled]
         sizes.extend({q.shape[2] for of in (cache.sample, cache.queries) for q in of.values()} for cache in caches)
-        return found
+        return undecoded(engine, drafters)
 
     monkeypatch.setattr(slower_bench, "_draw", watched)
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(random.Random(1).choices("abcdefgh", k=90)))
     cells = f"--batch 1 -t 0 -k tasks -k novel --context 40 --against low-rank --cache-budget 8 --text {text}"
     never_slower(model, tmp_path, *cells.split(), "--json")
     assert sizes[4:] == [{39}] * 4  # those of 40 tokens, with which low-rank begins
 
 
 def test_a_draw_has_distinct_prompts_and_noise_and_every_run_s_text_is_compared(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[list[int], int | None]] = []
     requests, run = Engine.requests, Engine.run
@@ -228,19 +237,11 @@ def test_a_draw_has_distinct_prompts_and_noise_and_every_run_s_text_is_compared(
 
     monkeypatch.setattr(Engine, "requests", noted)
     monkeypatch.setattr(Engine, "run", wrong_once)
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(random.Random(1).choices("abcdefgh", k=90)))
     cells = f"--batch 5 -t 0.8 -k tasks --draws 1 --text {text} --json".split()
     found = json.loads(never_slower(model, tmp_path, *cells).stdout)
     assert found["rows"][0]["texts_differ"] == 1
     first = asked[:5]
     assert len({tuple(prompt) for prompt, _ in first}) == len({seed for _, seed in first}) == 5
-
-
-def test_turns_with_other_settings_are_not_gone_on_with(model: str, tmp_path: Path) -> None:
-    assert bench(model, tmp_path, "-d", "lookup", "--rounds", "1").exit_code == 0
-    done = bench(model, tmp_path, "-d", "lookup", "--rounds", "1", "--cache-budget", "77", "--resume")
-    assert done.exit_code == 2 and "cache_budget" in done.stderr and "give another --out" in done.stderr
 
 
 def test_never_slower_says_which_cells_it_leaves_out_and_why(model: str, tmp_path: Path) -> None:

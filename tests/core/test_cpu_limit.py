@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torch
+from support.processes import status_of_a_child
 
-from forerun.core import cpu_limit
 from forerun.core.cpu_limit import usable_cores
+from forerun.kernels.runtime.thread_cap import cap_threads
 
 CORES = 64
 
@@ -61,27 +61,19 @@ def test_quotas_of_the_first_version_of_control_groups(tmp_path: Path) -> None:
     assert cores(tmp_path, groups) == 6
 
 
-SCRIPT = """
-from pathlib import Path
-import os, sys
-from forerun.core import cpu_limit
-os.sched_getaffinity = lambda pid: set(range(8))
-cpu_limit.usable_cores.__defaults__ = Path(sys.argv[1]), Path(sys.argv[2])
-import torch
-from forerun.kernels.runtime.thread_cap import cap_threads
-torch.set_num_threads(8)
-cap_threads()
-print(torch.get_num_threads())
-torch.set_num_threads(1)
-cap_threads()
-print(torch.get_num_threads())
-"""
-
-
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked on this system")
 def test_torch_gets_no_more_threads_than_the_quota_and_keeps_fewer(tmp_path: Path) -> None:
-    """In a process of its own, as it is a setting of the process."""
     cores(tmp_path, "0::/\n", cpu_max="200000 100000\n")
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "mount"), str(tmp_path / "cgroup")]
-    environment = os.environ | {"PYTHONPATH": str(Path(cpu_limit.__file__).parents[2])}
-    out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    assert out.split() == ["2", "1"]
+
+    def capped() -> bool:
+        """In a process of its own, as it is a setting of the process."""
+        usable_cores.__defaults__ = (tmp_path / "mount", tmp_path / "cgroup")
+        left = []
+        for threads in (8, 1):
+            torch.set_num_threads(threads)
+            cap_threads()
+            left.append(torch.get_num_threads())
+        return left == [2, 1]
+
+    assert status_of_a_child(capped) == 0

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
-from collections.abc import Callable
 
 import pytest
 import torch
+from support.processes import status_of_a_child
 
 from forerun.kv.full_cache import FullCache
 from forerun.trie.trie import Trie
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-
-
-def status_of_a_child(work: Callable[[], bool]) -> int:
-    """How a forked process ends that does this: with status 0 if it returns True."""
-    if (child := os.fork()) == 0:
-        done = False
-        try:
-            faulthandler.disable()  # one that is to fail need not tell of it
-            done = work()
-        finally:
-            os._exit(not done)
-    return os.waitpid(child, 0)[1]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked on this system")

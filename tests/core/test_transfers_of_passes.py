@@ -13,11 +13,10 @@ import torch
 import transformers.generation.logits_process as theirs
 from support.away import PLACE, Device, here, there
 from support.mocks import PROMPT, MockScorer, MockTarget, Silent, TokenCache, ban_repeats, opened
-from support.tiny import PROMPTS, tiny
+from support.tiny import PROMPTS, small_caches, tiny
 
 import forerun
 from forerun.core.block import Block, RowScores
-from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.core.sampling import InTurn, Sampler
 from forerun.core.transfers import RowChoices, choose_rows, synchronize, to_cpu
@@ -289,15 +288,12 @@ def test_only_the_present_stream_is_waited_for_and_nothing_on_a_cpu(monkeypatch:
 def test_an_engine_gives_the_same_text_either_way(
     monkeypatch: pytest.MonkeyPatch, drafter: str, verification: str
 ) -> None:
-    settings = LongContextConfig(
-        tiny("llama"), gamma1=2, gamma2=5, cache_budget=10, chunk=2, sinks=1, window=4, paced=False
-    )
     options: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": None, "do_sample": verification != "greedy"}
     if verification != "greedy":
         options |= {"seed": 3, "temperature": 0.8, "top_k": 30, "top_p": 0.9, "verification": verification}
 
     def texts() -> Any:
-        engine = forerun.Engine(MODEL, drafter, settings=settings, prune_drafts=False)
+        engine = forerun.Engine(MODEL, drafter, settings=small_caches(MODEL), prune_drafts=False)
         return engine.generate([*PROMPTS], **options).generated
 
     expected, asked = texts(), []

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.batches import CHUNK, Reads, engine, fails_after, finish, finish_all, prompt
-from support.bundled import bundled
 from support.tiny import tiny
 
 import forerun
@@ -33,7 +32,6 @@ from forerun.engine.result import Commit
 from forerun.kv.cache import READ_BLOCK
 from forerun.kv.full_cache import FullCache
 from forerun.kv.shared_prefix import SharedMemory, SharedPrefix
-from forerun.models.forward.runtime import default_runtime
 from forerun.models.loading.load import load
 
 
@@ -109,23 +107,37 @@ def test_a_long_prompt_does_not_hold_up_the_others() -> None:
     assert len(long.generated) == 3
 
 
-def test_the_parts_of_steps_come_to_the_time_that_they_take() -> None:
-    model, tokenizer = bundled()
-    runtime = replace(default_runtime(), clock=time.perf_counter)
-    one = Engine(model, "trie", tokenizer=tokenizer, _runtime=runtime)
-    requests = [one.requests(["a, b, c, " * n], max_new_tokens=60, namespace="x")[0] for n in (100, 60, 3)]
-    parts, began = one.step_seconds, time.perf_counter()
+def test_the_parts_of_steps_come_to_the_time_that_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that goes on in what is timed, each part by its own amount."""
+    one, now = engine("trie"), [0.0]
+    for module in ("forerun.decoding.level.time", "forerun.engine.step.time"):
+        monkeypatch.setattr(module, SimpleNamespace(perf_counter=lambda: now[0]))
+    parts, counts = one.step_seconds, Counter[str]()
+
+    def time_of(owner: Any, name: str, seconds: float) -> None:
+        inner = getattr(owner, name)
+
+        def timed(*given: Any) -> Any:
+            now[0] += seconds
+            counts[name] += 1
+            return inner(*given)
+
+        monkeypatch.setattr(owner, name, timed)
+
+    time_of(one.level.planner, "plan", 1.0)
+    time_of(one.target, "score", 1e3)
+    time_of(Level, "_verify", 1e6)
+    requests = [one.requests([prompt(n)], max_new_tokens=20, eos_token_id=None)[0] for n in (30, 20, 3)]
     with one.batch() as batch:
         batch.admit(requests[0])
         batch.step()
         assert parts.read > 0 == parts.score
         for request in requests[1:]:
             batch.admit(request)
-        while batch.requests:
-            batch.step()
-    seconds = time.perf_counter() - began
-    assert min(parts.read, parts.propose, parts.score, parts.verify) > 0
-    assert 0.8 * seconds < parts.total < seconds
+        finish(batch)
+    assert parts.total == pytest.approx(now[0]) and min(counts.values()) > 9
+    assert (parts.propose, parts.verify) == (counts["plan"], 1e6 * counts["_verify"])
+    assert parts.read + parts.score == pytest.approx(1e3 * counts["score"]) and parts.read > 1e3 < parts.score
 
 
 def test_prompts_are_cut_at_the_same_places_whatever_shares_the_pass() -> None:

@@ -17,7 +17,16 @@ from dataclasses import replace
 import pytest
 import torch
 from support.pairwise import Cell, pairs, pairwise
-from support.tiny import ARCHITECTURES, LEARNING, PROMPTS, OracleDrafter, some_were_accepted, tiny
+from support.tiny import (
+    ARCHITECTURES,
+    LEARNING,
+    PROMPTS,
+    OracleDrafter,
+    by_transformers,
+    small_caches,
+    some_were_accepted,
+    tiny,
+)
 from transformers import PreTrainedModel
 
 import forerun
@@ -67,10 +76,7 @@ def plain(architecture: str, dtype: str, sampling: str, tokens: int = NEW_TOKENS
     """What each prompt continues to alone: by ``transformers`` where rounding cannot decide, else by plain decoding."""
     model, options = target(architecture, dtype), SAMPLING[sampling] | {"max_new_tokens": tokens}
     if sampling == "greedy" and dtype == "float64":
-        ids = [torch.tensor([prompt]) for prompt in PROMPTS]
-        end = {"eos_token_id": None, "pad_token_id": 0}
-        texts = [model.generate(row, attention_mask=torch.ones_like(row), **options, **end) for row in ids]
-        return [text[0].tolist() for text in texts]
+        return [[*prompt, *by_transformers(model, prompt, eos_token_id=None, **options)] for prompt in PROMPTS]
     engine = forerun.Engine(model, "none", prune_drafts=False)
     results = [engine.generate(prompt, eos_token_id=None, **options) for prompt in PROMPTS]
     return [result.requests[0].tokens.tolist() for result in results]
@@ -85,9 +91,7 @@ def settings(budget: int = 10, sparse: str = "low-rank") -> LongContextConfig:
     """
     how = {"sparse": sparse} if sparse == "low-rank" else {"sparse": "retrieval", "refresh": sparse}
     chunk = 2 if budget == 10 else min(budget, 4)
-    return LongContextConfig(
-        gamma1=2, gamma2=5, cache_budget=budget, chunk=chunk, sinks=1, window=4, paced=False, **how
-    )
+    return small_caches(cache_budget=budget, chunk=chunk, **how)
 
 
 def caches(drafter: str, budgets: Sequence[int], policies: Sequence[str] = POLICIES) -> list[tuple[int | None, str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import re
-import string
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.mocks import Silent
-from support.tiny import EOS, HYBRIDS, PROMPTS, VOCABULARY, OracleDrafter, build, tiny
+from support.tiny import EOS, HYBRIDS, PROMPTS, VOCABULARY, OracleDrafter, build, letters, tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Cache,
@@ -50,11 +49,7 @@ PROMPT = PROMPTS[1]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    letters = string.ascii_letters[:VOCABULARY]
-    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, [], unk_token="a"))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="a", pad_token="a")
+    return letters()
 
 
 def by_transformers(prompt: list[int] = PROMPT, **options: Any) -> list[int]:
@@ -210,6 +205,8 @@ def test_stop_strings_cut_exactly_where_transformers_does(tokenizer: PreTrainedT
     assert config.stop_strings == [stop]
     with pytest.raises(ValueError, match="need a tokenizer"):
         forerun.Engine(MODEL, "none").generate(PROMPT, **options)
+    with pytest.raises(ValueError, match="contains an empty string"):
+        engine.generate(PROMPT, **options | {"stop_strings": [""]})
     whole = by_transformers(generation_config=config, stop_strings=None)
     assert len(whole) > len(expected)
     for nothing in (None, []):  # those of the configuration are off
@@ -238,7 +235,7 @@ def test_an_end_inside_an_accepted_run_cuts_exactly_there(cut: int) -> None:
         {"max_new_tokens": 20, "eos_token_id": FREE_RUN[5]},
     ],
 )
-def test_custom_generate_gives_transformers_own_tensor_for_a_padded_batch(options: dict[str, Any]) -> None:
+def test_a_padded_batch_gives_transformers_own_tensor(options: dict[str, Any]) -> None:
     length = max(len(prompt) for prompt in PROMPTS)
     ids = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in PROMPTS])
     mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
@@ -253,15 +250,7 @@ def test_custom_generate_gives_transformers_own_tensor_for_a_padded_batch(option
     engine = forerun.Engine(MODEL, "lookup")
     rows = engine.generate(ids, attention_mask=mask, do_sample=False, **options)
     assert [request.prompt.tolist() for request in rows.requests] == list(PROMPTS)
-
-
-def test_sequences_are_padded_as_transformers_pads_them() -> None:
-    length = max(len(prompt) for prompt in PROMPTS)
-    ids = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in PROMPTS])
-    mask = (ids != 0).long()
-    expected = MODEL.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=20)
-    result = forerun.Engine(MODEL, "none").generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=20)
-    assert torch.equal(result.sequences, expected)
+    assert torch.equal(rows.sequences, expected)
 
 
 def test_streamers_receive_every_token(tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]) -> None:
@@ -419,11 +408,6 @@ def test_an_engine_drafts_from_texts_it_was_warmed_with_in_their_namespace_only(
         forerun.Engine(MODEL, "lookup").warm([PROMPT])
 
 
-def test_an_empty_stop_string_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ValueError, match="contains an empty string"):
-        forerun.Engine(MODEL, "none", tokenizer=tokenizer).generate(PROMPT, max_new_tokens=4, stop_strings=[""])
-
-
 def test_all_doors_give_the_same_sample_for_a_seed() -> None:
     options = {"do_sample": True, "temperature": 0.8, "top_k": 9, "max_new_tokens": 20, "num_return_sequences": 2}
     ids = torch.tensor([PROMPT])
@@ -545,21 +529,19 @@ class Kept(BaseStreamer):
         self.ended = True
 
 
-def test_a_streamer_of_custom_generate_gets_the_prompt_first() -> None:
+def wrapped(*given: Any, **options: Any) -> Any:
+    return forerun.custom_generate(*given, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "door"),
+    [("forerun_streamer", forerun.custom_generate), ("streamer", forerun.custom_generate), ("streamer", wrapped)],
+)
+def test_a_streamer_of_custom_generate_gets_the_prompt_first(name: str, door: Any) -> None:
     ids, theirs, ours = torch.tensor([PROMPT]), Kept(), Kept()
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
     MODEL.generate(ids, streamer=theirs, **options)
-    MODEL.generate(ids, custom_generate=forerun.custom_generate, forerun_streamer=ours, **options)
-    assert ours.values == theirs.values and ours.ended and len(ours.values) == 6
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_the_streamer_of_generate_reaches_custom_generate(wrapped: bool) -> None:
-    ids, theirs, ours = torch.tensor([PROMPT]), Kept(), Kept()
-    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
-    MODEL.generate(ids, streamer=theirs, **options)
-    custom = (lambda *args, **kwargs: forerun.custom_generate(*args, **kwargs)) if wrapped else forerun.custom_generate
-    MODEL.generate(ids, streamer=ours, custom_generate=custom, **options)
+    MODEL.generate(ids, custom_generate=door, **{name: ours}, **options)
     assert ours.values == theirs.values and ours.ended and len(ours.values) == 6
 
 

@@ -30,7 +30,7 @@ from support.heads import (
     peagle,
 )
 from support.qwen_mtp import FAMILIES, qwen_target
-from support.tiny import ARCHITECTURES, HYBRIDS, PROMPTS, build, tiny
+from support.tiny import ARCHITECTURES, HYBRIDS, PROMPTS, build, by_transformers, tiny
 from transformers import PreTrainedModel
 
 from forerun import Engine
@@ -67,9 +67,7 @@ HEADS: dict[str, Callable[[Path, PreTrainedModel], Path]] = {
 def plain(architecture: str, dtype: str, sampling: str) -> list[list[int]]:
     model, options = tiny(architecture, getattr(torch, dtype)), SAMPLING[sampling] | ON
     if sampling == "greedy" and dtype == "float64":
-        ids = [torch.tensor([prompt]) for prompt in PROMPTS]
-        texts = [model.generate(row, attention_mask=torch.ones_like(row), pad_token_id=0, **options) for row in ids]
-        return [text[0].tolist() for text in texts]
+        return [[*prompt, *by_transformers(model, prompt, **options)] for prompt in PROMPTS]
     engine = Engine(model, "none", prune_drafts=False)
     return [engine.generate(prompt, **options).requests[0].tokens.tolist() for prompt in PROMPTS]
 
@@ -219,9 +217,8 @@ def test_heads_of_a_checkpoint_change_nothing(kind: str, count: int, dtype: str,
         assert [r.tokens.tolist() for r in found] == [r.tokens.tolist() for r in expected]
         assert all(sum(request.stats.drafted) > 0 for request in found)
     if dtype == "float64":
-        ids = torch.tensor([PROMPTS[1]])
-        own = model.generate(ids, do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0)
-        assert own[0].tolist() == engine.generate(PROMPTS[1], do_sample=False, **ON).requests[0].tokens.tolist()
+        own = by_transformers(model, PROMPTS[1], do_sample=False, max_new_tokens=24, eos_token_id=None)
+        assert engine.generate(PROMPTS[1], do_sample=False, **ON).generated == [own]
 
 
 GEMMA4: dict[str, Callable[[Path, torch.dtype], PreTrainedModel]] = {
@@ -250,9 +247,8 @@ def check_assistant(kind: str, dtype: str, sampling: str, folder: Path) -> None:
         assert all(sum(request.stats.drafted) > 0 for request in found)
         assert kind != "its last layers" or all(request.stats.tokens_per_step > 2 for request in found)
     if dtype == "float64" and sampling == "greedy":
-        ids = torch.tensor([PROMPTS[1]])
-        own = model.generate(ids, do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0)
-        assert own[0].tolist() == expected[1]
+        own = by_transformers(model, PROMPTS[1], do_sample=False, max_new_tokens=24, eos_token_id=None)
+        assert [*PROMPTS[1], *own] == expected[1]
 
 
 ASSISTED = list(itertools.product(GEMMA4, ("float64", "float32", "bfloat16"), SAMPLING))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from support.tiny import build, tiny
 from forerun.core.block import Block, RowScores
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
+from forerun.engine.batch import Batch
 from forerun.engine.engine import Engine
 from forerun.engine.prefill_pacing import MIN_CHUNK_TOKENS, RECENT_STEPS, STEPS_BESIDE, PrefillPacing
 from forerun.kv.cache import Cache
@@ -57,121 +58,115 @@ def test_a_short_chunk_says_nothing_of_longer_ones() -> None:
     assert pace.adjusted(64, 5.0, 512, used=0.1) == 32
 
 
-class Clock:
-    """Goes on as the test tells it."""
+def prompt_tokens(blocks: Sequence[Block]) -> int:
+    return sum(len(block.pending) - 1 for block in blocks)
 
-    def __init__(self) -> None:
-        self.now = 0.0
+
+class Clock:
+    """Goes on in an engine's passes alone, by what ``seconds`` says of their blocks and caches."""
+
+    def __init__(self, engine: Engine, seconds: Callable[[Sequence[Block], Sequence[Cache]], float]) -> None:
+        self.now, self.seconds, self.score_rows = 0.0, seconds, engine.target.score_rows
+        engine.target.score_rows = self.timed  # type: ignore[method-assign]
 
     def __call__(self) -> float:
         return self.now
+
+    def timed(self, blocks: Sequence[Block], caches: Sequence[Cache], states_of: Sequence[int] = ()) -> list[RowScores]:
+        self.now += self.seconds(blocks, caches)
+        return self.score_rows(blocks, caches, states_of)
+
+    def of(self, batch: Batch) -> float:
+        """What a step of a batch takes."""
+        before = self.now
+        batch.step()
+        return self.now - before
+
+
+def long_engine() -> Engine:
+    return Engine(build("LlamaForCausalLM", {"max_position_embeddings": 4096}, 0), "none", prefill_block=64)
+
+
+def decoding(batch: Batch) -> None:
+    """Let a row decode for as long as the test runs."""
+    batch.admit(Request([5] * 9, max_new_tokens=3000, eos_token_ids=()))
+    batch.step()
 
 
 @pytest.mark.parametrize("drafter", ["none", "trie", "retrieval"])
 def test_a_prompt_cut_by_its_time_gives_the_same_text(drafter: str) -> None:
     generator = np.random.default_rng(0)
     prompts = [generator.integers(3, 48, count).tolist() for count in (5, 90, 70)]
-    clock, cuts = Clock(), []
 
-    def texts(pacing: PrefillPacing | None) -> list[list[int]]:
+    def texts(pacing: Callable[[Clock], PrefillPacing | None]) -> tuple[list[list[int]], list[int]]:
+        """The texts, and the longest chunk of each pass."""
         settings = LongContextConfig(cache_budget=16, chunk=4, gamma2=4, paced=False)
         engine = Engine(tiny("llama"), drafter, settings=settings, prefill_block=32, prune_drafts=False)
         assert engine.exactness.level == "bitwise"
-        score_rows = engine.target.score_rows
+        cuts: list[int] = []
 
-        def timed(blocks: Sequence[Block], caches: Sequence[Cache], states_of: Sequence[int] = ()) -> list[RowScores]:
-            clock.now += 1.0 + sum(len(block.pending) - 1 for block in blocks)
+        def seconds(blocks: Sequence[Block], caches: Sequence[Cache]) -> float:
             cuts.append(max(len(block.pending) for block in blocks))
-            return score_rows(blocks, caches, states_of)
+            return 1.0 + prompt_tokens(blocks)
 
-        engine.target.score_rows = timed  # type: ignore[method-assign]
         requests = [Request(prompt, max_new_tokens=30) for prompt in prompts]
-        with engine.batch(pacing=pacing) as batch:
+        with engine.batch(pacing=pacing(Clock(engine, seconds))) as batch:
             for request in requests:
                 batch.admit(request)
                 batch.step()
             while len(batch):
                 batch.step()
         assert (sum(sum(request.stats.drafted) for request in requests) > 0) == (drafter != "none")
-        return [request.generated.tolist() for request in requests]
+        return [request.generated.tolist() for request in requests], cuts
 
-    whole = texts(None)
-    assert max(cuts) == 32
-    cuts.clear()
-    assert texts(PrefillPacing(clock)) == whole
-    assert MIN_CHUNK_TOKENS in cuts
+    (whole, chunks), (cut, smaller) = texts(lambda clock: None), texts(PrefillPacing)
+    assert cut == whole and max(chunks) == 32 and MIN_CHUNK_TOKENS in smaller
 
 
 def test_a_short_prompt_beside_a_long_one_does_not_let_it_read_more() -> None:
     """Each has an amount of its own: short chunks are soon read, and a long prompt's would hold all others up."""
-    clock = Clock()
-    engine = Engine(build("LlamaForCausalLM", {"max_position_embeddings": 4096}, 0), "none", prefill_block=64)
-    score_rows = engine.target.score_rows
 
-    def timed(blocks: Sequence[Block], caches: Sequence[Cache], states_of: Sequence[int] = ()) -> list[RowScores]:
-        clock.now += 1.0
-        for block, cache in zip(blocks, caches, strict=True):
-            clock.now += 0.001 * (len(block.pending) - 1) * cache.length
-        return score_rows(blocks, caches, states_of)
+    def seconds(blocks: Sequence[Block], caches: Sequence[Cache]) -> float:
+        read = zip(blocks, caches, strict=True)
+        return 1.0 + sum(0.001 * (len(block.pending) - 1) * cache.length for block, cache in read)
 
-    engine.target.score_rows = timed  # type: ignore[method-assign]
-    long = Request([7] * 2000, max_new_tokens=2)
-    took = []
+    engine = long_engine()
+    clock, long, took = Clock(engine, seconds), Request([7] * 2000, max_new_tokens=2), []
     with engine.batch(pacing=PrefillPacing(clock)) as batch:
-        batch.admit(Request([5] * 9, max_new_tokens=3000, eos_token_ids=()))
-        batch.step()
+        decoding(batch)
         batch.admit(long)
         while not len(long.generated):
             if len(batch) < 3:
                 batch.admit(Request([6] * 100, max_new_tokens=1))
-            before = clock.now
-            batch.step()
-            took.append(clock.now - before)
+            took.append(clock.of(batch))
     far = took[len(took) // 2 :]
     assert max(far) <= 1.5 * (1 + 0.001 * MIN_CHUNK_TOKENS * 2000)
 
 
 def test_short_prompts_one_after_the_other_are_paced_like_a_long_one() -> None:
     """A new one begins with what a step read of the last one, not with a whole chunk."""
-    clock = Clock()
-    engine = Engine(build("LlamaForCausalLM", {"max_position_embeddings": 4096}, 0), "none", prefill_block=64)
-    score_rows = engine.target.score_rows
-
-    def timed(blocks: Sequence[Block], caches: Sequence[Cache], states_of: Sequence[int] = ()) -> list[RowScores]:
-        clock.now += 1.0 + 0.1 * sum(len(block.pending) - 1 for block in blocks)
-        return score_rows(blocks, caches, states_of)
-
-    engine.target.score_rows = timed  # type: ignore[method-assign]
-    took = []
+    engine = long_engine()
+    clock, took = Clock(engine, lambda blocks, caches: 1.0 + 0.1 * prompt_tokens(blocks)), []
     with engine.batch(pacing=PrefillPacing(clock)) as batch:
-        batch.admit(Request([5] * 9, max_new_tokens=3000, eos_token_ids=()))
-        batch.step()
+        decoding(batch)
         for _ in range(60):
             if len(batch) < 2:
                 batch.admit(Request([6] * 60, max_new_tokens=1))
-            before = clock.now
-            batch.step()
-            took.append(clock.now - before)
+            took.append(clock.of(batch))
     assert max(took[6:]) <= STEPS_BESIDE + 1e-9
 
 
 def test_prompts_that_share_a_step_are_read_faster_if_they_took_less_time_than_allowed() -> None:
     """Neither used its own limit; together they used it all."""
-    clock = Clock()
-    engine = Engine(build("LlamaForCausalLM", {"max_position_embeddings": 4096}, 0), "none", prefill_block=64)
-    score_rows = engine.target.score_rows
-    read = []
+    engine, read = long_engine(), list[int]()
 
-    def timed(blocks: Sequence[Block], caches: Sequence[Cache], states_of: Sequence[int] = ()) -> list[RowScores]:
-        read.append(sum(len(block.pending) - 1 for block in blocks))
-        clock.now += 1.0 + 0.05 * read[-1]
-        return score_rows(blocks, caches, states_of)
+    def seconds(blocks: Sequence[Block], caches: Sequence[Cache]) -> float:
+        read.append(prompt_tokens(blocks))
+        return 1.0 + 0.05 * read[-1]
 
-    engine.target.score_rows = timed  # type: ignore[method-assign]
-    pacing = PrefillPacing(clock)
+    pacing = PrefillPacing(Clock(engine, seconds))
     with engine.batch(pacing=pacing) as batch:
-        batch.admit(Request([5] * 9, max_new_tokens=3000, eos_token_ids=()))
-        batch.step()
+        decoding(batch)
         pacing.first = 16
         for _ in range(60):
             while len(batch) < 4:

@@ -171,7 +171,7 @@ def test_texts_with_drafts_equal_those_without(pair: tuple[PreTrainedModel, PreT
     model, exact = pair
     prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 3], [*range(3, 40)]]
     for more in ({}, {"do_sample": True, "seed": 3, "temperature": 0.9}):
-        how: Any = {"max_new_tokens": 60, "eos_token_id": None, **more}
+        how: Any = {"max_new_tokens": 36, "eos_token_id": None, **more}
         plain = Engine(model, "none").generate(prompts, **how).generated
         assert plain == Engine(exact, "none").generate(prompts, **how).generated
         engine = drafting(model, drafter)
@@ -205,7 +205,7 @@ def test_experts_have_the_bits_of_the_dequantised_model_in_every_pass(tmp_path: 
 def test_texts_of_experts_with_drafts_equal_those_without(tmp_path: Path, drafter: str) -> None:
     model, exact = store(tmp_path / "m.gguf", "qwen3_moe", "Q4_1")
     prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 3], [*range(3, 40)]]
-    how: Any = {"max_new_tokens": 40, "eos_token_id": None}
+    how: Any = {"max_new_tokens": 30, "eos_token_id": None}
     plain = Engine(model, "none").generate(prompts, **how).generated
     assert plain == Engine(exact, "none").generate(prompts, **how).generated
     engine = drafting(model, drafter)
@@ -321,7 +321,7 @@ def test_texts_with_drafts_equal_those_without_with_quantised_activations(
     model, _ = store(tmp_path / "m.gguf", name, "Q4_1", eight_bits=True)
     prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 3], [*range(3, 40)]]
     for more in ({}, {"do_sample": True, "seed": 3, "temperature": 0.9}):
-        how: Any = {"max_new_tokens": 60, "eos_token_id": None, **more}
+        how: Any = {"max_new_tokens": 36, "eos_token_id": None, **more}
         plain = Engine(model, "none").generate(prompts, **how).generated
         engine = drafting(model, drafter)
         assert engine.exactness.level == "bitwise"

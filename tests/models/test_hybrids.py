@@ -14,16 +14,25 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from string import ascii_letters
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.tiny import HYBRIDS, LEARNING, PROMPTS, VOCABULARY, OracleDrafter, build, some_were_accepted, tiny
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from support.tiny import (
+    HYBRIDS,
+    LEARNING,
+    PROMPTS,
+    VOCABULARY,
+    OracleDrafter,
+    build,
+    by_transformers,
+    letters,
+    small_caches,
+    some_were_accepted,
+    tiny,
+)
+from transformers import PreTrainedModel
 
 import forerun
 from forerun.core.block import Block
@@ -83,21 +92,14 @@ def _without_casts(module: Any, name: str) -> Any:
 @functools.cache
 def plain(name: str, tokens: int) -> list[list[int]]:
     """What ``transformers`` generates; its grouped products of experts take no float64 on a CPU."""
-    model, texts = hybrid(name), []
+    model = hybrid(name)
     with in_float64(model), use_implementations(model, experts="eager"):
-        for prompt in PROMPTS:
-            ids = torch.tensor([prompt])
-            mask = torch.ones_like(ids)
-            texts.append(model.generate(ids, attention_mask=mask, pad_token_id=0, max_new_tokens=tokens, **GREEDY))
-    return [text[0].tolist() for text in texts]
+        return [[*prompt, *by_transformers(model, prompt, max_new_tokens=tokens, **GREEDY)] for prompt in PROMPTS]
 
 
 def engine(model: PreTrainedModel, drafter: Any, **options: Any) -> forerun.Engine:
-    """Its settings let caches evict, choose anew and grow within a text, and prompts be cut."""
-    settings = LongContextConfig(
-        tiny("llama"), gamma1=2, gamma2=5, cache_budget=10, chunk=2, sinks=1, window=4, paced=False
-    )
-    return forerun.Engine(model, drafter, settings=settings, prefill_block=4, prune_drafts=False, **options)
+    how = {"settings": small_caches(tiny("llama")), "prefill_block": 4, "prune_drafts": False}
+    return forerun.Engine(model, drafter, **how | options)
 
 
 def few_of(names: Iterable[str]) -> list[Any]:
@@ -154,16 +156,16 @@ def test_the_text_of_a_program_does_not_depend_on_drafts(dtype: torch.dtype) -> 
     ways: list[dict[str, Any]] = [GREEDY, {"do_sample": True, "temperature": 0.8, "seed": 3, "eos_token_id": None}]
     none = engine(model, "none")
     for how in ways:
-        texts = [none.generate(prompt, max_new_tokens=40, **how).requests[0].tokens.tolist() for prompt in prompts]
+        texts = [none.generate(prompt, max_new_tokens=24, **how).requests[0].tokens.tolist() for prompt in prompts]
         for drafter in (OracleDrafter(texts), "trie", "low-rank", "retrieval", "auto"):
             drafting = engine(model, drafter)
             if drafter in LEARNING:
                 drafting.warm(texts[1:])
-            batch = drafting.generate(prompts, max_new_tokens=40, **how)
+            batch = drafting.generate(prompts, max_new_tokens=24, **how)
             assert [request.tokens.tolist() for request in batch.requests] == texts
             if how is GREEDY:
                 some_were_accepted(batch.requests)
-            assert drafting.generate(prompts[0], max_new_tokens=40, **how).requests[0].tokens.tolist() == texts[0]
+            assert drafting.generate(prompts[0], max_new_tokens=24, **how).requests[0].tokens.tolist() == texts[0]
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -186,13 +188,6 @@ def test_a_path_that_is_not_read_into_the_state_is_noticed(name: str, monkeypatc
     monkeypatch.setattr(recurrent.RecurrentStates, "commit", without_moving)
     with pytest.raises(UnsupportedModelError, match="its logits over a draft tree differ from its own"):
         gate.admit(hybrid(name))
-
-
-def letters() -> PreTrainedTokenizerFast:
-    """A tokenizer with a letter for each token."""
-    backend = Tokenizer(BPE({letter: i for i, letter in enumerate(ascii_letters[:VOCABULARY])}, [], unk_token="a"))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="a", pad_token="a")
 
 
 @pytest.mark.parametrize("name", few_of(FEW))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import PROMPTS, VOCABULARY, OracleDrafter, tiny
+from support.tiny import PROMPTS, VOCABULARY, OracleDrafter, by_transformers, small_caches, tiny
 from transformers import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
@@ -21,16 +21,13 @@ from transformers import (
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 import forerun
-from forerun.core.long_context import LongContextConfig
 from forerun.decoding.sources.lookup import Lookup
 from forerun.models.text.processors import Nucleus, of_row, stateless
 
 MODEL = tiny("llama")
 PROMPT = PROMPTS[1]
-LENGTH = {"max_new_tokens": 24, "eos_token_id": None}
-SETTINGS = LongContextConfig(
-    tiny("llama"), gamma1=2, gamma2=5, cache_budget=10, chunk=2, sinks=1, window=4, paced=False
-)
+LENGTH = {"max_new_tokens": 16, "eos_token_id": None}
+SETTINGS = small_caches(tiny("llama"))
 DRAFTERS = ["none", "lookup", "trie", "auto", "triforce", "triforce-trie", "retrieval", "streaming", "oracle"]
 
 
@@ -47,11 +44,6 @@ class Counting(LogitsProcessor):
         return scores
 
 
-def by_transformers(prompt: list[int], **options: Any) -> list[int]:
-    ids = torch.tensor([prompt])
-    return MODEL.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
-
-
 def processors(*each: Any) -> LogitsProcessorList:
     return LogitsProcessorList(each)
 
@@ -64,10 +56,10 @@ def engine_of(name: str, prompt: list[int], text: list[int]) -> forerun.Engine:
     return forerun.Engine(MODEL, drafter_of(name, prompt, text), settings=SETTINGS, prefill_block=4)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_processor_with_a_memory_is_called_once_a_token_in_order(drafter: str) -> None:
-    expected = by_transformers(PROMPT, do_sample=False, logits_processor=processors(Counting()), **LENGTH)
+    expected = by_transformers(MODEL, PROMPT, do_sample=False, logits_processor=processors(Counting()), **LENGTH)
     counting, engine = Counting(), engine_of(drafter, PROMPT, expected)
     result = engine.generate(PROMPT, do_sample=False, logits_processor=processors(counting), **LENGTH)
     assert result.generated == [expected]
@@ -75,7 +67,7 @@ def test_a_processor_with_a_memory_is_called_once_a_token_in_order(drafter: str)
     assert counting.calls == [text[:end] for end in range(len(PROMPT), len(text))]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
 @pytest.mark.parametrize("drafter", DRAFTERS[:-1])
 def test_so_it_is_where_tokens_are_sampled(drafter: str, verification: str) -> None:
@@ -97,7 +89,7 @@ def test_rows_have_copies_of_what_remembers(drafter: str) -> None:
     options = {"do_sample": False, **LENGTH}
     result = engine.generate([*PROMPTS], logits_processor=processors(counting), **options)
     for prompt, text in zip(PROMPTS, result.generated, strict=True):
-        assert text == by_transformers(prompt, logits_processor=processors(Counting()), **options)
+        assert text == by_transformers(MODEL, prompt, logits_processor=processors(Counting()), **options)
     assert counting.calls == []
     ids = torch.tensor([PROMPT] * 2)
     custom = {"custom_generate": forerun.custom_generate, "forerun_drafter": Lookup()}
@@ -114,7 +106,7 @@ class Uncopyable(Counting):
 def test_what_cannot_be_copied_serves_one_row_and_is_refused_for_several() -> None:
     engine, options = forerun.Engine(MODEL, "lookup"), {"do_sample": False, **LENGTH}
     one = engine.generate(PROMPT, logits_processor=processors(Uncopyable()), **options)
-    assert one.generated == [by_transformers(PROMPT, logits_processor=processors(Counting()), **options)]
+    assert one.generated == [by_transformers(MODEL, PROMPT, logits_processor=processors(Counting()), **options)]
 
     def even(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores.index_fill(1, torch.arange(1, VOCABULARY, 2), -torch.inf)
@@ -127,7 +119,7 @@ def test_what_cannot_be_copied_serves_one_row_and_is_refused_for_several() -> No
             engine.generate([PROMPT, PROMPT], logits_processor=processors(processor), **options)
     even.forerun_stateless = True  # type: ignore[attr-defined]
     rows = engine.generate([PROMPT, PROMPT], logits_processor=processors(even), **options)
-    assert rows.generated == [by_transformers(PROMPT, logits_processor=processors(even), **options)] * 2
+    assert rows.generated == [by_transformers(MODEL, PROMPT, logits_processor=processors(even), **options)] * 2
 
 
 def test_a_declared_processor_acts_on_drafts_and_another_does_not() -> None:
@@ -172,8 +164,8 @@ def test_guidance_by_a_second_pass_is_transformers_own(drafter: str) -> None:
         return processors(UnbatchedClassifierFreeGuidanceLogitsProcessor(1.7, MODEL))
 
     options = {"do_sample": False, **LENGTH, "max_new_tokens": 12}
-    expected = [by_transformers(prompt, logits_processor=guide(), **options) for prompt in PROMPTS]
-    assert expected[1] != by_transformers(PROMPT, **options)
+    expected = [by_transformers(MODEL, prompt, logits_processor=guide(), **options) for prompt in PROMPTS]
+    assert expected[1] != by_transformers(MODEL, PROMPT, **options)
     engine = engine_of(drafter, PROMPT, [])
     assert engine.generate([*PROMPTS], logits_processor=guide(), **options).generated == expected
 
@@ -211,7 +203,7 @@ def test_what_looks_at_prompts_looks_at_the_row_s_own(option: dict[str, Any]) ->
     assert torch.equal(custom, expected)
 
 
-FREE_RUN = by_transformers(PROMPT, do_sample=False, max_new_tokens=24, eos_token_id=None)
+FREE_RUN = by_transformers(MODEL, PROMPT, do_sample=False, max_new_tokens=24, eos_token_id=None)
 CRITERIA: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "another end": ({"max_new_tokens": 20}, [EosTokenCriteria(FREE_RUN[5])]),
     "several ends": ({"max_new_tokens": 20}, [EosTokenCriteria([FREE_RUN[7], FREE_RUN[9]])]),
@@ -227,12 +219,12 @@ CRITERIA: dict[str, tuple[dict[str, Any], list[Any]]] = {
 def test_criteria_of_a_user_take_the_place_of_those_from_the_options(name: str) -> None:
     options, criteria = CRITERIA[name]
     options = {"do_sample": False, "stopping_criteria": StoppingCriteriaList(criteria), **options}
-    expected = by_transformers(PROMPT, **options)
+    expected = by_transformers(MODEL, PROMPT, **options)
     for drafter in ("none", "oracle"):
         engine = forerun.Engine(MODEL, drafter_of(drafter, PROMPT, FREE_RUN))
         assert engine.generate(PROMPT, **options).generated == [expected]
     custom = {"custom_generate": forerun.custom_generate, "forerun_drafter": "lookup"}
-    assert by_transformers(PROMPT, **options, **custom) == expected
+    assert by_transformers(MODEL, PROMPT, **options, **custom) == expected
 
 
 @pytest.mark.parametrize("least", [1, 3])

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 from support.pairwise import pairwise
-from support.tiny import PROMPTS, VOCABULARY, build, tiny
-from transformers import PreTrainedModel
+from support.tiny import PROMPTS, VOCABULARY, build, small_caches, tiny
 
 import forerun
-from forerun.core.long_context import LongContextConfig
 
 TARGET = tiny("llama")
 DRAFTERS = ["streaming", "triforce", "triforce-auto"]
@@ -23,10 +21,6 @@ SMALL = {
     "fewer tokens": build("LlamaForCausalLM", {"vocab_size": KNOWN}, seed=5),
     "fewer positions": build("OPTForCausalLM", {"max_position_embeddings": POSITIONS, "ffn_dim": 32}, seed=5),
 }
-
-
-def settings(small: PreTrainedModel) -> LongContextConfig:
-    return LongContextConfig(small, gamma1=2, gamma2=5, cache_budget=10, chunk=2, sinks=1, window=4, paced=False)
 
 
 CELLS = list(itertools.product(SMALL, DRAFTERS, ["greedy", "coupled", "rejection"]))
@@ -44,7 +38,7 @@ def test_the_text_is_that_without_drafts(small: str, drafter: str, how: str) -> 
         options["verification"] = how
     long = [1, 2, 3] * (POSITIONS // 2)
     prompts = [*PROMPTS, [VOCABULARY - 1], [3, VOCABULARY - 1, 5], long]
-    engine = forerun.Engine(TARGET, drafter, settings=settings(SMALL[small]), prefill_block=4)
+    engine = forerun.Engine(TARGET, drafter, settings=small_caches(SMALL[small]), prefill_block=4)
     result = engine.generate(prompts, **options)
     assert [len(text) for text in result.generated] == [NEW] * len(prompts)
     if how != "rejection":
@@ -54,7 +48,7 @@ def test_the_text_is_that_without_drafts(small: str, drafter: str, how: str) -> 
 
 @pytest.mark.parametrize("small", SMALL)
 def test_it_drafts_where_it_can(small: str) -> None:
-    engine = forerun.Engine(TARGET, "streaming", settings=settings(SMALL[small]), prefill_block=4)
+    engine = forerun.Engine(TARGET, "streaming", settings=small_caches(SMALL[small]), prefill_block=4)
     options = {"max_new_tokens": NEW, "eos_token_id": None, "do_sample": False}
     prompts = {"read": [1, 2, 3], "not read": [VOCABULARY - 1, *range(POSITIONS)]}
     drafted = {name: sum(engine.generate(prompt, **options).stats[0].drafted) for name, prompt in prompts.items()}

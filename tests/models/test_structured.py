@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.bundled import bundled
 from support.live_server import PROMPTS, TEMPLATE, LiveServer, error_of
+from support.tiny import small_caches
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from forerun.core.long_context import LongContextConfig
@@ -236,9 +237,7 @@ def test_a_text_that_leaves_its_grammar_ends_alone(plain: Engine, drafter: str) 
     ],
 )  # fmt: skip
 def test_forced_tokens_are_drafted_before_any_drafters_tree(plain: Engine, name: str, options: Json) -> None:
-    settings = LongContextConfig(
-        plain.target.model, gamma1=2, gamma2=5, cache_budget=16, chunk=2, sinks=1, window=4, paced=False
-    )
+    settings = small_caches(plain.target.model, cache_budget=16)
     engine = Engine(plain.target.model, name, settings=settings, tokenizer=plain.tokenizer, prune_drafts=False)
     prompts = [PROMPT, "Once upon a time there was a house. " * 8 + PROMPT]
     wanted = plain.generate(prompts, logprobs=1, **OPTIONS, **options)

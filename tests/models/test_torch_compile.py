@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from support.tiny import ARCHITECTURES, build
+from support.tiny import build
 
 import forerun
 
 
 def test_a_model_is_traced_whole_beside_forerun() -> None:
-    model = build(*ARCHITECTURES["llama"], seed=0)
+    model = build("LlamaForCausalLM", {"num_hidden_layers": 1}, seed=0)
     ids = torch.tensor([[7, 3, 9, 2]])
 
     def compiled() -> torch.Tensor:

@@ -308,7 +308,7 @@ def test_a_silent_server_is_waited_for(held: PausableEngine, page: Page, monkeyp
     page.fill(PROMPT)
     held.gate.clear()
     page["start"].click()
-    time.sleep(0.5)  # some pings
+    time.sleep(0.2)  # some pings
     held.gate.set()
     assert "equal" in page.ended()
 

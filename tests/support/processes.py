@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import signal
+import traceback
+from collections.abc import Callable
 
 
 def heed_interrupts() -> None:
     """A process started by one that runs in the background would ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def fork(work: Callable[[], bool]) -> int:
+    """Start a forked process, which has all imports already, and return its id; its status is 0 if ``work`` is true."""
+    if (child := os.fork()) == 0:
+        done = False
+        try:
+            faulthandler.disable()  # a process that is to crash need not tell of it
+            done = work()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(not done)
+    return child
+
+
+def status_of_a_child(work: Callable[[], bool]) -> int:
+    """Return the status of a forked process that did ``work``."""
+    return os.waitpid(fork(work), 0)[1]

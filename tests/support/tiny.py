@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
+from string import ascii_letters
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from transformers import PreTrainedModel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from forerun import DraftTree, Limit, Row, Source
+from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.decoding.recipes import RECIPES
 
@@ -368,6 +371,27 @@ def build(class_name: str, extra: dict[str, Any], seed: int) -> PreTrainedModel:
     shape = {**_GPT2, "pad_token_id": 0, "bos_token_id": 1} if like_gpt2 else {**_SHAPE, **extra}
     torch.manual_seed(seed)
     return model_class(model_class.config_class(**shape)).double().eval()
+
+
+def by_transformers(model: PreTrainedModel, prompt: Sequence[int], **options: Any) -> list[int]:
+    """The tokens that transformers generates after a prompt."""
+    ids = torch.tensor([prompt])
+    text = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)[0]
+    return text[len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+def small_caches(draft_model: PreTrainedModel | None = None, **more: Any) -> LongContextConfig:
+    """Settings with which caches evict, choose anew and grow within a short text, and all that is drafted is scored."""
+    how = {"gamma1": 2, "gamma2": 5, "cache_budget": 10, "chunk": 2, "sinks": 1, "window": 4, "paced": False}
+    return LongContextConfig(draft_model, **how | more)  # type: ignore[arg-type]
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """A tokenizer with a letter for each token."""
+    ids = {letter: i for i, letter in enumerate(ascii_letters[:VOCABULARY])}
+    backend = Tokenizer(models.BPE(ids, [], unk_token="a"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="a", pad_token="a")
 
 
 PROMPTS = ([7, 9, 11, 7, 9], [20, 21, 22, 23, 20, 21, 22, 8, 8, 30, 31, 20], [12])
