@@ -40,7 +40,7 @@ reference: $(READY) ## train the bundled models anew: make reference BOOKS=folde
 # torch first and alone: its CPU build would otherwise be replaced by one with gigabytes of CUDA
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing PyTorch, then Forerun and what it needs, into $(VENV): a few minutes, 2.7 GB"
+	@echo "installing PyTorch, then Forerun and what it needs, into $(VENV): a few minutes, 2.7 GB (5.5 GB with CUDA)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(READY)

@@ -17,6 +17,8 @@ from forerun.cli.commands import command
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "tasks": ("tasks.tasks_command:TaskOptions", "Forerun beside transformers and other engines, on six tasks or own prompts."),
+    "edit": ("studies.edit_picture:EditOptions", "The speed of one code edit over its answer, as a picture."),
+    "peers": ("peers.peers_command:PeersOptions", "Plain decoding and prompts beside llama.cpp and OpenVINO, in every GGUF format."),
     "specbench": ("studies.specbench:SpecBenchOptions", "Spec-Bench: tokens per step and speed-up by category."),
     "papers lookahead": ("papers.lookahead:LookaheadOptions", "The Lookahead paper's forms of a draft beside Forerun's."),
     "papers triforce": ("papers.triforce:TriforceOptions", "TriForce's tables: decoding after long prompts."),
@@ -41,7 +43,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train-bundled": ("training.train:TrainOptions", "Train the bundled models anew."),
     "evaluate-bundled": ("training.evaluate:EvaluateOptions", "Evaluate the bundled models as MODEL_CARD.md shows it."),
     "learn-evidence": ("training.learn_evidence:EvidenceOptions", "Write what the trie takes evidence to be worth at first."),
-    "train-head": ("training.train_head:HeadOptions", "Train an EAGLE-3 head for a model, from texts that it wrote."),
+    "train-head": ("training.train_head:HeadOptions", "Train an EAGLE-3 head or MTP layer for a model, from texts that it wrote."),
     "evaluate-head": ("training.evaluate_head:EvaluateHeadOptions", "A trained head beside the trie, alone and in auto."),
     "learn-recycled": ("training.learn_recycled:RecycledOptions", "Write what recycled logits are worth at first."),
     "update-pages": ("reporting.update_pages:UpdateOptions", "Put the last measured tables into README.md and docs/."),

@@ -1,7 +1,8 @@
 """The process of a peer: reads orders from stdin, one JSON object per line, and answers in the same way.
 
-``python -m benchmarks.peers.child MODULE`` serves the module's ``Engine``. The first order has its arguments.
-Libraries may write to stdout at any time, so answers go to a copy of stdout, and everything else to stderr.
+``python -m benchmarks.peers.child MODULE`` serves the module's ``Engine``. The first order has its arguments, each
+further one a method's name and arguments. Libraries may write to stdout at any time, so answers go to a copy of stdout,
+and everything else to stderr.
 """
 
 from __future__ import annotations
@@ -19,33 +20,26 @@ class Served(Protocol):
     """The interface of a peer module's ``Engine``; its arguments come with the first order."""
 
     said: str
-    """Version, precision and settings."""
+    """Version, build, precision and settings."""
 
     def generate(self, ids: list[int], new: int) -> dict[str, Any]:
-        """Continue greedily; returns ``count``, the number of new tokens, and ``tokens`` or ``text``."""
+        """Continue greedily; returns ``count``, the number of new tokens, ``tokens`` or ``text``, and ``first``, the
+        seconds until the first of them."""
 
     def forget(self) -> None:
         """Drop what was learned from earlier texts."""
 
 
-def serve(engine: Served, orders: Iterable[str], answers: TextIO) -> None:
+def serve(engine: object, orders: Iterable[str], answers: TextIO) -> None:
     """Carry out orders until there are none; errors are answers, too."""
     for line in orders:
         order = json.loads(line)
+        begin = time.perf_counter()
         try:
-            found = _carry_out(engine, order)
+            found = getattr(engine, order["call"])(**order["given"]) or {}
+            _answer(answers, {"seconds": time.perf_counter() - begin, **found})
         except Exception as error:
-            found = {"error": f"{type(error).__name__}: {error}"}
-        _answer(answers, found)
-
-
-def _carry_out(engine: Served, order: dict[str, Any]) -> dict[str, Any]:
-    if order.get("forget"):
-        engine.forget()
-        return {}
-    begin = time.perf_counter()
-    found = engine.generate(order["ids"], order["new"])
-    return {"seconds": time.perf_counter() - begin, **found}
+            _answer(answers, {"error": f"{type(error).__name__}: {error}"})
 
 
 def _answer(answers: TextIO, found: dict[str, Any]) -> None:

@@ -27,8 +27,9 @@ class Engine:
         self._make_server: Callable[[], Any] = lambda: xllamacpp.Server(self._params)
         self._server = self._make_server()
         able = re.findall(r"(\w+) = 1", xllamacpp.get_system_info())
-        drafts = f"; {speculation} at its own settings" if speculation else f"; built for {', '.join(able)}"
-        self.said = f"llama.cpp by xllamacpp {metadata.version('xllamacpp')}, keys and values in {dtype}{drafts}"
+        drafts = f", {speculation} at its own settings" if speculation else ""
+        version = metadata.version("xllamacpp")
+        self.said = f"llama.cpp by xllamacpp {version}, built for {', '.join(able)}, keys and values in {dtype}{drafts}"
 
     def generate(self, ids: list[int], new: int) -> dict[str, Any]:
         """See ``Served``. The answer has only the text."""
@@ -36,7 +37,8 @@ class Engine:
         found = self._server.handle_completions(order)
         if "choices" not in found:
             raise RuntimeError(str(found))
-        return {"text": found["choices"][0]["text"], "count": found["usage"]["completion_tokens"]}
+        first = found["timings"]["prompt_ms"] / 1000
+        return {"text": found["choices"][0]["text"], "count": found["usage"]["completion_tokens"], "first": first}
 
     def forget(self) -> None:
         """See ``Served``. NGRAM_MOD keeps a table of all texts; only a new server empties it."""

@@ -47,14 +47,16 @@ class Engine:
         """See ``Served``."""
         config = self._library.GenerationConfig()
         config.max_new_tokens, config.do_sample, config.apply_chat_template = new, False, False
+        config.ignore_eos = not self._ends
         if self._ends:
             config.eos_token_id, config.stop_token_ids = self._ends[0], set(self._ends)
         if self._lookup:
             config.num_assistant_tokens, config.max_ngram_size = LOOKUP_TOKENS, LOOKUP_NGRAM
         prompt = self._tensor(np.array([ids], np.int64))
         mask = self._tensor(np.ones((1, len(ids)), np.int64))
-        tokens = self._pipeline.generate(self._library.TokenizedInputs(prompt, mask), config).tokens[0]
-        return {"tokens": [int(token) for token in tokens], "count": len(tokens)}
+        found = self._pipeline.generate(self._library.TokenizedInputs(prompt, mask), config)
+        tokens = [int(token) for token in found.tokens[0]]
+        return {"tokens": tokens, "count": len(tokens), "first": found.perf_metrics.get_ttft().mean / 1000}
 
     def forget(self) -> None:
         """See ``Served``: it keeps nothing."""

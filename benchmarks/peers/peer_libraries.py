@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +25,8 @@ from forerun.models.forward.architecture import is_stored
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Types in which peers and transformers can have the same weights."""
+FIND = "import importlib.util, sys; print(*[name for name in sys.argv[1:] if not importlib.util.find_spec(name)])"
+"""A program that prints which of the modules in its arguments cannot be found."""
 SPARE = 64
 """Positions for drafts after the longest text."""
 
@@ -53,7 +57,7 @@ class PeerLibrary:
 
     Attributes:
         package: its name for pip.
-        needs: modules that must be importable, and the packages that contain them.
+        needs: modules that its environment must have, and the packages that contain them.
         module: has its ``Engine``.
         prepare: writes the files that it reads into a folder.
         options: the engine's arguments.
@@ -67,11 +71,11 @@ class PeerLibrary:
     options: Callable[[PeerSubject], dict[str, Any]]
     variants: Mapping[str, dict[str, Any]]
 
-    @property
-    def missing(self) -> str:
-        """The command that installs missing packages; empty if there are none."""
-        absent = [package for module, package in self.needs.items() if find_spec(module) is None]
-        return f"pip install {' '.join(absent)}" if absent else ""
+    def missing(self, python: str = sys.executable) -> str:
+        """The command that installs packages which the environment of ``python`` lacks; empty if it has all."""
+        told = subprocess.run([python, "-c", FIND, *self.needs], capture_output=True, text=True, check=True)
+        absent = [self.needs[module] for module in told.stdout.split()]
+        return f"{python} -m pip install {' '.join(absent)}" if absent else ""
 
 
 @dataclass
@@ -118,7 +122,7 @@ def write_openvino(subject: PeerSubject, folder: Path) -> None:
 LIBRARIES = (
     PeerLibrary(
         "openvino-genai",
-        {"openvino_genai": "openvino-genai", "gguf": "gguf"},
+        {"openvino_genai": "openvino-genai", "safetensors": "safetensors"},
         "benchmarks.peers.openvino",
         write_openvino,
         lambda subject: {"dtype": subject.dtype, "ends": ends(subject.model.generation_config)},
@@ -126,7 +130,7 @@ LIBRARIES = (
     ),
     PeerLibrary(
         "xllamacpp",
-        {"xllamacpp": "xllamacpp", "gguf": "gguf"},
+        {"xllamacpp": "xllamacpp"},
         "benchmarks.peers.llamacpp",
         write_gguf,
         lambda subject: {"dtype": subject.dtype, "positions": subject.positions + SPARE},
@@ -135,6 +139,18 @@ LIBRARIES = (
             "llama.cpp ngram-simple": {"speculation": "NGRAM_SIMPLE"},
             "llama.cpp ngram-mod": {"speculation": "NGRAM_MOD"},
         },
+    ),
+    PeerLibrary(
+        "llama-cpp-python",
+        {"llama_cpp": "llama-cpp-python"},
+        "benchmarks.peers.llamacpp_python",
+        write_gguf,
+        lambda subject: {
+            "dtype": "float16" if is_stored(subject.model) else subject.dtype,
+            "positions": subject.positions,
+            "ends": ends(subject.model.generation_config),
+        },
+        {"llama-cpp-python": {}},
     ),
 )
 
@@ -145,6 +161,8 @@ def check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Pa
     Raises:
         ValueError: with the reason.
     """
+    if find_spec("gguf") is None:
+        raise ValueError("--peers writes GGUF files; pip install gguf")
     if model.dtype not in DTYPES:
         allowed = " and ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise ValueError(f"--peers compares in {allowed}, and the model is in {model.dtype}; add --dtype")
@@ -154,14 +172,16 @@ def check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Pa
 
 
 @contextmanager
-def running_peers(subject: PeerSubject, kinds: Sequence[PeerLibrary] = LIBRARIES) -> Iterator[RunningPeers]:
-    """A context with all installed peers, each in its own process."""
+def running_peers(
+    subject: PeerSubject, kinds: Sequence[PeerLibrary] = LIBRARIES, python: str = sys.executable
+) -> Iterator[RunningPeers]:
+    """A context with all peers that the environment of ``python`` has, each in its own process."""
     found = RunningPeers()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="forerun-peers-")))
         for kind in kinds:
-            if kind.missing:
-                found.absent[kind.package] = f"not installed ({kind.missing})"
+            if missing := kind.missing(python):
+                found.absent[kind.package] = f"not installed ({missing})"
                 continue
             own = folder / kind.package
             own.mkdir()
@@ -170,17 +190,19 @@ def running_peers(subject: PeerSubject, kinds: Sequence[PeerLibrary] = LIBRARIES
             except PeerError as error:
                 found.absent[kind.package] = str(error)
                 continue
-            _load(kind, subject, own, found, stack)
+            _load(kind, subject, own, found, stack, python)
         yield found
 
 
-def _load(kind: PeerLibrary, subject: PeerSubject, folder: Path, found: RunningPeers, stack: ExitStack) -> None:
+def _load(
+    kind: PeerLibrary, subject: PeerSubject, folder: Path, found: RunningPeers, stack: ExitStack, python: str
+) -> None:
     """Load a library's variants; for one that cannot be loaded, note the reason."""
     said: dict[str, None] = {}
     for name, more in kind.variants.items():
         options = {"folder": str(folder), "threads": torch.get_num_threads(), **kind.options(subject), **more}
         try:
-            peer = stack.enter_context(Peer(kind.module, options))
+            peer = stack.enter_context(Peer(kind.module, options, python))
         except PeerError as error:
             found.absent[name] = f"cannot be loaded: {error}"
             continue

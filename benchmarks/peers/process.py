@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
@@ -15,6 +16,9 @@ from forerun.bench.rounds import Contestant, Rows, Run
 
 TAIL = 400
 """The most characters of a peer's last output that an error quotes."""
+
+
+ROOT = Path(__file__).parents[2]
 
 
 class PeerError(ChildProcessError):
@@ -27,22 +31,23 @@ class Peer:
     Args:
         module: has the ``Engine``; see ``benchmarks.peers.child``.
         options: the engine's arguments.
+        python: the interpreter of the environment that has the library.
 
     Raises:
         PeerError: if the engine cannot be loaded.
     """
 
-    def __init__(self, module: str, options: dict[str, Any]) -> None:
+    def __init__(self, module: str, options: dict[str, Any], python: str = sys.executable) -> None:
         self._module = module
         self._log: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.peers.child", module],
+            [python, "-m", "benchmarks.peers.child", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
             encoding="utf-8",
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(_path(python))},
         )
         try:
             self.said = str(self._ask(options)["said"])
@@ -67,15 +72,19 @@ class Peer:
         if len(rows) != 1:
             raise ValueError(f"peers are measured with one row at a time, not with {len(rows)}")
         try:
-            found = self._ask({"ids": list(rows[0]), "new": max_new_tokens})
+            found = self.call("generate", ids=list(rows[0]), new=max_new_tokens)
         except PeerError as error:
             raise PeerError(f"{self._module}: {error}") from None
         text = found["tokens"] if "tokens" in found else found["text"]
-        return Run([text], float(found["seconds"]), None, int(found["count"]))
+        return Run([text], float(found["seconds"]), None, int(found["count"]), first=found["first"])
 
     def forget(self) -> None:
         """Make it drop what it learned from earlier texts."""
-        self._ask({"forget": True})
+        self.call("forget")
+
+    def call(self, method: str, **given: Any) -> dict[str, Any]:
+        """Call a method of the engine; returns what it returns, and its ``seconds``."""
+        return self._ask({"call": method, "given": given})
 
     def close(self) -> None:
         """End the process by closing its input."""
@@ -111,3 +120,18 @@ class Peer:
         self._log.seek(0)
         words = " ".join(self._log.read().split())[-TAIL:]
         return f"its process ended with status {self._process.wait()}: {words}"
+
+
+def _path(python: str) -> list[str]:
+    """Where a peer's process finds modules: as here, or in another environment only these benchmarks."""
+    return [path for path in sys.path if path] if python == sys.executable else [str(ROOT)]
+
+
+def check_python(python: Path | None) -> None:
+    """Refuse an interpreter that is not there.
+
+    Raises:
+        ValueError: with its path.
+    """
+    if python is not None and not python.is_file():
+        raise ValueError(f"--peer-python is {python}; it must be an environment's interpreter, such as env/bin/python")

@@ -1,12 +1,13 @@
 """Put the last measured tables into the pages that show them.
 
-    python -m benchmarks update-pages [--tables bench,long,scaling,never-slower]
+    python -m benchmarks update-pages [--tables bench,long,scaling,never-slower,activations,peers]
 
 `bench`, of `python -m benchmarks tasks --out runs/bench-TYPE`, goes into README.md and docs/results/tasks.md; `long`,
 of `python -m benchmarks papers triforce`, into docs/benchmarks.md; `never-slower`, of `forerun bench never-slower --out
 runs/never-slower-NAME`, into docs/results/never-slower.md, and its short form and plot into docs/benchmarks.md;
 `scaling`, of `python -m benchmarks capacity --predict`, into docs/scaling.md, with its plot, and
-docs/results/what-fits.md.
+docs/results/what-fits.md; `activations`, of `python -m benchmarks activations`, is docs/results/activations.md, and
+`peers`, of `python -m benchmarks peers --out runs/peers-NAME`, is docs/results/other-engines.md.
 """
 
 from __future__ import annotations
@@ -36,7 +37,12 @@ from forerun.cli.options import DebugOptions
 
 ROOT = Path(__file__).parents[2]
 CAPACITY = ROOT / "runs" / "capacity" / "capacity.json"
-TABLES = "bench", "long", "scaling", "never-slower"
+TABLES = "bench", "long", "scaling", "never-slower", "activations", "peers"
+COPIED = {
+    "activations": ("activations/activations.md", "activations.md"),
+    "peers": ("peers-*/peers.md", "other-engines.md"),
+}
+"""Reports in runs/ that are pages of docs/results as they are."""
 SLOWNESS = ROOT / "docs" / "results" / "never-slower.md"
 TASKS = ROOT / "docs" / "results" / "tasks.md"
 SCALING = ROOT / "docs" / "scaling.md"
@@ -236,6 +242,10 @@ def run(options: UpdateOptions) -> None:
         page = SLOWNESS.read_text(encoding="utf-8")
         into_page(ROOT / "docs" / "benchmarks.md", short_slowness(page), "how-much-slower")
         draw_slowness(page, SLOWNESS.with_suffix(".svg"))
+    for name, (reports, page) in COPIED.items():
+        if name in wanted and (found := sorted((ROOT / "runs").glob(reports))):
+            text = "\n".join(report.read_text(encoding="utf-8") for report in found)
+            (ROOT / "docs" / "results" / page).write_text(text, encoding="utf-8")
     if "scaling" in wanted and CAPACITY.exists():
         for name, table in scaling_tables(CAPACITY).items():
             into_page(WHAT_FITS if name == "capacity" else SCALING, table, name)

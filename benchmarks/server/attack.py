@@ -1,13 +1,14 @@
-"""Two tenants of one server, of whom one attacks: what the other one notices of it.
+"""Two tenants of one server, of whom one attacks: what the other one notices, and where its time goes.
 
     python -m benchmarks server attack --seconds 300 --out runs/attack
 
-The other tenant reads one stream after the other, first alone and then beside the attacks, which come from a process of
-their own: floods of texts (n = 15 and 128), long texts that a schema spells out, characters that never end, schemas
-that are hard to compile, log-probabilities without measure, a namespace for each request, and bodies of the largest
-size: one long text, or hundreds of thousands of ids, fields, messages or tools. Writes JSON and Markdown. The last line
-printed is the result. Exit status 1 if the other tenant was refused once, or its 99th percentile of the time between
-chunks more than doubled.
+The other tenant reads one stream after the other: alone, beside a process that only computes, and beside the attacks,
+which come from a process of their own: floods of texts (n = 15 and 128), long texts that a schema spells out,
+characters that never end, schemas that are hard to compile, log-probabilities without measure, a namespace for each
+request, and bodies of the largest size: one long text, or hundreds of thousands of ids, fields, messages or tools. The
+slowest hundredth of the times between chunks is split by the times of the server's steps (``step_times.py``). Writes
+JSON and Markdown. The last line printed is the result. Exit status 1 if the other tenant was refused once, or its 99th
+percentile of the time between chunks more than doubled.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ import json
 import multiprocessing
 import os
 import random
+import subprocess
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +35,7 @@ import typer
 from benchmarks.server.figures import percentile
 from benchmarks.server.request_mixture import TEXT
 from benchmarks.server.server_process import ServerProcess, connect
+from benchmarks.server.step_times import PARTS, slowest
 from forerun.cli.options import DebugOptions
 
 Json = dict[str, Any]
@@ -38,6 +43,17 @@ QUIET_KEY, ATTACKING_KEY = "key-of-the-quiet", "key-of-the-attacker"
 OPTIONS = ("--api-key", QUIET_KEY, "--api-key", ATTACKING_KEY, "--kv-memory", "1GiB")
 MAX_RATIO = 2.0
 STREAM_TOKENS = 96
+NICE = 19
+"""Lowest priority: a real attacker does not use this computer's processors."""
+
+COMPUTING = f"""
+import os
+os.nice({NICE})
+parent = os.getppid()
+while os.getppid() == parent:
+    sum(range(1_000_000))
+"""
+"""A process that only computes, until its parent has ended."""
 
 
 def _schema(schema: Json, **more: Any) -> Json:
@@ -95,7 +111,7 @@ ATTACKS: dict[str, Callable[[random.Random], Json]] = {
 class AttackOptions(DebugOptions):
     """Two tenants, of whom one attacks: is the other one served as before?"""
 
-    seconds: Annotated[float, typer.Option(help="Of the attacks; a third of it before them.")] = 300.0
+    seconds: Annotated[float, typer.Option(help="Of the attacks; two thirds of it before them.")] = 300.0
     attacks: Annotated[str, typer.Option(help="Which, with commas between; all by default.")] = ",".join(
         (*ATTACKS, *LARGE)
     )
@@ -110,15 +126,17 @@ def run(options: AttackOptions) -> None:
     names = [name.strip() for name in options.attacks.split(",")]
     with ServerProcess(OPTIONS, options.out.with_suffix(".log")) as served:
         asyncio.run(_read(served.port, min(10.0, options.seconds / 10), "warm"))
-        alone = asyncio.run(_read(served.port, options.seconds / 3, "alone"))
+        phases = {"alone": _phase(served, options.seconds / 3, "alone")}
+        with _computing():
+            phases["floor"] = _phase(served, options.seconds / 3, "floor")
         context = multiprocessing.get_context("spawn")
         counts = context.Queue()
         attacker = context.Process(target=_attack, args=(served.port, names, options, counts))
         attacker.start()
-        beside = asyncio.run(_read(served.port, options.seconds, "beside"))
+        phases["beside"] = _phase(served, options.seconds, "beside")
         attacked = counts.get(timeout=options.seconds + 120)
         attacker.join()
-    result = summary(alone, beside, attacked)
+    result = summary(phases, attacked)
     options.out.with_suffix(".json").write_text(json.dumps(result, indent=1))
     options.out.with_suffix(".md").write_text(markdown(result))
     print(json.dumps(result))
@@ -126,40 +144,47 @@ def run(options: AttackOptions) -> None:
         raise typer.Exit(1)
 
 
-def summary(alone: Json, beside: Json, attacked: dict[str, dict[str, int]]) -> Json:
-    """The figures of both times, and what is wrong with them."""
-    phases = {name: _figures(phase) for name, phase in (("alone", alone), ("beside", beside))}
-    before, after = (phases[name]["p99_between_chunks"] for name in ("alone", "beside"))
-    ratio = None if not before or after is None else after / before
-    refused = {status: count for status, count in beside["statuses"].items() if status != "200" and count}
+def summary(phases: Mapping[str, Json], attacked: dict[str, dict[str, int]]) -> Json:
+    """The figures of all phases, and what is wrong with them."""
+    found = {name: _figures(phase) for name, phase in phases.items()}
+    before, *ratios = (found[name]["p99_between_chunks"] for name in ("alone", "floor", "beside"))
+    floor, ratio = (None if not before or after is None else after / before for after in ratios)
+    refused = {status: count for status, count in phases["beside"]["statuses"].items() if status != "200" and count}
     faults = [f"{count} answers with {status}" for status, count in refused.items()]
     if ratio is None:
-        faults.append("no stream was read to its end in one of the times")
+        faults.append("no stream was read to its end in one of the phases")
     elif ratio > MAX_RATIO:
         faults.append(f"the 99th percentile between chunks is {ratio:.2f} times that without attacks")
-    return {"ratio_p99": ratio, "faults": faults, **phases, "attacks": attacked}
+    return {"ratio_p99": ratio, "floor_p99": floor, "faults": faults, **found, "attacks": attacked}
 
 
 def markdown(result: Json) -> str:
     """The figures as tables."""
-    lines = [
-        "| | streams | chunks | p50 between chunks | p99 | longest | p50 to the first | p99 | answers |",
-        "|---" * 9 + "|",
-    ]
-    for name in ("alone", "beside"):
+    names = ("p50_between_chunks", "p99_between_chunks", "longest_gap", "p50_first", "p99_first")
+    heads = ("p50 between chunks", "p99", "longest", "p50 to the first", "p99")
+    shares = ("of the slowest 1 %: mean", *PARTS, "waits", "preemptions", "processors of the server", "of all")
+    columns = ("", "streams", "chunks", *heads, *shares, "answers")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for name in ("alone", "floor", "beside"):
         row = result[name]
-        names = ("p50_between_chunks", "p99_between_chunks", "longest_gap", "p50_first", "p99_first")
-        shown = ["–" if row[each] is None else f"{1000 * row[each]:.0f} ms" for each in names]
+        shown = [_milliseconds(row[each]) for each in names]
+        shown += [_milliseconds(row["slowest"].get(each)) for each in ("seconds", *PARTS)]
+        shown += [f"{row['slowest'].get(each, 0):.1f}" for each in ("waits", "preemptions")]
+        shown += [f"{row['processors'][each]:.2f}" for each in ("server", "all")]
         lines.append(f"| {name} | {row['streams']} | {row['chunks']} | {' | '.join(shown)} | {row['statuses']} |")
-    ratio = "–" if result["ratio_p99"] is None else f"{result['ratio_p99']:.2f}"
-    lines += ["", f"p99 beside the attacks / alone: {ratio}. Faults: {'; '.join(result['faults']) or 'none'}.", ""]
-    lines += ["| attack | answers |", "|---|---|"]
+    ratio, floor = ("–" if result[name] is None else f"{result[name]:.2f}" for name in ("ratio_p99", "floor_p99"))
+    lines += ["", f"p99 beside the attacks / alone: {ratio}; beside a process that computes / alone: {floor}."]
+    lines += [f"Faults: {'; '.join(result['faults']) or 'none'}.", "", "| attack | answers |", "|---|---|"]
     lines += [f"| {name} | {counts} |" for name, counts in result["attacks"].items()]
     return "\n".join(lines) + "\n"
 
 
+def _milliseconds(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{1000 * seconds:.1f} ms"
+
+
 def _figures(phase: Json) -> Json:
-    gaps, first = phase["gaps"], phase["first"]
+    gaps, first = [after - before for each in phase["chunks"] for before, after in pairwise(each)], phase["first"]
     return {
         "streams": len(first),
         "statuses": phase["statuses"],
@@ -169,12 +194,40 @@ def _figures(phase: Json) -> Json:
         "longest_gap": max(gaps, default=None),
         "p50_first": percentile(first, 50),
         "p99_first": percentile(first, 99),
+        "slowest": slowest(phase["chunks"], phase["steps"]),
+        "processors": phase["processors"],
     }
 
 
+def _phase(served: ServerProcess, seconds: float, name: str) -> Json:
+    """Read streams, and note the server's steps and the processors in use meanwhile."""
+    served.steps()
+    used, all_used, began = served.processor_seconds(), _busy_seconds(), time.perf_counter()
+    read = asyncio.run(_read(served.port, seconds, name))
+    steps, passed = served.steps(), time.perf_counter() - began
+    processors = {"server": served.processor_seconds() - used, "all": _busy_seconds() - all_used}
+    return {**read, "steps": steps, "processors": {each: value / passed for each, value in processors.items()}}
+
+
+def _busy_seconds() -> float:
+    """Processor time that all processes of this computer have used."""
+    user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().split()[1:8])
+    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def _computing() -> Iterator[None]:
+    """Run a process that only computes, at the attacker's priority, meanwhile."""
+    with subprocess.Popen([sys.executable, "-c", COMPUTING]) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
 async def _read(port: int, seconds: float, namespace: str) -> Json:
-    """Read streams one after the other: the times between their chunks, and those to their first ones."""
-    gaps, first, statuses = list[float](), list[float](), Counter[str]()
+    """Read streams one after the other: the times of their chunks, and the seconds to their first ones."""
+    chunks, first, statuses = list[list[float]](), list[float](), Counter[str]()
     until, number = time.perf_counter() + seconds, 0
     async with connect(port, QUIET_KEY) as client:
         while time.perf_counter() < until:
@@ -187,23 +240,23 @@ async def _read(port: int, seconds: float, namespace: str) -> Json:
                 "stream": True,
             }
             body |= {"seed": number, "forerun": {"namespace": namespace}}
-            times = [time.perf_counter()]
+            sent, times = time.perf_counter(), list[float]()
             async with client.stream("POST", "/v1/completions", json=body) as answer:
                 statuses[str(answer.status_code)] += 1
                 async for line in answer.aiter_lines():
                     if line.startswith("data: {"):
                         times.append(time.perf_counter())
                         statuses["error event"] += "error" in json.loads(line.removeprefix("data: "))
-            if len(times) > 1:
-                first.append(times[1] - times[0])
-                gaps += [after - before for before, after in pairwise(times[1:])]
-    return {"gaps": gaps, "first": first, "statuses": dict(statuses)}
+            if times:
+                first.append(times[0] - sent)
+                chunks.append(times)
+    return {"chunks": chunks, "first": first, "statuses": dict(statuses)}
 
 
 def _attack(port: int, names: list[str], options: AttackOptions, counts: Any) -> None:
-    """In a process of its own, with the lowest priority: a real attacker does not take this computer's processors."""
+    """Attack, in a process of its own."""
     if hasattr(os, "nice"):
-        os.nice(19)
+        os.nice(NICE)
     large = {name: (LARGE[name][0], LARGE[name][1]()) for name in names if name in LARGE}
     counts.put(asyncio.run(_flood(port, names, large, options)))
 

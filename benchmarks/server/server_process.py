@@ -1,7 +1,8 @@
 """A real server in a process of its own, that can be looked into: what the trials of the server share.
 
-Run as a program, it is ``forerun serve`` with the same options, and answers each line on stdin by a line of JSON: how
-many tasks, threads and open files it has, and how much memory.
+Run as a program, it is ``forerun serve`` with the same options, and answers each line on stdin by a line of JSON:
+``look`` by how many tasks, threads and open files it has, and how much memory; ``steps`` by the times of its steps;
+``processor`` by the processor time that it has used.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import httpx
 
 import forerun
 from benchmarks.server.servers import free_port
+from benchmarks.server.step_times import Step, StepTimes
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}\n{% endif %}"
@@ -99,10 +101,21 @@ class ServerProcess:
 
     def look(self) -> dict[str, Any]:
         """What the process has: see ``_seen``, with the metrics under their names."""
+        return dict(self._ask("look")) | self.metrics()
+
+    def steps(self) -> list[Step]:
+        """The times of the engine's steps since the last call; the first call starts recording."""
+        return [tuple(step) for step in self._ask("steps")]
+
+    def processor_seconds(self) -> float:
+        """Processor time that the process has used so far."""
+        return float(self._ask("processor"))
+
+    def _ask(self, what: str) -> Any:
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write("look\n")
+        self.process.stdin.write(f"{what}\n")
         self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline()) | self.metrics()
+        return json.loads(self.process.stdout.readline())
 
     def metrics(self) -> dict[str, float]:
         """Requests that run and wait, part of the memory for keys and values that is taken, bytes of indexes."""
@@ -196,8 +209,10 @@ def _every(kind: type) -> list[Any]:
 
 
 def _answer() -> None:
-    for _ in sys.stdin:
-        print(json.dumps(_seen()), flush=True)
+    times = StepTimes()
+    answers = {"look": _seen, "steps": times.take, "processor": time.process_time}
+    for line in sys.stdin:
+        print(json.dumps(answers[line.strip()]()), flush=True)
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ from forerun.kv.full_cache import FullCache
 from forerun.models.forward import gate
 from forerun.models.forward.scorer import Scorer
 from forerun.models.forward.static_lists import LISTED_TOKENS
-from forerun.models.heads.head import Growth, Head, HeadText
+from forerun.models.heads.head import Growth, Head, HeadSequence
 from forerun.models.heads.loading import load_head
 from forerun.models.heads.shortlist import OWN_TOKENS, Shortlist
 
@@ -134,15 +134,15 @@ class HeadCosts:
         self.head.output.shorten(np.arange(LISTED_TOKENS + NAMED_TOKENS))
         self._rng = np.random.default_rng(0)
         self._tokens = self._rng.integers(0, shape.vocabulary, CONTEXT + 1)
-        self._text, self._end = self._read_text(), CONTEXT
+        self._sequence, self._end = self._read_sequence(), CONTEXT
         self.shortlist = Shortlist(self.head.output)
         self.shortlist.add(np.arange(shape.vocabulary - OWN_TOKENS // 2, shape.vocabulary))
 
-    def _read_text(self) -> HeadText:
-        text = self.head.text(FullCache())
-        self.head.record(text, self._tokens, 0, self._states(CONTEXT))
-        self.head.read([text])
-        return text
+    def _read_sequence(self) -> HeadSequence:
+        sequence = self.head.open(FullCache())
+        self.head.record(sequence, self._tokens, 0, self._states(CONTEXT))
+        self.head.read([sequence])
+        return sequence
 
     def _states(self, count: int) -> torch.Tensor:
         return torch.randn(count, 3 * self.shape.hidden, dtype=torch.float32)
@@ -174,17 +174,17 @@ class HeadCosts:
         """Time the record of a committed token."""
         tokens = np.append(self._tokens, self._rng.integers(0, self.shape.vocabulary, self._end + 2 - CONTEXT))
         states, began = self._states(1), self._clock()
-        self.head.record(self._text, tokens[: self._end + 2], self._end, states)
-        self.head.read([self._text])
+        self.head.record(self._sequence, tokens[: self._end + 2], self._end, states)
+        self.head.read([self._sequence])
         self._end += 1
         return self._clock() - began
 
     def _level(self, shortlist: Shortlist | None, levels: int) -> float:
         """Time the root's logits and those of further levels; of a single level, that one alone."""
-        text = self._text
-        text.shortlist = shortlist
+        sequence = self._sequence
+        sequence.shortlist = shortlist
         began = self._clock()
-        growths, logits = self.head.start([text])
+        growths, logits = self.head.start([sequence])
         float(logits[-1, -1])
         for level in range(max(levels - 1, 1)):
             if levels == 1:
@@ -230,7 +230,7 @@ def run(options: HeadsOptions) -> None:
     said = (
         f"In plain passes of the target, scaled up from passes of 1 and {SLOPE_LAYERS} layers after {CONTEXT} tokens. "
         f"Shortlists have {LISTED_TOKENS + NAMED_TOKENS:,} tokens in common "
-        f"and {OWN_TOKENS // 2:,} of the text's own.\n"
+        f"and {OWN_TOKENS // 2:,} of the sequence's own.\n"
     )
     report.add("heads", "In plain passes", rows, said, listing(rows, COLUMNS))
     deliver(report, options.out, "heads", options.json)

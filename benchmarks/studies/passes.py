@@ -1,5 +1,5 @@
 """``python -m benchmarks passes``: the time of passes over 1 to 64 tokens, Forerun's and the model's own, compared with
-the machine's bandwidth.
+the machine's own speeds.
 
 Everything is measured in turns in one process, in an order that rotates from round to round, so that disturbances of
 the machine affect all of it. Decoding is bound by reading the weights. A pass over several tokens that reads them once
@@ -37,6 +37,8 @@ from forerun.models.loading.load import ACTIVATION_TYPES, load
 
 BUFFER = 1 << 30
 """Bytes of the buffer: many times a processor's caches."""
+SIDE = 1024
+"""Rows and columns of the multiplied matrices: more are no faster."""
 
 
 class BufferReader:
@@ -53,6 +55,28 @@ class BufferReader:
     def __call__(self) -> None:
         """Read the buffer, and wait until that is done."""
         self._buffer.sum().item()
+
+
+class Multiplier:
+    """Multiplies two square matrices of ``dtype`` that fit into caches, by torch's fastest product; those of int8 are
+    summed as int32."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._matrix = torch.ones(SIDE, SIDE, dtype=dtype, device=device)
+        self._product = torch._int_mm if dtype == torch.int8 else torch.mm
+
+    operations = 2 * SIDE**3
+    """Multiplications and additions in one call."""
+
+    def __call__(self) -> None:
+        """Multiply, and wait until that is done."""
+        self._product(self._matrix, self._matrix)[0, 0].item()
+
+
+def weight_operations(model: PreTrainedModel) -> int:
+    """Multiplications and additions with the weights of linear layers, per token; attention and experts not counted."""
+    sizes = ((getattr(module, "in_features", 0), getattr(module, "out_features", 0)) for module in model.modules())
+    return 2 * sum(inputs * outputs for inputs, outputs in sizes)
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
@@ -75,7 +99,9 @@ def _weight(model: torch.nn.Module, name: str) -> torch.Tensor | None:
     return weight
 
 
-FORERUN, TRANSFORMERS, MEMORY = "forerun", "transformers", "memory"
+FORERUN, TRANSFORMERS, MEMORY, MATMUL = "forerun", "transformers", "memory", "torch's matmul"
+PEAKS = {"float32": torch.float32, "bfloat16": torch.bfloat16, STORED: torch.int8}
+"""The arithmetic that bounds a pass, by the type of the weights; others have none here."""
 THEIR_SIZES = (1, 8)
 """Sizes of the model's own passes, in tokens."""
 
@@ -98,7 +124,8 @@ class PassSizes:
 
 @dataclass
 class Work:
-    """A ``pass``, ``prompt`` or ``read`` of ``nbytes`` of memory, and the seconds of its runs."""
+    """A ``pass``, ``prompt``, ``read`` or ``multiply`` that must read ``nbytes`` of memory and needs ``operations``
+    with weights, and the seconds of its runs."""
 
     dtype: str
     who: str
@@ -107,6 +134,7 @@ class Work:
     nbytes: int
     run: Callable[[], None]
     undo: Callable[[], None] = lambda: None
+    operations: int = 0
     seconds: list[float] = field(default_factory=list)
 
     def once(self, clock: Callable[[], float]) -> None:
@@ -137,6 +165,10 @@ def measure(
         )
     reader = BufferReader(models[0].device, sizes.buffer)
     works = [Work("-", MEMORY, "read", 0, reader.nbytes, reader)]
+    for name in dict.fromkeys(map(dtype_name, models)):
+        if name in PEAKS:
+            multiplier = Multiplier(PEAKS[name], models[0].device)
+            works.append(Work(name, MATMUL, "multiply", 0, 0, multiplier, operations=multiplier.operations))
     works += [work for model in models for work in _works(model, sizes)]
     for turn in range(sizes.rounds + 1):
         progress(turn, sizes.rounds + 1)
@@ -149,11 +181,11 @@ def _works(model: PreTrainedModel, sizes: PassSizes) -> Iterator[Work]:
     dtype = dtype_name(model)
     engine = Engine(model, "none")
     text = np.random.default_rng(0).integers(0, engine.target.vocabulary, sizes.longest + 1)
-    nbytes = weight_bytes(model)
+    nbytes, each = weight_bytes(model), weight_operations(model)
     for count, run in _our_passes(engine, text, sizes):
-        yield Work(dtype, FORERUN, "pass", count, nbytes, run)
+        yield Work(dtype, FORERUN, "pass", count, nbytes, run, operations=count * each)
     for count, run, undo in _their_passes(model, text, sizes.context):
-        yield Work(dtype, TRANSFORMERS, "pass", count, nbytes, run, undo)
+        yield Work(dtype, TRANSFORMERS, "pass", count, nbytes, run, undo, count * each)
     for count in sizes.prompts:
         yield Work(dtype, FORERUN, "prompt", count, nbytes, _our_reading(engine, text[: count + 1]))
         yield Work(dtype, TRANSFORMERS, "prompt", count, nbytes, _their_reading(model, text[:count]))
@@ -222,12 +254,14 @@ def summarise(works: Sequence[Work]) -> list[Row]:
     times = [median(work.seconds[1:]) for work in works]
     ones = {(w.dtype, w.who): t for w, t in zip(works, times, strict=True) if (w.kind, w.tokens) == ("pass", 1)}
     speed = next(w.nbytes / t for w, t in zip(works, times, strict=True) if w.who == MEMORY)
-    return [_row(work, seconds, ones, speed) for work, seconds in zip(works, times, strict=True)]
+    peaks = {w.dtype: w.operations / t for w, t in zip(works, times, strict=True) if w.who == MATMUL}
+    return [_row(work, seconds, ones, speed, peaks) for work, seconds in zip(works, times, strict=True)]
 
 
-def _row(work: Work, seconds: float, ones: dict[tuple[str, str], float], speed: float) -> Row:
+def _row(work: Work, seconds: float, ones: dict[tuple[str, str], float], speed: float, peaks: dict[str, float]) -> Row:
     one = ones.get((work.dtype, work.who))
-    reads = work.kind != "prompt"  # a prompt is bound by arithmetic, not by reading
+    reads = work.kind in ("read", "pass")  # a prompt is bound by arithmetic, not by reading
+    peak = peaks.get(work.dtype) if work.operations else None
     return {
         "dtype": work.dtype,
         "who": work.who,
@@ -241,6 +275,8 @@ def _row(work: Work, seconds: float, ones: dict[tuple[str, str], float], speed: 
         "bytes_read": work.nbytes,
         "gigabytes_per_second": work.nbytes / seconds / 1e9 if reads else None,
         "share_of_bandwidth": work.nbytes / seconds / speed if reads else None,
+        "gigaflops": work.operations / seconds / 1e9 if work.operations else None,
+        "share_of_peak": work.operations / seconds / peak if peak else None,
     }
 
 
@@ -248,7 +284,8 @@ DTYPES = get_args(Dtype)
 TIMES = {"dtype": "dtype", "who": "by", "tokens": "tokens", "milliseconds": "ms", "fastest": "fastest",
          "slowest": "slowest"}  # fmt: skip
 PASSES = TIMES | {"ratio_to_one_token": "ratio to one token", "megabytes": "weights read, MB",
-                  "gigabytes_per_second": "GB/s", "share": "of the bandwidth"}  # fmt: skip
+                  "gigabytes_per_second": "GB/s", "share": "of the bandwidth", "gigaflops": "GFLOP/s",
+                   "peak": "of torch's matmul"}  # fmt: skip
 PROMPTS = TIMES | {"tokens_per_second": "tokens/s"}
 
 
@@ -314,7 +351,10 @@ def add_passes(report: Report, rows: Sequence[Row], context: int) -> None:
     prompts = [_shown(row) for row in rows if row["kind"] == "prompt"]
     said = f"This machine reads {read['gigabytes_per_second']:.1f} GB/s, measured in the same rounds.\n"
     heading = f"Passes after {context:,} tokens"
-    report.add("passes", heading, [*passes, read], said, listing(passes, PASSES))
+    peaks = [row for row in rows if row["who"] == MATMUL]
+    most = ", ".join(f"{row['gigaflops']:.0f} GFLOP/s with {row['dtype']} weights" for row in peaks)
+    multiplies = f"Its fastest product of two matrices in torch, for stored weights of int8: {most}.\n" if peaks else ""
+    report.add("passes", heading, [*passes, read, *peaks], said, multiplies, listing(passes, PASSES))
     frame = Frame(heading, "tokens in the pass", "milliseconds", log=True)
     report.lines("times", frame, plots.by(passes, "line", "tokens", "milliseconds", ("fastest", "slowest")))
     if prompts:
@@ -322,6 +362,6 @@ def add_passes(report: Report, rows: Sequence[Row], context: int) -> None:
 
 
 def _shown(row: Row) -> Row:
-    share = row["share_of_bandwidth"]
     more = {"line": f"{row['who']}, {row['dtype']}", "megabytes": round(row["bytes_read"] / 1e6, 1)}
-    return row | more | {"share": None if share is None else f"{100 * share:.0f} %"}
+    shares = {"share": row["share_of_bandwidth"], "peak": row["share_of_peak"]}
+    return row | more | {name: None if share is None else f"{100 * share:.0f} %" for name, share in shares.items()}

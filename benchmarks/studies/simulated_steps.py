@@ -18,7 +18,7 @@ from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, Verdict
 from forerun.decoding.planner import AdaptivePlanner, StepTimes
 from forerun.decoding.row import Row
-from forerun.decoding.source import Limit, Source
+from forerun.decoding.source import Limit, Source, Wants
 from forerun.models.forward.runtime import Runtime
 from forerun.policy.choice import DraftPasses
 from forerun.policy.cost_curve import CostCurve
@@ -49,7 +49,7 @@ class World:
         drafting: seconds of a token of chains.
         passes: of chains by their length, how many tokens' time they take.
         deepening: seconds of a costly source's drafts.
-        carrying: seconds that a costly source takes at each step, whether it is asked or not.
+        carrying: seconds that a costly source costs at each step that keeps states for it, besides its drafts.
         hits: whether the trees have a token.
         stated: how sure they are of their first token.
         known: length of the suffix before a token that the trees know; None if they cannot tell.
@@ -166,6 +166,7 @@ class Chains(_Simulated):
 class Deep(_Simulated):
     """A costly source: four tokens."""
 
+    wants = Wants(states=(1,))
     __hash__ = object.__hash__
 
     def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
@@ -173,7 +174,8 @@ class Deep(_Simulated):
         return [self._draft(row.states[self], len(row.request)) for row in rows]
 
     def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
-        self.world.take(self.world.carrying)
+        if outcomes[0].states is not None:
+            self.world.take(self.world.carrying)
 
     def _draft(self, row: int, place: int) -> DraftTree:
         self.world.deepened.append((row, place))
@@ -262,12 +264,14 @@ def _step(world: World, outline: Outline, planner: AdaptivePlanner, live: list[R
         [max(left)] * outline.undrafted, [outline.cached] * outline.undrafted, outline.closed,
     )  # fmt: skip
     began = world.now
-    trees = planner.plan(live, shape) or [DraftTree.empty()] * count
+    rests = planner.rests(live, shape.decodes and not outline.undrafted)
+    trees = (None if rests else planner.plan(live, shape)) or [DraftTree.empty()] * count
     trees = [tree.trim(row.wants - 1, 48) for tree, row in zip(trees, live, strict=True)]
     planned = world.now
     world.take_pass([*(1 + len(tree) for tree in trees), *[1] * outline.undrafted], outline.cached, beside)
     passed = world.now
-    outcomes = [_verified(world, row, tree) for row, tree in zip(live, trees, strict=True)]
+    states = torch.empty(1, 0) if planner.states else None
+    outcomes = [_verified(world, row, tree, states) for row, tree in zip(live, trees, strict=True)]
     planner.learn(live, outcomes, StepTimes(planned - began, passed - planned, world.now - passed))
     for row in live:
         if row.request.finish_reason is not None:
@@ -275,7 +279,7 @@ def _step(world: World, outline: Outline, planner: AdaptivePlanner, live: list[R
     return [row for row in live if row.request.finish_reason is None]
 
 
-def _verified(world: World, row: Row, tree: DraftTree) -> Outcome:
+def _verified(world: World, row: Row, tree: DraftTree, states: torch.Tensor | None) -> Outcome:
     world.take(world.verifying * (1 + len(tree)))
     path: list[int] = []
     node = -1
@@ -284,4 +288,4 @@ def _verified(world: World, row: Row, tree: DraftTree) -> Outcome:
     tokens = [RIGHT] * min(len(path) + 1, row.wants)
     for token in tokens:
         row.request.append(token)
-    return Outcome(tree, Verdict(path[: len(tokens)], tokens), torch.empty(len(tree) + 1, 0))
+    return Outcome(tree, Verdict(path[: len(tokens)], tokens), torch.empty(len(tree) + 1, 0), states=states)

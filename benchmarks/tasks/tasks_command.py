@@ -3,6 +3,7 @@ engines."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.papers.baselines import RECIPES
 from benchmarks.peers.peer_libraries import PeerSubject, RunningPeers, check, running_peers
+from benchmarks.peers.process import check_python
 from benchmarks.reporting import plots
 from benchmarks.reporting.common_options import BENCHMARKS, SourceOptions, numbers
 from benchmarks.tasks.task_bench import PADDED, TaskBench
@@ -84,6 +86,9 @@ class TaskOptions(OutputOptions, SourceOptions, ModelOptions):
         None
     )
     peers: Annotated[bool, option("--peers", panel=_OTHERS, help="openvino-genai and llama.cpp as well.")] = False
+    peer_python: Annotated[
+        Path | None, option(panel=_OTHERS, help="The interpreter of the peers' environment; default: this one.")
+    ] = None
     gguf: Annotated[
         Path | None, option(panel=_OTHERS, help="The GGUF file that the model came from, for the peers.")
     ] = None
@@ -96,6 +101,9 @@ class TaskOptions(OutputOptions, SourceOptions, ModelOptions):
             raise ValueError(f"--prompts-file has tasks of its own; leave out {', '.join(given)}")
         if self.gguf is not None and not self.peers:
             raise ValueError("--gguf is for the peers; add --peers")
+        if self.peer_python is not None and not self.peers:
+            raise ValueError("--peer-python is for the peers; add --peers")
+        check_python(self.peer_python)
         if self.gguf is not None and not self.gguf.is_file():
             raise ValueError(f"--gguf is {self.gguf}; there is no such file")
         self.batches()
@@ -226,7 +234,7 @@ def _peers(options: TaskOptions, subject: PeerSubject) -> Iterator[RunningPeers]
         yield RunningPeers()
         return
     check(subject.model, subject.tokenizer, subject.source)
-    with running_peers(subject) as peers:
+    with running_peers(subject, python=str(options.peer_python or sys.executable)) as peers:
         for name, reason in peers.absent.items():
             stderr().print(f"skipped {name}: {reason}")
         yield peers

@@ -51,7 +51,7 @@ class EvaluateHeadOptions(OutputOptions):
     """
 
     model: Annotated[str, typer.Option(help="The target: a folder, a GGUF file, or bundled.")]
-    head: Annotated[Path, typer.Option(help="The head's folder.")]
+    head: Annotated[str, typer.Option(help="The head's folder, or mtp.")]
     texts: Annotated[Path, typer.Option(help="JSON lines of {prompt}.")]
     dtype: Annotated[str, typer.Option(help="Of the target's weights.")] = "bfloat16"
     temperatures: Annotated[str, option(panel="Text", help="0 is greedy. Commas between.", metavar="LIST")] = "0,0.8"
@@ -110,7 +110,7 @@ class Contestant:
         }  # fmt: skip
 
 
-def engines(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, head: Path) -> Mapping[str, Engine]:
+def engines(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, head: str) -> Mapping[str, Engine]:
     """Engines by what they draft with; those that draft over all logits only where shortlists are shorter."""
 
     def made(drafter: str, own: Head | None = None) -> Engine:
@@ -128,7 +128,7 @@ def engines(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, head: P
     return found
 
 
-def of_all_nodes(name: str, head: Path) -> Callable[[Setup], Level]:
+def of_all_nodes(name: str, head: str) -> Callable[[Setup], Level]:
     """A level that scores all that the trie, the head or both propose, whatever that costs."""
 
     def made(setup: Setup) -> Level:

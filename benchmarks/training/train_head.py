@@ -1,11 +1,8 @@
-"""Train an EAGLE-3 head for a model: ``python -m benchmarks train-head --model M --out FOLDER``.
+"""Train a head for a model: ``python -m benchmarks train-head --model M --out FOLDER``.
 
-The texts are answers that the model wrote itself, and its own prompts where none are given. The head learns the
-target's distributions at the answers' tokens, by training-time test (Li et al., 2025, section 3.2): behind the target's
-states it reads its own output, as it will when it drafts. It is written in the form of its authors (``config.json`` and
-``model.safetensors``), which vLLM and SGLang load too.
-
-The same command resumes a run that was interrupted. Hidden states are worked out once for each text and kept in memory.
+It learns the target's distributions at the tokens of answers that the model wrote, and of prompts too if none are given
+(``trainable_heads.py``). The same command resumes a run that was interrupted. Hidden states are computed once per
+sequence and kept in memory.
 """
 
 from __future__ import annotations
@@ -18,41 +15,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
 import typer
-from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
-from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.training import checkpoint, optim
 from benchmarks.training.checkpoint import Progress
 from benchmarks.training.self_written import read_rows, write_answers, write_prompts
+from benchmarks.training.trainable_heads import Kind, TrainableEagle3, TrainableHead, TrainableMtp
 from forerun.cli.options import DebugOptions
 from forerun.cli.terminal import progress_bar, stderr
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
-from forerun.decoding.recipes import Setup
-from forerun.decoding.source import Source
-from forerun.decoding.sources.head_source import HeadSource
 from forerun.engine.engine import Engine
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.scorer import Scorer
-from forerun.models.heads.loading import load_head
 from forerun.models.loading.load import load
 
-DECAY = 0.8
-"""Weight of a step's loss, less than that of the step before; the authors' value."""
 MUON_RATE = 0.02
 """Learning rate at first of the layer's matrices, without a unit: Muon's steps are orthogonal matrices. SmolLM2's loss
 after 60 steps was 15.6 at half of it, 14.2 here with three times AdamW's rate, and 14.7 with AdamW alone."""
 CHECKPOINT_SECONDS = 120
-HELD_OUT = 20
-"""One text of so many is held out."""
 
 
 class Matrix(enum.StrEnum):
@@ -64,10 +52,11 @@ class Matrix(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadOptions(DebugOptions):
-    """Train an EAGLE-3 head for a model, from texts that it wrote."""
+    """Train a head for a model, from texts that it wrote."""
 
     model: Annotated[str, typer.Option(help="The target: a folder, a GGUF file, or bundled.")]
-    out: Annotated[Path, typer.Option(help="The head's folder.")]
+    out: Annotated[Path, typer.Option(help="The head's folder; for mtp, of the target with its head.")]
+    kind: Annotated[Kind, typer.Option(help="What to train.")] = Kind.EAGLE3
     texts: Annotated[
         Path | None, typer.Option(help="JSON lines of {prompt} or {prompt, answer}; else the model writes prompts too.")
     ] = None
@@ -79,170 +68,21 @@ class HeadOptions(DebugOptions):
     draft_vocab: Annotated[int, typer.Option(help="Tokens that it is trained on: the most frequent ones.")] = 8192
     matrix: Annotated[
         Matrix,
-        typer.Option(help="Its output matrix: one of its own for these tokens, or the target's, for all tokens."),
+        typer.Option(help="EAGLE-3's output matrix: a private one for these tokens, or the target's, for all."),
     ] = Matrix.OWN
     ahead: Annotated[int, typer.Option(help="Steps of training-time test.")] = 3
-    eagle31: Annotated[bool, typer.Option(help="EAGLE-3.1: norms of the states, and of what is fed back.")] = False
-    length: Annotated[int, typer.Option(help="Tokens of a text that are used.")] = 384
-    batch: Annotated[int, typer.Option(help="Texts of a step.")] = 4
+    length: Annotated[int, typer.Option(help="Tokens of a prompt and answer that are used.")] = 384
+    batch: Annotated[int, typer.Option(help="Answers of a step.")] = 4
     rate: Annotated[float, typer.Option(help="Learning rate at first, of the head and norms.")] = 3e-3
     answer_tokens: Annotated[int, typer.Option(help="Tokens of an answer that is written first.")] = 256
-    check: Annotated[int, typer.Option(help="Held-out prompts for the figures at the end.")] = 6
-
-
-class TrainableLayer(nn.Module):
-    """The decoder layer, under its authors' names."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        size, self.dim = config.hidden_size, config.head_dim
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.self_attn = nn.ModuleDict(
-            {
-                "q_proj": nn.Linear(2 * size, heads * self.dim, bias=False),
-                "k_proj": nn.Linear(2 * size, kv_heads * self.dim, bias=False),
-                "v_proj": nn.Linear(2 * size, kv_heads * self.dim, bias=False),
-                "o_proj": nn.Linear(heads * self.dim, size, bias=False),
-            }
-        )
-        self.mlp = LlamaMLP(config)
-        self.hidden_norm, self.input_layernorm, self.post_attention_layernorm = (
-            LlamaRMSNorm(size, config.rms_norm_eps) for _ in range(3)
-        )
-
-    def forward(
-        self,
-        embeddings: torch.Tensor,
-        hidden: torch.Tensor,
-        angles: Any,
-        earlier: list[tuple[torch.Tensor, torch.Tensor]],
-    ) -> torch.Tensor:
-        """One step of all entries at once, ``[B, n, hidden]``; its keys and values are added to ``earlier``.
-
-        An entry sees the first step's entries up to its own, and of later steps its own.
-        """
-        x = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], -1)
-        q, k, v = (self.self_attn[f"{part}_proj"](x).unflatten(-1, (-1, self.dim)).transpose(1, 2) for part in "qkv")
-        q, k = apply_rotary_pos_emb(q, k, *angles)
-        k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
-        earlier.append((k, v))
-        n = x.shape[1]
-        causal = torch.ones(n, n, dtype=torch.bool, device=x.device).tril()
-        scores = [(q @ earlier[0][0].transpose(-1, -2)).masked_fill(~causal, -torch.inf)]
-        scores += [(q * own).sum(-1, keepdim=True) for own, _ in earlier[1:]]
-        weights = (torch.cat(scores, -1) * self.dim**-0.5).softmax(-1)
-        out = weights[..., :n] @ earlier[0][1]
-        for number, (_, own) in enumerate(earlier[1:]):
-            out = out + weights[..., n + number, None] * own
-        hidden = hidden + self.self_attn["o_proj"](out.transpose(1, 2).flatten(2))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
-class TrainableHead(nn.Module):
-    """A head to be trained, under its authors' names.
-
-    Args:
-        target: gives its sizes, and its head's first weights.
-        known: the target's ids of the tokens that it is trained on, ascending.
-        layers: of the target that it reads.
-        matrix: if it is the target's, it does not learn, and the head that is written knows all tokens.
-        eagle31: whether each of the states has a norm, and what is fed back has the last one's.
-    """
-
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        known: torch.Tensor,
-        layers: Sequence[int],
-        matrix: Matrix = Matrix.OWN,
-        eagle31: bool = False,
-    ) -> None:
-        super().__init__()
-        base = target.config.get_text_config(decoder=True)
-        size, heads = int(base.hidden_size), int(base.num_attention_heads)
-        self.settings: dict[str, Any] = {
-            "hidden_size": size, "num_attention_heads": heads, "num_key_value_heads": int(base.num_key_value_heads),
-            "head_dim": int(getattr(base, "head_dim", None) or size // heads), "rms_norm_eps": 1e-5,
-            "intermediate_size": int(base.intermediate_size), "hidden_act": "silu", "num_hidden_layers": 1,
-            "vocab_size": int(target.get_input_embeddings().weight.shape[0]),
-            "max_position_embeddings": int(base.max_position_embeddings), "rope_theta": 10000.0,
-        }  # fmt: skip
-        config = LlamaConfig(**self.settings)
-        self.layers = tuple(layers)
-        self.fc_norm = nn.ModuleList(LlamaRMSNorm(size, config.rms_norm_eps) for _ in self.layers if eagle31)
-        self.fc = nn.Linear(len(self.layers) * size, size, bias=False)
-        self.midlayer = TrainableLayer(config)
-        self.norm = LlamaRMSNorm(size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(size, len(known), bias=False)
-        self.rotary = LlamaRotaryEmbedding(config)
-        self.lm_head.requires_grad_(matrix is Matrix.OWN)
-        self.known = known
-        self._start(target)
-
-    @torch.no_grad()
-    def _start(self, target: PreTrainedModel) -> None:
-        """At first it hands on the last of the states, and has the target's head."""
-        torch.manual_seed(0)
-        for weight in self.midlayer.parameters():
-            if weight.dim() == 2:
-                nn.init.normal_(weight, std=0.02)
-        size = self.fc.out_features
-        self.fc.weight.zero_()
-        self.fc.weight[:, -size:] = torch.eye(size)
-        self.lm_head.weight.copy_(target.get_output_embeddings().weight[self.known].float())
-
-    def features(self, states: torch.Tensor) -> torch.Tensor:
-        """What the layer reads of the target's states, ``[..., layers * hidden]``."""
-        if len(self.fc_norm):
-            parts = states.chunk(len(self.layers), -1)
-            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
-        features: torch.Tensor = self.fc(states)
-        return features
-
-    def losses(
-        self,
-        states: torch.Tensor,
-        embeddings: torch.Tensor,
-        last: torch.Tensor,
-        mask: torch.Tensor,
-        head: torch.Tensor,
-        ahead: int,
-    ) -> tuple[torch.Tensor, list[float]]:
-        """The weighted loss of all steps, and how often each step's best token is the target's.
-
-        Args:
-            states: the target's, ``[B, n, layers * hidden]``.
-            embeddings: of the tokens, ``[B, n, hidden]``.
-            last: the states that the target's head reads, ``[B, n, hidden]``.
-            mask: 1 where the token behind is of an answer, ``[B, n]``.
-            head: the target's rows of the known tokens, ``[D, hidden]``.
-            ahead: number of steps.
-        """  # fmt: skip
-        texts, places = mask.nonzero(as_tuple=True)
-        teacher = (last[texts, places] @ head.T).softmax(-1)
-        hidden, earlier, right = self.features(states), list[tuple[torch.Tensor, torch.Tensor]](), list[float]()
-        total, n = states.new_zeros(()), states.shape[1] - ahead
-        for step in range(ahead):
-            angles = self.rotary(hidden, torch.arange(n, device=states.device)[None] + step)
-            out = self.midlayer(embeddings[:, step + 1 : step + 1 + n], hidden[:, :n], angles, earlier)
-            normed = self.norm(out)
-            hidden = normed if len(self.fc_norm) else out
-            entries = places - step - 1
-            kept = (entries >= 0) & (entries < n)
-            logits = self.lm_head(normed[texts[kept], entries[kept]]).log_softmax(-1)
-            aim = teacher[kept]
-            total = total - DECAY**step * (aim * logits).sum(-1).mean()
-            right.append(float((logits.argmax(-1) == aim.argmax(-1)).float().mean()))
-        return total, right
 
 
 @dataclass
-class Text:
-    """One text: its tokens, where its answer begins, and what the target says of it once that is known."""
+class Example:
+    """A prompt and its answer: tokens, where the answer begins, and the target's states once they are computed."""
 
     tokens: list[int]
     answer: int
-    prompt: str
     states: torch.Tensor | None = None
     last: torch.Tensor | None = None
 
@@ -253,12 +93,12 @@ class HeadTraining:
     Args:
         target: makes the passes of the model, which does not change.
         model: the head.
-        texts: to learn from.
+        examples: to learn from.
         options: of the command.
     """
 
-    def __init__(self, target: Scorer, model: TrainableHead, texts: Sequence[Text], options: HeadOptions) -> None:
-        self.target, self.model, self.texts, self.options = target, model, texts, options
+    def __init__(self, target: Scorer, model: TrainableHead, examples: Sequence[Example], options: HeadOptions) -> None:
+        self.target, self.model, self.examples, self.options = target, model, examples, options
         self.head = target.model.get_output_embeddings().weight[model.known].detach().float()
         self.optimizers = optim.build(model, MUON_RATE, options.rate)
         self.done = checkpoint.load(self.folder, model, self.optimizers)
@@ -277,40 +117,41 @@ class HeadTraining:
     def advance(self) -> None:
         """Take a step; seconds are processor time divided by threads."""
         began, options = time.process_time(), self.options
-        chosen = Random(self.done.step).sample(self.texts, min(options.batch, len(self.texts)))
+        chosen = Random(self.done.step).sample(self.examples, min(options.batch, len(self.examples)))
         loss, right = self.model.losses(*self._batch(chosen), self.head, options.ahead)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
         optim.apply(self.optimizers, min(1.0, (self.done.step + 1) / 20) * max(0.05, 1 - self.progress))
         self.recent.append([float(loss.detach()), *right])
         seconds = self.done.seconds + (time.process_time() - began) / torch.get_num_threads()
-        tokens = self.done.tokens + sum(len(text.tokens) for text in chosen)
+        tokens = self.done.tokens + sum(len(example.tokens) for example in chosen)
         self.done = Progress(self.done.step + 1, tokens, seconds)
 
-    def _batch(self, texts: Sequence[Text]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _batch(self, examples: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """States, embeddings, last states and the mask, padded on the right."""
-        for text in texts:
-            if text.states is None:
-                self._look(text)
-        longest, device = max(len(text.tokens) for text in texts), self.head.device
-        ids = torch.zeros(len(texts), longest, dtype=torch.int64, device=device)
-        mask = torch.zeros(len(texts), longest, device=device)
-        for row, text in enumerate(texts):
-            ids[row, : len(text.tokens)] = torch.tensor(text.tokens)
-            mask[row, text.answer - 1 : len(text.tokens) - 1] = 1.0
+        for example in examples:
+            if example.states is None:
+                self._look(example)
+        longest, device = max(len(example.tokens) for example in examples), self.head.device
+        ids = torch.zeros(len(examples), longest, dtype=torch.int64, device=device)
+        mask = torch.zeros(len(examples), longest, device=device)
+        for row, example in enumerate(examples):
+            ids[row, : len(example.tokens)] = torch.tensor(example.tokens)
+            mask[row, example.answer - 1 : len(example.tokens) - 1] = 1.0
         states, last = (
             nn.utils.rnn.pad_sequence([part.float() for part in parts], batch_first=True)
-            for parts in zip(*((text.states, text.last) for text in texts), strict=True)
+            for parts in zip(*((example.states, example.last) for example in examples), strict=True)
         )
         embeddings = functional.embedding(ids, self.target.model.get_input_embeddings().weight).float()
         return states, embeddings, last, mask
 
     @torch.no_grad()
-    def _look(self, text: Text) -> None:
-        block = Block(np.array(text.tokens, np.int64), DraftTree.empty(), 0)
+    def _look(self, example: Example) -> None:
+        block = Block(np.array(example.tokens, np.int64), DraftTree.empty(), 0)
         layers = (*self.model.layers, int(self.target.model.config.get_text_config(decoder=True).num_hidden_layers))
-        _, [states] = self.target.score_with_states([block], [self.target.adopt(FullCache())], layers)
-        text.states, text.last = states.bfloat16().tensor_split([len(self.model.layers) * self.head.shape[1]], -1)
+        [(_, states, _)] = self.target.score_rows([block], [self.target.adopt(FullCache())], layers)
+        assert states is not None
+        example.states, example.last = states.bfloat16().tensor_split([len(self.model.layers) * self.head.shape[1]], -1)
 
     def save(self) -> None:
         """Write a checkpoint."""
@@ -328,24 +169,22 @@ class HeadTraining:
 
 
 def run(options: HeadOptions) -> None:
-    """Train, write the head, and count how many tokens per step it gives."""
+    """Train, and write the head."""
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
     target, tokenizer = load(options.model, "bfloat16", device=options.device)
     target.requires_grad_(False)
     engine = Engine(target, "none", tokenizer=tokenizer)
     rows = answered(options, engine, tokenizer)
-    texts = [text for row in rows if (text := encoded(row, tokenizer, options)) is not None]
-    if len(texts) < 2:
-        raise ValueError(f"{len(texts)} texts are long enough to learn from; at least 2 are needed")
-    held, learned = texts[::HELD_OUT], [text for number, text in enumerate(texts) if number % HELD_OUT]
-    known = frequent(learned, options.draft_vocab, int(target.get_input_embeddings().weight.shape[0]))
-    model = TrainableHead(target, known, aux_layers(target), options.matrix, options.eagle31).to(target.device)
-    training = HeadTraining(engine.target, model, learned, options)
+    examples = [example for row in rows if (example := encoded(row, tokenizer, options)) is not None]
+    if len(examples) < 2:
+        raise ValueError(f"{len(examples)} examples are long enough to learn from; at least 2 are needed")
+    known = frequent(examples, options.draft_vocab, int(target.get_input_embeddings().weight.shape[0]))
+    model = make(options, target, known).to(target.device)
+    training = HeadTraining(engine.target, model, examples, options)
     estimate(training)
     train(training)
-    export(model, options.out)
-    figures(options, target, tokenizer, held)
+    model.export(target, options.out)
 
 
 def answered(options: HeadOptions, engine: Engine, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
@@ -364,7 +203,7 @@ def answered(options: HeadOptions, engine: Engine, tokenizer: PreTrainedTokenize
     return rows
 
 
-def encoded(row: dict[str, str], tokenizer: PreTrainedTokenizerBase, options: HeadOptions) -> Text | None:
+def encoded(row: dict[str, str], tokenizer: PreTrainedTokenizerBase, options: HeadOptions) -> Example | None:
     """A row as tokens; None for one that is too short to learn from."""
     if tokenizer.chat_template:
         message = [{"role": "user", "content": row["prompt"]}]
@@ -373,22 +212,23 @@ def encoded(row: dict[str, str], tokenizer: PreTrainedTokenizerBase, options: He
         before = tokenizer(row["prompt"])["input_ids"]
     tokens = [*before, *tokenizer(row["answer"], add_special_tokens=False)["input_ids"]][: options.length]
     enough = len(tokens) > len(before) + options.ahead and len(tokens) > 2 * options.ahead
-    return Text(tokens, len(before), row["prompt"]) if enough else None
+    return Example(tokens, len(before)) if enough else None
 
 
-def frequent(texts: Sequence[Text], count: int, vocabulary: int) -> torch.Tensor:
+def frequent(examples: Sequence[Example], count: int, vocabulary: int) -> torch.Tensor:
     """The most frequent tokens of answers, then those of the lowest ids; ascending, int64."""
-    seen = Counter(token for text in texts for token in text.tokens[text.answer :])
+    seen = Counter(token for example in examples for token in example.tokens[example.answer :])
     order = [token for token, _ in seen.most_common(count)]
     rest = (token for token in range(vocabulary) if token not in seen)
     order += [token for token, _ in zip(rest, range(min(count, vocabulary) - len(order)), strict=False)]
     return torch.tensor(sorted(order), dtype=torch.int64)
 
 
-def aux_layers(target: PreTrainedModel) -> tuple[int, int, int]:
-    """The layers that other engines take by default, where there are as many."""
-    count = int(target.config.get_text_config(decoder=True).num_hidden_layers)
-    return (2, count // 2, count - 3) if count >= 6 else (1, max(1, count // 2), max(1, count - 1))
+def make(options: HeadOptions, target: PreTrainedModel, known: torch.Tensor) -> TrainableHead:
+    """Make the head to train."""
+    if options.kind is Kind.MTP:
+        return TrainableMtp(target, known)
+    return TrainableEagle3(target, known, options.matrix is Matrix.TARGET, options.kind is Kind.EAGLE31)
 
 
 def estimate(training: HeadTraining) -> None:
@@ -399,12 +239,13 @@ def estimate(training: HeadTraining) -> None:
     seconds = (training.done.seconds - began.seconds) / 2
     training.done, options = began, training.options
     training.recent.clear()
-    left, tokens = max(0.0, 60 * options.minutes - began.seconds), sum(len(text.tokens) for text in training.texts)
+    left, examples = max(0.0, 60 * options.minutes - began.seconds), training.examples
+    tokens = sum(len(example.tokens) for example in examples)
     steps = int(left / seconds)
     print(
-        f"{len(training.texts)} texts with {tokens:,} tokens; {training.model.lm_head.out_features:,} tokens known; "
-        f"a step of {options.batch} texts takes {seconds:.2f} s at first; about {steps:,} steps "
-        f"({steps * options.batch / len(training.texts):.1f} times through) in {left / 60:.0f} minutes from here",
+        f"{len(examples)} examples with {tokens:,} tokens; {training.model.lm_head.out_features:,} tokens known; "
+        f"a step of {options.batch} examples takes {seconds:.2f} s at first; about {steps:,} steps "
+        f"({steps * options.batch / len(examples):.1f} times through) in {left / 60:.0f} minutes from here",
         flush=True,
     )
 
@@ -423,42 +264,3 @@ def train(training: HeadTraining) -> None:
                 training.save()
                 saved = time.monotonic()
     training.save()
-
-
-def export(model: TrainableHead, out: Path) -> None:
-    """Write the head in its authors' form."""
-    learned = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
-    tensors = {name: weight.detach().cpu().contiguous() for name, weight in learned}
-    vocabulary, known = model.settings["vocab_size"], model.known.cpu()
-    if not model.lm_head.weight.requires_grad:
-        known = torch.arange(vocabulary)
-    if len(known) < vocabulary:
-        tensors["d2t"] = known - torch.arange(len(known))
-        tensors["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, known, True)
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", **model.settings,
-        "draft_vocab_size": len(known), "tie_word_embeddings": False, "torch_dtype": "float32",
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(model.layers), "use_aux_hidden_state": True},
-    }  # fmt: skip
-    config |= {"fc_norm": True, "norm_output": True} if len(model.fc_norm) else {}
-    save_file(tensors, out / "model.safetensors")
-    (out / "config.json").write_text(json.dumps(config, indent=2))
-
-
-def figures(
-    options: HeadOptions, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, held: Sequence[Text]
-) -> None:
-    """Print tokens per step on prompts that were held out: counted, not timed, and the last line as JSON."""
-    found: dict[str, float] = {}
-
-    def head(setup: Setup) -> Source:
-        return HeadSource(load_head(options.out), setup.target)
-
-    for name, drafter in (("trie", "trie"), ("head", head)):
-        engine = Engine(target, drafter, tokenizer=tokenizer, prune_drafts=False)
-        steps, tokens = 0, 0
-        for text in held[: options.check]:
-            stats = engine.generate(text.tokens[: text.answer], max_new_tokens=64).requests[0].stats
-            steps, tokens = steps + stats.steps, tokens + stats.tokens
-        found[name] = round(tokens / steps, 3)
-    print(json.dumps({"held_out_prompts": min(len(held), options.check), "tokens_per_step": found}))

@@ -59,6 +59,7 @@ def generate(
     kv_store_expiry: float | None = None,
     kv_store_key: bytes | None = None,
     kv_memory: int | KVMemory | None = None,
+    kv_dtype: str = "auto",
     **options: Unpack[GenerationOptions],
 ) -> GenerationResult:
     """Continue prompts with ``model``: the output of ``model.generate``, faster.
@@ -74,13 +75,14 @@ def generate(
         tokenizer: for prompts and results as text, and for ``stop_strings``; used in this call only.
         streamer: a transformers streamer; for one sequence only.
         settings, budget, prune_drafts, prefill_block, prefix_cache, kv_store, kv_store_limit, kv_store_expiry,
-            kv_store_key, kv_memory: see ``Engine``.
+            kv_store_key, kv_memory, kv_dtype: see ``Engine``.
         options: see ``GenerationOptions``.
     """
     engine = engine_of(
         model, drafter, settings=settings, budget=budget, prune_drafts=prune_drafts, prefill_block=prefill_block,
         prefix_cache=prefix_cache, kv_store=None if kv_store is None else Path(kv_store),
         kv_store_limit=kv_store_limit, kv_store_expiry=kv_store_expiry, kv_store_key=kv_store_key, kv_memory=kv_memory,
+        kv_dtype=kv_dtype,
     )  # fmt: skip
     return engine.generate(prompts, streamer=streamer, tokenizer=tokenizer, **options)
 

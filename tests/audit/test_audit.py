@@ -18,6 +18,7 @@ import forerun.engine.step
 from forerun import DraftTree, Limit, Row, Source
 from forerun.audit.audit import Plan, audit
 from forerun.audit.divergence import Divergence, first_difference, weigh
+from forerun.core.block import RowScores
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.core.sampling import Sampler
@@ -77,15 +78,17 @@ def test_a_verification_that_accepts_wrong_drafts_fails(monkeypatch: pytest.Monk
 
 
 def test_scores_that_are_wrong_fail_though_the_walk_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    score = Scorer.score
+    score_rows = Scorer.score_rows
 
-    def leaky(self: Scorer, blocks, caches):  # type: ignore[no-untyped-def]
-        logits = score(self, blocks, caches)
-        return [rows.flip(-1) if len(block.tree) else rows for rows, block in zip(logits, blocks, strict=True)]
+    def leaky(self: Scorer, blocks, *rest):  # type: ignore[no-untyped-def]
+        rows = score_rows(self, blocks, *rest)
+        return [
+            RowScores(row.logits.flip(-1)) if len(block.tree) else row for row, block in zip(rows, blocks, strict=True)
+        ]
 
     model = tiny("llama")
     monkeypatch.setattr(forerun.engine.engine, "admit", lambda model, *_, **__: Scorer(model))
-    monkeypatch.setattr(Scorer, "score", leaky)
+    monkeypatch.setattr(Scorer, "score_rows", leaky)
     monkeypatch.setitem(DRAFTERS, "lookup", Recipe(lambda setup: setup.over(setup.planner(Guess()))))
     report = audit(model, PROMPTS, dataclasses.replace(PLAN, drafters=("lookup",)))
     alone = [c for c in report.failures if c.check == "greedy"]
@@ -94,14 +97,14 @@ def test_scores_that_are_wrong_fail_though_the_walk_is_right(monkeypatch: pytest
 
 
 def test_a_row_that_depends_on_its_batch_fails_that_check_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    score = Scorer.score
+    score_rows = Scorer.score_rows
 
-    def mixed(self: Scorer, blocks, caches):  # type: ignore[no-untyped-def]
-        logits = score(self, blocks, caches)
-        return [rows.roll(1, -1) for rows in logits] if len(blocks) > 1 else logits
+    def mixed(self: Scorer, blocks, *rest):  # type: ignore[no-untyped-def]
+        rows = score_rows(self, blocks, *rest)
+        return [RowScores(row.logits.roll(1, -1)) for row in rows] if len(blocks) > 1 else rows
 
     monkeypatch.setattr(forerun.engine.engine, "admit", lambda model, *_, **__: Scorer(model))
-    monkeypatch.setattr(Scorer, "score", mixed)
+    monkeypatch.setattr(Scorer, "score_rows", mixed)
     report = audit(tiny("llama"), PROMPTS, PLAN)
     assert {c.check for c in report.failures} == {"batch"}
 

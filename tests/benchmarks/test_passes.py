@@ -11,7 +11,18 @@ from support.tiny import tiny
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.studies.passes import MEMORY, BufferReader, PassSizes, Work, measure, summarise, weight_bytes
+from benchmarks.studies.passes import (
+    MATMUL,
+    MEMORY,
+    BufferReader,
+    Multiplier,
+    PassSizes,
+    Work,
+    measure,
+    summarise,
+    weight_bytes,
+    weight_operations,
+)
 
 
 def ticking(step: float = 0.5):
@@ -51,6 +62,12 @@ def test_ratios_and_shares_are_of_medians_without_the_first_round() -> None:
     assert [row["ratio_to_one_token"] for row in rows] == [None, 1.0, 1.5, None]
     assert [row["share_of_bandwidth"] for row in rows] == [1.0, 0.5, pytest.approx(1 / 3), None]
     assert rows[3]["tokens_per_second"] == 8
+    assert {row["share_of_peak"] for row in rows} == {None}
+    multiply = Work("float32", MATMUL, "multiply", 0, 0, list, operations=4_000_000_000, seconds=[9.0, 2.0, 2.0])
+    two = Work("float32", "forerun", "pass", 2, 500, list, operations=1_000_000_000, seconds=[9.0, 1.0, 1.0])
+    found = summarise([work(MEMORY, "read", 0, 1000, 1.0), multiply, two])
+    assert [row["gigaflops"] for row in found] == [None, 2.0, 1.0]
+    assert (found[2]["share_of_peak"], found[1]["share_of_bandwidth"]) == (0.5, None)
     assert (rows[1]["fastest"], rows[1]["slowest"]) == (1000, 3000)
 
 
@@ -64,6 +81,14 @@ def test_weights_that_are_only_looked_up_are_not_read() -> None:
     experts = sum(weight.nbytes for name, weight in mixture.named_parameters() if ".experts." in name)
     read = sum(weight.nbytes for weight in mixture.parameters()) - mixture.get_input_embeddings().weight.nbytes
     assert experts and weight_bytes(mixture) == read - experts // 2  # two of four are used
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_the_multiplier_multiplies_every_type(dtype: torch.dtype) -> None:
+    Multiplier(dtype, torch.device("cpu"))()
+    model = tiny("llama")
+    linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    assert weight_operations(model) == 2 * sum(module.weight.numel() for module in linear)
 
 
 def test_the_reader_reads_what_it_says() -> None:

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
-from benchmarks.server import attack, fuzz, kill, soak
+import forerun
+from benchmarks.server import agents, attack, fuzz, kill, soak, step_times
 from benchmarks.server.malformed_requests import RawRequest
 from benchmarks.server.response_checks import RawAnswer, wrong
-from benchmarks.server.server_process import ServerProcess
+from benchmarks.server.server_process import TEMPLATE, ServerProcess
 
 SHOT = RawRequest("posted", (b"",))
 GOOD = b'{"error": {"message": "no", "type": "x", "param": null, "code": null}}'
@@ -71,20 +73,54 @@ def test_what_a_kill_breaks_is_found(change: dict[str, Any]) -> None:
     assert kill.faults(right) == [] and kill.faults({**right, **change}) == list(change)
 
 
+def chunks(gap: float) -> list[list[float]]:
+    return [[gap * place for place in range(51)]]
+
+
 @pytest.mark.parametrize(
     ("change", "faults"),
     [
         ({}, 0),
-        ({"gaps": [0.021] * 50}, 1),
-        ({"gaps": []}, 1),
+        ({"chunks": chunks(0.021)}, 1),
+        ({"chunks": []}, 1),
         ({"statuses": {"200": 5, "429": 1}}, 1),
         ({"statuses": {"200": 5, "503": 1, "error event": 1}}, 2),
     ],
 )
 def test_what_an_attack_breaks_is_found(change: dict[str, Any], faults: int) -> None:
-    alone = {"gaps": [0.01] * 50, "first": [0.1], "statuses": {"200": 5, "error event": 0}}
-    result = attack.summary(alone, {**alone, "gaps": [0.019] * 50, **change}, {"many texts": {"429": 3}})
+    steps, processors = [(0.0, 0.001, 0.001, 0, 0)], {"server": 1.0, "all": 1.5}
+    alone = {"chunks": chunks(0.01), "steps": steps, "processors": processors, "first": [0.1], "statuses": {"200": 5}}
+    beside = {**alone, "chunks": chunks(0.019), **change}
+    result = attack.summary({"alone": alone, "floor": alone, "beside": beside}, {"many texts": {"429": 3}})
     assert len(result["faults"]) == faults and "| beside |" in attack.markdown(result)
+
+
+def test_the_parts_of_a_gap_between_chunks_add_up_to_it() -> None:
+    steps = [(0.0, 1.0, 0.9, 0, 0), (1.5, 3.5, 0.5, 3, 1), (3.5, 5.0, 1.0, 0, 2)]
+    (gap,) = step_times.gap_parts([1.25, 5.5], steps)
+    assert [gap[part] for part in step_times.PARTS] == [1.5, 2.0, 0.5, 0.25] and gap["seconds"] == 4.25
+    assert (gap["steps"], gap["waits"], gap["preemptions"]) == (2, 3, 3)
+    assert step_times.slowest([[1.25, 5.5], [5.5, 5.75]], steps) == gap
+    assert step_times.slowest([], steps) == {} and step_times.gap_parts([0.5, 2.0], steps) == []
+
+
+def test_sessions_of_a_trace_repeat_each_other_with_small_differences() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(Path(forerun.__file__).parent / "reference" / "weights" / "target")
+    tokenizer.chat_template = TEMPLATE
+    options = agents.AgentOptions(model=Path(), system=300, tools=4, trace=2, result=60)
+
+    def recorded(session: int) -> list[str]:
+        conversation = agents.AgentConversation(tokenizer, options, session)
+        for _ in range(3):
+            conversation.go_on("an answer that is not used")
+        assert len(conversation.prompt()) > 3 * options.result
+        return [line for message in conversation.messages for line in message["content"].splitlines()]
+
+    first, again, second = recorded(0), recorded(0), recorded(1)
+    same = sum(a == b for a, b in zip(first, second, strict=False))
+    assert first == again and "an answer" not in str(first) and len(first) / 3 < same < len(first)
+    rows = [{"session": "1", "turn": turn, "text": text} for turn, text in ((1, "a"), (1, "a"), (2, "a"), (2, "b"))]
+    assert agents.differences(rows) == 1
 
 
 @pytest.mark.matrix

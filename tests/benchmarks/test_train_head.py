@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,9 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.tiny import tiny
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.training import train_head
-from benchmarks.training.train_head import HeadOptions, Matrix, TrainableHead, aux_layers, export, frequent, run
+from benchmarks.training.train_head import HeadOptions, frequent, run
+from benchmarks.training.trainable_heads import Earlier, TrainableEagle3, TrainableHead, TrainableMtp
+from forerun.core.long_context import MTP
 from forerun.decoding.sources.head_source import HeadSource
 from forerun.engine.engine import Engine
 from forerun.kv.full_cache import FullCache
@@ -40,7 +44,6 @@ def test_a_head_is_trained_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
                 threads=1,
                 draft_vocab=256,
                 length=64,
-                check=1,
             )
         )
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
@@ -49,54 +52,72 @@ def test_a_head_is_trained_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     assert json.loads((out / "config.json").read_text())["draft_vocab_size"] == 256
 
 
-@pytest.mark.parametrize("eagle31", [False, True])
-def test_the_head_that_is_written_computes_what_was_trained(eagle31: bool, tmp_path: Path) -> None:
-    """One step behind the target's states, and one behind its own."""
+def eagle3_of(target: PreTrainedModel, folder: Path) -> TrainableHead:
+    return TrainableEagle3(target, frequent([], 20, 48))
+
+
+def eagle31_of(target: PreTrainedModel, folder: Path) -> TrainableHead:
+    return TrainableEagle3(target, frequent([], 20, 48), eagle31=True)
+
+
+def mtp_of(target: PreTrainedModel, folder: Path) -> TrainableHead:
+    target.save_pretrained(folder / "target")
+    target.name_or_path = str(folder / "target")
+    return TrainableMtp(target, frequent([], 48, 48))
+
+
+@pytest.mark.parametrize("made", [eagle3_of, eagle31_of, mtp_of])
+def test_the_head_that_is_written_computes_what_was_trained(
+    made: Callable[[PreTrainedModel, Path], TrainableHead], tmp_path: Path
+) -> None:
+    """One step after the target's states, and one after its own."""
     target, tokens = tiny("llama", torch.float32), np.random.default_rng(0).integers(0, 48, 14)
-    known = frequent([], 20, 48)
-    model = TrainableHead(target, known, aux_layers(target), eagle31=eagle31)
+    model = made(target, tmp_path)
     for weight in model.parameters():
-        weight.data += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel()))
-    export(model, tmp_path)
-    assert load_file(tmp_path / "model.safetensors")["d2t"].tolist() == [0] * 20
-    head = load_head(tmp_path)
+        if weight.requires_grad:
+            weight.data += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel()))
+    out = tmp_path / "head"
+    out.mkdir()
+    model.export(target, out)
+    if isinstance(model, TrainableMtp):
+        target = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+        folder = MTP
+    else:
+        assert load_file(out / "model.safetensors")["d2t"].tolist() == [0] * 20
+        folder = str(out)
+    head = load_head(folder)
     head.bind(Scorer(target))
     with torch.inference_mode():
         found = target(torch.from_numpy(tokens[None]), output_hidden_states=True).hidden_states
         states = torch.cat([found[layer] for layer in model.layers], -1)
-        text = head.text(FullCache())
-        head.record(text, tokens[:12], 0, states[0, :11])
-        growths, first = head.start([text])
+        sequence = head.open(FullCache())
+        head.record(sequence, tokens[:12], 0, states[0, :11])
+        growths, first = head.start([sequence])
         second = head.extend(growths, [[0]], [[int(tokens[12])]])
-        hidden, earlier, logits = model.features(states), list[tuple[torch.Tensor, torch.Tensor]](), []
+        hidden, earlier, logits = model.features(states[:, :11]), Earlier(), []
         embeddings = target.get_input_embeddings()(torch.from_numpy(tokens[None]))
         for step in range(2):
-            places = torch.arange(11)[None] + step
-            hidden = model.midlayer(
-                embeddings[:, step + 1 : step + 12], hidden[:, :11], model.rotary(hidden, places), earlier
-            )
-            normed = model.norm(hidden)
+            hidden, normed = model.step(embeddings[:, step + 1 : step + 12], hidden, step, earlier)
             logits.append(model.lm_head(normed)[0, -1])
-            hidden = normed if eagle31 else hidden
     assert torch.allclose(first[0], logits[0], atol=1e-4)
     assert torch.allclose(second[0], logits[1], atol=1e-4)
-    engine = Engine(target, lambda setup: HeadSource(load_head(tmp_path), setup.target), prune_drafts=False)
-    text = engine.generate(tokens.tolist(), max_new_tokens=12, eos_token_id=None).requests[0]
-    assert text.tokens.tolist() == Engine(target, "none").generate(
+    engine = Engine(target, lambda setup: HeadSource(load_head(folder), setup.target), prune_drafts=False)
+    request = engine.generate(tokens.tolist(), max_new_tokens=12, eos_token_id=None).requests[0]
+    assert request.tokens.tolist() == Engine(target, "none").generate(
         tokens.tolist(), max_new_tokens=12, eos_token_id=None).requests[0].tokens.tolist()  # fmt: skip
 
 
 def test_a_head_with_the_targets_matrix_learns_on_some_tokens_and_knows_all(tmp_path: Path) -> None:
     """The matrix itself does not learn, and is not written."""
     target = tiny("llama", torch.float32)
-    model = TrainableHead(target, frequent([], 20, 48), aux_layers(target), Matrix.TARGET)
+    model = TrainableEagle3(target, frequent([], 20, 48), frozen=True)
     states, embeddings, last = (torch.randn(2, 12, 32 * count) for count in (3, 1, 1))
     rows = target.get_output_embeddings().weight[model.known].detach()
     loss, _ = model.losses(states, embeddings, last, torch.ones(2, 12), rows, ahead=2)
     loss.backward()
     assert model.lm_head.weight.grad is None and model.norm.weight.grad is not None
     assert torch.equal(model.lm_head.weight, rows)
-    export(model, tmp_path)
+    model.export(target, tmp_path)
     written = load_file(tmp_path / "model.safetensors")
     assert not {"lm_head.weight", "d2t"} & set(written)
     head = load_head(tmp_path)

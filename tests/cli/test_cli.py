@@ -100,6 +100,40 @@ def test_help_loads_neither_torch_nor_transformers_nor_numba() -> None:
     assert "--max-new-tokens" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        ("cli.app = lambda: sys.exit(3)", 3),
+        ("cli.app = lambda: sys.exit()", 0),
+        ("cli.app = lambda: sys.exit('wrong')", 1),
+        ("cli.app = lambda: 1 / 0", 1),
+        ("sys.argv = ['forerun', '--version']", 0),
+        ("sys.argv = ['forerun', 'generate']", 2),
+    ],
+)
+def test_a_command_ends_with_its_status_after_exit_handlers_and_before_modules_are_torn_down(
+    command: str, status: int
+) -> None:
+    program = (
+        "import atexit, sys\nimport forerun.cli as cli\n"
+        "class Module:\n    def __del__(self):\n        print('torn down')\n"
+        f"kept = sys.modules['kept'] = Module()\n{command}\napp = cli.app\n"
+        "cli.app = lambda: (atexit.register(print, 'handled'), app())\ncli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == status, done.stderr
+    assert done.stdout.endswith("handled\n")
+    assert ("ZeroDivisionError" in done.stderr) == ("1 / 0" in command)
+
+
+def test_the_code_of_heads_is_loaded_only_with_a_head() -> None:
+    program = (
+        "import sys\nimport forerun.cli.generate\n"
+        "sys.exit('forerun.models.heads.loading' in sys.modules or 'forerun.models.heads.dflash' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0
+
+
 def test_version() -> None:
     assert call("--version").stdout == f"forerun {forerun.__version__}\n"
 

@@ -16,7 +16,7 @@ from support.mocks import PROMPT, MockScorer, MockTarget, Silent, TokenCache, ba
 from support.tiny import PROMPTS, tiny
 
 import forerun
-from forerun.core.block import Block
+from forerun.core.block import Block, RowScores
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.core.sampling import InTurn, Sampler
@@ -45,8 +45,10 @@ def mixed(method: str) -> list[Sampler]:
 class AwayScorer(MockScorer):
     """A ``MockScorer`` whose logits lie there."""
 
-    def score(self, blocks: Sequence[Block], caches: Sequence[TokenCache]) -> list[torch.Tensor]:
-        return [there(logits) for logits in super().score(blocks, caches)]
+    def score_rows(
+        self, blocks: Sequence[Block], caches: Sequence[TokenCache], states_of: Sequence[int] = ()
+    ) -> list[RowScores]:
+        return [RowScores(there(row.logits)) for row in super().score_rows(blocks, caches)]
 
 
 class ChainScorer(AwayScorer):
@@ -54,11 +56,13 @@ class ChainScorer(AwayScorer):
 
     by_tables = True
 
-    def score(self, blocks: Sequence[Block], caches: Sequence[TokenCache]) -> list[torch.Tensor]:
+    def score_rows(
+        self, blocks: Sequence[Block], caches: Sequence[TokenCache], states_of: Sequence[int] = ()
+    ) -> list[RowScores]:
         known = [
             block if block.ids is None else Block(here(block.ids).numpy(), block.tree, block.start) for block in blocks
         ]
-        return super().score(known, caches)
+        return super().score_rows(known, caches)
 
 
 def tokens_of(tree: Any) -> tuple[list[int], list[int]]:
@@ -185,7 +189,9 @@ def test_a_row_that_fails_leaves_the_others_their_transfer() -> None:
         step_of(AwayScorer(MockTarget(6)), None, 4)(rows, {})
     assert device.reads == ["cpu"]
     assert [len(row.request.generated) for row in rows] == [1, 0, 1] and isinstance(rows[1].request.error, LookupError)
-    told = choose_rows([DraftTree.empty()] * 2, [LookupError(), torch.eye(3)], [Request([1], 2), Request([1], 2)])
+    told = choose_rows(
+        [DraftTree.empty()] * 2, [LookupError(), RowScores(torch.eye(3))], [Request([1], 2), Request([1], 2)]
+    )
     assert told == [RowChoices(), RowChoices()] and to_cpu([]) == []
 
 
@@ -195,7 +201,7 @@ def test_recycled_logits_and_chances_come_with_the_choices() -> None:
     logits = [torch.randn(3, 9, generator=torch.Generator().manual_seed(3)), torch.arange(9.0)[None]]
     requests = [Request([1], 5), Request([1], 5)]
     with Device() as device:
-        found = choose_rows(trees, [there(each) for each in logits], requests, best=4, chances=True)
+        found = choose_rows(trees, [RowScores(there(each)) for each in logits], requests, best=4, chances=True)
     assert device.reads == ["cpu"]
     for own, mine in zip(logits, found, strict=True):
         best = own.topk(4)
@@ -236,10 +242,10 @@ def test_a_pass_is_timed_until_it_is_done(monkeypatch: pytest.MonkeyPatch, lower
     for module in (engine_step, level_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
-    def wait(trees: Any, logits: Any, *rest: Any, **options: Any) -> Any:
-        waited.append(logits[-1].device.type)
+    def wait(trees: Any, scored: Any, *rest: Any, **options: Any) -> Any:
+        waited.append(scored[-1].logits.device.type)
         now[0] += 5.0
-        return choose_rows(trees, logits, *rest, **options)
+        return choose_rows(trees, scored, *rest, **options)
 
     monkeypatch.setattr(level_module, "choose_rows", wait)
     target = MockTarget(6, peak=2.0, seed=3)

@@ -35,7 +35,7 @@ from support.mocks import (
 )
 from support.tiny import tiny
 
-from forerun.core.block import Block
+from forerun.core.block import Block, RowScores
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.core.sampling import Processor, Sampler
@@ -338,9 +338,11 @@ class TimedScorer(MockScorer):
         super().__init__(target)
         self.clock = clock
 
-    def score(self, blocks: Sequence[Block], caches: Sequence[TokenCache]) -> list[torch.Tensor]:
+    def score_rows(
+        self, blocks: Sequence[Block], caches: Sequence[TokenCache], states_of: Sequence[int] = ()
+    ) -> list[RowScores]:
         self.clock.now += 1.0 + 0.02 * (sum(map(len, blocks)) - len(blocks))
-        return super().score(blocks, caches)
+        return super().score_rows(blocks, caches)
 
 
 class Guesses(Source):

@@ -237,6 +237,25 @@ def test_a_head_that_is_never_right_is_left(deepening: float, cached: int) -> No
     assert np.median(ratios) >= 0.97, ratios
 
 
+def test_a_head_that_is_left_gets_no_states_and_lets_steps_be_skipped() -> None:
+    """It is tried again after as many steps as the ledger says."""
+    kept, decided, plan, begin = list[bool](), list[int](), AdaptivePlanner.plan, Choice.begin
+
+    def watched(planner: AdaptivePlanner, *given: Any) -> Any:
+        trees = plan(planner, *given)
+        kept.append(bool(planner.states))
+        return trees
+
+    world = with_head(0, SHORT, 0.3, 0.0, 0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AdaptivePlanner, "plan", watched)
+        patch.setattr(Choice, "begin", lambda *given: decided.append(world.steps) or begin(*given))
+        simulate(world, Outline(1, 96, sources="td", batches=16))
+    late = kept[400:]
+    assert sum(late) < 0.1 * len(late) and len(decided) < 0.5 * len(kept)
+    assert world.deepened[-1][1] > 0 and 4 < len(world.deepened) < 0.05 * len(kept)
+
+
 @pytest.mark.parametrize("quoted", [0.0, 0.5])
 @pytest.mark.parametrize("cached", [0, 32_000])
 def test_a_head_that_is_right_is_asked_also_where_the_trie_is_not(cached: int, quoted: float) -> None:
@@ -520,17 +539,17 @@ def test_a_ledger_keeps_savings_up_to_a_limit_and_trials_apart() -> None:
 def test_a_costly_source_spends_its_own_part_while_the_slack_is_small() -> None:
     """Its trials in a step that pays are trials, too."""
     ledger = Ledger()
-    assert not ledger.affords_costly(0.0, 0.3)
+    assert ledger.lacks_costly(0.0, 0.3) == pytest.approx(0.6)
     for _ in range(60):
         ledger.rest(0.0, 1.0)
     assert ledger.costly == pytest.approx(0.3) and ledger.slack == pytest.approx(START_SLACK + 0.6)
     ledger.slack = START_SLACK
-    assert ledger.affords_costly(0.1, 0.29) and not ledger.affords_costly(0.1, 0.31)
+    assert ledger.lacks_costly(0.1, 0.29) <= 0 < ledger.lacks_costly(0.1, 0.31)
     trials = ledger.trials
     ledger.book(1.5, 2.0, costly=0.2, hopeful=False)
     assert ledger.costly == pytest.approx(0.3 - 0.2 + 0.0075)
     assert ledger.trials == pytest.approx(trials - 0.2 + 0.015)
-    assert ledger.slack > START_SLACK and ledger.affords_costly(0.0, 0.9)
+    assert ledger.slack > START_SLACK and ledger.lacks_costly(0.0, 0.9) <= 0
 
 
 def test_what_trees_gave_is_followed_for_each_class_of_suffixes() -> None:

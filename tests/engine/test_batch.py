@@ -29,6 +29,7 @@ from forerun.engine.batch import Batch
 from forerun.engine.engine import Engine
 from forerun.engine.prefill_pacing import PrefillPacing
 from forerun.engine.prefix_sharing import PrefixSharing
+from forerun.engine.result import Commit
 from forerun.kv.cache import READ_BLOCK
 from forerun.kv.full_cache import FullCache
 from forerun.kv.shared_prefix import SharedMemory, SharedPrefix
@@ -371,9 +372,9 @@ def test_a_row_that_failed_already_is_not_lost_a_second_time(monkeypatch: pytest
             batch.admit(request)
         gone = [batch._rows[request.id].cache for request in (bad, worse)]
 
-        def catch_up(beside: bool, resting: Any) -> Any:
+        def catch_up(unread: Any, beside: bool) -> Any:
             bad.fail(OSError("a copy failed"))
-            return True, [batch._rows[bad.id]]
+            return True, [Commit(bad, [], 0)]
 
         def step(decoding: Any, reading: Any, budgets: Any) -> Any:
             raise OSError("a copy failed")
@@ -455,6 +456,32 @@ def test_nothing_is_copied_for_those_that_begin_alike(monkeypatch: pytest.Monkey
     finish_all(one, [later])
     assert later.generated.tolist() == wanted[1] and one.prefixes.hits
     assert not copies
+
+
+def test_a_later_turn_starts_after_the_last_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn writes what is new to the memory of the turn before; only a second continuation copies that."""
+    copies: list[int] = []
+    of = SharedPrefix.of
+    monkeypatch.setattr(SharedPrefix, "of", lambda layers, *told: copies.append(len(layers)) or of(layers, *told))
+    model, _ = load("bundled", "float32", device="cpu")
+    one = Engine(model, "trie", prune_drafts=False, prefill_block=CHUNK, prefix_cache=1 << 26)
+    plain = Engine(model, "none", prune_drafts=False)
+    turn, turns = prompt(150), list[list[int]]()
+    for seed in range(4):
+        (request,) = one.requests([turn], max_new_tokens=9)
+        finish_all(one, [request])
+        assert request.generated.tolist() == plain.generate([turn], max_new_tokens=9).generated[0]
+        assert request.cached_tokens == (len(turns[-1]) + 8 if turns else 0)
+        turns.append(turn)
+        turn = [*turn, *request.generated.tolist(), *prompt(20, seed + 1)]
+    assert not copies and len(one.prefixes) == 1
+    branches = [[*turns[2], *prompt(90, seed)] for seed in (7, 8)]
+    requests = [sampled(one, branch, 0, 12) for branch in (*branches, turn)]
+    finish_all(one, requests)
+    for request, asked in zip(requests, (*branches, turn), strict=True):
+        assert request.cached_tokens >= len(turns[2]) // CHUNK * CHUNK
+        assert request.generated.tolist() == plain.generate([asked], max_new_tokens=12).generated[0]
+    assert len(copies) == 2
 
 
 def no_room(*_: Any) -> Any:
@@ -630,16 +657,16 @@ def test_a_request_states_its_bytes_before_it_is_admitted(drafter: str) -> None:
 
 def test_a_pass_that_always_fails_is_not_tried_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     one, failures = engine("none"), list[int]()
-    score = one.target.score
+    score_rows = one.target.score_rows
 
-    def narrow(blocks: Any, caches: Any) -> Any:
+    def narrow(blocks: Any, *rest: Any) -> Any:
         if len(blocks) > 2:
             failures.append(len(blocks))
             raise MemoryError("none is left in the test")
-        return score(blocks, caches)
+        return score_rows(blocks, *rest)
 
     wanted = one.generate([prompt(9, n) for n in range(5)], max_new_tokens=20).generated
-    monkeypatch.setattr(one.target, "score", narrow)
+    monkeypatch.setattr(one.target, "score_rows", narrow)
     got = one.generate([prompt(9, n) for n in range(5)], max_new_tokens=20).generated
     assert got == wanted and failures == [5]
 

@@ -124,7 +124,7 @@ def test_a_new_message_ends_an_answer_that_is_still_going_on(engine: Engine) -> 
     assert list(turn) == []
 
 
-@pytest.mark.parametrize("moment", ["propose", "score"])
+@pytest.mark.parametrize("moment", ["propose", "score_rows"])
 def test_an_interruption_at_any_moment_leaves_a_conversation_that_goes_on_rightly(
     moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

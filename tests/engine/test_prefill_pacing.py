@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
 from support.tiny import build, tiny
 
-from forerun.core.block import Block
+from forerun.core.block import Block, RowScores
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.engine.engine import Engine
@@ -78,14 +77,14 @@ def test_a_prompt_cut_by_its_time_gives_the_same_text(drafter: str) -> None:
         settings = LongContextConfig(cache_budget=16, chunk=4, gamma2=4, paced=False)
         engine = Engine(tiny("llama"), drafter, settings=settings, prefill_block=32, prune_drafts=False)
         assert engine.exactness.level == "bitwise"
-        score = engine.target.score
+        score_rows = engine.target.score_rows
 
-        def timed(blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
+        def timed(blocks: Sequence[Block], caches: Sequence[Cache], states_of: Sequence[int] = ()) -> list[RowScores]:
             clock.now += 1.0 + sum(len(block.pending) - 1 for block in blocks)
             cuts.append(max(len(block.pending) for block in blocks))
-            return score(blocks, caches)
+            return score_rows(blocks, caches, states_of)
 
-        engine.target.score = timed  # type: ignore[method-assign]
+        engine.target.score_rows = timed  # type: ignore[method-assign]
         requests = [Request(prompt, max_new_tokens=30) for prompt in prompts]
         with engine.batch(pacing=pacing) as batch:
             for request in requests:
@@ -107,15 +106,15 @@ def test_a_short_prompt_beside_a_long_one_does_not_let_it_read_more() -> None:
     """Each has an amount of its own: short chunks are soon read, and a long prompt's would hold all others up."""
     clock = Clock()
     engine = Engine(build("LlamaForCausalLM", {"max_position_embeddings": 4096}, 0), "none", prefill_block=64)
-    score = engine.target.score
+    score_rows = engine.target.score_rows
 
-    def timed(blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
+    def timed(blocks: Sequence[Block], caches: Sequence[Cache], states_of: Sequence[int] = ()) -> list[RowScores]:
         clock.now += 1.0
         for block, cache in zip(blocks, caches, strict=True):
             clock.now += 0.001 * (len(block.pending) - 1) * cache.length
-        return score(blocks, caches)
+        return score_rows(blocks, caches, states_of)
 
-    engine.target.score = timed  # type: ignore[method-assign]
+    engine.target.score_rows = timed  # type: ignore[method-assign]
     long = Request([7] * 2000, max_new_tokens=2)
     took = []
     with engine.batch(pacing=PrefillPacing(clock)) as batch:
@@ -136,13 +135,13 @@ def test_short_prompts_one_after_the_other_are_paced_like_a_long_one() -> None:
     """A new one begins with what a step read of the last one, not with a whole chunk."""
     clock = Clock()
     engine = Engine(build("LlamaForCausalLM", {"max_position_embeddings": 4096}, 0), "none", prefill_block=64)
-    score = engine.target.score
+    score_rows = engine.target.score_rows
 
-    def timed(blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
+    def timed(blocks: Sequence[Block], caches: Sequence[Cache], states_of: Sequence[int] = ()) -> list[RowScores]:
         clock.now += 1.0 + 0.1 * sum(len(block.pending) - 1 for block in blocks)
-        return score(blocks, caches)
+        return score_rows(blocks, caches, states_of)
 
-    engine.target.score = timed  # type: ignore[method-assign]
+    engine.target.score_rows = timed  # type: ignore[method-assign]
     took = []
     with engine.batch(pacing=PrefillPacing(clock)) as batch:
         batch.admit(Request([5] * 9, max_new_tokens=3000, eos_token_ids=()))
@@ -160,15 +159,15 @@ def test_prompts_that_share_a_step_are_read_faster_if_they_took_less_time_than_a
     """Neither used its own limit; together they used it all."""
     clock = Clock()
     engine = Engine(build("LlamaForCausalLM", {"max_position_embeddings": 4096}, 0), "none", prefill_block=64)
-    score = engine.target.score
+    score_rows = engine.target.score_rows
     read = []
 
-    def timed(blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
+    def timed(blocks: Sequence[Block], caches: Sequence[Cache], states_of: Sequence[int] = ()) -> list[RowScores]:
         read.append(sum(len(block.pending) - 1 for block in blocks))
         clock.now += 1.0 + 0.05 * read[-1]
-        return score(blocks, caches)
+        return score_rows(blocks, caches, states_of)
 
-    engine.target.score = timed  # type: ignore[method-assign]
+    engine.target.score_rows = timed  # type: ignore[method-assign]
     pacing = PrefillPacing(clock)
     with engine.batch(pacing=pacing) as batch:
         batch.admit(Request([5] * 9, max_new_tokens=3000, eos_token_ids=()))

@@ -119,7 +119,7 @@ def attend(case: Case, fed: Sequence[Fed], out_dtype: torch.dtype = torch.float3
     parts = torch.full((packed.states_bytes // 4 + 16,), torch.nan)  # nothing is read that was not written
     program = executor.Program([(each, AttendOp(*fields)) for each in (SCAN, COMBINE)])
     tables = packed.fields(rows, packed)
-    program.run(packed.threads, n=packed.n, **tables, states=parts.data_ptr(), slots=slots.data_ptr(), slot_size=slot)
+    program.run(packed.threads, **tables, states=parts.data_ptr(), slots=slots.data_ptr(), slot_size=slot)
     return list(torch.split(out, packed.counts))
 
 

@@ -76,6 +76,6 @@ def test_tables_are_those_of_the_definition(name: str, heads: HeadShape, moved: 
     assert (packed.unit_count, packed.most_tiles, packed.states_bytes) == (len(units), most, states)
     expected = np.concatenate([place + block.offsets for block, place in zip(blocks, places, strict=True)])
     assert packed.cache_positions.tolist() == packed.positions.tolist() == expected.tolist()
-    assert packed.reach == expected.max() + 1
+    assert packed.bounds == (min(packed.ids), max(packed.ids), expected.max())
     assert packed.output_indices.tolist() == wanted_tokens(blocks).tolist()
     assert packed.ids.tolist() == np.concatenate([block.tokens for block in blocks]).tolist()

@@ -36,7 +36,7 @@ def run(blocks: Sequence[Block], x: torch.Tensor, histories: list[torch.Tensor],
     )  # fmt: skip
     size = scratch_bytes(conv.kernel_size[0]) // 64 * 64 + 64
     slots = torch.empty(2 * size, dtype=torch.uint8)
-    fields = {**packed.fields(rows, packed), "n": packed.n, "slots": slots.data_ptr(), "slot_size": size}
+    fields = {**packed.fields(rows, packed), "slots": slots.data_ptr(), "slot_size": size}
     Program([(GATED_CONVOLUTION, op)]).run(2, **fields)
     return out
 

@@ -25,7 +25,7 @@ from forerun.kv.kv_tiers import KVMemory, Tiers, min_device_bytes
 from forerun.kv.streaming import StreamingCache
 from forerun.models.forward.scorer import Scorer
 from forerun.models.heads.gemma4_assistant import Gemma4AssistantHead
-from forerun.models.heads.head import Growth, HeadText
+from forerun.models.heads.head import Growth, HeadSequence
 from forerun.models.heads.loading import is_head, load_head
 
 TEXT = np.random.default_rng(3).integers(6, 48, 200)
@@ -53,7 +53,7 @@ def _assistants_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Oracle:
-    """transformers' target, its pass over a text, and its assistant."""
+    """transformers' target, its pass over a sequence, and its assistant."""
 
     def __init__(self, model: PreTrainedModel, folder: Path) -> None:
         self.model = model
@@ -99,16 +99,16 @@ def reading(
     states = []
     while cache.length < len(tokens):
         block = Block(tokens[cache.length : cache.length + 64], DraftTree.empty(), cache.length)
-        states.append(scorer.score_with_states([block], [cache], head.layers)[1][0])
+        states.append(scorer.score_rows([block], [cache], head.layers)[0].states)
         cache.commit(block, [])
     return cache, torch.cat(states)
 
 
-def at(head: Gemma4AssistantHead, cache: FullCache, states: torch.Tensor, read: int) -> HeadText:
-    """The text whose first ``read`` tokens the target has read, and one more is known."""
-    text = head.text(cache)
-    head.record(text, TEXT[: read + 1], 0, states[:read])
-    return text
+def at(head: Gemma4AssistantHead, cache: FullCache, states: torch.Tensor, read: int) -> HeadSequence:
+    """The sequence whose first ``read`` tokens the target has read, and one more is known."""
+    sequence = head.open(cache)
+    head.record(sequence, TEXT[: read + 1], 0, states[:read])
+    return sequence
 
 
 def check(growth: Growth, node: int, logits: torch.Tensor, expected: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -126,7 +126,7 @@ def check(growth: Growth, node: int, logits: torch.Tensor, expected: tuple[torch
 )
 @torch.inference_mode()
 def test_states_and_logits_are_those_of_transformers(kind: str, every: int, tmp_path: Path) -> None:
-    """In chains of its own best tokens, as assisted generation drafts them, and in trees of two texts side by side."""
+    """In chains of its best tokens, as assisted generation drafts them, and in trees of two sequences side by side."""
     ours, theirs = KINDS[kind]
     model = gemma4(**ours)
     oracle = Oracle(model, gemma4_assistant(tmp_path, model, **theirs))
@@ -169,33 +169,33 @@ def test_every_full_cache_gives_the_same_bits(tmp_path: Path) -> None:
     scorer = Scorer(gemma4(torch.float32))
     head = Gemma4AssistantHead(gemma4_assistant(tmp_path, scorer.model))
     head.bind(scorer)
-    text = np.resize(TEXT, 1400)
-    plain, states = reading(scorer, head, FullCache(), text)
+    sequence = np.resize(TEXT, 1400)
+    plain, states = reading(scorer, head, FullCache(), sequence)
     prefixed = FullCache()
     prefixed.begin_with(plain.share(900), 900)
     tiers = Tiers(KVMemory(min_device_bytes(scorer.kv, 1400)), torch.device("cpu"), scorer.kv, torch.float32)
     others = [prefixed, tiers.cache(1400), FullCache(releases=True)]
-    expected = bits(head, plain, states, text)
+    expected = bits(head, plain, states, sequence)
     for cache in others:
-        _, own = reading(scorer, head, cache, text)
+        _, own = reading(scorer, head, cache, sequence)
         assert torch.equal(own, states[-len(own) :])
-        assert all(torch.equal(*each) for each in zip(bits(head, cache, own, text), expected, strict=True))
+        assert all(torch.equal(*each) for each in zip(bits(head, cache, own, sequence), expected, strict=True))
     assert others[1].offloaded and others[2].least > 0
     tiers.close()
 
 
 def bits(head: Gemma4AssistantHead, cache: FullCache, states: torch.Tensor, tokens: np.ndarray) -> list[torch.Tensor]:
     """Logits and states of a tree after all but the last token."""
-    text = head.text(cache)
-    head.record(text, tokens, len(tokens) - len(states), states)
-    growths, first = head.start([text])
+    sequence = head.open(cache)
+    head.record(sequence, tokens, len(tokens) - len(states), states)
+    growths, first = head.start([sequence])
     return [first, head.extend(growths, [[0, 0]], [[3, 4]]), growths[0].hidden]
 
 
 def test_a_cache_without_the_target_s_own_keys_is_refused(tmp_path: Path) -> None:
     head = Gemma4AssistantHead(gemma4_assistant(tmp_path, gemma4()))
     with pytest.raises(ValueError, match="a StreamingCache does not hold them"):
-        head.text(StreamingCache(8, 1, 8, None))
+        head.open(StreamingCache(8, 1, 8, None))
 
 
 def change(folder: Path, **entries: Any) -> None:

@@ -140,7 +140,7 @@ def test_layers_that_differ_have_tables(on_gpu: list[int], name: str) -> None:
 def test_hidden_states(on_gpu: list[int]) -> None:
     own, layers = model(), (0, 1)
     scorer = GpuScorer(own)
-    _, [found] = scorer.score_with_states([Block(TEXT[:9], DraftTree.empty(), 0)], [FullCache()], layers)
+    [(_, found, _)] = scorer.score_rows([Block(TEXT[:9], DraftTree.empty(), 0)], [FullCache()], layers)
     right = own(input_ids=torch.tensor(TEXT[None, :9]), output_hidden_states=True).hidden_states
     torch.testing.assert_close(found, torch.cat([right[layer][0] for layer in layers], -1), atol=2e-5, rtol=0)
 
@@ -151,7 +151,7 @@ def test_each_kind_of_recordings_keeps_its_spare_memory(on_gpu: list[int]) -> No
     scorer = GpuScorer(model())
     for _ in range(2):
         scorer.score([Block(TEXT[:3], DraftTree.empty(), 0)], [FullCache()])
-        scorer.score_with_states([Block(TEXT[:3], DraftTree.empty(), 0)], [FullCache()], (1,))
+        scorer.score_rows([Block(TEXT[:3], DraftTree.empty(), 0)], [FullCache()], (1,))
     plain, with_states = scorer._program.graphs.values()
     assert plain._spare.data_ptr() != with_states._spare.data_ptr()
     for graphs in (plain, with_states):

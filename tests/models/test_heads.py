@@ -46,12 +46,12 @@ def test_the_default_layers_are_known_however_they_are_numbered(config: Any, lay
     assert _aux_layers(config, 32) == layers
 
 
-def eagle3_outputs(folder: Path, model: PreTrainedModel, text: list[int], read: int) -> tuple[torch.Tensor, ...]:
-    """What an EAGLE-3 head feeds back behind a text, of which the target has read ``read`` tokens; and its logits."""
+def eagle3_outputs(folder: Path, model: PreTrainedModel, sequence: list[int], read: int) -> tuple[torch.Tensor, ...]:
+    """What an EAGLE-3 head feeds back after a sequence, ``read`` tokens of which the target has read; its logits."""
     config, w = read_folder(folder)
     eagle, layer = config.get("eagle_config", config), config.get("transformer_layer_config", config)
     layers = eagle["eagle_aux_hidden_state_layer_ids"]
-    found = model(torch.tensor([text[:read]]), output_hidden_states=True).hidden_states
+    found = model(torch.tensor([sequence[:read]]), output_hidden_states=True).hidden_states
     states = [found[number][0] for number in layers]
     if config.get("fc_norm"):
         states = [norm(each, w[f"fc_norm.{number}.weight"]) for number, each in enumerate(states)]
@@ -59,7 +59,7 @@ def eagle3_outputs(folder: Path, model: PreTrainedModel, text: list[int], read: 
     if config.get("norm_before_fc"):
         side_by_side = norm(side_by_side, w["input_norm.weight"])
     hidden = side_by_side @ w["fc.weight"].T
-    embeddings = model.get_input_embeddings()(torch.tensor(text[1:]))
+    embeddings = model.get_input_embeddings()(torch.tensor(sequence[1:]))
     while True:
         count, at = len(hidden), "layers.0."
         normed = norm(hidden, w[at + "hidden_norm.weight"])
@@ -72,7 +72,7 @@ def eagle3_outputs(folder: Path, model: PreTrainedModel, text: list[int], read: 
         left = residual + gated_mlp(norm(residual, w[at + "post_attention_layernorm.weight"]), w, at + "mlp.")
         final = norm(left[-1:], w["norm.weight"])
         fed = final if config.get("norm_output") else left[-1:]
-        if count == len(text) - 1:
+        if count == len(sequence) - 1:
             return fed[0], final[0] @ w["lm_head.weight"].T
         hidden = torch.cat([hidden, fed])
 
@@ -93,14 +93,14 @@ EAGLES: dict[str, Callable[[Path, PreTrainedModel], Path]] = {
 def test_eagle3_computes_what_its_papers_say(form: str, tmp_path: Path) -> None:
     model = tiny("llama")
     folder = EAGLES[form](tmp_path, model)
-    check_tree(load_head(folder), model, lambda text, read: eagle3_outputs(folder, model, text, read)[1])
+    check_tree(load_head(folder), model, lambda sequence, read: eagle3_outputs(folder, model, sequence, read)[1])
 
 
 @pytest.mark.parametrize("form", ["authors", "3.1"])
 def test_eagle3_computes_it_along_200_tokens(form: str, tmp_path: Path) -> None:
     model = tiny("llama")
     folder = EAGLES[form](tmp_path, model)
-    check_long(load_head(folder), model, lambda text, read: eagle3_outputs(folder, model, text, read)[1])
+    check_long(load_head(folder), model, lambda sequence, read: eagle3_outputs(folder, model, sequence, read)[1])
 
 
 @pytest.mark.parametrize("form", ["authors", "3.1"])
@@ -110,9 +110,9 @@ def test_eagle3_feeds_back_what_its_papers_say(form: str, tmp_path: Path) -> Non
     head = load_head(EAGLES[form](tmp_path, model))
     head.bind(Scorer(model))
     found = model(torch.from_numpy(tokens[None]), output_hidden_states=True).hidden_states
-    text = head.text(FullCache())
-    head.record(text, tokens, 0, torch.cat([found[layer][0] for layer in head.layers], -1))
-    (growth,), _ = head.start([text])
+    sequence = head.open(FullCache())
+    head.record(sequence, tokens, 0, torch.cat([found[layer][0] for layer in head.layers], -1))
+    (growth,), _ = head.start([sequence])
     head.extend([growth], [[0]], [[7]])
     head.extend([growth], [[1]], [[9]])
     for row, after in enumerate(([], [7], [7, 9])):
@@ -120,22 +120,40 @@ def test_eagle3_feeds_back_what_its_papers_say(form: str, tmp_path: Path) -> Non
         assert torch.allclose(growth.hidden[row], fed, atol=1e-4)
 
 
-def mtp_logits(heads: MtpModel, model: PreTrainedModel, text: list[int], read: int) -> torch.Tensor:
-    """Logits of heads in a checkpoint behind a text, of which the target has read ``read`` tokens, by transformers."""
-    hidden = model(torch.tensor([text[:read]]), output_hidden_states=True).hidden_states[-1]
-    cache, count, ids, turn = MtpCache(config=heads.config), len(heads.layers), torch.tensor([text]), 0
+@torch.inference_mode()
+def test_a_head_that_missed_states_restarts_where_they_continue(tmp_path: Path) -> None:
+    model, tokens = tiny("llama"), np.arange(3, 43)
+    head = load_head(eagle3(tmp_path, model))
+    head.bind(Scorer(model))
+    found = model(torch.from_numpy(tokens[None]), output_hidden_states=True).hidden_states
+    states, logits = torch.cat([found[layer][0] for layer in head.layers], -1), []
+    for first in (0, None):
+        sequence = head.open(FullCache())
+        if first is not None:
+            head.record(sequence, tokens[:12], first, states[first:11])
+            head.start([sequence])
+        head.record(sequence, tokens, 20, states[20:39])
+        assert (sequence.first, sequence.next) == (20, 39)
+        logits.append(head.start([sequence])[1])
+    assert torch.equal(*logits)
+
+
+def mtp_logits(heads: MtpModel, model: PreTrainedModel, sequence: list[int], read: int) -> torch.Tensor:
+    """transformers' logits of heads in a checkpoint after a sequence, of which the target has read ``read`` tokens."""
+    hidden = model(torch.tensor([sequence[:read]]), output_hidden_states=True).hidden_states[-1]
+    cache, count, ids, turn = MtpCache(config=heads.config), len(heads.layers), torch.tensor([sequence]), 0
     ids = torch.cat([ids, torch.zeros_like(ids)], 1)
     outs: list[torch.Tensor] = []
     while True:
         layer = turn % count
-        if turn < count:  # all of the text, as transformers hands it to each layer
+        if turn < count:  # all of the sequence, as transformers hands it to each layer
             new, places = hidden, torch.arange(turn + 1, turn + 1 + read)[None]
         else:
             new, places = outs[-1][:, -1:], torch.tensor([[read + turn]])
         out = heads.forward_layer(layer, new, places, cache, input_ids=ids[:, places[0]])
         outs.append(out)
         hidden, turn = out, turn + 1
-        if read + turn == len(text):
+        if read + turn == len(sequence):
             return heads._project_to_logits(out)[0, -1]
 
 
@@ -144,7 +162,7 @@ def test_heads_of_a_checkpoint_compute_what_transformers_says(kind: str, count: 
     model = mtp_target(tmp_path, count, kind=kind)
     heads = MtpModel.from_pretrained(model).double().eval()
     with torch.inference_mode():
-        check_tree(MtpHead(), model, lambda text, read: mtp_logits(heads, model, text, read))
+        check_tree(MtpHead(), model, lambda sequence, read: mtp_logits(heads, model, sequence, read))
 
 
 def test_a_target_without_heads_is_refused(tmp_path: Path) -> None:

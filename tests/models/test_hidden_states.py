@@ -43,15 +43,16 @@ def check(scorer: Scorer, caches: list[Any], near: float) -> None:
     scorer.score([first], caches[:1])
     caches[0].commit(first, [])
     blocks = [Block(texts[0][4:], TREE, 4), Block(texts[1], TREE, 0)]
-    logits, states = scorer.score_with_states(blocks, caches, layers)
-    for a, b in zip(logits, scorer.score(blocks, caches), strict=True):
-        assert torch.equal(a, b)
-    for text, start, found in zip(texts, (4, 0), states, strict=True):
+    rows = scorer.score_rows(blocks, caches, layers)
+    for row, logits in zip(rows, scorer.score(blocks, caches), strict=True):
+        assert torch.equal(row.logits, logits)
+    for text, start, row in zip(texts, (4, 0), rows, strict=True):
         for branch in ([0, 1], [0, 2, 3]):
             exact = own(model, [*text.tolist(), *TREE.tokens[branch].tolist()], layers)
             end = len(text) - start
-            rows = found[[*range(end), *(end + node for node in branch)]]
-            assert float((rows - exact[start:]).norm() / exact[start:].norm()) < near
+            assert row.states is not None
+            found = row.states[[*range(end), *(end + node for node in branch)]]
+            assert float((found - exact[start:]).norm() / exact[start:].norm()) < near
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mixtral"])

@@ -39,15 +39,15 @@ class Reference:
         at = "mtp.layers.0."
         self.layer.load_state_dict({name.removeprefix(at): t for name, t in tensors.items() if name.startswith(at)})
 
-    def states(self, text: list[int], read: int) -> torch.Tensor:
-        """What leaves the layer at each entry of a text, ``[len(text) - 1, hidden]``.
+    def states(self, sequence: list[int], read: int) -> torch.Tensor:
+        """What leaves the layer at each entry of a sequence, ``[len(sequence) - 1, hidden]``.
 
         An entry has a token and the state before it: the target's after its final norm for ``read`` tokens, then what
         left the layer itself. It has the position of the state, as in vLLM and SGLang.
         """
         decoder = self.model.get_decoder()
-        hidden = decoder(torch.tensor([text[:read]])).last_hidden_state[0]
-        embeddings = self.model.get_input_embeddings()(torch.tensor(text[1:]))
+        hidden = decoder(torch.tensor([sequence[:read]])).last_hidden_state[0]
+        embeddings = self.model.get_input_embeddings()(torch.tensor(sequence[1:]))
         while True:
             count = len(hidden)
             pair = self._norm(embeddings[:count], "pre_fc_norm_embedding"), self._norm(hidden, "pre_fc_norm_hidden")
@@ -55,7 +55,7 @@ class Reference:
             angles = decoder.rotary_emb(x[None], torch.arange(count)[None])
             mask = torch.full((count, count), -torch.inf, dtype=x.dtype).triu(1)[None, None]
             left = self._norm(self.layer(x[None], angles, mask)[0], "norm")
-            if count == len(text) - 1:
+            if count == len(sequence) - 1:
                 return left
             hidden = torch.cat([hidden, left[-1:]])
 
@@ -74,17 +74,17 @@ def check_close(found: torch.Tensor, exact: torch.Tensor, near: float, path: Any
 
 
 @torch.inference_mode()
-def check_text(model: PreTrainedModel, reference: Reference, near: float, step: int = 1) -> None:
-    """Hidden states and logits at each place of a text that is read a few tokens at a time, then in a tree."""
+def check_sequence(model: PreTrainedModel, reference: Reference, near: float, step: int = 1) -> None:
+    """Hidden states and logits at each place of a sequence that is read a few tokens at a time, then in a tree."""
     head, end = MtpHead(), len(TEXT) - 1
     head.bind(Scorer(model))
     states, left = states_of(model, TEXT[:end]), reference.states(TEXT.tolist(), end)
     expected = model.get_output_embeddings()(left)
-    text, first = head.text(FullCache()), 0
+    sequence, first = head.open(FullCache()), 0
     for last in (*range(step, end, step), end):
-        head.record(text, TEXT[: last + 1], first, states[first:last])
+        head.record(sequence, TEXT[: last + 1], first, states[first:last])
         first = last
-        growths, logits = head.start([text])
+        growths, logits = head.start([sequence])
         check_close(growths[0].hidden[0], left[last - 1], near, last)
         check_close(logits[0], expected[last - 1], near, last)
     numbers: dict[tuple[int, ...], int] = {(): 0}
@@ -101,10 +101,10 @@ def check_text(model: PreTrainedModel, reference: Reference, near: float, step: 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_layer_computes_what_its_tensors_say(family: str, tmp_path: Path) -> None:
     model = qwen_target(tmp_path, family)
-    check_text(model, Reference(model, mtp_tensors(model)), 1e-5)
+    check_sequence(model, Reference(model, mtp_tensors(model)), 1e-5)
 
 
-def test_a_pair_of_texts_is_read_together(tmp_path: Path) -> None:
+def test_a_pair_of_sequences_is_read_together(tmp_path: Path) -> None:
     """Each as if it were alone, bit for bit."""
     model = qwen_target(tmp_path, "qwen3_5_moe", torch.bfloat16)
     head = MtpHead()
@@ -112,10 +112,10 @@ def test_a_pair_of_texts_is_read_together(tmp_path: Path) -> None:
 
     @torch.inference_mode()
     def read(ends: Sequence[int]) -> list[torch.Tensor]:
-        texts = [head.text(FullCache()) for _ in ends]
-        for text, end in zip(texts, ends, strict=True):
-            head.record(text, TEXT[: end + 1], 0, states_of(model, TEXT[:end]))
-        growths, logits = head.start(texts)
+        sequences = [head.open(FullCache()) for _ in ends]
+        for sequence, end in zip(sequences, ends, strict=True):
+            head.record(sequence, TEXT[: end + 1], 0, states_of(model, TEXT[:end]))
+        growths, logits = head.start(sequences)
         later = head.extend(growths, [[0, 0]] * len(ends), [[5, 9]] * len(ends))
         return [torch.cat([a[None], b]) for a, b in zip(logits, later.split(2), strict=True)]
 
@@ -126,7 +126,7 @@ def test_experts_may_lie_in_one_tensor_or_apart(tmp_path: Path) -> None:
     """Whichever form those of the decoder have."""
     model = qwen_target(tmp_path, "qwen3_5_moe")
     save_file(one_by_one(load_file(tmp_path / "mtp.safetensors")), tmp_path / "mtp.safetensors")
-    check_text(reload(tmp_path, type(model), torch.float64), Reference(model, mtp_tensors(model)), 1e-5, 50)
+    check_sequence(reload(tmp_path, type(model), torch.float64), Reference(model, mtp_tensors(model)), 1e-5, 50)
 
 
 def test_the_files_of_a_model_of_texts_and_pictures_are_read(tmp_path: Path) -> None:
@@ -136,9 +136,9 @@ def test_the_files_of_a_model_of_texts_and_pictures_are_read(tmp_path: Path) -> 
     inside = {name.replace("model.", "model.language_model.", 1): weight for name, weight in tensors.items()}
     save_file(inside, tmp_path / "model.safetensors", metadata={"format": "pt"})
     whole = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {}}
-    text = model.config.to_dict() | {"mtp_num_hidden_layers": 1}
-    change(tmp_path, **whole, text_config=text)
-    check_text(reload(tmp_path, type(model), torch.float64), Reference(model, mtp_tensors(model)), 1e-5, 50)
+    inner = model.config.to_dict() | {"mtp_num_hidden_layers": 1}
+    change(tmp_path, **whole, text_config=inner)
+    check_sequence(reload(tmp_path, type(model), torch.float64), Reference(model, mtp_tensors(model)), 1e-5, 50)
 
 
 @pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
@@ -154,7 +154,7 @@ def test_a_gguf_file_holds_the_layer(architecture: str, beside: bool, tmp_path: 
     for dtype in ("float32", "stored"):
         model, _ = load(str(file), dtype, activations="auto" if dtype == "float32" else "float32")
         assert len(model.get_decoder().layers) == 4
-        check_text(model, Reference(exact, mtp), 2e-4, 50)
+        check_sequence(model, Reference(exact, mtp), 2e-4, 50)
 
 
 @pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
@@ -167,9 +167,9 @@ def test_a_stored_layer_is_what_is_dequantised(tmp_path: Path) -> None:
         head = MtpHead()
         head.bind(Scorer(model))
         with torch.inference_mode():
-            text, states = head.text(FullCache()), torch.sin(torch.arange(30 * 64).view(30, 64))
-            head.record(text, TEXT[:31], 0, states)
-            found.append(head.start([text])[1])
+            sequence, states = head.open(FullCache()), torch.sin(torch.arange(30 * 64).view(30, 64))
+            head.record(sequence, TEXT[:31], 0, states)
+            found.append(head.start([sequence])[1])
     kinds = [type(module) for module in head._model.layers.modules()]
     assert (kinds.count(StoredLinear), kinds.count(StoredExperts)) == (8, 1)
     check_close(found[1], found[0], 1e-4)

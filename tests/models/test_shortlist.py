@@ -55,7 +55,7 @@ def matrix_of(dtype: str, bias: bool = False) -> OutputMatrix:
     ("dtype", "bias"), [("float32", True), ("bfloat16", False), ("float64", False), ("Q8_0", False)]
 )
 def test_logits_over_shortlists_are_those_of_the_whole_matrix(dtype: str, bias: bool) -> None:
-    """Bit for bit, of two texts of which one has more tokens of its own."""
+    """Bit for bit, of two sequences of which one has more tokens of its own."""
     matrix = matrix_of(dtype, bias)
     matrix.shorten(COMMON)
     lists = [Shortlist(matrix), Shortlist(matrix)]
@@ -116,28 +116,28 @@ HEADS: dict[str, Callable[[Path], tuple[Head, Any]]] = {
 @pytest.mark.parametrize("name", HEADS)
 @torch.inference_mode()
 def test_every_head_drafts_over_shortlists(name: str, tmp_path: Path) -> None:
-    """Trees of two texts, with a shortlist and without: its columns have the same bits."""
+    """Trees of two sequences, with a shortlist and without: its columns have the same bits."""
     head, model = HEADS[name](tmp_path)
     head.bind(Scorer(model))
     assert head.output is not None
     head.output.shorten(COMMON)
     found = []
     for own in (None, [Shortlist(head.output), Shortlist(head.output)]):
-        texts = [head.text(FullCache()), head.text(FullCache())]
-        for number, (text, end) in enumerate(zip(texts, (18, 13), strict=True)):
+        sequences = [head.open(FullCache()), head.open(FullCache())]
+        for number, (sequence, end) in enumerate(zip(sequences, (18, 13), strict=True)):
             tokens = TEXT[: end + 1]
             states = model(torch.from_numpy(tokens[None]), output_hidden_states=True).hidden_states
-            head.record(text, tokens, 0, torch.cat([states[layer][0] for layer in head.layers], -1)[:-1])
+            head.record(sequence, tokens, 0, torch.cat([states[layer][0] for layer in head.layers], -1)[:-1])
             if own is not None:
                 own[number].add(tokens)
-                text.shortlist = own[number]
-        growths, first = head.start(texts)
+                sequence.shortlist = own[number]
+        growths, first = head.start(sequences)
         second = head.extend(growths, [[0, 0], [0]], [[3, 4], [5]])
         found.append((first, second))
     (whole, further), (short, shorter) = found
-    for row, text in enumerate(texts):
-        assert text.shortlist is not None
-        columns = torch.from_numpy(text.shortlist.tokens)
+    for row, sequence in enumerate(sequences):
+        assert sequence.shortlist is not None
+        columns = torch.from_numpy(sequence.shortlist.tokens)
         assert len(columns) < 48
         assert torch.equal(short[row, : len(columns)], whole[row, columns])
         for node in ((0, 1), (2,))[row]:
@@ -166,10 +166,10 @@ def test_all_products_of_heads_are_those_of_our_kernels(
         return found
 
     monkeypatch.setattr(ordered_modules, "_product", product)
-    text = head.text(FullCache())
+    sequence = head.open(FullCache())
     layers = [torch.randn(18, model.config.hidden_size) for _ in head.layers]
-    head.record(text, TEXT[:19], 0, torch.cat(layers, -1))
-    growths, _ = head.start([text])
+    head.record(sequence, TEXT[:19], 0, torch.cat(layers, -1))
+    growths, _ = head.start([sequence])
     head.extend(growths, [[0, 0]], [[3, 4]])
     model.double()
     assert len(taken) > 5 and all(taken)
@@ -190,9 +190,9 @@ def test_beside_a_stored_target_a_heads_matrices_are_stored_too(
     for target in (model, stored):
         head = load_head(folder)
         head.bind(Scorer(target))
-        text, states = head.text(FullCache()), torch.randn(19, 96, generator=torch.Generator().manual_seed(0))
-        head.record(text, TEXT[:20], 0, states)
-        found.append(head.start([text])[1][0])
+        sequence, states = head.open(FullCache()), torch.randn(19, 96, generator=torch.Generator().manual_seed(0))
+        head.record(sequence, TEXT[:20], 0, states)
+        found.append(head.start([sequence])[1][0])
     parts = (head._weights, *head._layer_weights)  # type: ignore[attr-defined]
     kinds = {name: weight.dtype for part in parts for name, weight in part.items()}
     assert kinds["fc"] == kinds["q"] == torch.uint8 and kinds["down"] == kinds["norm"] == torch.float32  # 40 columns

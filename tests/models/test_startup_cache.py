@@ -17,6 +17,7 @@ from transformers.models.llama import modeling_llama
 
 import forerun
 from forerun.audit.audit import Plan, audit
+from forerun.core.block import RowScores
 from forerun.models.forward.exactness import Exactness
 from forerun.models.forward.gate import admit
 from forerun.models.forward.runtime import (
@@ -36,9 +37,9 @@ class Counted(Scorer):
 
     passes = 0
 
-    def score(self, *arguments: Any) -> list[torch.Tensor]:
+    def score_rows(self, *arguments: Any) -> list[RowScores]:
         self.passes += 1
-        return super().score(*arguments)
+        return super().score_rows(*arguments)
 
 
 class SelfTest:
@@ -207,7 +208,7 @@ def test_a_second_engine_makes_no_passes(model: Any, monkeypatch: pytest.MonkeyP
     def fail(*given: Any) -> None:
         raise AssertionError("a pass")
 
-    monkeypatch.setattr(type(admit(model)), "score", fail)
+    monkeypatch.setattr(type(admit(model)), "score_rows", fail)
     forerun.Engine(model, "auto", _runtime=replace(runtime, costs=default_runtime().costs))
 
 

@@ -139,7 +139,7 @@ def test_both_columns_fill_with_the_engines_text(held: PausableEngine, page: Pag
     page["start"].click()
     assert page.ended() == "Both texts are equal, token for token."
     assert page.text("plain") == page.text("fast") == alone(held, PROMPT)
-    assert re.fullmatch(r"\d+\.\d\d times as fast|\d+ % slower", page["verdict-times"].text)
+    assert re.fullmatch(r"\d+\.\d\d times as fast|\d+ % slower|The plain run was disturbed", page["verdict-times"].text)
     assert "equal" in page["status"].get_attribute("textContent")  # a screen reader is told
     assert (page.figure("plain", "stride"), page.figure("plain", "acceptance")) == ("1.00", "–")
     assert float(page.figure("fast", "stride")) > 1.5 and page.figure("fast", "acceptance").endswith(" %")
@@ -411,19 +411,20 @@ def test_a_chat_is_run_again_from_where_it_was(page: Page) -> None:
 @browsing
 def test_a_slowdown_is_neither_green_nor_called_fast(page: Page) -> None:
     page.greeted()
-    found = [page.run(f"({CONCLUSION})({ratio})") for ratio in (0.73, 0.999, 2.5)]
-    assert [times for times, _ in found] == ["27 % slower", "1.00 times as fast", "2.50 times as fast"]
-    assert found[0][1] == found[1][1] != found[2][1]
+    found = [page.run(f"({CONCLUSION})({ratio}, 3)") for ratio in (0.73, 0.999, 2.5, 3.5)]
+    said = ["27 % slower", "1.00 times as fast", "2.50 times as fast", "The plain run was disturbed"]
+    assert [times for times, _ in found] == said
+    assert found[0][1] == found[1][1] == found[3][1] != found[2][1]
 
 
-CONCLUSION = """async (ratio) => {
+CONCLUSION = """async (ratio, passes) => {
   const { outcome } = await import("/page/verdict.js");
-  const { kind, times } = outcome(true, ratio);
+  const { kind, times } = outcome(true, ratio, passes);
   const verdict = document.getElementById("verdict");
   verdict.className = `verdict ${kind}`;
   return [times, getComputedStyle(verdict).borderTopColor];
 }"""
-"""What is said of two equal texts, and the colour of its frame."""
+"""What is said of two equal texts by the ratios of speeds and passes, and the colour of its frame."""
 
 
 @browsing

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from forerun.core.block import RowScores
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.engine.batch import Batch
@@ -42,12 +43,12 @@ class Reads:
 
     def __init__(self, scorer: Scorer) -> None:
         self.passes: list[list[int]] = []
-        self._score = scorer.score
-        scorer.score = self  # type: ignore[method-assign, assignment]
+        self._score = scorer.score_rows
+        scorer.score_rows = self  # type: ignore[method-assign, assignment]
 
-    def __call__(self, blocks: Any, caches: Any) -> list[torch.Tensor]:
+    def __call__(self, blocks: Any, caches: Any, states_of: Any = ()) -> list[RowScores]:
         self.passes.append([len(block.pending) for block in blocks])
-        return self._score(blocks, caches)
+        return self._score(blocks, caches, states_of)
 
     @property
     def tokens(self) -> int:

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.scorer import Scorer
-from forerun.models.heads.head import Growth, Head, HeadText
+from forerun.models.heads.head import Growth, Head, HeadSequence
 
 TEXT = np.random.default_rng(3).integers(0, 48, 20)
 LONG = np.random.default_rng(4).integers(0, 48, 201)
 BRANCHES = ([3, 4, 5], [3, 4, 6], [3, 9], [11])
 Exact = Callable[[list[int], int], torch.Tensor]
-"""Logits behind a text, of which the target has read so many tokens."""
+"""Logits behind a sequence, of which the target has read so many tokens."""
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -71,28 +71,28 @@ def weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> Non
 
 @torch.inference_mode()
 def check_tree(head: Head, model: PreTrainedModel, exact: Exact) -> None:
-    """Logits at the nodes of a tree, for a text that is read in pieces and one beside it."""
+    """Logits at the nodes of a tree, for a sequence that is read in pieces and one beside it."""
     head.bind(Scorer(model))
-    texts, ends = [head.text(FullCache()), head.text(FullCache())], (18, 13)
-    for text, end in zip(texts, ends, strict=True):
+    sequences, ends = [head.open(FullCache()), head.open(FullCache())], (18, 13)
+    for sequence, end in zip(sequences, ends, strict=True):
         tokens = TEXT[: end + 1]
         states = _states(head, model, tokens)[:-1]
         for first, last in ((0, 5), (5, 6), (6, end)):
-            head.record(text, tokens[: last + 1], first, states[first:last])
+            head.record(sequence, tokens[: last + 1], first, states[first:last])
             if last == 6:
-                head.read([text])
-    _check_here(head, texts, [TEXT[: end + 1].tolist() for end in ends], exact)
+                head.read([sequence])
+    _check_here(head, sequences, [TEXT[: end + 1].tolist() for end in ends], exact)
 
 
 @torch.inference_mode()
 def check_long(head: Head, model: PreTrainedModel, exact: Exact) -> None:
     """Logits at chains and trees along 200 tokens, of a head that is told of one to thirty tokens at a time."""
     head.bind(Scorer(model))
-    text, told, states = head.text(FullCache()), 0, _states(head, model, LONG)
+    sequence, told, states = head.open(FullCache()), 0, _states(head, model, LONG)
     for end in (3, 4, 7, 17, 46, 47, 60, 90, 119, 120, 150, 180, 199, 200):
-        head.record(text, LONG[: end + 1], told, states[told:end])
+        head.record(sequence, LONG[: end + 1], told, states[told:end])
         told = end
-        _check_here(head, [text], [LONG[: end + 1].tolist()], exact)
+        _check_here(head, [sequence], [LONG[: end + 1].tolist()], exact)
 
 
 def _states(head: Head, model: PreTrainedModel, tokens: np.ndarray) -> torch.Tensor:
@@ -100,8 +100,8 @@ def _states(head: Head, model: PreTrainedModel, tokens: np.ndarray) -> torch.Ten
     return torch.cat([found[layer][0] for layer in head.layers], -1)
 
 
-def _check_here(head: Head, texts: list[HeadText], tokens: list[list[int]], exact: Exact) -> None:
-    growths, logits = head.start(texts)
+def _check_here(head: Head, sequences: list[HeadSequence], tokens: list[list[int]], exact: Exact) -> None:
+    growths, logits = head.start(sequences)
     for row, own in zip(logits, tokens, strict=True):
         check_equal(head, row, exact(own, len(own) - 1))
     check_branches(head, growths, tokens, exact)
@@ -114,10 +114,10 @@ def check_branches(head: Head, growths: list[Growth], tokens: Sequence[list[int]
         parents = [[own[path[:-1]] for path in level] for own in numbers]
         logits = head.extend(growths, parents, [[path[-1] for path in level]] * len(growths))
         rows = iter(logits)
-        for own, text in zip(numbers, tokens, strict=True):
+        for own, sequence in zip(numbers, tokens, strict=True):
             for path in level:
                 own[path] = len(own)
-                check_equal(head, next(rows), exact([*text, *path], len(text) - 1))
+                check_equal(head, next(rows), exact([*sequence, *path], len(sequence) - 1))
 
 
 def check_equal(head: Head, found: torch.Tensor, expected: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from transformers.modeling_layers import MtpModel
 
 from forerun.core.tree import IntArray
 from forerun.kv.cache import Cache
-from forerun.models.heads.head import Growth, Head, HeadText
+from forerun.models.heads.head import Growth, Head, HeadSequence
 from forerun.models.loading.load import quiet
 from support.tiny import FAMILIES, build
 
@@ -224,7 +224,7 @@ def gemma4(dtype: torch.dtype = torch.float64, shared: int = 2, unified: bool = 
     return build("Gemma4UnifiedForCausalLM" if unified else class_name, extra, seed=6).to(dtype)
 
 
-def _assistant_config(target: PreTrainedModel, kinds: list[str], unified: bool = False, **text: Any) -> dict[str, Any]:
+def _assistant_config(target: PreTrainedModel, kinds: list[str], unified: bool = False, **inner: Any) -> dict[str, Any]:
     theirs, form = target.config.get_text_config(), "gemma4_unified" if unified else "gemma4"
     shape: dict[str, Any] = {
         "model_type": f"{form}_text", "vocab_size": theirs.vocab_size, "num_hidden_layers": len(kinds),
@@ -234,7 +234,7 @@ def _assistant_config(target: PreTrainedModel, kinds: list[str], unified: bool =
     }  # fmt: skip
     name = "Gemma4UnifiedAssistantForCausalLM" if unified else "Gemma4AssistantForCausalLM"
     config = {"architectures": [name], "model_type": f"{form}_assistant", "backbone_hidden_size": theirs.hidden_size}
-    return config | {"text_config": shape | text}
+    return config | {"text_config": shape | inner}
 
 
 def gemma4_assistant(
@@ -334,48 +334,47 @@ def _write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor
 
 
 class OracleHead(Head):
-    """Knows the texts: its first choice is right, its others are wrong. Past its texts it says nothing in particular.
+    """Knows the sequences: its first choice is right, its others are wrong. Past them it says nothing in particular.
 
-    It checks that the states that it gets are those of the text, each once, in order.
+    It checks that the states that it gets are those of the sequence, in order.
     """
 
     layers = (1,)
 
-    def __init__(self, texts: Sequence[Sequence[int]], target: PreTrainedModel) -> None:
-        self._texts = [np.array(text) for text in texts]
+    def __init__(self, sequences: Sequence[Sequence[int]], target: PreTrainedModel) -> None:
+        self._sequences = [np.array(sequence) for sequence in sequences]
         self._vocabulary = int(target.get_input_embeddings().weight.shape[0])
         with torch.inference_mode():
-            ids = [torch.tensor([list(text)]) for text in texts]
+            ids = [torch.tensor([list(sequence)]) for sequence in sequences]
             self._states = [target(row, output_hidden_states=True).hidden_states[1][0] for row in ids]
-        self._seen: dict[HeadText, list[int]] = {}
+        self._seen: dict[HeadSequence, list[int]] = {}
         self._paths: dict[Growth, list[list[int]]] = {}
 
-    def text(self, cache: Cache) -> HeadText:
-        text = HeadText(1, cache)
-        self._seen[text] = []
-        return text
+    def open(self, cache: Cache) -> HeadSequence:
+        sequence = HeadSequence(1, cache)
+        self._seen[sequence] = []
+        return sequence
 
     def needs(self, tokens: int) -> int:
         return 0
 
-    def record(self, text: HeadText, tokens: IntArray, start: int, states: torch.Tensor) -> None:
-        if text.next is None:
-            self._seen[text] = tokens[:start].tolist()
-        assert start == len(self._seen[text])
-        known = next(i for i, own in enumerate(self._texts) if own[: len(tokens)].tolist() == tokens.tolist())
+    def record(self, sequence: HeadSequence, tokens: IntArray, start: int, states: torch.Tensor) -> None:
+        if sequence.next != start:
+            sequence.first = start
+        known = next(i for i, own in enumerate(self._sequences) if own[: len(tokens)].tolist() == tokens.tolist())
         exact = self._states[known][start : start + len(states)].double()
         assert float((states.double() - exact).norm() / exact.norm()) < 0.05
         end = min(start + len(states), len(tokens) - 1)
-        self._seen[text] = tokens[:end].tolist()
-        text.next, text.pending = end, [(states[:0], tokens[end : end + 1].copy())]
+        self._seen[sequence] = tokens[:end].tolist()
+        sequence.next, sequence.pending = end, [(states[:0], tokens[end : end + 1].copy())]
 
-    def read(self, texts: Sequence[HeadText]) -> None:
+    def read(self, sequences: Sequence[HeadSequence]) -> None:
         pass
 
-    def start(self, texts: Sequence[HeadText]) -> tuple[list[Growth], torch.Tensor]:
-        growths = [Growth(text, torch.zeros(1, 1)) for text in texts]
-        for growth, text in zip(growths, texts, strict=True):
-            self._paths[growth] = [[*self._seen[text], int(text.pending[0][1][0])]]
+    def start(self, sequences: Sequence[HeadSequence]) -> tuple[list[Growth], torch.Tensor]:
+        growths = [Growth(sequence, torch.zeros(1, 1)) for sequence in sequences]
+        for growth, sequence in zip(growths, sequences, strict=True):
+            self._paths[growth] = [[*self._seen[sequence], int(sequence.pending[0][1][0])]]
         return growths, torch.stack([self._logits(self._paths[growth][0]) for growth in growths])
 
     def extend(
@@ -391,9 +390,9 @@ class OracleHead(Head):
 
     def _logits(self, path: list[int]) -> torch.Tensor:
         logits = torch.zeros(self._vocabulary)
-        for text in self._texts:
-            if text[: len(path)].tolist() == path and len(path) < len(text):
-                logits[text[len(path)]] = 30.0
+        for sequence in self._sequences:
+            if sequence[: len(path)].tolist() == path and len(path) < len(sequence):
+                logits[sequence[len(path)]] = 30.0
         return logits
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from forerun.core.block import Block
+from forerun.core.block import Block, RowScores
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, Sampler, gumbel
 from forerun.core.tree import ROOT, DraftTree
@@ -75,7 +75,6 @@ class MockScorer:
 
     limit = None
     prompt_chunk = None
-    best = None
     by_tables = False
     device = torch.device("cpu")
 
@@ -100,9 +99,14 @@ class MockScorer:
         return False
 
     def score(self, blocks: Sequence[Block], caches: Sequence[TokenCache]) -> list[torch.Tensor]:
+        return [row.logits for row in self.score_rows(blocks, caches)]
+
+    def score_rows(
+        self, blocks: Sequence[Block], caches: Sequence[TokenCache], states_of: Sequence[int] = ()
+    ) -> list[RowScores]:
         self.passes += 1
         return [
-            self.target.score([*cache.tokens, *block.pending.tolist()], block.tree)
+            RowScores(self.target.score([*cache.tokens, *block.pending.tolist()], block.tree))
             for block, cache in zip(blocks, caches, strict=True)
         ]
 

@@ -38,7 +38,7 @@ class Plan:
     """What to audit; by default all drafters that the settings can build, with drafts of full length even if they do
     not pay.
 
-    ``seeds``: sampled outputs per prompt; 0 for none.
+    ``seeds``: sampled outputs per prompt; 0 for none. ``kv_dtype`` is as in ``Engine``.
     """
 
     drafters: Sequence[str] = ()
@@ -47,6 +47,7 @@ class Plan:
     seeds: int = 1
     temperature: float = 1.0
     budget: int = BUDGET
+    kv_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         if not self.drafters:
@@ -148,7 +149,7 @@ class _AuditedRuns:
         self.prompts = prompts
         self.plan = plan
         runtime = without_folder(default_runtime())
-        self._plain = Engine(model, "none", _runtime=runtime)
+        self._plain = Engine(model, "none", kv_dtype=plan.kv_dtype, _runtime=runtime)
         self.exactness = self._plain.exactness
         self._references: dict[tuple[Check, int, int | None], Tokens] = {}
         self._alone: dict[tuple[str, int | None, int], Tokens] = {}
@@ -159,6 +160,7 @@ class _AuditedRuns:
                 settings=plan.settings,
                 budget=plan.budget,
                 prune_drafts=plan.settings.paced,
+                kv_dtype=plan.kv_dtype,
                 _runtime=runtime,
             )
             for name in plan.drafters
@@ -179,8 +181,11 @@ class _AuditedRuns:
             for which, (check, text) in enumerate(zip(checks, texts, strict=True)):
                 position = first_difference(text, got)
                 logits = logits_by_text.get((request.id, which))
-                weighed = None if position is None else weigh(self.model, request, text, position, logits)
+                weighed = None if position is None else self._weigh(request, text, position, logits)
                 yield Comparison(check, drafter, row, seed, *counts, weighed, strict and check != "greedy")
+
+    def _weigh(self, request: Request, text: Tokens, position: int, logits: torch.Tensor | None) -> Divergence:
+        return weigh(self.model, request, text, position, logits, self._plain.target.kv_dtype)
 
     def _generate(
         self, drafter: str, seed: int | None, rows: Sequence[int], expected: Sequence[Sequence[Tokens]]

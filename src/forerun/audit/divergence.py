@@ -57,12 +57,18 @@ def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
 
 @torch.inference_mode()
 def weigh(
-    model: PreTrainedModel, request: Request, expected: Sequence[int], position: int, logits: torch.Tensor | None
+    model: PreTrainedModel,
+    request: Request,
+    expected: Sequence[int],
+    position: int,
+    logits: torch.Tensor | None,
+    kv_dtype: torch.dtype | None = None,
 ) -> Divergence:
-    """Measure the divergence of ``request`` from ``expected`` at a step with ``logits`` ``[V]``; see the module."""
+    """Measure the divergence of ``request`` from ``expected`` at a step with ``logits`` ``[V]``; see the module.
+    ``kv_dtype`` is as in ``Scorer``."""
     a = expected[position] if position < len(expected) else None
     b = int(request.generated[position]) if position < len(request.generated) else None
-    tolerance = rounding_error(model)
+    tolerance = rounding_error(model, kv_dtype)
     if a is None or b is None or logits is None:
         return Divergence(position, a, b, math.inf, 0.0, math.inf, tolerance)
     ids = torch.from_numpy(request.tokens[: request.prompt_length + position].copy()).to(model.device)

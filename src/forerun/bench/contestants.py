@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from forerun.bench.disturbance import fastest
 from forerun.bench.journal import Journal
@@ -43,8 +44,8 @@ PROMPT_LOOKUP, LOOKUP_TOKENS = "transformers prompt lookup", 10
 """The contestant's name, and its draft length in the documentation of transformers."""
 ASSISTED = "transformers assisted"
 
-Generate = Callable[[Rows, int], tuple[list[Tokens], int]]
-"""Returns generated tokens and the number of passes, given rows and a number of new tokens."""
+Generate = Callable[[Rows, int, BaseStreamer | None], tuple[list[Tokens], int]]
+"""Returns generated tokens and the number of passes, given rows, a number of new tokens, and a streamer for one row."""
 
 Makers = Mapping[str, Callable[[], Contestant]]
 """Builds each contestant, by name."""
@@ -58,6 +59,7 @@ class Bench:
         drafters: names from ``forerun.decoding.recipes``; each runs cold, tries also warm.
         settings: of the drafters for long contexts; transformers' assisted generation uses the same small model.
         skip: names of contestants to leave out; see ``check_skip``.
+        kv_dtype: see ``Engine``.
     """
 
     recipes: Mapping[str, Recipe] = DRAFTERS
@@ -71,13 +73,14 @@ class Bench:
         settings: LongContextConfig | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         skip: Sequence[str] = (),
+        kv_dtype: str = "auto",
     ) -> None:
         self.model = model
         self._threads = torch.get_num_threads()
         self.settings = settings or LongContextConfig()
         self.drafters = list(dict.fromkeys(drafters))
         self.skip = list(skip)
-        self.engine = Engine(model, "none", tokenizer=tokenizer)
+        self.engine = Engine(model, "none", tokenizer=tokenizer, kv_dtype=kv_dtype)
         for name in self.drafters:
             try:
                 self.engine.set_drafter(self._drafter(name), self.settings)
@@ -139,12 +142,12 @@ class Bench:
     def transformers(self, **options: Any) -> Contestant:
         """Make a contestant of ``model.generate`` with these options."""
 
-        def generate(rows: Rows, max_new_tokens: int) -> tuple[list[Tokens], int]:
+        def generate(rows: Rows, max_new_tokens: int, streamer: BaseStreamer | None) -> tuple[list[Tokens], int]:
             ids, mask = padded(rows, self.model)
             pad = (ends(self.model.generation_config) or [0])[0]
             more = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": pad, **options}
             with counting_passes(self.model) as passes:
-                out = self.model.generate(ids, attention_mask=mask, **more)
+                out = self.model.generate(ids, attention_mask=mask, streamer=streamer, **more)
             return [until_end(row, self.model) for row in out[:, ids.shape[1] :].tolist()], len(passes)
 
         return Contestant(timed(generate), lambda: torch.set_num_threads(self.threads_of_transformers))
@@ -198,9 +201,12 @@ class Bench:
 
         return self.forerun(rewarmed)
 
-    def generate(self, rows: Rows, max_new_tokens: int) -> tuple[list[Tokens], int]:
+    def generate(
+        self, rows: Rows, max_new_tokens: int, streamer: BaseStreamer | None = None
+    ) -> tuple[list[Tokens], int]:
         """Return the engine's output and its number of steps."""
-        result = self.engine.generate(list(rows), max_new_tokens=max_new_tokens, **self.sampling)
+        more = {"max_new_tokens": max_new_tokens, **self.sampling}
+        result = self.engine.generate(list(rows), streamer=streamer, **more)
         return result.generated, max(stats.steps for stats in result.stats)
 
 
@@ -219,13 +225,31 @@ def until_end(row: Tokens, model: PreTrainedModel) -> Tokens:
     return [int(token) for token in row[: at + 1]]
 
 
+class FirstToken(BaseStreamer):  # type: ignore[misc]
+    """Records when the first generated token arrives; before it comes the prompt."""
+
+    def __init__(self) -> None:
+        self.at: float | None = None
+        self._has_prompt = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._has_prompt and self.at is None:
+            self.at = time.perf_counter()
+        self._has_prompt = True
+
+    def end(self) -> None:
+        """Do nothing."""
+
+
 def timed(generate: Generate) -> Callable[[Rows, int], Run]:
-    """Make a timed run of ``generate``."""
+    """Make a timed run of ``generate``; the time to the first token is known for one row."""
 
     def run(rows: Rows, max_new_tokens: int) -> Run:
+        first = FirstToken()
         begin = time.perf_counter()
-        texts, passes = generate(rows, max_new_tokens)
-        return Run(texts, time.perf_counter() - begin, passes)
+        texts, passes = generate(rows, max_new_tokens, first if len(rows) == 1 else None)
+        seconds = time.perf_counter() - begin
+        return Run(texts, seconds, passes, first=None if first.at is None else first.at - begin)
 
     return run
 

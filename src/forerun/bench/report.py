@@ -42,6 +42,7 @@ def _row(one: Series, baseline: Series, plain: Series | None, decode: Decode) ->
         "slowest": _figures(slow),
         "fastest": _figures(fast),
         "rounds": len(one.runs[0]),
+        "first_token_ms": None if one.first_token is None else _figures(1000 * one.first_token),
         "tokens_per_step": None if passes is None else round(passes, 3),
         "speed_up": round(one.tokens_per_second / baseline.tokens_per_second, 3),
         "same_output": one.same_texts(baseline, decode),
@@ -115,11 +116,16 @@ def _cell(row: Row) -> str:
 
 
 def equality_table(rows: Sequence[Row]) -> str:
-    """Format each contestant's tokens per step and shares of equal outputs, over all tasks."""
-    lines = ["| | tokens per step | texts equal to plain Forerun | to transformers |", "|---|---|---|---|"]
+    """Format each contestant's time to the first token, tokens per step and shares of equal outputs, over all tasks."""
+    lines = [
+        "| | first token, ms | tokens per step | texts equal to plain Forerun | to transformers |",
+        "|---|---|---|---|---|",
+    ]
     for contestant, mine in _by_contestant(rows).items():
         passes = _mean([row["tokens_per_step"] for row in mine])
+        first = _mean([row.get("first_token_ms") for row in mine])
         cells = [
+            "-" if first is None else f"{first:.0f}",
             "-" if passes is None else f"{passes:.2f}",
             *(_share(mine, name) for name in ("same_as_plain", "same_output")),
         ]

@@ -46,6 +46,7 @@ class Run:
         passes: of the target, counting prefill as one; None if unknown.
         counted: number of tokens of all rows; by default those of ``texts``.
         cores, others: see ``Load``; None if not measured.
+        first: seconds until the first token; None if unknown.
     """
 
     texts: Sequence[Tokens | str]
@@ -54,6 +55,7 @@ class Run:
     counted: int | None = None
     cores: float | None = None
     others: float | None = None
+    first: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -95,6 +97,12 @@ class Series:
         if len(known) < len(passes):
             return None
         return sum(rounds[0].tokens / len(rounds[0].texts) for rounds in self.runs) / sum(known)
+
+    @property
+    def first_token(self) -> float | None:
+        """Return the mean over prompts of the median seconds until the first token; None if unknown."""
+        known = [[run.first for run in rounds if run.first is not None] for rounds in self.runs]
+        return sum(map(median, known)) / len(known) if all(known) else None
 
     @property
     def cores(self) -> float | None:

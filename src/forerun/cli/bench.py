@@ -34,11 +34,12 @@ def run(options: BenchOptions) -> None:
         target, tokenizer = load_target(options)
         sets = _prompt_sets(options, lines, TemplateEncoder(tokenizer, options.raw), position_limit(target))
         long = settings(options, drafters, target, tokenizer)
-        bench = Bench(target, drafters, long, tokenizer, options.skip or ())
+        bench = Bench(target, drafters, long, tokenizer, options.skip or (), options.kv_dtype)
         bench.check_skip(sets)
     for name, reason in bench.refused.items():
         say(f"{name} is left out: {reason}")
     shared = about(options.model, dtype_name(target), str(target.device)) | options.drafting
+    shared |= {"kv_dtype": options.kv_dtype}
     journal = Journal(options.out / "speed-turns.jsonl", shared, options.resume)  # created when all checks have passed
     paths: Sequence[Path] = []
     threads = {"threads of transformers": bench.threads_of_transformers}

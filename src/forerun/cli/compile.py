@@ -37,7 +37,7 @@ def _compile_passes(options: CompileOptions) -> None:
     """Generate a few tokens for several prompts, greedy and sampled."""
     model, tokenizer = load_target(options)
     with working(stderr(), f"compiling the passes of {options.model} ({options.dtype})"):
-        engine = Engine(model, "lookup", tokenizer=tokenizer)
+        engine = Engine(model, "lookup", tokenizer=tokenizer, kv_dtype=options.kv_dtype)
         prompts = [[1 + i % 7 for i in range(length)] for length in (PROMPT_TOKENS, 8)]
         engine.generate(prompts, max_new_tokens=8)
         engine.generate(prompts, max_new_tokens=8, do_sample=True, top_p=0.9, top_k=20, seed=0)

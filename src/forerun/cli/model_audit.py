@@ -69,12 +69,14 @@ def _plan(options: AuditOptions, model: PreTrainedModel, tokenizer: PreTrainedTo
         seeds=options.seeds,
         temperature=options.temperature,
         budget=BUDGET if options.budget is None else options.budget,
+        kv_dtype=options.kv_dtype,
     )
 
 
 def _load(options: AuditOptions) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     model, tokenizer = load_target(options)
-    if options.dtype is None and model.num_parameters() < SMALL and model.device.type == "cpu":
+    small = model.num_parameters() < SMALL and model.device.type == "cpu"
+    if options.dtype is None and options.kv_dtype == "auto" and small:
         model = model.to(torch.float64)
     return model, tokenizer
 

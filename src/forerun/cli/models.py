@@ -18,7 +18,6 @@ from forerun.core.long_context import MTP, LongContextConfig
 from forerun.decoding.recipes import DRAFTERS, Recipe, check_drafter
 from forerun.engine.engine import BUDGET, Engine
 from forerun.models.forward.runtime import default_runtime
-from forerun.models.heads.loading import is_head, load_head
 from forerun.models.heads.mtp import stated_layers
 from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load, load_draft
 from forerun.models.loading.yarn import stretch_model
@@ -91,6 +90,11 @@ def settings(
         if "auto" in drafters and (count := stated_layers(target)):
             log.info("%s comes with %d MTP layer(s): --draft-model mtp lets auto use them", options.model, count)
         return make()
+    from forerun.models.heads.loading import (
+        is_head,
+        load_head,
+    )  # with transformers' code of the models that they extend
+
     if name == MTP or is_head(name):
         return make(name if name == MTP else load_head(name))
     return make(load_draft(name, target, tokenizer, trust_remote_code=options.trust_remote_code))
@@ -109,6 +113,7 @@ def make_engine(options: Any, memory: Callable[[torch.device], dict[str, Any]] =
             settings=settings(options, [options.drafter], model, tokenizer),
             tokenizer=tokenizer,
             budget=BUDGET if options.budget is None else options.budget,
+            kv_dtype=options.kv_dtype,
             _runtime=replace(default_runtime(), waits_for_code=False),
             **memory(model.device),
         )

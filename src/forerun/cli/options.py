@@ -72,6 +72,9 @@ def size_option(*, panel: str, help: str) -> Any:  # noqa: A002
 Model = Annotated[str, option("--model", "-m", panel="Model", help=MODEL_HELP, metavar="PATH|NAME")]
 AnyDtype = Annotated[Dtype, option("--dtype", panel="Model", help=DTYPE_HELP)]
 Activations = Annotated[ActivationsName, option(panel="Model", help=ACTIVATIONS_HELP)]
+KVDtypeName = Literal["auto", "bfloat16"]
+KV_DTYPE_HELP = "Of keys and values; auto is the model's. bfloat16 halves them for float32 and stored models on a CPU."
+KVDtype = Annotated[KVDtypeName, option("--kv-dtype", panel="Memory", help=KV_DTYPE_HELP)]
 Budget = Annotated[int | None, option("--budget", panel="Model", help="Most drafted tokens per step.", min=1)]
 Quantize = Annotated[
     str | None,
@@ -194,6 +197,7 @@ class WriterOptions(LongOptions, ModelOptions):
 
     drafter: DrafterName = "auto"
     budget: Budget = None
+    kv_dtype: KVDtype = "auto"
     namespace: Annotated[str, option(panel="Model", help="Whose outputs may be drafted.")] = "default"
     system: Annotated[str | None, option(panel="Text", help="The chat model's system message.")] = None
     max_new_tokens: Annotated[int, option("--max-new-tokens", "-n", panel="Text", help="Most tokens.", min=1)] = 256
@@ -323,6 +327,7 @@ class AuditOptions(OutputOptions, LongOptions, AnyTypeModelOptions):
         option(panel="Model", help="Default: on a CPU float64 under 100 million parameters, else the file's."),
     ] = None
     activations: Activations = "auto"
+    kv_dtype: KVDtype = "auto"
     drafter: Drafters = None
     budget: Budget = None
     prompt: Annotated[list[str] | None, option("--prompt", "-p", panel="Text", help="May be repeated.")] = None
@@ -372,6 +377,7 @@ class BenchOptions(OutputOptions, LongOptions, ModelOptions):
     """
 
     drafter: Drafters = None
+    kv_dtype: KVDtype = "auto"
     prompts_file: Annotated[
         Path | None, option(panel="Text", help="JSON lines of {task, prompt} or {task, messages}; default: the demo's.")
     ] = None
@@ -459,3 +465,5 @@ class CompileOptions(ModelOptions, DebugOptions):
     NUMBA_CACHE_DIR if set. For the bundled model, the default, this compiles float32 and bfloat16; name your own model
     if it needs other kernels.
     """
+
+    kv_dtype: KVDtype = "auto"

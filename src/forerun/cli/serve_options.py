@@ -9,11 +9,13 @@ from typing import Annotated, Any
 from forerun.cli.options import (
     ACTIVATIONS_HELP,
     DRAFTER_HELP,
+    KV_DTYPE_HELP,
     MODEL_HELP,
     ActivationsName,
     Budget,
     DebugOptions,
     Dtype,
+    KVDtypeName,
     Quantize,
     option,
 )
@@ -73,6 +75,7 @@ class ServeOptions(DebugOptions):
     kv_memory: Annotated[
         str | None, option(panel=_MUCH, help=f"For keys and values: half of what is free, or {_SIZE}")
     ] = None
+    kv_dtype: Annotated[KVDtypeName | None, option("--kv-dtype", panel=_MUCH, help=KV_DTYPE_HELP)] = None
     kv_host_memory: Annotated[
         str | None, option(panel=_MUCH, help="Then --kv-memory is the device's, and this the host's besides.")
     ] = None

@@ -1,8 +1,9 @@
-"""One row's input to a forward pass: uncached committed tokens, then the draft tree."""
+"""One row's part of a forward pass: its input, uncached committed tokens and then the draft tree; and its results."""
 
 from __future__ import annotations
 
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -95,3 +96,18 @@ class Block:
             return None
         bias = torch.zeros(seen.shape, dtype=like.dtype)
         return bias.masked_fill_(torch.from_numpy(~seen), -torch.inf).to(like.device)
+
+
+class RowScores(NamedTuple):
+    """A row's results of a forward pass.
+
+    Attributes:
+        logits: after its last pending token (row 0) and at its tree's node i (row i + 1), ``[len(tree) + 1, V]``.
+        states: hidden states of all its block's tokens, if requested, layers side by side, ``[len(block), layers *
+            hidden]``.
+        best: the best token of each row of logits, int64 ``[len(tree) + 1]``, if the pass found it itself.
+    """
+
+    logits: torch.Tensor
+    states: torch.Tensor | None = None
+    best: torch.Tensor | None = None

@@ -183,11 +183,12 @@ class Request:
         constraint = self.sampler.constraint
         return [] if constraint is None else constraint.forced(self._ids[: self._end], most)
 
-    def keep_logprobs(self, tokens: Sequence[int], logits: torch.Tensor, rows: Sequence[int]) -> None:
-        """Keep the log-probabilities of committed tokens, if requested, from rows of logits ``[n, V]``."""
+    def keep_logprobs(self, tokens: Sequence[int], logits: torch.Tensor, path: Sequence[int]) -> None:
+        """Keep the log-probabilities of committed tokens, if requested, from a tree's logits ``[n + 1, V]`` and the
+        accepted nodes."""
         if self.top_logprobs is None:
             return
-        scored = [logits[row] for _, row in zip(tokens, rows, strict=False)]
+        scored = [logits[row] for _, row in zip(tokens, (0, *(node + 1 for node in path)), strict=False)]
         if logits.device.type != "cpu":
             scored = list(torch.stack(scored).cpu())  # one transfer; not yet run on a GPU
         for token, own in zip(tokens, scored, strict=False):

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import pad
 
+from forerun.core.block import RowScores
 from forerun.core.pinned import brought
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, highest_of_rows
@@ -106,24 +107,26 @@ class RowChoices(NamedTuple):
 
 def choose_rows(
     trees: Sequence[DraftTree],
-    logits: Sequence[object],
+    scored: Sequence[RowScores | Exception],
     requests: Sequence[Request],
     best: int = 0,
     chances: bool = False,
-    known: torch.Tensor | None = None,
 ) -> list[RowChoices]:
-    """Fetch what a step needs of each row's logits, in one transfer. What all rows need is computed at once, over
-    adjacent logits.
+    """Fetch what a step needs of each row's logits, in one transfer, and wait for the pass. What all rows need is
+    computed at once, over adjacent logits.
 
     Args:
-        logits: of each row, ``[n + 1, V]``; anything else for a row without logits.
+        scored: a pass's results; an error's row has no choices. Those after the last tree are only waited for.
         best: number of best tokens to fetch per row of logits; ``chances``: whether to fetch the choices'
             probabilities.
-        known: the best token of each row of these logits, int64 ``[m]``, if the pass found it.
     """
-    away = {n: own for n, own in enumerate(logits) if isinstance(own, torch.Tensor) and elsewhere(own)}
+    there = {n: own for n, own in enumerate(scored) if isinstance(own, RowScores) and elsewhere(own.logits)}
     found = [RowChoices()] * len(trees)
+    if not there:
+        return found
+    away = {n: own.logits for n, own in there.items() if n < len(trees)}
     if not away:
+        synchronize(next(iter(there.values())).logits.device)
         return found
     counts = [own.shape[0] for own in away.values()]
     shared: dict[str, torch.Tensor] = {}
@@ -131,13 +134,16 @@ def choose_rows(
         scores, shared["tokens"] = adjoined(list(away.values())).float().topk(min(best, away[min(away)].shape[-1]))
         shared["scores"] = scores.double().view(torch.int64)
     if any(requests[n].sampler.takes_best for n in away):
-        shared["choices"] = best_of_rows(adjoined(list(away.values()))) if known is None else known
+        known = [top for n in away if (top := there[n].best) is not None]
+        shared["choices"] = adjoined(known) if len(known) == len(away) else best_of_rows(adjoined(list(away.values())))
     tops = torch.split(shared["choices"], counts) if "choices" in shared else [None] * len(counts)
     own = [
         list(_vectors(trees[n], each, requests[n], top, chances))
         for (n, each), top in zip(away.items(), tops, strict=True)
     ]
     vectors = [*(each.flatten() for each in shared.values()), *(vector for row in own for _, vector in row)]
+    if not vectors:
+        synchronize(away[min(away)].device)
     brought = iter(to_cpu(vectors))
     tables = {name: _parted(next(brought).reshape(each.shape), counts) for name, each in shared.items()}
     for place, (n, row) in enumerate(zip(away, own, strict=True)):

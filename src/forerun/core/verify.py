@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
+from forerun.core.block import RowScores
 from forerun.core.origin import Origin
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, draw, uniform
@@ -74,7 +75,7 @@ def verify(tree: DraftTree, logits: torch.Tensor, request: Request, choices: Int
     q = tested(tree, request)
     if elsewhere(logits):
         if choices is None:
-            choices = choose_rows([tree], [logits], [request])[0].choices
+            choices = choose_rows([tree], [RowScores(logits)], [request])[0].choices
         if choices is None and request.sampler.anywhere:
             logits, q = logits.cpu(), q if q is None else q.cpu()
     if q is not None:

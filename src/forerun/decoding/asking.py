@@ -111,9 +111,13 @@ def merge(
     confident: float,
     choose: Callable[[dict[int, DraftTree]], Sequence[int]] = list,
 ) -> list[DraftTree]:
-    """Add a costly source's drafts, for rows whose trees expect fewer than ``confident`` accepted nodes. ``choose``
-    picks among these rows."""
-    unsure = choose({row: tree for row, tree in enumerate(trees) if tree.expected < confident})
+    """Add a costly source's drafts, for rows where it is ready and whose trees expect fewer than ``confident`` accepted
+    nodes. ``choose`` picks among these rows."""
+    unsure = choose({
+        number: tree
+        for number, (row, tree) in enumerate(zip(rows, trees, strict=True))
+        if tree.expected < confident and works(costly, row) and costly.ready(row)
+    })  # fmt: skip
     if unsure:
         beside = [limits[row]._replace(beside=trees[row]) for row in unsure]
         found = propose(costly, [rows[row] for row in unsure], beside)

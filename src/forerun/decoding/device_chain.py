@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from forerun.core.block import Block
+from forerun.core.block import Block, RowScores
 from forerun.core.request import Request
-from forerun.core.transfers import best_of_rows, to_cpu
+from forerun.core.transfers import adjoined, best_of_rows, to_cpu
 from forerun.core.tree import DraftTree, IntArray
 from forerun.decoding.row import Row
 from forerun.models.forward.scorer import Scorer
@@ -46,34 +46,39 @@ def draft(model: Scorer, rows: Sequence[Row], count: int, chances: bool) -> list
     found: list[list[torch.Tensor]] = []  # [1] per pass and row
     q: list[list[torch.Tensor]] = [[] for _ in rows]
     for turn in range(count):
-        logits = model.score(blocks, caches)
-        chosen.append(_choices(logits, requests, turn, q, model.best))
+        scores = model.score_rows(blocks, caches)
+        chosen.append(_choices(scores, requests, turn, q))
         if chances:
-            each = torch.split(chosen[-1], 1)
-            found.append([r.sampler.chances(own, token) for r, own, token in zip(requests, logits, each, strict=True)])
+            tokens = torch.split(chosen[-1], 1)
+            found.append(
+                [
+                    request.sampler.chances(row.logits, token)
+                    for request, row, token in zip(requests, scores, tokens, strict=True)
+                ]
+            )
         for cache, block in zip(caches, blocks, strict=True):
             cache.commit(block, [])
         ids = torch.split(chosen[-1], 1)
         blocks = [Block(UNKNOWN, DraftTree.empty(), c.length, ids=own) for c, own in zip(caches, ids, strict=True)]
     bits = [each.view(torch.int64) for turn in found for each in turn]
-    tokens, *rest = to_cpu([torch.cat(chosen), *([torch.cat(bits)] if bits else [])])
-    return list(_pieces(tokens.reshape(count, -1), rest, q))
+    drafted, *rest = to_cpu([torch.cat(chosen), *([torch.cat(bits)] if bits else [])])
+    return list(_pieces(drafted.reshape(count, -1), rest, q))
 
 
 def _choices(
-    logits: Sequence[torch.Tensor], requests: Sequence[Request], turn: int, q: list[list[torch.Tensor]],
-    best: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+    scores: Sequence[RowScores], requests: Sequence[Request], turn: int, q: list[list[torch.Tensor]]
+) -> torch.Tensor:
     """Choose each row's token from logits ``[1, V]``, ``turn`` tokens after the request; append distributions to
     ``q``."""
     if all(request.sampler.takes_best for request in requests):
-        return best_of_rows(torch.cat(list(logits))) if best is None else best
+        best = [row.best for row in scores if row.best is not None]
+        return adjoined(best) if best else best_of_rows(adjoined([row.logits for row in scores]))
     chosen = []
-    for own, request, drawn_from in zip(logits, requests, q, strict=True):
-        scores = request.sampler.scores_of_rows(own)
-        chosen.append(request.sampler.choices(scores, [len(request) + turn]))
+    for row, request, drawn_from in zip(scores, requests, q, strict=True):
+        own = request.sampler.scores_of_rows(row.logits)
+        chosen.append(request.sampler.choices(own, [len(request) + turn]))
         if request.sampler.method == "rejection":
-            drawn_from.append(scores[0].double().softmax(-1))
+            drawn_from.append(own[0].double().softmax(-1))
     return torch.cat(chosen)
 
 

@@ -12,16 +12,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from forerun.core.block import Block
+from forerun.core.block import Block, RowScores
 from forerun.core.origin import Origin
 from forerun.core.request import Request
-from forerun.core.transfers import BestTokens, RowChoices, choose_rows, synchronize
+from forerun.core.transfers import BestTokens, RowChoices, choose_rows
 from forerun.core.tree import DraftTree, IntArray
 from forerun.core.verify import Outcome, Verdict, verify
 from forerun.decoding import device_chain
@@ -44,13 +42,6 @@ UNLIMITED = 1 << 30
 
 CacheFactory = Callable[[Scorer, FullCache], Cache]
 """Makes a row's cache from the level's model and the target's cache of the row."""
-
-
-class RowScores(NamedTuple):
-    """A row's logits, and hidden states of its block's tokens if a source needs them."""
-
-    logits: torch.Tensor
-    states: torch.Tensor | None
 
 
 Scored = RowScores | Exception
@@ -144,19 +135,20 @@ class Level(Source):
             Each decoding row's outcome, None if it failed; and the seconds of the step's parts.
         """
         began, shown = self._clock(), time.perf_counter()
-        forced = [self._forced(row, budget) for row, budget in zip(rows, budgets, strict=True)]
+        forced = list(map(self._forced, rows, budgets))
         trees, rests = self._plan(rows, budgets, forced, reading, closed)
-        blocks = [row.block(tree) for row, tree in zip(rows, trees, strict=True)] + [block for _, block in reading]
-        every = [*rows, *(row for row, _ in reading)]
+        blocks, every = [row.block(tree) for row, tree in zip(rows, trees, strict=True)], list(rows)
+        for row, block in reading:
+            every.append(row)
+            blocks.append(block)
         planned, shown_planned = self._clock(), time.perf_counter()
         scored = self._score(every, blocks)
         choices = self._choices(rows, trees, scored, rests)
         passed, shown_passed = self._clock(), time.perf_counter()
-        passes = list(zip(every, blocks, scored, strict=True))
-        outcomes = [self._verify(*each, choice) for each, choice in zip(passes, choices, strict=False)]
-        read = [self._take_in(*each) for each in passes[len(rows) :]]
+        outcomes, end = list(map(self._verify, rows, blocks, scored, choices)), len(rows)
+        read = list(map(self._take_in, every[end:], blocks[end:], scored[end:]))
         times = StepTimes(planned - began, passed - planned, self._clock() - passed)
-        self._learn([*rows, *every[len(rows) :]], [*outcomes, *read], forced, times)
+        self._learn(every, [*outcomes, *read], forced, times)
         shown_times = shown_planned - shown, shown_passed - shown_planned, time.perf_counter() - shown_passed
         return outcomes, StepTimes(*shown_times)
 
@@ -175,10 +167,12 @@ class Level(Source):
         """Return the trees to score (forced tokens, then the planner's draft), and whether the planner drafts
         nothing."""
         trees = [DraftTree.empty()] * len(rows)
+        if not any(forced) and self.planner.rests(rows, not reading):
+            return trees, True
         texts = [row.followed_by(chain) if chain else row for row, chain in zip(rows, forced, strict=True)]
         drafted = [n for n, row in enumerate(texts) if row.request.drafts and row.request.finish_reason is None]
         found = None
-        if drafted and self.planner.own:
+        if drafted:
             shape = self._shape(texts, drafted, budgets, forced, sum(len(block) for _, block in reading), closed)
             found = self.planner.plan([texts[n] for n in drafted], shape)
         if found is None and not any(forced):
@@ -220,19 +214,15 @@ class Level(Source):
         """Score all rows; on a GPU the results may be pending. If a pass fails, each row gets its own pass, and only
         rows that fail again end. At a lower level only drafts fail."""
         most = self.limit.now(len(rows))
+        if most >= len(rows):
+            return self._pass(rows, blocks)
         parts = [slice(first, first + most) for first in range(0, len(rows), most)]
-        if len(parts) > 1:
-            return [each for part in parts for each in self._pass(rows[part], blocks[part])]
-        return self._pass(rows, blocks)
+        return [each for part in parts for each in self._pass(rows[part], blocks[part])]
 
     def _pass(self, rows: Sequence[Row], blocks: Sequence[Block]) -> Sequence[Scored]:
-        caches, layers = [row.cache for row in rows], self.wants.states if rows[0].settled else ()
+        caches, layers = [row.cache for row in rows], self.planner.states if rows[0].settled else ()
         try:
-            if layers:
-                logits, states = self.model.score_with_states(blocks, caches, layers)
-            else:
-                logits, states = self.model.score(blocks, caches), []
-            return [RowScores(*each) for each in zip_longest(logits, states)]
+            return self.model.score_rows(blocks, caches, layers)
         except Exception as error:
             if not rows[0].settled:
                 raise
@@ -247,18 +237,10 @@ class Level(Source):
     def _choices(
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scored: Sequence[Scored], rests: bool
     ) -> Sequence[RowChoices]:
-        """Fetch what verification and the sources need of the pass, in one transfer. Without one, wait for the pass, so
-        that timings are right."""
-        logits = [each.logits if isinstance(each, RowScores) else None for each in scored]
+        """Wait for the pass, so that timings are right, and fetch what verification and the sources need of it."""
         best = self.wants.best if rows and rows[0].settled and not rests else 0
         chances = any(isinstance(row, TrialRow) and row.least > 0 for row in rows)
-        counts, known = [0 if each is None else each.shape[0] for each in logits], self.model.best
-        if known is not None:  # of the last pass, which may have scored only some of the rows
-            known = known[: sum(counts[: len(rows)])] if known.shape[0] == sum(counts) else None
-        choices = choose_rows(trees, logits[: len(rows)], [row.request for row in rows], best, chances, known)
-        if all(each.choices is None and each.best is None for each in choices) and logits[-1] is not None:
-            synchronize(logits[-1].device)
-        return choices
+        return choose_rows(trees, scored, [row.request for row in rows], best, chances)
 
     def _verify(self, row: Row, block: Block, scored: Scored, choices: RowChoices) -> Outcome | None:
         """Verify a row's tree and commit what is accepted. An error ends only this row (at a lower level: its
@@ -269,8 +251,8 @@ class Level(Source):
             verdict = verify(block.tree, scored.logits, row.request, choices.choices)
             row.commit(block, verdict)
             if row.settled:
-                row.request.keep_logprobs(verdict.tokens, scored.logits, [0, *(node + 1 for node in verdict.path)])
-            states = _kept(scored.states, block, verdict.path)
+                row.request.keep_logprobs(verdict.tokens, scored.logits, verdict.path)
+            states = None if scored.states is None else _kept(scored.states, block, verdict.path)
             return Outcome(block.tree, verdict, scored.logits, choices.best, states, block.start, choices.chances)
         except Exception as error:
             if not row.settled:
@@ -284,7 +266,7 @@ class Level(Source):
             if isinstance(scored, Exception):
                 raise scored
             row.commit_prompt(block)
-            states = _kept(scored.states, block, [])
+            states = None if scored.states is None else _kept(scored.states, block, [])
             return Outcome(block.tree, Verdict([], []), scored.logits[:0], None, states, block.start)
         except Exception as error:
             row.request.fail(error)
@@ -299,6 +281,8 @@ class Level(Source):
     ) -> None:
         """Update the planner and sources, without forced tokens. Only sources that need hidden states get chunks of
         prompts."""
+        if not self.planner.sources:
+            return
         chains = [*forced, *[()] * (len(rows) - len(forced))]
         known = [
             (row, _after(outcome, len(chain)) if outcome is not None and chain else outcome)
@@ -315,7 +299,8 @@ class Level(Source):
         yield from self.planner.sources
 
     def warm_up(self) -> None:
-        self.model.warm_up(self.wants.states if self.makes_none else ())
+        for states in {(), self.wants.states if self.makes_none else ()}:
+            self.model.warm_up(states)
         self.planner.warm_up()
         if self._make is not None:
             self._make(self.model, FullCache())  # a model's first cache determines how positions rotate
@@ -461,9 +446,8 @@ class Level(Source):
             self._prepare(own, row.request, READ_BLOCK)
 
 
-def _kept(states: torch.Tensor | None, block: Block, path: Sequence[int]) -> torch.Tensor | None:
-    if states is None:
-        return None
+def _kept(states: torch.Tensor, block: Block, path: Sequence[int]) -> torch.Tensor:
+    """Return the states of the pending tokens and the accepted nodes."""
     pending = len(block.pending)
     rows = [*range(pending), *(pending + node for node in path)]
     chain = len(path) == 0 or path[-1] == len(path) - 1

@@ -62,6 +62,8 @@ class Planner:
             max((source.wants.best for source in self.sources), default=0),
             next((source.wants.states for source in self.sources if source.wants.states), ()),
         )
+        self.states = self.wants.states
+        """Layers whose hidden states the next pass keeps; none while no source needs them."""
 
     @contextmanager
     def watched_by(self, source: Source) -> Iterator[None]:
@@ -83,10 +85,12 @@ class Planner:
         unread = [source for source in self.own if not asking.read(source, row, tokens)]
         return not unread
 
+    def rests(self, rows: Sequence[Row], decodes: bool) -> bool:
+        """Return whether it is known without planning that nothing is drafted; ``decodes``: the step only decodes."""
+        return not self.own
+
     def plan(self, rows: Sequence[Row], shape: PassShape) -> list[DraftTree] | None:
         """Return each row's draft; None for none."""
-        if not self.own:
-            return None
         return self.draft(rows, [Limit(nodes) for nodes in shape.budgets])
 
     def draft(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
@@ -178,6 +182,8 @@ class AdaptivePlanner(Planner):
         small: Scorer | None = None,
     ) -> None:
         super().__init__(trees, costly, chains, confident)
+        if costly is not None:
+            self.states, costly.trusted = (), False
         self._clock, self._runtime, self._models = runtime.clock, runtime, [model, *([small] if small else [])]
         self._vocabulary, self._longest, self._beyond, self._stops_early = (
             model.vocabulary,
@@ -274,31 +280,30 @@ class AdaptivePlanner(Planner):
 
     # a step
 
+    def rests(self, rows: Sequence[Row], decodes: bool) -> bool:
+        """Return whether the last decision to draft nothing holds: for the same rows, if none promises more."""
+        rest, self._resting = self._rest, False
+        if rest is None or not decodes or not rest.left or self.trees is None:
+            return False
+        if [id(row.states) for row in rows] != [id(row.states) for row in rest.plan.rows]:
+            return False
+        began = self._clock()
+        kinds = self._choice.kinds(self.trees.promise(rows))
+        self._resting = all(now <= then for now, then in zip(kinds, rest.plan.decision.kinds, strict=True))
+        if self._resting:
+            rest.left -= 1
+            rest.steps += 1
+            rest.deciding += self._clock() - began
+        return self._resting
+
     def plan(self, rows: Sequence[Row], shape: PassShape) -> list[DraftTree] | None:
         """Return the best part of each tree, or chains, or None, whichever is worth most."""
         began = self._clock()
-        rest = self._rest
-        self._resting = rest is not None and self._rests(rest, rows, shape)
-        if rest is not None and self._resting:
-            rest.deciding += self._clock() - began
-            return None
+        self.end_rest()
         trees = self._decide(rows, shape)
         if self._under_way is not None:
             self._under_way.decision.planning = self._clock() - began
         return trees
-
-    def _rests(self, rest: _Rest, rows: Sequence[Row], shape: PassShape) -> bool:
-        """Return whether the last decision to draft nothing still holds: for these rows, if none promises more. If not,
-        book it."""
-        same = shape.decodes and [id(row.states) for row in rows] == [id(row.states) for row in rest.plan.rows]
-        if same and rest.left and not shape.undrafted_left and self.trees is not None:
-            kinds = self._choice.kinds(self.trees.promise(rows))
-            if all(now <= then for now, then in zip(kinds, rest.plan.decision.kinds, strict=True)):
-                rest.left -= 1
-                rest.steps += 1
-                return True
-        self.end_rest()
-        return False
 
     def end_rest(self) -> None:
         """Book the steps that drafted nothing by the last decision."""
@@ -316,6 +321,9 @@ class AdaptivePlanner(Planner):
             chosen.ledger.open(decision.cost_to_go)
             self._fresh = False
         self._under_way = _PlannedStep(decision, rows, states)
+        if self.costly is not None:
+            self.states = self.wants.states if decision.costly else ()
+            self.costly.trusted = decision.trusted
         if shape.decodes and chosen.plain_step_due:
             return None
         trees = self._trees(rows, decision)
@@ -327,7 +335,7 @@ class AdaptivePlanner(Planner):
         if self.trees is None:
             return None
         asked = self._choice.ask(decision, self.trees.promise(rows))
-        if not asked and self.costly is None:
+        if not asked and not decision.costly:
             return None
         began = self._clock()
         limits, trees = [Limit(*limit) for limit in self._choice.limits(decision)], [DraftTree.empty()] * len(rows)
@@ -335,7 +343,7 @@ class AdaptivePlanner(Planner):
             found = asking.propose(self.trees, [rows[row] for row in asked], [limits[row] for row in asked])
             for row, tree in zip(asked, found, strict=True):
                 trees[row] = tree
-        if self.costly is not None:
+        if decision.costly:
             trees = self._deepened(trees, rows, limits, decision)
         if decision.rests:
             return None
@@ -397,7 +405,7 @@ class AdaptivePlanner(Planner):
         tokens = self._choice.learn(plan.decision, own, rates, passed, taught)
         for state, got in zip(plan.states, tokens, strict=True):
             state.gain += GAIN_WEIGHT * (got - state.gain)
-        steps = 0 if self.costly is not None else self._choice.patience(plan.decision)
+        steps = self._choice.patience(plan.decision)
         if self.chains is not None:
             steps = min(steps, self._beyond - max(plan.decision.shape.cached))
         if steps > 0:

@@ -49,6 +49,9 @@ class Source(ABC):
     """
 
     wants: Wants = Wants()
+    trusted = True
+    """Whether drafts are expected to pay. If not, the source need not prepare more than a trial needs, and may get no
+    hidden states for some steps."""
 
     def open(self, row: Row) -> Any:  # noqa: B027
         """Start a row, whose prompt is known. Returns the row's state, a ``RowState`` if it must be closed."""
@@ -62,6 +65,10 @@ class Source(ABC):
         """Predict cheaply how well drafts would do: the length of each row's longest suffix seen before; None if
         unknown."""
         return [None] * len(rows)
+
+    def ready(self, row: Row) -> bool:
+        """Return whether a costly source knows enough of a row to be judged by what it proposes."""
+        return True
 
     @abstractmethod
     def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> Sequence[DraftTree]:

@@ -7,7 +7,7 @@ decode. A prefix that several prompts share is prefilled once (``prefix_sharing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -164,15 +164,19 @@ class Batch:
         if not self._rows:
             return []
         with self._lock, present(self._step.level.model.device):
-            beside = any(row.begun for row in self._rows.values())
-            working = self._pacing is None or self._pacing.works(beside)
-            with self._step.seconds.reading():
-                worked, failed = self._catch_up(beside, resting) if working else (False, [])
-            commits = [Commit(row.request, [], 0) for row in failed]
-            decoding, reading = self._schedule(beside, working, resting)
-            if decoding or reading:
-                commits += self._timed(decoding, reading, beside, worked, budgets or {})
-            for row in (*decoding, *reading):
+            rows = [row for row in self._rows.values() if row.request.id not in resting]
+            decoding, unread = [row for row in rows if row.begun], [row for row in rows if not row.begun]
+            first, reading, commits = list[BatchRow](), dict[BatchRow, int](), list[Commit]()
+            worked, beside = False, bool(decoding)
+            if unread:
+                beside = any(row.begun for row in self._rows.values())
+                if self._pacing is None or self._pacing.works(beside):
+                    with self._step.seconds.reading():
+                        worked, commits = self._catch_up(unread, beside)
+                    first, reading = self._schedule(unread, beside, self.limit - len(decoding))
+            if decoding or first or reading:
+                commits += self._timed([*decoding, *first], reading, beside, worked, budgets or {})
+            for row in (*first, *reading):
                 self._sharing.read(row)
         for commit in commits:
             if commit.request.finish_reason is not None:
@@ -194,32 +198,30 @@ class Batch:
                 each.callback(self._remove, request)
 
     def _schedule(
-        self, beside: bool, working: bool, resting: Collection[int]
+        self, unread: Sequence[BatchRow], beside: bool, left: int
     ) -> tuple[list[BatchRow], dict[BatchRow, int]]:
-        """Return the rows that decode in the next step, and those that prefill a chunk, with its length. Those that
-        waited longest come first, while there is room."""
-        rows = [row for row in self._rows.values() if row.request.id not in resting and row.request.error is None]
-        decoding: list[BatchRow] = [row for row in rows if row.begun]
+        """Return which of the rows in prefill take their first step next, and which prefill a chunk, with its length.
+        Those that waited longest come first, while there is room for ``left`` tokens."""
+        first: list[BatchRow] = []
         reading: dict[BatchRow, int] = {}
-        paced = self._pacing is not None and beside
-        left, share, first = self.limit - len(decoding), 1.0, True  # tokens, and the share of the time allowed
-        for row in sorted((row for row in rows if working and not row.begun), key=lambda row: row.served):
-            if self._sharing.waits(row):
+        paced, share = self._pacing is not None and beside, 1.0  # of the time allowed
+        for row in sorted(unread, key=lambda row: row.served):
+            if row.request.error is not None or self._sharing.waits(row):
                 continue
             tokens = row.next_chunk(max(1, int(share * row.reads)) if paced and not row.drafting else None)
             reads = tokens < len(row.pending)
             if not (reads or row.ready):
                 continue
-            if not first and (tokens > left or (paced and share * row.reads < 1)):
+            if (first or reading) and (tokens > left or (paced and share * row.reads < 1)):
                 break
-            left, share, first = left - tokens, share - tokens / row.reads, False
+            left, share = left - tokens, share - tokens / row.reads
             if reads:
                 reading[row] = tokens
             else:
-                decoding.append(row)
+                first.append(row)
             row.served = self._steps
         self._steps += 1
-        return decoding, reading
+        return first, reading
 
     def _timed(
         self,
@@ -257,15 +259,15 @@ class Batch:
             row.request.fail(why)
         return [Commit(row.request, [], 0) for row in lost]
 
-    def _catch_up(self, beside: bool, resting: Collection[int]) -> tuple[bool, list[BatchRow]]:
+    def _catch_up(self, unread: Sequence[BatchRow], beside: bool) -> tuple[bool, list[Commit]]:
         """Prefill drafters with prompts that the target has prefilled, in pieces; return whether there were any, and
-        the rows that failed."""
+        a commit for each row that failed."""
         worked, failed = False, []
         pacing = self._pacing if beside else None
         end = 0.0 if pacing is None else pacing.clock() + pacing.allowed
-        for row in self._rows.values():
+        for row in unread:
             limit = row.reads if pacing is not None and not row.drafting else None
-            if row.ready or row.request.id in resting or row.next_chunk(limit) < len(row.pending):
+            if row.ready or row.next_chunk(limit) < len(row.pending):
                 continue
             if pacing is not None and pacing.clock() > end:
                 break
@@ -274,7 +276,7 @@ class Batch:
                 self._prepare(row, pacing)
             except Exception as error:
                 row.request.fail(error)
-                failed.append(row)
+                failed.append(Commit(row.request, [], 0))
         return worked, failed
 
     @torch.inference_mode()

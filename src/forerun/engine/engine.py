@@ -34,7 +34,7 @@ from forerun.kernels.runtime.thread_cap import cap_threads
 from forerun.kv.cache import READ_BLOCK
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.architecture import dtype_name
-from forerun.models.forward.gate import admit
+from forerun.models.forward.gate import admit, kv_type
 from forerun.models.forward.inputs import position_limit
 from forerun.models.forward.prefill import Progress, counting, read_prompt
 from forerun.models.forward.runtime import Runtime, default_runtime
@@ -88,6 +88,8 @@ class Engine:
         kv_store_limit, kv_store_expiry, kv_store_key: maximum bytes on disk, seconds until unused prefixes are removed,
             and a key for the files' checksums; see ``KVStore``.
         kv_memory: maximum bytes of keys and values on the device, or a ``KVMemory``; the rest is offloaded.
+        kv_dtype: type of cached keys and values: ``auto``, the model's, or ``bfloat16``, with half of the memory for a
+            model in float32 or with stored weights, on a CPU. All passes round alike, so drafts still change no bit.
 
     Raises:
         UnsupportedModelError: if the model's output could change.
@@ -113,6 +115,7 @@ class Engine:
         kv_store_expiry: float | None = None,
         kv_store_key: bytes | None = None,
         kv_memory: int | KVMemory | None = None,
+        kv_dtype: str = "auto",
         _runtime: Runtime | None = None,
     ) -> None:
         compile_notice()
@@ -126,7 +129,7 @@ class Engine:
         self.prefixes = PrefixCache(prefix_cache)
         """Keys and values of prompts kept in memory."""
         self._runtime = _runtime or default_runtime()
-        self.target = self._admit(model, kv_store=kv_store, kv_memory=kv_memory)
+        self.target = self._admit(model, kv_dtype, kv_store=kv_store, kv_memory=kv_memory)
         self.exactness = self._runtime.exactness(self.target, position_limit(model), kv_memory is not None)
         """``level`` is ``bitwise`` if outputs equal those without drafts bit for bit, in batches too; else
         ``rounding``, and ``reason`` says why."""
@@ -156,12 +159,13 @@ class Engine:
             f"exactness={self.exactness.level!r})"
         )
 
-    def _admit(self, model: PreTrainedModel, **whole: object) -> Scorer:
+    def _admit(self, model: PreTrainedModel, kv_dtype: str, **whole: object) -> Scorer:
+        held = kv_type(model, kv_dtype)
         if not is_sharded(model):
-            return admit(model, self._runtime.self_test)
+            return admit(model, self._runtime.self_test, held)
         from forerun.tensor_parallel import ranks  # only for a model in several processes
 
-        return ranks.admit(model, **whole)
+        return ranks.admit(model, kv_dtype=held, **whole)
 
     def _store(self, folder: str | Path | None, options: dict[str, Any]) -> KVStore | None:
         if folder is None:
@@ -216,7 +220,7 @@ class Engine:
 
         if self.target.recurrent:
             raise ValueError("kv_memory cannot offload states of recurrent layers; leave it unset")
-        return Tiers(memory, self.target.device, self.target.kv, self.target.model.dtype)
+        return Tiers(memory, self.target.device, self.target.kv, self.target.kv_dtype or self.target.model.dtype)
 
     def set_drafter(self, drafter: Drafts, settings: LongContextConfig | None = None) -> None:
         """Replace the drafter; for the arguments see the class.
@@ -473,7 +477,7 @@ class Engine:
         chunk, limit = (min(self.prefill_block, limit), limit) if fixed is None else (fixed, max(fixed, limit))
         anywhere = fixed is None and self.exactness.level == "bitwise"
         shared_chunk = min(SHARED_CHUNK_TOKENS, chunk) if anywhere else chunk
-        sharing = PrefixSharing(self.prefixes, lambda: self.store, shared_chunk, self._refresh)
+        sharing = PrefixSharing(self.prefixes, lambda: self.store, shared_chunk, self._refresh, anywhere)
         free = None if self.tiers is None else self.tiers.free
         return Batch(step, self._lock, chunk, limit, sharing, self._cache, free, offloaded_chunks, pacing)
 

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHARED_CHUNK_TOKENS = 64
-"""Granularity of prefix sharing, in tokens. Up to this many common tokens are prefilled again, at the cost of a few
-steps; less would need more keys."""
+"""Granularity in which prompts are compared; fewer common tokens are not shared. Less would need more keys."""
 
 NO_MEMORY = (OSError, MemoryError, torch.OutOfMemoryError)
 """Errors of copying a prefix, which is then prefilled instead."""
@@ -48,10 +47,14 @@ SHOWN_TOKENS = 16
 
 def keys_of(request: Request, chunk: int) -> Keys:
     """Return the keys of a request's prompt, for chunks of ``chunk`` tokens. They differ between namespaces."""
-    digest = hashlib.blake2b(repr((request.namespace, chunk)).encode(), digest_size=KEY_BYTES)
+    return _keys(request.prompt[:-1], request.namespace, chunk)
+
+
+def _keys(tokens: IntArray, namespace: str, chunk: int) -> Keys:
+    digest = hashlib.blake2b(repr((namespace, chunk)).encode(), digest_size=KEY_BYTES)
     keys = []
-    for end in range(chunk, request.prompt_length, chunk):
-        digest.update(request.prompt[end - chunk : end].tobytes())
+    for end in range(chunk, len(tokens) + 1, chunk):
+        digest.update(tokens[end - chunk : end].tobytes())
         keys.append(digest.digest())
     return keys
 
@@ -62,8 +65,8 @@ def common(a: Keys, b: Keys) -> int:
 
 
 class _Kept(NamedTuple):
-    """A cached prefix: keys of its chunks, keys and values, the namespace that may use it, and its ids, a thousandth of
-    the size."""
+    """A cached prefix: keys of its whole chunks, keys and values, the namespace that may use it, and its ids, a
+    thousandth of the size."""
 
     keys: Keys
     beginning: SharedPrefix
@@ -94,25 +97,27 @@ class PrefixCache:
     def nbytes(self) -> int:
         return sum(kept.beginning.nbytes for kept in self._entries.values())
 
-    def find(self, keys: Keys) -> tuple[SharedPrefix | None, int]:
-        """Return the prefix that shares the most chunks with a prompt, and how many."""
-        best, count = None, 0
-        for last, kept in self._entries.items():
-            if (shared := common(keys, kept.keys)) > count:
-                best, count = last, shared
-        if best is None:
-            return None, 0
+    def find(self, keys: Keys, prompt: IntArray) -> tuple[SharedPrefix | None, int, int]:
+        """Return the prefix that shares the most with a prompt, and how many chunks and tokens."""
+        shared = {last: count for last, kept in self._entries.items() if (count := common(keys, kept.keys))}
+        most = max(shared.values(), default=0)
+        lengths = {
+            last: _common_tokens(self._entries[last].tokens, prompt) for last, count in shared.items() if count == most
+        }
+        if not lengths:
+            return None, 0, 0
+        best = max(lengths, key=lengths.__getitem__)
         self._entries.move_to_end(best)
-        return self._entries[best].beginning, count
+        return self._entries[best].beginning, most, lengths[best]
 
     def prefix_break(self, request: Request) -> PrefixBreak | None:
-        """Return where a prompt diverges from its namespace's prefix with the most common tokens; None if it extends
-        that, or there is none."""
+        """Return where a prompt diverges from its namespace's prefix with the most common tokens; None if one extends
+        the other, or there is none."""
         ids = request.prompt
         others = [kept.tokens for kept in self._entries.values() if kept.namespace == request.namespace]
         lengths = [_common_tokens(ids, tokens) for tokens in others]
         best = max(range(len(others)), key=lengths.__getitem__, default=None)
-        if best is None or lengths[best] == len(others[best]):
+        if best is None or lengths[best] == min(len(ids), len(others[best])):
             return None
         at = lengths[best]
         return PrefixBreak(at, *(each[at : at + SHOWN_TOKENS].copy() for each in (others[best], ids)))
@@ -123,7 +128,7 @@ class PrefixCache:
             return
         for last, kept in list(self._entries.items()):
             others, shared = kept.keys, common(keys, kept.keys)
-            if shared == len(keys) < len(others):
+            if shared == len(keys) < len(others) or _begins(kept.tokens, tokens):
                 self._entries.move_to_end(last)
                 return
             if shared == len(others):
@@ -155,6 +160,10 @@ class PrefixCache:
             del self._entries[oldest]
 
 
+def _begins(longer: IntArray, tokens: IntArray) -> bool:
+    return len(tokens) < len(longer) and _common_tokens(longer, tokens) == len(tokens)
+
+
 def _common_tokens(a: IntArray, b: IntArray) -> int:
     count = min(len(a), len(b))
     different = np.flatnonzero(a[:count] != b[:count])
@@ -177,12 +186,20 @@ class PrefixSharing:
     Args:
         store: returns prefixes on disk, or None. It is replaced after the model has changed.
         refresh: checks whether the model has changed; returns a number that changes with it.
+        anywhere: whether bits do not depend on where prompts are cut. Then prompts in memory are shared to the token,
+            and so are answers.
     """
 
     def __init__(
-        self, prefixes: PrefixCache, store: Callable[[], KVStore | None], chunk: int, refresh: Callable[[], int]
+        self,
+        prefixes: PrefixCache,
+        store: Callable[[], KVStore | None],
+        chunk: int,
+        refresh: Callable[[], int],
+        anywhere: bool,
     ) -> None:
         self._prefixes, self._current_store, self.chunk, self._look = prefixes, store, chunk, refresh
+        self._anywhere = anywhere
         self._version: int | None = None
         self._keys: dict[BatchRow, Keys] = {}
         self._leaders: dict[BatchRow, tuple[BatchRow, int]] = {}  # the row to follow, and the number of common chunks
@@ -249,10 +266,15 @@ class PrefixSharing:
                 self._keep(row, self._keys[row])
 
     def leave(self, row: BatchRow) -> None:
-        """Remove a row. Its followers take over what it prefilled and look for another; its views' state is kept."""
+        """Remove a row. Its followers take over what it prefilled and look for another; its answer and its views' state
+        are kept."""
         self._leaders.pop(row, None)
-        self._unkept.discard(row)
-        self._note(row, self._keys.pop(row, ()))
+        keys = self._keys.pop(row, ())
+        if row in self._unkept:
+            self._unkept.discard(row)
+        elif keys:
+            keys = self._keep_answer(row) or keys
+        self._note(row, keys)
         for follower, (leader, count) in list(self._leaders.items()):
             if leader is row:
                 self._begin(follower, row, min(count, row.cache.length // self.chunk))
@@ -270,9 +292,27 @@ class PrefixSharing:
         if length * row.cache.shape.nbytes <= self._prefixes.limit:
             try:
                 beginning, request = row.cache.share(length), row.request
-                self._prefixes.keep(keys, beginning, request.namespace, request.prompt[:length])
+                tokens = request.tokens[: row.cache.shared_length if self._anywhere else length]
+                self._prefixes.keep(keys, beginning, request.namespace, tokens)
             except NO_MEMORY as error:
                 log.warning("no memory to keep a prefix: %s", error)
+
+    def _keep_answer(self, row: BatchRow) -> Keys | None:
+        """Keep a prompt in memory together with its answer, unless that would need a copy; return their keys."""
+        request, cache = row.request, row.cache
+        if not self._anywhere or self._store is not None or request.error is not None or not cache.shared_length:
+            return None
+        try:
+            whole = cache.grow_prefix()
+        except NO_MEMORY as error:
+            log.warning("no memory to keep an answer: %s", error)
+            return None
+        if whole is None:
+            return None
+        tokens = request.tokens[: whole.length]
+        keys = _keys(tokens, request.namespace, self.chunk)
+        self._prefixes.keep(keys, whole, request.namespace, tokens)
+        return keys
 
     def _note(self, row: BatchRow, keys: Keys) -> None:
         """Keep the state of views beside a prompt's prefix: on disk only for the part that the stored file shares."""
@@ -290,7 +330,7 @@ class PrefixSharing:
                 self._prefixes.add_state(keys, view.state_name, view.saved_state(len(keys) * self.chunk))
 
     def _follow(self, row: BatchRow, keys: Keys) -> None:
-        prefix, most = self._kept(row, keys)
+        prefix, most, length = self._kept(row, keys)
         own, leader = row.cache.length // self.chunk, None
         for other, others in self._keys.items():
             if other is row:  # follow only earlier rows, so that no two wait for each other
@@ -302,23 +342,25 @@ class PrefixSharing:
         elif leader is not None:
             self._begin(row, leader, most)
         elif prefix is not None and most > own:
-            self._begin_with(row, lambda: prefix, most)
+            self._begin_with(row, lambda: prefix, length)
 
-    def _kept(self, row: BatchRow, keys: Keys) -> tuple[SharedPrefix | None, int]:
-        """Return the prefix that shares the most chunks with a prompt, and how many. Between equals, disk wins, as it
-        has the views' state."""
-        prefix, most = self._prefixes.find(keys)
-        if self._store is None:
-            return prefix, most
-        return self._store.find(keys, row.request.namespace, max(0, most - 1)) or (prefix, most)
+    def _kept(self, row: BatchRow, keys: Keys) -> tuple[SharedPrefix | None, int, int]:
+        """Return the prefix that shares the most chunks with a prompt, how many, and how many tokens to start with.
+        Between equals, disk wins, as it has the views' state."""
+        prefix, most, length = self._prefixes.find(keys, row.request.prompt[:-1])
+        if self._store is not None:
+            stored = self._store.find(keys, row.request.namespace, max(0, most - 1))
+            if stored is not None:
+                return *stored, stored[1] * self.chunk
+        return prefix, most, length if self._anywhere else most * self.chunk
 
     def _begin(self, row: BatchRow, leader: BatchRow, count: int) -> None:
         self._leaders.pop(row, None)
         if count * self.chunk > row.cache.length:
-            self._begin_with(row, lambda: leader.cache.share(count * self.chunk), count)
+            self._begin_with(row, lambda: leader.cache.share(count * self.chunk), count * self.chunk)
 
-    def _begin_with(self, row: BatchRow, beginning: Callable[[], SharedPrefix], count: int) -> None:
+    def _begin_with(self, row: BatchRow, beginning: Callable[[], SharedPrefix], length: int) -> None:
         try:
-            row.begin_with(beginning(), count * self.chunk)
+            row.begin_with(beginning(), length)
         except NO_MEMORY as error:
             log.warning("no memory to share a prefix (%s); it needs another prefill", error)

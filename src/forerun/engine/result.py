@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -32,7 +32,7 @@ class Commit:
             last token. Joined, a request's texts are its output without special tokens.
     """
 
-    request: Request
+    request: Request = field(repr=False)
     tokens: list[int]
     drafted: int
     proposed: int = 0

@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from forerun.core.block import Block
-from forerun.core.request import Request
 from forerun.core.tree import DraftTree
-from forerun.core.verify import Outcome
 from forerun.decoding.level import Level
+from forerun.decoding.planner import StepTimes
 from forerun.decoding.row import Row
 from forerun.engine.result import Commit
 from forerun.kv.full_cache import FullCache
@@ -41,6 +40,7 @@ class BatchRow(Row):
         ready: whether the drafter has finished its prefill.
         served: number of the step that last prefilled a chunk.
         admitted: when, in seconds.
+        begun: whether its first step is done.
     """
 
     cache: FullCache = field(kw_only=False)
@@ -55,6 +55,7 @@ class BatchRow(Row):
     ready: bool = False
     served: int = -1
     admitted: float = field(default_factory=time.perf_counter)
+    begun: bool = False
 
     def __post_init__(self) -> None:
         self.reads = self.prepares = self.chunk
@@ -74,11 +75,6 @@ class BatchRow(Row):
         return count if limit is None or self.fixed else min(count, limit)
 
     @property
-    def begun(self) -> bool:
-        """Whether its first step is done."""
-        return len(self.request) > self.request.prompt_length
-
-    @property
     def unread(self) -> int:
         """Pending tokens before the last chunk."""
         last = (self.request.prompt_length - 1) % self.chunk + 1
@@ -89,13 +85,14 @@ class BatchRow(Row):
         whole = self.fixed and tokens == self.chunk
         return Block(self.pending[:tokens], DraftTree.empty(), self.cache.length, whole)
 
-    def record_times(self, planning: float, scoring: float, verifying: float) -> None:
-        """Add the seconds of its last step; the first step ends the prefill."""
+    def stepped(self, times: StepTimes, seconds: float) -> float:
+        """Record a step of ``seconds``, and return how long its tokens took: the first step ends the prefill."""
         stats = self.request.stats
-        if stats.steps == 1:
-            stats.prefill_seconds = time.perf_counter() - self.admitted
-        else:
-            stats.add_seconds(planning, scoring, verifying)
+        if self.begun:
+            stats.add_seconds(*times)
+            return seconds
+        self.begun, stats.prefill_seconds = True, time.perf_counter() - self.admitted
+        return stats.prefill_seconds
 
 
 @dataclass
@@ -160,31 +157,22 @@ class DecodingStep:
             reading: rows in prefill, with the tokens of their next chunk.
             budgets: see ``Batch.step``.
         """
-        began = time.perf_counter()
-        limits = [row.request.allowed(min(self.budget, budgets.get(row.request.id, self.budget))) for row in decoding]
+        began, lengths = time.perf_counter(), [len(row.request) for row in decoding]
+        limits, prompts = list[int](), sum(reading.values())
+        for row in decoding:
+            limits.append(row.request.allowed(min(self.budget, budgets.get(row.request.id, self.budget))))
+            prompts += 0 if row.begun else len(row.pending)
         chunks = [(row, row.prompt_block(tokens)) for row, tokens in reading.items()]
-        prompts = sum(reading.values()) + sum(len(row.pending) for row in decoding if not row.begun)
-        rows, lengths = [*decoding, *reading], [len(row.request) for row in (*decoding, *reading)]
         outcomes, times = self.level.step(decoding, limits, chunks, self.closed)
-        seconds = time.perf_counter() - began
-        nodes = sum(len(outcome.tree) for outcome in outcomes if outcome is not None)
-        self.seconds.add(*times, prompts / max(prompts + sum(row.begun for row in decoding) + nodes, 1))
-        for row, outcome in zip(decoding, outcomes, strict=True):
-            if outcome is not None:
-                row.record_times(*times)
-        commits = [
-            _commit(row.request, length, outcome, seconds)
-            for row, length, outcome in zip(rows, lengths, [*outcomes, *[None] * len(reading)], strict=True)
-        ]
-        return [commit for commit in commits if commit.tokens or commit.request.error is not None]
-
-
-def _commit(request: Request, length: int, outcome: Outcome | None, seconds: float) -> Commit:
-    """Return the tokens that a step of ``seconds`` added after the first ``length``. Without an outcome, the request
-    failed or is in prefill."""
-    tokens = request.tokens[length:].tolist()
-    if outcome is None:
-        return Commit(request, tokens, 0)
-    if request.stats.steps == 1:
-        seconds = request.stats.prefill_seconds
-    return Commit(request, tokens, len(outcome.verdict.path), len(outcome.tree), outcome.origins, seconds)
+        seconds, others, commits = time.perf_counter() - began, 0, list[Commit]()
+        for row, length, outcome in zip(decoding, lengths, outcomes, strict=True):
+            others += row.begun
+            if outcome is None:
+                commits.append(Commit(row.request, row.request.tokens[length:].tolist(), 0))
+                continue
+            others += len(outcome.tree)
+            tokens, accepted = outcome.verdict.tokens, len(outcome.verdict.path)
+            took = row.stepped(times, seconds)
+            commits.append(Commit(row.request, tokens, accepted, len(outcome.tree), outcome.origins, took))
+        self.seconds.add(*times, prompts / max(prompts + others, 1))
+        return commits + [Commit(row.request, [], 0) for row in reading if row.request.error is not None]

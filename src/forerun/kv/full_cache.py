@@ -273,15 +273,36 @@ class FullCache(Cache):
         committed. This cache continues in the same memory."""
         if not 0 < length <= self.length:
             raise ValueError(f"length is {length}; it must be between 1 and {self.length}")
-        if self._prefix_length < length:
+        if self._prefix_length < length and self.grow_prefix() is None:
             queries, shared, length = self.queries, self._shared, self.length
             whole = shared.prefix(length) if shared else SharedPrefix.of(self._layers, length, self._capacity)
-            whole.least = self.least
-            whole.add_state(RECURRENT_STATES, self._recurrent.saved_state(length))
-            self._take_over(whole, length)
+            self._take_over(self._described(whole), length)
             self.queries = queries  # of the same sequence
         assert self._prefix is not None
         return self._prefix
+
+    def grow_prefix(self) -> SharedPrefix | None:
+        """Append the tokens that follow the prefix that this cache started from to the prefix's memory, and return the
+        longer prefix; None if that would need a copy of the prefix."""
+        prefix = self._prefix
+        if prefix is None or self._prefix_length < prefix.length:
+            return None
+        if self.length > prefix.length:
+            grown = prefix.grown(self._layers, self.length)
+            if grown is None:
+                return None
+            self._prefix, self._prefix_length = self._described(grown), self.length
+        return self._prefix
+
+    @property
+    def shared_length(self) -> int:
+        """Return how many of this cache's first tokens are those of the prefix that it started from or shared."""
+        return self._prefix_length
+
+    def _described(self, whole: SharedPrefix) -> SharedPrefix:
+        whole.least = self.least
+        whole.add_state(RECURRENT_STATES, self._recurrent.saved_state(whole.length))
+        return whole
 
     def begin_with(self, prefix: SharedPrefix, length: int) -> None:
         """Replace the content by the first ``length`` tokens of a shared prefix; with recurrent layers, up to their

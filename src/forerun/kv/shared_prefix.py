@@ -80,6 +80,7 @@ class SharedPrefix:
         file: descriptor of the file that holds them, closed with this object.
         offset: where they start there, on a page.
         read_state: reads the saved state of a view by its name (``View.state_name``); None if there is none.
+        written: tokens in the file, in a list that all prefixes in it share; None for a file that does not grow.
     """
 
     def __init__(
@@ -89,8 +90,9 @@ class SharedPrefix:
         file: int | None,
         offset: int = 0,
         read_state: Callable[[str], Tensors | None] = lambda name: None,
+        written: list[int] | None = None,
     ) -> None:
-        self.layout, self.length = layout, length
+        self.layout, self.length, self._written = layout, length, written
         self.least = 0
         """Minimum length to start from: a shorter sequence would see released rows."""
         self._file, self._offset, self._read_state = file, offset, read_state
@@ -114,6 +116,22 @@ class SharedPrefix:
             for to, old in zip(memory.rows[layer], rows, strict=True):
                 to[:, :, :length] = old[:, :, :length]
         return memory.prefix(length)
+
+    def grown(self, layers: Mapping[int, Rows], length: int) -> SharedPrefix | None:
+        """Return this prefix with the rows up to ``length`` of a cache that continues it, written to the same file.
+
+        None if the file has no room or another continuation. Caches that started from the prefix do not see the new
+        rows: they write their own before they read any there.
+        """
+        if self._written != [self.length] or length > self.layout.capacity:
+            return None
+        assert self._file is not None
+        memory = torch.frombuffer(mmap.mmap(self._file, self.layout.size), dtype=torch.uint8)
+        for layer, rows in self.layout.cut(memory).items():
+            for to, new in zip(rows, layers[layer], strict=True):
+                to[:, :, self.length : length] = new[:, :, self.length : length]
+        self._written[0] = length
+        return SharedPrefix(self.layout, length, os.dup(self._file), written=self._written)
 
     def layers(self, capacity: int) -> dict[int, Rows]:
         """Return private rows for a cache that starts from the prefix, with room for at least ``capacity`` tokens; on a
@@ -167,7 +185,7 @@ class SharedMemory:
     def prefix(self, length: int) -> SharedPrefix:
         """Return the first ``length`` tokens. The cache that wrote them continues from this prefix too, and writes no
         more here."""
-        return SharedPrefix(self.layout, length, os.dup(self._file))
+        return SharedPrefix(self.layout, length, os.dup(self._file), written=[length])
 
 
 def map_private(file: int, size: int, offset: int) -> torch.Tensor:

@@ -112,6 +112,8 @@ class Decision:
         plain, alone: cost of the pass without drafts, and without prompts either.
         kinds: class of each row's predicted gain.
         lacks: slack missing for the cheapest action that was rejected for lack of it.
+        costly: whether the costly source may propose now or soon; ``trusted``: whether its drafts surely pay;
+            ``reserved``: slack that cheap sources leave to it.
         asked: by proposing row, the class of its prediction.
         deeper: by row of the costly source, the class of its prediction, and the tree before.
         worth_it: what is worth scoring without and with the costly source, under unlimited slack.
@@ -128,6 +130,9 @@ class Decision:
     alone: float
     kinds: list[int] = field(default_factory=list)
     lacks: float = math.inf
+    costly: bool = False
+    trusted: bool = False
+    reserved: float = 0.0
     asked: dict[int, int] = field(default_factory=dict)
     deeper: dict[int, tuple[int, DraftTree]] = field(default_factory=dict)
     trees: Sequence[DraftTree] = ()
@@ -221,7 +226,21 @@ class Choice:
         values, cost_to_go = self._values.of(left, every, cached, self.table, self._stretch, shape.closed)
         plain = shape.plain(self.table)
         alone = plain if shape.decodes else shape.alone(self.table)
-        return Decision(shape, values[: len(shape)], cost_to_go, plain, alone)
+        step = Decision(shape, values[: len(shape)], cost_to_go, plain, alone)
+        if self._costly:
+            self._consider_costly(step)
+        return step
+
+    def _consider_costly(self, step: Decision) -> None:
+        """Decide whether the costly source may propose in this step or soon; if not, it needs no hidden states."""
+        cost, value = self._deepening.line.at(1), float(step.values.max())
+        pays = self._deeper_gains.expected(0) * value > cost
+        lacks = self.ledger.lacks_costly(0.0, cost, trial=not pays)
+        step.trusted = self._deeper_gains.expected(0, doubt=-DOUBT) * value > cost
+        step.costly = step.trusted or lacks <= 0
+        step.reserved = cost + RESERVE if pays and cost <= self.ledger.costly else 0.0
+        if not step.costly:
+            step.lacks = lacks
 
     @property
     def gain(self) -> float:
@@ -242,7 +261,7 @@ class Choice:
 
     def ask(self, step: Decision, promises: Sequence[int | None]) -> list[int]:
         """Choose the rows that propose trees, by each row's known suffix; a short one where the source cannot tell."""
-        line, (fixed, slopes), kept = self.asking, self._node_costs(step), self._kept_for_costly(step)
+        line, (fixed, slopes), kept = self.asking, self._node_costs(step), step.reserved
         step.kinds = kinds = self.kinds(promises)
         for doubt in (0.0, DOUBT):
             worth = [
@@ -279,13 +298,6 @@ class Choice:
             return 0
         return int(min(step.lacks / (SHARE * step.plain), REST_STEPS))
 
-    def _kept_for_costly(self, step: Decision) -> float:
-        """Return the slack that cheap sources leave to the costly one: the cost of a draft, if that is expected to
-        pay."""
-        cost = self._deepening.line.at(1)
-        pays = self._costly and self._deeper_gains.expected(0) * float(step.values.max()) > cost
-        return cost + RESERVE if pays and cost <= self.ledger.costly else 0.0
-
     def _affords_hopeless(self, cost: float) -> bool:
         return self.ledger.affords(cost + RESERVE, trial=True)
 
@@ -320,11 +332,13 @@ class Choice:
             }
             rows = [row for row, net in worth.items() if net > 0]
             pays = bool(rows) and sum(worth[row] for row in rows) > line.start
-            if pays and self.ledger.affords_costly(spent, line.at(len(rows)), doubt > 0):
+            if pays and self.ledger.lacks_costly(spent, line.at(len(rows)), doubt > 0) <= 0:
                 break
         else:
             rows = list(kinds)
-            if not rows or not self.ledger.affords_costly(spent, line.at(len(rows)), trial=True):
+            lacks = self.ledger.lacks_costly(spent, line.at(len(rows)), trial=True) if rows else math.inf
+            if lacks > 0:
+                step.lacks = min(step.lacks, lacks)
                 return []
         step.deeper = {row: (kinds[row], trees[row]) for row in rows}
         step.deeper_trial = not pays or doubt > 0

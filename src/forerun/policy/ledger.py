@@ -79,10 +79,11 @@ class Ledger:
         """Return whether the slack covers an action of this cost."""
         return self.lacks(cost, trial) <= 0
 
-    def affords_costly(self, spent: float, cost: float, trial: bool = False) -> bool:
-        """Return whether a costly source may cost this, after ``spent`` in this step, and leave ``RESERVE`` to score
-        its draft."""
-        return (cost <= self.costly or self.slack > START_SLACK) and self.affords(spent + cost + RESERVE, trial)
+    def lacks_costly(self, spent: float, cost: float, trial: bool = False) -> float:
+        """Return the slack missing for a costly source of this cost, after ``spent`` in this step, that leaves
+        ``RESERVE`` to score its draft; at most 0 if it suffices."""
+        own = 0.0 if self.slack > START_SLACK else (cost - self.costly) / COSTLY_SHARE
+        return max(own, self.lacks(spent + cost + RESERVE, trial))
 
     def rest(self, overhead: float, progress: float) -> None:
         """Book steps without drafts. Deciding counts as lost but does not reduce the slack; otherwise a ledger that

@@ -213,9 +213,9 @@ class LogprobStreamer:
 
 
 def prompt_trace(request: Request, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """Trace how much of a prompt was cached, and where it leaves its namespace's most similar kept prompt.
+    """Trace how much of a prompt was cached, and where it leaves its namespace's most similar kept prompt or answer.
 
-    The cached part ends there or a little earlier. Without ``differs_at``, the prompt left no kept one.
+    The cached part ends there or a little earlier. Without ``differs_at``, it left none.
     """
     told: dict[str, Any] = {"tokens": request.prompt_length, "cached": request.cached_tokens}
     if (broken := request.prefix_break) is not None:

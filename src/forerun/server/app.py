@@ -275,10 +275,7 @@ def _add_tokens(app: FastAPI, service: Service, bodies: BodyReader) -> None:
     async def detokenize(request: HTTPRequest) -> dict[str, str]:
         body, _, _ = await bodies.read(request, DetokenizeRequest)
         service.check_model(body.model)
-        words = service.engine.target.vocabulary
-        if wrong := [token for token in body.tokens if token >= words]:
-            message = f"tokens has {wrong[0]}; this model has tokens from 0 to {words - 1}"
-            raise ApiError(400, message, "invalid_value", "tokens")
+        service.check_tokens("tokens", body.tokens)
         return {"prompt": await service.in_turn(request.state.tenant, service.encode.decode, body.tokens)}
 
 

@@ -14,14 +14,12 @@ from typing import Any, TypeVar
 from fastapi import FastAPI
 from fastapi import Request as HTTPRequest
 from fastapi.openapi.utils import get_openapi
-from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
 
 from forerun.core.fairness import FairExecutor
 from forerun.core.json_counts import count_json
 from forerun.server.api_errors import ApiError
-from forerun.server.field_errors import validation_error
-from forerun.server.schema import StrictModel, TranslatedRequest, field_names
+from forerun.server.schema import StrictModel, TranslatedRequest
 from forerun.server.tolerance import Notes
 
 Model = TypeVar("Model", bound=StrictModel)
@@ -97,11 +95,7 @@ def parsed(body: bytes, model: type[Model], served_name: str) -> tuple[Model, An
     if given.get("model") is None and "model" in model.model_fields:
         given["model"] = served_name
     notes = Notes()
-    try:
-        form = model.model_validate(given, context=notes)
-    except ValidationError as error:
-        faults = error.errors(include_url=False, include_context=False, include_input=False)
-        raise validation_error(faults, functools.partial(field_names, model)) from None
+    form = model.checked(given, notes)
     return form, form.chat(notes) if isinstance(form, TranslatedRequest) else form, notes
 
 

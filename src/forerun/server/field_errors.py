@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -13,12 +13,15 @@ LISTED_FAULTS = 8
 """Faults of one request that the error lists."""
 
 
-def validation_error(errors: Sequence[Any], names: Callable[[bool], Collection[str]]) -> ApiError:
-    """Merge all of pydantic's errors about a request; ``param`` and ``code`` are the first one's.
+def validation_error(
+    errors: Sequence[Any], names: Callable[[bool], Collection[str]], renamed: Mapping[str, str]
+) -> ApiError:
+    """Merge all of pydantic's errors about a request, ``renamed``; ``param`` and ``code`` are the first one's.
 
     The message repeats only field names of what the client sent. For an unknown field it suggests the nearest of
     ``names``: the request's fields, or with True those inside them.
     """
+    errors = [{**each, "loc": tuple(renamed.get(str(part), part) for part in each["loc"])} for each in errors]
     first = errors[0]
     if not first["loc"] and first["type"] in ("model_attributes_type", "model_type", "missing"):
         return ApiError(400, "the body must be a JSON object, sent as application/json", "invalid_json")

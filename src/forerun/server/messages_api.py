@@ -37,7 +37,7 @@ class OutputConfig(StrictModel):
 class MessagesRequest(TranslatedRequest):
     """A request to ``/v1/messages``. ``max_tokens`` beyond the available room is cut."""
 
-    names: ClassVar[Mapping[str, str]] = {
+    chat_names: ClassVar[Mapping[str, str]] = {
         "max_completion_tokens": "max_tokens",
         "stop": "stop_sequences",
         "response_format": "output_config.format",

@@ -91,7 +91,7 @@ FLAT_CHOICES = (
 class ResponsesRequest(TranslatedRequest):
     """A request to ``/v1/responses``. Nothing is stored, so no earlier response can be continued."""
 
-    names: ClassVar[Mapping[str, str]] = {
+    chat_names: ClassVar[Mapping[str, str]] = {
         "messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format",
         "reasoning_effort": "reasoning.effort",
     }  # fmt: skip

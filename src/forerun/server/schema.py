@@ -10,7 +10,7 @@ import functools
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -97,6 +97,8 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     tolerant: ClassVar[bool] = False
     """Whether hints and unused features are ignored."""
+    chat_names: ClassVar[Mapping[str, str]] = {}
+    """Its names of a chat's fields, for errors, where they differ."""
 
     @model_validator(mode="before")
     @classmethod
@@ -118,6 +120,16 @@ class StrictModel(BaseModel):
     def _translated(cls, given: dict[str, Any], notes: Notes) -> dict[str, Any]:
         """Bring the fields into the one form that is checked."""
         return given
+
+    @classmethod
+    def checked(cls, given: Any, notes: Notes, asked: type[StrictModel] | None = None) -> Self:
+        """Check a request; raise an ApiError with the names of ``asked``, if it was translated from one."""
+        try:
+            return cls.model_validate(given, context=notes)
+        except ValidationError as error:
+            faults = error.errors(include_url=False, include_context=False, include_input=False)
+            names = functools.partial(field_names, asked or cls)
+            raise validation_error(faults, names, asked.chat_names if asked else {}) from None
 
 
 @functools.cache
@@ -419,25 +431,47 @@ def _check_options(options: dict[str, Any]) -> dict[str, Any]:
 TemplateOptions = Annotated[dict[str, Any], Field(max_length=16), AfterValidator(_check_options)]
 
 
-class ChatRequest(GenerationRequest):
-    """A request to ``/v1/chat/completions``. With ``tool_choice: "none"`` the template sees no tools.
-    ``reasoning_effort`` and ``chat_template_kwargs`` go to the chat template."""
+Messages = Annotated[list[Message], Field(min_length=1), FAIL_FAST]
 
-    messages: Annotated[list[Message], Field(min_length=1), FAIL_FAST]
-    max_completion_tokens: Count | None = None
+
+class ConversationFields(StrictModel):
+    """The fields of a conversation; ``chat_template_kwargs`` go to the chat template."""
+
     tools: Annotated[Objects, AfterValidator(_check_tools)] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+
+    @classmethod
+    def _translated(cls, given: dict[str, Any], notes: Notes) -> dict[str, Any]:
+        if "messages" in given:
+            given["messages"] = chat_turns(given["messages"], notes)
+        if "tools" in given:
+            given["tools"] = function_tools(given["tools"], _chat_tool, notes)
+        return _allowed(given)
+
+    @property
+    def template_tools(self) -> Objects | None:
+        """Return the tools that the chat template sees, and whose calls are parsed."""
+        return self.tools or None
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """Return further variables for the chat template."""
+        return self.chat_template_kwargs or {}
+
+
+class ChatRequest(ConversationFields, GenerationRequest):
+    """A request to ``/v1/chat/completions``. With ``tool_choice: "none"`` the template sees no tools.
+    ``reasoning_effort`` goes to the chat template, too."""
+
+    messages: Messages
+    max_completion_tokens: Count | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    chat_template_kwargs: TemplateOptions | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-
-    @classmethod
-    def _translated(cls, given: dict[str, Any], notes: Notes) -> dict[str, Any]:
-        return _conversation(given, notes)
 
     @property
     def token_limit(self) -> int | None:
@@ -461,8 +495,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def template_tools(self) -> Objects | None:
-        """Return the tools that the chat template sees, and whose calls are parsed."""
-        return None if self.tool_choice == "none" else self.tools or None
+        return None if self.tool_choice == "none" else super().template_tools
 
     @property
     def required_tools(self) -> Objects | None:
@@ -478,9 +511,8 @@ class ChatRequest(GenerationRequest):
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """Return further variables for the chat template."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return {**effort, **(self.chat_template_kwargs or {})}
+        return effort | super().template_options
 
     @model_validator(mode="after")
     def _check_limits(self) -> ChatRequest:
@@ -501,15 +533,6 @@ class ChatRequest(GenerationRequest):
         return self
 
 
-def _conversation(given: dict[str, Any], notes: Notes) -> dict[str, Any]:
-    """Bring a chat's turns and tools into the one form that is checked."""
-    if "messages" in given:
-        given["messages"] = chat_turns(given["messages"], notes)
-    if "tools" in given:
-        given["tools"] = function_tools(given["tools"], _chat_tool, notes)
-    return _allowed(given)
-
-
 class FittingChat(ChatRequest):
     """A chat from another API, whose length limit is cut to the available room."""
 
@@ -519,30 +542,16 @@ class FittingChat(ChatRequest):
 GenerationBody = CompletionRequest | ChatRequest
 
 
-class TokenizeRequest(StrictModel):
+class TokenizeRequest(ConversationFields):
     """A request to ``/tokenize``: a ``prompt``, or ``messages`` for the chat template."""
 
     tolerant = True
     model: str | None = None
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1), FAIL_FAST] | None = None
-    tools: Annotated[Objects, AfterValidator(_check_tools)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
     return_token_strs: bool | None = None
-    chat_template_kwargs: TemplateOptions | None = None
     continued: ClassVar[bool] = False
-
-    @classmethod
-    def _translated(cls, given: dict[str, Any], notes: Notes) -> dict[str, Any]:
-        return _conversation(given, notes)
-
-    @property
-    def template_tools(self) -> Objects | None:
-        return self.tools or None
-
-    @property
-    def template_options(self) -> dict[str, Any]:
-        return self.chat_template_kwargs or {}
 
     @model_validator(mode="after")
     def _check_kind(self) -> TokenizeRequest:
@@ -571,8 +580,6 @@ class TranslatedRequest(StrictModel):
     """A request to another API that is translated into a chat."""
 
     tolerant = True
-    names: ClassVar[Mapping[str, str]] = {}
-    """Its names of a chat's fields, for errors."""
     model: str
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -583,16 +590,8 @@ class TranslatedRequest(StrictModel):
     def chat(self, notes: Notes | None = None) -> ChatRequest:
         """Translate the request; raise an ApiError if it cannot be a chat."""
         notes = Notes() if notes is None else notes
-        same = ("model", "temperature", "top_p", "stream", "top_k", "parallel_tool_calls", "forerun")
-        fields = self.model_dump(include={*same}) | self._chat_fields(notes)
-        try:
-            return FittingChat.model_validate(fields, context=notes)
-        except ValidationError as error:
-            faults = error.errors(include_url=False, include_context=False, include_input=False)
-            renamed = [
-                {**each, "loc": tuple(self.names.get(str(part), part) for part in each["loc"])} for each in faults
-            ]
-            raise validation_error(renamed, functools.partial(field_names, type(self))) from None
+        same = {"model", "temperature", "top_p", "stream", "top_k", "parallel_tool_calls", "forerun"}
+        return FittingChat.checked(self.model_dump(include=same) | self._chat_fields(notes), notes, type(self))
 
     def _chat_fields(self, notes: Notes) -> dict[str, Any]:
         """Return the chat's fields that have another name or form here."""

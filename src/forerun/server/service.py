@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -124,6 +124,13 @@ class Service:
             message = f"there is no model {name!r} here; there is {self.settings.served_name!r}"
             raise ApiError(404, message, "model_not_found", "model")
 
+    def check_tokens(self, field: str, tokens: Iterable[int]) -> None:
+        """Raise an ApiError for a token that the model does not have."""
+        words = self.engine.target.vocabulary
+        if (largest := max(tokens, default=0)) >= words:
+            message = f"{field} has {largest}; this model has tokens from 0 to {words - 1}"
+            raise ApiError(400, message, "invalid_value", field)
+
     def _row(self, body: GenerationBody, request: Request, prompt: EncodedPrompt, arrived: float) -> AnswerRow:
         scored = _scores_prompt(body)
         echo = None
@@ -193,16 +200,11 @@ class Service:
         if body.texts > places:
             message = f"the prompts and n need {body.texts} answers; this server has places for {places}"
             raise ApiError(400, message, "too_many_texts", "n")
-        words = self.engine.target.vocabulary
-        if wrong := [token for token in body.logit_bias or () if int(token) >= words]:
-            message = f"logit_bias has token {wrong[0]}; this model has tokens from 0 to {words - 1}"
-            raise ApiError(400, message, "invalid_value", "logit_bias")
+        self.check_tokens("logit_bias", map(int, body.logit_bias or ()))
+        self.check_tokens("stop_token_ids", body.stop_token_ids)
         if not body.clamps and body.token_limit is not None and body.token_limit > self.settings.max_tokens:
             message = f"{body.limit_name} is {body.token_limit}; this server allows {self.settings.max_tokens}"
             raise ApiError(400, message, "max_tokens_exceeded", body.limit_name)
-        if (last := max(body.stop_token_ids, default=0)) >= words:
-            message = f"stop_token_ids has {last}; this model has tokens from 0 to {words - 1}"
-            raise ApiError(400, message, "invalid_value", "stop_token_ids")
         if body.min_tokens > self._most_tokens(body):
             message = f"min_tokens is {body.min_tokens}; the answer has {self._most_tokens(body)} at most"
             raise ApiError(400, message, "invalid_value", "min_tokens")

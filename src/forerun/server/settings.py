@@ -57,6 +57,7 @@ class ServerSettings(BaseSettings):
     waiting: Annotated[int, Field(ge=0)] = 128
     step: Annotated[int, Field(ge=1)] = 256
     kv_memory: Annotated[ByteSize, Field(ge=1)] | None = None
+    kv_dtype: str = "auto"
     kv_host_memory: Annotated[ByteSize, Field(ge=0)] | None = None
     kv_folder: Path | None = None
     kv_folder_limit: Annotated[ByteSize, Field(ge=0)] | None = None

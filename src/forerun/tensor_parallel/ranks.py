@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from forerun.core.block import Block
+from forerun.core.block import Block, RowScores
 from forerun.kv.cache import Cache
 from forerun.kv.streaming import Rotation
 from forerun.models.forward import gate
@@ -110,7 +110,9 @@ class Follower(Scorer):
         self._entries: deque[Entry] = deque()
         self._rotation: Rotation | None = None
 
-    def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
+    def score_rows(
+        self, blocks: Sequence[Block], caches: Sequence[Cache], states_of: Sequence[int] = ()
+    ) -> list[RowScores]:
         """Raise a ParallelError: only rank 0 starts passes."""
         raise ParallelError(f"rank {self._channel.rank} starts no passes; it follows rank 0")
 
@@ -151,7 +153,7 @@ class Follower(Scorer):
             case "pass":
                 blocks, caches = ([self._caches.value(each) for each in part] for part in parts)
                 with self._channel.together():
-                    super().score(blocks, caches)
+                    super().score_rows(blocks, caches)
             case "rotation":
                 with self._channel.together():
                     self._rotation = self.rotation()

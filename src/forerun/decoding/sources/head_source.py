@@ -29,7 +29,7 @@ from forerun.core.verify import Outcome
 from forerun.decoding.row import Row
 from forerun.decoding.source import Limit, Source, Wants
 from forerun.models.forward.scorer import Scorer
-from forerun.models.heads.head import Head, HeadText
+from forerun.models.heads.head import Head, HeadSequence
 from forerun.models.heads.shortlist import Shortlist
 
 WIDTH = 8
@@ -72,13 +72,21 @@ class HeadSource(Source):
     def needs(self, tokens: int) -> int:
         return self.head.needs(tokens)
 
-    def open(self, row: Row) -> HeadText:
-        return self.head.text(row.cache)
+    def open(self, row: Row) -> HeadSequence:
+        return self.head.open(row.cache)
 
     def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
         for row, outcome in zip(rows, outcomes, strict=True):
             if outcome.states is not None:
-                self.head.record(row.states[self], row.request.tokens, outcome.start, outcome.states)
+                skipped = 0 if self.trusted else max(0, len(outcome.states) - self.head.context)
+                start, states = outcome.start + skipped, outcome.states[skipped:]
+                self.head.record(row.states[self], row.request.tokens, start, states)
+
+    def ready(self, row: Row) -> bool:
+        sequence: HeadSequence = row.states[self]
+        if sequence.next is None or len(row.request) - sequence.next > 1 + FORCED_TOKENS:
+            return False
+        return sequence.first == 0 or sequence.next - sequence.first >= self.head.context
 
     def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
         for row, limit in zip(rows, limits, strict=True):
@@ -92,19 +100,19 @@ class HeadSource(Source):
             self._grow(growing)
         return [tree.tree().by(Origin.HEAD) for tree in trees]
 
-    def _update_shortlist(self, text: HeadText, request: Request, beside: DraftTree) -> None:
+    def _update_shortlist(self, sequence: HeadSequence, request: Request, beside: DraftTree) -> None:
         """Add new tokens of a request and of other drafters' proposals to its shortlist."""
         matrix = self.head.output
         if matrix is None or matrix.frequent is None:
             return
-        if text.shortlist is None:
-            text.shortlist = Shortlist(matrix)
-        text.shortlist.add(request.tokens[text.listed :])
-        text.shortlist.add(beside.tokens)
-        text.listed = len(request)
+        if sequence.shortlist is None:
+            sequence.shortlist = Shortlist(matrix)
+        sequence.shortlist.add(request.tokens[sequence.listed :])
+        sequence.shortlist.add(beside.tokens)
+        sequence.listed = len(request)
 
     def _grow(self, trees: Sequence[_GrowingTree]) -> None:
-        growths, logits = self.head.start([tree.text for tree in trees])
+        growths, logits = self.head.start([tree.sequence for tree in trees])
         rows = list(logits[:, None])
         for tree, growth, row in zip(trees, growths, range(len(rows)), strict=True):
             for token in () if tree.unread is None else tree.unread.tolist():
@@ -113,7 +121,7 @@ class HeadSource(Source):
         active = list(zip(trees, growths, rows, strict=True))
         while active:
             for tree, _, own in active:
-                tree.offer(own, self._tokens_of(tree.text), self._vocabulary, self.width)
+                tree.offer(own, self._tokens_of(tree.sequence), self._vocabulary, self.width)
             levels = [(tree, growth, tree.next_level(self.width)) for tree, growth, _ in active]
             levels = [level for level in levels if len(level[2])]
             if not levels:
@@ -124,11 +132,11 @@ class HeadSource(Source):
             parts = torch.split(logits, [len(nodes) for _, _, nodes in levels])
             active = [(tree, growth, part) for (tree, growth, _), part in zip(levels, parts, strict=True)]
 
-    def _tokens_of(self, text: HeadText) -> torch.Tensor | None:
+    def _tokens_of(self, sequence: HeadSequence) -> torch.Tensor | None:
         """Map each column of a request's logits to the target's ids; None if they are equal."""
-        if text.shortlist is None:
+        if sequence.shortlist is None:
             return self.head.tokens
-        return torch.from_numpy(text.shortlist.tokens).to(self._device)
+        return torch.from_numpy(sequence.shortlist.tokens).to(self._device)
 
 
 class _Offer(NamedTuple):
@@ -141,9 +149,9 @@ class _Offer(NamedTuple):
 class _GrowingTree:
     """A row's tree under way, of at most ``depth`` levels and ``budget`` nodes."""
 
-    def __init__(self, text: HeadText, request: Request, depth: int, budget: int) -> None:
-        self.text, self.fork, self.depth, self._budget = text, request.fork(), min(depth, budget), budget
-        unread = None if text.next is None else request.tokens[text.next + 1 :]
+    def __init__(self, sequence: HeadSequence, request: Request, depth: int, budget: int) -> None:
+        self.sequence, self.fork, self.depth, self._budget = sequence, request.fork(), min(depth, budget), budget
+        unread = None if sequence.next is None else request.tokens[sequence.next + 1 :]
         self.unread: IntArray | None = unread if unread is None or len(unread) <= FORCED_TOKENS else None
         """Tokens after those that the head can process; None if it has not seen enough of the request."""
         self.base = 0

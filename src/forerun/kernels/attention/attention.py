@@ -74,7 +74,8 @@ def attend_in_order(
 
     Args:
         q: of all rows side by side, ``[1, H, n, d]``.
-        rows: each row's keys and values in order, its block's last, ``[1, Hkv, m, d]`` and ``[1, Hkv, m, dv]``.
+        rows: each row's keys and values in order, its block's last, ``[1, Hkv, m, d]`` and ``[1, Hkv, m, dv]``; in the
+            queries' type, or in bfloat16 if that is float32.
         packings: tables that layers of one pass share; filled here.
     """
     places = tuple(keys.shape[2] - len(block) for (keys, _), block in zip(rows, blocks, strict=True))
@@ -148,9 +149,7 @@ def rank_chunks(q: torch.Tensor, kv_heads: int, topk: IntArray) -> torch.Tensor:
         fields.ctypes.data,
     )  # fmt: skip
     rows = packed.rows([(0, 0, 0, 0)])
-    Program([(PROJECT_QUERIES, op), (RANK_CHUNKS, op)]).run_in_scratch(
-        tables.slot_size, n=n, **packed.fields(rows, tables)
-    )
+    Program([(PROJECT_QUERIES, op), (RANK_CHUNKS, op)]).run_in_scratch(tables.slot_size, **packed.fields(rows, tables))
     worth = memory[tables.worth_offset :].view(torch.float32).view(kv_heads, -1, tables.worth_chunks)
     return worth[:, : heads // kv_heads * n, : int(topk[0])].reshape(heads, n, -1)
 
@@ -173,7 +172,7 @@ def _run(
     queries = queries if queries.stride(3) == 1 else queries.contiguous()
     kv = np.array([[k.data_ptr(), v.data_ptr()] for k, v in rows], np.int64)
     wide = dtype == torch.float16 or (not quick and dtype == torch.bfloat16)
-    out = torch.empty(n, heads * out_dim, dtype=torch.float32 if wide else dtype)
+    out = torch.empty(n, heads * out_dim, dtype=torch.float32 if wide else q.dtype)
     sinks = None if spec.sinks is None else spec.sinks.detach().to(queries.dtype).contiguous()
     number, scale = queries.element_size(), spec.scaling / math.log(2) if quick else spec.scaling
     op = AttendOp(
@@ -184,19 +183,21 @@ def _run(
     )  # fmt: skip
     table = packed.rows([(*head_rows(k)[1:], *head_rows(v)[1:]) for k, v in rows])
     program = Program([(each, op) for each in operations])
-    program.run_in_scratch(work.slot_size, work.states_bytes, n=n, **packed.fields(table, work))
+    program.run_in_scratch(work.slot_size, work.states_bytes, **packed.fields(table, work))
     return out.view(1, n, heads, out_dim).transpose(1, 2).to(q.dtype)
 
 
 def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Return whether kernels compute attention in order for these ``[1, H, n, d]``."""
-    plain = k.dtype in CACHE_KINDS and q.dtype == k.dtype and (fast(k, v) or k.dtype != torch.float16)
+    alike = q.dtype == k.dtype or (q.dtype, k.dtype) == (torch.float32, torch.bfloat16)
+    plain = k.dtype in CACHE_KINDS and alike and (fast(k, v) or k.dtype != torch.float16)
     return plain and q.device.type == "cpu" and vector_ir.fused()
 
 
 def takes_topk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Return whether ``attend_topk`` supports these tensors: on a CPU, d a multiple of 16."""
-    return q.dtype in TOPK_DTYPES and addresses.fits(q, k, v)
+    alike = {q.dtype, k.dtype} <= set(TOPK_DTYPES) and q.shape[3] == k.shape[3]
+    return alike and addresses.fits(q) and addresses.fits(k, v)
 
 
 def fast(k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -250,6 +251,7 @@ def attend(
         bias: added to the scores, ``[n, m]``; minus infinity masks a key. Every query must see at least one key.
     """
     heads, n, group = q.shape[1], q.shape[2], q.shape[1] // k.shape[1]
+    k, v = k.to(q.dtype), v.to(q.dtype)
     if group > 1:  # the queries of a group read their shared keys once
         q = q.reshape(1, k.shape[1], group * n, q.shape[3])
         bias = None if bias is None else bias.repeat(group, 1)

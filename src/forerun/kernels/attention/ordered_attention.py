@@ -12,6 +12,7 @@ token's splits, adds the keys that only this token sees, and divides.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -118,6 +119,7 @@ def tile_bytes(out_dim: int) -> int:
 _tile_bytes = compiled(tile_bytes)
 
 
+@functools.cache
 def scratch_bytes(tiles: int, group: int, dim: int, out_dim: int) -> int:
     """Return the scratch bytes per thread to scan ``tiles`` tiles and to combine ``group`` heads."""
     most, own = max(tiles, 1), math.ceil(group / TILE_QUERIES)

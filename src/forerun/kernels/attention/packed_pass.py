@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +36,8 @@ UNITS_PER_THREAD = 4
 CUT_INTEGERS = 8
 """Integers per row in the table of ``_cut`` and ``_fill``."""
 NO_PARENTS = np.zeros(0, np.int64)
+TABLES = ("rows", "units", "token_rows", "cache_positions", "parents", "ids", "positions", "output_indices")
+"""A pass's tables in the order of their memory, as ``PassFields`` names them."""
 ROW_INTEGERS, UNIT_INTEGERS = ROW_BYTES // 8, UNIT_BYTES // 8
 STRIDES = slice(RowFields._fields.index("k_head"), RowFields._fields.index("v_row") + 1)
 TOPK_FIELD_COUNT = len(TopkFields._fields)
@@ -67,7 +69,12 @@ class PackedPass:
         places: each block's first place in its row's memory; by default the blocks' starts.
 
     Attributes:
+        n, counts: number of tokens, of all rows and of each.
+        units: the table of units.
+        ids, positions, cache_positions: each token's id, and its position for the model and in its row's memory, int64
+            ``[n]``.
         output_indices: see ``wanted_tokens``.
+        bounds: the least and the greatest token id, and the greatest position for the model.
         unit_count, most_tiles, states_bytes: number of units, most tiles in one, and bytes of all states.
     """
 
@@ -79,42 +86,37 @@ class PackedPass:
         self.places = [block.start for block in blocks] if places is None else places
         self.counts = [len(block) for block in blocks]
         self.n, rows = sum(self.counts), len(blocks)
-        trees = [block.tree for block in blocks if len(block.tree)]
-        parents = np.concatenate([tree.parents for tree in trees]) if trees else NO_PARENTS
+        parents = _joined([block.tree.parents for block in blocks if len(block.tree)])
+        tokens = _joined([part for block in blocks for part in (block.pending, block.tree.tokens) if len(part)])
         cuts = np.empty((rows, CUT_INTEGERS), np.int64)
-        cuts[:, :3] = [
-            (len(block.pending), len(block.tree), place) for block, place in zip(blocks, self.places, strict=True)
-        ]
+        for row, (block, place) in enumerate(zip(blocks, self.places, strict=True)):
+            cuts[row, :3] = len(block.pending), len(block.tree), place
         self.unit_count, self.most_tiles, self.states_bytes = _cut(
             cuts, parents, heads.group, heads.kv_heads, threads, tile_bytes(heads.out_dim)
         )
-        ends = list(accumulate((rows * ROW_INTEGERS, self.unit_count * UNIT_INTEGERS, self.n, self.n, self.n)))
-        self._memory = np.zeros(ends[-1] + rows + len(parents), np.int64)
-        self._rows, self._units, self._token_rows, self.cache_positions, self._parents, self.output_indices = (
-            self._memory[first:last] for first, last in pairwise((0, *ends, len(self._memory)))
-        )
+        sizes = (rows * ROW_INTEGERS, self.unit_count * UNIT_INTEGERS, *[self.n] * 5, rows + len(parents))
+        self._memory = np.zeros(sum(sizes), np.int64)
+        ends = [0, *accumulate(sizes)]
+        (
+            self._rows,
+            self.units,
+            self._token_rows,
+            self.cache_positions,
+            self._parents,
+            self.ids,
+            self.positions,
+            wanted,
+        ) = (self._memory[first:last] for first, last in pairwise(ends))
+        self.output_indices = wanted
         _fill(
-            cuts, parents, self._rows.reshape(rows, -1), self._units.reshape(self.unit_count, -1), self._token_rows,
-            self.cache_positions, self._parents, self.output_indices,
+            cuts, parents, self._rows.reshape(rows, -1), self.units.reshape(self.unit_count, -1), self._token_rows,
+            self.cache_positions, self._parents, wanted,
         )  # fmt: skip
-        self._offsets = (0, *ends)
-        self.positions = self.cache_positions if positions is None else positions
-
-    @cached_property
-    def ids(self) -> IntArray:
-        """Token ids, int64 ``[n]``."""
-        parts = [part for block in self.blocks for part in (block.pending, block.tree.tokens) if len(part)]
-        return np.concatenate(parts)
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        """The least and the greatest token id."""
-        return _bounds(self.ids)
-
-    @property
-    def reach(self) -> int:
-        """The largest position plus one."""
-        return _bounds(self.positions)[1] + 1
+        self.bounds = _number(
+            tokens, self.cache_positions if positions is None else positions, self.ids, self.positions
+        )
+        address = self._memory.ctypes.data
+        self._addresses = dict(zip(TABLES, (address + 8 * end for end in ends), strict=False))
 
     def rows(self, strides: Sequence[tuple[int, int, int, int]]) -> IntArray:
         """Return the table of rows, given each cache's byte strides: heads and rows of keys, heads and rows of
@@ -124,34 +126,34 @@ class PackedPass:
         return table
 
     def fields(self, rows: IntArray, work: PackedPass | TopkTables) -> dict[str, int]:
-        """Return the ``PassFields`` of attention, without memory, given the table of rows and the work's units."""
-        memory = self._memory.ctypes.data
-        _, units, token_rows, cache_positions, parents, _ = (memory + 8 * offset for offset in self._offsets)
-        return {
-            "rows": address(rows), "units": units if work is self else address(work.units),
-            "unit_count": work.unit_count, "token_rows": token_rows, "cache_positions": cache_positions,
-            "parents": parents,
-        }  # fmt: skip
-
-    @property
-    def units(self) -> IntArray:
-        """The table of units."""
-        return self._units
+        """Return the ``PassFields`` of the tokens and of attention, without memory, given the table of rows and the
+        work's units."""
+        fields = self._addresses | {"n": self.n, "rows": address(rows), "unit_count": work.unit_count}
+        return fields if work is self else fields | {"units": address(work.units)}
 
     @property
     def slot_size(self) -> int:
         """Scratch bytes per thread."""
-        heads, furthest = self.heads, max(map(sum, zip(self.places, self.counts, strict=True)))
+        heads, furthest = self.heads, max(map(add, self.places, self.counts))
         scan = ordered_attention.scratch_bytes(self.most_tiles, heads.group, heads.dim, heads.out_dim)
         return max(scan, float64_attention.scratch_bytes(furthest, heads.out_dim))
 
 
+def _joined(arrays: Sequence[IntArray]) -> IntArray:
+    if len(arrays) == 1:
+        return arrays[0]
+    return np.concatenate(arrays) if arrays else NO_PARENTS
+
+
 @compiled
-def _bounds(numbers: IntArray) -> tuple[int, int]:
-    least = most = numbers[0]
-    for number in numbers:
-        least, most = min(least, number), max(most, number)
-    return least, most
+def _number(tokens: IntArray, places: IntArray, ids: IntArray, positions: IntArray) -> tuple[int, int, int]:
+    """Copy each token's id and position; return ``PackedPass.bounds``."""
+    least = most = tokens[0]
+    last = places[0]
+    for i in range(len(tokens)):
+        ids[i], positions[i] = tokens[i], places[i]
+        least, most, last = min(least, tokens[i]), max(most, tokens[i]), max(last, places[i])
+    return least, most, last
 
 
 @compiled

@@ -75,7 +75,7 @@ class RotaryOp(NamedTuple):
     """Rotate queries in place, and write keys and values to the cache; all three are side by side.
 
     Attributes:
-        kind: type of the cache and of the norms' weights.
+        kind: type of the norms' weights; ``kv_kind``, of the cache.
         y: address of the rows, float32.
         q_norm, k_norm: weights of norms over each head, or 0; ``one`` is added to them.
         cos, sin: tables by position, ``[positions, half]``; ``half`` is 0 if nothing rotates.
@@ -83,6 +83,7 @@ class RotaryOp(NamedTuple):
     """
 
     kind: int
+    kv_kind: int
     heads: int
     kv_heads: int
     dim: int
@@ -170,9 +171,9 @@ def turn(address: int, fields: int, code: int, token: int, slot: int) -> None:
                 _turn(op, x, cos, sin)
         if head >= op.heads + op.kv_heads:
             to = values + (head - op.heads - op.kv_heads) * row.v_head + place * row.v_row
-            words(op.kind, x, op.dim // LANES, to)
+            words(op.kv_kind, x, op.dim // LANES, to)
         elif head >= op.heads:
-            words(op.kind, x, op.dim // LANES, keys + (head - op.heads) * row.k_head + place * row.k_row)
+            words(op.kv_kind, x, op.dim // LANES, keys + (head - op.heads) * row.k_head + place * row.k_row)
 
 
 @compiled

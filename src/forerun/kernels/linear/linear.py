@@ -324,6 +324,7 @@ def _program(weights: Weights, kind: int, words: int, x_row: int, y_row: int) ->
     return Program([op]), table
 
 
+@functools.cache
 def scratch_bytes(tokens: int, words: int) -> int:
     """Return the scratch bytes per thread, for ``tokens`` tokens and rows of ``words`` words."""
     groups = -(-tokens // 8)

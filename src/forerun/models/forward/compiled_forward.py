@@ -68,7 +68,7 @@ class PassCapacity:
         threads: number of threads for which the work is cut.
         keeps_queries: whether every layer's queries are kept until the next pass.
         topk: whether queries choose the keys that they see (``topk_rank.py``).
-        states: layers whose hidden states are kept until the next pass; see ``Scorer.score_with_states``.
+        states: layers whose hidden states are kept until the next pass; see ``Scorer.score_rows``.
     """
 
     tokens: int
@@ -88,7 +88,7 @@ class PassCapacity:
 class Decoder:
     """What a model's programs of all sizes share; ``architecture.known`` must hold for the model."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, kv_dtype: torch.dtype | None = None) -> None:
         self.parts = parts = describe(model)
         self.layers, self.attention, self.convolutions = parts.layers, parts.attention, parts.convolutions
         self.attending = list(self.attention)
@@ -101,8 +101,9 @@ class Decoder:
         first = next(iter(self.attention.values()))
         dim, (queries, keys, _) = first.head_dim, first.qkv
         self.heads = HeadShape(queries.count // dim, keys.count // dim, dim, dim)
-        self.like = torch.empty(1, self.heads.kv_heads, 0, dim, dtype=parts.dtype)
+        self.like = torch.empty(1, self.heads.kv_heads, 0, dim, dtype=kv_dtype or parts.dtype)
         """Empty keys; see ``Cache.addressed``."""
+        self.kv_kind = PROGRAM_DTYPES[self.like.dtype]
         self.inner = self.layers[0].down.module.in_features
         self.inputs = torch.empty(0, self.hidden, dtype=torch.float32)
         """Empty inputs of convolutions; see ``RecurrentStates.history``."""
@@ -233,9 +234,9 @@ class CompiledForward:
         decoder, heads, spec = self._decoder, self._decoder.heads, part.spec
         topk = self.topk[place].ctypes.data if self.capacity.topk else 0
         op = AttendOp(
-            decoder.kind, decoder.width, heads.heads, heads.kv_heads, heads.dim, heads.out_dim, spec.window or 0,
-            *_rows(qkv), heads.dim * 4, kv, 0, *_rows(self._input), decoder.kind, spec.scaling / math.log(2),
-            spec.softcap or 0.0, topk,
+            decoder.kv_kind, decoder.like.element_size(), heads.heads, heads.kv_heads, heads.dim, heads.out_dim,
+            spec.window or 0, *_rows(qkv), heads.dim * 4, kv, 0, *_rows(self._input), decoder.kind,
+            spec.scaling / math.log(2), spec.softcap or 0.0, topk,
         )  # fmt: skip
         kinds = (PROJECT_QUERIES, RANK_CHUNKS, ATTEND_TOPK) if topk else (SCAN, COMBINE)
         return [(kind, op) for kind in kinds]
@@ -255,8 +256,8 @@ class CompiledForward:
         offset, least = (0, 0.0) if own is None else (weight_offset(own), eps(own))
         cos, sin = decoder.angles[part.rotary]
         op = RotaryOp(
-            decoder.kind, heads.heads, heads.kv_heads, heads.dim, y, row, q_norm, k_norm, offset, cos.data_ptr(),
-            sin.data_ptr(), cos.shape[1] if part.rotates else 0, kv, least,
+            decoder.kind, decoder.kv_kind, heads.heads, heads.kv_heads, heads.dim, y, row, q_norm, k_norm, offset,
+            cos.data_ptr(), sin.data_ptr(), cos.shape[1] if part.rotates else 0, kv, least,
         )  # fmt: skip
         return [*whole, (ROTARY, op)]
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree, IntArray
 from forerun.kernels import gpu
-from forerun.kernels.attention.packed_pass import PackedPass, TopkTables, address
+from forerun.kernels.attention.packed_pass import PackedPass, TopkTables
 from forerun.kernels.runtime.addresses import head_rows
 from forerun.kernels.runtime.vector_ir import LINE
 from forerun.kv.cache import READ_BLOCK, Addresses, Cache
@@ -33,6 +33,8 @@ SPARE_SCRATCH_BYTES = 4096
 LEAST_CAPACITY = 16
 """Tokens and rows of the smallest program. Making one costs as much as a pass over one token at most (0.9 ms for the
 bundled model, 5 for SmolLM2), so it should be rare. Unused memory is some hundred kilobytes."""
+NO_LOGITS = torch.empty(0, dtype=torch.float32)
+"""Logits of a stage before the head."""
 NO_ATTENTION_ROWS = np.zeros(1, np.int64)
 """The table of rows of a stage without attention."""
 
@@ -40,8 +42,8 @@ NO_ATTENTION_ROWS = np.zeros(1, np.int64)
 class CompiledScorer(Scorer):
     """A scorer that runs a program of kernels over the weights of a known model; see ``fastest_scorer``."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
+    def __init__(self, model: PreTrainedModel, kv_dtype: torch.dtype | None = None) -> None:
+        super().__init__(model, kv_dtype)
         self._slots = self._states = torch.empty(0, dtype=torch.uint8)
         self._read_model()
 
@@ -49,7 +51,7 @@ class CompiledScorer(Scorer):
         super()._read_model()
         self._held = [weight.detach() for weight in self.model.parameters()]
         """Kept alive because programs have their addresses: weights moved while a request runs must not be freed."""
-        self._decoder = Decoder(self.model) if known(self.model) else None
+        self._decoder = Decoder(self.model, self.kv_dtype) if known(self.model) else None
         self._compiled: dict[tuple[bool, bool, tuple[int, ...]], CompiledForward] = {}
         """By whether queries choose, whether they are kept, and the layers whose states are kept."""
         self._embedded = self.vocabulary
@@ -66,15 +68,18 @@ class CompiledScorer(Scorer):
         self, decoder: Decoder, blocks: Sequence[Block], caches: Sequence[Cache], layers: tuple[int, ...]
     ) -> PassResult | None:
         """Return all rows' logits and states; None if a program cannot read some caches."""
-        full = [cache.full for cache in caches if cache.full is not None]
-        if len(full) == len(caches) and any(cache.offloaded for cache in full):
-            return None if decoder.convolutions else self._run_by_layers(decoder, blocks, full, layers)
-        pairs = zip(caches, blocks, strict=True)
-        rows = [cache.addressed(decoder.attending, decoder.like, len(block)) for cache, block in pairs]
-        known = [row for row in rows if row is not None]
-        if len(known) < len(rows) or len({row.topk is None for row in known}) > 1:
-            return None
-        return self._run(decoder, blocks, caches, known, layers)
+        rows: list[Addresses] = []
+        for cache, block in zip(caches, blocks, strict=True):
+            row = cache.addressed(decoder.attending, decoder.like, len(block))
+            if row is None:
+                full = [each.full for each in caches if each.full is not None]
+                offloaded = len(full) == len(caches) and any(each.offloaded for each in full)
+                by_layers = offloaded and not decoder.convolutions
+                return self._run_by_layers(decoder, blocks, full, layers) if by_layers else None
+            if rows and (row.topk is None) != (rows[0].topk is None):
+                return None
+            rows.append(row)
+        return self._run(decoder, blocks, caches, rows, layers)
 
     def _run(
         self,
@@ -91,8 +96,8 @@ class CompiledScorer(Scorer):
         )  # fmt: skip
         tables = [row.topk for row in rows if row.topk is not None]
         topk = TopkTables(packed, tables) if tables else None
-        keeps = topk is None and any(map(self.keeps_queries, blocks, caches))
-        compiled, wanted = self._prepare(decoder, packed, layers, keeps, topk), packed.output_indices
+        keeps = self.queries_from is not None and topk is None and any(map(self.keeps_queries, blocks, caches))
+        compiled = self._prepare(decoder, packed, layers, keeps, topk)
         for number, row in enumerate(rows):
             compiled.kv[:, number] = row.layers
         for place, (layer, part) in enumerate(decoder.convolutions.items()):
@@ -104,16 +109,17 @@ class CompiledScorer(Scorer):
         if topk is not None:
             topk.fill(compiled.topk, self._states.data_ptr())
         table = packed.rows([row.strides for row in rows])
-        logits = torch.empty(len(wanted), decoder.head.count, dtype=torch.float32)
-        compiled.program.run(packed.threads, **_outputs(wanted, logits), **self._fields(packed, table, topk))
+        logits = torch.empty(len(packed.output_indices), decoder.head.count, dtype=torch.float32)
+        compiled.program.run(packed.threads, **self._fields(packed, table, logits, topk))
         self._hand_over_queries(decoder, compiled, packed, caches, keeps)
         return PassResult(decoder.finished(logits), compiled.states[: packed.n].clone() if layers else None)
 
-    def _fields(self, packed: PackedPass, rows: IntArray, topk: TopkTables | None = None) -> dict[str, int]:
-        return {
-            **packed.fields(rows, packed if topk is None else topk), "n": packed.n, "ids": address(packed.ids),
-            "positions": address(packed.positions), "states": self._states.data_ptr(), "slots": self._slots.data_ptr(),
-            "slot_size": len(self._slots) // packed.threads // LINE * LINE,
+    def _fields(
+        self, packed: PackedPass, rows: IntArray, logits: torch.Tensor, topk: TopkTables | None = None
+    ) -> dict[str, int]:
+        return packed.fields(rows, packed if topk is None else topk) | {
+            "outputs": len(logits), "y": logits.data_ptr(), "states": self._states.data_ptr(),
+            "slots": self._slots.data_ptr(), "slot_size": len(self._slots) // packed.threads // LINE * LINE,
         }  # fmt: skip
 
     def _run_by_layers(
@@ -148,44 +154,39 @@ class CompiledScorer(Scorer):
         found: dict[int, torch.Tensor] = {}
         for piece in pieces:
             if any(piece.ends):
-                wanted = piece.packed.output_indices
-                logits = torch.empty(len(wanted), decoder.head.count, dtype=torch.float32)
-                self._run_stage(compiled, -1, piece, NO_ATTENTION_ROWS, **_outputs(wanted, logits))
+                logits = torch.empty(len(piece.packed.output_indices), decoder.head.count, dtype=torch.float32)
+                self._run_stage(compiled, -1, piece, NO_ATTENTION_ROWS, logits)
                 split = torch.split(decoder.finished(logits), [len(block.tree) + 1 for block in piece.packed.blocks])
                 found |= {row: t for row, t, ends in zip(piece.rows, split, piece.ends, strict=True) if ends}
         logits = torch.cat([found[row] for row in range(len(blocks))])
         return PassResult(logits, _states_by_row(pieces, len(blocks)) if states_of else None)
 
     def _run_stage(
-        self, compiled: CompiledForward, stage: int, piece: _RowSlice, rows: IntArray, **outputs: int
+        self, compiled: CompiledForward, stage: int, piece: _RowSlice, rows: IntArray, logits: torch.Tensor = NO_LOGITS
     ) -> None:
         compiled.x[: piece.packed.n] = piece.x
-        compiled.stages[stage].run(piece.packed.threads, **self._fields(piece.packed, rows), **outputs)
+        compiled.stages[stage].run(piece.packed.threads, **self._fields(piece.packed, rows, logits))
         piece.x[:] = compiled.x[: piece.packed.n]
         for columns in compiled.states_by_stage.get(stage, ()):
             piece.states[:, columns] = compiled.states[: piece.packed.n, columns]
-
-    def _check(self, packed: PackedPass) -> None:
-        least, most = packed.bounds
-        if least < 0 or most >= self._embedded:
-            wrong = least if least < 0 else most
-            raise IndexError(f"token {wrong} is not in the vocabulary of {self._embedded} tokens")
 
     def _prepare(
         self, decoder: Decoder, packed: PackedPass, layers: tuple[int, ...], keeps: bool, topk: TopkTables | None = None
     ) -> CompiledForward:
         """Return a program with memory for this pass, making a larger one if need be. Raises ``IndexError`` if the
         embedding does not have a token of the pass."""
-        self._check(packed)
-        threads = packed.threads
+        (least, most, last), threads = packed.bounds, packed.threads
+        if least < 0 or most >= self._embedded:
+            wrong = least if least < 0 else most
+            raise IndexError(f"token {wrong} is not in the vocabulary of {self._embedded} tokens")
         work = packed if topk is None else topk
         slot = max(work.slot_size, decoder.scratch_bytes(packed.n)) + SPARE_SCRATCH_BYTES
         if len(self._slots) < threads * slot:
             self._slots = torch.empty(threads * slot, dtype=torch.uint8)
         if len(self._states) < work.states_bytes:
             self._states = torch.empty(work.states_bytes + work.states_bytes // 4, dtype=torch.uint8)
-        if decoder.positions < packed.reach:
-            decoder.grow_angles(packed.reach)
+        if decoder.positions <= last:
+            decoder.grow_angles(last + 1)
         chooses = topk is not None
         needed = PassCapacity(packed.n, len(packed.blocks), threads, keeps, chooses, layers)
         before = self._compiled.get((chooses, keeps, layers))
@@ -270,10 +271,6 @@ def _queries(decoder: Decoder, qkv: torch.Tensor, counts: Sequence[int]) -> Sequ
     return torch.split(parted, list(counts), -2)
 
 
-def _outputs(wanted: IntArray, logits: torch.Tensor) -> dict[str, int]:
-    return {"outputs": len(wanted), "output_indices": address(wanted), "y": logits.data_ptr()}
-
-
 def fastest_scorer(scorer: Scorer) -> Scorer:
     """Return a ``CompiledScorer`` for a known structure, a ``GpuScorer`` on a GPU, else ``scorer``; the gate checks
     logits."""
@@ -282,4 +279,4 @@ def fastest_scorer(scorer: Scorer) -> Scorer:
         from forerun.models.forward.gpu_scorer import GpuScorer  # needs Triton
 
         return GpuScorer(scorer.model)
-    return CompiledScorer(scorer.model) if whole and known(scorer.model) else scorer
+    return CompiledScorer(scorer.model, scorer.kv_dtype) if whole and known(scorer.model) else scorer

@@ -63,7 +63,9 @@ def fingerprint(scorer: Scorer, exactness: Exactness) -> str:
     reason = unknowable(model)
     if reason is not None:
         raise ValueError(f"keys and values of this model cannot be kept on disk: {reason}")
-    about = _about(model, COMPUTING) | {"scorer": type(scorer).__qualname__, "exactness": exactness.level}
+    about = _about(model, COMPUTING) | {
+        "scorer": type(scorer).__qualname__, "exactness": exactness.level, "keys and values": scorer.kv_dtype,
+    }  # fmt: skip
     if exactness.level != "bitwise":  # then sums may be cut by threads
         about["threads"] = torch.get_num_threads()
     digest = _digest_of(about)

@@ -23,9 +23,10 @@ from transformers.pytorch_utils import Conv1D
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.kernels.linear import ordered_modules
+from forerun.kernels.runtime.vector_ir import unusable
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward import recurrent_layers
-from forerun.models.forward.architecture import quantises
+from forerun.models.forward.architecture import dtype_name, quantises
 from forerun.models.forward.compiled_scorer import fastest_scorer
 from forerun.models.forward.inputs import position_limit
 from forerun.models.forward.scorer import (
@@ -52,6 +53,9 @@ QUANTISED_TOLERANCE = 5e-2
 """Minimum tolerance for activations of eight bits, where rounding moves some inputs to another integer. SmolLM2 in Q4_1
 has errors of 0.024 to 0.038, and tiny models up to 0.021."""
 
+KV_DTYPES = ("auto", "bfloat16")
+"""Allowed types of cached keys and values; ``auto`` is the model's."""
+
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 UNWIDENED = frozenset({"__get__", "__set__", "__setitem__", "to", "type", "type_as", "bfloat16", "half"})
 """Functions that read or write a tensor's properties, or change its type."""
@@ -71,14 +75,33 @@ class UnsupportedModelError(ValueError):
     """The model cannot be accelerated without risking its output."""
 
 
-def admit(model: PreTrainedModel, self_test: SelfTest = tested) -> Scorer:
-    """Return the fastest scorer whose logits are the model's own, or raise ``UnsupportedModelError`` with the
-    reason."""
+def kv_type(model: PreTrainedModel, name: str) -> torch.dtype | None:
+    """Return the type of cached keys and values by its name in ``KV_DTYPES``; None for the model's. Raises
+    ``ValueError`` if this model cannot have it."""
+    if name not in KV_DTYPES:
+        raise ValueError(f"kv_dtype is {name!r}; allowed are {', '.join(KV_DTYPES)}")
+    if name == "auto" or model.dtype == torch.bfloat16:
+        return None
+    given = f"kv_dtype is {name!r}, and the model is"
+    if model.dtype != torch.float32:
+        raise ValueError(f"{given} in {dtype_name(model)}; allowed are float32 and stored weights")
+    if model.device.type != "cpu":
+        raise ValueError(
+            f"{given} on {model.device}, where attention reads keys of the model's type; load it in bfloat16"
+        )
+    if (reason := unusable()) is not None:
+        raise ValueError(f"kv_dtype is {name!r}, and there is no kernel for it here: {reason}")
+    return torch.bfloat16
+
+
+def admit(model: PreTrainedModel, self_test: SelfTest = tested, kv_dtype: torch.dtype | None = None) -> Scorer:
+    """Return the fastest scorer whose logits are the model's own, or raise ``UnsupportedModelError`` with the reason.
+    ``kv_dtype`` is as in ``Scorer``."""
     reason = _reason_in_config(model)
     if reason is None:
         lay_out(model)
         recurrent_layers.adapt(model)
-        plain = Scorer(model)
+        plain = Scorer(model, kv_dtype)
         for scorer in dict.fromkeys((fastest_scorer(plain), plain)):
             reason = self_test(scorer, partial(_reason_in_numbers, scorer))
             if reason is None:
@@ -138,7 +161,7 @@ def _reason_in_numbers(scorer: Scorer) -> str | None:
 
 
 def _tolerance(scorer: Scorer) -> float:
-    return max(rounding_error(scorer.model), RECURRENT_TOLERANCE * scorer.recurrent)
+    return max(rounding_error(scorer.model, scorer.kv_dtype), RECURRENT_TOLERANCE * scorer.recurrent)
 
 
 def rounds(model: PreTrainedModel) -> bool:
@@ -146,9 +169,10 @@ def rounds(model: PreTrainedModel) -> bool:
     return model.dtype in SIXTEEN_BIT or quantises(model)
 
 
-def rounding_error(model: PreTrainedModel) -> float:
-    """Return the relative error that rounding alone explains."""
-    return max(TOLERANCE[model.dtype], QUANTISED_TOLERANCE * quantises(model))
+def rounding_error(model: PreTrainedModel, kv_dtype: torch.dtype | None = None) -> float:
+    """Return the relative error that rounding alone explains. Keys and values in bfloat16 are a part of a bfloat16
+    model's rounding, so they have its tolerance: SmolLM2 in float32 has errors of up to 0.016, tiny models 0.019."""
+    return max(TOLERANCE[kv_dtype or model.dtype], QUANTISED_TOLERANCE * quantises(model))
 
 
 @contextmanager

@@ -243,7 +243,7 @@ class GpuScorer(Scorer):
         tokens, cache = 1, FullCache(RECORDED_TOKENS)
         while self._program.layers is not None and tokens <= RECORDED_TOKENS:
             chain = DraftTree.chain(np.zeros(tokens - 1, np.int64))
-            self.score_with_states([Block(np.zeros(1, np.int64), chain, 0)], [cache], states_of)
+            self.score_rows([Block(np.zeros(1, np.int64), chain, 0)], [cache], states_of)
             tokens *= 2
 
     def _pass(self, blocks: Sequence[Block], caches: Sequence[Cache], layers: tuple[int, ...]) -> PassResult:

@@ -138,7 +138,8 @@ class StartupCache:
         key = f"{model.dtype}, {model.device}" if sharded else of_results(model)
         folder = None if sharded or unknowable_code(model) is not None else self._folder()
         file = None if folder is None else folder / f"{key}.json"
-        return _Result(self._results.setdefault(model, {}), key, f"{name}, {type(scorer).__name__}", file)
+        name = ", ".join((name, type(scorer).__name__, *([] if scorer.kv_dtype is None else [str(scorer.kv_dtype)])))
+        return _Result(self._results.setdefault(model, {}), key, name, file)
 
 
 class _Result:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from forerun.core.block import Block
+from forerun.core.block import Block, RowScores
 from forerun.core.fairness import FairLock
 from forerun.core.pinned import brought
 from forerun.core.transfers import present
@@ -59,6 +59,8 @@ class Pass:
 
     blocks: Sequence[Block]
     caches: Sequence[Cache]
+    kv_dtype: torch.dtype | None = None
+    """Type of cached keys and values; None for the model's."""
     packings: Packings = field(default_factory=dict)
     unnumbered: Iterator[int] = field(default_factory=lambda: count(-1, -1))
     """Numbers for layers that share one module, which says -1, in the order of their calls."""
@@ -69,6 +71,8 @@ class Pass:
         layer = next(self.unnumbered) if layer < 0 else layer
         sizes = [len(block) for block in self.blocks]
         with ordered_modules.unwatched():
+            if self.kv_dtype is not None:
+                k, v = k.to(self.kv_dtype), v.to(self.kv_dtype)
             split = (torch.split(t, sizes, 2) for t in (q, k, v))
             rows = list(zip(self.caches, *split, self.blocks, strict=True))
             stored = [cache.store(layer, *qkv, block, spec) for cache, *qkv, block in rows]
@@ -209,10 +213,14 @@ class PassResult(NamedTuple):
 
 
 class Scorer:
-    """A model that ``forerun.models.forward.gate`` admits, scoring blocks of tokens; the caches come with each call."""
+    """A model that ``forerun.models.forward.gate`` admits, scoring blocks of tokens; the caches come with each call.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+    Args:
+        kv_dtype: type of cached keys and values, from ``gate.kv_type``; None for the model's.
+    """
+
+    def __init__(self, model: PreTrainedModel, kv_dtype: torch.dtype | None = None) -> None:
+        self.model, self.kv_dtype = model, kv_dtype
         self._lock = FairLock()
         self._watch: WeightWatch | None = None
         self._version = 0
@@ -227,8 +235,6 @@ class Scorer:
         exactly this size, except for the last. None if all passes sum in one order."""
         self.queries_from: int | None = None
         """Full caches of sequences that may reach this length keep queries; None for no cache."""
-        self.best: torch.Tensor | None = None
-        """The best token of each row of the last pass's logits, int64 ``[m]``, if the pass found it."""
 
     def refresh(self) -> int:
         """Check whether the model has changed; if so, later passes use it as it is now. Returns a number that changes
@@ -327,34 +333,34 @@ class Scorer:
         return work()
 
     def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
+        """Run ``score_rows``, and return only the logits."""
+        return [row.logits for row in self.score_rows(blocks, caches)]
+
+    def score_rows(
+        self, blocks: Sequence[Block], caches: Sequence[Cache], states_of: Sequence[int] = ()
+    ) -> list[RowScores]:
         """Run one forward pass over all rows. Each row's cache holds its block as a speculative tail until ``commit``.
 
-        Returns:
-            Each row's logits after its last pending token (row 0) and at its tree's node i (row i + 1),
-            ``[len(tree) + 1, V]``.
+        Args:
+            states_of: layers whose hidden states are returned, as indices of transformers' ``hidden_states``: 0 for the
+                embeddings, i for the output of layer i; the last one is after the final norm.
         """
-        return self.score_with_states(blocks, caches, ())[0]
-
-    def score_with_states(
-        self, blocks: Sequence[Block], caches: Sequence[Cache], layers: Sequence[int]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Run ``score``, and return the hidden states of some layers, too.
-
-        ``layers`` index transformers' ``hidden_states``: 0 for the embeddings, i for the output of layer i; the last
-        one is after the final norm. A row's states are those at all tokens of its block, layers side by side,
-        ``[len(block), len(layers) * hidden]``. Without layers there are none.
-        """
-        self.best = None
         with present(self.device):
-            logits, states, self.best = self._pass(blocks, caches, tuple(layers))
-        rows = list(torch.split(logits, [len(block.tree) + 1 for block in blocks]))
-        return rows, [] if states is None else list(torch.split(states, [len(block) for block in blocks]))
+            logits, states, best = self._pass(blocks, caches, tuple(states_of))
+        if len(blocks) == 1:
+            return [RowScores(logits, states, best)]
+        wanted, counts = [len(block.tree) + 1 for block in blocks], [len(block) for block in blocks]
+        parts = ((logits, wanted), (states, counts), (best, wanted))
+        split = [[None] * len(blocks) if part is None else torch.split(part, sizes) for part, sizes in parts]
+        return list(map(RowScores, *split))
 
     def _pass(self, blocks: Sequence[Block], caches: Sequence[Cache], layers: tuple[int, ...]) -> PassResult:
         ids = torch.from_numpy(np.concatenate([block.tokens for block in blocks]))
         positions = np.concatenate([cache.positions(block) for block, cache in zip(blocks, caches, strict=True)])
         places = brought(torch.from_numpy(positions), self.device)
-        return self._forward(brought(ids, self.device), places, Pass(blocks, caches), self._wanted(blocks), layers)
+        return self._forward(
+            brought(ids, self.device), places, Pass(blocks, caches, self.kv_dtype), self._wanted(blocks), layers
+        )
 
     def _wanted(self, blocks: Sequence[Block]) -> int | torch.Tensor:
         """Return the tokens that need logits: 0 for all, or their indices in the packed sequence."""

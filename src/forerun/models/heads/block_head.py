@@ -1,4 +1,4 @@
-"""Heads that compute all levels of a tree in one pass: P-EAGLE and DFlash."""
+"""Heads that compute all levels of a tree in one pass: P-EAGLE and the DFlash family."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ from collections.abc import Sequence
 
 import torch
 
+from forerun.kernels.linear.ordered_modules import Ordered
 from forerun.models.heads.head import Growth, Head
 
 
 class BlockHead(Head):
-    """A head with one row of logits per level, in ``Growth.hidden``, whatever tokens precede a node."""
+    """A head with one row of logits per level, in ``Growth.hidden``; by default, whatever tokens precede a node."""
 
     def extend(
         self, growths: Sequence[Growth], parents: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        parts = []
-        for growth, above in zip(growths, parents, strict=True):
-            depth, rows = growth.add(above), growth.hidden
-            row = rows[depth] if depth < len(rows) else torch.zeros_like(rows[0])
-            parts.append(row.expand(len(above), -1))
-        return torch.cat(parts)
+        with Ordered():
+            each = zip(growths, parents, tokens, strict=True)
+            return torch.cat([self.at_level(growth, growth.add(above), above, new) for growth, above, new in each])
+
+    def at_level(self, growth: Growth, level: int, parents: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+        """Compute logits after a tree's new nodes, ``[n, D]``, which are those of a level."""
+        rows = growth.hidden
+        row = rows[level] if level < len(rows) else torch.zeros_like(rows[0])
+        return row.expand(len(parents), -1)

@@ -31,7 +31,7 @@ from forerun.models.heads.head import (
     ROTARY_FIELDS,
     Growth,
     HeadFile,
-    HeadText,
+    HeadSequence,
     check_layers,
     config_of,
     count_in,
@@ -171,18 +171,18 @@ class DFlashHead(BlockHead):
             names[f"{at}mlp.down_proj.weight"] = size, self._inner
         return names
 
-    def text(self, cache: Cache) -> HeadText:
-        return HeadText(self._count, cache)
+    def open(self, cache: Cache) -> HeadSequence:
+        return HeadSequence(self._count, cache)
 
-    def read(self, texts: Sequence[HeadText]) -> None:
-        for text in texts:
-            if text.pending and text.next is not None:
-                states = torch.cat([states for states, _ in text.pending])
+    def read(self, sequences: Sequence[HeadSequence]) -> None:
+        for sequence in sequences:
+            if sequence.pending and sequence.next is not None:
+                states = torch.cat([states for states, _ in sequence.pending])
                 with Ordered():
-                    self._read(text, states, text.next - len(states))
-                text.pending.clear()
+                    self._read(sequence, states, sequence.next - len(states))
+                sequence.pending.clear()
 
-    def _read(self, text: HeadText, states: torch.Tensor, first: int) -> None:
+    def _read(self, sequence: HeadSequence, states: torch.Tensor, first: int) -> None:
         """Store each layer's keys and values of the target's states ``[n, layers * hidden]``."""
         w, places = self._weights, torch.arange(first, first + len(states), device=states.device)
         features = rms_norm(
@@ -190,8 +190,8 @@ class DFlashHead(BlockHead):
         )
         angles = self._rotary(features, places[None])
         for layer in range(self._count):
-            text.store(layer, *self._keys(layer, features, angles), text.lengths[layer])
-            text.lengths[layer] += len(states)
+            sequence.store(layer, *self._keys(layer, features, angles), sequence.lengths[layer])
+            sequence.lengths[layer] += len(states)
 
     def _keys(self, layer: int, x: torch.Tensor, angles: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Project rows ``[n, hidden]`` to keys and values ``[1, Hkv, n, d]``."""
@@ -203,34 +203,38 @@ class DFlashHead(BlockHead):
         made = linear(x, self._weights[f"{name}weight"], self._weights.get(f"{name}bias"))
         return made.view(1, len(x), -1, self._dim).transpose(1, 2)
 
-    def start(self, texts: Sequence[HeadText]) -> tuple[list[Growth], torch.Tensor]:
-        hidden = self._fill(texts)
-        with Ordered(), drafting([text.shortlist for text in texts], [self.levels] * len(texts)):
-            logits = self._logits(hidden.flatten(0, 1)).view(len(texts), self.levels, -1)
-        return [Growth(text, own) for text, own in zip(texts, logits, strict=True)], logits[:, 0]
+    def start(self, sequences: Sequence[HeadSequence]) -> tuple[list[Growth], torch.Tensor]:
+        hidden = self._fill(sequences)
+        with Ordered(), drafting([sequence.shortlist for sequence in sequences], [self.levels] * len(sequences)):
+            logits = self._logits(hidden.flatten(0, 1)).view(len(sequences), self.levels, -1)
+        return [Growth(sequence, own) for sequence, own in zip(sequences, logits, strict=True)], logits[:, 0]
 
-    def _fill(self, texts: Sequence[HeadText]) -> torch.Tensor:
+    def _fill(self, sequences: Sequence[HeadSequence]) -> torch.Tensor:
         """Run each sequence's block through all layers and the final norm, ``[rows, levels, hidden]``."""
-        self.read(texts)
+        self.read(sequences)
         device = self._target.device
-        ids = torch.tensor([[int(text.last), *[self._mask] * (self._block - 1)] for text in texts], device=device)
-        places = torch.cat([torch.arange(self._block) + (text.next or 0) for text in texts]).to(device)
+        ids = torch.tensor(
+            [[int(sequence.last), *[self._mask] * (self._block - 1)] for sequence in sequences], device=device
+        )
+        places = torch.cat([torch.arange(self._block) + (sequence.next or 0) for sequence in sequences]).to(device)
         with Ordered():
             x = self._embed(ids.flatten())
             angles = self._rotary(x, places[None])
             for layer in range(self._count):
-                x = self._decoder_layer(layer, x, texts, angles)
+                x = self._decoder_layer(layer, x, sequences, angles)
             x = rms_norm(x, self._weights["norm.weight"], self._eps)
-        return x.view(len(texts), self._block, -1)[:, self._first :]
+        return x.view(len(sequences), self._block, -1)[:, self._first :]
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         own = self._weights.get("embed_tokens.weight")
         embedded = input_embeddings(self._target, ids) if own is None else embedding(ids, own)
         return embedded.to(self._weights["norm.weight"].dtype) * float(self._value("input_embedding_scale", 1.0))
 
-    def _decoder_layer(self, layer: int, x: torch.Tensor, texts: Sequence[HeadText], angles: Any) -> torch.Tensor:
+    def _decoder_layer(
+        self, layer: int, x: torch.Tensor, sequences: Sequence[HeadSequence], angles: Any
+    ) -> torch.Tensor:
         w, eps, at = self._weights, self._eps, f"layers.{layer}."
-        x = x + self._attention(layer, rms_norm(x, w[f"{at}input_layernorm.weight"], eps), texts, angles)
+        x = x + self._attention(layer, rms_norm(x, w[f"{at}input_layernorm.weight"], eps), sequences, angles)
         return x + self._mlp(layer, rms_norm(x, w[f"{at}post_attention_layernorm.weight"], eps))
 
     def _mlp(self, layer: int, x: torch.Tensor) -> torch.Tensor:
@@ -243,15 +247,15 @@ class DFlashHead(BlockHead):
         cap = self._value("final_logit_softcapping")
         return torch.tanh(logits / cap) * cap if cap else logits
 
-    def _attention(self, layer: int, x: torch.Tensor, texts: Sequence[HeadText], angles: Any) -> torch.Tensor:
+    def _attention(self, layer: int, x: torch.Tensor, sequences: Sequence[HeadSequence], angles: Any) -> torch.Tensor:
         norm = self._weights[f"layers.{layer}.self_attn.q_norm.weight"]
         q = rotated(rms_norm(self._part(layer, "q", x), norm, self._eps), *angles)
         keys, values = self._keys(layer, x, angles)
         parts, spec = [torch.split(each, self._block, 2) for each in (q, keys, values)], AttentionSpec(self._dim**-0.5)
         outs = []
-        for text, own, k, v in zip(texts, *parts, strict=True):
-            whole = text.store(layer, k, v, text.lengths[layer])
-            outs.append(attend(own, whole[0], whole[1], spec, self._bias(layer, text.lengths[layer], own)).out)
+        for sequence, own, k, v in zip(sequences, *parts, strict=True):
+            whole = sequence.store(layer, k, v, sequence.lengths[layer])
+            outs.append(attend(own, whole[0], whole[1], spec, self._bias(layer, sequence.lengths[layer], own)).out)
         out = torch.cat(outs, 2).transpose(1, 2).reshape(len(x), -1)
         name = f"layers.{layer}.self_attn.o_proj."
         return linear(out, self._weights[f"{name}weight"], self._weights.get(f"{name}bias"))

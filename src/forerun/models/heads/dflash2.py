@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from forerun.kernels.linear.ordered_modules import Ordered
 from forerun.models.forward.scorer import Scorer
 from forerun.models.heads.dflash import DFLASH_ENTRIES, DFlashHead
-from forerun.models.heads.head import Growth, HeadFile, HeadText, count_in, rms_norm
+from forerun.models.heads.head import Growth, HeadFile, HeadSequence, count_in, rms_norm
 from forerun.models.heads.matrices import linear, placed
 
 SELECTOR_NUMBERS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
@@ -31,8 +31,10 @@ class SelectorGrowth(Growth):
     """A growing tree with each level's candidates: their logits in ``hidden`` and their tokens, ``[levels, k]``; and
     the projection of each level's hidden state, ``[levels, rank]``."""
 
-    def __init__(self, text: HeadText, hidden: torch.Tensor, candidates: torch.Tensor, projected: torch.Tensor) -> None:
-        super().__init__(text, hidden)
+    def __init__(
+        self, sequence: HeadSequence, hidden: torch.Tensor, candidates: torch.Tensor, projected: torch.Tensor
+    ) -> None:
+        super().__init__(sequence, hidden)
         self.candidates, self.projected = candidates, projected
 
 
@@ -86,10 +88,12 @@ class DFlash2Head(DFlashHead):
             names[f"{at}kernel_projection.weight"] = 2 * taps * (size // self._group), size
         return names
 
-    def _decoder_layer(self, layer: int, x: torch.Tensor, texts: Sequence[HeadText], angles: Any) -> torch.Tensor:
+    def _decoder_layer(
+        self, layer: int, x: torch.Tensor, sequences: Sequence[HeadSequence], angles: Any
+    ) -> torch.Tensor:
         w, eps, at = self._weights, self._eps, f"layers.{layer}."
         y, deltas = self._enter(f"{at}attention_conv.", rms_norm(x, w[f"{at}input_layernorm.weight"], eps))
-        x = x + self._leave(f"{at}attention_conv.", self._attention(layer, y, texts, angles), deltas)
+        x = x + self._leave(f"{at}attention_conv.", self._attention(layer, y, sequences, angles), deltas)
         y, deltas = self._enter(f"{at}mlp_conv.", rms_norm(x, w[f"{at}post_attention_layernorm.weight"], eps))
         return x + self._leave(f"{at}mlp_conv.", self._mlp(layer, y), deltas)
 
@@ -109,26 +113,20 @@ class DFlash2Head(DFlashHead):
         shifted = [pad(blocks, (0, 0, tap, 0))[:, : self._block].flatten(0, 1) for tap in range(self._taps)]
         return torch.stack([kernels[:, tap] * each for tap, each in enumerate(shifted)]).sum(0)
 
-    def start(self, texts: Sequence[HeadText]) -> tuple[list[Growth], torch.Tensor]:
-        hidden = self._fill(texts)
+    def start(self, sequences: Sequence[HeadSequence]) -> tuple[list[Growth], torch.Tensor]:
+        hidden = self._fill(sequences)
         with Ordered():
             top = self._logits(hidden.flatten(0, 1)).topk(self._top)
             projected = linear(hidden, self._weights["candidate_selector.hidden_projection.weight"])
-            shape = len(texts), self.levels, self._top
-            parts = zip(texts, top.values.view(shape), top.indices.view(shape), projected, strict=True)
+            shape = len(sequences), self.levels, self._top
+            parts = zip(sequences, top.values.view(shape), top.indices.view(shape), projected, strict=True)
             growths = [SelectorGrowth(*part) for part in parts]
-            first = [self._scores(growth, 0, [int(growth.text.last)]) for growth in growths]
+            first = [self._scores(growth, 0, [int(growth.sequence.last)]) for growth in growths]
         return [*growths], torch.cat(first)
 
-    def extend(
-        self, growths: Sequence[Growth], parents: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
-        parts = []
-        with Ordered():
-            for growth, above, new in zip(growths, parents, tokens, strict=True):
-                assert isinstance(growth, SelectorGrowth)
-                parts.append(self._scores(growth, growth.add(above), new))
-        return torch.cat(parts)
+    def at_level(self, growth: Growth, level: int, parents: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+        assert isinstance(growth, SelectorGrowth)
+        return self._scores(growth, level, tokens)
 
     def _scores(self, growth: SelectorGrowth, level: int, before: Sequence[int]) -> torch.Tensor:
         """Compute scores at a level after these tokens, ``[n, V]``; minus infinity except at candidates."""

@@ -19,7 +19,7 @@ import torch
 from forerun.kernels.linear.ordered_modules import Ordered
 from forerun.models.forward.scorer import Scorer
 from forerun.models.heads.dflash import DFLASH_ENTRIES, DFlashHead
-from forerun.models.heads.head import Growth, HeadFile, HeadText, count_in
+from forerun.models.heads.head import Growth, HeadFile, HeadSequence, count_in
 from forerun.models.heads.matrices import linear
 
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
@@ -31,8 +31,8 @@ class MarkovGrowth(Growth):
     ``[levels, hidden]``, and ``memory`` the recurrent state at each node, ``[n, rank]``, with the sequence's end in row
     0."""
 
-    def __init__(self, text: HeadText, hidden: torch.Tensor, rows: torch.Tensor, rank: int) -> None:
-        super().__init__(text, hidden)
+    def __init__(self, sequence: HeadSequence, hidden: torch.Tensor, rows: torch.Tensor, rank: int) -> None:
+        super().__init__(sequence, hidden)
         self.rows, self.memory = rows, rows.new_zeros(1, rank)
 
 
@@ -68,28 +68,22 @@ class DSparkHead(DFlashHead):
             names |= {f"{at}{name}.weight": (out, wide), f"{at}{name}.bias": (out,)}
         return names
 
-    def start(self, texts: Sequence[HeadText]) -> tuple[list[Growth], torch.Tensor]:
-        hidden = self._fill(texts)
+    def start(self, sequences: Sequence[HeadSequence]) -> tuple[list[Growth], torch.Tensor]:
+        hidden = self._fill(sequences)
         with Ordered():
-            logits = self._logits(hidden.flatten(0, 1)).view(len(texts), self.levels, -1)
-            parts = zip(texts, logits, hidden, strict=True)
+            logits = self._logits(hidden.flatten(0, 1)).view(len(sequences), self.levels, -1)
+            parts = zip(sequences, logits, hidden, strict=True)
             growths = [MarkovGrowth(*part, self._rank) for part in parts]
-            made = [self._after(growth, 0, growth.memory, [int(growth.text.last)]) for growth in growths]
+            made = [self._after(growth, 0, growth.memory, [int(growth.sequence.last)]) for growth in growths]
         for growth, (_, memory) in zip(growths, made, strict=True):
             growth.memory = memory
         return [*growths], torch.cat([first for first, _ in made])
 
-    def extend(
-        self, growths: Sequence[Growth], parents: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
-        parts = []
-        with Ordered():
-            for growth, above, new in zip(growths, parents, tokens, strict=True):
-                assert isinstance(growth, MarkovGrowth)
-                logits, memory = self._after(growth, growth.add(above), growth.memory[list(above)], new)
-                growth.memory = torch.cat([growth.memory, memory])
-                parts.append(logits)
-        return torch.cat(parts)
+    def at_level(self, growth: Growth, level: int, parents: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+        assert isinstance(growth, MarkovGrowth)
+        logits, memory = self._after(growth, level, growth.memory[list(parents)], tokens)
+        growth.memory = torch.cat([growth.memory, memory])
+        return logits
 
     def _after(
         self, growth: MarkovGrowth, level: int, memory: torch.Tensor, before: Sequence[int]

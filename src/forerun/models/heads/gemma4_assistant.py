@@ -29,7 +29,7 @@ from forerun.kernels.linear.ordered_modules import Ordered
 from forerun.kv.cache import Cache
 from forerun.models.forward.architecture import text_config
 from forerun.models.forward.scorer import Scorer
-from forerun.models.heads.head import Growth, Head, HeadFile, HeadText, config_of, rms_norm, rotated
+from forerun.models.heads.head import Growth, Head, HeadFile, HeadSequence, config_of, rms_norm, rotated
 
 MODEL_TYPES = frozenset({"gemma4_assistant", "gemma4_unified_assistant"})
 SLIDING = "sliding_attention"
@@ -138,26 +138,26 @@ class Gemma4AssistantHead(Head):
             shapes[f"{at}mlp.down_proj.weight"] = size, inner
         return shapes
 
-    def text(self, cache: Cache) -> HeadText:
+    def open(self, cache: Cache) -> HeadSequence:
         if cache.full is None:
             raise ValueError(
                 f"a Gemma 4 assistant reads all of the target's keys; a {type(cache).__name__} does not hold them"
             )
-        return HeadText(0, cache)
+        return HeadSequence(0, cache)
 
-    def record(self, text: HeadText, tokens: IntArray, start: int, states: torch.Tensor) -> None:
+    def record(self, sequence: HeadSequence, tokens: IntArray, start: int, states: torch.Tensor) -> None:
         end = min(start + len(states), len(tokens) - 1)
         if end > start:
-            text.hidden = states[end - start - 1 : end - start].clone()
-            text.next, text.last = end, int(tokens[end])
+            sequence.hidden = states[end - start - 1 : end - start].clone()
+            sequence.next, sequence.last = end, int(tokens[end])
 
-    def read(self, texts: Sequence[HeadText]) -> None:
+    def read(self, sequences: Sequence[HeadSequence]) -> None:
         pass
 
-    def start(self, texts: Sequence[HeadText]) -> tuple[list[Growth], torch.Tensor]:
-        rounds = [_Round(text, self._visible(text)) for text in texts]
-        states = torch.cat([text.hidden for text in texts if text.hidden is not None])
-        return [*rounds], self._score(rounds, [[text.last] for text in texts], states)
+    def start(self, sequences: Sequence[HeadSequence]) -> tuple[list[Growth], torch.Tensor]:
+        rounds = [_Round(sequence, self._visible(sequence)) for sequence in sequences]
+        states = torch.cat([sequence.hidden for sequence in sequences if sequence.hidden is not None])
+        return [*rounds], self._score(rounds, [[sequence.last] for sequence in sequences], states)
 
     def extend(
         self, growths: Sequence[Growth], parents: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
@@ -167,10 +167,10 @@ class Gemma4AssistantHead(Head):
             growth.add(above)
         return self._score(cast("Sequence[_Round]", growths), tokens, states)
 
-    def _visible(self, text: HeadText) -> dict[str, Rows]:
+    def _visible(self, sequence: HeadSequence) -> dict[str, Rows]:
         """Return the keys and values that all queries of a round attend to, ``[1, Hkv, m, d]``, by kind of layer. The
         window is transformers': one token longer than the target's at this position."""
-        cache, end = text.cache.full, text.next or 0
+        cache, end = sequence.cache.full, sequence.next or 0
         assert cache is not None
         first = {SLIDING: max(0, end - 1 - int(self._own.sliding_window))}
         return {kind: cache.read(source, first.get(kind, 0), end) for kind, source in self._sources.items()}
@@ -180,7 +180,7 @@ class Gemma4AssistantHead(Head):
         to the trees. Returns logits after each node, ``[n, V]``."""
         w, counts, device = self._weights, [len(own) for own in tokens], self._target.device
         ids = torch.tensor([token for own in tokens for token in own], device=device)
-        ends = [each.text.next for each, count in zip(rounds, counts, strict=True) for _ in range(count)]
+        ends = [each.sequence.next for each, count in zip(rounds, counts, strict=True) for _ in range(count)]
         places, embed = torch.tensor([ends], device=device), self._target.model.get_input_embeddings()
         with Ordered():
             inputs = torch.cat([embed(ids).to(self._head.dtype), states.to(self._head.dtype)], -1)
@@ -231,9 +231,9 @@ class Gemma4AssistantHead(Head):
 class _Round(Growth):
     """A tree whose nodes all attend to ``keys``, by kind of layer."""
 
-    def __init__(self, text: HeadText, keys: Mapping[str, Rows]) -> None:
-        assert text.hidden is not None
-        super().__init__(text, text.hidden[:0])
+    def __init__(self, sequence: HeadSequence, keys: Mapping[str, Rows]) -> None:
+        assert sequence.hidden is not None
+        super().__init__(sequence, sequence.hidden[:0])
         self.keys = keys
 
 

@@ -20,7 +20,7 @@ from forerun.kv.cache import Cache
 from forerun.models.forward.scorer import Scorer, attending
 from forerun.models.heads.block_head import BlockHead
 from forerun.models.heads.eagle3 import EAGLE_ENTRIES, EAGLE_SINGLE_VALUED, Eagle3Layers
-from forerun.models.heads.head import Growth, HeadFile, HeadText, Reading
+from forerun.models.heads.head import Growth, HeadFile, HeadSequence, Reading
 from forerun.models.heads.shortlist import drafting
 
 PARALLEL_DEPTHS = 8
@@ -55,44 +55,47 @@ class PEagleHead(BlockHead, Eagle3Layers):
         with Ordered():
             self._mask = self.features(mask[0].to(target.device))
 
-    def text(self, cache: Cache) -> HeadText:
-        return HeadText(self.count, cache)
+    def open(self, cache: Cache) -> HeadSequence:
+        return HeadSequence(self.count, cache)
 
-    def read(self, texts: Sequence[HeadText]) -> None:
-        self._pass([text for text in texts if text.pending], 0)
+    def read(self, sequences: Sequence[HeadSequence]) -> None:
+        self._pass([sequence for sequence in sequences if sequence.pending], 0)
 
-    def start(self, texts: Sequence[HeadText]) -> tuple[list[Growth], torch.Tensor]:
-        left = self._pass(texts, self.levels - 1)
-        with Ordered(), drafting([text.shortlist for text in texts], [self.levels] * len(texts)):
-            logits = self.matrix(self.final_norm(torch.cat(left))).view(len(texts), self.levels, -1)
-        return [Growth(text, own) for text, own in zip(texts, logits, strict=True)], logits[:, 0]
+    def start(self, sequences: Sequence[HeadSequence]) -> tuple[list[Growth], torch.Tensor]:
+        left = self._pass(sequences, self.levels - 1)
+        with Ordered(), drafting([sequence.shortlist for sequence in sequences], [self.levels] * len(sequences)):
+            logits = self.matrix(self.final_norm(torch.cat(left))).view(len(sequences), self.levels, -1)
+        return [Growth(sequence, own) for sequence, own in zip(sequences, logits, strict=True)], logits[:, 0]
 
-    def _pass(self, texts: Sequence[HeadText], masks: int) -> list[torch.Tensor]:
+    def _pass(self, sequences: Sequence[HeadSequence], masks: int) -> list[torch.Tensor]:
         """Process all pending entries, followed by temporary masks. Returns each sequence's output at its last entry
         and the masks, ``[1 + masks, hidden]``."""
-        if not texts:
+        if not sequences:
             return []
-        entries = [torch.cat([states for states, _ in text.pending]) if text.pending else None for text in texts]
+        entries = [
+            torch.cat([states for states, _ in sequence.pending]) if sequence.pending else None
+            for sequence in sequences
+        ]
         fresh = [0 if own is None else len(own) for own in entries]
         counts = [count + masks for count in fresh]
-        tokens = [[*(token for _, own in text.pending for token in own.tolist()), *[self._mask_token] * masks]
-                  for text in texts]  # fmt: skip
-        ends = [text.next or 0 for text in texts]
+        tokens = [[*(token for _, own in sequence.pending for token in own.tolist()), *[self._mask_token] * masks]
+                  for sequence in sequences]  # fmt: skip
+        ends = [sequence.next or 0 for sequence in sequences]
         places = [np.arange(end - count, end + masks) for end, count in zip(ends, fresh, strict=True)]
         device = self._target.device
         with Ordered():
             embeddings = self.embed(torch.tensor([token for own in tokens for token in own], device=device))
             hidden = torch.cat([part for own in entries for part in self._inputs(own, masks)])
             positions = torch.from_numpy(np.concatenate(places)).to(device)
-            with attending(Reading(texts, counts)):
+            with attending(Reading(sequences, counts)):
                 for layer in range(self.count):
                     hidden = self.decoder_layer(layer, embeddings, hidden, positions)
         left = []
-        for text, count, part in zip(texts, fresh, torch.split(hidden, counts), strict=True):
-            text.lengths = [length + count for length in text.lengths]
-            text.hidden = part[count - 1 : count] if count else text.hidden
-            text.pending.clear()
-            left.append(part[count:] if text.hidden is None else torch.cat([text.hidden, part[count:]]))
+        for sequence, count, part in zip(sequences, fresh, torch.split(hidden, counts), strict=True):
+            sequence.lengths = [length + count for length in sequence.lengths]
+            sequence.hidden = part[count - 1 : count] if count else sequence.hidden
+            sequence.pending.clear()
+            left.append(part[count:] if sequence.hidden is None else torch.cat([sequence.hidden, part[count:]]))
         return left
 
     def _inputs(self, states: torch.Tensor | None, masks: int) -> list[torch.Tensor]:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 STATED = "mtp_num_hidden_layers"
 """Qwen's configuration entry with the number of MTP layers."""
 PREFIX = "mtp."
+FULL_ATTENTION = "full_attention"
 PARTS = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
 """Parts around the decoder layer: transformers' names, and those in safetensors files."""
 BESIDE = "mtp-"
@@ -83,14 +84,11 @@ def _without_weights(model: PreTrainedModel, dtype: torch.dtype) -> MtpModel:
     """Make transformers' model of one layer on the meta device, without embeddings and head."""
     decoder, config = model.get_decoder(), deepcopy(model.config)
     text = config.get_text_config(decoder=True)
-    layers = [
-        layer
-        for layer, kind in zip(decoder.layers, getattr(text, "layer_types", None) or (), strict=False)
-        if kind == "full_attention"
-    ]
+    kinds = getattr(text, "layer_types", None) or [FULL_ATTENTION] * len(decoder.layers)
+    layers = [layer for layer, kind in zip(decoder.layers, kinds, strict=True) if kind == FULL_ATTENTION]
     if not layers:
         raise ValueError(f"{type(model).__name__} has an MTP layer, but no layer with full attention to model it on")
-    text.num_mtp_layers, text.mtp_layer_types = 1, ["full_attention"]
+    text.num_mtp_layers, text.mtp_layer_types = 1, [FULL_ATTENTION]
     target = SimpleNamespace(
         config=config,
         lm_head=nn.Identity(),

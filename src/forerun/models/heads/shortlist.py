@@ -32,7 +32,7 @@ OWN_TOKENS = 2048
 FIRST_TOKENS = 256
 """Initial capacity of a request's memory, which doubles."""
 
-_texts: ContextVar[Sequence[tuple[Shortlist, int]]] = ContextVar("texts", default=())
+_shortlists: ContextVar[Sequence[tuple[Shortlist, int]]] = ContextVar("shortlists", default=())
 """Shortlists of the sequences whose rows this thread multiplies, with their numbers of rows; empty for all tokens."""
 
 
@@ -97,11 +97,11 @@ class OutputMatrix:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute logits ``[n, V]``, or ``[n, D]`` over shortlists, where D is the longest's length, and a shorter
         one's rows end in padding."""
-        texts = _texts.get()
-        if self._common is None or not texts:
+        shortlists = _shortlists.get()
+        if self._common is None or not shortlists:
             return multiply(hidden, self._weights())
-        parts = torch.split(hidden, [count for _, count in texts])
-        own = [multiply(part, text.weights) for (text, _), part in zip(texts, parts, strict=True)]
+        parts = torch.split(hidden, [count for _, count in shortlists])
+        own = [multiply(part, shortlist.weights) for (shortlist, _), part in zip(shortlists, parts, strict=True)]
         widest = max(part.shape[-1] for part in own)
         padded = torch.cat([pad(part, (0, widest - part.shape[-1])) for part in own])
         return torch.cat([multiply(hidden, self._common), padded], -1)
@@ -164,8 +164,8 @@ def drafting(shortlists: Sequence[Shortlist | None], counts: Sequence[int]) -> I
     """Compute logits over shortlists in this context: one per sequence in the order of their rows, or None for all
     tokens. ``counts``: rows of each."""
     known = [(shortlist, count) for shortlist, count in zip(shortlists, counts, strict=True) if shortlist is not None]
-    before = _texts.set(known)
+    before = _shortlists.set(known)
     try:
         yield
     finally:
-        _texts.reset(before)
+        _shortlists.reset(before)

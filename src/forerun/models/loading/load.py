@@ -38,6 +38,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging
 
+from forerun.core.install_command import install_command
 from forerun.kernels.runtime.vector_ir import unusable
 from forerun.models.forward.architecture import STORED
 from forerun.models.loading import gguf
@@ -224,7 +225,7 @@ def _check_quantize(quantize: str, source: Path, dtype: str, place: torch.device
     if (reason := unusable()) is not None:
         raise ValueError(f"there is no kernel for quantised weights here: {reason}; use --dtype bfloat16")
     if find_spec("gguf") is None:
-        raise ValueError("--quantize needs gguf, which is not installed; pip install 'forerun[real]'")
+        raise ValueError(f"--quantize needs gguf; install it by: {install_command('real')}")
 
 
 def _check_stored(source: Path, place: torch.device) -> None:

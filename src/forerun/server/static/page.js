@@ -222,13 +222,14 @@ function conclude(together) {
   const place = different < 0 ? plain.ids.length : different;
   const title = equal ? "Both texts are equal, token for token." : `The texts differ from token ${place + 1} on.`;
   const ratio = !together && plain.speed && fast.speed ? fast.speed / plain.speed : 0;
-  const { kind, times } = outcome(equal, ratio);
+  const { kind, times, disturbed } = outcome(equal, ratio, plain.passes / fast.passes);
   const limits = equal || served.forerun.exactness === "bitwise" ? "" : " This server's texts are equal within rounding.";
   const shared = together ? " They shared passes; compare tokens per step." : " Decoding only, without the first step, which reads the prompt.";
+  const doubt = disturbed ? " So few saved passes do not explain the times: run it again." : "";
   const whole = [plain, fast].some(({ speed }) => !speed) ? " All of a text came in that step, so there is no speed." : "";
   const passes = `${count(plain.passes, "pass", "passes")} of the model against ${fast.passes}.`;
   $("race").hidden = !ratio;
-  judge(kind, title, times, `${passes}${shared}${together ? "" : whole}${limits}`, fast.counts.earlier);
+  judge(kind, title, times, `${passes}${shared}${together ? "" : whole}${doubt}${limits}`, fast.counts.earlier);
   say([title, times && `${times}.`, $("earlier-count").textContent].filter(Boolean).join(" "), true);
 }
 

@@ -1,0 +1,233 @@
+"""``python -m benchmarks peers``: plain decoding and prompts beside llama.cpp and OpenVINO, on the same weights."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.peers.model_files import FORMATS, SHAPES, UNQUANTISED, ModelFiles
+from benchmarks.peers.peer_libraries import LIBRARIES, PeerLibrary, PeerSubject
+from benchmarks.peers.process import Peer, PeerError, check_python
+from benchmarks.reporting import plots
+from benchmarks.reporting.common_options import BENCHMARKS, list_option, names, numbers
+from benchmarks.reporting.plots import Frame
+from benchmarks.reporting.study_report import Delivery, Report
+from forerun.bench.contestants import Bench
+from forerun.bench.disturbance import BUSY
+from forerun.bench.journal import Journal, about
+from forerun.bench.machine import Row, plain_values
+from forerun.bench.report import pivot
+from forerun.bench.rounds import Contestant, Run, Series, Tokens, measure
+from forerun.cli.options import Out, OutputOptions, Resume, Rounds, option
+from forerun.cli.terminal import progress_bar, stderr
+from forerun.decoding.recipes import build
+from forerun.models.forward.architecture import STORED
+from forerun.models.loading.load import load
+
+FORERUN, LLAMA, OPENVINO = "forerun", "llama.cpp", "openvino"
+
+
+@dataclass(frozen=True)
+class PeersOptions(OutputOptions):
+    """Forerun without drafts beside llama.cpp and OpenVINO, which read the same weights, in turns.
+
+    llama.cpp is that of llama-cpp-python; it writes a file per format and reads it, as Forerun does. OpenVINO has
+    bfloat16 only. For --peer-python, in another environment: CMAKE_ARGS=-DGGML_NATIVE=ON pip install llama-cpp-python
+    openvino-genai safetensors. Prompts are random tokens. Writes JSON, Markdown and plots.
+    """
+
+    model: Annotated[
+        str,
+        option("--model", "-m", panel="Model", help=f"A model's folder, or of random weights: {', '.join(SHAPES)}."),
+    ] = "qwen3-0.6b"
+    formats: Annotated[str, list_option("--formats", "Model", f"Of {', '.join(FORMATS)}.")] = ",".join(FORMATS)
+    prompt_tokens: Annotated[str, list_option("--prompt-tokens", "Text", "Lengths of prompts.")] = "128"
+    max_new_tokens: Annotated[int, option("--max-new-tokens", "-n", panel="Text", help="Per prompt.", min=2)] = 48
+    rounds: Rounds = 5
+    peer_python: Annotated[
+        Path | None, option(panel="Output", help="The interpreter of the peers' environment; default: this one.")
+    ] = None
+    files: Annotated[Path, option(panel="Output", help="Folder of the GGUF files, which are kept.")] = Path(
+        "runs/files"
+    )
+    files_only: Annotated[bool, option("--files-only", panel="Output", help="Write the GGUF files; no speed.")] = False
+    out: Out = Path("runs/peers")
+    resume: Resume = False
+
+    def __post_init__(self) -> None:
+        names("--formats", self.formats, FORMATS)
+        numbers("--prompt-tokens", self.prompt_tokens, int, 1)
+        check_python(self.peer_python)
+
+    @property
+    def python(self) -> str:
+        """The interpreter of the peers."""
+        return str(self.peer_python or sys.executable)
+
+    @property
+    def positions(self) -> int:
+        """Length of the longest text."""
+        return max(numbers("--prompt-tokens", self.prompt_tokens, int, 1)) + self.max_new_tokens
+
+
+def run(options: PeersOptions) -> None:
+    """Make the files, measure, print the tables, and write JSON, Markdown and plots after each format."""
+    plots.check()
+    console, kinds = stderr(), names("--formats", options.formats, FORMATS)
+    files = ModelFiles(options.model, options.files, options.python, console.print)
+    made = {kind: files.find(kind) for kind in kinds}
+    if options.files_only:
+        return
+    shared = about(str(files.find(UNQUANTISED)), ", ".join(kinds), "cpu", BENCHMARKS)
+    journal = Journal(options.out / "peers-turns.jsonl", shared, options.resume)
+    title = f"{files.folder.name} in Forerun and other engines ({date.today().isoformat()})"
+    report = Report(title, plain_values(options))
+    delivery = Delivery(report, options.out, "peers", options.json)
+    rows: list[Row] = []
+    said: dict[str, None] = {}
+    for kind, file in made.items():
+        with contestants(options, kind, file) as (found, notes), progress_bar(console, kind) as progress:
+            said |= dict.fromkeys(notes)
+            for some in measured(found, kind, options, journal, progress):
+                rows += some
+                add_tables(report, rows, [*said])
+                delivery.save()
+    delivery.end()
+
+
+@contextmanager
+def contestants(options: PeersOptions, kind: str, file: Path) -> Iterator[tuple[dict[str, Contestant], list[str]]]:
+    """A context with the contestants over a file, and what the other engines say about themselves."""
+    model, tokenizer = load(str(file), UNQUANTISED if kind == UNQUANTISED else STORED)
+    model.generation_config.eos_token_id = None  # each output has the same length
+    found, notes = {FORERUN: plain(model)}, list[str]()
+    dtype = UNQUANTISED if kind == UNQUANTISED else "float16"
+    given = {"threads": torch.get_num_threads(), "folder": str(file), "positions": options.positions, "dtype": dtype}
+    with ExitStack() as stack:
+        peers = {LLAMA: lambda: Peer("benchmarks.peers.llamacpp_python", given, options.python)}
+        if kind == UNQUANTISED:
+            subject = PeerSubject(model, tokenizer, file, options.positions)
+            peers[OPENVINO] = lambda: openvino(subject, file.parent / "openvino", options.python)
+        for name, make in peers.items():
+            try:
+                peer = stack.enter_context(make())
+            except PeerError as error:
+                notes.append(f"{name} is not measured: {error}")
+                continue
+            found[name] = peer.contestant()
+            notes.append(peer.said)
+        yield found, notes
+
+
+def plain(model: PreTrainedModel) -> Contestant:
+    """Forerun without drafts."""
+    return Bench(model, ["none"]).forerun(lambda setup: build("none", setup))
+
+
+def openvino(subject: PeerSubject, folder: Path, python: str) -> Peer:
+    """OpenVINO's process; its files are kept in the folder."""
+    kind: PeerLibrary = next(kind for kind in LIBRARIES if OPENVINO in kind.variants)
+    if missing := kind.missing(python):
+        raise PeerError(f"not installed ({missing})")
+    if not folder.is_dir():
+        folder.mkdir()
+        kind.prepare(subject, folder)
+    options = {"folder": str(folder), "threads": torch.get_num_threads(), **kind.options(subject)}
+    return Peer(kind.module, options, python)
+
+
+def measured(
+    found: Mapping[str, Contestant],
+    kind: str,
+    options: PeersOptions,
+    journal: Journal,
+    progress: Callable[[int, int], None],
+) -> Iterator[list[Row]]:
+    """The rows of each length of prompts."""
+    lengths = sorted(numbers("--prompt-tokens", options.prompt_tokens, int, 1))
+    for done, length in enumerate(lengths):
+        progress(done, len(lengths))
+        rows = [[prompt(length)]]
+        *_, series = measure(found, f"{kind}, {length}", rows, options.max_new_tokens, options.rounds, journal)
+        yield [row_of(one, kind, length) for one in series]
+
+
+def prompt(length: int) -> Tokens:
+    """Seeded random tokens that every vocabulary has."""
+    return [int(token) for token in np.random.default_rng(0).integers(100, 4000, length)]
+
+
+def row_of(one: Series, kind: str, length: int) -> Row:
+    """The medians of one contestant's rounds over a prompt."""
+    runs = [run for run in one.runs[0] if run.first is not None]
+    first = median(run.first for run in runs if run.first is not None)
+    speeds = sorted(map(decoding_speed, runs))
+    return {
+        "weights": kind,
+        "prompt": length,
+        "contestant": one.contestant,
+        "tokens_per_second": median(speeds),
+        "slowest": speeds[0],
+        "fastest": speeds[-1],
+        "first_token_ms": 1000 * first,
+        "prompt_tokens_per_second": length / first,
+        "others": max((run.others or 0.0 for run in runs), default=0.0),
+    }
+
+
+def decoding_speed(run: Run) -> float:
+    """Tokens per second after the first one."""
+    assert run.first is not None
+    return (run.tokens - 1) / (run.seconds - run.first)
+
+
+def add_tables(report: Report, rows: Sequence[Row], said: Sequence[str]) -> None:
+    """Add the tables and plots of all rows so far.
+
+    Args:
+        report: takes them.
+        rows: of ``row_of``.
+        said: what the other engines say about themselves.
+    """
+    shortest = min(row["prompt"] for row in rows)
+    decoding = [row for row in rows if row["prompt"] == shortest]
+    notes = [f"{line}\n" for line in said]
+    if (most := max(row["others"] for row in rows)) > BUSY:
+        notes.append(f"**The machine was busy**: other processes used up to {most:.0%} of its processors' time.\n")
+    heading = f"Decoding after {shortest:,} tokens, in tokens per second"
+    report.add("decoding", heading, decoding, decoding_table(decoding), *notes)
+    frame = Frame(heading, "weights", "tokens per second")
+    report.bars("decoding", frame, *plots.grouped(decoding, lambda row: str(row["weights"]), "tokens_per_second"))
+    named = [row | {"": f"{row['weights']}, {row['contestant']}", "at": f"{row['prompt']:,} tokens"} for row in rows]
+    table = pivot(named, "", "at", lambda r: f"{r['prompt_tokens_per_second']:,.0f} ({r['first_token_ms']:,.0f} ms)")
+    report.add("prompts", "Prefill in tokens per second, and the time to the first token", rows, table)
+    if len({row["prompt"] for row in rows}) > 1:
+        frame = Frame("Prefill", "prompt tokens", "tokens per second", log=True)
+        report.lines("prompts", frame, plots.by(named, "", "prompt", "prompt_tokens_per_second"))
+
+
+def decoding_table(rows: Sequence[Row]) -> str:
+    """Medians with the slowest and the fastest round, and Forerun's ratio to llama.cpp."""
+    speeds = {(row["weights"], row["contestant"]): row["tokens_per_second"] for row in rows}
+    ratios = [
+        {"weights": kind, "contestant": f"{FORERUN} / {LLAMA}", "ratio": speeds[kind, FORERUN] / speeds[kind, LLAMA]}
+        for kind, name in speeds
+        if name == LLAMA
+    ]
+    return pivot([*rows, *ratios], "weights", "contestant", _cell)
+
+
+def _cell(row: Row) -> str:
+    if "ratio" in row:
+        return f"{row['ratio']:.2f}"
+    return f"{row['tokens_per_second']:.1f} ({row['slowest']:.1f} to {row['fastest']:.1f})"
