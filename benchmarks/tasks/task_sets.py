@@ -17,7 +17,7 @@ from forerun.cli.terminal import say
 def jobs_for(
     names: Sequence[str] | None, sources: SourceOptions, encoder: TemplateEncoder, counts: Counts, positions: int | None
 ) -> tuple[list[PromptSet], dict[str, str]]:
-    """Build the jobs of the named tasks, or of all; say why others cannot be built, and raise a ValueError if none can."""
+    """Build the jobs of the named tasks, or of all, and say which cannot be built, and why; raise if none can."""
     tasks = tasks_for(encoder, sources)
     jobs, skipped = build_jobs(names or list(tasks), tasks, encoder, counts, positions)
     for name, reason in skipped.items():
