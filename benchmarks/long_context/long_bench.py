@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.papers.baselines import RECIPES
 from forerun.bench.machine import Row
-from forerun.bench.rounds import sampling
+from forerun.bench.rounds import rotated, sampling
 from forerun.cli.terminal import say
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
@@ -228,8 +228,7 @@ class LongBench:
             for name in names:
                 self._warm_up(rows, name, settings, make)
             for turn in range(self.rounds):
-                shift = turn % len(names)
-                for name in names[shift:] + names[:shift]:
+                for name in rotated(names, turn):
                     found[name].runs[-1].append(self._once(rows, name, settings, make))
                     say(f"  {name}, round {turn + 1}: {described(found[name].runs[-1][-1])}")
         return list(found.values())

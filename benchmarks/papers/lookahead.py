@@ -153,7 +153,7 @@ def run(options: LookaheadOptions) -> None:
     model, tokenizer = load_target(options)
     names = None if options.tasks is None else [name.strip() for name in options.tasks.split(",")]
     counts = Counts(options.prompts, options.warm_prompts, options.max_new_tokens)
-    jobs = jobs_for(names, options, TemplateEncoder(tokenizer, options.raw), counts, position_limit(model))
+    jobs, _ = jobs_for(names, options, TemplateEncoder(tokenizer, options.raw), counts, position_limit(model))
     settings = plain_values(options) | {"dtype": dtype_name(model)}
     report = Report("The Lookahead paper's methods", settings)
     delivery = Delivery(report, options.out, "lookahead", options.json)

@@ -54,9 +54,7 @@ def run(options: ExactTextsOptions) -> None:
     model, tokenizer = load(options.model, options.dtype)
     draft = load_draft("bundled-draft", model, tokenizer) if options.model == BUNDLED else None
     corpus = _corpus(options.text)
-    own: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "cache_budget": options.cache_budget}
-    own |= {"text": hashlib.sha256(corpus.encode()).hexdigest()[:16]}
-    journal = Journal(options.out, about(options.model, options.dtype, str(model.device)) | own, resume=True)
+    journal = _journal(options, corpus, str(model.device))
     text = [int(token) for token in tokenizer(corpus)["input_ids"]]
     settings = LongContextConfig(draft_model=draft, cache_budget=options.cache_budget, paced=False, gamma2=6)
     engine = Engine(model, "none", tokenizer=tokenizer)
@@ -76,6 +74,13 @@ def run(options: ExactTextsOptions) -> None:
     print(json.dumps(summary))
     if summary["different"]:
         raise typer.Exit(1)
+
+
+def _journal(options: ExactTextsOptions, corpus: str, device: str) -> Journal:
+    """Open what --out has; raise a ValueError if it is of another model, text or version."""
+    own: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "cache_budget": options.cache_budget}
+    own |= {"text": hashlib.sha256(corpus.encode()).hexdigest()[:16]}
+    return Journal(options.out, about(options.model, options.dtype, device) | own, resume=True)
 
 
 def _corpus(path: Path | None) -> str:

@@ -25,6 +25,7 @@ from benchmarks.capacity.shapes import ModelShape
 from benchmarks.reporting.common_options import names
 from benchmarks.reporting.study_report import Report, deliver, listing
 from forerun.bench.machine import Row, plain_values
+from forerun.bench.rounds import rotated
 from forerun.cli.options import Out, OutputOptions, Rounds, option
 from forerun.cli.terminal import progress_bar, stderr
 from forerun.core.block import Block
@@ -204,8 +205,7 @@ def measure(name: str, rounds: int, clock: Callable[[], float] = time.perf_count
     with tempfile.TemporaryDirectory() as folder:
         works = list(HeadCosts(shape, Path(folder), clock).works())
     for turn in range(rounds + 1):
-        shift = turn % len(works)
-        for work in works[shift:] + works[:shift]:
+        for work in rotated(works, turn):
             work.seconds.append(work.run())
     times = {work.name: median(work.seconds[1:]) for work in works}
     each = (times[f"pass {SLOPE_LAYERS}"] - times["pass 1"]) / (SLOPE_LAYERS - 1)

@@ -25,6 +25,7 @@ from benchmarks.reporting.common_options import names, numbers
 from benchmarks.reporting.plots import Frame
 from benchmarks.reporting.study_report import Report, deliver, listing
 from forerun.bench.machine import Row, plain_values
+from forerun.bench.rounds import rotated
 from forerun.cli.options import AnyTypeModelOptions, Dtype, Out, OutputOptions, Rounds, option
 from forerun.cli.terminal import progress_bar, stderr
 from forerun.core.block import Block
@@ -171,8 +172,7 @@ def measure(
     works += [work for model in models for work in _works(model, sizes)]
     for turn in range(sizes.rounds + 1):
         progress(turn, sizes.rounds + 1)
-        shift = turn % len(works)
-        for work in works[shift:] + works[:shift]:
+        for work in rotated(works, turn):
             work.once(clock)
     return summarise(works)
 

@@ -226,7 +226,9 @@ def _tasks(options: SpecBenchOptions, encoder: TemplateEncoder, positions: int |
     """Return the prompts of ``python -m benchmarks tasks`` by task, if ``--tasks`` is given."""
     if not options.tasks:
         return {}
-    jobs = jobs_for(None, options, encoder, Counts(options.limit or TASK_PROMPTS, 0, options.max_new_tokens), positions)
+    jobs, _ = jobs_for(
+        None, options, encoder, Counts(options.limit or TASK_PROMPTS, 0, options.max_new_tokens), positions
+    )
     return {name: replace(job, task=name) for job in jobs for name in (f"{job.task} (task)",)}
 
 

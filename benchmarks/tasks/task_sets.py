@@ -16,15 +16,15 @@ from forerun.cli.terminal import say
 
 def jobs_for(
     names: Sequence[str] | None, sources: SourceOptions, encoder: TemplateEncoder, counts: Counts, positions: int | None
-) -> list[PromptSet]:
-    """Build the jobs of the named tasks, or of all; say which cannot be built, and raise a ValueError if none can."""
+) -> tuple[list[PromptSet], dict[str, str]]:
+    """Build the jobs of the named tasks, or of all, and say which cannot be built, and why; raise if none can."""
     tasks = tasks_for(encoder, sources)
     jobs, skipped = build_jobs(names or list(tasks), tasks, encoder, counts, positions)
     for name, reason in skipped.items():
         say(f"skipped {name}: {reason}")
     if not jobs:
         raise ValueError(f"no task is left: {'; '.join(f'{task} {why}' for task, why in skipped.items())}")
-    return jobs
+    return jobs, skipped
 
 
 def tasks_for(encoder: TemplateEncoder, sources: SourceOptions) -> Tasks:

@@ -19,8 +19,8 @@ from benchmarks.peers.process import check_python
 from benchmarks.reporting import plots
 from benchmarks.reporting.common_options import BENCHMARKS, SourceOptions, numbers
 from benchmarks.tasks.task_bench import PADDED, TaskBench
-from benchmarks.tasks.task_prompts import Counts, build_jobs
-from benchmarks.tasks.task_sets import tasks_for
+from benchmarks.tasks.task_prompts import Counts
+from benchmarks.tasks.task_sets import jobs_for
 from forerun.bench.journal import Journal, about
 from forerun.bench.machine import Row, caption, footer, plain_values
 from forerun.bench.prompts_file import PromptLine, TemplateEncoder, encode_lines, prompt_sets, read_prompts_file
@@ -161,15 +161,10 @@ def run(options: TaskOptions) -> None:
     draft = load_draft(BUNDLED_DRAFT, target, tokenizer) if options.model == BUNDLED else None
     encoder = TemplateEncoder(tokenizer, options.raw)
     jobs, skipped, tasks = _jobs(options, encoder, lines, target)
-    for name, reason in skipped.items():
-        console.print(f"skipped {name}: {reason}")
     batched = in_turns(jobs, max(options.batches(), default=0))
     dtype = dtype_name(target)
-    settings = plain_values(options) | {
-        "dtype": dtype,
-        "tasks": tasks,
-        "prompts": max(len(job.prompts) for job in jobs),
-    }
+    prompts = max(len(job.prompts) for job in jobs)
+    settings = plain_values(options) | {"dtype": dtype, "tasks": tasks, "prompts": prompts}
     with _peers(options, PeerSubject(target, tokenizer, _source(options), longest(jobs))) as peers:
         long = LongContextConfig(draft_model=draft)
         bench = TaskBench(
@@ -219,11 +214,8 @@ def _jobs(
     if options.prompts_file is not None:
         ids = encode_lines(options.prompts_file, lines, encoder, positions, counts.new_tokens)
         return prompt_sets(lines, ids, counts.prompts, counts.warm, counts.new_tokens), {}, "the prompts file"
-    tasks = tasks_for(encoder, options)
     counts = replace(counts, prompts=options.prompts or PROMPTS)
-    jobs, skipped = build_jobs(options.task or list(tasks), tasks, encoder, counts, positions)
-    if not jobs:
-        raise ValueError(f"no task is left: {'; '.join(f'{task} {why}' for task, why in skipped.items())}")
+    jobs, skipped = jobs_for(options.task, options, encoder, counts, positions)
     return jobs, skipped, "questions" if encoder.chats else "continuations"
 
 

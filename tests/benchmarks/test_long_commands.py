@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,11 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from benchmarks.__main__ import app
+from benchmarks.papers import triforce
 from benchmarks.papers.triforce import TriforceBench
+from forerun.engine.engine import Engine
+from forerun.kv.kv_tiers import min_device_bytes
+from forerun.models.forward.gate import admit
 from forerun.models.loading.load import load
 from forerun.models.loading.yarn import stretch, stretch_model
 
@@ -111,10 +116,18 @@ def test_a_model_without_plain_rotary_positions_is_not_stretched() -> None:
         stretch(tiny("llama").config, 1)
 
 
-def test_keys_and_values_off_the_device_change_no_output(saved: str, tmp_path: Path) -> None:
-    more = ["--parts", "contexts,batches", "--batches", "2", "--batch-temperatures", "0", "--json"]
-    memory = ["--kv-memory", "30kB", "--simulate-bandwidth", "1GB"]
-    done = measured(saved, books(tmp_path, 400), tmp_path / "out", *more, *memory)
+def test_keys_and_values_off_the_device_change_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines: list[Engine] = []
+
+    def engine(*given: Any, **options: Any) -> Engine:
+        engines.append(Engine(*given, **options))
+        return engines[-1]
+
+    monkeypatch.setattr(triforce, "Engine", engine)
+    texts = [*books(tmp_path, 400), "--parts", "contexts", "--json", "--needle-tokens", "6"]
+    least = min_device_bytes(admit(load("bundled")[0]).kv, 200 + 6 + 3 + 128)
+    memory = ["--kv-memory", str(least), "--simulate-bandwidth", "1GB"]
+    done = measured("bundled", texts, tmp_path / "out", *memory)
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)["parts"]
-    assert {row["same_output"] for rows in found.values() for row in rows} == {1}
+    assert {row["same_output"] for row in json.loads(done.stdout)["parts"]["contexts"]} == {1}
+    assert engines[0].tiers is not None and engines[0].tiers.copy_engine.fetched > 0

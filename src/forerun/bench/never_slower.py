@@ -25,7 +25,7 @@ import torch
 from forerun.bench.journal import Journal, TurnKey
 from forerun.bench.machine import Row, caption, footer, machine
 from forerun.bench.report import BenchResult, figure
-from forerun.bench.rounds import Rows, Tokens, sampling
+from forerun.bench.rounds import Rows, Tokens, rotated, sampling
 from forerun.core.request import Request
 from forerun.decoding.level import Level
 from forerun.decoding.recipes import Setup
@@ -233,11 +233,10 @@ def _draw(
 
     first = [] if warm else [run(name) for name in drafters]
     others = [name for name in drafters if name != UNDRAFTED]
-    shift = draw % len(others)
     plain = run(UNDRAFTED)
     texts, runs = plain["texts"], {UNDRAFTED: plain}
     every = [*first, plain]
-    for name in (*others[shift:], *others[:shift]):
+    for name in rotated(others, draw):
         attempts: list[Row] = []
         while not attempts or (_unsteadiness(attempts[-1]) > STEADY and len(attempts) < ATTEMPTS):
             tried, after = run(name), run(UNDRAFTED)

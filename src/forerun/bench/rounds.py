@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
+from typing import TypeVar
 
 from forerun.bench.disturbance import LoadMeter
 from forerun.bench.journal import Journal, TurnKey
@@ -23,6 +24,7 @@ Tokens = list[int]
 Rows = Sequence[Tokens]
 """One prompt, or those of a batch."""
 Decode = Callable[[Tokens], str]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,12 @@ def _same(mine: Tokens | str, theirs: Tokens | str, decode: Decode) -> bool:
     return (mine if isinstance(mine, str) else decode(mine)) == (theirs if isinstance(theirs, str) else decode(theirs))
 
 
+def rotated(items: list[T], shift: int) -> list[T]:
+    """Return the items in an order that differs from turn to turn, so that disturbances of the machine affect all."""
+    shift %= len(items)
+    return items[shift:] + items[:shift]
+
+
 def measure(
     contestants: Mapping[str, Contestant],
     task: str,
@@ -185,10 +193,8 @@ def _warm_up(contestants: Mapping[str, Contestant], rows: Rows, max_new_tokens: 
 
 def _turn(contestants: Mapping[str, Contestant], shift: int, rows: Rows, max_new_tokens: int) -> dict[str, Row]:
     """Run each contestant once, in an order rotated by ``shift``; return plain values."""
-    names = list(contestants)
-    shift %= len(names)
-    rotated = names[shift:] + names[:shift]
-    return {name: asdict(_run(name, contestants[name], rows, max_new_tokens)) for name in rotated}
+    names = rotated(list(contestants), shift)
+    return {name: asdict(_run(name, contestants[name], rows, max_new_tokens)) for name in names}
 
 
 def _run(name: str, contestant: Contestant, rows: Rows, max_new_tokens: int) -> Run:
