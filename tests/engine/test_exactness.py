@@ -292,9 +292,9 @@ MORE_QUERIES = [cell for cell in QUERIES if sum(map(tuple.index, AXES, cell)) % 
 """Every architecture, drafter and budget; ways of sampling take turns."""
 
 
-def check_where_queries_choose(architecture: str, sampling: str, drafter: str, budget: int) -> None:
+def check_where_queries_choose(architecture: str, sampling: str, drafter: str, budget: int, tokens: int) -> None:
     prompts = [list(range(3, 36)) * 3, [5, 6, 7] * 21]
-    model, options = target(architecture, "float64"), SAMPLING[sampling] | {"max_new_tokens": 28}
+    model, options = target(architecture, "float64"), SAMPLING[sampling] | {"max_new_tokens": tokens}
     chosen = replace(settings(budget), chunk=1, draft_model=small(architecture, drafter, "float64"))
     options["eos_token_id"] = None
     plainly, engine = (
@@ -311,13 +311,13 @@ def check_where_queries_choose(architecture: str, sampling: str, drafter: str, b
 @pytest.mark.parametrize("cell", FEW_QUERIES, ids=name_of)
 def test_output_equals_plain_generation_where_queries_choose(cell: Cell) -> None:
     """Texts of several chunks more than a query sees."""
-    check_where_queries_choose(*cell)  # type: ignore[arg-type]
+    check_where_queries_choose(*cell, tokens=NEW_TOKENS)  # type: ignore[arg-type, misc]
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("cell", MORE_QUERIES, ids=name_of)
 def test_output_equals_plain_generation_wherever_queries_choose(cell: Cell) -> None:
-    check_where_queries_choose(*cell)  # type: ignore[arg-type]
+    check_where_queries_choose(*cell, tokens=MORE_TOKENS)  # type: ignore[arg-type, misc]
 
 
 @pytest.mark.one_in(3)
