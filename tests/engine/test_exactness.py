@@ -34,7 +34,8 @@ from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.decoding.recipes import RECIPES
 
-NEW_TOKENS = 24
+NEW_TOKENS, MORE_TOKENS = 16, 24
+"""Of each text, and of those of the matrix."""
 LONGER = {"lookup": 36}
 """For drafters that know nothing but the text itself, which has to repeat itself."""
 DTYPES = ("float64", "float32", "bfloat16")
@@ -157,9 +158,16 @@ def name_of(cell: Cell) -> str:
 
 
 def check_cell(
-    architecture: str, dtype: str, sampling: str, together: str, drafter: str, budget: int | None, choice: str
+    architecture: str,
+    dtype: str,
+    sampling: str,
+    together: str,
+    drafter: str,
+    budget: int | None,
+    choice: str,
+    tokens: int = NEW_TOKENS,
 ) -> None:
-    tokens = LONGER.get(drafter, NEW_TOKENS)
+    tokens = LONGER.get(drafter, tokens)
     expected = plain(architecture, dtype, sampling, tokens)
     chosen = replace(settings(budget or 10, choice or "low-rank"), draft_model=small(architecture, drafter, dtype))
     proposes = OracleDrafter(expected) if drafter == ORACLE else drafter
@@ -186,7 +194,7 @@ def test_output_equals_plain_generation(cell: Cell) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("cell", [cell for cell in EVERY if cell not in FEW], ids=name_of)
 def test_output_equals_plain_generation_in_every_cell(cell: Cell) -> None:
-    check_cell(*cell)  # type: ignore[arg-type]
+    check_cell(*cell, tokens=MORE_TOKENS)  # type: ignore[arg-type, misc]
 
 
 def test_every_two_values_meet_in_a_few_cells_and_none_is_there_twice() -> None:
@@ -284,9 +292,9 @@ MORE_QUERIES = [cell for cell in QUERIES if sum(map(tuple.index, AXES, cell)) % 
 """Every architecture, drafter and budget; ways of sampling take turns."""
 
 
-def check_where_queries_choose(architecture: str, sampling: str, drafter: str, budget: int) -> None:
+def check_where_queries_choose(architecture: str, sampling: str, drafter: str, budget: int, tokens: int) -> None:
     prompts = [list(range(3, 36)) * 3, [5, 6, 7] * 21]
-    model, options = target(architecture, "float64"), SAMPLING[sampling] | {"max_new_tokens": 28}
+    model, options = target(architecture, "float64"), SAMPLING[sampling] | {"max_new_tokens": tokens}
     chosen = replace(settings(budget), chunk=1, draft_model=small(architecture, drafter, "float64"))
     options["eos_token_id"] = None
     plainly, engine = (
@@ -303,13 +311,13 @@ def check_where_queries_choose(architecture: str, sampling: str, drafter: str, b
 @pytest.mark.parametrize("cell", FEW_QUERIES, ids=name_of)
 def test_output_equals_plain_generation_where_queries_choose(cell: Cell) -> None:
     """Texts of several chunks more than a query sees."""
-    check_where_queries_choose(*cell)  # type: ignore[arg-type]
+    check_where_queries_choose(*cell, tokens=NEW_TOKENS)  # type: ignore[arg-type, misc]
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("cell", MORE_QUERIES, ids=name_of)
 def test_output_equals_plain_generation_wherever_queries_choose(cell: Cell) -> None:
-    check_where_queries_choose(*cell)  # type: ignore[arg-type]
+    check_where_queries_choose(*cell, tokens=MORE_TOKENS)  # type: ignore[arg-type, misc]
 
 
 @pytest.mark.one_in(3)
