@@ -1,4 +1,4 @@
-"""llama.cpp through ``llama-cpp-python``, which pip builds for this machine: plain decoding, logits, and quantising.
+"""llama.cpp through ``llama-cpp-python``, which pip builds for this machine: decoding, logits, and quantising.
 
 The loop calls the library's C functions and picks the highest logit with numpy, so the binding costs microseconds a
 token.
@@ -24,6 +24,8 @@ MIXED = {"Q3_K_M": 12, "Q4_K_M": 15, "Q5_K_M": 17}
 """File types that mix formats, as published files do."""
 CACHE = {"float32": 0, "float16": 1, "bfloat16": 30}
 """ggml's numbers of types."""
+LOOKUP_TOKENS = 2
+"""Draft length of prompt lookup; llama-cpp-python's README says it is best on CPUs."""
 
 
 class Engine:
@@ -35,13 +37,17 @@ class Engine:
         positions: length of the longest text.
         dtype: type of keys and values: float32, bfloat16 or float16, which is llama.cpp's default.
         ends: the tokens that end a text.
+        lookup: whether to use the binding's prompt lookup.
     """
 
     def __init__(
-        self, threads: int, folder: str = "", positions: int = 512, dtype: str = "float16", ends: tuple[int, ...] = ()
-    ) -> None:
+        self, threads: int, folder: str = "", positions: int = 512, dtype: str = "float16", ends: tuple[int, ...] = (),
+        lookup: bool = False,
+    ) -> None:  # fmt: skip
         import llama_cpp
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
+        self._lookup = LlamaPromptLookupDecoding(num_pred_tokens=LOOKUP_TOKENS) if lookup else None
         self._library, self._threads, self._ends = llama_cpp, threads, frozenset(ends)
         llama_cpp.llama_backend_init()
         if folder:
@@ -49,7 +55,9 @@ class Engine:
             self._load(str(file / "model.gguf" if file.is_dir() else file), positions, dtype)
         able = re.findall(r"(\w+) = 1", llama_cpp.llama_print_system_info().decode())
         version = metadata.version("llama-cpp-python")
-        self.said = f"llama.cpp by llama-cpp-python {version}, built for {', '.join(able)}, keys and values in {dtype}"
+        drafts = f", prompt lookup of {LOOKUP_TOKENS} tokens" if lookup else ""
+        built = f"llama.cpp by llama-cpp-python {version}, built for {', '.join(able)}"
+        self.said = f"{built}, keys and values in {dtype}{drafts}"
 
     def generate(self, ids: list[int], new: int) -> dict[str, Any]:
         """See ``Served``."""
@@ -58,7 +66,9 @@ class Engine:
         tokens = [self._next(ids)]
         first = time.perf_counter() - begin
         while len(tokens) < new and tokens[-1] not in self._ends:
-            tokens.append(self._next(tokens[-1:]))
+            step = self._next_with_drafts([*ids, *tokens]) if self._lookup else [self._next(tokens[-1:])]
+            end = next((i + 1 for i, token in enumerate(step) if token in self._ends), len(step))
+            tokens += step[: min(end, new - len(tokens))]
         return {"tokens": tokens, "count": len(tokens), "first": first}
 
     def forget(self) -> None:
@@ -67,16 +77,7 @@ class Engine:
     def logits(self, ids: list[int], file: str) -> None:
         """Write the logits after each token, ``[n, V]`` in float32, to a ``.npy`` file."""
         self._clear()
-        count, batch = len(ids), self._library.llama_batch_init(len(ids), 0, 1)
-        batch.n_tokens = count
-        for i, token in enumerate(ids):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = token, i, 1, 0, 1
-        try:
-            self._decode(batch)
-        finally:
-            self._library.llama_batch_free(batch)
-        found = self._library.llama_get_logits(self._context)
-        np.save(file, np.ctypeslib.as_array(found, shape=(count, self._vocabulary)))
+        np.save(file, self._all_logits(ids, 0))
 
     def quantise(self, source: str, target: str, kind: str) -> None:
         """Write a file's weights in another format; ``kind`` is of ``PURE`` or ``MIXED``."""
@@ -109,6 +110,30 @@ class Engine:
         self._decode(self._library.llama_batch_get_one(given, len(ids)))
         found = self._library.llama_get_logits_ith(self._context, -1)
         return int(np.ctypeslib.as_array(found, shape=(self._vocabulary,)).argmax())
+
+    def _next_with_drafts(self, text: list[int]) -> list[int]:
+        """The best tokens after a text, whose last token is not in the cache: one more than accepted drafts."""
+        assert self._lookup is not None
+        drafts = [int(token) for token in self._lookup(np.array(text, np.intc))]
+        best = [int(token) for token in self._all_logits([text[-1], *drafts], len(text) - 1).argmax(-1)]
+        accepted = next((i for i, token in enumerate(drafts) if token != best[i]), len(drafts))
+        memory = self._library.llama_get_memory(self._context)
+        self._library.llama_memory_seq_rm(memory, 0, len(text) + accepted, -1)
+        return best[: accepted + 1]
+
+    def _all_logits(self, ids: list[int], position: int) -> Any:
+        """The logits after each of the tokens, ``[n, V]``, of which the first is at ``position``."""
+        batch = self._library.llama_batch_init(len(ids), 0, 1)
+        batch.n_tokens = len(ids)
+        for i, token in enumerate(ids):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position + i, 1
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+        try:
+            self._decode(batch)
+        finally:
+            self._library.llama_batch_free(batch)
+        found = self._library.llama_get_logits(self._context)
+        return np.ctypeslib.as_array(found, shape=(len(ids), self._vocabulary))
 
     def _decode(self, batch: Any) -> None:
         if code := self._library.llama_decode(self._context, batch):

@@ -147,10 +147,10 @@ LIBRARIES = (
         write_gguf,
         lambda subject: {
             "dtype": "float16" if is_stored(subject.model) else subject.dtype,
-            "positions": subject.positions,
+            "positions": subject.positions + SPARE,
             "ends": ends(subject.model.generation_config),
         },
-        {"llama-cpp-python": {}},
+        {"llama-cpp-python": {}, "llama-cpp-python prompt lookup": {"lookup": True}},
     ),
 )
 

@@ -91,7 +91,7 @@ def run(options: PeersOptions) -> None:
     shared = about(str(files.find(UNQUANTISED)), ", ".join(kinds), "cpu", BENCHMARKS)
     journal = Journal(options.out / "peers-turns.jsonl", shared, options.resume)
     title = f"{files.folder.name} in Forerun and other engines ({date.today().isoformat()})"
-    report = Report(title, plain_values(options))
+    report = Report(title, plain_values(options) | {"model": files.folder.name, "peer_python": None, "files": None})
     delivery = Delivery(report, options.out, "peers", options.json)
     rows: list[Row] = []
     said: dict[str, None] = {}

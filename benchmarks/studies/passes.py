@@ -352,9 +352,10 @@ def add_passes(report: Report, rows: Sequence[Row], context: int) -> None:
     said = f"This machine reads {read['gigabytes_per_second']:.1f} GB/s, measured in the same rounds.\n"
     heading = f"Passes after {context:,} tokens"
     peaks = [row for row in rows if row["who"] == MATMUL]
-    most = ", ".join(f"{row['gigaflops']:.0f} GFLOP/s with {row['dtype']} weights" for row in peaks)
-    multiplies = f"Its fastest product of two matrices in torch, for stored weights of int8: {most}.\n" if peaks else ""
-    report.add("passes", heading, [*passes, read, *peaks], said, multiplies, listing(passes, PASSES))
+    types = {row["dtype"]: "int8" if row["dtype"] == STORED else row["dtype"] for row in peaks}
+    speeds = ", ".join(f"{row['gigaflops']:.0f} GFLOP/s in {types[row['dtype']]}" for row in peaks)
+    said += f"Torch multiplies matrices here at {speeds}.\n" if peaks else ""
+    report.add("passes", heading, [*passes, read, *peaks], said, listing(passes, PASSES))
     frame = Frame(heading, "tokens in the pass", "milliseconds", log=True)
     report.lines("times", frame, plots.by(passes, "line", "tokens", "milliseconds", ("fastest", "slowest")))
     if prompts:
