@@ -20,6 +20,7 @@ from forerun.decoding.planner import AdaptivePlanner, StepTimes
 from forerun.decoding.row import Row
 from forerun.decoding.source import Limit, Source, Wants
 from forerun.models.forward.runtime import Runtime
+from forerun.models.heads.head import CONTEXT_ENTRIES
 from forerun.policy.choice import DraftPasses
 from forerun.policy.cost_curve import CostCurve
 from forerun.policy.pass_shape import PassShape
@@ -163,18 +164,26 @@ class Chains(_Simulated):
         ]
 
 
+@dataclass
 class Deep(_Simulated):
-    """A costly source: four tokens."""
+    """A costly source: four tokens. It is ready after the states of as many tokens as a head."""
 
     wants = Wants(states=(1,))
+    seen: int = 0
     __hash__ = object.__hash__
+
+    def ready(self, row: Row) -> bool:
+        return self.seen >= CONTEXT_ENTRIES
 
     def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
         self.world.take(self.world.deepening)
         return [self._draft(row.states[self], len(row.request)) for row in rows]
 
     def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
-        if outcomes[0].states is not None:
+        if outcomes[0].states is None:
+            self.seen = 0
+        else:
+            self.seen += len(outcomes[0].verdict.tokens)
             self.world.take(self.world.carrying)
 
     def _draft(self, row: int, place: int) -> DraftTree:

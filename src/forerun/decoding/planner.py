@@ -219,7 +219,8 @@ class AdaptivePlanner(Planner):
         if small and small[0].unit and target.unit:
             share = small[0].unit / target.unit
             draft = DraftPasses(draft.reads, draft.weight, CostTable(small[0]), share, draft.window, draft.alone)
-        self._choice = Choice(target, self._vocabulary, draft, self.costly is not None)
+        costly = self.costly
+        self._choice = Choice(target, self._vocabulary, draft, None if costly is None else lambda: costly.seconds)
         self._preparation = ChainPreparation(self._choice, self._longest, self.trees is not None)
 
     def open(self, row: Row) -> _RowPlan:

@@ -49,6 +49,8 @@ class Source(ABC):
     """
 
     wants: Wants = Wants()
+    seconds: float | None = None
+    """Measured seconds of a costly source's draft for one row, before the first; None if unknown."""
     trusted = True
     """Whether drafts are expected to pay. If not, the source need not prepare more than a trial needs, and may get no
     hidden states for some steps."""

@@ -52,7 +52,7 @@ FIRST_DECIDING = 5e-5
 FURTHER_ROW = 0.13
 """What a further row adds, as a share."""
 FIRST_DEEPENING = 0.3
-"""Plain passes assumed for a row's draft by a costly source (a head or small model) before the first measurement."""
+"""Plain passes assumed for a row's draft by a costly source that was not measured before: a small model."""
 DOUBT = 1.0
 """Standard errors added to the expected gain in trials."""
 CHEAP = 0.25
@@ -61,7 +61,7 @@ RECENT = 0.1
 """Weight of the last step in recent averages."""
 SLOPE_NODES = 8
 """Nodes over which the slope of the cost curve is taken."""
-REST_STEPS = 32
+REST_STEPS = 16
 """Maximum steps for which a decision to skip drafting stands: what tokens are worth hardly changes meanwhile. With 0, 8
 and 64 the simulated table is the same to 0.0001."""
 PLAIN_STEPS_TO_MEASURE = 2
@@ -156,10 +156,14 @@ class Decision:
 
 class Choice:
     """Decides what a level drafts, and learns from the outcomes; ``draft``: assumed cost of chains' passes, ``costly``:
-    whether there is a costly source besides trees."""
+    if there is a costly source besides trees, returns its measured seconds for a row's draft, None if unknown."""
 
     def __init__(
-        self, costs: CostCurve, vocabulary: int, draft: DraftPasses | None = None, costly: bool = False
+        self,
+        costs: CostCurve,
+        vocabulary: int,
+        draft: DraftPasses | None = None,
+        costly: Callable[[], float | None] | None = None,
     ) -> None:
         self.ledger, self.draft, self._costly = Ledger(), draft or DraftPasses(), costly
         self.chains = AcceptanceRate()
@@ -175,7 +179,7 @@ class Choice:
         self.table, self._loaded = CostTable(costs), costs.unit is not None
         self._passes = TimeModel(costs.unit or 1.0, LOADED_DOUBT if self._loaded else NOTHING_KNOWN, noise=STEP_NOISE)
         self._asking: TimeModel | None = None
-        self._deepening = TimeModel(FIRST_DEEPENING, GUESS_DOUBT, LinearCost(1.0 - FURTHER_ROW, FURTHER_ROW))
+        self._deepened: TimeModel | None = None
         self._drafting = {alone: TimeModel(1.0, GUESS_DOUBT, IN_PROPORTION) for alone in (False, True)}
         self._deciding: TimeModel | None = None
         self._since, self._after_plain, self._plain_measured = 0, False, False
@@ -195,6 +199,15 @@ class Choice:
                 return LinearCost(0.0, 0.0)
             self._asking = TimeModel(FIRST_ASKING / self.unit, GUESS_DOUBT, LinearCost(1.0 - FURTHER_ROW, FURTHER_ROW))
         return self._asking.line
+
+    @property
+    def _deepening(self) -> TimeModel:
+        """Cost of a costly source's drafts, by rows; only once a plain pass is measured."""
+        if self._deepened is None:
+            seconds = None if self._costly is None else self._costly()
+            passes = FIRST_DEEPENING if seconds is None or self.unit is None else seconds / self.unit
+            self._deepened = TimeModel(passes, GUESS_DOUBT, LinearCost(1.0 - FURTHER_ROW, FURTHER_ROW))
+        return self._deepened
 
     @property
     def correction(self) -> LinearCost:
@@ -227,7 +240,7 @@ class Choice:
         plain = shape.plain(self.table)
         alone = plain if shape.decodes else shape.alone(self.table)
         step = Decision(shape, values[: len(shape)], cost_to_go, plain, alone)
-        if self._costly:
+        if self._costly is not None and self.unit is not None:
             self._consider_costly(step)
         return step
 
