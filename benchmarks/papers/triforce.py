@@ -36,7 +36,8 @@ from forerun.cli.terminal import say
 from forerun.core.long_context import LongContextConfig
 from forerun.decoding.recipes import buildable
 from forerun.engine.engine import Engine
-from forerun.kv.kv_tiers import KVMemory
+from forerun.kv.cache import KVShape
+from forerun.kv.kv_tiers import KVMemory, min_device_bytes
 from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.inputs import position_limit
 
@@ -237,6 +238,7 @@ def run(options: TriforceOptions) -> None:
     if options.kv_memory is not None:
         memory = KVMemory(options.kv_memory, options.kv_host_memory, options.kv_folder, options.simulate_bandwidth)
     engine = Engine(model, "none", tokenizer=tokenizer, kv_memory=memory)
+    _check_memory(options, engine.target.kv, parts)
     report = Report("TriForce on long contexts", plain_values(options) | {"dtype": dtype_name(model)})
     delivery = Delivery(report, options.out, "triforce", options.json)
     bench = TriforceBench(LongBench(engine, options.rounds), texts, config, options, drafters, delivery)
@@ -248,6 +250,16 @@ def run(options: TriforceOptions) -> None:
         bench.needles(haystack)
     delivery.end()
     engine.close()
+
+
+def _check_memory(options: TriforceOptions, shape: KVShape, parts: Sequence[str]) -> None:
+    """Raise a ValueError if ``--kv-memory`` is too small for the rows of a prompt or batch."""
+    rows = [[options.lengths[-1]]]
+    if "batches" in parts:
+        rows += [options.rows(size) for size in numbers("--batches", options.batches, int, 1)]
+    least = max(sum(min_device_bytes(shape, length + options.room) for length in each) for each in rows)
+    if options.kv_memory is not None and options.kv_memory < least:
+        raise ValueError(f"--kv-memory is {options.kv_memory:,} bytes; these prompts need at least {least:,}")
 
 
 def _check_texts(options: TriforceOptions, texts: Texts, parts: Sequence[str]) -> None:

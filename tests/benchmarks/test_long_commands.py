@@ -126,8 +126,10 @@ def test_keys_and_values_off_the_device_change_no_output(tmp_path: Path, monkeyp
     monkeypatch.setattr(triforce, "Engine", engine)
     texts = [*books(tmp_path, 400), "--parts", "contexts", "--json", "--needle-tokens", "6"]
     least = min_device_bytes(admit(load("bundled")[0]).kv, 200 + 6 + 3 + 128)
+    few = measured("bundled", texts, tmp_path / "out", "--kv-memory", str(least - 1))
+    assert few.exit_code == 2 and f"these prompts need at least {least:,}" in few.stderr
     memory = ["--kv-memory", str(least), "--simulate-bandwidth", "1GB"]
     done = measured("bundled", texts, tmp_path / "out", *memory)
     assert done.exit_code == 0, done.output
     assert {row["same_output"] for row in json.loads(done.stdout)["parts"]["contexts"]} == {1}
-    assert engines[0].tiers is not None and engines[0].tiers.copy_engine.fetched > 0
+    assert engines[-1].tiers is not None and engines[-1].tiers.copy_engine.fetched > 0

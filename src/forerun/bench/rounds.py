@@ -24,7 +24,7 @@ Tokens = list[int]
 Rows = Sequence[Tokens]
 """One prompt, or those of a batch."""
 Decode = Callable[[Tokens], str]
-T = TypeVar("T")
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _same(mine: Tokens | str, theirs: Tokens | str, decode: Decode) -> bool:
     return (mine if isinstance(mine, str) else decode(mine)) == (theirs if isinstance(theirs, str) else decode(theirs))
 
 
-def rotated(items: list[T], shift: int) -> list[T]:
+def rotated(items: list[Item], shift: int) -> list[Item]:
     """Return the items in an order that differs from turn to turn, so that disturbances of the machine affect all."""
     shift %= len(items)
     return items[shift:] + items[:shift]
