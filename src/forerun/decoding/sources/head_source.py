@@ -78,7 +78,8 @@ class HeadSource(Source):
         most trees end early."""
         tokens = np.arange(self.head.context + 1) % self._target.vocabulary
         block, cache = Block(tokens[:-1], DraftTree.empty(), 0), self._target.adopt(FullCache())
-        _, [states] = self._target.score_with_states([block], [cache], self.head.layers)
+        [(_, states, _)] = self._target.score_rows([block], [cache], self.head.layers)
+        assert states is not None
         cache.commit(block, [])
         sequence, request = self.head.open(cache), Request(tokens.tolist(), self.head.levels + 1)
         began = time.perf_counter()
