@@ -21,13 +21,7 @@ from support.distributions import (
     probabilities,
     verify_module,
 )
-from support.mocks import (
-    PROMPT,
-    MockTarget,
-    assert_consistent,
-    ban_repeats,
-    oracle,
-)
+from support.mocks import PROMPT, MockTarget, assert_consistent, ban_repeats, oracle
 
 from forerun.core.request import Request
 from forerun.core.sampling import Processor, Salt, Sampler, draw

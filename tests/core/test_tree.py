@@ -173,11 +173,7 @@ KINDS = {"probability": np.float64, "origins": np.int8}
 
 @pytest.mark.parametrize("name", ["q", *KINDS])
 def test_per_node_values_must_match_the_nodes(name: str) -> None:
-    values = {
-        "q": torch.ones(3, 5),
-        "probability": np.zeros(3),
-        "origins": np.zeros(3, np.int8),
-    }
+    values = {"q": torch.ones(3, 5), "probability": np.zeros(3), "origins": np.zeros(3, np.int8)}
     with pytest.raises(ValueError, match=f"^{name} has 3 rows for 2 nodes$"):
         DraftTree(np.array([1, 2]), np.array([-1, 0]), **{name: values[name]})
 

@@ -10,14 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.mocks import (
-    PROMPT,
-    SAMPLERS,
-    MockTarget,
-    Silent,
-    generate,
-    oracle,
-)
+from support.mocks import PROMPT, SAMPLERS, MockTarget, Silent, generate, oracle
 
 from forerun.core.request import Request
 from forerun.core.sampling import Processor, Sampler

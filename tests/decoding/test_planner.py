@@ -10,16 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.studies.decisions import SHORT, Case, cases, speeds
-from benchmarks.studies.simulated_steps import (
-    RIGHT,
-    Branches,
-    Chains,
-    Outline,
-    World,
-    _Model,
-    plain_seconds,
-    simulate,
-)
+from benchmarks.studies.simulated_steps import RIGHT, Branches, Chains, Outline, World, _Model, plain_seconds, simulate
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, uniform
 from forerun.core.tree import DraftTree

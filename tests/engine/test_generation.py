@@ -330,12 +330,7 @@ def test_text_in_and_text_out(tokenizer: PreTrainedTokenizerFast) -> None:
         (PROMPT, {"verification": "hope"}, ValueError, "'hope'; allowed are 'coupled' and 'rejection'"),
         (PROMPT, {"max_new_tokens": 4, "unheard_of": 1}, ValueError, "unheard_of"),
         (PROMPT, {"inputs_embeds": torch.zeros(1, 12, 32)}, (NotImplementedError, ValueError), "inputs_embeds"),
-        (
-            PROMPT,
-            {"position_ids": torch.arange(3, 15)[None]},
-            NotImplementedError,
-            "position_ids: .* counts",
-        ),
+        (PROMPT, {"position_ids": torch.arange(3, 15)[None]}, NotImplementedError, "position_ids: .* counts"),
     ],
 )
 def test_bad_input_is_refused_with_the_reason(prompts: Any, options: Any, error: Any, message: str) -> None:

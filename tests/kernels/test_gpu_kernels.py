@@ -85,11 +85,7 @@ def test_models_functions_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(linear, "mean", counting("mean", linear.mean))
     x, weight, bias = torch.randn(3, 32), torch.randn(16, 32), torch.randn(16)
     with Ordered():
-        found = [
-            torch.nn.functional.linear(x, weight, bias),
-            torch.addmm(bias, x, weight.t()),
-            x @ weight.t() + bias,
-        ]
+        found = [torch.nn.functional.linear(x, weight, bias), torch.addmm(bias, x, weight.t()), x @ weight.t() + bias]
         means = [x.mean(-1, keepdim=True), torch.mean(x, dim=1, keepdim=True), x.mean(1)[:, None]]
         assert called == ["product"] * 3 + ["mean"] * 3
         x.mean(), x.mean(0), x.mean(-1, dtype=torch.float64)

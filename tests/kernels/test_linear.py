@@ -11,11 +11,7 @@ from support.linear_ops import layer
 from torch.nn.functional import gelu, silu
 
 from forerun.core.compiling import compiled
-from forerun.kernels.linear.linear import (
-    ADD,
-    GATE,
-    NUMBER_KINDS,
-)
+from forerun.kernels.linear.linear import ADD, GATE, NUMBER_KINDS
 from forerun.kernels.linear.panels import transpose
 from forerun.kernels.linear.rowwise import GELU, SILU
 from forerun.kernels.linear.weight_format import multiplies_pairs

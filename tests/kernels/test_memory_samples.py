@@ -82,8 +82,7 @@ def test_every_column_of_a_large_matrix_is_seen_and_many_rows_together() -> None
 
 
 @pytest.mark.parametrize(
-    "view",
-    [lambda t: t.t(), lambda t: t[10:200], lambda t: t[:, 64:128], lambda t: t[7:9, 5:9], lambda t: t[:, :0]],
+    "view", [lambda t: t.t(), lambda t: t[10:200], lambda t: t[:, 64:128], lambda t: t[7:9, 5:9], lambda t: t[:, :0]]
 )
 def test_views_are_read_where_they_lie(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
     whole = tensor((300, 576))

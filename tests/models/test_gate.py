@@ -29,11 +29,7 @@ def build(class_name: str, **config: Any) -> transformers.PreTrainedModel:
         ("BloomForCausalLM", {"hidden_size": 16, "n_layer": 1, "n_head": 2}, "ALiBi"),
         ("MptForCausalLM", {"d_model": 16, "n_heads": 2, "n_layers": 1}, "ALiBi"),
         ("MambaForCausalLM", {"hidden_size": 16, "num_hidden_layers": 1}, "recurrent"),
-        (
-            "T5ForConditionalGeneration",
-            {"d_model": 16, "num_layers": 1, "num_heads": 2, "d_ff": 16},
-            "encoder-decoder",
-        ),
+        ("T5ForConditionalGeneration", {"d_model": 16, "num_layers": 1, "num_heads": 2, "d_ff": 16}, "encoder-decoder"),
         (
             "WhisperForCausalLM",
             {

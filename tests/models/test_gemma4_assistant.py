@@ -121,8 +121,7 @@ def check(growth: Growth, node: int, logits: torch.Tensor, expected: tuple[torch
 
 
 @pytest.mark.parametrize(
-    ("kind", "every"),
-    [*((kind, 39) for kind in KINDS), pytest.param("shared layers", 1, marks=pytest.mark.matrix)],
+    ("kind", "every"), [*((kind, 39) for kind in KINDS), pytest.param("shared layers", 1, marks=pytest.mark.matrix)]
 )
 @torch.inference_mode()
 def test_states_and_logits_are_those_of_transformers(kind: str, every: int, tmp_path: Path) -> None:

@@ -9,17 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.head_reference import (
-    attend,
-    change,
-    check_long,
-    check_tree,
-    gated_mlp,
-    norm,
-    read_folder,
-    turn,
-    weights,
-)
+from support.head_reference import attend, change, check_long, check_tree, gated_mlp, norm, read_folder, turn, weights
 from support.heads import eagle3, eagle31, mtp_target
 from support.tiny import tiny
 from transformers import PreTrainedModel

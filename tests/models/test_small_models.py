@@ -29,8 +29,7 @@ FEW = pairwise(CELLS)
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(
-    ("small", "drafter", "how"),
-    [pytest.param(*cell, marks=[pytest.mark.matrix] * (cell not in FEW)) for cell in CELLS],
+    ("small", "drafter", "how"), [pytest.param(*cell, marks=[pytest.mark.matrix] * (cell not in FEW)) for cell in CELLS]
 )
 def test_the_text_is_that_without_drafts(small: str, drafter: str, how: str) -> None:
     options: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": None, "do_sample": how != "greedy", "seed": 1}

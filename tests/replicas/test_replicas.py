@@ -35,14 +35,7 @@ from forerun.replicas.exchange import (
     ExchangeUpdate,
     LearnedText,
 )
-from forerun.replicas.front import (
-    MAX_REPLICAS_TRIED,
-    ForwardedRequest,
-    Front,
-    ResponseHead,
-    Suspects,
-    merged_metrics,
-)
+from forerun.replicas.front import MAX_REPLICAS_TRIED, ForwardedRequest, Front, ResponseHead, Suspects, merged_metrics
 from forerun.replicas.prefix_index import BLOCK_CHARACTERS, PrefixReaders, digests, preferred
 from forerun.replicas.replica import responses
 from forerun.server.middleware import GuardMiddleware
@@ -471,8 +464,7 @@ def test_each_replica_gets_a_gpu_where_there_are_any() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"),
-    [({"device": "cuda:1"}, "use cuda"), ({"port": 0}, "port is 0"), ({"index": "x"}, "index is")],
+    ("wrong", "says"), [({"device": "cuda:1"}, "use cuda"), ({"port": 0}, "port is 0"), ({"index": "x"}, "index is")]
 )
 def test_settings_that_replicas_do_not_have_are_refused(wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):

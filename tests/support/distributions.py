@@ -13,9 +13,7 @@ import pytest
 import torch
 
 from forerun.core.sampling import Salt, Sampler
-from support.mocks import (
-    MockTarget,
-)
+from support.mocks import MockTarget
 
 
 def chi_square_p(counts: np.ndarray, probabilities: np.ndarray) -> float:
@@ -112,11 +110,7 @@ def joint(target: MockTarget, prompt: Sequence[int], length: int, sampler: Sampl
 
 
 def complete(
-    distribution: dict[tuple[int, ...], float],
-    target: MockTarget,
-    prompt: Sequence[int],
-    length: int,
-    sampler: Sampler,
+    distribution: dict[tuple[int, ...], float], target: MockTarget, prompt: Sequence[int], length: int, sampler: Sampler
 ) -> dict[tuple[int, ...], float]:
     """A distribution of texts, each continued by the target itself to ``length`` tokens."""
     for _ in range(length):

@@ -29,11 +29,8 @@ LINEAR: dict[str, Any] = {
     },
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-}
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("Lfm2", {"full_attn_idxs": [2], "conv_L_cache": 3, "block_auto_adjust_ff_dim": False}),
     "qwen35": ("Qwen3_5", LINEAR),

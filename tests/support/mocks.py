@@ -119,11 +119,7 @@ def paths(tree: DraftTree) -> Iterator[list[int]]:
 
 
 def oracle(
-    target: MockTarget,
-    prompt: Sequence[int],
-    limit: int,
-    sampler: Sampler,
-    eos: frozenset[int] = frozenset(),
+    target: MockTarget, prompt: Sequence[int], limit: int, sampler: Sampler, eos: frozenset[int] = frozenset()
 ) -> list[int]:
     """The slow and obvious generator."""
     text = list(prompt)

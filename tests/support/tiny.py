@@ -23,18 +23,10 @@ VOCABULARY = 48
 EOS = 5
 
 _SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": EOS,
-    "initializer_range": 0.3,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": EOS, "initializer_range": 0.3,
+}  # fmt: skip
 _GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "eos_token_id": EOS}
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -84,11 +76,8 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 _EXPERTS: dict[str, Any] = {
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-}
+    "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+}  # fmt: skip
 _GROUPED: dict[str, Any] = {**_EXPERTS, "head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
 _LATENT_ROUTED = {name: value for name, value in _LATENT.items() if name != "experts_implementation"}
 _LIKE_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
@@ -169,13 +158,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "longcat": (
         "LongcatFlashForCausalLM",
         {
-            **_LATENT_ROUTED,
-            "head_dim": 4,
-            "num_layers": 2,
-            "ffn_hidden_size": 48,
-            "expert_ffn_hidden_size": 16,
-            "moe_topk": 2,
-            "zero_expert_num": 2,
+            **_LATENT_ROUTED, "head_dim": 4, "num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16,
+            "moe_topk": 2, "zero_expert_num": 2,
         },
     ),
     "minicpm3": ("MiniCPM3ForCausalLM", _LATENT_ROUTED),
@@ -209,7 +193,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2ForCausalLM", {"sliding_window": 7}),
     "vaultgemma": ("VaultGemmaForCausalLM", _MIXED),
     "youtu": ("YoutuForCausalLM", _LATENT_ROUTED),
-}
+}  # fmt: skip
 """What else people run: each with a few drafters, in ``test_families``. Experts are as transformers sets them."""
 
 
@@ -225,15 +209,9 @@ _LINEAR: dict[str, Any] = {
 }
 _LFM2: dict[str, Any] = {**_RECURRENT, "layer_types": ["conv", "conv", "full_attention", "conv"], "conv_L_cache": 3}
 _MAMBA2: dict[str, Any] = {
-    **_RECURRENT,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 16,
-    "mamba_d_state": 8,
-    "mamba_n_groups": 2,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_chunk_size": 8,
-}
+    **_RECURRENT, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_chunk_size": 8,
+}  # fmt: skip
 _SHARED_EXPERT: dict[str, Any] = {**_EXPERTS, "shared_expert_intermediate_size": 16}
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3NextForCausalLM", {**_LINEAR, **_SHARED_EXPERT}),
@@ -242,15 +220,8 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_linear": (
         "KimiLinearForCausalLM",
         {
-            **_LINEAR,
-            **_LATENT_ROUTED,
-            "num_hidden_layers": 4,
-            "num_local_experts": 4,
-            "linear_num_heads": 4,
-            "linear_head_dim": 8,
-            "q_lora_rank": None,
-            "n_shared_experts": 1,
-            "n_group": 1,
+            **_LINEAR, **_LATENT_ROUTED, "num_hidden_layers": 4, "num_local_experts": 4, "linear_num_heads": 4,
+            "linear_head_dim": 8, "q_lora_rank": None, "n_shared_experts": 1, "n_group": 1,
         },
     ),
     "olmo_hybrid": ("OlmoHybridForCausalLM", {**_LINEAR, "linear_num_key_heads": 4}),
@@ -306,17 +277,11 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": (
         "Mamba2ForCausalLM",
         {
-            **_RECURRENT,
-            "num_heads": 4,
-            "head_dim": 16,
-            "state_size": 8,
-            "n_groups": 2,
-            "conv_kernel": 4,
-            "expand": 2,
+            **_RECURRENT, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "conv_kernel": 4, "expand": 2,
             "chunk_size": 8,
         },
     ),
-}
+}  # fmt: skip
 """Models with recurrent layers, in ``test_hybrids``."""
 
 _LIKE_GPTJ: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 128}

@@ -312,13 +312,7 @@ def test_a_step_of_several_texts_is_what_its_parts_are_even_where_they_outgrow_t
     assert together.tokens("a") < generated  # old outputs went
 
 
-@given(
-    st.lists(operation, max_size=12),
-    prompts,
-    text,
-    st.integers(-1, 70),
-    st.integers(-1, 9),
-)
+@given(st.lists(operation, max_size=12), prompts, text, st.integers(-1, 70), st.integers(-1, 9))
 def test_drafts_are_trees_within_budget_and_depth_of_tokens_that_were_seen(
     operations: list[Any], prompt: list[int], output: list[int], budget: int, max_depth: int
 ) -> None:
@@ -669,14 +663,7 @@ def test_requests_begin_once_and_before_anything_else() -> None:
         trie.extend(0, np.zeros((1, 2), np.int64))
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("capacity", 10),
-        ("prompt_capacity", 0),
-        ("learning_rate", 0.5),
-    ],
-)
+@pytest.mark.parametrize(("field", "value"), [("capacity", 10), ("prompt_capacity", 0), ("learning_rate", 0.5)])
 def test_a_wrong_setting_is_refused_with_its_name_value_and_what_is_allowed(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"{field} is {value!r}; allowed: \S"):
         TrieConfig(**{field: value})
