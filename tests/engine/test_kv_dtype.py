@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.compiled_models import MODELS, kept, scored
-from support.tiny import some_were_accepted, tiny
+from support.tiny import ARCHITECTURES, FAMILIES, HYBRIDS, build, tiny
 from transformers import PreTrainedModel
 
 import forerun
@@ -57,8 +57,7 @@ def engine(model: PreTrainedModel, drafter: str = "none", kv_dtype: str = "bfloa
 
 def texts(one: Engine, prompts: list[list[int]], way: str = "greedy") -> list[list[int]]:
     found = one.generate(prompts, max_new_tokens=NEW, eos_token_id=None, **WAYS[way])
-    if one.drafter != "none":
-        some_were_accepted(found.requests)
+    assert one.drafter == "none" or any(sum(stats.drafted) for stats in found.stats)
     return found.generated
 
 
@@ -76,7 +75,7 @@ def test_every_pass_has_the_same_bits_near_those_of_the_model(name: str) -> None
     whole, right = scored(held, [300]), scored(own, [300])
     assert torch.equal(scored(held, [1] * 20 + [2, 3, 4, 5, 6, 7, 8, 9, 12, 224]), whole)
     assert probe(held) == Exactness("bitwise")
-    assert 1e-4 < gate.relative_error(whole, right) < gate.TOLERANCE[torch.bfloat16]
+    assert 1e-4 < (whole - right).norm() / right.norm() < gate.TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize(
@@ -89,6 +88,8 @@ def test_every_pass_has_the_same_bits_near_those_of_the_model(name: str) -> None
 )
 def test_drafts_change_no_bit(drafter: str, way: str, name: str) -> None:
     one = engine(kept(name, torch.float32), drafter)
+    if drafter in ("trie", "auto", "triforce-trie"):
+        one.warm([[*PROMPTS[0], *plain(name, way)[0]]])
     assert one.exactness.level == "bitwise"
     assert texts(one, PROMPTS, way) == plain(name, way)
 
@@ -96,7 +97,7 @@ def test_drafts_change_no_bit(drafter: str, way: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "qwen3_next", "deepseek_v3"])
 def test_models_that_run_their_own_code_have_it_too(name: str) -> None:
     """Heads of eight numbers, windows, soft caps, sinks, recurrent layers, and values narrower than keys."""
-    model = tiny(name, torch.float32)
+    model = build(*{**ARCHITECTURES, **FAMILIES, **HYBRIDS}[name], seed=3).float()
     wanted = texts(engine(model), PROMPTS[:2])
     one = engine(model, "lookup")
     assert one.exactness.level == "bitwise" and type(one.target).__name__ == "Scorer"
@@ -120,10 +121,10 @@ def test_it_takes_half_of_the_memory(name: str) -> None:
 @pytest.mark.parametrize("drafter", ["trie", "low-rank"])
 def test_offloaded_layers_have_the_same_bits(drafter: str, tmp_path: Path) -> None:
     model = kept("qwen2", torch.float32)
-    least = sum(min_device_bytes(engine(model).target.kv, len(each) + NEW + 64) for each in PROMPTS)
-    memory = KVMemory(least, host=100_000, folder=tmp_path)
-    away = engine(model, drafter, kv_memory=memory)
-    assert texts(away, PROMPTS) == plain("qwen2", "greedy")
+    asked, whole = [prompt(700)], engine(model)
+    least = min_device_bytes(whole.target.kv, 700 + NEW + whole.budget)
+    away = engine(model, drafter, kv_memory=KVMemory(least, host=100_000, folder=tmp_path))
+    assert texts(away, asked) == texts(whole, asked)
     assert away.tiers is not None and away.tiers.dtype == torch.bfloat16 and away.tiers.copy_engine.fetched > 0
     away.close()
 
