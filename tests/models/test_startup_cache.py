@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -81,6 +82,15 @@ def test_results_are_kept_for_other_scorers_of_a_model_in_the_process(model: Any
     assert not second.passes
 
 
+@pytest.fixture
+def no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes never take less than when they were measured, however busy the machine was then."""
+    monkeypatch.setattr(
+        "forerun.models.forward.runtime.seconds_of_passes", lambda scorer, sizes: [math.inf] * len(sizes)
+    )
+
+
+@pytest.mark.usefixtures("no_faster")
 def test_a_later_process_takes_them_from_the_folder_and_says_so(model: Any, tmp_path: Path) -> None:
     test, scorer = SelfTest(), Counted(model)
     found, costs = process(tmp_path).exactness(scorer, 64, False), process(tmp_path).costs(scorer)
@@ -183,6 +193,7 @@ def test_costs_are_measured_anew_when_they_are_old_or_passes_are_faster_now(
     assert content(tmp_path)[1]["costs, Scorer"][name] != value
 
 
+@pytest.mark.usefixtures("no_faster")
 def test_costs_that_others_disturbed_are_measured_again_when_nothing_disturbs_passes(
     model: Any, tmp_path: Path
 ) -> None:
