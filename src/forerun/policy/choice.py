@@ -245,11 +245,12 @@ class Choice:
         return step
 
     def _consider_costly(self, step: Decision) -> None:
-        """Decide whether the costly source may propose in this step or soon; if not, it needs no hidden states."""
-        cost, value = self._deepening.line.at(1), float(step.values.max())
-        pays = self._deeper_gains.expected(0) * value > cost
+        """Decide whether the costly source may propose in this step or soon; if not, it needs no hidden states. It is
+        trusted if its drafts would surely pay at the pace of plain steps, so that it is ready where a copy ends."""
+        line, worth = self._deepening.line, max(float(step.values.sum()), step.plain)
+        cost, pays = line.at(1), self._deeper_gains.expected(0) * float(step.values.max()) > line.at(1)
         lacks = self.ledger.lacks_costly(0.0, cost, trial=not pays)
-        step.trusted = self._deeper_gains.expected(0, doubt=-DOUBT) * value > cost
+        step.trusted = self._deeper_gains.expected(0, doubt=-DOUBT) * worth > line.at(len(step.shape))
         step.costly = step.trusted or lacks <= 0
         step.reserved = cost + RESERVE if pays and cost <= self.ledger.costly else 0.0
         if not step.costly:
