@@ -167,7 +167,7 @@ def summaries(found: dict[str, list[Answer]]) -> Iterator[Row]:
 
 def draw(path: Path, report: Report, rows: Sequence[Row], found: dict[str, list[Answer]], busy: bool) -> None:
     """Draw speeds over the answer, and below them tokens per step."""
-    title = f"{Path(report.settings['model']).name} edits {len(rows and found['auto'][0].tokens)} tokens of code"
+    title = f"{Path(report.settings['model']).name} edits a code file, cold: {rows[0]['tokens']} tokens"
     note = f"{report.note}{'; the machine was busy' if busy else ''}"
     with figure(path, 2, 1, title=title, note=note, figsize=(8, 5), sharex=True, height_ratios=(3, 2)) as (_, axes):
         for axis, measure, label, total in zip(
@@ -175,7 +175,7 @@ def draw(path: Path, report: Report, rows: Sequence[Row], found: dict[str, list[
             strict=True,
         ):  # fmt: skip
             for row, colour in zip(rows, COLOURS, strict=False):
-                line = over_the_answer(f"{row['drafter']}: {row[total]:g}", found[row["drafter"]], measure)
+                line = over_the_answer(f"{row['drafter']}: {row[total]:.3g} {label}", found[row["drafter"]], measure)
                 axis.plot(line.xs, line.ys, color=colour, lw=1.6, label=line.name)
                 axis.fill_between(line.xs, line.low, line.high, color=colour, alpha=0.15, lw=0)
             axis.set_ylim(0)
