@@ -193,7 +193,7 @@ def of_file(file: str, options: ActivationsOptions, said: dict[str, None]) -> li
 
 
 def divergences(rows: Sequence[Row]) -> str:
-    """The mean divergence over all tokens, by file and contestant, and in how many files llama.cpp's is higher."""
+    """The mean divergence over all tokens, by file and contestant, and the ratio of llama.cpp's to Forerun's."""
     cells = {(row["file"], row["who"]): list[Row]() for row in rows}
     for row in rows:
         cells[row["file"], row["who"]].append(row)
@@ -202,8 +202,14 @@ def divergences(rows: Sequence[Row]) -> str:
          "sum": sum(row["tokens"] * row["divergence"] for row in some)}
         for (file, who), some in cells.items()
     ]  # fmt: skip
-    table = pivot(means, "file", "weights", lambda row: f"{row['sum'] / row['tokens']:.2e}")
     sums = {(row["file"], row["weights"]): row["sum"] for row in means}
-    pairs = [(sums[file, STORED], sums[file, who]) for file, who in sums if who == LLAMA and (file, STORED) in sums]
-    lower = sum(ours < theirs for ours, theirs in pairs)
-    return f"{table}\nForerun diverges less than llama.cpp in {lower} of {len(pairs)} files.\n" if pairs else table
+    ratios = [
+        {"file": file, "weights": f"{LLAMA} / {STORED}", "ratio": total / sums[file, STORED]}
+        for (file, who), total in sums.items()
+        if who == LLAMA and (file, STORED) in sums
+    ]
+    return pivot([*means, *ratios], "file", "weights", _divergence)
+
+
+def _divergence(row: Row) -> str:
+    return f"{row['ratio']:.2f}" if "ratio" in row else f"{row['sum'] / row['tokens']:.2e}"

@@ -16,9 +16,11 @@ from support.tiny import tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from benchmarks.peers import weights
+from benchmarks.peers import model_files, peers_command, weights
+from benchmarks.peers.model_files import UNQUANTISED, ModelFiles
 from benchmarks.peers.peer_libraries import LIBRARIES, PeerLibrary, PeerSubject, RunningPeers, check, running_peers
 from benchmarks.peers.process import Peer, PeerError
+from benchmarks.reporting.study_report import Report
 from benchmarks.tasks.task_bench import TaskBench
 from forerun.bench import report
 from forerun.bench.rounds import BASELINE, PromptSet, Run, Series
@@ -164,3 +166,35 @@ def test_every_known_peer_says_how_it_is_installed() -> None:
         absent = replace(kind, needs={f"no_{name}": package for name, package in kind.needs.items()})
         assert " -m pip install " in absent.missing() and kind.package in absent.missing()
         assert find_spec(kind.module) is not None
+
+
+def test_a_random_model_of_a_shape_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf = pytest.importorskip("gguf")
+    monkeypatch.setattr(model_files, "SHAPES", {"small": (1, 64, 96, 2, 1, 32, 5000)})
+    said: list[str] = []
+    files = ModelFiles("small", tmp_path, sys.executable, said.append)
+    file = files.find(UNQUANTISED)
+    assert file == files.find(UNQUANTISED) and len(said) == 1
+    reader = gguf.GGUFReader(file)
+    shapes = {tensor.name: tuple(map(int, tensor.shape)) for tensor in reader.tensors}
+    assert shapes["token_embd.weight"] == (64, 5000) and shapes["blk.0.attn_k.weight"] == (64, 32)
+    assert len(reader.fields["tokenizer.ggml.tokens"].data) == 5000
+
+
+def test_speed_after_the_first_token_and_prefill_are_told_apart() -> None:
+    def row(name: str, kind: str, length: int, *seconds: float) -> dict[str, object]:
+        runs = [Run([[1] * 9], 0.5 + each, 9, others=0.2, first=0.5) for each in seconds]
+        return peers_command.row_of(Series(name, "t", [runs]), kind, length)
+
+    ours = row("forerun", "Q4_K", 100, 1.0, 2.0, 4.0)
+    speeds = ours["slowest"], ours["tokens_per_second"], ours["fastest"]
+    assert speeds == (2.0, 4.0, 8.0)
+    assert (ours["first_token_ms"], ours["prompt_tokens_per_second"]) == (500, 200)
+    others = [row("llama.cpp", "Q4_K", 100, 4.0), row("forerun", "Q8_0", 100, 8.0), row("forerun", "Q4_K", 200, 1.0)]
+    made = Report("t", {})
+    peers_command.add_tables(made, [ours, *others], ["a build"])
+    assert "| Q4_K | 4.0 (2.0 to 8.0) | 2.0 (2.0 to 2.0) | 2.00 |" in made.text["decoding"]
+    assert "| Q8_0 | 1.0 (1.0 to 1.0) | - | - |" in made.text["decoding"]
+    assert "a build" in made.text["decoding"] and "up to 20%" in made.text["decoding"]
+    assert "| Q4_K, forerun | 200 (500 ms) | 400 (500 ms) |" in made.text["prompts"]
+    assert set(made.plots) == {"decoding", "prompts"}

@@ -23,6 +23,9 @@ WRONG = [
     (("papers", "triforce", "--contexts", "8"), "no number may be below 16"),
     (("papers", "triforce", "--kv-host-memory", "1GB"), "--kv-host-memory is for what does not fit on the device; add"),
     (("server", "load", "--rates", "x"), "--rates is 'x'; it must be numbers"),
+    (("peers", "--formats", "Q9"), "--formats has 'Q9'; known are bfloat16, Q4_0"),
+    (("peers", "--peer-python", "nowhere"), "--peer-python is nowhere; it must be an environment's interpreter"),
+    (("tasks", "--peer-python", "nowhere"), "--peer-python is for the peers; add --peers"),
 ]
 
 
