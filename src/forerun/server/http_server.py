@@ -35,9 +35,6 @@ RESERVED_CONNECTIONS = 32
 """Connections beyond the limits, for health checks and errors. A further one replaces the oldest."""
 KEPT_CONNECTIONS = 1 / 8
 """Fraction of all connections that one address must leave to others."""
-SWITCH_SECONDS = 0.0005
-"""Time after which a thread that wants to run Python gets its turn. By default it is 5 ms, which the decoding thread
-would wait several times a step while other threads read requests: a small model's step runs for 1 ms."""
 CLOSING_SECONDS = 5
 """Time for clients to read the end of their answers after decoding has stopped."""
 
@@ -180,10 +177,8 @@ class DrainingServer(uvicorn.Server):
         self.run(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, exclude all present objects from garbage collection, and let threads alternate quickly."""
+        """Listen, and exclude all present objects from garbage collection."""
         gc.freeze()
-        self._interval = sys.getswitchinterval()
-        sys.setswitchinterval(SWITCH_SECONDS)
         await super().startup(sockets)
         for one in sockets or ():
             log.info("listening on %s%s", _address(one), f"; the page is at {_address(one)}/" if self._page else "")
@@ -196,7 +191,6 @@ class DrainingServer(uvicorn.Server):
         closing = asyncio.create_task(asyncio.to_thread(self._service.close, self._patience))
         await super().shutdown(sockets)
         await closing
-        sys.setswitchinterval(self._interval)
         gc.unfreeze()  # without this, native libraries report leaks at exit
 
 
