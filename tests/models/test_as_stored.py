@@ -330,6 +330,19 @@ def test_texts_with_drafts_equal_those_without_with_quantised_activations(
         assert Engine(model, "none").generate(prompts[0], **how).generated[0] == plain[0]
 
 
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_keys_and_values_may_be_bfloat16_beside_stored_weights(tmp_path: Path, eight_bits: bool) -> None:
+    model, _ = store(tmp_path / "m.gguf", "qwen3", "Q4_1", eight_bits=eight_bits)
+    prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 3], [*range(3, 40)]]
+    how: Any = {"max_new_tokens": 40, "eos_token_id": None, "do_sample": False}
+    plain, lookup = (Engine(model, name, prune_drafts=False, kv_dtype="bfloat16") for name in ("none", "lookup"))
+    assert lookup.exactness.level == "bitwise" and isinstance(lookup.target, CompiledScorer)
+    found = lookup.generate(prompts, **how)
+    assert found.generated == [plain.generate(each, **how).generated[0] for each in prompts]
+    assert sum(sum(stats.drafted) for stats in found.stats) > 0
+    assert {shape.width for shape in lookup.target.kv.layers.values()} == {2}
+
+
 def test_the_gate_asks_floats_where_quantised_passes_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is refused for rounding; what is wrong is."""
     model, _ = store(tmp_path / "m.gguf", "qwen2", "Q4_1", eight_bits=True)
