@@ -3,6 +3,7 @@ every pass, whatever was drafted."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -194,7 +195,7 @@ def test_what_cannot_have_it_is_refused_with_the_reason(monkeypatch: pytest.Monk
         Engine(model, kv_dtype="int8")
     assert Engine(tiny("llama", torch.bfloat16), "none", kv_dtype="bfloat16").target.kv_dtype is None  # it has it
     with pytest.raises(ValueError, match="the model is on meta, where attention reads keys of the model's type"):
-        gate.kv_type(tiny("llama", torch.float32).to("meta"), "bfloat16")
+        gate.kv_type(copy.deepcopy(tiny("llama", torch.float32)).to("meta"), "bfloat16")
     monkeypatch.setattr(gate, "unusable", lambda: "no instructions")
     with pytest.raises(ValueError, match="there is no kernel for it here: no instructions"):
         Engine(model, kv_dtype="bfloat16")

@@ -202,12 +202,15 @@ class Choice:
 
     @property
     def _deepening(self) -> TimeModel:
-        """Cost of a costly source's drafts, by rows; only once a plain pass is measured."""
-        if self._deepened is None:
-            seconds = None if self._costly is None else self._costly()
-            passes = FIRST_DEEPENING if seconds is None or self.unit is None else seconds / self.unit
-            self._deepened = TimeModel(passes, GUESS_DOUBT, LinearCost(1.0 - FURTHER_ROW, FURTHER_ROW))
-        return self._deepened
+        """Cost of a costly source's drafts, by rows; a guess until a plain pass is measured."""
+        if self._deepened is not None:
+            return self._deepened
+        seconds = None if self._costly is None else self._costly()
+        passes = FIRST_DEEPENING if seconds is None or not self.unit else seconds / self.unit
+        guess = TimeModel(passes, GUESS_DOUBT, LinearCost(1.0 - FURTHER_ROW, FURTHER_ROW))
+        if self.unit is not None:
+            self._deepened = guess
+        return guess
 
     @property
     def correction(self) -> LinearCost:
@@ -240,7 +243,7 @@ class Choice:
         plain = shape.plain(self.table)
         alone = plain if shape.decodes else shape.alone(self.table)
         step = Decision(shape, values[: len(shape)], cost_to_go, plain, alone)
-        if self._costly is not None and self.unit is not None:
+        if self._costly is not None:
             self._consider_costly(step)
         return step
 
