@@ -45,25 +45,25 @@ class TopKCache(View):
         self._trial: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def sync(self) -> None:
-        self.length = self.settled = self.source.length
+        self.length = self.synced = self.source.length
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
     ) -> torch.Tensor:
-        tried = self.length - self.settled
+        tried = self.length - self.synced
         if tried:
             k, v = (torch.cat((old[:, :, :tried], new), 2) for old, new in zip(self._trial[layer], (k, v), strict=True))
         self._trial[layer] = near = k, v
-        far = self.source.read(layer, 0, self.settled)
+        far = self.source.read(layer, 0, self.synced)
         scores = torch.cat([attention_scores(q, keys, spec) for keys, _ in (far, near)], -1)
         bias = block.bias(spec.window, range(self.length), q)
         scores = scores if bias is None else scores + bias
-        scores[..., : self.settled] = _best(scores[..., : self.settled], self.budget)
-        weights = softmax_weights(scores, spec).to(q.dtype).tensor_split([self.settled], -1)
+        scores[..., : self.synced] = _best(scores[..., : self.synced], self.budget)
+        weights = softmax_weights(scores, spec).to(q.dtype).tensor_split([self.synced], -1)
         return torch.stack([_mix(w, pair[1]) for w, pair in zip(weights, (far, near), strict=True)]).sum(0)
 
     def _compact(self, start: int, path: Sequence[int]) -> None:
-        first = start - self.settled
+        first = start - self.synced
         places = [*range(first), *(first + node for node in path)]
         self._trial = {layer: (k[:, :, places], v[:, :, places]) for layer, (k, v) in self._trial.items()}
 

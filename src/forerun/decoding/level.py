@@ -195,7 +195,7 @@ class Level(Source):
         closed: bool,
     ) -> PassShape:
         pending = [len(row.request) - row.cache.length for row in texts]
-        left = [row.wants - len(chain) * (not row.settled) for row, chain in zip(texts, forced, strict=True)]
+        left = [row.wants - len(chain) * row.tentative for row, chain in zip(texts, forced, strict=True)]
         cached = [self._reads(len(row.request) - tokens) for row, tokens in zip(texts, pending, strict=True)]
         others = [n for n in range(len(texts)) if n not in drafted] if len(drafted) < len(texts) else []
         return PassShape(
@@ -220,11 +220,11 @@ class Level(Source):
         return [each for part in parts for each in self._pass(rows[part], blocks[part])]
 
     def _pass(self, rows: Sequence[Row], blocks: Sequence[Block]) -> Sequence[Scored]:
-        caches, layers = [row.cache for row in rows], self.planner.states if rows[0].settled else ()
+        caches, layers = [row.cache for row in rows], () if rows[0].tentative else self.planner.states
         try:
             return self.model.score_rows(blocks, caches, layers)
         except Exception as error:
-            if not rows[0].settled:
+            if rows[0].tentative:
                 raise
             if len(rows) == 1:
                 return [error]
@@ -238,7 +238,7 @@ class Level(Source):
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scored: Sequence[Scored], rests: bool
     ) -> Sequence[RowChoices]:
         """Wait for the pass, so that timings are right, and fetch what verification and the sources need of it."""
-        best = self.wants.best if rows and rows[0].settled and not rests else 0
+        best = self.wants.best if rows and not (rests or rows[0].tentative) else 0
         chances = any(isinstance(row, TrialRow) and row.least > 0 for row in rows)
         return choose_rows(trees, scored, [row.request for row in rows], best, chances)
 
@@ -250,12 +250,12 @@ class Level(Source):
                 raise scored
             verdict = verify(block.tree, scored.logits, row.request, choices.choices)
             row.commit(block, verdict)
-            if row.settled:
+            if not row.tentative:
                 row.request.keep_logprobs(verdict.tokens, scored.logits, verdict.path)
             states = None if scored.states is None else _kept(scored.states, block, verdict.path)
             return Outcome(block.tree, verdict, scored.logits, choices.best, states, block.start, choices.chances)
         except Exception as error:
-            if not row.settled:
+            if row.tentative:
                 raise
             row.request.fail(error)
             return None
@@ -344,7 +344,7 @@ class Level(Source):
         selection costs as much as many passes, and a first pass touches memory and compiles: here, neither spoils the
         first measured draft."""
         cache = own.cache
-        if cache.settled or not cache.ready or cache.whole:
+        if cache.synced or not cache.ready or cache.whole:
             return True
         if not cache.prepare(tokens):
             return False
@@ -415,7 +415,7 @@ class Level(Source):
             return 0
         cache, source = own.cache, own.cache.source
         if source is not None:
-            ready = (cache.settled > 0 or cache.whole) and cache.ready and source.length == len(own.upper.request) - 1
+            ready = (cache.synced > 0 or cache.whole) and cache.ready and source.length == len(own.upper.request) - 1
         else:
             ready = cache.length >= own.first
         return self._room_after(request.tokens[own.first :], len(request)) if ready else 0

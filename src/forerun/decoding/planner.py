@@ -104,7 +104,7 @@ class Planner:
 
     def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome | None], seconds: StepTimes) -> None:
         """Update the sources. Tokens of a lower level are tentative and teach nothing."""
-        known = [(row, outcome) for row, outcome in zip(rows, outcomes, strict=True) if outcome and row.settled]
+        known = [(row, outcome) for row, outcome in zip(rows, outcomes, strict=True) if outcome and not row.tentative]
         if known:
             for source in self.sources:
                 asking.learn(source, [row for row, _ in known], [outcome for _, outcome in known])

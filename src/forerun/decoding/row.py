@@ -41,8 +41,8 @@ class Row:
     cache: Cache
     states: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    settled = True
-    """Whether the tokens are the request's; false at a lower level, where they are tentative."""
+    tentative = False
+    """Whether the last tokens may be dropped again: true at a lower level."""
 
     @property
     def pending(self) -> IntArray:

@@ -44,7 +44,7 @@ class Source(ABC):
     each row, ``open`` is called once, ``read`` until it returns True, then ``propose`` and ``learn``; finally the state
     is closed.
 
-    At a lower level, ``propose`` gets rows whose last tokens are tentative (``row.settled`` is false); ``learn`` only
+    At a lower level, ``propose`` gets rows whose last tokens are tentative (``row.tentative``); ``learn`` only
     gets what the target committed. A source that raises loses only its drafts for the row.
     """
 

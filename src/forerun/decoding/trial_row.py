@@ -40,7 +40,7 @@ class TrialRow(Row):
     q: list[torch.Tensor] = field(default_factory=list)
     probabilities: list[float] = field(default_factory=list)
 
-    settled = False
+    tentative = True
 
     def close(self) -> None:
         """Do nothing: the target's row closes the states."""

@@ -105,7 +105,7 @@ class Cache(ABC):
     """Committed tokens."""
     source: Cache | None = None
     """The cache that a sparse view reads; None for other caches."""
-    settled: int = 0
+    synced: int = 0
     """Tokens that a view's source had committed at the last ``sync``; later ones are speculative."""
     log: OperationLog | None = None
     """Called after each successful one of ``CACHE_OPERATIONS``, so that a cache in another process can repeat it.

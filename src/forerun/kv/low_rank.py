@@ -112,7 +112,7 @@ class LowRankCache(ChunkedView):
         return bool(self.source.specs and (self._indexes or self.source.sample))
 
     def sync(self) -> None:
-        self.length = self.settled = self.source.length
+        self.length = self.synced = self.source.length
         self._tail, self._table = self._far(self.length), None
         for layer in self.source.layers:
             self._write(layer, self._tail, *self.source.read(layer, self._tail, self.length))
@@ -122,7 +122,7 @@ class LowRankCache(ChunkedView):
 
     def saved_state(self, length: int) -> Tensors:
         """Return the index, if complete."""
-        indexes = self._indexes if self.settled else {}
+        indexes = self._indexes if self.synced else {}
         return {f"{layer}.{name}": t for layer, index in indexes.items() for name, t in index.tensors(length).items()}
 
     def _kept(self) -> dict[int, ShortKeys]:

@@ -105,8 +105,8 @@ class RetrievalCache(ChunkedView):
         return bool(self._layers or self.source.queries)
 
     def sync(self) -> None:
-        known, self.length = self.settled, self.source.length
-        self.settled = self.length
+        known, self.length = self.synced, self.source.length
+        self.synced = self.length
         if not self.refreshes or self.length - self._tail > self.config.recent + self.config.growth + self.config.chunk:
             self.refresh()
         else:
@@ -120,7 +120,7 @@ class RetrievalCache(ChunkedView):
             self._acceptance = ACCEPTANCE_DECAY * self._acceptance + (1 - ACCEPTANCE_DECAY) * rate
         poor = self.config.refresh == "acceptance" and self._acceptance < self.config.threshold
         if poor or self.config.refresh == "verify":
-            self.length = self.settled = self.source.length
+            self.length = self.synced = self.source.length
             self.refresh(rows)
             self._acceptance = max(self._acceptance, self.config.threshold)
 
@@ -182,7 +182,7 @@ class RetrievalCache(ChunkedView):
         self._reserve(end)
         for mine, new in zip(self._rows[layer], (k, v), strict=True):
             mine[:, :, held:end] = new
-        tail = min(self.settled, self.length)
+        tail = min(self.synced, self.length)
         near = tuple(t[:, :, 0 if spec.window is None else self._place(tail) : end] for t in self._rows[layer])
         return near if spec.window is None else self._window_rows(layer, spec.window, tail, near)
 

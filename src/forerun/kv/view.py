@@ -24,7 +24,7 @@ class View(Cache):
     """A sparse view of one row's full cache, its source, for the same model.
 
     Tokens committed here are speculative: ``sync`` replaces them by what the source has committed since, so that all
-    settled keys come from full attention.
+    synced keys come from full attention.
     """
 
     state_name: str | None = None
@@ -45,16 +45,16 @@ class View(Cache):
             )
         self.source: FullCache = source
         source.views.add(self)
-        self.length = self.settled = 0
+        self.length = self.synced = 0
         self._states: RecurrentStates | None = None
-        self._states_from = 0  # what was settled when they were forked
+        self._states_from = 0  # what was synced when they were forked
 
     def recurrent(self) -> RecurrentStates:
         """Return the source's states, forked at the last ``sync``: recurrent layers see the whole sequence."""
         states = self._states
-        if states is None or self._states_from != self.settled or states.length != self.length:
+        if states is None or self._states_from != self.synced or states.length != self.length:
             states = self._states = self.source.recurrent().fork()
-            self._states_from = self.settled
+            self._states_from = self.synced
         return states
 
     @property
@@ -87,8 +87,8 @@ class View(Cache):
 
     def truncate(self, length: int) -> None:
         """Drop speculative tokens from ``length`` on."""
-        if not self.settled <= length <= self.length:
-            raise ValueError(f"length is {length}; it must be between {self.settled} and {self.length}")
+        if not self.synced <= length <= self.length:
+            raise ValueError(f"length is {length}; it must be between {self.synced} and {self.length}")
         if self._states:
             self._states.truncate(length)
         self.length = length
