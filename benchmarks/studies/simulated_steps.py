@@ -21,8 +21,8 @@ from forerun.decoding.row import Row
 from forerun.decoding.source import Limit, Source, Wants
 from forerun.models.forward.runtime import Runtime
 from forerun.models.heads.head import CONTEXT_ENTRIES
-from forerun.policy.choice import DraftPasses
 from forerun.policy.cost_curve import CostCurve
+from forerun.policy.decision import DraftPasses
 from forerun.policy.pass_shape import PassShape
 
 RIGHT, WRONG, OTHER = 7, 9, 10

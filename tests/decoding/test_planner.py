@@ -21,8 +21,9 @@ from forerun.kv.cache import READ_BLOCK
 from forerun.models.forward.runtime import Runtime
 from forerun.policy.calibration import LOWEST_ODDS, odds_of
 from forerun.policy.chain_confidence import ChainConfidence
-from forerun.policy.choice import Choice, DraftPasses
+from forerun.policy.choice import Choice
 from forerun.policy.cost_curve import CostCurve, CostTable
+from forerun.policy.decision import DraftPasses
 from forerun.policy.gains import RECENT_TREES, SUFFIX_GAINS, SUFFIXES, Gains
 from forerun.policy.ledger import CREDIT, SAVED, SHARE, START_SLACK, TRIAL_SLACK, Ledger, TokenValues
 from forerun.policy.pass_shape import PassShape
@@ -439,7 +440,7 @@ def test_a_prompt_is_not_prepared_where_that_costs_more_than_a_share_of_reading_
 def test_what_preparing_costs_beyond_its_share_is_booked() -> None:
     planner, chains = preparing(World(), 0.2, cached=5e-5, reads=reading(100))
     admitted(planner, range(10_000), 500)
-    free = 0.05 * planner.choice.table.prefill(10_000)
+    free = 0.05 * planner.choice.costs.table.prefill(10_000)
     assert chains.prepared and planner.choice.ledger.lost == pytest.approx(max(10.0 - free, 0.0))
 
 
@@ -480,7 +481,7 @@ def test_costs_that_others_disturbed_are_measured_again_when_a_request_begins_al
     second.close()
     third.close()
     admitted(planner, [1, 2, 3], 8)
-    assert not found and planner.choice.unit == 1.0 and not planner.choice.table.costs.doubtful
+    assert not found and planner.choice.costs.unit == 1.0 and not planner.choice.costs.table.costs.doubtful
 
 
 def test_a_batch_of_another_size_begins_with_what_was_learned() -> None:

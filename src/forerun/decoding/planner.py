@@ -17,8 +17,9 @@ from forerun.models.forward.runtime import Runtime
 from forerun.models.forward.scorer import Scorer
 from forerun.policy import choice
 from forerun.policy.chain_preparation import ChainPreparation, Prompt
-from forerun.policy.choice import Choice, Decision, DraftPasses
+from forerun.policy.choice import Choice
 from forerun.policy.cost_curve import CostCurve, CostTable
+from forerun.policy.decision import Decision, DraftPasses
 from forerun.policy.gains import AcceptanceRate
 from forerun.policy.pass_shape import PassShape
 
@@ -325,7 +326,7 @@ class AdaptivePlanner(Planner):
         if self.costly is not None:
             self.states = self.wants.states if decision.costly else ()
             self.costly.trusted = decision.trusted
-        if shape.decodes and chosen.plain_step_due:
+        if shape.decodes and chosen.costs.plain_step_due(chosen.gain):
             return None
         trees = self._trees(rows, decision)
         if self.chains is not None and shape.decodes and max(shape.cached) >= self._beyond:

@@ -67,8 +67,8 @@ class ChainPreparation:
 
     def record(self, prompt: Prompt, seconds: float) -> None:
         """Record that preparing a request lasted ``seconds``; book what its prefill does not pay."""
-        if unit := self._choice.unit:
+        if unit := self._choice.costs.unit:
             cost = seconds / unit
             self._seconds.record(cost / self.guess(prompt))
-            free = PREFILL_SHARE * self._choice.table.prefill(prompt.prompt_length)
+            free = PREFILL_SHARE * self._choice.costs.table.prefill(prompt.prompt_length)
             self._choice.ledger.book(max(cost - free, 0.0), 0.0)
