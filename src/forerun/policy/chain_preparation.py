@@ -43,7 +43,7 @@ class ChainPreparation:
     def guess(self, prompt: Prompt) -> float:
         """Guess the cost of preparation, in plain passes."""
         choice = self._choice
-        each = PREPARING_READS * float(choice.table.costs.cached(1))
+        each = PREPARING_READS * float(choice.costs.table.costs.cached(1))
         return max(each, LEAST_COST) * prompt.length + choice.draft.reading(prompt.prompt_length)
 
     def pays(self, prompt: Prompt, gain: float) -> bool:
@@ -52,17 +52,17 @@ class ChainPreparation:
         choice, length, cached = self._choice, min(self._most, prompt.left - 1), prompt.length - 1
         if length < 1:
             return False
-        table, lengths = choice.table, np.arange(1, length + 1)
+        table, lengths = choice.costs.table, np.arange(1, length + 1)
         plain = table.cost([1], [cached])
-        passes = plain + choice.correction.each * np.array(
+        passes = plain + choice.costs.correction.each * np.array(
             [table.cost([1 + n], [cached]) - plain for n in lengths.tolist()]
         )
-        draft, rate = choice.draft_line([cached]), choice.chains.rate()
+        draft, rate = choice.costs.draft_line([cached]), choice.chains.rate()
         best = float(((1 + (rate**lengths).cumsum()) / (draft.start + draft.each * lengths + passes)).max())
         trees = max(TREES_GAIN, gain) if prompt.short else TREES_GAIN
         saved = prompt.left * ((plain / trees if self._trees else plain) - 1 / best)
         cost = self._seconds.scale * self.guess(prompt)
-        allowed = choice.ledger.slack + PREFILL_SHARE * choice.table.prefill(prompt.prompt_length)
+        allowed = choice.ledger.slack + PREFILL_SHARE * choice.costs.table.prefill(prompt.prompt_length)
         return saved > cost and cost <= allowed
 
     def record(self, prompt: Prompt, seconds: float) -> None:
