@@ -477,7 +477,8 @@ class Engine:
         chunk, limit = (min(self.prefill_block, limit), limit) if fixed is None else (fixed, max(fixed, limit))
         anywhere = fixed is None and self.exactness.level == "bitwise"
         shared_chunk = min(SHARED_CHUNK_TOKENS, chunk) if anywhere else chunk
-        sharing = PrefixSharing(self.prefixes, lambda: self.store, shared_chunk, self._refresh, anywhere)
+        alone = anywhere and not is_sharded(self.target.model)  # the other ranks do not repeat what an answer adds
+        sharing = PrefixSharing(self.prefixes, lambda: self.store, shared_chunk, self._refresh, alone)
         free = None if self.tiers is None else self.tiers.free
         return Batch(step, self._lock, chunk, limit, sharing, self._cache, free, offloaded_chunks, pacing)
 
