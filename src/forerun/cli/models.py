@@ -90,10 +90,8 @@ def settings(
         if "auto" in drafters and (count := stated_layers(target)):
             log.info("%s comes with %d MTP layer(s): --draft-model mtp lets auto use them", options.model, count)
         return make()
-    from forerun.models.heads.loading import (
-        is_head,
-        load_head,
-    )  # with transformers' code of the models that they extend
+    # It loads transformers' code of the models that heads extend, which most commands do not need.
+    from forerun.models.heads.loading import is_head, load_head
 
     if name == MTP or is_head(name):
         return make(name if name == MTP else load_head(name))
