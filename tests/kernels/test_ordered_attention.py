@@ -106,7 +106,7 @@ def attend(case: Case, fed: Sequence[Fed], out_dtype: torch.dtype = torch.float3
     for row in fed:
         assert row.k.is_contiguous() and row.v.is_contiguous()
         strides.append((row.k.stride(0) * size, row.k.stride(1) * size, row.v.stride(0) * size, row.v.stride(1) * size))
-    rows, q, sinks = packed.rows(strides), torch.cat([row.q for row in fed]), sinks_of(case)
+    q, sinks = torch.cat([row.q for row in fed]), sinks_of(case)
     out = torch.full((packed.n, case.heads, case.out_dim), torch.nan, dtype=out_dtype)
     fields = (
         KINDS[case.dtype], size, case.heads, case.kv_heads, case.dim, case.out_dim, case.window or 0, q.data_ptr(),
@@ -118,7 +118,7 @@ def attend(case: Case, fed: Sequence[Fed], out_dtype: torch.dtype = torch.float3
     slots = torch.zeros(threads * slot + 64, dtype=torch.uint8)
     parts = torch.full((packed.states_bytes // 4 + 16,), torch.nan)  # nothing is read that was not written
     program = executor.Program([(each, AttendOp(*fields)) for each in (SCAN, COMBINE)])
-    tables = packed.fields(rows, packed)
+    tables = packed.fields(strides)
     program.run(packed.threads, **tables, states=parts.data_ptr(), slots=slots.data_ptr(), slot_size=slot)
     return list(torch.split(out, packed.counts))
 

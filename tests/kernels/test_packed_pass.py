@@ -58,10 +58,11 @@ def units_of(
 @pytest.mark.parametrize("moved", [0, 32])
 def test_tables_are_those_of_the_definition(name: str, heads: HeadShape, moved: int) -> None:
     blocks, threads = PASSES[name], 2
-    places = [block.start + moved for block in blocks]
-    packed = PackedPass(blocks, heads, threads, places=places)
+    places, starts = [block.start + moved for block in blocks], [block.start for block in blocks]
+    packed = PackedPass(blocks, heads, threads, places, starts)
     strides = [(1 + row, 2 + row, 3 + row, 4 + row) for row in range(len(blocks))]
-    table = packed.rows(strides).reshape(len(blocks), ROW_BYTES // 8)
+    packed.fields(strides)
+    table = packed.table("rows").reshape(len(blocks), ROW_BYTES // 8)
     units, first, states, most = list[list[int]](), 0, 0, 0
     for row, (block, place) in enumerate(zip(blocks, places, strict=True)):
         own, splits = units_of(block, place, row, len(blocks), heads, threads)
@@ -72,10 +73,17 @@ def test_tables_are_those_of_the_definition(name: str, heads: HeadShape, moved: 
         units += own
         most = max(most, *(last - begin for *_, begin, last in own))
         first += len(block)
-    assert packed.units.reshape(-1, UNIT_BYTES // 8)[:, :4].tolist() == units
+    assert packed.table("units").reshape(-1, UNIT_BYTES // 8)[:, :4].tolist() == units
     assert (packed.unit_count, packed.most_tiles, packed.states_bytes) == (len(units), most, states)
-    expected = np.concatenate([place + block.offsets for block, place in zip(blocks, places, strict=True)])
-    assert packed.cache_positions.tolist() == packed.positions.tolist() == expected.tolist()
-    assert packed.bounds == (min(packed.ids), max(packed.ids), expected.max())
-    assert packed.output_indices.tolist() == wanted_tokens(blocks).tolist()
-    assert packed.ids.tolist() == np.concatenate([block.tokens for block in blocks]).tolist()
+    for table_name, firsts in (("cache_positions", places), ("positions", starts)):
+        expected = np.concatenate([start + block.offsets for block, start in zip(blocks, firsts, strict=True)])
+        assert packed.table(table_name).tolist() == expected.tolist()
+    ids = np.concatenate([block.tokens for block in blocks])
+    assert packed.table("ids").tolist() == ids.tolist()
+    assert packed.bounds == (ids.min(), ids.max(), expected.max())
+    assert packed.table("output_indices").tolist() == wanted_tokens(blocks).tolist()
+    assert packed.outputs == len(wanted_tokens(blocks))
+    rows = [row for row, block in enumerate(blocks) for _ in range(len(block))]
+    assert packed.table("token_rows").tolist() == rows
+    above = np.concatenate([[-1] * len(block.pending) + block.tree.parents.tolist() for block in blocks])
+    assert packed.table("parents").tolist() == above.tolist()

@@ -26,7 +26,6 @@ BLOCKS = [
 def run(blocks: Sequence[Block], x: torch.Tensor, histories: list[torch.Tensor], conv: torch.nn.Conv1d) -> torch.Tensor:
     """Outputs ``[n, CHANNELS]``; inputs are written behind what ``histories`` begin with."""
     packed = PackedPass(blocks, HEADS, 2)
-    rows = packed.rows([(0, 0, 0, 0)] * len(blocks))
     places = np.array([history.data_ptr() for history in histories])
     out = torch.full((packed.n, CHANNELS), torch.nan, dtype=conv.weight.dtype)
     op = GatedConvolutionOp(
@@ -36,7 +35,7 @@ def run(blocks: Sequence[Block], x: torch.Tensor, histories: list[torch.Tensor],
     )  # fmt: skip
     size = scratch_bytes(conv.kernel_size[0]) // 64 * 64 + 64
     slots = torch.empty(2 * size, dtype=torch.uint8)
-    fields = {**packed.fields(rows, packed), "slots": slots.data_ptr(), "slot_size": size}
+    fields = {**packed.fields(), "slots": slots.data_ptr(), "slot_size": size}
     Program([(GATED_CONVOLUTION, op)]).run(2, **fields)
     return out
 

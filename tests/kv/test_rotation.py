@@ -24,8 +24,9 @@ def keys_at(scorer: Scorer, token: int, position: int) -> dict[int, torch.Tensor
     """The keys of a token alone at a position, as the model computes them."""
 
     class Placed(FullCache):
-        def positions(self, block: Block) -> np.ndarray:
-            return block.positions + position
+        @property
+        def position(self) -> int:
+            return self.length + position
 
     cache = Placed()
     block = Block(np.array([token]), DraftTree.empty(), 0)

@@ -41,8 +41,9 @@ class Oracle(Cache):
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.tail: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def positions(self, block: Block) -> np.ndarray:
-        return block.positions if self.rotation is None else len(self.kept) + block.offsets
+    @property
+    def position(self) -> int:
+        return self.length if self.rotation is None else len(self.kept)
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
@@ -65,7 +66,7 @@ class Oracle(Cache):
     def commit(self, block: Block, path: Sequence[int]) -> None:
         m = len(block.pending)
         rows = [*range(m), *(m + node for node in path)]
-        self.born += self.positions(block)[rows].tolist()
+        self.born += (self.position + block.offsets)[rows].tolist()
         for layer, pair in self.tail.items():
             new = tuple(t[:, :, rows] for t in pair)
             old = self.layers.get(layer)
@@ -223,7 +224,7 @@ def test_memory_and_positions_are_bounded_however_long_the_text(length: int) -> 
     with torch.inference_mode():
         for _ in range(length):
             block = Block(token, DraftTree.empty(), cache.length)
-            highest = max(highest, int(cache.positions(block).max()))
+            highest = max(highest, int((cache.position + block.offsets).max()))
             token = scorer.score([block], [cache])[0].argmax(-1).numpy()
             cache.commit(block, [])
             if cache.length > 100:

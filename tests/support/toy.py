@@ -30,7 +30,7 @@ def turned(raw: torch.Tensor, tokens: Sequence[int], positions: Sequence[int]) -
 
 def feed(cache: Cache, block: Block, spec: AttentionSpec) -> torch.Tensor:
     """What a model's layer would do in a pass, ``[1, H, n, d]``."""
-    tokens, positions = block.tokens.tolist(), cache.positions(block).tolist()
+    tokens, positions = block.tokens.tolist(), (cache.position + block.offsets).tolist()
     q, k = turned(QUERIES, tokens, positions), turned(KEYS, tokens, positions)
     return cache.attend(0, q, k, VALUES[:, :, tokens], block, spec)
 

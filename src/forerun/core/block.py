@@ -23,6 +23,9 @@ class Block:
             (``Scorer.prompt_chunk``).
         ids: the tokens ``[m + n]`` on the model's device, if they are not on the CPU yet; ``pending`` is then zeros.
             For scorers with ``by_tables``.
+
+    Attributes:
+        nodes, count: number of the tree's tokens, and of all.
     """
 
     def __init__(
@@ -33,15 +36,14 @@ class Block:
         whole_chunk: bool = False,
         ids: torch.Tensor | None = None,
     ) -> None:
-        self.pending = pending
-        self.tree = tree
-        self.start = start
-        self.whole_chunk = whole_chunk
-        self.ids = ids
+        self.pending, self.tree, self.start = pending, tree, start
+        self.nodes = len(tree.tokens)
+        self.count = len(pending) + self.nodes
+        self.whole_chunk, self.ids = whole_chunk, ids
         self._biases: dict[tuple[object, ...], torch.Tensor | None] = {}
 
     def __len__(self) -> int:
-        return len(self.pending) + len(self.tree)
+        return self.count
 
     @property
     def tokens(self) -> IntArray:

@@ -72,10 +72,9 @@ def verify(tree: DraftTree, logits: torch.Tensor, request: Request, choices: Int
     Raises:
         ValueError: if a tree with ``q`` is not a chain under rejection sampling.
     """
-    q = tested(tree, request)
-    if elsewhere(logits):
-        if choices is None:
-            choices = choose_rows([tree], [RowScores(logits)], [request])[0].choices
+    q = None if tree.q is None else tested(tree, request)
+    if choices is None and elsewhere(logits):
+        choices = choose_rows([tree], [RowScores(logits)], [request])[0].choices
         if choices is None and request.sampler.anywhere:
             logits, q = logits.cpu(), q if q is None else q.cpu()
     if q is not None:

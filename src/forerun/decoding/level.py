@@ -78,7 +78,7 @@ class Level(Source):
         helper: whether the model differs from the target, so that it can always contribute.
         beyond: tokens of a request before which nothing is drafted over the cache.
         reads: how many of a row's cached tokens a pass reads.
-        clock: measures the planner's seconds; statistics use the wall clock.
+        clock: measures the seconds of a step's parts.
 
     Raises:
         ValueError: for ``nodes`` under 0 or a ``chain`` under 1.
@@ -134,23 +134,24 @@ class Level(Source):
         Returns:
             Each decoding row's outcome, None if it failed; and the seconds of the step's parts.
         """
-        began, shown = self._clock(), time.perf_counter()
+        began = self._clock()
         forced = list(map(self._forced, rows, budgets))
         trees, rests = self._plan(rows, budgets, forced, reading, closed)
         blocks, every = [row.block(tree) for row, tree in zip(rows, trees, strict=True)], list(rows)
         for row, block in reading:
             every.append(row)
             blocks.append(block)
-        planned, shown_planned = self._clock(), time.perf_counter()
+        planned = self._clock()
         scored = self._score(every, blocks)
         choices = self._choices(rows, trees, scored, rests)
-        passed, shown_passed = self._clock(), time.perf_counter()
+        passed = self._clock()
         outcomes, end = list(map(self._verify, rows, blocks, scored, choices)), len(rows)
         read = list(map(self._take_in, every[end:], blocks[end:], scored[end:]))
         times = StepTimes(planned - began, passed - planned, self._clock() - passed)
+        if not self.planner.sources:
+            return outcomes, times
         self._learn(every, [*outcomes, *read], forced, times)
-        shown_times = shown_planned - shown, shown_passed - shown_planned, time.perf_counter() - shown_passed
-        return outcomes, StepTimes(*shown_times)
+        return outcomes, StepTimes(times.planning, times.scoring, self._clock() - passed)
 
     def _forced(self, row: Row, budget: int) -> list[int]:
         """Return tokens that the row's grammar forces; plain decoding drafts nothing, not even these."""
@@ -249,10 +250,10 @@ class Level(Source):
             if isinstance(scored, Exception):
                 raise scored
             verdict = verify(block.tree, scored.logits, row.request, choices.choices)
-            row.commit(block, verdict)
             if not row.tentative:
                 row.request.keep_logprobs(verdict.tokens, scored.logits, verdict.path)
             states = None if scored.states is None else _kept(scored.states, block, verdict.path)
+            row.commit(block, verdict)
             return Outcome(block.tree, verdict, scored.logits, choices.best, states, block.start, choices.chances)
         except Exception as error:
             if row.tentative:
@@ -281,8 +282,6 @@ class Level(Source):
     ) -> None:
         """Update the planner and sources, without forced tokens. Only sources that need hidden states get chunks of
         prompts."""
-        if not self.planner.sources:
-            return
         chains = [*forced, *[()] * (len(rows) - len(forced))]
         known = [
             (row, _after(outcome, len(chain)) if outcome is not None and chain else outcome)

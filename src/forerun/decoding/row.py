@@ -82,7 +82,7 @@ class Row:
     def commit(self, block: Block, verdict: Verdict) -> None:
         """Commit the accepted part of a block; the request has the tokens already."""
         self.cache.commit(block, verdict.path)
-        self.request.stats.record(len(block.tree), len(verdict.path), len(verdict.tokens))
+        self.request.stats.record(block.nodes, len(verdict.path), len(verdict.tokens))
 
     def commit_prompt(self, block: Block) -> None:
         """Commit a chunk of the prompt."""

@@ -58,7 +58,7 @@ class Batch:
         offloaded_chunks: int | None = None, pacing: PrefillPacing | None = None,
     ) -> None:  # fmt: skip
         self._step, self._lock, self._sharing, self._make, self._free = step, lock, sharing, make, free
-        self._fixed = step.level.model.prompt_chunk is not None
+        self._fixed, self._present = step.level.model.prompt_chunk is not None, present(step.level.model.device)
         self.chunk, self.limit = min(chunk, limit), limit
         self._offloaded_chunks, self._pacing = offloaded_chunks, pacing
         self._rows: dict[int, BatchRow] = {}
@@ -115,7 +115,7 @@ class Batch:
             row.reads = min(row.chunk, self._pacing.first)
         self._rows[request.id] = row
         try:
-            with self._lock, present(self._step.level.model.device), self._step.seconds.reading():
+            with self._lock, self._present, self._step.seconds.reading():
                 self._sharing.refresh()
                 if request.drafts:
                     self._step.level.begin(row)
@@ -163,7 +163,7 @@ class Batch:
         """
         if not self._rows:
             return []
-        with self._lock, present(self._step.level.model.device):
+        with self._lock, self._present:
             rows = [row for row in self._rows.values() if row.request.id not in resting]
             decoding, unread = [row for row in rows if row.begun], [row for row in rows if not row.begun]
             first, reading, commits = list[BatchRow](), dict[BatchRow, int](), list[Commit]()

@@ -157,7 +157,7 @@ class DecodingStep:
             reading: rows in prefill, with the tokens of their next chunk.
             budgets: see ``Batch.step``.
         """
-        began, lengths = time.perf_counter(), [len(row.request) for row in decoding]
+        began = time.perf_counter()
         limits, prompts = list[int](), sum(reading.values())
         for row in decoding:
             limits.append(row.request.allowed(min(self.budget, budgets.get(row.request.id, self.budget))))
@@ -165,14 +165,13 @@ class DecodingStep:
         chunks = [(row, row.prompt_block(tokens)) for row, tokens in reading.items()]
         outcomes, times = self.level.step(decoding, limits, chunks, self.closed)
         seconds, others, commits = time.perf_counter() - began, 0, list[Commit]()
-        for row, length, outcome in zip(decoding, lengths, outcomes, strict=True):
+        for row, outcome in zip(decoding, outcomes, strict=True):
             others += row.begun
-            if outcome is None:
-                commits.append(Commit(row.request, row.request.tokens[length:].tolist(), 0))
+            if outcome is None:  # its tokens of this step are not recorded
+                commits.append(Commit(row.request, row.request.generated[row.request.stats.tokens :].tolist(), 0))
                 continue
-            others += len(outcome.tree)
-            tokens, accepted = outcome.verdict.tokens, len(outcome.verdict.path)
-            took = row.stepped(times, seconds)
-            commits.append(Commit(row.request, tokens, accepted, len(outcome.tree), outcome.origins, took))
+            nodes, verdict, took = len(outcome.tree), outcome.verdict, row.stepped(times, seconds)
+            others += nodes
+            commits.append(Commit(row.request, verdict.tokens, len(verdict.path), nodes, outcome.origins, took))
         self.seconds.add(*times, prompts / max(prompts + others, 1))
         return commits + [Commit(row.request, [], 0) for row in reading if row.request.error is not None]

@@ -145,10 +145,11 @@ class Cache(ABC):
         """Report to a view that its source has verified and committed a draft made with it; ``rows`` are indices of the
         accepted tokens' queries in ``source.queries``."""
 
-    def positions(self, block: Block) -> IntArray:
-        """Return the position that the model sees for each token of the block: that in the sequence, unless the cache
-        renumbers tokens."""
-        return block.positions
+    @property
+    def position(self) -> int:
+        """The position that the model sees for the next block's first token: ``length``, unless the cache renumbers
+        tokens."""
+        return self.length
 
     def store(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec

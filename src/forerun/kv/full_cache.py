@@ -62,7 +62,7 @@ class FullCache(Cache):
         self.sample: dict[int, torch.Tensor] = {}
         """Up to ``SAMPLED_QUERIES`` queries of the last pass that had as many, or else of the longest pass. Truncation
         keeps them."""
-        self.specs: dict[int, AttentionSpec] = {}
+        self.specs: Mapping[int, AttentionSpec] = {}
         """Each layer's attention parameters in the last pass."""
         self.views: WeakSet[View] = WeakSet()
         """Sparse caches over this one that are in use."""
@@ -85,7 +85,7 @@ class FullCache(Cache):
 
     def begin_pass(self, specs: Mapping[int, AttentionSpec]) -> None:
         """Set each layer's attention parameters for a pass without ``store``. Requested queries follow."""
-        self.specs, self.queries = dict(specs), {}
+        self.specs, self.queries = specs, {}
 
     def record_queries(self, layer: int, q: torch.Tensor, block: Block, spec: AttentionSpec | None = None) -> None:
         """Copy a pass's queries ``[1, H, n, d]`` of a layer, and its attention parameters if they are new."""
@@ -95,7 +95,7 @@ class FullCache(Cache):
         kept = torch.cat((q[:, :, first:pending:apart], q[:, :, pending:]), 2)
         self.queries[layer] = kept
         if spec is not None:
-            self.specs[layer] = spec
+            self.specs = {**self.specs, layer: spec}
         count = min(kept.shape[2], SAMPLED_QUERIES)
         if layer not in self.sample or self.sample[layer].shape[2] <= count:
             self.sample[layer] = kept[:, :, :count]
@@ -133,9 +133,9 @@ class FullCache(Cache):
         Raises:
             ValueError: if the cache holds rows of another shape or type.
         """
-        self._check_type(like)
-        end = self.length + count
-        if self._store is None or self._store.shape[3] < end:
+        end, store = self.length + count, self._store
+        if store is None or store.shape[3] < end or store.dtype != like.dtype:
+            self._check_type(like)
             if self._layers and list(self._layers) != list(layers):
                 raise ValueError(f"this cache holds the layers {list(self._layers)} and the model has {list(layers)}")
             self._grow(end)
@@ -145,8 +145,7 @@ class FullCache(Cache):
                 for new, old in zip(rows, both, strict=True):
                     new[:, kept] = old[0, :, kept]
             self._hold(layers, store)
-        assert self._store is not None
-        return self._store
+        return store
 
     def reserve_layers(self, likes: Mapping[int, Rows], count: int) -> Mapping[int, Rows]:
         """Make room for ``count`` tokens after the committed ones, in layers that differ; ``likes`` are rows of each

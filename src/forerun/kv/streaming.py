@@ -19,7 +19,6 @@ from typing import NamedTuple
 import torch
 
 from forerun.core.block import Block
-from forerun.core.tree import IntArray
 from forerun.kernels.attention.attention import AttentionSpec, Rows
 from forerun.kv.cache import (
     READ_BLOCK,
@@ -124,8 +123,9 @@ class StreamingCache(Cache):
         """Committed tokens that a pass sees."""
         return self._held
 
-    def positions(self, block: Block) -> IntArray:
-        return block.positions if self.rotation is None else self._held + block.offsets
+    @property
+    def position(self) -> int:
+        return self.length if self.rotation is None else self._held
 
     def store(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec

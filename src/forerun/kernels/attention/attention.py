@@ -90,7 +90,7 @@ def attend_in_order(
     if takes(q, *rows[0]):
         operations = (SCAN, COMBINE) if fast(*rows[0]) else (ATTEND_FLOAT64,)
         with unwatched():
-            return _run(operations, q, rows, packed, spec, packed)
+            return _run(operations, q, rows, packed, spec)
     split = torch.split(q, packed.counts, 2)
     parts = [states_in_order(*each, spec) for each in zip(split, rows, packed.blocks, strict=True)]
     return torch.cat([merge(*states, sinks=spec.sinks) for states in parts], 2)
@@ -148,8 +148,8 @@ def rank_chunks(q: torch.Tensor, kv_heads: int, topk: IntArray) -> torch.Tensor:
         0, 4, heads, kv_heads, dim, dim, 0, queries.data_ptr(), 4 * dim, 4 * n * dim, 0, 0, 0, 0, 0, 1.0, 0.0,
         fields.ctypes.data,
     )  # fmt: skip
-    rows = packed.rows([(0, 0, 0, 0)])
-    Program([(PROJECT_QUERIES, op), (RANK_CHUNKS, op)]).run_in_scratch(tables.slot_size, **packed.fields(rows, tables))
+    program = Program([(PROJECT_QUERIES, op), (RANK_CHUNKS, op)])
+    program.run_in_scratch(tables.slot_size, **packed.fields(work=tables))
     worth = memory[tables.worth_offset :].view(torch.float32).view(kv_heads, -1, tables.worth_chunks)
     return worth[:, : heads // kv_heads * n, : int(topk[0])].reshape(heads, n, -1)
 
@@ -164,7 +164,7 @@ def _topk_tables(packed: PackedPass, topk: IntArray) -> tuple[TopkTables, IntArr
 
 def _run(
     operations: Sequence[Operation], q: torch.Tensor, rows: Sequence[Rows], packed: PackedPass, spec: AttentionSpec,
-    work: PackedPass | TopkTables, topk: int = 0,
+    tables: TopkTables | None = None, topk: int = 0,
 ) -> torch.Tensor:  # fmt: skip
     keys, values = rows[0]
     (_, heads, n, _), dtype, out_dim, quick = q.shape, keys.dtype, values.shape[3], fast(keys, values)
@@ -181,9 +181,9 @@ def _run(
         0 if sinks is None else sinks.data_ptr(), out.data_ptr(), out.stride(0) * out.element_size(),
         int(out.dtype == torch.bfloat16), scale, spec.softcap or 0.0, topk,
     )  # fmt: skip
-    table = packed.rows([(*head_rows(k)[1:], *head_rows(v)[1:]) for k, v in rows])
-    program = Program([(each, op) for each in operations])
-    program.run_in_scratch(work.slot_size, work.states_bytes, **packed.fields(table, work))
+    fields = packed.fields([(*head_rows(k)[1:], *head_rows(v)[1:]) for k, v in rows], tables)
+    work, program = tables or packed, Program([(each, op) for each in operations])
+    program.run_in_scratch(work.slot_size, work.states_bytes, **fields)
     return out.view(1, n, heads, out_dim).transpose(1, 2).to(q.dtype)
 
 

@@ -116,7 +116,7 @@ def tile_bytes(out_dim: int) -> int:
     return TILE_QUERIES * out_dim * 4 + STATE_BYTES
 
 
-_tile_bytes = compiled(tile_bytes)
+size_of_tile = compiled(tile_bytes)
 
 
 @functools.cache
@@ -152,7 +152,7 @@ def _state(op: AttendOp, tile: int) -> int:
 def _kept_tiles(op: AttendOp, row: RowFields, states: int, split: int, head: int) -> int:
     """Return the address of a split's and KV head's tiles in the buffer of states; without splits, use split 0."""
     tiles = (row.n * (op.heads // op.kv_heads) + TILE_QUERIES - 1) // TILE_QUERIES
-    return states + row.states + (split * op.kv_heads + head) * tiles * _tile_bytes(op.out_dim)
+    return states + row.states + (split * op.kv_heads + head) * tiles * size_of_tile(op.out_dim)
 
 
 @compiled
@@ -167,7 +167,7 @@ def scan_bounds(row: RowFields, place: int, position: int) -> tuple[int, int]:
 @compiled
 def clear_states(op: AttendOp, states: int, tiles: int) -> None:
     """Reset the states: no key seen yet."""
-    size = _tile_bytes(op.out_dim)
+    size = size_of_tile(op.out_dim)
     for t in range(tiles):
         floats(states + t * size, size // 4)[:] = np.float32(0)
         floats(_state(op, states + t * size), LANES)[:] = np.float32(LOWEST_SCORE)
@@ -226,7 +226,7 @@ def merge_tile(e: Emitter, running: ir.Value, part: ir.Value, vectors: ir.Value)
 @compiled
 def merge_tiles(op: AttendOp, running: int, part: int, tiles: int) -> None:
     """Merge the next split of several tiles."""
-    size = _tile_bytes(op.out_dim)
+    size = size_of_tile(op.out_dim)
     for t in range(tiles):
         merge_tile(running + t * size, part + t * size, op.out_dim // LANES)
 
@@ -237,7 +237,7 @@ def scan(address: int, fields: int, code_address: int, task: int, slot: int) -> 
     this, op, code = read_pass(address), read_attend(fields), read_block_code(code_address)
     unit = read_unit(this.units + task // op.kv_heads * UNIT_BYTES)
     row = read_row(this.rows + unit.row * ROW_BYTES)
-    head, tiles, size = task % op.kv_heads, unit.last - unit.first, _tile_bytes(op.out_dim)
+    head, tiles, size = task % op.kv_heads, unit.last - unit.first, size_of_tile(op.out_dim)
     q = slot
     scores = q + tiles * TILE_QUERIES * op.dim * 4
     ranges = scores + tiles * TILE_QUERIES * BLOCK_TOKENS * 4
@@ -315,7 +315,7 @@ def _block(
     v: int, after: int, q: int, scores: int, ranges: int, states: int, spare: int,
 ) -> None:  # fmt: skip
     """Process tiles ``low`` to ``high`` over one block; prefetch values while scoring, then the next keys."""
-    size, tile_size, rewritten = BLOCK_TOKENS * TILE_QUERIES * 4, _tile_bytes(op.out_dim), high - low >= SHARED_TILES
+    size, tile_size, rewritten = BLOCK_TOKENS * TILE_QUERIES * 4, size_of_tile(op.out_dim), high - low >= SHARED_TILES
     copied, k_row, v_row, ahead = count < BLOCK_TOKENS or code.copied, row.k_row, row.v_row, v
     score, add, copy, rewrite = code.scores, code.values, spare, spare + _block_bytes(op.dim, op.out_dim)
     if copied:
@@ -354,8 +354,8 @@ def combine(address: int, fields: int, code_address: int, task: int, slot: int) 
     group = op.heads // op.kv_heads
     own = (group + TILE_QUERIES - 1) // TILE_QUERIES
     running = slot
-    part = running + own * _tile_bytes(op.out_dim)
-    rest = part + own * _tile_bytes(op.out_dim)
+    part = running + own * size_of_tile(op.out_dim)
+    rest = part + own * size_of_tile(op.out_dim)
     place, position = token - row.first, integers(this.cache_positions + 8 * token, 1)[0]
     base, seen = scan_bounds(row, place, position)
     clear_states(op, running, own)
@@ -424,7 +424,7 @@ def _attend_branch(
         k_row, v_row = code.width * op.dim, code.width * op.out_dim
         call(code.scores, op.dim, op.width, 0, own, q, keys, k_row, fields + SCALE_OFFSET, scores, keys)
         for t in range(own):
-            weights, to = scores + t * TILE_QUERIES * BLOCK_TOKENS * 4, part + t * _tile_bytes(op.out_dim)
+            weights, to = scores + t * TILE_QUERIES * BLOCK_TOKENS * 4, part + t * size_of_tile(op.out_dim)
             soften_tile(op, weights, cap)
             hide(weights, start, bounds, bounds + 8 * TILE_QUERIES)
             call(code.values, op.out_dim, op.width, own, weights, _state(op, to), values, v_row, to, values)
@@ -453,7 +453,7 @@ def _copy_branch(
 
 @compiled
 def _copy_states(op: AttendOp, tiles: int, first: int, count: int, to: int) -> None:
-    size = _tile_bytes(op.out_dim)
+    size = size_of_tile(op.out_dim)
     for g in range(count):
         source, place = tiles + (first + g) // TILE_QUERIES * size, to + g // TILE_QUERIES * size
         a, b = (first + g) % TILE_QUERIES, g % TILE_QUERIES
@@ -466,7 +466,7 @@ def _copy_states(op: AttendOp, tiles: int, first: int, count: int, to: int) -> N
 @compiled
 def _divide(op: AttendOp, tiles: int, g: int, token: int, head: int, spare: int) -> None:
     """Write a head's output: the weighted values divided by the sum of weights, including a sink's."""
-    tile, i = tiles + g // TILE_QUERIES * _tile_bytes(op.out_dim), g % TILE_QUERIES
+    tile, i = tiles + g // TILE_QUERIES * size_of_tile(op.out_dim), g % TILE_QUERIES
     state = _state(op, tile) + 16 * i
     sums = floats(state + LINE, 4)
     total = np.float32(np.float32(sums[0] + sums[1]) + np.float32(sums[2] + sums[3]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from forerun.kernels.attention.ordered_attention import (
     SPLIT_TOKENS,
     UNIT_BYTES,
     RowFields,
-    tile_bytes,
+    size_of_tile,
 )
 from forerun.kernels.attention.topk_rank import GROUP_CHUNKS, RANK_UNIT_BYTES, TopkFields
 from forerun.kernels.runtime.vector_ir import LINE
@@ -33,9 +33,8 @@ UNIT_TILES = 32
 """Tiles per unit in that case; their states fit in the nearer caches."""
 UNITS_PER_THREAD = 4
 """Units per thread of a shorter row, so that threads finish at about the same time."""
-CUT_INTEGERS = 8
+CUT_INTEGERS = 9
 """Integers per row in the table of ``_cut`` and ``_fill``."""
-NO_PARENTS = np.zeros(0, np.int64)
 TABLES = ("rows", "units", "token_rows", "cache_positions", "parents", "ids", "positions", "output_indices")
 """A pass's tables in the order of their memory, as ``PassFields`` names them."""
 ROW_INTEGERS, UNIT_INTEGERS = ROW_BYTES // 8, UNIT_BYTES // 8
@@ -65,118 +64,92 @@ class PackedPass:
     """The blocks of all rows.
 
     Args:
-        positions: the tokens', for the model; by default their places in their row's memory.
-        places: each block's first place in its row's memory; by default the blocks' starts.
+        places: index of each block's first token in its row's memory; by default the blocks' starts.
+        positions: that token's position for the model; by default ``places``.
 
     Attributes:
-        n, counts: number of tokens, of all rows and of each.
-        units: the table of units.
-        ids, positions, cache_positions: each token's id, and its position for the model and in its row's memory, int64
-            ``[n]``.
-        output_indices: see ``wanted_tokens``.
+        n, counts: number of tokens, of all rows and of each; ``outputs``: of those whose logits are wanted.
         bounds: the least and the greatest token id, and the greatest position for the model.
         unit_count, most_tiles, states_bytes: number of units, most tiles in one, and bytes of all states.
+        longest: tokens of the longest sequence, with its block.
     """
 
     def __init__(
-        self, blocks: Sequence[Block], heads: HeadShape, threads: int, positions: IntArray | None = None,
-        places: Sequence[int] | None = None,
+        self, blocks: Sequence[Block], heads: HeadShape, threads: int, places: Sequence[int] | None = None,
+        positions: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.blocks, self.heads, self.threads = blocks, heads, threads
         self.places = [block.start for block in blocks] if places is None else places
-        self.counts = [len(block) for block in blocks]
+        self.counts = [block.count for block in blocks]
         self.n, rows = sum(self.counts), len(blocks)
-        parents = _joined([block.tree.parents for block in blocks if len(block.tree)])
-        tokens = _joined([part for block in blocks for part in (block.pending, block.tree.tokens) if len(part)])
-        cuts = np.empty((rows, CUT_INTEGERS), np.int64)
-        for row, (block, place) in enumerate(zip(blocks, self.places, strict=True)):
-            cuts[row, :3] = len(block.pending), len(block.tree), place
+        tokens, parents, cuts = list[IntArray](), list[IntArray](), np.empty((rows, CUT_INTEGERS), np.int64)
+        for row, (block, place, first) in enumerate(zip(blocks, self.places, positions or self.places, strict=True)):
+            pending, tree = block.pending, block.tree
+            tokens += pending, tree.tokens
+            parents.append(tree.parents)
+            cuts[row, :4] = len(pending), block.count, place, first
+        above = parents[0] if rows == 1 else np.concatenate(parents)
         self.unit_count, self.most_tiles, self.states_bytes = _cut(
-            cuts, parents, heads.group, heads.kv_heads, threads, tile_bytes(heads.out_dim)
+            cuts, above, heads.group, heads.kv_heads, threads, heads.out_dim
         )
-        sizes = (rows * ROW_INTEGERS, self.unit_count * UNIT_INTEGERS, *[self.n] * 5, rows + len(parents))
-        self._memory = np.zeros(sum(sizes), np.int64)
-        ends = [0, *accumulate(sizes)]
-        (
-            self._rows,
-            self.units,
-            self._token_rows,
-            self.cache_positions,
-            self._parents,
-            self.ids,
-            self.positions,
-            wanted,
-        ) = (self._memory[first:last] for first, last in pairwise(ends))
-        self.output_indices = wanted
-        _fill(
-            cuts, parents, self._rows.reshape(rows, -1), self.units.reshape(self.unit_count, -1), self._token_rows,
-            self.cache_positions, self._parents, wanted,
-        )  # fmt: skip
-        self.bounds = _number(
-            tokens, self.cache_positions if positions is None else positions, self.ids, self.positions
-        )
-        address = self._memory.ctypes.data
-        self._addresses = dict(zip(TABLES, (address + 8 * end for end in ends), strict=False))
-
-    def rows(self, strides: Sequence[tuple[int, int, int, int]]) -> IntArray:
-        """Return the table of rows, given each cache's byte strides: heads and rows of keys, heads and rows of
-        values."""
-        table = self._rows.reshape(len(self.blocks), -1).copy()
-        table[:, STRIDES] = strides
-        return table
-
-    def fields(self, rows: IntArray, work: PackedPass | TopkTables) -> dict[str, int]:
-        """Return the ``PassFields`` of the tokens and of attention, without memory, given the table of rows and the
-        work's units."""
-        fields = self._addresses | {"n": self.n, "rows": address(rows), "unit_count": work.unit_count}
-        return fields if work is self else fields | {"units": address(work.units)}
+        self.outputs = rows + len(above)
+        sizes = (rows * ROW_INTEGERS, self.unit_count * UNIT_INTEGERS, *[self.n] * 5, self.outputs)
+        self._ends = list(accumulate(sizes, initial=0))
+        self._memory = np.zeros(self._ends[-1], np.int64)
+        self.bounds = _fill(cuts, above, np.concatenate(tokens), self._memory, self.unit_count)
+        self.longest = max(map(add, self.places, self.counts))
 
     @property
     def slot_size(self) -> int:
         """Scratch bytes per thread."""
-        heads, furthest = self.heads, max(map(add, self.places, self.counts))
-        scan = ordered_attention.scratch_bytes(self.most_tiles, heads.group, heads.dim, heads.out_dim)
-        return max(scan, float64_attention.scratch_bytes(furthest, heads.out_dim))
+        return scratch_bytes(self.heads, self.most_tiles, self.longest)
 
+    def table(self, name: str) -> IntArray:
+        """Return one of ``TABLES``, flat."""
+        index = TABLES.index(name)
+        return self._memory[self._ends[index] : self._ends[index + 1]]
 
-def _joined(arrays: Sequence[IntArray]) -> IntArray:
-    if len(arrays) == 1:
-        return arrays[0]
-    return np.concatenate(arrays) if arrays else NO_PARENTS
+    def fields(
+        self, strides: Sequence[tuple[int, int, int, int]] = (), work: TopkTables | None = None
+    ) -> dict[str, int]:
+        """Return the ``PassFields`` of the tokens and of attention, without memory. They are valid until the next call.
+
+        Args:
+            strides: each cache's byte strides: heads and rows of keys, heads and rows of values; none for operations
+                without attention.
+            work: replaces the units.
+        """
+        if strides:
+            self._memory[: self._ends[1]].reshape(-1, ROW_INTEGERS)[:, STRIDES] = strides
+        begin = self._memory.ctypes.data
+        fields = {name: begin + 8 * end for name, end in zip(TABLES, self._ends, strict=False)}
+        fields |= {"n": self.n, "unit_count": self.unit_count, "outputs": self.outputs}
+        return fields if work is None else fields | {"units": address(work.units), "unit_count": work.unit_count}
 
 
 @compiled
-def _number(tokens: IntArray, places: IntArray, ids: IntArray, positions: IntArray) -> tuple[int, int, int]:
-    """Copy each token's id and position; return ``PackedPass.bounds``."""
-    least = most = tokens[0]
-    last = places[0]
-    for i in range(len(tokens)):
-        ids[i], positions[i] = tokens[i], places[i]
-        least, most, last = min(least, tokens[i]), max(most, tokens[i]), max(last, places[i])
-    return least, most, last
-
-
-@compiled
-def _cut(cuts: IntArray, parents: IntArray, group: int, kv_heads: int, threads: int, tile: int) -> tuple[int, int, int]:
+def _cut(cuts: IntArray, parents: IntArray, group: int, kv_heads: int, threads: int, dim: int) -> tuple[int, int, int]:
     """Cut rows into units, and place their states; return the number of units, most tiles in one, and bytes of all
-    states. ``cuts`` has each row's pending tokens, nodes and place. Its tiles, its splits, tiles per unit, the offset
-    of its states and its tokens in sequence order are written. ``tile`` is the bytes of a tile's state."""
+    states. ``cuts`` has each row's pending tokens, tokens, place and first position. Its tiles, its splits, tiles per
+    unit, the offset of its states and its tokens in sequence order are written. ``dim`` is that of
+    values."""
+    tile = size_of_tile(dim)
     units, most, states, node = 0, 0, 0, 0
     for row in range(len(cuts)):
-        pending, nodes, place = cuts[row, 0], cuts[row, 1], cuts[row, 2]
-        chain = True
+        pending, count, place = cuts[row, 0], cuts[row, 1], cuts[row, 2]
+        chain, nodes = True, count - pending
         for i in range(nodes):
             chain &= parents[node + i] == i - 1
         node += nodes
-        in_order = pending + nodes if chain else pending
-        tiles = -(-(pending + nodes) * group // TILE_QUERIES)
+        in_order = count if chain else pending
+        tiles = -(-count * group // TILE_QUERIES)
         splits = 0 if chain and tiles > MANY_TILES else -(-(place + in_order) // SPLIT_TOKENS)
         if splits:
             wanted = -(-UNITS_PER_THREAD * threads // (splits * kv_heads * len(cuts)))
             share = max(1, -(-tiles // wanted))
         else:
             share = min(UNIT_TILES, max(1, tiles // (UNITS_PER_THREAD * threads)))
-        cuts[row, 3], cuts[row, 4], cuts[row, 5], cuts[row, 6], cuts[row, 7] = tiles, splits, share, states, in_order
+        cuts[row, 4], cuts[row, 5], cuts[row, 6], cuts[row, 7], cuts[row, 8] = tiles, splits, share, states, in_order
         units += max(splits, 1) * -(-tiles // share)
         most = max(most, min(share, tiles))
         states += max(splits, 1) * tiles * kv_heads * tile
@@ -185,31 +158,48 @@ def _cut(cuts: IntArray, parents: IntArray, group: int, kv_heads: int, threads: 
 
 @compiled
 def _fill(
-    cuts: IntArray, parents: IntArray, rows: IntArray, units: IntArray, token_rows: IntArray, positions: IntArray,
-    token_parents: IntArray, wanted: IntArray,
-) -> None:  # fmt: skip
-    token, node, unit, output = 0, 0, 0, 0
+    cuts: IntArray, parents: IntArray, tokens: IntArray, memory: IntArray, unit_count: int
+) -> tuple[int, int, int]:
+    """Write ``TABLES`` into ``memory``; return ``PackedPass.bounds``."""
+    first, n = len(cuts) * ROW_INTEGERS, len(tokens)
+    last = first + unit_count * UNIT_INTEGERS
+    rows = memory[:first].reshape((len(cuts), ROW_INTEGERS))
+    units = memory[first:last].reshape((unit_count, UNIT_INTEGERS))
+    each = memory[last : last + 5 * n].reshape((5, n))
+    token_rows, places, above, ids, positions = each[0], each[1], each[2], each[3], each[4]
+    wanted = memory[last + 5 * n :]
+    token, node, unit, output, furthest = 0, 0, 0, 0, 0
     for row in range(len(cuts)):
-        pending, nodes, place = cuts[row, 0], cuts[row, 1], cuts[row, 2]
-        tiles, splits, share = cuts[row, 3], cuts[row, 4], cuts[row, 5]
-        rows[row, 0], rows[row, 1], rows[row, 2], rows[row, 3] = token, pending + nodes, cuts[row, 7], place
-        rows[row, 8], rows[row, 9] = cuts[row, 6], splits
-        root = token + pending - 1
-        for i in range(pending):
-            token_rows[token + i], positions[token + i], token_parents[token + i] = row, place + i, -1
-        for i in range(nodes):
-            parent = parents[node + i]
-            above = root if parent < 0 else root + 1 + parent
-            token_rows[root + 1 + i], token_parents[root + 1 + i] = row, parent
-            positions[root + 1 + i] = positions[above] + 1
+        pending, count, place, splits = cuts[row, 0], cuts[row, 1], cuts[row, 2], cuts[row, 5]
+        rows[row, 0], rows[row, 1], rows[row, 2], rows[row, 3] = token, count, cuts[row, 8], place
+        rows[row, 8], rows[row, 9] = cuts[row, 7], splits
+        root, nodes, shift = token + pending - 1, count - pending, cuts[row, 3] - place
+        for i in range(count):
+            parent = parents[node + i - pending] if i >= pending else i - 1 - pending
+            before = root + 1 + parent
+            places[token + i] = place if i == 0 else places[before] + 1
+            token_rows[token + i], above[token + i] = row, max(parent, -1)
+            positions[token + i] = places[token + i] + shift
+            furthest = max(furthest, positions[token + i])
         for i in range(nodes + 1):
             wanted[output + i] = root + i
         for split in range(max(splits, 1)):
-            for first in range(0, tiles, share):
+            for tile in range(0, cuts[row, 4], cuts[row, 6]):
                 units[unit, 0], units[unit, 1] = row, split if splits else ALL_SPLITS
-                units[unit, 2], units[unit, 3] = first, min(first + share, tiles)
+                units[unit, 2], units[unit, 3] = tile, min(tile + cuts[row, 6], cuts[row, 4])
                 unit += 1
-        token, node, output = token + pending + nodes, node + nodes, output + nodes + 1
+        token, node, output = token + count, node + nodes, output + nodes + 1
+    least = most = tokens[0]
+    for i in range(n):
+        ids[i] = tokens[i]
+        least, most = min(least, tokens[i]), max(most, tokens[i])
+    return least, most, furthest
+
+
+def scratch_bytes(heads: HeadShape, tiles: int, places: int) -> int:
+    """Return the scratch bytes per thread for ``tiles`` tiles in a unit, and sequences of ``places`` tokens."""
+    scan = ordered_attention.scratch_bytes(tiles, heads.group, heads.dim, heads.out_dim)
+    return max(scan, float64_attention.scratch_bytes(places, heads.out_dim))
 
 
 class TopkTables:

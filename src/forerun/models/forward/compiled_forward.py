@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 
 from forerun.core.tree import IntArray
 from forerun.kernels.attention.ordered_attention import COMBINE, SCAN, AttendOp
-from forerun.kernels.attention.packed_pass import HeadShape
+from forerun.kernels.attention.packed_pass import HeadShape, scratch_bytes
 from forerun.kernels.attention.topk_attention import ATTEND_TOPK
 from forerun.kernels.attention.topk_rank import PROJECT_QUERIES, RANK_CHUNKS, TOPK_BYTES
 from forerun.kernels.linear import linear
@@ -53,36 +52,52 @@ from forerun.models.forward.architecture import (
     weight_offset,
 )
 
+LEAST_CAPACITY = 16
+"""Tokens and rows of the smallest program. Making one costs as much as a pass over one token at most (0.9 ms for the
+bundled model, 5 for SmolLM2), so it should be rare. Unused memory is some hundred kilobytes."""
 ANGLES_GROWTH = 4096
 """Minimum growth of the table of angles, in positions."""
 
 Op = tuple[Operation, Any]
 
 
-@dataclass(frozen=True)
-class PassCapacity:
-    """The largest pass that a program has memory for.
+class PassKind(NamedTuple):
+    """What sets one program apart from another, besides its size.
 
     Attributes:
-        tokens, rows: of a pass, and of a batch.
         threads: number of threads for which the work is cut.
         keeps_queries: whether every layer's queries are kept until the next pass.
         topk: whether queries choose the keys that they see (``topk_rank.py``).
         states: layers whose hidden states are kept until the next pass; see ``Scorer.score_rows``.
     """
 
-    tokens: int
-    rows: int
     threads: int
-    keeps_queries: bool
+    keeps_queries: bool = False
     topk: bool = False
     states: tuple[int, ...] = ()
 
-    def holds(self, other: PassCapacity) -> bool:
-        """Return whether a pass of the other size fits."""
-        enough = self.tokens >= other.tokens and self.rows >= other.rows
-        alike = self.keeps_queries == other.keeps_queries and self.topk == other.topk
-        return enough and alike and self.threads == other.threads
+
+class PassSize(NamedTuple):
+    """What memory a pass needs.
+
+    Attributes:
+        tokens, rows: of the pass, and of its batch.
+        tiles: most tiles of queries in a unit; see ``PackedPass``.
+        places: tokens of the longest sequence in its cache.
+        positions: for the model, up to the last.
+    """
+
+    tokens: int
+    rows: int
+    tiles: int
+    places: int
+    positions: int
+
+    def rounded(self) -> PassSize:
+        """Return the next powers of two, and at least ``LEAST_CAPACITY``; positions stay."""
+        return PassSize(*(max(LEAST_CAPACITY, 1 << (n - 1).bit_length()) for n in self))._replace(
+            positions=self.positions
+        )
 
 
 class Decoder:
@@ -113,9 +128,10 @@ class Decoder:
         taps = max((part.taps.weight.shape[2] for part in self.convolutions.values()), default=0)
         self._convolution_bytes = short_convolution.scratch_bytes(taps)
 
-    def scratch_bytes(self, tokens: int) -> int:
-        """Return the scratch bytes per thread for a pass over ``tokens`` tokens."""
-        return max(linear.scratch_bytes(tokens, self._words), self._convolution_bytes)
+    def scratch_bytes(self, size: PassSize) -> int:
+        """Return the scratch bytes per thread for a pass of this size."""
+        attention = scratch_bytes(self.heads, size.tiles, size.places)
+        return max(linear.scratch_bytes(size.tokens, self._words), attention, self._convolution_bytes)
 
     def grow_angles(self, count: int) -> None:
         """Compute angles for at least ``count`` positions."""
@@ -138,29 +154,31 @@ class CompiledForward:
     """The program and its buffers.
 
     Attributes:
+        size: the largest pass that there is memory for; ``slot_size``: its scratch bytes per thread.
         kv: addresses of keys and values in each row's cache, per layer with attention, int64 ``[layers, rows, 2]``.
         topk: ``TopkFields`` per such layer and row, int64 ``[layers, rows, ...]``.
         qkv: queries, keys and values side by side, ``[layers or 1, tokens, width]``.
         histories: addresses of the inputs in each row's cache, per convolution, int64 ``[layers, rows]``.
         x: the residual stream, ``[tokens, hidden]``.
-        states: hidden states of the capacity's layers, side by side, ``[tokens, layers * hidden]``.
+        states: hidden states of the kind's layers, side by side, ``[tokens, layers * hidden]``.
         states_by_stage: their columns, by the stage that writes them.
     """
 
-    def __init__(self, decoder: Decoder, capacity: PassCapacity) -> None:
-        self.capacity, self.positions, self._decoder = capacity, decoder.positions, decoder
-        heads, n, count = decoder.heads, capacity.tokens, len(decoder.attention)
+    def __init__(self, decoder: Decoder, kind: PassKind, size: PassSize) -> None:
+        self.size, self._kind, self._decoder = size, kind, decoder
+        self.slot_size = decoder.scratch_bytes(size)
+        heads, n, count = decoder.heads, size.tokens, len(decoder.attention)
         width = (heads.heads + 2 * heads.kv_heads) * heads.dim
         self.x, self._output = (torch.zeros(n, decoder.hidden, dtype=torch.float32) for _ in range(2))
         self._input = torch.zeros(n, max(decoder.hidden, heads.heads * heads.dim), dtype=decoder.parts.dtype)
         self._gated = torch.zeros(n, decoder.inner, dtype=decoder.parts.dtype)
-        self.qkv = torch.zeros(count if capacity.keeps_queries else 1, n, width, dtype=torch.float32)
-        self.kv = np.zeros((count, capacity.rows, 2), np.int64)
-        self.topk = np.zeros((count, capacity.rows, TOPK_BYTES // 8), np.int64)
-        self.histories = np.zeros((len(decoder.convolutions), capacity.rows), np.int64)
+        self.qkv = torch.zeros(count if kind.keeps_queries else 1, n, width, dtype=torch.float32)
+        self.kv = np.zeros((count, size.rows, 2), np.int64)
+        self.topk = np.zeros((count, size.rows, TOPK_BYTES // 8), np.int64)
+        self.histories = np.zeros((len(decoder.convolutions), size.rows), np.int64)
         gated = 3 * decoder.hidden if decoder.convolutions else 0
         self._gates = torch.zeros(n, gated, dtype=torch.float32)  # two gates and an input of a convolution
-        self.states = torch.zeros(n, len(capacity.states) * decoder.hidden, dtype=torch.float32)
+        self.states = torch.zeros(n, len(kind.states) * decoder.hidden, dtype=torch.float32)
         self.states_by_stage: dict[int, list[slice]] = {}
         self._tables: list[IntArray] = []
         last = self._norm(decoder.parts.norm, _rows(self.x), TO_WORDS, _rows(self._input), which=1)
@@ -196,7 +214,7 @@ class CompiledForward:
     def _keep_states(self, stage: int) -> list[Op]:
         """Copy the residual stream after a stage for requested layers; after the last layer, normed."""
         decoder, x, size, ops = self._decoder, _rows(self.x), self._decoder.hidden, list[Op]()
-        for place, layer in enumerate(self.capacity.states):
+        for place, layer in enumerate(self._kind.states):
             if layer == stage:
                 columns = slice(place * size, (place + 1) * size)
                 self.states_by_stage.setdefault(stage, []).append(columns)
@@ -232,7 +250,7 @@ class CompiledForward:
 
     def _attend(self, place: int, part: AttentionPart, qkv: torch.Tensor, kv: int) -> list[Op]:
         decoder, heads, spec = self._decoder, self._decoder.heads, part.spec
-        topk = self.topk[place].ctypes.data if self.capacity.topk else 0
+        topk = self.topk[place].ctypes.data if self._kind.topk else 0
         op = AttendOp(
             decoder.kv_kind, decoder.like.element_size(), heads.heads, heads.kv_heads, heads.dim, heads.out_dim,
             spec.window or 0, *_rows(qkv), heads.dim * 4, kv, 0, *_rows(self._input), decoder.kind,
@@ -298,7 +316,7 @@ class CompiledForward:
         table = linear.table_of([each.weights for each in matrices])
         self._tables.append(table)  # keeps alive what the program has the address of
         words = columns if as_stored(matrices[0].module) else columns * decoder.width // 4
-        to_kind, threads = decoder.kind if mode == GATE else 0, self.capacity.threads
+        to_kind, threads = decoder.kind if mode == GATE else 0, self._kind.threads
         options = {"mode": mode, "to_kind": to_kind, "which": which, "activation": decoder.parts.activation}
         return linear.operation(table, decoder.kind, words, _rows(x), y, threads, **options)
 

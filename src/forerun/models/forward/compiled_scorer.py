@@ -9,15 +9,16 @@ shares its pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import le
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from forerun.core.block import Block
-from forerun.core.tree import DraftTree, IntArray
+from forerun.core.tree import DraftTree
 from forerun.kernels import gpu
 from forerun.kernels.attention.packed_pass import PackedPass, TopkTables
 from forerun.kernels.runtime.addresses import head_rows
@@ -25,18 +26,11 @@ from forerun.kernels.runtime.vector_ir import LINE
 from forerun.kv.cache import READ_BLOCK, Addresses, Cache
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.architecture import known
-from forerun.models.forward.compiled_forward import CompiledForward, Decoder, PassCapacity
+from forerun.models.forward.compiled_forward import CompiledForward, Decoder, PassKind, PassSize
 from forerun.models.forward.scorer import PassResult, Scorer, is_sharded
 
 SPARE_SCRATCH_BYTES = 4096
 """Extra bytes in each thread's scratch memory."""
-LEAST_CAPACITY = 16
-"""Tokens and rows of the smallest program. Making one costs as much as a pass over one token at most (0.9 ms for the
-bundled model, 5 for SmolLM2), so it should be rare. Unused memory is some hundred kilobytes."""
-NO_LOGITS = torch.empty(0, dtype=torch.float32)
-"""Logits of a stage before the head."""
-NO_ATTENTION_ROWS = np.zeros(1, np.int64)
-"""The table of rows of a stage without attention."""
 
 
 class CompiledScorer(Scorer):
@@ -52,8 +46,7 @@ class CompiledScorer(Scorer):
         self._held = [weight.detach() for weight in self.model.parameters()]
         """Kept alive because programs have their addresses: weights moved while a request runs must not be freed."""
         self._decoder = Decoder(self.model, self.kv_dtype) if known(self.model) else None
-        self._compiled: dict[tuple[bool, bool, tuple[int, ...]], CompiledForward] = {}
-        """By whether queries choose, whether they are kept, and the layers whose states are kept."""
+        self._compiled: dict[PassKind, CompiledForward] = {}
         self._embedded = self.vocabulary
 
     def reads_whole(self, cache: Cache) -> bool:
@@ -70,7 +63,7 @@ class CompiledScorer(Scorer):
         """Return all rows' logits and states; None if a program cannot read some caches."""
         rows: list[Addresses] = []
         for cache, block in zip(caches, blocks, strict=True):
-            row = cache.addressed(decoder.attending, decoder.like, len(block))
+            row = cache.addressed(decoder.attending, decoder.like, block.count)
             if row is None:
                 full = [each.full for each in caches if each.full is not None]
                 offloaded = len(full) == len(caches) and any(each.offloaded for each in full)
@@ -89,15 +82,13 @@ class CompiledScorer(Scorer):
         rows: Sequence[Addresses],
         layers: tuple[int, ...],
     ) -> PassResult:
-        positions = [cache.positions(block) for cache, block in zip(caches, blocks, strict=True)]
-        packed = PackedPass(
-            blocks, decoder.heads, torch.get_num_threads(),
-            positions[0] if len(positions) == 1 else np.concatenate(positions), [row.place for row in rows],
-        )  # fmt: skip
+        places, positions = [row.place for row in rows], [cache.position for cache in caches]
+        packed = PackedPass(blocks, decoder.heads, torch.get_num_threads(), places, positions)
         tables = [row.topk for row in rows if row.topk is not None]
         topk = TopkTables(packed, tables) if tables else None
         keeps = self.queries_from is not None and topk is None and any(map(self.keeps_queries, blocks, caches))
-        compiled = self._prepare(decoder, packed, layers, keeps, topk)
+        kind = PassKind(packed.threads, keeps, topk is not None, layers)
+        compiled, memory = self._prepare(decoder, packed, kind, topk)
         for number, row in enumerate(rows):
             compiled.kv[:, number] = row.layers
         for place, (layer, part) in enumerate(decoder.convolutions.items()):
@@ -108,19 +99,11 @@ class CompiledScorer(Scorer):
             ]
         if topk is not None:
             topk.fill(compiled.topk, self._states.data_ptr())
-        table = packed.rows([row.strides for row in rows])
-        logits = torch.empty(len(packed.output_indices), decoder.head.count, dtype=torch.float32)
-        compiled.program.run(packed.threads, **self._fields(packed, table, logits, topk))
+        logits = torch.empty(packed.outputs, decoder.head.count, dtype=torch.float32)
+        fields = packed.fields([row.strides for row in rows], topk)
+        compiled.program.run(packed.threads, y=logits.data_ptr(), **memory, **fields)
         self._hand_over_queries(decoder, compiled, packed, caches, keeps)
         return PassResult(decoder.finished(logits), compiled.states[: packed.n].clone() if layers else None)
-
-    def _fields(
-        self, packed: PackedPass, rows: IntArray, logits: torch.Tensor, topk: TopkTables | None = None
-    ) -> dict[str, int]:
-        return packed.fields(rows, packed if topk is None else topk) | {
-            "outputs": len(logits), "y": logits.data_ptr(), "states": self._states.data_ptr(),
-            "slots": self._slots.data_ptr(), "slot_size": len(self._slots) // packed.threads // LINE * LINE,
-        }  # fmt: skip
 
     def _run_by_layers(
         self, decoder: Decoder, blocks: Sequence[Block], caches: Sequence[FullCache], states_of: tuple[int, ...]
@@ -130,21 +113,23 @@ class CompiledScorer(Scorer):
         pieces of a long prompt pass a layer before the next, so its keys and values are written back once, and none is
         fetched before decoding."""
         pieces, keeps = _pieces(decoder, blocks, len(states_of)), self.queries_from is not None
-        programs = [self._prepare(decoder, piece.packed, states_of, keeps) for piece in pieces]
-        compiled = programs[-1]  # the largest decides
+        kind = PassKind(pieces[0].packed.threads, keeps, states=states_of)
+        for piece in pieces:  # the largest decides
+            compiled, memory = self._prepare(decoder, piece.packed, kind)
+        run = partial(_run_stage, compiled, memory)
         counts = [len(block) for block in blocks]
         for cache, count in zip(caches, counts, strict=True):
             cache.addressed(decoder.attending, decoder.like, count)  # makes room
             cache.begin_pass(decoder.specs)
         for piece in pieces:
-            self._run_stage(compiled, 0, piece, NO_ATTENTION_ROWS)
+            run(0, piece)
         for layer in decoder.attending:
             rows = [cache.fetch_layer(layer, count) for cache, count in zip(caches, counts, strict=True)]
             for piece in pieces:
                 own = [rows[row] for row in piece.rows]
                 compiled.kv[layer, : len(own)] = [[keys.data_ptr(), values.data_ptr()] for keys, values in own]
                 strides = [(*head_rows(keys)[1:], *head_rows(values)[1:]) for keys, values in own]
-                self._run_stage(compiled, 1 + layer, piece, piece.packed.rows(strides))
+                run(1 + layer, piece, strides)
                 if keeps:
                     queries = _queries(decoder, compiled.qkv[layer % len(compiled.qkv)], piece.packed.counts)
                     for row, each, block in zip(piece.rows, queries, piece.packed.blocks, strict=True):
@@ -154,49 +139,49 @@ class CompiledScorer(Scorer):
         found: dict[int, torch.Tensor] = {}
         for piece in pieces:
             if any(piece.ends):
-                logits = torch.empty(len(piece.packed.output_indices), decoder.head.count, dtype=torch.float32)
-                self._run_stage(compiled, -1, piece, NO_ATTENTION_ROWS, logits)
+                logits = torch.empty(piece.packed.outputs, decoder.head.count, dtype=torch.float32)
+                run(-1, piece, y=logits.data_ptr())
                 split = torch.split(decoder.finished(logits), [len(block.tree) + 1 for block in piece.packed.blocks])
                 found |= {row: t for row, t, ends in zip(piece.rows, split, piece.ends, strict=True) if ends}
         logits = torch.cat([found[row] for row in range(len(blocks))])
         return PassResult(logits, _states_by_row(pieces, len(blocks)) if states_of else None)
 
-    def _run_stage(
-        self, compiled: CompiledForward, stage: int, piece: _RowSlice, rows: IntArray, logits: torch.Tensor = NO_LOGITS
-    ) -> None:
-        compiled.x[: piece.packed.n] = piece.x
-        compiled.stages[stage].run(piece.packed.threads, **self._fields(piece.packed, rows, logits))
-        piece.x[:] = compiled.x[: piece.packed.n]
-        for columns in compiled.states_by_stage.get(stage, ()):
-            piece.states[:, columns] = compiled.states[: piece.packed.n, columns]
-
     def _prepare(
-        self, decoder: Decoder, packed: PackedPass, layers: tuple[int, ...], keeps: bool, topk: TopkTables | None = None
-    ) -> CompiledForward:
-        """Return a program with memory for this pass, making a larger one if need be. Raises ``IndexError`` if the
-        embedding does not have a token of the pass."""
-        (least, most, last), threads = packed.bounds, packed.threads
+        self, decoder: Decoder, packed: PackedPass, kind: PassKind, topk: TopkTables | None = None
+    ) -> tuple[CompiledForward, dict[str, int]]:
+        """Return a program for this pass and the ``PassFields`` of its memory, making larger ones if need be. Raises
+        ``IndexError`` if the embedding does not have a token of the pass."""
+        (least, most, last), work = packed.bounds, packed if topk is None else topk
         if least < 0 or most >= self._embedded:
             wrong = least if least < 0 else most
             raise IndexError(f"token {wrong} is not in the vocabulary of {self._embedded} tokens")
-        work = packed if topk is None else topk
-        slot = max(work.slot_size, decoder.scratch_bytes(packed.n)) + SPARE_SCRATCH_BYTES
-        if len(self._slots) < threads * slot:
+        size = PassSize(packed.n, len(packed.blocks), packed.most_tiles, packed.longest, last + 1)
+        compiled = self._compiled.get(kind)
+        if compiled is None or not all(map(le, size, compiled.size)):
+            compiled = self._make(decoder, kind, size)
+        threads, slot = kind.threads, compiled.slot_size if topk is None else max(compiled.slot_size, topk.slot_size)
+        slot += SPARE_SCRATCH_BYTES
+        if self._slots.nbytes < threads * slot:
             self._slots = torch.empty(threads * slot, dtype=torch.uint8)
-        if len(self._states) < work.states_bytes:
+        if self._states.nbytes < work.states_bytes:
             self._states = torch.empty(work.states_bytes + work.states_bytes // 4, dtype=torch.uint8)
-        if decoder.positions <= last:
-            decoder.grow_angles(last + 1)
-        chooses = topk is not None
-        needed = PassCapacity(packed.n, len(packed.blocks), threads, keeps, chooses, layers)
-        before = self._compiled.get((chooses, keeps, layers))
-        if before is None or not before.capacity.holds(needed) or before.positions != decoder.positions:
-            tokens, rows = (max(LEAST_CAPACITY, 1 << (count - 1).bit_length()) for count in (packed.n, needed.rows))
-            if before is not None:
-                tokens, rows = max(tokens, before.capacity.tokens), max(rows, before.capacity.rows)
-            before = CompiledForward(decoder, replace(needed, tokens=tokens, rows=rows))
-            self._compiled[chooses, keeps, layers] = before
-        return before
+        size_of_slot = self._slots.nbytes // threads // LINE * LINE
+        addresses = {"states": self._states.data_ptr(), "slots": self._slots.data_ptr(), "slot_size": size_of_slot}
+        return compiled, addresses
+
+    def _make(self, decoder: Decoder, kind: PassKind, size: PassSize) -> CompiledForward:
+        """Make a program for passes of this size and up to that of the kind's last one, with some room."""
+        before = self._compiled.get(kind)
+        self._compiled = {each: own for each, own in self._compiled.items() if each.threads == kind.threads}
+        if decoder.positions < size.positions:
+            decoder.grow_angles(size.positions)
+            self._compiled = {}  # their addresses are those of the smaller table
+        if before is not None:
+            size = PassSize(*map(max, size, before.size))
+        made = self._compiled[kind] = CompiledForward(
+            decoder, kind, size.rounded()._replace(positions=decoder.positions)
+        )
+        return made
 
     def _hand_over_queries(
         self, decoder: Decoder, compiled: CompiledForward, packed: PackedPass, caches: Sequence[Cache], kept: bool
@@ -204,7 +189,7 @@ class CompiledScorer(Scorer):
         """Record queries and attention parameters in full caches, for sparse caches."""
         specs, first = decoder.specs, 0
         for cache, block, count in zip(caches, packed.blocks, packed.counts, strict=True):
-            if (full := cache.full) is not None:
+            if (full := cache.full) is not None and (kept or full.queries or full.specs is not specs):
                 full.begin_pass(specs)
                 if kept and self.keeps_queries(block, full):
                     (queries,) = _queries(decoder, compiled.qkv[:, first : first + count], [count])
@@ -229,6 +214,21 @@ class _RowSlice:
     ends: list[bool]
     x: torch.Tensor
     states: torch.Tensor
+
+
+def _run_stage(
+    compiled: CompiledForward,
+    memory: Mapping[str, int],
+    stage: int,
+    piece: _RowSlice,
+    strides: Sequence[tuple[int, int, int, int]] = (),
+    y: int = 0,
+) -> None:
+    compiled.x[: piece.packed.n] = piece.x
+    compiled.stages[stage].run(piece.packed.threads, y=y, **memory, **piece.packed.fields(strides))
+    piece.x[:] = compiled.x[: piece.packed.n]
+    for columns in compiled.states_by_stage.get(stage, ()):
+        piece.states[:, columns] = compiled.states[: piece.packed.n, columns]
 
 
 def _pieces(decoder: Decoder, blocks: Sequence[Block], states: int) -> list[_RowSlice]:

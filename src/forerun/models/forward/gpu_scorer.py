@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from forerun.core.block import Block
 from forerun.core.fairness import FairLock
-from forerun.core.transfers import adjoined
+from forerun.core.transfers import adjoined, present
 from forerun.core.tree import DraftTree, IntArray
 from forerun.kernels.attention.attention import AttentionSpec, Rows, contiguous_numbers
 from forerun.kernels.gpu import attend
@@ -248,7 +248,7 @@ class GpuScorer(Scorer):
 
     def _pass(self, blocks: Sequence[Block], caches: Sequence[Cache], layers: tuple[int, ...]) -> PassResult:
         tables = self._program.layers
-        with self._lock, self._program.lock:
+        with present(self.device), self._lock, self._program.lock:
             rows = None if tables is None else _rows(tables, blocks, caches)
             if tables is not None and rows is not None:
                 return self._score(tables, list(zip(blocks, caches, rows, strict=True)), layers)
@@ -309,7 +309,7 @@ class GpuScorer(Scorer):
         if memory is None or not memory.holds(where):
             memory = self._memory = TableMemory.of(where, self.model.dtype.itemsize)
         placed = [Block(block.pending, block.tree, row.place) for block, _, row in rows]
-        positions = np.concatenate([cache.positions(block) for block, cache, _ in rows])
+        positions = np.concatenate([cache.position + block.offsets for block, cache, _ in rows])
         return PassDescription(
             placed, memory.addresses, memory.strides, positions, tables.group, tables.programs, memory.aligned
         )

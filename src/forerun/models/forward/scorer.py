@@ -345,8 +345,7 @@ class Scorer:
             states_of: layers whose hidden states are returned, as indices of transformers' ``hidden_states``: 0 for the
                 embeddings, i for the output of layer i; the last one is after the final norm.
         """
-        with present(self.device):
-            logits, states, best = self._pass(blocks, caches, tuple(states_of))
+        logits, states, best = self._pass(blocks, caches, tuple(states_of))
         if len(blocks) == 1:
             return [RowScores(logits, states, best)]
         wanted, counts = [len(block.tree) + 1 for block in blocks], [len(block) for block in blocks]
@@ -356,7 +355,9 @@ class Scorer:
 
     def _pass(self, blocks: Sequence[Block], caches: Sequence[Cache], layers: tuple[int, ...]) -> PassResult:
         ids = torch.from_numpy(np.concatenate([block.tokens for block in blocks]))
-        positions = np.concatenate([cache.positions(block) for block, cache in zip(blocks, caches, strict=True)])
+        positions = np.concatenate(
+            [cache.position + block.offsets for block, cache in zip(blocks, caches, strict=True)]
+        )
         places = brought(torch.from_numpy(positions), self.device)
         return self._forward(
             brought(ids, self.device), places, Pass(blocks, caches, self.kv_dtype), self._wanted(blocks), layers
@@ -385,6 +386,7 @@ class Scorer:
             use_implementations(self.model, attn=ATTENTION_NAME, experts=experts(self.model)),
             attending(rows),
             ordered_modules.Ordered(),
+            present(self.device),
         ):
             found = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **arguments)
         logits = gather_logits(self.model, found.logits)[0]
