@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Literal, Protocol
 
 import numpy as np
@@ -133,7 +133,7 @@ class Sampler:
         if self.method not in ("greedy", "coupled", "rejection"):
             raise ValueError(f"method is {self.method!r}; allowed are 'greedy', 'coupled' and 'rejection'")
 
-    @property
+    @cached_property
     def takes_best(self) -> bool:
         """Whether the choice is the argmax of the raw logits."""
         return self.method == "greedy" and self.processor is None and self.constraint is None

@@ -170,7 +170,7 @@ class DecodingStep:
             if outcome is None:  # its tokens of this step are not recorded
                 commits.append(Commit(row.request, row.request.generated[row.request.stats.tokens :].tolist(), 0))
                 continue
-            nodes, verdict, took = len(outcome.tree), outcome.verdict, row.stepped(times, seconds)
+            nodes, verdict, took = len(outcome.tree.tokens), outcome.verdict, row.stepped(times, seconds)
             others += nodes
             commits.append(Commit(row.request, verdict.tokens, len(verdict.path), nodes, outcome.origins, took))
         self.seconds.add(*times, prompts / max(prompts + others, 1))
