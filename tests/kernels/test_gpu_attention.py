@@ -18,7 +18,7 @@ from forerun.core.tree import ROOT, DraftTree
 from forerun.kernels.attention.attention import AttentionSpec, AttentionState, _math, attend_in_order, merge
 from forerun.kernels.gpu import attend as gpu
 from forerun.kernels.gpu import pass_tables
-from forerun.kernels.gpu.pass_tables import PassDescription, PassTables, TableSizes, scan_jobs, splits_of
+from forerun.kernels.gpu.pass_tables import PassDescription, PassTables, TableSizes, share_programs, splits_of
 
 pytestmark = pytest.mark.matrix  # Triton's interpreter is slow
 
@@ -56,8 +56,7 @@ def run(
     found = [memory.places() for memory, *_ in rows]
     blocks = [block for _, block, _, _ in rows]
     addresses, strides = np.array([[place for place, _ in found]]), np.array([[each for _, each in found]])
-    positions = np.concatenate([block.positions for block in blocks])
-    batch = PassDescription(blocks, addresses, strides, positions, rows[0][2].shape[1] // rows[0][3].shape[1], programs)
+    batch = PassDescription(blocks, addresses, strides, rows[0][2].shape[1] // rows[0][3].shape[1], programs)
     places = PassTables(batch.sizes, CPU, batch.aligned)
     places.fill(batch)
     q = torch.cat([each for _, _, each, _ in rows], 2)
@@ -227,8 +226,8 @@ def sizes(tiles: int, splits: int, programs: int) -> TableSizes:
 @pytest.mark.parametrize("splits", [[1], [132], [0, 2, 0], [1] * 15 + [132], [20] * 40, [3, 3, 64, 64]])
 def test_each_split_is_some_program_s_job(programs: int, splits: list[int]) -> None:
     size = sizes(len(splits), max(splits), programs)
-    jobs = scan_jobs(np.array(splits), size)
-    assert len(jobs) <= size.jobs
+    room = np.zeros((size.jobs, 3), np.int64)
+    jobs = room[: share_programs(np.array(splits), size.merging, room)]
     done = [(tile, split) for tile, part, parts in jobs.tolist() for split in range(part, splits[tile], parts)]
     assert sorted(done) == [(tile, split) for tile, count in enumerate(splits) for split in range(count)]
     if not size.merging and sum(splits) > programs > 4 * len(splits):

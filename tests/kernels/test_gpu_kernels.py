@@ -180,7 +180,7 @@ def test_a_layer_has_ten_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         kv = torch.zeros(layers, 2, 1, 1, 16)
         addresses = np.array([[[keys.data_ptr(), values.data_ptr()]] for keys, values in kv])
         block = Block(np.zeros(1, np.int64), DraftTree.empty(), 0)
-        batch = PassDescription([block], addresses, np.full((layers, 1, 4), 16), block.positions, 2, 1)
+        batch = PassDescription([block], addresses, np.full((layers, 1, 4), 16), 2, 1)
         places = PassTables(batch.sizes, torch.device("cpu"), batch.aligned)
         places.fill(batch)
         launched.clear()

@@ -30,7 +30,7 @@ def described(lengths: list[int], counts: list[int], group: int, branches: bool 
         tree = DraftTree(drafts, np.full(count - 1, ROOT)) if branches else DraftTree.chain(drafts)
         blocks.append(Block(np.zeros(1, np.int64), tree, length))
     rows = np.zeros((2, len(blocks), 2), np.int64), np.zeros((2, len(blocks), 4), np.int64)
-    return PassDescription(blocks, *rows, np.zeros(sum(counts), np.int64), group, 132)
+    return PassDescription(blocks, *rows, group, 132)
 
 
 @pytest.fixture

@@ -110,8 +110,7 @@ def _attend_on_gpu(
     programs = scan_programs(q.device, keys.shape[1])
     key = group, programs, *((block.start, len(block)) for block in blocks)
     if key not in known:
-        positions = np.concatenate([block.positions for block in blocks])
-        known[key] = PassDescription(blocks, addresses, strides, positions, group, programs)
+        known[key] = PassDescription(blocks, addresses, strides, group, programs)
     batch = known[key].moved(addresses, strides)
     places = PassTables(batch.sizes, q.device, batch.aligned)
     places.fill(batch)

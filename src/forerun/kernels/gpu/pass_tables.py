@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from forerun.core.block import Block
+from forerun.core.compiling import compiled
 from forerun.core.tree import IntArray
 
 GPU_BLOCK_TOKENS = 64
@@ -38,6 +38,11 @@ leaves little idle; many more would repeat reading queries and tables. To be tri
 (``python -m benchmarks gpu``, part ``choices``)."""
 RECORDED_OWN_KEYS = 128
 """Maximum keys that only one token of a recorded pass sees: a block's, and a draft's of 64 tokens."""
+CUT_INTEGERS = 7
+"""Integers per row in ``PassDescription.cuts``: pending tokens, tokens, place, position, end of the longest scan,
+tiles, and splits of a scan."""
+WRITTEN = ("ids", "positions", "wanted", "tokens", "own", "rows", "tiles", "jobs", "splits")
+"""Tables that ``_write`` fills."""
 TABLE_ALIGNMENT = 16
 """Alignment of tables and rows in bytes: Triton compiles another kernel for unaligned pointers."""
 
@@ -104,6 +109,7 @@ class PassTables:
         rows: first token, number of tokens, and first tile, ``[R, 3]``.
         tiles: row, and number within the row, ``[T, 2]``.
         jobs: tile, first split, and step between splits (0 for none), ``[P, 3]``.
+        splits: of each tile's scan, ``[T]``.
         aligned: whether all addresses and strides are multiples of 16.
     """
 
@@ -113,7 +119,7 @@ class PassTables:
             "ids": (sizes.tokens,), "positions": (sizes.tokens,), "wanted": (sizes.wanted,),
             "addresses": (sizes.layers, sizes.rows, 2), "strides": (sizes.layers, sizes.rows, 4),
             "tokens": (sizes.tokens, 4), "own": (sizes.tokens, sizes.own), "rows": (sizes.rows, 3),
-            "tiles": (sizes.tiles, 2), "jobs": (sizes.jobs, 3),
+            "tiles": (sizes.tiles, 2), "jobs": (sizes.jobs, 3), "splits": (sizes.tiles,),
         }  # fmt: skip
         total = sum(_padded(shape) for shape in shapes.values())
         self._host = torch.zeros(total, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -137,6 +143,7 @@ class PassTables:
     rows: torch.Tensor
     tiles: torch.Tensor
     jobs: torch.Tensor
+    splits: torch.Tensor
 
     def fill(self, batch: PassDescription, spare: torch.Tensor | None = None, ids: torch.Tensor | None = None) -> None:
         """Describe a pass.
@@ -145,21 +152,17 @@ class PassTables:
         ``[2, width]``, shared by all its tokens, heads and layers. ``ids`` are token ids ``[n]`` on the device,
         replacing the pass's.
         """
-        size = batch.sizes
+        size, tables = batch.sizes, self._tables
         if self._copied is not None:
             self._copied.synchronize()
-        if spare is not None:  # clear the previous pass
-            self._host.zero_()
-        for name, table in batch.tables.items():
-            self._tables[name][tuple(map(slice, table.shape))] = table
-        jobs = scan_jobs(batch.splits, self.sizes)
-        self._tables["jobs"][...] = 0
-        self._tables["jobs"][: len(jobs)] = jobs
+        self._host.zero_()
+        tables["addresses"][:, : size.rows] = batch.addresses
+        tables["strides"][:, : size.rows] = batch.strides
+        _write(batch.cuts, batch.parents, batch.ids, size.tile, self.sizes.merging, *(tables[name] for name in WRITTEN))
         if spare is not None:
-            self._tables["addresses"][:, size.rows] = spare[0].data_ptr(), spare[1].data_ptr()
-            self._tables["strides"][:, size.rows] = 0
-            self._tables["tokens"][size.tokens :] = size.rows, 0, -1, 0
-            self._tables["tiles"][size.tiles :, 0] = size.rows
+            tables["addresses"][:, size.rows] = spare[0].data_ptr(), spare[1].data_ptr()
+            tables["tokens"][size.tokens :] = size.rows, 0, -1, 0
+            tables["tiles"][size.tiles :, 0] = size.rows
         if self._there is not self._host:
             self._there.copy_(self._host, non_blocking=True)
             self._copied = self._copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -175,53 +178,46 @@ def _padded(shape: tuple[int, ...]) -> int:
 
 
 class PassDescription:
-    """A pass, described for ``PassTables``. ``splits`` are of each tile's scan, ``[T]``.
+    """A pass, described for ``PassTables``.
 
     Args:
-        blocks: each row's input; its start is the number of tokens in the row's memory.
+        blocks: each row's input.
         group: query heads per KV head.
         programs: that a KV head's scan is spread over; see ``scan_programs``.
+        places: index of each block's first token in its row's memory; by default the blocks' starts.
+        positions: that token's position for the model; by default ``places``.
         aligned: whether all addresses and strides are multiples of 16, if known.
     """
 
     def __init__(
-        self, blocks: Sequence[Block], addresses: IntArray, strides: IntArray, positions: IntArray, group: int,
-        programs: int, aligned: bool | None = None,
+        self, blocks: Sequence[Block], addresses: IntArray, strides: IntArray, group: int, programs: int,
+        places: Sequence[int] | None = None, positions: Sequence[int] | None = None, aligned: bool | None = None,
     ) -> None:  # fmt: skip
-        counts = [len(block) for block in blocks]
-        small = _next_power(max(counts), 2) * group <= GPU_COMBINE_QUERIES  # rounded: one tile per recorded size
-        tile = GPU_COMBINE_QUERIES if small else GPU_TILE_QUERIES
-        self.group = group
+        self.addresses, self.strides, self.group = addresses, strides, group
         self.aligned = are_aligned(addresses, strides) if aligned is None else aligned
-        tiles = [-(-count * group // tile) for count in counts]
-        ends, own = list(accumulate(counts)), [_own(block) for block in blocks]
-        most = max(each.shape[1] for each in own)
-        wanted = [at for end, block in zip(ends, blocks, strict=True) for at in range(end - len(block.tree) - 1, end)]
-        tokens = np.concatenate([_tokens(row, block) for row, block in enumerate(blocks)])
-        self.tables: dict[str, IntArray] = {
-            "ids": np.concatenate([block.tokens for block in blocks]),
-            "positions": positions,
-            "wanted": np.array(wanted),
-            "addresses": addresses,
-            "strides": strides,
-            "tokens": tokens,
-            "own": np.concatenate([np.pad(each, ((0, 0), (0, most - each.shape[1]))) for each in own] if most else own),
-            "rows": np.array(list(zip([0, *ends], counts, [0, *accumulate(tiles)], strict=False))),
-            "tiles": np.array([(row, number) for row, count in enumerate(tiles) for number in range(count)]),
-        }
-        longest = np.maximum.reduceat(tokens[:, 3], [0, *ends[:-1]]).tolist()
-        row_splits = [splits_of(length) for length in longest]
-        self.splits: IntArray = np.repeat(np.array(row_splits), tiles)
+        tokens, parents, cuts = list[IntArray](), list[IntArray](), np.empty((len(blocks), CUT_INTEGERS), np.int64)
+        for row, block in enumerate(blocks):
+            place = block.start if places is None else places[row]
+            cuts[row, :4] = len(block.pending), block.count, place, place if positions is None else positions[row]
+            tokens += block.pending, block.tree.tokens
+            parents.append(block.tree.parents)
+        self.cuts, self.ids, self.parents = cuts, np.concatenate(tokens), np.concatenate(parents)
+        longest, own, furthest = _measure(cuts, self.parents)
+        small = _next_power(longest, 2) * group <= GPU_COMBINE_QUERIES  # rounded: one tile per recorded size
+        tile = GPU_COMBINE_QUERIES if small else GPU_TILE_QUERIES
+        tiles = 0
+        for cut in cuts:
+            cut[5:7] = -(-int(cut[1]) * group // tile), splits_of(int(cut[4]))
+            tiles += int(cut[5])
         self.sizes = TableSizes(
-            len(addresses), len(blocks), len(tokens), sum(tiles), tile, most + most % 2, len(wanted), max(row_splits),
-            programs,
+            len(addresses), len(blocks), len(self.ids), tiles, tile, own + own % 2, len(blocks) + len(self.parents),
+            splits_of(furthest), programs,
         )  # fmt: skip
 
     def moved(self, addresses: IntArray, strides: IntArray) -> PassDescription:
         """Return this pass over rows stored elsewhere."""
         other = copy.copy(self)
-        other.tables = self.tables | {"addresses": addresses, "strides": strides}
-        other.aligned = are_aligned(addresses, strides)
+        other.addresses, other.strides, other.aligned = addresses, strides, are_aligned(addresses, strides)
         return other
 
 
@@ -244,39 +240,95 @@ def scan_programs(device: torch.device, kv_heads: int) -> int:
     return max(1, SCAN_PROGRAMS_PER_PROCESSOR * processors // kv_heads)
 
 
-def scan_jobs(splits: IntArray, sizes: TableSizes) -> IntArray:
-    """Return the table ``jobs``, given each tile's splits, ``[T]``. Tiles share the programs in proportion to their
-    splits, so that one long row does not keep short ones waiting."""
-    shares = np.ones_like(splits)
-    if not sizes.merging:
-        spare = max(0, sizes.jobs - len(splits))
-        shares = np.clip(1 + spare * splits // max(1, int(splits.sum())), 1, np.maximum(splits, 1))
-    ends = np.cumsum(shares)
-    part = np.arange(ends[-1]) - np.repeat(ends - shares, shares)
-    return np.stack((np.repeat(np.arange(len(splits)), shares), part, np.repeat(shares, shares)), 1)
+@compiled
+def share_programs(splits: IntArray, merging: bool, jobs: IntArray) -> int:
+    """Write the table ``jobs``, given each tile's splits, ``[T]``; return how many jobs there are. Tiles share the
+    programs in proportion to their splits, so that one long row does not keep short ones waiting."""
+    spare, total, job = max(0, len(jobs) - len(splits)), 0, 0
+    for tile in range(len(splits)):
+        total += splits[tile]
+    for tile in range(len(splits)):
+        share = 1 if merging else min(1 + spare * splits[tile] // max(1, total), max(splits[tile], 1))
+        for part in range(share):
+            jobs[job, 0], jobs[job, 1], jobs[job, 2] = tile, part, share
+            job += 1
+    return job
 
 
-def _base(block: Block) -> int:
-    """Return the end of a tree's scan: the last block boundary before the tree."""
-    return (block.start + len(block.pending)) // GPU_BLOCK_TOKENS * GPU_BLOCK_TOKENS
+@compiled
+def _measure(cuts: IntArray, parents: IntArray) -> tuple[int, int, int]:
+    """Write the end of each row's longest scan; return the most tokens of a row, the most keys that only one token
+    sees, and the end of the longest scan."""
+    longest, own, furthest, node = 0, 0, 0, 0
+    for row in range(len(cuts)):
+        pending, nodes, end = cuts[row, 0], cuts[row, 1] - cuts[row, 0], cuts[row, 2] + cuts[row, 0]
+        if _is_chain(parents, node, nodes):
+            cuts[row, 4] = end + nodes
+        else:
+            cuts[row, 4], deepest = end, 0
+            for i in range(nodes):
+                deepest = max(deepest, _depth(parents, node, i))
+            own = max(own, end - _base(end) + deepest)
+        longest, furthest, node = max(longest, pending + nodes), max(furthest, cuts[row, 4]), node + nodes
+    return longest, own, furthest
 
 
-def _tokens(row: int, block: Block) -> IntArray:
-    first, count = block.start, len(block)
-    if block.tree.is_chain:  # slots equal positions
-        return np.array([(row, at, at, at + 1) for at in range(first, first + count)])
-    tokens = np.stack((np.full(count, row), first + np.arange(count), block.positions, block.positions + 1), 1)
-    tokens[len(block.pending) :, 3] = _base(block)
-    return tokens
+@compiled
+def _write(
+    cuts: IntArray, parents: IntArray, given: IntArray, tile: int, merging: bool, ids: IntArray, positions: IntArray,
+    wanted: IntArray, tokens: IntArray, own: IntArray, rows: IntArray, tiles: IntArray, jobs: IntArray,
+    splits: IntArray,
+) -> None:  # fmt: skip
+    """Write the tables of ``PassTables``; ``splits`` is memory for those of each tile."""
+    token, node, output, first = 0, 0, 0, 0
+    for i in range(len(given)):
+        ids[i] = given[i]
+    for row in range(len(cuts)):
+        pending, count, start, shift = cuts[row, 0], cuts[row, 1], cuts[row, 2], cuts[row, 3] - cuts[row, 2]
+        nodes, end = count - pending, start + pending
+        chain, base = _is_chain(parents, node, nodes), _base(end)
+        for i in range(count):
+            in_order = chain or i < pending
+            depth = 0 if in_order else _depth(parents, node, i - pending)
+            place = start + i if in_order else end - 1 + depth
+            at = token + i
+            tokens[at, 0], tokens[at, 1], tokens[at, 2] = row, start + i, place
+            tokens[at, 3] = place + 1 if in_order else base
+            positions[at] = place + shift
+            if not in_order:
+                for key in range(base, end):
+                    own[at, key - base] = key
+                above, column = i - pending, end - base + depth - 1
+                while above >= 0:
+                    own[at, column] = end + above
+                    above, column = parents[node + above], column - 1
+        for i in range(nodes + 1):
+            wanted[output + i] = token + pending - 1 + i
+        rows[row, 0], rows[row, 1], rows[row, 2] = token, count, first
+        for number in range(cuts[row, 5]):
+            tiles[first + number, 0], tiles[first + number, 1] = row, number
+            splits[first + number] = cuts[row, 6]
+        token, node, output, first = token + count, node + nodes, output + nodes + 1, first + cuts[row, 5]
+    share_programs(splits[:first], merging, jobs)
 
 
-def _own(block: Block) -> IntArray:
-    if block.tree.is_chain:
-        return np.zeros((len(block), 0), np.int64)
-    pending, n, end = len(block.pending), len(block), block.start + len(block.pending)
-    before = np.arange(_base(block), end)
-    own = np.zeros((n, len(before) + int(block.tree.depths.max())), np.int64)
-    for node, above in enumerate(block.tree.ancestors):
-        slots = np.concatenate((before, end + np.flatnonzero(above)))
-        own[pending + node, : len(slots)] = slots
-    return own
+@compiled
+def _is_chain(parents: IntArray, first: int, nodes: int) -> bool:
+    chain = True
+    for i in range(nodes):
+        chain &= parents[first + i] == i - 1
+    return chain
+
+
+@compiled
+def _depth(parents: IntArray, first: int, node: int) -> int:
+    depth = 0
+    while node >= 0:
+        node, depth = parents[first + node], depth + 1
+    return depth
+
+
+@compiled
+def _base(end: int) -> int:
+    """Return where a tree's scan ends: at the last block boundary before the tree."""
+    return end // GPU_BLOCK_TOKENS * GPU_BLOCK_TOKENS

@@ -308,11 +308,11 @@ class GpuScorer(Scorer):
         where, memory = [row for *_, row in rows], self._memory
         if memory is None or not memory.holds(where):
             memory = self._memory = TableMemory.of(where, self.model.dtype.itemsize)
-        placed = [Block(block.pending, block.tree, row.place) for block, _, row in rows]
-        positions = np.concatenate([cache.position + block.offsets for block, cache, _ in rows])
+        places, positions = [row.place for row in where], [cache.position for _, cache, _ in rows]
         return PassDescription(
-            placed, memory.addresses, memory.strides, positions, tables.group, tables.programs, memory.aligned
-        )
+            [block for block, _, _ in rows], memory.addresses, memory.strides, tables.group, tables.programs, places,
+            positions, memory.aligned,
+        )  # fmt: skip
 
     def _hand_over_queries(self, layers: LayerQueries, rows: Sequence[_Row]) -> None:
         """Pass to full caches what sparse caches read from them."""
