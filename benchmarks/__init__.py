@@ -4,7 +4,7 @@
 - ``tasks``: prompts and contestants beside those of ``forerun bench``; ``peers`` are other engines
 - ``papers``: the papers' methods as drafters and caches (``baselines.py`` names them), and the papers' tables
 - ``long_context``: decoding after long prompts; ``studies``: single questions
-- ``server``: servers under load (``load_*.py``), fuzzed, killed, attacked and soaked
+- ``server``: servers under load (``load_*.py``), attacked, and with an agent's turns
 - ``gpu``, ``capacity``, ``model_table``: a GPU in ten minutes, devices by arithmetic, ``docs/results/models.md``
 - ``training``: the bundled models, heads, the trie's prior, and the seeded tasks that they and the benchmarks share
 

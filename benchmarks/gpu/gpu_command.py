@@ -18,7 +18,7 @@ import typer
 
 from benchmarks.gpu.goals import reached
 from benchmarks.gpu.part_process import rows_file
-from benchmarks.reporting.common_options import list_option, names
+from benchmarks.reporting.common_options import ListOptions, list_option, names_of
 from benchmarks.reporting.json_lines import json_lines
 from forerun.bench.machine import Row
 from forerun.cli.options import DebugOptions, Out, option
@@ -33,22 +33,21 @@ DRY_RUN_SECONDS = 600
 
 
 @dataclass(frozen=True)
-class GpuOptions(DebugOptions):
+class GpuOptions(ListOptions, DebugOptions):
     """Measure Forerun on this machine's GPU, in seven parts and at most 345 seconds; nothing is downloaded.
 
     Each part has a process of its own, which is ended when its time is over; rows measured until then count. As a part
     ends, a line of JSON with its rows and its goals goes to stdout and to gpu.jsonl in --out.
     """
 
-    parts: Annotated[str, list_option("--parts", "Output", f"Of {', '.join(PART_SECONDS)}.")] = ",".join(PART_SECONDS)
+    parts: Annotated[str, list_option("Output", f"Of {', '.join(PART_SECONDS)}.")] = ",".join(PART_SECONDS)
     dry_run: Annotated[
         bool, option("--dry-run", panel="Output", help="Run each part's code on the CPU, over tiny models in Triton's "
                      "interpreter; its times mean nothing."),
     ] = False  # fmt: skip
     out: Out = Path("runs/gpu")
 
-    def __post_init__(self) -> None:
-        names("--parts", self.parts, PART_SECONDS)
+    names = names_of("parts", tuple(PART_SECONDS))
 
 
 def run(options: GpuOptions) -> None:
@@ -66,7 +65,7 @@ def run(options: GpuOptions) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     failed = []
     with (options.out / "gpu.jsonl").open("w", encoding="utf-8") as lines:
-        for name in (each for each in PART_SECONDS if each in names("--parts", options.parts, PART_SECONDS)):
+        for name in (each for each in PART_SECONDS if each in options.names):
             found = {"card": card} | part(name, options)
             lines.write(json.dumps(found) + "\n")
             lines.flush()

@@ -22,11 +22,11 @@ from safetensors.torch import save_file
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.capacity.shapes import ModelShape
-from benchmarks.reporting.common_options import names
+from benchmarks.reporting.common_options import ListOptions, list_option, names_of
 from benchmarks.reporting.study_report import Report, deliver, listing
 from forerun.bench.machine import Row, plain_values
 from forerun.bench.rounds import rotated
-from forerun.cli.options import Out, OutputOptions, Rounds, option
+from forerun.cli.options import Out, OutputOptions, Rounds
 from forerun.cli.terminal import progress_bar, stderr
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
@@ -59,20 +59,17 @@ COLUMNS = {
 
 
 @dataclass(frozen=True)
-class HeadsOptions(OutputOptions):
+class HeadsOptions(ListOptions, OutputOptions):
     """What a trained head costs on this machine, in plain passes of its target; random weights of published shapes.
 
     Writes JSON and Markdown.
     """
 
-    models: Annotated[str, option(panel="Model", help=f"Of {', '.join(MODELS)}. Commas between.", metavar="LIST")] = (
-        ",".join(MODELS)
-    )
+    models: Annotated[str, list_option("Model", f"Of {', '.join(MODELS)}.")] = ",".join(MODELS)
     rounds: Rounds = 7
     out: Out = Path("runs/heads")
 
-    def __post_init__(self) -> None:
-        names("--models", self.models, tuple(MODELS))
+    names = names_of("models", tuple(MODELS))
 
 
 def random_target(shape: ModelShape, layers: int) -> PreTrainedModel:
@@ -222,7 +219,7 @@ def measure(name: str, rounds: int, clock: Callable[[], float] = time.perf_count
 def run(options: HeadsOptions) -> None:
     """Measure, print the table, and write JSON and Markdown."""
     report, rows = Report("What a trained head costs", plain_values(options)), list[Row]()
-    wanted = names("--models", options.models, tuple(MODELS))
+    wanted = options.names
     with progress_bar(stderr(), "measuring") as show:
         for done, name in enumerate(wanted):
             show(done, len(wanted))

@@ -21,7 +21,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.reporting import plots
-from benchmarks.reporting.common_options import names, numbers
+from benchmarks.reporting.common_options import ListOptions, list_option, names_of, numbers_of
 from benchmarks.reporting.plots import Frame
 from benchmarks.reporting.study_report import Report, deliver, listing
 from forerun.bench.machine import Row, plain_values
@@ -290,34 +290,23 @@ PROMPTS = TIMES | {"tokens_per_second": "tokens/s"}
 
 
 @dataclass(frozen=True)
-class PassesOptions(OutputOptions, AnyTypeModelOptions):
+class PassesOptions(ListOptions, OutputOptions, AnyTypeModelOptions):
     """Time of passes over 1 to 64 tokens, compared with the model's own call and the machine's bandwidth.
 
     Also measures how fast prompts are read. All take turns in one process; medians count. Writes JSON, Markdown and a
     plot.
     """
 
-    dtypes: Annotated[str, option(panel="Model", help=f"Of {', '.join(DTYPES)}. Commas between.", metavar="LIST")] = (
-        "auto"
-    )
-    activations: Annotated[
-        str, option(panel="Model", help="Of stored weights: auto, int8, float32. Commas between.", metavar="LIST")
-    ] = "auto"
-    passes: Annotated[str, option(panel="Text", help="Tokens of the passes. Commas between.", metavar="LIST")] = (
-        "1,2,4,8,16,32,64"
-    )
+    dtypes: Annotated[str, list_option("Model", f"Of {', '.join(DTYPES)}.")] = "auto"
+    activations: Annotated[str, list_option("Model", "Of stored weights: auto, int8, float32.")] = "auto"
+    passes: Annotated[str, list_option("Text", "Tokens of the passes.")] = "1,2,4,8,16,32,64"
     context: Annotated[int, option(panel="Text", help="Tokens in the cache.", min=0)] = 512
-    prompt_tokens: Annotated[str, option(panel="Text", help="Lengths of prompts to read, or 0.", metavar="LIST")] = (
-        "512,2048"
-    )
+    prompt_tokens: Annotated[str, list_option("Text", "Lengths of prompts to read, or 0.")] = "512,2048"
     rounds: Rounds = 7
     out: Out = Path("runs/passes")
 
-    def __post_init__(self) -> None:
-        names("--dtypes", self.dtypes, DTYPES)
-        names("--activations", self.activations, ACTIVATION_TYPES)
-        numbers("--passes", self.passes, int, 1)
-        numbers("--prompt-tokens", self.prompt_tokens, int, 0)
+    types, activation_types = names_of("dtypes", DTYPES), names_of("activations", ACTIVATION_TYPES)
+    sizes, prompts = numbers_of("passes", int, 1), numbers_of("prompt_tokens", int, 0)
 
 
 def run(options: PassesOptions) -> None:
@@ -325,16 +314,15 @@ def run(options: PassesOptions) -> None:
     plots.check()
     console = stderr()
     some: dict[str, Any] = {"device": options.device, "trust_remote_code": options.trust_remote_code}
-    types = names("--activations", options.activations, ACTIVATION_TYPES)
     models = [
         load(options.model, dtype, activations=activations, **some)[0]
-        for dtype in dict.fromkeys(names("--dtypes", options.dtypes, DTYPES))
-        for activations in (types if dtype == STORED else ["auto"])
+        for dtype in dict.fromkeys(options.types)
+        for activations in (options.activation_types if dtype == STORED else ["auto"])
     ]
     sizes = PassSizes(
-        passes=sorted({1, *numbers("--passes", options.passes, int, 1)}),
+        passes=sorted({1, *options.sizes}),
         context=options.context,
-        prompts=[length for length in sorted(numbers("--prompt-tokens", options.prompt_tokens, int, 0)) if length],
+        prompts=sorted(filter(None, options.prompts)),
         rounds=options.rounds,
     )
     with progress_bar(console, "measuring") as progress:

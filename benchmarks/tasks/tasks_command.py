@@ -17,7 +17,7 @@ from benchmarks.papers.baselines import RECIPES
 from benchmarks.peers.peer_libraries import PeerSubject, RunningPeers, check, running_peers
 from benchmarks.peers.process import check_python
 from benchmarks.reporting import plots
-from benchmarks.reporting.common_options import BENCHMARKS, SourceOptions, numbers
+from benchmarks.reporting.common_options import BENCHMARKS, ListOptions, SourceOptions, list_option, numbers_of
 from benchmarks.tasks.task_bench import PADDED, TaskBench
 from benchmarks.tasks.task_prompts import Counts
 from benchmarks.tasks.task_sets import jobs_for
@@ -55,7 +55,7 @@ PROMPTS = 4
 
 
 @dataclass(frozen=True)
-class TaskOptions(OutputOptions, SourceOptions, ModelOptions):
+class TaskOptions(ListOptions, OutputOptions, SourceOptions, ModelOptions):
     """Compare Forerun's drafters with transformers' greedy, prompt lookup and assisted generation, on any model.
 
     Models with a chat template answer questions (maths, code, rag, summary, edit, table). Others continue texts
@@ -82,9 +82,7 @@ class TaskOptions(OutputOptions, SourceOptions, ModelOptions):
     warm_prompts: Annotated[int, option(panel="Text", help="Answered before when warm.", min=0)] = 20
     rounds: Rounds = 5
     max_new_tokens: MaxNewTokens = 160
-    batch: Annotated[str | None, option(panel="Text", help="Measure batches of so many rows, too.", metavar="LIST")] = (
-        None
-    )
+    batch: Annotated[str | None, list_option("Text", "Measure batches of so many rows, too.")] = None
     peers: Annotated[bool, option("--peers", panel=_OTHERS, help="openvino-genai and llama.cpp as well.")] = False
     peer_python: Annotated[
         Path | None, option(panel=_OTHERS, help="The interpreter of the peers' environment; default: this one.")
@@ -96,7 +94,10 @@ class TaskOptions(OutputOptions, SourceOptions, ModelOptions):
     out: Out = Path("runs/bench")
     resume: Resume = False
 
+    sizes = numbers_of("batch", int, 2)
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.prompts_file is not None and (given := [f"--{name}" for name in FROM_TASKS if getattr(self, name)]):
             raise ValueError(f"--prompts-file has tasks of its own; leave out {', '.join(given)}")
         if self.gguf is not None and not self.peers:
@@ -106,11 +107,11 @@ class TaskOptions(OutputOptions, SourceOptions, ModelOptions):
         check_python(self.peer_python)
         if self.gguf is not None and not self.gguf.is_file():
             raise ValueError(f"--gguf is {self.gguf}; there is no such file")
-        self.batches()
 
+    @property
     def batches(self) -> list[int]:
         """Batch sizes, ascending; empty if batches are not measured."""
-        return [] if self.batch is None else sorted(set(numbers("--batch", self.batch, int, 2)))
+        return sorted(set(self.sizes))
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def run(options: TaskOptions) -> None:
     draft = load_draft(BUNDLED_DRAFT, target, tokenizer) if options.model == BUNDLED else None
     encoder = TemplateEncoder(tokenizer, options.raw)
     jobs, skipped, tasks = _jobs(options, encoder, lines, target)
-    batched = in_turns(jobs, max(options.batches(), default=0))
+    batched = in_turns(jobs, max(options.batches, default=0))
     dtype = dtype_name(target)
     prompts = max(len(job.prompts) for job in jobs)
     settings = plain_values(options) | {"dtype": dtype, "tasks": tasks, "prompts": prompts}
@@ -194,12 +195,12 @@ def _measured(
     progress: Callable[[int, int], None],
 ) -> Iterator[tuple[list[Row], list[Row]]]:
     """The rows of a task's or batch size's table, yielded as they are measured."""
-    total, new, rounds = len(jobs) + len(options.batches()), options.max_new_tokens, options.rounds
+    total, new, rounds = len(jobs) + len(options.batches), options.max_new_tokens, options.rounds
     for done, job in enumerate(jobs):
         progress(done, total)
         *_, series = bench.run(job, rounds, journal)
         yield summarise(series, decode=decode), []
-    for done, size in enumerate(options.batches(), len(jobs)):
+    for done, size in enumerate(options.batches, len(jobs)):
         progress(done, total)
         *_, series = bench.run_batches(batched, size, new, rounds, journal)
         yield [], [{"batch": size} | row for row in summarise(series, PADDED)]

@@ -17,7 +17,7 @@ import torch
 import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.reporting.common_options import numbers
+from benchmarks.reporting.common_options import ListOptions, list_option, numbers_of
 from benchmarks.reporting.study_report import Report, deliver, listing
 from benchmarks.training.self_written import read_rows
 from forerun.bench.machine import Row, plain_values
@@ -44,7 +44,7 @@ COLUMNS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateHeadOptions(OutputOptions):
+class EvaluateHeadOptions(ListOptions, OutputOptions):
     """A trained head beside the trie, alone and in auto, with and without a shortlist; on prompts that it has not seen.
 
     Writes JSON and Markdown.
@@ -54,15 +54,14 @@ class EvaluateHeadOptions(OutputOptions):
     head: Annotated[str, typer.Option(help="The head's folder, or mtp.")]
     texts: Annotated[Path, typer.Option(help="JSON lines of {prompt}.")]
     dtype: Annotated[str, typer.Option(help="Of the target's weights.")] = "bfloat16"
-    temperatures: Annotated[str, option(panel="Text", help="0 is greedy. Commas between.", metavar="LIST")] = "0,0.8"
+    temperatures: Annotated[str, list_option("Text", "0 is greedy.")] = "0,0.8"
     tokens: Annotated[int, option(panel="Text", help="Tokens of an answer.", min=1)] = 128
     context: Annotated[int, option(panel="Text", help="Tokens before each prompt, of the other prompts.", min=0)] = 0
     rounds: Annotated[int, option("--rounds", panel="Text", help="Times each prompt is answered.", min=1)] = 1
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2
     out: Out = Path("runs/evaluate-head")
 
-    def __post_init__(self) -> None:
-        numbers("--temperatures", self.temperatures, float, 0.0)
+    heats = numbers_of("temperatures", float, 0.0)
 
 
 def with_all_logits(head: Head) -> Head:
@@ -141,7 +140,7 @@ def of_all_nodes(name: str, head: str) -> Callable[[Setup], Level]:
 
 def measure(options: EvaluateHeadOptions, prompts: Sequence[Sequence[int]], made: Mapping[str, Engine]) -> list[Row]:
     """Rows by temperature and drafter."""
-    rows, wanted = list[Row](), numbers("--temperatures", options.temperatures, float, 0.0)
+    rows, wanted = list[Row](), options.heats
     with progress_bar(stderr(), "answers") as show:
         for number, temperature in enumerate(wanted):
             contestants = {name: Contestant(engine) for name, engine in made.items()}

@@ -2,7 +2,6 @@
 
 It makes the tokenizer, the target and the draft, in this order. Finished ones are skipped, unfinished ones continued;
 the same command resumes an interrupted run. The draft learns from the target's distributions (Hinton et al., 2015).
-With `--hybrid` it makes none of these, but a hybrid out of the bundled target (`hybrid.py`).
 Progress goes to `<out>/<name>/log.jsonl`, and to stderr if that is a terminal. A model is exported to `--weights`
 halfway through its schedule and at the end.
 """
@@ -23,7 +22,6 @@ import torch
 import typer
 from torch.nn.functional import cross_entropy
 from transformers import (
-    AutoModelForCausalLM,
     GenerationConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -34,7 +32,6 @@ import forerun.reference
 from benchmarks.training import checkpoint, corpus, material, optim, recipe, tasks, tokenizer
 from benchmarks.training.checkpoint import Progress
 from benchmarks.training.corpus import Batch, Corpus
-from benchmarks.training.hybrid import hybrid_of
 from benchmarks.training.recipe import Recipe
 from benchmarks.training.tasks import Material
 from forerun.cli.options import DebugOptions
@@ -188,15 +185,6 @@ def train_both(texts: Material, target: Recipe, draft: Recipe, out: Path, weight
     fit(TrainingRun("draft", draft, data, out, fresh(draft), teacher), weights)
 
 
-def train_hybrid(texts: Material, plan: Recipe, out: Path, weights: Path) -> PreTrainedModel:
-    """Train a hybrid on the bundled target's distributions."""
-    folder = forerun.reference.bundled("target")
-    teacher: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    data = corpus.build(texts, tokenizer.load(folder))
-    text = torch.tensor([corpus.window(data, "prose", 256, Random(i)) for i in range(8)])
-    return fit(TrainingRun("hybrid", plan, data, out, hybrid_of(teacher, text), teacher), weights)
-
-
 def train_quick(out: Path, weights: Path, stop_after: int | None = None) -> None:
     """Train a tiny target for a few steps on invented tasks: it shows that the recipe runs, not that it works."""
     rng = Random(0)
@@ -208,11 +196,8 @@ def train_quick(out: Path, weights: Path, stop_after: int | None = None) -> None
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(DebugOptions):
-    """Train the bundled target and draft, or a hybrid out of the target."""
+    """Train the bundled target and draft."""
 
-    hybrid: Annotated[bool, typer.Option(help="Make a hybrid (LFM2) out of the bundled target, and nothing else.")] = (
-        False
-    )
     books: Annotated[Path | None, typer.Option(help="A folder of .txt books.")] = None
     maths: Annotated[Path | None, typer.Option(help="A JSON-lines file of {prompt, answer}.")] = None
     out: Annotated[
@@ -220,7 +205,7 @@ class TrainOptions(DebugOptions):
     ] = None
     weights: Annotated[
         Path | None,
-        typer.Option(help="Where models are exported to; default the package, if quick or hybrid weights in --out."),
+        typer.Option(help="Where models are exported to; default the package, if quick weights in --out."),
     ] = None
     minutes: Annotated[float, typer.Option(help="Minutes for the target, of all threads.")] = 60.0
     draft_minutes: Annotated[float, typer.Option(help="Minutes for the draft.")] = 12.0
@@ -232,8 +217,8 @@ class TrainOptions(DebugOptions):
 def run(options: TrainOptions) -> None:
     """Train."""
     torch.set_num_threads(options.threads)
-    out = options.out or OUT / ("quick" if options.quick else "hybrid" if options.hybrid else "")
-    weights = options.weights or (out / "weights" if options.quick or options.hybrid else WEIGHTS)
+    out = options.out or OUT / ("quick" if options.quick else "")
+    weights = options.weights or (out / "weights" if options.quick else WEIGHTS)
     if options.quick:
         train_quick(out, weights)
         return
@@ -242,8 +227,5 @@ def run(options: TrainOptions) -> None:
     half = bool(torch.cpu.get_capabilities().get("avx512_bf16"))  # elsewhere ten times as slow as float32
     target = Recipe(recipe.TARGET, minutes=options.minutes, half=half, compiled=options.compiled)
     texts = material.read(options.books, options.maths)
-    if options.hybrid:
-        train_hybrid(texts, replace(target, stages=recipe.HYBRID_STAGES), out, weights)
-        return
     draft = replace(target, shape=recipe.DRAFT, stages=recipe.DRAFT_STAGES, minutes=options.draft_minutes, seed=1)
     train_both(texts, target, draft, out, weights)
