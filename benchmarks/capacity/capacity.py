@@ -75,13 +75,11 @@ class CapacityOptions(ListOptions, OutputOptions):
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name):g}; it must be above 0")
 
     def shapes(self) -> dict[str, ModelShape]:
-        """Return the shapes by name, in the given types."""
         types = {"weight_bytes": self.weight_bytes, "kv_bytes": self.kv_bytes}
         return {name: replace(ModelShape.parse(name), **types) for name in self.model_shape or MODELS}
 
 
 def run(options: CapacityOptions) -> None:
-    """Compute, print the tables, and write JSON and Markdown."""
     machines = [Machine(DEVICES[options.device_kind], count) for count in options.counts]
     shapes = options.shapes()
     for shape, machine in product(shapes.values(), machines):

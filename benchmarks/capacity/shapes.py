@@ -91,12 +91,10 @@ class ModelShape:
 
     @property
     def weights(self) -> int:
-        """All weights."""
         return self.read_weights + (0 if self.tied else self.table)
 
     @property
     def stored_bytes(self) -> float:
-        """Bytes of all weights."""
         return self.weights * self.weight_bytes
 
     @property

@@ -69,5 +69,4 @@ def reached(part: str, rows: Iterable[Row]) -> list[Row]:
 
 
 def _figure(goal: Goal, values: Sequence[float]) -> float:
-    """The worst value, or the best."""
     return max(values) if goal.most == goal.worst else min(values)

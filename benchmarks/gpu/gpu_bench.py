@@ -134,7 +134,6 @@ class GpuBench:
         return median(times)
 
     def wait(self) -> None:
-        """Wait for the device."""
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 

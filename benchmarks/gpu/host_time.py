@@ -49,7 +49,6 @@ class HostTimeOptions(OutputOptions):
 
 
 def run(options: HostTimeOptions) -> None:
-    """Measure, print the table, and write JSON and Markdown."""
     report = Report("The host's part of a step on a GPU", {"layers": options.layers, "tokens": options.tokens})
     with host_code():
         found = list(host_rows(options))
@@ -103,5 +102,4 @@ def _timed(commits: Iterator[Commit], begin: Callable[[], None]) -> float:
 
 
 def _steps_of(requests: Sequence[Request]) -> int:
-    """Steps after the first."""
     return max(1, *(request.stats.steps - 1 for request in requests))

@@ -145,7 +145,6 @@ def choices(bench: GpuBench) -> Iterator[Row]:
 
 
 def _attention(bench: GpuBench, shape: ModelShape, context: int, tokens: int) -> Callable[[], Any]:
-    """Attention of one layer."""
     text = torch.zeros(2, shape.kv_heads, context + tokens, shape.head_dim, dtype=bench.dtype, device=bench.device)
     q = torch.zeros(1, shape.heads, tokens, shape.head_dim, dtype=bench.dtype, device=bench.device)
     return kernel_checks.attention_call(q, *text, context)

@@ -63,7 +63,6 @@ class Prefilled:
         return Prefilled(self.tokens[:length], self.cache, self.read)
 
     def rewind(self) -> None:
-        """Cut the cache back to the prompt."""
         self.cache.truncate(self.held)
         self.cache.queries = dict(self.queries)
 
@@ -139,7 +138,6 @@ class LongRun:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoding speed over all rows."""
         return self.decoded / self.decode_seconds
 
 
@@ -180,17 +178,14 @@ class LongSeries:
 
     @property
     def stats(self) -> list[Stats]:
-        """Statistics of all requests."""
         return [stats for rounds in self.runs for run in rounds for stats in run.stats]
 
     @property
     def texts(self) -> list[Tokens]:
-        """Generated tokens of all requests."""
         return [text for rounds in self.runs for run in rounds for text in run.texts]
 
 
 def combine(parts: Sequence[Sequence[LongSeries]]) -> list[LongSeries]:
-    """Join each contestant's series over different prompts."""
     return [
         LongSeries(
             same[0].contestant,
@@ -271,7 +266,6 @@ def sampled(temperature: float, new_tokens: int) -> RequestMaker:
 
 
 def described(run: LongRun) -> str:
-    """Return a one-line summary of a run."""
     accepted = acceptance(run.stats)
     share = "" if accepted is None else f", {accepted:.3f} of tested drafts accepted"
     return f"{run.decoded} tokens in {run.decode_seconds:.2f} s, {run.tokens_per_second:.1f} a second{share}"
@@ -321,7 +315,6 @@ class Traffic:
         self._begun: list[tuple[str, int]] = []
 
     def __call__(self, engine: Engine, tokens: Tokens, contestant: str) -> Request:
-        """Make a request as its run begins."""
         self._begun.append((contestant, self._copy_engine.fetched))
         return self._make(engine, tokens, contestant)
 

@@ -144,7 +144,6 @@ def _also(kind: str) -> str:
 
 
 def page(rows: Sequence[Row], refused: Mapping[str, str]) -> str:
-    """Return the page as Markdown."""
     reasons = sorted({why for row in rows for name in TRIALS for why in REASON.findall(row[name])})
     shown = [row | {name: REASON.sub("refused", row[name]) for name in TRIALS} for row in rows]
     here = machine()
@@ -161,7 +160,6 @@ def page(rows: Sequence[Row], refused: Mapping[str, str]) -> str:
 
 
 def read(text: str) -> tuple[list[Row], dict[str, str]]:
-    """Return the rows of a page, and its refusals."""
     works, _, refused = text.partition(REFUSED_HEAD)
     rows = [dict(zip(COLUMNS, cells, strict=True)) for cells in _cells(works)]
     return rows, {cells[0]: cells[1] for cells in _cells(refused)}

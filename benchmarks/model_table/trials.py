@@ -175,7 +175,6 @@ def _offloaded(model: PreTrainedModel) -> bool | None:
 
 
 def refusals() -> dict[str, str]:
-    """Return why the gate refuses each model of ``tiny.REFUSED``, by name."""
     return {name: _refusal(tiny.build(*each, seed=3)) for name, each in tiny.REFUSED.items()}
 
 

@@ -88,7 +88,6 @@ def warmed(source: T, texts: Sequence[Tokens]) -> T:
 
 
 def plain() -> Method:
-    """Return a method without drafts."""
     return Method(lambda setup: setup.over(Planner()))
 
 
@@ -150,7 +149,6 @@ class LookaheadOptions(ListOptions, OutputOptions, SourceOptions, ModelOptions):
 
 
 def run(options: LookaheadOptions) -> None:
-    """Measure, print the table, and write JSON, Markdown and a plot."""
     plots.check()
     model, tokenizer = load_target(options)
     counts = Counts(options.prompts, options.warm_prompts, options.max_new_tokens)
@@ -173,7 +171,6 @@ def run(options: LookaheadOptions) -> None:
 
 
 def add_methods(report: Report, rows: Sequence[Row]) -> None:
-    """Add the tables and the plot of all tasks so far."""
     steps = pivot(rows, "contestant", "task", lambda row: shown(row["tokens_per_step"]))
     heading = "Table 2: methods, as speed-up over transformers; tokens per step by task; equal texts"
     report.add("methods", heading, rows, speed_table(rows), steps, equality_table(rows))

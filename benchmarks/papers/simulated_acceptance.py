@@ -30,7 +30,6 @@ READ = 4096
 
 
 def random_model(shape: ModelShape, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
-    """Return a decoder of this shape with random weights."""
     torch.manual_seed(0)
     config = shape.config(max_position_embeddings=POSITIONS)
     with torch.device(device):

@@ -72,12 +72,10 @@ class PeersOptions(ListOptions, OutputOptions):
 
     @property
     def python(self) -> str:
-        """The interpreter of the peers."""
         return str(self.peer_python or sys.executable)
 
     @property
     def positions(self) -> int:
-        """Length of the longest text."""
         return max(self.lengths) + self.max_new_tokens
 
 
@@ -131,12 +129,10 @@ def contestants(options: PeersOptions, kind: str, file: Path) -> Iterator[tuple[
 
 
 def plain(model: PreTrainedModel) -> Contestant:
-    """Forerun without drafts."""
     return Bench(model, ["none"]).forerun(lambda setup: build("none", setup))
 
 
 def openvino(subject: PeerSubject, folder: Path, python: str) -> Peer:
-    """OpenVINO's process; its files are kept in the folder."""
     kind: PeerLibrary = next(kind for kind in LIBRARIES if OPENVINO in kind.variants)
     if missing := kind.missing(python):
         raise PeerError(f"not installed ({missing})")
@@ -154,7 +150,6 @@ def measured(
     journal: Journal,
     progress: Callable[[int, int], None],
 ) -> Iterator[list[Row]]:
-    """The rows of each length of prompts."""
     lengths = sorted(options.lengths)
     for done, length in enumerate(lengths):
         progress(done, len(lengths))

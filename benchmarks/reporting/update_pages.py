@@ -228,7 +228,6 @@ class UpdateOptions(ListOptions, DebugOptions):
 
 
 def run(options: UpdateOptions) -> None:
-    """Write them."""
     wanted = options.names
     if "bench" in wanted and (there := {dtype: path for dtype, path in REPORTS.items() if path.exists()}):
         into_page(ROOT / "README.md", speed_table(there), "bench")

@@ -81,7 +81,6 @@ class AgentConversation:
         self._chance, self._changes = chance, Random(self.session)
 
     def prompt(self) -> list[int]:
-        """Return the prompt of the next turn."""
         return list(self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, return_dict=False))
 
     def go_on(self, answer: str) -> None:
@@ -117,7 +116,6 @@ def _tool(number: int) -> Row:
 
 
 def run(options: AgentOptions) -> None:
-    """Measure all contestants, and write the report."""
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     limit = AutoConfig.from_pretrained(options.model).max_position_embeddings
     delivery = Delivery(Report("An agent's turns", plain_values(options)), options.out, "agents", as_json=False)

@@ -134,7 +134,6 @@ class AttackOptions(ListOptions, OutputOptions):
 
 
 def run(options: AttackOptions) -> None:
-    """Attack, and write the report."""
     third, rows = options.seconds / 3, list[Row]()
     with watched(OPTIONS, options.out / "server.log") as server:
         asyncio.run(_read(server.url, min(10.0, options.seconds / 10), "warm"))
@@ -215,7 +214,6 @@ def figures(streams: Sequence[Reply], steps: Sequence[Any]) -> Row:
 
 
 async def _read(url: str, seconds: float, namespace: str) -> list[Reply]:
-    """Read streams one after the other."""
     endpoint, found = ServerEndpoint(url, "bundled", key=QUIET_KEY), list[Reply]()
     until = time.perf_counter() + seconds
     async with connected(endpoint) as http:

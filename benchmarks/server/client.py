@@ -232,7 +232,6 @@ async def answer(http: httpx.AsyncClient, endpoint: ServerEndpoint, reply: Reply
 
 
 def run(endpoint: ServerEndpoint, level: Level, extension: Extension) -> LoadRun:
-    """Send all of a level's requests."""
     return asyncio.run(_run(endpoint, level, extension))
 
 
@@ -258,7 +257,6 @@ async def _run(endpoint: ServerEndpoint, level: Level, extension: Extension) -> 
 
 
 def parsed(reply: Reply) -> Answer:
-    """Return the answer that a reply contains."""
     parts, grew, usage, done, error = list[str](), list[float](), dict[str, Any](), False, _failure(reply)
     for at, event in events(reply.reads) if error is None else ():
         if "error" in event:

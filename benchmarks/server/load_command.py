@@ -103,17 +103,14 @@ class ServingOptions(ListOptions, OutputOptions, SourceOptions, ModelOptions):
 
     @property
     def clients(self) -> list[int]:
-        """Of the closed loops."""
         return list(filter(None, self._clients))
 
     @property
     def arrivals(self) -> list[float]:
-        """Rates of the open loops, in requests per second."""
         return list(filter(None, self._rates))
 
 
 def run(options: ServingOptions) -> None:
-    """Measure, print the tables, and write the report."""
     _check_installed(options)
     subject, rounds, contestants = _prepared(options)
     report = Report("Servers under load", plain_values(options) | {"dtype": subject.dtype})

@@ -149,7 +149,6 @@ def _row(name: str, divergences: np.ndarray, same: int, losses: Mapping[str, flo
 
 
 def run(options: ActivationsOptions) -> None:
-    """Measure, print the table, and write JSON and Markdown after each file."""
     given = {"model": [Path(file).name for file in options.model or ()], "peer_python": None}
     report = Report(f"What quantised activations change ({date.today().isoformat()})", plain_values(options) | given)
     delivery = Delivery(report, options.out, "activations", options.json)

@@ -127,7 +127,6 @@ def speeds(case: Case, sources: str, seeds: int) -> tuple[list[float], float]:
 
 
 def run(options: DecisionOptions) -> None:
-    """Print the table."""
     print(f"{'':44}{'trees':>14}{'chains':>14}{'both':>14}   lost at most")
     for case in cases():
         cells = []

@@ -166,7 +166,6 @@ def summaries(found: dict[str, list[Answer]]) -> Iterator[Row]:
 
 
 def draw(path: Path, report: Report, rows: Sequence[Row], found: dict[str, list[Answer]], busy: bool) -> None:
-    """Draw speeds over the answer, and below them tokens per step."""
     title = f"{Path(report.settings['model']).name} edits a code file, cold: {rows[0]['tokens']} tokens"
     note = f"{report.note}{'; the machine was busy' if busy else ''}"
     with figure(path, 2, 1, title=title, note=note, figsize=(8, 5), sharex=True, height_ratios=(3, 2)) as (_, axes):
@@ -187,7 +186,6 @@ def draw(path: Path, report: Report, rows: Sequence[Row], found: dict[str, list[
 
 
 def run(options: EditOptions) -> None:
-    """Measure, print the table, and write JSON, Markdown and plots."""
     plots.check()
     for name in DRAFTERS:
         check_drafter(name)

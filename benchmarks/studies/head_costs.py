@@ -145,7 +145,6 @@ class HeadCosts:
         return torch.randn(count, 3 * self.shape.hidden, dtype=torch.float32)
 
     def works(self) -> Iterator[Work]:
-        """Yield all of them."""
         for layers, target in self.targets.items():
             yield Work(f"pass {layers}", self._plain(target))
         yield Work("read", self._read)
@@ -217,7 +216,6 @@ def measure(name: str, rounds: int, clock: Callable[[], float] = time.perf_count
 
 
 def run(options: HeadsOptions) -> None:
-    """Measure, print the table, and write JSON and Markdown."""
     report, rows = Report("What a trained head costs", plain_values(options)), list[Row]()
     wanted = options.names
     with progress_bar(stderr(), "measuring") as show:

@@ -49,11 +49,9 @@ class BufferReader:
 
     @property
     def nbytes(self) -> int:
-        """Bytes read in one call."""
         return self._buffer.nbytes
 
     def __call__(self) -> None:
-        """Read the buffer, and wait until that is done."""
         self._buffer.sum().item()
 
 
@@ -69,7 +67,6 @@ class Multiplier:
     """Multiplications and additions in one call."""
 
     def __call__(self) -> None:
-        """Multiply, and wait until that is done."""
         self._product(self._matrix, self._matrix)[0, 0].item()
 
 
@@ -310,7 +307,6 @@ class PassesOptions(ListOptions, OutputOptions, AnyTypeModelOptions):
 
 
 def run(options: PassesOptions) -> None:
-    """Measure, print the tables, and write JSON, Markdown and a plot."""
     plots.check()
     console = stderr()
     some: dict[str, Any] = {"device": options.device, "trust_remote_code": options.trust_remote_code}
@@ -333,7 +329,6 @@ def run(options: PassesOptions) -> None:
 
 
 def add_passes(report: Report, rows: Sequence[Row], context: int) -> None:
-    """Add all tables and plots."""
     read = next(row for row in rows if row["who"] == MEMORY)
     passes = [_shown(row) for row in rows if row["kind"] == "pass"]
     prompts = [_shown(row) for row in rows if row["kind"] == "prompt"]

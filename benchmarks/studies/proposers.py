@@ -125,7 +125,6 @@ class ProposersOptions(ListOptions, DebugOptions):
 
 
 def run(options: ProposersOptions) -> None:
-    """Print the table."""
     tokenizer, rows = Tokenizer.from_file(str(options.tokenizer)), list[Row]()
     for file in options.recordings:
         recorded = list(read(file, options.author, lambda text: tokenizer.encode(text).ids))[: options.limit]

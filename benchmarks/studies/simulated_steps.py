@@ -30,7 +30,6 @@ RIGHT, WRONG, OTHER = 7, 9, 10
 
 
 def never(row: int, place: int) -> bool:
-    """Return that no token is foreseen."""
     return False
 
 
@@ -90,11 +89,9 @@ class World:
     chains: list[int] = field(default_factory=list)
 
     def clock(self) -> float:
-        """Return the time."""
         return self.now
 
     def take(self, seconds: float) -> None:
-        """Let time pass."""
         self.now += seconds * self.slowness(self.steps)
 
     def take_pass(self, tokens: Sequence[int], cached: int, beside: int) -> None:

@@ -94,12 +94,10 @@ class SpecBench(Bench):
             self.sampling = {"do_sample": True, "temperature": options.temperature, "seed": 0}
 
     def answer(self, prompt: Tokens) -> str:
-        """Return the model's answer."""
         [text], _ = self.generate([prompt], self._options.max_new_tokens)
         return str(self._tokenizer.decode(text, skip_special_tokens=True))
 
     def category(self, job: PromptSet) -> list[Series]:
-        """Measure all contestants on a category."""
         groups = [[prompt] for prompt in job.prompts]
         *_, series = measure(self.contestants(job), job.task, groups, job.max_new_tokens, self._options.rounds)
         return series
@@ -257,7 +255,6 @@ def _totals(measured: Mapping[str, list[Series]], groups: Mapping[str, list[str]
 
 
 def _fill(report: Report, measured: Mapping[str, list[Series]], timed: bool) -> None:
-    """Write rows, tables and plots of what is measured so far."""
     rows: list[Row] = []
     for series in measured.values():
         rows += summarise(series, baseline=series[0].contestant)

@@ -63,7 +63,6 @@ class Tracer:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Trace this thread."""
         sys.settrace(self._called)
         try:
             yield
@@ -112,7 +111,6 @@ def traced(engine: forerun.Engine, prompt: str, tokens: int) -> dict[str, object
 
 
 def run(options: TraceOptions) -> None:
-    """Print the table."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path, prompt = bundled("target"), demo_prompts()[0]["prompt"]

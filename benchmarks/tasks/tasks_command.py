@@ -110,7 +110,6 @@ class TaskOptions(ListOptions, OutputOptions, SourceOptions, ModelOptions):
 
     @property
     def batches(self) -> list[int]:
-        """Batch sizes, ascending; empty if batches are not measured."""
         return sorted(set(self.sizes))
 
 
@@ -240,7 +239,6 @@ def _source(options: TaskOptions) -> Path | None:
 
 
 def longest(jobs: Sequence[PromptSet]) -> int:
-    """Tokens of the longest prompt, including those generated after it."""
     return max(len(prompt) + job.max_new_tokens for job in jobs for prompt in job.prompts)
 
 

@@ -87,7 +87,6 @@ class Contestant:
     steps: int = 0
 
     def answer(self, prompt: int, tokens: Sequence[int], turn: int, count: int, temperature: float) -> None:
-        """Continue a prompt."""
         began = time.perf_counter()
         found = self.engine.generate(
             list(tokens), max_new_tokens=count, namespace=f"{temperature}/{turn}",
@@ -99,7 +98,6 @@ class Contestant:
         self.tokens, self.steps = self.tokens + request.stats.tokens, self.steps + request.stats.steps
 
     def row(self, plain: Contestant) -> Row:
-        """Its figures beside those of plain decoding."""
         ratios = [median(plain.seconds[prompt]) / median(own) for prompt, own in self.seconds.items()]
         whole = [sum(median(own) for own in each.seconds.values()) for each in (plain, self)]
         differing = sum(text != plain.texts[key] for key, text in self.texts.items())
@@ -174,7 +172,6 @@ def encoded(options: EvaluateHeadOptions, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def run(options: EvaluateHeadOptions) -> None:
-    """Measure, print the table, and write JSON and Markdown."""
     torch.set_num_threads(options.threads)
     target, tokenizer = load(options.model, cast("Any", options.dtype))
     prompts = encoded(options, tokenizer)

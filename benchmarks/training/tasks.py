@@ -170,7 +170,6 @@ def quote(rng: Random, material: Material) -> Task:
 
 
 def maths(rng: Random, material: Material) -> Task:
-    """A word problem and its worked solution."""
     question, answer = rng.choice(material.maths)
     return Task("maths", question, answer)
 

@@ -81,12 +81,10 @@ class TrainingRun:
 
     @property
     def folder(self) -> Path:
-        """The checkpoint's folder."""
         return self.out / self.name / "checkpoint"
 
     @property
     def progress(self) -> float:
-        """The progress, from 0 to 1."""
         return self.plan.progress(self.done.step, self.done.seconds)
 
     def advance(self) -> None:
@@ -123,7 +121,6 @@ class TrainingRun:
         return entry
 
     def save(self) -> None:
-        """Write a checkpoint."""
         checkpoint.save(self.folder, self.model, self.optimizers, self.done)
 
 
@@ -164,7 +161,6 @@ def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: P
 
 
 def fresh(plan: Recipe) -> PreTrainedModel:
-    """Return a model with seeded random weights."""
     torch.manual_seed(plan.seed)
     return LlamaForCausalLM(plan.shape.config())
 
@@ -179,7 +175,6 @@ def shared_tokenizer(texts: Material, out: Path, vocabulary: int) -> PreTrainedT
 
 
 def train_both(texts: Material, target: Recipe, draft: Recipe, out: Path, weights: Path) -> None:
-    """Train the target, then the draft on the target's distributions."""
     data = corpus.build(texts, shared_tokenizer(texts, out, target.shape.vocabulary))
     teacher = fit(TrainingRun("target", target, data, out, fresh(target)), weights).eval()
     fit(TrainingRun("draft", draft, data, out, fresh(draft), teacher), weights)
@@ -215,7 +210,6 @@ class TrainOptions(DebugOptions):
 
 
 def run(options: TrainOptions) -> None:
-    """Train."""
     torch.set_num_threads(options.threads)
     out = options.out or OUT / ("quick" if options.quick else "")
     weights = options.weights or (out / "weights" if options.quick else WEIGHTS)

@@ -106,12 +106,10 @@ class HeadTraining:
 
     @property
     def folder(self) -> Path:
-        """The checkpoint's folder."""
         return self.options.out / "checkpoint"
 
     @property
     def progress(self) -> float:
-        """The progress, from 0 to 1."""
         return self.done.seconds / (60 * self.options.minutes)
 
     def advance(self) -> None:
@@ -154,7 +152,6 @@ class HeadTraining:
         example.states, example.last = states.bfloat16().tensor_split([len(self.model.layers) * self.head.shape[1]], -1)
 
     def save(self) -> None:
-        """Write a checkpoint."""
         checkpoint.save(self.folder, self.model, self.optimizers, self.done)
 
     def report(self) -> str:
@@ -169,7 +166,6 @@ class HeadTraining:
 
 
 def run(options: HeadOptions) -> None:
-    """Train, and write the head."""
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
     target, tokenizer = load(options.model, "bfloat16", device=options.device)
@@ -225,7 +221,6 @@ def frequent(examples: Sequence[Example], count: int, vocabulary: int) -> torch.
 
 
 def make(options: HeadOptions, target: PreTrainedModel, known: torch.Tensor) -> TrainableHead:
-    """Make the head to train."""
     if options.kind is Kind.MTP:
         return TrainableMtp(target, known)
     return TrainableEagle3(target, known, options.matrix is Matrix.TARGET, options.kind is Kind.EAGLE31)
