@@ -47,7 +47,7 @@ class GpuOptions(ListOptions, DebugOptions):
     ] = False  # fmt: skip
     out: Out = Path("runs/gpu")
 
-    names = names_of("parts", tuple(PART_SECONDS))
+    names = names_of("parts", PART_SECONDS)
 
 
 def run(options: GpuOptions) -> None:

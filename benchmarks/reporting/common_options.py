@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
@@ -35,7 +35,7 @@ def numbers_of(name: str, kind: Callable[[str], T], least: float) -> Listed[T]:
     return Listed(name, lambda flag, text: numbers(flag, text, kind, least))
 
 
-def names_of(name: str, known: Sequence[str] = ()) -> Listed[str]:
+def names_of(name: str, known: Collection[str] = ()) -> Listed[str]:
     """Return the names of the option ``name``; any names, if none are ``known``."""
     return Listed(name, lambda flag, text: names(flag, text, known))
 
@@ -72,7 +72,7 @@ def numbers(flag: str, text: str, kind: Callable[[str], T], least: float) -> lis
     return found
 
 
-def names(flag: str, text: str, known: Sequence[str] = ()) -> list[str]:
+def names(flag: str, text: str, known: Collection[str] = ()) -> list[str]:
     """Return the names of a comma-separated list; raise a ValueError for one that is not ``known``, if any are."""
     found = [part.strip() for part in text.split(",")]
     if unknown := [part for part in found if known and part not in known]:

@@ -68,7 +68,7 @@ class ActivationsOptions(ListOptions, OutputOptions):
     tokens: Annotated[int, option(panel="Text", help="Of each text.", min=2)] = 3500
     out: Annotated[Path, option(panel="Output", help="Folder for the files.")] = Path("runs/activations")
 
-    types = names_of("activations", tuple(CONTESTANTS))
+    types = names_of("activations", CONTESTANTS)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -69,7 +69,7 @@ class HeadsOptions(ListOptions, OutputOptions):
     rounds: Rounds = 7
     out: Out = Path("runs/heads")
 
-    names = names_of("models", tuple(MODELS))
+    names = names_of("models", MODELS)
 
 
 def random_target(shape: ModelShape, layers: int) -> PreTrainedModel:
