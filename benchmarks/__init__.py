@@ -5,7 +5,7 @@
 - ``papers``: the papers' methods as drafters and caches (``baselines.py`` names them), and the papers' tables
 - ``long_context``: decoding after long prompts; ``studies``: single questions
 - ``server``: servers under load (``load_*.py``), attacked, and with an agent's turns
-- ``gpu``, ``capacity``, ``model_table``: a GPU in ten minutes, devices by arithmetic, ``docs/results/models.md``
+- ``gpu``, ``capacity``: a GPU in ten minutes, and devices by arithmetic
 - ``training``: the bundled models, heads, the trie's prior, and the seeded tasks that they and the benchmarks share
 
 A command is a module with a dataclass of options and ``run(options)``. It measures into a ``Report`` and lets a

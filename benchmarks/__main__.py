@@ -26,7 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "server attack": ("server.attack:AttackOptions", "Two tenants, of whom one attacks."),
     "server agents": ("server.agents:AgentOptions", "How soon an agent's turns begin, beside llama-server."),
     "capacity": ("capacity.capacity:CapacityOptions", "What a model takes on given devices, and the tables of docs/scaling.md."),
-    "models": ("model_table.models:ModelsOptions", "What each family of models does, and what is refused: docs/results/models.md."),
+    "models": ("studies.models:ModelsOptions", "What each family of models does, and what is refused: docs/results/models.md."),
     "passes": ("studies.passes:PassesOptions", "What passes of 1 to 64 tokens cost, beside the memory's bandwidth."),
     "heads": ("studies.head_costs:HeadsOptions", "What a trained head costs, in plain passes of its target."),
     "activations": ("studies.activations:ActivationsOptions", "What activations of eight bits change of a GGUF model's distributions."),

@@ -1,8 +1,12 @@
-"""``python -m benchmarks models``: run the tests' tiny models, and write ``docs/results/models.md``."""
+"""``python -m benchmarks models``: run the tests' tiny models, and write ``docs/results/models.md``.
+
+What is tried with each is in ``tests/support/model_trials.py``.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +18,6 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from benchmarks.model_table.trials import BITS, bits, look, refusals, texts, variants
 from benchmarks.reporting.study_report import listing
 from forerun.bench.machine import machine
 from forerun.cli.options import DebugOptions, option
@@ -24,6 +27,7 @@ from forerun.models.heads.mtp import TRANSFORMERS_NAME
 Row = dict[str, str]
 REASON = re.compile(r"refused\[(.*?)\]")
 """A trial that was refused, with why."""
+TESTS = Path(__file__).parents[2] / "tests"
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "models.md"
 COLUMNS = {
     "type": "family",
@@ -83,7 +87,9 @@ class ModelsOptions(DebugOptions):
 
 def run(options: ModelsOptions) -> None:
     """Write the page. Engines draft by a fixed cost curve, since times of models so small say nothing."""
-    from support.fixed_runtime import fixed_runtime  # of the tests, which ``trials`` puts into the path
+    sys.path.append(str(TESTS))
+    from support.fixed_runtime import fixed_runtime
+    from support.model_trials import BITS, bits, look, refusals, texts, variants
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
