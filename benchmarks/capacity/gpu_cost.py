@@ -91,11 +91,7 @@ def pass_milliseconds(shape: ModelShape, card: str, context: int, code: Code) ->
     return (reading + shape.layers * layer + last + code.host) / 1000
 
 
-MODELS = {
-    "llama-2-7b": ModelShape.parse("llama-2-7b"),
-    "llama-3-8b": ModelShape.parse("llama-3-8b"),
-    "smollm2-135m": ModelShape(30, 576, 1536, 9, 3, 49152, tied=True),
-}
+MODELS = {name: ModelShape.parse(name) for name in ("llama-2-7b", "llama-3-8b", "smollm2-135m")}
 CONTEXTS = (2048, 122_000)
 MEASURED = {
     ("llama-2-7b", 2048): 5.25, ("llama-2-7b", 122_000): 21.6, ("llama-3-8b", 2048): 5.57,

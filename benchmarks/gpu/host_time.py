@@ -12,10 +12,9 @@ from typing import Annotated
 import numpy as np
 import torch
 
-from benchmarks.capacity.shapes import ModelShape
+from benchmarks.capacity.shapes import ModelShape, random_model
 from benchmarks.gpu.counting import LaunchCounter
 from benchmarks.gpu.interpreter import host_code
-from benchmarks.papers.simulated_acceptance import random_model
 from benchmarks.reporting.study_report import Report, deliver, listing
 from forerun.bench.machine import Row
 from forerun.cli.options import Out, OutputOptions, Rounds, option

@@ -85,10 +85,7 @@ def _parts(step_seconds: Mapping[str, float], seconds: float, tokens: int) -> Ro
         return dict.fromkeys((*STEP_PARTS, "idle", "decoding_per_second"))
     decoding = sum(step_seconds[part] for part in STEP_PARTS[1:4])
     shares = {part: step_seconds[part] / seconds for part in STEP_PARTS}
-    return shares | {
-        "idle": 1 - sum(shares.values()),
-        "decoding_per_second": tokens / decoding if decoding else None,
-    }
+    return shares | {"idle": 1 - sum(shares.values()), "decoding_per_second": tokens / decoding if decoding else None}
 
 
 def medians(rounds: Sequence[Row]) -> Row:

@@ -53,8 +53,7 @@ class ActivationsOptions(ListOptions, OutputOptions):
     """
 
     model: Annotated[
-        list[str] | None,
-        option("--model", "-m", panel="Model", help="A GGUF file; may be repeated.", metavar="FILE"),
+        list[str] | None, option("--model", "-m", panel="Model", help="A GGUF file; may be repeated.", metavar="FILE")
     ] = None
     activations: Annotated[str, list_option("Model", "Of int8, float32.")] = "float32,int8"
     peer_python: Annotated[

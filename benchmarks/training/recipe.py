@@ -98,6 +98,11 @@ DRAFT_STAGES = (
     Stage("spans", 0.40, length=512, rows=8, mix={"spans": 1.0}),
     Stage("mix", 1.00, length=512, rows=8, mix=MIX),
 )
+HYBRID_STAGES = (
+    Stage("spans", 0.15, length=256, rows=8, mix={"prose": 0.3, "code": 0.2, "spans": 0.5}),
+    Stage("mix", 0.85, length=512, rows=8, mix=MIX),
+    Stage("long", 1.00, length=2048, rows=2, mix=LONG, crowd=16),
+)
 QUICK = (
     Stage("text", 0.5, length=64, rows=2, mix={"prose": 0.5, "table": 0.5}),
     Stage("spans", 1.0, length=64, rows=2, mix={"spans": 1.0}),

@@ -2,6 +2,7 @@
 
 It makes the tokenizer, the target and the draft, in this order. Finished ones are skipped, unfinished ones continued;
 the same command resumes an interrupted run. The draft learns from the target's distributions (Hinton et al., 2015).
+With `--hybrid` it makes none of these, but a hybrid out of the bundled target (`hybrid.py`).
 Progress goes to `<out>/<name>/log.jsonl`, and to stderr if that is a terminal. A model is exported to `--weights`
 halfway through its schedule and at the end.
 """
@@ -19,6 +20,7 @@ import torch
 import typer
 from torch.nn.functional import cross_entropy
 from transformers import (
+    AutoModelForCausalLM,
     GenerationConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -28,6 +30,7 @@ from transformers import (
 import forerun.reference
 from benchmarks.training import corpus, material, recipe, tasks, tokenizer, training_loop
 from benchmarks.training.corpus import Batch, Corpus
+from benchmarks.training.hybrid import hybrid_of
 from benchmarks.training.recipe import Recipe
 from benchmarks.training.tasks import Material
 from benchmarks.training.training_loop import Training
@@ -62,13 +65,14 @@ class ModelTraining(Training):
     """The training of one of the bundled models by a recipe."""
 
     def __init__(
-        self, name: str, plan: Recipe, data: Corpus, out: Path, teacher: PreTrainedModel | None = None
-    ) -> None:
+        self, name: str, plan: Recipe, data: Corpus, out: Path, teacher: PreTrainedModel | None = None,
+        model: PreTrainedModel | None = None,
+    ) -> None:  # fmt: skip
         self.name, self.plan, self.data, self.teacher = name, plan, data, teacher
         self.log_every, self.checkpoint_every = plan.log_every, plan.checkpoint_every
         self.losses = torch.compile(token_losses, dynamic=False) if plan.compiled else token_losses
         torch.manual_seed(plan.seed)
-        super().__init__(LlamaForCausalLM(plan.shape.config()), out / name, plan.muon_rate, plan.adam_rate)
+        super().__init__(model or LlamaForCausalLM(plan.shape.config()), out / name, plan.muon_rate, plan.adam_rate)
 
     @property
     def progress(self) -> float:
@@ -130,6 +134,15 @@ def train_both(texts: Material, target: Recipe, draft: Recipe, out: Path, weight
     ModelTraining("draft", draft, data, out, teacher).train(weights)
 
 
+def train_hybrid(texts: Material, plan: Recipe, out: Path, weights: Path) -> PreTrainedModel:
+    """Train a hybrid on the bundled target's distributions."""
+    folder = forerun.reference.bundled("target")
+    teacher: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    data = corpus.build(texts, tokenizer.load(folder))
+    text = torch.tensor([corpus.window(data, "prose", 256, Random(i)) for i in range(8)])
+    return ModelTraining("hybrid", plan, data, out, teacher, hybrid_of(teacher, text)).train(weights)
+
+
 def train_quick(out: Path, weights: Path, stop_after: int | None = None) -> None:
     """Train a tiny target for a few steps on invented tasks: it shows that the recipe runs, not that it works."""
     rng = Random(0)
@@ -141,8 +154,11 @@ def train_quick(out: Path, weights: Path, stop_after: int | None = None) -> None
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(DebugOptions):
-    """Train the bundled target and draft."""
+    """Train the bundled target and draft, or a hybrid out of the target."""
 
+    hybrid: Annotated[bool, typer.Option(help="Make a hybrid (LFM2) out of the bundled target, and nothing else.")] = (
+        False
+    )
     books: Annotated[Path | None, typer.Option(help="A folder of .txt books.")] = None
     maths: Annotated[Path | None, typer.Option(help="A JSON-lines file of {prompt, answer}.")] = None
     out: Annotated[
@@ -150,7 +166,7 @@ class TrainOptions(DebugOptions):
     ] = None
     weights: Annotated[
         Path | None,
-        typer.Option(help="Where models are exported to; default the package, if quick weights in --out."),
+        typer.Option(help="Where models are exported to; default the package, if quick or hybrid weights in --out."),
     ] = None
     minutes: Annotated[float, typer.Option(help="Minutes for the target, of all threads.")] = 60.0
     draft_minutes: Annotated[float, typer.Option(help="Minutes for the draft.")] = 12.0
@@ -161,8 +177,8 @@ class TrainOptions(DebugOptions):
 
 def run(options: TrainOptions) -> None:
     torch.set_num_threads(options.threads)
-    out = options.out or OUT / ("quick" if options.quick else "")
-    weights = options.weights or (out / "weights" if options.quick else WEIGHTS)
+    out = options.out or OUT / ("quick" if options.quick else "hybrid" if options.hybrid else "")
+    weights = options.weights or (out / "weights" if options.quick or options.hybrid else WEIGHTS)
     if options.quick:
         train_quick(out, weights)
         return
@@ -171,5 +187,8 @@ def run(options: TrainOptions) -> None:
     half = bool(torch.cpu.get_capabilities().get("avx512_bf16"))  # elsewhere ten times as slow as float32
     target = Recipe(recipe.TARGET, minutes=options.minutes, half=half, compiled=options.compiled)
     texts = material.read(options.books, options.maths)
+    if options.hybrid:
+        train_hybrid(texts, replace(target, stages=recipe.HYBRID_STAGES), out, weights)
+        return
     draft = replace(target, shape=recipe.DRAFT, stages=recipe.DRAFT_STAGES, minutes=options.draft_minutes, seed=1)
     train_both(texts, target, draft, out, weights)

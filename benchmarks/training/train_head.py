@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from benchmarks.training.self_written import read_rows, write_answers, write_prompts
 from benchmarks.training.trainable_heads import Kind, TrainableEagle3, TrainableHead, TrainableMtp
 from benchmarks.training.training_loop import Training
+from forerun.bench.prompts_file import TemplateEncoder
 from forerun.cli.options import DebugOptions
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
@@ -62,8 +63,7 @@ class HeadOptions(DebugOptions):
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
     draft_vocab: Annotated[int, typer.Option(help="Tokens that it is trained on: the most frequent ones.")] = 8192
     matrix: Annotated[
-        Matrix,
-        typer.Option(help="EAGLE-3's output matrix: a private one for these tokens, or the target's, for all."),
+        Matrix, typer.Option(help="EAGLE-3's output matrix: a private one for these tokens, or the target's, for all.")
     ] = Matrix.OWN
     ahead: Annotated[int, typer.Option(help="Steps of training-time test.")] = 3
     length: Annotated[int, typer.Option(help="Tokens of a prompt and answer that are used.")] = 384
@@ -178,11 +178,7 @@ def answered(options: HeadOptions, engine: Engine, tokenizer: PreTrainedTokenize
 
 def encoded(row: dict[str, str], tokenizer: PreTrainedTokenizerBase, options: HeadOptions) -> Example | None:
     """A row as tokens; None for one that is too short to learn from."""
-    if tokenizer.chat_template:
-        message = [{"role": "user", "content": row["prompt"]}]
-        before = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
-    else:
-        before = tokenizer(row["prompt"])["input_ids"]
+    before = TemplateEncoder(tokenizer)(row["prompt"])
     tokens = [*before, *tokenizer(row["answer"], add_special_tokens=False)["input_ids"]][: options.length]
     enough = len(tokens) > len(before) + options.ahead and len(tokens) > 2 * options.ahead
     return Example(tokens, len(before)) if enough else None

@@ -165,6 +165,7 @@ class TrainableHead(nn.Module):
         return total, right
 
     def learned(self) -> dict[str, torch.Tensor]:
+        """Return what was learned, by name."""
         named = ((name, weight) for name, weight in self.named_parameters() if weight.requires_grad)
         return {name: weight.detach().cpu().contiguous() for name, weight in named}
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.capacity.gpu_cost import chain_seconds, expected_tokens
-from benchmarks.capacity.shapes import ModelShape
+from benchmarks.capacity.shapes import ModelShape, random_model
 from benchmarks.long_context import long_bench as longcontext
 from benchmarks.long_context import needles
 from benchmarks.long_context.long_bench import (
@@ -33,7 +33,7 @@ from benchmarks.long_context.long_bench import (
 from benchmarks.long_context.needles import Haystack, NeedleQuestion, UnverifiedDecoder
 from benchmarks.long_context.texts import Texts
 from benchmarks.papers.baselines import SPARSE
-from benchmarks.papers.simulated_acceptance import random_model, random_prompt, simulated
+from benchmarks.papers.simulated_acceptance import random_prompt, simulated
 from forerun.core.long_context import LongContextConfig
 from forerun.core.stats import Stats
 from forerun.engine.engine import Engine

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.training import corpus, crowding, material, recipe, tasks, tokenizer, train
+from benchmarks.training.hybrid import hybrid_of
 from benchmarks.training.optim import Muon
 from benchmarks.training.recipe import Recipe, Stage
 from benchmarks.training.tasks import Material
@@ -276,6 +277,28 @@ def test_exports_load_with_transformers(quick: Path) -> None:
     assert made.shape[1] > len(loaded(text).input_ids)
 
 
+def test_a_hybrid_takes_over_what_it_can_and_learns_the_rest(tmp_path: Path) -> None:
+    rng = Random(0)
+    texts = Material(tuple(tasks.paragraph(rng, Material()) for _ in range(200)))
+    plan = Recipe(recipe.TARGET, stages=recipe.QUICK, steps=4, log_every=2)
+    train.train_hybrid(texts, plan, tmp_path / "out", tmp_path / "weights")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "weights" / "hybrid", dtype=torch.float32)
+    assert model.config.layer_types == ["full_attention", "conv", "conv", "full_attention"]
+    target = AutoModelForCausalLM.from_pretrained(reference.bundled("target"), dtype=torch.float32)
+    tokens = torch.tensor([[7, 300, 12, 900, 44, 7, 300]])
+    begun = hybrid_of(target, tokens)
+    layer, ours = begun.model.layers[0], target.model.layers[0]
+    assert torch.equal(layer.feed_forward.w2.weight, ours.mlp.down_proj.weight)
+    assert torch.equal(layer.self_attn.out_proj.weight, ours.self_attn.o_proj.weight)
+    q = ours.self_attn.q_proj(ours.input_layernorm(target.model.embed_tokens(tokens))).unflatten(-1, (4, 64))
+    size = q.square().mean(-1).sqrt().mean()
+    torch.testing.assert_close(layer.self_attn.q_layernorm.weight, size.expand(64))
+    changed = [
+        not torch.equal(a, b.bfloat16().float()) for a, b in zip(model.parameters(), begun.parameters(), strict=True)
+    ]
+    assert sum(changed) > 0.9 * len(changed)
+
+
 def test_the_command_line_explains_what_it_lacks() -> None:
     result = CliRunner().invoke(app, ["train-bundled", "--threads", "1"])
     assert result.exit_code == 2 and "--quick" in result.output
@@ -285,6 +308,7 @@ def test_the_command_line_explains_what_it_lacks() -> None:
     ("given", "out", "weights"),
     [
         ((), "runs/reference/quick", "runs/reference/quick/weights"),
+        (("--hybrid",), "runs/reference/quick", "runs/reference/quick/weights"),
         (("--out", "a"), "a", "a/weights"),
         (("--out", "a", "--weights", "b"), "a", "b"),
     ],

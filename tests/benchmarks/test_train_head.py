@@ -37,13 +37,7 @@ def test_a_head_is_trained_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     for minutes in (0.05, 0.1):
         run(
             HeadOptions(
-                model="bundled-draft",
-                texts=texts,
-                out=out,
-                minutes=minutes,
-                threads=1,
-                draft_vocab=256,
-                length=64,
+                model="bundled-draft", texts=texts, out=out, minutes=minutes, threads=1, draft_vocab=256, length=64
             )
         )
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
