@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 from benchmarks.capacity.devices import DEVICES, Machine, fit, kv_bytes, least_seconds
-from benchmarks.capacity.predicted import add_predicted
+from benchmarks.capacity.gpu_cost import add_predicted
 from benchmarks.capacity.shapes import SHAPES, ModelShape
 from benchmarks.reporting.common_options import Listed, ListOptions, list_option, numbers_of
 from benchmarks.reporting.study_report import Report, deliver, listing

@@ -22,7 +22,7 @@ from statistics import median
 from typing import Annotated, Any
 
 from benchmarks.capacity.capacity import COLUMNS
-from benchmarks.capacity.predicted import predicted_table, share_plot
+from benchmarks.capacity.gpu_cost import predicted_table, share_plot
 from benchmarks.long_context.long_bench import PLAIN
 from benchmarks.reporting import plots
 from benchmarks.reporting.common_options import ListOptions, list_option, names_of

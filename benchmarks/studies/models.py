@@ -30,19 +30,10 @@ REASON = re.compile(r"refused\[(.*?)\]")
 TESTS = Path(__file__).parents[2] / "tests"
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "models.md"
 COLUMNS = {
-    "type": "family",
-    "shapes": "shapes tried beside the plain one",
-    "path": "CPU",
-    "gpu": "GPU",
-    "float32": "float32",
-    "bfloat16": "bfloat16",
-    "trie": "trie",
-    "draft model": "draft model",
-    "store": "KV store",
-    "offload": "offloading",
-    "own": "its own drafter",
-    "also": "tests",
-}
+    "type": "family", "shapes": "shapes tried beside the plain one", "path": "CPU", "gpu": "GPU", "float32": "float32",
+    "bfloat16": "bfloat16", "trie": "trie", "draft model": "draft model", "store": "KV store", "offload": "offloading",
+    "own": "its own drafter", "also": "tests",
+}  # fmt: skip
 TRIALS = ("float32", "bfloat16", "trie", "draft model", "store", "offload")
 PATHS = ("program", "recurrent", "hooks", "refused")
 """Where models of one shape take different paths, as their sizes differ, the first of these is shown."""

@@ -166,7 +166,7 @@ class TrainOptions(DebugOptions):
     ] = None
     weights: Annotated[
         Path | None,
-        typer.Option(help="Where models are exported to; default the package, if quick or hybrid weights in --out."),
+        typer.Option(help="Where models go; default the package, if quick or hybrid weights in --out."),
     ] = None
     minutes: Annotated[float, typer.Option(help="Minutes for the target, of all threads.")] = 60.0
     draft_minutes: Annotated[float, typer.Option(help="Minutes for the draft.")] = 12.0

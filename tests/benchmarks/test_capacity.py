@@ -27,9 +27,10 @@ from benchmarks.capacity.gpu_cost import (
     chain_seconds,
     expected_tokens,
     pass_milliseconds,
+    plain_rows,
+    predicted_table,
     speed_up,
 )
-from benchmarks.capacity.predicted import plain_rows, predicted_table
 from benchmarks.capacity.shapes import ModelShape
 from benchmarks.reporting.update_pages import scaling_tables
 
