@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from forerun.cli.commands import command
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "tasks": ("tasks.tasks_command:TaskOptions", "Forerun beside transformers and other engines, on six tasks or own prompts."),
+    "tasks": ("tasks.tasks_command:TaskOptions", "Forerun beside transformers and other engines, on six tasks."),
     "edit": ("studies.edit_picture:EditOptions", "The speed of one code edit over its answer, as a picture."),
     "peers": ("peers.peers_command:PeersOptions", "Plain decoding and prompts beside llama.cpp and OpenVINO, in every GGUF format."),
     "specbench": ("studies.specbench:SpecBenchOptions", "Spec-Bench: tokens per step and speed-up by category."),
