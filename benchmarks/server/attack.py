@@ -37,6 +37,7 @@ from forerun.bench.disturbance import LoadMeter
 from forerun.bench.machine import Row, plain_values
 from forerun.cli.commands import FAILED
 from forerun.cli.options import Out, OutputOptions, option
+from forerun.cli.terminal import say
 
 Json = dict[str, Any]
 QUIET_KEY, ATTACKING_KEY = "key-of-the-quiet", "key-of-the-attacker"
@@ -150,6 +151,7 @@ def run(options: AttackOptions) -> None:
     faults = fill(report := Report("Two tenants, of whom one attacks", plain_values(options)), rows, attacked)
     deliver(report, options.out, "attack", options.json)
     if faults:
+        say("\n".join(faults))
         raise typer.Exit(FAILED)
 
 
@@ -167,10 +169,11 @@ def fill(report: Report, rows: Sequence[Row], attacked: Mapping[str, Mapping[str
         row | {name: None if row.get(name) is None else round(1000 * row[name], 1) for name in IN_SECONDS}
         for row in rows
     ]
-    ratios = ("-" if each is None else f"{each:.2f}" for each in (ratio, floor))
-    said = "p99 beside the attacks / alone: {}; beside a process that computes / alone: {}.\n".format(*ratios)
-    faulty = f"Faults: {'; '.join(faults) or 'none'}.\n"
-    report.add("phases", "What the other tenant notices", rows, listing(shown, COLUMNS), said, faulty)
+    report.add("phases", "What the other tenant notices", rows, listing(shown, COLUMNS))
+    verdict = {"ratio": ratio, "floor": floor, "faults": faults}
+    heads = {"ratio": "p99 beside the attacks / alone", "floor": "beside a process that computes / alone"}
+    named = verdict | {"faults": "; ".join(faults) or "none"}
+    report.add("verdict", "Verdict", [verdict], listing([named], heads | {"faults": "faults"}))
     answers = [{"attack": name, "answers": dict(counted)} for name, counted in attacked.items()]
     report.add(
         "attacks", "Answers to the attacks", answers, listing(answers, {"attack": "attack", "answers": "answers"})

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 import forerun
 from benchmarks.reporting.study_report import listing
@@ -35,13 +37,11 @@ STEPS = {
 
 @dataclass(frozen=True)
 class TraceOptions(DebugOptions):
-    """How much Python a step runs, on the bundled model.
+    """How much Python a step runs, on the bundled model."""
 
-    Attributes:
-        tokens: new tokens of the traced answer.
-    """
-
-    tokens: int = 40
+    tokens: Annotated[
+        int, typer.Option(help="New tokens of the traced answer; several steps of each kind.", min=24)
+    ] = 40
 
 
 @dataclass
