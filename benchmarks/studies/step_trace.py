@@ -39,9 +39,7 @@ STEPS = {
 class TraceOptions(DebugOptions):
     """How much Python a step runs, on the bundled model."""
 
-    tokens: Annotated[
-        int, typer.Option(help="New tokens of the traced answer; several steps of each kind.", min=24)
-    ] = 40
+    tokens: Annotated[int, typer.Option(help="New tokens of the traced answer.", min=24)] = 40
 
 
 @dataclass
