@@ -16,20 +16,17 @@ from typer.core import TyperGroup
 from forerun.cli.commands import command
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "tasks": ("tasks.tasks_command:TaskOptions", "Forerun beside transformers and other engines, on six tasks or own prompts."),
+    "tasks": ("tasks.tasks_command:TaskOptions", "Forerun beside transformers and other engines, on six tasks."),
     "edit": ("studies.edit_picture:EditOptions", "The speed of one code edit over its answer, as a picture."),
     "peers": ("peers.peers_command:PeersOptions", "Plain decoding and prompts beside llama.cpp and OpenVINO, in every GGUF format."),
     "specbench": ("studies.specbench:SpecBenchOptions", "Spec-Bench: tokens per step and speed-up by category."),
     "papers lookahead": ("papers.lookahead:LookaheadOptions", "The Lookahead paper's forms of a draft beside Forerun's."),
     "papers triforce": ("papers.triforce:TriforceOptions", "TriForce's tables: decoding after long prompts."),
     "server load": ("server.load_command:ServingOptions", "Servers under load, with and without drafts."),
-    "server fuzz": ("server.fuzz:FuzzOptions", "Malformed requests, from many clients."),
-    "server kill": ("server.kill:KillOptions", "A server that is killed while it works and saves."),
     "server attack": ("server.attack:AttackOptions", "Two tenants, of whom one attacks."),
-    "server soak": ("server.soak:SoakOptions", "Mixed requests for minutes: is anything held for good?"),
     "server agents": ("server.agents:AgentOptions", "How soon an agent's turns begin, beside llama-server."),
     "capacity": ("capacity.capacity:CapacityOptions", "What a model takes on given devices, and the tables of docs/scaling.md."),
-    "models": ("model_table.models:ModelsOptions", "What each family of models does, and what is refused: docs/results/models.md."),
+    "models": ("studies.models:ModelsOptions", "What each family of models does, and what is refused: docs/results/models.md."),
     "passes": ("studies.passes:PassesOptions", "What passes of 1 to 64 tokens cost, beside the memory's bandwidth."),
     "heads": ("studies.head_costs:HeadsOptions", "What a trained head costs, in plain passes of its target."),
     "activations": ("studies.activations:ActivationsOptions", "What activations of eight bits change of a GGUF model's distributions."),
@@ -51,7 +48,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 """Where each command's options are, and what it measures."""
 GROUPS = {
     "papers": "The Lookahead and TriForce papers.",
-    "server": "Servers under load, fuzzed, killed and soaked.",
+    "server": "Servers under load, attacked, and with an agent's turns.",
 }
 
 

@@ -102,7 +102,6 @@ def _download(scratch: Path) -> Path:
 
 
 def main() -> None:
-    """Make the folder and say where it is."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.real_model", description=f"Make a folder with {NAME}.")
     parser.add_argument("--out", type=Path, default=Path("runs/real"), help="where the folder goes (runs/real)")
     try:

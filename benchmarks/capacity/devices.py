@@ -94,7 +94,6 @@ class Fit:
 
 
 def kv_bytes(shape: ModelShape, context: int, rows: int = 1) -> float:
-    """Return the bytes of the keys and values of so many rows."""
     return shape.token_kv_bytes * context * rows
 
 

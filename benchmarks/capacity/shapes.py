@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import LlamaConfig
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+POSITIONS = 1 << 20
+"""Of random models."""
 SHAPES = {
     "llama-2-7b": (32, 4096, 11008, 32, 32, 32000),
     "llama-2-13b": (40, 5120, 13824, 40, 40, 32000),
@@ -18,8 +21,18 @@ SHAPES = {
     "llama-3-8b": (32, 4096, 14336, 32, 8, 128256),
     "llama-3-70b": (80, 8192, 28672, 64, 8, 128256),
     "llama-68m": (2, 768, 3072, 12, 12, 32000),
+    "smollm2-135m": (30, 576, 1536, 9, 3, 49152, None, True),
+    "qwen2.5-0.5b": (24, 896, 4864, 14, 2, 151_936, 64, True),
+    "qwen2.5-1.5b": (28, 1536, 8960, 12, 2, 151_936, 128, True),
+    "qwen3-0.6b": (28, 1024, 3072, 16, 8, 151_936, 128, True),
+    "qwen3.5-0.8b": (24, 1024, 3584, 8, 2, 248_320, 256, True),
+    "qwen3.5-4b": (32, 2560, 9216, 16, 4, 248_320, 256, True),
+    "qwen3.5-9b": (32, 4096, 12288, 16, 4, 248_320, 256),
+    "gemma-4-e2b": (35, 1536, 6144, 8, 1, 262_144, 256, True),
 }
-"""Layers, hidden size, intermediate size, heads, KV heads, vocabulary."""
+"""Layers, hidden size, intermediate size, heads, KV heads, vocabulary; head size if not hidden / heads; tied tables.
+Qwen 3.5's are read as if all layers had attention; Qwens and Gemma without biases and norms of heads, Gemma without
+inputs of its own for each layer and with one width of all networks."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +104,10 @@ class ModelShape:
 
     @property
     def weights(self) -> int:
-        """All weights."""
         return self.read_weights + (0 if self.tied else self.table)
 
     @property
     def stored_bytes(self) -> float:
-        """Bytes of all weights."""
         return self.weights * self.weight_bytes
 
     @property
@@ -114,6 +125,14 @@ class ModelShape:
         sizes = {
             "num_hidden_layers": self.layers, "hidden_size": self.hidden, "intermediate_size": self.intermediate,
             "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim,
-            "vocab_size": self.vocabulary,
+            "vocab_size": self.vocabulary, "tie_word_embeddings": self.tied, "max_position_embeddings": POSITIONS,
         }  # fmt: skip
         return LlamaConfig(**sizes | more)
+
+
+def random_model(shape: ModelShape, dtype: torch.dtype, device: str = "cpu", **config: Any) -> PreTrainedModel:
+    """Return a decoder of this shape with seeded random weights, and further entries of its configuration."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(shape.config(**config), dtype=dtype)
+    return model.eval()

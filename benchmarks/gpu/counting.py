@@ -33,7 +33,6 @@ class LaunchCounter(TorchDispatchMode):
         self.kernels, self.copies, self._stack = Counter[str](), 0, ExitStack()
 
     def clear(self) -> None:
-        """Begin anew."""
         self.kernels.clear()
         self.copies = 0
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.capacity.shapes import ModelShape
-from benchmarks.papers.simulated_acceptance import random_model, random_prompt
+from benchmarks.capacity.shapes import ModelShape, random_model
+from benchmarks.papers.simulated_acceptance import random_prompt
 from benchmarks.studies.passes import BufferReader
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
@@ -22,8 +22,7 @@ from forerun.models.forward.scorer import Scorer
 
 READ_BYTES = 1 << 31
 """Bytes that are read to measure a GPU's bandwidth."""
-SMOLLM2 = ModelShape(30, 576, 1536, 9, 3, 49152)
-"""SmolLM2-135M's sizes; its output head is a matrix of its own here."""
+SMOLLM2 = replace(ModelShape.parse("smollm2-135m"), tied=False)
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,6 @@ class GpuBench:
         return median(times)
 
     def wait(self) -> None:
-        """Wait for the device."""
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 

@@ -8,17 +8,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
 
-from benchmarks.gpu.goals import reached
 from benchmarks.gpu.part_process import rows_file
-from benchmarks.reporting.common_options import list_option, names
+from benchmarks.reporting.common_options import ListOptions, list_option, names_of
 from benchmarks.reporting.json_lines import json_lines
 from forerun.bench.machine import Row
 from forerun.cli.options import DebugOptions, Out, option
@@ -33,22 +33,21 @@ DRY_RUN_SECONDS = 600
 
 
 @dataclass(frozen=True)
-class GpuOptions(DebugOptions):
+class GpuOptions(ListOptions, DebugOptions):
     """Measure Forerun on this machine's GPU, in seven parts and at most 345 seconds; nothing is downloaded.
 
     Each part has a process of its own, which is ended when its time is over; rows measured until then count. As a part
     ends, a line of JSON with its rows and its goals goes to stdout and to gpu.jsonl in --out.
     """
 
-    parts: Annotated[str, list_option("--parts", "Output", f"Of {', '.join(PART_SECONDS)}.")] = ",".join(PART_SECONDS)
+    parts: Annotated[str, list_option("Output", f"Of {', '.join(PART_SECONDS)}.")] = ",".join(PART_SECONDS)
     dry_run: Annotated[
         bool, option("--dry-run", panel="Output", help="Run each part's code on the CPU, over tiny models in Triton's "
                      "interpreter; its times mean nothing."),
     ] = False  # fmt: skip
     out: Out = Path("runs/gpu")
 
-    def __post_init__(self) -> None:
-        names("--parts", self.parts, PART_SECONDS)
+    names = names_of("parts", PART_SECONDS)
 
 
 def run(options: GpuOptions) -> None:
@@ -66,7 +65,7 @@ def run(options: GpuOptions) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     failed = []
     with (options.out / "gpu.jsonl").open("w", encoding="utf-8") as lines:
-        for name in (each for each in PART_SECONDS if each in names("--parts", options.parts, PART_SECONDS)):
+        for name in (each for each in PART_SECONDS if each in options.names):
             found = {"card": card} | part(name, options)
             lines.write(json.dumps(found) + "\n")
             lines.flush()
@@ -110,3 +109,67 @@ def _run_child(name: str, options: GpuOptions, limit: float) -> int | None:
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
+
+
+class Goal(NamedTuple):
+    """A goal of one part.
+
+    Attributes:
+        part: whose rows have the figure.
+        what: the figure, in words.
+        wanted: at least, or at most so much.
+        most: whether it is a bound from above.
+        worst: whether the worst of the rows counts, or the best.
+        value: a row's figure; None if it has none.
+    """
+
+    part: str
+    what: str
+    wanted: float
+    most: bool
+    worst: bool
+    value: Callable[[Row], float | None]
+
+
+def _share(context: int) -> Callable[[Row], float | None]:
+    return lambda row: row.get("share_of_bandwidth") if row["context"] == context else None
+
+
+def _speed_up(rate: float | None = None) -> Callable[[Row], float | None]:
+    return lambda row: row.get("speed_up") if row["contestant"] != "none" and row.get("rate") == rate else None
+
+
+def _differs(row: Row) -> float | None:
+    return None if "same_bits" not in row else float(not row["same_bits"])
+
+
+GOALS = (
+    Goal("bits", "differences", 0, True, True, _differs),
+    Goal("kernels", "share of the bandwidth at 2,048 tokens", 0.75, False, True, _share(2048)),
+    Goal("kernels", "share of the bandwidth at 122,000 tokens", 0.85, False, True, _share(122_000)),
+    Goal("auto", "speed of auto by none's", 0.97, False, True,
+         lambda row: row["of_none"] if row["drafter"] == "auto" else None),
+    Goal("auto", "milliseconds a token of none", 1.2, True, True,
+         lambda row: row["milliseconds"] if row["drafter"] == "none" else None),
+    Goal("auto", "recordings after load", 0, True, True, lambda row: row["recorded_late"]),
+    Goal("triforce", "speed-up at an acceptance of 0.9", 2.31, False, False, _speed_up(0.9)),
+    Goal("offload", "speed-up at an acceptance of 0.9", 7.78, False, False, _speed_up()),
+)  # fmt: skip
+
+
+def reached(part: str, rows: Iterable[Row]) -> list[Row]:
+    """The goals of a part of which something was measured, each beside its figure."""
+    rows = list(rows)
+    found = []
+    for goal in (each for each in GOALS if each.part == part):
+        values = [value for row in rows if (value := goal.value(row)) is not None]
+        if values:
+            figure = _figure(goal, values)
+            met = figure <= goal.wanted if goal.most else figure >= goal.wanted
+            bound = "at most" if goal.most else "at least"
+            found.append({"goal": goal.what, "wanted": f"{bound} {goal.wanted:g}", "reached": figure, "met": met})
+    return found
+
+
+def _figure(goal: Goal, values: Sequence[float]) -> float:
+    return max(values) if goal.most == goal.worst else min(values)

@@ -12,10 +12,9 @@ from typing import Annotated
 import numpy as np
 import torch
 
-from benchmarks.capacity.shapes import ModelShape
+from benchmarks.capacity.shapes import ModelShape, random_model
 from benchmarks.gpu.counting import LaunchCounter
 from benchmarks.gpu.interpreter import host_code
-from benchmarks.papers.simulated_acceptance import random_model
 from benchmarks.reporting.study_report import Report, deliver, listing
 from forerun.bench.machine import Row
 from forerun.cli.options import Out, OutputOptions, Rounds, option
@@ -49,7 +48,6 @@ class HostTimeOptions(OutputOptions):
 
 
 def run(options: HostTimeOptions) -> None:
-    """Measure, print the table, and write JSON and Markdown."""
     report = Report("The host's part of a step on a GPU", {"layers": options.layers, "tokens": options.tokens})
     with host_code():
         found = list(host_rows(options))
@@ -103,5 +101,4 @@ def _timed(commits: Iterator[Commit], begin: Callable[[], None]) -> float:
 
 
 def _steps_of(requests: Sequence[Request]) -> int:
-    """Steps after the first."""
     return max(1, *(request.stats.steps - 1 for request in requests))

@@ -17,7 +17,6 @@ class RunAgain:
     """Stands in for ``cuda_graphs.Recorder``: a replay overwrites the recording's result with that of another run."""
 
     def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """See ``Recorder.record``."""
         result = work()
         return lambda: _overwrite(result, work()), result
 
@@ -26,7 +25,6 @@ class Idle:
     """Stands in for ``cuda_graphs.Recorder``: a replay does nothing, as the host's share of one."""
 
     def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """See ``Recorder.record``."""
         result = work()
         return lambda: None, result
 
@@ -54,7 +52,6 @@ def host_code() -> Iterator[None]:
 
 
 def _overwrite(to: Any, source: Any) -> None:
-    """Copy all tensors of a result."""
     if isinstance(to, torch.Tensor):
         to.copy_(source)
     elif isinstance(to, dict):

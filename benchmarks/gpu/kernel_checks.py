@@ -87,7 +87,6 @@ def _path_to(node: int) -> list[int]:
 
 
 def _state_inputs(shape: GatedShape) -> list[torch.Tensor]:
-    """Rows, queries and a state."""
     rows = _random(len(RECURRENT_TREE), shape.row_width)
     gates = shape.key_heads * shape.dim + shape.heads * shape.out_dim
     rows[:, gates : gates + shape.heads * shape.gates].abs_().neg_()  # logarithms of decays

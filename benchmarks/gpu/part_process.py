@@ -33,7 +33,6 @@ walk the code of those parts as well."""
 
 
 def rows_file(out: Path, name: str) -> Path:
-    """Where a part's rows go."""
     return out / f"{name}.jsonl"
 
 
@@ -55,7 +54,6 @@ def _device_code(name: str, bench: GpuBench) -> AbstractContextManager[None]:
 
 
 def main() -> None:
-    """Measure the part that the command line names."""
     name, out, dry_run = sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "dry-run"
     try:
         measure(name, GpuBench.smallest() if dry_run else GpuBench.of_card(), out)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from torch.profiler import ProfilerActivity
 
 from benchmarks.capacity.shapes import ModelShape
 from benchmarks.gpu import kernel_checks
 from benchmarks.gpu.gpu_bench import GpuBench, block_of
-from benchmarks.gpu.kernel_times import kernel_events, kernel_rows
 from forerun.bench.machine import Row
 from forerun.models.forward.gpu_scorer import GpuScorer
 
@@ -145,7 +147,6 @@ def choices(bench: GpuBench) -> Iterator[Row]:
 
 
 def _attention(bench: GpuBench, shape: ModelShape, context: int, tokens: int) -> Callable[[], Any]:
-    """Attention of one layer."""
     text = torch.zeros(2, shape.kv_heads, context + tokens, shape.head_dim, dtype=bench.dtype, device=bench.device)
     q = torch.zeros(1, shape.heads, tokens, shape.head_dim, dtype=bench.dtype, device=bench.device)
     return kernel_checks.attention_call(q, *text, context)
@@ -179,3 +180,42 @@ def _products(bench: GpuBench, shape: ModelShape) -> Iterator[Row]:
                 "choice": "product", "matrix": name, "who": who, "microseconds": 1e6 * seconds,
                 "share_of_bandwidth": weights[0].nbytes / seconds / bench.bandwidth, "same_bits": same and all(moved),
             }  # fmt: skip
+
+
+class KernelEvent(NamedTuple):
+    """A kernel's name, and when it ran, in microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+def kernel_events(work: Callable[[], Any], device: torch.device) -> list[KernelEvent]:
+    """What one call runs on the device, in order; on a CPU the operations that torch calls."""
+    on_gpu = device.type == "cuda"
+    kind = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as found:
+        work()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+    events = [
+        KernelEvent(event.name, event.time_range.start, event.time_range.end)
+        for event in found.events()
+        if event.device_type == kind
+    ]
+    return sorted(events, key=lambda event: event.start)
+
+
+def kernel_rows(events: Sequence[KernelEvent]) -> list[Row]:
+    """Of each kernel how often it ran, its mean time, and the mean gap before it; in the order of their whole time."""
+    times, gaps = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+    for event in events:
+        times[event.name].append(event.end - event.start)
+    for before, after in pairwise(events):
+        gaps[after.name].append(max(0.0, after.start - before.end))
+    rows = [
+        {"kernel": name[:48], "calls": len(each), "microseconds": sum(each) / len(each),
+         "gap": sum(gaps[name]) / max(1, len(gaps[name]))}
+        for name, each in times.items()
+    ]  # fmt: skip
+    return sorted(rows, key=lambda row: -row["calls"] * row["microseconds"])

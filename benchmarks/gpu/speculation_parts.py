@@ -10,6 +10,7 @@ from statistics import median
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from benchmarks.gpu.gpu_bench import GpuBench, block_of
 from benchmarks.long_context.long_bench import LongBench, LongSeries, Prefilled, RequestMaker, Traffic, summarise
@@ -83,13 +84,17 @@ def triforce(bench: GpuBench) -> Iterator[Row]:
     prompt.rewind()
     long = LongBench(engine, 1)
     for gamma in bench.gammas:
-        settings = LongContextConfig(
-            small, gamma1=2, gamma2=gamma, paced=False, cache_budget=bench.budget, chunk=min(CHUNK, bench.budget // 2),
-            sparse="retrieval",
-        )  # fmt: skip
+        settings = _settings(bench, small, gamma)
         for acceptance in bench.rates:
             make = simulated(acceptance, SMALL_ACCEPTANCE, bench.new_tokens, vocabulary)
             yield from _drafted(long, prompt, settings, make, {"gamma": gamma, "rate": acceptance})
+
+
+def _settings(bench: GpuBench, small: PreTrainedModel, gamma: int) -> LongContextConfig:
+    return LongContextConfig(
+        small, gamma1=2, gamma2=gamma, paced=False, cache_budget=bench.budget, chunk=min(CHUNK, bench.budget // 2),
+        sparse="retrieval",
+    )  # fmt: skip
 
 
 @torch.inference_mode()
@@ -150,15 +155,9 @@ def offload(bench: GpuBench) -> Iterator[Row]:
     began = time.perf_counter()
     cache = engine.tiers.cache(context + room)
     prompt = random_prompt(engine.target, context, room, vocabulary, cache=cache)
-    yield {
-        "contestant": "making the cache",
-        "seconds": time.perf_counter() - began,
-        "exactness": engine.exactness.level,
-    }
-    settings = LongContextConfig(
-        small, gamma1=2, gamma2=gamma, paced=False, cache_budget=bench.budget, chunk=min(CHUNK, bench.budget // 2),
-        sparse="retrieval",
-    )  # fmt: skip
+    seconds = time.perf_counter() - began
+    yield {"contestant": "making the cache", "seconds": seconds, "exactness": engine.exactness.level}
+    settings = _settings(bench, small, gamma)
     traffic = Traffic(
         engine.tiers.copy_engine, simulated(OFFLOADED_RATE, SMALL_ACCEPTANCE, bench.new_tokens, vocabulary)
     )

@@ -42,13 +42,11 @@ RequestMaker = Callable[[Engine, Tokens, str], Request]
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt that was prefilled.
+    """A prompt whose first tokens are in ``cache``, perhaps with others after them.
 
     Attributes:
-        tokens: the prompt.
-        cache: holds the prompt's first tokens, and perhaps others after them.
+        read: pairs of tokens and seconds of prefill, ascending; empty if the cache was filled otherwise.
         keep: how many of the prompt's tokens are taken from the cache; None for all but the last.
-        read: pairs of tokens read and seconds passed, ascending; empty if nothing was really read.
         queries: of the last prefill pass, by layer. A sparse cache chooses by them before the first token.
     """
 
@@ -58,23 +56,17 @@ class Prefilled:
     keep: int | None = None
     queries: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
-    def cut(self, length: int) -> Prefilled:
-        """Return its first ``length`` tokens, in the same cache."""
-        return Prefilled(self.tokens[:length], self.cache, self.read)
-
     def rewind(self) -> None:
-        """Cut the cache back to the prompt."""
         self.cache.truncate(self.held)
         self.cache.queries = dict(self.queries)
 
     @property
     def held(self) -> int:
-        """How many of the prompt's tokens are taken from the cache."""
         return len(self.tokens) - 1 if self.keep is None else self.keep
 
     @property
     def seconds(self) -> float | None:
-        """Time of reading; None if the prompt was not really read."""
+        """Time of prefill; None if there was none."""
         if not self.read:
             return None
         done, seconds = zip((0, 0.0), *self.read, strict=True)
@@ -113,7 +105,7 @@ def shortened(engine: Engine, prompt: Prefilled, length: int) -> Prefilled:
     """Return the first ``length`` tokens of a prompt; prefill the last of them again, for their queries."""
     if length == len(prompt.tokens):
         return prompt
-    cut = prompt.cut(length)
+    cut = Prefilled(prompt.tokens[:length], prompt.cache, prompt.read)
     cut.cache.truncate(max(0, cut.held - engine.prefill_block))
     read_prompt(engine.target, cut.cache, np.array(cut.tokens[: cut.held]), engine.prefill_block)
     return replace(cut, queries=cut.cache.queries)
@@ -124,11 +116,9 @@ class LongRun:
     """One continuation of a row or a batch of rows.
 
     Attributes:
-        texts: generated tokens of each row.
-        first_seconds: from the prefill to the first token: the last prompt token's pass, and the drafter's reading.
+        first_seconds: from the prefill to the first token: the last prompt token's pass, and the drafter's prefill.
         decode_seconds: from the first token to the end.
         decoded: tokens of all rows after the first step.
-        stats: of each row.
     """
 
     texts: list[Tokens]
@@ -139,7 +129,6 @@ class LongRun:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoding speed over all rows."""
         return self.decoded / self.decode_seconds
 
 
@@ -180,17 +169,14 @@ class LongSeries:
 
     @property
     def stats(self) -> list[Stats]:
-        """Statistics of all requests."""
         return [stats for rounds in self.runs for run in rounds for stats in run.stats]
 
     @property
     def texts(self) -> list[Tokens]:
-        """Generated tokens of all requests."""
         return [text for rounds in self.runs for run in rounds for text in run.texts]
 
 
 def combine(parts: Sequence[Sequence[LongSeries]]) -> list[LongSeries]:
-    """Join each contestant's series over different prompts."""
     return [
         LongSeries(
             same[0].contestant,
@@ -271,7 +257,6 @@ def sampled(temperature: float, new_tokens: int) -> RequestMaker:
 
 
 def described(run: LongRun) -> str:
-    """Return a one-line summary of a run."""
     accepted = acceptance(run.stats)
     share = "" if accepted is None else f", {accepted:.3f} of tested drafts accepted"
     return f"{run.decoded} tokens in {run.decode_seconds:.2f} s, {run.tokens_per_second:.1f} a second{share}"
@@ -321,7 +306,6 @@ class Traffic:
         self._begun: list[tuple[str, int]] = []
 
     def __call__(self, engine: Engine, tokens: Tokens, contestant: str) -> Request:
-        """Make a request as its run begins."""
         self._begun.append((contestant, self._copy_engine.fetched))
         return self._make(engine, tokens, contestant)
 

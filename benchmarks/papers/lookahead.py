@@ -14,7 +14,7 @@ from typing import Annotated, TypeVar, get_args
 
 from benchmarks.papers.lookahead_trie import Form, LookaheadTrieConfig, LookaheadTrieSource
 from benchmarks.reporting import plots
-from benchmarks.reporting.common_options import SourceOptions, list_option
+from benchmarks.reporting.common_options import ListOptions, SourceOptions, list_option, names_of
 from benchmarks.reporting.study_report import Delivery, Report
 from benchmarks.tasks.task_bench import TaskBench, WrongSource
 from benchmarks.tasks.task_prompts import Counts
@@ -88,7 +88,6 @@ def warmed(source: T, texts: Sequence[Tokens]) -> T:
 
 
 def plain() -> Method:
-    """Return a method without drafts."""
     return Method(lambda setup: setup.over(Planner()))
 
 
@@ -127,13 +126,13 @@ def methods(lengths: Lengths, answers: Sequence[Tokens]) -> dict[str, Method]:
 
 
 @dataclass(frozen=True)
-class LookaheadOptions(OutputOptions, SourceOptions, ModelOptions):
+class LookaheadOptions(ListOptions, OutputOptions, SourceOptions, ModelOptions):
     """The Lookahead paper's table 2: every form of a draft on every task, with warm tries.
 
     Greedy; contestants take turns in one process; medians count. Writes JSON, Markdown and a plot after each task.
     """
 
-    tasks: Annotated[str | None, list_option("--tasks", "Text", "Those of tasks; default: all.")] = None
+    tasks: Annotated[str | None, list_option("Text", "Those of tasks; default: all.")] = None
     prompts: Annotated[int, option("--prompts", panel="Text", help="Per task.", min=1)] = 4
     warm_prompts: Annotated[int, option("--warm-prompts", panel="Text", help="Answered before, per task.", min=0)] = 20
     rounds: Rounds = 3
@@ -146,14 +145,14 @@ class LookaheadOptions(OutputOptions, SourceOptions, ModelOptions):
     ] = Lengths.branch
     out: Out = Path("runs/lookahead")
 
+    names = names_of("tasks")
+
 
 def run(options: LookaheadOptions) -> None:
-    """Measure, print the table, and write JSON, Markdown and a plot."""
     plots.check()
     model, tokenizer = load_target(options)
-    names = None if options.tasks is None else [name.strip() for name in options.tasks.split(",")]
     counts = Counts(options.prompts, options.warm_prompts, options.max_new_tokens)
-    jobs, _ = jobs_for(names, options, TemplateEncoder(tokenizer, options.raw), counts, position_limit(model))
+    jobs, _ = jobs_for(options.names, options, TemplateEncoder(tokenizer, options.raw), counts, position_limit(model))
     settings = plain_values(options) | {"dtype": dtype_name(model)}
     report = Report("The Lookahead paper's methods", settings)
     delivery = Delivery(report, options.out, "lookahead", options.json)
@@ -172,7 +171,6 @@ def run(options: LookaheadOptions) -> None:
 
 
 def add_methods(report: Report, rows: Sequence[Row]) -> None:
-    """Add the tables and the plot of all tasks so far."""
     steps = pivot(rows, "contestant", "task", lambda row: shown(row["tokens_per_step"]))
     heading = "Table 2: methods, as speed-up over transformers; tokens per step by task; equal texts"
     report.add("methods", heading, rows, speed_table(rows), steps, equality_table(rows))

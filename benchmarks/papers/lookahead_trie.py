@@ -67,7 +67,6 @@ class NGrams:
                 self.followers[tuple(text[place - order : place])][text[place]] += 1
 
     def after(self, context: tuple[int, ...]) -> Counter[int]:
-        """Return the followers of a context."""
         return self.followers.get(context, Counter())
 
 
@@ -89,7 +88,6 @@ class _Branches:
     weights: list[float] = field(default_factory=list)
 
     def path(self, node: int) -> list[int]:
-        """Return the nodes from the root to a node."""
         path: list[int] = []
         while node != ROOT:
             path.append(node)
@@ -97,7 +95,6 @@ class _Branches:
         return path[::-1]
 
     def child(self, parent: int, token: int) -> int:
-        """Return the child of a node with a token, or ``ROOT``."""
         same = (n for n, above in enumerate(self.parents) if above == parent and self.tokens[n] == token)
         return next(same, ROOT)
 

@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.capacity.shapes import ModelShape
 from benchmarks.long_context.long_bench import Prefilled, RequestMaker, Tokens
 from forerun.core.block import Block
 from forerun.core.pinned import brought
@@ -24,18 +22,8 @@ from forerun.engine.engine import Engine
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.scorer import Scorer
 
-POSITIONS = 1 << 20
 READ = 4096
 """Tokens whose keys and values are made at once."""
-
-
-def random_model(shape: ModelShape, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
-    """Return a decoder of this shape with random weights."""
-    torch.manual_seed(0)
-    config = shape.config(max_position_embeddings=POSITIONS)
-    with torch.device(device):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return model.eval()
 
 
 @torch.inference_mode()

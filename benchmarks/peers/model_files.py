@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks.capacity.shapes import ModelShape, random_model
 from benchmarks.peers import weights
 from benchmarks.peers.llamacpp_python import MIXED, PURE
 from benchmarks.peers.process import Peer
@@ -20,14 +21,9 @@ UNQUANTISED = "bfloat16"
 FORMATS = (UNQUANTISED, *PURE, *MIXED)
 POSITIONS = 32_768
 """Of random models."""
-SHAPES = {
-    "qwen2.5-0.5b": (24, 896, 4864, 14, 2, 64, 151_936),
-    "qwen3-0.6b": (28, 1024, 3072, 16, 8, 128, 151_936),
-    "qwen2.5-1.5b": (28, 1536, 8960, 12, 2, 128, 151_936),
-}
-"""Layers, hidden size, intermediate size, heads, KV heads, head size, vocabulary; without biases and norms of heads.
-Rows of the first are no multiple of 256, so that llama.cpp replaces K-quants by other formats, as in that model's
-files."""
+SHAPES = {name: ModelShape.parse(name) for name in ("qwen2.5-0.5b", "qwen3-0.6b", "qwen2.5-1.5b")}
+"""Of random models. Rows of the first are no multiple of 256, so that llama.cpp replaces K-quants by other formats, as
+in that model's files."""
 
 
 class ModelFiles:
@@ -70,24 +66,8 @@ class ModelFiles:
     def _made(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         if self._model not in SHAPES:
             return load(self._model, "bfloat16", device="cpu")
-        return random_model(self._model), load(BUNDLED)[1]
+        shape = SHAPES[self._model]
+        return random_model(shape, torch.bfloat16, max_position_embeddings=POSITIONS), load(BUNDLED)[1]
 
 
 QUANTISER = "benchmarks.peers.llamacpp_python"
-
-
-def random_model(shape: str) -> PreTrainedModel:
-    """Make a model of a shape in ``SHAPES``, in bfloat16, with seeded weights."""
-    layers, hidden, intermediate, heads, kv_heads, head, vocabulary = SHAPES[shape]
-    config = LlamaConfig(
-        num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, head_dim=head, vocab_size=vocabulary, max_position_embeddings=POSITIONS,
-        tie_word_embeddings=True, dtype=torch.bfloat16,
-    )  # fmt: skip
-    before = torch.get_default_dtype()
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        return LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(before)

@@ -44,7 +44,6 @@ class Engine:
         self.said = f"openvino-genai {metadata.version('openvino-genai')}, keys and values in {dtype}{drafts}"
 
     def generate(self, ids: list[int], new: int) -> dict[str, Any]:
-        """See ``Served``."""
         config = self._library.GenerationConfig()
         config.max_new_tokens, config.do_sample, config.apply_chat_template = new, False, False
         config.ignore_eos = not self._ends

@@ -47,7 +47,6 @@ class PeerSubject:
 
     @property
     def dtype(self) -> str:
-        """Name of the model's type."""
         return str(self.model.dtype).removeprefix("torch.")
 
 

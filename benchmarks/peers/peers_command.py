@@ -19,7 +19,7 @@ from benchmarks.peers.model_files import FORMATS, SHAPES, UNQUANTISED, ModelFile
 from benchmarks.peers.peer_libraries import LIBRARIES, PeerLibrary, PeerSubject
 from benchmarks.peers.process import Peer, PeerError, check_python
 from benchmarks.reporting import plots
-from benchmarks.reporting.common_options import BENCHMARKS, list_option, names, numbers
+from benchmarks.reporting.common_options import BENCHMARKS, ListOptions, list_option, names_of, numbers_of
 from benchmarks.reporting.plots import Frame
 from benchmarks.reporting.study_report import Delivery, Report
 from forerun.bench.contestants import Bench
@@ -38,7 +38,7 @@ FORERUN, LLAMA, OPENVINO = "forerun", "llama.cpp", "openvino"
 
 
 @dataclass(frozen=True)
-class PeersOptions(OutputOptions):
+class PeersOptions(ListOptions, OutputOptions):
     """Forerun without drafts beside llama.cpp and OpenVINO, which read the same weights, in turns.
 
     llama.cpp is that of llama-cpp-python; it writes a file per format and reads it, as Forerun does. OpenVINO has
@@ -50,8 +50,8 @@ class PeersOptions(OutputOptions):
         str,
         option("--model", "-m", panel="Model", help=f"A model's folder, or of random weights: {', '.join(SHAPES)}."),
     ] = "qwen3-0.6b"
-    formats: Annotated[str, list_option("--formats", "Model", f"Of {', '.join(FORMATS)}.")] = ",".join(FORMATS)
-    prompt_tokens: Annotated[str, list_option("--prompt-tokens", "Text", "Lengths of prompts.")] = "128"
+    formats: Annotated[str, list_option("Model", f"Of {', '.join(FORMATS)}.")] = ",".join(FORMATS)
+    prompt_tokens: Annotated[str, list_option("Text", "Lengths of prompts.")] = "128"
     max_new_tokens: Annotated[int, option("--max-new-tokens", "-n", panel="Text", help="Per prompt.", min=2)] = 48
     rounds: Rounds = 5
     peer_python: Annotated[
@@ -64,26 +64,25 @@ class PeersOptions(OutputOptions):
     out: Out = Path("runs/peers")
     resume: Resume = False
 
+    kinds, lengths = names_of("formats", FORMATS), numbers_of("prompt_tokens", int, 1)
+
     def __post_init__(self) -> None:
-        names("--formats", self.formats, FORMATS)
-        numbers("--prompt-tokens", self.prompt_tokens, int, 1)
+        super().__post_init__()
         check_python(self.peer_python)
 
     @property
     def python(self) -> str:
-        """The interpreter of the peers."""
         return str(self.peer_python or sys.executable)
 
     @property
     def positions(self) -> int:
-        """Length of the longest text."""
-        return max(numbers("--prompt-tokens", self.prompt_tokens, int, 1)) + self.max_new_tokens
+        return max(self.lengths) + self.max_new_tokens
 
 
 def run(options: PeersOptions) -> None:
     """Make the files, measure, print the tables, and write JSON, Markdown and plots after each format."""
     plots.check()
-    console, kinds = stderr(), names("--formats", options.formats, FORMATS)
+    console, kinds = stderr(), options.kinds
     files = ModelFiles(options.model, options.files, options.python, console.print)
     made = {kind: files.find(kind) for kind in kinds}
     if options.files_only:
@@ -130,12 +129,10 @@ def contestants(options: PeersOptions, kind: str, file: Path) -> Iterator[tuple[
 
 
 def plain(model: PreTrainedModel) -> Contestant:
-    """Forerun without drafts."""
     return Bench(model, ["none"]).forerun(lambda setup: build("none", setup))
 
 
 def openvino(subject: PeerSubject, folder: Path, python: str) -> Peer:
-    """OpenVINO's process; its files are kept in the folder."""
     kind: PeerLibrary = next(kind for kind in LIBRARIES if OPENVINO in kind.variants)
     if missing := kind.missing(python):
         raise PeerError(f"not installed ({missing})")
@@ -153,8 +150,7 @@ def measured(
     journal: Journal,
     progress: Callable[[int, int], None],
 ) -> Iterator[list[Row]]:
-    """The rows of each length of prompts."""
-    lengths = sorted(numbers("--prompt-tokens", options.prompt_tokens, int, 1))
+    lengths = sorted(options.lengths)
     for done, length in enumerate(lengths):
         progress(done, len(lengths))
         rows = [[prompt(length)]]

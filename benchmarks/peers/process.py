@@ -64,7 +64,6 @@ class Peer:
         self.close()
 
     def contestant(self) -> Contestant:
-        """The peer as a contestant, for one row at a time."""
         return Contestant(self.run, self.forget)
 
     def run(self, rows: Rows, max_new_tokens: int) -> Run:
@@ -79,7 +78,6 @@ class Peer:
         return Run([text], float(found["seconds"]), None, int(found["count"]), first=found["first"])
 
     def forget(self) -> None:
-        """Make it drop what it learned from earlier texts."""
         self.call("forget")
 
     def call(self, method: str, **given: Any) -> dict[str, Any]:
@@ -116,7 +114,6 @@ class Peer:
         return found
 
     def _last_words(self) -> str:
-        """The last output of the process."""
         self._log.seek(0)
         words = " ".join(self._log.read().split())[-TAIL:]
         return f"its process ended with status {self._process.wait()}: {words}"

@@ -1,22 +1,54 @@
-"""Options that several commands share."""
+"""Options that several commands share, among them lists with commas between."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
-from forerun.cli.options import Raw, option
+from forerun.cli.options import Raw, flag_of, option
 
-N = TypeVar("N", int, float)
+T = TypeVar("T")
 BENCHMARKS = Path(__file__).parents[1]
 """All benchmarks' sources, which a journal of one is about, too."""
 
 
-def list_option(flag: str, panel: str, help: str) -> object:  # noqa: A002
+def list_option(panel: str, help: str, *flags: str) -> Any:  # noqa: A002
     """Return an option that is a comma-separated list."""
-    return option(flag, panel=panel, help=f"{help} Commas between.", metavar="LIST")
+    return option(*flags, panel=panel, help=f"{help} Commas between.", metavar="LIST")
+
+
+class Listed(Generic[T]):
+    """The values of an option that is a comma-separated list; raises a ValueError for a wrong one."""
+
+    def __init__(self, name: str, parse: Callable[[str, str], list[T]]) -> None:
+        self.name, self._parse = name, parse
+
+    def __get__(self, options: Any, owner: type) -> list[T]:
+        text = None if options is None else getattr(options, self.name)
+        return [] if text is None else self._parse(flag_of(self.name), text)
+
+
+def numbers_of(name: str, kind: Callable[[str], T], least: float) -> Listed[T]:
+    """Return the numbers of the option ``name``, none of them below ``least``."""
+    return Listed(name, lambda flag, text: numbers(flag, text, kind, least))
+
+
+def names_of(name: str, known: Collection[str] = ()) -> Listed[str]:
+    """Return the names of the option ``name``; any names, if none are ``known``."""
+    return Listed(name, lambda flag, text: names(flag, text, known))
+
+
+@dataclass(frozen=True)
+class ListOptions:
+    """Options of which some are lists, which are checked at once."""
+
+    def __post_init__(self) -> None:
+        for owner in type(self).__mro__:
+            for each in vars(owner).values():
+                if isinstance(each, Listed):
+                    each.__get__(self, owner)
 
 
 @dataclass(frozen=True)
@@ -29,20 +61,20 @@ class SourceOptions:
     code: Annotated[Path | None, option(panel="Text", help="JSON lines of {prompt} with functions to complete.")] = None
 
 
-def numbers(name: str, text: str, kind: Callable[[str], N], least: N) -> list[N]:
+def numbers(flag: str, text: str, kind: Callable[[str], T], least: float) -> list[T]:
     """Return the numbers of a comma-separated list; raise a ValueError for another value, or one below ``least``."""
     try:
-        found = [kind(part) for part in text.split(",")]
+        found: list[Any] = [kind(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"{name} is {text!r}; it must be numbers with commas between them") from None
+        raise ValueError(f"{flag} is {text!r}; it must be numbers with commas between them") from None
     if min(found) < least:
-        raise ValueError(f"{name} is {text!r}; no number may be below {least}")
+        raise ValueError(f"{flag} is {text!r}; no number may be below {least}")
     return found
 
 
-def names(name: str, text: str, known: tuple[str, ...]) -> list[str]:
-    """Return the names of a comma-separated list; raise a ValueError for an unknown one."""
+def names(flag: str, text: str, known: Collection[str] = ()) -> list[str]:
+    """Return the names of a comma-separated list; raise a ValueError for one that is not ``known``, if any are."""
     found = [part.strip() for part in text.split(",")]
-    if unknown := [part for part in found if part not in known]:
-        raise ValueError(f"{name} has {', '.join(map(repr, unknown))}; known are {', '.join(known)}")
+    if unknown := [part for part in found if known and part not in known]:
+        raise ValueError(f"{flag} has {', '.join(map(repr, unknown))}; known are {', '.join(known)}")
     return found

@@ -50,15 +50,12 @@ class Report:
         self.text[name] = "\n".join([f"## {heading}\n", *tables])
 
     def plot(self, name: str, draw: Callable[[Path], None]) -> None:
-        """Add a plot; ``draw`` draws it into a file."""
         self.plots[name] = draw
 
     def lines(self, name: str, frame: Frame, found: Sequence[Line]) -> None:
-        """Add a plot of lines, with a note."""
         self.plot(name, lambda path: plots.lines(path, self.framed(frame), found))
 
     def bars(self, name: str, frame: Frame, groups: Sequence[str], found: Sequence[Line]) -> None:
-        """Add a plot of bars in groups, with a note."""
         self.plot(name, lambda path: plots.bars(path, self.framed(frame), groups, found))
 
     def framed(self, frame: Frame) -> Frame:
@@ -77,17 +74,14 @@ class Report:
 
     @property
     def footer(self) -> str:
-        """Machine, versions and settings."""
         return footer(self.settings)
 
     @property
     def markdown(self) -> str:
-        """All tables, with machine, versions and settings."""
         return "\n".join([self.heading, *self.text.values(), self.footer])
 
     @property
     def json(self) -> Row:
-        """All rows as plain values."""
         return {"machine": machine(), "settings": self.settings, "parts": self.parts}
 
     def write(self, folder: Path, name: str) -> list[Path]:

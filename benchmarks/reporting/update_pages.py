@@ -21,13 +21,11 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
-import typer
-
 from benchmarks.capacity.capacity import COLUMNS
-from benchmarks.capacity.predicted import predicted_table, share_plot
+from benchmarks.capacity.gpu_cost import predicted_table, share_plot
 from benchmarks.long_context.long_bench import PLAIN
 from benchmarks.reporting import plots
-from benchmarks.reporting.common_options import names
+from benchmarks.reporting.common_options import ListOptions, list_option, names_of
 from benchmarks.reporting.study_report import listing, speed_cell
 from forerun.bench.machine import Row
 from forerun.bench.never_slower import LEAST_MEDIAN, LEAST_OF_BEST, LEAST_SINGLE
@@ -221,15 +219,16 @@ def into_page(page: Path, table: str, marker: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateOptions(DebugOptions):
+class UpdateOptions(ListOptions, DebugOptions):
     """Put the last measured tables into the pages that show them."""
 
-    tables: Annotated[str, typer.Option(help="Which, with commas between.")] = ",".join(TABLES)
+    tables: Annotated[str, list_option("Output", "Which.")] = ",".join(TABLES)
+
+    names = names_of("tables", TABLES)
 
 
 def run(options: UpdateOptions) -> None:
-    """Write them."""
-    wanted = names("--tables", options.tables, TABLES)
+    wanted = options.names
     if "bench" in wanted and (there := {dtype: path for dtype, path in REPORTS.items() if path.exists()}):
         into_page(ROOT / "README.md", speed_table(there), "bench")
         TASKS.write_text(tasks_page(there), encoding="utf-8")

@@ -1,38 +1,34 @@
-"""How soon an agent's turns begin: a long system prompt with tools, then turns that each add an answer and a result.
+"""``python -m benchmarks server agents``: how soon an agent's turns start, after a long system prompt with tools.
 
-    python -m benchmarks server agents --model runs/real/SmolLM2-135M-Instruct --gguf smol-f32.gguf --out runs/agents
-    python -m benchmarks server agents --model runs/real/SmolLM2-135M-Instruct --trace 4 --drafters auto,none
+Each turn adds an answer and a tool's result. Every server gets the conversation as token ids, so that no template or
+tokenizer makes a difference; the answers in it are the server's own. Each contestant has the conversation twice: cold,
+and as another session that finds the first one's prompts and answers. Servers run one at a time.
 
-Every server gets the same conversation as token ids, so that no template or tokenizer makes a difference; the answers
-in it are its own. A contestant's conversation is had twice: cold, and again as another session that finds the first
-one's prompts and answers. Servers run one at a time. Writes JSON, Markdown and a plot.
-
-With ``--trace`` the answers in the conversation are recorded tool calls instead, so that all drafters answer the same
-prompts. Sessions repeat each other's calls with small differences, as an agent does that works on one project: that is
-what drafts gain from, first cold and then warm. Exit status 1 if two drafters answer differently.
+With ``--trace``, answers in the conversation are recorded tool calls, so that all drafters answer the same prompts.
+Sessions repeat each other's calls with small differences, as an agent does that works on one project: that is what
+drafts gain from, first cold and then warm. Exit status 1 if two drafters answer differently.
 """
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any
 
-import httpx
 import typer
 from transformers import AutoConfig, AutoTokenizer
 
-from benchmarks.reporting.study_report import Delivery, Report
-from benchmarks.server import servers
-from benchmarks.server.client import PATIENCE, ServerEndpoint
-from benchmarks.server.servers import ServedModel, ServerContestant
+from benchmarks.reporting.common_options import ListOptions, list_option, names_of
+from benchmarks.reporting.study_report import Delivery, Report, listing
+from benchmarks.server import client, servers
+from benchmarks.server.client import Level, LoadRequest, ServerEndpoint, parsed
+from benchmarks.server.servers import ServedModel, ServerContestant, ServerError
 from forerun.bench.machine import Row, plain_values
 from forerun.bench.report import figure
-from forerun.cli.options import DebugOptions
+from forerun.cli.options import DebugOptions, Out
 from forerun.cli.terminal import say
 
 SHOWN_TURNS = (1, 2, 10)
@@ -44,33 +40,30 @@ CHANGED = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
-class AgentOptions(DebugOptions):
-    """An agent's turns on Forerun's server and llama.cpp's: first tokens, tokens per step."""
+class AgentOptions(ListOptions, DebugOptions):
+    """An agent's turns on Forerun's server and llama.cpp's: first tokens, tokens per step.
+
+    Writes JSON, Markdown and a plot. With --trace, exit status 1 if two drafters answer differently.
+    """
 
     model: Annotated[Path, typer.Option(help="The model's folder.")]
-    gguf: Annotated[
-        Path | None, typer.Option(help="The same weights for llama-server; without it, that is left out.")
-    ] = None
+    gguf: Annotated[Path | None, typer.Option(help="Equal weights for llama-server; left out without it.")] = None
     system: Annotated[int, typer.Option(help="Tokens of the system prompt with its tools.", min=100)] = 8000
     tools: Annotated[int, typer.Option(help="In the system prompt.", min=0)] = 20
     turns: Annotated[int, typer.Option(help="Of each session.", min=2)] = 10
     result: Annotated[int, typer.Option(help="Tokens of a tool's result.", min=1)] = 200
-    answer: Annotated[int, typer.Option(help="Tokens of an answer, at most.", min=1)] = 48
+    answer: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 48
     threads: Annotated[int, typer.Option(help="Of llama-server; OMP_NUM_THREADS is Forerun's.", min=1)] = 1
-    drafters: Annotated[str, typer.Option(help="Forerun's, with commas between; its default if empty.")] = ""
+    drafters: Annotated[str, list_option("Model", "Forerun's; its default if empty.")] = ""
     trace: Annotated[int, typer.Option(help="Sessions with recorded tool calls; 0 for own answers.", min=0)] = 0
-    out: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("runs/agents")
+    out: Out = Path("runs/agents")
+
+    names = names_of("drafters")
 
 
 @dataclass
 class AgentConversation:
-    """The conversation as token ids, in the form of ChatML or whatever the tokenizer's template writes.
-
-    Args:
-        tokenizer: of the model.
-        options: how long its parts are.
-        session: its number in a trace, which has small differences to others.
-    """
+    """The conversation as token ids, by the tokenizer's template; ``session`` is its number in a trace."""
 
     tokenizer: Any
     options: AgentOptions
@@ -88,11 +81,10 @@ class AgentConversation:
         self._chance, self._changes = chance, Random(self.session)
 
     def prompt(self) -> list[int]:
-        """The prompt of the next turn."""
         return list(self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, return_dict=False))
 
     def go_on(self, answer: str) -> None:
-        """Add an answer, or a trace's recorded call, and what a tool says to it."""
+        """Add an answer, or a trace's recorded call instead, and the tool's result."""
         numbers = (self._number() for _ in iter(int, 1))
         if self.options.trace:
             given = {"path": f"src/part_{next(numbers)}.py", "pattern": f"def part_{next(numbers)}", "limit": "20"}
@@ -105,7 +97,7 @@ class AgentConversation:
         ]
 
     def _number(self) -> int:
-        """The next number of a call or a result; one that differs in a part of a trace's later sessions."""
+        """Return the next number of a call or a result, sometimes another one in a trace's later sessions."""
         number, other = self._chance.randrange(500), self._changes.random()
         return self._changes.randrange(500) if self.session and other < CHANGED else number
 
@@ -117,7 +109,6 @@ class AgentConversation:
 
 
 def _tool(number: int) -> Row:
-    """A tool as a template would write it."""
     names = {"path": "The file's path.", "pattern": "What to look for.", "limit": "The most results."}
     properties = {name: {"type": "string", "description": what} for name, what in names.items()}
     function = {"name": f"tool_{number}", "description": f"Does step {number} of a change.", "parameters": properties}
@@ -125,14 +116,14 @@ def _tool(number: int) -> Row:
 
 
 def run(options: AgentOptions) -> None:
-    """Measure all contestants."""
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     limit = AutoConfig.from_pretrained(options.model).max_position_embeddings
     delivery = Delivery(Report("An agent's turns", plain_values(options)), options.out, "agents", as_json=False)
+    sessions = SESSIONS if not options.trace else [f"session {number + 1}" for number in range(options.trace)]
     rows: list[Row] = []
     for contestant in _contestants(options, limit):
-        with servers.started(contestant, False, options.out / f"{contestant.name}.log") as endpoint:
-            for number, session in enumerate(_sessions(options)):
+        with servers.started(contestant, False, options.out) as endpoint:
+            for number, session in enumerate(sessions):
                 conversation = AgentConversation(tokenizer, options, number if options.trace else 0)
                 for row in _session(endpoint, conversation):
                     rows.append({"contestant": contestant.name, "session": session, **row})
@@ -147,106 +138,82 @@ def run(options: AgentOptions) -> None:
 
 
 def differences(rows: Sequence[Row]) -> int:
-    """How many prompts were answered in more than one way."""
+    """Count the prompts that were answered in more than one way."""
     answers: dict[tuple[str, int], set[str]] = {}
     for row in rows:
         answers.setdefault((row["session"], row["turn"]), set()).add(row["text"])
     return sum(len(each) > 1 for each in answers.values())
 
 
-def _sessions(options: AgentOptions) -> Sequence[str]:
-    return SESSIONS if not options.trace else [f"session {number + 1}" for number in range(options.trace)]
-
-
-def _contestants(options: AgentOptions, positions: int) -> list[ServerContestant]:
+def _contestants(options: AgentOptions, positions: int) -> Iterator[ServerContestant]:
     subject = ServedModel(str(options.model), options.model, "float32", "cpu")
-    found = [servers.forerun(subject, name.strip() or None) for name in options.drafters.split(",")]
+    for name in options.names:
+        yield servers.forerun(subject, name or None)
     if options.gguf is not None:
-        found.append(servers.llama(subject, options.gguf, 1, positions, options.threads, lambda text: []))
-    return found
+        yield servers.llama(subject, options.gguf, 1, positions, options.threads, lambda text: [])
 
 
 def _session(endpoint: ServerEndpoint, conversation: AgentConversation) -> Iterator[Row]:
-    """The turns of a session: what each took."""
+    """Yield a row for each turn: seconds to the first text, and from there to the end."""
     for turn in range(1, conversation.options.turns + 1):
         prompt = conversation.prompt()
-        text, row = _turn(endpoint, prompt, conversation.options.answer)
-        yield {"turn": turn, "prompt": len(prompt), "text": text, **row}
-        conversation.go_on(text)
-
-
-def _turn(endpoint: ServerEndpoint, prompt: Sequence[int], most: int) -> tuple[str, Row]:
-    """One answer, streamed; seconds to its first text, and to its end from there."""
-    body = {"model": endpoint.model, "prompt": list(prompt), "max_tokens": most, "temperature": 0, "stream": True}
-    began, first, text, usage = time.perf_counter(), 0.0, "", dict[str, Any]()
-    with httpx.stream(
-        "POST",
-        f"{endpoint.url}/v1/completions",
-        json={**body, "stream_options": {"include_usage": True}},
-        timeout=PATIENCE,
-    ) as answer:
-        answer.raise_for_status()
-        for line in answer.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            chunk = json.loads(line.removeprefix("data: "))
-            usage = chunk.get("usage") or usage
-            new = "".join(choice.get("text") or "" for choice in chunk["choices"])
-            if new and not text:
-                first = time.perf_counter() - began
-            text += new
-    ended = time.perf_counter() - began
-    steps, tokens = usage.get("forerun", {}).get("steps"), usage.get("completion_tokens", 0)
-    return text, {
-        "first": first or ended,
-        "decoding": ended - (first or ended),
-        "tokens": tokens,
-        "tokens_per_step": tokens / steps if steps else None,
-        "cached": (usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
-    }
+        request = LoadRequest("agent", prompt, conversation.options.answer, 0.0, 0)
+        answer = parsed(client.run(endpoint, Level("clients", 1, [request]), {}).replies[0])
+        if answer.error is not None:
+            raise ServerError(f"turn {turn}: {answer.error}")
+        steps = answer.usage.get("forerun", {}).get("steps")
+        yield {
+            "turn": turn,
+            "prompt": len(prompt),
+            "text": answer.text,
+            "first": answer.first,
+            "decoding": answer.seconds - answer.first,
+            "tokens": answer.tokens,
+            "tokens_per_step": answer.tokens / steps if steps else None,
+            "cached": (answer.usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+        }
+        conversation.go_on(answer.text)
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line for each contestant and session."""
+    """Return a line for each contestant and session."""
     last = max(row["turn"] for row in rows)
     turns = [turn for turn in SHOWN_TURNS if turn <= last]
-    head = [f"first token, turn {turn}" for turn in turns] + [
-        f"turns 2 to {last} / turn 1",
-        "tokens per step",
-        "tokens/s",
-        "/ none",
-    ]
-    lines = ["| server | session | " + " | ".join(head) + " |", "|---|---|" + "---:|" * len(head)]
+    columns = {"contestant": "server", "session": "session", **{f"{n}": f"first token, turn {n}" for n in turns}}
+    columns |= {
+        "later": f"turns 2 to {last} / turn 1",
+        "steps": "tokens per step",
+        "speed": "tokens/s",
+        "ratio": "/ none",
+    }
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["contestant"], row["session"]), []).append(row)
+    lines = []
     for (contestant, session), own in groups.items():
         cold = next(row["first"] for row in rows if row["contestant"] == contestant and row["turn"] == 1)
         later = [row["first"] / cold for row in own if row["turn"] > 1]
         steps = [row["tokens_per_step"] for row in own if row["tokens_per_step"]]
-        speed, plain = _speed(own), groups.get(("forerun none", session))
-        cells = [f"{next(row['first'] for row in own if row['turn'] == turn):.2f} s" for turn in turns]
-        cells.append(f"{100 * min(later):.1f} to {100 * max(later):.1f} %")
-        cells += [f"{sum(steps) / len(steps):.2f}" if steps else "not told", f"{speed:.1f}"]
-        cells.append(f"{speed / _speed(plain):.2f}" if plain else "–")
-        lines.append(f"| {contestant} | {session} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        plain = groups.get(("forerun none", session))
+        lines.append(
+            {"contestant": contestant, "session": session, "speed": f"{_speed(own):.1f}"}
+            | {f"{row['turn']}": f"{row['first']:.2f} s" for row in own if row["turn"] in turns}
+            | {"later": f"{100 * min(later):.1f} to {100 * max(later):.1f} %",
+               "steps": f"{sum(steps) / len(steps):.2f}" if steps else None,
+               "ratio": f"{_speed(own) / _speed(plain):.2f}" if plain else None}
+        )  # fmt: skip
+    return listing(lines, columns)
 
 
 def _speed(rows: Sequence[Row]) -> float:
-    """Tokens per second after the first."""
+    """Return the tokens per second after the first."""
     return float(sum(row["tokens"] for row in rows) / max(1e-9, sum(row["decoding"] for row in rows)))
 
 
 def _plot(rows: Sequence[Row], path: Path, note: str) -> None:
-    """Draw the seconds to the first token by turn."""
-    title = "How soon an agent's turns start"
     sessions = list(dict.fromkeys(row["session"] for row in rows))
-    with figure(path, 1, len(sessions), title=title, note=note, figsize=(9, 3.6), sharey=True, squeeze=False) as (
-        _,
-        all_axes,
-    ):
-        axes = all_axes[0]
+    how: Row = {"title": "How soon an agent's turns start", "note": note, "figsize": (9, 3.6)}
+    with figure(path, 1, len(sessions), **how, sharey=True, squeeze=False) as (_, [axes]):
         for axis, session in zip(axes, sessions, strict=True):
             for contestant in dict.fromkeys(row["contestant"] for row in rows):
                 own = [row for row in rows if (row["contestant"], row["session"]) == (contestant, session)]

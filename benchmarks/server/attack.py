@@ -1,14 +1,10 @@
-"""Two tenants of one server, of whom one attacks: what the other one notices, and where its time goes.
-
-    python -m benchmarks server attack --seconds 300 --out runs/attack
+"""``python -m benchmarks server attack``: two tenants of one server, of whom one attacks; what the other one notices.
 
 The other tenant reads one stream after the other: alone, beside a process that only computes, and beside the attacks,
-which come from a process of their own: floods of texts (n = 15 and 128), long texts that a schema spells out,
-characters that never end, schemas that are hard to compile, log-probabilities without measure, a namespace for each
-request, and bodies of the largest size: one long text, or hundreds of thousands of ids, fields, messages or tools. The
-slowest hundredth of the times between chunks is split by the times of the server's steps (``step_times.py``). Writes
-JSON and Markdown. The last line printed is the result. Exit status 1 if the other tenant was refused once, or its 99th
-percentile of the time between chunks more than doubled.
+which come from a separate process: floods of outputs (n = 15 and 128), long outputs that a schema spells out,
+characters that never end, schemas that are hard to compile, many log-probabilities, a namespace for each request, and
+bodies of the largest size: one long text, or hundreds of thousands of ids, fields, messages or tools. The slowest
+hundredth of the times between chunks is split by the times of the server's steps (``watched_server.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -32,20 +28,27 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from benchmarks.server.figures import percentile
-from benchmarks.server.request_mixture import TEXT
-from benchmarks.server.server_process import ServerProcess, connect
-from benchmarks.server.step_times import PARTS, slowest
-from forerun.cli.options import DebugOptions
+from benchmarks.reporting.common_options import ListOptions, list_option, names_of
+from benchmarks.reporting.study_report import Report, deliver, listing
+from benchmarks.server.client import LoadRequest, Reply, ServerEndpoint, answer, connected, events
+from benchmarks.server.load_figures import percentile
+from benchmarks.server.watched_server import PARTS, WatchedServer, slowest, watched
+from forerun.bench.disturbance import LoadMeter
+from forerun.bench.machine import Row, plain_values
+from forerun.cli.commands import FAILED
+from forerun.cli.options import Out, OutputOptions, option
+from forerun.cli.terminal import say
 
 Json = dict[str, Any]
 QUIET_KEY, ATTACKING_KEY = "key-of-the-quiet", "key-of-the-attacker"
 OPTIONS = ("--api-key", QUIET_KEY, "--api-key", ATTACKING_KEY, "--kv-memory", "1GiB")
 MAX_RATIO = 2.0
+"""The goal: p99 between chunks beside the attacks, over that alone."""
 STREAM_TOKENS = 96
+TEXT = Path(json.__file__).read_text()
+"""Prompts are cut from a module of Python's library."""
 NICE = 19
 """Lowest priority: a real attacker does not use this computer's processors."""
-
 COMPUTING = f"""
 import os
 os.nice({NICE})
@@ -54,6 +57,13 @@ while os.getppid() == parent:
     sum(range(1_000_000))
 """
 """A process that only computes, until its parent has ended."""
+COLUMNS = {
+    "phase": "", "streams": "streams", "chunks": "chunks", "p50_between_chunks": "p50 between chunks, ms",
+    "p99_between_chunks": "p99", "longest_gap": "longest", "p50_first": "p50 to the first", "p99_first": "p99",
+    "seconds": "of the slowest 1 %: mean", **{part: part for part in PARTS}, "waits": "waits",
+    "preemptions": "preemptions", "server": "processors of the server", "all": "of all", "statuses": "answers",
+}  # fmt: skip
+IN_SECONDS = ("p50_between_chunks", "p99_between_chunks", "longest_gap", "p50_first", "p99_first", "seconds", *PARTS)
 
 
 def _schema(schema: Json, **more: Any) -> Json:
@@ -68,7 +78,7 @@ def _slow(patterns: int) -> Json:
 
 
 def _repeated(field: str, entry: str, size: int = (8 << 20) - 300) -> bytes:
-    """A body of the largest size, whose field has one entry again and again."""
+    """Return a body of the largest size, whose field has one entry again and again."""
     return f'{{"model":"bundled","max_tokens":4,"{field}":[{",".join([entry] * (size // (len(entry) + 1)))}]}}'.encode()
 
 
@@ -91,7 +101,7 @@ LARGE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "tools": ("/v1/chat/completions", _many_tools),
     "long text": ("/v1/completions", lambda: b'{"model":"bundled","prompt":"' + b"word " * 1_600_000 + b'"}'),
 }  # fmt: skip
-"""Addresses and bodies that are costly to read, by the kind of the attack."""
+"""Addresses, and bodies that are costly to parse, by the kind of attack."""
 ATTACKS: dict[str, Callable[[random.Random], Json]] = {
     "many texts": lambda chance: {"prompt": "Once", "n": chance.choice((15, 128)), "max_tokens": 4096},
     "forced text": lambda chance: _schema({"const": "a" * chance.choice((1900, 60_000))}, n=15, max_tokens=4096),
@@ -104,120 +114,123 @@ ATTACKS: dict[str, Callable[[random.Random], Json]] = {
     "namespaces": lambda chance: {"prompt": TEXT[:600], "max_tokens": 8,
                                   "forerun": {"namespace": f"n{chance.randrange(10**9)}"}},
 }  # fmt: skip
-"""Bodies by the kind of the attack."""
+"""Bodies by the kind of attack."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttackOptions(DebugOptions):
-    """Two tenants, of whom one attacks: is the other one served as before?"""
+@dataclass(frozen=True)
+class AttackOptions(ListOptions, OutputOptions):
+    """Two tenants, of whom one attacks: is the other one served as before?
 
-    seconds: Annotated[float, typer.Option(help="Of the attacks; two thirds of it before them.")] = 300.0
-    attacks: Annotated[str, typer.Option(help="Which, with commas between; all by default.")] = ",".join(
-        (*ATTACKS, *LARGE)
-    )
-    attackers: Annotated[int, typer.Option(help="Requests of the attacker at once.")] = 12
-    seed: Annotated[int, typer.Option(help="Of the attacks.")] = 0
-    out: Annotated[Path, typer.Option(help="The results without their suffixes.")] = Path("runs/attack")
+    Exit status 1 if the other tenant was refused once, or if its p99 between chunks more than doubled. Writes JSON and
+    Markdown.
+    """
+
+    seconds: Annotated[float, option(panel="Load", help="Of the attacks; two thirds of it before them.")] = 300.0
+    attacks: Annotated[str, list_option("Load", "Which; default: all.")] = ",".join((*ATTACKS, *LARGE))
+    attackers: Annotated[int, option(panel="Load", help="Requests of the attacker at once.")] = 12
+    seed: Annotated[int, option(panel="Load", help="Of the attacks.")] = 0
+    out: Out = Path("runs/attack")
+
+    kinds = names_of("attacks", (*ATTACKS, *LARGE))
 
 
 def run(options: AttackOptions) -> None:
-    """Attack; exit status 1 if the other tenant notices."""
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    names = [name.strip() for name in options.attacks.split(",")]
-    with ServerProcess(OPTIONS, options.out.with_suffix(".log")) as served:
-        asyncio.run(_read(served.port, min(10.0, options.seconds / 10), "warm"))
-        phases = {"alone": _phase(served, options.seconds / 3, "alone")}
+    third, rows = options.seconds / 3, list[Row]()
+    with watched(OPTIONS, options.out / "server.log") as server:
+        asyncio.run(_read(server.url, min(10.0, options.seconds / 10), "warm"))
+        rows.append(_phase(server, third, "alone"))
         with _computing():
-            phases["floor"] = _phase(served, options.seconds / 3, "floor")
+            rows.append(_phase(server, third, "floor"))
         context = multiprocessing.get_context("spawn")
         counts = context.Queue()
-        attacker = context.Process(target=_attack, args=(served.port, names, options, counts))
+        attacker = context.Process(target=_attack, args=(server.url, options, counts))
         attacker.start()
-        phases["beside"] = _phase(served, options.seconds, "beside")
+        rows.append(_phase(server, options.seconds, "beside"))
         attacked = counts.get(timeout=options.seconds + 120)
         attacker.join()
-    result = summary(phases, attacked)
-    options.out.with_suffix(".json").write_text(json.dumps(result, indent=1))
-    options.out.with_suffix(".md").write_text(markdown(result))
-    print(json.dumps(result))
-    if result["faults"]:
-        raise typer.Exit(1)
+    faults = fill(report := Report("Two tenants, of whom one attacks", plain_values(options)), rows, attacked)
+    deliver(report, options.out, "attack", options.json)
+    if faults:
+        say("\n".join(faults))
+        raise typer.Exit(FAILED)
 
 
-def summary(phases: Mapping[str, Json], attacked: dict[str, dict[str, int]]) -> Json:
-    """The figures of all phases, and what is wrong with them."""
-    found = {name: _figures(phase) for name, phase in phases.items()}
-    before, *ratios = (found[name]["p99_between_chunks"] for name in ("alone", "floor", "beside"))
-    floor, ratio = (None if not before or after is None else after / before for after in ratios)
-    refused = {status: count for status, count in phases["beside"]["statuses"].items() if status != "200" and count}
+def fill(report: Report, rows: Sequence[Row], attacked: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """Add the phases (alone, floor, beside) and the answers to each attack; return what is wrong."""
+    before, *others = (row["p99_between_chunks"] for row in rows)
+    floor, ratio = (None if not before or after is None else after / before for after in others)
+    refused = {status: count for status, count in rows[-1]["statuses"].items() if status != "200" and count}
     faults = [f"{count} answers with {status}" for status, count in refused.items()]
     if ratio is None:
         faults.append("no stream was read to its end in one of the phases")
     elif ratio > MAX_RATIO:
         faults.append(f"the 99th percentile between chunks is {ratio:.2f} times that without attacks")
-    return {"ratio_p99": ratio, "floor_p99": floor, "faults": faults, **found, "attacks": attacked}
+    shown = [
+        row | {name: None if row.get(name) is None else round(1000 * row[name], 1) for name in IN_SECONDS}
+        for row in rows
+    ]
+    report.add("phases", "What the other tenant notices", rows, listing(shown, COLUMNS))
+    verdict = {"ratio": ratio, "floor": floor, "faults": faults}
+    heads = {"ratio": "p99 beside the attacks / alone", "floor": "beside a process that computes / alone"}
+    named = verdict | {"faults": "; ".join(faults) or "none"}
+    report.add("verdict", "Verdict", [verdict], listing([named], heads | {"faults": "faults"}))
+    answers = [{"attack": name, "answers": dict(counted)} for name, counted in attacked.items()]
+    report.add(
+        "attacks", "Answers to the attacks", answers, listing(answers, {"attack": "attack", "answers": "answers"})
+    )
+    return faults
 
 
-def markdown(result: Json) -> str:
-    """The figures as tables."""
-    names = ("p50_between_chunks", "p99_between_chunks", "longest_gap", "p50_first", "p99_first")
-    heads = ("p50 between chunks", "p99", "longest", "p50 to the first", "p99")
-    shares = ("of the slowest 1 %: mean", *PARTS, "waits", "preemptions", "processors of the server", "of all")
-    columns = ("", "streams", "chunks", *heads, *shares, "answers")
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for name in ("alone", "floor", "beside"):
-        row = result[name]
-        shown = [_milliseconds(row[each]) for each in names]
-        shown += [_milliseconds(row["slowest"].get(each)) for each in ("seconds", *PARTS)]
-        shown += [f"{row['slowest'].get(each, 0):.1f}" for each in ("waits", "preemptions")]
-        shown += [f"{row['processors'][each]:.2f}" for each in ("server", "all")]
-        lines.append(f"| {name} | {row['streams']} | {row['chunks']} | {' | '.join(shown)} | {row['statuses']} |")
-    ratio, floor = ("–" if result[name] is None else f"{result[name]:.2f}" for name in ("ratio_p99", "floor_p99"))
-    lines += ["", f"p99 beside the attacks / alone: {ratio}; beside a process that computes / alone: {floor}."]
-    lines += [f"Faults: {'; '.join(result['faults']) or 'none'}.", "", "| attack | answers |", "|---|---|"]
-    lines += [f"| {name} | {counts} |" for name, counts in result["attacks"].items()]
-    return "\n".join(lines) + "\n"
+def _phase(server: WatchedServer, seconds: float, name: str) -> Row:
+    """Read streams, and record the server's steps and the processors in use meanwhile."""
+    server.steps()
+    used, meter, began = server.processor_seconds(), LoadMeter(), time.perf_counter()
+    streams = asyncio.run(_read(server.url, seconds, name))
+    load, steps, passed = meter.stop(), server.steps(), time.perf_counter() - began
+    busy = load.own + (load.others or 0.0) * (os.cpu_count() or 1)
+    processors = {"server": (server.processor_seconds() - used) / passed, "all": busy}
+    return {"phase": name} | figures(streams, steps) | processors
 
 
-def _milliseconds(seconds: float | None) -> str:
-    return "–" if seconds is None else f"{1000 * seconds:.1f} ms"
-
-
-def _figures(phase: Json) -> Json:
-    gaps, first = [after - before for each in phase["chunks"] for before, after in pairwise(each)], phase["first"]
+def figures(streams: Sequence[Reply], steps: Sequence[Any]) -> Row:
+    """Return the times of streams, in seconds, and where those of the slowest chunks went."""
+    statuses, chunks, first = Counter[str](), list[list[float]](), list[float]()
+    for reply in streams:
+        found = list(events(reply.reads))
+        statuses[str(reply.status or reply.error)] += 1
+        statuses["error event"] += sum("error" in event for _, event in found)
+        if times := [at for at, event in found if event.get("choices") or "error" in event]:
+            chunks.append(times)
+            first.append(times[0] - reply.sent)
+    gaps = [after - before for times in chunks for before, after in pairwise(times)]
     return {
         "streams": len(first),
-        "statuses": phase["statuses"],
+        "statuses": dict(statuses),
         "p50_between_chunks": percentile(gaps, 50),
         "p99_between_chunks": percentile(gaps, 99),
         "chunks": len(gaps) + len(first),
         "longest_gap": max(gaps, default=None),
         "p50_first": percentile(first, 50),
         "p99_first": percentile(first, 99),
-        "slowest": slowest(phase["chunks"], phase["steps"]),
-        "processors": phase["processors"],
+        **slowest(chunks, steps),
     }
 
 
-def _phase(served: ServerProcess, seconds: float, name: str) -> Json:
-    """Read streams, and note the server's steps and the processors in use meanwhile."""
-    served.steps()
-    used, all_used, began = served.processor_seconds(), _busy_seconds(), time.perf_counter()
-    read = asyncio.run(_read(served.port, seconds, name))
-    steps, passed = served.steps(), time.perf_counter() - began
-    processors = {"server": served.processor_seconds() - used, "all": _busy_seconds() - all_used}
-    return {**read, "steps": steps, "processors": {each: value / passed for each, value in processors.items()}}
-
-
-def _busy_seconds() -> float:
-    """Processor time that all processes of this computer have used."""
-    user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().split()[1:8])
-    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
+async def _read(url: str, seconds: float, namespace: str) -> list[Reply]:
+    endpoint, found = ServerEndpoint(url, "bundled", key=QUIET_KEY), list[Reply]()
+    until = time.perf_counter() + seconds
+    async with connected(endpoint) as http:
+        while time.perf_counter() < until:
+            number = len(found) + 1
+            begin = 97 * number % (len(TEXT) - 400)
+            request = LoadRequest(namespace, TEXT[begin : begin + 300], STREAM_TOKENS, 1.0, number)
+            found.append(await answer(http, endpoint, Reply(request), {"namespace": namespace}))
+    return found
 
 
 @contextmanager
 def _computing() -> Iterator[None]:
-    """Run a process that only computes, at the attacker's priority, meanwhile."""
+    """Run a process that only computes, at the attacker's priority."""
     with subprocess.Popen([sys.executable, "-c", COMPUTING]) as process:
         try:
             yield
@@ -225,40 +238,12 @@ def _computing() -> Iterator[None]:
             process.kill()
 
 
-async def _read(port: int, seconds: float, namespace: str) -> Json:
-    """Read streams one after the other: the times of their chunks, and the seconds to their first ones."""
-    chunks, first, statuses = list[list[float]](), list[float](), Counter[str]()
-    until, number = time.perf_counter() + seconds, 0
-    async with connect(port, QUIET_KEY) as client:
-        while time.perf_counter() < until:
-            number += 1
-            begin = 97 * number % (len(TEXT) - 400)
-            body = {
-                "model": "bundled",
-                "prompt": TEXT[begin : begin + 300],
-                "max_tokens": STREAM_TOKENS,
-                "stream": True,
-            }
-            body |= {"seed": number, "forerun": {"namespace": namespace}}
-            sent, times = time.perf_counter(), list[float]()
-            async with client.stream("POST", "/v1/completions", json=body) as answer:
-                statuses[str(answer.status_code)] += 1
-                async for line in answer.aiter_lines():
-                    if line.startswith("data: {"):
-                        times.append(time.perf_counter())
-                        statuses["error event"] += "error" in json.loads(line.removeprefix("data: "))
-            if times:
-                first.append(times[0] - sent)
-                chunks.append(times)
-    return {"chunks": chunks, "first": first, "statuses": dict(statuses)}
-
-
-def _attack(port: int, names: list[str], options: AttackOptions, counts: Any) -> None:
-    """Attack, in a process of its own."""
+def _attack(url: str, options: AttackOptions, counts: Any) -> None:
+    """Attack, in a separate process."""
     if hasattr(os, "nice"):
         os.nice(NICE)
-    large = {name: (LARGE[name][0], LARGE[name][1]()) for name in names if name in LARGE}
-    counts.put(asyncio.run(_flood(port, names, large, options)))
+    large = {name: (LARGE[name][0], LARGE[name][1]()) for name in options.kinds if name in LARGE}
+    counts.put(asyncio.run(_flood(url, large, options)))
 
 
 def _drawn(name: str, chance: random.Random) -> tuple[str, bytes]:
@@ -266,21 +251,19 @@ def _drawn(name: str, chance: random.Random) -> tuple[str, bytes]:
     return "/v1/chat/completions" if "messages" in body else "/v1/completions", json.dumps(body).encode()
 
 
-async def _flood(
-    port: int, names: list[str], large: dict[str, tuple[str, bytes]], options: AttackOptions
-) -> dict[str, dict[str, int]]:
-    until, statuses = time.perf_counter() + options.seconds, {name: Counter[str]() for name in names}
+async def _flood(url: str, large: Mapping[str, tuple[str, bytes]], options: AttackOptions) -> dict[str, dict[str, int]]:
+    until, statuses = time.perf_counter() + options.seconds, {name: Counter[str]() for name in options.kinds}
 
     async def one(number: int) -> None:
         chance = random.Random(options.seed + number)
-        async with connect(port, ATTACKING_KEY) as client:
+        async with connected(ServerEndpoint(url, "bundled", key=ATTACKING_KEY)) as client:
             while (left := until - time.perf_counter()) > 0:
-                name = chance.choice(names)
+                name = chance.choice(options.kinds)
                 address, content = large.get(name) or _drawn(name, chance)
-                told = {"content": content, "headers": {"content-type": "application/json"}}
+                sent = {"content": content, "headers": {"content-type": "application/json"}}
                 try:
-                    answer = await client.post(address, timeout=max(1.0, min(left, chance.uniform(1, 8))), **told)
-                    statuses[name][str(answer.status_code)] += 1
+                    reply = await client.post(address, timeout=max(1.0, min(left, chance.uniform(1, 8))), **sent)
+                    statuses[name][str(reply.status_code)] += 1
                 except httpx.HTTPError as error:
                     statuses[name][type(error).__name__] += 1
                     await asyncio.sleep(0.05)

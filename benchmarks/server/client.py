@@ -1,42 +1,75 @@
-"""Clients of a server, in this process: asyncio and httpx. While they wait they only note what came and when.
+"""Clients of a server, in this process: asyncio and httpx.
 
-What came is understood later (``load_answers.py``), so that a client takes little time from a server on the same
-computer.
+While they wait, clients only record bytes and times, so that they take little time from a server on the same computer.
+``parsed`` makes answers of that afterwards.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
+from random import Random
 from statistics import mean
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.server.levels import Level, arrivals
-from benchmarks.server.load_requests import LoadRequest
-
 Extension = Mapping[str, str]
-"""The field ``forerun`` of a request: whose texts it is drafted from (``namespace``), and ``drafter`` or none."""
+"""The field ``forerun`` of a request: the ``namespace`` that it drafts from, and ``drafter``."""
 PATIENCE = 600.0
-"""Seconds without a byte after which a request counts as failed: as long as ``forerun serve`` may take for one."""
+"""Seconds without a byte after which a request counts as failed: the default ``timeout`` of ``forerun serve``."""
+QUOTED = 200
+"""Maximum characters of an error that a report quotes."""
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """A prompt, as text or token ids, of a task; ``tokens`` is the maximum of the answer, temperature 0 is greedy."""
+
+    task: str
+    prompt: str | Sequence[int]
+    tokens: int
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Level:
+    """A load.
+
+    ``clients`` wait for each answer before the next request (closed loop); at a ``rate`` per second, requests arrive
+    whatever becomes of the others (open loop). ``seed`` is of the arrivals.
+    """
+
+    kind: Literal["clients", "rate"]
+    value: float
+    requests: Sequence[LoadRequest]
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        unit = "per second" if self.kind == "rate" else "client" + "s" * (self.value != 1)
+        return f"{self.value:g} {unit}"
 
 
 @dataclass(frozen=True)
 class ServerEndpoint:
-    """Where a server is asked, and how.
+    """How to reach a server.
 
     Attributes:
-        url: of the server.
-        model: what it calls the model.
-        chats: ask as one user message, through the model's template; else as a text to continue.
-        ours: the server is Forerun's, and takes a field ``forerun``.
-        exact: it promises that texts are the same bit for bit, whatever shares their passes.
-        encode: makes token ids of a prompt, for a server that would make others; None to send text.
+        model: the name that requests give.
+        chats: send prompts as one user message, through the model's template.
+        ours: Forerun's server, which accepts the field ``forerun``.
+        exact: the server promises equal bits, whatever shares a pass.
+        encode: makes token ids of a prompt, for a server that would encode it otherwise; None sends text.
+        key: of the API.
     """
 
     url: str
@@ -45,15 +78,14 @@ class ServerEndpoint:
     ours: bool = True
     exact: bool = False
     encode: Callable[[str], list[int]] | None = None
+    key: str = "none"
 
     @property
     def address(self) -> str:
-        """What requests are posted to."""
         return "/v1/chat/completions" if self.chats and self.encode is None else "/v1/completions"
 
     def step_seconds(self) -> dict[str, float]:
-        """Where the time of the server's steps has gone so far, in seconds, in the mean of its replicas; empty if it is
-        not Forerun's."""
+        """Return the seconds of each part of all steps so far, as the mean of replicas; empty for other servers."""
         if not self.ours:
             return {}
         families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=PATIENCE).text)
@@ -64,31 +96,24 @@ class ServerEndpoint:
         return {part: mean(values) for part, values in seconds.items()}
 
     def body(self, request: LoadRequest, extension: Extension) -> dict[str, Any]:
-        """A request as JSON."""
-        said: dict[str, Any] = {"prompt": request.prompt}
-        if self.encode is not None:
-            said = {"prompt": self.encode(request.prompt)}
-        elif self.chats:
-            said = {"messages": [{"role": "user", "content": request.prompt}]}
-        more = {"forerun": dict(extension)} if self.ours else {}
-        return said | more | {
-            "model": self.model,
-            "max_tokens": request.tokens,
-            "temperature": request.temperature,
-            "seed": request.seed,
-            "stream": True,
-            "stream_options": {"include_usage": True},
+        prompt: Any = request.prompt
+        if self.encode is not None and isinstance(prompt, str):
+            prompt = self.encode(prompt)
+        chats = self.address.endswith("chat/completions")
+        return {
+            **({"messages": [{"role": "user", "content": prompt}]} if chats else {"prompt": prompt}),
+            **({"forerun": dict(extension)} if self.ours else {}),
+            "model": self.model, "max_tokens": request.tokens, "temperature": request.temperature,
+            "seed": request.seed, "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
 
 
 @dataclass
 class Reply:
-    """What came for one request.
+    """What came for one request; times are of ``time.perf_counter``.
 
     Attributes:
-        request: the request.
-        sent, ended: by ``time.perf_counter``.
-        reads: bytes as they came, and when.
+        reads: bytes as they came, each with its time.
         status: of HTTP; None if nothing came.
         error: why the connection failed, or None.
     """
@@ -103,24 +128,96 @@ class Reply:
 
 @dataclass(frozen=True)
 class LoadRun:
-    """All replies under one load, and the seconds that it took: of this computer's time, and of this process's own."""
+    """All replies under a load, its seconds, and the processor seconds of the clients."""
 
     replies: list[Reply]
     seconds: float
     own_seconds: float
 
 
+@dataclass(frozen=True)
+class Answer:
+    """A parsed reply.
+
+    Attributes:
+        grew: times at which text came; chunks that came together count once.
+        usage: what the server counted; empty if it sent none.
+        error: why the answer is incomplete, or None.
+    """
+
+    request: LoadRequest
+    text: str
+    sent: float
+    ended: float
+    grew: Sequence[float]
+    usage: dict[str, Any]
+    error: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        return int(self.usage.get("completion_tokens", 0))
+
+    @property
+    def first(self) -> float:
+        """Return the seconds to the first text, or to the end without any."""
+        return (self.grew[0] if self.grew else self.ended) - self.sent
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.sent
+
+    @property
+    def gaps(self) -> list[float]:
+        return [after - before for before, after in pairwise(self.grew)]
+
+    @property
+    def each(self) -> float | None:
+        """Return the seconds per token after the first text; None for fewer than two tokens."""
+        return (self.ended - self.grew[0]) / (self.tokens - 1) if self.tokens > 1 and self.grew else None
+
+    @property
+    def digest(self) -> str | None:
+        """Return a digest of a complete text."""
+        return None if self.error else hashlib.sha256(self.text.encode()).hexdigest()[:16]
+
+
+def mixed(
+    prompts: Mapping[str, Sequence[str]], lengths: Sequence[int], temperature: float, seed: int
+) -> list[LoadRequest]:
+    """Return all prompts, from each task in turn, with a private seed and a drawn length each.
+
+    Every second turn through the tasks is sampled at ``temperature``; the others are greedy.
+    """
+    rng = Random(f"serving/{seed}")
+    return [
+        LoadRequest(task, found[turn], rng.choice(lengths), temperature if turn % 2 else 0.0, rng.randrange(1 << 31))
+        for turn in range(max(map(len, prompts.values())))
+        for task, found in prompts.items()
+        if turn < len(found)
+    ]
+
+
+def arrivals(rate: float, count: int, seed: int) -> list[float]:
+    """Return the seconds at which requests of a Poisson process arrive, ``rate`` per second; the first at 0."""
+    rng, at, found = Random(f"arrivals/{seed}"), 0.0, list[float]()
+    for _ in range(count):
+        found.append(at)
+        at += rng.expovariate(rate)
+    return found
+
+
 @asynccontextmanager
 async def connected(endpoint: ServerEndpoint) -> AsyncIterator[httpx.AsyncClient]:
-    """A context with a client that opens as many connections as are wanted."""
+    """Yield a client without a limit on connections."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    headers = {"Accept-Encoding": "identity"}  # or there is nothing to read until a block is full
+    # compressed, there would be nothing to read until a block is full
+    headers = {"Accept-Encoding": "identity", "Authorization": f"Bearer {endpoint.key}"}
     async with httpx.AsyncClient(base_url=endpoint.url, limits=limits, timeout=PATIENCE, headers=headers) as http:
         yield http
 
 
 async def answer(http: httpx.AsyncClient, endpoint: ServerEndpoint, reply: Reply, extension: Extension) -> Reply:
-    """Send a request, and note all that comes."""
+    """Send the reply's request, and record all that comes."""
     body, clock = endpoint.body(reply.request, extension), time.perf_counter
     reply.sent = clock()
     try:
@@ -135,38 +232,64 @@ async def answer(http: httpx.AsyncClient, endpoint: ServerEndpoint, reply: Reply
 
 
 def run(endpoint: ServerEndpoint, level: Level, extension: Extension) -> LoadRun:
-    """LoadRequest all of a level's requests."""
     return asyncio.run(_run(endpoint, level, extension))
 
 
 async def _run(endpoint: ServerEndpoint, level: Level, extension: Extension) -> LoadRun:
     async with connected(endpoint) as http:
         began, own = time.perf_counter(), time.process_time()
-        asked = _opened if level.kind == "rate" else _closed
-        replies = await asked(http, endpoint, level, extension)
+
+        async def in_turn(left: Iterable[LoadRequest]) -> list[Reply]:
+            return [await answer(http, endpoint, Reply(request), extension) for request in left]
+
+        async def arrive(request: LoadRequest, at: float) -> list[Reply]:
+            await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
+            return await in_turn([request])
+
+        if level.kind == "rate":
+            due = arrivals(level.value, len(level.requests), level.seed)
+            found = await asyncio.gather(*map(arrive, level.requests, due))
+        else:
+            left = iter(level.requests)
+            found = await asyncio.gather(*(in_turn(left) for _ in range(int(level.value))))
+        replies = [reply for replies in found for reply in replies]
         return LoadRun(replies, time.perf_counter() - began, time.process_time() - own)
 
 
-async def _closed(http: httpx.AsyncClient, endpoint: ServerEndpoint, level: Level, extension: Extension) -> list[Reply]:
-    left = iter(level.requests)
-    found = await asyncio.gather(
-        *(_one_after_another(http, endpoint, left, extension) for _ in range(int(level.value)))
-    )
-    return [reply for replies in found for reply in replies]
+def parsed(reply: Reply) -> Answer:
+    parts, grew, usage, done, error = list[str](), list[float](), dict[str, Any](), False, _failure(reply)
+    for at, event in events(reply.reads) if error is None else ():
+        if "error" in event:
+            error = _short(event["error"])
+            break
+        usage = event.get("usage") or usage
+        for choice in event.get("choices") or ():
+            done = done or choice.get("finish_reason") is not None
+            if new := choice.get("text") or (choice.get("delta") or {}).get("content"):
+                parts.append(new)
+                if not grew or grew[-1] != at:
+                    grew.append(at)
+    if error is None and not done:
+        error = "the stream ended before the answer did"
+    return Answer(reply.request, "".join(parts), reply.sent, reply.ended, grew, usage, error)
 
 
-async def _one_after_another(
-    http: httpx.AsyncClient, endpoint: ServerEndpoint, left: Iterable[LoadRequest], extension: Extension
-) -> Sequence[Reply]:
-    return [await answer(http, endpoint, Reply(request), extension) for request in left]
+def events(reads: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Yield the server-sent events, without comments, each with the time at which its last byte came."""
+    rest = b""
+    for at, part in reads:
+        *whole, rest = (rest + part).split(b"\n\n")
+        for event in whole:
+            data = event.removeprefix(b"data:").strip()
+            if data and data != b"[DONE]" and not data.startswith(b":"):
+                yield at, json.loads(data)
 
 
-async def _opened(http: httpx.AsyncClient, endpoint: ServerEndpoint, level: Level, extension: Extension) -> list[Reply]:
-    began = time.perf_counter()
+def _failure(reply: Reply) -> str | None:
+    if reply.error is None and reply.status != 200:
+        return f"status {reply.status}: {_short(b''.join(part for _, part in reply.reads).decode(errors='replace'))}"
+    return reply.error
 
-    async def arrive(request: LoadRequest, at: float) -> Reply:
-        await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
-        return await answer(http, endpoint, Reply(request), extension)
 
-    due = arrivals(level.value, len(level.requests), level.seed)
-    return await asyncio.gather(*map(arrive, level.requests, due))
+def _short(message: Any) -> str:
+    return " ".join(str(message).split())[:QUOTED]

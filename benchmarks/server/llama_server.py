@@ -13,7 +13,6 @@ KINDS = {"float32": "GGML_TYPE_F32", "bfloat16": "GGML_TYPE_BF16"}
 
 
 def main() -> None:
-    """Serve the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("file")
     parser.add_argument("--port", type=int, required=True)

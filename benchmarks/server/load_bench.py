@@ -1,31 +1,35 @@
-"""Rounds of all contestants: each starts its server, answers every level, and ends it, before the next one does."""
+"""Rounds of all contestants: each starts its server, answers every level and ends it, before the next one starts."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from benchmarks.server import client, held_up
-from benchmarks.server.client import ServerEndpoint
-from benchmarks.server.figures import figures, reasons
-from benchmarks.server.levels import Level
-from benchmarks.server.load_answers import Answer, understand
-from benchmarks.server.load_requests import LoadRequest
+from benchmarks.server import client
+from benchmarks.server.client import Answer, Level, LoadRequest, Reply, ServerEndpoint, answer, connected, parsed
+from benchmarks.server.load_figures import figures, percentile, reasons
 from benchmarks.server.servers import ServerContestant, ServerError
 from forerun.bench.journal import Journal, Turn, TurnKey
 from forerun.bench.machine import Row
+from forerun.bench.rounds import rotated
 from forerun.cli.terminal import say
 
-Start = Callable[[ServerContestant], AbstractContextManager[ServerEndpoint]]
-"""Starts a contestant's server for as long as the context lasts."""
-Texts = Mapping[str, str | None]
-"""What names each text (``Answer.digest``), by its request's seed."""
+Digests = Mapping[str, str | None]
+"""``Answer.digest`` of each answer, by its request's seed."""
 ALONE = {"namespace": "alone", "drafter": "none"}
-"""How a text is asked for that load may not have changed."""
+"""How an answer is requested again that load may not have changed."""
+STREAMS = 4
+"""Streams beside a long prompt."""
+BEFORE = 16
+"""Answers that end before the long prompt is sent, to compare with."""
+LOOK = 0.005
+"""Seconds between looks at whether something has come."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +37,9 @@ class Round:
     """What every contestant answers in a round.
 
     Attributes:
-        warm: asked first, at once, and not measured: kernels are compiled and memory is taken.
-        levels: the loads.
-        long: a long prompt to read beside streams, or None.
-        checks: greedy texts that are asked for again alone.
+        warm: sent first, at once, and not measured: kernels are compiled and memory is allocated.
+        long: a long prompt to prefill beside streams, or None.
+        checks: number of greedy answers that are requested again, alone.
     """
 
     warm: Sequence[LoadRequest]
@@ -46,52 +49,49 @@ class Round:
 
     @property
     def requests(self) -> list[LoadRequest]:
-        """Of all levels."""
         return [request for level in self.levels for request in level.requests]
 
     def key(self, number: int) -> TurnKey:
-        """Names the turn in a journal."""
         words = repr(dataclasses.astuple(self)).encode()
         return TurnKey("serve", number, hashlib.sha256(words).hexdigest()[:16])
 
 
 def sample(requests: Sequence[LoadRequest], count: int) -> list[LoadRequest]:
-    """``count`` greedy requests, from all over the load."""
+    """Return ``count`` greedy requests, from all over the load."""
     greedy = [request for request in requests if request.temperature == 0]
     return greedy[:: max(1, len(greedy) // max(count, 1))][:count]
 
 
-def compare(texts: Texts, others: Texts) -> Row:
-    """How many texts are in both, and how many of them are the same; texts that are not whole are in neither."""
-    both = [seed for seed, digest in texts.items() if digest is not None and others.get(seed) is not None]
-    return {"compared": len(both), "same": sum(texts[seed] == others[seed] for seed in both)}
+def compare(mine: Digests, others: Digests) -> Row:
+    """Count the answers that are complete in both, and those of them that are equal."""
+    both = [seed for seed, digest in mine.items() if digest is not None and others.get(seed) is not None]
+    return {"compared": len(both), "same": sum(mine[seed] == others[seed] for seed in both)}
+
+
+def absent(turn: Turn, name: str) -> str | None:
+    """Return why a contestant took no part in a turn; None if it did."""
+    return turn.get(name, {}).get("absent")
 
 
 @dataclass
 class ServeBench:
-    """Measures contestants round by round.
+    """Measures contestants round by round; complete rounds go into the journal.
 
     Args:
-        contestants: by turns; one that is not Forerun's may be absent.
-        rounds: what is asked.
-        start: starts a server.
-        journal: keeps whole rounds.
-        save: told all turns so far whenever one has new figures, and whether the last one is whole.
+        contestants: one that is not Forerun's may be absent.
+        start: starts a contestant's server for as long as the context lasts.
+        save: gets all turns so far whenever one has new figures, and whether the last one is complete.
     """
 
     contestants: Sequence[ServerContestant]
     rounds: Sequence[Round]
-    start: Start
+    start: Callable[[ServerContestant], AbstractContextManager[ServerEndpoint]]
     journal: Journal
     save: Callable[[Sequence[Turn], bool], None]
     turns: list[Turn] = field(default_factory=list)
 
     def run(self) -> list[Turn]:
-        """All rounds; those in the journal are not measured again.
-
-        Raises:
-            ServerError: if a server of Forerun's does not start, or answers nothing.
-        """
+        """Measure all rounds but those in the journal; raise a ServerError if a server of Forerun's fails."""
         names = [contestant.name for contestant in self.contestants]
         for number, one in enumerate(self.rounds):
             known = self.journal.find(one.key(number), names)
@@ -103,12 +103,11 @@ class ServeBench:
         return self.turns
 
     def _turn(self, number: int, one: Round) -> None:
-        """A round; another contestant begins each time."""
-        first = number % len(self.contestants)
-        for contestant in (*self.contestants[first:], *self.contestants[:first]):
+        for contestant in rotated(list(self.contestants), number):
             results: Row = {"levels": {}}
             self.turns[-1][contestant.name] = results
-            if reason := contestant.lacking or self._absent(contestant.name):
+            earlier = (absent(turn, contestant.name) for turn in self.turns[:-1])
+            if reason := contestant.lacking or next(filter(None, earlier), None):
                 results["absent"] = reason
                 continue
             say(f"round {number + 1} of {len(self.rounds)}: {contestant.name}")
@@ -122,46 +121,87 @@ class ServeBench:
                 say(f"  {contestant.name} is left out: {error}")
 
     def _measure(self, endpoint: ServerEndpoint, one: Round, results: Row) -> None:
-        """All that one server answers, written down as it comes."""
-        self._answers(endpoint, Level("clients", len(one.warm), one.warm, 0), {"namespace": "warm"})
-        texts: dict[str, str | None] = {}
-        results |= {"texts": texts, "reasons": {}}
+        """Write down what one server answers, as it comes."""
+        answers_to(endpoint, Level("clients", len(one.warm), one.warm), {"namespace": "warm"})
+        digests: dict[str, str | None] = {}
+        results |= {"texts": digests, "reasons": {}}
         for level in one.levels:
             before = endpoint.step_seconds()
-            run, answers = self._answers(endpoint, level, {"namespace": level.name.replace(" ", "-")})
+            run, answers = answers_to(endpoint, level, {"namespace": level.name.replace(" ", "-")})
             parts = {part: seconds - before[part] for part, seconds in endpoint.step_seconds().items()}
             results["levels"][level.name] = figures(answers, run.seconds, run.own_seconds, parts)
-            texts |= {str(answer.request.seed): answer.digest for answer in answers}
+            digests |= {str(each.request.seed): each.digest for each in answers}
             results["reasons"] = dict(Counter(results["reasons"]) + Counter(reasons(answers)))
             self.save(self.turns, False)
         if one.long is not None:
-            results["long"] = held_up.measure(endpoint, one.requests, one.long, "streams")
+            results["long"] = asyncio.run(held_up(endpoint, one.requests, one.long))
             self.save(self.turns, False)
         if endpoint.ours:
-            alone = Level("clients", 1, sample(one.requests, one.checks), 0)
-            again = {str(answer.request.seed): answer.digest for answer in self._answers(endpoint, alone, ALONE)[1]}
-            results["alone"] = compare(texts, again) | {"exact": endpoint.exact}
+            _, again = answers_to(endpoint, Level("clients", 1, sample(one.requests, one.checks)), ALONE)
+            alone = {str(each.request.seed): each.digest for each in again}
+            results["alone"] = compare(digests, alone) | {"exact": endpoint.exact}
             self.save(self.turns, False)
 
-    def _absent(self, name: str) -> str | None:
-        """Why a contestant took no part in an earlier round, if so: it is not tried again."""
-        return next((why for turn in self.turns[:-1] if (why := absent(turn, name))), None)
 
-    def _answers(
-        self, endpoint: ServerEndpoint, level: Level, extension: client.Extension
-    ) -> tuple[client.LoadRun, list[Answer]]:
-        """A level's answers.
-
-        Raises:
-            ServerError: if there is none.
-        """
-        run = client.run(endpoint, level, extension)
-        answers = [understand(reply) for reply in run.replies]
-        if answers and all(answer.error for answer in answers):
-            raise ServerError(f"no request was answered at {endpoint.url}: {answers[0].error}")
-        return run, answers
+def answers_to(
+    endpoint: ServerEndpoint, level: Level, extension: client.Extension
+) -> tuple[client.LoadRun, list[Answer]]:
+    """Return a level's answers; raise a ServerError if there is none."""
+    run = client.run(endpoint, level, extension)
+    answers = [parsed(reply) for reply in run.replies]
+    if answers and all(each.error for each in answers):
+        raise ServerError(f"no request was answered at {endpoint.url}: {answers[0].error}")
+    return run, answers
 
 
-def absent(turn: Turn, name: str) -> str | None:
-    """Why a contestant took no part in a turn; None if it did."""
-    return turn.get(name, {}).get("absent")
+async def held_up(endpoint: ServerEndpoint, requests: Sequence[LoadRequest], long: LoadRequest) -> Row:
+    """Return the times between chunks of streams that answer ``requests`` over and over, before and while ``long`` is
+    prefilled; only its error, if that was not answered."""
+    replies, ended, over = list[Reply](), 0, False
+
+    async def stream(turn: int) -> None:
+        nonlocal ended
+        while not over:
+            cycle, at = divmod(turn, len(requests))  # a repeated request drafts from another namespace
+            replies.append(reply := Reply(requests[at]))
+            await answer(http, endpoint, reply, {"namespace": f"streams-{cycle}"})
+            ended, turn = ended + 1, turn + STREAMS
+
+    async with connected(endpoint) as http:
+        streams = [asyncio.create_task(stream(number)) for number in range(STREAMS)]
+        while ended < BEFORE:
+            await asyncio.sleep(LOOK)
+        reply = Reply(long)
+        prefill = asyncio.create_task(answer(http, endpoint, reply, {"namespace": "streams-long"}))
+        while not (reply.reads and parsed(reply).grew) and not prefill.done():
+            await asyncio.sleep(LOOK)
+        over = True
+        await asyncio.gather(prefill, *streams)
+    return long_row(parsed(reply), list(map(parsed, replies)))
+
+
+def long_row(long: Answer, others: Sequence[Answer]) -> Row:
+    """Return the figures of a long prompt and of the streams beside it."""
+    if long.error is not None:
+        return {"error": long.error}
+    without, during = gaps(others, 0.0, long.sent, True), gaps(others, long.sent, long.sent + long.first, False)
+    row: Row = {
+        "prompt": long.usage.get("prompt_tokens"),
+        "first": long.first,
+        "errors": sum(reasons([long, *others]).values()),
+        "chunks": len(during),
+        **{f"without_p{part}": percentile(without, part) for part in (50, 99)},
+        **{f"with_p{part}": percentile(during, part) for part in (50, 99)},
+    }
+    known = row["with_p99"] is not None and row["without_p99"]
+    return row | {"ratio": row["with_p99"] / row["without_p99"] if known else None}
+
+
+def gaps(answers: Sequence[Answer], begin: float, end: float, whole: bool) -> list[float]:
+    """Return the times between chunks that lie within a window: as a whole, or in part."""
+    return [
+        after - before
+        for each in answers
+        for before, after in pairwise(each.grew)
+        if (after <= end if whole else after > begin and before < end)
+    ]

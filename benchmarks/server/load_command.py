@@ -1,13 +1,13 @@
-"""``python -m benchmarks server load``: servers under load."""
+"""``python -m benchmarks server load``: servers under load, with and without drafts."""
 
 from __future__ import annotations
 
 import gc
 import importlib.util
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -16,21 +16,19 @@ import typer
 from transformers import PreTrainedTokenizerBase
 
 from benchmarks.long_context.texts import Texts
-from benchmarks.peers.weights import check as check_weights
-from benchmarks.peers.weights import write as write_weights
+from benchmarks.peers import weights
 from benchmarks.reporting.common_options import (
     BENCHMARKS,
+    ListOptions,
     SourceOptions,
     list_option,
-    numbers,
+    names_of,
+    numbers_of,
 )
 from benchmarks.reporting.study_report import Delivery, Report
-from benchmarks.server import levels, servers
-from benchmarks.server import load_rows as rows
-from benchmarks.server.client import ServerEndpoint
+from benchmarks.server import load_report, servers
+from benchmarks.server.client import Level, LoadRequest, mixed
 from benchmarks.server.load_bench import Round, ServeBench
-from benchmarks.server.load_report import fill
-from benchmarks.server.load_requests import LoadRequest, mixed
 from benchmarks.server.servers import ServedModel, ServerContestant
 from benchmarks.tasks.task_prompts import LackingError, Tasks, check_names
 from benchmarks.tasks.task_sets import tasks_for
@@ -40,12 +38,7 @@ from forerun.bench.prompts_file import TemplateEncoder, check_length
 from forerun.cli.commands import FAILED
 from forerun.cli.models import encoder as plain_encoder
 from forerun.cli.models import load_target
-from forerun.cli.options import (
-    ModelOptions,
-    Out,
-    OutputOptions,
-    option,
-)
+from forerun.cli.options import ModelOptions, Out, OutputOptions, option
 from forerun.cli.terminal import say
 from forerun.core.install_command import install_command
 from forerun.decoding.recipes import check_drafter
@@ -55,63 +48,54 @@ from forerun.models.loading.load import find
 
 TRANSFORMERS, LLAMA, DEFAULT, RAY = "transformers", "llama.cpp", "default", "ray"
 REPLICAS = 2
-"""Of the default on Ray, in the contestant of this name."""
+"""Of the default on Ray."""
 GGUF, ROWS = "model.gguf", 16
-"""The file that is written for llama.cpp's server, and its slots where clients come by chance."""
+"""The file for llama.cpp's server, and its slots for Poisson arrivals."""
 SPARE = 64
-"""Tokens of a slot in llama.cpp's server beyond the longest text."""
+"""Tokens of a slot in llama.cpp's server beyond the longest sequence."""
+CLIENT_TURNS = 4
+"""Minimum answers per client of a closed loop: with fewer, a level is mostly its start and end."""
+NEEDED = ("httpx", "matplotlib", "fastapi", "uvicorn", "prometheus_client", "pydantic_settings", "llguidance")
+LEFT_OUT = ("copy",)
+"""Tasks that are measured only if named: repeating a passage is no typical use."""
 _LOAD = "Load"
 
 
 @dataclass(frozen=True)
-class ServingOptions(OutputOptions, SourceOptions, ModelOptions):
+class ServingOptions(ListOptions, OutputOptions, SourceOptions, ModelOptions):
     """Servers under load: forerun serve with and without drafts, and those of transformers and llama.cpp.
 
-    Each has a process of its own on a free port of this computer, one at a time; the clients are in this process. All
-    answer the same requests; rounds take turns and medians count. Texts under load must equal the texts alone, and
-    Forerun must answer all that is asked, or the exit status is 1. Writes JSON, Markdown and plots after each load.
+    Each is a separate process on a free port of this computer, one at a time; the clients are in this process. All
+    answer the same requests in rounds; medians count. Exit status 1 if an output under load differs from the same
+    request alone, or if Forerun leaves a request unanswered. Writes JSON, Markdown and plots after each load.
     """
 
-    contestants: Annotated[
-        str,
-        list_option(
-            "--contestants",
-            "Model",
-            f"Drafters of forerun serve, {DEFAULT} for its own, {RAY} for that in {REPLICAS} replicas, "
-            f"{TRANSFORMERS} (with continuous batching) and {LLAMA}.",
-        ),
-    ] = f"none,{DEFAULT},{TRANSFORMERS}"
-    concurrency: Annotated[
-        str, list_option("--concurrency", _LOAD, "Clients that wait for their answers; 0 for none.")
-    ] = "1,4,16"
-    rates: Annotated[str, list_option("--rates", _LOAD, "Requests per second that arrive by chance; 0 for none.")] = (
-        "4,16"
-    )
-    requests: Annotated[int, option("--requests", panel=_LOAD, help="Of each load; four a client at least.", min=1)] = (
-        32
-    )
+    contestants: Annotated[str, list_option("Model", f"Drafters of forerun serve, {DEFAULT} for its own, {RAY} for "
+        f"that in {REPLICAS} replicas, {TRANSFORMERS} (with continuous batching) and {LLAMA}.")
+    ] = f"none,{DEFAULT},{TRANSFORMERS}"  # fmt: skip
+    concurrency: Annotated[str, list_option(_LOAD, "Clients that wait for their answers; 0 for none.")] = "1,4,16"
+    rates: Annotated[str, list_option(_LOAD, "Requests per second that arrive by chance; 0 for none.")] = "4,16"
+    requests: Annotated[int, option(panel=_LOAD, help="Of each load; four a client at least.", min=1)] = 32
     long: Annotated[
-        int, option("--long", panel=_LOAD, metavar="TOKENS", help="Read so long a prompt beside streams, too.", min=0)
+        int, option(panel=_LOAD, metavar="TOKENS", help="Prefill so many tokens beside streams.", min=0)
     ] = 0
-    rounds: Annotated[int, option("--rounds", panel=_LOAD, help="Times each is measured.", min=1)] = 3
-    tasks: Annotated[str | None, list_option("--tasks", "Text", "Those of tasks; default: all but copy.")] = None
-    lengths: Annotated[str, list_option("--lengths", "Text", "Tokens of answers, at most; drawn for each request.")] = (
-        "32,64,128"
-    )
+    rounds: Annotated[int, option(panel=_LOAD, help="Times each is measured.", min=1)] = 3
+    tasks: Annotated[str | None, list_option("Text", "Those of tasks; default: all but copy.")] = None
+    lengths: Annotated[str, list_option("Text", "Most tokens of answers; drawn for each request.")] = "32,64,128"
     temperature: Annotated[
         float, option("--temperature", "-t", panel="Text", help="Of every second turn through the tasks.", min=0.0)
     ] = 0.8
-    seed: Annotated[int, option("--seed", panel="Text", help="Of what is drawn, and of the arrivals.")] = 0
-    checks: Annotated[
-        int, option("--checks", panel="Text", help="Greedy texts of a round that are asked for alone, too.", min=0)
-    ] = 8
-    resume: Annotated[
-        bool, option("--resume", panel="Output", help="Keep the rounds that --out has; measure the others.")
-    ] = False
+    seed: Annotated[int, option(panel="Text", help="Of what is drawn, and of the arrivals.")] = 0
+    checks: Annotated[int, option(panel="Text", help="Greedy requests of a round to repeat alone.", min=0)] = 8
+    resume: Annotated[bool, option("--resume", panel="Output", help="Keep the rounds that --out has.")] = False
     out: Out = Path("runs/serve")
 
+    drafters, tokens = names_of("contestants"), numbers_of("lengths", int, 1)
+    named_tasks = names_of("tasks")
+    _clients, _rates = numbers_of("concurrency", int, 0), numbers_of("rates", float, 0)
+
     def __post_init__(self) -> None:
-        numbers("--lengths", self.lengths, int, 1)
+        super().__post_init__()
         if not (self.clients or self.arrivals):
             raise ValueError("--concurrency and --rates are both 0; give a load")
         if len(set(self.drafters)) < len(self.drafters):
@@ -119,131 +103,128 @@ class ServingOptions(OutputOptions, SourceOptions, ModelOptions):
 
     @property
     def clients(self) -> list[int]:
-        """Of the closed loops."""
-        return [each for each in numbers("--concurrency", self.concurrency, int, 0) if each]
+        return list(filter(None, self._clients))
 
     @property
     def arrivals(self) -> list[float]:
-        """Rates of the open loops, in requests per second."""
-        return [each for each in numbers("--rates", self.rates, float, 0.0) if each]
-
-    @property
-    def drafters(self) -> list[str]:
-        """Names of contestants."""
-        return [name.strip() for name in self.contestants.split(",")]
-
-
-NEEDED = ("httpx", "matplotlib", "fastapi", "uvicorn", "prometheus_client", "pydantic_settings", "llguidance")
-LEFT_OUT = ("copy",)
-"""Tasks that are not asked unless they are named: to repeat a passage is no typical use."""
+        return list(filter(None, self._rates))
 
 
 def run(options: ServingOptions) -> None:
-    """Measure, print the tables, and write JSON, Markdown and plots; exit status 1 if load changed a text, or a
-    request was not answered.
-
-    Raises:
-        ValueError: for what cannot be asked or served.
-        ServerError: if a server does not start, or answers nothing.
-    """
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(f"server load needs {', '.join(missing)}; install them by: {install_command('serve,bench')}")
-    for name in options.drafters:
-        if name not in (DEFAULT, RAY, TRANSFORMERS, LLAMA):
-            check_drafter(name)
-    if RAY in options.drafters and importlib.util.find_spec("ray") is None:
-        raise ValueError(f"{RAY} needs Ray Serve; install it by: {install_command('ray')}")
-    if LLAMA in options.drafters and importlib.util.find_spec("xllamacpp") is None:
-        raise ValueError(f"{LLAMA} is not installed; install it by: {install_command('peers')}")
-    subject, rounds, longest, encoder = _prepared(options)
+    _check_installed(options)
+    subject, rounds, contestants = _prepared(options)
     report = Report("Servers under load", plain_values(options) | {"dtype": subject.dtype})
     delivery = Delivery(report, options.out, "serve", options.json)
 
     def save(turns: Sequence[Turn], whole: bool) -> None:
-        fill(report, turns, rounds, whole)
+        load_report.fill(report, turns, rounds, whole)
         delivery.save()
 
     shared = about(options.model, subject.dtype, subject.device, BENCHMARKS)
     journal = Journal(options.out / "serve-turns.jsonl", shared, options.resume)
-    contestants = _contestants(options, subject, longest, encoder)
-
-    def start(contestant: ServerContestant) -> AbstractContextManager[ServerEndpoint]:
-        log = options.out / "logs" / f"{contestant.name.replace(' ', '-')}.log"
-        return servers.started(contestant, subject.chats, log)
-
+    start = partial(servers.started, chats=subject.chats, logs=options.out / "logs")
     turns = ServeBench(contestants, rounds, start, journal, save).run()
     delivery.end()
-    if found := rows.wrong(rows.text_rows(turns, rounds)) + rows.unanswered(turns):
-        say("\n".join(found))
+    faults = load_report.changed(load_report.output_rows(turns, rounds)) + list(load_report.unanswered(turns))
+    if faults:
+        say("\n".join(faults))
         raise typer.Exit(FAILED)
 
 
-def _prepared(options: ServingOptions) -> tuple[ServedModel, list[Round], int, TemplateEncoder]:
-    """What is served, all that is asked, the tokens of the longest text, and what makes tokens of prompts. The model is
-    read to be checked, and to be written for llama.cpp; then it is forgotten."""
+def _check_installed(options: ServingOptions) -> None:
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"server load needs {', '.join(missing)}; install them by: {install_command('serve,bench')}")
+    for name in options.drafters:
+        if name not in (DEFAULT, RAY, TRANSFORMERS, LLAMA):
+            check_drafter(name)
+    for name, module, extra in ((RAY, "ray", "ray"), (LLAMA, "xllamacpp", "peers")):
+        if name in options.drafters and importlib.util.find_spec(module) is None:
+            raise ValueError(f"{name} is not installed; install it by: {install_command(extra)}")
+
+
+def _prepared(options: ServingOptions) -> tuple[ServedModel, list[Round], list[ServerContestant]]:
+    """Return the model, all requests and the contestants. The model is loaded to check it, and to write llama.cpp's
+    file; then it is dropped."""
     model, tokenizer = load_target(options)
     if LLAMA in options.drafters:
-        check_weights(model, tokenizer, None)
+        weights.check(model, tokenizer, None)
         options.out.mkdir(parents=True, exist_ok=True)
-        write_weights(model, tokenizer, options.out / GGUF)
+        weights.write(model, tokenizer, options.out / GGUF)
     encoder = TemplateEncoder(tokenizer, options.raw)
     subject = ServedModel(
-        options.model,
-        find(options.model),
-        dtype_name(model),
-        str(model.device),
-        encoder.chats,
+        options.model, find(options.model), dtype_name(model), str(model.device), encoder.chats,
         options.trust_remote_code,
-    )
+    )  # fmt: skip
     limit = position_limit(model)
     del model
     gc.collect()
     rounds = _rounds(options, encoder, limit)
-    asked = [one for each in rounds for one in (*each.warm, *each.requests, *([each.long] if each.long else []))]
-    longest = max(len(encoder(request.prompt)) + request.tokens for request in asked)
-    return subject, rounds, longest, encoder
+    requests = [one for each in rounds for one in (*each.warm, *each.requests, *([each.long] if each.long else []))]
+    longest = max(len(encoder(request.prompt)) + request.tokens for request in requests)
+    return subject, rounds, [_contestant(name, options, subject, longest, encoder) for name in options.drafters]
+
+
+def _contestant(
+    name: str, options: ServingOptions, subject: ServedModel, longest: int, encoder: TemplateEncoder
+) -> ServerContestant:
+    if name == TRANSFORMERS:
+        return servers.transformers(subject)
+    if name == LLAMA:
+        slots = max(options.clients or [ROWS])
+        return servers.llama(subject, options.out / GGUF, slots, longest + SPARE, torch.get_num_threads(), encoder)
+    return servers.forerun(subject, None if name in (DEFAULT, RAY) else name, REPLICAS if name == RAY else None)
 
 
 def _rounds(options: ServingOptions, encoder: TemplateEncoder, limit: int | None) -> list[Round]:
-    """Each round has requests of its own: none is known from an earlier one."""
+    """Return rounds with different requests: no answer is known from an earlier one."""
     warm = max([1, *options.clients])
-    of_each = warm + levels.needed(options.clients, options.arrivals, options.requests)
+    of_each = warm + needed(options.clients, options.arrivals, options.requests)
     longs = _longs(options, encoder.tokenizer, limit)
-    requests = _requests(options, encoder, limit, of_each * options.rounds)
+    requests = iter(_requests(options, encoder, limit, of_each * options.rounds))
     found = []
     for number in range(options.rounds):
-        mine = requests[number * of_each : (number + 1) * of_each]
-        seed = options.seed + number
-        built = levels.build(options.clients, options.arrivals, options.requests, mine[warm:], seed)
         # the first request says how transformers serve samples
-        first = [replace(request, temperature=0.0) for request in mine[:warm]]
-        found.append(Round(first, built, longs[number] if longs else None, options.checks))
+        first = [replace(request, temperature=0.0) for request in islice(requests, warm)]
+        mine = list(islice(requests, of_each - warm))
+        levels = build_levels(options.clients, options.arrivals, options.requests, mine, options.seed + number)
+        found.append(Round(first, levels, longs[number] if longs else None, options.checks))
     return found
 
 
-def _requests(options: ServingOptions, encoder: TemplateEncoder, limit: int | None, count: int) -> list[LoadRequest]:
-    """So many requests; tasks that lack something are left out, and named.
+def build_levels(
+    clients: Sequence[int], rates: Sequence[float], least: int, requests: Sequence[LoadRequest], seed: int
+) -> list[Level]:
+    """Return the levels of a round, with different requests each: ``least``, or more if there are many clients."""
+    left = iter(requests)
+    closed = [Level("clients", each, list(islice(left, _size(each, least))), seed) for each in clients]
+    return [*closed, *(Level("rate", each, list(islice(left, least)), seed) for each in rates)]
 
-    Raises:
-        ValueError: for an unknown task, if none is left, or for a prompt that is too long for the model.
-    """
+
+def needed(clients: Sequence[int], rates: Sequence[float], least: int) -> int:
+    """Count the requests of all levels of a round."""
+    return sum(_size(each, least) for each in clients) + least * len(rates)
+
+
+def _size(clients: int, least: int) -> int:
+    return max(least, CLIENT_TURNS * clients)
+
+
+def _requests(options: ServingOptions, encoder: TemplateEncoder, limit: int | None, count: int) -> list[LoadRequest]:
+    """Return requests of all tasks that have their files; raise a ValueError if there are none, or one is too long."""
     tasks = tasks_for(encoder, options)
-    default = [name for name in tasks if name not in LEFT_OUT]
-    names = default if options.tasks is None else [name.strip() for name in options.tasks.split(",")]
-    check_names(names, tasks)
-    can = [name for name in names if _can(name, tasks)]
-    if not can:
+    chosen = options.named_tasks or [name for name in tasks if name not in LEFT_OUT]
+    check_names(chosen, tasks)
+    possible = [name for name in chosen if _possible(name, tasks)]
+    if not possible:
         raise ValueError("no task is left; --tasks names some that need no file, such as json or rag")
-    prompts = {name: _drawn(name, tasks, -(-count // len(can))) for name in can}
-    lengths = [int(each) for each in options.lengths.split(",")]
+    prompts = {name: _drawn(name, tasks, -(-count // len(possible))) for name in possible}
     for name, found in prompts.items():
         for prompt in found:
-            _check(f"task {name}", len(encoder(prompt)), limit, max(lengths))
-    return mixed(prompts, lengths, options.temperature, options.seed)
+            _check(f"task {name}", len(encoder(prompt)), limit, max(options.tokens))
+    return mixed(prompts, options.tokens, options.temperature, options.seed)
 
 
-def _can(name: str, tasks: Tasks) -> bool:
+def _possible(name: str, tasks: Tasks) -> bool:
     try:
         tasks[name](1)
     except LackingError as lacking:
@@ -260,7 +241,7 @@ def _drawn(name: str, tasks: Tasks, count: int) -> list[str]:
 
 
 def _longs(options: ServingOptions, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[LoadRequest]:
-    """A long prompt for each round, if one is wanted."""
+    """Return a long prompt for each round, if ``--long`` is given."""
     if not options.long:
         return []
     _check("--long", options.long, limit, 2)
@@ -278,22 +259,3 @@ def _check(what: str, tokens: int, limit: int | None, new: int) -> None:
         check_length(tokens, limit, new)
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from None
-
-
-def _contestants(
-    options: ServingOptions, subject: ServedModel, longest: int, encoder: TemplateEncoder
-) -> list[ServerContestant]:
-    """In the order of the options."""
-    found = []
-    for name in options.drafters:
-        if name == TRANSFORMERS:
-            found.append(servers.transformers(subject))
-        elif name == LLAMA:
-            slots = max(options.clients or [ROWS])
-            threads = torch.get_num_threads()
-            found.append(servers.llama(subject, options.out / GGUF, slots, longest + SPARE, threads, encoder))
-        elif name == RAY:
-            found.append(servers.forerun(subject, None, REPLICAS))
-        else:
-            found.append(servers.forerun(subject, None if name == DEFAULT else name))
-    return found

@@ -1,17 +1,19 @@
-"""Tables of ``python -m benchmarks server load``."""
+"""Tables of ``python -m benchmarks server load``: medians over rounds, ratios to plain decoding, outputs that differ.
+
+A turn has each contestant's results of a round, by name; see ``ServeBench``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from benchmarks.reporting import plots
 from benchmarks.reporting.plots import Frame
 from benchmarks.reporting.study_report import Report, listing
-from benchmarks.server import load_rows as rows
-from benchmarks.server.figures import PARTS, STEP_PARTS, TIMES
-from benchmarks.server.load_bench import Round
-from benchmarks.server.load_plot import drawer
-from benchmarks.server.servers import TRANSFORMERS
+from benchmarks.server.load_bench import Round, absent, compare
+from benchmarks.server.load_figures import PARTS, STEP_PARTS, TIMES, known_median, medians
+from benchmarks.server.servers import LLAMA, TRANSFORMERS
 from forerun.bench.journal import Turn
 from forerun.bench.machine import Row
 from forerun.bench.report import pivot
@@ -19,72 +21,166 @@ from forerun.bench.rounds import PLAIN
 
 HEAD = {"load": "load", "contestant": "server"}
 RATES = HEAD | {
-    "requests_per_second": "requests/s",
-    "tokens_per_second": "tokens/s",
-    "slowest": "slowest",
-    "fastest": "fastest",
-    "acceptance": "acceptance",
-    "tokens_per_step": "tokens/step",
-    "requests": "requests",
-    "errors": "errors",
-}
+    "requests_per_second": "requests/s", "tokens_per_second": "tokens/s", "slowest": "slowest", "fastest": "fastest",
+    "acceptance": "acceptance", "tokens_per_step": "tokens/step", "requests": "requests", "errors": "errors",
+}  # fmt: skip
 WHERE = HEAD | {part: f"{part}, %" for part in (*STEP_PARTS, "idle")} | {
-    "decoding_per_second": "decoding alone, tokens/s",
-    "decoding_of_plain": f"times {PLAIN}",
+    "decoding_per_second": "decoding alone, tokens/s", "decoding_of_plain": f"times {PLAIN}",
 }  # fmt: skip
 LONG = {
-    "contestant": "server",
-    "prompt": "prompt, tokens",
-    "first": "its first token, s",
-    "without_p50": "without: p50, ms",
-    "without_p99": "p99",
-    "with_p50": "while it is read: p50, ms",
-    "with_p99": "p99",
-    "ratio": "p99, times",
-    "errors": "errors",
-}
-TEXTS = {"contestant": "server", "with": "compared with", "compared": "texts", "same": "the same"}
-DIVIDED = (
-    "*read*: prompts; a pass over prompts and drafts is divided by tokens. *other*: between passes. *idle*: the server "
+    "contestant": "server", "prompt": "prompt, tokens", "first": "its first token, s",
+    "without_p50": "without: p50, ms", "without_p99": "p99", "with_p50": "during its prefill: p50, ms",
+    "with_p99": "p99", "ratio": "p99, times", "errors": "errors",
+}  # fmt: skip
+OUTPUTS = {"contestant": "server", "with": "compared with", "compared": "outputs", "same": "equal"}
+WHERE_NOTE = (
+    "*read*: prefill; a pass over prompts and drafts is divided by tokens. *other*: between passes. *idle*: the server "
     "waited for requests, or the client for the last answer. Decoding alone is to propose, to score and to verify.\n"
 )
-GREEDY_ONLY = (
-    f"`{TRANSFORMERS}` samples all texts as the first request says, which is greedy: it answers requests with a "
-    "temperature greedily. Only texts that were asked for greedily are compared with it.\n"
+TIMES_NOTE = (
+    "*Between chunks*: between times at which new text came; a step with accepted drafts brings several tokens at "
+    "once. *Per token*: of a request, from its first text to its end. Loads in *clients* are closed loops; those *per "
+    "second* are Poisson arrivals.\n"
+)
+GREEDY_NOTE = (
+    f"`{TRANSFORMERS}` samples all requests as the first one says, which is greedy. Only greedy outputs are compared "
+    "with it.\n"
 )
 
 
 def fill(report: Report, turns: Sequence[Turn], rounds: Sequence[Round], plotted: bool) -> None:
-    """Put all that the turns have so far into a report, instead of what it had.
-
-    Args:
-        report: is filled.
-        turns: of all contestants.
-        rounds: what was asked in them.
-        plotted: draw plots as well, which takes a second or two.
-    """
-    load = rows.load_rows(turns, rounds)
+    """Replace a report's parts by all that the turns have so far; ``plotted`` draws plots, which needs a second."""
+    load, long, refused = load_rows(turns, rounds), long_rows(turns), refusals(turns)
     if load:
         report.add("load", f"Load: tokens per second of all clients, and times those of {PLAIN}", load,
                    pivot(load, "load", "contestant", _cell), listing(load, RATES), *_remarks(turns, load))  # fmt: skip
-        report.add("times", "Times of requests, in milliseconds: p50 and p99", load, _times(load), _meaning())
-        if told := [row for row in load if row["read"] is not None]:
-            shown = [row | {part: 100 * row[part] for part in (*STEP_PARTS, "idle")} for row in told]
-            report.add("where", "Where the time of a load went", told, listing(shown, WHERE), DIVIDED)
+        times = [row | {name: " / ".join(_ms(row[f"{name}_p{part}"]) for part in PARTS) for name in TIMES}
+                 for row in load]  # fmt: skip
+        heading = "Times of requests, in milliseconds: p50 and p99"
+        report.add("times", heading, load, listing(times, HEAD | TIMES), TIMES_NOTE)
+        if stated := [row for row in load if row["read"] is not None]:
+            shares = [row | {part: 100 * row[part] for part in (*STEP_PARTS, "idle")} for row in stated]
+            report.add("where", "Where the time of a load went", stated, listing(shares, WHERE), WHERE_NOTE)
         if plotted:
-            _plots(report, load)
-    long, refused = rows.long_rows(turns), rows.refusals(turns)
+            groups, bars = plots.grouped(load, lambda row: str(row["load"]), "tokens_per_second")
+            report.bars("tokens", Frame("Tokens per second of all clients", "load", "tokens per second"), groups, bars)
     if long or refused:
-        shown = [_milliseconds(row, ("without", "with")) for row in long]
-        said = [f"Not measured: {name}: {reason}.\n" for name, reason in refused.items()]
-        table = [_listing(shown)] if shown else []
-        report.add("long", "Between chunks of other streams, while a long prompt is read", long, *table, *said)
-    if texts := rows.text_rows(turns, rounds):
-        report.add("texts", "Texts under load", texts, listing(texts, TEXTS), _verdict(texts))
+        names = [f"{name}_p{part}" for name in ("without", "with") for part in PARTS]
+        shown = [row | {name: None if row[name] is None else 1000 * row[name] for name in names} for row in long]
+        notes = [f"Not measured: {name}: {reason}.\n" for name, reason in refused.items()]
+        table = [listing(shown, LONG)] if shown else []
+        report.add("long", "Between chunks of other streams, during a long prefill", long, *table, *notes)
+    if outputs := output_rows(turns, rounds):
+        report.add("texts", "Outputs under load", outputs, listing(outputs, OUTPUTS), _verdict(outputs))
 
 
-def _listing(shown: Sequence[Row]) -> str:
-    return listing(shown, LONG)
+def load_rows(turns: Sequence[Turn], rounds: Sequence[Round]) -> list[Row]:
+    """Return a row for each level and contestant that answered it in any round."""
+    found = []
+    for level in rounds[0].levels:
+        for name in _names(turns):
+            measured = [turn for turn in turns if level.name in turn.get(name, {}).get("levels", {})]
+            if measured:
+                found.append(
+                    {"load": level.name, "kind": level.kind, "value": level.value, "contestant": name}
+                    | medians([turn[name]["levels"][level.name] for turn in measured])
+                    | {"of_plain": _of_plain(measured, level.name, name, "tokens_per_second"),
+                       "decoding_of_plain": _of_plain(measured, level.name, name, "decoding_per_second")}
+                )  # fmt: skip
+    return found
+
+
+def long_rows(turns: Sequence[Turn]) -> list[Row]:
+    """Return a row for each contestant that answered a long prompt."""
+    answered = {name: [row for row in _longs(turns, name) if "error" not in row] for name in _names(turns)}
+    return [
+        {"contestant": name} | {each: known_median([row[each] for row in rows]) for each in rows[0]}
+        for name, rows in answered.items()
+        if rows
+    ]
+
+
+def output_rows(turns: Sequence[Turn], rounds: Sequence[Round]) -> list[Row]:
+    """Count outputs that equal those of each request alone, and those of plain decoding; ``exact`` says that they must.
+
+    Of other servers only greedy outputs are compared.
+    """
+    found = []
+    for name in _names(turns):
+        alone = [turn[name]["alone"] for turn in turns if "alone" in turn.get(name, {})]
+        pairs = [_beside_plain(turn, one, name) for turn, one in zip(turns, rounds, strict=False)]
+        others = {"each alone, without drafts": alone, PLAIN: [row for row in pairs if row and name != PLAIN]}
+        for other, rows in others.items():
+            if rows:
+                total = {each: sum(row[each] for row in rows) for each in ("compared", "same")}
+                exact = all(row["exact"] for row in rows)
+                found.append({"contestant": name, "with": other, **total, "exact": exact})
+    return found
+
+
+def changed(rows: Sequence[Row]) -> list[str]:
+    """List the contestants whose outputs differ though they must not."""
+    return [
+        f"{row['contestant']}: {row['compared'] - row['same']} of {row['compared']} outputs under load differ from "
+        f"{row['with']}"
+        for row in rows
+        if row["exact"] and row["same"] < row["compared"]
+    ]
+
+
+def unanswered(turns: Sequence[Turn]) -> Iterator[str]:
+    """Yield what Forerun's servers did not answer."""
+    for name, counted in errors(turns).items():
+        if _ours(name):
+            yield f"{name}: {sum(counted.values())} requests under load were not answered"
+    for name, reason in refusals(turns).items():
+        if _ours(name):
+            yield f"{name}: a long prompt was not answered: {reason}"
+
+
+def errors(turns: Sequence[Turn]) -> dict[str, dict[str, int]]:
+    """Count each error of each contestant."""
+    found = {name: Counter[str]() for name in _names(turns)}
+    for turn in turns:
+        for name, results in turn.items():
+            found[name].update(results.get("reasons", {}))
+    return {name: dict(counted) for name, counted in found.items() if counted}
+
+
+def refusals(turns: Sequence[Turn]) -> dict[str, str]:
+    """Return why a contestant did not answer a long prompt, the last time."""
+    return {name: row["error"] for name in _names(turns) for row in _longs(turns, name) if "error" in row}
+
+
+def _ours(name: str) -> bool:
+    return name not in (TRANSFORMERS, LLAMA)
+
+
+def _longs(turns: Sequence[Turn], name: str) -> list[Row]:
+    return [turn[name]["long"] for turn in turns if "long" in turn.get(name, {})]
+
+
+def _names(turns: Sequence[Turn]) -> list[str]:
+    """Return the contestants, plain decoding first."""
+    return sorted(
+        {name for turn in turns for name in turn}, key=lambda name: (name == TRANSFORMERS, name != PLAIN, name)
+    )
+
+
+def _of_plain(turns: Sequence[Turn], level: str, name: str, figure: str) -> float | None:
+    """Return the median ratio of a figure to plain decoding's in its round."""
+    pairs = [(turn[name]["levels"][level], turn.get(PLAIN, {}).get("levels", {}).get(level)) for turn in turns]
+    return known_median([a[figure] / b[figure] for a, b in pairs if b and a[figure] and b[figure]])
+
+
+def _beside_plain(turn: Turn, one: Round, name: str) -> Row | None:
+    mine, plain = turn.get(name, {}).get("texts"), turn.get(PLAIN, {}).get("texts")
+    if not mine or not plain:
+        return None
+    greedy = {str(request.seed) for request in one.requests if request.temperature == 0}
+    kept = mine if _ours(name) else {seed: digest for seed, digest in mine.items() if seed in greedy}
+    exact = _ours(name) and all(turn[each].get("alone", {}).get("exact", False) for each in (name, PLAIN))
+    return compare(kept, plain) | {"exact": exact}
 
 
 def _cell(row: Row) -> str:
@@ -92,61 +188,25 @@ def _cell(row: Row) -> str:
     return f"{row['tokens_per_second']:.0f}{times}"
 
 
-def _times(load: Sequence[Row]) -> str:
-    columns = HEAD | TIMES
-    shown = [
-        row | {name: " / ".join(_shown(row[f"{name}_p{part}"]) for part in PARTS) for name in TIMES} for row in load
-    ]
-    return listing(shown, columns)
-
-
-def _shown(seconds: float | None) -> str:
+def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1000 * seconds:.3g}" if seconds < 1 else f"{1000 * seconds:,.0f}"
 
 
-def _milliseconds(row: Row, names: Sequence[str]) -> Row:
-    values = {f"{name}_p{part}": row[f"{name}_p{part}"] for name in names for part in PARTS}
-    return row | {name: None if value is None else 1000 * value for name, value in values.items()}
-
-
-def _meaning() -> str:
-    return (
-        "*Between chunks*: between moments at which new text came; a step with accepted drafts brings several tokens "
-        "at once. *Per token*: of a request, from its first text to its end, by its tokens but one. Loads in *clients* "
-        "are closed loops; those *per second* are Poisson arrivals.\n"
-    )
-
-
 def _remarks(turns: Sequence[Turn], load: Sequence[Row]) -> list[str]:
-    """What a reader of the figures must know."""
-    said = [f"Not measured: {name}: {reason}.\n" for name, reason in rows.absences(turns).items()]
-    for name, counted in rows.errors(turns).items():
-        said += [f"Errors of {name}: {count} times {reason}.\n" for reason, count in counted.items()]
-    if any(row["contestant"] == TRANSFORMERS for row in load):
-        said.append(GREEDY_ONLY)
+    absences = {name: why for turn in turns for name in turn if (why := absent(turn, name))}
+    notes = [f"Not measured: {name}: {reason}.\n" for name, reason in absences.items()]
+    for name, counted in errors(turns).items():
+        notes += [f"Errors of {name}: {count} times {reason}.\n" for reason, count in counted.items()]
+    notes += [GREEDY_NOTE] * any(row["contestant"] == TRANSFORMERS for row in load)
     most = max(row["client_share"] for row in load)
-    return [*said, f"The clients took {100 * most:.0f} % of one processor at most.\n"]
+    return [*notes, f"The clients needed {100 * most:.0f} % of one processor at most.\n"]
 
 
-def _verdict(texts: Sequence[Row]) -> str:
-    found = rows.wrong(texts)
-    if found:
+def _verdict(outputs: Sequence[Row]) -> str:
+    if found := changed(outputs):
         return "".join(f"**{one}.**\n" for one in found)
-    if not any(row["exact"] for row in texts):
-        return "This server does not promise texts bit for bit.\n"
-    if not any(row["compared"] for row in texts if row["exact"]):
-        return "No text was compared.\n"
-    return "Load has changed no text that must not change.\n"
-
-
-def _plots(report: Report, load: Sequence[Row]) -> None:
-    kept = list(load)
-    for kind, title in (
-        ("clients", "Clients that wait for their answers; at each point: how many"),
-        ("rate", "Poisson arrivals; at each point: per second"),
-    ):
-        mine = [row for row in kept if row["kind"] == kind]
-        if mine:
-            report.plot(kind, drawer(mine, title, report.note))
-    groups, lines = plots.grouped(kept, lambda row: str(row["load"]), "tokens_per_second")
-    report.bars("tokens", Frame("Tokens per second of all clients", "load", "tokens per second"), groups, lines)
+    if not any(row["exact"] for row in outputs):
+        return "This server does not promise equal bits.\n"
+    if not any(row["compared"] for row in outputs if row["exact"]):
+        return "No output was compared.\n"
+    return "Load has changed no output that must not change.\n"

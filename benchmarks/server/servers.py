@@ -1,4 +1,4 @@
-"""Servers to compare, each in a process of its own, on a free port of this computer, one at a time."""
+"""Servers, each a separate process on a free port of this computer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -19,20 +20,20 @@ from benchmarks.server.client import ServerEndpoint
 from forerun.models.forward.architecture import STORED, STORED_BY_FLOATS
 
 PORTS = range(20_001, 32_768)
-"""Where servers listen. Lower ones are likely somebody else's. Higher ones Linux gives to connections, so one that is
-free now may be taken until the server listens."""
+"""Lower ports are likely taken. Higher ones Linux gives to connections, so a free one may be taken before the server
+listens."""
 STARTING = 900.0
-"""Seconds that a server may take until it answers: a large model is read, and kernels are compiled the first time."""
+"""Maximum seconds to start: a large model is loaded, and kernels are compiled the first time."""
 ENDING = 20.0
-"""Seconds that a server may take to end before it is killed."""
-TAIL = 400
-"""The most characters of a server's last output that an error quotes."""
+"""Seconds to end before a server is killed."""
+QUOTED = 400
+"""Maximum characters of a server's last output that an error quotes."""
 MANY = 1 << 20
-"""Namespaces that Forerun's server may keep apart: each load has one of its own."""
-TRANSFORMERS = "transformers serve"
-LLAMA = "llama-server"
+"""Namespaces of Forerun's server: each load has a separate one."""
+TRANSFORMERS, LLAMA = "transformers serve", "llama-server"
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
 """What ``transformers serve`` imports beyond transformers."""
+CHECKOUT = str(Path(__file__).parents[2])
 
 
 class ServerError(ChildProcessError):
@@ -41,16 +42,7 @@ class ServerError(ChildProcessError):
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What is served.
-
-    Attributes:
-        model: as ``forerun serve`` is told.
-        folder: where its files are.
-        dtype: of its weights, see ``dtype_name``.
-        device: as torch names it.
-        chats: asked through its chat template.
-        trust_remote_code: run code that comes with it.
-    """
+    """What is served: ``model`` as ``forerun serve`` is told, in ``folder``; ``dtype`` see ``dtype_name``."""
 
     model: str
     folder: Path
@@ -65,10 +57,8 @@ class ServerContestant:
     """A server that can be started.
 
     Attributes:
-        name: in tables.
-        command: starts it, but for the port.
-        model: what it calls the model.
-        ours: it is Forerun's.
+        command: starts it, except for the port.
+        model: the name that requests give.
         lacking: why it cannot be started here, or None.
         encode: see ``ServerEndpoint``.
     """
@@ -82,108 +72,106 @@ class ServerContestant:
 
 
 def forerun(subject: ServedModel, drafter: str | None, replicas: int | None = None) -> ServerContestant:
-    """``forerun serve`` with a drafter, None for its default; by so many replicas on Ray, None for no Ray."""
-    command = [sys.executable, "-m", "forerun.cli", "serve", "--model", subject.model, "--name", "measured"]
+    """Return ``forerun serve`` with a drafter, None for its default; with ``replicas``, on Ray."""
     floats = subject.dtype == STORED_BY_FLOATS
-    command += ["--dtype", STORED, "--activations", "float32"] if floats else ["--dtype", subject.dtype]
-    command += ["--device", subject.device, "--host", "127.0.0.1", "--no-page"]
-    command += ["--namespaces", str(MANY)]
-    command += ["--trust-remote-code"] * subject.trust_remote_code
-    command += [] if drafter is None else ["--drafter", drafter]
-    command += [] if replicas is None else ["--ray", "--replicas", str(replicas)]
+    command = [
+        sys.executable, "-m", "forerun.cli", "serve", "--model", subject.model, "--name", "measured",
+        *(("--dtype", STORED, "--activations", "float32") if floats else ("--dtype", subject.dtype)),
+        "--device", subject.device, "--host", "127.0.0.1", "--no-page", "--namespaces", str(MANY),
+        *["--trust-remote-code"] * subject.trust_remote_code,
+        *([] if drafter is None else ["--drafter", drafter]),
+        *([] if replicas is None else ["--ray", "--replicas", str(replicas)]),
+    ]  # fmt: skip
     names = ["forerun", *([] if drafter is None else [drafter]), *([] if replicas is None else [f"x {replicas}"])]
     return ServerContestant(" ".join(names), command, "measured", True)
 
 
 def transformers(subject: ServedModel) -> ServerContestant:
-    """``transformers serve`` with continuous batching, on the same files in the same type."""
+    """Return ``transformers serve`` with continuous batching, on the same files in the same type."""
     model = str(subject.folder)
-    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", model, "--continuous-batching"]
-    command += ["--dtype", subject.dtype, "--device", subject.device, "--host", "127.0.0.1"]
-    command += ["--trust-remote-code"] * subject.trust_remote_code
+    command = [
+        sys.executable, "-m", "transformers.cli.transformers", "serve", model, "--continuous-batching",
+        "--dtype", subject.dtype, "--device", subject.device, "--host", "127.0.0.1",
+        *["--trust-remote-code"] * subject.trust_remote_code,
+    ]  # fmt: skip
     return ServerContestant(TRANSFORMERS, command, model, False, why_not(subject))
 
 
 def llama(
     subject: ServedModel, file: Path, slots: int, positions: int, threads: int, encode: Callable[[str], list[int]]
 ) -> ServerContestant:
-    """llama.cpp's server over a GGUF file of the same weights, keys and values in their type. The file has no template
-    and no rules of how to split a text, so prompts come as token ids.
+    """Return llama.cpp's server over a GGUF file of equal weights, with keys and values in their type.
 
-    Args:
-        subject: the model.
-        file: the GGUF file.
-        slots: texts at once.
-        positions: tokens of a text at its longest, its prompt included.
-        threads: as many as Forerun has.
-        encode: makes a prompt's ids.
+    ``slots`` sequences of ``positions`` tokens at once. The file has neither a template nor the tokenizer's rules, so
+    prompts come as token ids.
     """
-    command = [sys.executable, "-m", "benchmarks.server.llama_server", str(file), "--dtype", subject.dtype]
-    command += ["--slots", str(slots), "--context", str(slots * positions), "--threads", str(threads)]
+    command = [
+        sys.executable, "-m", "benchmarks.server.llama_server", str(file), "--dtype", subject.dtype,
+        "--slots", str(slots), "--context", str(slots * positions), "--threads", str(threads),
+    ]  # fmt: skip
     return ServerContestant(LLAMA, command, "measured", False, encode=encode)
 
 
 def why_not(subject: ServedModel) -> str | None:
-    """Why ``transformers serve`` cannot serve this here; None if it may."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if (
-        importlib.util.find_spec("transformers.cli") is None
-        or importlib.util.find_spec("transformers.cli.serve") is None
-    ):
+    """Return why ``transformers serve`` cannot serve this here; None if it may."""
+    if not (importlib.util.find_spec("transformers.cli") and importlib.util.find_spec("transformers.cli.serve")):
         return "this version of transformers has no such command"
-    if missing:
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         return f"{', '.join(missing)} not installed (pip install 'transformers[serving]')"
-    if subject.folder.is_file():
-        return "it does not read a GGUF file from this computer"
-    return None
+    return "it does not read a GGUF file from this computer" if subject.folder.is_file() else None
 
 
 @contextmanager
-def started(contestant: ServerContestant, chats: bool, log: Path) -> Iterator[ServerEndpoint]:
-    """A context with a server that answers.
+def started(contestant: ServerContestant, chats: bool, logs: Path) -> Iterator[ServerEndpoint]:
+    """Yield a contestant's endpoint; its output goes to a file in ``logs``. See ``running``."""
+    log = logs / f"{contestant.name.replace(' ', '-')}.log"
+    with running(contestant.name, contestant.command, log) as (_, url):
+        exact = contestant.ours and _exact(url)
+        yield ServerEndpoint(url, contestant.model, chats, contestant.ours, exact, contestant.encode)
+
+
+@contextmanager
+def running(
+    name: str, command: Sequence[str], log: Path, **options: Any
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Yield the process and URL of a server once it answers, and end it.
 
     Args:
-        contestant: which.
-        chats: ask it through the model's template.
-        log: takes what it prints; its folder is made.
+        command: gets a free port added.
+        log: file of its output.
+        options: of ``Popen``.
 
     Raises:
-        ServerError: if it ends, or does not answer in ``STARTING`` seconds.
+        ServerError: if it ends, or does not answer within ``STARTING`` seconds.
     """
     port = free_port()
     log.parent.mkdir(parents=True, exist_ok=True)
+    given = {"stdin": subprocess.DEVNULL, "text": True, "env": environment(os.environ)} | options
     with log.open("w") as file:
-        process = subprocess.Popen(
-            [*contestant.command, "--port", str(port)],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=environment(os.environ),
-        )
-        try:
-            url = f"http://127.0.0.1:{port}"
-            _wait(contestant.name, process, url, log)
-            exact = contestant.ours and _exact(url)
-            yield ServerEndpoint(url, contestant.model, chats, contestant.ours, exact, contestant.encode)
-        finally:
-            _end(process)
+        given = {"stdout": file, "stderr": file} | given
+        with subprocess.Popen([*command, "--port", str(port)], **given) as process:
+            try:
+                url = f"http://127.0.0.1:{port}"
+                _wait(name, process, url, log)
+                yield process, url
+            finally:
+                process.terminate()
+                try:
+                    process.wait(ENDING)
+                except subprocess.TimeoutExpired:
+                    process.kill()
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """A server's environment: as here, without what would change its settings, and with the same packages."""
+    """Return a server's environment: without what would change its settings, and with this process's packages."""
     kept = {name: value for name, value in given.items() if not name.startswith("FORERUN_")}
-    return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return kept | {"PYTHONPATH": os.pathsep.join([CHECKOUT, *(path for path in sys.path if path)])}
 
 
 def free_port() -> int:
-    """A port that nobody uses now.
-
-    Raises:
-        OSError: if there is none.
-    """
+    """Return a port that nobody uses now; raise an OSError if there is none."""
     first = os.getpid() % len(PORTS)
-    ports: list[int] = [*PORTS[first:], *PORTS[:first]]
-    for port in ports:
+    for port in (*PORTS[first:], *PORTS[:first]):
         with socket.socket() as one:
             try:
                 one.bind(("127.0.0.1", port))
@@ -193,7 +181,7 @@ def free_port() -> int:
     raise OSError(f"there is no free port from {PORTS[0]} to {PORTS[-1]}")
 
 
-def _wait(name: str, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def _wait(name: str, process: subprocess.Popen[str], url: str, log: Path) -> None:
     until = time.monotonic() + STARTING
     while time.monotonic() < until:
         if process.poll() is not None:
@@ -208,19 +196,9 @@ def _wait(name: str, process: subprocess.Popen[bytes], url: str, log: Path) -> N
 
 
 def _exact(url: str) -> bool:
-    """Whether Forerun's server promises texts bit for bit."""
-    (model,) = httpx.get(f"{url}/v1/models", timeout=5.0).json()["data"]
+    [model] = httpx.get(f"{url}/v1/models", timeout=5.0).json()["data"]
     return bool(model["forerun"]["exactness"] == "bitwise")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(ENDING)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
 def _last_words(log: Path) -> str:
-    return " ".join(log.read_text(errors="replace").split())[-TAIL:]
+    return " ".join(log.read_text(errors="replace").split())[-QUOTED:]

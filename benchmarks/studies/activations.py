@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.peers.process import Peer, check_python
-from benchmarks.reporting.common_options import names
+from benchmarks.reporting.common_options import ListOptions, list_option, names_of
 from benchmarks.reporting.study_report import Delivery, Report, listing
 from forerun.bench.machine import Row, plain_values
 from forerun.bench.report import pivot
@@ -46,19 +46,16 @@ COLUMNS = {
 
 
 @dataclass(frozen=True)
-class ActivationsOptions(OutputOptions):
+class ActivationsOptions(ListOptions, OutputOptions):
     """Divergence of a GGUF model's distributions, as stored, from those of the same weights in float32.
 
     Writes JSON and Markdown after each file.
     """
 
     model: Annotated[
-        list[str] | None,
-        option("--model", "-m", panel="Model", help="A GGUF file; may be repeated.", metavar="FILE"),
+        list[str] | None, option("--model", "-m", panel="Model", help="A GGUF file; may be repeated.", metavar="FILE")
     ] = None
-    activations: Annotated[str, option(panel="Model", help="Of int8, float32. Commas between.", metavar="LIST")] = (
-        "float32,int8"
-    )
+    activations: Annotated[str, list_option("Model", "Of int8, float32.")] = "float32,int8"
     peer_python: Annotated[
         Path | None,
         option(panel="Model", help="llama.cpp as well, from the environment of this interpreter (llama-cpp-python)."),
@@ -70,10 +67,12 @@ class ActivationsOptions(OutputOptions):
     tokens: Annotated[int, option(panel="Text", help="Of each text.", min=2)] = 3500
     out: Annotated[Path, option(panel="Output", help="Folder for the files.")] = Path("runs/activations")
 
+    types = names_of("activations", CONTESTANTS)
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.model:
             raise ValueError("give --model, a GGUF file")
-        names("--activations", self.activations, tuple(CONTESTANTS))
         check_python(self.peer_python)
 
 
@@ -149,7 +148,6 @@ def _row(name: str, divergences: np.ndarray, same: int, losses: Mapping[str, flo
 
 
 def run(options: ActivationsOptions) -> None:
-    """Measure, print the table, and write JSON and Markdown after each file."""
     given = {"model": [Path(file).name for file in options.model or ()], "peer_python": None}
     report = Report(f"What quantised activations change ({date.today().isoformat()})", plain_values(options) | given)
     delivery = Delivery(report, options.out, "activations", options.json)
@@ -167,8 +165,7 @@ def of_file(file: str, options: ActivationsOptions, said: dict[str, None]) -> li
     """The rows of a file, by text; what llama.cpp says about itself is added to ``said``."""
     exact, tokenizer = load(file, "float32", device="cpu")
     others: dict[str, Reader] = {
-        CONTESTANTS[each]: partial(log_probabilities, load(file, STORED, activations=each)[0])
-        for each in names("--activations", options.activations, tuple(CONTESTANTS))
+        CONTESTANTS[each]: partial(log_probabilities, load(file, STORED, activations=each)[0]) for each in options.types
     }
     pieces = {
         name: [*windows(tokenizer(text)["input_ids"], options.tokens)] for name, text in texts(options.text).items()

@@ -92,7 +92,6 @@ class ConstantsOptions(DebugOptions):
 
 
 def run(options: ConstantsOptions) -> None:
-    """Print the table, a line as each setting is measured."""
     if options.once:
         print(json.dumps(rates()))
         return

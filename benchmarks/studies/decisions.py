@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
+import typer
 
+from benchmarks.reporting.study_report import listing
 from benchmarks.studies.simulated_steps import Outline, World, plain_seconds, simulate
+from forerun.bench.machine import Row
 from forerun.cli.options import DebugOptions
 from forerun.core.sampling import Salt, uniform
 from forerun.policy.cost_curve import CostCurve
@@ -39,13 +42,9 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class DecisionOptions(DebugOptions):
-    """What the planner decides on a simulated clock, beside each source alone.
+    """What the planner decides on a simulated clock, beside each source alone."""
 
-    Attributes:
-        seeds: worlds of each case.
-    """
-
-    seeds: int = 10
+    seeds: Annotated[int, typer.Option(help="Worlds of each case.", min=1)] = 10
 
 
 def at_random(seed: int, low: float, high: float) -> tuple[Foresees, States]:
@@ -105,14 +104,8 @@ def cases() -> Iterator[Case]:
         yield short_case(rows, "nothing foreseen", lambda seed: at_random(seed, 0.0, 1e-9), False)
         half = max(rows // 2, 1)
         yield short_case(rows, f"{half} quote", lambda seed, half=half: quotes(seed, half, 0.6), True)  # type: ignore[misc]
-    for rows, quoting, accepted, drafting in (
-        (1, 1, 0.9, 0.2),
-        (4, 2, 0.9, 0.2),
-        (16, 8, 0.93, 0.1),
-        (16, 12, 0.8, 0.1),
-        (16, 4, 0.9, 0.25),
-    ):
-        yield long_case(rows, quoting, accepted, drafting)
+    for case in ((1, 1, 0.9, 0.2), (4, 2, 0.9, 0.2), (16, 8, 0.93, 0.1), (16, 12, 0.8, 0.1), (16, 4, 0.9, 0.25)):
+        yield long_case(*case)
 
 
 def speeds(case: Case, sources: str, seeds: int) -> tuple[list[float], float]:
@@ -127,16 +120,12 @@ def speeds(case: Case, sources: str, seeds: int) -> tuple[list[float], float]:
 
 
 def run(options: DecisionOptions) -> None:
-    """Print the table."""
-    print(f"{'':44}{'trees':>14}{'chains':>14}{'both':>14}   lost at most")
+    rows = []
     for case in cases():
-        cells = []
-        kinds = ["t", "c"] if "c" in case.outline.sources else []
-        for sources in (*kinds, case.outline.sources):
+        row: Row = {"case": case.name}
+        for sources in ("t", "c", case.outline.sources) if "c" in case.outline.sources else (case.outline.sources,):
             found, lost = speeds(case, sources, options.seeds)
-            cells.append(f"{np.median(found):.2f} ({min(found):.2f})")
-        print(
-            f"{case.name:44}"
-            + "".join(f"{cell:>14}" for cell in (cells if kinds else ["", "", *cells]))
-            + f"   {lost:.1f}"
-        )
+            row |= {sources: f"{np.median(found):.2f} ({min(found):.2f})", "lost": round(lost, 1)}
+        rows.append(row)
+    columns = {"case": "case", "t": "trees", "c": "chains", "tc": "both", "lost": "lost at most, plain passes"}
+    print(listing(rows, columns), end="")

@@ -22,7 +22,7 @@ from forerun.bench.disturbance import BUSY, LoadMeter
 from forerun.bench.machine import Row, plain_values
 from forerun.bench.prompts_file import TemplateEncoder, check_length
 from forerun.bench.report import COLOURS, figure
-from forerun.bench.rounds import UNTIMED_TOKENS
+from forerun.bench.rounds import UNTIMED_TOKENS, rotated
 from forerun.cli.models import load_target
 from forerun.cli.options import MaxNewTokens, ModelOptions, Out, OutputOptions, Rounds, option
 from forerun.cli.terminal import progress_bar, stderr
@@ -35,14 +35,9 @@ DRAFTERS = ("none", "auto")
 WINDOW = 32
 """Tokens over which a speed is taken: three lines of code. With 16 single steps show, with 64 few changes."""
 COLUMNS = {
-    "drafter": "drafter",
-    "tokens_per_second": "tokens/s",
-    "slowest": "slowest",
-    "fastest": "fastest",
-    "tokens_per_step": "tokens per step",
-    "tokens": "tokens",
-    "others": "used by other processes",
-}
+    "drafter": "drafter", "tokens_per_second": "tokens/s", "slowest": "slowest", "fastest": "fastest",
+    "tokens_per_step": "tokens per step", "tokens": "tokens", "others": "used by other processes",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -122,7 +117,7 @@ def in_turns(
     found: dict[str, list[Answer]] = {name: [] for name in DRAFTERS}
     for turn in range(rounds):
         progress(turn, rounds)
-        for name in DRAFTERS[turn % 2 :] + DRAFTERS[: turn % 2]:
+        for name in rotated(list(DRAFTERS), turn):
             found[name].append(answer(engine, name, prompt, max_new_tokens))
     texts = [each.tokens for answers in found.values() for each in answers]
     if len(texts[0]) <= 2 * WINDOW:
@@ -140,12 +135,10 @@ def over_the_answer(name: str, answers: Sequence[Answer], measure: Callable[[Ans
 
 
 def speed(each: Answer, begin: int, end: int) -> float:
-    """Tokens per second from one token to another of a later step."""
     return (end - begin) / (each.seconds[end] - each.seconds[begin])
 
 
 def per_step(each: Answer, begin: int, end: int) -> float:
-    """Tokens per step from one token to another of a later step."""
     return (end - begin) / (each.steps[end] - each.steps[begin])
 
 
@@ -166,7 +159,6 @@ def summaries(found: dict[str, list[Answer]]) -> Iterator[Row]:
 
 
 def draw(path: Path, report: Report, rows: Sequence[Row], found: dict[str, list[Answer]], busy: bool) -> None:
-    """Draw speeds over the answer, and below them tokens per step."""
     title = f"{Path(report.settings['model']).name} edits a code file, cold: {rows[0]['tokens']} tokens"
     note = f"{report.note}{'; the machine was busy' if busy else ''}"
     with figure(path, 2, 1, title=title, note=note, figsize=(8, 5), sharex=True, height_ratios=(3, 2)) as (_, axes):
@@ -187,7 +179,6 @@ def draw(path: Path, report: Report, rows: Sequence[Row], found: dict[str, list[
 
 
 def run(options: EditOptions) -> None:
-    """Measure, print the table, and write JSON, Markdown and plots."""
     plots.check()
     for name in DRAFTERS:
         check_drafter(name)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,9 +20,12 @@ import typer
 
 import forerun
 from forerun.bench.journal import Journal, TurnKey, about
+from forerun.bench.machine import Row
 from forerun.bench.rounds import sampling
 from forerun.cli.options import DebugOptions, Model
+from forerun.cli.terminal import say
 from forerun.core.long_context import LongContextConfig
+from forerun.core.stats import Stats
 from forerun.decoding.recipes import RECIPES, buildable
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import BUNDLED, load, load_draft
@@ -50,7 +54,6 @@ class ExactTextsOptions(DebugOptions):
 
 
 def run(options: ExactTextsOptions) -> None:
-    """Count; exit status 1 if a text differs."""
     model, tokenizer = load(options.model, options.dtype)
     draft = load_draft("bundled-draft", model, tokenizer) if options.model == BUNDLED else None
     corpus = _corpus(options.text)
@@ -58,33 +61,58 @@ def run(options: ExactTextsOptions) -> None:
     text = [int(token) for token in tokenizer(corpus)["input_ids"]]
     settings = LongContextConfig(draft_model=draft, cache_budget=options.cache_budget, paced=False, gamma2=6)
     engine = Engine(model, "none", tokenizer=tokenizer)
-    print(
-        f"{options.model} in {options.dtype}: {engine.exactness.level} {engine.exactness.reason or ''}", file=sys.stderr
-    )
-    rows: list[dict[str, Any]] = []
+    say(f"{options.model} in {options.dtype}: {engine.exactness.level} {engine.exactness.reason or ''}")
+
+    @cache
+    def plain(prompt: tuple[int, ...], temperature: float) -> list[int]:
+        engine.set_drafter("none")
+        [output], _ = _generated(engine, [list(prompt)], temperature, options)
+        return output
+
+    def outputs(name: str, prompts: list[list[int]], temperature: float) -> list[Row]:
+        """Compare each prompt's output with a drafter, in one batch, with that of the prompt alone without one."""
+        expected = [plain(tuple(prompt), temperature) for prompt in prompts]
+        engine.set_drafter(name, settings)
+        found, stats = _generated(engine, prompts, temperature, options)
+        return [
+            {"equal": own == right, "drafted": sum(each.drafted), "accepted": sum(each.accepted)}
+            for own, each, right in zip(found, stats, expected, strict=True)
+        ]
+
+    rows: list[Row] = []
     for name in buildable(settings):
         for (turn, *what), prompts, temperature in _cells(name, text, options):
             key = TurnKey(name, turn, json.dumps(what))
-            found = journal.find(key, [name])
-            if found is None:
-                texts = _texts(engine, name, settings, prompts, temperature, options.max_new_tokens)
-                journal.add(key, found := {name: {"texts": texts}})
-            rows += [{"drafter": name, **text} for text in found[name]["texts"]]
-    summary = _summary(options, engine, rows)
+            known = journal.find(key, [name])
+            if known is None:
+                journal.add(key, known := {name: {"texts": outputs(name, prompts, temperature)}})
+            rows += [{"drafter": name, **each} for each in known[name]["texts"]]
+    summary = {
+        "model": options.model, "dtype": options.dtype, "exactness": engine.exactness.level,
+        "forerun": forerun.__version__, "texts": len(rows), "different": sum(not row["equal"] for row in rows),
+        "accepted": sum(row["accepted"] for row in rows), "drafted": sum(row["drafted"] for row in rows),
+        "recipes": len({row["drafter"] for row in rows} & set(RECIPES)),
+    }  # fmt: skip
     print(json.dumps(summary))
     if summary["different"]:
         raise typer.Exit(1)
 
 
+def _generated(
+    engine: Engine, prompts: list[list[int]], temperature: float, options: ExactTextsOptions
+) -> tuple[list[list[int]], list[Stats]]:
+    result = engine.generate(prompts, max_new_tokens=options.max_new_tokens, **sampling(temperature, SEED))
+    return [request.generated.tolist() for request in result.requests], result.stats
+
+
 def _journal(options: ExactTextsOptions, corpus: str, device: str) -> Journal:
     """Open what --out has; raise a ValueError if it is of another model, text or version."""
-    own: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "cache_budget": options.cache_budget}
+    own: Row = {"max_new_tokens": options.max_new_tokens, "cache_budget": options.cache_budget}
     own |= {"text": hashlib.sha256(corpus.encode()).hexdigest()[:16]}
     return Journal(options.out, about(options.model, options.dtype, device) | own, resume=True)
 
 
 def _corpus(path: Path | None) -> str:
-    """Return the text of a file, or of Python's package ``json``."""
     if path is not None:
         return path.read_text()
     names = ("decoder", "encoder", "scanner", "__init__")
@@ -96,58 +124,14 @@ def _cells(
 ) -> Iterator[tuple[tuple[Any, ...], list[list[int]], float]]:
     """Yield prompts, alone and in a batch, and temperatures, with a name for each."""
     lengths = (*SHORT, *(LONG if name in FAR else ()))
-    for turn in range(options.prompts):
-        for temperature in TEMPERATURES:
-            for length in lengths:
-                yield (turn, temperature, str(length)), [_cut(text, length, turn)], temperature
-            yield (turn, temperature, "batch"), [_cut(text, length, turn) for length in BATCH], temperature
+    for turn, temperature in product(range(options.prompts), TEMPERATURES):
+        for length in lengths:
+            yield (turn, temperature, str(length)), [_cut(text, length, turn)], temperature
+        yield (turn, temperature, "batch"), [_cut(text, length, turn) for length in BATCH], temperature
 
 
 def _cut(text: Sequence[int], length: int, turn: int) -> list[int]:
-    begin = (turn * 977) % max(1, len(text) - length)
     if len(text) < length:
         raise ValueError(f"the text has {len(text)} tokens; {length} are needed (--text)")
+    begin = (turn * 977) % max(1, len(text) - length)
     return list(text[begin : begin + length])
-
-
-_plain: dict[tuple[Any, ...], list[int]] = {}
-
-
-def _texts(
-    engine: Engine, name: str, settings: LongContextConfig, prompts: list[list[int]], temperature: float, count: int
-) -> list[dict[str, Any]]:
-    """Return whether each prompt's output with the drafter, in one batch, is that of the prompt alone without one."""
-    how = {"max_new_tokens": count, **sampling(temperature, SEED)}
-    expected = [_without(engine, prompt, temperature, how) for prompt in prompts]
-    engine.set_drafter(name, settings)
-    found = engine.generate(prompts, **how).requests
-    return [
-        {
-            "equal": request.generated.tolist() == text,
-            "drafted": sum(request.stats.drafted),
-            "accepted": sum(request.stats.accepted),
-        }
-        for request, text in zip(found, expected, strict=True)
-    ]
-
-
-def _without(engine: Engine, prompt: list[int], temperature: float, how: dict[str, Any]) -> list[int]:
-    key = (tuple(prompt), temperature)
-    if key not in _plain:
-        engine.set_drafter("none")
-        _plain[key] = engine.generate(prompt, **how).requests[0].generated.tolist()
-    return _plain[key]
-
-
-def _summary(options: ExactTextsOptions, engine: Engine, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "model": options.model,
-        "dtype": options.dtype,
-        "exactness": engine.exactness.level,
-        "forerun": forerun.__version__,
-        "texts": len(rows),
-        "different": sum(not row["equal"] for row in rows),
-        "accepted": sum(row["accepted"] for row in rows),
-        "drafted": sum(row["drafted"] for row in rows),
-        "recipes": len({row["drafter"] for row in rows} & set(RECIPES)),
-    }

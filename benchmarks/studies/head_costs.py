@@ -11,22 +11,21 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Annotated, cast
+from typing import Annotated
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaForCausalLM, PreTrainedModel
 
-from benchmarks.capacity.shapes import ModelShape
-from benchmarks.reporting.common_options import names
+from benchmarks.capacity.shapes import ModelShape, random_model
+from benchmarks.reporting.common_options import ListOptions, list_option, names_of
 from benchmarks.reporting.study_report import Report, deliver, listing
 from forerun.bench.machine import Row, plain_values
 from forerun.bench.rounds import rotated
-from forerun.cli.options import Out, OutputOptions, Rounds, option
+from forerun.cli.options import Out, OutputOptions, Rounds
 from forerun.cli.terminal import progress_bar, stderr
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
@@ -39,14 +38,8 @@ from forerun.models.heads.head import Growth, Head, HeadSequence
 from forerun.models.heads.loading import load_head
 from forerun.models.heads.shortlist import OWN_TOKENS, Shortlist
 
-MODELS = {
-    "qwen3.5-0.8b": ModelShape(24, 1024, 3584, 8, 2, 248320, 256, True),
-    "qwen3.5-4b": ModelShape(32, 2560, 9216, 16, 4, 248320, 256, True),
-    "qwen3.5-9b": ModelShape(32, 4096, 12288, 16, 4, 248320, 256),
-    "gemma-4-e2b": ModelShape(35, 1536, 6144, 8, 1, 262144, 256, True),
-}
-"""Shapes by name. Qwen's are read as if all layers had attention, Gemma's without inputs of its own for each layer and
-with one width of all networks. Output matrices share memory with the embeddings here: that changes no time."""
+MODELS = {name: ModelShape.parse(name) for name in ("qwen3.5-0.8b", "qwen3.5-4b", "qwen3.5-9b", "gemma-4-e2b")}
+"""Output matrices share memory with the embeddings here: that changes no time."""
 SLOPE_LAYERS = 3
 CONTEXT = 64
 """Tokens before a pass; 512 rather cost more of a target with attention in all layers than of its head."""
@@ -59,33 +52,17 @@ COLUMNS = {
 
 
 @dataclass(frozen=True)
-class HeadsOptions(OutputOptions):
+class HeadsOptions(ListOptions, OutputOptions):
     """What a trained head costs on this machine, in plain passes of its target; random weights of published shapes.
 
     Writes JSON and Markdown.
     """
 
-    models: Annotated[str, option(panel="Model", help=f"Of {', '.join(MODELS)}. Commas between.", metavar="LIST")] = (
-        ",".join(MODELS)
-    )
+    models: Annotated[str, list_option("Model", f"Of {', '.join(MODELS)}.")] = ",".join(MODELS)
     rounds: Rounds = 7
     out: Out = Path("runs/heads")
 
-    def __post_init__(self) -> None:
-        names("--models", self.models, tuple(MODELS))
-
-
-def random_target(shape: ModelShape, layers: int) -> PreTrainedModel:
-    """Return a Llama of a shape with fewer layers, and random weights."""
-    config = shape.config(num_hidden_layers=layers, tie_word_embeddings=True, max_position_embeddings=4096)
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
-    model.to_empty(device="cpu").eval()
-    model.model.rotary_emb.__init__(config)
-    for weight in model.parameters():
-        weight.requires_grad_(False)
-        weight.fill_(1.0) if weight.dim() == 1 else weight.normal_(std=0.02)
-    return cast("PreTrainedModel", model)
+    names = names_of("models", MODELS)
 
 
 def random_head(shape: ModelShape, layers: int, folder: Path) -> Head:
@@ -127,7 +104,10 @@ class HeadCosts:
 
     def __init__(self, shape: ModelShape, folder: Path, clock: Callable[[], float]) -> None:
         self.shape, self._clock = shape, clock
-        self.targets = {layers: gate.admit(random_target(shape, layers)) for layers in (1, SLOPE_LAYERS)}
+        self.targets = {
+            layers: gate.admit(random_model(replace(shape, layers=layers, tied=True), torch.bfloat16))
+            for layers in (1, SLOPE_LAYERS)
+        }
         self.head = random_head(shape, 1, folder)
         self.head.bind(self.targets[1])
         assert self.head.output is not None
@@ -148,7 +128,6 @@ class HeadCosts:
         return torch.randn(count, 3 * self.shape.hidden, dtype=torch.float32)
 
     def works(self) -> Iterator[Work]:
-        """Yield all of them."""
         for layers, target in self.targets.items():
             yield Work(f"pass {layers}", self._plain(target))
         yield Work("read", self._read)
@@ -220,9 +199,8 @@ def measure(name: str, rounds: int, clock: Callable[[], float] = time.perf_count
 
 
 def run(options: HeadsOptions) -> None:
-    """Measure, print the table, and write JSON and Markdown."""
     report, rows = Report("What a trained head costs", plain_values(options)), list[Row]()
-    wanted = names("--models", options.models, tuple(MODELS))
+    wanted = options.names
     with progress_bar(stderr(), "measuring") as show:
         for done, name in enumerate(wanted):
             show(done, len(wanted))

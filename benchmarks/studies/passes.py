@@ -21,7 +21,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.reporting import plots
-from benchmarks.reporting.common_options import names, numbers
+from benchmarks.reporting.common_options import ListOptions, list_option, names_of, numbers_of
 from benchmarks.reporting.plots import Frame
 from benchmarks.reporting.study_report import Report, deliver, listing
 from forerun.bench.machine import Row, plain_values
@@ -39,6 +39,54 @@ BUFFER = 1 << 30
 """Bytes of the buffer: many times a processor's caches."""
 SIDE = 1024
 """Rows and columns of the multiplied matrices: more are no faster."""
+FORERUN, TRANSFORMERS, MEMORY, MATMUL = "forerun", "transformers", "memory", "torch's matmul"
+PEAKS = {"float32": torch.float32, "bfloat16": torch.bfloat16, STORED: torch.int8}
+"""The arithmetic that bounds a pass, by the type of the weights; others have none here."""
+THEIR_SIZES = (1, 8)
+"""Sizes of the model's own passes, in tokens."""
+DTYPES = get_args(Dtype)
+TIMES = {"dtype": "dtype", "who": "by", "tokens": "tokens", "milliseconds": "ms", "fastest": "fastest",
+         "slowest": "slowest"}  # fmt: skip
+PASSES = TIMES | {"ratio_to_one_token": "ratio to one token", "megabytes": "weights read, MB",
+                  "gigabytes_per_second": "GB/s", "share": "of the bandwidth", "gigaflops": "GFLOP/s",
+                   "peak": "of torch's matmul"}  # fmt: skip
+PROMPTS = TIMES | {"tokens_per_second": "tokens/s"}
+
+
+@dataclass(frozen=True)
+class PassesOptions(ListOptions, OutputOptions, AnyTypeModelOptions):
+    """Time of passes over 1 to 64 tokens, compared with the model's own call and the machine's bandwidth.
+
+    Also measures prefill. All take turns in one process; medians count. Writes JSON, Markdown and a plot.
+    """
+
+    dtypes: Annotated[str, list_option("Model", f"Of {', '.join(DTYPES)}.")] = "auto"
+    activations: Annotated[str, list_option("Model", "Of stored weights: auto, int8, float32.")] = "auto"
+    passes: Annotated[str, list_option("Text", "Tokens of the passes.")] = "1,2,4,8,16,32,64"
+    context: Annotated[int, option(panel="Text", help="Tokens in the cache.", min=0)] = 512
+    prompt_tokens: Annotated[str, list_option("Text", "Lengths of prompts to prefill, or 0.")] = "512,2048"
+    rounds: Rounds = 7
+    out: Out = Path("runs/passes")
+
+    types, activation_types = names_of("dtypes", DTYPES), names_of("activations", ACTIVATION_TYPES)
+    sizes, prompts = numbers_of("passes", int, 1), numbers_of("prompt_tokens", int, 0)
+
+
+def run(options: PassesOptions) -> None:
+    plots.check()
+    some: dict[str, Any] = {"device": options.device, "trust_remote_code": options.trust_remote_code}
+    models = [
+        load(options.model, dtype, activations=activations, **some)[0]
+        for dtype in dict.fromkeys(options.types)
+        for activations in (options.activation_types if dtype == STORED else ["auto"])
+    ]
+    prompts = sorted(filter(None, options.prompts))
+    sizes = PassSizes(sorted({1, *options.sizes}), options.context, prompts, options.rounds)
+    with progress_bar(stderr(), "measuring") as progress:
+        rows = measure(models, sizes, progress=progress)
+    report = Report("What passes cost", plain_values(options))
+    add_passes(report, rows, options.context)
+    deliver(report, options.out, "passes", options.json)
 
 
 class BufferReader:
@@ -46,14 +94,9 @@ class BufferReader:
 
     def __init__(self, device: torch.device, size: int = BUFFER) -> None:
         self._buffer = torch.ones(max(1, size // 8), dtype=torch.int64, device=device)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes read in one call."""
-        return self._buffer.nbytes
+        self.nbytes = self._buffer.nbytes
 
     def __call__(self) -> None:
-        """Read the buffer, and wait until that is done."""
         self._buffer.sum().item()
 
 
@@ -61,15 +104,14 @@ class Multiplier:
     """Multiplies two square matrices of ``dtype`` that fit into caches, by torch's fastest product; those of int8 are
     summed as int32."""
 
+    operations = 2 * SIDE**3
+    """Multiplications and additions in one call."""
+
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._matrix = torch.ones(SIDE, SIDE, dtype=dtype, device=device)
         self._product = torch._int_mm if dtype == torch.int8 else torch.mm
 
-    operations = 2 * SIDE**3
-    """Multiplications and additions in one call."""
-
     def __call__(self) -> None:
-        """Multiply, and wait until that is done."""
         self._product(self._matrix, self._matrix)[0, 0].item()
 
 
@@ -87,23 +129,11 @@ def weight_bytes(model: PreTrainedModel) -> int:
         weight.data_ptr(): weight.nbytes * used // len(weight) if used and ".experts." in name else weight.nbytes
         for name, weight in model.named_parameters()
     }
-    inputs, outputs = (_weight(model, name) for name in ("get_input_embeddings", "get_output_embeddings"))
+    ends = (getattr(model, f"get_{side}_embeddings")() for side in ("input", "output"))
+    inputs, outputs = (getattr(end, "weight", None) for end in ends)
     if inputs is not None and (outputs is None or outputs.data_ptr() != inputs.data_ptr()):
         found.pop(inputs.data_ptr(), None)
     return sum(found.values())
-
-
-def _weight(model: torch.nn.Module, name: str) -> torch.Tensor | None:
-    module = getattr(model, name)()
-    weight: torch.Tensor | None = getattr(module, "weight", None)
-    return weight
-
-
-FORERUN, TRANSFORMERS, MEMORY, MATMUL = "forerun", "transformers", "memory", "torch's matmul"
-PEAKS = {"float32": torch.float32, "bfloat16": torch.bfloat16, STORED: torch.int8}
-"""The arithmetic that bounds a pass, by the type of the weights; others have none here."""
-THEIR_SIZES = (1, 8)
-"""Sizes of the model's own passes, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -187,8 +217,11 @@ def _works(model: PreTrainedModel, sizes: PassSizes) -> Iterator[Work]:
     for count, run, undo in _their_passes(model, text, sizes.context):
         yield Work(dtype, TRANSFORMERS, "pass", count, nbytes, run, undo, count * each)
     for count in sizes.prompts:
-        yield Work(dtype, FORERUN, "prompt", count, nbytes, _our_reading(engine, text[: count + 1]))
-        yield Work(dtype, TRANSFORMERS, "prompt", count, nbytes, _their_reading(model, text[:count]))
+        yield Work(
+            dtype, FORERUN, "prompt", count, nbytes, functools.partial(_our_prefill, engine, text[: count + 1].tolist())
+        )
+        theirs = functools.partial(_call, model, text[:count], logits_to_keep=1)
+        yield Work(dtype, TRANSFORMERS, "prompt", count, nbytes, lambda theirs=theirs: theirs(cache=DynamicCache()))
 
 
 def _our_passes(engine: Engine, text: np.ndarray, sizes: PassSizes) -> Iterator[tuple[int, Callable[[], None]]]:
@@ -197,11 +230,7 @@ def _our_passes(engine: Engine, text: np.ndarray, sizes: PassSizes) -> Iterator[
     for count in sizes.passes:
         tokens = text[sizes.context : sizes.context + count]
         block = Block(tokens[:1], DraftTree.chain(tokens[1:]), cache.length)
-
-        def run(block: Block = block) -> None:
-            engine.target.score([block], [cache])[0][-1, -1].item()
-
-        yield count, run
+        yield count, lambda block=block: engine.target.score([block], [cache])[0][-1, -1].item()
 
 
 def _their_passes(
@@ -212,41 +241,22 @@ def _their_passes(
     if context:
         _call(model, text[:context], cache, logits_to_keep=1)
     for count in THEIR_SIZES:
-
-        def run(tokens: np.ndarray = text[context : context + count]) -> None:
-            _call(model, tokens, cache).logits[0, -1, -1].item()
-
-        yield count, run, functools.partial(cache.crop, -count)
+        tokens = text[context : context + count]
+        yield count, lambda tokens=tokens: _call(model, tokens, cache), functools.partial(cache.crop, -count)
 
 
-def _our_reading(engine: Engine, text: np.ndarray) -> Callable[[], None]:
-    """Read all tokens but the last, as the engine does before it generates."""
-    tokens = text.tolist()
-
-    def run() -> None:
-        engine.prefill(tokens)
-        _wait(engine.target.device)
-
-    return run
+def _our_prefill(engine: Engine, tokens: list[int]) -> None:
+    """Prefill all tokens but the last, as the engine does before it generates."""
+    engine.prefill(tokens)
+    if engine.target.device.type == "cuda":
+        torch.cuda.synchronize(engine.target.device)
 
 
-def _their_reading(model: PreTrainedModel, text: np.ndarray) -> Callable[[], None]:
-    def run() -> None:
-        _call(model, text, DynamicCache(), logits_to_keep=1).logits[0, -1, -1].item()
-
-    return run
-
-
-def _call(model: PreTrainedModel, tokens: np.ndarray, cache: DynamicCache, **options: Any) -> Any:
+def _call(model: PreTrainedModel, tokens: np.ndarray, cache: DynamicCache, **options: Any) -> None:
     ids = torch.from_numpy(tokens)[None].to(model.device)
     if not model._supports_logits_to_keep():
         options = {}
-    return model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    model(input_ids=ids, past_key_values=cache, use_cache=True, **options).logits[0, -1, -1].item()
 
 
 def summarise(works: Sequence[Work]) -> list[Row]:
@@ -280,72 +290,7 @@ def _row(work: Work, seconds: float, ones: dict[tuple[str, str], float], speed: 
     }
 
 
-DTYPES = get_args(Dtype)
-TIMES = {"dtype": "dtype", "who": "by", "tokens": "tokens", "milliseconds": "ms", "fastest": "fastest",
-         "slowest": "slowest"}  # fmt: skip
-PASSES = TIMES | {"ratio_to_one_token": "ratio to one token", "megabytes": "weights read, MB",
-                  "gigabytes_per_second": "GB/s", "share": "of the bandwidth", "gigaflops": "GFLOP/s",
-                   "peak": "of torch's matmul"}  # fmt: skip
-PROMPTS = TIMES | {"tokens_per_second": "tokens/s"}
-
-
-@dataclass(frozen=True)
-class PassesOptions(OutputOptions, AnyTypeModelOptions):
-    """Time of passes over 1 to 64 tokens, compared with the model's own call and the machine's bandwidth.
-
-    Also measures how fast prompts are read. All take turns in one process; medians count. Writes JSON, Markdown and a
-    plot.
-    """
-
-    dtypes: Annotated[str, option(panel="Model", help=f"Of {', '.join(DTYPES)}. Commas between.", metavar="LIST")] = (
-        "auto"
-    )
-    activations: Annotated[
-        str, option(panel="Model", help="Of stored weights: auto, int8, float32. Commas between.", metavar="LIST")
-    ] = "auto"
-    passes: Annotated[str, option(panel="Text", help="Tokens of the passes. Commas between.", metavar="LIST")] = (
-        "1,2,4,8,16,32,64"
-    )
-    context: Annotated[int, option(panel="Text", help="Tokens in the cache.", min=0)] = 512
-    prompt_tokens: Annotated[str, option(panel="Text", help="Lengths of prompts to read, or 0.", metavar="LIST")] = (
-        "512,2048"
-    )
-    rounds: Rounds = 7
-    out: Out = Path("runs/passes")
-
-    def __post_init__(self) -> None:
-        names("--dtypes", self.dtypes, DTYPES)
-        names("--activations", self.activations, ACTIVATION_TYPES)
-        numbers("--passes", self.passes, int, 1)
-        numbers("--prompt-tokens", self.prompt_tokens, int, 0)
-
-
-def run(options: PassesOptions) -> None:
-    """Measure, print the tables, and write JSON, Markdown and a plot."""
-    plots.check()
-    console = stderr()
-    some: dict[str, Any] = {"device": options.device, "trust_remote_code": options.trust_remote_code}
-    types = names("--activations", options.activations, ACTIVATION_TYPES)
-    models = [
-        load(options.model, dtype, activations=activations, **some)[0]
-        for dtype in dict.fromkeys(names("--dtypes", options.dtypes, DTYPES))
-        for activations in (types if dtype == STORED else ["auto"])
-    ]
-    sizes = PassSizes(
-        passes=sorted({1, *numbers("--passes", options.passes, int, 1)}),
-        context=options.context,
-        prompts=[length for length in sorted(numbers("--prompt-tokens", options.prompt_tokens, int, 0)) if length],
-        rounds=options.rounds,
-    )
-    with progress_bar(console, "measuring") as progress:
-        rows = measure(models, sizes, progress=progress)
-    report = Report("What passes cost", plain_values(options))
-    add_passes(report, rows, options.context)
-    deliver(report, options.out, "passes", options.json)
-
-
 def add_passes(report: Report, rows: Sequence[Row], context: int) -> None:
-    """Add all tables and plots."""
     read = next(row for row in rows if row["who"] == MEMORY)
     passes = [_shown(row) for row in rows if row["kind"] == "pass"]
     prompts = [_shown(row) for row in rows if row["kind"] == "prompt"]
@@ -359,7 +304,7 @@ def add_passes(report: Report, rows: Sequence[Row], context: int) -> None:
     frame = Frame(heading, "tokens in the pass", "milliseconds", log=True)
     report.lines("times", frame, plots.by(passes, "line", "tokens", "milliseconds", ("fastest", "slowest")))
     if prompts:
-        report.add("prompts", "Reading a prompt", prompts, listing(prompts, PROMPTS))
+        report.add("prompts", "Prefill", prompts, listing(prompts, PROMPTS))
 
 
 def _shown(row: Row) -> Row:

@@ -17,7 +17,7 @@ import numpy as np
 import typer
 from tokenizers import Tokenizer
 
-from benchmarks.reporting.common_options import numbers
+from benchmarks.reporting.common_options import ListOptions, list_option, numbers_of
 from benchmarks.reporting.json_lines import json_lines
 from benchmarks.reporting.study_report import listing
 from forerun.bench.machine import Row
@@ -111,7 +111,7 @@ COLUMNS = {"answers": "answers", "proposer": "proposer", "tokens_per_step": "tok
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProposersOptions(DebugOptions):
+class ProposersOptions(ListOptions, DebugOptions):
     """Forerun's proposer for vLLM beside prompt lookup, replayed on recorded answers."""
 
     tokenizer: Annotated[Path, typer.Option(help="A tokenizer.json.")]
@@ -119,16 +119,17 @@ class ProposersOptions(DebugOptions):
     author: Annotated[str | None, typer.Option(help="Replay the rows that have this author.")] = None
     limit: Annotated[int | None, typer.Option(help="Rows of a file.", min=1)] = None
     tokens: Annotated[int, typer.Option(help="Drafted per step.", min=1)] = 8
-    least: Annotated[str, typer.Option(help="Least probabilities; commas between.")] = "0.2,0.05,0"
+    least: Annotated[str, list_option("Text", "Least probabilities.")] = "0.2,0.05,0"
+
+    chances = numbers_of("least", float, 0.0)
 
 
 def run(options: ProposersOptions) -> None:
-    """Print the table."""
     tokenizer, rows = Tokenizer.from_file(str(options.tokenizer)), list[Row]()
     for file in options.recordings:
         recorded = list(read(file, options.author, lambda text: tokenizer.encode(text).ids))[: options.limit]
         proposers = {f"ngram {size}-{least}": lookup(size, least, options.tokens) for size, least in ((5, 5), (3, 1))}
-        for least in numbers("--least", options.least, float, 0.0):
+        for least in options.chances:
             proposers[f"forerun {least:g}"] = forerun(options.tokens, least_probability=least)
         rows += [
             {"answers": f"{file.name}, {len(recorded)} rows", "proposer": name} | replay(recorded, propose)

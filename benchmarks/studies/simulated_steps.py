@@ -30,7 +30,6 @@ RIGHT, WRONG, OTHER = 7, 9, 10
 
 
 def never(row: int, place: int) -> bool:
-    """Return that no token is foreseen."""
     return False
 
 
@@ -38,63 +37,56 @@ def never(row: int, place: int) -> bool:
 class World:
     """What the parts of a step take, in seconds, and what drafts foresee.
 
-    A row is given by its number, and a token by its place in the row's text, the prompt of three tokens included.
-
-    Attributes:
-        curve: costs of passes, which the planner knows; ``unit`` is what it was told of the machine's speed.
-        true_curve: what passes cost in truth; by default as the planner knows.
-        plain: seconds of a pass of cost 1.
-        asking, asking_row: seconds of proposing trees, and of each row.
-        looking: seconds of looking a row's known suffix up.
-        verifying: seconds that a scored token takes after the pass.
-        drafting: seconds of a token of chains.
-        passes: of chains by their length, how many tokens' time they take.
-        deepening: seconds of a costly source's drafts.
-        carrying: seconds that a costly source costs at each step that keeps states for it, besides its drafts.
-        hits: whether the trees have a token.
-        stated: how sure they are of their first token.
-        known: length of the suffix before a token that the trees know; None if they cannot tell.
-        accepted: whether the chains' token is right.
-        deep: whether the costly source's token is right, and how sure it is of it.
-        slowness: by the number of the step, how many times as long everything takes.
-        beside: tokens of prompts in a step.
-        now: the clock.
-        steps: taken so far.
-        asked: the places at which trees were asked for, by row.
-        deepened: the same of the costly source.
-        chains: lengths of the chains.
+    A row is given by its number, and a token by its place in the row's sequence, the prompt of three tokens included.
     """
 
     curve: CostCurve = field(default_factory=lambda: CostCurve((1, 2), (1.0, 1.02), unit=1.0))
+    """Costs of passes, which the planner knows; ``unit`` is what it was told of the machine's speed."""
     true_curve: CostCurve | None = None
+    """What passes really cost; by default ``curve``."""
     plain: float = 1.0
+    """Seconds of a pass of cost 1."""
     asking: float = 0.001
+    """Of proposing trees; ``asking_row``, of each row."""
     asking_row: float = 0.0
     looking: float = 0.0
+    """Of looking up a row's known suffix."""
     verifying: float = 0.0
+    """Of a scored token after the pass."""
     drafting: float = 0.2
+    """Of a token of chains."""
     passes: Callable[[int], float] = float
+    """The time of chains by their length, in tokens."""
     deepening: float = 0.5
+    """Of a costly source's drafts."""
     carrying: float = 0.0
+    """Of a costly source at each step that keeps states for it, besides its drafts."""
     hits: Callable[[int, int], bool] = never
+    """Whether the trees have a token."""
     stated: Callable[[int, int], float] | None = None
+    """How sure they are of their first token."""
     known: Callable[[int, int], int | None] = lambda row, place: None
+    """Length of the suffix before a token that the trees know; None if they cannot tell."""
     accepted: Callable[[int, int], bool] = never
+    """Whether the chains' token is accepted."""
     deep: Callable[[int, int], tuple[bool, float]] = lambda row, place: (False, 0.1)
+    """Whether the costly source's token is accepted, and how sure it is of it."""
     slowness: Callable[[int], float] = lambda step: 1.0
+    """Factor on all times, by the number of the step."""
     beside: Callable[[int], int] = lambda step: 0
+    """Tokens of prompts in a step."""
     now: float = 0.0
     steps: int = 0
     asked: list[tuple[int, int]] = field(default_factory=list)
+    """Rows and places at which trees were proposed; ``deepened``, those of the costly source."""
     deepened: list[tuple[int, int]] = field(default_factory=list)
     chains: list[int] = field(default_factory=list)
+    """Lengths of the chains."""
 
     def clock(self) -> float:
-        """Return the time."""
         return self.now
 
     def take(self, seconds: float) -> None:
-        """Let time pass."""
         self.now += seconds * self.slowness(self.steps)
 
     def take_pass(self, tokens: Sequence[int], cached: int, beside: int) -> None:

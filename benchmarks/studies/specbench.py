@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.papers.baselines import RECIPES
 from benchmarks.reporting import plots
-from benchmarks.reporting.common_options import BENCHMARKS, SourceOptions, list_option, numbers
+from benchmarks.reporting.common_options import BENCHMARKS, ListOptions, SourceOptions, list_option, numbers_of
 from benchmarks.reporting.json_lines import json_lines
 from benchmarks.reporting.study_report import Delivery, Report, listing
 from benchmarks.tasks.task_prompts import Counts
@@ -43,7 +43,7 @@ TASK_PROMPTS = 4
 
 
 @dataclass(frozen=True)
-class SpecBenchOptions(OutputOptions, SourceOptions, ModelOptions):
+class SpecBenchOptions(ListOptions, OutputOptions, SourceOptions, ModelOptions):
     """Spec-Bench on any model: tokens per step and speed-up by category, both turns of every question.
 
     Contestants take turns in one process: transformers' greedy and prompt lookup, and Forerun's drafters, each with
@@ -54,7 +54,7 @@ class SpecBenchOptions(OutputOptions, SourceOptions, ModelOptions):
         Path | None, option("--questions", "-q", panel="Text", help="Spec-Bench's question.jsonl.", metavar="FILE")
     ] = None
     drafter: Drafters = None
-    budget: Annotated[str, list_option("--budget", "Model", "Most drafted tokens per step.")] = str(BUDGET)
+    budget: Annotated[str, list_option("Model", "Most drafted tokens per step.")] = str(BUDGET)
     every_node: Annotated[
         bool,
         option("--every-node", panel="Model", help="Score whole drafts, and count tokens per step instead of time."),
@@ -67,16 +67,14 @@ class SpecBenchOptions(OutputOptions, SourceOptions, ModelOptions):
     out: Out = Path("runs/specbench")
     resume: Annotated[bool, option("--resume", panel="Output", help="Keep the categories that --out has.")] = False
 
+    budgets = numbers_of("budget", int, 1)
+
     def __post_init__(self) -> None:
-        self.budgets()
+        super().__post_init__()
         if self.questions is None and not self.tasks:
             raise ValueError("there is nothing to measure; give --questions, --tasks or both")
         if not self.tasks and (given := [name for name in ("maths", "code", "books") if getattr(self, name)]):
             raise ValueError(f"--{given[0]} is for --tasks")
-
-    def budgets(self) -> list[int]:
-        """Return the most nodes of a draft, of each contestant in turn."""
-        return numbers("--budget", self.budget, int, 1)
 
 
 class SpecBench(Bench):
@@ -96,12 +94,10 @@ class SpecBench(Bench):
             self.sampling = {"do_sample": True, "temperature": options.temperature, "seed": 0}
 
     def answer(self, prompt: Tokens) -> str:
-        """Return the model's answer."""
         [text], _ = self.generate([prompt], self._options.max_new_tokens)
         return str(self._tokenizer.decode(text, skip_special_tokens=True))
 
     def category(self, job: PromptSet) -> list[Series]:
-        """Measure all contestants on a category."""
         groups = [[prompt] for prompt in job.prompts]
         *_, series = measure(self.contestants(job), job.task, groups, job.max_new_tokens, self._options.rounds)
         return series
@@ -115,8 +111,8 @@ class SpecBench(Bench):
         options = self._options
         found = self._built(self.of_transformers())
         for name in options.drafter or DRAFTERS:
-            for budget in options.budgets():
-                label = f"forerun {name}" if len(options.budgets()) == 1 else f"forerun {name}, {budget}"
+            for budget in options.budgets:
+                label = f"forerun {name}" if len(options.budgets) == 1 else f"forerun {name}, {budget}"
                 found[PLAIN if name == "none" else label] = self._keeping(name, budget, job.prompts[0])
         return found
 
@@ -259,7 +255,6 @@ def _totals(measured: Mapping[str, list[Series]], groups: Mapping[str, list[str]
 
 
 def _fill(report: Report, measured: Mapping[str, list[Series]], timed: bool) -> None:
-    """Write rows, tables and plots of what is measured so far."""
     rows: list[Row] = []
     for series in measured.values():
         rows += summarise(series, baseline=series[0].contestant)

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 import forerun
 from benchmarks.reporting.study_report import listing
@@ -35,13 +37,9 @@ STEPS = {
 
 @dataclass(frozen=True)
 class TraceOptions(DebugOptions):
-    """How much Python a step runs, on the bundled model.
+    """How much Python a step runs, on the bundled model."""
 
-    Attributes:
-        tokens: new tokens of the traced answer.
-    """
-
-    tokens: int = 40
+    tokens: Annotated[int, typer.Option(help="New tokens of the traced answer.", min=24)] = 40
 
 
 @dataclass
@@ -63,7 +61,6 @@ class Tracer:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Trace this thread."""
         sys.settrace(self._called)
         try:
             yield
@@ -112,7 +109,6 @@ def traced(engine: forerun.Engine, prompt: str, tokens: int) -> dict[str, object
 
 
 def run(options: TraceOptions) -> None:
-    """Print the table."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path, prompt = bundled("target"), demo_prompts()[0]["prompt"]

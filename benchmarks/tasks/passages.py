@@ -64,7 +64,6 @@ def sources(seed: str) -> Iterator[tuple[str, ast.Module]]:
 
 
 def sentences(passage: str) -> list[str]:
-    """Return the sentences of a passage, unchanged."""
     ends = [0, *(match.end() for match in _END.finditer(passage)), len(passage)]
     return [part for begin, end in itertools.pairwise(ends) if (part := passage[begin:end].strip())]
 

@@ -87,5 +87,4 @@ class TaskBench(Bench):
 
 
 def in_batches(prompts: Sequence[Tokens], size: int) -> list[Rows]:
-    """Whole batches of consecutive prompts."""
     return [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]

@@ -24,9 +24,9 @@ class LackingError(Exception):
 
 @dataclass(frozen=True)
 class Counts:
-    """Prompts of a task to measure (None for all), further ones for warm drafters, and new tokens per prompt."""
+    """Prompts of a task to measure, further ones for warm drafters, and new tokens per prompt."""
 
-    prompts: int | None
+    prompts: int
     warm: int
     new_tokens: int
 
@@ -45,7 +45,7 @@ def build_jobs(
     counts: Counts,
     positions: int | None = None,
 ) -> tuple[list[PromptSet], dict[str, str]]:
-    """Return the jobs that can be built, and why the others cannot; ``counts.prompts`` must be given.
+    """Return the jobs that can be built, and why the others cannot.
 
     Raises:
         ValueError: for an unknown name, or a prompt that is too long for the model's ``positions``.
@@ -53,15 +53,14 @@ def build_jobs(
     check_names(names, tasks)
     jobs: list[PromptSet] = []
     skipped: dict[str, str] = {}
-    measured = counts.prompts or 1
     for name in dict.fromkeys(names):
         try:
-            ids = [encode(prompt) for prompt in tasks[name](measured + counts.warm)]
+            ids = [encode(prompt) for prompt in tasks[name](counts.prompts + counts.warm)]
         except LackingError as lacking:
             skipped[name] = str(lacking)
             continue
         _check_lengths(name, ids, positions, counts.new_tokens)
-        jobs.append(PromptSet(name, ids[:measured], ids[measured:], counts.new_tokens))
+        jobs.append(PromptSet(name, ids[: counts.prompts], ids[counts.prompts :], counts.new_tokens))
     return jobs, skipped
 
 

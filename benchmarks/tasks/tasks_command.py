@@ -4,28 +4,26 @@ engines."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from transformers import PreTrainedModel
-
 from benchmarks.papers.baselines import RECIPES
 from benchmarks.peers.peer_libraries import PeerSubject, RunningPeers, check, running_peers
 from benchmarks.peers.process import check_python
 from benchmarks.reporting import plots
-from benchmarks.reporting.common_options import BENCHMARKS, SourceOptions, numbers
+from benchmarks.reporting.common_options import BENCHMARKS, ListOptions, SourceOptions, list_option, numbers_of
 from benchmarks.tasks.task_bench import PADDED, TaskBench
 from benchmarks.tasks.task_prompts import Counts
 from benchmarks.tasks.task_sets import jobs_for
 from forerun.bench.journal import Journal, about
 from forerun.bench.machine import Row, caption, footer, plain_values
-from forerun.bench.prompts_file import PromptLine, TemplateEncoder, encode_lines, prompt_sets, read_prompts_file
+from forerun.bench.prompts_file import TemplateEncoder
 from forerun.bench.report import BenchResult, equality_table, pivot, speed_table, summarise, warnings, write
-from forerun.bench.rounds import Decode, PromptSet, Tokens
+from forerun.bench.rounds import PromptSet, Tokens
 from forerun.cli.bench import check_texts
 from forerun.cli.models import check_drafters, load_target
 from forerun.cli.options import (
@@ -37,6 +35,7 @@ from forerun.cli.options import (
     Resume,
     Rounds,
     Skip,
+    flag_of,
     option,
 )
 from forerun.cli.terminal import progress_bar, show_report, stderr
@@ -48,14 +47,10 @@ from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load_draft
 _OTHERS = "Compared with"
 DRAFTERS = ("none", "auto", "lookup", "trie")
 """Those that are measured unless others are named."""
-FROM_TASKS = ("task", "books", "maths", "code")
-"""Options that a file of prompts replaces."""
-PROMPTS = 4
-"""Default number of prompts per task."""
 
 
 @dataclass(frozen=True)
-class TaskOptions(OutputOptions, SourceOptions, ModelOptions):
+class TaskOptions(ListOptions, OutputOptions, SourceOptions, ModelOptions):
     """Compare Forerun's drafters with transformers' greedy, prompt lookup and assisted generation, on any model.
 
     Models with a chat template answer questions (maths, code, rag, summary, edit, table). Others continue texts
@@ -73,18 +68,11 @@ class TaskOptions(OutputOptions, SourceOptions, ModelOptions):
         list[str] | None,
         option("--task", "-k", panel="Text", help="One of those above; may be repeated; default: all."),
     ] = None
-    prompts_file: Annotated[
-        Path | None, option(panel="Text", help="JSON lines of {task, prompt} or {task, messages}, for --task.")
-    ] = None
-    prompts: Annotated[
-        int | None, option(panel="Text", help=f"Per task; default {PROMPTS}, or all of a file.", min=1)
-    ] = None
+    prompts: Annotated[int, option(panel="Text", help="Per task.", min=1)] = 4
     warm_prompts: Annotated[int, option(panel="Text", help="Answered before when warm.", min=0)] = 20
     rounds: Rounds = 5
     max_new_tokens: MaxNewTokens = 160
-    batch: Annotated[str | None, option(panel="Text", help="Measure batches of so many rows, too.", metavar="LIST")] = (
-        None
-    )
+    batch: Annotated[str | None, list_option("Text", "Measure batches of so many rows, too.")] = None
     peers: Annotated[bool, option("--peers", panel=_OTHERS, help="openvino-genai and llama.cpp as well.")] = False
     peer_python: Annotated[
         Path | None, option(panel=_OTHERS, help="The interpreter of the peers' environment; default: this one.")
@@ -96,21 +84,20 @@ class TaskOptions(OutputOptions, SourceOptions, ModelOptions):
     out: Out = Path("runs/bench")
     resume: Resume = False
 
+    sizes = numbers_of("batch", int, 2)
+
     def __post_init__(self) -> None:
-        if self.prompts_file is not None and (given := [f"--{name}" for name in FROM_TASKS if getattr(self, name)]):
-            raise ValueError(f"--prompts-file has tasks of its own; leave out {', '.join(given)}")
-        if self.gguf is not None and not self.peers:
-            raise ValueError("--gguf is for the peers; add --peers")
-        if self.peer_python is not None and not self.peers:
-            raise ValueError("--peer-python is for the peers; add --peers")
+        super().__post_init__()
+        for name in ("gguf", "peer_python"):
+            if getattr(self, name) is not None and not self.peers:
+                raise ValueError(f"{flag_of(name)} is for the peers; add --peers")
         check_python(self.peer_python)
         if self.gguf is not None and not self.gguf.is_file():
             raise ValueError(f"--gguf is {self.gguf}; there is no such file")
-        self.batches()
 
+    @property
     def batches(self) -> list[int]:
-        """Batch sizes, ascending; empty if batches are not measured."""
-        return [] if self.batch is None else sorted(set(numbers("--batch", self.batch, int, 2)))
+        return sorted(set(self.sizes))
 
 
 @dataclass(frozen=True)
@@ -155,68 +142,38 @@ def run(options: TaskOptions) -> None:
     """Measure, print the tables, and write JSON, Markdown and plots; exit status 1 if a text differs."""
     plots.check()
     check_drafters(options.drafter or DRAFTERS, options, RECIPES)
-    console = stderr()
-    lines = read_prompts_file(options.prompts_file) if options.prompts_file else []
     target, tokenizer = load_target(options)
     draft = load_draft(BUNDLED_DRAFT, target, tokenizer) if options.model == BUNDLED else None
     encoder = TemplateEncoder(tokenizer, options.raw)
-    jobs, skipped, tasks = _jobs(options, encoder, lines, target)
-    batched = in_turns(jobs, max(options.batches(), default=0))
+    counts = Counts(options.prompts, options.warm_prompts, options.max_new_tokens)
+    jobs, skipped = jobs_for(options.task, options, encoder, counts, position_limit(target))
+    batched = in_turns(jobs, max(options.batches, default=0))
     dtype = dtype_name(target)
-    prompts = max(len(job.prompts) for job in jobs)
-    settings = plain_values(options) | {"dtype": dtype, "tasks": tasks, "prompts": prompts}
+    settings = plain_values(options) | {"dtype": dtype, "tasks": "questions" if encoder.chats else "continuations"}
     with _peers(options, PeerSubject(target, tokenizer, _source(options), longest(jobs))) as peers:
-        long = LongContextConfig(draft_model=draft)
-        bench = TaskBench(
-            target, options.drafter or DRAFTERS, long, tokenizer, options.skip or (), others=peers.contestants
-        )
+        long, drafters = LongContextConfig(draft_model=draft), options.drafter or DRAFTERS
+        bench = TaskBench(target, drafters, long, tokenizer, options.skip or (), others=peers.contestants)
         bench.measures_batches = bool(batched)
         bench.check_skip(jobs)
         shared = about(options.model, dtype, str(target.device), BENCHMARKS) | {"peers": peers.notes}
         journal = Journal(options.out / "speed-turns.jsonl", shared, options.resume)  # begun when nothing is wrong
         result = TaskResult([], settings, [], skipped | peers.absent | bench.refused, peers.notes)
         decode = partial(tokenizer.decode, skip_special_tokens=True)
-        with progress_bar(console, "measuring") as progress:
-            for rows, batches in _measured(bench, options, jobs, batched, journal, decode, progress):
-                result = replace(result, rows=[*result.rows, *rows], batches=[*result.batches, *batches])
+        with progress_bar(stderr(), "measuring") as progress:
+            total = len(jobs) + len(options.batches)
+            for done, job in enumerate(jobs):
+                progress(done, total)
+                *_, series = bench.run(job, options.rounds, journal)
+                result = replace(result, rows=[*result.rows, *summarise(series, decode=decode)])
+                paths = _write(result, options.out)
+            for done, size in enumerate(options.batches, len(jobs)):
+                progress(done, total)
+                *_, series = bench.run_batches(batched, size, options.max_new_tokens, options.rounds, journal)
+                rows = [{"batch": size} | row for row in summarise(series, PADDED)]
+                result = replace(result, batches=[*result.batches, *rows])
                 paths = _write(result, options.out)
     show_report(result.json if options.json else result.markdown, paths)
     check_texts(bench.engine.exactness, [*result.rows, *result.batches])
-
-
-def _measured(
-    bench: TaskBench,
-    options: TaskOptions,
-    jobs: Sequence[PromptSet],
-    batched: Sequence[Tokens],
-    journal: Journal,
-    decode: Decode,
-    progress: Callable[[int, int], None],
-) -> Iterator[tuple[list[Row], list[Row]]]:
-    """The rows of a task's or batch size's table, yielded as they are measured."""
-    total, new, rounds = len(jobs) + len(options.batches()), options.max_new_tokens, options.rounds
-    for done, job in enumerate(jobs):
-        progress(done, total)
-        *_, series = bench.run(job, rounds, journal)
-        yield summarise(series, decode=decode), []
-    for done, size in enumerate(options.batches(), len(jobs)):
-        progress(done, total)
-        *_, series = bench.run_batches(batched, size, new, rounds, journal)
-        yield [], [{"batch": size} | row for row in summarise(series, PADDED)]
-
-
-def _jobs(
-    options: TaskOptions, encoder: TemplateEncoder, lines: Sequence[PromptLine], model: PreTrainedModel
-) -> tuple[list[PromptSet], dict[str, str], str]:
-    """The jobs, the skipped tasks with reasons, and the source of the tasks."""
-    counts = Counts(options.prompts, options.warm_prompts, options.max_new_tokens)
-    positions = position_limit(model)
-    if options.prompts_file is not None:
-        ids = encode_lines(options.prompts_file, lines, encoder, positions, counts.new_tokens)
-        return prompt_sets(lines, ids, counts.prompts, counts.warm, counts.new_tokens), {}, "the prompts file"
-    counts = replace(counts, prompts=options.prompts or PROMPTS)
-    jobs, skipped = jobs_for(options.task, options, encoder, counts, positions)
-    return jobs, skipped, "questions" if encoder.chats else "continuations"
 
 
 @contextmanager
@@ -239,7 +196,6 @@ def _source(options: TaskOptions) -> Path | None:
 
 
 def longest(jobs: Sequence[PromptSet]) -> int:
-    """Tokens of the longest prompt, including those generated after it."""
     return max(len(prompt) + job.max_new_tokens for job in jobs for prompt in job.prompts)
 
 

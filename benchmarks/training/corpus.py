@@ -65,7 +65,6 @@ class Row:
         return len(self.tokens)
 
     def add(self, tokens: list[int], weight: float) -> None:
-        """Append tokens of one weight."""
         self.tokens += tokens
         self.weights += [weight] * len(tokens)
 
@@ -80,7 +79,6 @@ class Corpus:
 
     @property
     def eos(self) -> int:
-        """The id of the end-of-text token."""
         return int(self.tokenizer.convert_tokens_to_ids(EOS))
 
     @cached_property
@@ -102,7 +100,6 @@ class Corpus:
         return token in self.closers or before in self.openers
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, with no special tokens added."""
         return list(self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
 
 
@@ -126,7 +123,6 @@ def _stream(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tenso
 
 
 def batch(corpus: Corpus, stage: Stage, seed: int, step: int) -> Batch:
-    """Return the batch of one step."""
     rng = Random(f"{seed}/{step}")
     kinds = tuple(rng.choices(list(stage.mix), list(stage.mix.values()), k=stage.rows))
     rows = [row(corpus, kind, stage.length, rng) for kind in kinds]
@@ -162,7 +158,6 @@ def _mask(rows: list[Row], stage: Stage, rng: Random) -> torch.Tensor:
 
 
 def row(corpus: Corpus, kind: str, length: int, rng: Random) -> Row:
-    """Return one row of the named kind."""
     if kind == "spans":
         return spans(corpus, length, rng)
     if kind in _STREAMS:

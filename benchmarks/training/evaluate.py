@@ -44,7 +44,6 @@ class Evaluator:
     examples: int
 
     def answer(self, prompt: str, max_new_tokens: int) -> list[int]:
-        """Return the tokens that greedy decoding adds to `prompt`."""
         ids = torch.tensor([self.data.encode(prompt)])
         made = self.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False
@@ -144,7 +143,6 @@ def agreement(target: Evaluator, draft: Evaluator, new_tokens: int = 128) -> dic
 
 
 def evaluate(target: Path, draft: Path, texts: Material, examples: int, sizes: list[int]) -> dict[str, Any]:
-    """Return all figures of a pair of model folders."""
     data = corpus.build(texts, AutoTokenizer.from_pretrained(target))
     pair = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in (target, draft)]
     return {
@@ -172,7 +170,6 @@ class EvaluateOptions(DebugOptions):
 
 
 def run(options: EvaluateOptions) -> None:
-    """Evaluate."""
     torch.set_num_threads(options.threads)
     texts = material.read_held_out(options.books, options.maths)
     wanted = [int(size) for size in options.sizes.split(",")]

@@ -7,8 +7,8 @@ round in a namespace of its own, so that no trie has seen an answer. Every text 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, cast
@@ -17,11 +17,13 @@ import torch
 import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.reporting.common_options import numbers
+from benchmarks.reporting.common_options import ListOptions, list_option, numbers_of
+from benchmarks.reporting.json_lines import json_lines
 from benchmarks.reporting.study_report import Report, deliver, listing
-from benchmarks.training.self_written import read_rows
 from forerun.bench.machine import Row, plain_values
-from forerun.bench.rounds import sampling
+from forerun.bench.prompts_file import TemplateEncoder
+from forerun.bench.rounds import Contestant, Rows, Run, Series, Tokens, sampling
+from forerun.bench.rounds import measure as measured
 from forerun.cli.options import Out, OutputOptions, option
 from forerun.cli.terminal import progress_bar, stderr
 from forerun.core.long_context import LongContextConfig
@@ -34,7 +36,6 @@ from forerun.models.forward.scorer import Scorer
 from forerun.models.heads.head import Head
 from forerun.models.heads.loading import load_head
 from forerun.models.loading.load import load
-from forerun.models.text.prompts import encode
 
 PLAIN, ALL_NODES = "none", "all nodes"
 COLUMNS = {
@@ -44,7 +45,7 @@ COLUMNS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateHeadOptions(OutputOptions):
+class EvaluateHeadOptions(ListOptions, OutputOptions):
     """A trained head beside the trie, alone and in auto, with and without a shortlist; on prompts that it has not seen.
 
     Writes JSON and Markdown.
@@ -54,15 +55,14 @@ class EvaluateHeadOptions(OutputOptions):
     head: Annotated[str, typer.Option(help="The head's folder, or mtp.")]
     texts: Annotated[Path, typer.Option(help="JSON lines of {prompt}.")]
     dtype: Annotated[str, typer.Option(help="Of the target's weights.")] = "bfloat16"
-    temperatures: Annotated[str, option(panel="Text", help="0 is greedy. Commas between.", metavar="LIST")] = "0,0.8"
+    temperatures: Annotated[str, list_option("Text", "0 is greedy.")] = "0,0.8"
     tokens: Annotated[int, option(panel="Text", help="Tokens of an answer.", min=1)] = 128
     context: Annotated[int, option(panel="Text", help="Tokens before each prompt, of the other prompts.", min=0)] = 0
     rounds: Annotated[int, option("--rounds", panel="Text", help="Times each prompt is answered.", min=1)] = 1
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2
     out: Out = Path("runs/evaluate-head")
 
-    def __post_init__(self) -> None:
-        numbers("--temperatures", self.temperatures, float, 0.0)
+    heats = numbers_of("temperatures", float, 0.0)
 
 
 def with_all_logits(head: Head) -> Head:
@@ -77,37 +77,34 @@ def with_all_logits(head: Head) -> Head:
     return head
 
 
-@dataclass
-class Contestant:
-    """An engine, and what came of its texts: for each prompt the seconds of its runs; tokens and steps of all."""
+def contestant(engine: Engine, prompts: int, temperature: float) -> Contestant:
+    """Return an engine that answers the prompts in order, in another namespace each time through."""
+    answered = -1  # the first answer is the warm-up
 
-    engine: Engine
-    seconds: dict[int, list[float]] = field(default_factory=dict)
-    texts: dict[tuple[int, int], list[int]] = field(default_factory=dict)
-    tokens: int = 0
-    steps: int = 0
-
-    def answer(self, prompt: int, tokens: Sequence[int], turn: int, count: int, temperature: float) -> None:
-        """Continue a prompt."""
+    def run(rows: Rows, max_new_tokens: int) -> Run:
+        nonlocal answered
+        turn, prompt = divmod(answered, prompts)
+        answered += 1
         began = time.perf_counter()
-        found = self.engine.generate(
-            list(tokens), max_new_tokens=count, namespace=f"{temperature}/{turn}",
-            **sampling(temperature, 1000 * turn + prompt),
-        )  # fmt: skip
-        self.seconds.setdefault(prompt, []).append(time.perf_counter() - began)
-        request = found.requests[0]
-        self.texts[turn, prompt] = request.generated.tolist()
-        self.tokens, self.steps = self.tokens + request.stats.tokens, self.steps + request.stats.steps
+        [request] = engine.generate(
+            list(rows[0]), max_new_tokens=max_new_tokens, namespace=f"{temperature}/{turn}",
+            **sampling(temperature, abs(1000 * turn + prompt)),
+        ).requests  # fmt: skip
+        return Run([request.generated.tolist()], time.perf_counter() - began, request.stats.steps)
 
-    def row(self, plain: Contestant) -> Row:
-        """Its figures beside those of plain decoding."""
-        ratios = [median(plain.seconds[prompt]) / median(own) for prompt, own in self.seconds.items()]
-        whole = [sum(median(own) for own in each.seconds.values()) for each in (plain, self)]
-        differing = sum(text != plain.texts[key] for key, text in self.texts.items())
-        return {
-            "tokens_per_step": self.tokens / self.steps, "speed": whole[0] / whole[1], "least": min(ratios),
-            "differing": differing,
-        }  # fmt: skip
+    return Contestant(run)
+
+
+def row_of(one: Series, plain: Series) -> Row:
+    mine, others = ([run for rounds in each.runs for run in rounds] for each in (one, plain))
+    seconds = [[median(run.seconds for run in rounds) for rounds in each.runs] for each in (plain, one)]
+    return {
+        "drafter": one.contestant,
+        "tokens_per_step": sum(run.tokens for run in mine) / sum(run.passes or 0 for run in mine),
+        "speed": sum(seconds[0]) / sum(seconds[1]),
+        "least": min(theirs / own for theirs, own in zip(*seconds, strict=True)),
+        "differing": sum(a.texts != b.texts for a, b in zip(mine, others, strict=True)),
+    }
 
 
 def engines(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, head: str) -> Mapping[str, Engine]:
@@ -139,34 +136,22 @@ def of_all_nodes(name: str, head: str) -> Callable[[Setup], Level]:
     return made
 
 
-def measure(options: EvaluateHeadOptions, prompts: Sequence[Sequence[int]], made: Mapping[str, Engine]) -> list[Row]:
-    """Rows by temperature and drafter."""
-    rows, wanted = list[Row](), numbers("--temperatures", options.temperatures, float, 0.0)
-    with progress_bar(stderr(), "answers") as show:
-        for number, temperature in enumerate(wanted):
-            contestants = {name: Contestant(engine) for name, engine in made.items()}
-            order = list(contestants.values())
-            for each in order:
-                each.engine.generate(list(prompts[0]), max_new_tokens=8, namespace="warm-up", do_sample=False)
-            for turn in range(options.rounds):
-                for prompt, tokens in enumerate(prompts):
-                    show((number * options.rounds + turn) * len(prompts) + prompt,
-                         len(wanted) * options.rounds * len(prompts))  # fmt: skip
-                    shift = (prompt + turn) % len(order)
-                    for each in order[shift:] + order[:shift]:
-                        each.answer(prompt, tokens, turn, options.tokens, temperature)
-            plain = contestants[PLAIN]
-            rows += [
-                {"temperature": temperature, "drafter": name} | each.row(plain) for name, each in contestants.items()
-            ]
-    return rows
+def measure(options: EvaluateHeadOptions, prompts: Sequence[Tokens], made: Mapping[str, Engine]) -> Iterator[Row]:
+    """Yield rows by temperature and drafter."""
+    with progress_bar(stderr(), "temperatures") as show:
+        for number, temperature in enumerate(options.heats):
+            found = {name: contestant(engine, len(prompts), temperature) for name, engine in made.items()}
+            show(number, len(options.heats))
+            groups = [[prompt] for prompt in prompts]
+            *_, series = measured(found, "prompts", groups, options.tokens, options.rounds)
+            plain = next(one for one in series if one.contestant == PLAIN)
+            yield from ({"temperature": temperature} | row_of(one, plain) for one in series)
 
 
-def encoded(options: EvaluateHeadOptions, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The prompts as tokens, each after as many of the others' as ``--context`` says."""
-    texts = [row["prompt"] for row in read_rows(options.texts)]
-    own = [encode([{"role": "user", "content": text}] if tokenizer.chat_template else text, tokenizer)[0]
-           for text in texts]  # fmt: skip
+def encoded(options: EvaluateHeadOptions, tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
+    """Return the prompts as tokens, each after as many of the others' as ``--context`` says."""
+    texts = [row["prompt"] for _, row in json_lines(options.texts, "--texts")]
+    own = list(map(TemplateEncoder(tokenizer), texts))
     if not options.context:
         return own
     joined = tokenizer("\n\n".join(texts), add_special_tokens=False)["input_ids"]
@@ -175,11 +160,10 @@ def encoded(options: EvaluateHeadOptions, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def run(options: EvaluateHeadOptions) -> None:
-    """Measure, print the table, and write JSON and Markdown."""
     torch.set_num_threads(options.threads)
     target, tokenizer = load(options.model, cast("Any", options.dtype))
     prompts = encoded(options, tokenizer)
-    rows = measure(options, prompts, engines(target, tokenizer, options.head))
+    rows = list(measure(options, prompts, engines(target, tokenizer, options.head)))
     report = Report("A trained head beside the trie", plain_values(options))
     report.add("heads", f"{len(prompts)} prompts", rows, listing(rows, COLUMNS))
     deliver(report, options.out, "evaluate-head", options.json)

@@ -170,7 +170,6 @@ class EvidenceOptions(DebugOptions):
 
 
 def run(options: EvidenceOptions) -> None:
-    """Learn, and write what was learned."""
     texts = kinds(options.books, options.maths, options.answers, options.without)
     tokenizers = [Tokenizer.from_file(str(file)) for file in options.tokenizer]
     mixer = learn(texts, tokenizers, options.sessions, options.most)

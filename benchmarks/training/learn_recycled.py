@@ -52,7 +52,6 @@ class RecycledOptions(DebugOptions):
 
 
 def run(options: RecycledOptions) -> None:
-    """Learn, and write what was learned."""
     rows = options.prompts.read_text(encoding="utf-8").splitlines()
     prompts = [json.loads(row)["prompt"] for row in rows]
     texts = logistic_mixer.prior()

@@ -14,18 +14,8 @@ from benchmarks.reporting.json_lines import json_lines
 from benchmarks.training.tasks import Material
 
 HELD_OUT_MODULES = frozenset(
-    [
-        "calendar.py",
-        "configparser.py",
-        "csv.py",
-        "fractions.py",
-        "heapq.py",
-        "queue.py",
-        "sched.py",
-        "shelve.py",
-        "statistics.py",
-        "textwrap.py",
-    ]
+    f"{name}.py"
+    for name in "calendar configparser csv fractions heapq queue sched shelve statistics textwrap".split()  # noqa: SIM905
 )
 _SKIPPED = frozenset(["test", "tests", "idlelib", "lib2to3", "site-packages", "__pycache__", "encodings"])
 _HELD_OUT_EVERY = 20

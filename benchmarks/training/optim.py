@@ -32,7 +32,6 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Take a step."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:

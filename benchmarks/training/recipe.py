@@ -33,7 +33,6 @@ class TrainingShape:
             raise ValueError(f"layers must be at least 1, not {self.layers}")
 
     def config(self) -> LlamaConfig:
-        """Return the configuration that transformers builds the model from."""
         return LlamaConfig(
             vocab_size=self.vocabulary,
             hidden_size=self.hidden,
@@ -136,12 +135,10 @@ class Recipe:
             raise ValueError(f"stages must end in increasing order, the last at 1, not {ends}")
 
     def progress(self, step: int, seconds: float) -> float:
-        """Return the progress after `step` steps and `seconds` seconds."""
         done = step / self.steps if self.steps is not None else seconds / 60 / (self.minutes or 1)
         return min(1.0, done)
 
     def stage(self, progress: float) -> Stage:
-        """Return the stage that `progress` falls into."""
         return next(stage for stage in self.stages if progress < stage.until or stage.until == 1)
 
     def rate(self, progress: float) -> float:

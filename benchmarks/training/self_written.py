@@ -16,6 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from forerun.bench.prompts_file import TemplateEncoder
 from forerun.bench.rounds import sampling
 from forerun.cli.terminal import progress_bar, stderr
 from forerun.core.request import Request
@@ -86,14 +87,13 @@ def write_answers(
     """The answer to each prompt; greedy at temperature 0."""
     answers = {row["prompt"]: row["answer"] for row in read_rows(file)}
     missing = [prompt for prompt in dict.fromkeys(prompts) if prompt not in answers]
-    began = len(answers)
+    began, encode = len(answers), TemplateEncoder(tokenizer)
     with progress_bar(stderr(), "answers") as show, file.open("a", encoding="utf-8") as out:
         for done in range(0, len(missing), TOGETHER):
             asked = missing[done : done + TOGETHER]
             requests = [
                 engine.requests(
-                    [{"role": "user", "content": prompt}] if tokenizer.chat_template else prompt,
-                    max_new_tokens=max_new_tokens, **sampling(temperature, began + done + row),
+                    encode(prompt), max_new_tokens=max_new_tokens, **sampling(temperature, began + done + row),
                 )[0]
                 for row, prompt in enumerate(asked)
             ]  # fmt: skip

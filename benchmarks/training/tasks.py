@@ -119,31 +119,17 @@ def haystack(rng: Random, material: Material, chars: int, count: int) -> tuple[s
 
 
 _COLUMNS: dict[str, Callable[[Random], str | int]] = {
-    "name": words.person,
-    "owner": words.person,
-    "author": words.person,
-    "city": words.place,
-    "origin": words.place,
-    "town": words.place,
-    "item": words.word,
-    "animal": words.word,
-    "product": words.thing,
-    "title": words.thing,
-    "goods": lambda rng: rng.choice(words.GOODS),
-    "colour": lambda rng: rng.choice(words.COLOURS),
+    "name": words.person, "owner": words.person, "author": words.person, "city": words.place, "origin": words.place,
+    "town": words.place, "item": words.word, "animal": words.word, "product": words.thing, "title": words.thing,
+    "goods": lambda rng: rng.choice(words.GOODS), "colour": lambda rng: rng.choice(words.COLOURS),
     "material": lambda rng: rng.choice(words.MATERIALS),
     "code": lambda rng: f"{words.invent(rng)[:2].upper()}{rng.randint(10, 999)}",
-    "month": lambda rng: rng.choice(words.MONTHS),
-    "date": words.date,
-    "id": lambda rng: rng.randint(1, 9999),
-    "year": lambda rng: rng.randint(1700, 2030),
-    "price": lambda rng: rng.randint(1, 500),
-    "count": lambda rng: rng.randint(0, 99),
-    "age": lambda rng: rng.randint(1, 99),
-    "weight": lambda rng: rng.randint(1, 3000),
-    "score": lambda rng: rng.randint(0, 100),
+    "month": lambda rng: rng.choice(words.MONTHS), "date": words.date, "id": lambda rng: rng.randint(1, 9999),
+    "year": lambda rng: rng.randint(1700, 2030), "price": lambda rng: rng.randint(1, 500),
+    "count": lambda rng: rng.randint(0, 99), "age": lambda rng: rng.randint(1, 99),
+    "weight": lambda rng: rng.randint(1, 3000), "score": lambda rng: rng.randint(0, 100),
     "room": lambda rng: rng.randint(1, 300),
-}
+}  # fmt: skip
 
 
 def table(rng: Random, material: Material, rows: int | None = None, columns: int | None = None) -> Task:
@@ -170,7 +156,6 @@ def quote(rng: Random, material: Material) -> Task:
 
 
 def maths(rng: Random, material: Material) -> Task:
-    """A word problem and its worked solution."""
     question, answer = rng.choice(material.maths)
     return Task("maths", question, answer)
 
@@ -191,14 +176,8 @@ def prose(rng: Random, material: Material) -> Task:
 
 
 KINDS: dict[str, Callable[[Random, Material], Task]] = {
-    "rag": rag,
-    "needle": needle,
-    "table": table,
-    "quote": quote,
-    "maths": maths,
-    "code": code,
-    "prose": prose,
-}
+    "rag": rag, "needle": needle, "table": table, "quote": quote, "maths": maths, "code": code, "prose": prose,
+}  # fmt: skip
 
 
 def make(kind: str, rng: Random, material: Material | None = None) -> Task:

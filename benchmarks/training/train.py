@@ -10,14 +10,11 @@ halfway through its schedule and at the end.
 from __future__ import annotations
 
 import copy
-import json
-import time
-from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -31,14 +28,13 @@ from transformers import (
 )
 
 import forerun.reference
-from benchmarks.training import checkpoint, corpus, material, optim, recipe, tasks, tokenizer
-from benchmarks.training.checkpoint import Progress
+from benchmarks.training import corpus, material, recipe, tasks, tokenizer, training_loop
 from benchmarks.training.corpus import Batch, Corpus
 from benchmarks.training.hybrid import hybrid_of
 from benchmarks.training.recipe import Recipe
 from benchmarks.training.tasks import Material
+from benchmarks.training.training_loop import Training
 from forerun.cli.options import DebugOptions
-from forerun.cli.terminal import progress_bar, stderr
 
 OUT = Path("runs/reference")
 WEIGHTS = Path(forerun.reference.__file__).parent / "weights"
@@ -65,90 +61,47 @@ def _logits(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     return logits
 
 
-@dataclass
-class TrainingRun:
-    """One model being trained; `advance` takes a step, `save` a checkpoint."""
+class ModelTraining(Training):
+    """The training of one of the bundled models by a recipe."""
 
-    name: str
-    plan: Recipe
-    data: Corpus
-    out: Path
-    model: PreTrainedModel
-    teacher: PreTrainedModel | None = None
-
-    def __post_init__(self) -> None:
-        self.optimizers = optim.build(self.model, self.plan.muon_rate, self.plan.adam_rate)
-        self.losses = torch.compile(token_losses, dynamic=False) if self.plan.compiled else token_losses
-        self.done = checkpoint.load(self.folder, self.model, self.optimizers)
-        self.recent: dict[str, list[float]] = defaultdict(list)
-
-    @property
-    def folder(self) -> Path:
-        """The checkpoint's folder."""
-        return self.out / self.name / "checkpoint"
+    def __init__(
+        self, name: str, plan: Recipe, data: Corpus, out: Path, teacher: PreTrainedModel | None = None,
+        model: PreTrainedModel | None = None,
+    ) -> None:  # fmt: skip
+        self.name, self.plan, self.data, self.teacher = name, plan, data, teacher
+        self.log_every, self.checkpoint_every = plan.log_every, plan.checkpoint_every
+        self.losses = torch.compile(token_losses, dynamic=False) if plan.compiled else token_losses
+        torch.manual_seed(plan.seed)
+        super().__init__(model or LlamaForCausalLM(plan.shape.config()), out / name, plan.muon_rate, plan.adam_rate)
 
     @property
     def progress(self) -> float:
-        """The progress, from 0 to 1."""
         return self.plan.progress(self.done.step, self.done.seconds)
 
-    def advance(self) -> None:
-        """Draw a batch, and take one step of both optimizers.
+    def rate(self) -> float:
+        return self.plan.rate(self.progress)
 
-        Seconds are processor time divided by threads, so a schedule in minutes pauses while other work runs.
-        """
-        began = time.process_time()
-        stage = self.plan.stage(self.progress)
-        batch = corpus.batch(self.data, stage, self.plan.seed, self.done.step)
+    def loss(self) -> tuple[torch.Tensor, int]:
+        """Return the weighted loss of the step's batch, and note the mean of each row under its kind."""
+        batch = corpus.batch(self.data, self.plan.stage(self.progress), self.plan.seed, self.done.step)
         weights = batch.weights[:, 1:]
         with torch.autocast("cpu", torch.bfloat16) if self.plan.half else nullcontext():
             losses = self.losses(self.model, batch, self.teacher) * weights
-        torch.autograd.backward(losses.sum() / weights.sum())
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        optim.apply(self.optimizers, self.plan.rate(self.progress))
-        self._note(batch, losses.detach())
-        seconds = self.done.seconds + (time.process_time() - began) / torch.get_num_threads()
-        self.done = Progress(self.done.step + 1, self.done.tokens + batch.tokens.numel(), seconds)
-
-    def _note(self, batch: Batch, losses: torch.Tensor) -> None:
-        means = losses.sum(1) / batch.weights[:, 1:].sum(1).clamp(min=1e-9)
+        means = losses.detach().sum(1) / weights.sum(1).clamp(min=1e-9)
         for kind, mean in zip(batch.kinds, means.tolist(), strict=True):
             self.recent[kind].append(mean)
+        return losses.sum() / weights.sum(), batch.tokens.numel()
 
-    def report(self) -> dict[str, Any]:
-        """Return step, speed and the mean loss of each kind since the last report, and append them to the log."""
-        means = {kind: round(sum(values) / len(values), 4) for kind, values in sorted(self.recent.items())}
-        line = {"step": self.done.step, "tokens": self.done.tokens, "seconds": round(self.done.seconds, 1)}
-        entry = line | {"progress": round(self.progress, 4), "loss": means}
-        with (self.out / self.name / "log.jsonl").open("a") as log:
-            log.write(json.dumps(entry) + "\n")
-        self.recent.clear()
-        return entry
+    def train(self, weights: Path, stop_after: int | None = None) -> PreTrainedModel:
+        """Train, and export the model halfway and at the end."""
 
-    def save(self) -> None:
-        """Write a checkpoint."""
-        checkpoint.save(self.folder, self.model, self.optimizers, self.done)
+        def halfway(before: float) -> None:
+            if before < EARLY_EXPORT <= self.progress:
+                export(self.model, self.data.tokenizer, weights / self.name)
 
-
-def fit(run: TrainingRun, weights: Path, stop_after: int | None = None) -> PreTrainedModel:
-    """Train to the end of the schedule (or for `stop_after` steps), with checkpoints, reports and exports."""
-    (run.out / run.name).mkdir(parents=True, exist_ok=True)
-    saved, first = time.monotonic(), run.done.step
-    with progress_bar(stderr(), run.name) as show:
-        while run.progress < 1 and (stop_after is None or run.done.step - first < stop_after):
-            before = run.progress
-            run.advance()
-            if run.done.step % run.plan.log_every == 0:
-                losses = " ".join(f"{kind} {loss:.2f}" for kind, loss in run.report()["loss"].items())
-                show(int(1000 * run.progress), 1000, losses)
-            if time.monotonic() - saved > run.plan.checkpoint_every:
-                run.save()
-                saved = time.monotonic()
-            if before < EARLY_EXPORT <= run.progress:
-                export(run.model, run.data.tokenizer, weights / run.name)
-    run.save()
-    export(run.model, run.data.tokenizer, weights / run.name)
-    return run.model
+        self.fit(self.name, stop_after, halfway)
+        export(self.model, self.data.tokenizer, weights / self.name)
+        return self.model
 
 
 def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -163,13 +116,7 @@ def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: P
         for path in new.iterdir():
             path.chmod(0o644)
 
-    checkpoint.replace(folder, write)
-
-
-def fresh(plan: Recipe) -> PreTrainedModel:
-    """Return a model with seeded random weights."""
-    torch.manual_seed(plan.seed)
-    return LlamaForCausalLM(plan.shape.config())
+    training_loop.replace(folder, write)
 
 
 def shared_tokenizer(texts: Material, out: Path, vocabulary: int) -> PreTrainedTokenizerFast:
@@ -177,15 +124,14 @@ def shared_tokenizer(texts: Material, out: Path, vocabulary: int) -> PreTrainedT
     folder = out / "tokenizer"
     if not (folder / "tokenizer.json").exists():
         trained = tokenizer.train(tokenizer.sample(texts), vocabulary)
-        checkpoint.replace(folder, lambda new: trained.save_pretrained(new) and None)
+        training_loop.replace(folder, lambda new: trained.save_pretrained(new) and None)
     return tokenizer.load(folder)
 
 
 def train_both(texts: Material, target: Recipe, draft: Recipe, out: Path, weights: Path) -> None:
-    """Train the target, then the draft on the target's distributions."""
     data = corpus.build(texts, shared_tokenizer(texts, out, target.shape.vocabulary))
-    teacher = fit(TrainingRun("target", target, data, out, fresh(target)), weights).eval()
-    fit(TrainingRun("draft", draft, data, out, fresh(draft), teacher), weights)
+    teacher = ModelTraining("target", target, data, out).train(weights).eval()
+    ModelTraining("draft", draft, data, out, teacher).train(weights)
 
 
 def train_hybrid(texts: Material, plan: Recipe, out: Path, weights: Path) -> PreTrainedModel:
@@ -194,7 +140,7 @@ def train_hybrid(texts: Material, plan: Recipe, out: Path, weights: Path) -> Pre
     teacher: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     data = corpus.build(texts, tokenizer.load(folder))
     text = torch.tensor([corpus.window(data, "prose", 256, Random(i)) for i in range(8)])
-    return fit(TrainingRun("hybrid", plan, data, out, hybrid_of(teacher, text), teacher), weights)
+    return ModelTraining("hybrid", plan, data, out, teacher, hybrid_of(teacher, text)).train(weights)
 
 
 def train_quick(out: Path, weights: Path, stop_after: int | None = None) -> None:
@@ -203,7 +149,7 @@ def train_quick(out: Path, weights: Path, stop_after: int | None = None) -> None
     texts = Material(tuple(tasks.paragraph(rng, Material()) for _ in range(200)))
     plan = Recipe(recipe.TINY, stages=recipe.QUICK, steps=8, log_every=2)
     data = corpus.build(texts, shared_tokenizer(texts, out, plan.shape.vocabulary))
-    fit(TrainingRun("target", plan, data, out, fresh(plan)), weights, stop_after)
+    ModelTraining("target", plan, data, out).train(weights, stop_after)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +166,7 @@ class TrainOptions(DebugOptions):
     ] = None
     weights: Annotated[
         Path | None,
-        typer.Option(help="Where models are exported to; default the package, if quick or hybrid weights in --out."),
+        typer.Option(help="Where models go; default the package, if quick or hybrid weights in --out."),
     ] = None
     minutes: Annotated[float, typer.Option(help="Minutes for the target, of all threads.")] = 60.0
     draft_minutes: Annotated[float, typer.Option(help="Minutes for the draft.")] = 12.0
@@ -230,7 +176,6 @@ class TrainOptions(DebugOptions):
 
 
 def run(options: TrainOptions) -> None:
-    """Train."""
     torch.set_num_threads(options.threads)
     out = options.out or OUT / ("quick" if options.quick else "hybrid" if options.hybrid else "")
     weights = options.weights or (out / "weights" if options.quick or options.hybrid else WEIGHTS)

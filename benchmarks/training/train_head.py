@@ -8,8 +8,6 @@ sequence and kept in memory.
 from __future__ import annotations
 
 import enum
-import json
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,12 +22,11 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.training import checkpoint, optim
-from benchmarks.training.checkpoint import Progress
 from benchmarks.training.self_written import read_rows, write_answers, write_prompts
 from benchmarks.training.trainable_heads import Kind, TrainableEagle3, TrainableHead, TrainableMtp
+from benchmarks.training.training_loop import Training
+from forerun.bench.prompts_file import TemplateEncoder
 from forerun.cli.options import DebugOptions
-from forerun.cli.terminal import progress_bar, stderr
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.engine.engine import Engine
@@ -40,7 +37,6 @@ from forerun.models.loading.load import load
 MUON_RATE = 0.02
 """Learning rate at first of the layer's matrices, without a unit: Muon's steps are orthogonal matrices. SmolLM2's loss
 after 60 steps was 15.6 at half of it, 14.2 here with three times AdamW's rate, and 14.7 with AdamW alone."""
-CHECKPOINT_SECONDS = 120
 
 
 class Matrix(enum.StrEnum):
@@ -67,8 +63,7 @@ class HeadOptions(DebugOptions):
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
     draft_vocab: Annotated[int, typer.Option(help="Tokens that it is trained on: the most frequent ones.")] = 8192
     matrix: Annotated[
-        Matrix,
-        typer.Option(help="EAGLE-3's output matrix: a private one for these tokens, or the target's, for all."),
+        Matrix, typer.Option(help="EAGLE-3's output matrix: a private one for these tokens, or the target's, for all.")
     ] = Matrix.OWN
     ahead: Annotated[int, typer.Option(help="Steps of training-time test.")] = 3
     length: Annotated[int, typer.Option(help="Tokens of a prompt and answer that are used.")] = 384
@@ -87,45 +82,38 @@ class Example:
     last: torch.Tensor | None = None
 
 
-class HeadTraining:
-    """A head being trained.
+class HeadTraining(Training):
+    """The training of a head.
 
     Args:
         target: makes the passes of the model, which does not change.
         model: the head.
-        examples: to learn from.
-        options: of the command.
     """
 
-    def __init__(self, target: Scorer, model: TrainableHead, examples: Sequence[Example], options: HeadOptions) -> None:
-        self.target, self.model, self.examples, self.options = target, model, examples, options
-        self.head = target.model.get_output_embeddings().weight[model.known].detach().float()
-        self.optimizers = optim.build(model, MUON_RATE, options.rate)
-        self.done = checkpoint.load(self.folder, model, self.optimizers)
-        self.recent: list[list[float]] = []
+    largest_norm = 0.5
 
-    @property
-    def folder(self) -> Path:
-        """The checkpoint's folder."""
-        return self.options.out / "checkpoint"
+    def __init__(self, target: Scorer, model: TrainableHead, examples: Sequence[Example], options: HeadOptions) -> None:
+        self.target, self.examples, self.options = target, examples, options
+        self.head = target.model.get_output_embeddings().weight[model.known].detach().float()
+        super().__init__(model, options.out, MUON_RATE, options.rate)
 
     @property
     def progress(self) -> float:
-        """The progress, from 0 to 1."""
         return self.done.seconds / (60 * self.options.minutes)
 
-    def advance(self) -> None:
-        """Take a step; seconds are processor time divided by threads."""
-        began, options = time.process_time(), self.options
-        chosen = Random(self.done.step).sample(self.examples, min(options.batch, len(self.examples)))
-        loss, right = self.model.losses(*self._batch(chosen), self.head, options.ahead)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
-        optim.apply(self.optimizers, min(1.0, (self.done.step + 1) / 20) * max(0.05, 1 - self.progress))
-        self.recent.append([float(loss.detach()), *right])
-        seconds = self.done.seconds + (time.process_time() - began) / torch.get_num_threads()
-        tokens = self.done.tokens + sum(len(example.tokens) for example in chosen)
-        self.done = Progress(self.done.step + 1, tokens, seconds)
+    def rate(self) -> float:
+        return min(1.0, (self.done.step + 1) / 20) * max(0.05, 1 - self.progress)
+
+    def loss(self) -> tuple[torch.Tensor, int]:
+        """Return the loss of some examples, and note how often each step of drafting is right."""
+        chosen = Random(self.done.step).sample(self.examples, min(self.options.batch, len(self.examples)))
+        loss, right = self.model.losses(*self._batch(chosen), self.head, self.options.ahead)
+        for name, figure in {
+            "loss": float(loss.detach()),
+            **{f"right {i}": each for i, each in enumerate(right, 1)},
+        }.items():
+            self.recent[name].append(figure)
+        return loss, sum(len(example.tokens) for example in chosen)
 
     def _batch(self, examples: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """States, embeddings, last states and the mask, padded on the right."""
@@ -153,23 +141,8 @@ class HeadTraining:
         assert states is not None
         example.states, example.last = states.bfloat16().tensor_split([len(self.model.layers) * self.head.shape[1]], -1)
 
-    def save(self) -> None:
-        """Write a checkpoint."""
-        checkpoint.save(self.folder, self.model, self.optimizers, self.done)
-
-    def report(self) -> str:
-        """The means since the last report: loss, and how often each step is right."""
-        means = [sum(column) / len(column) for column in zip(*self.recent, strict=True)]
-        self.recent.clear()
-        entry = {"step": self.done.step, "seconds": round(self.done.seconds, 1), "loss": round(means[0], 4),
-                 "right": [round(each, 4) for each in means[1:]]}  # fmt: skip
-        with (self.options.out / "log.jsonl").open("a") as log:
-            log.write(json.dumps(entry) + "\n")
-        return f"loss {means[0]:.2f}, right {' '.join(f'{each:.2f}' for each in means[1:])}"
-
 
 def run(options: HeadOptions) -> None:
-    """Train, and write the head."""
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
     target, tokenizer = load(options.model, "bfloat16", device=options.device)
@@ -183,7 +156,7 @@ def run(options: HeadOptions) -> None:
     model = make(options, target, known).to(target.device)
     training = HeadTraining(engine.target, model, examples, options)
     estimate(training)
-    train(training)
+    training.fit("head")
     model.export(target, options.out)
 
 
@@ -205,11 +178,7 @@ def answered(options: HeadOptions, engine: Engine, tokenizer: PreTrainedTokenize
 
 def encoded(row: dict[str, str], tokenizer: PreTrainedTokenizerBase, options: HeadOptions) -> Example | None:
     """A row as tokens; None for one that is too short to learn from."""
-    if tokenizer.chat_template:
-        message = [{"role": "user", "content": row["prompt"]}]
-        before = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
-    else:
-        before = tokenizer(row["prompt"])["input_ids"]
+    before = TemplateEncoder(tokenizer)(row["prompt"])
     tokens = [*before, *tokenizer(row["answer"], add_special_tokens=False)["input_ids"]][: options.length]
     enough = len(tokens) > len(before) + options.ahead and len(tokens) > 2 * options.ahead
     return Example(tokens, len(before)) if enough else None
@@ -225,7 +194,6 @@ def frequent(examples: Sequence[Example], count: int, vocabulary: int) -> torch.
 
 
 def make(options: HeadOptions, target: PreTrainedModel, known: torch.Tensor) -> TrainableHead:
-    """Make the head to train."""
     if options.kind is Kind.MTP:
         return TrainableMtp(target, known)
     return TrainableEagle3(target, known, options.matrix is Matrix.TARGET, options.kind is Kind.EAGLE31)
@@ -248,19 +216,3 @@ def estimate(training: HeadTraining) -> None:
         f"({steps * options.batch / len(examples):.1f} times through) in {left / 60:.0f} minutes from here",
         flush=True,
     )
-
-
-def train(training: HeadTraining) -> None:
-    """Train to the end of the time, with checkpoints and reports."""
-    saved = time.monotonic()
-    with progress_bar(stderr(), "head") as show:
-        while training.progress < 1:
-            training.advance()
-            if training.done.step % 20 == 0:
-                line = training.report()
-                show(int(1000 * min(training.progress, 1.0)), 1000)
-                print(f"step {training.done.step}: {line}", flush=True)
-            if time.monotonic() - saved > CHECKPOINT_SECONDS:
-                training.save()
-                saved = time.monotonic()
-    training.save()

@@ -93,7 +93,6 @@ def code(rng: Random) -> str:
 
 
 def word(rng: Random) -> str:
-    """Return a lower-case noun."""
     return rng.choice(NOUNS)
 
 

@@ -18,17 +18,12 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.reporting.study_report import Report
-from benchmarks.server import client, held_up, servers
+from benchmarks.server import client, load_report, servers
 from benchmarks.server import load_bench as bench
-from benchmarks.server import load_rows as rows
-from benchmarks.server.client import Reply, ServerEndpoint
-from benchmarks.server.figures import STEP_PARTS, figures, medians, percentile
-from benchmarks.server.held_up import ended, overlapping
-from benchmarks.server.levels import TURNS, Level, arrivals, build, needed
-from benchmarks.server.load_answers import Answer, events, understand
-from benchmarks.server.load_bench import Round, ServeBench, sample
-from benchmarks.server.load_report import fill
-from benchmarks.server.load_requests import LoadRequest, mixed
+from benchmarks.server.client import Answer, Level, LoadRequest, Reply, ServerEndpoint, arrivals, events, mixed, parsed
+from benchmarks.server.load_bench import Round, ServeBench, gaps, long_row, sample
+from benchmarks.server.load_command import CLIENT_TURNS, build_levels, needed
+from benchmarks.server.load_figures import STEP_PARTS, figures, medians, percentile
 from benchmarks.server.servers import ServedModel, ServerContestant, ServerError
 from forerun.bench.journal import Journal, Turn
 from forerun.bench.rounds import PLAIN as PLAIN_NAME
@@ -83,9 +78,9 @@ def test_requests_are_mixed_and_no_level_knows_the_answers_of_another() -> None:
     assert {request.tokens for request in found} == {2, 8} and len({request.seed for request in found}) == len(found)
     assert found == mixed(PROMPTS, [2, 8], 0.5, 7) != mixed(PROMPTS, [2, 8], 0.5, 8)
     many = [dataclasses.replace(found[0], seed=seed) for seed in range(needed([1, 4], [2.0], 3))]
-    levels = build([1, 4], [2.0], 3, many, 0)
+    levels = build_levels([1, 4], [2.0], 3, many, 0)
     assert [level.name for level in levels] == ["1 client", "4 clients", "2 per second"]
-    assert [len(level.requests) for level in levels] == [TURNS, 4 * TURNS, 3]
+    assert [len(level.requests) for level in levels] == [CLIENT_TURNS, 4 * CLIENT_TURNS, 3]
     assert [request for level in levels for request in level.requests] == many
 
 
@@ -103,7 +98,7 @@ def test_a_stream_is_understood_wherever_it_is_cut() -> None:
     for size in (1, 7, len(stream)):
         reads = [(float(at), stream[at : at + size]) for at in range(0, len(stream), size)]
         assert [event for _, event in events(reads)] == told
-        answer = understand(Reply(request, -1.0, 900.0, reads, 200))
+        answer = parsed(Reply(request, -1.0, 900.0, reads, 200))
         assert (answer.text, answer.tokens, answer.error) == ("a\u20acb", 3, None)
         assert len(answer.grew) == (1 if size == len(stream) else 2)  # what comes together is one chunk
     assert answer.first == 1.0 and answer.each == 450.0
@@ -120,7 +115,7 @@ def test_a_stream_is_understood_wherever_it_is_cut() -> None:
 )
 def test_what_is_no_whole_answer_is_an_error_and_counts_as_that_alone(reply: Any, error: str) -> None:
     (request,) = requests_of(1)
-    broken = understand(Reply(request, **reply))
+    broken = parsed(Reply(request, **reply))
     assert error in str(broken.error) and broken.digest is None
     row = figures([broken, answered(request, [0.5, 0.6], 1.0, 6)], 2.0, 0.1)
     assert (row["requests"], row["errors"], row["requests_per_second"], row["tokens_per_second"]) == (2, 1, 0.5, 3.0)
@@ -148,9 +143,9 @@ def test_the_parts_of_a_loads_time_and_what_is_idle_are_all_of_it() -> None:
 
 def test_the_times_between_chunks_count_if_a_part_of_them_is_in_the_window() -> None:
     (request,) = requests_of(1)
-    found = overlapping([answered(request, [0.0, 1.0, 3.0, 6.0, 10.0], 11.0, 9)], (2.0, 4.0))
-    assert found == [2.0, 3.0]
-    assert ended([answered(request, [0.0, 1.0, 3.0, 6.0, 10.0], 11.0, 9)], 5.0) == [1.0, 2.0]
+    answers = [answered(request, [0.0, 1.0, 3.0, 6.0, 10.0], 11.0, 9)]
+    assert gaps(answers, 2.0, 4.0, whole=False) == [2.0, 3.0]
+    assert gaps(answers, 0.0, 5.0, whole=True) == [1.0, 2.0]
 
 
 def one_round(long: bool = False) -> Round:
@@ -179,7 +174,7 @@ def bench_of(
     report = Report("Load", {})
 
     def save(turns: Sequence[Turn], whole: bool) -> None:
-        fill(report, turns, rounds, whole and len(turns) == len(rounds) and not resume)
+        load_report.fill(report, turns, rounds, whole and len(turns) == len(rounds) and not resume)
         report.write(tmp_path, "serve")
 
     journal = Journal(tmp_path / "turns.jsonl", {"about": 1}, resume)
@@ -206,8 +201,8 @@ def test_all_is_measured_and_written_and_a_round_that_is_known_is_not_measured_a
     assert {row["contestant"] for row in found["long"]} == {PLAIN.name, OURS.name}
     assert all(row["same"] == row["compared"] > 0 and row["exact"] for row in found["texts"])
     text = (tmp_path / "serve.md").read_text()
-    assert f"Not measured: {absent.name}: it broke." in text and "changed no text" in text
-    assert {path.name for path in tmp_path.glob("*.png")} == {f"serve-{n}.png" for n in ("clients", "rate", "tokens")}
+    assert f"Not measured: {absent.name}: it broke." in text and "changed no output" in text
+    assert [path.name for path in tmp_path.glob("*.png")] == ["serve-tokens.png"]
 
     again, started = bench_of(server, tmp_path, [PLAIN, OURS, absent], [*rounds, one_round()], resume=True)
     assert json.loads(json.dumps(again.run()))[:2] == json.loads(json.dumps(turns))
@@ -236,14 +231,14 @@ def test_a_text_that_load_has_changed_is_found() -> None:
     changed = same | {str(one_round().requests[0].seed): "another"}
     alone = {"compared": 2, "same": 2, "exact": True}
     turn: Turn = {PLAIN.name: {"texts": same, "alone": alone}, OURS.name: {"texts": changed, "alone": alone}}
-    assert rows.wrong(rows.text_rows([turn], [one_round()])) == [
-        "forerun: 1 of 8 texts under load differ from forerun none"
+    assert load_report.changed(load_report.output_rows([turn], [one_round()])) == [
+        "forerun: 1 of 8 outputs under load differ from forerun none"
     ]
     turn[OURS.name] = {"texts": same, "alone": alone | {"same": 1}}
-    (wrong,) = rows.wrong(rows.text_rows([turn], [one_round()]))
+    (wrong,) = load_report.changed(load_report.output_rows([turn], [one_round()]))
     assert "each alone" in wrong
     turn[OURS.name]["alone"]["exact"] = False
-    assert rows.wrong(rows.text_rows([turn], [one_round()])) == []
+    assert load_report.changed(load_report.output_rows([turn], [one_round()])) == []
 
 
 def test_a_request_of_ours_that_was_not_answered_is_found_and_counted_over_all_loads(
@@ -260,30 +255,30 @@ def test_a_request_of_ours_that_was_not_answered_is_found_and_counted_over_all_l
 
     monkeypatch.setattr(bench.client, "run", loses_one)
     turns = bench_of(server, tmp_path, [PLAIN], [one_round()])[0].run()
-    assert rows.errors(turns) == {PLAIN.name: {"ReadError: gone": 2}}  # one in each load
-    assert rows.unanswered(turns) == [f"{PLAIN.name}: 2 requests under load were not answered"]
+    assert load_report.errors(turns) == {PLAIN.name: {"ReadError: gone": 2}}  # one in each load
+    assert list(load_report.unanswered(turns)) == [f"{PLAIN.name}: 2 requests under load were not answered"]
     turns[0] = {servers.TRANSFORMERS: turns[0][PLAIN.name], PLAIN.name: {"long": {"error": "status 400"}}}
-    assert rows.unanswered(turns) == [f"{PLAIN.name}: a long prompt was not answered: status 400"]
+    assert list(load_report.unanswered(turns)) == [f"{PLAIN.name}: a long prompt was not answered: status 400"]
 
 
 def test_of_a_long_prompt_that_was_refused_only_the_error_is_told() -> None:
     (request,) = requests_of(1)
-    assert held_up._row(answered(request, (), 0.1, 0, "status 400"), [answered(request, (1.0, 2.0), 2.0, 2)]) == {
+    assert long_row(answered(request, (), 0.1, 0, "status 400"), [answered(request, (1.0, 2.0), 2.0, 2)]) == {
         "error": "status 400"
     }
-    whole = held_up._row(answered(request, (1.0,), 2.0, 2), [answered(request, (0.5, 0.8, 1.2), 2.0, 3)])
+    whole = long_row(answered(request, (1.0,), 2.0, 2), [answered(request, (0.5, 0.8, 1.2), 2.0, 3)])
     turn: Turn = {PLAIN.name: {"long": whole}, OURS.name: {"long": {"error": "status 400"}}}
-    assert [row["contestant"] for row in rows.long_rows([turn])] == [PLAIN.name]
+    assert [row["contestant"] for row in load_report.long_rows([turn])] == [PLAIN.name]
     report = Report("Load", {})
-    fill(report, [turn], [one_round()], False)
+    load_report.fill(report, [turn], [one_round()], False)
     assert f"Not measured: {OURS.name}: status 400." in report.text["long"]
 
 
 def test_nothing_is_said_of_texts_that_were_not_compared() -> None:
     alone = {"compared": 0, "same": 0, "exact": True}
     report = Report("Load", {})
-    fill(report, [{PLAIN.name: {"texts": {}, "alone": alone}}], [one_round()], False)
-    assert "No text was compared." in report.text["texts"] and "changed no text" not in report.text["texts"]
+    load_report.fill(report, [{PLAIN.name: {"texts": {}, "alone": alone}}], [one_round()], False)
+    assert "No output was compared." in report.text["texts"] and "changed no output" not in report.text["texts"]
 
 
 def test_texts_to_check_are_greedy_and_from_all_over_the_load() -> None:
@@ -312,7 +307,7 @@ def test_a_server_that_ends_at_once_is_quoted(tmp_path: Path) -> None:
     )
     with (
         pytest.raises(ServerError, match=r"forerun none ended with status 2: .*nonsense"),
-        servers.started(broken, False, tmp_path / "logs" / "log"),
+        servers.started(broken, False, tmp_path / "logs"),
     ):
         pass
 
@@ -365,5 +360,5 @@ def test_the_command_fails_if_load_has_changed_a_text(tmp_path: Path, monkeypatc
     monkeypatch.setattr(ServeBench, "run", run)
     done = CliRunner().invoke(app, ["server", "load", "--rates", "0", "--requests", "1", "--out", str(tmp_path)])
     assert done.exit_code == 1
-    told = "forerun none: 1 of 2 texts under load differ from each alone, without drafts"
+    told = "forerun none: 1 of 2 outputs under load differ from each alone, without drafts"
     assert told in done.output and told in (tmp_path / "serve.md").read_text()

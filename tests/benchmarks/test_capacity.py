@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.saved_models import save_model
 from support.tiny import tiny
 from typer.testing import CliRunner, Result
 
 from benchmarks.__main__ import app
-from benchmarks.capacity.capacity import Case, capacity_row, shape_of
+from benchmarks.capacity.capacity import capacity_row
 from benchmarks.capacity.devices import DEVICES, GIB, Machine, devices_needed, fit, kv_bytes, least_seconds
 from benchmarks.capacity.gpu_cost import (
     AFTER,
@@ -28,9 +27,10 @@ from benchmarks.capacity.gpu_cost import (
     chain_seconds,
     expected_tokens,
     pass_milliseconds,
+    plain_rows,
+    predicted_table,
     speed_up,
 )
-from benchmarks.capacity.predicted import plain_rows, predicted_table
 from benchmarks.capacity.shapes import ModelShape
 from benchmarks.reporting.update_pages import scaling_tables
 
@@ -145,7 +145,7 @@ def test_more_of_anything_good_is_never_slower_and_more_context_is_never_faster(
 
 
 def test_a_row_says_what_a_batch_needs() -> None:
-    row = capacity_row(Case("7b", SEVEN, 1 << 17, 2), Machine(A100))
+    row = capacity_row(SEVEN, 1 << 17, 2, Machine(A100))
     assert (row["kv"], row["weights"], row["fits"]) == (137.44, 13.5, "49 % of KV in host memory")
 
 
@@ -193,8 +193,6 @@ def test_wrong_values_are_named(make: Any, message: str) -> None:
         (("--devices", "0"), "--devices is '0'; no number may be below 1"),
         (("--devices", "3"), "devices is 3, which does not divide 32 heads"),
         (("--model-shape", "x"), "a shape is 'x'"),
-        (("--model-shape", "llama-2-7b", "-m", "x"), "give --model or --model-shape"),
-        (("-m", "nowhere"), "nowhere"),
         (("--device-kind", "abacus"), "a device is 'abacus'; known are a100-80gb"),
         (("--weight-bytes", "0"), "--weight-bytes is 0; it must be above 0"),
     ],
@@ -220,22 +218,6 @@ def test_the_command_writes_json_and_markdown_and_says_what_does_not_fit(tmp_pat
     rows = {(row["model"], row["devices"]): row for row in found["parts"]["capacity"]}
     assert rows["llama-3-70b", 1]["fits"].startswith("no: ") and "rate" not in rows["llama-3-70b", 1]
     assert rows["llama-2-7b", 8]["fits"] == "yes" and rows["llama-2-7b", 8]["rate"] > rows["llama-2-7b", 1]["rate"]
-
-
-def test_a_model_s_config_is_enough(tmp_path: Path) -> None:
-    folder = save_model(tmp_path / "model")
-    for weights in folder.glob("*.safetensors"):
-        weights.unlink()
-    done = call("-m", folder, "--context", "100", "--devices", "1", "--json", "--out", tmp_path / "out")
-    assert done.exit_code == 0, done.stderr
-    assert json.loads(done.stdout)["parts"]["capacity"][0]["fits"] == "yes"
-
-
-def test_another_architecture_is_refused(tmp_path: Path) -> None:
-    for name, message in (("mixtral", "it is built otherwise"), ("gemma3, two frequencies", "do not keep all keys")):
-        tiny(name).config.save_pretrained(tmp_path / name)
-        with pytest.raises(NotImplementedError, match=message):
-            shape_of(str(tmp_path / name))
 
 
 # --- Forerun's kernels on a GPU

@@ -16,11 +16,10 @@ from support.triton_products import interpret_products
 
 from benchmarks.__main__ import app
 from benchmarks.gpu import gpu_command, part_process
-from benchmarks.gpu.goals import GOALS, reached
 from benchmarks.gpu.gpu_bench import GpuBench
-from benchmarks.gpu.gpu_command import PART_SECONDS
-from benchmarks.gpu.kernel_times import KernelEvent, kernel_rows
+from benchmarks.gpu.gpu_command import GOALS, PART_SECONDS, reached
 from benchmarks.gpu.part_process import PARTS, measure, rows_file
+from benchmarks.gpu.parts import KernelEvent, kernel_rows
 
 
 def call(*arguments: object) -> Any:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.capacity.gpu_cost import chain_seconds, expected_tokens
-from benchmarks.capacity.shapes import ModelShape
+from benchmarks.capacity.shapes import ModelShape, random_model
 from benchmarks.long_context import long_bench as longcontext
 from benchmarks.long_context import needles
 from benchmarks.long_context.long_bench import (
@@ -33,7 +33,7 @@ from benchmarks.long_context.long_bench import (
 from benchmarks.long_context.needles import Haystack, NeedleQuestion, UnverifiedDecoder
 from benchmarks.long_context.texts import Texts
 from benchmarks.papers.baselines import SPARSE
-from benchmarks.papers.simulated_acceptance import random_model, random_prompt, simulated
+from benchmarks.papers.simulated_acceptance import random_prompt, simulated
 from forerun.core.long_context import LongContextConfig
 from forerun.core.stats import Stats
 from forerun.engine.engine import Engine
@@ -68,9 +68,10 @@ def test_contestants_give_plain_s_text_and_rows_say_so(engine: Engine) -> None:
 def test_prefill_time_of_a_shorter_context_is_what_had_passed_by_then(engine: Engine) -> None:
     whole = Prefilled(PROMPT, engine.prefill(PROMPT), [(32, 1.0), (64, 3.0), (89, 5.0)])
     assert whole.seconds == 5
-    assert whole.cut(49).seconds == 2
+    cut = Prefilled(whole.tokens[:49], whole.cache, whole.read)
+    assert cut.seconds == 2
     assert Prefilled(PROMPT, whole.cache).seconds is None
-    whole.cut(49).rewind()
+    cut.rewind()
     assert whole.cache.length == 48
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from support.model_trials import look, refusals, variants
 
-from benchmarks.model_table.models import PAGE, TRIALS, merged, read
-from benchmarks.model_table.trials import look, refusals, variants
+from benchmarks.studies.models import PAGE, TRIALS, merged, read
 from forerun.kernels.runtime import vector_ir
 
 ROWS, REFUSED = read(PAGE.read_text(encoding="utf-8"))

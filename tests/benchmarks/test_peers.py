@@ -16,6 +16,7 @@ from support.tiny import tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from benchmarks.capacity.shapes import ModelShape
 from benchmarks.peers import model_files, peers_command, weights
 from benchmarks.peers.model_files import UNQUANTISED, ModelFiles
 from benchmarks.peers.peer_libraries import LIBRARIES, PeerLibrary, PeerSubject, RunningPeers, check, running_peers
@@ -170,7 +171,7 @@ def test_every_known_peer_says_how_it_is_installed() -> None:
 
 def test_a_random_model_of_a_shape_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gguf = pytest.importorskip("gguf")
-    monkeypatch.setattr(model_files, "SHAPES", {"small": (1, 64, 96, 2, 1, 32, 5000)})
+    monkeypatch.setattr(model_files, "SHAPES", {"small": ModelShape(1, 64, 96, 2, 1, 5000, 32, True)})
     said: list[str] = []
     files = ModelFiles("small", tmp_path, sys.executable, said.append)
     file = files.find(UNQUANTISED)

@@ -262,7 +262,7 @@ def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(quick: Path, tm
     assert whole.keys() == pieces.keys() and all(torch.equal(whole[key], pieces[key]) for key in whole)
     logs = [(folder / "out/target/log.jsonl").read_text().splitlines() for folder in (quick, tmp_path)]
     last = [json.loads(log[-1]) for log in logs]
-    assert last[0]["step"] == last[1]["step"] == 8 and last[0]["loss"] == last[1]["loss"]
+    assert last[0]["step"] == last[1]["step"] == 8 and last[0]["means"] == last[1]["means"]
 
 
 def test_exports_load_with_transformers(quick: Path) -> None:

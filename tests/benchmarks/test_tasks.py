@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
-from support.prompt_files import tokenizer, written
 from support.tiny import PROMPTS, tiny
 from typer.testing import CliRunner
 
@@ -175,18 +173,13 @@ def test_batches_give_the_texts_of_padded_ones_whatever_their_size() -> None:
         assert len(series[0].runs) == 4 // size
 
 
-def test_the_command_measures_the_file_on_any_model(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    copy.deepcopy(tiny("llama")).float().save_pretrained(model)
-    tokenizer().save_pretrained(model)
-    chat = {"task": "mine", "messages": [{"role": "user", "content": "a b a b"}]}
-    file = written(tmp_path, {"task": "mine", "prompt": "c d c d"}, chat, {"task": "other", "prompt": "e"})
-    arguments = ["--model", str(model), "--prompts-file", str(file), "--rounds", "1", "-n", "12", "--dtype", "float64"]
-    more = ["--drafter", "trie", "--batch", "2", "--out", str(tmp_path / "out"), "--json"]
-    done = CliRunner().invoke(app, ["tasks", *arguments, *more])
+def test_the_command_measures_tasks_and_batches_on_any_model(tmp_path: Path) -> None:
+    arguments = ["--model", "bundled-draft", "--dtype", "float64", "-k", "json", "-k", "copy", "--prompts", "1"]
+    more = ["--warm-prompts", "0", "--rounds", "1", "-n", "12", "-d", "trie", "--batch", "2", "--json"]
+    done = CliRunner().invoke(app, ["tasks", *arguments, *more, "--out", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
-    assert {row["task"] for row in found["rows"]} == {"mine", "other"}
+    assert {row["task"] for row in found["rows"]} == {"json", "copy"}
     assert {row["same_output"] for row in found["rows"] + found["batches"]} == {1.0}
     assert {row["contestant"] for row in found["batches"]} >= {"transformers padded", "forerun none", "forerun trie"}
     assert found["settings"]["dtype"] == "float64"
@@ -198,7 +191,6 @@ def test_the_command_measures_the_file_on_any_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--prompts-file", "f", "--task", "json"], "--prompts-file has tasks of its own; leave out --task"),
         (["--batch", "1,2"], "--batch is '1,2'; no number may be below 2"),
         (["--gguf", "f"], "--gguf is for the peers; add --peers"),
         (["--task", "verse"], "task is 'verse'; known are copy, json"),

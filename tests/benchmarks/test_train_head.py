@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from support.tiny import tiny
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from benchmarks.training import train_head
+from benchmarks.training import training_loop
 from benchmarks.training.train_head import HeadOptions, frequent, run
 from benchmarks.training.trainable_heads import Earlier, TrainableEagle3, TrainableHead, TrainableMtp
 from forerun.core.long_context import MTP
@@ -30,25 +30,19 @@ from forerun.models.heads.loading import load_head
 def test_a_head_is_trained_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock on which every step takes 0.14 s, so that 0.05 minutes are 22 steps on any machine."""
     clock = SimpleNamespace(process_time=itertools.count(step=0.14).__next__, monotonic=time.monotonic)
-    monkeypatch.setattr(train_head, "time", clock)
+    monkeypatch.setattr(training_loop, "time", clock)
     rows = [{"prompt": f"What is {i} and {i}? ", "answer": f"{i} and {i} is {2 * i}. " * 4} for i in range(24)]
     texts, out = tmp_path / "texts.jsonl", tmp_path / "head"
     texts.write_text("\n".join(map(json.dumps, rows)))
     for minutes in (0.05, 0.1):
         run(
             HeadOptions(
-                model="bundled-draft",
-                texts=texts,
-                out=out,
-                minutes=minutes,
-                threads=1,
-                draft_vocab=256,
-                length=64,
+                model="bundled-draft", texts=texts, out=out, minutes=minutes, threads=1, draft_vocab=256, length=64
             )
         )
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [20, 40]
-    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert lines[-1]["means"]["loss"] < lines[0]["means"]["loss"]
     assert json.loads((out / "config.json").read_text())["draft_vocab_size"] == 256
 
 

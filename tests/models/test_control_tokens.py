@@ -14,7 +14,7 @@ from support.saved_models import TEMPLATE as ENDS
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
-from benchmarks.server.server_process import TEMPLATE as BENCHMARK
+from benchmarks.server.watched_server import TEMPLATE as BENCHMARK
 from forerun.models.text.control_tokens import NONCHARACTERS
 from forerun.server.prompt_encoder import PromptEncoder
 from forerun.server.schema import ChatRequest

@@ -15,11 +15,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from support.wait_counter import WaitCounter
 
-from benchmarks.capacity.shapes import ModelShape
+from benchmarks.capacity.shapes import ModelShape, random_model
 from benchmarks.gpu.counting import LaunchCounter
 from benchmarks.gpu.host_time import HOST_DRAFTERS, HostTimeOptions, host_rows, host_runtime
 from benchmarks.gpu.interpreter import host_code
-from benchmarks.papers.simulated_acceptance import random_model
 from forerun.core.long_context import LongContextConfig
 from forerun.core.tree import DraftTree
 from forerun.decoding import device_chain

@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from support.live_server import PATIENCE, TEMPLATE, Json, LiveServer, PausableEngine, bundled_engine, tasks, until
+from support.malformed_requests import RawRequest, RequestFuzzer
+from support.response_checks import ask_all, wrong
 
-from benchmarks.server.malformed_requests import RawRequest, RequestFuzzer
-from benchmarks.server.response_checks import ask_all, wrong
 from forerun.core.fairness import FairExecutor
 from forerun.core.json_counts import JsonCounts, count_json
 from forerun.core.request import Request

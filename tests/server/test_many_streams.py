@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 from support.live_server import PATIENCE, TEMPLATE, LiveServer, tasks, until
+from support.request_mixture import MixedRequest, TextAnswer, mixed, streamed, whole
 
-from benchmarks.server.request_mixture import MixedRequest, TextAnswer, mixed, streamed, whole
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import load
 from forerun.server.admission import SchedulerLimits

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 from support.chat_models import QWEN
 from support.live_server import LiveServer, bundled_engine
-
-from benchmarks.server.real_clients import ROWS, Row
+from support.real_clients import ROWS, Row
 
 
 @pytest.fixture(scope="module")

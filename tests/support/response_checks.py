@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.server.malformed_requests import HOST, RawRequest
+from support.malformed_requests import HOST, RawRequest
 
 PATIENCE = 60.0
 """Seconds after which a server hangs."""

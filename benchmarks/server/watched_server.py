@@ -1,32 +1,86 @@
-"""What the time between a stream's chunks consists of, from the times of the server's steps."""
+"""``forerun serve`` with the bundled model, that states the times of its steps, to explain the time between chunks.
+
+Run as a program, it is ``forerun serve`` with the given options, and answers each line on stdin by a line of JSON:
+``steps`` by the times of its steps since the last call, ``processor`` by its processor seconds so far.
+"""
 
 from __future__ import annotations
 
+import json
 import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+from benchmarks.server.servers import running
+from forerun.reference import bundled
+
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""A chat template for the bundled model, which has none."""
 PARTS = ("computing", "waiting in steps", "between steps", "delivery")
 """Of a gap between chunks: processor time of the decoding thread in steps; the rest of these steps, when it waits for a
 processor or a lock; the time without a step; and the change in the time from the step's end until the chunk arrives."""
 SLOWEST = 0.01
 """The share of gaps whose parts are reported."""
-
 Step = tuple[float, float, float, int, int]
+"""Beginning, end, processor seconds, waits for locks, preemptions."""
+
+
+class WatchedServer:
+    """A running server; see ``watched``."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self._process, self.url = process, url
+
+    def steps(self) -> list[Step]:
+        """Return the engine's steps since the last call; the first call starts recording."""
+        return [tuple(step) for step in self._ask("steps")]
+
+    def processor_seconds(self) -> float:
+        return float(self._ask("processor"))
+
+    def _ask(self, what: str) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{what}\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+
+@contextmanager
+def watched(options: Sequence[str], log: Path) -> Iterator[WatchedServer]:
+    """Yield a server of the bundled model with a chat template; ``options`` are of ``forerun serve``."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "bundled"
+        shutil.copytree(bundled("target"), model)
+        (model / "chat_template.jinja").write_text(TEMPLATE)
+        program = [sys.executable, "-m", "benchmarks.server.watched_server", "serve"]
+        command = [*program, "--model", str(model), "--name", "bundled", *options]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with running("forerun serve", command, log, **pipes) as (process, url):
+            yield WatchedServer(process, url)
 
 
 class StepTimes:
-    """The times of an engine's steps: beginning, end, processor seconds, waits for locks, preemptions."""
+    """Records the steps of this process's engines from the first call of ``take``."""
 
     def __init__(self) -> None:
         self._steps: list[Step] = []
         self._watching = False
 
     def take(self) -> list[Step]:
-        """Return the steps of this process since the last call; the first call starts recording."""
         if not self._watching:
             self._watching = True
             self._watch()
@@ -45,7 +99,7 @@ class StepTimes:
             finally:
                 used, after = time.thread_time() - cpu, resource.getrusage(resource.RUSAGE_THREAD)
                 waits, preemptions = after.ru_nvcsw - before.ru_nvcsw, after.ru_nivcsw - before.ru_nivcsw
-                # the clock last: a busy computer takes the processor away at a system call such as those above
+                # the clock last: a busy computer preempts at a system call such as those above
                 self._steps.append((began, time.perf_counter(), used, waits, preemptions))
 
         Batch.step = timed  # type: ignore[method-assign, assignment]
@@ -73,3 +127,16 @@ def slowest(streams: Sequence[Sequence[float]], steps: Sequence[Step]) -> dict[s
     gaps = sorted((gap for chunks in streams for gap in gap_parts(chunks, steps)), key=lambda gap: gap["seconds"])
     last = gaps[-max(1, round(SLOWEST * len(gaps))) :]
     return {name: sum(gap[name] for gap in last) / len(last) for name in (last[0] if last else ())}
+
+
+def _answer() -> None:
+    answers = {"steps": StepTimes().take, "processor": time.process_time}
+    for line in sys.stdin:
+        print(json.dumps(answers[line.strip()]()), flush=True)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_answer, daemon=True).start()
+    from forerun.cli import main
+
+    main()

@@ -24,12 +24,9 @@ from forerun.models.forward.compiled_scorer import CompiledScorer
 from forerun.models.forward.exactness import probe
 from forerun.models.forward.inputs import position_limit
 from forerun.models.forward.scorer import use_implementations
+from support import compiled_models, tiny
 
-TESTS = Path(__file__).parents[2] / "tests"
-sys.path += [str(TESTS), *(str(TESTS / folder) for folder in ("models", "tensor_parallel"))]
-
-from support import compiled_models, tiny  # noqa: E402
-
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("models", "tensor_parallel")]
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
 BITS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STORED_TOKENS = 64
@@ -175,7 +172,6 @@ def _offloaded(model: PreTrainedModel) -> bool | None:
 
 
 def refusals() -> dict[str, str]:
-    """Return why the gate refuses each model of ``tiny.REFUSED``, by name."""
     return {name: _refusal(tiny.build(*each, seed=3)) for name, each in tiny.REFUSED.items()}
 
 

@@ -1,8 +1,12 @@
-"""``python -m benchmarks models``: run the tests' tiny models, and write ``docs/results/models.md``."""
+"""``python -m benchmarks models``: run the tests' tiny models, and write ``docs/results/models.md``.
+
+What is tried with each is in ``tests/support/model_trials.py``.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +18,6 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from benchmarks.model_table.trials import BITS, bits, look, refusals, texts, variants
 from benchmarks.reporting.study_report import listing
 from forerun.bench.machine import machine
 from forerun.cli.options import DebugOptions, option
@@ -24,21 +27,13 @@ from forerun.models.heads.mtp import TRANSFORMERS_NAME
 Row = dict[str, str]
 REASON = re.compile(r"refused\[(.*?)\]")
 """A trial that was refused, with why."""
+TESTS = Path(__file__).parents[2] / "tests"
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "models.md"
 COLUMNS = {
-    "type": "family",
-    "shapes": "shapes tried beside the plain one",
-    "path": "CPU",
-    "gpu": "GPU",
-    "float32": "float32",
-    "bfloat16": "bfloat16",
-    "trie": "trie",
-    "draft model": "draft model",
-    "store": "KV store",
-    "offload": "offloading",
-    "own": "its own drafter",
-    "also": "tests",
-}
+    "type": "family", "shapes": "shapes tried beside the plain one", "path": "CPU", "gpu": "GPU", "float32": "float32",
+    "bfloat16": "bfloat16", "trie": "trie", "draft model": "draft model", "store": "KV store", "offload": "offloading",
+    "own": "its own drafter", "also": "tests",
+}  # fmt: skip
 TRIALS = ("float32", "bfloat16", "trie", "draft model", "store", "offload")
 PATHS = ("program", "recurrent", "hooks", "refused")
 """Where models of one shape take different paths, as their sizes differ, the first of these is shown."""
@@ -83,7 +78,9 @@ class ModelsOptions(DebugOptions):
 
 def run(options: ModelsOptions) -> None:
     """Write the page. Engines draft by a fixed cost curve, since times of models so small say nothing."""
-    from support.fixed_runtime import fixed_runtime  # of the tests, which ``trials`` puts into the path
+    sys.path.append(str(TESTS))
+    from support.fixed_runtime import fixed_runtime
+    from support.model_trials import BITS, bits, look, refusals, texts, variants
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -144,7 +141,6 @@ def _also(kind: str) -> str:
 
 
 def page(rows: Sequence[Row], refused: Mapping[str, str]) -> str:
-    """Return the page as Markdown."""
     reasons = sorted({why for row in rows for name in TRIALS for why in REASON.findall(row[name])})
     shown = [row | {name: REASON.sub("refused", row[name]) for name in TRIALS} for row in rows]
     here = machine()
@@ -161,7 +157,6 @@ def page(rows: Sequence[Row], refused: Mapping[str, str]) -> str:
 
 
 def read(text: str) -> tuple[list[Row], dict[str, str]]:
-    """Return the rows of a page, and its refusals."""
     works, _, refused = text.partition(REFUSED_HEAD)
     rows = [dict(zip(COLUMNS, cells, strict=True)) for cells in _cells(works)]
     return rows, {cells[0]: cells[1] for cells in _cells(refused)}

@@ -2,7 +2,7 @@
 
     forerun serve --model FOLDER --port 20500
     pip install openai openai-agents langchain-openai litellm anthropic instructor   # in an environment of its own
-    python benchmarks/server/real_clients.py --url http://127.0.0.1:20500/v1
+    python tests/support/real_clients.py --url http://127.0.0.1:20500/v1
 
 A row whose client is not installed is skipped, and says so. The status is the number of rows that failed. Answers may
 be nonsense: the bundled model will do, as calls are forced by the request.

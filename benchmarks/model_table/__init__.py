@@ -1,1 +1,0 @@
-"""``docs/results/models.md``: what the tests' tiny models do, found by running them."""
