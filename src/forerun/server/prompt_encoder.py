@@ -93,7 +93,7 @@ class PromptEncoder:
         if not knows_tools(self._tokenizer):
             messages, tools = with_tools_as_text(messages, tools or ()), None
         turns, text = self._written(messages, tools, body)
-        self._check(text)
+        self._check(text, field="messages")
         with self._lock:
             if controls is not None:
                 return EncodedPrompt(controls.encode(text, cut), text.replace(cut, "") if cut else text)
@@ -150,9 +150,9 @@ class PromptEncoder:
             prompt if most is None or len(prompt.ids) <= most else EncodedPrompt(prompt.ids[-most or len(prompt.ids) :])
         )
 
-    def _check(self, text: str, what: str = "prompt") -> None:
+    def _check(self, text: str, what: str = "prompt", field: str | None = None) -> None:
         """Refuse a prompt that is too long, judging by a prefix; it is counted in pieces, so that others have their
-        turn.
+        turn. ``field`` is the request's, if it is not ``what``.
 
         Encoding all of 8 MiB cost 24 seconds and 2 GiB.
         """
@@ -164,4 +164,4 @@ class PromptEncoder:
                 tokens += len(self._bare(text[first : first + size]))
             if tokens > EXCESS_TOKENS * self._positions:
                 message = f"the {what} has more than {tokens:,} tokens; the model takes {self._positions}"
-                raise ApiError(400, message, "context_length_exceeded", None if what == "prompt" else what)
+                raise ApiError(400, message, "context_length_exceeded", field or what)

@@ -194,7 +194,10 @@ UNREADABLE_ITEMS = (
 
 
 def _is_content(output: Any) -> bool:
-    return isinstance(output, str) or (isinstance(output, list) and all(isinstance(part, dict) for part in output))
+    """Return whether an output is text or content parts; those of shells are objects of another form."""
+    if isinstance(output, list):
+        return all(isinstance(part, dict) and "type" in part for part in output)
+    return isinstance(output, str)
 
 
 def _own_turn(messages: list[Json]) -> Json:

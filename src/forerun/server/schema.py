@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -26,6 +27,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from forerun.models.text.prompts import RESERVED_VARIABLES
+from forerun.server.api_errors import ApiError
 from forerun.server.field_errors import validation_error
 from forerun.server.tenants import NAMESPACE_PATTERN
 from forerun.server.tolerance import Notes, chat_turns, chosen, content_text, function_tools, requested
@@ -120,6 +122,16 @@ class StrictModel(BaseModel):
     def _translated(cls, given: dict[str, Any], notes: Notes) -> dict[str, Any]:
         """Bring the fields into the one form that is checked."""
         return given
+
+    @classmethod
+    @contextmanager
+    def own_names(cls) -> Iterator[None]:
+        """Rename the fields of errors about the chat that a request was translated into."""
+        try:
+            yield
+        except ApiError as error:
+            error.param = cls.chat_names.get(error.param or "", error.param)
+            raise
 
     @classmethod
     def checked(cls, given: Any, notes: Notes, asked: type[StrictModel] | None = None) -> Self:

@@ -284,7 +284,8 @@ class Service:
         room, least = self.positions - prompt, 1 if fits else most
         if room < least:
             message = f"the prompt has {prompt} tokens, the answer up to {least}; the model takes {self.positions}"
-            raise ApiError(400, message, "context_length_exceeded")
+            field = "messages" if isinstance(body, ChatRequest) else "prompt"
+            raise ApiError(400, message, "context_length_exceeded", field)
         return min(most, room) if fits else most
 
 
