@@ -6,8 +6,9 @@ The other tenant reads one stream after the other: alone, beside a process that 
 which come from a process of their own: floods of texts (n = 15 and 128), long texts that a schema spells out,
 characters that never end, schemas that are hard to compile, log-probabilities without measure, a namespace for each
 request, and bodies of the largest size: one long text, or hundreds of thousands of ids, fields, messages or tools. The
-slowest hundredth of the times between chunks is split by the times of the server's steps (``step_times.py``). Writes
-JSON and Markdown. The last line printed is the result. Exit status 1 if the other tenant was refused once, or its 99th
+slowest hundredth of the times between chunks is split by the times of the server's steps (``step_times.py``), and the
+gaps are listed by the kinds of bodies that were open meanwhile: with ``--attackers 1``, by one body alone. Writes JSON
+and Markdown. The last line printed is the result. Exit status 1 if the other tenant was refused once, or its 99th
 percentile of the time between chunks more than doubled.
 """
 
@@ -76,6 +77,15 @@ def _unknown_fields() -> bytes:
     return ('{"model":"bundled","prompt":"x"' + "".join(f',"x{i}":1' for i in range(700_000)) + "}").encode()
 
 
+def _turn(content: str) -> str:
+    return json.dumps({"role": "user", "content": content})
+
+
+def _picture(size: int) -> str:
+    source = {"type": "base64", "media_type": "image/png", "data": "iVBORw0K" * (size // 8)}
+    return json.dumps({"role": "user", "content": [{"type": "image", "source": source}]})
+
+
 def _many_tools() -> bytes:
     tool = '{"type":"function","function":{"name":"f","parameters":{"type":"object"}}}'
     return _repeated("tools", tool).replace(
@@ -90,6 +100,11 @@ LARGE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "blocks": ("/v1/messages", lambda: _repeated("messages", '{"role":"user","content":[{"type":"text","text":"a"}]}')),
     "tools": ("/v1/chat/completions", _many_tools),
     "long text": ("/v1/completions", lambda: b'{"model":"bundled","prompt":"' + b"word " * 1_600_000 + b'"}'),
+    "nesting": ("/v1/chat/completions", lambda: b'{"messages":' + b"[" * 4_000_000 + b"]" * 4_000_000 + b"}"),
+    "escapes": ("/v1/completions", lambda: b'{"model":"bundled","prompt":"' + b"\\u00e9" * 1_380_000 + b'"}'),
+    "texts": ("/v1/completions", lambda: _repeated("prompt", '"' + "x" * 76 + '"')),
+    "picture": ("/v1/messages", lambda: _repeated("messages", _picture(8_000_000))),
+    "turns": ("/v1/chat/completions", lambda: _repeated("messages", _turn("a" * 2000))),
 }  # fmt: skip
 """Addresses and bodies that are costly to read, by the kind of the attack."""
 ATTACKS: dict[str, Callable[[random.Random], Json]] = {
@@ -134,9 +149,9 @@ def run(options: AttackOptions) -> None:
         attacker = context.Process(target=_attack, args=(served.port, names, options, counts))
         attacker.start()
         phases["beside"] = _phase(served, options.seconds, "beside")
-        attacked = counts.get(timeout=options.seconds + 120)
+        attacked, sent = counts.get(timeout=options.seconds + 120)
         attacker.join()
-    result = summary(phases, attacked)
+    result = summary(phases, attacked) | {"kinds": gaps_beside(phases["beside"]["chunks"], sent)}
     options.out.with_suffix(".json").write_text(json.dumps(result, indent=1))
     options.out.with_suffix(".md").write_text(markdown(result))
     print(json.dumps(result))
@@ -158,6 +173,17 @@ def summary(phases: Mapping[str, Json], attacked: dict[str, dict[str, int]]) -> 
     return {"ratio_p99": ratio, "floor_p99": floor, "faults": faults, **found, "attacks": attacked}
 
 
+def gaps_beside(streams: list[list[float]], sent: list[tuple[str, float, float]]) -> Json:
+    """The gaps in streams by the kinds of requests that were open meanwhile; ``sent``: kinds, beginnings, ends."""
+    gaps, found = [pair for each in streams for pair in pairwise(each)], Json()
+    for kind in dict.fromkeys(name for name, _, _ in sent):
+        times = [(began, ended) for name, began, ended in sent if name == kind]
+        own = [after - before for before, after in gaps if any(before < end and after > begin for begin, end in times)]
+        found[kind] = {f"p{part}": percentile(own, part) for part in (50, 99)}
+        found[kind] |= {"sent": len(times), "gaps": len(own), "longest": max(own, default=None)}
+    return found
+
+
 def markdown(result: Json) -> str:
     """The figures as tables."""
     names = ("p50_between_chunks", "p99_between_chunks", "longest_gap", "p50_first", "p99_first")
@@ -174,8 +200,12 @@ def markdown(result: Json) -> str:
         lines.append(f"| {name} | {row['streams']} | {row['chunks']} | {' | '.join(shown)} | {row['statuses']} |")
     ratio, floor = ("–" if result[name] is None else f"{result[name]:.2f}" for name in ("ratio_p99", "floor_p99"))
     lines += ["", f"p99 beside the attacks / alone: {ratio}; beside a process that computes / alone: {floor}."]
-    lines += [f"Faults: {'; '.join(result['faults']) or 'none'}.", "", "| attack | answers |", "|---|---|"]
-    lines += [f"| {name} | {counts} |" for name, counts in result["attacks"].items()]
+    lines += [f"Faults: {'; '.join(result['faults']) or 'none'}.", ""]
+    lines += ["| attack | answers | gaps beside it | p50 | p99 | longest |", "|---" * 6 + "|"]
+    for name, counts in result["attacks"].items():
+        kind = result["kinds"].get(name, {})
+        shown = " | ".join(_milliseconds(kind.get(each)) for each in ("p50", "p99", "longest"))
+        lines.append(f"| {name} | {counts} | {kind.get('gaps', 0)} | {shown} |")
     return "\n".join(lines) + "\n"
 
 
@@ -268,8 +298,9 @@ def _drawn(name: str, chance: random.Random) -> tuple[str, bytes]:
 
 async def _flood(
     port: int, names: list[str], large: dict[str, tuple[str, bytes]], options: AttackOptions
-) -> dict[str, dict[str, int]]:
+) -> tuple[dict[str, dict[str, int]], list[tuple[str, float, float]]]:
     until, statuses = time.perf_counter() + options.seconds, {name: Counter[str]() for name in names}
+    sent: list[tuple[str, float, float]] = []
 
     async def one(number: int) -> None:
         chance = random.Random(options.seed + number)
@@ -278,12 +309,14 @@ async def _flood(
                 name = chance.choice(names)
                 address, content = large.get(name) or _drawn(name, chance)
                 told = {"content": content, "headers": {"content-type": "application/json"}}
+                began = time.perf_counter()
                 try:
                     answer = await client.post(address, timeout=max(1.0, min(left, chance.uniform(1, 8))), **told)
                     statuses[name][str(answer.status_code)] += 1
                 except httpx.HTTPError as error:
                     statuses[name][type(error).__name__] += 1
                     await asyncio.sleep(0.05)
+                sent.append((name, began, time.perf_counter()))
 
     await asyncio.gather(*map(one, range(options.attackers)))
-    return {name: dict(counted) for name, counted in statuses.items()}
+    return {name: dict(counted) for name, counted in statuses.items()}, sent

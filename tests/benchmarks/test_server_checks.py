@@ -92,7 +92,14 @@ def test_what_an_attack_breaks_is_found(change: dict[str, Any], faults: int) -> 
     alone = {"chunks": chunks(0.01), "steps": steps, "processors": processors, "first": [0.1], "statuses": {"200": 5}}
     beside = {**alone, "chunks": chunks(0.019), **change}
     result = attack.summary({"alone": alone, "floor": alone, "beside": beside}, {"many texts": {"429": 3}})
-    assert len(result["faults"]) == faults and "| beside |" in attack.markdown(result)
+    assert len(result["faults"]) == faults and "| beside |" in attack.markdown(result | {"kinds": {}})
+
+
+def test_gaps_are_told_by_what_was_open_meanwhile() -> None:
+    sent = [("ids", 1.5, 2.5), ("tools", 4.2, 4.4)]
+    kinds = attack.gaps_beside([[0.0, 1.0, 2.0, 4.0, 5.0]], sent)
+    assert kinds["ids"] == {"p50": 1.5, "p99": pytest.approx(1.99), "sent": 1, "gaps": 2, "longest": 2.0}
+    assert (kinds["tools"]["gaps"], kinds["tools"]["longest"]) == (1, 1.0)
 
 
 def test_the_parts_of_a_gap_between_chunks_add_up_to_it() -> None:

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from benchmarks.server.server_process import TEMPLATE as BENCHMARK
 from forerun.models.text.control_tokens import NONCHARACTERS, _cutter
+from forerun.server.chat_schema import ChatRequest
 from forerun.server.prompt_encoder import PromptEncoder
-from forerun.server.schema import ChatRequest
 
 HARMONY = (
     "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"

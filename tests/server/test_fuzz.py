@@ -33,9 +33,10 @@ from forerun.server import app, bodies, http_server, middleware
 from forerun.server.admission import SchedulerLimits
 from forerun.server.api_errors import ApiError
 from forerun.server.bodies import SMALL_BYTES
+from forerun.server.chat_schema import ChatRequest
 from forerun.server.http_server import RESERVED_CONNECTIONS, BoundedConnection
 from forerun.server.prompt_encoder import PromptEncoder
-from forerun.server.schema import ChatRequest, CompletionRequest
+from forerun.server.schema import CompletionRequest
 
 ASKED: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 4, "temperature": 0}
 

@@ -15,7 +15,8 @@ from support.chat_models import QWEN, TOOLS
 from support.live_server import Json, LiveServer, bundled_engine, error_of
 
 from forerun.engine.engine import Engine
-from forerun.server.schema import ChatRequest, CompletionRequest
+from forerun.server.chat_schema import ChatRequest
+from forerun.server.schema import CompletionRequest
 from forerun.server.tolerance import HINTS, MAX_TOOLS, MAX_TURNS, NEUTRAL, Notes, is_neutral
 
 pytest.importorskip("llguidance")

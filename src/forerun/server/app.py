@@ -28,20 +28,14 @@ from forerun.server.admission import SchedulerLimits
 from forerun.server.api_errors import ApiError
 from forerun.server.bodies import BodyReader, describe_bodies
 from forerun.server.calls import Call, ClientGoneError
+from forerun.server.chat_schema import ChatRequest, GenerationBody, TokenizeRequest, TranslatedRequest
 from forerun.server.learned_texts import restore_index
 from forerun.server.messages_api import CountTokensRequest, MessagesFormat, MessagesRequest
 from forerun.server.middleware import OPEN_ADDRESSES, GuardMiddleware
 from forerun.server.prompt_encoder import EncodedPrompt
 from forerun.server.replies import ChatFormat, CompletionFormat, ReplyFormat
 from forerun.server.responses_api import ResponsesFormat, ResponsesRequest
-from forerun.server.schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationBody,
-    TokenizeRequest,
-    TranslatedRequest,
-)
+from forerun.server.schema import CompletionRequest, DetokenizeRequest
 from forerun.server.service import Service
 from forerun.server.settings import ServerSettings
 from forerun.server.tolerance import Notes

@@ -20,7 +20,8 @@ from pydantic.json_schema import models_json_schema
 from forerun.core.fairness import FairExecutor
 from forerun.core.json_counts import count_json
 from forerun.server.api_errors import ApiError
-from forerun.server.schema import StrictModel, TranslatedRequest
+from forerun.server.chat_schema import TranslatedRequest
+from forerun.server.schema import StrictModel
 from forerun.server.tolerance import Notes
 
 Model = TypeVar("Model", bound=StrictModel)

@@ -18,8 +18,8 @@ from forerun.core.request import Request
 from forerun.core.stats import Stats
 from forerun.engine.result import Commit
 from forerun.kv.offloaded import OffloadError
+from forerun.models.text.call_formats import Json
 from forerun.models.text.grammar import GrammarError
-from forerun.models.text.message_formats import Json
 from forerun.models.text.message_parser import MessageDelta, MessageParser
 from forerun.server.admission import Ending, QueueFullError, ScheduledRequest
 from forerun.server.answers import FINISH, AnswerText, Delta, Finish, LogprobStreamer, prompt_trace, step_trace

@@ -8,12 +8,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from forerun.models.text.message_formats import Json
+from forerun.models.text.call_formats import Json
 from forerun.models.text.message_parser import CallDelta
 from forerun.server.answers import Finish
 from forerun.server.api_errors import ApiError
+from forerun.server.chat_schema import TranslatedRequest
 from forerun.server.replies import BlockFormat, compact, event
-from forerun.server.schema import Count, Objects, Stop, StrictModel, Text, TopK, TranslatedRequest, one_error
+from forerun.server.schema import Count, Objects, Stop, StrictModel, Text, TopK, one_error
 from forerun.server.tolerance import MAX_TURNS, Notes, bounded, content_text, function_call, function_tools, part_text
 
 STOP_REASONS: dict[Finish | None, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

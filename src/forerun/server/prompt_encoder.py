@@ -5,15 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from forerun.core.fairness import FairLock
+from forerun.models.text.call_formats import Json
 from forerun.models.text.control_tokens import ControlTokens
-from forerun.models.text.message_formats import (
-    Json,
-    arrangements,
-    knows_tools,
-    message_format,
-    with_known_roles,
-    with_tools_as_text,
-)
+from forerun.models.text.conversations import arrangements, knows_tools, with_known_roles, with_tools_as_text
+from forerun.models.text.message_formats import message_format
 from forerun.models.text.prompts import (
     TemplateError,
     apply_template,
@@ -23,7 +18,7 @@ from forerun.models.text.prompts import (
     rendered,
 )
 from forerun.server.api_errors import ApiError
-from forerun.server.schema import ChatRequest, GenerationBody, TokenizeRequest
+from forerun.server.chat_schema import ChatRequest, GenerationBody, TokenizeRequest
 
 FIRST_LOOK_CHARACTERS = 2
 """Characters per position of the model up to which a prompt is encoded at once; a longer one is counted first."""

@@ -10,22 +10,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from forerun.models.text.message_formats import Json
+from forerun.models.text.call_formats import Json
 from forerun.models.text.message_parser import CallDelta
 from forerun.server.api_errors import ApiError
+from forerun.server.chat_schema import FunctionName, TranslatedRequest
 from forerun.server.replies import BlockFormat, compact, event, padded
-from forerun.server.schema import (
-    Count,
-    FunctionName,
-    NamedSchema,
-    Objects,
-    PlainFormat,
-    StreamOptions,
-    StrictModel,
-    Text,
-    TranslatedRequest,
-    one_error,
-)
+from forerun.server.schema import Count, NamedSchema, Objects, PlainFormat, StreamOptions, StrictModel, Text, one_error
 from forerun.server.tolerance import (
     CUSTOM_FIELD,
     MAX_TURNS,

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from forerun.models.text.message_formats import Json, MessageFormat
+from forerun.models.text.call_formats import Json
+from forerun.models.text.message_formats import MessageFormat
 
 NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 """Unicode reserves them for internal use."""
