@@ -286,12 +286,10 @@ class ResponsesFormat(BlockFormat):
         name, prefix = ITEMS[kind]
         item: Json = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": name, "status": "in_progress"}
         self._blocks.append(item)
-        if call is not None and call.name in self._custom:
-            item |= {"id": f"ctc_{uuid.uuid4().hex}", "type": "custom_tool_call", "call_id": call.id, "name": call.name}
-            item["input"] = ""
-            return [self._of_list("added")]
         if call is not None:
-            item |= {"call_id": call.id, "name": call.name, "arguments": ""}
+            custom = call.name in self._custom
+            own = {"id": item["id"].replace("fc", "ctc", 1), "type": "custom_tool_call"} if custom else {}
+            item |= {**own, "call_id": call.id, "name": call.name, "input" if custom else "arguments": ""}
             return [self._of_list("added")]
         item |= {"role": "assistant", "content": []} if kind == "text" else {"summary": [], "content": []}
         added = self._of_list("added")
