@@ -339,6 +339,12 @@ def test_the_parts_of_json_are_counted_without_making_them() -> None:
     assert count_json(b'"\\u0022[1,2]"') == JsonCounts(1, 0, 0)
 
 
+def test_tokens_decoded_without_python_s_lock_are_the_tokenizer_s_text(engine: Engine) -> None:
+    tokens = list(range(engine.target.vocabulary))
+    decoded = PromptEncoder(engine.tokenizer, None).decode(tokens)
+    assert decoded == engine.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+
+
 def test_the_largest_body_is_parsed_without_collecting_all_objects(server: LiveServer) -> None:
     """Such a collection blocked all threads for 0.06 seconds."""
     generations: list[int] = []
