@@ -345,6 +345,22 @@ def test_tokens_decoded_without_python_s_lock_are_the_tokenizer_s_text(engine: E
     assert decoded == engine.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
 
 
+def test_a_request_that_ended_needs_no_garbage_collection(server: LiveServer) -> None:
+    def requests() -> int:
+        return sum(type(each) is Request for each in gc.get_objects())
+
+    until(lambda: not server.scheduler.busy)
+    gc.collect()
+    gc.disable()
+    try:
+        before = requests()
+        for more in ({}, {"n": 3}, {"stream": True}):
+            assert server.post({**ASKED, **more}).status_code == 200
+        until(lambda: requests() <= before)
+    finally:
+        gc.enable()
+
+
 def test_the_largest_body_is_parsed_without_collecting_all_objects(server: LiveServer) -> None:
     """Such a collection blocked all threads for 0.06 seconds."""
     generations: list[int] = []

@@ -178,9 +178,11 @@ class Call:
             raise refusal(error) from error
 
     def cancel(self) -> None:
-        """End all running rows; returns at once."""
+        """End all running rows; returns at once. Scheduled rows are dropped: they refer to this call, and such a cycle
+        would keep its prompts until a garbage collection."""
         self._cancelled = True
-        for scheduled in list(self._scheduled):
+        while self._scheduled:
+            scheduled = self._scheduled.pop()
             if scheduled.ending is None:
                 self._scheduler.cancel(scheduled)
 
