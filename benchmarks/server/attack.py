@@ -102,7 +102,7 @@ LARGE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "long text": ("/v1/completions", lambda: b'{"model":"bundled","prompt":"' + b"word " * 1_600_000 + b'"}'),
     "nesting": ("/v1/chat/completions", lambda: b'{"messages":' + b"[" * 4_000_000 + b"]" * 4_000_000 + b"}"),
     "escapes": ("/v1/completions", lambda: b'{"model":"bundled","prompt":"' + b"\\u00e9" * 1_380_000 + b'"}'),
-    "texts": ("/v1/completions", lambda: _repeated("prompt", '"' + "x" * 76 + '"')),
+    "texts": ("/v1/completions", lambda: _repeated("prompt", '"' + "x" * 90 + '"')),
     "picture": ("/v1/messages", lambda: _repeated("messages", _picture(8_000_000))),
     "turns": ("/v1/chat/completions", lambda: _repeated("messages", _turn("a" * 2000))),
 }  # fmt: skip
