@@ -4,7 +4,8 @@ The other tenant reads one stream after the other: alone, beside a process that 
 which come from a separate process: floods of outputs (n = 15 and 128), long outputs that a schema spells out,
 characters that never end, schemas that are hard to compile, many log-probabilities, a namespace for each request, and
 bodies of the largest size: one long text, or hundreds of thousands of ids, fields, messages or tools. The slowest
-hundredth of the times between chunks is split by the times of the server's steps (``watched_server.py``).
+hundredth of the times between chunks is split by the times of the server's steps (``watched_server.py``), and the gaps
+are listed by the kinds of bodies that were open meanwhile: with ``--attackers 1``, by one body alone.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ COLUMNS = {
     "seconds": "of the slowest 1 %: mean", **{part: part for part in PARTS}, "waits": "waits",
     "preemptions": "preemptions", "server": "processors of the server", "all": "of all", "statuses": "answers",
 }  # fmt: skip
+Sent = tuple[str, float, float]
+"""A request's kind, and when it was sent and answered."""
 IN_SECONDS = ("p50_between_chunks", "p99_between_chunks", "longest_gap", "p50_first", "p99_first", "seconds", *PARTS)
 
 
@@ -86,6 +89,15 @@ def _unknown_fields() -> bytes:
     return ('{"model":"bundled","prompt":"x"' + "".join(f',"x{i}":1' for i in range(700_000)) + "}").encode()
 
 
+def _turn(content: str) -> str:
+    return json.dumps({"role": "user", "content": content})
+
+
+def _picture(size: int) -> str:
+    source = {"type": "base64", "media_type": "image/png", "data": "iVBORw0K" * (size // 8)}
+    return json.dumps({"role": "user", "content": [{"type": "image", "source": source}]})
+
+
 def _many_tools() -> bytes:
     tool = '{"type":"function","function":{"name":"f","parameters":{"type":"object"}}}'
     return _repeated("tools", tool).replace(
@@ -100,6 +112,11 @@ LARGE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "blocks": ("/v1/messages", lambda: _repeated("messages", '{"role":"user","content":[{"type":"text","text":"a"}]}')),
     "tools": ("/v1/chat/completions", _many_tools),
     "long text": ("/v1/completions", lambda: b'{"model":"bundled","prompt":"' + b"word " * 1_600_000 + b'"}'),
+    "nesting": ("/v1/chat/completions", lambda: b'{"messages":' + b"[" * 4_000_000 + b"]" * 4_000_000 + b"}"),
+    "escapes": ("/v1/completions", lambda: b'{"model":"bundled","prompt":"' + b"\\u00e9" * 1_380_000 + b'"}'),
+    "texts": ("/v1/completions", lambda: _repeated("prompt", '"' + "x" * 90 + '"')),
+    "picture": ("/v1/messages", lambda: _repeated("messages", _picture(8_000_000))),
+    "turns": ("/v1/chat/completions", lambda: _repeated("messages", _turn("a" * 2000))),
 }  # fmt: skip
 """Addresses, and bodies that are costly to parse, by the kind of attack."""
 ATTACKS: dict[str, Callable[[random.Random], Json]] = {
@@ -146,17 +163,21 @@ def run(options: AttackOptions) -> None:
         attacker = context.Process(target=_attack, args=(server.url, options, counts))
         attacker.start()
         rows.append(_phase(server, options.seconds, "beside"))
-        attacked = counts.get(timeout=options.seconds + 120)
+        attacked, sent = counts.get(timeout=options.seconds + 120)
         attacker.join()
-    faults = fill(report := Report("Two tenants, of whom one attacks", plain_values(options)), rows, attacked)
+    faults = fill(report := Report("Two tenants, of whom one attacks", plain_values(options)), rows, attacked, sent)
     deliver(report, options.out, "attack", options.json)
     if faults:
         say("\n".join(faults))
         raise typer.Exit(FAILED)
 
 
-def fill(report: Report, rows: Sequence[Row], attacked: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Add the phases (alone, floor, beside) and the answers to each attack; return what is wrong."""
+def fill(
+    report: Report, rows: Sequence[Row], attacked: Mapping[str, Mapping[str, int]], sent: Sequence[Sent]
+) -> list[str]:
+    """Add the phases (alone, floor, beside), the answers to each attack and the gaps beside it; return what is
+    wrong."""
+    *_, streams = [row.pop("times") for row in rows]
     before, *others = (row["p99_between_chunks"] for row in rows)
     floor, ratio = (None if not before or after is None else after / before for after in others)
     refused = {status: count for status, count in rows[-1]["statuses"].items() if status != "200" and count}
@@ -174,10 +195,11 @@ def fill(report: Report, rows: Sequence[Row], attacked: Mapping[str, Mapping[str
     heads = {"ratio": "p99 beside the attacks / alone", "floor": "beside a process that computes / alone"}
     named = verdict | {"faults": "; ".join(faults) or "none"}
     report.add("verdict", "Verdict", [verdict], listing([named], heads | {"faults": "faults"}))
-    answers = [{"attack": name, "answers": dict(counted)} for name, counted in attacked.items()]
-    report.add(
-        "attacks", "Answers to the attacks", answers, listing(answers, {"attack": "attack", "answers": "answers"})
-    )
+    beside = gaps_beside(streams, sent)
+    answers = [{"attack": name, "answers": dict(counted)} | beside.get(name, {}) for name, counted in attacked.items()]
+    heads = {"attack": "attack", "answers": "answers", "gaps": "gaps beside it"}
+    heads |= {"p50": "p50, ms", "p99": "p99", "longest": "longest"}
+    report.add("attacks", "Answers to the attacks, and gaps beside them", answers, listing(answers, heads))
     return faults
 
 
@@ -190,6 +212,18 @@ def _phase(server: WatchedServer, seconds: float, name: str) -> Row:
     busy = load.own + (load.others or 0.0) * (os.cpu_count() or 1)
     processors = {"server": (server.processor_seconds() - used) / passed, "all": busy}
     return {"phase": name} | figures(streams, steps) | processors
+
+
+def gaps_beside(streams: Sequence[Sequence[float]], sent: Sequence[Sent]) -> dict[str, Row]:
+    """Return the gaps in streams by the kinds of requests that were open meanwhile, in milliseconds."""
+    gaps, found = [pair for each in streams for pair in pairwise(each)], dict[str, Row]()
+    for kind in dict.fromkeys(name for name, _, _ in sent):
+        times = [(began, ended) for name, began, ended in sent if name == kind]
+        own = [after - before for before, after in gaps if any(before < end and after > begin for begin, end in times)]
+        figures = {"p50": percentile(own, 50), "p99": percentile(own, 99), "longest": max(own, default=None)}
+        found[kind] = {name: None if value is None else round(1000 * value, 1) for name, value in figures.items()}
+        found[kind] |= {"sent": len(times), "gaps": len(own)}
+    return found
 
 
 def figures(streams: Sequence[Reply], steps: Sequence[Any]) -> Row:
@@ -212,6 +246,7 @@ def figures(streams: Sequence[Reply], steps: Sequence[Any]) -> Row:
         "longest_gap": max(gaps, default=None),
         "p50_first": percentile(first, 50),
         "p99_first": percentile(first, 99),
+        "times": chunks,
         **slowest(chunks, steps),
     }
 
@@ -251,8 +286,11 @@ def _drawn(name: str, chance: random.Random) -> tuple[str, bytes]:
     return "/v1/chat/completions" if "messages" in body else "/v1/completions", json.dumps(body).encode()
 
 
-async def _flood(url: str, large: Mapping[str, tuple[str, bytes]], options: AttackOptions) -> dict[str, dict[str, int]]:
+async def _flood(
+    url: str, large: Mapping[str, tuple[str, bytes]], options: AttackOptions
+) -> tuple[dict[str, dict[str, int]], list[Sent]]:
     until, statuses = time.perf_counter() + options.seconds, {name: Counter[str]() for name in options.kinds}
+    sent = list[Sent]()
 
     async def one(number: int) -> None:
         chance = random.Random(options.seed + number)
@@ -260,13 +298,15 @@ async def _flood(url: str, large: Mapping[str, tuple[str, bytes]], options: Atta
             while (left := until - time.perf_counter()) > 0:
                 name = chance.choice(options.kinds)
                 address, content = large.get(name) or _drawn(name, chance)
-                sent = {"content": content, "headers": {"content-type": "application/json"}}
+                told = {"content": content, "headers": {"content-type": "application/json"}}
+                began = time.perf_counter()
                 try:
-                    reply = await client.post(address, timeout=max(1.0, min(left, chance.uniform(1, 8))), **sent)
+                    reply = await client.post(address, timeout=max(1.0, min(left, chance.uniform(1, 8))), **told)
                     statuses[name][str(reply.status_code)] += 1
                 except httpx.HTTPError as error:
                     statuses[name][type(error).__name__] += 1
                     await asyncio.sleep(0.05)
+                sent.append((name, began, time.perf_counter()))
 
     await asyncio.gather(*map(one, range(options.attackers)))
-    return {name: dict(counted) for name, counted in statuses.items()}
+    return {name: dict(counted) for name, counted in statuses.items()}, sent

@@ -40,8 +40,15 @@ def test_what_an_attack_breaks_is_found(beside: list[Reply], faults: int) -> Non
         for name, streams in (("alone", [stream(0.01)]), ("floor", [stream(0.01)]), ("beside", beside))
     ]
     report = Report("Attack", {})
-    assert len(attack.fill(report, rows, {"many texts": {"429": 3}})) == faults
+    assert len(attack.fill(report, rows, {"many texts": {"429": 3}}, [])) == faults
     assert "| beside |" in report.markdown and "| many texts | {'429': 3} |" in report.markdown
+
+
+def test_gaps_are_told_by_what_was_open_meanwhile() -> None:
+    sent = [("ids", 1.5, 2.5), ("tools", 4.2, 4.4)]
+    kinds = attack.gaps_beside([[0.0, 1.0, 2.0, 4.0, 5.0]], sent)
+    assert kinds["ids"] == {"p50": 1500.0, "p99": 1990.0, "sent": 1, "gaps": 2, "longest": 2000.0}
+    assert (kinds["tools"]["gaps"], kinds["tools"]["longest"]) == (1, 1000.0)
 
 
 def test_the_parts_of_a_gap_between_chunks_add_up_to_it() -> None:

@@ -7,6 +7,8 @@ import re
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.bundled import bundled
 from support.chat_models import QWEN, THINKING, TOOLS
 from support.live_server import TEMPLATE as LINES
@@ -15,9 +17,9 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from benchmarks.server.watched_server import TEMPLATE as BENCHMARK
-from forerun.models.text.control_tokens import NONCHARACTERS
+from forerun.models.text.control_tokens import NONCHARACTERS, _cutter
+from forerun.server.chat_schema import ChatRequest
 from forerun.server.prompt_encoder import PromptEncoder
-from forerun.server.schema import ChatRequest
 
 HARMONY = (
     "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
@@ -100,6 +102,13 @@ def test_marks_in_tools_and_arguments_are_text_and_those_of_an_answers_reasoning
     turns = [{"role": "user", "content": "Hi"}, thought, {"role": "user", "content": "So?"}]
     ids = PromptEncoder(tokenizer, None).chat(ChatRequest.model_validate({"model": "m", "messages": turns})).ids
     assert tokenizer.convert_tokens_to_ids("</think>") in ids and ids.count(end) == 3
+
+
+@given(st.text("<|ab", max_size=20), st.lists(st.text("<|ab", min_size=2, max_size=4), max_size=3))
+def test_every_mark_is_cut_after_its_first_character(text: str, marks: list[str]) -> None:
+    """Also one that begins inside another; the oracle is one expression for all marks."""
+    oracle = re.sub(f"(?=({'|'.join(map(re.escape, marks))}))(.)", r"\2!", text) if marks else text
+    assert _cutter(marks, "!")(text) == oracle
 
 
 def test_a_noncharacter_in_a_content_stays() -> None:

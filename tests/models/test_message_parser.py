@@ -11,17 +11,11 @@ from support.chat_models import TOOLS
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
+from forerun.models.text.call_formats import CALL_FORMATS, HERMES, THINKING_FORMATS
 from forerun.models.text.call_readers import read_braces, read_python, read_tags
+from forerun.models.text.conversations import with_known_roles, with_tools_as_text
 from forerun.models.text.grammar import Grammars
-from forerun.models.text.message_formats import (
-    CALL_FORMATS,
-    HERMES,
-    THINKING_FORMATS,
-    MessageFormat,
-    message_format,
-    with_known_roles,
-    with_tools_as_text,
-)
+from forerun.models.text.message_formats import MessageFormat, message_format
 from forerun.models.text.message_parser import MessageParser
 
 Calls = list[tuple[str, Any]]

@@ -13,8 +13,9 @@ import pytest
 from pydantic import BaseModel, SecretStr, TypeAdapter
 from support.bundled import bundled
 
+from forerun.models.text.call_formats import HERMES
 from forerun.models.text.grammar import Grammars
-from forerun.models.text.message_formats import HERMES, MessageFormat
+from forerun.models.text.message_formats import MessageFormat
 from forerun.models.text.schemas import SchemaError, usable_schema
 
 pytest.importorskip("llguidance")

@@ -19,18 +19,20 @@ from support.live_server import Json, LiveServer, PausableEngine, bundled_engine
 
 from forerun.engine.engine import Engine
 from forerun.engine.result import Commit
-from forerun.models.text.message_formats import HERMES, MessageFormat
+from forerun.models.text.call_formats import HERMES
+from forerun.models.text.message_formats import MessageFormat
 from forerun.models.text.message_parser import CallDelta, MessageParser
 from forerun.models.text.processors import OccurrencePenalties
 from forerun.server import calls
 from forerun.server.answers import Delta
 from forerun.server.api_errors import ApiError
 from forerun.server.calls import AnswerRow
+from forerun.server.chat_schema import ChatRequest
 from forerun.server.messages_api import MessagesFormat, MessagesRequest
 from forerun.server.prompt_encoder import MIDDLE_TOKENS, PromptEncoder
 from forerun.server.replies import ChatFormat
 from forerun.server.responses_api import ResponsesFormat, ResponsesRequest
-from forerun.server.schema import ChatRequest, CompletionRequest
+from forerun.server.schema import CompletionRequest
 
 pytest.importorskip("llguidance")
 DOUBLING = "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(20)) + 'r20: "abc"'

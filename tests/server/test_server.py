@@ -47,9 +47,10 @@ from forerun.engine.engine import Engine
 from forerun.server.admission import SchedulerLimits
 from forerun.server.answers import StopStrings
 from forerun.server.app import create_app
+from forerun.server.chat_schema import ChatRequest
 from forerun.server.http_server import DrainingServer, bound_sockets
 from forerun.server.replies import CompletionFormat
-from forerun.server.schema import ChatRequest, CompletionRequest
+from forerun.server.schema import CompletionRequest
 from forerun.server.settings import ServerSettings, read_settings
 from forerun.server.tenants import ApiKeys
 from forerun.trie import trie_file

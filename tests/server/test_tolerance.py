@@ -6,6 +6,7 @@ import gzip
 import json
 import socket
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from support.chat_models import QWEN, TOOLS
 from support.live_server import Json, LiveServer, bundled_engine, error_of
 
 from forerun.engine.engine import Engine
-from forerun.server.schema import ChatRequest, CompletionRequest
+from forerun.server.chat_schema import ChatRequest
+from forerun.server.schema import CompletionRequest
 from forerun.server.tolerance import HINTS, MAX_TOOLS, MAX_TURNS, NEUTRAL, Notes, is_neutral
 
 pytest.importorskip("llguidance")
@@ -110,6 +112,8 @@ ROWS: list[tuple[str, Json]] = [
     (RESPONSES, items({"type": "custom_tool_call_output", "call_id": "c", "output": "done"})),
     (RESPONSES, items({"type": "local_shell_call", "call_id": "c", "action": {"command": ["ls"]}})),
     (RESPONSES, items({"type": "local_shell_call_output", "call_id": "c", "output": "a b"})),
+    (RESPONSES, items({"type": "shell_call", "call_id": "c", "action": {"commands": ["ls"]}})),
+    (RESPONSES, items({"type": "shell_call_output", "call_id": "c", "output": [{"stdout": "a", "outcome": {}}]})),
     (RESPONSES, items({"type": "web_search_call", "id": "w", "status": "completed", "action": {"query": "x"}})),
     (RESPONSES, items({"type": "item_reference", "id": "msg_1"})),
     (RESPONSES, items({"type": "compaction", "encrypted_content": "x"})),
@@ -356,23 +360,56 @@ def test_anthropics_errors_have_its_shape(server: LiveServer) -> None:
 # --- errors
 
 
+UNKEEPABLE: Json = {"type": "object", "properties": {"a": {"not": {}}}, "required": ["a"]}
+NAMED: list[tuple[str, Json, str]] = [
+    (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
+    (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "n", "schema": UNKEEPABLE}}}, "text.format"),
+    (CHATS, {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": UNKEEPABLE}}},
+     "response_format"),
+    (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id"),
+    (RESPONSES, {"inptu": 1}, "inptu"),
+    (CHATS, {"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+    (TEXTS, {"logprobs": 21}, "logprobs"),
+    (MESSAGES, {"temperature": 3}, "temperature"),
+]  # fmt: skip
+"""Requests that are refused, and the field to blame."""
+
+
 def test_each_error_names_its_field(server: LiveServer) -> None:
     tool = {"type": "function", "function": {"name": "f", "description": "\ud800"}}
     body = json.dumps({**BASES[CHATS], "tools": [tool]})
     kind = {"content-type": "application/json"}
     error = error_of(server.http.post("/v1/chat/completions", content=body, headers=kind))
     assert error["param"] == "tools.0.function.description" and "surrogate" in error["message"]
-    assert (
-        error_of(server.post({**BASES[RESPONSES], "max_output_tokens": 0}, RESPONSES))["param"] == "max_output_tokens"
-    )
+    for address, change, param in NAMED:
+        answer = server.post({**BASES[address], **change}, address)
+        told = {} if address == MESSAGES else {"param": param}  # Anthropic's errors have no field
+        assert answer.status_code == 400 and answer.json()["error"].items() >= told.items(), (change, answer.text)
     long = {"type": "content", "content": "word " * 100_000}
     few = LiveServer(bundled_engine(QWEN))
     few.app.state.service.encode._positions = 1000
     try:
+        for address, field in ((CHATS, "messages"), (RESPONSES, "input"), (TEXTS, "prompt")):
+            asked = long["content"] if address != CHATS else [{**USER, "content": long["content"]}]
+            assert error_of(few.post({**BASES[address], field: asked}, address))["param"] == field
         error = error_of(few.post({**BASES[CHATS], "prediction": long}, CHATS))
         assert error["param"] == "prediction" and "the prediction has more than" in error["message"]
     finally:
         few.close()
+
+
+def test_an_unknown_address_is_named(server: LiveServer) -> None:
+    assert error_of(server.post({}, "embeddings"), 404)["message"] == "there is no POST /v1/embeddings here"
+
+
+def test_tokens_of_a_response_are_counted_and_models_are_anthropics_too(server: LiveServer) -> None:
+    counted = server.post({"model": "bundled", "input": "Hi", "tools": [FLAT_TOOL]}, "responses/input_tokens").json()
+    answered = server.post({**BASES[RESPONSES], "input": "Hi", "tools": [FLAT_TOOL]}, RESPONSES).json()
+    assert counted == {"object": "response.input_tokens", "input_tokens": answered["usage"]["input_tokens"]}
+    listed = server.http.get("/v1/models").json()
+    assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "bundled", "bundled")
+    assert listed["data"][0].items() >= {"type": "model", "display_name": "bundled"}.items()
+    assert datetime.fromisoformat(listed["data"][0]["created_at"]).timestamp() == listed["data"][0]["created"]
 
 
 def test_what_is_asked_in_http_is_answered_in_http(server: LiveServer) -> None:

@@ -1,7 +1,7 @@
 """Clients that nobody here wrote, against a running server: each row of the table in docs/results/clients.md.
 
     forerun serve --model FOLDER --port 20500
-    pip install openai openai-agents langchain-openai litellm anthropic instructor   # in an environment of its own
+    uv pip install openai openai-agents langchain-openai litellm anthropic instructor pydantic-ai-slim[openai,anthropic]
     python tests/support/real_clients.py --url http://127.0.0.1:20500/v1
 
 A row whose client is not installed is skipped, and says so. The status is the number of rows that failed. Answers may
@@ -18,6 +18,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 Row = Callable[[str, str], None]
@@ -371,10 +372,12 @@ def _messages_errors(url: str, model: str) -> None:
 
 @row("anthropic", "messages.parse by a schema, and an answer as long as fits")
 def _messages_parse(url: str, model: str) -> None:
-    from pydantic import BaseModel, Field
+    from typing import Literal
+
+    from pydantic import BaseModel
 
     class Age(BaseModel):
-        age: int = Field(ge=0, le=120)
+        age: Literal[20, 30]  # the client does not send bounds of numbers
 
     client = anthropic_client(url)
     parsed = client.messages.parse(model=model, messages=MESSAGES, max_tokens=32_000, output_format=Age)
@@ -431,6 +434,8 @@ def _responses_agents(url: str, model: str) -> None:
         {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "*** Begin Patch"},
         {"type": "custom_tool_call_output", "call_id": "c", "output": "done"},
         {"type": "web_search_call", "id": "w", "status": "completed", "action": {"type": "search", "query": "x"}},
+        {"type": "shell_call", "call_id": "s", "action": {"commands": ["ls"]}},
+        {"type": "shell_call_output", "call_id": "s", "output": [{"stdout": "a", "stderr": "", "outcome": {}}]},
         {
             "role": "user",
             "content": [{"type": "input_text", "text": "And?"}, {"type": "input_image", "image_url": "x"}],
@@ -453,6 +458,100 @@ def _histories(url: str, model: str) -> None:
     assert answer.usage.completion_tokens_details.accepted_prediction_tokens is not None
     turns.append({"role": "assistant", "content": "It is"})
     assert client.chat.completions.create(messages=turns, **asked).choices[0].message.content
+
+
+@row("openai", "three turns with a tool, whose calls and results are sent back")
+def _three_turns(url: str, model: str) -> None:
+    client = openai_client(url)
+    flat: Any = [{"type": "function", **TOOLS[0]["function"]}]
+    turns, items = list(MESSAGES), list(MESSAGES)
+    for choice in ("required", "required", "auto"):
+        options: Any = {"model": model, "tool_choice": choice, "parallel_tool_calls": False}
+        chat = client.chat.completions.create(messages=turns, tools=TOOLS, max_tokens=100, **options)
+        calls = chat.choices[0].message.tool_calls or []
+        turns += [chat.choices[0].message, *({"role": "tool", "tool_call_id": c.id, "content": "20"} for c in calls)]
+        answer = client.responses.create(input=items, tools=flat, max_output_tokens=100, **options)
+        made = [item.call_id for item in answer.output if item.type == "function_call"]
+        items += [*answer.output, *({"type": "function_call_output", "call_id": c, "output": "20"} for c in made)]
+        assert choice == "auto" or (calls and made)
+
+
+@row("openai", "streams that are left early, counted tokens, models, and addresses that are not there")
+def _left_early(url: str, model: str) -> None:
+    import openai
+
+    client = openai_client(url)
+    fields: Any = {"model": model, "stream": True}
+    for stream in (
+        client.chat.completions.create(messages=MESSAGES, max_tokens=400, **fields),
+        client.responses.create(input="Hi", max_output_tokens=400, **fields),
+        client.completions.create(prompt="Hi", max_tokens=400, **fields),
+    ):
+        next(iter(stream))
+        stream.close()
+    assert client.responses.input_tokens.count(model=model, input="Hi").input_tokens > 0
+    assert [each.id for each in client.models.list()] == [model]
+    for missing in (lambda: client.embeddings.create(model=model, input="Hi"), lambda: client.responses.retrieve("r")):
+        try:
+            missing()
+        except openai.NotFoundError as error:
+            assert error.code == "unknown_address"
+        else:
+            raise AssertionError("nothing was refused")
+
+
+@row("anthropic", "models")
+def _anthropic_models(url: str, model: str) -> None:
+    (listed,) = anthropic_client(url).models.list()
+    assert (listed.id, listed.type, listed.display_name) == (model, "model", model) and listed.created_at
+
+
+@row("pydantic_ai", "output by a tool and by a schema, whole and in a stream, over all three APIs")
+def _pydantic_ai(url: str, model: str) -> None:
+    from pydantic import BaseModel, Field
+    from pydantic_ai import Agent, NativeOutput, ToolOutput
+    from pydantic_ai.models.anthropic import AnthropicModel
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+    from pydantic_ai.providers.anthropic import AnthropicProvider
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    class Age(BaseModel):
+        """An age."""
+
+        age: int = Field(ge=0, le=120)
+
+    async def ask() -> None:
+        openai_api: Any = OpenAIProvider(base_url=url, api_key="none")
+        anthropic_api: Any = AnthropicProvider(base_url=url.removesuffix("/v1"), api_key="none")
+        for kind, api, outputs in (
+            (OpenAIChatModel, openai_api, (ToolOutput(Age), NativeOutput(Age))),
+            (OpenAIResponsesModel, openai_api, (ToolOutput(Age), NativeOutput(Age))),
+            (AnthropicModel, anthropic_api, (ToolOutput(Age),)),  # its other one is for models that it knows by name
+        ):
+            for output in outputs:
+                agent: Any = Agent(kind(model, provider=api), output_type=output, model_settings={"max_tokens": 200})
+                first = await agent.run("How old?")
+                async with agent.run_stream("And you?", message_history=first.all_messages()) as stream:
+                    assert isinstance(first.output, Age) and isinstance(await stream.get_output(), Age)
+
+    asyncio.run(ask())
+
+
+@row("lm_eval", "log-likelihoods and answers, by completions and by chats")
+def _lm_eval(url: str, model: str) -> None:
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
+
+    target = str(Path(__file__).parents[2] / "src/forerun/reference/weights/target")  # its tokenizer
+    options: Any = {"model": model, "max_retries": 1}
+    texts: Any = LocalCompletionsAPI(base_url=f"{url}/completions", tokenizer=target, seed=1, **options)
+    chats: Any = LocalChatCompletion(base_url=f"{url}/chat/completions", **options)
+    ((logprob, _),) = texts.loglikelihood([Instance("loglikelihood", {}, ("The sky is", " blue"), 0)])
+    assert logprob < 0
+    more = {"until": ["\n"], "max_gen_toks": 8, "do_sample": False}
+    for each, prompt in ((texts, "The sky is"), (chats, chats.apply_chat_template(MESSAGES))):
+        (answer,) = each.generate_until([Instance("generate_until", {}, (prompt, more), 0)])
+        assert isinstance(answer, str)
 
 
 @row("instructor", "structured output by a tool")
@@ -488,6 +587,7 @@ def run(url: str, model: str, only: str | None = None) -> int:
 
 
 if __name__ == "__main__":
+    del sys.path[0]  # this file's folder, whose agents.py is not the client of that name
     os.environ.setdefault("OPENAI_API_KEY", "none")
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or it asks a machine elsewhere for prices
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)

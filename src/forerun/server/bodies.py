@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+import numpy as np
 from fastapi import FastAPI
 from fastapi import Request as HTTPRequest
 from fastapi.openapi.utils import get_openapi
@@ -19,7 +20,8 @@ from pydantic.json_schema import models_json_schema
 from forerun.core.fairness import FairExecutor
 from forerun.core.json_counts import count_json
 from forerun.server.api_errors import ApiError
-from forerun.server.schema import StrictModel, TranslatedRequest
+from forerun.server.chat_schema import TranslatedRequest
+from forerun.server.schema import StrictModel
 from forerun.server.tolerance import Notes
 
 Model = TypeVar("Model", bound=StrictModel)
@@ -101,7 +103,8 @@ def parsed(body: bytes, model: type[Model], served_name: str) -> tuple[Model, An
 
 def _check_characters(body: bytes, given: Any) -> None:
     """Refuse half of a surrogate pair, which JSON can spell and no tokenizer can encode."""
-    if b"\\ud" not in body and b"\\uD" not in body:
+    spelled = np.frombuffer(body, np.uint8)  # searched by NumPy, which releases Python's lock
+    if not ((spelled[:-2] == ord("\\")) & (spelled[1:-1] == ord("u")) & (spelled[2:] | 32 == ord("d"))).any():
         return
     try:
         wrong = next((path for path, text in _strings(given, "") if not _is_whole(text)), None)

@@ -18,8 +18,8 @@ from forerun.core.request import Request
 from forerun.core.stats import Stats
 from forerun.engine.result import Commit
 from forerun.kv.offloaded import OffloadError
+from forerun.models.text.call_formats import Json
 from forerun.models.text.grammar import GrammarError
-from forerun.models.text.message_formats import Json
 from forerun.models.text.message_parser import MessageDelta, MessageParser
 from forerun.server.admission import Ending, QueueFullError, ScheduledRequest
 from forerun.server.answers import FINISH, AnswerText, Delta, Finish, LogprobStreamer, prompt_trace, step_trace
@@ -178,9 +178,11 @@ class Call:
             raise refusal(error) from error
 
     def cancel(self) -> None:
-        """End all running rows; returns at once."""
+        """End all running rows; returns at once. Scheduled rows are dropped: they refer to this call, and such a cycle
+        would keep its prompts until a garbage collection."""
         self._cancelled = True
-        for scheduled in list(self._scheduled):
+        while self._scheduled:
+            scheduled = self._scheduled.pop()
             if scheduled.ending is None:
                 self._scheduler.cancel(scheduled)
 

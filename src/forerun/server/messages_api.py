@@ -8,14 +8,21 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from forerun.models.text.message_formats import Json
+from forerun.models.text.call_formats import Json
 from forerun.models.text.message_parser import CallDelta
 from forerun.server.answers import Finish
 from forerun.server.api_errors import ApiError
+from forerun.server.chat_schema import TranslatedRequest
 from forerun.server.replies import BlockFormat, compact, event
-from forerun.server.schema import Count, Objects, Stop, StrictModel, Text, TopK, TranslatedRequest, one_error
+from forerun.server.schema import Count, Objects, Stop, StrictModel, Text, TopK, one_error
 from forerun.server.tolerance import MAX_TURNS, Notes, bounded, content_text, function_call, function_tools, part_text
 
+BLOCKS: Mapping[str, tuple[Json, str, str, str]] = {
+    "call": ({"type": "tool_use", "input": {}}, "input_json_delta", "partial_json", "input"),
+    "reasoning": ({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", "thinking", "thinking"),
+    "text": ({"type": "text", "text": ""}, "text_delta", "text", "text"),
+}
+"""An empty block of each kind, the type and the field of its deltas, and the block's field of the whole."""
 STOP_REASONS: dict[Finish | None, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -157,25 +164,16 @@ class MessagesFormat(BlockFormat):
         return {**self._message, "usage": _usage(usage), "metrics": metrics}
 
     def _opened(self, kind: str, call: CallDelta | None) -> list[str]:
-        block: Json = {"type": "text", "text": ""}
-        if call is not None:
-            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-        elif kind == "reasoning":
-            block = {"type": "thinking", "thinking": "", "signature": ""}
-        self._blocks.append(block)
-        return [self._of_block("start", content_block=block)]
+        own: Json = {} if call is None else {"id": call.id, "name": call.name}
+        self._blocks.append({**BLOCKS[kind][0], **own})
+        return [self._of_block("start", content_block=self._blocks[-1])]
 
     def _grown(self, kind: str, text: str) -> str:
-        name, field = {
-            "call": ("input_json_delta", "partial_json"),
-            "reasoning": ("thinking_delta", "thinking"),
-            "text": ("text_delta", "text"),
-        }[kind]
+        _, name, field, _ = BLOCKS[kind]
         return self._of_block("delta", delta={"type": name, field: text})
 
     def _closed(self, kind: str, text: str) -> list[str]:
-        field = {"call": "input", "reasoning": "thinking", "text": "text"}[kind]
-        self._blocks[-1][field] = _object(text) if kind == "call" else text
+        self._blocks[-1][BLOCKS[kind][3]] = _object(text) if kind == "call" else text
         return [self._of_block("stop")]
 
     def _of_block(self, what: str, **fields: Any) -> str:

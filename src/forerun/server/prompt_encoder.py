@@ -5,15 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from forerun.core.fairness import FairLock
+from forerun.models.text.call_formats import Json
 from forerun.models.text.control_tokens import ControlTokens
-from forerun.models.text.message_formats import (
-    Json,
-    arrangements,
-    knows_tools,
-    message_format,
-    with_known_roles,
-    with_tools_as_text,
-)
+from forerun.models.text.conversations import arrangements, knows_tools, with_known_roles, with_tools_as_text
+from forerun.models.text.message_formats import message_format
 from forerun.models.text.prompts import (
     TemplateError,
     apply_template,
@@ -23,7 +18,7 @@ from forerun.models.text.prompts import (
     rendered,
 )
 from forerun.server.api_errors import ApiError
-from forerun.server.schema import ChatRequest, GenerationBody, TokenizeRequest
+from forerun.server.chat_schema import ChatRequest, GenerationBody, TokenizeRequest
 
 FIRST_LOOK_CHARACTERS = 2
 """Characters per position of the model up to which a prompt is encoded at once; a longer one is counted first."""
@@ -93,7 +88,7 @@ class PromptEncoder:
         if not knows_tools(self._tokenizer):
             messages, tools = with_tools_as_text(messages, tools or ()), None
         turns, text = self._written(messages, tools, body)
-        self._check(text)
+        self._check(text, field="messages")
         with self._lock:
             if controls is not None:
                 return EncodedPrompt(controls.encode(text, cut), text.replace(cut, "") if cut else text)
@@ -121,8 +116,12 @@ class PromptEncoder:
         return written[0]
 
     def decode(self, tokens: list[int]) -> str:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
         with self._lock:
-            return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+            if backend is None:
+                return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+            # unlike ``decode``, it releases Python's lock: 0.06 seconds for 262,144 tokens
+            return str(backend.decode_batch([tokens], skip_special_tokens=False)[0])
 
     def _around(self, prefix: str | list[int], suffix: str) -> EncodedPrompt:
         """Make a prompt for the text between a prefix and a suffix."""
@@ -150,9 +149,9 @@ class PromptEncoder:
             prompt if most is None or len(prompt.ids) <= most else EncodedPrompt(prompt.ids[-most or len(prompt.ids) :])
         )
 
-    def _check(self, text: str, what: str = "prompt") -> None:
+    def _check(self, text: str, what: str = "prompt", field: str | None = None) -> None:
         """Refuse a prompt that is too long, judging by a prefix; it is counted in pieces, so that others have their
-        turn.
+        turn. ``field`` is the request's, if it is not ``what``.
 
         Encoding all of 8 MiB cost 24 seconds and 2 GiB.
         """
@@ -164,4 +163,4 @@ class PromptEncoder:
                 tokens += len(self._bare(text[first : first + size]))
             if tokens > EXCESS_TOKENS * self._positions:
                 message = f"the {what} has more than {tokens:,} tokens; the model takes {self._positions}"
-                raise ApiError(400, message, "context_length_exceeded", None if what == "prompt" else what)
+                raise ApiError(400, message, "context_length_exceeded", field or what)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from forerun.models.text.message_formats import Json
+from forerun.models.text.call_formats import Json
 from forerun.models.text.message_parser import CallDelta
 from forerun.server.answers import Delta, Finish, TokenLogprob
 from forerun.server.api_errors import ApiError

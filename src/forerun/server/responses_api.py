@@ -10,22 +10,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from forerun.models.text.message_formats import Json
+from forerun.models.text.call_formats import Json
 from forerun.models.text.message_parser import CallDelta
 from forerun.server.api_errors import ApiError
+from forerun.server.chat_schema import FunctionName, TranslatedRequest
 from forerun.server.replies import BlockFormat, compact, event, padded
-from forerun.server.schema import (
-    Count,
-    FunctionName,
-    NamedSchema,
-    Objects,
-    PlainFormat,
-    StreamOptions,
-    StrictModel,
-    Text,
-    TranslatedRequest,
-    one_error,
-)
+from forerun.server.schema import Count, NamedSchema, Objects, PlainFormat, StreamOptions, StrictModel, Text, one_error
 from forerun.server.tolerance import (
     CUSTOM_FIELD,
     MAX_TURNS,
@@ -194,7 +184,10 @@ UNREADABLE_ITEMS = (
 
 
 def _is_content(output: Any) -> bool:
-    return isinstance(output, str) or (isinstance(output, list) and all(isinstance(part, dict) for part in output))
+    """Return whether an output is text or content parts; those of shells are objects of another form."""
+    if isinstance(output, list):
+        return all(isinstance(part, dict) and "type" in part for part in output)
+    return isinstance(output, str)
 
 
 def _own_turn(messages: list[Json]) -> Json:
@@ -293,12 +286,10 @@ class ResponsesFormat(BlockFormat):
         name, prefix = ITEMS[kind]
         item: Json = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": name, "status": "in_progress"}
         self._blocks.append(item)
-        if call is not None and call.name in self._custom:
-            item |= {"id": f"ctc_{uuid.uuid4().hex}", "type": "custom_tool_call", "call_id": call.id, "name": call.name}
-            item["input"] = ""
-            return [self._of_list("added")]
         if call is not None:
-            item |= {"call_id": call.id, "name": call.name, "arguments": ""}
+            custom = call.name in self._custom
+            own = {"id": item["id"].replace("fc", "ctc", 1), "type": "custom_tool_call"} if custom else {}
+            item |= {**own, "call_id": call.id, "name": call.name, "input" if custom else "arguments": ""}
             return [self._of_list("added")]
         item |= {"role": "assistant", "content": []} if kind == "text" else {"summary": [], "content": []}
         added = self._of_list("added")

@@ -27,13 +27,14 @@ from forerun.server.admission import QueueFullError, SchedulerLimits
 from forerun.server.answers import AnswerText, Echo, LogprobStreamer
 from forerun.server.api_errors import ApiError
 from forerun.server.calls import AnswerRow, Call, LoopDispatcher, refusal
+from forerun.server.chat_schema import ChatRequest, GenerationBody
 from forerun.server.echo import scoring_prompt
 from forerun.server.grammar_pool import GrammarPool
 from forerun.server.metrics import Metrics, RequestMeter
 from forerun.server.middleware import HeldBytes
 from forerun.server.prompt_encoder import EncodedPrompt, PromptEncoder
 from forerun.server.scheduler import Scheduler
-from forerun.server.schema import ChatRequest, CompletionRequest, Extension, GenerationBody
+from forerun.server.schema import CompletionRequest, Extension
 from forerun.server.settings import ServerSettings
 from forerun.server.tenants import drafting_namespace, private_namespace
 
@@ -284,7 +285,8 @@ class Service:
         room, least = self.positions - prompt, 1 if fits else most
         if room < least:
             message = f"the prompt has {prompt} tokens, the answer up to {least}; the model takes {self.positions}"
-            raise ApiError(400, message, "context_length_exceeded")
+            field = "messages" if isinstance(body, ChatRequest) else "prompt"
+            raise ApiError(400, message, "context_length_exceeded", field)
         return min(most, room) if fits else most
 
 

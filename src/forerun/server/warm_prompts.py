@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from forerun.server.admission import FairShare
 from forerun.server.api_errors import ApiError
 from forerun.server.bodies import parsed
+from forerun.server.chat_schema import ChatRequest
 from forerun.server.middleware import HeldBytes
-from forerun.server.schema import ChatRequest
 
 if TYPE_CHECKING:
     from forerun.server.service import Service

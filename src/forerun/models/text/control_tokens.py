@@ -8,13 +8,14 @@ there, and its pieces, none with a whole mark, are encoded one by one.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from forerun.models.text.message_formats import Json, MessageFormat
+from forerun.models.text.call_formats import Json
+from forerun.models.text.message_formats import MessageFormat
 
 NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 """Unicode reserves them for internal use."""
@@ -46,11 +47,11 @@ class ControlTokens:
 
     def guard(self, messages: Sequence[Json], tools: Sequence[Json] | None) -> GuardedChat:
         """Break the marks in a conversation's contents."""
-        given = [*messages, *(tools or ())]
-        found = [mark for mark in self._everywhere if any(mark in text for each in given for text in _texts(each))]
+        texts = list(_texts([*messages, *(tools or ())]))
+        found = [mark for mark in self._everywhere if any(mark in text for text in texts)]
         if not found:
             return GuardedChat(list(messages), None if tools is None else list(tools), None)
-        cut = next(each for each in NONCHARACTERS if not any(each in text for one in given for text in _texts(one)))
+        cut = next(each for each in NONCHARACTERS if not any(each in text for text in texts))
         everywhere = _cutter(found, cut)
         special = _cutter([mark for mark in found if mark in self._special], cut)
 
@@ -87,11 +88,23 @@ def _texts(value: Any) -> Iterable[str]:
 
 
 def _cutter(marks: Sequence[str], cut: str) -> Callable[[str], str]:
-    """Return a function that inserts ``cut`` after the first character of each mark, even of overlapping ones."""
-    if not marks:
-        return lambda text: text
-    place = re.compile(f"(?s)(?=({'|'.join(map(re.escape, marks))}))(.)")
-    return lambda text: place.sub(lambda found: found[2] + cut, text)
+    """Return a function that inserts ``cut`` after the first character of each mark, even of overlapping ones.
+
+    One regular expression for all marks would hold Python's lock for a whole text: 0.08 seconds for 8 MiB.
+    """
+
+    def change(text: str) -> str:
+        places = sorted({place + 1 for mark in marks for place in _places(mark, text)})
+        return cut.join(text[begin:end] for begin, end in pairwise([0, *places, len(text)]))
+
+    return change
+
+
+def _places(mark: str, text: str) -> Iterator[int]:
+    place = text.find(mark)
+    while place >= 0:
+        yield place
+        place = text.find(mark, place + 1)
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:

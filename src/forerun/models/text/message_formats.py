@@ -1,26 +1,32 @@
-"""How model families write reasoning and tool calls, and grammars for answers that must be calls.
+"""How a model's messages are written: a template for transformers' parser, and grammars for answers that must be calls.
 
-A family is recognised by marks in its chat template, and described in the language of transformers' response templates,
-whose parser reads the messages. A tokenizer's own response template takes precedence.
+A tokenizer's own response template takes precedence over its family's forms in ``call_formats``.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from forerun.models.text.call_formats import (
+    CALL_FORMATS,
+    HARMONY_CONTENT,
+    HERMES,
+    THINKING_FORMATS,
+    Body,
+    CallFormat,
+    Json,
+    ThinkingFormat,
+)
 from forerun.models.text.grammar import JSON_STYLE
 from forerun.models.text.schemas import SCHEMAS_BY_NAME, SchemaError, usable_schema
 
-Json = dict[str, Any]
-Body = Literal["object", "named", "tags", "python", "braces"]
-"""The inside of a call: an object; the name followed by JSON or tags; or what ``call_readers`` reads."""
 OPEN_KEYWORDS = frozenset(
     {"additionalProperties", "patternProperties", "propertyNames", "anyOf", "oneOf", "allOf", "$ref", "minProperties"}
 )
@@ -29,184 +35,6 @@ ANNOTATIONS = ("description", "title", "examples", "default")
 """Schema keywords without constraints."""
 Thinking = Literal["open", "free", "closed"]
 """Whether a prompt ends inside reasoning, leaves it to the model, or has ended it."""
-
-
-@dataclass(frozen=True)
-class CallFormat:
-    """How tool calls are written.
-
-    Attributes:
-        marks: all occur in the chat template of such a model.
-        field: where a call starts and ends, in transformers' language of response templates; ``body`` is its inside.
-        before, after: around a call's arguments; ``{name}`` is the tool's name.
-        begin, end: around all calls; ``between`` separates two.
-        separator: between name and arguments, if the body is both; around strings, if it has braces.
-        noise: marks around calls that are not content.
-        id_length: length of call ids that the template accepts; None for any.
-        marked: whether a mark identifies a call. Otherwise only an object that names a tool is one.
-        bare: whether a message that is only a call's object, without marks, is also a call.
-    """
-
-    marks: tuple[str, ...]
-    field: Json
-    body: Body
-    before: str
-    after: str
-    begin: str = ""
-    end: str = ""
-    between: str = "\n"
-    separator: str = ""
-    noise: tuple[str, ...] = ()
-    id_length: int | None = None
-    marked: bool = True
-    bare: bool = False
-
-
-BARE_CALL = r'(?:\A|(?<=</think>))\s*(?:```(?:json)?\s*)?(?=\{\s*"name"\s*:)'
-HERMES = CallFormat(
-    ("<tool_call>",),
-    {"open_pattern": f"<tool_call>|{BARE_CALL}", "close": "</tool_call>"},
-    "object",
-    '<tool_call>\n{"name": "{name}", "arguments": ',
-    "}\n</tool_call>",
-    bare=True,
-)
-"""Hermes, Qwen 2.5 and 3, and many later models; the default if a template shows no family."""
-DEEPSEEK_NOISE = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
-CALL_FORMATS = (
-    CallFormat(  # Qwen3-Coder, Qwen 3.5
-        ("<tool_call>", "<function=", "<parameter="),
-        {
-            "open_pattern": r"(?:<tool_call>\s*)?<function=",
-            "close_pattern": r"</function>|</tool_call>|(?=<tool_call>|<function=)",
-        },
-        "tags",
-        "<tool_call>\n<function={name}>\n",
-        "</function>\n</tool_call>",
-        noise=("</tool_call>",),
-    ),
-    HERMES,
-    CallFormat(  # DeepSeek V3, R1
-        ("<｜tool▁calls▁begin｜>", "```json"),
-        {
-            "open": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-            "close": ["\n```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>"],
-        },
-        "named",
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
-        "\n```<｜tool▁call▁end｜>",
-        DEEPSEEK_NOISE[0],
-        DEEPSEEK_NOISE[1],
-        separator="\n```json\n",
-        noise=DEEPSEEK_NOISE,
-    ),
-    CallFormat(  # DeepSeek V3.1
-        ("<｜tool▁calls▁begin｜>",),
-        {"open": "<｜tool▁call▁begin｜>", "close": "<｜tool▁call▁end｜>"},
-        "named",
-        "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
-        "<｜tool▁call▁end｜>",
-        DEEPSEEK_NOISE[0],
-        DEEPSEEK_NOISE[1],
-        "",
-        "<｜tool▁sep｜>",
-        DEEPSEEK_NOISE,
-    ),
-    CallFormat(  # Mistral since version 11
-        ("[TOOL_CALLS]", "[ARGS]"),
-        {"open": "[TOOL_CALLS]", "close_pattern": r"(?=\[TOOL_CALLS\])"},
-        "named",
-        "[TOOL_CALLS]{name}[ARGS]",
-        "",
-        between="",
-        separator="[ARGS]",
-        id_length=9,
-    ),
-    CallFormat(  # Mistral before
-        ("[TOOL_CALLS]",),
-        {"open": "[TOOL_CALLS]"},
-        "object",
-        '{"name": "{name}", "arguments": ',
-        "}",
-        "[TOOL_CALLS][",
-        "]",
-        ", ",
-        id_length=9,
-    ),
-    CallFormat(  # gpt-oss
-        ("<|channel|>analysis<|message|>", "functions."),
-        {
-            "open_pattern": r"(?:<\|channel\|>(?:commentary|analysis)|<\|start\|>assistant|\A) to=functions\.",
-            "close": "<|call|>",
-        },
-        "named",
-        "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
-        "<|call|>",
-        between="<|start|>assistant",
-        separator="<|message|>",
-        noise=("<|start|>assistant",),
-    ),
-    CallFormat(  # LFM2
-        ("<|tool_call_start|>",),
-        {"open": "<|tool_call_start|>", "close": "<|tool_call_end|>"},
-        "python",
-        "{name}(",
-        ")",
-        "<|tool_call_start|>[",
-        "]<|tool_call_end|>",
-        ", ",
-    ),
-    CallFormat(  # Gemma 4
-        ("<|tool_call>", "<tool_call|>"),
-        {"open": "<|tool_call>", "close": "<tool_call|>"},
-        "braces",
-        "<|tool_call>call:{name}{",
-        "}<tool_call|>",
-        between="",
-        separator='<|"|>',
-    ),
-    CallFormat(  # FunctionGemma
-        ("<start_function_call>", "<end_function_call>"),
-        {"open": "<start_function_call>", "close": "<end_function_call>"},
-        "braces",
-        "<start_function_call>call:{name}{",
-        "}<end_function_call>",
-        between="",
-        separator="<escape>",
-    ),
-    CallFormat(  # Llama 3
-        ('"parameters"', "<|start_header_id|>"),
-        {"open_pattern": r"(?:\A|(?<=</think>))\s*(?:<\|python_tag\|>)?\s*(?=\{)"},
-        "object",
-        '{"name": "{name}", "parameters": ',
-        "}",
-        between="; ",
-        marked=False,
-    ),
-)
-"""The first format with all marks present applies."""
-
-
-@dataclass(frozen=True)
-class ThinkingFormat:
-    """How reasoning is written: its marks, what follows it, and what starts the answer."""
-
-    begin: str
-    end: str
-    behind: str = ""
-    answer: str = ""
-
-
-THINKING_FORMATS = (
-    ThinkingFormat("<think>", "</think>"),
-    ThinkingFormat("[THINK]", "[/THINK]"),
-    ThinkingFormat("<seed:think>", "</seed:think>"),
-    ThinkingFormat("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant", "<|channel|>final<|message|>"),
-)
-HARMONY_CONTENT = {
-    "open_pattern": r"<\|channel\|>(?:final|commentary)(?: <\|constrain\|>[^<]*)?<\|message\|>",
-    "close": ["<|return|>", "<|end|>"],
-}
 
 
 @dataclass(frozen=True)
@@ -392,80 +220,6 @@ def message_format(tokenizer: PreTrainedTokenizerBase) -> MessageFormat:
     added = {each.content: token for token, each in tokens.items() if each.content.strip()}
     special = {each.content: token for token, each in tokens.items() if each.special}
     return MessageFormat(calls, thinking, own, special, added)
-
-
-TOOLS_PROMPT = """# Tools
-
-You may call functions. Their descriptions are within <tools></tools>:
-<tools>
-{tools}
-</tools>
-
-For each call, write a JSON object with the function's name and arguments within <tool_call></tool_call>:
-<tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""
-
-
-def knows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether a tokenizer's chat template shows tools to the model."""
-    return "tools" in str(getattr(tokenizer, "chat_template", ""))
-
-
-def with_known_roles(messages: Sequence[Json], tokenizer: PreTrainedTokenizerBase) -> list[Json]:
-    """Replace ``developer``, OpenAI's later name of ``system``, for a template without it. Some templates reject a
-    second system turn, so a developer's turn right after one is merged into it."""
-    if "developer" in str(getattr(tokenizer, "chat_template", "")):
-        return list(messages)
-    turns: list[Json] = []
-    for message in messages:
-        if message["role"] != "developer":
-            turns.append(message)
-        elif turns and turns[-1]["role"] == "system":
-            turns[-1] = {**turns[-1], "content": f"{turns[-1]['content']}\n\n{message['content']}"}
-        else:
-            turns.append({**message, "role": "system"})
-    return turns
-
-
-def arrangements(messages: Sequence[Json]) -> Iterator[list[Json]]:
-    """Yield a conversation, and variants for templates that reject it: with all system turns first and merged; then
-    without a system, and with alternating user and assistant turns."""
-    yield list(messages)
-    said = "\n\n".join(turn["content"] for turn in messages if turn["role"] == "system")
-    others = [turn for turn in messages if turn["role"] != "system"]
-    if len(others) < len(messages):
-        yield [{"role": "system", "content": said}, *others]
-    joined: list[Json] = [{"role": "user", "content": said}] if said else []
-    for turn in others:
-        plain = turn.keys() == {"role", "content"} == (joined[-1].keys() if joined else None)
-        if joined and plain and turn["role"] == joined[-1]["role"]:
-            joined[-1] = {**turn, "content": f"{joined[-1]['content']}\n\n{turn['content']}"}
-        else:
-            joined.append(turn)
-    yield joined
-
-
-def with_tools_as_text(messages: Sequence[Json], tools: Sequence[Json]) -> list[Json]:
-    """Rewrite a conversation for a template without tools: tools, calls and results become text in Hermes' form."""
-    if not tools:  # any more
-        return list(map(_as_text, messages))
-    prompt = TOOLS_PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-    rest = list(messages)
-    if rest and rest[0]["role"] == "system":
-        prompt = f"{rest.pop(0)['content']}\n\n{prompt}"
-    return [{"role": "system", "content": prompt}, *map(_as_text, rest)]
-
-
-def _as_text(message: Json) -> Json:
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
-    if not calls:
-        return message
-    parts = [message["content"]] if message["content"] else []
-    parts += [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
-    return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": "\n".join(parts)}
 
 
 def _keepable(tool: Json) -> Json:

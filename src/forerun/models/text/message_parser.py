@@ -16,8 +16,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from forerun.models.text.call_formats import CallFormat
 from forerun.models.text.call_readers import Calls, read_bare, read_braces, read_python, read_tags
-from forerun.models.text.message_formats import CallFormat, MessageFormat, with_types
+from forerun.models.text.message_formats import MessageFormat, with_types
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 ARGUMENT_KEYS = ("arguments", "parameters")
