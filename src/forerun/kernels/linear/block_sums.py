@@ -17,8 +17,8 @@ INPUT_BLOCK = 32
 CODE_WORDS = 8
 """Vectors of codes for as many columns."""
 X_SUMS, X_SCALE, X_SCALED_SUM, X_BLOCK = 32, 36, 40, 44
-"""Byte offsets in a block of quantised inputs: the sums of its halves, its scale, and the scale times both sums; and a
-block's size. Its first 32 bytes are the integers."""
+"""Byte offsets in a block of quantised inputs: the negated sums of its halves, its scale, the scale times the sum of
+both, and the size of a block. Its first 32 bytes are the integers."""
 
 
 class BlockSums:
@@ -47,7 +47,7 @@ class BlockSums:
 
 
 class _Shifted(BlockSums):
-    """A scale, and a pair of factors on the sums of the inputs' halves, which subtracts the codes' offset."""
+    """A scale, and a pair of factors on the sums of the inputs' halves: the codes' offset."""
 
     def add(
         self, e: Emitter, products: Sequence[ir.Value], factors: Sequence[ir.Value], place: ir.Value, total: ir.Value
@@ -110,7 +110,7 @@ def weighted(e: Emitter, products: Sequence[ir.Value], first: ir.Value, second: 
 
 
 def with_sums(e: Emitter, pair: ir.Value, place: ir.Value, integers: ir.Value) -> ir.Value:
-    """Add a pair's products with the sums of the inputs' halves to integers."""
+    """Subtract a pair's products with the sums of the inputs' halves from integers."""
     return shorts_by_words(e, pair, e.everywhere(e.load(e.at(place, X_SUMS), I32)), integers)
 
 

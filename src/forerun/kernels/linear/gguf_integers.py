@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from forerun.kernels.linear.block_sums import HALVES_AND_MINIMUM, MINIMUM, SHIFTED, SHIFTED_HALVES, BlockSums
-from forerun.kernels.linear.byte_products import bytes_from_table, pair_of
+from forerun.kernels.linear.byte_products import bytes_from_table, pair_of, spread, takes_large_bytes
 from forerun.kernels.linear.gguf_formats import (
     FP4_VALUES,
     GGUF_FORMATS,
@@ -134,18 +134,25 @@ class _SuperNibbleCodes(IntegerFormat):
 
     parts = 4
 
+    @property
+    def high_at(self) -> int:
+        """Where codes of high halves are in their bytes, where bytes can be so large: in place, without a shift. Their
+        scales are smaller, for equal products."""
+        return 4 if self.most > 31 else 0
+
     def scales(self, e: Emitter, rows: StridedRows) -> Any:
         b = e.builder
         both, first, second, third = quads(e, rows, 0)
         scale, minus = both_halves(e, both)
         minus, table = b.fsub(constant(-0.0), minus), VectorTable(e, 16)
+        scales = [scale, b.fmul(scale, constant(2.0**-self.high_at))]
         for k in range(4):
-            table.put(k, b.fmul(scale, bits(e, first, 8 * k, 6)))
+            table.put(k, b.fmul(scales[k % 2], bits(e, first, 8 * k, 6)))
             table.put(8 + k, b.fmul(minus, bits(e, second, 8 * k, 6)))
-            table.put(4 + k, b.fmul(scale, bits(e, third, 8 * k, 4, first, 8 * k + 6)))
+            table.put(4 + k, b.fmul(scales[k % 2], bits(e, third, 8 * k, 4, first, 8 * k + 6)))
             table.put(12 + k, b.fmul(minus, bits(e, third, 8 * k + 4, 4, second, 8 * k + 6)))
-        highest = WordTable(e, 8 if self.most > 15 else 0)
-        highest.fill(quads(e, rows, 16) + quads(e, rows, 32) if self.most > 15 else [])
+        highest = WordTable(e, 8 if self.name == "Q5_K" else 0)
+        highest.fill(quads(e, rows, 16) + quads(e, rows, 32) if self.name == "Q5_K" else [])
         return table, highest
 
     def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
@@ -154,8 +161,8 @@ class _SuperNibbleCodes(IntegerFormat):
         raw = quads(e, here, self.bytes - 128) + quads(e, here, self.bytes - 112)
         for high in (0, 1):
             number = b.add(e.times(part, 2), I64(high))
-            words = [b.and_(b.lshr(word, words_of(4)) if high else word, words_of(0x0F0F0F0F)) for word in raw]
-            if self.most > 15:
+            words = [bits_of_bytes(e, word, 4 * high, 4, self.high_at * high) for word in raw]
+            if self.name == "Q5_K":
                 for i, word in enumerate(words):
                     bit = b.and_(b.lshr(highest.get(I64(i)), splat(e, number)), words_of(0x01010101))
                     words[i] = b.or_(word, b.shl(bit, words_of(4)))
@@ -169,10 +176,10 @@ class _SixBitCodes(IntegerFormat):
 
     def scales(self, e: Emitter, rows: StridedRows) -> Any:
         b = e.builder
-        signed = [
-            b.ashr(b.shl(word, words_of(24 - 8 * k)), words_of(24)) for word in quads(e, rows, 192) for k in range(4)
-        ]
-        return halves_at(e, rows, 208), SixteenScales(e, signed, 32)
+        raw = quads(e, rows, 192)
+        eightfold = [b.ashr(spread(e, word, (None, None, None, k)), words_of(21)) for word in raw for k in range(4)]
+        pairs = [spread(e, word, (None, k, None, k + 1)) for word in raw for k in (0, 2)]  # times 8 * 32
+        return b.fmul(halves_at(e, rows, 208), constant(1 / 8)), SixteenScales(e, eightfold, pairs)
 
     def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
         b, (scale, table) = e.builder, scales
@@ -202,7 +209,9 @@ class _ThreeBitCodes(IntegerFormat):
             two = b.lshr(words[high // 4], words_of(high % 4 * 8 + k // 4 * 2))
             six = b.or_(b.and_(four, words_of(15)), b.shl(b.and_(two, words_of(3)), words_of(4)))
             signed.append(b.sub(six, words_of(32)))
-        return both_halves(e, words[3])[1], SixteenScales(e, signed, 4)
+        fourfold = [b.shl(each, words_of(2)) for each in signed]
+        pairs = [pair_of(e, *two) for two in zip(fourfold[::2], fourfold[1::2], strict=True)]
+        return both_halves(e, words[3])[1], SixteenScales(e, signed, pairs)
 
     def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
         b, (scale, table) = e.builder, scales
@@ -225,17 +234,21 @@ class _TwoBitCodes(IntegerFormat):
     def scales(self, e: Emitter, rows: StridedRows) -> Any:
         b = e.builder
         scale, minus = both_halves(e, integers_at(e, rows, 80, I32))
-        found = [shifted(e, word, 8 * k) for word in quads(e, rows, 0) for k in range(4)]
-        minima = [b.and_(b.lshr(each, words_of(4)), words_of(15)) for each in found]
-        table = SixteenScales(e, [b.and_(each, words_of(15)) for each in found], 0, minima)
-        return scale, b.fsub(constant(-0.0), minus), table
+        low, high = ([bits_of_bytes(e, word, at, 4, 0) for word in quads(e, rows, 0)] for at in (0, 4))
+        small = [spread(e, word, (k, None, None, None)) for word in low for k in range(4)]
+        minima = [spread(e, word, (k, None, k + 1, None)) for word in high for k in (0, 2)]
+        scales = [b.fmul(scale, constant(2.0**-at)) for at in self._places()]
+        return scales, minus, SixteenScales(e, small, minima)
 
     def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
-        scale, minus, table = scales
+        of_bits, minus, table = scales
         raw = two_bit_words(e, rows, part, 16)
-        for k in range(4):
-            words = [e.builder.and_(shifted(e, word, 2 * k), words_of(0x03030303)) for word in raw]
-            yield BlockCodes(words, (scale, *table.factors(e, part, k), minus))
+        for k, at in enumerate(self._places()):
+            words = [bits_of_bytes(e, word, 2 * k, 2, at) for word in raw]
+            yield BlockCodes(words, (of_bits[k], *table.factors(e, part, k), minus))
+
+    def _places(self) -> tuple[int, ...]:
+        return (0, 2, 4, 6) if self.most > 3 else (0, 0, 0, 0)
 
 
 INTEGER_FORMATS: dict[str, IntegerFormat] = {
@@ -246,9 +259,9 @@ INTEGER_FORMATS: dict[str, IntegerFormat] = {
         _NibbleCodes("Q5_0", SHIFTED, 31),
         _NibbleCodes("Q5_1", MINIMUM, 31),
         _ByteCodes("Q8_0", SHIFTED, 255),
-        _TwoBitCodes("Q2_K", HALVES_AND_MINIMUM, 3),
+        _TwoBitCodes("Q2_K", HALVES_AND_MINIMUM, 192 if takes_large_bytes() else 3),
         _ThreeBitCodes("Q3_K", SHIFTED_HALVES, 7),
-        _SuperNibbleCodes("Q4_K", MINIMUM, 15),
+        _SuperNibbleCodes("Q4_K", MINIMUM, 240 if takes_large_bytes() else 15),
         _SuperNibbleCodes("Q5_K", MINIMUM, 31),
         _SixBitCodes("Q6_K", SHIFTED_HALVES, 63),
         _TableCodes("IQ4_NL", SHIFTED, max(IQ4_VALUES) - min(IQ4_VALUES)),
@@ -276,16 +289,13 @@ class WordTable:
 
 
 class SixteenScales:
-    """Scales of every 16 of 256 columns: 16 vectors of small signed integers, with an offset to subtract from every
-    code, or 16 vectors of minima."""
+    """Scales of every 16 of 256 columns: 16 vectors of small signed integers, and 8 vectors of pairs that the inputs'
+    sums are multiplied by: scales times an offset, or minima."""
 
-    def __init__(
-        self, e: Emitter, scales: Sequence[ir.Value], offset: int, minima: Sequence[ir.Value] | None = None
-    ) -> None:
-        added = minima or [e.builder.mul(each, words_of(-offset & 0xFFFFFFFF)) for each in scales]
+    def __init__(self, e: Emitter, scales: Sequence[ir.Value], pairs: Sequence[ir.Value]) -> None:
         self._scales, self._pairs = WordTable(e, 16), WordTable(e, 8)
         self._scales.fill(scales)
-        self._pairs.fill([pair_of(e, *two) for two in zip(added[::2], added[1::2], strict=True)])
+        self._pairs.fill(pairs)
 
     def factors(self, e: Emitter, part: ir.Value, k: int) -> tuple[ir.Value, ir.Value, ir.Value]:
         """Return two scales and a pair for the 32 columns ``k`` of one of two parts."""
@@ -308,7 +318,12 @@ def looked_up(e: Emitter, words: Sequence[ir.Value], values: Sequence[int], scal
 
 def shift(offset: int) -> ir.Constant:
     """Return the pair that subtracts an offset from all codes."""
-    return words_of((-offset & 0xFFFF) * 0x10001)
+    return words_of(offset * 0x10001)
+
+
+def bits_of_bytes(e: Emitter, words: ir.Value, at: int, count: int, to: int) -> ir.Value:
+    """Return ``count`` bits of each byte, from ``at`` on, moved down to bit ``to``."""
+    return e.builder.and_(shifted(e, words, at - to), words_of(((1 << count) - 1 << to) * 0x01010101))
 
 
 def shifted(e: Emitter, word: ir.Value, count: int) -> ir.Value:

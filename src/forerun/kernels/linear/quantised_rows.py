@@ -49,8 +49,9 @@ def quantise(e: Emitter, x: ir.Value, blocks: ir.Value, to: ir.Value) -> None:
             e.store(b.trunc(integers, ir.VectorType(ir.IntType(8), LANES)), e.at(target, i * LANES))
             rounded_halves.append(integers)
         sums = _both_sums(e, pair_of(e, *rounded_halves))
-        total = b.add(b.ashr(b.shl(sums, I32(16)), I32(16)), b.ashr(sums, I32(16)))
-        e.store(sums, e.at(target, X_SUMS))
+        first, second = b.ashr(b.shl(sums, I32(16)), I32(16)), b.ashr(sums, I32(16))
+        total = b.add(first, second)
+        e.store(b.or_(b.and_(b.neg(first), I32(0xFFFF)), b.shl(b.neg(second), I32(16))), e.at(target, X_SUMS))
         e.store(scale, e.at(target, X_SCALE))
         e.store(b.fmul(scale, b.sitofp(total, F32)), e.at(target, X_SCALED_SUM))
 
