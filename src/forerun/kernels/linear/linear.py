@@ -24,6 +24,7 @@ from forerun.core.compiling import compiled
 from forerun.kernels.linear.block_sums import CODE_BYTES, INPUT_BLOCK, X_BLOCK
 from forerun.kernels.linear.panels import (
     FEW_INTEGER_TOKENS,
+    INTEGER_TOKENS,
     MANY_TOKENS,
     few,
     format_number,
@@ -454,17 +455,18 @@ def _integers(fields: int, n: int, quantised: int, panel: Panel, ahead: int, spa
         w = codes + UNPACKED_COLUMNS // INPUT_BLOCK * CODE_BYTES
         _copy_rows(panel, w)
     if n <= FEW_INTEGER_TOKENS:
-        call(matrix.few_by_integers, n, w, matrix.row, quantised, x_row, blocks, further, panel.sums)
+        for t in range(0, n, INTEGER_TOKENS[-1]):
+            number, inputs, sums = min(INTEGER_TOKENS[-1], n - t), quantised + t * x_row, panel.sums + t * LINE
+            call(matrix.few_by_integers, number, w, matrix.row, inputs, x_row, blocks, 0 if t else further, sums)
         return
     for first in range(0, op.words, UNPACKED_COLUMNS):
         count = min(UNPACKED_COLUMNS, op.words - first)
         at = matrix.row // blocks * (first // matrix.block)
         call(matrix.codes, w + at, matrix.row, count // matrix.block, further + (LANES - 1) * at, codes)
-        inputs, t = quantised + first // INPUT_BLOCK * X_BLOCK, 0
-        while t < n:
-            number, sums = min(FEW_INTEGER_TOKENS, n - t), panel.sums + t * LINE
+        inputs = quantised + first // INPUT_BLOCK * X_BLOCK
+        for t in range(0, n, INTEGER_TOKENS[-1]):
+            number, sums = min(INTEGER_TOKENS[-1], n - t), panel.sums + t * LINE
             call(matrix.many_by_integers, number, codes, count // INPUT_BLOCK, inputs + t * x_row, x_row, sums)
-            t += number
 
 
 @compiled
