@@ -139,8 +139,8 @@ class _SuperNibbleCodes(IntegerFormat):
 
     @property
     def high_at(self) -> int:
-        """Where codes of high halves are in their bytes, where bytes can be so large: in place, without a shift. Their
-        scales are smaller, for equal products."""
+        """First bit of the high halves' codes: they stay in place where bytes may be so large, which saves a shift, and
+        their scales are divided. Products are equal unless inputs exceed 1e33 and overflow."""
         return 4 if self.most > 31 else 0
 
     def scales(self, e: Emitter, rows: StridedRows) -> Any:
@@ -226,7 +226,7 @@ class _ThreeBitCodes(IntegerFormat):
 
 
 class _TwoBitCodes(IntegerFormat):
-    """Q2_K; a part is 128 columns."""
+    """Q2_K; a part is 128 columns. Codes stay in place as in ``_SuperNibbleCodes``."""
 
     parts = 2
 
@@ -248,6 +248,7 @@ class _TwoBitCodes(IntegerFormat):
             yield BlockCodes(words, (of_bits[k], *small.two(part, k), minima.get(number), minus))
 
     def _places(self) -> tuple[int, ...]:
+        """Return the first bits of the codes of a part's four times 32 columns."""
         return (0, 2, 4, 6) if self.most > 3 else (0, 0, 0, 0)
 
 
@@ -300,7 +301,7 @@ def looked_up(e: Emitter, words: Sequence[ir.Value], table: Sequence[int], scale
 
 
 def bits_of_bytes(e: Emitter, words: ir.Value, at: int, count: int, to: int) -> ir.Value:
-    """Return ``count`` bits of each byte, from ``at`` on, moved down to bit ``to``."""
+    """Return ``count`` bits of each byte, from ``at`` on, moved to bit ``to``."""
     return e.builder.and_(shifted(e, words, at - to), words_of(((1 << count) - 1 << to) * 0x01010101))
 
 
