@@ -16,9 +16,13 @@ from forerun.kernels.runtime.vector_ir import F32, FLOATS, I32, LINE, WORDS, Emi
 INPUT_BLOCK = 32
 CODE_WORDS = 8
 """Vectors of codes for as many columns."""
-X_SUMS, X_SCALE, X_SCALED_SUM, X_BLOCK = 32, 36, 40, 44
-"""Byte offsets in a block of quantised inputs: the sums of its halves, its scale, and the scale times both sums; and a
-block's size. Its first 32 bytes are the integers."""
+X_SUMS, X_SCALE, X_SCALED_SUM, X_BLOCK = 32, 36, 40, LINE
+"""Byte offsets in a block of quantised inputs: the sums of its halves (16 bits each), its scale, and that times their
+sum; and the size of a block. Its first 32 bytes are the integers."""
+X_SHIFTS = {8: 44, 16: 48, 128: 52}
+"""Byte offsets of the block's sum times minus the offset of a format's codes."""
+HALVES_SHIFT, X_HALVES_SHIFTS = 32, (56, 60)
+"""Byte offsets of the sums of both halves times minus an offset."""
 
 
 class BlockSums:
@@ -31,13 +35,17 @@ class BlockSums:
         self, e: Emitter, words: Sequence[ir.Value], places: Sequence[ir.Value], most: int
     ) -> list[list[ir.Value]]:
         """Return each token's integer sums with a block's codes, given the addresses of its inputs."""
-        totals = [[words_of(0)] * self.sums for _ in places]
+        totals = [self.start(e, place) for place in places]
         for i, word in enumerate(words):
             which = i * self.sums // CODE_WORDS
             for total, place in zip(totals, places, strict=True):
-                four = e.everywhere(e.load(e.at(place, 4 * i), I32))
-                total[which] = bytes_by_words(e, word, four, total[which], most)
+                total[which] = bytes_by_words(e, word, integer_at(e, place, 4 * i), total[which], most)
         return totals
+
+    def start(self, e: Emitter, place: ir.Value) -> list[ir.Value]:
+        """Return what a token's integer sums start with. Subtracting an offset from all codes costs no instruction if
+        they start with the inputs' sum times minus the offset."""
+        return [words_of(0)] * self.sums
 
     def add(
         self, e: Emitter, products: Sequence[ir.Value], factors: Sequence[ir.Value], place: ir.Value, total: ir.Value
@@ -47,13 +55,20 @@ class BlockSums:
 
 
 class _Shifted(BlockSums):
-    """A scale, and a pair of factors on the sums of the inputs' halves, which subtracts the codes' offset."""
+    """A scale; codes have an offset."""
+
+    factors = (FLOATS,)
+
+    def __init__(self, offset: int) -> None:
+        self._at = X_SHIFTS[offset]
+
+    def start(self, e: Emitter, place: ir.Value) -> list[ir.Value]:
+        return [integer_at(e, place, self._at)]
 
     def add(
         self, e: Emitter, products: Sequence[ir.Value], factors: Sequence[ir.Value], place: ir.Value, total: ir.Value
     ) -> ir.Value:
-        scale, pair = factors
-        return scaled(e, with_sums(e, pair, place, products[0]), place, scale, total)
+        return scaled(e, products[0], place, factors[0], total)
 
 
 class _Minimum(BlockSums):
@@ -70,16 +85,19 @@ class _Minimum(BlockSums):
 
 
 class _ShiftedHalves(BlockSums):
-    """A scale, two integer scales of 16 columns each, and a pair as in ``_Shifted``, times them."""
+    """A scale, and two integer scales of 16 columns each; codes have the offset ``HALVES_SHIFT``."""
 
-    factors = (FLOATS, WORDS, WORDS, WORDS)
+    factors = (FLOATS, WORDS, WORDS)
     sums = 2
+
+    def start(self, e: Emitter, place: ir.Value) -> list[ir.Value]:
+        return [integer_at(e, place, at) for at in X_HALVES_SHIFTS]
 
     def add(
         self, e: Emitter, products: Sequence[ir.Value], factors: Sequence[ir.Value], place: ir.Value, total: ir.Value
     ) -> ir.Value:
-        scale, first, second, pair = factors
-        return scaled(e, with_sums(e, pair, place, weighted(e, products, first, second)), place, scale, total)
+        scale, first, second = factors
+        return scaled(e, weighted(e, products, first, second), place, scale, total)
 
 
 class _HalvesAndMinimum(BlockSums):
@@ -93,13 +111,13 @@ class _HalvesAndMinimum(BlockSums):
     ) -> ir.Value:
         scale, first, second, minima, minimum = factors
         total = scaled(e, weighted(e, products, first, second), place, scale, total)
-        return scaled(e, with_sums(e, minima, place, words_of(0)), place, minimum, total)
+        of_minima = shorts_by_words(e, minima, integer_at(e, place, X_SUMS), words_of(0))
+        return scaled(e, of_minima, place, minimum, total)
 
 
-SHIFTED, MINIMUM, SHIFTED_HALVES, HALVES_AND_MINIMUM = _Shifted(), _Minimum(), _ShiftedHalves(), _HalvesAndMinimum()
-BLOCK_SUMS: tuple[BlockSums, ...] = (SHIFTED, MINIMUM, SHIFTED_HALVES, HALVES_AND_MINIMUM)
-
-
+SHIFTED = {offset: _Shifted(offset) for offset in X_SHIFTS}
+MINIMUM, SHIFTED_HALVES, HALVES_AND_MINIMUM = _Minimum(), _ShiftedHalves(), _HalvesAndMinimum()
+BLOCK_SUMS: tuple[BlockSums, ...] = (*SHIFTED.values(), MINIMUM, SHIFTED_HALVES, HALVES_AND_MINIMUM)
 CODE_BYTES = LINE * (CODE_WORDS + max(len(each.factors) for each in BLOCK_SUMS))
 
 
@@ -109,9 +127,9 @@ def weighted(e: Emitter, products: Sequence[ir.Value], first: ir.Value, second: 
     return b.add(b.mul(products[0], first), b.mul(products[1], second))
 
 
-def with_sums(e: Emitter, pair: ir.Value, place: ir.Value, integers: ir.Value) -> ir.Value:
-    """Add a pair's products with the sums of the inputs' halves to integers."""
-    return shorts_by_words(e, pair, e.everywhere(e.load(e.at(place, X_SUMS), I32)), integers)
+def integer_at(e: Emitter, place: ir.Value, at: int) -> ir.Value:
+    """Repeat one of a block's integers in every lane."""
+    return e.everywhere(e.load(e.at(place, at), I32))
 
 
 def scaled(e: Emitter, integers: ir.Value, place: ir.Value, factor: ir.Value, total: ir.Value) -> ir.Value:

@@ -41,6 +41,11 @@ def shorts_by_words(e: Emitter, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Val
     return e.builder.add(c, _shorts(e, a, b))
 
 
+def takes_large_bytes() -> bool:
+    """Return whether ``bytes_by_words`` costs no more for bytes above 127."""
+    return "+avx512vnni" in features() or "+avxvnni" in features()
+
+
 def bytes_from_table(e: Emitter, codes: ir.Value, values: Sequence[int]) -> ir.Value:
     """Look up each byte, a number below 16, in a table of 16 values."""
     b, indices = e.builder, e.builder.bitcast(codes, BYTES)
@@ -70,6 +75,13 @@ def pair_of(e: Emitter, first: ir.Value, second: ir.Value) -> ir.Value:
     """Pack the lower halves of two vectors' words as two 16-bit integers per word."""
     b = e.builder
     return b.or_(b.and_(first, words_of(0xFFFF)), b.shl(second, words_of(16)))
+
+
+def spread(e: Emitter, words: ir.Value, places: Sequence[int | None]) -> ir.Value:
+    """Return for each word one with the bytes at four places of it, or zero for None."""
+    zeros = BYTES([0] * BYTES.count)
+    lanes = [BYTES.count if place is None else 4 * i + place for i in range(LANES) for place in places]
+    return e.builder.bitcast(e.pick(e.builder.bitcast(words, BYTES), zeros, lanes), WORDS)
 
 
 def _multiplies_shorts() -> bool:

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from forerun.kernels.linear.block_sums import HALVES_AND_MINIMUM, MINIMUM, SHIFTED, SHIFTED_HALVES, BlockSums
-from forerun.kernels.linear.byte_products import bytes_from_table, pair_of
+from forerun.kernels.linear.byte_products import bytes_from_table, spread, takes_large_bytes
 from forerun.kernels.linear.gguf_formats import (
     FP4_VALUES,
     GGUF_FORMATS,
@@ -29,6 +29,9 @@ from forerun.kernels.linear.gguf_formats import (
     splat,
 )
 from forerun.kernels.runtime.vector_ir import I32, I64, LANES, WORDS, Emitter, constant, words_of
+
+IQ4, FP4 = [value + 128 for value in IQ4_VALUES], [value + 16 for value in FP4_VALUES]
+"""Tables with the offsets of their formats."""
 
 
 class BlockCodes(NamedTuple):
@@ -93,13 +96,13 @@ class _NibbleCodes(IntegerFormat):
         if self.sums is MINIMUM:
             yield BlockCodes(words, both_halves(e, integers_at(e, rows, 0, I32)))
         else:
-            yield BlockCodes(words, (halves_at(e, rows, 0), shift(self.most // 2 + 1)))
+            yield BlockCodes(words, (halves_at(e, rows, 0),))
 
 
 class _ByteCodes(IntegerFormat):
     def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
         words = [e.builder.xor(word, words_of(0x80808080)) for at in (2, 18) for word in quads(e, rows, at)]
-        yield BlockCodes(words, (halves_at(e, rows, 0), shift(128)))
+        yield BlockCodes(words, (halves_at(e, rows, 0),))
 
 
 class _TableCodes(IntegerFormat):
@@ -108,9 +111,9 @@ class _TableCodes(IntegerFormat):
     def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
         words = nibbles(e, quads(e, rows, self.bytes - 16))
         if self.name == "MXFP4":
-            yield looked_up(e, words, FP4_VALUES, power_at(e, rows, 0))
+            yield looked_up(e, words, FP4, power_at(e, rows, 0))
         else:
-            yield looked_up(e, words, IQ4_VALUES, halves_at(e, rows, 0))
+            yield looked_up(e, words, IQ4, halves_at(e, rows, 0))
 
 
 class _SuperTableCodes(IntegerFormat):
@@ -126,7 +129,7 @@ class _SuperTableCodes(IntegerFormat):
 
     def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
         here = rows.at(e.times(part, 16))
-        yield looked_up(e, nibbles(e, quads(e, here, 8)), IQ4_VALUES, scales.get(part))
+        yield looked_up(e, nibbles(e, quads(e, here, 8)), IQ4, scales.get(part))
 
 
 class _SuperNibbleCodes(IntegerFormat):
@@ -134,19 +137,24 @@ class _SuperNibbleCodes(IntegerFormat):
 
     parts = 4
 
+    @property
+    def high_at(self) -> int:
+        """First bit of the high halves' codes: they stay in place where bytes may be so large, which saves a shift, and
+        their scales are divided. Products are equal unless inputs exceed 1e33 and overflow."""
+        return 4 if self.most > 31 else 0
+
     def scales(self, e: Emitter, rows: StridedRows) -> Any:
         b = e.builder
         both, first, second, third = quads(e, rows, 0)
         scale, minus = both_halves(e, both)
         minus, table = b.fsub(constant(-0.0), minus), VectorTable(e, 16)
+        scales = [scale, b.fmul(scale, constant(2.0**-self.high_at))]
         for k in range(4):
-            table.put(k, b.fmul(scale, bits(e, first, 8 * k, 6)))
+            table.put(k, b.fmul(scales[k % 2], bits(e, first, 8 * k, 6)))
             table.put(8 + k, b.fmul(minus, bits(e, second, 8 * k, 6)))
-            table.put(4 + k, b.fmul(scale, bits(e, third, 8 * k, 4, first, 8 * k + 6)))
+            table.put(4 + k, b.fmul(scales[k % 2], bits(e, third, 8 * k, 4, first, 8 * k + 6)))
             table.put(12 + k, b.fmul(minus, bits(e, third, 8 * k + 4, 4, second, 8 * k + 6)))
-        highest = WordTable(e, 8 if self.most > 15 else 0)
-        highest.fill(quads(e, rows, 16) + quads(e, rows, 32) if self.most > 15 else [])
-        return table, highest
+        return table, WordTable(e, quads(e, rows, 16) + quads(e, rows, 32) if self.name == "Q5_K" else [])
 
     def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
         b, (table, highest) = e.builder, scales
@@ -154,8 +162,8 @@ class _SuperNibbleCodes(IntegerFormat):
         raw = quads(e, here, self.bytes - 128) + quads(e, here, self.bytes - 112)
         for high in (0, 1):
             number = b.add(e.times(part, 2), I64(high))
-            words = [b.and_(b.lshr(word, words_of(4)) if high else word, words_of(0x0F0F0F0F)) for word in raw]
-            if self.most > 15:
+            words = [bits_of_bytes(e, word, 4 * high, 4, self.high_at * high) for word in raw]
+            if self.name == "Q5_K":
                 for i, word in enumerate(words):
                     bit = b.and_(b.lshr(highest.get(I64(i)), splat(e, number)), words_of(0x01010101))
                     words[i] = b.or_(word, b.shl(bit, words_of(4)))
@@ -172,7 +180,7 @@ class _SixBitCodes(IntegerFormat):
         signed = [
             b.ashr(b.shl(word, words_of(24 - 8 * k)), words_of(24)) for word in quads(e, rows, 192) for k in range(4)
         ]
-        return halves_at(e, rows, 208), SixteenScales(e, signed, 32)
+        return halves_at(e, rows, 208), WordTable(e, signed)
 
     def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
         b, (scale, table) = e.builder, scales
@@ -185,11 +193,11 @@ class _SixBitCodes(IntegerFormat):
                 four = b.and_(shifted(e, low[8 * (k % 2) + i], 4 * (k // 2)), words_of(0x0F0F0F0F))
                 two = b.and_(shifted(e, high[i], 2 * k), words_of(0x03030303))
                 words.append(b.or_(four, b.shl(two, words_of(4))))
-            yield BlockCodes(words, (scale, *table.factors(e, part, k)))
+            yield BlockCodes(words, (scale, *table.two(part, k)))
 
 
 class _ThreeBitCodes(IntegerFormat):
-    """Q3_K; a part is 128 columns."""
+    """Q3_K; a part is 128 columns. Codes are multiplied by 8, for Q6_K's offset, and scales divided."""
 
     parts = 2
 
@@ -202,7 +210,7 @@ class _ThreeBitCodes(IntegerFormat):
             two = b.lshr(words[high // 4], words_of(high % 4 * 8 + k // 4 * 2))
             six = b.or_(b.and_(four, words_of(15)), b.shl(b.and_(two, words_of(3)), words_of(4)))
             signed.append(b.sub(six, words_of(32)))
-        return both_halves(e, words[3])[1], SixteenScales(e, signed, 4)
+        return b.fmul(both_halves(e, words[3])[1], constant(1 / 8)), WordTable(e, signed)
 
     def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
         b, (scale, table) = e.builder, scales
@@ -212,48 +220,54 @@ class _ThreeBitCodes(IntegerFormat):
             place = splat(e, b.add(e.times(part, 4), I64(k)))
             words = []
             for word, mask in zip(raw, masks, strict=True):
-                third = b.shl(b.and_(b.lshr(mask, place), words_of(0x01010101)), words_of(2))
-                words.append(b.or_(b.and_(shifted(e, word, 2 * k), words_of(0x03030303)), third))
-            yield BlockCodes(words, (scale, *table.factors(e, part, k)))
+                third = b.shl(b.and_(b.lshr(mask, place), words_of(0x01010101)), words_of(5))
+                words.append(b.or_(bits_of_bytes(e, word, 2 * k, 2, 3), third))
+            yield BlockCodes(words, (scale, *table.two(part, k)))
 
 
 class _TwoBitCodes(IntegerFormat):
-    """Q2_K; a part is 128 columns."""
+    """Q2_K; a part is 128 columns. Codes stay in place as in ``_SuperNibbleCodes``."""
 
     parts = 2
 
     def scales(self, e: Emitter, rows: StridedRows) -> Any:
         b = e.builder
         scale, minus = both_halves(e, integers_at(e, rows, 80, I32))
-        found = [shifted(e, word, 8 * k) for word in quads(e, rows, 0) for k in range(4)]
-        minima = [b.and_(b.lshr(each, words_of(4)), words_of(15)) for each in found]
-        table = SixteenScales(e, [b.and_(each, words_of(15)) for each in found], 0, minima)
-        return scale, b.fsub(constant(-0.0), minus), table
+        low, high = ([bits_of_bytes(e, word, at, 4, 0) for word in quads(e, rows, 0)] for at in (0, 4))
+        small = [spread(e, word, (k, None, None, None)) for word in low for k in range(4)]
+        minima = [spread(e, word, (k, None, k + 1, None)) for word in high for k in (0, 2)]
+        scales = [b.fmul(scale, constant(2.0**-at)) for at in self._places()]
+        return scales, b.fsub(constant(-0.0), minus), WordTable(e, small), WordTable(e, minima)
 
     def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
-        scale, minus, table = scales
+        of_bits, minus, small, minima = scales
         raw = two_bit_words(e, rows, part, 16)
-        for k in range(4):
-            words = [e.builder.and_(shifted(e, word, 2 * k), words_of(0x03030303)) for word in raw]
-            yield BlockCodes(words, (scale, *table.factors(e, part, k), minus))
+        for k, at in enumerate(self._places()):
+            words = [bits_of_bytes(e, word, 2 * k, 2, at) for word in raw]
+            number = e.builder.add(e.times(part, 4), I64(k))
+            yield BlockCodes(words, (of_bits[k], *small.two(part, k), minima.get(number), minus))
+
+    def _places(self) -> tuple[int, ...]:
+        """Return the first bits of the codes of a part's four times 32 columns."""
+        return (0, 2, 4, 6) if self.most > 3 else (0, 0, 0, 0)
 
 
 INTEGER_FORMATS: dict[str, IntegerFormat] = {
     each.name: each
     for each in (
-        _NibbleCodes("Q4_0", SHIFTED, 15),
+        _NibbleCodes("Q4_0", SHIFTED[8], 15),
         _NibbleCodes("Q4_1", MINIMUM, 15),
-        _NibbleCodes("Q5_0", SHIFTED, 31),
+        _NibbleCodes("Q5_0", SHIFTED[16], 31),
         _NibbleCodes("Q5_1", MINIMUM, 31),
-        _ByteCodes("Q8_0", SHIFTED, 255),
-        _TwoBitCodes("Q2_K", HALVES_AND_MINIMUM, 3),
-        _ThreeBitCodes("Q3_K", SHIFTED_HALVES, 7),
-        _SuperNibbleCodes("Q4_K", MINIMUM, 15),
+        _ByteCodes("Q8_0", SHIFTED[128], 255),
+        _TwoBitCodes("Q2_K", HALVES_AND_MINIMUM, 192 if takes_large_bytes() else 3),
+        _ThreeBitCodes("Q3_K", SHIFTED_HALVES, 56),
+        _SuperNibbleCodes("Q4_K", MINIMUM, 240 if takes_large_bytes() else 15),
         _SuperNibbleCodes("Q5_K", MINIMUM, 31),
         _SixBitCodes("Q6_K", SHIFTED_HALVES, 63),
-        _TableCodes("IQ4_NL", SHIFTED, max(IQ4_VALUES) - min(IQ4_VALUES)),
-        _SuperTableCodes("IQ4_XS", SHIFTED, max(IQ4_VALUES) - min(IQ4_VALUES)),
-        _TableCodes("MXFP4", SHIFTED, max(FP4_VALUES) - min(FP4_VALUES)),
+        _TableCodes("IQ4_NL", SHIFTED[128], max(IQ4)),
+        _SuperTableCodes("IQ4_XS", SHIFTED[128], max(IQ4)),
+        _TableCodes("MXFP4", SHIFTED[16], max(FP4)),
     )
 }
 """By name; F32, F16 and BF16 hold no small integers."""
@@ -262,36 +276,18 @@ INTEGER_FORMATS: dict[str, IntegerFormat] = {
 class WordTable:
     """Vectors of integers, looked up by index."""
 
-    def __init__(self, e: Emitter, count: int) -> None:
-        self._builder = e.builder
-        self._place = cgutils.alloca_once(e.builder, ir.ArrayType(WORDS, count))
-
-    def fill(self, values: Sequence[ir.Value]) -> None:
-        """Store vectors from index 0 on."""
+    def __init__(self, e: Emitter, values: Sequence[ir.Value]) -> None:
+        self._e, self._place = e, cgutils.alloca_once(e.builder, ir.ArrayType(WORDS, len(values)))
         for i, value in enumerate(values):
-            self._builder.store(value, self._builder.gep(self._place, [I32(0), I32(i)]))
+            e.builder.store(value, e.builder.gep(self._place, [I32(0), I32(i)]))
 
     def get(self, i: ir.Value) -> ir.Value:
-        return self._builder.load(self._builder.gep(self._place, [I64(0), i]))
+        return self._e.builder.load(self._e.builder.gep(self._place, [I64(0), i]))
 
-
-class SixteenScales:
-    """Scales of every 16 of 256 columns: 16 vectors of small signed integers, with an offset to subtract from every
-    code, or 16 vectors of minima."""
-
-    def __init__(
-        self, e: Emitter, scales: Sequence[ir.Value], offset: int, minima: Sequence[ir.Value] | None = None
-    ) -> None:
-        added = minima or [e.builder.mul(each, words_of(-offset & 0xFFFFFFFF)) for each in scales]
-        self._scales, self._pairs = WordTable(e, 16), WordTable(e, 8)
-        self._scales.fill(scales)
-        self._pairs.fill([pair_of(e, *two) for two in zip(added[::2], added[1::2], strict=True)])
-
-    def factors(self, e: Emitter, part: ir.Value, k: int) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """Return two scales and a pair for the 32 columns ``k`` of one of two parts."""
-        number = e.builder.add(e.times(part, 4), I64(k))
-        first = e.times(number, 2)
-        return self._scales.get(first), self._scales.get(e.at(first, 1)), self._pairs.get(number)
+    def two(self, part: ir.Value, k: int) -> tuple[ir.Value, ir.Value]:
+        """Return the vectors of the 32 columns ``k`` of one of two parts, of 16 vectors for every 16 of 256 columns."""
+        first = self._e.at(self._e.times(part, 8), 2 * k)
+        return self.get(first), self.get(self._e.at(first, 1))
 
 
 def nibbles(e: Emitter, words: Sequence[ir.Value]) -> list[ir.Value]:
@@ -299,21 +295,21 @@ def nibbles(e: Emitter, words: Sequence[ir.Value]) -> list[ir.Value]:
     return [e.builder.and_(shifted(e, word, at), words_of(0x0F0F0F0F)) for at in (0, 4) for word in words]
 
 
-def looked_up(e: Emitter, words: Sequence[ir.Value], values: Sequence[int], scale: ir.Value) -> BlockCodes:
-    """Return codes that stand for values of a table, as bytes with an offset."""
-    least = min(values)
-    table = [value - least for value in values]
-    return BlockCodes([bytes_from_table(e, word, table) for word in words], (scale, shift(-least)))
+def looked_up(e: Emitter, words: Sequence[ir.Value], table: Sequence[int], scale: ir.Value) -> BlockCodes:
+    """Return codes that stand for bytes of a table."""
+    return BlockCodes([bytes_from_table(e, word, table) for word in words], (scale,))
 
 
-def shift(offset: int) -> ir.Constant:
-    """Return the pair that subtracts an offset from all codes."""
-    return words_of((-offset & 0xFFFF) * 0x10001)
+def bits_of_bytes(e: Emitter, words: ir.Value, at: int, count: int, to: int) -> ir.Value:
+    """Return ``count`` bits of each byte, from ``at`` on, moved to bit ``to``."""
+    return e.builder.and_(shifted(e, words, at - to), words_of(((1 << count) - 1 << to) * 0x01010101))
 
 
 def shifted(e: Emitter, word: ir.Value, count: int) -> ir.Value:
-    """Shift words right."""
-    return e.builder.lshr(word, words_of(count)) if count else word
+    """Shift words right, or left by a negative count."""
+    if not count:
+        return word
+    return e.builder.lshr(word, words_of(count)) if count > 0 else e.builder.shl(word, words_of(-count))
 
 
 def two_bit_words(e: Emitter, rows: StridedRows, part: ir.Value, at: int) -> list[ir.Value]:

@@ -24,6 +24,7 @@ from forerun.core.compiling import compiled
 from forerun.kernels.linear.block_sums import CODE_BYTES, INPUT_BLOCK, X_BLOCK
 from forerun.kernels.linear.panels import (
     FEW_INTEGER_TOKENS,
+    INTEGER_TOKENS,
     MANY_TOKENS,
     few,
     format_number,
@@ -73,7 +74,7 @@ def plain(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Weights:
 
 
 class Matrix(NamedTuple):
-    """A matrix as kernels see it: address, bytes per row, rows, address of the bias or 0, words per block, and
+    """A matrix as kernels see it: address, bytes per row, rows, panels, address of the bias or 0, words per block, and
     addresses of its format's machine code, or 0: ``few``, ``many_in_rows`` and, with AVX-512, ``many_in_tiles`` for
     plain weights; ``few`` and ``unpack``, or ``few_by_integers``, ``codes`` and ``many_by_integers``, for packed ones.
     """
@@ -81,6 +82,7 @@ class Matrix(NamedTuple):
     w: int
     row: int
     outs: int
+    panels: int
     bias: int
     block: int
     few: int
@@ -130,9 +132,9 @@ class LinearOp(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A panel: its matrix, its number, addresses of its first row and sums, and the index of its last row."""
+    """A panel: addresses of its matrix, first row and sums, its number, and the index of its last row."""
 
-    matrix: Matrix
+    matrix: int
     number: int
     w: int
     last: int
@@ -248,7 +250,9 @@ def matrix_of(weights: Weights) -> Matrix:
     bias = 0 if weights.bias is None else weights.bias.data_ptr()
     code = (0, 0, 0, 0, *_integer_code(which)) if by_integers(weights) else (*_format_code(which), 0, 0, 0)
     row = rows.stride(0) * rows.element_size()
-    return Matrix(rows.data_ptr(), row, len(rows), bias, format_of(which).words, *code)
+    each = format_of(which)
+    panels = math.ceil(len(rows) / each.numbers.lanes)
+    return Matrix(rows.data_ptr(), row, len(rows), panels, bias, each.words, *code)
 
 
 def by_integers(weights: Weights) -> bool:
@@ -270,8 +274,7 @@ def operation(
     to_kind: int = 0, which: int = 0, activation: int = 0,
 ) -> tuple[Operation, LinearOp]:  # fmt: skip
     """Return an operation over these matrices, cut for ``threads`` threads; see ``LinearOp``."""
-    lanes = PLAIN_FORMATS[kind].numbers.lanes
-    panels = [math.ceil(outs / lanes) for outs in table[:, Matrix._fields.index("outs")].tolist()]
+    panels = table[:, Matrix._fields.index("panels")].tolist()
     pairs = panels[0] if mode == GATE else sum(math.ceil(count / 2) for count in panels)
     share = max(1, pairs // (TASKS_PER_THREAD * threads))
     packed, integers = (table[:, Matrix._fields.index(name)] != 0 for name in ("unpack", "codes"))
@@ -340,11 +343,6 @@ def _lanes(op: LinearOp) -> int:
 
 
 @compiled
-def _panels(op: LinearOp, matrix: Matrix) -> int:
-    return (matrix.outs + _lanes(op) - 1) // _lanes(op)
-
-
-@compiled
 def _group_bytes(op: LinearOp) -> int:
     lanes = _lanes(op)
     return (op.words + lanes - 1) // lanes * lanes * LINE
@@ -378,7 +376,7 @@ def _prepare(address: int, fields: int, code_address: int, task: int, slot: int)
 
 @compiled
 def _run(address: int, fields: int, code_address: int, task: int, slot: int) -> None:
-    this, op, code = read_pass(address), read_linear(fields), read_code(code_address)
+    this, op = read_pass(address), read_linear(fields)
     n, x, y = this.outputs if op.which else this.n, op.x if op.x else this.x, op.y if op.y else this.y
     lanes, number = _lanes(op), 4 if op.to_kind == 0 else 2 if op.to_kind == 1 else 8
     groups, quantised = (n + lanes - 1) // lanes, slot + _columns_bytes(op, n)
@@ -388,47 +386,47 @@ def _run(address: int, fields: int, code_address: int, task: int, slot: int) -> 
     spare = twin + groups * lanes * LINE
     for pair in range(task * op.share, min(op.pairs, (task + 1) * op.share)):
         further = 1 if pair + 1 < (task + 1) * op.share else op.turn - op.share + 1
-        i, before, p = 0, 0, pair if op.mode == GATE else 2 * pair
-        a = read_matrix(op.table)
-        while op.mode != GATE and p >= (_panels(op, a) + 1) // 2 * 2:
-            p, before, i = p - (_panels(op, a) + 1) // 2 * 2, before + a.outs, i + 1
-            a = read_matrix(op.table + i * MATRIX_BYTES)
-        b = read_matrix(op.table + MATRIX_BYTES) if op.mode == GATE else a
-        q = p if op.mode == GATE else min(p + 1, _panels(op, a) - 1)
+        at, before, p = op.table, 0, pair if op.mode == GATE else 2 * pair
+        a = read_matrix(at)
+        while op.mode != GATE and p >= (a.panels + 1) // 2 * 2:
+            p, before, at = p - (a.panels + 1) // 2 * 2, before + a.outs, at + MATRIX_BYTES
+            a = read_matrix(at)
+        other = at + MATRIX_BYTES if op.mode == GATE else at
+        q = p if op.mode == GATE else min(p + 1, a.panels - 1)
         ahead = further * (1 if op.mode == GATE else 2) * lanes
-        _both(op, code, inputs, _begun(op, n, a, p, sums), _begun(op, n, b, q, twin), ahead, spare)
+        one, two = _begun(fields, n, at, p, sums), _begun(fields, n, other, q, twin)
+        _both(fields, code_address, inputs, one, two, ahead, spare)
         place = y + (before + p * lanes) * number
-        _finish(op, n, min(lanes, a.outs - p * lanes), sums, twin, place, number, spare)
+        _finish(fields, n, min(lanes, a.outs - p * lanes), sums, twin, place, number, spare)
         if q > p:
-            _finish(op, n, min(lanes, a.outs - q * lanes), twin, twin, place + lanes * number, number, spare)
+            _finish(fields, n, min(lanes, a.outs - q * lanes), twin, twin, place + lanes * number, number, spare)
 
 
 @compiled
-def _begun(op: LinearOp, n: int, matrix: Matrix, number: int, sums: int) -> Panel:
+def _begun(fields: int, n: int, address: int, number: int, sums: int) -> Panel:
+    op, matrix = read_linear(fields), read_matrix(address)
     first = number * _lanes(op)
     last = min(_lanes(op), matrix.outs - first) - 1
-    _begin(op, n, matrix.bias, first, last + 1, sums)
-    return Panel(matrix, number, matrix.w + first * matrix.row, last, sums)
+    _begin(op.kind, n, matrix.bias, first, last + 1, sums)
+    return Panel(address, number, matrix.w + first * matrix.row, last, sums)
 
 
 @compiled
-def _both(
-    op: LinearOp, code: LinearCode, inputs: TokenInputs, one: Panel, other: Panel, ahead: int, spare: int
-) -> None:
+def _both(fields: int, code: int, inputs: TokenInputs, one: Panel, other: Panel, ahead: int, spare: int) -> None:
     """Sum over two panels, possibly of different matrices, for all tokens; prefetch the panels ``ahead`` rows after."""
-    a, b, n = one.matrix, other.matrix, inputs.n
+    op, a, b, n = read_linear(fields), read_matrix(one.matrix), read_matrix(other.matrix), inputs.n
     if not (a.unpack or a.codes):
-        _plain(op, n, inputs.x, inputs.columns, one, ahead, spare)
+        _plain(fields, n, inputs.x, inputs.columns, one, ahead, spare)
         if other.w != one.w:
-            _plain(op, n, inputs.x, inputs.columns, other, ahead, spare)
+            _plain(fields, n, inputs.x, inputs.columns, other, ahead, spare)
     elif a.codes or b.codes or (n <= op.few_tokens and a.few != b.few):
-        _alone(op, code, inputs, one, ahead, spare)
+        _alone(fields, code, inputs, one, ahead, spare)
         if other.w != one.w:
             if a.few:  # which writes two panels' sums
-                other = _begun(op, n, b, other.number, other.sums)
-            _alone(op, code, inputs, other, ahead, spare)
+                other = _begun(fields, n, other.matrix, other.number, other.sums)
+            _alone(fields, code, inputs, other, ahead, spare)
     elif n > op.few_tokens:
-        _unpacked(op, code, n, inputs.columns, one, other, ahead, spare)
+        _unpacked(fields, code, n, inputs.columns, one, other, ahead, spare)
     else:
         blocks = op.words // a.block
         x, x_row = inputs.x, op.x_row
@@ -436,42 +434,44 @@ def _both(
 
 
 @compiled
-def _alone(op: LinearOp, code: LinearCode, inputs: TokenInputs, panel: Panel, ahead: int, spare: int) -> None:
+def _alone(fields: int, code: int, inputs: TokenInputs, panel: Panel, ahead: int, spare: int) -> None:
     """Sum over one panel of packed weights; floats are paired with themselves."""
-    a, n, w, last = panel.matrix, inputs.n, panel.w, panel.last
+    op, a, n, w, last = read_linear(fields), read_matrix(panel.matrix), inputs.n, panel.w, panel.last
     if a.codes:
-        _integers(op, n, inputs.quantised, panel, ahead, spare)
+        _integers(fields, n, inputs.quantised, panel, ahead, spare)
     elif n > op.few_tokens:
-        _unpacked(op, code, n, inputs.columns, panel, panel, ahead, spare)
+        _unpacked(fields, code, n, inputs.columns, panel, panel, ahead, spare)
     else:
         blocks = op.words // a.block
         call(a.few, n, w, w, a.row, last, last, inputs.x, op.x_row, blocks, ahead * a.row, panel.sums)
 
 
 @compiled
-def _integers(op: LinearOp, n: int, quantised: int, panel: Panel, ahead: int, spare: int) -> None:
-    matrix, x_row, w, codes = panel.matrix, _quantised_row(op), panel.w, spare + LANES * LINE
+def _integers(fields: int, n: int, quantised: int, panel: Panel, ahead: int, spare: int) -> None:
+    op, matrix = read_linear(fields), read_matrix(panel.matrix)
+    x_row, w, codes = _quantised_row(op), panel.w, spare + LANES * LINE
     further, blocks = ahead * matrix.row, op.words // matrix.block
     if panel.last < LANES - 1:
         w = codes + UNPACKED_COLUMNS // INPUT_BLOCK * CODE_BYTES
         _copy_rows(panel, w)
     if n <= FEW_INTEGER_TOKENS:
-        call(matrix.few_by_integers, n, w, matrix.row, quantised, x_row, blocks, further, panel.sums)
+        for t in range(0, n, INTEGER_TOKENS[-1]):
+            number, inputs, sums = min(INTEGER_TOKENS[-1], n - t), quantised + t * x_row, panel.sums + t * LINE
+            call(matrix.few_by_integers, number, w, matrix.row, inputs, x_row, blocks, 0 if t else further, sums)
         return
     for first in range(0, op.words, UNPACKED_COLUMNS):
         count = min(UNPACKED_COLUMNS, op.words - first)
         at = matrix.row // blocks * (first // matrix.block)
         call(matrix.codes, w + at, matrix.row, count // matrix.block, further + (LANES - 1) * at, codes)
-        inputs, t = quantised + first // INPUT_BLOCK * X_BLOCK, 0
-        while t < n:
-            number, sums = min(FEW_INTEGER_TOKENS, n - t), panel.sums + t * LINE
+        inputs = quantised + first // INPUT_BLOCK * X_BLOCK
+        for t in range(0, n, INTEGER_TOKENS[-1]):
+            number, sums = min(INTEGER_TOKENS[-1], n - t), panel.sums + t * LINE
             call(matrix.many_by_integers, number, codes, count // INPUT_BLOCK, inputs + t * x_row, x_row, sums)
-            t += number
 
 
 @compiled
 def _copy_rows(panel: Panel, to: int) -> None:
-    row = panel.matrix.row
+    row = read_matrix(panel.matrix).row
     for i in range(LANES):
         source, target = bytes_at(panel.w + min(i, panel.last) * row, row), bytes_at(to + i * row, row)
         for c in range(row):
@@ -479,75 +479,75 @@ def _copy_rows(panel: Panel, to: int) -> None:
 
 
 @compiled
-def _plain(op: LinearOp, n: int, x: int, tokens: int, panel: Panel, ahead: int, spare: int) -> None:
+def _plain(fields: int, n: int, x: int, tokens: int, panel: Panel, ahead: int, spare: int) -> None:
     """Sum over a panel that needs no unpacking: whole vectors, then the remaining columns."""
-    matrix = panel.matrix
+    op, matrix = read_linear(fields), read_matrix(panel.matrix)
     steps = op.words // matrix.block
     if steps:
-        _in_groups(op, n, x, tokens, panel, panel.w, matrix.row, steps, ahead * matrix.row, spare)
+        _in_groups(fields, n, x, tokens, panel, panel.w, matrix.row, steps, ahead * matrix.row, spare)
     rest = op.words - steps * matrix.block
     if rest:
         at = steps * LINE
         _copy(panel.w + at, matrix.row, rest * (LINE // matrix.block), panel.last + 1, spare)
-        _in_groups(op, n, x + at, tokens + at * matrix.block, panel, spare, LINE, 1, 0, spare)
+        _in_groups(fields, n, x + at, tokens + at * matrix.block, panel, spare, LINE, 1, 0, spare)
 
 
 @compiled
 def _in_groups(
-    op: LinearOp, n: int, x: int, tokens: int, panel: Panel, w: int, row: int, steps: int, ahead: int, spare: int
+    fields: int, n: int, x: int, tokens: int, panel: Panel, w: int, row: int, steps: int, ahead: int, spare: int
 ) -> None:
-    lanes, last, t, tiles = panel.matrix.block, panel.last, 0, spare + LANES * LINE
+    op, matrix = read_linear(fields), read_matrix(panel.matrix)
+    lanes, last, t, tiles = matrix.block, panel.last, 0, spare + LANES * LINE
     while t < n:
         sums = panel.sums + t * LINE
         if n - t <= op.few_tokens:
             few_rows = x + t * op.x_row
-            call(panel.matrix.few, n - t, w, w, row, last, last, few_rows, op.x_row, steps, ahead, sums)
+            call(matrix.few, n - t, w, w, row, last, last, few_rows, op.x_row, steps, ahead, sums)
             return
         words_of_group = tokens + t // lanes * _group_bytes(op)
-        if t and panel.matrix.many_in_tiles:
-            call(panel.matrix.many_in_tiles, tiles, words_of_group, steps, sums)
+        if t and matrix.many_in_tiles:
+            call(matrix.many_in_tiles, tiles, words_of_group, steps, sums)
         else:
-            call(panel.matrix.many_in_rows, min(lanes, n - t), w, row, last, words_of_group, steps, ahead, tiles, sums)
+            call(matrix.many_in_rows, min(lanes, n - t), w, row, last, words_of_group, steps, ahead, tiles, sums)
         t += lanes
 
 
 @compiled
-def _unpacked(
-    op: LinearOp, code: LinearCode, n: int, tokens: int, one: Panel, other: Panel, ahead: int, spare: int
-) -> None:
+def _unpacked(fields: int, code: int, n: int, tokens: int, one: Panel, other: Panel, ahead: int, spare: int) -> None:
+    op, products = read_linear(fields), read_code(code).many
     columns, size = spare + LANES * LINE, _group_bytes(op)
     others = columns + UNPACKED_COLUMNS * LINE
     for first in range(0, op.words, UNPACKED_COLUMNS):
         count = min(UNPACKED_COLUMNS, op.words - first)
-        _unpack(op, one, first, count, ahead, columns)
-        _unpack(op, other, first, count, ahead, others)
+        _unpack(fields, one, first, count, ahead, columns)
+        _unpack(fields, other, first, count, ahead, others)
         t = 0
         while t < n:
             left = min(LANES - t % LANES, n - t)
             number = left if left <= MANY_TOKENS[-1] else LANES // 2
             at = tokens + t // LANES * size + first * LINE + t % LANES * 4
-            call(code.many, number, columns, others, count, at, one.sums + t * LINE, other.sums + t * LINE)
+            call(products, number, columns, others, count, at, one.sums + t * LINE, other.sums + t * LINE)
             t += number
 
 
 @compiled
-def _unpack(op: LinearOp, panel: Panel, first: int, count: int, ahead: int, to: int) -> None:
-    matrix = panel.matrix
+def _unpack(fields: int, panel: Panel, first: int, count: int, ahead: int, to: int) -> None:
+    op, matrix = read_linear(fields), read_matrix(panel.matrix)
     at = matrix.row // (op.words // matrix.block) * (first // matrix.block)
     further = ahead * matrix.row + (LANES - 1) * at
     call(matrix.unpack, panel.w + at, matrix.row, panel.last, count // matrix.block, further, to)
 
 
 @compiled
-def _begin(op: LinearOp, n: int, bias: int, first: int, valid: int, sums: int) -> None:
+def _begin(kind: int, n: int, bias: int, first: int, valid: int, sums: int) -> None:
     line = floats(sums, 16)
     line[:] = 0.0
     if bias:
-        if op.kind == 0:
+        if kind == 0:
             source = floats(bias + 4 * first, valid)
             for i in range(valid):
                 line[i] = source[i]
-        elif op.kind == 1:
+        elif kind == 1:
             halves, bits = bytes_at(bias + 2 * first, 2 * valid), bytes_at(sums, LINE)
             for i in range(valid):
                 bits[4 * i + 2] = halves[2 * i]
@@ -572,7 +572,8 @@ def _copy(w: int, row: int, size: int, valid: int, to: int) -> None:
 
 
 @compiled
-def _finish(op: LinearOp, n: int, valid: int, sums: int, twin: int, y: int, number: int, spare: int) -> None:
+def _finish(fields: int, n: int, valid: int, sums: int, twin: int, y: int, number: int, spare: int) -> None:
+    op = read_linear(fields)
     whole = valid == _lanes(op)
     for t in range(n):
         at, place = sums + t * LINE, y + t * op.y_row

@@ -9,7 +9,15 @@ from __future__ import annotations
 from llvmlite import ir
 from numba.core import cgutils
 
-from forerun.kernels.linear.block_sums import X_BLOCK, X_SCALE, X_SCALED_SUM, X_SUMS
+from forerun.kernels.linear.block_sums import (
+    HALVES_SHIFT,
+    X_BLOCK,
+    X_HALVES_SHIFTS,
+    X_SCALE,
+    X_SCALED_SUM,
+    X_SHIFTS,
+    X_SUMS,
+)
 from forerun.kernels.linear.byte_products import pair_of
 from forerun.kernels.runtime.vector_ir import (
     F32,
@@ -49,8 +57,13 @@ def quantise(e: Emitter, x: ir.Value, blocks: ir.Value, to: ir.Value) -> None:
             e.store(b.trunc(integers, ir.VectorType(ir.IntType(8), LANES)), e.at(target, i * LANES))
             rounded_halves.append(integers)
         sums = _both_sums(e, pair_of(e, *rounded_halves))
-        total = b.add(b.ashr(b.shl(sums, I32(16)), I32(16)), b.ashr(sums, I32(16)))
+        first, second = b.ashr(b.shl(sums, I32(16)), I32(16)), b.ashr(sums, I32(16))
+        total = b.add(first, second)
         e.store(sums, e.at(target, X_SUMS))
+        for offset, at in X_SHIFTS.items():
+            e.store(b.mul(total, I32(-offset)), e.at(target, at))
+        for half, at in zip((first, second), X_HALVES_SHIFTS, strict=True):
+            e.store(b.mul(half, I32(-HALVES_SHIFT)), e.at(target, at))
         e.store(scale, e.at(target, X_SCALE))
         e.store(b.fmul(scale, b.sitofp(total, F32)), e.at(target, X_SCALED_SUM))
 

@@ -115,6 +115,10 @@ class Emitter:
         kind = ir.FunctionType(value.type, (value.type,))
         return self.builder.asm(kind, "", "=r,0", (value,), False)
 
+    def barrier(self) -> None:
+        """Keep LLVM from moving loads, stores and prefetches past this place; the processor may."""
+        self.builder.asm(ir.FunctionType(ir.VoidType(), ()), "", "~{memory}", (), True)
+
     def load(self, address: ir.Value, kind: ir.Type = FLOATS) -> ir.Value:
         """Load a value from memory."""
         return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=1)
