@@ -147,16 +147,10 @@ def diverging(model: PreTrainedModel, margin: float, noise: float) -> Divergence
     return weigh(Own(), request, [best], 0, seen)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "margin", "noise", "rounding"),
-    [
-        (torch.float32, 1e-6, 1e-6, True),
-        (torch.float32, 3.0, 1.0, False),
-        (torch.bfloat16, 0.03, 0.03, True),
-        (torch.float64, 1e-9, 1e-9, True),
-        (torch.float64, 0.1, 0.1, False),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "margin", "noise", "rounding"), [
+    (torch.float32, 1e-6, 1e-6, True), (torch.float32, 3.0, 1.0, False), (torch.bfloat16, 0.03, 0.03, True),
+    (torch.float64, 1e-9, 1e-9, True), (torch.float64, 0.1, 0.1, False),
+])  # fmt: skip
 def test_near_ties_are_rounding_and_gaps_are_not(
     dtype: torch.dtype, margin: float, noise: float, rounding: bool
 ) -> None:

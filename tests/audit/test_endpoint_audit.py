@@ -132,27 +132,17 @@ def test_equal_servers_pass_in_every_kind_and_form() -> None:
     assert "none differs" in as_markdown(report)
 
 
-@pytest.mark.parametrize(
-    ("condition", "change", "part", "kinds"),
-    [
-        (lambda body: True, lambda tokens, more: ([*tokens[:-1], "blue"], more), "text", {"greedy", "long"}),
-        (lambda body: body.get("stream"), lambda tokens, more: (tokens[1:], more), "text", {"greedy"}),
-        (lambda body: body.get("tools"), lambda tokens, more: (tokens, {}), "call 0 name", {"tools"}),
-        (
-            lambda body: body.get("tools"),
-            lambda tokens, more: (tokens, {"tool_calls": [{"function": {"name": "find", "arguments": "{}"}}]}),
-            "call 0 arguments",
-            {"tools"},
-        ),
-        (
-            lambda body: "messages" in body,
-            lambda tokens, more: (tokens, {**more, "reasoning_content": "hm"}),
-            "reasoning",
-            {"greedy", "schema"},
-        ),
-        (lambda body: body.get("seed") == 0, lambda tokens, more: (["blue"], more), "text", {"seeded"}),
-    ],
-)
+@pytest.mark.parametrize(("condition", "change", "part", "kinds"), [
+    (lambda body: True, lambda tokens, more: ([*tokens[:-1], "blue"], more), "text", {"greedy", "long"}),
+    (lambda body: body.get("stream"), lambda tokens, more: (tokens[1:], more), "text", {"greedy"}),
+    (lambda body: body.get("tools"), lambda tokens, more: (tokens, {}), "call 0 name", {"tools"}),
+    (lambda body: body.get("tools"),
+        lambda tokens, more: (tokens, {"tool_calls": [{"function": {"name": "find", "arguments": "{}"}}]}),
+        "call 0 arguments", {"tools"}),
+    (lambda body: "messages" in body, lambda tokens, more: (tokens, {**more, "reasoning_content": "hm"}),
+        "reasoning", {"greedy", "schema"}),
+    (lambda body: body.get("seed") == 0, lambda tokens, more: (["blue"], more), "text", {"seeded"}),
+])  # fmt: skip
 def test_a_wrong_answer_fails_and_its_part_and_kind_are_named(
     condition: Any, change: Any, part: str, kinds: set[str]
 ) -> None:
@@ -218,14 +208,10 @@ def test_a_stream_that_breaks_off_is_no_answer() -> None:
         fold([{"choices": []}, {"error": {"message": "broken"}}])
 
 
-@pytest.mark.parametrize(
-    ("usage", "drafts"),
-    [
-        ({"completion_tokens_details": {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 4}}, (7, 3)),
-        ({"forerun": {"drafted": 9, "accepted": 2}}, (9, 2)),
-        ({"prompt_tokens": 3}, (None, None)),
-    ],
-)
+@pytest.mark.parametrize(("usage", "drafts"), [
+    ({"completion_tokens_details": {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 4}}, (7, 3)),
+    ({"forerun": {"drafted": 9, "accepted": 2}}, (9, 2)), ({"prompt_tokens": 3}, (None, None)),
+])  # fmt: skip
 def test_drafts_are_counted_as_each_server_tells_them(usage: Json, drafts: tuple[int | None, int | None]) -> None:
     (report,) = (audited(right, "greedy", usage=usage),)
     assert {(each.drafted, each.accepted) for each in report.comparisons} == {drafts}
@@ -304,16 +290,12 @@ def test_own_requests_are_sent_as_they_are(tmp_path: Path) -> None:
             read_requests(file)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--url", "127.0.0.1:1"), "must begin with http"),
-        (("--url", "http://127.0.0.1:1"), "cannot be reached"),
-        (("--url", "http://a", "--drafter", "trie"), "--drafter: only without --url"),
-        (("--against", "http://a"), "--against: only with --url"),
-        (("--url", "http://a", "--requests", "/none"), "No such file"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), [
+    (("--url", "127.0.0.1:1"), "must begin with http"), (("--url", "http://127.0.0.1:1"), "cannot be reached"),
+    (("--url", "http://a", "--drafter", "trie"), "--drafter: only without --url"),
+    (("--against", "http://a"), "--against: only with --url"),
+    (("--url", "http://a", "--requests", "/none"), "No such file"),
+])  # fmt: skip
 def test_wrong_options_are_refused_in_words(arguments: tuple[str, ...], said: str) -> None:
     result = call(*arguments)
     assert result.exit_code == 2 and said in result.output

@@ -73,17 +73,12 @@ def test_without_matplotlib_there_is_no_plot_and_turns_with_other_settings_are_n
     assert done.exit_code == 2 and "cache_budget" in done.stderr and "give another --out" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (("-d", "triforce"), "drafter triforce needs a small model: --draft-model"),
-        (("-d", "magic"), "drafter is 'magic'"),
-        (("--skip", "forerun magic"), "--skip has 'forerun magic'"),
-        (("--prompts-file", "nowhere.jsonl"), "--prompts-file is nowhere.jsonl; there is no such file"),
-        (("-n", "9000"), "more than the model's 128 positions"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
+@pytest.mark.parametrize(("wrong", "message"), [
+    (("-d", "triforce"), "drafter triforce needs a small model: --draft-model"),
+    (("-d", "magic"), "drafter is 'magic'"), (("--skip", "forerun magic"), "--skip has 'forerun magic'"),
+    (("--prompts-file", "nowhere.jsonl"), "--prompts-file is nowhere.jsonl; there is no such file"),
+    (("-n", "9000"), "more than the model's 128 positions"),
+], ids=lambda value: " ".join(value) if isinstance(value, tuple) else "")  # fmt: skip
 def test_what_is_wrong_is_named_before_any_work_and_leaves_a_journal(
     model: str, tmp_path: Path, wrong: tuple[str, ...], message: str
 ) -> None:
@@ -250,16 +245,11 @@ def test_never_slower_says_which_cells_it_leaves_out_and_why(model: str, tmp_pat
     assert "positions" in why and "--yarn" in why
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--kind", "prose"], "'prose' is not one of 'tasks', 'novel'"),
-        (["--yarn", "1"], "--yarn is 1; it must be above 1"),
-        (["--text", "none.txt"], "'none.txt' does not exist"),
-        (["-d", "fast"], "drafter is 'fast'"),
-        (["-d", "none"], "drafter is none; name another one"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    (["--kind", "prose"], "'prose' is not one of 'tasks', 'novel'"),
+    (["--yarn", "1"], "--yarn is 1; it must be above 1"), (["--text", "none.txt"], "'none.txt' does not exist"),
+    (["-d", "fast"], "drafter is 'fast'"), (["-d", "none"], "drafter is none; name another one"),
+])  # fmt: skip
 def test_never_slower_refuses_wrong_options(model: str, tmp_path: Path, options: list[str], message: str) -> None:
     done = never_slower(model, tmp_path, *options)
     assert done.exit_code == 2 and message in " ".join(done.stderr.replace("│", "").split())  # typer draws a box

@@ -23,27 +23,21 @@ def test_a_prompt_becomes_one_user_message_and_begins_once() -> None:
         assert plain.count("a b") == 2
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("{", "line 2 is no JSON"),
-        ([1], "line 2 is a list; it must be an object with task"),
-        ({"prompt": "a"}, "line 2 has no task"),
-        ({"task": "t"}, "line 2 has neither of prompt and messages"),
-        ({"task": "t", "prompt": "a", "messages": []}, "line 2 has both of prompt and messages"),
-        ({"task": 3, "prompt": "a"}, "line 2 has a task that is a number; it must be text"),
-        ({"task": " ", "prompt": "a"}, "line 2 has a task without any text"),
-        ({"task": "t", "prompt": None}, "line 2 has a prompt that is null"),
-        ({"task": "t", "messages": "a"}, "line 2 has messages that are text"),
-        ({"task": "t", "messages": []}, "line 2 has messages that are an empty list"),
-        ({"task": "t", "messages": [{"role": "user"}]}, "line 2 has wrong messages: message 0 has no 'content'"),
-        (
-            {"task": "t", "messages": [{"role": "user", "content": 5}]},
-            "line 2 has wrong messages: the content of message 0 is int; it must be text",
-        ),
-        ('{"task": "t", "prompt": "\\ud800"}', "line 2 has a prompt that is not Unicode text"),
-    ],
-)
+@pytest.mark.parametrize(("line", "said"), [
+    ("{", "line 2 is no JSON"), ([1], "line 2 is a list; it must be an object with task"),
+    ({"prompt": "a"}, "line 2 has no task"),
+    ({"task": "t"}, "line 2 has neither of prompt and messages"),
+    ({"task": "t", "prompt": "a", "messages": []}, "line 2 has both of prompt and messages"),
+    ({"task": 3, "prompt": "a"}, "line 2 has a task that is a number; it must be text"),
+    ({"task": " ", "prompt": "a"}, "line 2 has a task without any text"),
+    ({"task": "t", "prompt": None}, "line 2 has a prompt that is null"),
+    ({"task": "t", "messages": "a"}, "line 2 has messages that are text"),
+    ({"task": "t", "messages": []}, "line 2 has messages that are an empty list"),
+    ({"task": "t", "messages": [{"role": "user"}]}, "line 2 has wrong messages: message 0 has no 'content'"),
+    ({"task": "t", "messages": [{"role": "user", "content": 5}]},
+        "line 2 has wrong messages: the content of message 0 is int; it must be text"),
+    ('{"task": "t", "prompt": "\\ud800"}', "line 2 has a prompt that is not Unicode text"),
+])  # fmt: skip
 def test_a_wrong_line_is_named_by_its_number(tmp_path: Path, line: Any, said: str) -> None:
     file = written(tmp_path, {"task": "t", "prompt": "a"}, line, {"task": "t", "prompt": "b"})
     done = CliRunner().invoke(app, ["bench", "--prompts-file", str(file), "--model", "no such model"])

@@ -100,17 +100,11 @@ def test_help_loads_neither_torch_nor_transformers_nor_numba() -> None:
     assert "--max-new-tokens" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("command", "status"),
-    [
-        ("cli.app = lambda: sys.exit(3)", 3),
-        ("cli.app = lambda: sys.exit()", 0),
-        ("cli.app = lambda: sys.exit('wrong')", 1),
-        ("cli.app = lambda: 1 / 0", 1),
-        ("sys.argv = ['forerun', '--version']", 0),
-        ("sys.argv = ['forerun', 'generate']", 2),
-    ],
-)
+@pytest.mark.parametrize(("command", "status"), [
+    ("cli.app = lambda: sys.exit(3)", 3), ("cli.app = lambda: sys.exit()", 0),
+    ("cli.app = lambda: sys.exit('wrong')", 1), ("cli.app = lambda: 1 / 0", 1),
+    ("sys.argv = ['forerun', '--version']", 0), ("sys.argv = ['forerun', 'generate']", 2),
+])  # fmt: skip
 def test_a_command_ends_with_its_status_after_exit_handlers_and_before_modules_are_torn_down(
     command: str, status: int
 ) -> None:
@@ -138,26 +132,22 @@ def test_version() -> None:
     assert call("--version").stdout == f"forerun {forerun.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "give either --prompt or --prompt-file"),
-        (("-p", ""), "--prompt is empty"),
-        (("-p", "a", "--drafter", "magic"), "drafter is 'magic'; known are none,"),
-        (("-p", "a", "--top-k", "5", "--seed", "1"), "--top-k, --seed has no effect at temperature 0"),
-        (("-p", "a", "-t", "inf"), "--temperature is inf; it must be a finite number"),
-        (("-p", "a", "--repetition-penalty", "0"), "--repetition-penalty is 0; it must be above 0"),
-        (("-p", "a", "-d", "triforce"), "drafter triforce needs a small model: --draft-model"),
-        (("-p", "a", "-d", "head"), "drafter head needs --draft-model"),
-        (("-p", "a", "--kv-host-memory", "1GB"), "--kv-host-memory is for what does not fit on the device; add"),
-        (("-p", "a", "--kv-memory", "1GB", "--kv-folder", "no"), "--kv-folder is no; there is no such folder"),
-        (("-p", "a" * 9000, "-n", "9000"), "exceed the model's 2048 positions"),
-        (("-f", "nowhere.txt"), "nowhere.txt: No such file or directory"),
-        (("-p", "a", "--prediction", "nowhere.txt"), "nowhere.txt: No such file or directory"),
-        (("-p", "a", "-d", "lookup", "--trie-file", "t"), "--trie-file needs a trie drafter"),
-        (("-p", "a", "--trie-file", "no/t"), "there is no folder no"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((), "give either --prompt or --prompt-file"), (("-p", ""), "--prompt is empty"),
+    (("-p", "a", "--drafter", "magic"), "drafter is 'magic'; known are none,"),
+    (("-p", "a", "--top-k", "5", "--seed", "1"), "--top-k, --seed has no effect at temperature 0"),
+    (("-p", "a", "-t", "inf"), "--temperature is inf; it must be a finite number"),
+    (("-p", "a", "--repetition-penalty", "0"), "--repetition-penalty is 0; it must be above 0"),
+    (("-p", "a", "-d", "triforce"), "drafter triforce needs a small model: --draft-model"),
+    (("-p", "a", "-d", "head"), "drafter head needs --draft-model"),
+    (("-p", "a", "--kv-host-memory", "1GB"), "--kv-host-memory is for what does not fit on the device; add"),
+    (("-p", "a", "--kv-memory", "1GB", "--kv-folder", "no"), "--kv-folder is no; there is no such folder"),
+    (("-p", "a" * 9000, "-n", "9000"), "exceed the model's 2048 positions"),
+    (("-f", "nowhere.txt"), "nowhere.txt: No such file or directory"),
+    (("-p", "a", "--prediction", "nowhere.txt"), "nowhere.txt: No such file or directory"),
+    (("-p", "a", "-d", "lookup", "--trie-file", "t"), "--trie-file needs a trie drafter"),
+    (("-p", "a", "--trie-file", "no/t"), "there is no folder no"),
+])  # fmt: skip
 def test_an_error_of_the_user_is_one_line_and_status_2(model: str, arguments: tuple[str, ...], message: str) -> None:
     result = generate(model, *arguments)
     assert result.exit_code == 2

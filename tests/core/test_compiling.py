@@ -39,13 +39,9 @@ def package(tmp_path: Path) -> Path:
     """A package of the same name: compiled code in two parts, and a constant in a subfolder of a third."""
     root = tmp_path / "forerun"
     files = {
-        "__init__.py": "",
-        "low/deep/constant.py": CONSTANT,
-        "middle/inner.py": INNER,
-        "high/outer.py": OUTER,
-        "top.py": "from forerun.high.outer import outer\n",
-        "all/everything.py": "import forerun\n",
-    }
+        "__init__.py": "", "low/deep/constant.py": CONSTANT, "middle/inner.py": INNER, "high/outer.py": OUTER,
+        "top.py": "from forerun.high.outer import outer\n", "all/everything.py": "import forerun\n",
+    }  # fmt: skip
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)

@@ -33,23 +33,14 @@ SETTINGS = LongContextConfig(
 TEXT, EARLIER, RECYCLED = Origin.TEXT, Origin.EARLIER, Origin.RECYCLED
 MODEL, SELF = Origin.MODEL, Origin.SELF
 SOURCES: dict[str, set[Origin]] = {
-    "none": set(),
-    "lookup": {TEXT},
-    "trie": {TEXT, RECYCLED},
-    "triforce": {MODEL, SELF},
-    "triforce-trie": {TEXT, RECYCLED, SELF},
-    "triforce-auto": {TEXT, RECYCLED, MODEL, SELF},
-    "auto": {TEXT, RECYCLED, MODEL, SELF},
-    "retrieval": {SELF},
-    "low-rank": {SELF},
-    "streaming": {MODEL},
-}
+    "none": set(), "lookup": {TEXT}, "trie": {TEXT, RECYCLED}, "triforce": {MODEL, SELF},
+    "triforce-trie": {TEXT, RECYCLED, SELF}, "triforce-auto": {TEXT, RECYCLED, MODEL, SELF},
+    "auto": {TEXT, RECYCLED, MODEL, SELF}, "retrieval": {SELF}, "low-rank": {SELF}, "streaming": {MODEL},
+}  # fmt: skip
 MAY_BE_MISSING = {
-    "trie": {RECYCLED},
-    "triforce-trie": {RECYCLED},
-    "triforce-auto": {TEXT, RECYCLED, SELF},
+    "trie": {RECYCLED}, "triforce-trie": {RECYCLED}, "triforce-auto": {TEXT, RECYCLED, SELF},
     "auto": {RECYCLED, MODEL, SELF},
-}
+}  # fmt: skip
 """Where the drafter chooses between its sources."""
 
 
@@ -193,14 +184,11 @@ def test_requests_keep_their_budgets_beside_each_other_and_0_is_not_heard_of() -
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize(
-    ("drafter", "sampled"),
-    [
-        pytest.param(drafter, sampled, marks=[pytest.mark.matrix] * ((i + sampled) % 2))
-        for i, drafter in enumerate(("trie", "lookup", "triforce-trie", "triforce-auto", "low-rank", "auto"))
-        for sampled in (False, True)
-    ],
-)
+@pytest.mark.parametrize(("drafter", "sampled"), [
+    pytest.param(drafter, sampled, marks=[pytest.mark.matrix] * ((i + sampled) % 2))
+    for i, drafter in enumerate(("trie", "lookup", "triforce-trie", "triforce-auto", "low-rank", "auto"))
+    for sampled in (False, True)
+])  # fmt: skip
 def test_no_budget_changes_a_text(drafter: str, sampled: bool) -> None:
     options: dict[str, Any] = {"do_sample": True, "seed": 3, "temperature": 1.5} if sampled else {}
     wanted = engine("none").generate([PROMPT], **ON, **options).generated

@@ -11,14 +11,10 @@ from forerun.core.sampling import Sampler
 from forerun.core.stats import Stats
 
 
-@pytest.mark.parametrize(
-    ("prompt", "limit", "message"),
-    [
-        ([], 4, "the prompt is empty; at least one token is needed"),
-        ([1], 0, "max_new_tokens is 0; it must be at least 1"),
-        ([1], -3, "max_new_tokens is -3; it must be at least 1"),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "limit", "message"), [
+    ([], 4, "the prompt is empty; at least one token is needed"),
+    ([1], 0, "max_new_tokens is 0; it must be at least 1"), ([1], -3, "max_new_tokens is -3; it must be at least 1"),
+])  # fmt: skip
 def test_a_request_without_prompt_or_room_is_refused(prompt: list[int], limit: int, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         Request(prompt, limit)

@@ -60,19 +60,14 @@ def test_gumbel_noise_has_the_distribution_of_its_name(salt: Salt) -> None:
     assert chi_square_p(counts, np.full(1000, 1e-3)) > 1e-4
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        pytest.param((0, 4, Salt.TARGET), id="another seed"),
-        pytest.param((1 << 32, 4, Salt.TARGET), id="a large seed"),
-        pytest.param((-1, 4, Salt.TARGET), id="a negative seed"),
-        pytest.param((1, 5, Salt.TARGET), id="the next position"),
-        pytest.param((1, 4 + (1 << 20), Salt.TARGET), id="a far position"),
-        pytest.param((1, 4, Salt.DRAFT), id="the draft's noise"),
-        pytest.param((1, 4, Salt.ACCEPT), id="the acceptance noise"),
-        pytest.param((1, 4, Salt.RESIDUAL), id="the residual's noise"),
-    ],
-)
+@pytest.mark.parametrize("other", [
+    pytest.param((0, 4, Salt.TARGET), id="another seed"), pytest.param((1 << 32, 4, Salt.TARGET), id="a large seed"),
+    pytest.param((-1, 4, Salt.TARGET), id="a negative seed"), pytest.param((1, 5, Salt.TARGET), id="the next position"),
+    pytest.param((1, 4 + (1 << 20), Salt.TARGET), id="a far position"),
+    pytest.param((1, 4, Salt.DRAFT), id="the draft's noise"),
+    pytest.param((1, 4, Salt.ACCEPT), id="the acceptance noise"),
+    pytest.param((1, 4, Salt.RESIDUAL), id="the residual's noise"),
+])  # fmt: skip
 def test_noise_is_independent_of_noise_for(other: tuple[int, int, Salt]) -> None:
     u, v = uniforms(gumbel(1, 4, SIZE, Salt.TARGET)), uniforms(gumbel(other[0], other[1], SIZE, other[2]))
     counts = np.histogram2d(u, v, 20, ((0, 1), (0, 1)))[0].ravel()

@@ -220,13 +220,10 @@ def test_no_thread_exchanges_arrays_that_another_is_reading(
     assert not other.is_alive()
 
 
-@pytest.mark.parametrize(
-    "drafter",
-    [
-        "auto",
-        *(pytest.param(name, marks=pytest.mark.matrix) for name in ("trie", "lookup", "triforce", "triforce-trie")),
-    ],
-)
+@pytest.mark.parametrize("drafter", [
+    "auto",
+    *(pytest.param(name, marks=pytest.mark.matrix) for name in ("trie", "lookup", "triforce", "triforce-trie")),
+])  # fmt: skip
 def test_threads_that_share_an_engine_get_the_texts_that_they_would_get_alone(drafter: str) -> None:
     settings = LongContextConfig(tiny("llama"), gamma1=2, gamma2=5, cache_budget=10, chunk=2, sinks=1, window=4)
     engine = forerun.Engine(tiny("llama"), drafter, settings=settings, prefill_block=4)

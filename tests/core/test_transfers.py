@@ -25,12 +25,10 @@ from forerun.models.text.processors import ANYWHERE, ROWWISE, of_row
 MODEL = tiny("llama")
 SIZE = 40
 WARPERS: dict[str, list[Any]] = {
-    "plain": [],
-    "temperature": [theirs.TemperatureLogitsWarper(0.7)],
-    "top-k": [theirs.TopKLogitsWarper(3)],
+    "plain": [], "temperature": [theirs.TemperatureLogitsWarper(0.7)], "top-k": [theirs.TopKLogitsWarper(3)],
     "all": [theirs.TemperatureLogitsWarper(1.3), theirs.TopKLogitsWarper(20), theirs.TopPLogitsWarper(0.8)],
     "few": [theirs.MinPLogitsWarper(0.2), theirs.TypicalLogitsWarper(0.6), theirs.EpsilonLogitsWarper(0.01)],
-}
+}  # fmt: skip
 PENALTY = [theirs.RepetitionPenaltyLogitsProcessor(1.4), *WARPERS["all"]]
 
 

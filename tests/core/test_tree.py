@@ -153,16 +153,13 @@ def test_a_tree_cannot_be_changed() -> None:
         DraftTree.empty().tokens = np.zeros(1, np.int64)  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "parents", "message"),
-    [
-        ([1, 2], [-1], r"tokens \(2,\) and parents \(1,\) must be equally long vectors"),
-        ([[1, 2]], [[-1, 0]], r"tokens \(1, 2\) and parents \(1, 2\) must be equally long vectors"),
-        ([1, 2], [-1, 1], r"parents must be ROOT \(-1\) or the index of an earlier node"),
-        ([1, 2], [1, -1], r"parents must be ROOT \(-1\) or the index of an earlier node"),
-        ([1, 2], [-2, 0], r"parents must be ROOT \(-1\) or the index of an earlier node"),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "parents", "message"), [
+    ([1, 2], [-1], r"tokens \(2,\) and parents \(1,\) must be equally long vectors"),
+    ([[1, 2]], [[-1, 0]], r"tokens \(1, 2\) and parents \(1, 2\) must be equally long vectors"),
+    ([1, 2], [-1, 1], r"parents must be ROOT \(-1\) or the index of an earlier node"),
+    ([1, 2], [1, -1], r"parents must be ROOT \(-1\) or the index of an earlier node"),
+    ([1, 2], [-2, 0], r"parents must be ROOT \(-1\) or the index of an earlier node"),
+])  # fmt: skip
 def test_malformed_parents_are_refused(tokens: list[int], parents: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         DraftTree(np.array(tokens), np.array(parents))

@@ -41,14 +41,11 @@ class Prophet(Source):
 
 @pytest.mark.parametrize("name", SAMPLERS)
 @pytest.mark.parametrize("limit", [1, 2, 5, 33])
-@pytest.mark.parametrize(
-    ("spoilt", "fastest"),
-    [
-        pytest.param(lambda position: False, 5, id="always accepted"),
-        pytest.param(lambda position: position % 7 % 3 == 0, 4, id="sometimes accepted"),
-        pytest.param(lambda position: True, 1, id="never accepted"),
-    ],
-)
+@pytest.mark.parametrize(("spoilt", "fastest"), [
+    pytest.param(lambda position: False, 5, id="always accepted"),
+    pytest.param(lambda position: position % 7 % 3 == 0, 4, id="sometimes accepted"),
+    pytest.param(lambda position: True, 1, id="never accepted"),
+])  # fmt: skip
 def test_the_text_is_the_oracles_when_drafts_are(
     name: str, limit: int, spoilt: Callable[[int], bool], fastest: int
 ) -> None:

@@ -39,10 +39,8 @@ def scan(text: list[int], config: LookupConfig, length: int) -> list[int]:
 @given(
     st.lists(st.integers(0, 2), min_size=1, max_size=12),
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_size=8),
-    st.integers(1, 4),
-    st.integers(1, 6),
-    st.integers(0, 8),
-)
+    st.integers(1, 4), st.integers(1, 6), st.integers(0, 8),
+)  # fmt: skip
 def test_the_longest_suffix_is_continued_as_it_was_most_recently(
     prompt: list[int], steps: list[list[int]], max_ngram: int, branch_length: int, budget: int
 ) -> None:
@@ -57,18 +55,15 @@ def test_the_longest_suffix_is_continued_as_it_was_most_recently(
         assert tree.tokens.tolist() == scan(request.tokens.tolist(), config, length)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        pytest.param([1, 2, 3], [], id="nothing when the last token is new"),
-        pytest.param([5], [], id="nothing after a prompt of one token"),
-        pytest.param([1, 2, 3, 4, 9, 2, 3], [4, 9, 2, 3], id="what followed"),
-        pytest.param([2, 3, 7, 8, 2, 3, 4, 2, 3], [4, 2, 3, 4], id="the most recent of two occurrences"),
-        pytest.param([1, 2, 3, 7, 8, 2, 3, 4, 1, 2, 3], [7, 8, 2, 3], id="a longer match before a more recent one"),
-        pytest.param([1, 6, 6], [6, 6, 6, 6], id="a token repeated for ever"),
-        pytest.param([0, 1, 2, 1, 2], [1, 2, 1, 2], id="a cycle of two"),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    pytest.param([1, 2, 3], [], id="nothing when the last token is new"),
+    pytest.param([5], [], id="nothing after a prompt of one token"),
+    pytest.param([1, 2, 3, 4, 9, 2, 3], [4, 9, 2, 3], id="what followed"),
+    pytest.param([2, 3, 7, 8, 2, 3, 4, 2, 3], [4, 2, 3, 4], id="the most recent of two occurrences"),
+    pytest.param([1, 2, 3, 7, 8, 2, 3, 4, 1, 2, 3], [7, 8, 2, 3], id="a longer match before a more recent one"),
+    pytest.param([1, 6, 6], [6, 6, 6, 6], id="a token repeated for ever"),
+    pytest.param([0, 1, 2, 1, 2], [1, 2, 1, 2], id="a cycle of two"),
+])  # fmt: skip
 def test_it_drafts(text: list[int], expected: list[int]) -> None:
     drafter, request = Lookup(LookupConfig(branch_length=4)), Request(text, 9)
     row = opened(drafter, request)

@@ -55,11 +55,9 @@ def generate(drafter: TrieSource, prompt: list[int], answer: list[int], new: int
 
 
 @given(
-    st.lists(st.integers(0, 3), min_size=1, max_size=20),
-    st.lists(st.integers(0, 3), min_size=1, max_size=6),
-    st.integers(1, 20),
-    st.integers(0, 12),
-)
+    st.lists(st.integers(0, 3), min_size=1, max_size=20), st.lists(st.integers(0, 3), min_size=1, max_size=6),
+    st.integers(1, 20), st.integers(0, 12),
+)  # fmt: skip
 def test_drafts_stay_within_budget_and_within_what_may_still_be_generated(
     prompt: list[int], answer: list[int], new: int, budget: int
 ) -> None:

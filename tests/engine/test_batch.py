@@ -45,15 +45,11 @@ COMING = ("none", "trie", "triforce", "triforce-trie", "low-rank", "retrieval")
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize(
-    ("drafter", "dtype"),
-    [
-        pytest.param(drafter, dtype, marks=[pytest.mark.matrix] * ((i - j) % 3 > 0))
-        for i, drafter in enumerate(COMING)
-        for j, dtype in enumerate(DTYPES)
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("drafter", "dtype"), [
+    pytest.param(drafter, dtype, marks=[pytest.mark.matrix] * ((i - j) % 3 > 0))
+    for i, drafter in enumerate(COMING)
+    for j, dtype in enumerate(DTYPES)
+], ids=str)  # fmt: skip
 def test_rows_that_come_and_go_get_the_text_they_get_alone(drafter: str, dtype: torch.dtype) -> None:
     one = engine(drafter, dtype)
     alone = engine("none", dtype)

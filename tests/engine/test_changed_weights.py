@@ -112,25 +112,17 @@ def transposed(model: Any) -> None:
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "load_state_dict": lambda model: model.load_state_dict({n: 1.2 * w for n, w in model.state_dict().items()}),
-    "a step of an optimizer": step,
-    "no_grad": without_gradients,
-    "inference_mode": in_inference_mode,
+    "a step of an optimizer": step, "no_grad": without_gradients, "inference_mode": in_inference_mode,
     "data = new": lambda model: setattr(weight(model), "data", 1.5 * weight(model).data),
     "a hook": lambda model: model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: 2 * out),
     "a forward": lambda model: setattr(model.model.layers[0].mlp, "forward", lambda x: 0.5 * x),
-    "data.mul_": lambda model: weight(model).data.mul_(1.5),
-    "data.neg_": lambda model: weight(model).data.neg_(),
-    "data[:] =": by_slices,
-    "a NumPy view": by_numpy,
-    "_foreach_mul_": by_foreach,
-    "data.copy_": averaged,
-    "data = data.t()": transposed,
-    "a norm's epsilon": epsilon,
-    "the scores' factor": set_number("scaling", 3.0),
+    "data.mul_": lambda model: weight(model).data.mul_(1.5), "data.neg_": lambda model: weight(model).data.neg_(),
+    "data[:] =": by_slices, "a NumPy view": by_numpy, "_foreach_mul_": by_foreach, "data.copy_": averaged,
+    "data = data.t()": transposed, "a norm's epsilon": epsilon, "the scores' factor": set_number("scaling", 3.0),
     "a buffer in place": buffer_in_place,
     "the angles' factor": lambda model: setattr(model.model.rotary_emb, "attention_scaling", 2.0),
     "an activation": activation,
-}
+}  # fmt: skip
 
 
 def fresh() -> Any:

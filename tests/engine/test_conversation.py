@@ -237,15 +237,11 @@ def test_stats_say_what_came_from_the_cache(folder: str) -> None:
     assert "tokens" not in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said", "message"),
-    [
-        (("--top-k", 5), "again", "--top-k has no effect at temperature 0"),
-        (("--drafter", "magic"), "again", "drafter is 'magic'"),
-        ((), "again " * 3000, "exceed the model's 2048 positions"),
-        ((), b"\xff\xfe", "line 1 is not UTF-8 text (byte 0)"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said", "message"), [
+    (("--top-k", 5), "again", "--top-k has no effect at temperature 0"),
+    (("--drafter", "magic"), "again", "drafter is 'magic'"), ((), "again " * 3000, "exceed the model's 2048 positions"),
+    ((), b"\xff\xfe", "line 1 is not UTF-8 text (byte 0)"),
+])  # fmt: skip
 def test_errors_are_one_line_and_status_2(folder: str, arguments: tuple[object, ...], said: Any, message: str) -> None:
     result = call("chat", folder, *arguments, input=said)
     assert (result.exit_code, result.stdout) == (2, "")

@@ -238,14 +238,11 @@ def test_without_drafts_a_batch_equals_each_row_alone(architecture: str, samplin
     ]
 
 
-@pytest.mark.parametrize(
-    ("drafter", "sampling"),
-    [
-        pytest.param(drafter, sampling, marks=[pytest.mark.matrix] * ((i + j) % 2))
-        for i, drafter in enumerate(["none", *DRAFTERS])
-        for j, sampling in enumerate(SAMPLING)
-    ],
-)
+@pytest.mark.parametrize(("drafter", "sampling"), [
+    pytest.param(drafter, sampling, marks=[pytest.mark.matrix] * ((i + j) % 2))
+    for i, drafter in enumerate(["none", *DRAFTERS])
+    for j, sampling in enumerate(SAMPLING)
+])  # fmt: skip
 def test_a_text_ends_where_the_model_ends_it(drafter: str, sampling: str) -> None:
     """At a token that was drafted, where one of these comes for the first time; a greedy text soon repeats itself."""
     text = plain("gpt2", "float64", sampling)[1]

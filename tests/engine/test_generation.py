@@ -81,9 +81,7 @@ class StopAfter(StoppingCriteria):
 FREE_RUN = by_transformers(max_new_tokens=30, eos_token_id=None, do_sample=False)
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "max_new_tokens": {"max_new_tokens": 3},
-    "max_length": {"max_length": 20},
-    "default_length": {},
+    "max_new_tokens": {"max_new_tokens": 3}, "max_length": {"max_length": 20}, "default_length": {},
     "min_new_tokens": {"max_new_tokens": 30, "min_new_tokens": 25},
     "min_length": {"max_new_tokens": 30, "min_length": 25},
     "several_eos": {"max_new_tokens": 30, "eos_token_id": [FREE_RUN[9], FREE_RUN[4]]},
@@ -100,18 +98,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "criteria": {"max_new_tokens": 30, "stopping_criteria": StoppingCriteriaList([StopAfter(FREE_RUN[6])])},
     "allowed": {"max_new_tokens": 30, "prefix_allowed_tokens_fn": lambda row, ids: [7, 9, int(ids[-1] + 1) % 48]},
     "config": {"generation_config": GenerationConfig(max_new_tokens=17, repetition_penalty=1.3, eos_token_id=EOS)},
-}
+}  # fmt: skip
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize(
-    ("name", "drafter"),
-    [
-        pytest.param(name, drafter, marks=[pytest.mark.matrix] * ((i + j) % 3 > 0))
-        for i, name in enumerate(OPTIONS)
-        for j, drafter in enumerate(["oracle", "lookup", "none"])
-    ],
-)
+@pytest.mark.parametrize(("name", "drafter"), [
+    pytest.param(name, drafter, marks=[pytest.mark.matrix] * ((i + j) % 3 > 0))
+    for i, name in enumerate(OPTIONS)
+    for j, drafter in enumerate(["oracle", "lookup", "none"])
+])  # fmt: skip
 def test_greedy_options_mean_what_they_mean_in_transformers(name: str, drafter: str) -> None:
     options = {"do_sample": False, **OPTIONS[name]} if name != "config" else OPTIONS[name]
     expected = by_transformers(**options)
@@ -128,15 +123,10 @@ def drafter_for(name: str) -> Any:
 
 
 SAMPLING: dict[str, dict[str, Any]] = {
-    "temperature": {"temperature": 0.6},
-    "top_k": {"top_k": 5},
-    "top_p": {"top_p": 0.7},
-    "min_p": {"min_p": 0.1},
-    "typical_p": {"typical_p": 0.5},
-    "epsilon_cutoff": {"epsilon_cutoff": 0.02},
-    "eta_cutoff": {"eta_cutoff": 0.02},
+    "temperature": {"temperature": 0.6}, "top_k": {"top_k": 5}, "top_p": {"top_p": 0.7}, "min_p": {"min_p": 0.1},
+    "typical_p": {"typical_p": 0.5}, "epsilon_cutoff": {"epsilon_cutoff": 0.02}, "eta_cutoff": {"eta_cutoff": 0.02},
     "all": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2, "no_repeat_ngram_size": 3},
-}
+}  # fmt: skip
 
 
 @pytest.mark.one_in(2)
@@ -226,15 +216,10 @@ def test_an_end_inside_an_accepted_run_cuts_exactly_there(cut: int) -> None:
     assert len(limited.stats[0].drafted_mask()) == cut
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_new_tokens": 20},
-        {"max_new_tokens": 20, "min_new_tokens": 15},
-        {"max_new_tokens": 20, "repetition_penalty": 1.5},
-        {"max_new_tokens": 20, "eos_token_id": FREE_RUN[5]},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"max_new_tokens": 20}, {"max_new_tokens": 20, "min_new_tokens": 15},
+    {"max_new_tokens": 20, "repetition_penalty": 1.5}, {"max_new_tokens": 20, "eos_token_id": FREE_RUN[5]},
+])  # fmt: skip
 def test_a_padded_batch_gives_transformers_own_tensor(options: dict[str, Any]) -> None:
     length = max(len(prompt) for prompt in PROMPTS)
     ids = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in PROMPTS])
@@ -310,29 +295,24 @@ def test_text_in_and_text_out(tokenizer: PreTrainedTokenizerFast) -> None:
     assert engine.generate(encoded, max_new_tokens=4, do_sample=False).generated == result.generated
 
 
-@pytest.mark.parametrize(
-    ("prompts", "options", "error", "message"),
-    [
-        ([], {}, ValueError, "there is no prompt"),
-        ([[]], {}, ValueError, "the prompt is empty"),
-        ([3, VOCABULARY], {}, ValueError, f"token id {VOCABULARY} is out of range"),
-        ([3, -1], {}, ValueError, "token id -1 is out of range"),
-        ("text", {}, ValueError, "no tokenizer"),
-        ([1.5], {}, TypeError, "token ids"),
-        (PROMPT, {"max_new_tokens": 127}, ValueError, "exceed the model's 128 positions"),
-        (PROMPT, {"max_new_tokens": 0}, ValueError, "max_new_tokens"),
-        (PROMPT, {"num_beams": 3}, NotImplementedError, "beam_search"),
-        (PROMPT, {"penalty_alpha": 0.6, "top_k": 4}, (NotImplementedError, ValueError), "contrastive|custom_generate"),
-        (PROMPT, {"guidance_scale": 1.5}, NotImplementedError, "guidance_scale"),
-        (PROMPT, {"output_scores": True, "return_dict_in_generate": True}, NotImplementedError, "output_scores"),
-        (PROMPT, {"temperature": -1.0, "do_sample": True}, ValueError, "temperature"),
-        (PROMPT, {"top_p": 3.0, "do_sample": True}, ValueError, "top_p"),
-        (PROMPT, {"verification": "hope"}, ValueError, "'hope'; allowed are 'coupled' and 'rejection'"),
-        (PROMPT, {"max_new_tokens": 4, "unheard_of": 1}, ValueError, "unheard_of"),
-        (PROMPT, {"inputs_embeds": torch.zeros(1, 12, 32)}, (NotImplementedError, ValueError), "inputs_embeds"),
-        (PROMPT, {"position_ids": torch.arange(3, 15)[None]}, NotImplementedError, "position_ids: .* counts"),
-    ],
-)
+@pytest.mark.parametrize(("prompts", "options", "error", "message"), [
+    ([], {}, ValueError, "there is no prompt"), ([[]], {}, ValueError, "the prompt is empty"),
+    ([3, VOCABULARY], {}, ValueError, f"token id {VOCABULARY} is out of range"),
+    ([3, -1], {}, ValueError, "token id -1 is out of range"), ("text", {}, ValueError, "no tokenizer"),
+    ([1.5], {}, TypeError, "token ids"),
+    (PROMPT, {"max_new_tokens": 127}, ValueError, "exceed the model's 128 positions"),
+    (PROMPT, {"max_new_tokens": 0}, ValueError, "max_new_tokens"),
+    (PROMPT, {"num_beams": 3}, NotImplementedError, "beam_search"),
+    (PROMPT, {"penalty_alpha": 0.6, "top_k": 4}, (NotImplementedError, ValueError), "contrastive|custom_generate"),
+    (PROMPT, {"guidance_scale": 1.5}, NotImplementedError, "guidance_scale"),
+    (PROMPT, {"output_scores": True, "return_dict_in_generate": True}, NotImplementedError, "output_scores"),
+    (PROMPT, {"temperature": -1.0, "do_sample": True}, ValueError, "temperature"),
+    (PROMPT, {"top_p": 3.0, "do_sample": True}, ValueError, "top_p"),
+    (PROMPT, {"verification": "hope"}, ValueError, "'hope'; allowed are 'coupled' and 'rejection'"),
+    (PROMPT, {"max_new_tokens": 4, "unheard_of": 1}, ValueError, "unheard_of"),
+    (PROMPT, {"inputs_embeds": torch.zeros(1, 12, 32)}, (NotImplementedError, ValueError), "inputs_embeds"),
+    (PROMPT, {"position_ids": torch.arange(3, 15)[None]}, NotImplementedError, "position_ids: .* counts"),
+])  # fmt: skip
 def test_bad_input_is_refused_with_the_reason(prompts: Any, options: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         forerun.Engine(MODEL, "none").generate(prompts, **options)

@@ -56,12 +56,8 @@ SHORT = ON | {"max_new_tokens": 12}
 HEADS: dict[str, Callable[[Path, PreTrainedModel], Path]] = {
     "eagle3": eagle3,
     "eagle3, speculators": lambda folder, model: eagle3(folder, model, "speculators"),
-    "eagle31": eagle31,
-    "peagle": peagle,
-    "dflash": dflash,
-    "dflash2": dflash2,
-    "dspark": dspark,
-}
+    "eagle31": eagle31, "peagle": peagle, "dflash": dflash, "dflash2": dflash2, "dspark": dspark,
+}  # fmt: skip
 
 
 @functools.cache
@@ -257,11 +253,9 @@ ASSISTED = list(itertools.product(GEMMA4, ("float64", "float32", "bfloat16"), SA
 FEW_ASSISTED = ASSISTED[::13]
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [pytest.param(cell, marks=[pytest.mark.matrix] * (cell not in FEW_ASSISTED)) for cell in ASSISTED],
-    ids="-".join,
-)
+@pytest.mark.parametrize("cell", [
+    pytest.param(cell, marks=[pytest.mark.matrix] * (cell not in FEW_ASSISTED)) for cell in ASSISTED
+], ids="-".join)  # fmt: skip
 def test_an_assistant_that_reads_the_targets_keys_changes_nothing(cell: tuple[str, str, str], tmp_path: Path) -> None:
     check_assistant(*cell, tmp_path, SHORT if cell in FEW_ASSISTED else ON)
 
@@ -299,14 +293,11 @@ def test_auto_with_the_layers_of_a_checkpoint_changes_nothing(tmp_path: Path) ->
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("name", "head"),
-    [
-        (("lfm2", "qwen3_5", "bamba")[(number + turn) % 3], head)
-        for number, head in enumerate(HEADS)
-        for turn in range(2)
-    ],
-)
+@pytest.mark.parametrize(("name", "head"), [
+    (("lfm2", "qwen3_5", "bamba")[(number + turn) % 3], head)
+    for number, head in enumerate(HEADS)
+    for turn in range(2)
+])  # fmt: skip
 def test_heads_of_a_target_with_recurrent_layers_change_nothing(name: str, head: str, tmp_path: Path) -> None:
     model = build(*HYBRIDS[name], seed=3).to(torch.bfloat16 if name == "bamba" else torch.float32)
     none = Engine(model, "none").generate(list(PROMPTS), do_sample=False, **ON).requests

@@ -79,14 +79,11 @@ def test_every_pass_has_the_same_bits_near_those_of_the_model(name: str) -> None
     assert 1e-4 < (whole - right).norm() / right.norm() < gate.TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.parametrize(
-    ("drafter", "way", "name"),
-    [
-        pytest.param(drafter, way, list(MODELS)[(i + j) % len(MODELS)], marks=[pytest.mark.matrix] * ((i + j) % 2))
-        for i, drafter in enumerate(DRAFTERS)
-        for j, way in enumerate(WAYS)
-    ],
-)
+@pytest.mark.parametrize(("drafter", "way", "name"), [
+    pytest.param(drafter, way, list(MODELS)[(i + j) % len(MODELS)], marks=[pytest.mark.matrix] * ((i + j) % 2))
+    for i, drafter in enumerate(DRAFTERS)
+    for j, way in enumerate(WAYS)
+])  # fmt: skip
 def test_drafts_change_no_bit(drafter: str, way: str, name: str) -> None:
     one = engine(kept(name, torch.float32), drafter)
     if drafter in ("trie", "auto", "triforce-trie"):

@@ -234,24 +234,19 @@ def test_another_contract_is_told_of() -> None:
 # --- settings
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"names": "x"}, "no setting 'names'; allowed: namespace, share, trie"),
-        (["x"], r"settings are \['x'\]; allowed: an object"),
-        ({"namespace": 3}, "namespace is 3; allowed: a string"),
-        ({"share": 1}, "share is 1; allowed: true or false"),
-        ({"capacity": 100}, r"capacity is 100; allowed: 2\*\*16"),
-        ({"capacity": 1e6}, "capacity is 1000000.0; allowed"),
-        ({"least_probability": 1.5}, "least_probability is 1.5; allowed: 0 to 1"),
-        ({"save_seconds": "60"}, "save_seconds is '60'; allowed: 0 to"),
-        ({"trie": 3}, "trie is 3; allowed: a path"),
-        ({"trie": "/no/such/folder/x.trie"}, "a file in a folder that exists and can be written"),
-        ({"trie": "/"}, "a file, and this is a folder"),
-        ({"trie": "nothing.trie", "save_seconds": 0}, "a file that exists"),
-        ({"trie": "x.trie", "share": False}, "share is False; allowed: true, where a trie file"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"names": "x"}, "no setting 'names'; allowed: namespace, share, trie"),
+    (["x"], r"settings are \['x'\]; allowed: an object"), ({"namespace": 3}, "namespace is 3; allowed: a string"),
+    ({"share": 1}, "share is 1; allowed: true or false"), ({"capacity": 100}, r"capacity is 100; allowed: 2\*\*16"),
+    ({"capacity": 1e6}, "capacity is 1000000.0; allowed"),
+    ({"least_probability": 1.5}, "least_probability is 1.5; allowed: 0 to 1"),
+    ({"save_seconds": "60"}, "save_seconds is '60'; allowed: 0 to"),
+    ({"trie": 3}, "trie is 3; allowed: a path"),
+    ({"trie": "/no/such/folder/x.trie"}, "a file in a folder that exists and can be written"),
+    ({"trie": "/"}, "a file, and this is a folder"),
+    ({"trie": "nothing.trie", "save_seconds": 0}, "a file that exists"),
+    ({"trie": "x.trie", "share": False}, "share is False; allowed: true, where a trie file"),
+])  # fmt: skip
 def test_wrong_settings_are_refused(settings: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ForerunProposer(vllm_config(settings=settings))

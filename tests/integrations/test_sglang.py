@@ -170,18 +170,12 @@ def test_sglang_finds_the_plug_in_by_its_entry_point() -> None:
     assert project["entry-points"]["sglang.srt.plugins"] == {"forerun": "forerun.integrations.sglang:register"}
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "methods"),
-    [
-        ("speculative.spec_info", "SpeculativeAlgorithm", ["register"]),
-        ("speculative.spec_registry", "CustomSpecAlgo", ["__init__", "create_worker", "handle_server_args"]),
-        (
-            "speculative.ngram_worker",
-            "NGRAMWorker",
-            ["__init__", "_prepare_draft_tokens", "_update_ngram_corpus", "forward_batch_generation"],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("module", "name", "methods"), [
+    ("speculative.spec_info", "SpeculativeAlgorithm", ["register"]),
+    ("speculative.spec_registry", "CustomSpecAlgo", ["__init__", "create_worker", "handle_server_args"]),
+    ("speculative.ngram_worker", "NGRAMWorker",
+        ["__init__", "_prepare_draft_tokens", "_update_ngram_corpus", "forward_batch_generation"]),
+])  # fmt: skip
 def test_the_recorded_signatures_are_sglangs(module: str, name: str, methods: list[str]) -> None:
     theirs = getattr(pytest.importorskip(f"sglang.srt.{module}", reason="SGLang is not installed"), name)
     for method in methods:

@@ -86,12 +86,9 @@ def trees(draw: st.DrawFn) -> DraftTree:
 
 
 @given(
-    trees(),
-    st.integers(0, 20),
-    st.integers(1, 9),
-    st.sampled_from([None, 1, 2, 4, 9, 50]),
+    trees(), st.integers(0, 20), st.integers(1, 9), st.sampled_from([None, 1, 2, 4, 9, 50]),
     st.sampled_from([None, 2.0]),
-)
+)  # fmt: skip
 def test_full_cache_attends_to_prefix_and_ancestors_within_the_window(
     tree: DraftTree, prefix: int, pending: int, window: int | None, softcap: float | None
 ) -> None:

@@ -77,11 +77,8 @@ def reference(q: torch.Tensor, kv: torch.Tensor, position: int, spec: AttentionS
 
 
 SPECS = {
-    "plain": {},
-    "window": {"window": 40},
-    "softcap": {"softcap": 5.0},
-    "sinks": {"sinks": torch.linspace(-1, 3, 6)},
-}
+    "plain": {}, "window": {"window": 40}, "softcap": {"softcap": 5.0}, "sinks": {"sinks": torch.linspace(-1, 3, 6)},
+}  # fmt: skip
 
 
 CELLS = [

@@ -47,18 +47,12 @@ class Case:
 
 
 CASES = [
-    Case(),
-    Case(2, 1, dtype=torch.bfloat16),
-    Case(3, 1, window=100),
-    Case(8, 2, 80, 80, dtype=torch.float16, softcap=3.0),
-    Case(8, 1, 16, 16, sinks=True, window=40),
+    Case(), Case(2, 1, dtype=torch.bfloat16), Case(3, 1, window=100),
+    Case(8, 2, 80, 80, dtype=torch.float16, softcap=3.0), Case(8, 1, 16, 16, sinks=True, window=40),
     Case(4, 2, 128, 128, dtype=torch.bfloat16, window=256, sinks=True, softcap=2.0),
-    Case(3, 3, 192, 128, scale=0.1),
-    Case(5, 1, 32, 48, window=1),
-    Case(8, 1, 16, 16, softcap=2.0),
-    Case(6, 1, 48, 80, dtype=torch.bfloat16, softcap=3.0),
-    Case(3, 3, 16, 32, dtype=torch.bfloat16),
-]
+    Case(3, 3, 192, 128, scale=0.1), Case(5, 1, 32, 48, window=1), Case(8, 1, 16, 16, softcap=2.0),
+    Case(6, 1, 48, 80, dtype=torch.bfloat16, softcap=3.0), Case(3, 3, 16, 32, dtype=torch.bfloat16),
+]  # fmt: skip
 
 
 class Text:
@@ -244,10 +238,8 @@ def test_a_tree_across_a_piece_has_the_bits_of_the_text(case: Case) -> None:
 @given(
     case=st.sampled_from(CASES),
     rows=st.lists(
-        st.tuples(st.integers(0, 600), st.integers(1, 45), st.integers(0, 40), st.booleans()), min_size=1, max_size=4
-    ),
-    threads=st.integers(1, 5),
-    seed=st.integers(0, 9),
+        st.tuples(st.integers(0, 600), st.integers(1, 45), st.integers(0, 40), st.booleans()), min_size=1, max_size=4),
+    threads=st.integers(1, 5), seed=st.integers(0, 9),
 )  # fmt: skip
 def test_a_ragged_batch_has_the_bits_of_each_row_alone(
     case: Case, rows: list[tuple[int, int, int, bool]], threads: int, seed: int

@@ -24,14 +24,10 @@ from forerun.models.forward.recurrent_layers import adapt
 from forerun.models.forward.scorer import Scorer
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "sigmoid": lambda x: x.sigmoid(),
-    "silu": functional.silu,
-    "gelu": functional.gelu,
+    "sigmoid": lambda x: x.sigmoid(), "silu": functional.silu, "gelu": functional.gelu,
     "gelu, tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    "softplus": functional.softplus,
-    "mish": functional.mish,
-    "elu": functional.elu,
-}
+    "softplus": functional.softplus, "mish": functional.mish, "elu": functional.elu,
+}  # fmt: skip
 TYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 

@@ -26,13 +26,10 @@ PASSES = {
     "one token": [Block(np.array([3]), EMPTY, 10)],
     "a chain": [Block(np.array([3]), DraftTree.chain(np.arange(5)), 300)],
     "a tree": [Block(np.arange(3), TREE, 0)],
-    "rows of all kinds": [
-        Block(np.arange(4), EMPTY, 0),
-        Block(np.array([1]), TREE, 600),
-        Block(np.array([1]), DraftTree.chain(np.arange(9)), 255),
-    ],
+    "rows of all kinds": [Block(np.arange(4), EMPTY, 0), Block(np.array([1]), TREE, 600),
+        Block(np.array([1]), DraftTree.chain(np.arange(9)), 255)],
     "a long prompt": [Block(np.arange(500), EMPTY, 40), Block(np.array([1]), EMPTY, 4000)],
-}
+}  # fmt: skip
 
 
 def units_of(

@@ -48,13 +48,9 @@ def scanned(index: torch.Tensor, count: int, q: torch.Tensor) -> torch.Tensor:
 
 
 @given(
-    count=st.integers(1, 90),
-    kv_heads=st.integers(1, 3),
-    group=st.integers(1, 3),
-    n=st.integers(1, 9),
-    quads=st.integers(1, 5),
-    seed=st.integers(0, 99),
-)
+    count=st.integers(1, 90), kv_heads=st.integers(1, 3), group=st.integers(1, 3), n=st.integers(1, 9),
+    quads=st.integers(1, 5), seed=st.integers(0, 99),
+)  # fmt: skip
 def test_the_scan_is_its_definition(count: int, kv_heads: int, group: int, n: int, quads: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     groups = -(-count // topk_rank.GROUP_CHUNKS) + 1
@@ -89,16 +85,12 @@ def tied(cache: LowRankCache, layer: int, q: torch.Tensor) -> bool:
 
 
 @given(
-    length=st.integers(20, 900),
-    budget=st.sampled_from([96, 2000]),
-    kv_heads=st.integers(1, 2),
+    length=st.integers(20, 900), budget=st.sampled_from([96, 2000]), kv_heads=st.integers(1, 2),
     group=st.sampled_from([1, 2, 5]),
     branches=st.sampled_from([[], [[1, 2, 3]], [[1, 2, 3], [1, 4], [5]]]),
-    softcap=st.sampled_from([None, 2.0]),
-    sinks=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    softcap=st.sampled_from([None, 2.0]), sinks=st.booleans(), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 99),
-)
+)  # fmt: skip
 def test_attention_by_kernels_is_that_by_torch_in_double_precision(
     length: int, budget: int, kv_heads: int, group: int, branches: list[list[int]], softcap: float | None, sinks: bool,
     dtype: torch.dtype, seed: int,

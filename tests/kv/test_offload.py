@@ -82,12 +82,10 @@ PLACES = [(dtype, place) for dtype in (torch.float32, torch.bfloat16) for place 
 
 
 @NATIVE
-@pytest.mark.parametrize(
-    ("dtype", "place", "drafters"),
-    [(torch.float32, "file and host", ("trie", "low-rank")),
-     *(pytest.param(*each, DRAFTERS, marks=pytest.mark.matrix) for each in PLACES)],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("dtype", "place", "drafters"), [
+    (torch.float32, "file and host", ("trie", "low-rank")),
+    *(pytest.param(*each, DRAFTERS, marks=pytest.mark.matrix) for each in PLACES),
+], ids=str)  # fmt: skip
 def test_every_bit_is_that_of_a_text_on_the_device(
     dtype: torch.dtype, place: str, drafters: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -56,11 +56,9 @@ FEW = [
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize(
-    ("name", "drafter", "dtype"),
-    [pytest.param(*cell, marks=[pytest.mark.matrix] * (cell not in FEW)) for cell in CELLS],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "drafter", "dtype"), [
+    pytest.param(*cell, marks=[pytest.mark.matrix] * (cell not in FEW)) for cell in CELLS
+], ids=str)  # fmt: skip
 def test_what_is_released_is_never_read(
     name: str, drafter: str, dtype: torch.dtype, spoiled: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,13 +78,9 @@ def view_of(row: Row, kind: str, budget: int = 1000) -> View:
 
 
 @given(
-    length=st.integers(1, 90),
-    chunk=st.integers(1, 6),
-    budget=st.integers(6, 60),
-    window=st.integers(1, 12),
-    growth=st.lists(st.integers(1, 7), max_size=8),
-    seed=st.integers(0, 99),
-)
+    length=st.integers(1, 90), chunk=st.integers(1, 6), budget=st.integers(6, 60), window=st.integers(1, 12),
+    growth=st.lists(st.integers(1, 7), max_size=8), seed=st.integers(0, 99),
+)  # fmt: skip
 def test_it_holds_the_chunks_of_its_definition_whole(
     length: int, chunk: int, budget: int, window: int, growth: list[int], seed: int
 ) -> None:
@@ -213,17 +209,13 @@ def test_memory_stays_at_the_budget_however_long_the_text() -> None:
     assert means <= 1.3 * row.full.length / 8 * KV_HEADS * DIM * 2 * LAYERS  # half precision, a mean a chunk
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"budget": 7, "chunk": 8}, "budget is 7; it must be at least one chunk of 8 tokens"),
-        ({"chunk": 0}, "chunk is 0; it must be at least 1"),
-        ({"window": 0}, "window is 0; it must be at least 1"),
-        ({"stride": 0}, "stride is 0; it must be at least 1"),
-        ({"refresh": "never"}, "refresh is 'never'; allowed are 'stride', 'acceptance' and 'verify'"),
-        ({"threshold": 1.5}, "threshold is 1.5; it must be between 0 and 1"),
-    ],
-)
+@pytest.mark.parametrize(("values", "message"), [
+    ({"budget": 7, "chunk": 8}, "budget is 7; it must be at least one chunk of 8 tokens"),
+    ({"chunk": 0}, "chunk is 0; it must be at least 1"), ({"window": 0}, "window is 0; it must be at least 1"),
+    ({"stride": 0}, "stride is 0; it must be at least 1"),
+    ({"refresh": "never"}, "refresh is 'never'; allowed are 'stride', 'acceptance' and 'verify'"),
+    ({"threshold": 1.5}, "threshold is 1.5; it must be between 0 and 1"),
+])  # fmt: skip
 def test_settings_are_checked(values: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         RetrievalConfig(**values)

@@ -186,12 +186,10 @@ def flip(path: Path, first: bool = False) -> None:
 
 
 DAMAGES = {
-    "data": flip,
-    "header": lambda path: flip(path, first=True),
+    "data": flip, "header": lambda path: flip(path, first=True),
     "cut": lambda path: os.truncate(path, path.stat().st_size - 4096),
-    "empty": lambda path: os.truncate(path, 0),
-    "noise": lambda path: path.write_bytes(b"\xff" * 5000),
-}
+    "empty": lambda path: os.truncate(path, 0), "noise": lambda path: path.write_bytes(b"\xff" * 5000),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -98,12 +98,10 @@ def same(a: StreamingCache, b: StreamingCache) -> bool:
 
 
 @given(
-    st.lists(toy.steps(SLACK), max_size=12),
-    st.integers(0, 5),
-    st.integers(1, 9),
+    st.lists(toy.steps(SLACK), max_size=12), st.integers(0, 5), st.integers(1, 9),
     st.sampled_from([AttentionSpec(0.3), AttentionSpec(0.3, 1), AttentionSpec(0.3, 4), AttentionSpec(0.5, 11, 2.0)]),
     st.booleans(),
-)
+)  # fmt: skip
 def test_attention_and_state_are_as_if_all_was_kept_and_nothing_was_drafted(
     script: list[Any], sinks: int, window: int, spec: AttentionSpec, turning: bool
 ) -> None:
@@ -177,14 +175,11 @@ def test_a_window_longer_than_the_text_gives_the_bits_of_the_full_cache(
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize(
-    ("architecture", "rotating"),
-    [
-        pytest.param(architecture, rotating, marks=[pytest.mark.matrix] * ((i + rotating) % 2))
-        for i, architecture in enumerate([*ARCHITECTURES, *LAYOUTS])
-        for rotating in (True, False)
-    ],
-)
+@pytest.mark.parametrize(("architecture", "rotating"), [
+    pytest.param(architecture, rotating, marks=[pytest.mark.matrix] * ((i + rotating) % 2))
+    for i, architecture in enumerate([*ARCHITECTURES, *LAYOUTS])
+    for rotating in (True, False)
+])  # fmt: skip
 def test_every_model_sees_sinks_and_window_as_if_all_was_kept(architecture: str, rotating: bool) -> None:
     model = tiny(architecture)
     rotation = Scorer(model).rotation() if rotating else None
@@ -319,14 +314,11 @@ def test_truncating_reaches_whatever_is_held_and_names_what_is_not() -> None:
             cache.truncate(wrong)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"window": 0}, "window is 0; it must be at least 1"),
-        ({"window": 1, "sinks": -1}, "sinks is -1; it must be 0 or more"),
-        ({"window": 1, "slack": -2}, "slack is -2; it must be 0 or more"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"window": 0}, "window is 0; it must be at least 1"),
+    ({"window": 1, "sinks": -1}, "sinks is -1; it must be 0 or more"),
+    ({"window": 1, "slack": -2}, "slack is -2; it must be 0 or more"),
+])  # fmt: skip
 def test_wrong_values_are_refused(arguments: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StreamingCache(**arguments)

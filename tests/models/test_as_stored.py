@@ -123,13 +123,10 @@ def pair(
 EVERY_FILE = [(name, kind) for name in NAMES for kind in (MIXED, "Q4_1")]
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        *(pytest.param(name, kind, marks=[pytest.mark.matrix] * (kind == MIXED)) for name, kind in EVERY_FILE),
-        pytest.param("llama, wide", RANDOM, marks=pytest.mark.matrix),
-    ],
-)
+@pytest.mark.parametrize(("name", "kind"), [
+    *(pytest.param(name, kind, marks=[pytest.mark.matrix] * (kind == MIXED)) for name, kind in EVERY_FILE),
+    pytest.param("llama, wide", RANDOM, marks=pytest.mark.matrix),
+])  # fmt: skip
 def test_logits_have_the_bits_of_the_dequantised_model_in_every_pass(tmp_path: Path, name: str, kind: str) -> None:
     model, exact = store(tmp_path / "m.gguf", name, kind)
     program = admit(model)
@@ -292,15 +289,12 @@ def test_a_file_is_loaded_with_its_tokenizer_and_says_that_weights_stay(tmp_path
     assert result.stderr == f"{file}: the weights (Q4_1, F32) stay as they are stored\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("llama", "Q4_1"),
-        *(pytest.param(name, MIXED, marks=pytest.mark.matrix) for name in (*NAMES, *MIXTURES)),
-        *(pytest.param(name, "Q4_1", marks=pytest.mark.one_in(3)) for name in ("qwen2", "qwen3_moe")),
-        pytest.param("llama, wide", RANDOM, marks=pytest.mark.matrix),
-    ],
-)
+@pytest.mark.parametrize(("name", "kind"), [
+    ("llama", "Q4_1"),
+    *(pytest.param(name, MIXED, marks=pytest.mark.matrix) for name in (*NAMES, *MIXTURES)),
+    *(pytest.param(name, "Q4_1", marks=pytest.mark.one_in(3)) for name in ("qwen2", "qwen3_moe")),
+    pytest.param("llama, wide", RANDOM, marks=pytest.mark.matrix),
+])  # fmt: skip
 def test_with_quantised_activations_every_pass_has_the_same_bits(tmp_path: Path, name: str, kind: str) -> None:
     model, exact = store(tmp_path / "m.gguf", name, kind, eight_bits=True)
     scorer = admit(model)

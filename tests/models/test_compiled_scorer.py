@@ -308,15 +308,13 @@ def test_a_program_is_written_again_only_if_it_holds_something_old() -> None:
 
 
 SETTINGS: dict[str, tuple[str, str, Any]] = {
-    "layers that run": ("llama", "num_hidden_layers", 2),
-    "soft cap": ("gemma2", "final_logit_softcapping", 0.7),
+    "layers that run": ("llama", "num_hidden_layers", 2), "soft cap": ("gemma2", "final_logit_softcapping", 0.7),
     "layers that run, with images": ("gemma3, with images", "num_hidden_layers", 2),
-    "divisor of logits": ("granite", "logits_scaling", 7.0),
-    "window": ("mistral", "sliding_window", 5),
+    "divisor of logits": ("granite", "logits_scaling", 7.0), "window": ("mistral", "sliding_window", 5),
     "read once": ("llama", "rms_norm_eps", 0.5),
     "rotary positions, read once": ("llama", "rope_parameters", {"rope_type": "default", "rope_theta": 7.0}),
     "attention": ("llama", "_attn_implementation", "eager"),
-}
+}  # fmt: skip
 """Changes of a configuration: a model, a key and its new value."""
 
 
@@ -380,20 +378,15 @@ class _OwnMLP(nn.Module):
         return self.down_proj(self.up_proj(x))
 
 
-@pytest.mark.parametrize(
-    "strange",
-    [
-        lambda model: model.double(),
-        lambda model: model.half(),
-        lambda model: model.model.norm.double(),
-        lambda model: setattr(model.model.layers[1], "mlp", _OwnMLP(model.model.layers[1].mlp)),
-        lambda model: setattr(model.config, "hidden_act", "relu"),
-        lambda model: setattr(model.config, "model_type", "something"),
-        lambda model: setattr(model.model.rotary_emb, "rope_type", "dynamic"),
-        lambda model: model.lm_head.register_parameter("bias", nn.Parameter(torch.zeros(75))),
-        lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data.t().contiguous().t()),
-    ],
-)
+@pytest.mark.parametrize("strange", [
+    lambda model: model.double(), lambda model: model.half(), lambda model: model.model.norm.double(),
+    lambda model: setattr(model.model.layers[1], "mlp", _OwnMLP(model.model.layers[1].mlp)),
+    lambda model: setattr(model.config, "hidden_act", "relu"),
+    lambda model: setattr(model.config, "model_type", "something"),
+    lambda model: setattr(model.model.rotary_emb, "rope_type", "dynamic"),
+    lambda model: model.lm_head.register_parameter("bias", nn.Parameter(torch.zeros(75))),
+    lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data.t().contiguous().t()),
+])  # fmt: skip
 def test_what_is_not_known_is_left_to_the_model(strange: Any) -> None:
     model = build()
     assert known(model)

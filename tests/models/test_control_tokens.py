@@ -34,15 +34,9 @@ MISTRAL = (
     "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}{# [TOOL_CALLS] #}"
 )
 TEMPLATES = {
-    "qwen": QWEN,
-    "thinking": THINKING,
-    "lines": LINES,
-    "ends": ENDS,
-    "benchmark": BENCHMARK,
-    "harmony": HARMONY,
-    "llama": LLAMA,
-    "mistral": MISTRAL,
-}
+    "qwen": QWEN, "thinking": THINKING, "lines": LINES, "ends": ENDS, "benchmark": BENCHMARK, "harmony": HARMONY,
+    "llama": LLAMA, "mistral": MISTRAL,
+}  # fmt: skip
 MARK = re.compile(r"<\|\w+\|>|</?(?:start|end|s|think|tool_call|tools)>|\[/?[A-Z_]+\]")
 
 
@@ -59,11 +53,9 @@ def tokenizer_of(template: str) -> tuple[PreTrainedTokenizerBase, list[str]]:
 
 def chat(tokenizer: Any, content: str, **more: Any) -> tuple[list[int], str]:
     turns = [
-        {"role": "user", "content": content},
-        {"role": "assistant", "content": "Yes."},
-        {"role": "tool", "tool_call_id": "c", "content": content},
-        {"role": "user", "content": "So?"},
-    ]
+        {"role": "user", "content": content}, {"role": "assistant", "content": "Yes."},
+        {"role": "tool", "tool_call_id": "c", "content": content}, {"role": "user", "content": "So?"},
+    ]  # fmt: skip
     body = ChatRequest.model_validate({"model": "m", "messages": turns, **more})
     prompt = PromptEncoder(tokenizer, None).chat(body)
     assert prompt.text is not None

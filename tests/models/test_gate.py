@@ -23,44 +23,23 @@ def build(class_name: str, **config: Any) -> transformers.PreTrainedModel:
     return model_class(model_class.config_class(vocab_size=32, **config)).eval()
 
 
-@pytest.mark.parametrize(
-    ("class_name", "config", "reason"),
-    [
-        ("BloomForCausalLM", {"hidden_size": 16, "n_layer": 1, "n_head": 2}, "ALiBi"),
-        ("MptForCausalLM", {"d_model": 16, "n_heads": 2, "n_layers": 1}, "ALiBi"),
-        ("MambaForCausalLM", {"hidden_size": 16, "num_hidden_layers": 1}, "recurrent"),
-        ("T5ForConditionalGeneration", {"d_model": 16, "num_layers": 1, "num_heads": 2, "d_ff": 16}, "encoder-decoder"),
-        (
-            "WhisperForCausalLM",
-            {
-                "d_model": 16,
-                "decoder_layers": 1,
-                "decoder_attention_heads": 2,
-                "decoder_ffn_dim": 16,
-                "pad_token_id": 0,
-                "bos_token_id": 1,
-                "eos_token_id": 2,
-            },
-            "the decoder of an encoder-decoder",
-        ),
-        (
-            "MistralForCausalLM",
-            {
-                "hidden_size": 16,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 2,
-                "sliding_window": 1,
-            },
-            "its sliding_window is 1",
-        ),
-        (
-            "LlamaForSequenceClassification",
-            {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
-            "language-modelling head",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("class_name", "config", "reason"), [
+    ("BloomForCausalLM", {"hidden_size": 16, "n_layer": 1, "n_head": 2}, "ALiBi"),
+    ("MptForCausalLM", {"d_model": 16, "n_heads": 2, "n_layers": 1}, "ALiBi"),
+    ("MambaForCausalLM", {"hidden_size": 16, "num_hidden_layers": 1}, "recurrent"),
+    ("T5ForConditionalGeneration", {"d_model": 16, "num_layers": 1, "num_heads": 2, "d_ff": 16}, "encoder-decoder"),
+    ("WhisperForCausalLM",
+        {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16, "pad_token_id": 0,
+            "bos_token_id": 1, "eos_token_id": 2},
+        "the decoder of an encoder-decoder"),
+    ("MistralForCausalLM",
+        {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+            "sliding_window": 1},
+        "its sliding_window is 1"),
+    ("LlamaForSequenceClassification",
+        {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+        "language-modelling head"),
+])  # fmt: skip
 def test_unsupported_models_are_refused_with_the_reason(class_name: str, config: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
         gate.admit(build(class_name, **config))
@@ -186,16 +165,10 @@ def test_a_model_keeps_its_own_attention_after_a_pass() -> None:
     assert torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
 
 
-@pytest.mark.parametrize(
-    ("class_name", "extra"),
-    [
-        ("PhimoeForCausalLM", {"sliding_window": 40}),
-        (
-            "Qwen2MoeForCausalLM",
-            {"shared_expert_intermediate_size": 16, "use_sliding_window": True, "sliding_window": 40},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("class_name", "extra"), [
+    ("PhimoeForCausalLM", {"sliding_window": 40}),
+    ("Qwen2MoeForCausalLM", {"shared_expert_intermediate_size": 16, "use_sliding_window": True, "sliding_window": 40}),
+])  # fmt: skip
 def test_a_window_that_is_in_the_mask_alone_is_refused(class_name: str, extra: dict[str, Any]) -> None:
     experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     with pytest.raises(UnsupportedModelError, match="has a window of 40 tokens only in its mask"):

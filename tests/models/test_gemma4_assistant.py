@@ -31,11 +31,9 @@ from forerun.models.heads.loading import is_head, load_head
 TEXT = np.random.default_rng(3).integers(6, 48, 200)
 BRANCHES = ((3, 4, 5), (3, 4, 6), (3, 9), (11,))
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "shared layers": ({}, {}),
-    "no shared layers": ({"shared": 0}, {}),
-    "centroids": ({}, {"centroids": 8}),
+    "shared layers": ({}, {}), "no shared layers": ({"shared": 0}, {}), "centroids": ({}, {"centroids": 8}),
     "unified": ({"unified": True}, {"unified": True}),
-}
+}  # fmt: skip
 """Of the target, and of the assistant."""
 
 

@@ -263,16 +263,13 @@ def test_norms_that_transformers_would_leave_out_are_refused(tmp_path: Path) -> 
     assert "has blk.0.attn_q_norm.weight, which transformers leaves out" in refused(file)
 
 
-@pytest.mark.parametrize(
-    ("kind", "stated", "wanted"),
-    [
-        ("starcoder2", {"rope.freq_base": 999999.4, "attention.sliding_window": 4096}, {"sliding_window": 4096}),
-        ("phi3", {"attention.sliding_window": 2047, "rope.freq_base": 10000.0}, {"sliding_window": 2047}),
-        ("gemma2", {"block_count": 46}, {"query_pre_attn_scalar": 144}),
-        ("gemma2", {"block_count": 42}, {"query_pre_attn_scalar": 256}),
-        ("stablelm", {"rope.freq_base": 5e5}, {}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "stated", "wanted"), [
+    ("starcoder2", {"rope.freq_base": 999999.4, "attention.sliding_window": 4096}, {"sliding_window": 4096}),
+    ("phi3", {"attention.sliding_window": 2047, "rope.freq_base": 10000.0}, {"sliding_window": 2047}),
+    ("gemma2", {"block_count": 46}, {"query_pre_attn_scalar": 144}),
+    ("gemma2", {"block_count": 42}, {"query_pre_attn_scalar": 256}),
+    ("stablelm", {"rope.freq_base": 5e5}, {}),
+])  # fmt: skip
 def test_what_transformers_does_not_read_is_taken_from_the_header(
     kind: str, stated: dict[str, Any], wanted: dict[str, Any]
 ) -> None:
@@ -283,15 +280,12 @@ def test_what_transformers_does_not_read_is_taken_from_the_header(
     assert config.rope_parameters["rope_theta"] == stated.get("rope.freq_base", 10000.0)
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (lambda writer: writer.add_string("general.alignment", "x"), "general.alignment is 'x'"),
-        (lambda writer: writer.add_float32("general.alignment", float("inf")), "general.alignment is inf"),
-        (lambda writer: writer.add_float32("general.alignment", float("nan")), "general.alignment is nan"),
-        (lambda writer: writer.add_string("split.count", "two"), "split.count is 'two'"),
-    ],
-)
+@pytest.mark.parametrize(("change", "told"), [
+    (lambda writer: writer.add_string("general.alignment", "x"), "general.alignment is 'x'"),
+    (lambda writer: writer.add_float32("general.alignment", float("inf")), "general.alignment is inf"),
+    (lambda writer: writer.add_float32("general.alignment", float("nan")), "general.alignment is nan"),
+    (lambda writer: writer.add_string("split.count", "two"), "split.count is 'two'"),
+])  # fmt: skip
 def test_numbers_that_are_none_are_refused(tmp_path: Path, change: Any, told: str) -> None:
     assert told in refused(write(tmp_path / "a.gguf", change=change))
 

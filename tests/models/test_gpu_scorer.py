@@ -64,21 +64,16 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "qwen2": ("Qwen2", {}),
-    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "llama": ("Llama", {}), "qwen2": ("Qwen2", {}), "qwen3": ("Qwen3", {"head_dim": 16}),
     "gemma2": ("Gemma2", {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}),
-    "phi3": ("Phi3", {"pad_token_id": 0}),
-    "olmo2": ("Olmo2", {}),
+    "phi3": ("Phi3", {"pad_token_id": 0}), "olmo2": ("Olmo2", {}),
     "granite": ("Granite", {"residual_multiplier": 0.5, "logits_scaling": 2.0, "embedding_multiplier": 3.0}),
-}
+}  # fmt: skip
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neox": ("GPTNeoX", {"rotary_pct": 0.5}),
-    "mla": (
-        "DeepseekV3",
+    "mla": ("DeepseekV3",
         {"num_key_value_heads": 2, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-         "v_head_dim": 8, "first_k_dense_replace": 1},
-    ),
+            "v_head_dim": 8, "first_k_dense_replace": 1}),
 }  # fmt: skip
 """Models whose own code runs; heads of keys and of values differ in ``mla``."""
 

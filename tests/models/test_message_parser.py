@@ -74,287 +74,109 @@ HERMES_CALLS = (
     '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>\n'
     '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 )
-MESSAGES: dict[str, tuple[Any, Any, str, str, tuple[str, str, Calls]]] = {
-    "hermes": (HERMES, None, f"Sure.\n{HERMES_CALLS}", "", ("Sure.", "", [ROME, ADD])),
-    "reasoning, then calls": (
-        HERMES,
-        THINK,
-        f"<think>\nHm.\n</think>\n\n{HERMES_CALLS}",
-        "",
-        ("", "Hm.\n", [ROME, ADD]),
-    ),
-    "reasoning that the prompt began": (
-        HERMES,
-        THINK,
-        "Hm.\n</think>\n\nYes <b>\n",
-        "\n<think>\n",
-        ("Yes <b>\n", "Hm.\n", []),
-    ),
-    "no call in the marks": (
-        HERMES,
-        None,
-        "<tool_call>\nno\n</tool_call> x",
-        "",
-        ("<tool_call>\nno\n</tool_call> x", "", []),
-    ),
-    "arguments before the name": (
-        HERMES,
-        None,
-        '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>',
-        "",
-        ("", "", [ADD]),
-    ),
-    "arguments as text": (
-        HERMES,
-        None,
-        r'<tool_call>{"name": "add", "arguments": "{\"a\": 1}"}</tool_call>',
-        "",
-        ("", "", [ADD]),
-    ),
-    "no arguments": (HERMES, None, '<tool_call>{"name": "add"}</tool_call>', "", ("", "", [("add", {})])),
-    "braces in texts": (
-        HERMES,
-        None,
+MESSAGES: dict[str, Any] = {  # calls, text, its content, its calls; and where there is: thinking, reasoning, prompt
+    "hermes": (HERMES, f"Sure.\n{HERMES_CALLS}", "Sure.", [ROME, ADD]),
+    "reasoning, then calls": (HERMES, f"<think>\nHm.\n</think>\n\n{HERMES_CALLS}", "", [ROME, ADD], THINK, "Hm.\n"),
+    "reasoning that the prompt began": (HERMES, "Hm.\n</think>\n\nYes <b>\n",
+        "Yes <b>\n", [], THINK, "Hm.\n", "\n<think>\n"),
+    "no call in the marks": (HERMES, "<tool_call>\nno\n</tool_call> x", "<tool_call>\nno\n</tool_call> x", []),
+    "arguments before the name": (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>', "", [ADD]),
+    "arguments as text": (HERMES, r'<tool_call>{"name": "add", "arguments": "{\"a\": 1}"}</tool_call>', "", [ADD]),
+    "no arguments": (HERMES, '<tool_call>{"name": "add"}</tool_call>', "", [("add", {})]),
+    "braces in texts": (HERMES,
         r'<tool_call>{"name": "add", "arguments": {"a": "}\"{", "b": [1, {"x": []}]}}</tool_call>',
-        "",
-        ("", "", [("add", {"a": '}"{', "b": [1, {"x": []}]})]),
-    ),
-    "cut in the arguments": (
-        HERMES,
-        None,
-        '<tool_call>{"name": "add", "arguments": {"a": 1',
-        "",
-        ("", "", [("add", '{"a": 1')]),
-    ),
-    "cut before the name": (HERMES, None, 'So <tool_call>{"na', "", ('So <tool_call>{"na', "", [])),
-    "coder": (
-        CODER,
-        None,
+        "", [("add", {"a": '}"{', "b": [1, {"x": []}]})]),
+    "cut in the arguments": (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1', "", [("add", '{"a": 1')]),
+    "cut before the name": (HERMES, 'So <tool_call>{"na', 'So <tool_call>{"na', []),
+    "coder": (CODER,
         "ok\n<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
         "</function>\n</tool_call>\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
-        "",
-        ("ok", "", [ROME, ADD]),
-    ),
-    "deepseek": (
-        DEEPSEEK,
-        THINK,
+        "ok", [ROME, ADD]),
+    "deepseek": (DEEPSEEK,
         "<think>Hm.</think>So<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
         '{"city": "Rome", "days": 3}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n'
-        '{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-        "",
-        ("So", "Hm.", [ROME, ADD]),
-    ),
-    "deepseek 3.1": (
-        DEEPSEEK_31,
-        None,
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+        '{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>', "So", [ROME, ADD], THINK, "Hm."),
+    "deepseek 3.1": (DEEPSEEK_31, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
         '{"city": "Rome", "days": 3}<｜tool▁call▁end｜>'
-        '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-        "",
-        ("", "", [ROME, ADD]),
-    ),
-    "mistral": (
-        MISTRAL,
-        None,
+        '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>', "", [ROME, ADD]),
+    "mistral": (MISTRAL,
         '[TOOL_CALLS]get_weather[ARGS]{"city": "Rome", "days": 3}[TOOL_CALLS]add[CALL_ID]abc[ARGS]{"a": 1}',
-        "",
-        ("", "", [ROME, ADD]),
-    ),
-    "old mistral": (
-        OLD_MISTRAL,
-        None,
-        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Rome", "days": 3}}, '
-        '{"name": "add", "arguments": {"a": 1}}]',
-        "",
-        ("", "", [ROME, ADD]),
-    ),
-    "gpt-oss": (
-        GPT_OSS,
-        HARMONY,
+        "", [ROME, ADD]),
+    "old mistral": (OLD_MISTRAL, '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Rome", "days": 3}}, '
+        '{"name": "add", "arguments": {"a": 1}}]', "", [ROME, ADD]),
+    "gpt-oss": (GPT_OSS,
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather "
-        '<|constrain|>json<|message|>{"city": "Rome", "days": 3}<|call|>',
-        "",
-        ("", "Hm.", [ROME]),
-    ),
-    "gpt-oss, as its template writes calls": (
-        GPT_OSS,
-        HARMONY,
+        '<|constrain|>json<|message|>{"city": "Rome", "days": 3}<|call|>', "", [ROME], HARMONY, "Hm."),
+    "gpt-oss, as its template writes calls": (GPT_OSS,
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.get_weather<|channel|>commentary json"
-        '<|message|>{"city": "Rome", "days": 3}<|call|>',
-        "",
-        ("", "Hm.", [ROME]),
-    ),
-    "gpt-oss, a call at once": (
-        GPT_OSS,
-        HARMONY,
-        ' to=functions.add<|channel|>commentary <|constrain|>json<|message|>{"a": 1}<|call|>',
-        "",
-        ("", "", [ADD]),
-    ),
-    "gpt-oss, a text of functions": (
-        GPT_OSS,
-        HARMONY,
-        "<|channel|>final<|message|>Set to=functions.add and <|end|>",
-        "",
-        ("Set to=functions.add and ", "", []),
-    ),
-    "gpt-oss, an answer": (
-        GPT_OSS,
-        HARMONY,
+        '<|message|>{"city": "Rome", "days": 3}<|call|>', "", [ROME], HARMONY, "Hm."),
+    "gpt-oss, a call at once": (GPT_OSS,
+        ' to=functions.add<|channel|>commentary <|constrain|>json<|message|>{"a": 1}<|call|>', "", [ADD], HARMONY, ""),
+    "gpt-oss, a text of functions": (GPT_OSS, "<|channel|>final<|message|>Set to=functions.add and <|end|>",
+        "Set to=functions.add and ", [], HARMONY, ""),
+    "gpt-oss, an answer": (GPT_OSS,
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello",
-        "",
-        ("Hello", "Hm.", []),
-    ),
-    "coder, without marks around": (
-        CODER,
-        None,
-        "<function=add>\n<parameter=a>\n1\n</function>\nand so",
-        "",
-        ("and so", "", [ADD]),
-    ),
-    "coder, ends that are missing": (
-        CODER,
-        None,
+        "Hello", [], HARMONY, "Hm."),
+    "coder, without marks around": (CODER, "<function=add>\n<parameter=a>\n1\n</function>\nand so", "and so", [ADD]),
+    "coder, ends that are missing": (CODER,
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n<parameter=days>\n3\n</parameter>\n</tool_call>",
-        "",
-        ("", "", [ROME]),
-    ),
-    "coder, a call behind one without an end": (
-        CODER,
-        None,
+        "", [ROME]),
+    "coder, a call behind one without an end": (CODER,
         "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<tool_call>\n<function=add>\n<parameter=a>\n2\n"
-        "</parameter>\n</function>\n</tool_call>",
-        "",
-        ("", "", [ADD, ("add", {"a": 2})]),
-    ),
-    "bare": (HERMES, None, '{"name": "add", "arguments": {"a": 1}}', "", ("", "", [ADD])),
-    "bare, with spaces": (HERMES, None, '\n{\n "name": "add",\n "arguments": {"a": 1}\n}\n', "", ("", "", [ADD])),
-    "bare, in a fence": (HERMES, None, '```json\n{"name": "add", "arguments": {"a": 1}}\n```', "", ("", "", [ADD])),
-    "bare, two": (
-        HERMES,
-        None,
+        "</parameter>\n</function>\n</tool_call>", "", [ADD, ("add", {"a": 2})]),
+    "bare": (HERMES, '{"name": "add", "arguments": {"a": 1}}', "", [ADD]),
+    "bare, with spaces": (HERMES, '\n{\n "name": "add",\n "arguments": {"a": 1}\n}\n', "", [ADD]),
+    "bare, in a fence": (HERMES, '```json\n{"name": "add", "arguments": {"a": 1}}\n```', "", [ADD]),
+    "bare, two": (HERMES,
         '{"name": "get_weather", "arguments": {"city": "Rome", "days": 3}}\n{"name": "add", "arguments": {"a": 1}}',
-        "",
-        ("", "", [ROME, ADD]),
-    ),
-    "bare, after reasoning": (
-        HERMES,
-        THINK,
-        '<think>Hm.</think>\n\n{"name": "add", "arguments": {"a": 1}}',
-        "",
-        ("", "Hm.", [ADD]),
-    ),
-    "bare, of no tool": (
-        HERMES,
-        None,
-        '{"name": "Bob", "arguments": {"a": 1}}',
-        "",
-        ('{"name": "Bob", "arguments": {"a": 1}}', "", []),
-    ),
-    "bare, with more": (
-        HERMES,
-        None,
-        '{"name": "add", "arguments": {"a": 1}} is the call',
-        "",
-        ('{"name": "add", "arguments": {"a": 1}} is the call', "", []),
-    ),
-    "an object that is no call": (HERMES, None, '{"name": "add", "age": 3}', "", ('{"name": "add", "age": 3}', "", [])),
-    "an object behind a text": (
-        HERMES,
-        None,
-        'So: {"name": "add", "arguments": {}}',
-        "",
-        ('So: {"name": "add", "arguments": {}}', "", []),
-    ),
-    "lfm2": (
-        LFM2,
-        None,
-        '<|tool_call_start|>[get_weather(city="Rome", days=3), add(a=1)]<|tool_call_end|>Wait.',
-        "",
-        ("Wait.", "", [ROME, ADD]),
-    ),
-    "lfm2, python's and json's words": (
-        LFM2,
-        None,
+        "", [ROME, ADD]),
+    "bare, after reasoning": (HERMES, '<think>Hm.</think>\n\n{"name": "add", "arguments": {"a": 1}}',
+        "", [ADD], THINK, "Hm."),
+    "bare, of no tool": (HERMES, '{"name": "Bob", "arguments": {"a": 1}}',
+        '{"name": "Bob", "arguments": {"a": 1}}', []),
+    "bare, with more": (HERMES, '{"name": "add", "arguments": {"a": 1}} is the call',
+        '{"name": "add", "arguments": {"a": 1}} is the call', []),
+    "an object that is no call": (HERMES, '{"name": "add", "age": 3}', '{"name": "add", "age": 3}', []),
+    "an object behind a text": (HERMES, 'So: {"name": "add", "arguments": {}}',
+        'So: {"name": "add", "arguments": {}}', []),
+    "lfm2": (LFM2, '<|tool_call_start|>[get_weather(city="Rome", days=3), add(a=1)]<|tool_call_end|>Wait.',
+        "Wait.", [ROME, ADD]),
+    "lfm2, python's and json's words": (LFM2,
         "<|tool_call_start|>[f(a=None, b=true, c=[1, -2.5], d={'x': ('y',)})]<|tool_call_end|>",
-        "",
-        ("", "", [("f", {"a": None, "b": True, "c": [1, -2.5], "d": {"x": ["y"]}})]),
-    ),
-    "lfm2, no call": (
-        LFM2,
-        None,
-        "<|tool_call_start|>[__import__('os').system('x')]<|tool_call_end|>",
-        "",
-        ("<|tool_call_start|>[__import__('os').system('x')]<|tool_call_end|>", "", []),
-    ),
-    "gemma": (
-        GEMMA,
-        None,
+        "", [("f", {"a": None, "b": True, "c": [1, -2.5], "d": {"x": ["y"]}})]),
+    "lfm2, no call": (LFM2, "<|tool_call_start|>[__import__('os').system('x')]<|tool_call_end|>",
+        "<|tool_call_start|>[__import__('os').system('x')]<|tool_call_end|>", []),
+    "gemma": (GEMMA,
         'So<|tool_call>call:get_weather{city:<|"|>Rome<|"|>,days:3}<tool_call|><|tool_call>call:add{a:1}<tool_call|>',
-        "",
-        ("So", "", [ROME, ADD]),
-    ),
-    "gemma, nested": (
-        GEMMA,
-        None,
-        '<|tool_call>call:f{a:{b:[1,<|"|>x, }y<|"|>],c:null},d:true,e:{}}<tool_call|>',
-        "",
-        ("", "", [("f", {"a": {"b": [1, "x, }y"], "c": None}, "d": True, "e": {}})]),
-    ),
-    "functiongemma": (
-        FUNCTION_GEMMA,
-        None,
-        "<start_function_call>call:get_weather{city:<escape>Rome<escape>,days:3}<end_function_call>",
-        "",
-        ("", "", [ROME]),
-    ),
-    "mistral, a text behind the call": (MISTRAL, None, '[TOOL_CALLS]add[ARGS]{"a": 1} Wait.', "", ("Wait.", "", [ADD])),
-    "old mistral, a text behind the calls": (
-        OLD_MISTRAL,
-        None,
-        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}] Wait, [so].',
-        "",
-        ("Wait, [so].", "", [ADD]),
-    ),
-    "deepseek 3.1, arguments as a text of JSON": (
-        DEEPSEEK_31,
-        None,
-        '<｜tool▁call▁begin｜>add<｜tool▁sep｜>"{\\"a\\": 1}"<｜tool▁call▁end｜>',
-        "",
-        ("", "", [ADD]),
-    ),
-    "llama": (
-        LLAMA,
-        None,
+        "So", [ROME, ADD]),
+    "gemma, nested": (GEMMA, '<|tool_call>call:f{a:{b:[1,<|"|>x, }y<|"|>],c:null},d:true,e:{}}<tool_call|>',
+        "", [("f", {"a": {"b": [1, "x, }y"], "c": None}, "d": True, "e": {}})]),
+    "functiongemma": (FUNCTION_GEMMA,
+        "<start_function_call>call:get_weather{city:<escape>Rome<escape>,days:3}<end_function_call>", "", [ROME]),
+    "mistral, a text behind the call": (MISTRAL, '[TOOL_CALLS]add[ARGS]{"a": 1} Wait.', "Wait.", [ADD]),
+    "old mistral, a text behind the calls": (OLD_MISTRAL,
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}] Wait, [so].', "Wait, [so].", [ADD]),
+    "deepseek 3.1, arguments as a text of JSON": (DEEPSEEK_31,
+        '<｜tool▁call▁begin｜>add<｜tool▁sep｜>"{\\"a\\": 1}"<｜tool▁call▁end｜>', "", [ADD]),
+    "llama": (LLAMA,
         '{"name": "get_weather", "parameters": {"city": "Rome", "days": 3}}; {"name": "add", "parameters": {"a": 1}}',
-        "",
-        ("", "", [ROME, ADD]),
-    ),
-    "llama's tag": (LLAMA, None, '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', "", ("", "", [ADD])),
-    "llama, an object in a text": (LLAMA, None, 'Say {"name": "x"}.', "", ('Say {"name": "x"}.', "", [])),
-    "llama, an object that names no tool": (
-        LLAMA,
-        None,
-        '{"name": "Bob", "parameters": {"a": 1}}',
-        "",
-        ('{"name": "Bob", "parameters": {"a": 1}}', "", []),
-    ),
-    "llama, an object with a name": (
-        LLAMA,
-        None,
-        '{"age": 3, "name": "Bob"}',
-        "",
-        ('{"age": 3, "name": "Bob"}', "", []),
-    ),
-    "llama, another object": (LLAMA, None, '{"not": "a call"}', "", ('{"not": "a call"}', "", [])),
-}
+        "", [ROME, ADD]),
+    "llama's tag": (LLAMA, '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', "", [ADD]),
+    "llama, an object in a text": (LLAMA, 'Say {"name": "x"}.', 'Say {"name": "x"}.', []),
+    "llama, an object that names no tool": (LLAMA, '{"name": "Bob", "parameters": {"a": 1}}',
+        '{"name": "Bob", "parameters": {"a": 1}}', []),
+    "llama, an object with a name": (LLAMA, '{"age": 3, "name": "Bob"}', '{"age": 3, "name": "Bob"}', []),
+    "llama, another object": (LLAMA, '{"not": "a call"}', '{"not": "a call"}', []),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("step", [1, 3, 7, 10_000])
 @pytest.mark.parametrize("name", MESSAGES)
 def test_a_message_is_taken_apart(tokenizer: PreTrainedTokenizerBase, name: str, step: int) -> None:
-    calls, thinking, text, prompt, wanted = MESSAGES[name]
-    assert parsed(tokenizer, MessageFormat(calls, thinking, None, {}, {}), text, step, prompt) == wanted
+    form, text, content, calls, *more = MESSAGES[name]
+    thinking, reasoning, prompt = [*more, None, "", ""][:3] if not more else [*more, ""][:3]
+    found = parsed(tokenizer, MessageFormat(form, thinking, None, {}, {}), text, step, prompt)
+    assert found == (content, reasoning, calls)
 
 
 CUT = {
@@ -390,15 +212,11 @@ def test_a_call_that_is_cut_leaves_nothing_of_an_own_template(tokenizer: PreTrai
 
 TYPES: Any = {
     "properties": {
-        "when": {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]},
-        "count": {"type": "integer"},
-        "kind": {"enum": [1, 2, "x"]},
-        "words": {"type": "array"},
-        "note": {"type": "string"},
-        "flag": {"type": "boolean"},
-    },
+        "when": {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]}, "count": {"type": "integer"},
+        "kind": {"enum": [1, 2, "x"]}, "words": {"type": "array"}, "note": {"type": "string"},
+        "flag": {"type": "boolean"}},
     "required": ["when"],
-}
+}  # fmt: skip
 
 
 def test_values_between_tags_have_the_types_of_the_schema() -> None:
@@ -468,12 +286,10 @@ def test_without_parallel_calls_only_the_first_is_passed_on(tokenizer: PreTraine
 def test_a_tokenizers_own_response_template_is_used(tokenizer: PreTrainedTokenizerBase) -> None:
     own = {
         "start_anchor": "<bot>",
-        "fields": {
-            "thinking": {"open": "<t>", "close": "</t>"},
+        "fields": {"thinking": {"open": "<t>", "close": "</t>"},
             "tool_calls": {"open": "<c>", "close": "</c>", "repeats": True, "content": "json"},
-            "content": {"close": "<end>"},
-        },
-    }
+            "content": {"close": "<end>"}},
+    }  # fmt: skip
     form = MessageFormat(None, None, own, {}, {})
     text = 'Hm</t>Hi <c>{"function": {"name": "add", "arguments": {"a": 1}}}</c><end>'
     assert parsed(tokenizer, form, text, 4, "<t>old</t><bot><t>") == ("Hi", "Hm", [ADD])
@@ -504,18 +320,13 @@ def test_what_is_no_call_stays_in_the_content_of_an_own_template(tokenizer: PreT
 
 TAGGED: Any = {
     "$defs": {"Unit": {"enum": ["C", "F"], "type": "string"}, "Place": {"type": "object"}},
-    "properties": {
-        "city": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-        "note": {"type": ["string", "null"]},
-        "unit": {"$ref": "#/$defs/Unit"},
-        "kind": {"const": "short"},
-        "days": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
-        "place": {"$ref": "#/$defs/Place"},
-        "other": {"anyOf": [{"$ref": "#/$defs/Unit"}, {"type": "null"}]},
-    },
+    "properties": {"city": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "note": {"type": ["string", "null"]},
+        "unit": {"$ref": "#/$defs/Unit"}, "kind": {"const": "short"},
+        "days": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "place": {"$ref": "#/$defs/Place"},
+        "other": {"anyOf": [{"$ref": "#/$defs/Unit"}, {"type": "null"}]}},
     "required": ["city", "note", "unit", "kind", "days", "place", "other"],
     "type": "object",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("missing", [False, True])

@@ -58,35 +58,29 @@ def test_generate_takes_messages_and_gives_what_transformers_gives(
     assert len(both.texts) == 2
 
 
-@pytest.mark.parametrize(
-    ("prompt", "error", "message"),
-    [
-        ([{"role": "user"}], ValueError, r"message 0 has no 'content'; it has 'role'"),
-        ([{"content": "a"}], ValueError, r"message 0 has no 'role'; it has 'content'"),
-        ([{}], ValueError, "message 0 has no 'role'; it has no keys"),
-        ([USER, {"role": "user", "content": 3}], TypeError, "the content of message 1 is int; it must be text"),
-        ([{"role": "user", "content": None}], TypeError, "the content of message 0 is NoneType"),
-        ([{"role": "user", "content": [{"type": "image"}]}], TypeError, "the content of message 0 is list"),
-        ([{"role": 1, "content": "a"}], TypeError, "the role of message 0 is int"),
-        ([{"role": "", "content": "a"}], ValueError, "the role of message 0 is empty"),
-        ([{**USER, 1: "a"}], TypeError, "message 0 has the key 1; keys are text"),
-        ([USER, "again"], TypeError, "message 1 is str; it must be a dict with role and content"),
-        (["again", USER], TypeError, "message 0 is str; it must be a dict with role and content"),
-        ([[USER], "again"], TypeError, "prompt 1 is str and others are messages"),
-        ([[1, 2], [USER]], TypeError, "prompt 0 is list and others are messages"),
-        ([[USER], []], TypeError, "prompt 1 is list and others are messages"),
-        ([[USER], [USER, 3]], TypeError, "in conversation 1, message 1 is int"),
-        ([USER, ANSWER], ValueError, "the last message is the assistant's"),
-        ([[USER], [USER, ANSWER]], ValueError, "in conversation 1, the last message is the assistant's"),
-        ([], ValueError, "there is no prompt"),
-        (
-            USER,
-            TypeError,
-            "a mapping with 'role', 'content'; a tokenizer's output has 'input_ids', and messages are a list",
-        ),
-        ([{"role": "ghost", "content": "boo"}], ValueError, "the chat template refuses these messages: no ghosts"),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "error", "message"), [
+    ([{"role": "user"}], ValueError, r"message 0 has no 'content'; it has 'role'"),
+    ([{"content": "a"}], ValueError, r"message 0 has no 'role'; it has 'content'"),
+    ([{}], ValueError, "message 0 has no 'role'; it has no keys"),
+    ([USER, {"role": "user", "content": 3}], TypeError, "the content of message 1 is int; it must be text"),
+    ([{"role": "user", "content": None}], TypeError, "the content of message 0 is NoneType"),
+    ([{"role": "user", "content": [{"type": "image"}]}], TypeError, "the content of message 0 is list"),
+    ([{"role": 1, "content": "a"}], TypeError, "the role of message 0 is int"),
+    ([{"role": "", "content": "a"}], ValueError, "the role of message 0 is empty"),
+    ([{**USER, 1: "a"}], TypeError, "message 0 has the key 1; keys are text"),
+    ([USER, "again"], TypeError, "message 1 is str; it must be a dict with role and content"),
+    (["again", USER], TypeError, "message 0 is str; it must be a dict with role and content"),
+    ([[USER], "again"], TypeError, "prompt 1 is str and others are messages"),
+    ([[1, 2], [USER]], TypeError, "prompt 0 is list and others are messages"),
+    ([[USER], []], TypeError, "prompt 1 is list and others are messages"),
+    ([[USER], [USER, 3]], TypeError, "in conversation 1, message 1 is int"),
+    ([USER, ANSWER], ValueError, "the last message is the assistant's"),
+    ([[USER], [USER, ANSWER]], ValueError, "in conversation 1, the last message is the assistant's"),
+    ([], ValueError, "there is no prompt"),
+    (USER, TypeError,
+        "a mapping with 'role', 'content'; a tokenizer's output has 'input_ids', and messages are a list"),
+    ([{"role": "ghost", "content": "boo"}], ValueError, "the chat template refuses these messages: no ghosts"),
+])  # fmt: skip
 def test_wrong_messages_are_refused_before_any_work(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, prompt: Any, error: type[Exception], message: str
 ) -> None:

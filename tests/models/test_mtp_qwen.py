@@ -190,29 +190,23 @@ EXPERT = "mtp.layers.0.mlp.experts"
 WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no fc": (lambda f: weights(f, lambda w: w.pop("mtp.fc.weight")), r"lacks mtp\.fc\.weight"),
     "no norm": (lambda f: weights(f, lambda w: w.pop("mtp.norm.weight")), r"lacks mtp\.norm\.weight"),
-    "no matrix of the layer": (
-        lambda f: weights(f, lambda w: w.pop("mtp.layers.0.self_attn.k_proj.weight")),
+    "no matrix of the layer": (lambda f: weights(f, lambda w: w.pop("mtp.layers.0.self_attn.k_proj.weight")),
         r"lacks mtp\.layers\.0\.self_attn\.k_proj"),
-    "another shape": (
-        lambda f: weights(f, lambda w: w.update({"mtp.fc.weight": torch.zeros(32, 32)})),
+    "another shape": (lambda f: weights(f, lambda w: w.update({"mtp.fc.weight": torch.zeros(32, 32)})),
         r"mtp\.fc\.weight of shape \[32, 32\]; the configuration says \[32, 64\]"),
     "another width of the layer": (
         lambda f: weights(f, lambda w: w.update({f"{EXPERT}.down_proj": torch.zeros(4, 32, 8)})),
         r"mtp\.layers\.0\.mlp\.experts\.down_proj of shape \[4, 32, 8\]; the configuration says \[4, 32, 16\]"),
-    "an expert less": (
-        lambda f: apart(f, lambda w: w.pop(f"{EXPERT}.2.down_proj.weight")),
+    "an expert less": (lambda f: apart(f, lambda w: w.pop(f"{EXPERT}.2.down_proj.weight")),
         r"experts\.down_proj of shape \[3, 32, 16\]; the configuration says \[4, 32, 16\]"),
-    "an expert without its gate": (
-        lambda f: apart(f, lambda w: w.pop(f"{EXPERT}.2.gate_proj.weight")),
+    "an expert without its gate": (lambda f: apart(f, lambda w: w.pop(f"{EXPERT}.2.gate_proj.weight")),
         r"experts\.gate_up_proj cannot be assembled"),
     "scales of a quantised layer": (
         lambda f: weights(f, lambda w: w.update({"mtp.layers.0.self_attn.k_proj.weight_scale_inv": torch.ones(1)})),
         r"unknown tensor, mtp\.layers\.0\.self_attn\.k_proj\.weight_scale_inv"),
-    "embeddings of its own": (
-        lambda f: weights(f, lambda w: w.update({"mtp.embed_tokens.weight": torch.ones(1)})),
+    "embeddings of its own": (lambda f: weights(f, lambda w: w.update({"mtp.embed_tokens.weight": torch.ones(1)})),
         r"has an unknown tensor: mtp\.embed_tokens"),
-    "a second layer": (
-        lambda f: weights(f, lambda w: w.update({"mtp.layers.1.input_layernorm.weight": torch.ones(1)})),
+    "a second layer": (lambda f: weights(f, lambda w: w.update({"mtp.layers.1.input_layernorm.weight": torch.ones(1)})),
         r"has an unknown tensor: mtp\.layers\.1\."),
     "no tensors": (lambda f: (f / "mtp.safetensors").unlink(), r"states an MTP layer, and .* has no tensors mtp\.\*"),
     "two layers": (lambda f: change(f, mtp_num_hidden_layers=2), "mtp_num_hidden_layers is 2"),

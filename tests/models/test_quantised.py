@@ -98,14 +98,11 @@ def test_it_is_refused_where_the_disk_is_full(folder: Path, monkeypatch: pytest.
         load(str(folder), quantize="q8_0")
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"quantize": "q4_k"}, "allowed are q8_0, q5_1, q5_0, q4_1, q4_0; a file with K-quants"),
-        ({"quantize": "q8_0", "dtype": "bfloat16"}, "give only one of them"),
-        ({"quantize": "q8_0", "ranks": 2}, "for one process on the CPU"),
-    ],
-)
+@pytest.mark.parametrize(("given", "said"), [
+    ({"quantize": "q4_k"}, "allowed are q8_0, q5_1, q5_0, q4_1, q4_0; a file with K-quants"),
+    ({"quantize": "q8_0", "dtype": "bfloat16"}, "give only one of them"),
+    ({"quantize": "q8_0", "ranks": 2}, "for one process on the CPU"),
+])  # fmt: skip
 def test_wrong_settings_are_refused_before_anything_is_loaded(
     given: dict[str, object], said: str, folder: Path
 ) -> None:

@@ -106,18 +106,12 @@ def test_a_later_process_takes_them_from_the_folder_and_says_so(model: Any, tmp_
     assert process(tmp_path).costs(scorer) == costs
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model: model.lm_head.weight.data.mul_(2),
-        lambda model: model.double(),
-        lambda model: setattr(model.config, "rms_norm_eps", 0.1),
-        lambda model: model.set_attn_implementation("eager"),
-        lambda model: torch.set_num_threads(2),
-        lambda model: model.lm_head.register_forward_hook(lambda *given: None),
-    ],
-    ids=["weights", "dtype", "configuration", "attention", "threads", "hook"],
-)
+@pytest.mark.parametrize("change", [
+    lambda model: model.lm_head.weight.data.mul_(2), lambda model: model.double(),
+    lambda model: setattr(model.config, "rms_norm_eps", 0.1), lambda model: model.set_attn_implementation("eager"),
+    lambda model: torch.set_num_threads(2),
+    lambda model: model.lm_head.register_forward_hook(lambda *given: None),
+], ids=["weights", "dtype", "configuration", "attention", "threads", "hook"])  # fmt: skip
 def test_a_changed_model_or_machine_is_tested_anew(change: Callable[[Any], Any], model: Any, tmp_path: Path) -> None:
     cache, test = process(tmp_path), SelfTest()
     cache.self_test(Scorer(model), test)

@@ -78,17 +78,12 @@ def test_a_start_makes_what_fits_its_time_and_the_next_one_goes_on(tmp_path: Pat
     assert equal(extended(scorer, kept, clock=still), extended(scorer, clock=still))
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda table: table[:, :-1],
-        lambda table: table.astype(np.int64),
-        lambda table: np.where(np.arange(2 * LISTED) == 2, VOCABULARY, table).astype(np.int32),
-        lambda table: np.where(np.arange(2 * LISTED) == LISTED + 2, np.float32("nan").view(np.int32), table),
-        lambda table: table[:, ::-1].copy(),
-    ],
-    ids=["narrow", "type", "token", "nan", "order"],
-)
+@pytest.mark.parametrize("damage", [
+    lambda table: table[:, :-1], lambda table: table.astype(np.int64),
+    lambda table: np.where(np.arange(2 * LISTED) == 2, VOCABULARY, table).astype(np.int32),
+    lambda table: np.where(np.arange(2 * LISTED) == LISTED + 2, np.float32("nan").view(np.int32), table),
+    lambda table: table[:, ::-1].copy(),
+], ids=["narrow", "type", "token", "nan", "order"])  # fmt: skip
 def test_a_damaged_file_is_no_file(damage: Any, tmp_path: Path) -> None:
     file = tmp_path / "lists.npy"
     file.write_bytes(content(extended(scorer_of(), clock=still)))

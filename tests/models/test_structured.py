@@ -30,15 +30,11 @@ from forerun.server.admission import SchedulerLimits
 Json = dict[str, Any]
 SCHEMA: Json = {
     "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 6},
-        "kind": {"enum": ["alpha", "beta"]},
+    "properties": {"name": {"type": "string", "maxLength": 6}, "kind": {"enum": ["alpha", "beta"]},
         "tags": {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 2},
-        "count": {"type": "integer", "minimum": 0, "maximum": 99},
-    },
-    "required": ["name", "kind", "tags", "count"],
-    "additionalProperties": False,
-}
+        "count": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "kind", "tags", "count"], "additionalProperties": False,
+}  # fmt: skip
 PROMPT = "A person as JSON: "
 SEEDS = range(4)
 
@@ -161,14 +157,11 @@ for _ in range(200):
     NESTED = {"type": "array", "items": NESTED}
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"type": "strin"}, {"properties": 3}, {"$ref": "https://example.org/x"}, {"not": {}},
-        {"allOf": [{"type": "string"}, {"type": "integer"}]}, {"type": "string", "pattern": "(?=a)b"}, {"enum": []},
-        {"type": "array", "contains": {}}, NESTED, {"const": "x" * 70_000}, {"$ref": "#"},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("schema", [
+    {"type": "strin"}, {"properties": 3}, {"$ref": "https://example.org/x"}, {"not": {}},
+    {"allOf": [{"type": "string"}, {"type": "integer"}]}, {"type": "string", "pattern": "(?=a)b"}, {"enum": []},
+    {"type": "array", "contains": {}}, NESTED, {"const": "x" * 70_000}, {"$ref": "#"},
+])  # fmt: skip
 def test_a_schema_that_cannot_be_met_is_refused(server: LiveServer, schema: Json) -> None:
     body = {"model": "bundled", "prompt": "Hi", "response_format": schema_of(schema)}
     error = error_of(server.post(body), 400)
@@ -177,15 +170,12 @@ def test_a_schema_that_cannot_be_met_is_refused(server: LiveServer, schema: Json
     assert not server.scheduler.busy
 
 
-@pytest.mark.parametrize(
-    "told",
-    [
-        {"type": "grammar"}, {"type": "json_schema"},
-        {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}},
-        {"type": "json_schema", "json_schema": {"name": "a"}}, {}, "json_object", {"type": "text", "x": 1},
-        {"type": "json_schema", "json_schema": {"name": "a", "schema": []}},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("told", [
+    {"type": "grammar"}, {"type": "json_schema"},
+    {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}},
+    {"type": "json_schema", "json_schema": {"name": "a"}}, {}, "json_object", {"type": "text", "x": 1},
+    {"type": "json_schema", "json_schema": {"name": "a", "schema": []}},
+])  # fmt: skip
 def test_other_formats_are_refused(engine: Engine, server: LiveServer, told: Any) -> None:
     body = {"model": "bundled", "messages": [{"role": "user", "content": "Hi"}], "response_format": told}
     error = error_of(server.post(body, "chat/completions"), 400)
@@ -229,13 +219,10 @@ def test_a_text_that_leaves_its_grammar_ends_alone(plain: Engine, drafter: str) 
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("trie", {}), ("lookup", sampled(1)), ("auto", sampled(1)), ("triforce", sampled(1)),
-        ("triforce-trie", {}), ("retrieval", sampled(1)), ("streaming", {}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "options"), [
+    ("trie", {}), ("lookup", sampled(1)), ("auto", sampled(1)), ("triforce", sampled(1)), ("triforce-trie", {}),
+    ("retrieval", sampled(1)), ("streaming", {}),
+])  # fmt: skip
 def test_forced_tokens_are_drafted_before_any_drafters_tree(plain: Engine, name: str, options: Json) -> None:
     settings = small_caches(plain.target.model, cache_budget=16)
     engine = Engine(plain.target.model, name, settings=settings, tokenizer=plain.tokenizer, prune_drafts=False)
@@ -429,12 +416,8 @@ def test_completions_tell_logprobs(engine: Engine, server: LiveServer) -> None:
 def test_chats_tell_logprobs(server: LiveServer) -> None:
     create = server.client().chat.completions.create
     asked: Json = {
-        "model": "bundled",
-        "messages": [{"role": "user", "content": "Hi"}],
-        "max_tokens": 16,
-        "seed": 2,
-        "n": 2,
-    }
+        "model": "bundled", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 16, "seed": 2, "n": 2,
+    }  # fmt: skip
     answer = create(**asked, logprobs=True, top_logprobs=3)
     for choice in answer.choices:
         assert choice.logprobs is not None and choice.logprobs.content is not None
@@ -486,14 +469,11 @@ def test_the_bytes_of_tokens(plain: Engine) -> None:
     assert spell(10**6) == b"" and spell.skipped(10**6)
 
 
-@pytest.mark.parametrize(
-    ("change", "chat", "param"),
-    [
-        ({"logprobs": 21}, False, "logprobs"), ({"logprobs": True}, False, "logprobs"),
-        ({"logprobs": 2}, True, "logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, True, "top_logprobs"), ({"top_logprobs": 2}, True, "top_logprobs"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "chat", "param"), [
+    ({"logprobs": 21}, False, "logprobs"), ({"logprobs": True}, False, "logprobs"), ({"logprobs": 2}, True, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, True, "top_logprobs"),
+    ({"top_logprobs": 2}, True, "top_logprobs"),
+])  # fmt: skip
 def test_wrong_numbers_of_logprobs_are_refused(server: LiveServer, change: Json, chat: bool, param: str | None) -> None:
     body: Json = {"messages": [{"role": "user", "content": "Hi"}]} if chat else {"prompt": "Hi"}
     error = error_of(

@@ -50,23 +50,15 @@ def test_a_linear_curve_doubles_at_the_critical_length() -> None:
     assert CostCurve.linear(24).passes([1, 25, 49]) == pytest.approx([1, 2, 3])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (((1,), (1.0,)), "sizes are"),
-        (((2, 3), (1.0, 1.0)), "sizes are"),
-        (((1, 1), (1.0, 1.0)), "sizes are"),
-        (((1, 2), (1.0, 0.9)), "costs are"),
-        (((1, 2), (0.9, 1.0)), "costs are"),
-        (((1, 2), (1.0, math.nan)), "costs are"),
-        (((1, 2), (1.0,)), "costs are"),
-        (((1, 2), (1.0, 1.0), (2, 3)), "cached_sizes are"),
-        (((1, 2), (1.0, 1.0), (1, 2), (-1.0, 0.0)), "cached_costs are"),
-        (((1, 2), (1.0, 1.0), (1, 2), (1.0, math.inf)), "cached_costs are"),
-        (((1, 2), (1.0, 1.0), (1, 2), (1.0, 0.0)), "cached_costs are"),
-        (((1, 2), (1.0, 1.0), (1, 2), (0.0, 0.0), -0.1), "per_row is -0.1"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (((1,), (1.0,)), "sizes are"), (((2, 3), (1.0, 1.0)), "sizes are"), (((1, 1), (1.0, 1.0)), "sizes are"),
+    (((1, 2), (1.0, 0.9)), "costs are"), (((1, 2), (0.9, 1.0)), "costs are"), (((1, 2), (1.0, math.nan)), "costs are"),
+    (((1, 2), (1.0,)), "costs are"), (((1, 2), (1.0, 1.0), (2, 3)), "cached_sizes are"),
+    (((1, 2), (1.0, 1.0), (1, 2), (-1.0, 0.0)), "cached_costs are"),
+    (((1, 2), (1.0, 1.0), (1, 2), (1.0, math.inf)), "cached_costs are"),
+    (((1, 2), (1.0, 1.0), (1, 2), (1.0, 0.0)), "cached_costs are"),
+    (((1, 2), (1.0, 1.0), (1, 2), (0.0, 0.0), -0.1), "per_row is -0.1"),
+])  # fmt: skip
 def test_impossible_costs_are_refused(arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CostCurve(*arguments)

@@ -18,12 +18,8 @@ LAYERS = [
 USES_TRANSFORMERS = {"models", "tensor_parallel", "engine", "audit", "bench", "api", "cli"}
 RANK = {name: rank for rank, name in enumerate(LAYERS)}
 FEW_NEED = {
-    "decoding.sources.head_source",
-    "engine.kv_store",
-    "kernels.linear.gguf_formats",
-    "models.heads",
-    "models.loading",
-}
+    "decoding.sources.head_source", "engine.kv_store", "kernels.linear.gguf_formats", "models.heads", "models.loading",
+}  # fmt: skip
 """What is imported once it is wanted: trained heads, stored weights, the loading of models, a store on disk."""
 
 

@@ -17,17 +17,9 @@ from forerun.cli import app
 pytestmark = pytest.mark.usefixtures("called_again")
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    "README.md",
-    "docs/install.md",
-    "docs/python.md",
-    "docs/command-line.md",
-    "docs/drafters.md",
-    "docs/long-contexts.md",
-    "docs/lossless.md",
-    "docs/benchmarks.md",
-    "docs/how-it-works.md",
-    "docs/decisions.md",
-]
+    "README.md", "docs/install.md", "docs/python.md", "docs/command-line.md", "docs/drafters.md",
+    "docs/long-contexts.md", "docs/lossless.md", "docs/benchmarks.md", "docs/how-it-works.md", "docs/decisions.md",
+]  # fmt: skip
 LINKING = sorted(str(page.relative_to(ROOT)) for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")))
 """Pages whose links are followed; commands and code of those that are no ``PAGES`` are tested elsewhere."""
 README = (ROOT / "README.md").read_text()

@@ -131,21 +131,18 @@ def test_calls_that_were_made_are_texts_for_a_template_that_knows_none(tools: An
     assert ("# Tools" in text) == (tools is not None)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"tools": [{"type": "custom"}]}, "tool 0 must be"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "the name of tool 0"),
-        ({"tools": [TOOLS[0], TOOLS[0]]}, "two tools have the same name"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "parameters of tool 0"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "get_weather, add"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]}, "call 0 needs a function"),
-        ({"tool_choice": "required"}, "the available tools: none"),
-        ({"tools": TOOLS, "tool_choice": "maybe"}, "auto, none, required"),
-        ({"chat_template_kwargs": {"chat_template": "x"}}, "variables of the chat template"),
-        ({"chat_template_kwargs": {"x": [1]}}, "variables of the chat template"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    ({"tools": [{"type": "custom"}]}, "tool 0 must be"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "the name of tool 0"),
+    ({"tools": [TOOLS[0], TOOLS[0]]}, "two tools have the same name"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "parameters of tool 0"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "get_weather, add"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]}, "call 0 needs a function"),
+    ({"tool_choice": "required"}, "the available tools: none"),
+    ({"tools": TOOLS, "tool_choice": "maybe"}, "auto, none, required"),
+    ({"chat_template_kwargs": {"chat_template": "x"}}, "variables of the chat template"),
+    ({"chat_template_kwargs": {"x": [1]}}, "variables of the chat template"),
+])  # fmt: skip
 def test_wrong_tools_are_refused_with_what_is_allowed(server: LiveServer, change: Json, said: str) -> None:
     assert said in error_of(server.post({**CHAT, **change}, "chat/completions"))["message"]
 
@@ -210,13 +207,10 @@ def test_a_grammar_begins_after_the_reasoning(thinker: LiveServer) -> None:
 # --- grammars
 
 
-@pytest.mark.parametrize(
-    ("response_format", "matches"),
-    [
-        ({"type": "regex", "regex": "(yes|no)/[0-9]{3}"}, "(yes|no)/[0-9]{3}"),
-        ({"type": "grammar", "grammar": 'start: "a" b b?\nb: "x" | "y" /[0-9]/'}, "a(x|y[0-9]){1,2}"),
-    ],
-)
+@pytest.mark.parametrize(("response_format", "matches"), [
+    ({"type": "regex", "regex": "(yes|no)/[0-9]{3}"}, "(yes|no)/[0-9]{3}"),
+    ({"type": "grammar", "grammar": 'start: "a" b b?\nb: "x" | "y" /[0-9]/'}, "a(x|y[0-9]){1,2}"),
+])  # fmt: skip
 def test_a_regex_and_a_grammar_are_kept_to(client: openai.OpenAI, response_format: Any, matches: str) -> None:
     for options in ({"temperature": 0}, {"temperature": 1, "seed": 1}, {"temperature": 1, "seed": 2}):
         fields: Json = {"model": "bundled", "prompt": "Say", "max_tokens": 30, **options}
@@ -227,18 +221,15 @@ def test_a_regex_and_a_grammar_are_kept_to(client: openai.OpenAI, response_forma
         assert texts[0] == texts[1] and re.fullmatch(matches, texts[0])
 
 
-@pytest.mark.parametrize(
-    ("response_format", "said"),
-    [
-        ({"type": "regex", "regex": "("}, "regex cannot be used"),
-        ({"type": "regex", "regex": "a{60000}"}, "2,000 are the most"),
-        ({"type": "grammar", "grammar": "start: x"}, "grammar cannot be used"),
-        ({"type": "grammar", "grammar": "start: %regex {}"}, "allowed are %json and %ignore"),
-        ({"type": "grammar", "grammar": DOUBLING}, "32,768 are the most"),
-        ({"type": "grammar", "grammar": "start: " + "(" * 3000 + '"a"' + ")" * 3000}, "nested too deeply"),
-        ({"type": "regex", "regex": ""}, "at least 1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("response_format", "said"), [
+    ({"type": "regex", "regex": "("}, "regex cannot be used"),
+    ({"type": "regex", "regex": "a{60000}"}, "2,000 are the most"),
+    ({"type": "grammar", "grammar": "start: x"}, "grammar cannot be used"),
+    ({"type": "grammar", "grammar": "start: %regex {}"}, "allowed are %json and %ignore"),
+    ({"type": "grammar", "grammar": DOUBLING}, "32,768 are the most"),
+    ({"type": "grammar", "grammar": "start: " + "(" * 3000 + '"a"' + ")" * 3000}, "nested too deeply"),
+    ({"type": "regex", "regex": ""}, "at least 1"),
+])  # fmt: skip
 def test_what_cannot_be_a_grammar_is_refused(server: LiveServer, response_format: Json, said: str) -> None:
     error = error_of(server.post({"model": "bundled", "prompt": "x", "response_format": response_format}))
     assert said in error["message"], error
@@ -296,15 +287,12 @@ def test_sampling_is_exact_with_drafts(server: LiveServer, unchanged: list[str],
     assert changed or change == {"top_k": -1}
 
 
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"top_k": -2}, "top_k"), ({"min_p": 1.5}, "min_p"), ({"repetition_penalty": 0}, "repetition_penalty"),
-        ({"frequency_penalty": 3}, "frequency_penalty"), ({"logit_bias": {"x": 1}}, "logit_bias"),
-        ({"logit_bias": {"5": 200}}, "logit_bias"), ({"logit_bias": {"9999": 1}}, "logit_bias"),
-        ({"max_tokens": 0}, "max_tokens"), ({"echo": 3}, "echo"), ({"prediction": "x"}, "prediction"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "param"), [
+    ({"top_k": -2}, "top_k"), ({"min_p": 1.5}, "min_p"), ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"frequency_penalty": 3}, "frequency_penalty"), ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 200}}, "logit_bias"), ({"logit_bias": {"9999": 1}}, "logit_bias"),
+    ({"max_tokens": 0}, "max_tokens"), ({"echo": 3}, "echo"), ({"prediction": "x"}, "prediction"),
+])  # fmt: skip
 def test_wrong_values_have_their_names(server: LiveServer, change: Json, param: str) -> None:
     assert error_of(server.post({"model": "bundled", "prompt": "x", **change}))["param"] == param
 
@@ -461,11 +449,8 @@ def test_a_response_takes_the_items_of_an_earlier_one(client: openai.OpenAI) -> 
         {"type": "function_call_output", "call_id": "c1", "output": "2"},
     ]
     schema = {
-        "type": "json_schema",
-        "name": "n",
-        "schema": {"type": "integer", "maximum": 9, "minimum": 0},
-        "strict": True,
-    }
+        "type": "json_schema", "name": "n", "schema": {"type": "integer", "maximum": 9, "minimum": 0}, "strict": True,
+    }  # fmt: skip
     response = client.responses.create(**RESPONSE, input=items, text={"format": schema}, instructions="Count.")  # type: ignore[arg-type]
     assert int(response.output_text) in range(10)
 
@@ -628,12 +613,8 @@ def test_drafts_are_told_in_vllms_words(server: LiveServer) -> None:
 
 def messages(**more: Any) -> Json:
     return {
-        "model": "bundled",
-        "messages": [{"role": "user", "content": "Hi"}],
-        "max_tokens": 24,
-        "temperature": 0,
-        **more,
-    }
+        "model": "bundled", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 24, "temperature": 0, **more,
+    }  # fmt: skip
 
 
 def events_of(text: str) -> list[Json]:
@@ -698,26 +679,20 @@ def test_a_message_calls_a_tool_and_takes_its_result(server: LiveServer) -> None
     assert server.post(messages(messages=turns, tools=[tool]), "messages").status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"messages": [{"role": "user", "content": [{"type": "smell"}]}]}, "messages.0.content.0: must be text"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "role user, assistant or system"),
-        ({"max_tokens": None}, "max_tokens"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    ({"messages": [{"role": "user", "content": [{"type": "smell"}]}]}, "messages.0.content.0: must be text"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "role user, assistant or system"),
+    ({"max_tokens": None}, "max_tokens"),
+])  # fmt: skip
 def test_what_a_message_cannot_be_is_refused(server: LiveServer, change: Json, said: str) -> None:
     assert said in server.post(messages(**change), "messages").json()["error"]["message"]
 
 
 def test_a_step_that_ends_a_call_and_goes_on_with_text_keeps_them_apart() -> None:
     usage = {
-        "prompt_tokens": 1,
-        "completion_tokens": 2,
-        "total_tokens": 3,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3, "prompt_tokens_details": {"cached_tokens": 0},
         "completion_tokens_details": {"reasoning_tokens": 0},
-    }
+    }  # fmt: skip
     response = ResponsesFormat(ResponsesRequest(model="m", input="x"), "1")
     message = MessagesFormat(MessagesRequest(**messages()), "1")
     for form in (response, message):

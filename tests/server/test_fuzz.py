@@ -54,11 +54,9 @@ def server(engine: Engine) -> Iterator[LiveServer]:
 
 def head(length: int, *more: str) -> bytes:
     lines = [
-        "POST /v1/completions HTTP/1.1",
-        "Host: localhost",
-        "Content-Type: application/json",
+        "POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json",
         f"Content-Length: {length}",
-    ]
+    ]  # fmt: skip
     return "\r\n".join([*lines, *more, "", ""]).encode()
 
 
@@ -134,19 +132,14 @@ def test_nonsense_is_refused_and_leaves_nothing_behind(engine: Engine, servers: 
 # --- costly requests
 
 
-@pytest.mark.parametrize(
-    ("kind", "body"),
-    [
-        (CompletionRequest, {"prompt": ["a"] * 20_000}),
-        (CompletionRequest, {"prompt": [None] * 20_000}),
-        (CompletionRequest, {"prompt": "Hi", "stop": [1] * 20_000}),
-        (CompletionRequest, {"prompt": "Hi", **{f"x{i}": 1 for i in range(20_000)}}),
-        (ChatRequest, {"messages": [1] * 20_000}),
-        (ChatRequest, {"messages": [{}] * 20_000}),
-        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * 20_000}]}),
-        (ChatRequest, {"messages": [{"role": "user", "content": "Hi"}], "tools": [1] * 20_000}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "body"), [
+    (CompletionRequest, {"prompt": ["a"] * 20_000}), (CompletionRequest, {"prompt": [None] * 20_000}),
+    (CompletionRequest, {"prompt": "Hi", "stop": [1] * 20_000}),
+    (CompletionRequest, {"prompt": "Hi", **{f"x{i}": 1 for i in range(20_000)}}),
+    (ChatRequest, {"messages": [1] * 20_000}), (ChatRequest, {"messages": [{}] * 20_000}),
+    (ChatRequest, {"messages": [{"role": "user", "content": [{}] * 20_000}]}),
+    (ChatRequest, {"messages": [{"role": "user", "content": "Hi"}], "tools": [1] * 20_000}),
+])  # fmt: skip
 def test_a_body_with_a_thousand_mistakes_has_one_error(kind: type, body: Json) -> None:
     """Four million errors took 37 seconds and 6 GiB, and nobody else was answered meanwhile."""
     with pytest.raises((ValidationError, ApiError)) as refused:
@@ -338,12 +331,10 @@ def test_the_parts_of_json_are_counted_without_making_them() -> None:
 
 
 @given(
-    value=st.recursive(
-        st.none() | st.booleans() | st.integers() | st.text(),
-        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    ),
+    value=st.recursive(st.none() | st.booleans() | st.integers() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)),
     spaced=st.booleans(),
-)
+)  # fmt: skip
 def test_the_counts_are_those_of_what_is_made(value: Any, spaced: bool) -> None:
     strings = containers = others = 0
     waiting = [value]
@@ -357,17 +348,12 @@ def test_the_counts_are_those_of_what_is_made(value: Any, spaced: bool) -> None:
     assert count_json(text.encode(errors="surrogatepass")) == (strings, containers, others)
 
 
-@pytest.mark.parametrize(
-    ("address", "field", "entry"),
-    [
-        ("/detokenize", "tokens", "5"),
-        ("/v1/chat/completions", "messages", '{"role":"user","content":""}'),
-        ("/v1/messages", "messages", '{"role":"user","content":""}'),
-        ("/v1/chat/completions", "tools", "{}"),
-        ("/v1/completions", "prompt", "[1]"),
-        ("/v1/completions", "prompt", '"a"'),
-    ],
-)
+@pytest.mark.parametrize(("address", "field", "entry"), [
+    ("/detokenize", "tokens", "5"),
+    ("/v1/chat/completions", "messages", '{"role":"user","content":""}'),
+    ("/v1/messages", "messages", '{"role":"user","content":""}'),
+    ("/v1/chat/completions", "tools", "{}"), ("/v1/completions", "prompt", "[1]"), ("/v1/completions", "prompt", '"a"'),
+])  # fmt: skip
 def test_a_body_of_too_many_parts_is_refused_before_they_are_made(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch, address: str, field: str, entry: str
 ) -> None:

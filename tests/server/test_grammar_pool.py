@@ -137,14 +137,12 @@ def test_a_wrong_schema_has_its_own_reason(pool: GrammarPool) -> None:
         asyncio.run(pool.prepare(asked({"type": "string", "pattern": "["}), "a", "a/x"))
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"const": "x" * 3_000}, {"enum": ["a", "x" * 3_000]}, {"type": "string", "pattern": "^a{60000}$"},
-        {"type": "string", "pattern": "^(a{100}){100}$"}, {"type": "array", "items": {"const": 7}, "minItems": 20_000},
-        {"type": "object", "properties": {"x" * 3_000: {"type": "null"}}},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("schema", [
+    {"const": "x" * 3_000}, {"enum": ["a", "x" * 3_000]}, {"type": "string", "pattern": "^a{60000}$"},
+    {"type": "string", "pattern": "^(a{100}){100}$"},
+    {"type": "array", "items": {"const": 7}, "minItems": 20_000},
+    {"type": "object", "properties": {"x" * 3_000: {"type": "null"}}},
+])  # fmt: skip
 def test_a_long_text_that_a_schema_spells_out_is_refused(grammars: Grammars, schema: Json) -> None:
     nested = {"type": "object", "properties": {"a": {"type": "integer"}, "b": schema}, "required": ["a", "b"]}
     for each in (schema, nested):

@@ -331,24 +331,18 @@ def test_a_text_is_learned_in_whole_lines_and_json_line_by_line(tmp_path: Path) 
     check_files([plain, rows], 2)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "told"),
-    [
-        ("a.txt", b"good\nbad \xff\n", r"a\.txt:2 is not UTF-8 text \(byte 4 of the line\)"),
-        ("a.txt", b"", r"a\.txt has no text to index"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": }', r"a\.jsonl:2 is no JSON"),
-        ("a.jsonl", b"[1]", r"a\.jsonl:1 .*: it is a list"),
-        ("a.jsonl", b'\n{"prompt": "x"}', r"a\.jsonl:2 .*: the text is missing, empty, or no string"),
-        ("a.jsonl", b'{"text": 1}', r"a\.jsonl:1 .*: the text is missing, empty, or no string"),
-        ("a.jsonl", b'{"text": "\\ud800"}', r"a\.jsonl:1 .*surrogates not allowed"),
-        ("a.jsonl", b'{"text": "x", "namespace": "a/b"}', r"a\.jsonl:1 .*: the namespace does not match"),
-        (
-            "a.jsonl",
-            b'{"text": "x", "namespace": "a"}\n{"text": "x", "namespace": "b"}',
-            r"a\.jsonl:2 has namespace 'b': a tenant may have 1 namespaces",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "told"), [
+    ("a.txt", b"good\nbad \xff\n", r"a\.txt:2 is not UTF-8 text \(byte 4 of the line\)"),
+    ("a.txt", b"", r"a\.txt has no text to index"),
+    ("a.jsonl", b'{"text": "x"}\n{"text": }', r"a\.jsonl:2 is no JSON"),
+    ("a.jsonl", b"[1]", r"a\.jsonl:1 .*: it is a list"),
+    ("a.jsonl", b'\n{"prompt": "x"}', r"a\.jsonl:2 .*: the text is missing, empty, or no string"),
+    ("a.jsonl", b'{"text": 1}', r"a\.jsonl:1 .*: the text is missing, empty, or no string"),
+    ("a.jsonl", b'{"text": "\\ud800"}', r"a\.jsonl:1 .*surrogates not allowed"),
+    ("a.jsonl", b'{"text": "x", "namespace": "a/b"}', r"a\.jsonl:1 .*: the namespace does not match"),
+    ("a.jsonl", b'{"text": "x", "namespace": "a"}\n{"text": "x", "namespace": "b"}',
+        r"a\.jsonl:2 has namespace 'b': a tenant may have 1 namespaces"),
+])  # fmt: skip
 def test_a_wrong_file_is_told_of_with_its_line_before_any_work(
     tmp_path: Path, name: str, content: bytes, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -213,13 +213,10 @@ def test_eight_clients_at_once_each_get_the_text_they_get_alone(engine: Engine, 
 # --- refusals
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "chat"),
-    [
-        ("best_of", 3, False), ("suffix", "x", False), ("modalities", ["audio"], True), ("top_q", 3, False),
-        ("functions", [{}], True), ("messages", [{"role": "user", "content": "x"}], False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("field", "value", "chat"), [
+    ("best_of", 3, False), ("suffix", "x", False), ("modalities", ["audio"], True), ("top_q", 3, False),
+    ("functions", [{}], True), ("messages", [{"role": "user", "content": "x"}], False),
+])  # fmt: skip
 def test_what_is_not_supported_is_refused(server: LiveServer, field: str, value: Any, chat: bool) -> None:
     address = "chat/completions" if chat else "completions"
     body: Json = {"messages": [{"role": "user", "content": "Hi"}]} if chat else {"prompt": "Hi"}
@@ -233,28 +230,21 @@ def test_neutral_values_of_what_is_not_supported_are_taken(server: LiveServer) -
     answer = server.post({"model": "bundled", "prompt": "Hi", "max_tokens": 1, "user": "me", **neutral})
     assert answer.status_code == 200, answer.text
     chat: Json = {
-        "messages": [{"role": "user", "content": "Hi"}],
-        "response_format": {"type": "text"},
-        "logprobs": False,
-    }
+        "messages": [{"role": "user", "content": "Hi"}], "response_format": {"type": "text"}, "logprobs": False,
+    }  # fmt: skip
     assert server.post({"model": "bundled", "max_tokens": 1, **chat}, "chat/completions").status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "prompt"), ({"prompt": [1, "x"]}, "prompt"),
-        ({"prompt": [10**30]}, "prompt"), ({"temperature": 2.5}, "temperature"),
-        ({"temperature": 1e-300}, "temperature"), ({"temperature": "1"}, "temperature"),
-        ({"top_p": 0}, "top_p"), ({"n": 0}, "n"), ({"n": 10**6}, "n"), ({"n": 100, "prompt": ["a", "b"]}, "n"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"stop": ["a"] * 65}, "stop"), ({"stop": ""}, "stop"), ({"stop": 3}, "stop"), ({"seed": 2**64}, "seed"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"forerun": {"namespace": "a/b"}}, "forerun.namespace"),
-        ({"max_tokens": 65}, "max_tokens"), ({"prompt": ""}, None), ({"prompt": [2**31 - 1]}, None),
-        ({"\ud800": 1}, None), ({"prompt": "\ud800"}, "prompt"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "param"), [
+    ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "prompt"), ({"prompt": [1, "x"]}, "prompt"),
+    ({"prompt": [10**30]}, "prompt"), ({"temperature": 2.5}, "temperature"), ({"temperature": 1e-300}, "temperature"),
+    ({"temperature": "1"}, "temperature"), ({"top_p": 0}, "top_p"), ({"n": 0}, "n"), ({"n": 10**6}, "n"),
+    ({"n": 100, "prompt": ["a", "b"]}, "n"), ({"max_tokens": 0}, "max_tokens"), ({"stop": ["a"] * 65}, "stop"),
+    ({"stop": ""}, "stop"), ({"stop": 3}, "stop"), ({"seed": 2**64}, "seed"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"forerun": {"namespace": "a/b"}}, "forerun.namespace"), ({"max_tokens": 65}, "max_tokens"),
+    ({"prompt": ""}, None), ({"prompt": [2**31 - 1]}, None), ({"\ud800": 1}, None), ({"prompt": "\ud800"}, "prompt"),
+])  # fmt: skip
 def test_wrong_values_are_named(server: LiveServer, change: Json, param: str | None) -> None:
     body = json.dumps({"model": "bundled", "prompt": "Hi", **change})
     answer = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
@@ -675,16 +665,13 @@ def test_every_answer_has_a_request_id_and_the_log_has_it_too(
             assert any(re.match(r"\d{4}-\d\d-\d\dT[\d:.]+\S* ERROR of-the-failure call ", line) for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({}, 200), ({"host": "127.0.0.1:1"}, 200), ({"host": "[::1]:80"}, 200), ({"host": "localhost"}, 200),
-        ({"host": "evil.example"}, 403), ({"host": "127.0.0.1.evil.example:8000"}, 403), ({"host": "["}, 403),
-        ({"origin": "http://evil.example"}, 403), ({"origin": "null"}, 403), ({"origin": "http://["}, 403),
-        ({"host": "localhost:9", "origin": "http://localhost:9"}, 200),
-        ({"host": "localhost:9", "origin": "http://localhost:10"}, 403),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("headers", "status"), [
+    ({}, 200), ({"host": "127.0.0.1:1"}, 200), ({"host": "[::1]:80"}, 200), ({"host": "localhost"}, 200),
+    ({"host": "evil.example"}, 403), ({"host": "127.0.0.1.evil.example:8000"}, 403), ({"host": "["}, 403),
+    ({"origin": "http://evil.example"}, 403), ({"origin": "null"}, 403), ({"origin": "http://["}, 403),
+    ({"host": "localhost:9", "origin": "http://localhost:9"}, 200),
+    ({"host": "localhost:9", "origin": "http://localhost:10"}, 403),
+])  # fmt: skip
 def test_a_web_page_from_elsewhere_cannot_ask_a_server_without_keys(
     server: LiveServer, headers: dict[str, str], status: int
 ) -> None:

@@ -484,15 +484,12 @@ def test_settings_say_where_keys_and_values_go(tmp_path: Path, monkeypatch: pyte
     assert [read_settings({"prefix_cache": size}).prefix_limit(cpu) for size in (0, "1MiB")] == [0, 1 << 20]
 
 
-@pytest.mark.parametrize(
-    ("told", "why"),
-    [
-        ({"kv_host_memory": "1GiB"}, r"kv_host_memory: .*does not fit on the device; set kv_memory, too"),
-        ({"kv_folder": "x"}, r"kv_folder: .*set kv_memory, too"),
-        ({"kv_memory": "1GiB", "kv_folder_limit": "1GiB"}, r"kv_folder_limit: .*set kv_folder, too"),
-        ({"kv_memory": "1GiB", "kv_host_memory": "much"}, r"kv_host_memory: .*number of bytes.*4GiB"),
-    ],
-)
+@pytest.mark.parametrize(("told", "why"), [
+    ({"kv_host_memory": "1GiB"}, r"kv_host_memory: .*does not fit on the device; set kv_memory, too"),
+    ({"kv_folder": "x"}, r"kv_folder: .*set kv_memory, too"),
+    ({"kv_memory": "1GiB", "kv_folder_limit": "1GiB"}, r"kv_folder_limit: .*set kv_folder, too"),
+    ({"kv_memory": "1GiB", "kv_host_memory": "much"}, r"kv_host_memory: .*number of bytes.*4GiB"),
+])  # fmt: skip
 def test_wrong_settings_are_named(told: Json, why: str) -> None:
     with pytest.raises(ValueError, match=why) as wrong:
         read_settings(told)

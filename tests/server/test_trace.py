@@ -107,15 +107,12 @@ def test_a_budget_bounds_drafts_and_changes_no_text(server: LiveServer) -> None:
     assert served["choices"] == server.post(asked()).json()["choices"]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "param", "told"),
-    [
-        ({"drafter": "auto"}, "forerun.drafter", "this server has trie, none"),
-        ({"budget": 17}, "forerun.budget", "16"),
-        ({"budget": -1}, "forerun.budget", "0"), ({"budget": 1.5}, "forerun.budget", "integer"),
-        ({"trace": True}, "trace", "for streams"), ({"trac": True}, "forerun.trac", "no such field"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("wrong", "param", "told"), [
+    ({"drafter": "auto"}, "forerun.drafter", "this server has trie, none"),
+    ({"budget": 17}, "forerun.budget", "16"), ({"budget": -1}, "forerun.budget", "0"),
+    ({"budget": 1.5}, "forerun.budget", "integer"), ({"trace": True}, "trace", "for streams"),
+    ({"trac": True}, "forerun.trac", "no such field"),
+])  # fmt: skip
 def test_what_this_server_does_not_offer_is_refused(
     server: LiveServer, wrong: Json, param: str | None, told: str
 ) -> None:

@@ -15,28 +15,15 @@ QWEN = (
 THINKING = QWEN.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}{# </think> #}")
 """One that begins each answer with reasoning."""
 TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "get_weather",
-            "description": "The weather of a city.",
-            "parameters": {
-                "type": "object",
+    {"type": "function",
+        "function": {"name": "get_weather", "description": "The weather of a city.",
+            "parameters": {"type": "object",
                 "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "maximum": 9}},
-                "required": ["city", "days"],
-            },
-        },
-    },
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "parameters": {
-                "type": "object",
+                "required": ["city", "days"]}}},
+    {"type": "function",
+        "function": {"name": "add",
+            "parameters": {"type": "object",
                 "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"type": "integer", "maximum": 99}},
-                "required": ["a"],
-            },
-        },
-    },
-]
+                "required": ["a"]}}},
+]  # fmt: skip
 """Tools whose calls are short, whatever a model writes."""

@@ -75,13 +75,10 @@ def code(
         "products": sorted(set(re.findall(r"(?:wgmma|mma\.sync)[.\w]*", ptx))),
         "loads": sorted(set(re.findall(r"ld\.global[.\w:]*", ptx))),
         "copies": sorted({int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\.[^;]*?0x(\d+)", ptx)}),
-        "spills": spills,
-        "registers": registers,
-        "shared": shared,
+        "spills": spills, "registers": registers, "shared": shared,
         "programs": _programs(capability, 32 * warps, registers, shared),
-        "prefetches": "cp.async.bulk.prefetch.L2" in ptx,
-        "loads_ahead": _loads_ahead(compiled["cubin"]),
-    }
+        "prefetches": "cp.async.bulk.prefetch.L2" in ptx, "loads_ahead": _loads_ahead(compiled["cubin"]),
+    }  # fmt: skip
 
 
 def _loads_ahead(cubin: bytes) -> int:

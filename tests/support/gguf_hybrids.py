@@ -124,11 +124,9 @@ def write(
 
 
 NEXTN = {
-    "fc": "nextn.eh_proj",
-    "pre_fc_norm_embedding": "nextn.enorm",
-    "pre_fc_norm_hidden": "nextn.hnorm",
+    "fc": "nextn.eh_proj", "pre_fc_norm_embedding": "nextn.enorm", "pre_fc_norm_hidden": "nextn.hnorm",
     "norm": "nextn.shared_head_norm",
-}
+}  # fmt: skip
 """llama.cpp's names of what surrounds an MTP layer."""
 
 

@@ -32,16 +32,11 @@ def _layer_shapes(size: int, wide: int) -> dict[str, tuple[int, ...]]:
     """Shapes of a decoder layer with four heads on two, whose projections read ``wide`` numbers."""
     narrow = size // 4 * 2
     return {
-        "input_layernorm.weight": (size,),
-        "post_attention_layernorm.weight": (size,),
-        "self_attn.q_proj.weight": (size, wide),
-        "self_attn.k_proj.weight": (narrow, wide),
-        "self_attn.v_proj.weight": (narrow, wide),
-        "self_attn.o_proj.weight": (size, size),
-        "mlp.gate_proj.weight": (40, size),
-        "mlp.up_proj.weight": (40, size),
-        "mlp.down_proj.weight": (size, 40),
-    }
+        "input_layernorm.weight": (size,), "post_attention_layernorm.weight": (size,),
+        "self_attn.q_proj.weight": (size, wide), "self_attn.k_proj.weight": (narrow, wide),
+        "self_attn.v_proj.weight": (narrow, wide), "self_attn.o_proj.weight": (size, size),
+        "mlp.gate_proj.weight": (40, size), "mlp.up_proj.weight": (40, size), "mlp.down_proj.weight": (size, 40),
+    }  # fmt: skip
 
 
 def eagle3_shapes(target: PreTrainedModel, known: int, states: int = 3) -> dict[str, tuple[int, ...]]:
@@ -151,10 +146,8 @@ def _dflash_parts(target: PreTrainedModel, sliding: bool) -> tuple[dict[str, Any
     if sliding:
         layer |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (size, 2 * size),
-        "hidden_norm.weight": (size,),
-        "norm.weight": (size,),
-    }
+        "fc.weight": (size, 2 * size), "hidden_norm.weight": (size,), "norm.weight": (size,),
+    }  # fmt: skip
     for number in range(2):
         at = f"layers.{number}."
         shapes |= {f"{at}{name}": shape for name, shape in _layer_shapes(size, size).items()}
@@ -245,11 +238,9 @@ def gemma4_assistant(
     kinds = ["sliding_attention", "sliding_attention", "full_attention"]
     config = _assistant_config(target, kinds, unified, hidden_size=size, intermediate_size=40)
     shapes: dict[str, tuple[int, ...]] = {
-        "pre_projection.weight": (size, 2 * wide),
-        "post_projection.weight": (wide, size),
-        "model.embed_tokens.weight": (vocabulary, size),
-        "model.norm.weight": (size,),
-    }
+        "pre_projection.weight": (size, 2 * wide), "post_projection.weight": (wide, size),
+        "model.embed_tokens.weight": (vocabulary, size), "model.norm.weight": (size,),
+    }  # fmt: skip
     for layer, kind in enumerate(kinds):
         at, dim = f"model.layers.{layer}.", 8 if kind == "sliding_attention" else 16
         norms = "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"

@@ -161,15 +161,8 @@ def tasks() -> int:
 
 
 PROMPTS = [
-    "def add(a, b):",
-    "Once upon a time",
-    '{"name": "',
-    "2 + 2 =",
-    "The sun",
-    "import os\n",
-    "She said",
-    "A, B, C,",
-]
+    "def add(a, b):", "Once upon a time", '{"name": "', "2 + 2 =", "The sun", "import os\n", "She said", "A, B, C,",
+]  # fmt: skip
 Json = dict[str, Any]
 
 

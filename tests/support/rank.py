@@ -63,12 +63,9 @@ def recipe(model: PreTrainedModel, name: str, **options: Any) -> dict[str, Any]:
 def told(result: forerun.GenerationResult) -> dict[str, Any]:
     """What is compared: the texts, and what became of each draft."""
     return {
-        "generated": result.generated,
-        "reasons": result.finish_reasons,
-        "seeds": result.seeds,
-        "drafted": [stats.drafted for stats in result.stats],
-        "accepted": [stats.accepted for stats in result.stats],
-    }
+        "generated": result.generated, "reasons": result.finish_reasons, "seeds": result.seeds,
+        "drafted": [stats.drafted for stats in result.stats], "accepted": [stats.accepted for stats in result.stats],
+    }  # fmt: skip
 
 
 class Wary(Source):
@@ -237,20 +234,12 @@ def fail() -> None:
 
 
 CASES: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
-    "decided": decided,
-    "beginnings": beginnings,
-    "sharded logits": sharded_logits,
-    "measured": measured,
-    "unsayable": unsayable,
-    "refused": refused,
-    "heads": heads,
-    "interrupted": interrupted,
-    "rank 0 dies": lambda model: lost(model, 0, die),
-    "rank 1 dies": lambda model: lost(model, 1, die),
-    "rank 1 hangs": lambda model: lost(model, 1, hang),
-    "rank 1 fails": lambda model: lost(model, 1, fail),
+    "decided": decided, "beginnings": beginnings, "sharded logits": sharded_logits, "measured": measured,
+    "unsayable": unsayable, "refused": refused, "heads": heads, "interrupted": interrupted,
+    "rank 0 dies": lambda model: lost(model, 0, die), "rank 1 dies": lambda model: lost(model, 1, die),
+    "rank 1 hangs": lambda model: lost(model, 1, hang), "rank 1 fails": lambda model: lost(model, 1, fail),
     "rank 0 fails": lambda model: lost(model, 0, fail),
-}
+}  # fmt: skip
 FOLDER = Path()
 
 

@@ -261,16 +261,13 @@ class Scheduler:
 def modules(tp_size: int = 1, pp_size: int = 1) -> dict[str, ModuleType]:
     """What an adapter imports, by name."""
     content: dict[str, dict[str, Any]] = {
-        "sglang": {},
-        "sglang.srt": {},
-        "sglang.srt.speculative": {},
+        "sglang": {}, "sglang.srt": {}, "sglang.srt.speculative": {},
         "sglang.srt.speculative.spec_info": {"SpeculativeAlgorithm": SpeculativeAlgorithm},
         "sglang.srt.speculative.spec_registry": {"CustomSpecAlgo": CustomSpecAlgo},
         "sglang.srt.speculative.ngram_worker": {"NGRAMWorker": NGRAMWorker},
         "sglang.srt.runtime_context": {
-            "get_parallel": lambda: SimpleNamespace(tp_size=tp_size, tp_rank=0, pp_size=pp_size)
-        },
-    }
+            "get_parallel": lambda: SimpleNamespace(tp_size=tp_size, tp_rank=0, pp_size=pp_size)},
+    }  # fmt: skip
     found = {}
     for name, values in content.items():
         found[name] = ModuleType(name)

@@ -621,11 +621,9 @@ def test_token_ids_outside_31_bits_are_refused_and_change_nothing(bad: int) -> N
     trie, oracle = Trie(), Oracle()
     play(trie, oracle, [("begin", 0, "a", [1]), ("extend", 0, [1, 2])])
     calls: list[Callable[[], Any]] = [
-        lambda: trie.begin(1, "a", [1, bad]),
-        lambda: trie.extend(0, [1, bad]),
-        lambda: trie.retrieve(0, 4, 4, [1, bad]),
-        lambda: trie.warm("a", [[1, bad]]),
-    ]
+        lambda: trie.begin(1, "a", [1, bad]), lambda: trie.extend(0, [1, bad]),
+        lambda: trie.retrieve(0, 4, 4, [1, bad]), lambda: trie.warm("a", [[1, bad]]),
+    ]  # fmt: skip
     for call in calls:
         with pytest.raises(ValueError, match=f"token id is {bad}; allowed"):
             call()
@@ -761,18 +759,9 @@ def test_a_well_formed_file_with_a_negative_token_is_refused(tmp_path: Path) -> 
     refuses(tmp_path / "trie", "namespace 'a' is not a list of sequences")
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        b"[",
-        b"7",
-        b'["", 0, ["a", -1, 0]]',
-        b'["", 0, ["a", 1, 99999999999]]',
-        b'["", 1, ["a", "b", 1]]',
-        b"[]",
-        b'["a"]',
-    ],
-)
+@pytest.mark.parametrize("header", [
+    b"[", b"7", b'["", 0, ["a", -1, 0]]', b'["", 0, ["a", 1, 99999999999]]', b'["", 1, ["a", "b", 1]]', b"[]", b'["a"]',
+])  # fmt: skip
 def test_a_wrong_header_under_a_right_checksum_is_refused(
     tmp_path: Path, header: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
