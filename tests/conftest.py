@@ -1,7 +1,5 @@
 """One thread: the models here are so small that a second one only costs. And no clock: engines plan by fixed costs."""
 
-from __future__ import annotations
-
 import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before torch, which imports Triton: its kernels run without a GPU

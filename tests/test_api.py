@@ -1,7 +1,5 @@
 """The faces of the engine for people who write Python: typed options, plain errors, and a shared engine per model."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from pathlib import Path

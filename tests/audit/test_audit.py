@@ -1,7 +1,5 @@
 """The audit passes what is lossless, excuses rounding, and can fail."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math

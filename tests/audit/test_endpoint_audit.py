@@ -1,7 +1,5 @@
 """An audit of a server from outside: small HTTP servers that answer rightly, or are wrong in one way each."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence

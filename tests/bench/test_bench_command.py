@@ -1,7 +1,5 @@
 """``forerun bench`` on a model from a folder: what it measures, writes, refuses and keeps when a later round fails."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """A busy machine is noticed, and no ratio is printed of what was timed on it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The user's own prompts: every wrong line is named before any work, and the chat template is applied once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

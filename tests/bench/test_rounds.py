@@ -1,7 +1,5 @@
 """Contestants in interleaved rounds: medians, spread, equal texts, the journal and the report; no time is asserted."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command line: what it prints where, how it ends, and that its help is quick."""
 
-from __future__ import annotations
-
 import gc
 import io
 import json

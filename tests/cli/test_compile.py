@@ -1,7 +1,5 @@
 """``forerun compile`` goes through passes of the model, and waits for the trie."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

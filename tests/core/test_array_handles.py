@@ -1,7 +1,5 @@
 """Arrays that compiled code finds by an address."""
 
-from __future__ import annotations
-
 import copy
 from typing import NamedTuple
 
@@ -28,7 +26,7 @@ class Outer(NamedTuple):
     last: npt.NDArray[np.uint64]
 
     @classmethod
-    def of(cls, rows: int, start: int = 0) -> Outer:
+    def of(cls, rows: int, start: int = 0) -> "Outer":
         table = np.arange(start, start + rows * 3, dtype=np.int32).reshape(rows, 3)
         inner = Inner(np.arange(rows, dtype=np.float32) / 2, np.arange(rows * 8, dtype=np.int64).reshape(rows, 2, 4))
         return cls(table, inner, np.full(rows, 2**63, np.uint64))

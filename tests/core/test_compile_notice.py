@@ -1,7 +1,5 @@
 """One line tells of a long compilation; short ones, and those of other packages, are silent."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Kept machine code is used again, until a file changes that it may come from."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """How many cores a process may use, by control groups written out."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

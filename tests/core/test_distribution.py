@@ -1,7 +1,5 @@
 """Verification leaves the target's distribution exactly: enumerated over every random decision, and sampled by seed."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """A process that was forked has tries of its own, and cannot write into a text that is shared."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

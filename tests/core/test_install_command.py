@@ -1,7 +1,5 @@
 """Errors name a command that installs what is missing, from where Forerun itself was installed from."""
 
-from __future__ import annotations
-
 import json
 import sys
 from importlib import metadata

@@ -1,7 +1,5 @@
 """Memory that is given back to the system."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

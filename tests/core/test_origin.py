@@ -1,7 +1,5 @@
 """Who drafted a token is known from the drafter to what a step commits; and a request's budget holds."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -123,7 +121,7 @@ def test_what_an_engine_wrote_before_is_an_earlier_text() -> None:
 class Heard(RowState):
     """Notes that it was closed."""
 
-    spy: Spy
+    spy: "Spy"
     number: int
 
     def close(self) -> None:

@@ -1,7 +1,5 @@
 """What pinned memory takes of the host's."""
 
-from __future__ import annotations
-
 import pytest
 
 from forerun.core import pinned

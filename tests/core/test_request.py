@@ -1,7 +1,5 @@
 """What a request and its statistics promise."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The noise is what it claims to be, and a sampler's choices follow the distribution they are given."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

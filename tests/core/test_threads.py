@@ -1,7 +1,5 @@
 """What several threads may do at once: use a model and its engines, and one engine together."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import sys

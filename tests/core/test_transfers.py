@@ -1,7 +1,5 @@
 """Elsewhere than on a CPU a step waits for one transfer, and chooses what it chooses node by node."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
@@ -53,7 +51,7 @@ class Odd:
     def complete(self, ids: torch.Tensor) -> bool:
         return False
 
-    def on_trial(self) -> Odd:
+    def on_trial(self) -> "Odd":
         return self
 
 

@@ -1,7 +1,5 @@
 """Elsewhere than on a CPU a drafting pass, and a step, wait for one transfer for all rows; clocks wait for passes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace

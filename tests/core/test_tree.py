@@ -1,7 +1,5 @@
 """DraftTree against a brute-force reading of its parent list."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

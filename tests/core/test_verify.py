@@ -1,7 +1,5 @@
 """Verification changes nothing: the walk gives the slow generator's text, whatever the tree and wherever it ends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

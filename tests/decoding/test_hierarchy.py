@@ -1,7 +1,5 @@
 """TriForce's hierarchy over mock models: exact by enumeration, where the authors' inner loop is not."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

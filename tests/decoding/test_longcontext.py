@@ -1,7 +1,5 @@
 """A prompt that was read once is continued from its cache, and drafters choose what they read before they draft."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

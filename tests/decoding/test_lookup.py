@@ -1,7 +1,5 @@
 """Lookup against a scan of the whole text, and in the loop against the slow generator."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The planner on a simulated clock: it takes what pays, from where it pays, and loses no more than its ledger says."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

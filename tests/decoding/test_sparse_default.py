@@ -1,7 +1,5 @@
 """Which sparse cache the target drafts over, where none is named."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

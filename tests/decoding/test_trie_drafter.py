@@ -1,7 +1,5 @@
 """The trie drafter through the engine's eyes: begin, propose and observe in turn, finish."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

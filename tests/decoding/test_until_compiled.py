@@ -1,7 +1,5 @@
 """Texts are generated without drafts until the trie's machine code is there; nothing of them is lost."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows that come and go: each text is what it is alone, whoever shares its steps, waits for it, or fails beside it."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections import Counter

@@ -1,7 +1,5 @@
 """A model that is changed between two requests: keys and values that it computed before are never used again."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging

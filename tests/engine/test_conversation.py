@@ -1,7 +1,5 @@
 """Conversations: every answer is the one to the whole conversation, and only what is new is read for it."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

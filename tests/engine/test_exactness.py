@@ -6,8 +6,6 @@ another type, and every drafter every budget and choice. In a cell nothing goes 
 scored, and some of it has to be accepted.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

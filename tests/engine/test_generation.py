@@ -1,7 +1,5 @@
 """Every option of ``generate`` means what it means in transformers; wrong ones are refused with the reason."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import re

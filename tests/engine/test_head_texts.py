@@ -4,8 +4,6 @@ In float64 a text is token for token that of ``transformers``; in other types it
 decoding. The heads' states are watched by the one that knows.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable
@@ -366,7 +364,7 @@ class Sevens:
     def complete(self, ids: torch.Tensor) -> bool:
         return False
 
-    def on_trial(self) -> Sevens:
+    def on_trial(self) -> "Sevens":
         return self
 
 

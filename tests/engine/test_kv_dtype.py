@@ -1,8 +1,6 @@
 """Keys and values in bfloat16 for models in float32 and with stored weights: half of the memory, and equal bits in
 every pass, whatever was drafted."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``prediction``, which an answer is expected to resemble, changes steps, never the text, and stays private."""
 
-from __future__ import annotations
-
 import pytest
 from support.prompt_files import tokenizer
 from support.tiny import PROMPTS, tiny

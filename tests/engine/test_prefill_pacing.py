@@ -1,7 +1,5 @@
 """A step beside rows that decode reads no more of prompts than its time allows, and the text is the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Drafting for other engines: against their classes where they are installed, and against what their sources say."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import subprocess

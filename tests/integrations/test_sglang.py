@@ -1,7 +1,5 @@
 """Trees for SGLang, against what its sources say, and against the sources where they are."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Backends agree with the definition, merging is exact, and windows hide what they must."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

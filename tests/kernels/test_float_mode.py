@@ -1,7 +1,5 @@
 """Denormal numbers are computed alike on every thread, whatever the thread that asks has set."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

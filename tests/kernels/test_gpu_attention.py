@@ -1,7 +1,5 @@
 """Attention for GPUs, in Triton's interpreter: right, and with the same bits whatever shares the pass."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")

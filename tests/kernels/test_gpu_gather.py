@@ -1,7 +1,5 @@
 """Chunks that the GPU gathers itself, in Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Products, means and scans for GPUs, in Triton's interpreter; and that all GPU kernels compile."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Recurrences for GPUs, in Triton's interpreter: the numbers of the CPU's kernels, and the same bits in any pass."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

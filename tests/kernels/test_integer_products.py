@@ -1,7 +1,5 @@
 """Packed weights by integers: the bits of the products written out in numpy, in any pass, on any thread."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

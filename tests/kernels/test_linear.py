@@ -1,7 +1,5 @@
 """Linear layers in one order of sums: right, and a token's outputs the same bits whatever shares the pass."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

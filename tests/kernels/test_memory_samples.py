@@ -1,7 +1,5 @@
 """Checksums by samples: which changes of a tensor they see, and that no memory but the tensor's own is read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What kernels promise, in a process with no vectors wider than AVX2's: code is made for other registers there."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

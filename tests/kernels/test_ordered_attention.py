@@ -1,7 +1,5 @@
 """Attention in one order: right, and a token's output the same bits wherever and beside whatever it is computed."""
 
-from __future__ import annotations
-
 import math
 import os
 import threading
@@ -64,7 +62,7 @@ class Text:
         self.k = torch.randn(case.kv_heads, length, case.dim, generator=draw).to(case.dtype)
         self.v = torch.randn(case.kv_heads, length, case.out_dim, generator=draw).to(case.dtype)
 
-    def fed(self, block: Block, places: Sequence[int], wrong: Text) -> Fed:
+    def fed(self, block: Block, places: Sequence[int], wrong: "Text") -> "Fed":
         """A pass over a block behind the text's beginning; its token i is that of ``places[i]``, -1 for a wrong one."""
 
         def tokens(name: str, axis: int) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """What a model computes outside of its attention has the same bits wherever a token lies in a pass."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tables of a pass, beside their definition in Python."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

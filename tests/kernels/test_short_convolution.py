@@ -1,7 +1,5 @@
 """A program's short convolution: the formula over several rows with trees, and the bits of a token alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

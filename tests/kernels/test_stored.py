@@ -1,7 +1,5 @@
 """Weights as GGUF stores them: the very bits that float32 weights of the same numbers give, in any pass."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

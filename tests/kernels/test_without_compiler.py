@@ -1,7 +1,5 @@
 """With ``NUMBA_DISABLE_JIT`` everything runs as Python: slowly, and with the same results to rounding."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What another process needs to repeat a cache: what it is made of, and its operations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The low-rank cache: what its queries choose, against the definition, and that it finds what a head looks for."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Keys and values that are not on the device: the same bits, the least bytes, and clear errors where none fit."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import gc

@@ -1,7 +1,5 @@
 """States of recurrent layers have the bits of token-by-token reading, whatever was drafted, cut, forked or stored."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Layers with sliding windows give memory back, and no text changes by it: what was given back is never read."""
 
-from __future__ import annotations
-
 import itertools
 import mmap
 import sys

@@ -1,7 +1,5 @@
 """The retrieval cache against its definition: which chunks it holds, that it holds them whole, and for how long."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,7 +29,7 @@ class Row:
     generator: torch.Generator
 
     @classmethod
-    def of(cls, length: int, seed: int = 0) -> Row:
+    def of(cls, length: int, seed: int = 0) -> "Row":
         row = cls(FullCache(), torch.Generator().manual_seed(seed))
         row.read(length)
         return row

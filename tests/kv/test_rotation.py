@@ -1,7 +1,5 @@
 """How keys turn is found for every architecture as the model does it, and nothing is found where nothing turns."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Texts on disk: read once by whichever process, bit for bit as if read anew, and never another model's or tenant's."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """StreamingLLM's cache against a slow one that keeps everything: drafts, trees, blocks of all sizes, all models."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 With activations of eight bits: the same bits in every pass, near the dequantised model.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Heads that say several tokens in one pass, beside the same written out; and what their folders must hold."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

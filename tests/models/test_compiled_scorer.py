@@ -1,7 +1,5 @@
 """A model's pass as one program: the model's own logits, the same bits however a text is cut, and what it notices."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """What users and tools write is text, whatever marks of the chat template it spells: by how it is encoded."""
 
-from __future__ import annotations
-
 import copy
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Recordings of passes and their tables: sizes are few whatever texts are like, and tables begin where Triton wants."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Text comes out of a stream of tokens as soon as its characters are complete."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

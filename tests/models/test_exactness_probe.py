@@ -1,7 +1,5 @@
 """What ``exactness.probe`` finds out, and that it names what it found."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 

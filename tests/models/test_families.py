@@ -1,7 +1,5 @@
 """Every family that people run: exact in float64, and the same bits whatever shares a pass in all types."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A pass over narrow weights in float32 is the pass of the same weights in float32."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

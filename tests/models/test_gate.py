@@ -1,7 +1,5 @@
 """Which models pass, and that the self-test would notice a model that must not."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gemma 4's assistants by themselves: what they compute, beside transformers; and what a folder must hold."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """GGUF files: loaded whole, dequantised and as ordinary models, or refused before their weights are touched."""
 
-from __future__ import annotations
-
 import logging
 import struct
 from collections.abc import Callable

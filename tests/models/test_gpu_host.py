@@ -1,7 +1,5 @@
 """The host's part of a step on a GPU, counted on a CPU: replays and kernels do nothing."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence

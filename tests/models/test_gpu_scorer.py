@@ -1,7 +1,5 @@
 """The scorer for GPUs, on a CPU: its kernels in Triton's interpreter, its graphs by running a pass again."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from contextlib import closing

@@ -1,7 +1,5 @@
 """What a head's configuration says: an entry that is not known is refused by its name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Heads by themselves: what they compute, beside the same written out; and what a folder must hold."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

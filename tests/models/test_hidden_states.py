@@ -1,7 +1,5 @@
 """Hidden states that a pass hands over: the model's own, of every layer, at every token, however the pass is made."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ transformers computes their recurrences in float32 even in a float64 model. The 
 these casts, so a text is decided by float64 numbers on both sides.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

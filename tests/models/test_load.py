@@ -1,7 +1,5 @@
 """Models are loaded whole, safely and quietly, or not at all."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

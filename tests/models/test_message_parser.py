@@ -1,7 +1,5 @@
 """Messages of each family are taken apart alike, however their text comes in pieces; grammars allow what is read."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Messages as prompts: what the tokenizer's chat template makes of them, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

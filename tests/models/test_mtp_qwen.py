@@ -1,7 +1,5 @@
 """MTP layers of Qwen's families: what they compute, beside the layer computed anew; and what their files must hold."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Logits processors that remember their calls see each row's text once, in order; criteria of a user come first."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A folder's weights quantised once: the bits of gguf's quantiser, one file, the same text with and without drafts."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

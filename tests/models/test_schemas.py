@@ -1,7 +1,5 @@
 """Schemas in the words of llguidance: what pydantic writes can be kept to, and what cannot is refused by name."""
 
-from __future__ import annotations
-
 import enum
 import json
 from datetime import date

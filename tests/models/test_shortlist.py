@@ -1,7 +1,5 @@
 """Shortlists: the logits of their tokens are those of the whole matrix, and they hold what was named last."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A small model that cannot read all that the target can drafts where it can, and never changes a text."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

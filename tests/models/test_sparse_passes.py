@@ -1,7 +1,5 @@
 """Passes over sparse caches as one program: the logits of the modules' own passes over the same caches."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What an engine finds out at its start is kept for engines and processes after it, and never where it may be wrong."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

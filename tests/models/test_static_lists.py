@@ -1,7 +1,5 @@
 """Static lists: what the model says behind the beginning of a text and one token, kept for later processes."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Hybrids in GGUF files: read as they are stored they are the model that transformers dequantises, and drafts change
 nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

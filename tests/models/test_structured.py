@@ -1,7 +1,5 @@
 """Answers that follow a schema, and log-probabilities: by OpenAI's own client, and by the engine."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

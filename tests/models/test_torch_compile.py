@@ -1,7 +1,5 @@
 """A user's own ``torch.compile`` of a model that Forerun runs too: it traces the whole model, before and after."""
 
-from __future__ import annotations
-
 import torch
 from support.tiny import build
 

@@ -1,7 +1,5 @@
 """The cost curve, and its measurement on a clock that only passes move."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What is scored of drafts is what pays: much when they hit, next to nothing when they never do."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Replicas: who is asked, what they learn from each other, and that one may die."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

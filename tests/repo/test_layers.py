@@ -1,7 +1,5 @@
 """Imports run downwards only, and transformers is imported where the layout says."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

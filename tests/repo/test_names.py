@@ -1,7 +1,5 @@
 """One name, one meaning: what a reader searches for is defined in one place of the package."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The commands, code and links of the README and its pages work as they stand there."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import shlex

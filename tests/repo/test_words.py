@@ -5,8 +5,6 @@ Pages have none. ``words.txt`` says how many each folder of the package still ha
     python tests/repo/test_words.py    # list the phrases, and lower the counts
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

@@ -1,7 +1,5 @@
 """What agents need of a server: prompts that were read before they came, and what broke the prefix of one."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What today's clients send: tools, reasoning, grammars, sampling, echo, tokens, and responses."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

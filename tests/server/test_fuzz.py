@@ -1,7 +1,5 @@
 """What a server withstands: nonsense, costly requests, slow clients, too many of them. Each test shows one bound."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

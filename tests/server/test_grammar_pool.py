@@ -1,7 +1,5 @@
 """Schemas that are dear to compile, and texts that a schema spells out, cost nobody else anything."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

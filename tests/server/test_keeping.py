@@ -1,7 +1,5 @@
 """The index of a server: what it starts with, what it may take, who shares it, and that it outlives the server."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import json

@@ -1,7 +1,5 @@
 """Many streams of every kind at once, some of whose clients go: each text is its request's alone, without drafts."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

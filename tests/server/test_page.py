@@ -3,8 +3,6 @@
 A browser is found by what Debian's ``chromium`` and ``chromium-driver`` install.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Clients that nobody here wrote go through the table of docs/results/clients.md; missing clients are skipped."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 

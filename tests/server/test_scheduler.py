@@ -1,7 +1,5 @@
 """The scheduler: many clients, one thread, places by bytes, fair shares, and ends of every kind."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading

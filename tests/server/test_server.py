@@ -1,7 +1,5 @@
 """The server, by OpenAI's own client over HTTP: each text is the engine's, and what cannot be had is refused."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Each example with OpenAI's client runs against a real server."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The server with keys and values off the device: the same texts, one budget for all, and what fits nowhere is said."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import os

@@ -1,7 +1,5 @@
 """What agents and load tools send beyond OpenAI's first API: each row is a request that gets an answer."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import socket

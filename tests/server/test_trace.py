@@ -1,7 +1,5 @@
 """Forerun's own fields of a request: who drafts, how much, and a stream that says so."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Engines of the tiny Llama whose batches are small, prompts for them, and what they read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

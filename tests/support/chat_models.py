@@ -1,7 +1,5 @@
 """Chat templates of families of models, shortened, for a model that has none."""
 
-from __future__ import annotations
-
 QWEN = (
     "{% if tools %}<|im_start|>system\n# Tools\n<tools>{{ tools | tojson }}</tools>\n"
     'Call as <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call><|im_end|>\n{% endif %}'

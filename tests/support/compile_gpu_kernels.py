@@ -1,8 +1,6 @@
 """Compile all GPU kernels for a processor that need not be there, as passes of several sizes launch them; prints what
 their code has and needs: ``python tests/support/compile_gpu_kernels.py 90``."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Small models that run as compiled programs, one text, and its logits however it is cut into passes."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Hybrids in GGUF files, written as llama.cpp's converter writes them, with an MTP layer or without."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

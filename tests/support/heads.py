@@ -1,7 +1,5 @@
 """Random heads in folders, as other programs write them, and a head that knows what comes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

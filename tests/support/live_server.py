@@ -1,7 +1,5 @@
 """A real server in a thread, on a free port of this computer: what tests of the server share."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

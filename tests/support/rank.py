@@ -5,8 +5,6 @@ The imports take seconds, so one process does them, and forks the ranks of each 
     python rank.py FOLDER CASE...
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

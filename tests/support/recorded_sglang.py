@@ -5,8 +5,6 @@
 with overlapped scheduling, a request gets a step's tokens one step later. The model is a table: token, next tokens.
 """
 
-from __future__ import annotations
-
 import sys
 from array import array
 from dataclasses import dataclass, field
@@ -102,9 +100,9 @@ class Req:
     """A request, and the tokens that its answer has at the most."""
 
     rid: str
-    origin_input_ids_unpadded: array[int]
+    origin_input_ids_unpadded: "array[int]"
     most: int
-    output_ids: array[int] = field(default_factory=lambda: array("q"))
+    output_ids: "array[int]" = field(default_factory=lambda: array("q"))
     accepted: int = 0
     trees: list[tuple[list[int], list[int]]] = field(default_factory=list)
     """Tokens and parents of each tree, padding included."""

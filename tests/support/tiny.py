@@ -1,7 +1,5 @@
 """Tiny random models of every supported architecture, in float64, and a drafter that knows what comes."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A model in two processes gives the texts, and the drafts, of one process; and no process outlives another."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """The trie is compiled by other processes, all of it, and once."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Gapped matches: outputs that say their prompt, or themselves, again in another form."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """docs/trie.md: what it says the code prints is what the code prints, and it leaves no file of the index out."""
 
-from __future__ import annotations
-
 import doctest
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Recycled logits and known noise: which lists are kept, who is drafted from them, and that no answer leaks in."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The index against dictionaries of tuples, and what it promises about memory, files and tenants."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import errno
