@@ -1,8 +1,5 @@
 """``forerun compile`` goes through passes of the model, and waits for the trie."""
 
-from pathlib import Path
-
-import pytest
 from support.saved_models import save_model
 from typer.testing import CliRunner
 
@@ -17,7 +14,7 @@ class FakeCompilation:
         type(self).waited += 1
 
 
-def test_it_compiles_a_models_passes_and_waits_for_the_trie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_compiles_a_models_passes_and_waits_for_the_trie(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "compiled_before", lambda: False)
     monkeypatch.setattr(command, "Compilation", FakeCompilation)
     result = CliRunner().invoke(app, ["compile", "-m", str(save_model(tmp_path / "model"))])

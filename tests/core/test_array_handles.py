@@ -44,7 +44,7 @@ def total(address: int) -> float:
     return float(result)
 
 
-def test_compiled_code_reads_and_writes_arrays_by_address() -> None:
+def test_compiled_code_reads_and_writes_arrays_by_address():
     handles: ArrayHandles[Outer] = ArrayHandles()
     for arrays in (Outer.of(4), Outer.of(9, start=5)):  # others, of other sizes, take the place of the first
         expected = sum(float(a.sum()) for a in (arrays.table, *arrays.inner, arrays.last))
@@ -53,13 +53,13 @@ def test_compiled_code_reads_and_writes_arrays_by_address() -> None:
         assert all(not array.ravel()[-1] and array.ravel()[-2] for array in ends)
 
 
-def test_arrays_are_laid_out_once() -> None:
+def test_arrays_are_laid_out_once():
     handles: ArrayHandles[Outer] = ArrayHandles()
     arrays = Outer.of(2)
     assert handles.at(arrays) == handles.at(arrays)
 
 
-def test_a_copy_s_address_is_that_of_the_copied_arrays() -> None:
+def test_a_copy_s_address_is_that_of_the_copied_arrays():
     """Copied with what it holds, a handles would go on writing to the original's arrays, or to freed memory."""
     handles: ArrayHandles[Outer] = ArrayHandles()
     arrays = Outer.of(4)
@@ -70,7 +70,7 @@ def test_a_copy_s_address_is_that_of_the_copied_arrays() -> None:
 
 
 @pytest.mark.parametrize("kind", ["apart", "frozen"])
-def test_arrays_that_compiled_code_would_misread_are_refused(kind: str) -> None:
+def test_arrays_that_compiled_code_would_misread_are_refused(kind):
     arrays = Outer.of(4)
     if kind == "apart":
         arrays = arrays._replace(table=arrays.table[:, :2])

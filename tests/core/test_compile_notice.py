@@ -4,8 +4,6 @@ import logging
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from forerun.core import compile_notice
 from forerun.core.compile_notice import MESSAGE, CompileNotice
 
@@ -17,9 +15,7 @@ def compiles(notice: CompileNotice, module: str, clock: list[float], seconds: fl
     notice.on_end(happened)
 
 
-def test_only_a_long_compilation_of_this_package_is_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_a_long_compilation_of_this_package_is_told(monkeypatch, caplog):
     clock, counted = [0.0], list[int]()
     monkeypatch.setattr(compile_notice.time, "monotonic", lambda: clock[0])
     notice = CompileNotice()

@@ -59,7 +59,7 @@ def changed(package: Path, before: dict[str, str]) -> set[str]:
     return {part for part, stamp in stamps(package).items() if stamp != before[part]}
 
 
-def test_a_stamp_changes_with_what_the_part_imports_and_with_nothing_above_it(package: Path) -> None:
+def test_a_stamp_changes_with_what_the_part_imports_and_with_nothing_above_it(package):
     before = stamps(package)
     assert len(set(before.values())) == len(before)
     assert not changed(package, before)
@@ -76,7 +76,7 @@ def test_a_stamp_changes_with_what_the_part_imports_and_with_nothing_above_it(pa
     assert changed(package, before) == {"middle", "high", "all"}  # nothing leads from "top" to it any more
 
 
-def test_a_stamp_changes_with_the_libraries_that_write_the_code(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stamp_changes_with_the_libraries_that_write_the_code(package, monkeypatch):
     before = stamps(package)
     monkeypatch.setattr("llvmlite.__version__", "0")
     assert changed(package, before) == set(before)
@@ -85,7 +85,7 @@ def test_a_stamp_changes_with_the_libraries_that_write_the_code(package: Path, m
     assert changed(package, before) == set(before)
 
 
-def test_a_folder_without_sources_has_no_digest(tmp_path: Path) -> None:
+def test_a_folder_without_sources_has_no_digest(tmp_path):
     with pytest.raises(ValueError, match="no Python files"):
         sources(tmp_path)
 
@@ -116,7 +116,7 @@ def run(script: str, path: Path) -> str:
     return file.read_text()
 
 
-def test_compiled_code_has_a_new_value_after_another_parts_file_changed(package: Path) -> None:
+def test_compiled_code_has_a_new_value_after_another_parts_file_changed(package):
     """By a constant and by a function, and else the code of an earlier process is used."""
     assert [run(SCRIPT, package.parent) for _ in range(2)] == ["20 0\n", "20 1\n"]
     (package / "low/deep/constant.py").write_text("SCALE = 11\n")
@@ -128,7 +128,7 @@ def test_compiled_code_has_a_new_value_after_another_parts_file_changed(package:
 
 
 @pytest.mark.skipif(not COMPILES, reason="nothing is compiled")
-def test_only_what_python_calls_is_compiled_for_python() -> None:
+def test_only_what_python_calls_is_compiled_for_python():
     @compiled
     def twice(x: int) -> int:
         return 2 * x
@@ -153,7 +153,7 @@ def first(row):
 """
 
 
-def test_code_for_a_class_that_was_renamed_is_compiled_anew(package: Path) -> None:
+def test_code_for_a_class_that_was_renamed_is_compiled_anew(package):
     row, user = package / "low/row.py", package / "high/first.py"
     row.write_text(ROW)
     user.write_text(TAKES_ROW)
@@ -171,7 +171,7 @@ class Late(MachineCodeFile):
         return {}
 
 
-def test_processes_that_compile_at_once_never_read_each_others_code(tmp_path: Path) -> None:
+def test_processes_that_compile_at_once_never_read_each_others_code(tmp_path):
     files = [Late(str(tmp_path), "f", "stamp") for _ in range(2)]
     files[0].save("one", 1)
     files[1].save("two", 2)
@@ -181,7 +181,7 @@ def test_processes_that_compile_at_once_never_read_each_others_code(tmp_path: Pa
     assert (read.load("one"), read.load("two")) == (1, 2)
 
 
-def test_code_of_other_sources_is_removed(tmp_path: Path) -> None:
+def test_code_of_other_sources_is_removed(tmp_path):
     MachineCodeFile(str(tmp_path), "f", "before").save("one", 1)
     MachineCodeFile(str(tmp_path), "other", "before").save("one", 1)
     after = MachineCodeFile(str(tmp_path), "f", "after")
@@ -192,7 +192,7 @@ def test_code_of_other_sources_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not COMPILES, reason="nothing is compiled")
-def test_code_that_cannot_be_kept_or_is_damaged_is_compiled(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_cannot_be_kept_or_is_damaged_is_compiled(package, monkeypatch):
     assert run(SCRIPT, package.parent) == "20 0\n"
     for code in package.rglob("*.nbc"):
         code.write_bytes(code.read_bytes()[:20])
@@ -236,11 +236,11 @@ print(outermost(np.arange(100), 1), len(large.inner.overloads), sum(outermost.st
 
 
 @pytest.mark.skipif(not COMPILES, reason="nothing is compiled")
-def test_a_large_function_is_compiled_once_and_called_by_the_kept_code_of_others(package: Path) -> None:
+def test_a_large_function_is_compiled_once_and_called_by_the_kept_code_of_others(package):
     (package / "high/large.py").write_text(LARGE)
     plain = {"table": np.arange(100)}
     exec(LARGE.replace("from forerun.core.compiling import compiled", "compiled = lambda f: f"), plain)
-    expected = plain["outermost"](plain["table"], 1)  # type: ignore[operator]
+    expected = plain["outermost"](plain["table"], 1)
     assert run(CALLS_LARGE, package.parent) == f"{expected} 1 1\n"
     assert run(CALLS_LARGE, package.parent) == f"{expected} 1 0\n"
     for file in package.rglob("large.large-*"):  # of the function that others call
@@ -251,7 +251,7 @@ def test_a_large_function_is_compiled_once_and_called_by_the_kept_code_of_others
     assert not list(package.rglob("*.lock"))
 
 
-def test_processes_that_need_the_same_code_compile_it_once(package: Path) -> None:
+def test_processes_that_need_the_same_code_compile_it_once(package):
     (package / "high/large.py").write_text(LARGE)
     script = f"{CALLS_LARGE}\nprint(sum(each.inner.stats.cache_misses.total() for each in (caller, large)))"
     processes = [start(script, package.parent, f"written {number}") for number in range(3)]

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threade
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked on this system")
-def test_what_a_forked_process_learns_stays_with_it() -> None:
+def test_what_a_forked_process_learns_stays_with_it():
     trie = Trie()  # so large that its arrays are mapped
     trie.warm("", [[1, 2, 3, 4]] * 3)
     trie.begin(0, "", [1, 2])
@@ -30,7 +30,7 @@ def test_what_a_forked_process_learns_stays_with_it() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="there are no files without names on this system")
-def test_a_forked_process_cannot_write_into_a_text() -> None:
+def test_a_forked_process_cannot_write_into_a_text():
     cache = FullCache(100, shareable=True)
     store = cache.reserve(range(2), torch.zeros(1, 2, 1, 8), 1)
     assert cache._shared is not None

@@ -32,8 +32,6 @@ class Installed:
     ({"url": "https://host/forerun.whl", "archive_info": {}}, "'forerun[serve] @ https://host/forerun.whl'"),
     (None, f"-e '{CHECKOUT}[serve]'"),
 ])  # fmt: skip
-def test_extras_come_from_where_forerun_came_from(
-    origin: dict[str, Any] | None, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_extras_come_from_where_forerun_came_from(origin, expected, monkeypatch):
     monkeypatch.setattr(metadata, "distribution", lambda _: Installed(origin))
     assert command("serve") == f"{sys.executable} -m pip install {expected}"

@@ -18,7 +18,7 @@ def resident() -> int:
 
 
 @pytest.mark.skipif(memory._trim() is None, reason="not the GNU library")
-def test_what_was_freed_below_what_is_in_use_goes_back() -> None:
+def test_what_was_freed_below_what_is_in_use_goes_back():
     memory.give_back()
     before = resident()
     held = [np.ones(PIECE, np.uint8) for _ in range(PIECES)]
@@ -30,6 +30,6 @@ def test_what_was_freed_below_what_is_in_use_goes_back() -> None:
     assert last.all()
 
 
-def test_a_system_without_it_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_it_keeps_its_memory(monkeypatch):
     monkeypatch.setattr(memory, "_trim", lambda: None)
     memory.give_back()

@@ -1,7 +1,5 @@
 """What pinned memory takes of the host's."""
 
-import pytest
-
 from forerun.core import pinned
 from forerun.kv.cache import KVShape, LayerShape
 from forerun.kv.kv_tiers import KVMemory, layer_bytes, min_device_bytes, place
@@ -9,7 +7,7 @@ from forerun.kv.kv_tiers import KVMemory, layer_bytes, min_device_bytes, place
 GIB = 1 << 30
 
 
-def test_large_memory_is_taken_as_it_is_and_other_sizes_as_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_memory_is_taken_as_it_is_and_other_sizes_as_powers_of_two(monkeypatch):
     """A torch that cannot take it so rounds all of it."""
     for exact, large in ((True, 3 * GIB), (False, 4 * GIB)):
         monkeypatch.setattr(pinned, "_set_up", lambda exact=exact: exact)
@@ -17,7 +15,7 @@ def test_large_memory_is_taken_as_it_is_and_other_sizes_as_powers_of_two(monkeyp
         assert [pinned.pinned_size(size) for size in (0, 1, 4096, 5000)] == [0, 1, 4096, 8192]
 
 
-def test_a_text_is_placed_by_what_its_memory_takes() -> None:
+def test_a_text_is_placed_by_what_its_memory_takes():
     shape, taken = KVShape({layer: LayerShape(2, 8, 8, 2) for layer in range(6)}), {"device": 0, "host": 0, "file": 0}
     one = layer_bytes(shape, 256)[0]
     memory = KVMemory(min_device_bytes(shape, 256), host=6 * one, folder="unused")

@@ -69,7 +69,7 @@ def score(scorer: Scorer, prompt: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("first", ["ours", "own"])
-def test_a_pass_and_the_model_s_own_forward_pass_do_not_meet(attention: str, first: str) -> None:
+def test_a_pass_and_the_model_s_own_forward_pass_do_not_meet(attention, first):
     model = copy.deepcopy(tiny("mistral"))  # its windows make masks, and "eager" takes one
     model.set_attn_implementation(attention)
     ours, own = Scorer(model), torch.tensor([PROMPTS[1]])
@@ -89,7 +89,7 @@ def test_a_pass_and_the_model_s_own_forward_pass_do_not_meet(attention: str, fir
     assert model.config._attn_implementation == attention
 
 
-def test_the_first_of_two_passes_to_end_leaves_the_other_its_attention() -> None:
+def test_the_first_of_two_passes_to_end_leaves_the_other_its_attention():
     model = copy.deepcopy(tiny("llama"))
     before, scorers = model.config._attn_implementation, (Scorer(model), Scorer(model))
     alone = [score(scorer, prompt) for scorer, prompt in zip(scorers, PROMPTS, strict=False)]
@@ -101,7 +101,7 @@ def test_the_first_of_two_passes_to_end_leaves_the_other_its_attention() -> None
     assert model.config._attn_implementation == before
 
 
-def test_turns_are_taken_in_the_order_in_which_threads_come() -> None:
+def test_turns_are_taken_in_the_order_in_which_threads_come():
     lock, order = FairLock(), []
 
     def take(name: str) -> None:
@@ -121,7 +121,7 @@ def test_turns_are_taken_in_the_order_in_which_threads_come() -> None:
     assert order == ["second", "again", "third", "again"]
 
 
-def test_a_turn_that_is_waited_for_in_vain_is_given_up() -> None:
+def test_a_turn_that_is_waited_for_in_vain_is_given_up():
     lock = FairLock()
 
     class Interrupted(threading.Condition):
@@ -136,7 +136,7 @@ def test_a_turn_that_is_waited_for_in_vain_is_given_up() -> None:
     assert list(lock._queue) == [0]
 
 
-def test_a_text_that_the_garbage_collector_closes_in_a_step_is_let_go_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_the_garbage_collector_closes_in_a_step_is_let_go_after_it(monkeypatch):
     engine = forerun.Engine(tiny("llama"), "trie")
     alone = forerun.Engine(tiny("llama"), "none").generate([1, 2, 3, 1, 2], max_new_tokens=8).generated
     abandoned: dict[str, Any] = {"text": engine.stream([1, 2, 3], max_new_tokens=30)}
@@ -160,7 +160,7 @@ def test_a_text_that_the_garbage_collector_closes_in_a_step_is_let_go_after_it(m
     assert live[0] == 2 and live[-1] == 1 and not engine._lock._queue
 
 
-def test_what_comes_while_a_thread_waits_for_the_lock_waits_too() -> None:
+def test_what_comes_while_a_thread_waits_for_the_lock_waits_too():
     lock, order = FairLock(), []
 
     def job() -> None:
@@ -188,9 +188,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("change", ["begin", "extend", "retrieve", "warm", "load", "finish"])
-def test_no_thread_exchanges_arrays_that_another_is_reading(
-    change: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+def test_no_thread_exchanges_arrays_that_another_is_reading(change, monkeypatch, tmp_path):
     trie = Trie()
     for request in range(2):
         trie.begin(request, "", [1, 2, 3, 1, 2], expected=4)
@@ -222,7 +220,7 @@ def test_no_thread_exchanges_arrays_that_another_is_reading(
     "auto",
     *(pytest.param(name, marks=pytest.mark.matrix) for name in ("trie", "lookup", "triforce", "triforce-trie")),
 ])  # fmt: skip
-def test_threads_that_share_an_engine_get_the_texts_that_they_would_get_alone(drafter: str) -> None:
+def test_threads_that_share_an_engine_get_the_texts_that_they_would_get_alone(drafter):
     settings = LongContextConfig(tiny("llama"), gamma1=2, gamma2=5, cache_budget=10, chunk=2, sinks=1, window=4)
     engine = forerun.Engine(tiny("llama"), drafter, settings=settings, prefill_block=4)
     prompts = [[1 + i, 5, 7 + i, 1 + i, 5] * 3 for i in range(6)]
@@ -238,7 +236,7 @@ def test_threads_that_share_an_engine_get_the_texts_that_they_would_get_alone(dr
     assert together == alone * 2
 
 
-def test_a_turn_that_ctrl_c_left_behind_stops_nobody() -> None:
+def test_a_turn_that_ctrl_c_left_behind_stops_nobody():
     lock, left, ended = FairLock(), threading.Event(), []
 
     def interrupted() -> None:

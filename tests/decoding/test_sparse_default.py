@@ -17,6 +17,6 @@ from forerun.kv.retrieval import RetrievalCache
     ("device", "named", "kind"),
     [("cuda", None, RetrievalCache), ("cpu", None, LowRankCache), ("cuda", "low-rank", LowRankCache)],
 )
-def test_retrieval_is_the_default_on_cuda(device: str, named: Any, kind: type) -> None:
+def test_retrieval_is_the_default_on_cuda(device, named, kind):
     scorer: Any = SimpleNamespace(device=torch.device(device))
     assert type(sparse_cache(LongContextConfig(sparse=named))(scorer, FullCache(8))) is kind

@@ -185,17 +185,17 @@ def check_cell(
 
 
 @pytest.mark.parametrize("cell", FEW, ids=name_of)
-def test_output_equals_plain_generation(cell: Cell) -> None:
-    check_cell(*cell)  # type: ignore[arg-type]
+def test_output_equals_plain_generation(cell):
+    check_cell(*cell)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("cell", [cell for cell in EVERY if cell not in FEW], ids=name_of)
-def test_output_equals_plain_generation_in_every_cell(cell: Cell) -> None:
-    check_cell(*cell, tokens=MORE_TOKENS)  # type: ignore[arg-type, misc]
+def test_output_equals_plain_generation_in_every_cell(cell):
+    check_cell(*cell, tokens=MORE_TOKENS)
 
 
-def test_every_two_values_meet_in_a_few_cells_and_none_is_there_twice() -> None:
+def test_every_two_values_meet_in_a_few_cells_and_none_is_there_twice():
     meet = [set().union(*(pairs(cell, APART) for cell in some)) for some in (FEW, EVERY)]
     assert meet[0] >= meet[1]
     values = [set(column) for column in zip(*FEW, strict=True)]
@@ -226,7 +226,7 @@ FEW_PLAIN = [
     ("architecture", "sampling", "dtype"),
     [pytest.param(*cell, marks=[pytest.mark.matrix] * (cell not in FEW_PLAIN)) for cell in PLAIN],
 )
-def test_without_drafts_a_batch_equals_each_row_alone(architecture: str, sampling: str, dtype: str) -> None:
+def test_without_drafts_a_batch_equals_each_row_alone(architecture, sampling, dtype):
     """And alone, greedy and in float64, that is what ``transformers`` generates."""
     engine = forerun.Engine(target(architecture, dtype), "none", prefill_block=4)
     options = SAMPLING[sampling] | {"max_new_tokens": NEW_TOKENS, "eos_token_id": None}
@@ -241,7 +241,7 @@ def test_without_drafts_a_batch_equals_each_row_alone(architecture: str, samplin
     for i, drafter in enumerate(["none", *DRAFTERS])
     for j, sampling in enumerate(SAMPLING)
 ])  # fmt: skip
-def test_a_text_ends_where_the_model_ends_it(drafter: str, sampling: str) -> None:
+def test_a_text_ends_where_the_model_ends_it(drafter, sampling):
     """At a token that was drafted, where one of these comes for the first time; a greedy text soon repeats itself."""
     text = plain("gpt2", "float64", sampling)[1]
     whole = text[len(PROMPTS[1]) :]
@@ -270,7 +270,7 @@ def test_a_text_ends_where_the_model_ends_it(drafter: str, sampling: str) -> Non
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_matrix_exercises_acceptance(architecture: str, sampling: str) -> None:
+def test_the_matrix_exercises_acceptance(architecture, sampling):
     expected = plain(architecture, "float64", sampling)
     engine = forerun.Engine(target(architecture, "float64"), OracleDrafter(expected))
     options = SAMPLING[sampling] | {"max_new_tokens": NEW_TOKENS, "eos_token_id": None}
@@ -304,20 +304,20 @@ def check_where_queries_choose(architecture: str, sampling: str, drafter: str, b
 
 
 @pytest.mark.parametrize("cell", FEW_QUERIES, ids=name_of)
-def test_output_equals_plain_generation_where_queries_choose(cell: Cell) -> None:
+def test_output_equals_plain_generation_where_queries_choose(cell):
     """Texts of several chunks more than a query sees."""
-    check_where_queries_choose(*cell, tokens=NEW_TOKENS)  # type: ignore[arg-type, misc]
+    check_where_queries_choose(*cell, tokens=NEW_TOKENS)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("cell", MORE_QUERIES, ids=name_of)
-def test_output_equals_plain_generation_wherever_queries_choose(cell: Cell) -> None:
-    check_where_queries_choose(*cell, tokens=MORE_TOKENS)  # type: ignore[arg-type, misc]
+def test_output_equals_plain_generation_wherever_queries_choose(cell):
+    check_where_queries_choose(*cell, tokens=MORE_TOKENS)
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != ORACLE])
-def test_rejection_sampling_gives_texts_of_the_right_length(drafter: str) -> None:
+def test_rejection_sampling_gives_texts_of_the_right_length(drafter):
     """Their distribution is shown in test_distribution and test_hierarchy; here every drafter goes that way."""
     chosen = replace(settings(), draft_model=small("qwen2", drafter, "float64"))
     engine = forerun.Engine(target("qwen2", "float64"), drafter, settings=chosen, prune_drafts=False, prefill_block=4)
@@ -339,7 +339,7 @@ def test_rejection_sampling_gives_texts_of_the_right_length(drafter: str) -> Non
 
 
 @pytest.mark.parametrize("drafter", LEVELS)
-def test_a_level_that_holds_all_of_the_text_is_passed_by_until_it_does_not(drafter: str) -> None:
+def test_a_level_that_holds_all_of_the_text_is_passed_by_until_it_does_not(drafter):
     texts, middles = [], []
     for budget in (1000, 24, 8):
         chosen = replace(settings(budget), chunk=2, draft_model=small("mistral", drafter, "float64"))

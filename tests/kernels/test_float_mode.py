@@ -15,7 +15,7 @@ def flushing() -> Iterator[None]:
     torch.set_flush_denormal(False)
 
 
-def test_a_thread_that_flushes_denormal_numbers_changes_no_sum(flushing: None) -> None:
+def test_a_thread_that_flushes_denormal_numbers_changes_no_sum(flushing):
     x, weight = torch.full((3, 64), 1e-20), torch.full((40, 64), 1e-20)
     found = layer(x, [weight])
     assert float(torch.tensor([1e-20]) * torch.tensor([1e-20])) == 0  # this thread flushes, before and after

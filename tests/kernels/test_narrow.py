@@ -30,7 +30,7 @@ PROMISES = {
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("file", PROMISES)
-def test_narrow_vectors_keep_the_promises_too(file: str) -> None:
+def test_narrow_vectors_keep_the_promises_too(file):
     if "+avx2" not in vector_ir.features():
         pytest.skip("made for AVX2")
     tests = [f"{file}::{name}" for name in PROMISES[file]]

@@ -51,7 +51,7 @@ def units_of(
 @pytest.mark.parametrize("heads", [HeadShape(1, 1, 16, 16), HeadShape(9, 3, 64, 64), HeadShape(32, 2, 128, 64)])
 @pytest.mark.parametrize("name", PASSES)
 @pytest.mark.parametrize("moved", [0, 32])
-def test_tables_are_those_of_the_definition(name: str, heads: HeadShape, moved: int) -> None:
+def test_tables_are_those_of_the_definition(name, heads, moved):
     blocks, threads = PASSES[name], 2
     places = [block.start + moved for block in blocks]
     packed = PackedPass(blocks, heads, threads, places=places)

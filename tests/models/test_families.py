@@ -3,7 +3,6 @@
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,7 +72,7 @@ def cells() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "drafter"), cells())
-def test_output_equals_transformers(name: str, drafter: str) -> None:
+def test_output_equals_transformers(name, drafter):
     settings = small_caches(tiny("llama"))
     engine = forerun.Engine(family(name), drafter, settings=settings, prefill_block=4, prune_drafts=False)
     if drafter in LEARNING:
@@ -96,19 +95,19 @@ def types() -> list[Any]:
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(("name", "dtype"), types(), ids=str)
-def test_a_token_has_the_same_bits_whatever_shares_its_pass(name: str, dtype: torch.dtype) -> None:
+def test_a_token_has_the_same_bits_whatever_shares_its_pass(name, dtype):
     model = copy.deepcopy(family(name)).to(dtype)
     assert probe(gate.admit(model), position_limit(model)) == Exactness("bitwise")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in FAMILIES])
-def test_so_has_it_for_every_layout_of_positions(name: str, dtype: torch.dtype) -> None:
+def test_so_has_it_for_every_layout_of_positions(name, dtype):
     model = copy.deepcopy(tiny(name)).to(dtype)
     assert probe(gate.admit(model), position_limit(model)) == Exactness("bitwise")
 
 
-def test_attention_with_a_sink_is_softmax_with_one_more_score() -> None:
+def test_attention_with_a_sink_is_softmax_with_one_more_score():
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, 6, 8).double() for heads in (4, 2, 2))
     sinks = torch.randn(4).double()
@@ -131,7 +130,7 @@ CACHES: dict[str, Callable[[FullCache], Cache]] = {
 @torch.inference_mode()
 @pytest.mark.parametrize("name", ALL_DRAFTERS)
 @pytest.mark.parametrize("cache", CACHES)
-def test_a_cache_that_holds_the_text_gives_what_the_full_cache_gives(name: str, cache: str) -> None:
+def test_a_cache_that_holds_the_text_gives_what_the_full_cache_gives(name, cache):
     scorer, text = Scorer(family(name)), torch.randint(VOCABULARY, (60,)).numpy()
     source = FullCache()
     other = CACHES[cache](source)
@@ -146,7 +145,7 @@ def test_a_cache_that_holds_the_text_gives_what_the_full_cache_gives(name: str, 
         torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
-def test_experts_are_as_they_were_after_a_pass() -> None:
+def test_experts_are_as_they_were_after_a_pass():
     model = family("mixtral")
     before = model.config._experts_implementation
     assert before != "eager"
@@ -189,7 +188,7 @@ SIGHT = {
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_the_decoder_of_a_model_that_sees_writes_as_without_forerun(name: str) -> None:
+def test_the_decoder_of_a_model_that_sees_writes_as_without_forerun(name):
     model = build(f"{name}ForConditionalGeneration", WRAPPERS[name](TEXT, SIGHT), seed=3)
     options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 5}
     expected = by_transformers(model, PROMPTS[1], **options)
@@ -199,7 +198,7 @@ def test_the_decoder_of_a_model_that_sees_writes_as_without_forerun(name: str) -
 
 
 @pytest.mark.parametrize("name", ["Mistral3", "Qwen3VL"])
-def test_a_model_that_sees_is_loaded_from_a_folder(name: str, tmp_path: Path) -> None:
+def test_a_model_that_sees_is_loaded_from_a_folder(name, tmp_path):
     text, sight = TEXT | {"vocab_size": 320}, SIGHT
     build(f"{name}ForConditionalGeneration", WRAPPERS[name](text, sight), seed=3).save_pretrained(tmp_path)
     small_tokenizer().save_pretrained(tmp_path)

@@ -10,7 +10,7 @@ from forerun.models.forward.gate import Float32View
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "phi3", "mixtral", "deepseek_v3"])
-def test_a_widened_pass_is_that_of_the_weights_in_float32(family: str) -> None:
+def test_a_widened_pass_is_that_of_the_weights_in_float32(family):
     narrow = copy.deepcopy(tiny(family)).to(torch.bfloat16)
     ids = torch.tensor([PROMPTS[0]])
     with torch.inference_mode():

@@ -170,7 +170,7 @@ MESSAGES: dict[str, Any] = {  # calls, text, its content, its calls; and where t
 
 @pytest.mark.parametrize("step", [1, 3, 7, 10_000])
 @pytest.mark.parametrize("name", MESSAGES)
-def test_a_message_is_taken_apart(tokenizer: PreTrainedTokenizerBase, name: str, step: int) -> None:
+def test_a_message_is_taken_apart(tokenizer, name, step):
     form, text, content, calls, *more = MESSAGES[name]
     thinking, reasoning, prompt = [*more, None, "", ""][:3] if not more else [*more, ""][:3]
     found = parsed(tokenizer, MessageFormat(form, thinking, None, {}, {}), text, step, prompt)
@@ -192,16 +192,14 @@ CUT = {
 
 @pytest.mark.parametrize("step", [1, 5, 1000])
 @pytest.mark.parametrize("name", CUT)
-def test_a_call_that_is_cut_leaves_no_marks_in_the_content(
-    tokenizer: PreTrainedTokenizerBase, name: str, step: int
-) -> None:
+def test_a_call_that_is_cut_leaves_no_marks_in_the_content(tokenizer, name, step):
     calls, text, (content, wanted) = CUT[name]
     found = parsed(tokenizer, MessageFormat(calls, None, None, {}, {}), text, step, cut=True)
     assert found == (content, "", wanted)
 
 
 @pytest.mark.parametrize("step", [1, 5, 1000])
-def test_a_call_that_is_cut_leaves_nothing_of_an_own_template(tokenizer: PreTrainedTokenizerBase, step: int) -> None:
+def test_a_call_that_is_cut_leaves_nothing_of_an_own_template(tokenizer, step):
     calls = {"open": "<c>", "close": "</c>", "repeats": True, "content": "json"}
     own = {"start_anchor": "\0", "fields": {"content": {"content_args": {"strip": False}}, "tool_calls": calls}}
     form = MessageFormat(None, None, own, {}, {})
@@ -217,7 +215,7 @@ TYPES: Any = {
 }  # fmt: skip
 
 
-def test_values_between_tags_have_the_types_of_the_schema() -> None:
+def test_values_between_tags_have_the_types_of_the_schema():
     def read(**given: str) -> Any:
         body = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in given.items())
         return read_tags(body, TYPES["properties"], TYPES["required"])
@@ -235,7 +233,7 @@ def test_values_between_tags_have_the_types_of_the_schema() -> None:
 
 
 @pytest.mark.parametrize("text", ["f(" * 500, "[" * 5000, "f(a=1, b)", "f(**x)", "1", "f(a=g())", "f(a=b)"])
-def test_what_is_no_call_in_python_is_none(text: str) -> None:
+def test_what_is_no_call_in_python_is_none(text):
     with pytest.raises(ValueError, match="Python"):
         read_python(text)
 
@@ -243,7 +241,7 @@ def test_what_is_no_call_in_python_is_none(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["f", "call:f{a", "call:f{a:}", "call:f{a:1} x", 'call:f{a:<|"|>x}', "call:f{" + "a:{" * 5000]
 )
-def test_what_is_no_call_in_braces_is_none(text: str) -> None:
+def test_what_is_no_call_in_braces_is_none(text):
     if text == "f":
         assert read_braces(text) == [("f", {})]
         return
@@ -251,13 +249,12 @@ def test_what_is_no_call_in_braces_is_none(text: str) -> None:
         read_braces(text)
 
 
-def test_a_tool_without_properties_is_called_without_arguments(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_tool_without_properties_is_called_without_arguments(tokenizer):
     pytest.importorskip("llguidance")
     form = MessageFormat(HERMES, None, None, {}, {})
     for parameters in (None, {}, {"type": "object"}, {"type": "object", "properties": {}}):
         tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-        grammar = Grammars(tokenizer, len(tokenizer), []).of(form.grammar(None, tools, False, "closed"))  # type: ignore[arg-type]
-        assert grammar is not None
+        grammar = Grammars(tokenizer, len(tokenizer), []).of(form.grammar(None, tools, False, "closed"))
         for arguments, allowed in (("{}", True), ('{"a": 1}', False)):
             text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -265,7 +262,7 @@ def test_a_tool_without_properties_is_called_without_arguments(tokenizer: PreTra
             assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == allowed
 
 
-def test_arguments_come_while_they_are_written(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_arguments_come_while_they_are_written(tokenizer):
     form = MessageFormat(HERMES, None, None, {}, {})
     template = form.response_template(True)
     assert template is not None
@@ -276,12 +273,12 @@ def test_arguments_come_while_they_are_written(tokenizer: PreTrainedTokenizerBas
     assert [call.arguments for call in parser.feed("12, ").calls] == ["12, "]
 
 
-def test_without_parallel_calls_only_the_first_is_passed_on(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_without_parallel_calls_only_the_first_is_passed_on(tokenizer):
     form = MessageFormat(HERMES, None, None, {}, {})
     assert parsed(tokenizer, form, HERMES_CALLS, 5, parallel=False) == ("", "", [ROME])
 
 
-def test_a_tokenizers_own_response_template_is_used(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_tokenizers_own_response_template_is_used(tokenizer):
     own = {
         "start_anchor": "<bot>",
         "fields": {"thinking": {"open": "<t>", "close": "</t>"},
@@ -296,14 +293,14 @@ def test_a_tokenizers_own_response_template_is_used(tokenizer: PreTrainedTokeniz
 
 
 @pytest.mark.parametrize("step", [1, 3, 7, 1000])
-def test_content_behind_a_call_keeps_its_spaces(tokenizer: PreTrainedTokenizerBase, step: int) -> None:
+def test_content_behind_a_call_keeps_its_spaces(tokenizer, step):
     form = MessageFormat(HERMES, None, None, {}, {})
     found = parsed(tokenizer, form, f"Sure.\n{HERMES_CALLS}\nNow I wait for  both.\n", step)
     assert found == ("Sure.\nNow I wait for  both.", "", [ROME, ADD])
 
 
 @pytest.mark.parametrize("step", [1, 3, 1000])
-def test_what_is_no_call_stays_in_the_content_of_an_own_template(tokenizer: PreTrainedTokenizerBase, step: int) -> None:
+def test_what_is_no_call_stays_in_the_content_of_an_own_template(tokenizer, step):
     function = {"type": "function", "function": "{content}"}
     calls = {"open": "<c>", "close": "</c>", "repeats": True, "content": "json", "transform": function}
     own = {"start_anchor": "\0", "fields": {"content": {"content_args": {"strip": False}}, "tool_calls": calls}}
@@ -328,9 +325,7 @@ TAGGED: Any = {
 
 
 @pytest.mark.parametrize("missing", [False, True])
-def test_values_between_tags_have_no_quotes_where_a_schema_allows_texts(
-    tokenizer: PreTrainedTokenizerBase, missing: bool
-) -> None:
+def test_values_between_tags_have_no_quotes_where_a_schema_allows_texts(tokenizer, missing):
     pytest.importorskip("llguidance")
     form = MessageFormat(CODER, None, None, {}, {})
     tools = [{"type": "function", "function": {"name": "f", "parameters": TAGGED}}]
@@ -342,8 +337,7 @@ def test_values_between_tags_have_no_quotes_where_a_schema_allows_texts(
         for key, value in values.items()
     )
     text = f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>"
-    grammar = Grammars(tokenizer, len(tokenizer), []).of(form.grammar(None, tools, True, "closed"))  # type: ignore[arg-type]
-    assert grammar is not None
+    grammar = Grammars(tokenizer, len(tokenizer), []).of(form.grammar(None, tools, True, "closed"))
     for said, allowed in ((text, True), (text.replace("\nF\n", '\n"F"\n'), False), (text.replace("short", "x"), False)):
         ids = tokenizer(said, add_special_tokens=False)["input_ids"]
         matcher = grammar.matcher.deep_copy()
@@ -352,7 +346,7 @@ def test_values_between_tags_have_no_quotes_where_a_schema_allows_texts(
 
 
 @pytest.mark.parametrize("step", [1, 3, 7, 40])
-def test_no_text_is_lost_where_the_parser_fails_at_a_call(tokenizer: PreTrainedTokenizerBase, step: int) -> None:
+def test_no_text_is_lost_where_the_parser_fails_at_a_call(tokenizer, step):
     call = {"open": "<call>", "close": "</call>", "repeats": True, "content": "json"}
     own = {"start_anchor": "\0", "fields": {"content": {"content_args": {"strip": False}}, "tool_calls": call}}
     form = MessageFormat(None, None, own, {}, {})
@@ -363,7 +357,7 @@ def test_no_text_is_lost_where_the_parser_fails_at_a_call(tokenizer: PreTrainedT
     assert parsed(tokenizer, form, '<call>{"name": "ad', step) == ('<call>{"name": "ad', "", [])
 
 
-def test_families_are_known_by_their_templates(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_families_are_known_by_their_templates(tokenizer):
     def of(template: str) -> MessageFormat:
         tokenizer.chat_template = template
         try:
@@ -390,15 +384,12 @@ WRITTEN = {
 
 @pytest.mark.parametrize("thinking", WRITTEN)
 @pytest.mark.parametrize("calls", CALL_FORMATS, ids=lambda each: each.before[:24])
-def test_a_grammar_allows_the_calls_that_are_read(
-    tokenizer: PreTrainedTokenizerBase, calls: Any, thinking: Any
-) -> None:
+def test_a_grammar_allows_the_calls_that_are_read(tokenizer, calls, thinking):
     pytest.importorskip("llguidance")
     form = MessageFormat(calls, THINK, None, {}, {})
     wanted, text = WRITTEN[thinking]
-    response_format = form.grammar(None, TOOLS, True, wanted)  # type: ignore[arg-type]
-    grammar = Grammars(tokenizer, len(tokenizer), []).of(response_format)  # type: ignore[arg-type]
-    assert grammar is not None
+    response_format = form.grammar(None, TOOLS, True, wanted)
+    grammar = Grammars(tokenizer, len(tokenizer), []).of(response_format)
     for count in (1, 2):
         text_of_calls = text.replace("{calls}", calls.begin + calls.between.join(_written(calls)[:count]) + calls.end)
         ids = tokenizer(text_of_calls, add_special_tokens=False)["input_ids"]
@@ -429,7 +420,7 @@ def _written(calls: Any) -> list[str]:
     return text_of_calls
 
 
-def test_an_answer_by_a_schema_comes_after_the_reasoning(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_an_answer_by_a_schema_comes_after_the_reasoning(tokenizer):
     pytest.importorskip("llguidance")
     form = MessageFormat(HERMES, THINK, None, {}, {})
     grammars = Grammars(tokenizer, len(tokenizer), [])
@@ -442,24 +433,22 @@ def test_an_answer_by_a_schema_comes_after_the_reasoning(tokenizer: PreTrainedTo
             ("free", answer),
             ("open", f"7</think>{answer}"),
         ):
-            grammar = grammars.of(form.grammar(response_format, [], True, thinking))  # type: ignore[arg-type]
-            assert grammar is not None
+            grammar = grammars.of(form.grammar(response_format, [], True, thinking))
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             matcher = grammar.matcher.deep_copy()
             assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting(), text
         assert form.grammar(response_format, [], True, "closed") == response_format
 
 
-def test_a_schema_keeps_what_it_forbids_alone(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_schema_keeps_what_it_forbids_alone(tokenizer):
     properties = {"title": {"type": "string", "description": "x" * 500}, "n": {"enum": ["description"], "default": 1}}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"title": "F", "properties": properties}}}
     response_format = MessageFormat(HERMES, None, None, {}, {}).grammar(None, [tool], True, "closed")
-    assert response_format is not None
     text = response_format["grammar"]
     assert "xxx" not in text and '"title": {"type": "string"}' in text and '"enum": ["description"]}' in text
 
 
-def test_tools_are_texts_for_a_template_that_knows_none(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_tools_are_texts_for_a_template_that_knows_none(tokenizer):
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     messages = [
         {"role": "system", "content": "Be short."},
@@ -477,7 +466,7 @@ def test_tools_are_texts_for_a_template_that_knows_none(tokenizer: PreTrainedTok
     ]
 
 
-def test_a_template_without_developers_gets_a_system() -> None:
+def test_a_template_without_developers_gets_a_system():
     tokenizer = bundled()[1]
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}{% endfor %}"
     roles = ("system", "developer", "user", "developer", "developer")
@@ -493,7 +482,7 @@ def test_a_template_without_developers_gets_a_system() -> None:
 
 
 @pytest.mark.parametrize("special", [True, False])
-def test_marks_that_are_tokens_are_written_by_their_numbers(special: bool) -> None:
+def test_marks_that_are_tokens_are_written_by_their_numbers(special):
     """llguidance would force such a token for the letters of a mark, and then not take it."""
     pytest.importorskip("llguidance")
     tokenizer = bundled()[1]
@@ -504,8 +493,7 @@ def test_marks_that_are_tokens_are_written_by_their_numbers(special: bool) -> No
     assert form.calls is HERMES and form.thinking is THINK and set(marks) <= set(form.added)
     assert form.kept_tokens(True) == (frozenset(tokenizer.convert_tokens_to_ids(marks)) if special else frozenset())
     for thinking, begin in (("free", "<think>so</think>"), ("open", "so</think>"), ("closed", "")):
-        grammar = Grammars(tokenizer, len(tokenizer), []).of(form.grammar(None, TOOLS, True, thinking))  # type: ignore[arg-type]
-        assert grammar is not None
+        grammar = Grammars(tokenizer, len(tokenizer), []).of(form.grammar(None, TOOLS, True, thinking))
         ids = tokenizer(begin + HERMES_CALLS, add_special_tokens=False)["input_ids"]
         matcher = grammar.matcher.deep_copy()
         assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()

@@ -1,7 +1,5 @@
 """Messages as prompts: what the tokenizer's chat template makes of them, and what is refused."""
 
-from typing import Any
-
 import pytest
 from support.saved_models import chat_model, chat_tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -24,16 +22,14 @@ def engine(tokenizer: PreTrainedTokenizerFast) -> Engine:
     return Engine(chat_model(tokenizer), "trie", tokenizer=tokenizer)
 
 
-def test_the_template_is_applied_up_to_where_the_answer_begins_and_begins_the_text_once(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_the_template_is_applied_up_to_where_the_answer_begins_and_begins_the_text_once(tokenizer):
     (ids,) = encode([USER], tokenizer)
     assert tokenizer.decode(ids) == "<start>user: again and<end>assistant: "
     assert ids.count(tokenizer.bos_token_id) == 1
     assert tokenizer("user")["input_ids"][0] == tokenizer.bos_token_id  # which text alone begins with
 
 
-def test_several_turns_and_several_conversations(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_several_turns_and_several_conversations(tokenizer):
     system = {"role": "system", "content": "brown"}
     rows = encode([[USER], (system, USER, ANSWER, USER)], tokenizer)
     assert rows[0] == encode([USER], tokenizer)[0]
@@ -42,9 +38,7 @@ def test_several_turns_and_several_conversations(tokenizer: PreTrainedTokenizerF
     )
 
 
-def test_generate_takes_messages_and_gives_what_transformers_gives(
-    engine: Engine, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_generate_takes_messages_and_gives_what_transformers_gives(engine, tokenizer):
     model = engine.target.model
     ids = tokenizer.apply_chat_template([USER], add_generation_prompt=True, return_tensors="pt")["input_ids"]
     plain = chat_model(tokenizer)
@@ -79,22 +73,20 @@ def test_generate_takes_messages_and_gives_what_transformers_gives(
         "a mapping with 'role', 'content'; a tokenizer's output has 'input_ids', and messages are a list"),
     ([{"role": "ghost", "content": "boo"}], ValueError, "the chat template refuses these messages: no ghosts"),
 ])  # fmt: skip
-def test_wrong_messages_are_refused_before_any_work(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, prompt: Any, error: type[Exception], message: str
-) -> None:
+def test_wrong_messages_are_refused_before_any_work(engine, monkeypatch, prompt, error, message):
     monkeypatch.setattr(Engine, "run", lambda *_: pytest.fail("it began to generate"))
     with pytest.raises(error, match=message):
         engine.generate(prompt, max_new_tokens=4)
 
 
-def test_messages_need_a_tokenizer_with_a_template() -> None:
+def test_messages_need_a_tokenizer_with_a_template():
     with pytest.raises(ValueError, match="the prompt is messages and there is no tokenizer"):
         encode([USER], None)
     with pytest.raises(ValueError, match="the tokenizer has no chat template; give text instead"):
         encode([USER], chat_tokenizer(None))
 
 
-def test_what_a_mask_leaves_out_of_lists_is_left_out(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_what_a_mask_leaves_out_of_lists_is_left_out(tokenizer):
     texts = ["again", "again and the fox"]
     tokenizer.pad_token = tokenizer.eos_token
     for side in ("left", "right"):

@@ -97,12 +97,12 @@ def check_sequence(model: PreTrainedModel, reference: Reference, near: float, st
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_layer_computes_what_its_tensors_say(family: str, tmp_path: Path) -> None:
+def test_the_layer_computes_what_its_tensors_say(family, tmp_path):
     model = qwen_target(tmp_path, family)
     check_sequence(model, Reference(model, mtp_tensors(model)), 1e-5)
 
 
-def test_a_pair_of_sequences_is_read_together(tmp_path: Path) -> None:
+def test_a_pair_of_sequences_is_read_together(tmp_path):
     """Each as if it were alone, bit for bit."""
     model = qwen_target(tmp_path, "qwen3_5_moe", torch.bfloat16)
     head = MtpHead()
@@ -120,14 +120,14 @@ def test_a_pair_of_sequences_is_read_together(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(read([9, 30]), [*read([9]), *read([30])], strict=True))
 
 
-def test_experts_may_lie_in_one_tensor_or_apart(tmp_path: Path) -> None:
+def test_experts_may_lie_in_one_tensor_or_apart(tmp_path):
     """Whichever form those of the decoder have."""
     model = qwen_target(tmp_path, "qwen3_5_moe")
     save_file(one_by_one(load_file(tmp_path / "mtp.safetensors")), tmp_path / "mtp.safetensors")
     check_sequence(reload(tmp_path, type(model), torch.float64), Reference(model, mtp_tensors(model)), 1e-5, 50)
 
 
-def test_the_files_of_a_model_of_texts_and_pictures_are_read(tmp_path: Path) -> None:
+def test_the_files_of_a_model_of_texts_and_pictures_are_read(tmp_path):
     """As Qwen3.5's are published: the decoder's tensors and configuration are inside of it, the layer's are not."""
     model = qwen_target(tmp_path, "qwen3_5")
     tensors = load_file(tmp_path / "model.safetensors")
@@ -142,7 +142,7 @@ def test_the_files_of_a_model_of_texts_and_pictures_are_read(tmp_path: Path) -> 
 @pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("architecture", GGUF)
-def test_a_gguf_file_holds_the_layer(architecture: str, beside: bool, tmp_path: Path) -> None:
+def test_a_gguf_file_holds_the_layer(architecture, beside, tmp_path):
     """As the last block, or in a file beside the model's; dequantised, or as it is stored."""
     exact, file = built(architecture), tmp_path / "model-F32.gguf"
     mtp = mtp_tensors(exact)
@@ -156,7 +156,7 @@ def test_a_gguf_file_holds_the_layer(architecture: str, beside: bool, tmp_path: 
 
 
 @pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
-def test_a_stored_layer_is_what_is_dequantised(tmp_path: Path) -> None:
+def test_a_stored_layer_is_what_is_dequantised(tmp_path):
     file = tmp_path / "model.gguf"
     write(file, "qwen35moe", "Q8_0", mtp_tensors(built("qwen35moe")))
     found = []
@@ -214,7 +214,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_layer_that_does_not_fit_is_refused_by_the_tensors_name(name: str, tmp_path: Path) -> None:
+def test_a_layer_that_does_not_fit_is_refused_by_the_tensors_name(name, tmp_path):
     spoil, message = WRONG[name]
     family = qwen_target(tmp_path, "qwen3_5_moe")
     spoil(tmp_path)
@@ -222,7 +222,7 @@ def test_a_layer_that_does_not_fit_is_refused_by_the_tensors_name(name: str, tmp
         MtpHead().bind(Scorer(reload(tmp_path, type(family), torch.float32)))
 
 
-def test_qwen3_next_without_the_layer_has_none(tmp_path: Path) -> None:
+def test_qwen3_next_without_the_layer_has_none(tmp_path):
     model = qwen_target(tmp_path, "qwen3_next")
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({name: t for name, t in tensors.items() if not name.startswith("mtp.")}, tmp_path / "model.safetensors",
@@ -234,7 +234,7 @@ def test_qwen3_next_without_the_layer_has_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "stored"])
-def test_a_gguf_layer_that_does_not_fit_is_refused(dtype: str, tmp_path: Path) -> None:
+def test_a_gguf_layer_that_does_not_fit_is_refused(dtype, tmp_path):
     file, mtp = tmp_path / "model.gguf", mtp_tensors(built("qwen35"))
 
     def refused(message: str, beside: str = "qwen35", **tensors: Any) -> None:

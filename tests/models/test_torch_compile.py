@@ -6,7 +6,7 @@ from support.tiny import build
 import forerun
 
 
-def test_a_model_is_traced_whole_beside_forerun() -> None:
+def test_a_model_is_traced_whole_beside_forerun():
     model = build("LlamaForCausalLM", {"num_hidden_layers": 1}, seed=0)
     ids = torch.tensor([[7, 3, 9, 2]])
 

@@ -84,11 +84,11 @@ def allowed() -> Counter[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_pages_have_no_phrase_that_must_not_come_back(page: Path) -> None:
+def test_pages_have_no_phrase_that_must_not_come_back(page):
     assert in_page(page) == []
 
 
-def test_docstrings_and_comments_have_no_more_such_phrases_than_before() -> None:
+def test_docstrings_and_comments_have_no_more_such_phrases_than_before():
     limits = allowed()
     assert {name: found for name, found in places().items() if len(found) > limits[name]} == {}
 

@@ -3,7 +3,6 @@
 import json
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,9 +32,7 @@ def cached(server: LiveServer, body: Json, **more: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("keys", [(), ("key-of-a", "key-of-b")])
-def test_a_prompt_of_a_file_is_read_before_anybody_asks(
-    tmp_path: Path, keys: tuple[str, ...], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_prompt_of_a_file_is_read_before_anybody_asks(tmp_path, keys, caplog):
     file = tmp_path / "agent.jsonl"
     rows: list[Json] = [
         {"messages": [SYSTEM, {"role": "user", "content": "?"}], "tools": TOOLS, "temperature": 0.3},
@@ -69,7 +66,7 @@ def prompt_told(server: LiveServer, body: Json) -> Json:
     return dict(prompts[0])
 
 
-def test_a_trace_says_what_broke_the_prefix() -> None:
+def test_a_trace_says_what_broke_the_prefix():
     server = LiveServer(bundled_engine(prefix_cache=1 << 26), SchedulerLimits(1 << 30))
     traced = {"forerun": {"trace": True}}
     try:
@@ -90,7 +87,7 @@ def test_a_trace_says_what_broke_the_prefix() -> None:
         server.close()
 
 
-def test_a_hybrid_reads_the_end_alone_where_the_end_was_changed() -> None:
+def test_a_hybrid_reads_the_end_alone_where_the_end_was_changed():
     rng = np.random.default_rng(1)
     kind, config = HYBRIDS["qwen3_5"]
     text = rng.integers(6, 48, 1500)
@@ -116,7 +113,7 @@ def test_a_hybrid_reads_the_end_alone_where_the_end_was_changed() -> None:
     assert first == second
 
 
-def test_turns_are_where_a_template_s_marks_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns_are_where_a_template_s_marks_stand(monkeypatch):
     engine = bundled_engine("{% for m in messages %}<|endoftext|>{{ m.role }}: {{ m.content }}\n{% endfor %}")
     seen: list[Any] = []
     requests: Callable[..., Any] = engine.requests

@@ -132,7 +132,7 @@ def alone(held: PausableEngine, prompt: str, **options: Any) -> str:
 
 
 @browsing
-def test_both_columns_fill_with_the_engines_text(held: PausableEngine, page: Page) -> None:
+def test_both_columns_fill_with_the_engines_text(held, page):
     page.fill(PROMPT)
     page["start"].click()
     assert page.ended() == "Both texts are equal, token for token."
@@ -146,7 +146,7 @@ def test_both_columns_fill_with_the_engines_text(held: PausableEngine, page: Pag
 
 
 @browsing
-def test_drafted_tokens_are_tinted_by_their_source_and_the_legend_counts_them(page: Page) -> None:
+def test_drafted_tokens_are_tinted_by_their_source_and_the_legend_counts_them(page):
     script = "[...document.querySelectorAll('#{} .answer span')].map((e) => [e.className, getComputedStyle(e).{}])"
     page.fill(PROMPT)
     for source in ("text", "earlier"):  # run again, all of it is known from the first text
@@ -162,9 +162,7 @@ def test_drafted_tokens_are_tinted_by_their_source_and_the_legend_counts_them(pa
 
 
 @browsing
-def test_counters_move_while_a_text_grows_and_escape_frees_the_server(
-    held: PausableEngine, server: LiveServer, page: Page
-) -> None:
+def test_counters_move_while_a_text_grows_and_escape_frees_the_server(held, server, page):
     from selenium.webdriver import Keys
 
     page.fill("Once upon a time", length=4000, temperature=1)
@@ -186,7 +184,7 @@ def test_counters_move_while_a_text_grows_and_escape_frees_the_server(
 
 
 @browsing
-def test_a_fast_server_is_drawn_once_a_frame(page: Page) -> None:
+def test_a_fast_server_is_drawn_once_a_frame(page):
     """To lay the text out for every token held the page up for twenty seconds at a stretch."""
     page.greeted()
     page.tell("Performance.enable")
@@ -213,7 +211,7 @@ def layouts(page: Page) -> int:
 
 
 @browsing
-def test_a_keyboard_is_enough(driver: Any, server: LiveServer, page: Page) -> None:
+def test_a_keyboard_is_enough(driver, server, page):
     from selenium.webdriver import Keys
 
     page.greeted()
@@ -241,7 +239,7 @@ def test_a_keyboard_is_enough(driver: Any, server: LiveServer, page: Page) -> No
 
 
 @browsing
-def test_wide_and_narrow_light_and_dark_all_can_be_read(driver: Any, server: LiveServer, page: Page) -> None:
+def test_wide_and_narrow_light_and_dark_all_can_be_read(driver, server, page):
     grounds = set()
     for scheme in ("dark", "light"):
         page.tell("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
@@ -282,7 +280,7 @@ CONTRASTS = """() => {
 
 
 @browsing
-def test_a_chat_goes_on_from_its_turns(held: PausableEngine, page: Page) -> None:
+def test_a_chat_goes_on_from_its_turns(held, page):
     page.fill("Hi", chat=True, length=8)
     page["start"].click()
     page.ended()
@@ -301,7 +299,7 @@ def test_a_chat_goes_on_from_its_turns(held: PausableEngine, page: Page) -> None
 
 
 @browsing
-def test_a_silent_server_is_waited_for(held: PausableEngine, page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_server_is_waited_for(held, page, monkeypatch):
     monkeypatch.setattr(calls, "PING_SECONDS", 0.05)
     page.fill(PROMPT)
     held.gate.clear()
@@ -312,7 +310,7 @@ def test_a_silent_server_is_waited_for(held: PausableEngine, page: Page, monkeyp
 
 
 @browsing
-def test_what_is_changed_while_a_text_grows_is_for_the_next_one(held: PausableEngine, page: Page) -> None:
+def test_what_is_changed_while_a_text_grows_is_for_the_next_one(held, page):
     page.fill("Hi", length=8)
     held.gate.clear()
     page["start"].click()
@@ -335,7 +333,7 @@ def test_what_is_changed_while_a_text_grows_is_for_the_next_one(held: PausableEn
 
 
 @browsing
-def test_two_starts_before_the_server_answered_are_one(held: PausableEngine, driver: Any) -> None:
+def test_two_starts_before_the_server_answered_are_one(held, driver):
     one = LiveServer(held, SchedulerLimits(1 << 30), drafter="trie", api_keys=("key-of-a",))
     try:
         page = Page(driver, one)
@@ -352,7 +350,7 @@ def test_two_starts_before_the_server_answered_are_one(held: PausableEngine, dri
 
 
 @browsing
-def test_who_drafted_is_not_told_where_tenants_share(held: PausableEngine, driver: Any) -> None:
+def test_who_drafted_is_not_told_where_tenants_share(held, driver):
     one = LiveServer(held, SchedulerLimits(1 << 30), drafter="trie", share=True)
     try:
         page = Page(driver, one)
@@ -366,7 +364,7 @@ def test_who_drafted_is_not_told_where_tenants_share(held: PausableEngine, drive
 
 
 @browsing
-def test_a_seed_names_the_text_and_no_drafts_means_none(held: PausableEngine, page: Page) -> None:
+def test_a_seed_names_the_text_and_no_drafts_means_none(held, page):
     page.fill(PROMPT, temperature=0.9, seed=7, drafter="none")
     page["start"].click()
     assert "equal" in page.ended()
@@ -375,7 +373,7 @@ def test_a_seed_names_the_text_and_no_drafts_means_none(held: PausableEngine, pa
 
 
 @browsing
-def test_what_came_from_earlier_runs_is_said_and_can_be_left_out(held: PausableEngine, page: Page) -> None:
+def test_what_came_from_earlier_runs_is_said_and_can_be_left_out(held, page):
     page.fill("The river was named after the man who")
     for _ in range(2):
         page["start"].click()
@@ -383,7 +381,7 @@ def test_what_came_from_earlier_runs_is_said_and_can_be_left_out(held: PausableE
     told = re.fullmatch(
         rf"(\d+) of its {LENGTH} tokens came from answers of earlier runs\.", page["earlier-count"].text
     )
-    assert told is not None and int(told[1]) > LENGTH // 2
+    assert int(told[1]) > LENGTH // 2
     assert told[0] in page["status"].get_attribute("textContent")
     page["without"].click()
     until(lambda: not page["earlier"].is_selected() and not page.running)
@@ -393,7 +391,7 @@ def test_what_came_from_earlier_runs_is_said_and_can_be_left_out(held: PausableE
 
 
 @browsing
-def test_a_chat_is_run_again_from_where_it_was(page: Page) -> None:
+def test_a_chat_is_run_again_from_where_it_was(page):
     for _ in range(2):
         page.fill("Hi", chat=True, length=16)
         page.run("document.getElementById('fresh').click()")
@@ -407,7 +405,7 @@ def test_a_chat_is_run_again_from_where_it_was(page: Page) -> None:
 
 
 @browsing
-def test_a_slowdown_is_neither_green_nor_called_fast(page: Page) -> None:
+def test_a_slowdown_is_neither_green_nor_called_fast(page):
     page.greeted()
     found = [page.run(f"({CONCLUSION})({ratio}, 3)") for ratio in (0.73, 0.999, 2.5, 3.5)]
     said = ["27 % slower", "1.00 times as fast", "2.50 times as fast", "The plain run was disturbed"]
@@ -426,7 +424,7 @@ CONCLUSION = """async (ratio, passes) => {
 
 
 @browsing
-def test_both_texts_stand_in_the_first_screen_and_no_line_is_cut(page: Page) -> None:
+def test_both_texts_stand_in_the_first_screen_and_no_line_is_cut(page):
     page.tell("Emulation.setDeviceMetricsOverride", width=1280, height=720, deviceScaleFactor=1, mobile=False)
     page.greeted()
     assert "appears here" in page.run("getComputedStyle(document.querySelector('#plain .answer'), '::before').content")
@@ -448,7 +446,7 @@ BOX = """(column) => {
 
 
 @browsing
-def test_an_error_leaves_the_last_result_and_says_where_a_folded_setting_is_wrong(page: Page) -> None:
+def test_an_error_leaves_the_last_result_and_says_where_a_folded_setting_is_wrong(page):
     page.fill(PROMPT, length=8)
     page["start"].click()
     page.ended()
@@ -465,7 +463,7 @@ def test_an_error_leaves_the_last_result_and_says_where_a_folded_setting_is_wron
 
 
 @browsing
-def test_a_phone_is_shown_the_verdict(driver: Any, server: LiveServer, page: Page) -> None:
+def test_a_phone_is_shown_the_verdict(driver, server, page):
     phone = Page(driver, server, width=390)
     phone.fill(PROMPT, length=8)
     phone["start"].click()
@@ -474,7 +472,7 @@ def test_a_phone_is_shown_the_verdict(driver: Any, server: LiveServer, page: Pag
 
 
 @browsing
-def test_a_wrong_key_is_told_in_words_and_no_key_is_kept(held: PausableEngine, driver: Any) -> None:
+def test_a_wrong_key_is_told_in_words_and_no_key_is_kept(held, driver):
     one = LiveServer(held, SchedulerLimits(1 << 30), api_keys=("key-of-a",), request_bytes=5000)
     try:
         page = Page(driver, one)
@@ -508,7 +506,7 @@ def test_a_wrong_key_is_told_in_words_and_no_key_is_kept(held: PausableEngine, d
     assert page.complaint() == "The server cannot be reached."
 
 
-def test_the_page_needs_no_key_and_lets_nothing_in(held: PausableEngine) -> None:
+def test_the_page_needs_no_key_and_lets_nothing_in(held):
     closed = LiveServer(held, SchedulerLimits(1 << 30), api_keys=("key-of-a",))
     without = LiveServer(held, SchedulerLimits(1 << 30), page=False)
     try:
@@ -526,7 +524,7 @@ def test_the_page_needs_no_key_and_lets_nothing_in(held: PausableEngine) -> None
         without.close()
 
 
-def test_the_page_has_no_script_or_style_of_its_own_and_asks_nobody_else() -> None:
+def test_the_page_has_no_script_or_style_of_its_own_and_asks_nobody_else():
     assert {each.name for each in FILES_OF_PAGE.iterdir()} <= {each.name for each in PAGE_FILES.values()}
     html = (FILES_OF_PAGE / "index.html").read_text()
     assert re.findall(r"<script(?![^>]* src=)|<style|\son\w+=|\sstyle=", html) == []

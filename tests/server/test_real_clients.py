@@ -7,7 +7,7 @@ import pytest
 from support.chat_models import QWEN
 from support.live_server import LiveServer, bundled_engine
 
-from benchmarks.server.real_clients import ROWS, Row
+from benchmarks.server.real_clients import ROWS
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def server() -> Iterator[LiveServer]:
 
 
 @pytest.mark.parametrize(("client", "function"), [(client, function) for client, _, function in ROWS])
-def test_a_row_of_the_table(server: LiveServer, client: str, function: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_of_the_table(server, client, function, monkeypatch):
     if importlib.util.find_spec(client) is None:
         pytest.skip(f"{client} is not installed; pip install '.[clients]' has it")
     monkeypatch.setenv("OPENAI_API_KEY", "none")

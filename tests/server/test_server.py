@@ -79,12 +79,11 @@ def sampled(seed: int, temperature: float = 1.0, top_p: float = 1.0) -> Json:
 # --- texts
 
 
-def test_a_completion_is_the_engines_text(engine: Engine, server: LiveServer) -> None:
+def test_a_completion_is_the_engines_text(engine, server):
     answer = server.client().completions.create(model="bundled", prompt=PROMPTS[0], max_tokens=NEW, temperature=0)
     (request,) = engine.requests([PROMPTS[0]], max_new_tokens=NEW)
     assert answer.choices[0].text == alone(engine, PROMPTS[0])
     assert answer.choices[0].finish_reason == "length"
-    assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (request.prompt_length, NEW)
     told = answer.usage.model_dump()["forerun"]
     assert told["steps"] * told["mean_acceptance_length"] == pytest.approx(NEW, rel=1e-3)
@@ -92,20 +91,20 @@ def test_a_completion_is_the_engines_text(engine: Engine, server: LiveServer) ->
     assert sum(int(tokens) * steps for tokens, steps in told["histogram"].items()) == NEW
 
 
-def test_a_completion_takes_token_ids_and_several_prompts(engine: Engine, server: LiveServer) -> None:
+def test_a_completion_takes_token_ids_and_several_prompts(engine, server):
     ids = [[int(token) for token in engine.tokenizer(prompt)["input_ids"]] for prompt in PROMPTS[:2]]
     wanted = [alone(engine, each) for each in ids]
     create = server.client().completions.create
     for prompt in (ids, PROMPTS[:2]):
         answer = create(model="bundled", prompt=prompt, max_tokens=NEW, temperature=0)
         assert [choice.text for choice in answer.choices] == wanted
-        assert answer.usage is not None and answer.usage.prompt_tokens == sum(map(len, ids))
+        assert answer.usage.prompt_tokens == sum(map(len, ids))
     assert create(model="bundled", prompt=ids[1], max_tokens=NEW, temperature=0).choices[0].text == wanted[1]
     assert len(create(model="bundled", prompt=PROMPTS[0]).choices[0].text) > 0  # 16 tokens, at temperature 1
 
 
 @pytest.mark.parametrize("stop", [None, ["e"]])
-def test_a_stream_is_the_whole_answer_in_pieces(server: LiveServer, stop: Any) -> None:
+def test_a_stream_is_the_whole_answer_in_pieces(server, stop):
     asked: Json = {"model": "bundled", "prompt": PROMPTS[:2], "max_tokens": NEW, "seed": 3, "n": 2, "stop": stop}
     create = server.client().completions.create
     whole, texts, reasons = create(**asked), [""] * 4, [""] * 4
@@ -124,7 +123,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(server: LiveServer, stop: Any) -
     assert all(chunk.usage is None and "usage" not in chunk.model_fields_set for chunk in create(**asked, stream=True))
 
 
-def test_a_chat_goes_through_the_template(engine: Engine, server: LiveServer) -> None:
+def test_a_chat_goes_through_the_template(engine, server):
     messages: Any = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
     parts: Any = [
         messages[0],
@@ -142,7 +141,7 @@ def test_a_chat_goes_through_the_template(engine: Engine, server: LiveServer) ->
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_tools_reach_the_template_unless_none_may_be_called(engine: Engine, server: LiveServer) -> None:
+def test_tools_reach_the_template_unless_none_may_be_called(engine, server):
     tools: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     messages: Any = [{"role": "user", "content": "Hi"}]
     create = server.client().chat.completions.create
@@ -150,12 +149,11 @@ def test_tools_reach_the_template_unless_none_may_be_called(engine: Engine, serv
         answer = create(
             model="bundled", messages=messages, tools=tools, tool_choice=choice, max_tokens=NEW, temperature=0
         )
-        assert answer.usage is not None
         (request,) = engine.requests([before + "user: Hi\nassistant:"], max_new_tokens=NEW)
         assert answer.usage.prompt_tokens == request.prompt_length
 
 
-def test_a_seed_names_a_text_and_choices_have_seeds_in_a_row(engine: Engine, server: LiveServer) -> None:
+def test_a_seed_names_a_text_and_choices_have_seeds_in_a_row(engine, server):
     asked: Json = {"model": "bundled", "prompt": PROMPTS[1], "max_tokens": NEW, "temperature": 0.8, "top_p": 0.9}
     answer = server.client().completions.create(**asked, n=3, seed=7)
     wanted = [alone(engine, PROMPTS[1], **sampled(seed, 0.8, 0.9)) for seed in (7, 8, 9)]
@@ -164,7 +162,7 @@ def test_a_seed_names_a_text_and_choices_have_seeds_in_a_row(engine: Engine, ser
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
 
 
-def test_a_stop_string_ends_a_text_and_is_no_part_of_it(engine: Engine, server: LiveServer) -> None:
+def test_a_stop_string_ends_a_text_and_is_no_part_of_it(engine, server):
     text = alone(engine, PROMPTS[1], max_new_tokens=40)
     tokens = [engine.tokenizer.decode([token]) for token in engine.tokenizer(text)["input_ids"]]
     across = tokens[4][-1] + tokens[5] + tokens[6][:1]  # begins inside a token and ends inside another
@@ -175,7 +173,7 @@ def test_a_stop_string_ends_a_text_and_is_no_part_of_it(engine: Engine, server: 
         answer = create(**asked)
         assert answer.choices[0].text == text[: text.index(across)]
         assert answer.choices[0].finish_reason == "stop"
-        assert answer.usage is not None and answer.usage.completion_tokens < 40  # it ended there in the engine, too
+        assert answer.usage.completion_tokens < 40  # it ended there in the engine, too
         pieces = [chunk.choices[0].text for chunk in create(**asked, stream=True)]
         assert "".join(pieces) == answer.choices[0].text
     unmet = create(model="bundled", prompt=PROMPTS[1], max_tokens=40, temperature=0, stop=text[-1] + "\0")
@@ -183,7 +181,7 @@ def test_a_stop_string_ends_a_text_and_is_no_part_of_it(engine: Engine, server: 
 
 
 @pytest.mark.parametrize("pieces", [["aab|b", "c"], list("aab|bc"), ["aab|bc"]])
-def test_stop_strings_are_found_however_the_text_is_cut(pieces: list[str]) -> None:
+def test_stop_strings_are_found_however_the_text_is_cut(pieces):
     for stops, wanted in (
         (["b|"], "aa"), (["ab|bc"], "a"), (["bx", "|b"], "aab"), (["ab|b", "b|b"], "a"), (["bcd"], "aab|bc"),
         ([], "aab|bc"),
@@ -193,7 +191,7 @@ def test_stop_strings_are_found_however_the_text_is_cut(pieces: list[str]) -> No
         assert (cut.found is not None) == (wanted != "aab|bc")
 
 
-def test_eight_clients_at_once_each_get_the_text_they_get_alone(engine: Engine, server: LiveServer) -> None:
+def test_eight_clients_at_once_each_get_the_text_they_get_alone(engine, server):
     wanted = [alone(engine, prompt, **(sampled(i) if i % 2 else {})) for i, prompt in enumerate(PROMPTS)]
 
     def ask(i: int) -> str:
@@ -215,7 +213,7 @@ def test_eight_clients_at_once_each_get_the_text_they_get_alone(engine: Engine, 
     ("best_of", 3, False), ("suffix", "x", False), ("modalities", ["audio"], True), ("top_q", 3, False),
     ("functions", [{}], True), ("messages", [{"role": "user", "content": "x"}], False),
 ])  # fmt: skip
-def test_what_is_not_supported_is_refused(server: LiveServer, field: str, value: Any, chat: bool) -> None:
+def test_what_is_not_supported_is_refused(server, field, value, chat):
     address = "chat/completions" if chat else "completions"
     body: Json = {"messages": [{"role": "user", "content": "Hi"}]} if chat else {"prompt": "Hi"}
     error = error_of(server.post({"model": "bundled", **body, field: value}, address), 400)
@@ -223,7 +221,7 @@ def test_what_is_not_supported_is_refused(server: LiveServer, field: str, value:
     assert (error["type"], error["code"]) == ("invalid_request_error", "unsupported")
 
 
-def test_neutral_values_of_what_is_not_supported_are_taken(server: LiveServer) -> None:
+def test_neutral_values_of_what_is_not_supported_are_taken(server):
     neutral = {"logprobs": None, "echo": False, "best_of": 1, "suffix": None, "logit_bias": {}, "frequency_penalty": 0}
     answer = server.post({"model": "bundled", "prompt": "Hi", "max_tokens": 1, "user": "me", **neutral})
     assert answer.status_code == 200, answer.text
@@ -243,7 +241,7 @@ def test_neutral_values_of_what_is_not_supported_are_taken(server: LiveServer) -
     ({"forerun": {"namespace": "a/b"}}, "forerun.namespace"), ({"max_tokens": 65}, "max_tokens"),
     ({"prompt": ""}, None), ({"prompt": [2**31 - 1]}, None), ({"\ud800": 1}, None), ({"prompt": "\ud800"}, "prompt"),
 ])  # fmt: skip
-def test_wrong_values_are_named(server: LiveServer, change: Json, param: str | None) -> None:
+def test_wrong_values_are_named(server, change, param):
     body = json.dumps({"model": "bundled", "prompt": "Hi", **change})
     answer = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     error = error_of(answer, 400)
@@ -253,7 +251,7 @@ def test_wrong_values_are_named(server: LiveServer, change: Json, param: str | N
 
 
 @pytest.mark.parametrize("body", [b'{"model": ', b"[" * 9_000, b"\xff\xfe{}", b"[]", b"", b'{"n": NaN}', b"1" * 9_000])
-def test_what_is_no_request_is_refused(server: LiveServer, body: bytes) -> None:
+def test_what_is_no_request_is_refused(server, body):
     answer = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert error_of(answer, 400)["type"] == "invalid_request_error"
 
@@ -268,7 +266,7 @@ FIELDS = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields} - {
 
 @given(change=st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=8), ANY, max_size=2), chat=st.booleans())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_request_breaks_the_server(server: LiveServer, change: Json, chat: bool) -> None:
+def test_no_request_breaks_the_server(server, change, chat):
     body: Json = {"messages": [{"role": "user", "content": "Hi"}]} if chat else {"prompt": "Hi"}
     told = json.dumps({"model": "bundled", "max_tokens": 2, **body, **change})
     address = "/v1/chat/completions" if chat else "/v1/completions"
@@ -278,7 +276,7 @@ def test_no_request_breaks_the_server(server: LiveServer, change: Json, chat: bo
         assert answer.status_code in (400, 404)
 
 
-def test_errors_reach_the_client_as_its_own(server: LiveServer) -> None:
+def test_errors_reach_the_client_as_its_own(server):
     client = server.client()
     with pytest.raises(openai.NotFoundError, match="no model 'gpt'") as unknown:
         client.completions.create(model="gpt", prompt="Hi")
@@ -292,9 +290,7 @@ def test_errors_reach_the_client_as_its_own(server: LiveServer) -> None:
     assert error_of(server.http.get("/v1/completions"), 405)
 
 
-def test_what_is_too_long_is_refused_with_the_numbers(
-    server: LiveServer, engine: Engine, servers: list[LiveServer]
-) -> None:
+def test_what_is_too_long_is_refused_with_the_numbers(server, engine, servers):
     error = error_of(server.post({"model": "bundled", "prompt": "x" * 100_000}), 413)
     assert "100,000" in error["message"] and error["code"] == "request_too_large"
 
@@ -307,7 +303,7 @@ def test_what_is_too_long_is_refused_with_the_numbers(
     assert "bytes for keys and values" in error_of(small.post({"model": "bundled", "prompt": "Hi"}), 400)["message"]
 
 
-def test_a_text_beyond_the_models_positions_is_refused(engine: Engine, servers: list[LiveServer]) -> None:
+def test_a_text_beyond_the_models_positions_is_refused(engine, servers):
     servers.append(LiveServer(engine, max_tokens=200_000))
     error = error_of(servers[0].post({"model": "bundled", "prompt": "Hi", "max_tokens": 131_072}), 400)
     assert error["code"] == "context_length_exceeded" and "131072" in error["message"]
@@ -322,7 +318,7 @@ def pausable_server(engine: Engine, servers: list[LiveServer], **told: Any) -> t
     return held, servers[-1]
 
 
-def test_a_full_queue_says_when_to_come_again(engine: Engine, servers: list[LiveServer]) -> None:
+def test_a_full_queue_says_when_to_come_again(engine, servers):
     held, one = pausable_server(engine, servers, waiting=1)
     asked: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 2, "temperature": 0}
     held.gate.clear()
@@ -343,7 +339,7 @@ def test_a_full_queue_says_when_to_come_again(engine: Engine, servers: list[Live
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_frees_its_place(engine: Engine, servers: list[LiveServer], stream: bool) -> None:
+def test_a_client_that_goes_frees_its_place(engine, servers, stream):
     held, one = pausable_server(engine, servers)
     held.gate.clear()
     body = json.dumps(
@@ -362,7 +358,7 @@ def test_a_client_that_goes_frees_its_place(engine: Engine, servers: list[LiveSe
     assert one.post({"model": "bundled", "prompt": "Hi", "max_tokens": 1}).status_code == 200
 
 
-def test_a_request_ends_when_its_time_is_over(engine: Engine, servers: list[LiveServer]) -> None:
+def test_a_request_ends_when_its_time_is_over(engine, servers):
     _, one = pausable_server(engine, servers, timeout=0.05)
     asked: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 4000, "temperature": 0}
     assert error_of(one.post(asked), 504)["code"] == "timeout"
@@ -370,7 +366,7 @@ def test_a_request_ends_when_its_time_is_over(engine: Engine, servers: list[Live
         list(one.client().completions.create(**asked, stream=True))
 
 
-def test_a_failure_is_told_and_harms_nobody_else(engine: Engine, servers: list[LiveServer]) -> None:
+def test_a_failure_is_told_and_harms_nobody_else(engine, servers):
     held, one = pausable_server(engine, servers)
     asked: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 4, "temperature": 0}
     wanted = one.post(asked).json()["choices"][0]["text"]
@@ -384,7 +380,7 @@ def test_a_failure_is_told_and_harms_nobody_else(engine: Engine, servers: list[L
     assert one.metric('forerun:request_ended_total{reason="error"}') == 2
 
 
-def test_a_whole_answer_is_built_beside_the_event_loop(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_answer_is_built_beside_the_event_loop(server, monkeypatch):
     """It may have megabytes, and all others would wait."""
     threads: list[threading.Thread] = []
     whole = CompletionFormat.whole
@@ -401,7 +397,7 @@ def test_a_whole_answer_is_built_beside_the_event_loop(server: LiveServer, monke
     assert threads and server.thread not in threads
 
 
-def test_a_scheduler_that_cannot_go_on_ends_the_server(engine: Engine) -> None:
+def test_a_scheduler_that_cannot_go_on_ends_the_server(engine):
     app = create_app(engine, ServerSettings(), SchedulerLimits(1 << 30))
     one = DrainingServer(app, 1.0, 8)
     scheduler = app.state.service.scheduler
@@ -419,7 +415,7 @@ def test_a_scheduler_that_cannot_go_on_ends_the_server(engine: Engine) -> None:
 # --- tenants
 
 
-def test_tenants_have_keys_and_namespaces_of_their_own(engine: Engine, servers: list[LiveServer]) -> None:
+def test_tenants_have_keys_and_namespaces_of_their_own(engine, servers):
     servers.append(LiveServer(engine, api_keys=("key-of-a", "key-of-b"), namespaces=2))
     one, asked = servers[0], {"model": "bundled", "prompt": "Hi", "max_tokens": 4, "temperature": 0}
     seen: list[str] = []
@@ -429,7 +425,7 @@ def test_tenants_have_keys_and_namespaces_of_their_own(engine: Engine, servers: 
         seen.append(f"{given[2]} {request.namespace}")
         return submit(request, *given)
 
-    one.scheduler.submit = watched  # type: ignore[method-assign, assignment]
+    one.scheduler.submit = watched
     for key in ("key-of-a", "key-of-b"):
         client = one.client(key)
         client.completions.create(**asked)
@@ -449,7 +445,7 @@ def test_tenants_have_keys_and_namespaces_of_their_own(engine: Engine, servers: 
     assert one.http.get("/health").status_code == one.http.get("/ready").status_code == 200
 
 
-def test_metrics_are_for_the_admin_where_there_are_keys(engine: Engine, servers: list[LiveServer]) -> None:
+def test_metrics_are_for_the_admin_where_there_are_keys(engine, servers):
     servers.append(LiveServer(engine, api_keys=("key-of-a",), admin_key="key-of-admin"))
     servers.append(LiveServer(engine, api_keys=("key-of-a",)))
 
@@ -461,7 +457,7 @@ def test_metrics_are_for_the_admin_where_there_are_keys(engine: Engine, servers:
     assert status(1, "key-of-a") == 403 and error_of(servers[1].http.get("/metrics"), 403)["code"] == "admin_only"
 
 
-def test_a_queue_that_is_full_is_found_before_any_work(engine: Engine, servers: list[LiveServer]) -> None:
+def test_a_queue_that_is_full_is_found_before_any_work(engine, servers):
     held, one = pausable_server(engine, servers, waiting=1)
     service, encoded = one.app.state.service, list[Any]()
     encode = service.encode
@@ -484,7 +480,7 @@ def test_a_queue_that_is_full_is_found_before_any_work(engine: Engine, servers: 
         assert [each.result().status_code for each in first] == [200, 200]
 
 
-def test_keys_must_be_fit_for_a_header() -> None:
+def test_keys_must_be_fit_for_a_header():
     assert ApiKeys().tenant(None) == "default"
     assert ApiKeys(["a"]).tenant(b"bearer a") is not None and ApiKeys(["a"]).tenant(b"Basic a") is None
     for wrong in ([""], ["with space"], ["é"], ["a", "a"]):
@@ -495,7 +491,7 @@ def test_keys_must_be_fit_for_a_header() -> None:
 # --- metrics
 
 
-def test_metrics_count(server: LiveServer) -> None:
+def test_metrics_count(server):
     names = [
         "forerun:spec_decode_num_drafts_total", "forerun:spec_decode_num_draft_tokens_total",
         "forerun:spec_decode_num_accepted_tokens_total", "forerun:spec_decode_num_accepted_tokens_per_pos_total",
@@ -529,7 +525,7 @@ def test_metrics_count(server: LiveServer) -> None:
 # --- settings, and the command
 
 
-def test_a_variable_with_the_name_of_a_flag_is_no_silent_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_with_the_name_of_a_flag_is_no_silent_nothing(monkeypatch):
     """A server without keys would start."""
     monkeypatch.setenv("FORERUN_API_KEY", "secret")
     with pytest.raises(ValueError, match="FORERUN_API_KEY is ignored; use FORERUN_API_KEYS") as raised:
@@ -537,9 +533,7 @@ def test_a_variable_with_the_name_of_a_flag_is_no_silent_nothing(monkeypatch: py
     assert "secret" not in str(raised.value)
 
 
-def test_flags_come_before_the_environment_and_that_before_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flags_come_before_the_environment_and_that_before_the_file(tmp_path, monkeypatch):
     file = tmp_path / "serve.toml"
     file.write_text(
         'port = 1\nrows = 1\nwaiting = 1\nkv_memory = "4GiB"\napi_keys = ["x"]\nmodel = "some/where/small"\n'
@@ -563,7 +557,7 @@ def test_flags_come_before_the_environment_and_that_before_the_file(
         read_settings({}, tmp_path / "none.toml")
 
 
-def test_the_page_names_every_setting_and_each_is_a_flag() -> None:
+def test_the_page_names_every_setting_and_each_is_a_flag():
     page = (Path(forerun.__file__).parents[2] / "docs/serving.md").read_text()
     flags = {field.name for field in fields(ServeOptions)}
     for name in ServerSettings.model_fields:
@@ -572,7 +566,7 @@ def test_the_page_names_every_setting_and_each_is_a_flag() -> None:
     assert ServeOptions(port=3, api_key=["a"]).flags() == {"port": 3, "api_keys": ["a"]}
 
 
-def test_the_pages_example_runs(server: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_pages_example_runs(server, capsys):
     page = (Path(forerun.__file__).parents[2] / "docs/serving.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(compile(example.replace(":8000/", f":{server.port}/"), "docs/serving.md", "exec"), {})
@@ -581,7 +575,7 @@ def test_the_pages_example_runs(server: LiveServer, capsys: pytest.CaptureFixtur
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_command_serves_until_it_is_told_to_end(number: signal.Signals, tmp_path: Path) -> None:
+def test_the_command_serves_until_it_is_told_to_end(number, tmp_path):
     with free_socket() as one:
         port = one.getsockname()[1]
     command = [sys.executable, "-m", "forerun.cli", "serve", "--port", str(port), "--kv-memory", "1GiB", "--drain", "1"]
@@ -609,7 +603,7 @@ def test_the_command_serves_until_it_is_told_to_end(number: signal.Signals, tmp_
     assert len(trie_file.read(file).namespaces["default/default"]) > 0
 
 
-def test_without_the_extra_the_command_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_the_command_says_how_to_install_it(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else found(name))
     with pytest.raises(ValueError, match=r"needs uvicorn; .* pip install .*\[serve\]'"):
@@ -619,7 +613,7 @@ def test_without_the_extra_the_command_says_how_to_install_it(monkeypatch: pytes
 # --- starting, logs, hosts
 
 
-def test_a_busy_port_is_found_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_port_is_found_before_the_model_is_loaded(monkeypatch):
     monkeypatch.setattr(serve, "build_engine", lambda told: pytest.fail("the model was loaded"))
     with free_socket() as busy:
         busy.listen()
@@ -630,7 +624,7 @@ def test_a_busy_port_is_found_before_the_model_is_loaded(monkeypatch: pytest.Mon
     assert "Traceback" not in ended.stderr
 
 
-def test_a_request_with_two_faults_hears_of_both(server: LiveServer) -> None:
+def test_a_request_with_two_faults_hears_of_both(server):
     error = error_of(server.post({"model": "bundled", "prompt": "Hi", "temperature": 9, "top_q": 3}), 400)
     assert error["param"] == "temperature"
     assert (
@@ -640,9 +634,7 @@ def test_a_request_with_two_faults_hears_of_both(server: LiveServer) -> None:
     assert many["message"].count("no such field") == 8 and "4 more fields are wrong" in many["message"]
 
 
-def test_every_answer_has_a_request_id_and_the_log_has_it_too(
-    engine: Engine, servers: list[LiveServer], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_answer_has_a_request_id_and_the_log_has_it_too(engine, servers, capsys):
     held, one = pausable_server(engine, servers)
     asked: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 2}
     answers = [one.post(asked), one.post({**asked, "n": 0}), one.http.get("/health"), one.http.get("/none")]
@@ -670,9 +662,7 @@ def test_every_answer_has_a_request_id_and_the_log_has_it_too(
     ({"host": "localhost:9", "origin": "http://localhost:9"}, 200),
     ({"host": "localhost:9", "origin": "http://localhost:10"}, 403),
 ])  # fmt: skip
-def test_a_web_page_from_elsewhere_cannot_ask_a_server_without_keys(
-    server: LiveServer, headers: dict[str, str], status: int
-) -> None:
+def test_a_web_page_from_elsewhere_cannot_ask_a_server_without_keys(server, headers, status):
     answer = server.post({"model": "bundled", "prompt": "Hi", "max_tokens": 1}, headers=headers)
     assert answer.status_code == status
     if status == 403:
@@ -680,7 +670,7 @@ def test_a_web_page_from_elsewhere_cannot_ask_a_server_without_keys(
         assert server.http.get("/health", headers=headers).status_code == 200
 
 
-def test_hosts_and_origins_that_are_allowed_may_ask(engine: Engine, servers: list[LiveServer]) -> None:
+def test_hosts_and_origins_that_are_allowed_may_ask(engine, servers):
     servers.append(LiveServer(engine, allowed_hosts=("gpu-box",), cors_origins=("https://app.example",)))
     one, page = servers[0], {"origin": "https://app.example"}
     asked: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 1}

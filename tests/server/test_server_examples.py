@@ -26,15 +26,13 @@ def server() -> Iterator[LiveServer]:
     built.close()
 
 
-def test_all_examples_are_known() -> None:
+def test_all_examples_are_known():
     assert {example.stem for example in EXAMPLES.glob("*.py")} == set(SAYS)
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", SAYS)
-def test_the_example_runs(
-    server: LiveServer, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_example_runs(server, name, monkeypatch, capsys):
     monkeypatch.setenv("FORERUN_URL", f"http://127.0.0.1:{server.port}/v1")
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     said = capsys.readouterr().out

@@ -17,8 +17,8 @@ from forerun.server.tolerance import HINTS, MAX_TOOLS, MAX_TURNS, NEUTRAL, Notes
 
 pytest.importorskip("llguidance")
 USER: Json = {"role": "user", "content": "Weather in Rome?"}
-PLAIN_TOOL: Json = {"name": "add", "input_schema": TOOLS[1]["function"]["parameters"]}  # type: ignore[index]
-FLAT_TOOL: Json = {"type": "function", **TOOLS[1]["function"]}  # type: ignore[dict-item]
+PLAIN_TOOL: Json = {"name": "add", "input_schema": TOOLS[1]["function"]["parameters"]}
+FLAT_TOOL: Json = {"type": "function", **TOOLS[1]["function"]}
 CHATS, MESSAGES, RESPONSES, TEXTS = "chat/completions", "messages", "responses", "completions"
 BASES: dict[str, Json] = {
     CHATS: {"messages": [USER], "max_tokens": 4, "temperature": 0},
@@ -169,14 +169,14 @@ def rendered(server: LiveServer, messages: list[Json], **more: Any) -> str:
 
 
 @pytest.mark.parametrize(("address", "change"), ROWS, ids=lambda each: each if isinstance(each, str) else None)
-def test_a_request_of_an_agent_or_a_load_tool_gets_an_answer(server: LiveServer, address: str, change: Json) -> None:
+def test_a_request_of_an_agent_or_a_load_tool_gets_an_answer(server, address, change):
     """None of them names the model: there is one."""
     answer = server.post({**BASES[address], **change}, address)
     assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize("address", BASES)
-def test_an_unknown_field_is_refused_with_one_of_the_same_address(server: LiveServer, address: str) -> None:
+def test_an_unknown_field_is_refused_with_one_of_the_same_address(server, address):
     for wrong, meant in (("temperatur", "temperature"), ("strem", "stream"), ("wholly_unknown", "")):
         error = server.post({**BASES[address], wrong: 1}, address).json()["error"]
         near = f"; did you mean {meant}?" if meant else ""
@@ -185,7 +185,7 @@ def test_an_unknown_field_is_refused_with_one_of_the_same_address(server: LiveSe
     assert message == "audio: it is not supported; leave it out"
 
 
-def test_hints_and_neutral_values_change_nothing(server: LiveServer) -> None:
+def test_hints_and_neutral_values_change_nothing(server):
     wanted = server.post(BASES[TEXTS], TEXTS).json()["choices"]
     for value in ("x", {"a": 1}, True, 7, None):
         assert server.post({**BASES[TEXTS], **dict.fromkeys(HINTS, value)}, TEXTS).json()["choices"] == wanted
@@ -197,12 +197,12 @@ def test_hints_and_neutral_values_change_nothing(server: LiveServer) -> None:
     assert not is_neutral("best_of", True) and not is_neutral("use_beam_search", 0)
 
 
-def test_the_docs_name_every_hint_and_every_missing_feature() -> None:
+def test_the_docs_name_every_hint_and_every_missing_feature():
     page = (Path(__file__).parents[2] / "docs" / "results" / "serving-details.md").read_text()
     assert not [name for name in (*HINTS, *NEUTRAL) if f"`{name}`" not in page]
 
 
-def test_what_was_left_out_is_said(server: LiveServer) -> None:
+def test_what_was_left_out_is_said(server):
     hosted = [{"type": "web_search"}]
     picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
     chat = server.post({**BASES[CHATS], "messages": picture, "tools": hosted}, CHATS).json()
@@ -218,7 +218,7 @@ def test_what_was_left_out_is_said(server: LiveServer) -> None:
     assert len(notes) == 16
 
 
-def test_reasoning_parts_and_calls_reach_the_template(server: LiveServer) -> None:
+def test_reasoning_parts_and_calls_reach_the_template(server):
     text = rendered(server, [USER, {"role": "assistant", "content": None, "tool_calls": [{**CALL, "index": 0}]}, USER])
     assert '{"name": "add", "arguments": {}}' in text
     body = ChatRequest.model_validate({"model": "m", **said(content=None, reasoning="Hm.")})
@@ -227,7 +227,7 @@ def test_reasoning_parts_and_calls_reach_the_template(server: LiveServer) -> Non
     assert "Notes\nIt rains." in shown
 
 
-def test_the_last_turn_of_the_assistant_goes_on(server: LiveServer) -> None:
+def test_the_last_turn_of_the_assistant_goes_on(server):
     turns = [USER, {"role": "assistant", "content": "It is"}]
     prompt = f"<|im_start|>user\n{USER['content']}<|im_end|>\n<|im_start|>assistant\nIt is"
     wanted = server.post({**BASES[TEXTS], "prompt": prompt}, TEXTS).json()["choices"][0]["text"]
@@ -240,7 +240,7 @@ def test_the_last_turn_of_the_assistant_goes_on(server: LiveServer) -> None:
     assert error["param"] == "continue_final_message"
 
 
-def test_a_system_turn_goes_where_the_template_wants_it(engine: Engine) -> None:
+def test_a_system_turn_goes_where_the_template_wants_it(engine):
     first = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('system first') }}{% endif %}"
     silent = "{% if m.role != 'system' or loop.first %}{{ m.role }}: {{ m.content }}\n{% endif %}"
     none = "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
@@ -263,7 +263,7 @@ def test_a_system_turn_goes_where_the_template_wants_it(engine: Engine) -> None:
 # --- load tools
 
 
-def test_usage_comes_with_each_chunk(server: LiveServer) -> None:
+def test_usage_comes_with_each_chunk(server):
     options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     lines = server.post({**BASES[TEXTS], "max_tokens": 8, **options}, TEXTS).text.split("\n\n")
     *chunks, last = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
@@ -271,7 +271,7 @@ def test_usage_comes_with_each_chunk(server: LiveServer) -> None:
     assert counts == sorted(counts) and counts[0] > 0 and counts[-1] == last["usage"]["completion_tokens"] == 8
 
 
-def test_a_text_ends_at_a_stop_token_and_not_before_it_may(server: LiveServer) -> None:
+def test_a_text_ends_at_a_stop_token_and_not_before_it_may(server):
     asked = {**BASES[TEXTS], "max_tokens": 12, "return_tokens_as_token_ids": False}
     text = server.post(asked, TEXTS).json()["choices"][0]["text"]
     ids = server.http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"]
@@ -286,14 +286,14 @@ def test_a_text_ends_at_a_stop_token_and_not_before_it_may(server: LiveServer) -
     assert error_of(server.post({**asked, "min_tokens": 13}, TEXTS))["param"] == "min_tokens"
 
 
-def test_a_prompt_is_cut_to_its_end(server: LiveServer) -> None:
+def test_a_prompt_is_cut_to_its_end(server):
     ids = server.http.post("/tokenize", json={"prompt": "one two three four"}).json()["tokens"]
     cut = server.post({**BASES[TEXTS], "prompt": "one two three four", "truncate_prompt_tokens": 2}, TEXTS).json()
     whole = server.post({**BASES[TEXTS], "prompt": ids[-2:]}, TEXTS).json()
     assert cut["usage"]["prompt_tokens"] == 2 and cut["choices"] == whole["choices"]
 
 
-def test_accepted_tokens_have_openais_names(server: LiveServer) -> None:
+def test_accepted_tokens_have_openais_names(server):
     body = {**BASES[TEXTS], "prompt": "a, b, a, b, a, b, a,", "max_tokens": 40}
     usage = [server.post(body, TEXTS).json()["usage"] for _ in range(2)][1]
     details, own = usage["completion_tokens_details"], usage["forerun"]
@@ -304,7 +304,7 @@ def test_accepted_tokens_have_openais_names(server: LiveServer) -> None:
 # --- agents
 
 
-def test_a_long_answer_is_as_long_as_fits_where_an_agent_asks(server: LiveServer) -> None:
+def test_a_long_answer_is_as_long_as_fits_where_an_agent_asks(server):
     answer = server.post({**BASES[MESSAGES], "max_tokens": 32_000}, MESSAGES).json()
     assert answer["stop_reason"] in ("max_tokens", "end_turn") and answer["usage"]["output_tokens"] <= 64
     for name in ("max_tokens", "max_completion_tokens"):  # OpenAI's chats are refused, by the name they have sent
@@ -312,7 +312,7 @@ def test_a_long_answer_is_as_long_as_fits_where_an_agent_asks(server: LiveServer
         assert error_of(server.post({**body, name: 65}, CHATS))["param"] == name
 
 
-def test_a_message_follows_a_schema(server: LiveServer) -> None:
+def test_a_message_follows_a_schema(server):
     form = {"type": "json_schema", "schema": {"type": "integer", "minimum": 0, "maximum": 9}}
     for change in ({"output_config": {"format": form}}, {"output_format": form}):
         answer = server.post({**BASES[MESSAGES], **change, "max_tokens": 20}, MESSAGES).json()
@@ -322,7 +322,7 @@ def test_a_message_follows_a_schema(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_custom_tool_is_called_with_its_text(server: LiveServer, stream: bool) -> None:
+def test_a_custom_tool_is_called_with_its_text(server, stream):
     tool = {"type": "custom", "name": "apply_patch"}
     choice = {"type": "custom", "name": "apply_patch"}
     asked = {**BASES[RESPONSES], "tools": [tool], "tool_choice": choice, "max_output_tokens": 64}
@@ -339,7 +339,7 @@ def test_a_custom_tool_is_called_with_its_text(server: LiveServer, stream: bool)
     assert "response.function_call_arguments.delta" not in kinds
 
 
-def test_anthropics_errors_have_its_shape(server: LiveServer) -> None:
+def test_anthropics_errors_have_its_shape(server):
     answer = server.post({**BASES[MESSAGES], "max_tokens": 0}, MESSAGES)
     assert answer.status_code == 400 and answer.json()["type"] == "error"
     assert answer.json()["error"]["type"] == "invalid_request_error"
@@ -354,7 +354,7 @@ def test_anthropics_errors_have_its_shape(server: LiveServer) -> None:
 # --- errors
 
 
-def test_each_error_names_its_field(server: LiveServer) -> None:
+def test_each_error_names_its_field(server):
     tool = {"type": "function", "function": {"name": "f", "description": "\ud800"}}
     body = json.dumps({**BASES[CHATS], "tools": [tool]})
     kind = {"content-type": "application/json"}
@@ -373,7 +373,7 @@ def test_each_error_names_its_field(server: LiveServer) -> None:
         few.close()
 
 
-def test_what_is_asked_in_http_is_answered_in_http(server: LiveServer) -> None:
+def test_what_is_asked_in_http_is_answered_in_http(server):
     for address in ("/v1/models", "/health", "/", "/v1/models/bundled"):
         answer = server.http.head(address)
         assert answer.status_code == 200 and not answer.content
@@ -386,7 +386,7 @@ def test_what_is_asked_in_http_is_answered_in_http(server: LiveServer) -> None:
         assert one.recv(100).startswith(b"HTTP/1.1 431")
 
 
-def test_turns_and_tools_are_bounded(server: LiveServer) -> None:
+def test_turns_and_tools_are_bounded(server):
     for address, field, most in (
         (CHATS, "messages", MAX_TURNS),
         (MESSAGES, "messages", MAX_TURNS),

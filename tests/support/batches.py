@@ -42,7 +42,7 @@ class Reads:
     def __init__(self, scorer: Scorer) -> None:
         self.passes: list[list[int]] = []
         self._score = scorer.score_rows
-        scorer.score_rows = self  # type: ignore[method-assign, assignment]
+        scorer.score_rows = self
 
     def __call__(self, blocks: Any, caches: Any, states_of: Any = ()) -> list[RowScores]:
         self.passes.append([len(block.pending) for block in blocks])

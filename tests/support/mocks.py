@@ -48,7 +48,7 @@ class TokenCache(Cache):
         self.tokens: list[int] = []
 
     @property
-    def length(self) -> int:  # type: ignore[override]
+    def length(self) -> int:
         return len(self.tokens)
 
     def attend(self, *_: object) -> torch.Tensor:

@@ -89,7 +89,7 @@ def jittery(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return scores * 0.9
 
 
-jittery.forerun_stateless = True  # type: ignore[attr-defined]
+jittery.forerun_stateless = True
 
 
 def decided(model: PreTrainedModel) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def heads(model: PreTrainedModel) -> dict[str, Any]:
         seen.add(k.shape[1])
         return append(self, layer, k, v)
 
-    FullCache.append = look  # type: ignore[method-assign]
+    FullCache.append = look
     engine = Engine(model, "none")
     engine.generate(PROMPTS, max_new_tokens=2)
     return {"heads": sorted(seen), "vocabulary": engine.target.vocabulary}
@@ -192,7 +192,7 @@ def lost(model: PreTrainedModel, rank: int, how: Callable[[], None]) -> dict[str
                 how()
         return append(self, layer, k, v)
 
-    FullCache.append = later  # type: ignore[method-assign]
+    FullCache.append = later
     try:
         engine.generate(PROMPTS, max_new_tokens=80, eos_token_id=47)
     except (KeyboardInterrupt, forerun.ParallelError) as error:

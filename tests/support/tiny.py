@@ -238,13 +238,13 @@ def by_transformers(model: PreTrainedModel, prompt: Sequence[int], **options: An
     """The tokens that transformers generates after a prompt."""
     ids = torch.tensor([prompt])
     text = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)[0]
-    return text[len(prompt) :].tolist()  # type: ignore[no-any-return]
+    return text[len(prompt) :].tolist()
 
 
 def small_caches(draft_model: PreTrainedModel | None = None, **more: Any) -> LongContextConfig:
     """Settings with which caches evict, choose anew and grow within a short text, and all that is drafted is scored."""
     how = {"gamma1": 2, "gamma2": 5, "cache_budget": 10, "chunk": 2, "sinks": 1, "window": 4, "paced": False}
-    return LongContextConfig(draft_model, **how | more)  # type: ignore[arg-type]
+    return LongContextConfig(draft_model, **how | more)
 
 
 def letters() -> PreTrainedTokenizerFast:
