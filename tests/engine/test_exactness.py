@@ -102,13 +102,9 @@ def caches(drafter: str, budgets: Sequence[int], policies: Sequence[str] = POLIC
 
 
 def cells(
-    architectures: Sequence[str],
-    drafters: Sequence[str],
-    budgets: Sequence[int],
-    policies: Sequence[str] = POLICIES,
-    dtypes: Sequence[str] = DTYPES,
-    together: Sequence[str] = ("batch",),
-) -> list[Cell]:
+    architectures: Sequence[str], drafters: Sequence[str], budgets: Sequence[int], policies: Sequence[str] = POLICIES,
+    dtypes: Sequence[str] = DTYPES, together: Sequence[str] = ("batch",),
+) -> list[Cell]:  # fmt: skip
     """Architecture, type, sampling, alone or in a batch, drafter, budget, choice: without two that are the same."""
     return [
         (*where, drafter, *cache)
@@ -156,15 +152,9 @@ def name_of(cell: Cell) -> str:
 
 
 def check_cell(
-    architecture: str,
-    dtype: str,
-    sampling: str,
-    together: str,
-    drafter: str,
-    budget: int | None,
-    choice: str,
+    architecture: str, dtype: str, sampling: str, together: str, drafter: str, budget: int | None, choice: str,
     tokens: int = NEW_TOKENS,
-) -> None:
+) -> None:  # fmt: skip
     tokens = LONGER.get(drafter, tokens)
     expected = plain(architecture, dtype, sampling, tokens)
     chosen = replace(settings(budget or 10, choice or "low-rank"), draft_model=small(architecture, drafter, dtype))

@@ -35,15 +35,9 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 def parsed(
-    tokenizer: PreTrainedTokenizerBase,
-    form: MessageFormat,
-    text: str,
-    step: int,
-    prompt: str = "",
-    tools: Any = TOOLS,
-    parallel: bool = True,
-    cut: bool = False,
-) -> tuple[str, str, Calls]:
+    tokenizer: PreTrainedTokenizerBase, form: MessageFormat, text: str, step: int, prompt: str = "", tools: Any = TOOLS,
+    parallel: bool = True, cut: bool = False,
+) -> tuple[str, str, Calls]:  # fmt: skip
     template = form.response_template(bool(tools))
     assert template is not None
     parser = MessageParser(tokenizer, form, template, prompt, tools, parallel)

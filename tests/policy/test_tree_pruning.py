@@ -32,13 +32,9 @@ def shape(
 
 
 def prune(
-    pruner: TreePruner,
-    trees: Sequence[DraftTree],
-    curve: CostCurve = CURVE,
-    value: float = 1.0,
-    given: PassShape | None = None,
-    **costs: float,
-) -> PrunedTrees:
+    pruner: TreePruner, trees: Sequence[DraftTree], curve: CostCurve = CURVE, value: float = 1.0,
+    given: PassShape | None = None, **costs: float,
+) -> PrunedTrees:  # fmt: skip
     """Prune where a token of each row is worth ``value`` plain passes."""
     values = np.full(len(trees), value)
     return pruner.prune(given or shape(len(trees)), trees, values, CostTable(curve), **costs)

@@ -76,14 +76,9 @@ def as_llama_cpp(ours: str, array: np.ndarray) -> np.ndarray:
 
 
 def write(
-    file: Path,
-    architecture: str,
-    kind: str,
-    mtp: Mapping[str, torch.Tensor] | None = None,
-    *,
-    decoder: bool = True,
+    file: Path, architecture: str, kind: str, mtp: Mapping[str, torch.Tensor] | None = None, *, decoder: bool = True,
     **more: Any,
-) -> Path:
+) -> Path:  # fmt: skip
     """A file of the model of that architecture, with matrices of that kind.
 
     Args:

@@ -70,13 +70,9 @@ def _token_maps(known: int, vocabulary: int, seed: int) -> dict[str, torch.Tenso
 
 
 def eagle3(
-    folder: Path,
-    target: PreTrainedModel,
-    form: str = "authors",
-    known: int | None = None,
-    seed: int = 0,
+    folder: Path, target: PreTrainedModel, form: str = "authors", known: int | None = None, seed: int = 0,
     **entries: Any,
-) -> Path:
+) -> Path:  # fmt: skip
     """A random EAGLE-3 head: the authors' form, with a part of the vocabulary; or that of ``speculators``, with all.
 
     Further entries of its configuration bring the tensors that they need.
@@ -166,14 +162,9 @@ def _dflash_config(
 
 
 def dflash(
-    folder: Path,
-    target: PreTrainedModel,
-    block: int = 5,
-    sliding: bool = False,
-    seed: int = 0,
-    form: str = "authors",
+    folder: Path, target: PreTrainedModel, block: int = 5, sliding: bool = False, seed: int = 0, form: str = "authors",
     **entries: Any,
-) -> Path:
+) -> Path:  # fmt: skip
     """A random DFlash head of two layers; in the form of ``speculators``, one that knows a part of the vocabulary."""
     layer, shapes = _dflash_parts(target, sliding)
     authors = form == "authors"
@@ -283,14 +274,9 @@ def gemma4_and_its_last_layers(folder: Path, dtype: torch.dtype = torch.float64)
 
 
 def dspark(
-    folder: Path,
-    target: PreTrainedModel,
-    markov: str = "vanilla",
-    sliding: bool = False,
-    seed: int = 0,
-    form: str = "authors",
-    **entries: Any,
-) -> Path:
+    folder: Path, target: PreTrainedModel, markov: str = "vanilla", sliding: bool = False, seed: int = 0,
+    form: str = "authors", **entries: Any,
+) -> Path:  # fmt: skip
     """A random DSpark head of two layers, with a Markov head of rank 4."""
     layer, shapes = _dflash_parts(target, sliding)
     size, vocabulary, authors = layer["hidden_size"], layer["vocab_size"], form == "authors"

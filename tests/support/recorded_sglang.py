@@ -76,13 +76,9 @@ class SpeculativeAlgorithm:
 
     @classmethod
     def register(
-        cls,
-        name: str,
-        *,
-        supports_overlap: bool = False,
-        validate_server_args: Any = None,
+        cls, name: str, *, supports_overlap: bool = False, validate_server_args: Any = None,
         spec_class: type[CustomSpecAlgo] = CustomSpecAlgo,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         def decorator(factory: Any) -> Any:
             cls.registered[name.upper()] = spec_class(
                 name=name.upper(),
