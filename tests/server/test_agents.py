@@ -43,8 +43,7 @@ def test_a_prompt_of_a_file_is_read_before_anybody_asks(tmp_path, keys, caplog):
     file.write_text("\n".join(map(json.dumps, rows)))
     caplog.set_level(logging.INFO)
     engine = bundled_engine(prefix_cache=1 << 26)
-    server = LiveServer(engine, SchedulerLimits(1 << 30, tenants=max(1, len(keys))), warm=[file], api_keys=keys)
-    try:
+    with LiveServer(engine, SchedulerLimits(1 << 30, tenants=max(1, len(keys))), warm=[file], api_keys=keys) as server:
         until(lambda: sum("was prefilled:" in each.message for each in caplog.records) == 2 * max(1, len(keys)))
         for key in keys or ("none",):
             headers = {"Authorization": f"Bearer {key}"}
@@ -54,8 +53,6 @@ def test_a_prompt_of_a_file_is_read_before_anybody_asks(tmp_path, keys, caplog):
             assert cached(server, chat(**other, forerun={"namespace": "other"}), headers=headers)[0] > 0
             assert cached(server, chat(forerun={"namespace": "third"}), headers=headers)[0] == 0
         until(lambda: any(f"{file}:4 was not prefilled: logit_bias has" in each.message for each in caplog.records))
-    finally:
-        server.close()
 
 
 def prompt_told(server: LiveServer, body: Json) -> Json:
@@ -124,11 +121,8 @@ def test_turns_are_where_a_template_s_marks_stand(monkeypatch):
         return made
 
     monkeypatch.setattr(engine, "requests", noted)
-    server = LiveServer(engine, SchedulerLimits(1 << 30))
-    try:
+    with LiveServer(engine, SchedulerLimits(1 << 30)) as server:
         cached(server, chat(tools=None))
-    finally:
-        server.close()
     (request,) = seen
     marks = [place for place, token in enumerate(request.prompt.tolist()) if token in engine.tokenizer.all_special_ids]
     assert len(marks) == 2 and request.turns == marks

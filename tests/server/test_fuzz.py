@@ -7,7 +7,6 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -16,7 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from support.live_server import PATIENCE, TEMPLATE, Json, LiveServer, PausableEngine, bundled_engine, tasks, until
+from support.live_server import (
+    PATIENCE,
+    TEMPLATE,
+    Json,
+    LiveServer,
+    PausableEngine,
+    bundled_engine,
+    serving,
+    tasks,
+    until,
+)
 
 from benchmarks.server.malformed_requests import RawRequest, RequestFuzzer
 from benchmarks.server.response_checks import ask_all, wrong
@@ -42,12 +51,7 @@ def engine() -> Engine:
     return bundled_engine(prefix_cache=1 << 24)
 
 
-@pytest.fixture(scope="module")
-def server(engine: Engine) -> Iterator[LiveServer]:
-    """For tests that break nothing, and change no setting."""
-    built = LiveServer(engine)
-    yield built
-    built.close()
+server = serving()
 
 
 def head(length: int, *more: str) -> bytes:

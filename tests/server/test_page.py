@@ -334,8 +334,7 @@ def test_what_is_changed_while_a_text_grows_is_for_the_next_one(held, page):
 
 @browsing
 def test_two_starts_before_the_server_answered_are_one(held, driver):
-    one = LiveServer(held, SchedulerLimits(1 << 30), drafter="trie", api_keys=("key-of-a",))
-    try:
+    with LiveServer(held, SchedulerLimits(1 << 30), drafter="trie", api_keys=("key-of-a",)) as one:
         page = Page(driver, one)
         until(lambda: page["key"].is_displayed())
         page.run("document.getElementById('key').value = 'key-of-a'")
@@ -345,22 +344,17 @@ def test_two_starts_before_the_server_answered_are_one(held, driver):
         assert "equal" in page.ended()
         assert page.text("plain") == page.text("fast") == alone(held, "Hi", max_new_tokens=160)
         assert page.run("parseFloat(document.getElementById('time-plain').textContent)") > 0
-    finally:
-        one.close()
 
 
 @browsing
 def test_who_drafted_is_not_told_where_tenants_share(held, driver):
-    one = LiveServer(held, SchedulerLimits(1 << 30), drafter="trie", share=True)
-    try:
+    with LiveServer(held, SchedulerLimits(1 << 30), drafter="trie", share=True) as one:
         page = Page(driver, one)
         page.fill(PROMPT)
         page["start"].click()
         assert "equal" in page.ended() and page.text("plain") == page.text("fast")
         assert page.run("document.querySelector('#legend [data-source=untold] b').textContent") == f"{LENGTH} tokens"
         assert page.run("document.querySelectorAll('#fast .answer span').length") == 1
-    finally:
-        one.close()
 
 
 @browsing

@@ -32,6 +32,7 @@ from support.live_server import (
     error_of,
     free_socket,
     ready,
+    serving,
     until,
 )
 from typer.testing import CliRunner
@@ -60,11 +61,7 @@ def engine() -> Engine:
     return bundled_engine(prefix_cache=1 << 26)
 
 
-@pytest.fixture(scope="module")
-def server(engine: Engine) -> Iterator[LiveServer]:
-    built = LiveServer(engine, request_bytes=100_000, max_tokens=64, namespaces=3)
-    yield built
-    built.close()
+server = serving(request_bytes=100_000, max_tokens=64, namespaces=3)
 
 
 def alone(engine: Engine, prompt: Any, **options: Any) -> str:
@@ -221,16 +218,6 @@ def test_what_is_not_supported_is_refused(server, field, value, chat):
     assert (error["type"], error["code"]) == ("invalid_request_error", "unsupported")
 
 
-def test_neutral_values_of_what_is_not_supported_are_taken(server):
-    neutral = {"logprobs": None, "echo": False, "best_of": 1, "suffix": None, "logit_bias": {}, "frequency_penalty": 0}
-    answer = server.post({"model": "bundled", "prompt": "Hi", "max_tokens": 1, "user": "me", **neutral})
-    assert answer.status_code == 200, answer.text
-    chat: Json = {
-        "messages": [{"role": "user", "content": "Hi"}], "response_format": {"type": "text"}, "logprobs": False,
-    }  # fmt: skip
-    assert server.post({"model": "bundled", "max_tokens": 1, **chat}, "chat/completions").status_code == 200
-
-
 @pytest.mark.parametrize(("change", "param"), [
     ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "prompt"), ({"prompt": [1, "x"]}, "prompt"),
     ({"prompt": [10**30]}, "prompt"), ({"temperature": 2.5}, "temperature"), ({"temperature": 1e-300}, "temperature"),
@@ -240,6 +227,10 @@ def test_neutral_values_of_what_is_not_supported_are_taken(server):
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"forerun": {"namespace": "a/b"}}, "forerun.namespace"), ({"max_tokens": 65}, "max_tokens"),
     ({"prompt": ""}, None), ({"prompt": [2**31 - 1]}, None), ({"\ud800": 1}, None), ({"prompt": "\ud800"}, "prompt"),
+    ({"top_k": -2}, "top_k"), ({"min_p": 1.5}, "min_p"),
+    ({"repetition_penalty": 0}, "repetition_penalty"), ({"frequency_penalty": 3}, "frequency_penalty"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"), ({"logit_bias": {"5": 200}}, "logit_bias"), ({"echo": 3}, "echo"),
+    ({"logit_bias": {"9999": 1}}, "logit_bias"), ({"prediction": "x"}, "prediction"),
 ])  # fmt: skip
 def test_wrong_values_are_named(server, change, param):
     body = json.dumps({"model": "bundled", "prompt": "Hi", **change})
@@ -319,8 +310,12 @@ def pausable_server(engine: Engine, servers: list[LiveServer], **told: Any) -> t
 
 
 def test_a_full_queue_says_when_to_come_again(engine, servers):
+    """And before the prompt is encoded."""
     held, one = pausable_server(engine, servers, waiting=1)
     asked: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 2, "temperature": 0}
+    service, encoded = one.app.state.service, list[Any]()
+    encode = service.encode
+    service.encode = lambda body: encoded.append(body) or encode(body)
     held.gate.clear()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(one.client().completions.create, **asked)
@@ -333,6 +328,8 @@ def test_a_full_queue_says_when_to_come_again(engine, servers):
             one.client().completions.create(**asked)
         assert int(full.value.response.headers["retry-after"]) >= 1
         assert error_of(one.post({**asked, "n": 2}), 429)["code"] == "queue_full"
+        assert len(encoded) == 2
+        assert error_of(one.post({**asked, "max_tokens": 10_000}), 400)["code"] == "max_tokens_exceeded"
         held.gate.set()
         assert first.result(PATIENCE).choices[0].text == second.result(PATIENCE).choices[0].text
     until(lambda: not one.scheduler.busy)
@@ -455,29 +452,6 @@ def test_metrics_are_for_the_admin_where_there_are_keys(engine, servers):
     assert [status(0, key) for key in ("key-of-a", "other", "key-of-admin")] == [403, 403, 200]
     assert status(0, "key-of-admin", "/v1/models") == 401  # it is no tenant's
     assert status(1, "key-of-a") == 403 and error_of(servers[1].http.get("/metrics"), 403)["code"] == "admin_only"
-
-
-def test_a_queue_that_is_full_is_found_before_any_work(engine, servers):
-    held, one = pausable_server(engine, servers, waiting=1)
-    service, encoded = one.app.state.service, list[Any]()
-    encode = service.encode
-
-    def seen(body: Any) -> Any:
-        encoded.append(body)
-        return encode(body)
-
-    service.encode = seen
-    held.gate.clear()
-    asked: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 2}
-    with ThreadPoolExecutor(2) as pool:
-        first = [pool.submit(one.post, asked)]
-        until(lambda: one.scheduler.running == 1)
-        first.append(pool.submit(one.post, asked))
-        until(lambda: one.scheduler.waiting == 1)
-        assert error_of(one.post(asked), 429)["code"] == "queue_full" and len(encoded) == 2
-        assert error_of(one.post({**asked, "max_tokens": 10_000}), 400)["code"] == "max_tokens_exceeded"
-        held.gate.set()
-        assert [each.result().status_code for each in first] == [200, 200]
 
 
 def test_keys_must_be_fit_for_a_header():

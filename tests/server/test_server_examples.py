@@ -2,13 +2,13 @@
 
 import re
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.live_server import LiveServer, bundled_engine
+from support.live_server import bundled_engine, serving
 
 import forerun
+from forerun.engine.engine import Engine
 
 EXAMPLES = Path(forerun.__file__).parents[2] / "examples" / "server"
 SAYS = {
@@ -20,10 +20,11 @@ SAYS = {
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    built = LiveServer(bundled_engine())
-    yield built
-    built.close()
+def engine() -> Engine:
+    return bundled_engine()
+
+
+server = serving()
 
 
 def test_all_examples_are_known():

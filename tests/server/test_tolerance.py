@@ -3,13 +3,12 @@
 import gzip
 import json
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.chat_models import QWEN, TOOLS
-from support.live_server import Json, LiveServer, bundled_engine, error_of
+from support.live_server import Json, LiveServer, bundled_engine, error_of, serving
 
 from forerun.engine.engine import Engine
 from forerun.server.schema import ChatRequest, CompletionRequest
@@ -134,6 +133,8 @@ ROWS: list[tuple[str, Json]] = [
     (TEXTS, {"skip_special_tokens": False, "add_special_tokens": False}),
     (TEXTS, {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
     (TEXTS, {"best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "guided_json": None}),
+    (TEXTS, {"logprobs": None, "echo": False, "suffix": None, "logit_bias": {}, "frequency_penalty": 0, "user": "me"}),
+    (CHATS, {"response_format": {"type": "text"}, "logprobs": False}),
     (TEXTS, {"stop": ["\u2603"] * 9, "temperature": None, "top_p": None, "seed": None, "stream": None}),
     (CHATS, {"ignore_eos": True, "min_tokens": 2, "top_k": None, "logit_bias": None, "functions": []}),
     # an assistant's turn at the end
@@ -155,11 +156,7 @@ def engine() -> Engine:
     return bundled_engine(QWEN)
 
 
-@pytest.fixture(scope="module")
-def server(engine: Engine) -> Iterator[LiveServer]:
-    built = LiveServer(engine, max_tokens=64)
-    yield built
-    built.close()
+server = serving(max_tokens=64)
 
 
 def rendered(server: LiveServer, messages: list[Json], **more: Any) -> str:
@@ -253,11 +250,8 @@ def test_a_system_turn_goes_where_the_template_wants_it(engine):
         (none + line, f"user: Be short.\n\n{USER['content']}\n\n{USER['content']}\n"),
         (line, f"{user}system: Be short.\n{user}"),
     ):
-        one = LiveServer(bundled_engine("{% for m in messages %}" + body + "{% endfor %}"))
-        try:
+        with LiveServer(bundled_engine("{% for m in messages %}" + body + "{% endfor %}")) as one:
             assert rendered(one, turns) == wanted
-        finally:
-            one.close()
 
 
 # --- load tools
@@ -364,13 +358,10 @@ def test_each_error_names_its_field(server):
         error_of(server.post({**BASES[RESPONSES], "max_output_tokens": 0}, RESPONSES))["param"] == "max_output_tokens"
     )
     long = {"type": "content", "content": "word " * 100_000}
-    few = LiveServer(bundled_engine(QWEN))
-    few.app.state.service.encode._positions = 1000
-    try:
+    with LiveServer(bundled_engine(QWEN)) as few:
+        few.app.state.service.encode._positions = 1000
         error = error_of(few.post({**BASES[CHATS], "prediction": long}, CHATS))
-        assert error["param"] == "prediction" and "the prediction has more than" in error["message"]
-    finally:
-        few.close()
+    assert error["param"] == "prediction" and "the prediction has more than" in error["message"]
 
 
 def test_what_is_asked_in_http_is_answered_in_http(server):

@@ -1,11 +1,10 @@
 """Forerun's own fields of a request: who drafts, how much, and a stream that says so."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.live_server import Json, LiveServer, bundled_engine
+from support.live_server import Json, LiveServer, bundled_engine, serving
 
 from forerun.engine.engine import Engine
 from forerun.server.admission import SchedulerLimits
@@ -20,11 +19,7 @@ def engine() -> Engine:
     return bundled_engine(None, budget=16, prefix_cache=1 << 24, **every)
 
 
-@pytest.fixture(scope="module")
-def server(engine: Engine) -> Iterator[LiveServer]:
-    built = LiveServer(engine, SchedulerLimits(1 << 30), drafter="trie")
-    yield built
-    built.close()
+server = serving(SchedulerLimits(1 << 30), drafter="trie")
 
 
 def asked(**forerun: Any) -> Json:

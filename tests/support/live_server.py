@@ -6,11 +6,12 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
 import openai
+import pytest
 import uvicorn
 
 from forerun.engine.engine import Engine
@@ -126,11 +127,28 @@ class LiveServer:
             for name in names
         }
 
+    def __enter__(self) -> "LiveServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         self.http.close()
         self.uvicorn.should_exit = True
         self.thread.join(PATIENCE)
         assert not self.thread.is_alive()
+
+
+def serving(limits: SchedulerLimits | None = None, **told: Any) -> Any:
+    """A module's fixture ``server``, of its fixture ``engine``, for tests that break nothing and change no setting."""
+
+    @pytest.fixture(scope="module", name="server")
+    def served(engine: Any) -> Iterator[LiveServer]:
+        with LiveServer(engine, limits, **told) as server:
+            yield server
+
+    return served
 
 
 def free_socket() -> socket.socket:
