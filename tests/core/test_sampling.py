@@ -102,15 +102,6 @@ def test_a_longer_vector_of_noise_starts_with_a_shorter_one():
         assert torch.equal(gumbel(3, 2, size, Salt.DRAFT), longest[:size])
 
 
-def test_noise_is_a_pure_function_whatever_the_global_generators_do():
-    torch.manual_seed(0)
-    first = gumbel(1, 2, 50, Salt.TARGET), uniform(1, 2, Salt.ACCEPT)
-    torch.manual_seed(1)
-    torch.rand(3)
-    assert torch.equal(gumbel(1, 2, 50, Salt.TARGET), first[0])
-    assert uniform(1, 2, Salt.ACCEPT) == first[1]
-
-
 def test_noise_is_splitmix_of_seed_position_salt_and_token():
     for seed, position, salt in ((0, 0, Salt.TARGET), (7, 3, Salt.DRAFT), (-5, 1 << 40, Salt.RESIDUAL), (MASK, 1, 2)):
         key = splitmix((splitmix(seed & MASK) + (position << 3 | salt)) & MASK)

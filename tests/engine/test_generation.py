@@ -201,19 +201,6 @@ def test_stop_strings_cut_exactly_where_transformers_does(tokenizer):
         assert engine.generate(PROMPT, generation_config=config, stop_strings=nothing).generated == [whole]
 
 
-@pytest.mark.parametrize("cut", range(1, 12))
-def test_an_end_inside_an_accepted_run_cuts_exactly_there(cut):
-    engine = forerun.Engine(MODEL, OracleDrafter([[*PROMPT, *FREE_RUN]]))
-    first = FREE_RUN.index(FREE_RUN[cut])
-    ended = engine.generate(PROMPT, max_new_tokens=30, do_sample=False, eos_token_id=FREE_RUN[cut])
-    assert ended.generated == [FREE_RUN[: first + 1]]
-    assert ended.finish_reasons == ["eos"]
-    limited = engine.generate(PROMPT, max_new_tokens=cut, do_sample=False, eos_token_id=None)
-    assert limited.generated == [FREE_RUN[:cut]]
-    assert limited.finish_reasons == ["length"]
-    assert len(limited.stats[0].drafted_mask()) == cut
-
-
 @pytest.mark.parametrize("options", [
     {"max_new_tokens": 20}, {"max_new_tokens": 20, "min_new_tokens": 15},
     {"max_new_tokens": 20, "repetition_penalty": 1.5}, {"max_new_tokens": 20, "eos_token_id": FREE_RUN[5]},
@@ -618,10 +605,3 @@ def test_engines_beside_a_model_are_few_and_go_when_the_model_does():
     del model
     gc.collect()
     assert gone() is None and first() is None
-
-
-def test_rejection_without_q_gives_the_sample_of_plain_generation():
-    options = {"do_sample": True, "max_new_tokens": 25, "seed": 2, "verification": "rejection"}
-    plain = forerun.Engine(MODEL, "none").generate(list(PROMPTS), **options)
-    for drafter in ("trie", OracleDrafter([request.tokens for request in plain.requests])):
-        assert forerun.Engine(MODEL, drafter).generate(list(PROMPTS), **options).generated == plain.generated

@@ -333,16 +333,6 @@ def test_a_conversation_goes_on_with_a_head():
     assert request.tokens.tolist() == text[:32]
 
 
-def test_a_text_ends_in_the_middle_of_a_draft():
-    engine, expected = oracle_engine()
-    for prompt, text in zip(PROMPTS, expected, strict=True):
-        new = text[len(prompt) :]
-        end = new[9]
-        found = engine.generate(prompt, do_sample=False, max_new_tokens=24, eos_token_id=end).requests[0]
-        assert found.generated.tolist() == new[: new.index(end) + 1]
-        assert found.finish_reason == "eos"
-
-
 class Sevens:
     """A grammar: tokens 5, 6 and 7 of every eight are sevens."""
 

@@ -46,22 +46,13 @@ class Wrapped(Scorer):
         return found
 
 
-def test_passes_that_differ_are_named():
-    found = probe(Wrapped(above=20), 128)
-    assert found.level == "rounding"
-    assert found.reason == "a pass over 1 tokens rounds differently from one over 72"
-
-
-def test_trees_that_differ_are_named():
-    found = probe(Wrapped(trees=True), 128)
-    assert found.level == "rounding"
-    assert found.reason == "a branch of a tree rounds differently from the sequence alone"
-
-
-def test_batches_that_differ_are_named():
-    found = probe(Wrapped(batches=True), 128)
-    assert found.level == "rounding"
-    assert found.reason == "a sequence beside another row rounds differently from the sequence alone"
+@pytest.mark.parametrize(("what", "reason"), [
+    ({"above": 20}, "a pass over 1 tokens rounds differently from one over 72"),
+    ({"trees": True}, "a branch of a tree rounds differently from the sequence alone"),
+    ({"batches": True}, "a sequence beside another row rounds differently from the sequence alone"),
+])  # fmt: skip
+def test_what_differs_is_named(what, reason):
+    assert probe(Wrapped(**what), 128) == Exactness("rounding", reason)
 
 
 def test_one_layer_that_goes_through_torch_is_noticed(monkeypatch):

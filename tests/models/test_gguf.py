@@ -190,17 +190,6 @@ def test_other_versions_and_byte_orders_are_refused(exact, damaged, version):
     assert f"the version is {version}; readable are (2, 3), little-endian" in message
 
 
-def test_unknown_architectures_and_encoders_are_refused(tmp_path):
-    assert "architecture magic is not supported" in refused(write(tmp_path / "m.gguf", architecture="magic"))
-
-
-def test_quantisations_that_cannot_be_dequantised_are_refused(tmp_path):
-    def add(writer: Any) -> None:
-        writer.add_tensor("more", np.zeros(8, np.int8))
-
-    assert "tensor more is quantised as I8, which cannot be" in refused(write(tmp_path / "m.gguf", change=add))
-
-
 def test_an_unknown_quantisation_is_refused(exact, damaged):
     data, name = bytearray(exact.read_bytes()), b"token_embd.weight"
     at = data.index(name) + len(name) + 4 + 16
@@ -208,49 +197,50 @@ def test_an_unknown_quantisation_is_refused(exact, damaged):
     assert "tensor token_embd.weight has quantisation number 255" in refused(damaged(bytes(data)))
 
 
-def test_missing_weights_and_tokenizers_are_refused(tmp_path):
-    without = write(tmp_path / "a.gguf", without=("blk.1.ffn_up.weight",))
-    assert "incomplete and would be random: model.layers.1.mlp.up_proj.weight" in refused(without)
-    assert "has no tokenizer" in refused(write(tmp_path / "b.gguf", tokenizer=False))
+def tensor(name: str, *shape: int, dtype: Any = np.float32) -> Callable[[Any], Any]:
+    return lambda writer: writer.add_tensor(name, np.ones(shape, dtype))
 
 
-def test_what_transformers_would_leave_out_is_refused(tmp_path):
-    def scaled(writer: Any) -> None:
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+def alignment(value: Any) -> Callable[[Any], Any]:
+    return lambda w: w.add_float32("general.alignment", value)
 
-    def older(writer: Any) -> None:
-        writer.add_float32("llama.rope.scale_linear", 4.0)
 
-    def by_a_factor(writer: Any) -> None:
-        writer.add_rope_scaling_factor(4.0)
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "an architecture": ({"architecture": "magic"}, "architecture magic is not supported"),
+    "a quantisation": ({"change": tensor("more", 8, dtype=np.int8)}, "tensor more is quantised as I8, which cannot be"),
+    "missing weights": (
+        {"without": ("blk.1.ffn_up.weight",)}, "incomplete and would be random: model.layers.1.mlp.up_proj.weight"),
+    "no tokenizer": ({"tokenizer": False}, "has no tokenizer"),
+    "biases": ({"change": tensor("blk.0.attn_q.bias", 32)}, "has blk.0.attn_q.bias, which transformers leaves out"),
+    "norms": ({"change": tensor("blk.0.attn_q_norm.weight", 32), "architecture": "stablelm"},
+              "has blk.0.attn_q_norm.weight, which transformers leaves out"),
+    "scaled angles": ({"change": lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN)},
+                      "scales its rotary positions (yarn)"),
+    "an older scale": ({"change": lambda w: w.add_float32("llama.rope.scale_linear", 4.0)},
+                       "scales its rotary positions (linear)"),
+    "a scale alone": ({"change": lambda w: w.add_rope_scaling_factor(4.0)}, "scales its rotary positions (linear)"),
+    "factors": ({"change": tensor("rope_freqs.weight", 4)}, "scales its rotary positions (rope_freqs.weight)"),
+    "an alignment by name": (
+        {"change": lambda w: w.add_string("general.alignment", "x")}, "general.alignment is 'x'"),
+    "an infinite alignment": ({"change": alignment(float("inf"))}, "general.alignment is inf"),
+    "no number": ({"change": alignment(float("nan"))}, "general.alignment is nan"),
+    "parts in words": ({"change": lambda w: w.add_string("split.count", "two")}, "split.count is 'two'"),
+    "a part": ({"change": lambda w: w.add_uint16("split.count", 3)}, "is one of 3 parts; merge them"),
+}  # fmt: skip
 
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_read_as_the_model_that_it_is_is_refused(tmp_path, name):
+    how, message = REFUSED[name]
+    assert message in refused(write(tmp_path / "m.gguf", **how))
+
+
+def test_a_scale_of_no_kind_is_none(tmp_path):
     def by_nothing(writer: Any) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
         writer.add_rope_scaling_factor(4.0)
 
-    def factors(writer: Any) -> None:
-        writer.add_tensor("rope_freqs.weight", np.ones(4, np.float32))
-
-    assert "scales its rotary positions (yarn)" in refused(write(tmp_path / "a.gguf", change=scaled))
-    for change in (older, by_a_factor):
-        assert "scales its rotary positions (linear)" in refused(write(tmp_path / "c.gguf", change=change))
-    load(str(write(tmp_path / "d.gguf", change=by_nothing)))
-    assert "scales its rotary positions (rope_freqs.weight)" in refused(write(tmp_path / "b.gguf", change=factors))
-
-
-def test_biases_that_transformers_would_leave_out_are_refused(tmp_path):
-    def biased(writer: Any) -> None:
-        writer.add_tensor("blk.0.attn_q.bias", np.ones(32, np.float32))
-
-    assert "has blk.0.attn_q.bias, which transformers leaves out" in refused(write(tmp_path / "a.gguf", change=biased))
-
-
-def test_norms_that_transformers_would_leave_out_are_refused(tmp_path):
-    def normed(writer: Any) -> None:
-        writer.add_tensor("blk.0.attn_q_norm.weight", np.ones(32, np.float32))
-
-    file = write(tmp_path / "a.gguf", change=normed, architecture="stablelm")
-    assert "has blk.0.attn_q_norm.weight, which transformers leaves out" in refused(file)
+    load(str(write(tmp_path / "m.gguf", change=by_nothing)))
 
 
 @pytest.mark.parametrize(("kind", "stated", "wanted"), [
@@ -268,25 +258,10 @@ def test_what_transformers_does_not_read_is_taken_from_the_header(kind, stated, 
     assert config.rope_parameters["rope_theta"] == stated.get("rope.freq_base", 10000.0)
 
 
-@pytest.mark.parametrize(("change", "told"), [
-    (lambda writer: writer.add_string("general.alignment", "x"), "general.alignment is 'x'"),
-    (lambda writer: writer.add_float32("general.alignment", float("inf")), "general.alignment is inf"),
-    (lambda writer: writer.add_float32("general.alignment", float("nan")), "general.alignment is nan"),
-    (lambda writer: writer.add_string("split.count", "two"), "split.count is 'two'"),
-])  # fmt: skip
-def test_numbers_that_are_none_are_refused(tmp_path, change, told):
-    assert told in refused(write(tmp_path / "a.gguf", change=change))
-
-
 def test_arrays_in_arrays_without_end_are_refused(damaged):
     name = b"deep"
     head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", len(name)) + name + struct.pack("<I", 9)
     assert "is damaged or cut off" in refused(damaged(head + struct.pack("<IQ", 9, 1) * 5000))
-
-
-def test_a_part_of_a_split_model_is_refused(tmp_path):
-    part = write(tmp_path / "m.gguf", change=lambda writer: writer.add_uint16("split.count", 3))
-    assert "is one of 3 parts; merge them" in refused(part)
 
 
 def test_packages_that_are_not_installed_are_named(exact, monkeypatch):
