@@ -330,7 +330,7 @@ def test_the_parts_of_json_are_counted_without_making_them():
 
 @given(
     value=st.recursive(st.none() | st.booleans() | st.integers() | st.text(),
-        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20),
     spaced=st.booleans(),
 )  # fmt: skip
 def test_the_counts_are_those_of_what_is_made(value, spaced):

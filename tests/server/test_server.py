@@ -45,7 +45,7 @@ from forerun.cli.serve_options import REPEATED, ServeOptions
 from forerun.engine.engine import Engine
 from forerun.server.admission import SchedulerLimits
 from forerun.server.answers import StopStrings
-from forerun.server.app import create_app
+from forerun.server.app import PAGE_FILES, create_app
 from forerun.server.http_server import DrainingServer, bound_sockets
 from forerun.server.replies import CompletionFormat
 from forerun.server.schema import ChatRequest, CompletionRequest
@@ -657,3 +657,30 @@ def test_hosts_and_origins_that_are_allowed_may_ask(engine, servers):
     servers.append(LiveServer(engine, api_keys=("a",)))
     foreign = {"authorization": "Bearer a", "host": "api.example"}
     assert servers[1].post(asked, headers=foreign).status_code == 200  # no page has the key
+
+
+# --- the page
+
+
+def test_the_page_needs_no_key_and_lets_nothing_in(engine, servers):
+    servers += [LiveServer(engine, api_keys=("key-of-a",)), LiveServer(engine, page=False)]
+    closed, without = servers
+    for address in PAGE_FILES:
+        answer = closed.http.get(address)
+        assert answer.status_code == 200 and closed.http.head(address).status_code == 200
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert without.http.get(address).status_code == 404
+    assert closed.http.get("/page/../v1/models").status_code == closed.http.get("/v1/models").status_code == 401
+    assert closed.http.get("/page/none.js").status_code == 401
+
+
+def test_the_page_has_no_script_or_style_of_its_own_and_asks_nobody_else():
+    folder = Path(forerun.__file__).parent / "server" / "static"
+    assert {each.name for each in folder.iterdir()} <= {each.name for each in PAGE_FILES.values()}
+    html = (folder / "index.html").read_text()
+    assert re.findall(r"<script(?![^>]* src=)|<style|\son\w+=|\sstyle=", html) == []
+    for file in folder.iterdir():
+        assert set(re.findall(r"https?://[\w./]+", file.read_text())) <= {"http://www.w3.org/2000/svg"}
+        assert len(file.read_text().splitlines()) <= 300
