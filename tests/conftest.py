@@ -15,7 +15,7 @@ from hypothesis import settings
 
 pytest.register_assert_rewrite("support")
 # of a property: `make matrix` tries many
-settings.register_profile("few", max_examples=20, deadline=None)
+settings.register_profile("few", max_examples=12, deadline=None)
 settings.register_profile("many", max_examples=200, deadline=None)
 settings.load_profile("few")
 

@@ -115,6 +115,7 @@ def test_a_command_ends_with_its_status_after_exit_handlers_and_before_modules_a
     assert ("ZeroDivisionError" in done.stderr) == ("1 / 0" in command)
 
 
+@pytest.mark.matrix
 def test_the_code_of_heads_is_loaded_only_with_a_head():
     program = (
         "import sys\nimport forerun.cli.generate\n"

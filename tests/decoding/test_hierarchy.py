@@ -206,6 +206,7 @@ INNER: dict[str, Sources] = {
 """What proposes to a middle level."""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("pruned", [False, True])
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name != "rejection without q"])

@@ -45,7 +45,7 @@ def lost(world: World, outline: Outline, seconds: float) -> float:
 # the bound
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tokens", [64, 1000])
 @pytest.mark.parametrize("rows", [1, 4, 16])
 @pytest.mark.parametrize("asking", [0.001, 0.05, 0.4])
@@ -107,6 +107,7 @@ def test_savings_of_earlier_batches_are_lost_as_a_share_of_a_later_one_only():
     assert ledger.slack == TRIAL_SLACK and choice.ledger is ledger
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("adversary", range(6))
 def test_an_adversary_that_knows_the_planner_keeps_the_bound(adversary):
     """It lets drafts come true until they are trusted, and then not; again and again."""

@@ -411,6 +411,7 @@ def test_what_cannot_be_admitted_is_refused_and_leaves_no_trace():
         engine("none", prefix_cache=-1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "deepseek_v3"])
 def test_prompts_with_the_same_beginning_are_read_once(architecture):
     model = tiny(architecture)

@@ -54,6 +54,7 @@ def fresh_answer(engine: Engine, messages: list[dict[str, str]], **options: Any)
     return model.generate(ids, do_sample=False, **options)[0, ids.shape[1] :].tolist()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("drafter", ["none", "trie", "lookup", "low-rank"])
 def test_answers_are_those_to_the_whole_conversation_read_anew(drafter):
     tokenizer = chat_tokenizer()

@@ -293,6 +293,7 @@ def check_where_queries_choose(architecture: str, sampling: str, drafter: str, b
     some_were_accepted(found.requests)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("cell", FEW_QUERIES, ids=name_of)
 def test_output_equals_plain_generation_where_queries_choose(cell):
     """Texts of several chunks more than a query sees."""
@@ -328,6 +329,7 @@ def test_rejection_sampling_gives_texts_of_the_right_length(drafter):
             assert found == text[: len(found)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("drafter", LEVELS)
 def test_a_level_that_holds_all_of_the_text_is_passed_by_until_it_does_not(drafter):
     texts, middles = [], []

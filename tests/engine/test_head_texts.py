@@ -132,6 +132,7 @@ SHORTLISTED: dict[str, Callable[[Path, PreTrainedModel], Path]] = {
 """Heads that know all tokens; the logits of DFlash2 and DSpark depend on tokens of a whole vocabulary."""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("head", [pytest.param(h, marks=[pytest.mark.matrix] * (h != "eagle3")) for h in SHORTLISTED])
 def test_drafting_over_shortlists_changes_nothing(head, sampling, tmp_path, short):
@@ -251,6 +252,7 @@ ASSISTED = list(itertools.product(GEMMA4, ("float64", "float32", "bfloat16"), SA
 FEW_ASSISTED = ASSISTED[::13]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("cell", [
     pytest.param(cell, marks=[pytest.mark.matrix] * (cell not in FEW_ASSISTED)) for cell in ASSISTED
 ], ids="-".join)  # fmt: skip

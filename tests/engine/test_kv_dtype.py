@@ -76,6 +76,7 @@ def test_every_pass_has_the_same_bits_near_those_of_the_model(name):
     assert 1e-4 < (whole - right).norm() / right.norm() < gate.TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("drafter", "way", "name"), [
     pytest.param(drafter, way, list(MODELS)[(i + j) % len(MODELS)], marks=[pytest.mark.matrix] * ((i + j) % 2))
     for i, drafter in enumerate(DRAFTERS)
@@ -89,6 +90,7 @@ def test_drafts_change_no_bit(drafter, way, name):
     assert texts(one, PROMPTS, way) == plain(name, way)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "qwen3_next", "deepseek_v3"])
 def test_models_that_run_their_own_code_have_it_too(name):
     """Heads of eight numbers, windows, soft caps, sinks, recurrent layers, and values narrower than keys."""

@@ -235,6 +235,7 @@ def test_every_format_with_integers_is_computed_by_them():
     assert not by_integers(Weights(rows, "Q4_K"))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("shape", [(64, 256), (50, 512), (7, 256), (129, 768)], ids=str)
 def test_the_bits_of_the_products_written_out(name, shape):
@@ -300,6 +301,7 @@ def test_threads_and_shares_change_nothing(n):
 MIXED = [("Q4_1", "Q8_0", "Q4_1"), ("F16", "Q8_0", "Q4_1"), ("Q4_1", "F16", "Q8_0")]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("n", [1, 3, 6, 9, 29])
 @pytest.mark.parametrize("names", MIXED, ids="-".join)
 def test_matrices_of_several_formats_over_the_same_tokens(n, names):

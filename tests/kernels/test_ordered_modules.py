@@ -36,6 +36,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_activations_round_alike_wherever_a_number_lies(name, dtype, threads):

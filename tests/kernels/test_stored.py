@@ -122,6 +122,7 @@ def test_scales_of_any_exponent_are_those_of_gguf():
     assert torch.equal(looked_up("MXFP4", rows, torch.arange(256), 64), expected)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0", "IQ4_NL"])
 def test_scales_of_every_size_are_widened_rightly(name):
     """All finite float16, the smallest ones too."""

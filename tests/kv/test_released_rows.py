@@ -53,7 +53,7 @@ FEW = [
 ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("name", "drafter", "dtype"), [
     pytest.param(*cell, marks=[pytest.mark.matrix] * (cell not in FEW)) for cell in CELLS
 ], ids=str)  # fmt: skip

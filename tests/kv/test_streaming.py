@@ -155,7 +155,7 @@ def step_through(model: Any, caches: Sequence[Cache], script: list[Any]) -> list
     return found
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("by_kernels", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_window_longer_than_the_text_gives_the_bits_of_the_full_cache(architecture, by_kernels, monkeypatch):
@@ -168,7 +168,7 @@ def test_a_window_longer_than_the_text_gives_the_bits_of_the_full_cache(architec
         assert equal(full, found)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("architecture", "rotating"), [
     pytest.param(architecture, rotating, marks=[pytest.mark.matrix] * ((i + rotating) % 2))
     for i, architecture in enumerate([*ARCHITECTURES, *LAYOUTS])

@@ -337,6 +337,7 @@ CHANGES: dict[str, Callable[[PreTrainedModel], Any]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_seen_at_the_next_look(tmp_path, change):
     model, _ = store(tmp_path / "m.gguf", "llama", "Q8_0")

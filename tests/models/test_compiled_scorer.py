@@ -277,6 +277,7 @@ COPIES: dict[str, tuple[str, Callable[[PreTrainedModel], Any]]] = {
 """What a program has of a model, as a copy or by its address: a model, and a change that torch does not count."""
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("copied", COPIES)
 def test_what_a_program_has_of_a_model_follows(copied, dtype):

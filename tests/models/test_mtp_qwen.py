@@ -96,6 +96,7 @@ def check_sequence(model: PreTrainedModel, reference: Reference, near: float, st
             check_close(row, model.get_output_embeddings()(exact), near, path)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_layer_computes_what_its_tensors_say(family, tmp_path):
     model = qwen_target(tmp_path, family)
@@ -139,6 +140,7 @@ def test_the_files_of_a_model_of_texts_and_pictures_are_read(tmp_path):
     check_sequence(reload(tmp_path, type(model), torch.float64), Reference(model, mtp_tensors(model)), 1e-5, 50)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("architecture", GGUF)

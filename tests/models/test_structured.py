@@ -260,6 +260,7 @@ def test_forced_chains_are_all_accepted(plain):
     assert chains > 100
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("drafter", ["none", "trie"])
 @pytest.mark.parametrize(
     "options", [{}, {"do_sample": True, "seed": 3, "temperature": 1.0, "top_k": 0}, {"repetition_penalty": 1.1}]
