@@ -140,19 +140,6 @@ def test_choices_follow_the_softmax_of_the_scores(method, salt):
     assert chi_square_p(counts, scores.double().softmax(-1).numpy()) > 1e-4
 
 
-def test_a_masked_token_is_never_chosen():
-    scores = torch.full((50,), -math.inf)
-    scores[[7, 30]] = 0.0
-    assert {Sampler("coupled", seed=seed).choose(scores, 0) for seed in range(100)} == {7, 30}
-
-
-def test_equal_distributions_choose_equal_tokens_whatever_the_dtype_and_offset():
-    scores = torch.randn(100, generator=torch.Generator().manual_seed(0))
-    sampler = Sampler("coupled", seed=2)
-    for position in range(50):
-        assert sampler.choose(scores, position) == sampler.choose(scores.double() + 4, position)
-
-
 def test_draw_follows_an_unnormalised_distribution():
     weights = torch.tensor([3.0, 0.0, 1.0, 0.5, 2.0])
     counts = np.zeros(5)

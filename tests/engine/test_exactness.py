@@ -257,19 +257,6 @@ def test_a_text_ends_where_the_model_ends_it(drafter, sampling):
     assert bool(drafted) == (request.stats.emitted[-1] == request.stats.accepted[-1])
 
 
-@pytest.mark.one_in(5)
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_matrix_exercises_acceptance(architecture, sampling):
-    expected = plain(architecture, "float64", sampling)
-    engine = forerun.Engine(target(architecture, "float64"), OracleDrafter(expected))
-    options = SAMPLING[sampling] | {"max_new_tokens": NEW_TOKENS, "eos_token_id": None}
-    result = engine.generate(list(PROMPTS), **options)
-    steps = [step for stats in result.stats for step in zip(stats.drafted, stats.accepted, strict=True)]
-    assert max(accepted for _, accepted in steps) >= 2
-    assert any(accepted < drafted for drafted, accepted in steps)
-
-
 AXES = (("mistral", "qwen2", "gpt2"), tuple(SAMPLING), ("low-rank", "triforce", "triforce-trie"), (1, 16, 64, 130))
 QUERIES = list(itertools.product(*AXES))
 FEW_QUERIES = pairwise(QUERIES)

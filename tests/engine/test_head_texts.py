@@ -378,12 +378,6 @@ def test_a_head_walks_the_tokens_that_a_grammar_forces(head, tmp_path):
     assert drafted > 200
 
 
-def test_drafts_of_a_head_say_so():
-    engine, _ = oracle_engine()
-    origins = {origin for commit in engine.stream(PROMPTS[0], **ON) for origin in commit.origins}
-    assert origins == {Origin.TARGET, Origin.HEAD}
-
-
 def test_rejection_sampling_tests_a_chain_with_its_distribution(tmp_path):
     engine = Engine(
         tiny("llama"), "head", settings=LongContextConfig(draft_model=eagle3(tmp_path, tiny("llama"))),

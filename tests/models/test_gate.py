@@ -153,14 +153,6 @@ def test_the_self_test_notices_wrong_attention(monkeypatch, wrong):
         gate.admit(tiny("llama"))
 
 
-def test_a_model_keeps_its_own_attention_after_a_pass():
-    model = tiny("llama")
-    before = model.config._attn_implementation
-    gate.admit(model)
-    assert model.config._attn_implementation == before
-    assert torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
-
-
 @pytest.mark.parametrize(("class_name", "extra"), [
     ("PhimoeForCausalLM", {"sliding_window": 40}),
     ("Qwen2MoeForCausalLM", {"shared_expert_intermediate_size": 16, "use_sliding_window": True, "sliding_window": 40}),

@@ -1,6 +1,5 @@
 """GGUF files: loaded whole, dequantised and as ordinary models, or refused before their weights are touched."""
 
-import logging
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -125,14 +124,6 @@ def test_forerun_generates_with_it_what_transformers_does(exact):
     ids = tokenizer("again and again", return_tensors="pt")["input_ids"]
     expected = loaded.generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :].tolist()
     assert Engine(loaded, "trie", tokenizer=tokenizer).generate(ids, max_new_tokens=20).generated == [expected]
-
-
-def test_python_logs_that_weights_are_dequantised(exact, caplog):
-    with caplog.at_level(logging.INFO, "forerun"):
-        load(str(exact), device="cpu")
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{exact}: the weights (F32) are dequantised to float32"
-    ]
 
 
 def test_the_command_line_says_so_in_one_line_on_stderr(exact):

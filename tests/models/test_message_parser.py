@@ -18,7 +18,6 @@ from forerun.models.text.message_formats import (
     MessageFormat,
     message_format,
     with_known_roles,
-    with_tools_as_text,
 )
 from forerun.models.text.message_parser import MessageParser
 
@@ -440,24 +439,6 @@ def test_a_schema_keeps_what_it_forbids_alone(tokenizer):
     response_format = MessageFormat(HERMES, None, None, {}, {}).grammar(None, [tool], True, "closed")
     text = response_format["grammar"]
     assert "xxx" not in text and '"title": {"type": "string"}' in text and '"enum": ["description"]}' in text
-
-
-def test_tools_are_texts_for_a_template_that_knows_none(tokenizer):
-    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    messages = [
-        {"role": "system", "content": "Be short."},
-        {"role": "assistant", "content": "Yes.", "tool_calls": [call]},
-        {"role": "tool", "content": "2", "tool_call_id": "1"},
-    ]
-    system, said, result = with_tools_as_text(messages, TOOLS)
-    assert system["content"].startswith("Be short.\n\n# Tools") and '"name": "get_weather"' in system["content"]
-    form = MessageFormat(HERMES, None, None, {}, {})
-    assert parsed(tokenizer, form, said["content"], 3) == ("Yes.", "", [ADD]) and "tool_calls" not in said
-    assert result == {"role": "user", "content": "<tool_response>\n2\n</tool_response>"}
-    assert [each["role"] for each in with_tools_as_text([{"role": "user", "content": "x"}], TOOLS)] == [
-        "system",
-        "user",
-    ]
 
 
 def test_a_template_without_developers_gets_a_system():

@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -112,20 +111,6 @@ def test_a_stream_and_choices_are_the_same_texts(server):
     assert len(set(texts)) > 1
     for text in texts:
         check(text)
-
-
-def test_beside_eight_others_the_text_is_the_same(plain, server):
-    def ask(i: int) -> str:
-        asked = ASKED if i % 2 else {"model": "bundled", "prompt": PROMPTS[i], "max_tokens": 40}
-        return server.client().completions.create(**asked, temperature=1, seed=i).choices[0].text
-
-    def alone(i: int) -> str:
-        if i % 2:
-            return plain.generate(PROMPT, **OPTIONS, **sampled(i)).text
-        return plain.generate(PROMPTS[i], max_new_tokens=40, **sampled(i)).text
-
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(ask, range(8))) == [alone(i) for i in range(8)]
 
 
 def test_a_chat_gives_objects_schemas_and_text(plain, server):

@@ -99,16 +99,6 @@ def test_without_a_choice_a_model_answers_as_it_likes(client):
         assert answer.choices[0].message.tool_calls is None and answer.choices[0].message.content
 
 
-def test_a_conversation_with_calls_goes_to_the_template(server, client):
-    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    said = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": None}
-    messages = [*MESSAGES, said, {"role": "tool", "tool_call_id": "call_1", "content": "2"}]
-    tokens = server.http.post("/tokenize", json={"messages": messages}).json()["tokens"]
-    text = server.http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
-    assert '{"name": "add", "arguments": {"a": 1}}' in text  # an object, as the template writes it, not a text of one
-    assert client.chat.completions.create(**{**CHAT, "messages": messages, "max_tokens": 4}).choices
-
-
 @pytest.mark.parametrize("tools", [None, TOOLS])
 def test_calls_that_were_made_are_texts_for_a_template_that_knows_none(tools):
     """Also where the client offers no tools any more."""
@@ -563,6 +553,9 @@ def test_drafts_are_told_in_vllms_words(server):
     reply = [server.post(body).json() for _ in range(2)][1]
     figures, own = reply["metrics"]["speculative_decoding"], reply["usage"]["forerun"]
     assert figures["num_draft_tokens"] == own["drafted"] and figures["num_accepted_draft_tokens"] == own["accepted"] > 0
+    details = reply["usage"]["completion_tokens_details"]  # and in OpenAI's
+    assert details["accepted_prediction_tokens"] == own["accepted"]
+    assert details["rejected_prediction_tokens"] == own["drafted"] - own["accepted"]
     histogram = figures["acceptance_histogram"]
     assert sum(histogram) == figures["num_spec_steps"] <= own["steps"]
     assert sum(place * count for place, count in enumerate(histogram)) == own["accepted"]

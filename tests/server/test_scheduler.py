@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from support.batches import engine, fails_after, prompt
+from support.batches import engine, prompt
 from support.live_server import PATIENCE, until
 from support.mocks import Silent
 
@@ -120,34 +120,6 @@ def test_what_can_never_run_is_refused(servers):
     for name in ("memory", "rows", "step"):
         with pytest.raises(ValueError, match=f"{name} is 0"):
             SchedulerLimits(**{"memory": 1, name: 0})
-
-
-def test_a_full_queue_says_when_to_come_again(servers):
-    one = server(servers, places=1, waiting=1)
-    first, second = Client(held=True), Client()
-    one.submit(first)
-    assert first.began.wait(PATIENCE)
-    one.submit(second)
-    with pytest.raises(QueueFullError, match="1 requests are waiting") as refused:
-        one.submit(Client())
-    assert refused.value.retry_after >= 1
-    first.gate.set()
-    assert second.wait() == "finished"
-
-
-def test_who_goes_frees_the_place_at_once(servers):
-    one = server(servers, places=1)
-    first, second, third = Client(held=True), Client(), Client()
-    running, waiting = one.submit(first), one.submit(second)
-    one.submit(third)
-    assert first.began.wait(PATIENCE)
-    one.scheduler.cancel(waiting)
-    one.scheduler.cancel(running)
-    first.gate.set()
-    assert (first.wait(), second.wait(), third.wait()) == ("cancelled", "cancelled", "finished")
-    one.scheduler.cancel(running)  # gone already
-    assert 0 < len(first.tokens) < 12 and not second.tokens
-    assert first.tokens == third.tokens[: len(first.tokens)]
 
 
 def test_a_deadline_ends_a_request_with_what_it_has(servers):
@@ -367,16 +339,6 @@ def test_the_end_does_not_wait_for_a_step_without_end(monkeypatch):
     assert not client.ended.is_set() and one.scheduler._thread.is_alive()
     client.gate.set()
     client.wait()
-
-
-def test_an_error_ends_its_own_request_only(servers):
-    one = server(servers)
-    bad, good = Client(), Client()
-    broken = one.request(prompt(20), logits_processor=[fails_after(3)])
-    one.submit(bad, broken)
-    one.submit(good)
-    assert (bad.wait(), good.wait()) == ("error", "finished")
-    assert "processor failed" in str(broken.error) and len(bad.tokens) == len(broken.generated)
 
 
 def test_a_client_that_cannot_take_its_tokens_stops_nobody(servers):

@@ -417,17 +417,6 @@ def test_a_file_has_its_limit(plain, tmp_path):
         KVMemory(1, file=-1)
 
 
-def test_a_failed_copy_is_an_error_of_its_own():
-    copy_engine = CopyEngine(torch.device("cpu"))
-
-    def fail() -> None:
-        raise RuntimeError("in the test")
-
-    with pytest.raises(OffloadError, match="could not be copied: in the test"):
-        copy_engine.run_in_order(fail).wait()
-    copy_engine.close()
-
-
 # --- settings
 
 

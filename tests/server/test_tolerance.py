@@ -287,14 +287,6 @@ def test_a_prompt_is_cut_to_its_end(server):
     assert cut["usage"]["prompt_tokens"] == 2 and cut["choices"] == whole["choices"]
 
 
-def test_accepted_tokens_have_openais_names(server):
-    body = {**BASES[TEXTS], "prompt": "a, b, a, b, a, b, a,", "max_tokens": 40}
-    usage = [server.post(body, TEXTS).json()["usage"] for _ in range(2)][1]
-    details, own = usage["completion_tokens_details"], usage["forerun"]
-    assert details["accepted_prediction_tokens"] == own["accepted"] > 0
-    assert details["rejected_prediction_tokens"] == own["drafted"] - own["accepted"]
-
-
 # --- agents
 
 

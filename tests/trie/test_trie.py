@@ -326,13 +326,6 @@ def test_drafts_are_trees_within_budget_and_depth_of_tokens_that_were_seen(
     assert ((draft.probability > 0) & (draft.probability <= above)).all()
 
 
-def test_pending_tokens_draft_as_if_they_were_known():
-    trie = Trie(SMALL)
-    trie.begin(0, "a", [1, 2, 3, 9, 2, 4, 8])
-    assert trie.retrieve(0, 4, 4, [1, 2]).tokens[0] == 3
-    assert trie.retrieve(0, 4, 4, [9, 2]).tokens[0] == 4
-
-
 @given(prompts, text, text, st.integers(1, 30))
 def test_pending_tokens_change_nothing(prompt, output, pending, budget):
     trie, oracle = Trie(SMALL), Oracle()
