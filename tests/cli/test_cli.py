@@ -24,6 +24,7 @@ from typer.testing import CliRunner, Result
 import forerun
 import forerun.engine.step
 from forerun.cli import app, demo, terminal
+from forerun.cli import compile as command
 from forerun.cli.terminal import printable
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
@@ -469,3 +470,19 @@ def test_a_shell_completes_commands_and_options():
     env = {"_FORERUN_COMPLETE": "complete_bash", "COMP_WORDS": "forerun ge", "COMP_CWORD": "1"}
     assert "generate" in CliRunner().invoke(app, [], env=env, prog_name="forerun").output
     assert "--install-completion" in call("--help").output
+
+
+class FakeCompilation:
+    waited = 0
+
+    def wait(self, progress: object) -> None:
+        type(self).waited += 1
+
+
+def test_it_compiles_a_models_passes_and_waits_for_the_trie(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "compiled_before", lambda: False)
+    monkeypatch.setattr(command, "Compilation", FakeCompilation)
+    result = CliRunner().invoke(app, ["compile", "-m", str(save_model(tmp_path / "model"))])
+    assert result.exit_code == 0, result.output
+    assert "compiled in" in result.stderr and FakeCompilation.waited == 1
+    assert CliRunner().invoke(app, ["compile", "-m", str(tmp_path / "none")]).exit_code == 2

@@ -1,17 +1,20 @@
 """Kept machine code is used again, until a file changes that it may come from."""
 
+import logging
 import os
 import shutil
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 from support.processes import fork
 
-from forerun.core import called_code, compiling, kept_code
+from forerun.core import called_code, compile_notice, compiling, kept_code
+from forerun.core.compile_notice import MESSAGE, CompileNotice
 from forerun.core.compiling import COMPILES, compiled, sources, stamp_of
 from forerun.core.kept_code import MachineCodeFile
 
@@ -258,3 +261,24 @@ def test_processes_that_need_the_same_code_compile_it_once(package):
     assert [os.waitpid(child, 0)[1] for child, _ in processes] == [0] * 3
     outputs = [file.read_text().split() for _, file in processes]
     assert sum(int(output[-1]) for output in outputs) == 2 and len({output[0] for output in outputs}) == 1
+
+
+def compiles(notice: CompileNotice, module: str, clock: list[float], seconds: float) -> None:
+    happened: Any = SimpleNamespace(data={"dispatcher": SimpleNamespace(py_func=SimpleNamespace(__module__=module))})
+    notice.on_start(happened)
+    clock[0] += seconds
+    notice.on_end(happened)
+
+
+def test_only_a_long_compilation_of_this_package_is_told(monkeypatch, caplog):
+    clock, counted = [0.0], list[int]()
+    monkeypatch.setattr(compile_notice.time, "monotonic", lambda: clock[0])
+    notice = CompileNotice()
+    notice.on_function = counted.append
+    with caplog.at_level(logging.INFO, logger="forerun"):
+        compiles(notice, "other.kernels", clock, 60)
+        compiles(notice, "forerun.kernels.linear.linear", clock, 1)
+        assert caplog.messages == [] and counted == [1]
+        for _ in range(3):
+            compiles(notice, "forerun.trie.trie", clock, 1.5)
+    assert caplog.messages == [MESSAGE] and counted == [1, 2, 3, 4]

@@ -1,5 +1,6 @@
 """A prompt that was read once is continued from its cache, and drafters choose what they read before they draft."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,9 @@ from support.tiny import tiny
 
 from forerun.core.long_context import LongContextConfig
 from forerun.core.tree import DraftTree
+from forerun.decoding.recipes import sparse_cache
 from forerun.engine.engine import Engine
+from forerun.kv.full_cache import FullCache
 from forerun.kv.low_rank import LowRankCache
 from forerun.kv.retrieval import RetrievalCache
 
@@ -103,3 +106,12 @@ def test_keys_and_values_can_be_appended_for_every_layer_only(engine):
     assert all(torch.equal(a, b) for a, b in zip(other.read(1, 0, 89), cache.read(1, 0, 89), strict=True))
     with pytest.raises(ValueError, match="every layer"):
         other.extend({0: rows[0]})
+
+
+@pytest.mark.parametrize(
+    ("device", "named", "kind"),
+    [("cuda", None, RetrievalCache), ("cpu", None, LowRankCache), ("cuda", "low-rank", LowRankCache)],
+)
+def test_retrieval_is_the_default_on_cuda(device, named, kind):
+    scorer: Any = SimpleNamespace(device=torch.device(device))
+    assert type(sparse_cache(LongContextConfig(sparse=named))(scorer, FullCache(8))) is kind

@@ -1,5 +1,6 @@
 """Linear layers in one order of sums: right, and a token's outputs the same bits whatever shares the pass."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -180,3 +181,19 @@ def test_a_function_has_the_code_of_its_own_kind_though_another_kind_was_compile
     assert np.array_equal(before[:16], panel.T)
     assert not np.array_equal(other, before)
     assert np.array_equal(after, before)
+
+
+@pytest.fixture
+def flushing() -> Iterator[None]:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("the processor keeps denormal numbers")
+    yield
+    torch.set_flush_denormal(False)
+
+
+def test_a_thread_that_flushes_denormal_numbers_changes_no_sum(flushing):
+    x, weight = torch.full((3, 64), 1e-20), torch.full((40, 64), 1e-20)
+    found = layer(x, [weight])
+    assert float(torch.tensor([1e-20]) * torch.tensor([1e-20])) == 0  # this thread flushes, before and after
+    torch.set_flush_denormal(False)
+    assert torch.equal(found, layer(x, [weight])) and bool((found > 0).all())

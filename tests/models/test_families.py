@@ -35,6 +35,7 @@ from forerun.kv.streaming import StreamingCache
 from forerun.kv.view import View
 from forerun.models.forward import gate
 from forerun.models.forward.exactness import Exactness, probe
+from forerun.models.forward.gate import Float32View
 from forerun.models.forward.inputs import position_limit
 from forerun.models.forward.scorer import Scorer, use_implementations
 from forerun.models.loading.load import load
@@ -200,3 +201,35 @@ def test_a_model_that_sees_is_loaded_from_a_folder(name, tmp_path):
     assert type(model).__name__ == f"{name}ForConditionalGeneration"
     none, trie = (forerun.Engine(model, drafter, tokenizer=tokenizer) for drafter in ("none", "trie"))
     assert trie.generate("again and", max_new_tokens=12).text == none.generate("again and", max_new_tokens=12).text
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "phi3", "mixtral", "deepseek_v3"])
+def test_a_widened_pass_is_that_of_the_weights_in_float32(family):
+    narrow = copy.deepcopy(tiny(family)).to(torch.bfloat16)
+    ids = torch.tensor([PROMPTS[0]])
+    with torch.inference_mode():
+        right = copy.deepcopy(narrow).float()(ids, use_cache=False).logits
+        own = narrow(ids, use_cache=False).logits
+        with Float32View():
+            wide = narrow(ids, use_cache=False).logits
+    assert wide.dtype == torch.float32 and own.dtype == torch.bfloat16
+    off = float((own.float() - right).norm() / right.norm())
+    assert float((wide - right).norm() / right.norm()) < off / 20
+    assert next(narrow.parameters()).dtype == torch.bfloat16
+
+
+def test_a_model_is_traced_whole_beside_forerun():
+    model = build("LlamaForCausalLM", {"num_hidden_layers": 1}, seed=0)
+    ids = torch.tensor([[7, 3, 9, 2]])
+
+    def compiled() -> torch.Tensor:
+        torch._dynamo.reset()
+        whole = torch.compile(model, backend="eager", fullgraph=True)
+        with torch.no_grad():
+            logits: torch.Tensor = whole(input_ids=ids, use_cache=False).logits
+        return logits
+
+    before = compiled()
+    text = forerun.Engine(model, "trie").generate(ids, max_new_tokens=4, eos_token_id=None).generated
+    assert torch.equal(compiled(), before)
+    assert text[0][0] == before[0, -1].argmax()

@@ -1,6 +1,7 @@
 """Messages of each family are taken apart alike, however their text comes in pieces; grammars allow what is read."""
 
 import json
+import random
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from forerun.models.text.call_readers import read_braces, read_python, read_tags
+from forerun.models.text.detokenize import Detokenizer
 from forerun.models.text.grammar import Grammars
 from forerun.models.text.message_formats import (
     CALL_FORMATS,
@@ -474,3 +476,26 @@ def test_marks_that_are_tokens_are_written_by_their_numbers(special):
         assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
         first, *_ = tokenizer.convert_ids_to_tokens(grammar.matcher.deep_copy().compute_ff_tokens()) or ["free"]
         assert first == ("<tool_call>" if thinking == "closed" else "free")
+
+
+@pytest.mark.parametrize(
+    "text", ["\N{REPLACEMENT CHARACTER}" * 300, "\u4f60\u597d \N{REPLACEMENT CHARACTER} w\u00f6rld \U0001f642" * 20]
+)
+def test_a_run_of_replacement_characters_is_given_out_character_by_character(tokenizer, text):
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    detokenizer, pieces, silent = Detokenizer(tokenizer, [5, 6]), list[str](), [0]
+    for token in ids:
+        new = [piece.text for piece in detokenizer.add(int(token), False)]
+        pieces += new
+        silent.append(0 if new else silent[-1] + 1)
+    assert max(silent) <= 3  # a character has four bytes
+    assert "".join(pieces) == text
+
+
+def test_bytes_that_are_no_text_read_as_in_the_whole(tokenizer):
+    choose = random.Random(0)
+    ids = [choose.randrange(len(tokenizer)) for _ in range(2000)]
+    detokenizer = Detokenizer(tokenizer, [])
+    pieces = [piece.text for token in ids for piece in detokenizer.add(token, False)]
+    pieces += [piece.text for piece in detokenizer.flush()]
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -2,10 +2,12 @@
 
 import copy
 import dataclasses
+import doctest
 import errno
 import gc
 import os
 import random
+import re
 import stat
 import sys
 import weakref
@@ -20,6 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import forerun.trie
 from forerun.core.tree import ROOT, DraftTree
 from forerun.trie import logistic_mixer, text_cursor, trie_file
 from forerun.trie import trie as trie_module
@@ -828,3 +831,25 @@ def test_a_request_that_begins_with_nothing_may_go_on():
     trie.begin(1, "n", [], expected=0)
     trie.extend(1, [5, 6, 7])
     assert trie._live[1].own.tokens >= 3
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "trie.md"
+
+
+def test_the_numbers_on_the_page_are_what_the_code_gives():
+    result = doctest.testfile(str(PAGE), module_relative=False)
+    assert result.attempted > 40
+    assert result.failed == 0
+
+
+def test_the_page_names_every_file_of_the_index_and_no_other():
+    table = PAGE.read_text(encoding="utf-8").split("## Where everything is")[1]
+    named = set(re.findall(r"`(\w+\.py)`", table))
+    files = {path.name for path in Path(forerun.trie.__file__).parent.glob("*.py")}
+    assert named == files - {"__init__.py"}
+
+
+def test_what_the_page_links_is_there():
+    links = re.findall(r"\]\(([^)#]+)\)", PAGE.read_text(encoding="utf-8"))
+    assert len(links) > 10
+    assert [link for link in links if not (PAGE.parent / link).is_file()] == []
