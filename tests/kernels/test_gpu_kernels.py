@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
 import triton
 import triton.language as tl
 from support.triton_products import interpret_products, interpret_quickly
@@ -23,14 +26,10 @@ from forerun.core.tree import DraftTree
 from forerun.kernels import gpu
 from forerun.kernels.attention import topk_rank
 from forerun.kernels.gpu import attend, linear
-from forerun.kernels.gpu.gather import gather_chunks
 from forerun.kernels.gpu.pass_tables import PassDescription, PassTables
 from forerun.kernels.gpu.prefetch import PREFETCH_PROGRAM_BYTES, Ahead, piece_of
 from forerun.kernels.linear.ordered_modules import Ordered
 from forerun.models.forward.gpu_forward import GpuForward
-
-pytest.importorskip("triton", reason="Triton is not installed")
-
 
 pytestmark = pytest.mark.matrix  # Triton's interpreter is slow
 
@@ -251,17 +250,3 @@ def test_registers_and_programs_of_the_kernels(compiled):
         code = found["bf16"][name]
         assert code["registers"] <= needs.registers, (name, code["registers"])
         assert code["programs"] >= (needs.hopper if capability >= 90 else needs.ampere), (name, code["programs"])
-
-
-pytest.importorskip("triton", reason="Triton is not installed")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunks_are_those_of_their_heads(dtype):
-    """Of rows with gaps between heads, and of a width that is no power of two; none at all is no launch."""
-    rows = torch.randn(1, 3, 43, 24).to(dtype)[:, :, 3:]
-    head, chunk = torch.tensor([2, 0, 1, 2]), torch.tensor([0, 4, 1, 3])
-    found = gather_chunks(rows, head, chunk, 8, torch.device("cpu"))
-    right = torch.stack([rows[0, h, 8 * c : 8 * c + 8] for h, c in zip(head.tolist(), chunk.tolist(), strict=True)])
-    assert torch.equal(found, right)
-    assert gather_chunks(rows, head[:0], chunk[:0], 8, torch.device("cpu")).shape == (0, 8, 24)
