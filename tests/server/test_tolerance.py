@@ -69,10 +69,8 @@ ROWS: list[tuple[str, Json]] = [
     (MESSAGES, block(type="search_result", source="s", title="t", content=[{"type": "text", "text": "x"}])),
     (MESSAGES, block(type="image", source={"type": "url", "url": "http://x"})),
     *[
-        (
-            MESSAGES,
-            {"messages": [USER, {"role": "assistant", "content": [hidden, {"type": "text", "text": "A"}]}, USER]},
-        )
+        (MESSAGES, {"messages": [USER, {"role": "assistant", "content": [hidden, {"type": "text", "text": "A"}]},
+                                 USER]})
         for hidden in (
             {"type": "redacted_thinking", "data": "x"},
             {"type": "thinking", "thinking": "Hm.", "signature": "x"},
@@ -86,13 +84,8 @@ ROWS: list[tuple[str, Json]] = [
     (RESPONSES, {"tools": [{"type": "namespace", "name": "n", "tools": [FLAT_TOOL]}, FLAT_TOOL]}),
     (RESPONSES, {"client_metadata": {"a": "b"}, "prompt_cache_options": {"mode": "auto"}, "include": ["x"]}),
     (RESPONSES, {"reasoning": {"effort": "max", "context": "all", "summary": "auto"}}),
-    (
-        RESPONSES,
-        {
-            "tools": [FLAT_TOOL],
-            "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]},
-        },
-    ),
+    (RESPONSES, {"tools": [FLAT_TOOL],
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]}}),
     (
         CHATS,
         {
@@ -139,16 +132,10 @@ ROWS: list[tuple[str, Json]] = [
     (CHATS, {"ignore_eos": True, "min_tokens": 2, "top_k": None, "logit_bias": None, "functions": []}),
     # an assistant's turn at the end
     (CHATS, {"messages": [USER, {"role": "assistant", "content": "It is"}]}),
-    (
-        CHATS,
-        {
-            "messages": [USER, {"role": "assistant", "content": "It is"}],
-            "continue_final_message": True,
-            "add_generation_prompt": False,
-        },
-    ),
+    (CHATS, {"messages": [USER, {"role": "assistant", "content": "It is"}], "continue_final_message": True,
+        "add_generation_prompt": False}),
     (MESSAGES, {"messages": [USER, {"role": "assistant", "content": "It is"}]}),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
