@@ -1,7 +1,5 @@
 """One thread: the models here are so small that a second one only costs. And no clock: engines plan by fixed costs."""
 
-from __future__ import annotations
-
 import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before torch, which imports Triton: its kernels run without a GPU
@@ -17,7 +15,7 @@ from hypothesis import settings
 
 pytest.register_assert_rewrite("support")
 # of a property: `make matrix` tries many
-settings.register_profile("few", max_examples=20, deadline=None)
+settings.register_profile("few", max_examples=12, deadline=None)
 settings.register_profile("many", max_examples=200, deadline=None)
 settings.load_profile("few")
 

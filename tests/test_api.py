@@ -1,10 +1,7 @@
 """The faces of the engine for people who write Python: typed options, plain errors, and a shared engine per model."""
 
-from __future__ import annotations
-
 import copy
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,25 +31,25 @@ def model(tokenizer: Any) -> Any:
     return large.eval()
 
 
-def test_a_path_in_place_of_a_model_is_refused_with_how_to_load_it() -> None:
+def test_a_path_in_place_of_a_model_is_refused_with_how_to_load_it():
     with pytest.raises(
         TypeError, match=r"model is 'runs/real'; it must be a loaded model.*from_pretrained\('runs/real'"
     ):
-        forerun.Engine("runs/real")  # type: ignore[arg-type]
+        forerun.Engine("runs/real")
     with pytest.raises(TypeError, match="model is a int; it must be a transformers decoder"):
-        forerun.Engine(5)  # type: ignore[arg-type]
+        forerun.Engine(5)
 
 
-def test_what_is_no_drafter_is_refused() -> None:
+def test_what_is_no_drafter_is_refused():
     with pytest.raises(TypeError, match="drafter is a list; it must be a name, or derive"):
-        forerun.Engine(tiny("llama"), [1, 2])  # type: ignore[arg-type]
+        forerun.Engine(tiny("llama"), [1, 2])
     with pytest.raises(
         TypeError, match=r"drafter is the class ListDrafter; it must be an object, such as ListDrafter\(\)"
     ):
-        forerun.Engine(tiny("llama"), ListDrafter)  # type: ignore[arg-type]
+        forerun.Engine(tiny("llama"), ListDrafter)
     engine = forerun.Engine(tiny("llama"), "none")
     with pytest.raises(TypeError, match="drafter is a NoneType"):
-        engine.set_drafter(None)  # type: ignore[arg-type]
+        engine.set_drafter(None)
 
 
 class ListDrafter(forerun.Source):
@@ -63,24 +60,24 @@ class ListDrafter(forerun.Source):
 
 
 @pytest.mark.parametrize("prune", [True, False])
-def test_a_drafter_that_returns_lists_of_tokens_is_refused(prune: bool) -> None:
+def test_a_drafter_that_returns_lists_of_tokens_is_refused(prune):
     engine = forerun.Engine(tiny("llama"), ListDrafter(), prune_drafts=prune)
     with pytest.raises(TypeError, match=r"ListDrafter.propose returned \[\[1, 2\]\]; it must be one DraftTree"):
         engine.generate([1, 2, 3], max_new_tokens=4)
 
 
-def test_a_number_in_place_of_a_prompt_is_refused() -> None:
+def test_a_number_in_place_of_a_prompt_is_refused():
     with pytest.raises(TypeError, match="the prompt is 5; it must be text, token ids, messages"):
-        forerun.Engine(tiny("llama"), "none").generate(5)  # type: ignore[arg-type]
+        forerun.Engine(tiny("llama"), "none").generate(5)
 
 
 @pytest.mark.parametrize(
     ("name", "meant"),
     [("max_tokens", "max_new_tokens"), ("temprature", "temperature"), ("stop", "stop_strings"), ("qqq", None)],
 )
-def test_an_unknown_option_is_refused_with_the_nearest_name(name: str, meant: str | None) -> None:
+def test_an_unknown_option_is_refused_with_the_nearest_name(name, meant):
     with pytest.raises(ValueError, match=f"{name} is not an option of generate") as caught:
-        forerun.Engine(tiny("llama"), "none").generate([1, 2], **{name: 3})  # type: ignore[arg-type]
+        forerun.Engine(tiny("llama"), "none").generate([1, 2], **{name: 3})
     assert (f"did you mean {meant}?" in str(caught.value)) is (meant is not None)
 
 
@@ -95,7 +92,7 @@ UNTYPED = """
 """Options of transformers that are refused, or say how it computes and not what."""
 
 
-def test_options_have_types_for_everything_that_transformers_takes_and_forerun_supports() -> None:
+def test_options_have_types_for_everything_that_transformers_takes_and_forerun_supports():
     config = set(vars(GenerationConfig())) - {*UNSUPPORTED_OPTIONS, "_from_model_config"}
     own = {
         "seed",
@@ -113,7 +110,7 @@ def test_options_have_types_for_everything_that_transformers_takes_and_forerun_s
     assert config - typed == {*UNTYPED.split()}
 
 
-def test_generate_takes_all_that_an_engine_takes() -> None:
+def test_generate_takes_all_that_an_engine_takes():
     import inspect
 
     engine = set(inspect.signature(forerun.Engine).parameters) - {"_runtime"}
@@ -121,13 +118,13 @@ def test_generate_takes_all_that_an_engine_takes() -> None:
     assert engine | call <= set(inspect.signature(forerun.generate).parameters)
 
 
-def test_calls_share_an_engine_unless_an_argument_of_it_differs(model: Any) -> None:
+def test_calls_share_an_engine_unless_an_argument_of_it_differs(model):
     first = engine_of(model, "trie", budget=DEFAULTS["budget"])
     assert engine_of(model, "trie") is first
     assert engine_of(model, "trie", prefix_cache=1 << 20) is not first
 
 
-def test_two_threads_with_two_tokenizers_get_texts_of_their_own(model: Any, tokenizer: Any) -> None:
+def test_two_threads_with_two_tokenizers_get_texts_of_their_own(model, tokenizer):
     other = copy.deepcopy(tokenizer)
     decode = other.decode
     other.decode = lambda *given, **options: decode(*given, **options).upper()
@@ -151,7 +148,7 @@ def test_two_threads_with_two_tokenizers_get_texts_of_their_own(model: Any, toke
         forerun.generate(model, "def add", max_new_tokens=8)
 
 
-def test_a_calls_tokenizer_goes_before_the_engines(model: Any, tokenizer: Any) -> None:
+def test_a_calls_tokenizer_goes_before_the_engines(model, tokenizer):
     other = copy.deepcopy(tokenizer)
     other.decode = lambda *given, **options: "other"
     engine = forerun.Engine(model, "none", tokenizer=tokenizer)
@@ -160,7 +157,7 @@ def test_a_calls_tokenizer_goes_before_the_engines(model: Any, tokenizer: Any) -
     assert engine.tokenizer is tokenizer
 
 
-def test_a_trie_is_saved_and_loaded_by_its_engine(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_a_trie_is_saved_and_loaded_by_its_engine(model, tokenizer, tmp_path):
     engine = forerun.Engine(model, "trie", tokenizer=tokenizer)
     engine.warm(["one two three four five six"])
     engine.save_trie(tmp_path / "trie")
@@ -174,7 +171,7 @@ def test_a_trie_is_saved_and_loaded_by_its_engine(model: Any, tokenizer: Any, tm
         forerun.Engine(model, "none", tokenizer=tokenizer).load_trie(tmp_path / "trie")
 
 
-def test_an_engine_says_what_it_is() -> None:
+def test_an_engine_says_what_it_is():
     engine = forerun.Engine(tiny("llama"), "none")
     assert repr(engine) == (
         f"Engine(LlamaForCausalLM, {tiny('llama').num_parameters():,} parameters, float64 on cpu, drafter=none, "
@@ -182,7 +179,7 @@ def test_an_engine_says_what_it_is() -> None:
     )
 
 
-def test_requests_and_origins_are_exported() -> None:
+def test_requests_and_origins_are_exported():
     engine = forerun.Engine(tiny("llama"), "none")
     request = forerun.Request([1, 2, 3], 4)
     assert [token for commit in engine.run([request]) for token in commit.tokens] == request.generated.tolist()
@@ -190,7 +187,7 @@ def test_requests_and_origins_are_exported() -> None:
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
-def test_kept_keys_go_when_the_weights_change(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_keys_go_when_the_weights_change(where, tmp_path, monkeypatch):
     monkeypatch.setattr("forerun.engine.kv_store.MIN_STORED_TOKENS", 64)
     model, prompt = copy.deepcopy(tiny("llama")), [1 + i % 7 * 3 for i in range(100)]
     kept: dict[str, Any] = {"prefix_cache": 1 << 26} if where == "memory" else {"kv_store": tmp_path / "kept"}
@@ -220,7 +217,7 @@ class Adapted(nn.Module):
         return self.inner(x) * self.scaling[self.active[0]]
 
 
-def test_keys_that_are_kept_in_memory_go_when_another_adapter_is_used_or_a_hook_is_added() -> None:
+def test_keys_that_are_kept_in_memory_go_when_another_adapter_is_used_or_a_hook_is_added():
     model, prompt = copy.deepcopy(tiny("llama")), [1 + i % 7 * 3 for i in range(100)]
     layer = model.model.layers[0]
     layer.mlp.down_proj = adapted = Adapted(layer.mlp.down_proj)
@@ -240,7 +237,7 @@ def test_keys_that_are_kept_in_memory_go_when_another_adapter_is_used_or_a_hook_
     assert seen[0] != seen[1] != seen[2]
 
 
-def test_a_store_that_could_not_be_renewed_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_could_not_be_renewed_is_not_asked(tmp_path, monkeypatch):
     monkeypatch.setattr("forerun.engine.kv_store.MIN_STORED_TOKENS", 64)
     model, prompt = copy.deepcopy(tiny("llama")), [1 + i % 7 * 3 for i in range(100)]
     engine = forerun.Engine(model, "none", kv_store=tmp_path)
@@ -259,7 +256,7 @@ def test_a_store_that_could_not_be_renewed_is_not_asked(tmp_path: Path, monkeypa
     assert result.generated == forerun.Engine(model, "none").generate(prompt, max_new_tokens=2).generated
 
 
-def test_a_vocabulary_that_grew_is_the_model_s() -> None:
+def test_a_vocabulary_that_grew_is_the_model_s():
     model = copy.deepcopy(tiny("llama")).float()
     engine = forerun.Engine(model, "none")
     rows = engine.target.vocabulary

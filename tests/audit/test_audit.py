@@ -1,7 +1,5 @@
 """The audit passes what is lossless, excuses rounding, and can fail."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math
@@ -39,7 +37,7 @@ class Guess(Source):
         return DraftTree.chain([(int(request.tokens[-1]) + 1) % 48][: request.max_draft_depth])
 
 
-def test_a_lossless_model_passes_every_check_of_every_drafter() -> None:
+def test_a_lossless_model_passes_every_check_of_every_drafter():
     report = audit(tiny("llama"), PROMPTS, Plan(max_new_tokens=12))
     assert report.dtype == "float64"
     assert not report.divergences
@@ -51,14 +49,14 @@ def test_a_lossless_model_passes_every_check_of_every_drafter() -> None:
     assert all(c.tokens for c in report.comparisons)
 
 
-def test_progress_counts_every_run() -> None:
+def test_progress_counts_every_run():
     calls: list[tuple[int, int]] = []
     plan = dataclasses.replace(PLAN, max_new_tokens=2)
     audit(tiny("llama"), PROMPTS[:1], plan, lambda done, total, what: calls.append((done, total)))
     assert calls == [(i, 8) for i in range(8)]  # drafters x (greedy, a seed) x (alone, in a batch)
 
 
-def test_a_verification_that_accepts_wrong_drafts_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verification_that_accepts_wrong_drafts_fails(monkeypatch):
     def gullible(tree: DraftTree, logits: torch.Tensor, request: Request, told: object = None) -> Verdict:
         if not len(tree) or len(request.generated) < 4:
             return verify(tree, logits, request)
@@ -72,15 +70,14 @@ def test_a_verification_that_accepts_wrong_drafts_fails(monkeypatch: pytest.Monk
     assert {c.check for c in failed} == {"greedy", "plain", "coupled"}
     for comparison in failed:
         divergence = comparison.divergence
-        assert divergence is not None
         assert divergence.margin > 100 * divergence.allowance
         assert divergence.error < divergence.tolerance
 
 
-def test_scores_that_are_wrong_fail_though_the_walk_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_that_are_wrong_fail_though_the_walk_is_right(monkeypatch):
     score_rows = Scorer.score_rows
 
-    def leaky(self: Scorer, blocks, *rest):  # type: ignore[no-untyped-def]
+    def leaky(self: Scorer, blocks, *rest):
         rows = score_rows(self, blocks, *rest)
         return [
             RowScores(row.logits.flip(-1)) if len(block.tree) else row for row, block in zip(rows, blocks, strict=True)
@@ -96,10 +93,10 @@ def test_scores_that_are_wrong_fail_though_the_walk_is_right(monkeypatch: pytest
     assert all(c.divergence is not None and c.divergence.error > c.divergence.tolerance for c in alone)
 
 
-def test_a_row_that_depends_on_its_batch_fails_that_check_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_depends_on_its_batch_fails_that_check_only(monkeypatch):
     score_rows = Scorer.score_rows
 
-    def mixed(self: Scorer, blocks, *rest):  # type: ignore[no-untyped-def]
+    def mixed(self: Scorer, blocks, *rest):
         rows = score_rows(self, blocks, *rest)
         return [RowScores(row.logits.roll(1, -1)) for row in rows] if len(blocks) > 1 else rows
 
@@ -109,7 +106,7 @@ def test_a_row_that_depends_on_its_batch_fails_that_check_only(monkeypatch: pyte
     assert {c.check for c in report.failures} == {"batch"}
 
 
-def test_a_text_that_ends_too_early_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_ends_too_early_fails(monkeypatch):
     def hasty(tree: DraftTree, logits: torch.Tensor, request: Request, told: object = None) -> Verdict:
         verdict = verify(tree, logits, request)
         if len(tree) and len(request.generated) >= 4:
@@ -144,27 +141,19 @@ def diverging(model: PreTrainedModel, margin: float, noise: float) -> Divergence
         def __call__(self, input_ids: torch.Tensor, use_cache: bool) -> object:
             return type("Output", (), {"logits": logits[None, None]})
 
-    return weigh(Own(), request, [best], 0, seen)  # type: ignore[arg-type]
+    return weigh(Own(), request, [best], 0, seen)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "margin", "noise", "rounding"),
-    [
-        (torch.float32, 1e-6, 1e-6, True),
-        (torch.float32, 3.0, 1.0, False),
-        (torch.bfloat16, 0.03, 0.03, True),
-        (torch.float64, 1e-9, 1e-9, True),
-        (torch.float64, 0.1, 0.1, False),
-    ],
-)
-def test_near_ties_are_rounding_and_gaps_are_not(
-    dtype: torch.dtype, margin: float, noise: float, rounding: bool
-) -> None:
+@pytest.mark.parametrize(("dtype", "margin", "noise", "rounding"), [
+    (torch.float32, 1e-6, 1e-6, True), (torch.float32, 3.0, 1.0, False), (torch.bfloat16, 0.03, 0.03, True),
+    (torch.float64, 1e-9, 1e-9, True), (torch.float64, 0.1, 0.1, False),
+])  # fmt: skip
+def test_near_ties_are_rounding_and_gaps_are_not(dtype, margin, noise, rounding):
     divergence = diverging(copy.deepcopy(tiny("llama")).to(dtype), margin, noise)
     assert divergence.rounding == rounding, divergence
 
 
-def test_rounding_in_bfloat16_is_no_failure() -> None:
+def test_rounding_in_bfloat16_is_no_failure():
     model = copy.deepcopy(tiny("qwen2")).to(torch.bfloat16)
     prompts = [np.random.default_rng(i).integers(6, 48, 12).tolist() for i in range(4)]
     report = audit(model, prompts, Plan(drafters=("trie",), max_new_tokens=24))
@@ -172,7 +161,7 @@ def test_rounding_in_bfloat16_is_no_failure() -> None:
     assert not report.failures
 
 
-def test_a_wrong_pass_in_bfloat16_is_no_rounding() -> None:
+def test_a_wrong_pass_in_bfloat16_is_no_rounding():
     """Logits that are off by a tenth more than the model's own are, from those in float32."""
     model = copy.deepcopy(tiny("llama")).to(torch.bfloat16)
     ids = torch.tensor([PROMPTS[0]])
@@ -192,7 +181,7 @@ def test_a_wrong_pass_in_bfloat16_is_no_rounding() -> None:
     assert found[0].tolerance == pytest.approx(0.05 + float((own - wide).norm() / wide.norm()), rel=1e-4)
 
 
-def test_texts_part_where_they_first_differ_or_one_ends() -> None:
+def test_texts_part_where_they_first_differ_or_one_ends():
     assert first_difference([1, 2, 3], [1, 2, 3]) is None
     assert first_difference([1, 2, 3], [1, 5, 3]) == 1
     assert first_difference([1, 2], [1, 2, 3]) == 2
@@ -202,22 +191,22 @@ def test_texts_part_where_they_first_differ_or_one_ends() -> None:
     ("wrong", "message"),
     [({"drafters": ["magic"]}, "magic"), ({"seeds": -1}, "seeds"), ({"temperature": 0.0}, "temperature")],
 )
-def test_wrong_plans_are_refused(wrong: dict[str, object], message: str) -> None:
+def test_wrong_plans_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
-        Plan(**wrong)  # type: ignore[arg-type]
+        Plan(**wrong)
 
 
-def test_no_prompt_is_refused() -> None:
+def test_no_prompt_is_refused():
     with pytest.raises(ValueError, match="no prompt"):
         audit(tiny("llama"), [])
 
 
-def test_texts_without_a_draft_and_drafters_that_never_drafted_are_named() -> None:
+def test_texts_without_a_draft_and_drafters_that_never_drafted_are_named():
     report = audit(tiny("llama"), [[5, 6, 7]], dataclasses.replace(PLAN, max_new_tokens=2, seeds=0))
     assert report.never_drafted == ["lookup"]  # three different tokens, and nothing from earlier texts
     assert {c.drafter for c in report.undrafted} >= {"lookup"}
     assert not audit(tiny("llama"), PROMPTS, PLAN).never_drafted
 
 
-def test_drafts_have_their_full_length_by_default() -> None:
+def test_drafts_have_their_full_length_by_default():
     assert not Plan().settings.paced

@@ -1,13 +1,10 @@
 """An audit of a server from outside: small HTTP servers that answer rightly, or are wrong in one way each."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,7 +121,7 @@ def wrong(condition: Callable[[Json], Any], change: Callable[[list[str], Json], 
     return lambda body: change(*right(body)) if condition(body) else right(body)
 
 
-def test_equal_servers_pass_in_every_kind_and_form() -> None:
+def test_equal_servers_pass_in_every_kind_and_form():
     report = audited(right)
     assert not report.failed(strict=True) and report.count("equal") == len(report.comparisons)
     assert {each.form for each in report.comparisons} == {"whole", "streamed", "together"}
@@ -132,30 +129,18 @@ def test_equal_servers_pass_in_every_kind_and_form() -> None:
     assert "none differs" in as_markdown(report)
 
 
-@pytest.mark.parametrize(
-    ("condition", "change", "part", "kinds"),
-    [
-        (lambda body: True, lambda tokens, more: ([*tokens[:-1], "blue"], more), "text", {"greedy", "long"}),
-        (lambda body: body.get("stream"), lambda tokens, more: (tokens[1:], more), "text", {"greedy"}),
-        (lambda body: body.get("tools"), lambda tokens, more: (tokens, {}), "call 0 name", {"tools"}),
-        (
-            lambda body: body.get("tools"),
-            lambda tokens, more: (tokens, {"tool_calls": [{"function": {"name": "find", "arguments": "{}"}}]}),
-            "call 0 arguments",
-            {"tools"},
-        ),
-        (
-            lambda body: "messages" in body,
-            lambda tokens, more: (tokens, {**more, "reasoning_content": "hm"}),
-            "reasoning",
-            {"greedy", "schema"},
-        ),
-        (lambda body: body.get("seed") == 0, lambda tokens, more: (["blue"], more), "text", {"seeded"}),
-    ],
-)
-def test_a_wrong_answer_fails_and_its_part_and_kind_are_named(
-    condition: Any, change: Any, part: str, kinds: set[str]
-) -> None:
+@pytest.mark.parametrize(("condition", "change", "part", "kinds"), [
+    (lambda body: True, lambda tokens, more: ([*tokens[:-1], "blue"], more), "text", {"greedy", "long"}),
+    (lambda body: body.get("stream"), lambda tokens, more: (tokens[1:], more), "text", {"greedy"}),
+    (lambda body: body.get("tools"), lambda tokens, more: (tokens, {}), "call 0 name", {"tools"}),
+    (lambda body: body.get("tools"),
+        lambda tokens, more: (tokens, {"tool_calls": [{"function": {"name": "find", "arguments": "{}"}}]}),
+        "call 0 arguments", {"tools"}),
+    (lambda body: "messages" in body, lambda tokens, more: (tokens, {**more, "reasoning_content": "hm"}),
+        "reasoning", {"greedy", "schema"}),
+    (lambda body: body.get("seed") == 0, lambda tokens, more: (["blue"], more), "text", {"seeded"}),
+])  # fmt: skip
+def test_a_wrong_answer_fails_and_its_part_and_kind_are_named(condition, change, part, kinds):
     report = audited(wrong(condition, change))
     different = [each for each in report.comparisons if each.verdict == "different"]
     assert report.failed() and kinds <= {each.case.kind for each in different}
@@ -163,7 +148,7 @@ def test_a_wrong_answer_fails_and_its_part_and_kind_are_named(
     assert as_json(report)["passed"] is False and "differ" in as_markdown(report).splitlines()[2]
 
 
-def test_a_near_tie_is_rounding_only_in_greedy_text_and_a_wide_gap_is_not() -> None:
+def test_a_near_tie_is_rounding_only_in_greedy_text_and_a_wide_gap_is_not():
     for word, verdict in (("green", "rounding"), ("blue", "different")):
         report = audited(wrong(lambda body: True, lambda tokens, more: ([word, *tokens[1:]], more)), "greedy", "seeded")  # noqa: B023
         found = {(each.case.kind, each.verdict) for each in report.comparisons}
@@ -172,15 +157,15 @@ def test_a_near_tie_is_rounding_only_in_greedy_text_and_a_wide_gap_is_not() -> N
         assert greedy.difference.margin == pytest.approx(-0.5 - TOP[word])
 
 
-def test_log_probabilities_are_compared_too() -> None:
+def test_log_probabilities_are_compared_too():
     a = EndpointAnswer("x", finish="stop", scores=[TokenScore(b"x", -1.0, {b"x": -1.0, b"y": -2.0})])
     b = EndpointAnswer("x", finish="stop", scores=[TokenScore(b"x", -1.25, {b"x": -1.25, b"y": -2.0})])
     found = first_difference(a, b)
-    assert found is not None and (found.part, found.margin) == ("log-probabilities", 0.25)
+    assert (found.part, found.margin) == ("log-probabilities", 0.25)
     assert first_difference(a, a) is None
 
 
-def test_a_reference_that_does_not_repeat_itself_cannot_judge() -> None:
+def test_a_reference_that_does_not_repeat_itself_cannot_judge():
     count = iter(range(10**6))
 
     def restless(body: Json) -> tuple[list[str], Json]:
@@ -195,7 +180,7 @@ def test_a_reference_that_does_not_repeat_itself_cannot_judge() -> None:
         assert report.failed() and report.count("different") == len(report.comparisons)
 
 
-def test_what_both_refuse_is_no_difference_and_what_one_refuses_is() -> None:
+def test_what_both_refuse_is_no_difference_and_what_one_refuses_is():
     def no_tools(body: Json) -> tuple[list[str], Json]:
         if body.get("tools"):
             raise LookupError("no tools here")
@@ -209,7 +194,7 @@ def test_what_both_refuse_is_no_difference_and_what_one_refuses_is() -> None:
     assert audited(no_tools, "tools", reference=no_tools).failed()  # nothing was compared
 
 
-def test_a_stream_that_breaks_off_is_no_answer() -> None:
+def test_a_stream_that_breaks_off_is_no_answer():
     chunks: list[Json] = [{"choices": [{"delta": {"content": "a"}}]}]
     with pytest.raises(ValueError, match="broke off"):
         fold(chunks)
@@ -218,15 +203,11 @@ def test_a_stream_that_breaks_off_is_no_answer() -> None:
         fold([{"choices": []}, {"error": {"message": "broken"}}])
 
 
-@pytest.mark.parametrize(
-    ("usage", "drafts"),
-    [
-        ({"completion_tokens_details": {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 4}}, (7, 3)),
-        ({"forerun": {"drafted": 9, "accepted": 2}}, (9, 2)),
-        ({"prompt_tokens": 3}, (None, None)),
-    ],
-)
-def test_drafts_are_counted_as_each_server_tells_them(usage: Json, drafts: tuple[int | None, int | None]) -> None:
+@pytest.mark.parametrize(("usage", "drafts"), [
+    ({"completion_tokens_details": {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 4}}, (7, 3)),
+    ({"forerun": {"drafted": 9, "accepted": 2}}, (9, 2)), ({"prompt_tokens": 3}, (None, None)),
+])  # fmt: skip
+def test_drafts_are_counted_as_each_server_tells_them(usage, drafts):
     (report,) = (audited(right, "greedy", usage=usage),)
     assert {(each.drafted, each.accepted) for each in report.comparisons} == {drafts}
     told = fold(
@@ -235,7 +216,7 @@ def test_drafts_are_counted_as_each_server_tells_them(usage: Json, drafts: tuple
     assert (told.drafted, told.accepted) == (5, 1)
 
 
-def test_the_margin_is_found_in_the_text_where_the_difference_does_not_come_again() -> None:
+def test_the_margin_is_found_in_the_text_where_the_difference_does_not_come_again():
     scores = [TokenScore("né".encode(), -0.1, {}), TokenScore(b" is", -0.2, {b" is": -0.2, b" i": -0.25, b" in": -0.3})]
     reference = EndpointAnswer("né is", scores=scores)
     found = Difference("text", 4, "s", "n a box")
@@ -250,7 +231,7 @@ def call(*arguments: object, **more: Any) -> Result:
     return CliRunner().invoke(app, ["audit", *map(str, arguments)], **more)
 
 
-def test_the_command_writes_both_reports_and_its_status_is_the_verdict(tmp_path: Path) -> None:
+def test_the_command_writes_both_reports_and_its_status_is_the_verdict(tmp_path):
     broken = wrong(lambda body: body.get("tools"), lambda tokens, more: (tokens, {}))
     with server(right) as plain, server(broken) as fast:
         good = call("--url", plain, "--against", plain, "-k", "greedy", "--out", tmp_path)
@@ -261,7 +242,7 @@ def test_the_command_writes_both_reports_and_its_status_is_the_verdict(tmp_path:
         assert bad.exit_code == 1 and json.loads(bad.stdout)["counts"]["different"] == 3 * 4
 
 
-def test_fields_and_forerun_s_own_drafter_make_a_reference_of_one_server() -> None:
+def test_fields_and_forerun_s_own_drafter_make_a_reference_of_one_server():
     def drafting(body: Json) -> tuple[list[str], Json]:
         return (["slow"] if body.get("forerun") or body.get("plain") else ["fast"]), {}
 
@@ -272,7 +253,7 @@ def test_fields_and_forerun_s_own_drafter_make_a_reference_of_one_server() -> No
         assert call("--url", url, "-k", "greedy").exit_code == 1
 
 
-def test_a_name_is_enough_where_no_model_is_listed() -> None:
+def test_a_name_is_enough_where_no_model_is_listed():
     with server(right) as url, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Endpoint, "_open", _without_list(Endpoint._open))
         listed = call("--url", url, "-k", "greedy")
@@ -284,7 +265,7 @@ def _without_list(inner: Any) -> Any:
     return lambda self, address, body=None: inner(self, "none/such" if body is None else address, body)
 
 
-def test_own_requests_are_sent_as_they_are(tmp_path: Path) -> None:
+def test_own_requests_are_sent_as_they_are(tmp_path):
     bodies: list[Json] = []
 
     def noting(body: Json) -> tuple[list[str], Json]:
@@ -304,17 +285,13 @@ def test_own_requests_are_sent_as_they_are(tmp_path: Path) -> None:
             read_requests(file)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--url", "127.0.0.1:1"), "must begin with http"),
-        (("--url", "http://127.0.0.1:1"), "cannot be reached"),
-        (("--url", "http://a", "--drafter", "trie"), "--drafter: only without --url"),
-        (("--against", "http://a"), "--against: only with --url"),
-        (("--url", "http://a", "--requests", "/none"), "No such file"),
-    ],
-)
-def test_wrong_options_are_refused_in_words(arguments: tuple[str, ...], said: str) -> None:
+@pytest.mark.parametrize(("arguments", "said"), [
+    (("--url", "127.0.0.1:1"), "must begin with http"), (("--url", "http://127.0.0.1:1"), "cannot be reached"),
+    (("--url", "http://a", "--drafter", "trie"), "--drafter: only without --url"),
+    (("--against", "http://a"), "--against: only with --url"),
+    (("--url", "http://a", "--requests", "/none"), "No such file"),
+])  # fmt: skip
+def test_wrong_options_are_refused_in_words(arguments, said):
     result = call(*arguments)
     assert result.exit_code == 2 and said in result.output
     with server(right) as url:

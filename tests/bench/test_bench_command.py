@@ -1,7 +1,5 @@
 """``forerun bench`` on a model from a folder: what it measures, writes, refuses and keeps when a later round fails."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random
@@ -50,7 +48,7 @@ def bench(model: str, tmp_path: Path, *more: str, plot: bool = False) -> Result:
     return called(["-m", model, "--prompts-file", str(file), *few, *more], plot)
 
 
-def test_own_prompts_are_measured_on_any_model(model: str, tmp_path: Path) -> None:
+def test_own_prompts_are_measured_on_any_model(model, tmp_path):
     done = bench(model, tmp_path, "-d", "trie", "--json", plot=True)
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
@@ -64,29 +62,20 @@ def test_own_prompts_are_measured_on_any_model(model: str, tmp_path: Path) -> No
     assert (tmp_path / "out" / "speed.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_without_matplotlib_there_is_no_plot_and_turns_with_other_settings_are_not_gone_on_with(
-    model: str, tmp_path: Path
-) -> None:
+def test_without_matplotlib_there_is_no_plot_and_turns_with_other_settings_are_not_gone_on_with(model, tmp_path):
     assert bench(model, tmp_path, *SHORT).exit_code == 0
     assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".json", ".jsonl", ".md"]
     done = bench(model, tmp_path, *SHORT, "--cache-budget", "77", "--resume")
     assert done.exit_code == 2 and "cache_budget" in done.stderr and "give another --out" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (("-d", "triforce"), "drafter triforce needs a small model: --draft-model"),
-        (("-d", "magic"), "drafter is 'magic'"),
-        (("--skip", "forerun magic"), "--skip has 'forerun magic'"),
-        (("--prompts-file", "nowhere.jsonl"), "--prompts-file is nowhere.jsonl; there is no such file"),
-        (("-n", "9000"), "more than the model's 128 positions"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_what_is_wrong_is_named_before_any_work_and_leaves_a_journal(
-    model: str, tmp_path: Path, wrong: tuple[str, ...], message: str
-) -> None:
+@pytest.mark.parametrize(("wrong", "message"), [
+    (("-d", "triforce"), "drafter triforce needs a small model: --draft-model"),
+    (("-d", "magic"), "drafter is 'magic'"), (("--skip", "forerun magic"), "--skip has 'forerun magic'"),
+    (("--prompts-file", "nowhere.jsonl"), "--prompts-file is nowhere.jsonl; there is no such file"),
+    (("-n", "9000"), "more than the model's 128 positions"),
+], ids=lambda value: " ".join(value) if isinstance(value, tuple) else "")  # fmt: skip
+def test_what_is_wrong_is_named_before_any_work_and_leaves_a_journal(model, tmp_path, wrong, message):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "speed-turns.jsonl").write_text("hours of work")
     done = bench(model, tmp_path, *wrong)
@@ -94,9 +83,7 @@ def test_what_is_wrong_is_named_before_any_work_and_leaves_a_journal(
     assert (tmp_path / "out" / "speed-turns.jsonl").read_text() == "hours of work"
 
 
-def test_what_was_measured_is_kept_when_a_later_round_fails(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_measured_is_kept_when_a_later_round_fails(model, tmp_path, monkeypatch):
     run = Bench.run
 
     def fails_later(self: Bench, *arguments: Any) -> Iterator[list[Series]]:
@@ -112,9 +99,7 @@ def test_what_was_measured_is_kept_when_a_later_round_fails(
     assert [row["rounds"] for row in rows] == [1, 1, 1, 1]
 
 
-def test_a_report_that_cannot_be_written_is_said_in_one_line(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_that_cannot_be_written_is_said_in_one_line(model, tmp_path, monkeypatch):
     def full(*given: Any) -> Any:
         raise OSError("the disk is full")
 
@@ -123,9 +108,7 @@ def test_a_report_that_cannot_be_written_is_said_in_one_line(
     assert done.exit_code == 2 and "the disk is full" in done.stderr and "| forerun lookup |" in done.stdout
 
 
-def test_a_text_that_no_draft_may_change_ends_in_status_1(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_that_no_draft_may_change_ends_in_status_1(model, tmp_path, monkeypatch):
     monkeypatch.setattr("forerun.cli.bench.changed", lambda rows: ["forerun lookup"])
     done = bench(model, tmp_path, *SHORT)
     assert done.exit_code == 1
@@ -141,7 +124,7 @@ def never_slower(model: str, tmp_path: Path, *more: str, attempts: int = 1, plot
         return called([*given, *few, *more], plot)
 
 
-def test_never_slower_measures_every_cell_and_goes_on_from_its_journal(model: str, tmp_path: Path) -> None:
+def test_never_slower_measures_every_cell_and_goes_on_from_its_journal(model, tmp_path):
     cells = ["--batch", "1", "--batch", "2", "-t", "0.8", "-k", "random", "-k", "tasks", "--json"]
     done = never_slower(model, tmp_path, *cells, attempts=2)
     found = json.loads(done.stdout)
@@ -171,9 +154,7 @@ def undecoded(engine: Engine, drafters: Iterable[str], *given: Any) -> dict[str,
     return dict.fromkeys(drafters, run)
 
 
-def test_never_slower_reads_what_prompts_of_a_draw_begin_with_once(
-    model: str, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_never_slower_reads_what_prompts_of_a_draw_begin_with_once(model, tmp_path, text, monkeypatch):
     read, prefill = list[int](), Engine.prefill
 
     def counted(engine: Engine, tokens: Sequence[int], *more: Any, cache: FullCache | None = None) -> FullCache:
@@ -199,9 +180,7 @@ def test_never_slower_reads_what_prompts_of_a_draw_begin_with_once(
     assert read[6:] == [7, 7]  # the second draw's prompts are the first one's
 
 
-def test_prompts_leave_the_queries_that_sparse_caches_choose_by(
-    model: str, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_leave_the_queries_that_sparse_caches_choose_by(model, tmp_path, text, monkeypatch):
     sizes = list[set[int]]()
 
     def watched(engine: Engine, drafters: Any, prefilled: Sequence[Any], *more: Any) -> Any:
@@ -215,9 +194,7 @@ def test_prompts_leave_the_queries_that_sparse_caches_choose_by(
     assert sizes[4:] == [{39}] * 4  # those of 40 tokens, with which low-rank begins
 
 
-def test_a_draw_has_distinct_prompts_and_noise_and_every_run_s_text_is_compared(
-    model: str, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draw_has_distinct_prompts_and_noise_and_every_run_s_text_is_compared(model, tmp_path, text, monkeypatch):
     asked: list[tuple[list[int], int | None]] = []
     requests, run = Engine.requests, Engine.run
 
@@ -244,33 +221,28 @@ def test_a_draw_has_distinct_prompts_and_noise_and_every_run_s_text_is_compared(
     assert len({tuple(prompt) for prompt, _ in first}) == len({seed for _, seed in first}) == 5
 
 
-def test_never_slower_says_which_cells_it_leaves_out_and_why(model: str, tmp_path: Path) -> None:
+def test_never_slower_says_which_cells_it_leaves_out_and_why(model, tmp_path):
     done = never_slower(model, tmp_path, "--batch", "1", "-t", "0", "--context", "100000", "-k", "random", "--json")
     (why,) = json.loads(done.stdout)["left_out"].values()
     assert "positions" in why and "--yarn" in why
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--kind", "prose"], "'prose' is not one of 'tasks', 'novel'"),
-        (["--yarn", "1"], "--yarn is 1; it must be above 1"),
-        (["--text", "none.txt"], "'none.txt' does not exist"),
-        (["-d", "fast"], "drafter is 'fast'"),
-        (["-d", "none"], "drafter is none; name another one"),
-    ],
-)
-def test_never_slower_refuses_wrong_options(model: str, tmp_path: Path, options: list[str], message: str) -> None:
+@pytest.mark.parametrize(("options", "message"), [
+    (["--kind", "prose"], "'prose' is not one of 'tasks', 'novel'"),
+    (["--yarn", "1"], "--yarn is 1; it must be above 1"), (["--text", "none.txt"], "'none.txt' does not exist"),
+    (["-d", "fast"], "drafter is 'fast'"), (["-d", "none"], "drafter is none; name another one"),
+])  # fmt: skip
+def test_never_slower_refuses_wrong_options(model, tmp_path, options, message):
     done = never_slower(model, tmp_path, *options)
     assert done.exit_code == 2 and message in " ".join(done.stderr.replace("│", "").split())  # typer draws a box
 
 
-def test_options_before_the_name_of_a_command_below_are_refused() -> None:
+def test_options_before_the_name_of_a_command_below_are_refused():
     done = CliRunner().invoke(app, ["bench", "--rounds", "2", "never-slower"])
     assert done.exit_code == 2 and "give its options after its name" in done.stderr
 
 
-def test_a_cell_says_what_it_breaks() -> None:
+def test_a_cell_says_what_it_breaks():
     def run(auto: float, trie: float, texts: list[list[int]]) -> dict[str, dict[str, Any]]:
         seconds = {"none": 1.0, "auto": auto, "trie": trie}
         made = {

@@ -1,7 +1,5 @@
 """A busy machine is noticed, and no ratio is printed of what was timed on it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +19,7 @@ def series(contestant: str, others: float | None, task: str = "code") -> Series:
     ("base", "plain", "refused"),
     [(0.0, 0.0, []), (None, None, []), (0.0, BUSY + 0.1, [PLAIN]), (BUSY + 0.1, 0.0, [BASELINE, PLAIN])],
 )
-def test_a_ratio_is_refused_if_either_side_was_disturbed(
-    base: float | None, plain: float | None, refused: list[str]
-) -> None:
+def test_a_ratio_is_refused_if_either_side_was_disturbed(base, plain, refused):
     rows = report.summarise([series(BASELINE, base), series(PLAIN, plain)])
     assert [row["contestant"] for row in report.undisturbed(rows) if row["speed_up"] is None] == refused
     assert ("The machine was busy" in " ".join(report.warnings(rows))) == bool(refused)
@@ -31,7 +27,7 @@ def test_a_ratio_is_refused_if_either_side_was_disturbed(
     assert rows[0]["cores"] == 1.5 and rows[0]["others"] == base
 
 
-def test_own_work_is_not_the_others_and_a_child_s_is_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_work_is_not_the_others_and_a_child_s_is_own(tmp_path, monkeypatch):
     (tmp_path / "stat").write_text("cpu  100 0 0 1000 0 0 0 0 0 0\ncpu0 100 0 0 1000 0 0 0 0 0 0\n")
     monkeypatch.setattr(disturbance, "PROC", tmp_path)
     monkeypatch.setattr(disturbance.os, "cpu_count", lambda: 2)
@@ -49,15 +45,15 @@ def test_own_work_is_not_the_others_and_a_child_s_is_own(tmp_path: Path, monkeyp
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="there is no /proc here")
-def test_a_child_s_work_counts_as_own() -> None:
+def test_a_child_s_work_counts_as_own():
     before = disturbance._own_seconds()
     work = "import time\nwhile time.process_time() < 0.3: pass\nprint(1, flush=True)\ninput()"
     with subprocess.Popen([sys.executable, "-c", work], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None and child.stdout.readline()
+        assert child.stdout.readline()
         assert disturbance._own_seconds() - before > 0.25
         child.communicate(b"\n")
 
 
-def test_the_fastest_number_of_threads_is_that_of_the_best_turn() -> None:
+def test_the_fastest_number_of_threads_is_that_of_the_best_turn():
     times = iter([3.0, 2.0, 1.0, 2.0, 9.0, 2.0])
     assert fastest([2, 1], lambda _: next(times)) == 2

@@ -1,7 +1,5 @@
 """Contestants in interleaved rounds: medians, spread, equal texts, the journal and the report; no time is asserted."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path
@@ -34,7 +32,7 @@ def series() -> list[Series]:
     return found
 
 
-def test_every_contestant_gives_the_baseline_s_text(series: list[Series]) -> None:
+def test_every_contestant_gives_the_baseline_s_text(series):
     rows = report.summarise(series)
     assert {row["contestant"] for row in rows} == {
         BASELINE,
@@ -54,7 +52,7 @@ def test_every_contestant_gives_the_baseline_s_text(series: list[Series]) -> Non
     assert by_name["forerun trie, warm"]["tokens_per_step"] > 1  # it has seen these very answers
 
 
-def test_a_text_that_differs_from_plain_forerun_is_counted_apart_from_transformers() -> None:
+def test_a_text_that_differs_from_plain_forerun_is_counted_apart_from_transformers():
     def one(name: str, text: list[int]) -> Series:
         return Series(name, "t", [[Run([text], 1.0, 1)]])
 
@@ -65,9 +63,7 @@ def test_a_text_that_differs_from_plain_forerun_is_counted_apart_from_transforme
     assert "| forerun x | - | 2.00 | 0 % | 100 % |" in report.equality_table(rows)
 
 
-def test_few_rounds_are_said_to_rank_nothing_and_the_spread_is_shown(
-    series: list[Series], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_rounds_are_said_to_rank_nothing_and_the_spread_is_shown(series, monkeypatch):
     monkeypatch.setattr(report, "BUSY", 2.0)  # the tests' machine may be busy
     text = report.BenchResult(report.summarise(series), {}).markdown
     assert "Fewer than 5 rounds: ranks may be noise." in text
@@ -76,7 +72,7 @@ def test_few_rounds_are_said_to_rank_nothing_and_the_spread_is_shown(
     assert "noise" not in report.BenchResult(report.summarise(five), {}).markdown
 
 
-def test_contestants_are_left_out_by_name() -> None:
+def test_contestants_are_left_out_by_name():
     prompts = PromptSet("copy", PROMPTS[:1], [], 2)
     *_, some = Bench(tiny("llama"), ["none"], skip=["transformers prompt lookup"]).run(prompts, 1)
     assert [each.contestant for each in some] == [BASELINE, PLAIN]
@@ -85,7 +81,7 @@ def test_contestants_are_left_out_by_name() -> None:
             Bench(tiny("llama"), ["none"], skip=[name]).check_skip([prompts])
 
 
-def test_what_transformers_refuses_with_these_models_is_left_out_with_the_reason() -> None:
+def test_what_transformers_refuses_with_these_models_is_left_out_with_the_reason():
     prompts = PromptSet("copy", PROMPTS[:1], [], 2)
     hybrid = Bench(build(*HYBRIDS["qwen3_5"], seed=1), ["none"])
     *_, some = hybrid.run(prompts, 1)
@@ -99,7 +95,7 @@ def test_what_transformers_refuses_with_these_models_is_left_out_with_the_reason
     assert pair.refused == {"transformers assisted": "transformers wants equal vocabularies, and these have 48 and 40"}
 
 
-def test_a_contestant_that_cannot_be_built_or_run_is_named() -> None:
+def test_a_contestant_that_cannot_be_built_or_run_is_named():
     with pytest.raises(ValueError, match="contestant triforce: this drafter needs a small model"):
         Bench(tiny("llama"), ["none", "triforce"])
 
@@ -110,7 +106,7 @@ def test_a_contestant_that_cannot_be_built_or_run_is_named() -> None:
         measured({"bad": Contestant(fails)}, "t", [[[1]]], 4, 1)
 
 
-def test_speed_is_the_median_and_spread_the_extremes() -> None:
+def test_speed_is_the_median_and_spread_the_extremes():
     runs = [[Run([[1] * 10], seconds, 5) for seconds in (1.0, 2.0, 4.0)]]
     one = Series("x", "t", runs)
     assert one.tokens_per_second == 5
@@ -118,7 +114,7 @@ def test_speed_is_the_median_and_spread_the_extremes() -> None:
     assert one.tokens_per_step == 2
 
 
-def test_texts_of_every_round_are_compared_and_counted() -> None:
+def test_texts_of_every_round_are_compared_and_counted():
     def series(*texts: list[int]) -> Series:
         return Series("x", "t", [[Run([text], 2.0, 1) for text in texts]])
 
@@ -126,7 +122,7 @@ def test_texts_of_every_round_are_compared_and_counted() -> None:
     assert series([1], [1, 2, 3, 4], [1, 2, 3, 4]).tokens_per_second == 2
 
 
-def test_a_token_a_minute_is_a_figure_too() -> None:
+def test_a_token_a_minute_is_a_figure_too():
     """As behind a long prompt on a CPU, whose reading counts."""
 
     def slow(name: str, task: str) -> Series:
@@ -138,7 +134,7 @@ def test_a_token_a_minute_is_a_figure_too() -> None:
 
 
 @torch.inference_mode()
-def test_a_warm_drafter_is_copied_without_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_drafter_is_copied_without_the_model(monkeypatch):
     """In float32 that is a program, which cannot be copied."""
     model = tiny("llama", torch.float32)
     bench = Bench(model, ["trie"])
@@ -150,7 +146,7 @@ def test_a_warm_drafter_is_copied_without_the_model(monkeypatch: pytest.MonkeyPa
     assert report.summarise(series) and warm is not trie_of(bench.engine.level)
 
 
-def test_a_bench_that_was_ended_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_bench_that_was_ended_goes_on_where_it_was(tmp_path):
     """Turns that were measured are not run again, and a turn that lacks a contestant is run anew, whole."""
     runs: list[str] = []
 
@@ -180,7 +176,7 @@ def test_a_bench_that_was_ended_goes_on_where_it_was(tmp_path: Path) -> None:
     assert len(runs) == 22 + 2 + 4  # other texts
 
 
-def test_a_journal_of_something_else_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_a_journal_of_something_else_is_not_gone_on_with(tmp_path):
     path = tmp_path / "turns.jsonl"
     journal = Journal(path, {"dtype": "float32"})
     journal.add(TurnKey.of("t", 0, [[1]], 4), {"a": {"seconds": 1.0}})
@@ -192,7 +188,7 @@ def test_a_journal_of_something_else_is_not_gone_on_with(tmp_path: Path) -> None
         Journal(path, {}, resume=True)
 
 
-def test_a_journal_tells_warm_prompts_devices_and_sources_apart(tmp_path: Path) -> None:
+def test_a_journal_tells_warm_prompts_devices_and_sources_apart(tmp_path):
     path = tmp_path / "turns.jsonl"
     bench = Bench(tiny("llama"), ["trie"])
     for seen, lines in ((PROMPTS[1:2], 2), (PROMPTS[1:2], 2), (PROMPTS[2:3], 3)):
@@ -200,7 +196,7 @@ def test_a_journal_tells_warm_prompts_devices_and_sources_apart(tmp_path: Path) 
         assert len(path.read_text().splitlines()) == lines
 
 
-def test_a_bench_is_about_a_device_sources_and_the_model_s_files(tmp_path: Path) -> None:
+def test_a_bench_is_about_a_device_sources_and_the_model_s_files(tmp_path):
     this = about("bundled", "float32", "cpu")
     assert about("bundled", "float32", "cpu") == this and len(this["sources"]) == 16
     (tmp_path / "more.py").write_text("")
@@ -216,9 +212,7 @@ def test_a_bench_is_about_a_device_sources_and_the_model_s_files(tmp_path: Path)
         assert sum(other[name] != value for name, value in one.items()) == 1
 
 
-def test_a_report_that_is_not_written_to_its_end_leaves_the_old_one(
-    series: list[Series], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_that_is_not_written_to_its_end_leaves_the_old_one(series, tmp_path, monkeypatch):
     (path, *_) = report.write(report.BenchResult(report.summarise(series), {"rounds": 2}), tmp_path, "speed")
     old, write = path.read_text(), Path.write_text
 
@@ -232,14 +226,14 @@ def test_a_report_that_is_not_written_to_its_end_leaves_the_old_one(
     assert path.read_text() == old
 
 
-def test_a_report_is_written_in_three_forms(series: list[Series], tmp_path: Path) -> None:
+def test_a_report_is_written_in_three_forms(series, tmp_path):
     paths = report.write(report.BenchResult(report.summarise(series), {"rounds": 2}), tmp_path / "new", "speed")
     assert json.loads(paths[0].read_text())["rows"][0]["contestant"] == BASELINE
     assert "| forerun trie, warm |" in paths[1].read_text()
     assert paths[2].read_bytes()[:4] == b"\x89PNG"
 
 
-def test_the_mean_over_tasks_is_geometric_and_of_those_who_were_in_all_of_them() -> None:
+def test_the_mean_over_tasks_is_geometric_and_of_those_who_were_in_all_of_them():
     def row(task: str, contestant: str, speed_up: float, passes: float | None) -> report.Row:
         return {"task": task, "contestant": contestant, "speed_up": speed_up, "tokens_per_second": speed_up * 10,
                 "tokens_per_step": passes}  # fmt: skip

@@ -1,7 +1,5 @@
 """The command line: what it prints where, how it ends, and that its help is quick."""
 
-from __future__ import annotations
-
 import gc
 import io
 import json
@@ -12,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +24,7 @@ from typer.testing import CliRunner, Result
 import forerun
 import forerun.engine.step
 from forerun.cli import app, demo, terminal
+from forerun.cli import compile as command
 from forerun.cli.terminal import printable
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
@@ -79,17 +77,17 @@ def start(*arguments: object, **more: Any) -> Iterator[subprocess.Popen[bytes]]:
 # --- help and errors
 
 
-def test_long_work_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_work_shows_how_far_it_is(monkeypatch):
     monkeypatch.setattr(terminal, "PATIENCE", 0.0)
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
     with terminal.working(console, "loading m.gguf") as progress:
         time.sleep(0.05)
         progress(12, 290)
         time.sleep(0.3)
-    assert "loading m.gguf: 12 of 290" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "loading m.gguf: 12 of 290" in console.file.getvalue()
 
 
-def test_help_loads_neither_torch_nor_transformers_nor_numba() -> None:
+def test_help_loads_neither_torch_nor_transformers_nor_numba():
     program = (
         "import sys\nfrom forerun.cli import app\napp(['generate', '--help'], standalone_mode=False)\n"
         "heavy = {'torch', 'transformers', 'numba', 'numpy', 'tokenizers'} & set(sys.modules)\n"
@@ -100,20 +98,12 @@ def test_help_loads_neither_torch_nor_transformers_nor_numba() -> None:
     assert "--max-new-tokens" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("command", "status"),
-    [
-        ("cli.app = lambda: sys.exit(3)", 3),
-        ("cli.app = lambda: sys.exit()", 0),
-        ("cli.app = lambda: sys.exit('wrong')", 1),
-        ("cli.app = lambda: 1 / 0", 1),
-        ("sys.argv = ['forerun', '--version']", 0),
-        ("sys.argv = ['forerun', 'generate']", 2),
-    ],
-)
-def test_a_command_ends_with_its_status_after_exit_handlers_and_before_modules_are_torn_down(
-    command: str, status: int
-) -> None:
+@pytest.mark.parametrize(("command", "status"), [
+    ("cli.app = lambda: sys.exit(3)", 3), ("cli.app = lambda: sys.exit()", 0),
+    ("cli.app = lambda: sys.exit('wrong')", 1), ("cli.app = lambda: 1 / 0", 1),
+    ("sys.argv = ['forerun', '--version']", 0), ("sys.argv = ['forerun', 'generate']", 2),
+])  # fmt: skip
+def test_a_command_ends_with_its_status_after_exit_handlers_and_before_modules_are_torn_down(command, status):
     program = (
         "import atexit, sys\nimport forerun.cli as cli\n"
         "class Module:\n    def __del__(self):\n        print('torn down')\n"
@@ -126,7 +116,8 @@ def test_a_command_ends_with_its_status_after_exit_handlers_and_before_modules_a
     assert ("ZeroDivisionError" in done.stderr) == ("1 / 0" in command)
 
 
-def test_the_code_of_heads_is_loaded_only_with_a_head() -> None:
+@pytest.mark.matrix
+def test_the_code_of_heads_is_loaded_only_with_a_head():
     program = (
         "import sys\nimport forerun.cli.generate\n"
         "sys.exit('forerun.models.heads.loading' in sys.modules or 'forerun.models.heads.dflash' in sys.modules)"
@@ -134,31 +125,27 @@ def test_the_code_of_heads_is_loaded_only_with_a_head() -> None:
     assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0
 
 
-def test_version() -> None:
+def test_version():
     assert call("--version").stdout == f"forerun {forerun.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "give either --prompt or --prompt-file"),
-        (("-p", ""), "--prompt is empty"),
-        (("-p", "a", "--drafter", "magic"), "drafter is 'magic'; known are none,"),
-        (("-p", "a", "--top-k", "5", "--seed", "1"), "--top-k, --seed has no effect at temperature 0"),
-        (("-p", "a", "-t", "inf"), "--temperature is inf; it must be a finite number"),
-        (("-p", "a", "--repetition-penalty", "0"), "--repetition-penalty is 0; it must be above 0"),
-        (("-p", "a", "-d", "triforce"), "drafter triforce needs a small model: --draft-model"),
-        (("-p", "a", "-d", "head"), "drafter head needs --draft-model"),
-        (("-p", "a", "--kv-host-memory", "1GB"), "--kv-host-memory is for what does not fit on the device; add"),
-        (("-p", "a", "--kv-memory", "1GB", "--kv-folder", "no"), "--kv-folder is no; there is no such folder"),
-        (("-p", "a" * 9000, "-n", "9000"), "exceed the model's 2048 positions"),
-        (("-f", "nowhere.txt"), "nowhere.txt: No such file or directory"),
-        (("-p", "a", "--prediction", "nowhere.txt"), "nowhere.txt: No such file or directory"),
-        (("-p", "a", "-d", "lookup", "--trie-file", "t"), "--trie-file needs a trie drafter"),
-        (("-p", "a", "--trie-file", "no/t"), "there is no folder no"),
-    ],
-)
-def test_an_error_of_the_user_is_one_line_and_status_2(model: str, arguments: tuple[str, ...], message: str) -> None:
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((), "give either --prompt or --prompt-file"), (("-p", ""), "--prompt is empty"),
+    (("-p", "a", "--drafter", "magic"), "drafter is 'magic'; known are none,"),
+    (("-p", "a", "--top-k", "5", "--seed", "1"), "--top-k, --seed has no effect at temperature 0"),
+    (("-p", "a", "-t", "inf"), "--temperature is inf; it must be a finite number"),
+    (("-p", "a", "--repetition-penalty", "0"), "--repetition-penalty is 0; it must be above 0"),
+    (("-p", "a", "-d", "triforce"), "drafter triforce needs a small model: --draft-model"),
+    (("-p", "a", "-d", "head"), "drafter head needs --draft-model"),
+    (("-p", "a", "--kv-host-memory", "1GB"), "--kv-host-memory is for what does not fit on the device; add"),
+    (("-p", "a", "--kv-memory", "1GB", "--kv-folder", "no"), "--kv-folder is no; there is no such folder"),
+    (("-p", "a" * 9000, "-n", "9000"), "exceed the model's 2048 positions"),
+    (("-f", "nowhere.txt"), "nowhere.txt: No such file or directory"),
+    (("-p", "a", "--prediction", "nowhere.txt"), "nowhere.txt: No such file or directory"),
+    (("-p", "a", "-d", "lookup", "--trie-file", "t"), "--trie-file needs a trie drafter"),
+    (("-p", "a", "--trie-file", "no/t"), "there is no folder no"),
+])  # fmt: skip
+def test_an_error_of_the_user_is_one_line_and_status_2(model, arguments, message):
     result = generate(model, *arguments)
     assert result.exit_code == 2
     assert result.stdout == ""
@@ -167,7 +154,7 @@ def test_an_error_of_the_user_is_one_line_and_status_2(model: str, arguments: tu
     assert result.stderr.count("\n") == 1
 
 
-def test_a_missing_model_is_an_error_and_debug_raises_it() -> None:
+def test_a_missing_model_is_an_error_and_debug_raises_it():
     result = call("generate", "-m", "./nowhere", "-p", "a")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "there is no folder ./nowhere" in result.stderr
@@ -177,7 +164,7 @@ def test_a_missing_model_is_an_error_and_debug_raises_it() -> None:
 # --- generate
 
 
-def test_the_text_is_the_models_own_and_json_tells_all_about_it(model: str) -> None:
+def test_the_text_is_the_models_own_and_json_tells_all_about_it(model):
     decoder, tokenizer = load(model, "float64", device="cpu")
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
     expected = decoder.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :].tolist()
@@ -190,20 +177,20 @@ def test_the_text_is_the_models_own_and_json_tells_all_about_it(model: str) -> N
     assert generate(model, "-p", PROMPT, "-d", "none").stdout == report["text"] + "\n"
 
 
-def test_the_collector_does_not_look_at_what_a_command_has_loaded(model: str) -> None:
+def test_the_collector_does_not_look_at_what_a_command_has_loaded(model):
     before = gc.get_freeze_count()
     generate(model, "-p", PROMPT, n=1)
     assert gc.get_freeze_count() > before
 
 
-def test_stats_go_to_stderr(model: str) -> None:
+def test_stats_go_to_stderr(model):
     result = generate(model, "-p", PROMPT, "--stats")
     assert "tokens per step" in result.stderr and "loading" in result.stderr
     assert "tokens" not in result.stdout
     assert generate(model, "-p", PROMPT).stderr == ""
 
 
-def test_a_seed_gives_the_same_sample_with_any_drafter(model: str) -> None:
+def test_a_seed_gives_the_same_sample_with_any_drafter(model):
     sampled = [as_json(generate(model, "-p", PROMPT, "-t", "0.9", "--json", *more)) for more in ((), ("--top-k", 20))]
     assert all(isinstance(report["seed"], int) for report in sampled)
     for drafter in ("none", "lookup"):
@@ -211,7 +198,7 @@ def test_a_seed_gives_the_same_sample_with_any_drafter(model: str) -> None:
         assert again["token_ids"] == sampled[0]["token_ids"]
 
 
-def test_stop_strings_end_the_text(model: str) -> None:
+def test_stop_strings_end_the_text(model):
     text = as_json(generate(model, "-p", PROMPT, "--json"))["text"]
     stop = next(character for character in text[5:] if character.isprintable() and character != "\ufffd")
     report = as_json(generate(model, "-p", PROMPT, "--stop", stop, "--json"))
@@ -222,7 +209,7 @@ def test_stop_strings_end_the_text(model: str) -> None:
     assert stop not in tokenizer.decode(report["token_ids"][:-1])
 
 
-def test_prompts_come_from_files_and_stdin_without_their_last_line_break(model: str, tmp_path: Path) -> None:
+def test_prompts_come_from_files_and_stdin_without_their_last_line_break(model, tmp_path):
     expected = generate(model, "-p", PROMPT).stdout
     (tmp_path / "prompt").write_text(PROMPT + "\n")
     assert generate(model, "-f", tmp_path / "prompt").stdout == expected
@@ -231,7 +218,7 @@ def test_prompts_come_from_files_and_stdin_without_their_last_line_break(model: 
     assert "is not UTF-8" in generate(model, "-f", tmp_path / "prompt").stderr
 
 
-def test_a_trie_file_is_kept_from_one_run_to_the_next_and_drafts_are_coloured(model: str, tmp_path: Path) -> None:
+def test_a_trie_file_is_kept_from_one_run_to_the_next_and_drafts_are_coloured(model, tmp_path):
     trie = ("--trie-file", tmp_path / "trie")
     first = as_json(generate(model, "-p", PROMPT, "--json", *trie))
     second = as_json(generate(model, "-p", PROMPT, "--json", *trie))
@@ -245,7 +232,7 @@ def test_a_trie_file_is_kept_from_one_run_to_the_next_and_drafts_are_coloured(mo
         assert plain.stdout == first["text"] + "\n"
 
 
-def test_texts_to_draft_from_join_those_of_a_trie_file(model: str, tmp_path: Path) -> None:
+def test_texts_to_draft_from_join_those_of_a_trie_file(model, tmp_path):
     trie, known = ("--trie-file", tmp_path / "trie"), tmp_path / "known.txt"
     cold = as_json(generate(model, "-p", PROMPT, "--json", *trie, "--namespace", "other"))
     known.write_text(PROMPT + cold["text"])
@@ -260,7 +247,7 @@ def test_texts_to_draft_from_join_those_of_a_trie_file(model: str, tmp_path: Pat
     assert [each.tolist() for each in texts["default"]] == [known_ids, cold["token_ids"]]
 
 
-def test_ctrl_c_keeps_what_was_generated(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_keeps_what_was_generated(model, monkeypatch):
     run = Engine.run
 
     def interrupted(self: Engine, requests: Any, on_prefill: Any = None) -> Iterator[Commit]:
@@ -280,11 +267,10 @@ def test_ctrl_c_keeps_what_was_generated(model: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.matrix
-def test_a_process_ends_with_130_on_sigint_and_shows_its_stats(model: str) -> None:
+def test_a_process_ends_with_130_on_sigint_and_shows_its_stats(model):
     with start(
         "generate", "-m", model, "--dtype", "float32", "-p", PROMPT, "-n", 2000, "-d", "none", "--stats"
     ) as process:
-        assert process.stdout is not None
         first = process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         rest, errors = process.communicate(timeout=60)
@@ -295,15 +281,12 @@ def test_a_process_ends_with_130_on_sigint_and_shows_its_stats(model: str) -> No
 
 
 @pytest.mark.matrix
-def test_a_reader_that_goes_away_ends_it_quietly(model: str) -> None:
+def test_a_reader_that_goes_away_ends_it_quietly(model):
     with start("generate", "-m", model, "--dtype", "float32", "-f", "-", "-n", 2000, stdin=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
         process.stdin.write(PROMPT.encode())
         process.stdin.close()
         process.stdout.read(1)
         process.stdout.close()
-        assert process.stderr is not None
         errors = process.stderr.read()
         process.stderr.close()
         assert process.wait(timeout=60) == 141
@@ -319,7 +302,7 @@ def pieces(tokenizer: PreTrainedTokenizerFast, prompt: list[int], tokens: list[i
     return shown + [piece.text for piece in detokenizer.flush()]
 
 
-def test_a_run_of_bytes_is_decoded_as_a_whole_wherever_the_text_begins() -> None:
+def test_a_run_of_bytes_is_decoded_as_a_whole_wherever_the_text_begins():
     vocabulary = {"<unk>": 0, "a": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
     backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
@@ -328,7 +311,7 @@ def test_a_run_of_bytes_is_decoded_as_a_whole_wherever_the_text_begins() -> None
     assert "".join(pieces(tokenizer, [1, *character * 3], [*character, 1])) == "\u0f00a"
 
 
-def test_characters_of_several_tokens_come_whole() -> None:
+def test_characters_of_several_tokens_come_whole():
     tokenizer, text = small_tokenizer(), "naïve 中文 🎉 again"
     tokens = tokenizer(text)["input_ids"]
     shown = pieces(tokenizer, tokenizer("the")["input_ids"], tokens)
@@ -338,7 +321,7 @@ def test_characters_of_several_tokens_come_whole() -> None:
     assert pieces(tokenizer, tokens[:1], tokenizer("🎉")["input_ids"][:2])[-1] == "\ufffd"  # cut off inside
 
 
-def test_the_space_before_the_first_word_is_kept() -> None:
+def test_the_space_before_the_first_word_is_kept():
     inner = Tokenizer(models.WordLevel({"<unk>": 0, "▁good": 1, "▁morning": 2, "s": 3}, "<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Metaspace()
     inner.decoder = decoders.Metaspace()
@@ -346,7 +329,7 @@ def test_the_space_before_the_first_word_is_kept() -> None:
     assert pieces(tokenizer, [1], [2, 3]) == [" morning", "s"]
 
 
-def test_a_piece_is_drafted_if_all_of_its_tokens_were() -> None:
+def test_a_piece_is_drafted_if_all_of_its_tokens_were():
     tokenizer = small_tokenizer()
     detokenizer = Detokenizer(tokenizer, tokenizer("the")["input_ids"])
     tokens = tokenizer("é")["input_ids"]
@@ -356,7 +339,7 @@ def test_a_piece_is_drafted_if_all_of_its_tokens_were() -> None:
     assert [(piece.text, piece.drafted) for piece in shown] == [("é", False), ("é", True)]
 
 
-def test_generated_text_cannot_control_the_terminal() -> None:
+def test_generated_text_cannot_control_the_terminal():
     assert printable("a\x1b]0;title\x07b\tc\n") == "a\ufffd]0;title\ufffdb\tc\n"
 
 
@@ -375,7 +358,7 @@ def audit(model: str, *arguments: object) -> Result:
     return call("audit", "-m", model, "--device", "cpu", "-n", 12, *arguments)
 
 
-def test_an_audit_passes_and_says_in_which_dtype(model: str) -> None:
+def test_an_audit_passes_and_says_in_which_dtype(model):
     result = audit(model, "-p", PROMPT, "-d", "trie", "-d", "lookup")
     assert result.exit_code == 0, result.output
     assert "audit in float64" in result.stdout
@@ -384,7 +367,7 @@ def test_an_audit_passes_and_says_in_which_dtype(model: str) -> None:
     assert "--prompt" in call("audit", "-m", model).stderr
 
 
-def test_an_audit_in_which_a_drafter_never_drafted_fails_and_its_table_is_whole(model: str) -> None:
+def test_an_audit_in_which_a_drafter_never_drafted_fails_and_its_table_is_whole(model):
     result = audit(model, "-p", PROMPT, "-d", "lookup", "-n", 1, "--seeds", 0)
     assert result.exit_code == 1, result.output
     assert "texts had no draft" in result.stdout
@@ -393,7 +376,7 @@ def test_an_audit_in_which_a_drafter_never_drafted_fails_and_its_table_is_whole(
         assert column in result.stdout
 
 
-def test_an_audit_fails_when_verification_is_broken(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_audit_fails_when_verification_is_broken(model, monkeypatch):
     monkeypatch.setattr(forerun.decoding.level, "verify", gullible)
     broken = ("-p", "again again again again", "-d", "lookup", "-n", 24, "--seeds", 0)
     result = audit(model, *broken, "--json")
@@ -409,7 +392,7 @@ def test_an_audit_fails_when_verification_is_broken(model: str, monkeypatch: pyt
     assert "texts differ" in table.stdout
 
 
-def test_an_audit_with_a_small_model_names_it_in_json(model: str) -> None:
+def test_an_audit_with_a_small_model_names_it_in_json(model):
     small = ("-d", "triforce", "--draft-model", model, "--seeds", 0, "--json")
     plan = as_json(audit(model, "-p", PROMPT, *small))["plan"]
     assert plan["settings"]["draft_model"] == model and plan["drafters"] == ["triforce"]
@@ -426,7 +409,7 @@ def small_demo(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_demo")
-def test_a_demo_shows_both_and_checks_that_they_are_equal() -> None:
+def test_a_demo_shows_both_and_checks_that_they_are_equal():
     result = call("demo", "--repeats", 2, "--warm")
     assert result.exit_code == 0, result.output
     for expected in ("An answer", "plain:", "auto:", "same text, token for token", "speed-up", "all"):
@@ -440,7 +423,7 @@ def test_a_demo_shows_both_and_checks_that_they_are_equal() -> None:
 
 
 @pytest.mark.usefixtures("small_demo")
-def test_a_warm_trie_needs_fewer_steps_and_json_has_both() -> None:
+def test_a_warm_trie_needs_fewer_steps_and_json_has_both():
     cold, warm = (as_json(call("demo", "--repeats", 2, "--json", *more)) for more in ((), ("--warm",)))
     assert [prompt["kind"] for prompt in cold["prompts"]] == ["rag", "code"]
     assert cold["equal"]
@@ -449,7 +432,7 @@ def test_a_warm_trie_needs_fewer_steps_and_json_has_both() -> None:
 
 
 @pytest.mark.usefixtures("small_demo")
-def test_a_demo_whose_texts_differ_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_demo_whose_texts_differ_fails(monkeypatch):
     def wrong(self: TrieSource, rows: Any, limits: Any) -> list[DraftTree]:
         return [DraftTree.chain([1][: row.request.max_draft_depth]) for row in rows]
 
@@ -460,7 +443,7 @@ def test_a_demo_whose_texts_differ_fails(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "the texts differ" in result.stdout
 
 
-def test_the_bundled_demo_runs() -> None:
+def test_the_bundled_demo_runs():
     try:
         bundled("target")
     except FileNotFoundError as error:
@@ -471,7 +454,7 @@ def test_the_bundled_demo_runs() -> None:
     assert as_json(result)["equal"]
 
 
-def test_generate_keeps_long_prompts_and_a_wrong_size_is_refused(tmp_path: Path) -> None:
+def test_generate_keeps_long_prompts_and_a_wrong_size_is_refused(tmp_path):
     text, folder = "The same words again. " * 300, tmp_path / "kept"
     asked = ("generate", "--kv-store", folder, "--kv-store-limit", "1GiB", "-n", 4, "--json", "--prompt")
     first, second = (as_json(call(*asked, text)) for _ in range(2))
@@ -483,7 +466,23 @@ def test_generate_keeps_long_prompts_and_a_wrong_size_is_refused(tmp_path: Path)
     assert "add --kv-store" in call("generate", "--kv-store-limit", "1GB", "--prompt", "a").stderr
 
 
-def test_a_shell_completes_commands_and_options() -> None:
+def test_a_shell_completes_commands_and_options():
     env = {"_FORERUN_COMPLETE": "complete_bash", "COMP_WORDS": "forerun ge", "COMP_CWORD": "1"}
     assert "generate" in CliRunner().invoke(app, [], env=env, prog_name="forerun").output
     assert "--install-completion" in call("--help").output
+
+
+class FakeCompilation:
+    waited = 0
+
+    def wait(self, progress: object) -> None:
+        type(self).waited += 1
+
+
+def test_it_compiles_a_models_passes_and_waits_for_the_trie(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "compiled_before", lambda: False)
+    monkeypatch.setattr(command, "Compilation", FakeCompilation)
+    result = CliRunner().invoke(app, ["compile", "-m", str(save_model(tmp_path / "model"))])
+    assert result.exit_code == 0, result.output
+    assert "compiled in" in result.stderr and FakeCompilation.waited == 1
+    assert CliRunner().invoke(app, ["compile", "-m", str(tmp_path / "none")]).exit_code == 2

@@ -1,7 +1,5 @@
 """Arrays that compiled code finds by an address."""
 
-from __future__ import annotations
-
 import copy
 from typing import NamedTuple
 
@@ -28,7 +26,7 @@ class Outer(NamedTuple):
     last: npt.NDArray[np.uint64]
 
     @classmethod
-    def of(cls, rows: int, start: int = 0) -> Outer:
+    def of(cls, rows: int, start: int = 0) -> "Outer":
         table = np.arange(start, start + rows * 3, dtype=np.int32).reshape(rows, 3)
         inner = Inner(np.arange(rows, dtype=np.float32) / 2, np.arange(rows * 8, dtype=np.int64).reshape(rows, 2, 4))
         return cls(table, inner, np.full(rows, 2**63, np.uint64))
@@ -46,7 +44,7 @@ def total(address: int) -> float:
     return float(result)
 
 
-def test_compiled_code_reads_and_writes_arrays_by_address() -> None:
+def test_compiled_code_reads_and_writes_arrays_by_address():
     handles: ArrayHandles[Outer] = ArrayHandles()
     for arrays in (Outer.of(4), Outer.of(9, start=5)):  # others, of other sizes, take the place of the first
         expected = sum(float(a.sum()) for a in (arrays.table, *arrays.inner, arrays.last))
@@ -55,13 +53,13 @@ def test_compiled_code_reads_and_writes_arrays_by_address() -> None:
         assert all(not array.ravel()[-1] and array.ravel()[-2] for array in ends)
 
 
-def test_arrays_are_laid_out_once() -> None:
+def test_arrays_are_laid_out_once():
     handles: ArrayHandles[Outer] = ArrayHandles()
     arrays = Outer.of(2)
     assert handles.at(arrays) == handles.at(arrays)
 
 
-def test_a_copy_s_address_is_that_of_the_copied_arrays() -> None:
+def test_a_copy_s_address_is_that_of_the_copied_arrays():
     """Copied with what it holds, a handles would go on writing to the original's arrays, or to freed memory."""
     handles: ArrayHandles[Outer] = ArrayHandles()
     arrays = Outer.of(4)
@@ -72,7 +70,7 @@ def test_a_copy_s_address_is_that_of_the_copied_arrays() -> None:
 
 
 @pytest.mark.parametrize("kind", ["apart", "frozen"])
-def test_arrays_that_compiled_code_would_misread_are_refused(kind: str) -> None:
+def test_arrays_that_compiled_code_would_misread_are_refused(kind):
     arrays = Outer.of(4)
     if kind == "apart":
         arrays = arrays._replace(table=arrays.table[:, :2])

@@ -1,19 +1,20 @@
 """Kept machine code is used again, until a file changes that it may come from."""
 
-from __future__ import annotations
-
+import logging
 import os
 import shutil
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 from support.processes import fork
 
-from forerun.core import called_code, compiling, kept_code
+from forerun.core import called_code, compile_notice, compiling, kept_code
+from forerun.core.compile_notice import MESSAGE, CompileNotice
 from forerun.core.compiling import COMPILES, compiled, sources, stamp_of
 from forerun.core.kept_code import MachineCodeFile
 
@@ -39,13 +40,9 @@ def package(tmp_path: Path) -> Path:
     """A package of the same name: compiled code in two parts, and a constant in a subfolder of a third."""
     root = tmp_path / "forerun"
     files = {
-        "__init__.py": "",
-        "low/deep/constant.py": CONSTANT,
-        "middle/inner.py": INNER,
-        "high/outer.py": OUTER,
-        "top.py": "from forerun.high.outer import outer\n",
-        "all/everything.py": "import forerun\n",
-    }
+        "__init__.py": "", "low/deep/constant.py": CONSTANT, "middle/inner.py": INNER, "high/outer.py": OUTER,
+        "top.py": "from forerun.high.outer import outer\n", "all/everything.py": "import forerun\n",
+    }  # fmt: skip
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -65,7 +62,7 @@ def changed(package: Path, before: dict[str, str]) -> set[str]:
     return {part for part, stamp in stamps(package).items() if stamp != before[part]}
 
 
-def test_a_stamp_changes_with_what_the_part_imports_and_with_nothing_above_it(package: Path) -> None:
+def test_a_stamp_changes_with_what_the_part_imports_and_with_nothing_above_it(package):
     before = stamps(package)
     assert len(set(before.values())) == len(before)
     assert not changed(package, before)
@@ -82,7 +79,7 @@ def test_a_stamp_changes_with_what_the_part_imports_and_with_nothing_above_it(pa
     assert changed(package, before) == {"middle", "high", "all"}  # nothing leads from "top" to it any more
 
 
-def test_a_stamp_changes_with_the_libraries_that_write_the_code(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stamp_changes_with_the_libraries_that_write_the_code(package, monkeypatch):
     before = stamps(package)
     monkeypatch.setattr("llvmlite.__version__", "0")
     assert changed(package, before) == set(before)
@@ -91,7 +88,7 @@ def test_a_stamp_changes_with_the_libraries_that_write_the_code(package: Path, m
     assert changed(package, before) == set(before)
 
 
-def test_a_folder_without_sources_has_no_digest(tmp_path: Path) -> None:
+def test_a_folder_without_sources_has_no_digest(tmp_path):
     with pytest.raises(ValueError, match="no Python files"):
         sources(tmp_path)
 
@@ -122,7 +119,7 @@ def run(script: str, path: Path) -> str:
     return file.read_text()
 
 
-def test_compiled_code_has_a_new_value_after_another_parts_file_changed(package: Path) -> None:
+def test_compiled_code_has_a_new_value_after_another_parts_file_changed(package):
     """By a constant and by a function, and else the code of an earlier process is used."""
     assert [run(SCRIPT, package.parent) for _ in range(2)] == ["20 0\n", "20 1\n"]
     (package / "low/deep/constant.py").write_text("SCALE = 11\n")
@@ -134,7 +131,7 @@ def test_compiled_code_has_a_new_value_after_another_parts_file_changed(package:
 
 
 @pytest.mark.skipif(not COMPILES, reason="nothing is compiled")
-def test_only_what_python_calls_is_compiled_for_python() -> None:
+def test_only_what_python_calls_is_compiled_for_python():
     @compiled
     def twice(x: int) -> int:
         return 2 * x
@@ -159,7 +156,7 @@ def first(row):
 """
 
 
-def test_code_for_a_class_that_was_renamed_is_compiled_anew(package: Path) -> None:
+def test_code_for_a_class_that_was_renamed_is_compiled_anew(package):
     row, user = package / "low/row.py", package / "high/first.py"
     row.write_text(ROW)
     user.write_text(TAKES_ROW)
@@ -177,7 +174,7 @@ class Late(MachineCodeFile):
         return {}
 
 
-def test_processes_that_compile_at_once_never_read_each_others_code(tmp_path: Path) -> None:
+def test_processes_that_compile_at_once_never_read_each_others_code(tmp_path):
     files = [Late(str(tmp_path), "f", "stamp") for _ in range(2)]
     files[0].save("one", 1)
     files[1].save("two", 2)
@@ -187,7 +184,7 @@ def test_processes_that_compile_at_once_never_read_each_others_code(tmp_path: Pa
     assert (read.load("one"), read.load("two")) == (1, 2)
 
 
-def test_code_of_other_sources_is_removed(tmp_path: Path) -> None:
+def test_code_of_other_sources_is_removed(tmp_path):
     MachineCodeFile(str(tmp_path), "f", "before").save("one", 1)
     MachineCodeFile(str(tmp_path), "other", "before").save("one", 1)
     after = MachineCodeFile(str(tmp_path), "f", "after")
@@ -198,7 +195,7 @@ def test_code_of_other_sources_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not COMPILES, reason="nothing is compiled")
-def test_code_that_cannot_be_kept_or_is_damaged_is_compiled(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_cannot_be_kept_or_is_damaged_is_compiled(package, monkeypatch):
     assert run(SCRIPT, package.parent) == "20 0\n"
     for code in package.rglob("*.nbc"):
         code.write_bytes(code.read_bytes()[:20])
@@ -242,11 +239,11 @@ print(outermost(np.arange(100), 1), len(large.inner.overloads), sum(outermost.st
 
 
 @pytest.mark.skipif(not COMPILES, reason="nothing is compiled")
-def test_a_large_function_is_compiled_once_and_called_by_the_kept_code_of_others(package: Path) -> None:
+def test_a_large_function_is_compiled_once_and_called_by_the_kept_code_of_others(package):
     (package / "high/large.py").write_text(LARGE)
     plain = {"table": np.arange(100)}
     exec(LARGE.replace("from forerun.core.compiling import compiled", "compiled = lambda f: f"), plain)
-    expected = plain["outermost"](plain["table"], 1)  # type: ignore[operator]
+    expected = plain["outermost"](plain["table"], 1)
     assert run(CALLS_LARGE, package.parent) == f"{expected} 1 1\n"
     assert run(CALLS_LARGE, package.parent) == f"{expected} 1 0\n"
     for file in package.rglob("large.large-*"):  # of the function that others call
@@ -257,10 +254,31 @@ def test_a_large_function_is_compiled_once_and_called_by_the_kept_code_of_others
     assert not list(package.rglob("*.lock"))
 
 
-def test_processes_that_need_the_same_code_compile_it_once(package: Path) -> None:
+def test_processes_that_need_the_same_code_compile_it_once(package):
     (package / "high/large.py").write_text(LARGE)
     script = f"{CALLS_LARGE}\nprint(sum(each.inner.stats.cache_misses.total() for each in (caller, large)))"
     processes = [start(script, package.parent, f"written {number}") for number in range(3)]
     assert [os.waitpid(child, 0)[1] for child, _ in processes] == [0] * 3
     outputs = [file.read_text().split() for _, file in processes]
     assert sum(int(output[-1]) for output in outputs) == 2 and len({output[0] for output in outputs}) == 1
+
+
+def compiles(notice: CompileNotice, module: str, clock: list[float], seconds: float) -> None:
+    happened: Any = SimpleNamespace(data={"dispatcher": SimpleNamespace(py_func=SimpleNamespace(__module__=module))})
+    notice.on_start(happened)
+    clock[0] += seconds
+    notice.on_end(happened)
+
+
+def test_only_a_long_compilation_of_this_package_is_told(monkeypatch, caplog):
+    clock, counted = [0.0], list[int]()
+    monkeypatch.setattr(compile_notice.time, "monotonic", lambda: clock[0])
+    notice = CompileNotice()
+    notice.on_function = counted.append
+    with caplog.at_level(logging.INFO, logger="forerun"):
+        compiles(notice, "other.kernels", clock, 60)
+        compiles(notice, "forerun.kernels.linear.linear", clock, 1)
+        assert caplog.messages == [] and counted == [1]
+        for _ in range(3):
+            compiles(notice, "forerun.trie.trie", clock, 1.5)
+    assert caplog.messages == [MESSAGE] and counted == [1, 2, 3, 4]

@@ -1,7 +1,5 @@
 """How many cores a process may use, by control groups written out."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -30,27 +28,27 @@ def cores(folder: Path, group: str, **files: str) -> int:
     return usable_cores(folder / "mount", folder / "cgroup")
 
 
-def test_a_quota_of_two_cores_of_many_is_two(tmp_path: Path) -> None:
+def test_a_quota_of_two_cores_of_many_is_two(tmp_path):
     assert cores(tmp_path, "0::/\n", cpu_max="200000 100000\n") == 2
 
 
-def test_a_quota_above_the_group_counts_and_the_least_one_is_taken(tmp_path: Path) -> None:
+def test_a_quota_above_the_group_counts_and_the_least_one_is_taken(tmp_path):
     files = {"a__b__cpu_max": "max 100000\n", "a__cpu_max": "300000 100000\n", "cpu_max": "400000 100000\n"}
     assert cores(tmp_path, "0::/a/b\n", **files) == 3
 
 
-def test_a_part_of_a_core_does_not_count_and_one_thread_is_left(tmp_path: Path) -> None:
+def test_a_part_of_a_core_does_not_count_and_one_thread_is_left(tmp_path):
     assert cores(tmp_path, "0::/\n", cpu_max="250000 100000\n") == 2
     assert cores(tmp_path, "0::/\n", cpu_max="50000 100000\n") == 1
 
 
 @pytest.mark.parametrize("text", ["max 100000\n", "", "nonsense\n", "-1 100000\n", "0 0\n"])
-def test_without_a_quota_the_affinity_counts(tmp_path: Path, text: str) -> None:
+def test_without_a_quota_the_affinity_counts(tmp_path, text):
     assert cores(tmp_path, "0::/\n", cpu_max=text) == CORES
     assert usable_cores(tmp_path / "none", tmp_path / "none") == CORES
 
 
-def test_quotas_of_the_first_version_of_control_groups(tmp_path: Path) -> None:
+def test_quotas_of_the_first_version_of_control_groups(tmp_path):
     groups = "12:memory:/m\n4:cpu,cpuacct:/docker/x\n"
     folder = tmp_path / "mount/cpu/docker/x"
     folder.mkdir(parents=True)
@@ -63,7 +61,7 @@ def test_quotas_of_the_first_version_of_control_groups(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked on this system")
-def test_torch_gets_no_more_threads_than_the_quota_and_keeps_fewer(tmp_path: Path) -> None:
+def test_torch_gets_no_more_threads_than_the_quota_and_keeps_fewer(tmp_path):
     cores(tmp_path, "0::/\n", cpu_max="200000 100000\n")
 
     def capped() -> bool:

@@ -1,11 +1,9 @@
 """Verification leaves the target's distribution exactly: enumerated over every random decision, and sampled by seed."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -24,7 +22,7 @@ from support.distributions import (
 from support.mocks import PROMPT, MockTarget, assert_consistent, ban_repeats, oracle
 
 from forerun.core.request import Request
-from forerun.core.sampling import Processor, Salt, Sampler, draw
+from forerun.core.sampling import Salt, Sampler, draw
 from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome, Verdict, verify
 
@@ -53,9 +51,7 @@ DRAFTS = {
 @pytest.mark.parametrize("processor", [None, ban_repeats])
 @pytest.mark.parametrize("length", [1, 2, 3])
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_rejection_leaves_the_targets_distribution_exactly(
-    monkeypatch: pytest.MonkeyPatch, draft: str, length: int, processor: Processor | None
-) -> None:
+def test_rejection_leaves_the_targets_distribution_exactly(monkeypatch, draft, length, processor):
     target, sampler = MockTarget(peak=1.5, seed=7), Sampler("rejection", processor=processor)
     accepted: dict[int, float] = defaultdict(float)
 
@@ -82,9 +78,7 @@ def test_rejection_leaves_the_targets_distribution_exactly(
 
 
 @pytest.mark.parametrize("eos", [frozenset[int](), frozenset({2})])
-def test_rejection_is_exact_over_several_steps_up_to_the_end(
-    monkeypatch: pytest.MonkeyPatch, eos: frozenset[int]
-) -> None:
+def test_rejection_is_exact_over_several_steps_up_to_the_end(monkeypatch, eos):
     target, draft = MockTarget(3, peak=1.5, seed=7), MockTarget(3, peak=1.5, seed=8)
     sampler = Sampler("rejection")
 
@@ -111,9 +105,7 @@ def test_rejection_is_exact_over_several_steps_up_to_the_end(
 
 @pytest.mark.parametrize("method", ["coupled", "rejection"])
 @pytest.mark.parametrize("branches", [[], [[1, 2, 3]], [[0, 1], [0, 2], [3, 3, 3], [4]]])
-def test_the_walk_leaves_the_targets_distribution_exactly(
-    monkeypatch: pytest.MonkeyPatch, method: str, branches: Iterable[Sequence[int]]
-) -> None:
+def test_the_walk_leaves_the_targets_distribution_exactly(monkeypatch, method, branches):
     target, tree = MockTarget(seed=6), DraftTree.from_branches(branches, 16)
     sampler = Sampler(method, processor=ban_repeats)
 
@@ -143,9 +135,7 @@ def draft_and_verify(draft: MockTarget, target: MockTarget, request: Request) ->
 @pytest.mark.parametrize("seeds", [300, pytest.param(3000, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("processor", [None, ban_repeats])
 @pytest.mark.parametrize("method", ["coupled", "rejection"])
-def test_texts_of_many_seeds_have_the_targets_distribution(
-    method: str, processor: Processor | None, seeds: int
-) -> None:
+def test_texts_of_many_seeds_have_the_targets_distribution(method, processor, seeds):
     target, draft = DRAFTS["equal to the target"], DRAFTS["unlike the target"]
     found: dict[tuple[int, ...], int] = defaultdict(int)
     drafted = accepted = 0
@@ -163,7 +153,7 @@ def test_texts_of_many_seeds_have_the_targets_distribution(
 
 
 @pytest.mark.parametrize("method", ["coupled", "rejection"])
-def test_drafts_from_the_targets_own_distribution_are_always_accepted(method: str) -> None:
+def test_drafts_from_the_targets_own_distribution_are_always_accepted(method):
     target = DRAFTS["equal to the target"]
     for seed in range(300):
         assert draft_and_verify(target, target, Request(PROMPT, 3, sampler=Sampler(method, seed, ban_repeats))) == (
@@ -172,7 +162,7 @@ def test_drafts_from_the_targets_own_distribution_are_always_accepted(method: st
         )
 
 
-def test_greedy_has_one_text_with_or_without_q() -> None:
+def test_greedy_has_one_text_with_or_without_q():
     target = MockTarget(seed=7)
     text = oracle(target, PROMPT, 4, Sampler())
     for tokens in itertools.product(range(5), repeat=2):
@@ -182,7 +172,7 @@ def test_greedy_has_one_text_with_or_without_q() -> None:
         assert len(verdict.path) == next((i for i in range(2) if tokens[i] != text[i]), 2)
 
 
-def test_drafts_of_no_probability_are_rejected_and_certain_ones_accepted() -> None:
+def test_drafts_of_no_probability_are_rejected_and_certain_ones_accepted():
     logits = torch.tensor([[0.0, -math.inf, -math.inf], [-math.inf, -math.inf, 0.0]])
     for seed in range(50):
         request = Request([0], 4, sampler=Sampler("rejection", seed))
@@ -191,7 +181,7 @@ def test_drafts_of_no_probability_are_rejected_and_certain_ones_accepted() -> No
 
 
 @pytest.mark.parametrize("first", [0.3, 0.0])
-def test_a_draft_that_its_model_could_not_choose_is_rejected(first: float) -> None:
+def test_a_draft_that_its_model_could_not_choose_is_rejected(first):
     """As where a processor leaves only tokens that the draft model does not know, and its softmax is not a number."""
     p, drawn = torch.tensor([first, 0.2, 0.8 - first]), []
     for seed in range(300):
@@ -205,14 +195,14 @@ def test_a_draft_that_its_model_could_not_choose_is_rejected(first: float) -> No
     )
 
 
-def test_a_residual_lost_to_rounding_falls_back_to_the_target() -> None:
+def test_a_residual_lost_to_rounding_falls_back_to_the_target():
     request = Request([0], 4, sampler=Sampler("rejection"))
     p = torch.tensor([0.25, 0.75], dtype=torch.float64)
     assert verify_module._draw_residual(p, p, request) in (0, 1)
     assert verify_module._draw_residual(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]), request) == 1
 
 
-def test_rejection_refuses_q_on_a_tree_that_branches() -> None:
+def test_rejection_refuses_q_on_a_tree_that_branches():
     tree = DraftTree(np.array([1, 2]), np.array([ROOT, ROOT]), q=torch.full((2, 3), 1 / 3))
     request = Request([0], 4, sampler=Sampler("rejection"))
     with pytest.raises(ValueError, match=r"^rejection sampling with q needs a chain, and this tree branches$"):

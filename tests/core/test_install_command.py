@@ -1,7 +1,5 @@
 """Errors name a command that installs what is missing, from where Forerun itself was installed from."""
 
-from __future__ import annotations
-
 import json
 import sys
 from importlib import metadata
@@ -26,21 +24,14 @@ class Installed:
         return None if self.origin is None else json.dumps(self.origin)
 
 
-@pytest.mark.parametrize(
-    ("origin", "expected"),
-    [
-        ({"url": "file:///a%20b/forerun", "dir_info": {"editable": True}}, "-e '/a b/forerun[serve]'"),
-        ({"url": "file:///ab/forerun", "dir_info": {}}, "'/ab/forerun[serve]'"),
-        (
-            {"url": "https://host/forerun.git", "vcs_info": {"vcs": "git"}},
-            "'forerun[serve] @ git+https://host/forerun.git'",
-        ),
-        ({"url": "https://host/forerun.whl", "archive_info": {}}, "'forerun[serve] @ https://host/forerun.whl'"),
-        (None, f"-e '{CHECKOUT}[serve]'"),
-    ],
-)
-def test_extras_come_from_where_forerun_came_from(
-    origin: dict[str, Any] | None, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("origin", "expected"), [
+    ({"url": "file:///a%20b/forerun", "dir_info": {"editable": True}}, "-e '/a b/forerun[serve]'"),
+    ({"url": "file:///ab/forerun", "dir_info": {}}, "'/ab/forerun[serve]'"),
+    ({"url": "https://host/forerun.git", "vcs_info": {"vcs": "git"}},
+        "'forerun[serve] @ git+https://host/forerun.git'"),
+    ({"url": "https://host/forerun.whl", "archive_info": {}}, "'forerun[serve] @ https://host/forerun.whl'"),
+    (None, f"-e '{CHECKOUT}[serve]'"),
+])  # fmt: skip
+def test_extras_come_from_where_forerun_came_from(origin, expected, monkeypatch):
     monkeypatch.setattr(metadata, "distribution", lambda _: Installed(origin))
     assert command("serve") == f"{sys.executable} -m pip install {expected}"

@@ -1,7 +1,5 @@
 """Who drafted a token is known from the drafter to what a step commits; and a request's budget holds."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,23 +31,14 @@ SETTINGS = LongContextConfig(
 TEXT, EARLIER, RECYCLED = Origin.TEXT, Origin.EARLIER, Origin.RECYCLED
 MODEL, SELF = Origin.MODEL, Origin.SELF
 SOURCES: dict[str, set[Origin]] = {
-    "none": set(),
-    "lookup": {TEXT},
-    "trie": {TEXT, RECYCLED},
-    "triforce": {MODEL, SELF},
-    "triforce-trie": {TEXT, RECYCLED, SELF},
-    "triforce-auto": {TEXT, RECYCLED, MODEL, SELF},
-    "auto": {TEXT, RECYCLED, MODEL, SELF},
-    "retrieval": {SELF},
-    "low-rank": {SELF},
-    "streaming": {MODEL},
-}
+    "none": set(), "lookup": {TEXT}, "trie": {TEXT, RECYCLED}, "triforce": {MODEL, SELF},
+    "triforce-trie": {TEXT, RECYCLED, SELF}, "triforce-auto": {TEXT, RECYCLED, MODEL, SELF},
+    "auto": {TEXT, RECYCLED, MODEL, SELF}, "retrieval": {SELF}, "low-rank": {SELF}, "streaming": {MODEL},
+}  # fmt: skip
 MAY_BE_MISSING = {
-    "trie": {RECYCLED},
-    "triforce-trie": {RECYCLED},
-    "triforce-auto": {TEXT, RECYCLED, SELF},
+    "trie": {RECYCLED}, "triforce-trie": {RECYCLED}, "triforce-auto": {TEXT, RECYCLED, SELF},
     "auto": {RECYCLED, MODEL, SELF},
-}
+}  # fmt: skip
 """Where the drafter chooses between its sources."""
 
 
@@ -57,12 +46,12 @@ def engine(drafter: Source | str, **options: Any) -> Engine:
     return Engine(tiny("llama", torch.float32), drafter, settings=SETTINGS, **options)
 
 
-def test_every_drafter_is_known() -> None:
+def test_every_drafter_is_known():
     assert set(SOURCES) == set(RECIPES)
 
 
 @pytest.mark.parametrize("drafter", list(RECIPES))
-def test_each_accepted_draft_has_the_origin_that_its_drafter_can_have(drafter: str) -> None:
+def test_each_accepted_draft_has_the_origin_that_its_drafter_can_have(drafter):
     found = set()
     for commit in engine(drafter).stream([PROMPT], **ON):
         assert len(commit.origins) == len(commit.tokens) and commit.drafted <= commit.proposed
@@ -74,7 +63,7 @@ def test_each_accepted_draft_has_the_origin_that_its_drafter_can_have(drafter: s
     assert found >= SOURCES[drafter] - MAY_BE_MISSING.get(drafter, set())
 
 
-def test_auto_asks_a_small_model_behind_a_short_prompt_if_its_passes_are_cheap() -> None:
+def test_auto_asks_a_small_model_behind_a_short_prompt_if_its_passes_are_cheap():
     target, small = tiny("llama", torch.float32), copy.deepcopy(tiny("llama"))
     found = []
     for seconds in (0.01, 0.9):
@@ -89,7 +78,7 @@ def test_auto_asks_a_small_model_behind_a_short_prompt_if_its_passes_are_cheap()
     assert found == [True, False]
 
 
-def test_a_drafter_that_does_not_say_is_called_the_drafter() -> None:
+def test_a_drafter_that_does_not_say_is_called_the_drafter():
     class Echo(Source):
         def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
             return [self._draft(row.request, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
@@ -106,7 +95,7 @@ def origins_of(trie: Trie, request: int, pending: Sequence[int] = ()) -> dict[in
     return {token: Origin(origin) for token, origin in zip(draft.tokens.tolist(), draft.origins.tolist(), strict=True)}
 
 
-def test_a_trie_says_in_which_text_it_found_a_token() -> None:
+def test_a_trie_says_in_which_text_it_found_a_token():
     trie = Trie()
     trie.warm("a", [[9, 20, 21, 22, 23], [9, 30, 31, 32]])
     trie.begin(0, "a", [5, 30, 31, 32, 40, 41, 42, 5])
@@ -117,7 +106,7 @@ def test_a_trie_says_in_which_text_it_found_a_token() -> None:
     assert origins_of(trie, 0)[52] == TEXT  # the namespace knows its output, too
 
 
-def test_what_an_engine_wrote_before_is_an_earlier_text() -> None:
+def test_what_an_engine_wrote_before_is_an_earlier_text():
     one, found = engine("trie", prune_drafts=False), []
     for _ in range(2):
         commits = list(one.stream([[1, 3, 2]], **ON, namespace="mine"))
@@ -132,7 +121,7 @@ def test_what_an_engine_wrote_before_is_an_earlier_text() -> None:
 class Heard(RowState):
     """Notes that it was closed."""
 
-    spy: Spy
+    spy: "Spy"
     number: int
 
     def close(self) -> None:
@@ -166,7 +155,7 @@ class Spy(Source):
         return 1000
 
 
-def test_requests_keep_their_budgets_beside_each_other_and_0_is_not_heard_of() -> None:
+def test_requests_keep_their_budgets_beside_each_other_and_0_is_not_heard_of():
     spy = Spy()
     one = engine(spy, prune_drafts=False, budget=8)
     budgets = [None, 0, 3, 20]
@@ -193,15 +182,12 @@ def test_requests_keep_their_budgets_beside_each_other_and_0_is_not_heard_of() -
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize(
-    ("drafter", "sampled"),
-    [
-        pytest.param(drafter, sampled, marks=[pytest.mark.matrix] * ((i + sampled) % 2))
-        for i, drafter in enumerate(("trie", "lookup", "triforce-trie", "triforce-auto", "low-rank", "auto"))
-        for sampled in (False, True)
-    ],
-)
-def test_no_budget_changes_a_text(drafter: str, sampled: bool) -> None:
+@pytest.mark.parametrize(("drafter", "sampled"), [
+    pytest.param(drafter, sampled, marks=[pytest.mark.matrix] * ((i + sampled) % 2))
+    for i, drafter in enumerate(("trie", "lookup", "triforce-trie", "triforce-auto", "low-rank", "auto"))
+    for sampled in (False, True)
+])  # fmt: skip
+def test_no_budget_changes_a_text(drafter, sampled):
     options: dict[str, Any] = {"do_sample": True, "seed": 3, "temperature": 1.5} if sampled else {}
     wanted = engine("none").generate([PROMPT], **ON, **options).generated
     one = engine(drafter)
@@ -215,7 +201,7 @@ def test_no_budget_changes_a_text(drafter: str, sampled: bool) -> None:
     assert [request.generated.tolist() for request in together] == wanted * 3
 
 
-def test_nothing_is_learned_from_a_text_without_drafts() -> None:
+def test_nothing_is_learned_from_a_text_without_drafts():
     one = engine("trie")
     one.generate([PROMPT], **ON, budget=0)
     trie = trie_of(one.level)
@@ -224,7 +210,7 @@ def test_nothing_is_learned_from_a_text_without_drafts() -> None:
     assert trie.tokens("default") == NEW
 
 
-def test_what_another_namespace_was_answered_changes_no_draft() -> None:
+def test_what_another_namespace_was_answered_changes_no_draft():
     """Neither lists of recycled logits nor what evidence was worth pass from one tenant to another."""
     used, fresh = (Engine(tiny("llama"), "trie", prune_drafts=False) for _ in range(2))
     for _ in range(3):

@@ -1,7 +1,5 @@
 """What a request and its statistics promise."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -11,20 +9,16 @@ from forerun.core.sampling import Sampler
 from forerun.core.stats import Stats
 
 
-@pytest.mark.parametrize(
-    ("prompt", "limit", "message"),
-    [
-        ([], 4, "the prompt is empty; at least one token is needed"),
-        ([1], 0, "max_new_tokens is 0; it must be at least 1"),
-        ([1], -3, "max_new_tokens is -3; it must be at least 1"),
-    ],
-)
-def test_a_request_without_prompt_or_room_is_refused(prompt: list[int], limit: int, message: str) -> None:
+@pytest.mark.parametrize(("prompt", "limit", "message"), [
+    ([], 4, "the prompt is empty; at least one token is needed"),
+    ([1], 0, "max_new_tokens is 0; it must be at least 1"), ([1], -3, "max_new_tokens is -3; it must be at least 1"),
+])  # fmt: skip
+def test_a_request_without_prompt_or_room_is_refused(prompt, limit, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         Request(prompt, limit)
 
 
-def test_a_request_counts_its_tokens_and_ends_by_length() -> None:
+def test_a_request_counts_its_tokens_and_ends_by_length():
     request = Request(np.array([5, 6, 7]), 2)
     assert (len(request), request.remaining, request.max_draft_depth) == (3, 2, 1)
     assert request.append(8) is False and request.finish_reason is None
@@ -34,14 +28,14 @@ def test_a_request_counts_its_tokens_and_ends_by_length() -> None:
     assert request.prompt.tolist() == [5, 6, 7] and request.generated.tolist() == [8, 9]
 
 
-def test_end_of_sequence_counts_before_stopping_and_stopping_before_length() -> None:
+def test_end_of_sequence_counts_before_stopping_and_stopping_before_length():
     for token, stop, reason in ((2, True, "eos"), (1, True, "stop"), (1, False, "length")):
         request = Request([0], 1, eos_token_ids=frozenset({2, 3}), stopping=lambda ids, stop=stop: stop)
         assert request.append(token)
         assert request.finish_reason == reason
 
 
-def test_padding_is_seen_by_processors_and_stopping_but_not_by_the_noise() -> None:
+def test_padding_is_seen_by_processors_and_stopping_but_not_by_the_noise():
     seen: list[list[int]] = []
 
     def look(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -61,14 +55,14 @@ def test_padding_is_seen_by_processors_and_stopping_but_not_by_the_noise() -> No
     assert seen == [[0, 0, 4, 5], [0, 0, 4, 5, 9]]
 
 
-def test_requests_have_ids_and_statistics_of_their_own() -> None:
+def test_requests_have_ids_and_statistics_of_their_own():
     one, other = Request([1], 1), Request([1], 1)
     assert one.id != other.id
     one.stats.record(3, 1, 2)
     assert other.stats == Stats()
 
 
-def test_statistics_add_up() -> None:
+def test_statistics_add_up():
     stats = Stats(prefill_seconds=9.0, propose_seconds=0.5, score_seconds=1.0, verify_seconds=0.5)
     for counts in ((0, 0, 1), (4, 2, 3), (4, 4, 4)):  # the last step ends the text inside its accepted run
         stats.record(*counts)
@@ -95,7 +89,7 @@ def test_statistics_add_up() -> None:
     }
 
 
-def test_statistics_of_nothing_are_zero() -> None:
+def test_statistics_of_nothing_are_zero():
     stats = Stats()
     assert stats.tokens_per_step == stats.acceptance == stats.tokens_per_second == 0.0
     assert stats.histogram() == {} and stats.drafted_mask() == []

@@ -1,9 +1,8 @@
-"""What several threads may do at once: use a model and its engines, and one engine together."""
-
-from __future__ import annotations
+"""What several threads may do at once: use a model and its engines, and one engine together; and what forks share."""
 
 import copy
 import gc
+import os
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.processes import status_of_a_child
 from support.tiny import PROMPTS, tiny
 from transformers import PreTrainedModel
 
@@ -71,7 +71,7 @@ def score(scorer: Scorer, prompt: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("first", ["ours", "own"])
-def test_a_pass_and_the_model_s_own_forward_pass_do_not_meet(attention: str, first: str) -> None:
+def test_a_pass_and_the_model_s_own_forward_pass_do_not_meet(attention, first):
     model = copy.deepcopy(tiny("mistral"))  # its windows make masks, and "eager" takes one
     model.set_attn_implementation(attention)
     ours, own = Scorer(model), torch.tensor([PROMPTS[1]])
@@ -91,7 +91,7 @@ def test_a_pass_and_the_model_s_own_forward_pass_do_not_meet(attention: str, fir
     assert model.config._attn_implementation == attention
 
 
-def test_the_first_of_two_passes_to_end_leaves_the_other_its_attention() -> None:
+def test_the_first_of_two_passes_to_end_leaves_the_other_its_attention():
     model = copy.deepcopy(tiny("llama"))
     before, scorers = model.config._attn_implementation, (Scorer(model), Scorer(model))
     alone = [score(scorer, prompt) for scorer, prompt in zip(scorers, PROMPTS, strict=False)]
@@ -103,7 +103,7 @@ def test_the_first_of_two_passes_to_end_leaves_the_other_its_attention() -> None
     assert model.config._attn_implementation == before
 
 
-def test_turns_are_taken_in_the_order_in_which_threads_come() -> None:
+def test_turns_are_taken_in_the_order_in_which_threads_come():
     lock, order = FairLock(), []
 
     def take(name: str) -> None:
@@ -123,7 +123,7 @@ def test_turns_are_taken_in_the_order_in_which_threads_come() -> None:
     assert order == ["second", "again", "third", "again"]
 
 
-def test_a_turn_that_is_waited_for_in_vain_is_given_up() -> None:
+def test_a_turn_that_is_waited_for_in_vain_is_given_up():
     lock = FairLock()
 
     class Interrupted(threading.Condition):
@@ -138,7 +138,7 @@ def test_a_turn_that_is_waited_for_in_vain_is_given_up() -> None:
     assert list(lock._queue) == [0]
 
 
-def test_a_text_that_the_garbage_collector_closes_in_a_step_is_let_go_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_the_garbage_collector_closes_in_a_step_is_let_go_after_it(monkeypatch):
     engine = forerun.Engine(tiny("llama"), "trie")
     alone = forerun.Engine(tiny("llama"), "none").generate([1, 2, 3, 1, 2], max_new_tokens=8).generated
     abandoned: dict[str, Any] = {"text": engine.stream([1, 2, 3], max_new_tokens=30)}
@@ -162,7 +162,7 @@ def test_a_text_that_the_garbage_collector_closes_in_a_step_is_let_go_after_it(m
     assert live[0] == 2 and live[-1] == 1 and not engine._lock._queue
 
 
-def test_what_comes_while_a_thread_waits_for_the_lock_waits_too() -> None:
+def test_what_comes_while_a_thread_waits_for_the_lock_waits_too():
     lock, order = FairLock(), []
 
     def job() -> None:
@@ -190,9 +190,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("change", ["begin", "extend", "retrieve", "warm", "load", "finish"])
-def test_no_thread_exchanges_arrays_that_another_is_reading(
-    change: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+def test_no_thread_exchanges_arrays_that_another_is_reading(change, monkeypatch, tmp_path):
     trie = Trie()
     for request in range(2):
         trie.begin(request, "", [1, 2, 3, 1, 2], expected=4)
@@ -220,14 +218,11 @@ def test_no_thread_exchanges_arrays_that_another_is_reading(
     assert not other.is_alive()
 
 
-@pytest.mark.parametrize(
-    "drafter",
-    [
-        "auto",
-        *(pytest.param(name, marks=pytest.mark.matrix) for name in ("trie", "lookup", "triforce", "triforce-trie")),
-    ],
-)
-def test_threads_that_share_an_engine_get_the_texts_that_they_would_get_alone(drafter: str) -> None:
+@pytest.mark.parametrize("drafter", [
+    "auto",
+    *(pytest.param(name, marks=pytest.mark.matrix) for name in ("trie", "lookup", "triforce", "triforce-trie")),
+])  # fmt: skip
+def test_threads_that_share_an_engine_get_the_texts_that_they_would_get_alone(drafter):
     settings = LongContextConfig(tiny("llama"), gamma1=2, gamma2=5, cache_budget=10, chunk=2, sinks=1, window=4)
     engine = forerun.Engine(tiny("llama"), drafter, settings=settings, prefill_block=4)
     prompts = [[1 + i, 5, 7 + i, 1 + i, 5] * 3 for i in range(6)]
@@ -243,7 +238,7 @@ def test_threads_that_share_an_engine_get_the_texts_that_they_would_get_alone(dr
     assert together == alone * 2
 
 
-def test_a_turn_that_ctrl_c_left_behind_stops_nobody() -> None:
+def test_a_turn_that_ctrl_c_left_behind_stops_nobody():
     lock, left, ended = FairLock(), threading.Event(), []
 
     def interrupted() -> None:
@@ -264,3 +259,37 @@ def test_a_turn_that_ctrl_c_left_behind_stops_nobody() -> None:
     for thread in threads:
         thread.join(PATIENCE)
     assert sorted(ended) == ["interrupted", "other"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked on this system")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_what_a_forked_process_learns_stays_with_it():
+    trie = Trie()  # so large that its arrays are mapped
+    trie.warm("", [[1, 2, 3, 4]] * 3)
+    trie.begin(0, "", [1, 2])
+    before = trie.retrieve(0, 8, 8)
+
+    def learn() -> bool:
+        trie.warm("", [[1, 2, 9, 9, 9]] * 50)
+        return trie.tokens("") == 12 + 250
+
+    assert status_of_a_child(learn) == 0
+    after = trie.retrieve(0, 8, 8)
+    assert [part.tolist() for part in before] == [part.tolist() for part in after]
+    assert trie.tokens("") == 12
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="there are no files without names on this system")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_cannot_write_into_a_text():
+    cache = FullCache(100, shareable=True)
+    store = cache.reserve(range(2), torch.zeros(1, 2, 1, 8), 1)
+    assert cache._shared is not None
+    store.fill_(1.0)
+
+    def write() -> bool:
+        store.fill_(2.0)
+        return True
+
+    assert os.WIFSIGNALED(status_of_a_child(write))  # it was not let in
+    assert bool((store == 1.0).all())

@@ -1,7 +1,5 @@
 """Elsewhere than on a CPU a step waits for one transfer, and chooses what it chooses node by node."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
@@ -25,12 +23,10 @@ from forerun.models.text.processors import ANYWHERE, ROWWISE, of_row
 MODEL = tiny("llama")
 SIZE = 40
 WARPERS: dict[str, list[Any]] = {
-    "plain": [],
-    "temperature": [theirs.TemperatureLogitsWarper(0.7)],
-    "top-k": [theirs.TopKLogitsWarper(3)],
+    "plain": [], "temperature": [theirs.TemperatureLogitsWarper(0.7)], "top-k": [theirs.TopKLogitsWarper(3)],
     "all": [theirs.TemperatureLogitsWarper(1.3), theirs.TopKLogitsWarper(20), theirs.TopPLogitsWarper(0.8)],
     "few": [theirs.MinPLogitsWarper(0.2), theirs.TypicalLogitsWarper(0.6), theirs.EpsilonLogitsWarper(0.01)],
-}
+}  # fmt: skip
 PENALTY = [theirs.RepetitionPenaltyLogitsProcessor(1.4), *WARPERS["all"]]
 
 
@@ -55,7 +51,7 @@ class Odd:
     def complete(self, ids: torch.Tensor) -> bool:
         return False
 
-    def on_trial(self) -> Odd:
+    def on_trial(self) -> "Odd":
         return self
 
 
@@ -94,9 +90,7 @@ def both(
 @pytest.mark.parametrize("warpers", WARPERS)
 @pytest.mark.parametrize("method", ["greedy", "coupled", "rejection"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_tree_of_any_size_takes_one_transfer_and_gives_the_same_tokens(
-    method: Any, warpers: str, dtype: torch.dtype
-) -> None:
+def test_a_tree_of_any_size_takes_one_transfer_and_gives_the_same_tokens(method, warpers, dtype):
     rng, generator, depths = np.random.default_rng(1), torch.Generator().manual_seed(2), []
     for seed in range(25):
         size, length = int(rng.integers(0, 40)), int(rng.integers(1, 9))
@@ -115,7 +109,7 @@ def test_a_tree_of_any_size_takes_one_transfer_and_gives_the_same_tokens(
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("warpers", WARPERS)
 @pytest.mark.parametrize("known", [SIZE, SIZE - 7])
-def test_so_does_the_test_by_rejection(warpers: str, known: int) -> None:
+def test_so_does_the_test_by_rejection(warpers, known):
     generator, lengths = torch.Generator().manual_seed(3), set()
     for seed in range(60):
         size = seed % 6
@@ -135,7 +129,7 @@ def test_so_does_the_test_by_rejection(warpers: str, known: int) -> None:
     assert len(lengths) >= 4
 
 
-def test_a_rejection_by_rounding_alone_draws_from_p() -> None:
+def test_a_rejection_by_rounding_alone_draws_from_p():
     logits = torch.tensor([[0.5, 1.0, 0.2]] * 2, dtype=torch.float64)
     p = logits[0].float().double().softmax(-1)
     for seed in range(20):
@@ -147,7 +141,7 @@ def test_a_rejection_by_rounding_alone_draws_from_p() -> None:
 
 @pytest.mark.parametrize("method", ["greedy", "coupled", "rejection"])
 @pytest.mark.parametrize("kind", ["penalty", "constraint", "both"])
-def test_what_needs_ids_brings_the_logits_in_one_piece(method: Any, kind: str) -> None:
+def test_what_needs_ids_brings_the_logits_in_one_piece(method, kind):
     rng, generator = np.random.default_rng(4), torch.Generator().manual_seed(5)
     for seed in range(12):
         own = Sampler(
@@ -161,7 +155,7 @@ def test_what_needs_ids_brings_the_logits_in_one_piece(method: Any, kind: str) -
     assert reads == (["cpu", "cpu"] if method == "rejection" else ["cpu"])  # the logits, and q
 
 
-def test_a_processor_nobody_knows_stays_on_the_models_device() -> None:
+def test_a_processor_nobody_knows_stays_on_the_models_device():
     calls: list[tuple[str, str]] = []
 
     def own(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -184,13 +178,13 @@ def test_a_processor_nobody_knows_stays_on_the_models_device() -> None:
     assert verdict.path == [] and len(reads) == 3  # chances, whether anything is left, the token
 
 
-def test_nothing_is_worked_out_ahead_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_worked_out_ahead_on_a_cpu(monkeypatch):
     monkeypatch.setattr("forerun.core.verify.choose_rows", lambda *_: pytest.fail("asked"))
     for sampler in (Sampler("greedy", 0, processor(PENALTY)), Sampler("coupled"), Sampler("greedy")):
         verify(DraftTree.chain([1]), torch.eye(SIZE)[:2], Request([0], 4, sampler=sampler))
 
 
-def test_a_greedy_walk_reads_the_logits_of_the_nodes_that_it_visits_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_greedy_walk_reads_the_logits_of_the_nodes_that_it_visits_only(monkeypatch):
     """The best of all nodes would take longer than the walk, and was not on the clock."""
     seen = list[int]()
     monkeypatch.setattr("forerun.core.verify.best_of", lambda row: seen.append(int(row.argmax())) or seen[-1])
@@ -204,7 +198,7 @@ def test_a_greedy_walk_reads_the_logits_of_the_nodes_that_it_visits_only(monkeyp
 
 
 @pytest.mark.parametrize("method", ["greedy", "coupled"])
-def test_rows_are_chosen_from_as_each_by_itself(method: Any) -> None:
+def test_rows_are_chosen_from_as_each_by_itself(method):
     scores = torch.randn(9, 50, generator=torch.Generator().manual_seed(1))
     scores[scores < 0.5] = -math.inf
     scores[3], scores[4, 7:9] = -math.inf, math.inf
@@ -216,7 +210,7 @@ def test_rows_are_chosen_from_as_each_by_itself(method: Any) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ROWWISE))
-def test_what_is_called_rowwise_takes_rows_together_and_reads_nothing(name: str) -> None:
+def test_what_is_called_rowwise_takes_rows_together_and_reads_nothing(name):
     arguments = {
         "EpsilonLogitsWarper": [0.02], "MinPLogitsWarper": [0.1], "TemperatureLogitsWarper": [0.6],
         "TopKLogitsWarper": [5], "TopPLogitsWarper": [0.7], "TypicalLogitsWarper": [0.5],
@@ -238,7 +232,7 @@ def test_what_is_called_rowwise_takes_rows_together_and_reads_nothing(name: str)
     torch.testing.assert_close(together.as_subclass(torch.Tensor), apart, rtol=1e-6, atol=1e-6)
 
 
-def test_one_part_decides_for_all() -> None:
+def test_one_part_decides_for_all():
     cases: list[tuple[list[Any], bool, bool]] = [
         (WARPERS["all"], True, True),
         (PENALTY, False, True),

@@ -1,7 +1,5 @@
 """DraftTree against a brute-force reading of its parent list."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
@@ -52,7 +50,7 @@ def assert_same_nodes(part: DraftTree, whole: DraftTree, nodes: list[int]) -> No
 
 
 @given(trees())
-def test_depths_and_ancestors_follow_the_parents(tree: DraftTree) -> None:
+def test_depths_and_ancestors_follow_the_parents(tree):
     paths = [path_to(tree, i) for i in range(len(tree))]
     assert tree.depths.tolist() == [len(path) for path in paths]
     assert tree.ancestors.shape == (len(tree), len(tree))
@@ -60,7 +58,7 @@ def test_depths_and_ancestors_follow_the_parents(tree: DraftTree) -> None:
 
 
 @given(trees())
-def test_children_are_the_first_verifiable_nodes_with_their_token(tree: DraftTree) -> None:
+def test_children_are_the_first_verifiable_nodes_with_their_token(tree):
     for node in range(ROOT, len(tree)):
         for token in range(5):
             found = [i for i in range(len(tree)) if tree.parents[i] == node and tree.tokens[i] == token]
@@ -68,14 +66,14 @@ def test_children_are_the_first_verifiable_nodes_with_their_token(tree: DraftTre
 
 
 @given(trees())
-def test_a_chain_is_recognised(tree: DraftTree) -> None:
+def test_a_chain_is_recognised(tree):
     assert tree.is_chain == all(len(path_to(tree, i)) == i + 1 for i in range(len(tree)))
     assert DraftTree.chain([1, 1, 2]).is_chain
     assert not DraftTree.from_branches([[1, 2], [1, 3]], 9).is_chain
 
 
 @given(trees(), st.data())
-def test_select_keeps_the_marked_nodes_and_what_is_known_of_them(tree: DraftTree, data: st.DataObject) -> None:
+def test_select_keeps_the_marked_nodes_and_what_is_known_of_them(tree, data):
     keep = np.zeros(len(tree), np.bool_)
     for i in range(len(tree)):
         keep[i] = (tree.parents[i] == ROOT or keep[tree.parents[i]]) and data.draw(st.booleans())
@@ -83,7 +81,7 @@ def test_select_keeps_the_marked_nodes_and_what_is_known_of_them(tree: DraftTree
 
 
 @given(trees(), st.data())
-def test_select_refuses_to_orphan_a_node(tree: DraftTree, data: st.DataObject) -> None:
+def test_select_refuses_to_orphan_a_node(tree, data):
     keep = np.array([data.draw(st.booleans()) for _ in range(len(tree))], np.bool_)
     if all(keep[path_to(tree, i)].all() for i in np.flatnonzero(keep)):
         tree.select(keep)
@@ -93,7 +91,7 @@ def test_select_refuses_to_orphan_a_node(tree: DraftTree, data: st.DataObject) -
 
 
 @given(trees(), st.integers(0, 6))
-def test_trim_keeps_the_nodes_down_to_a_depth(tree: DraftTree, max_depth: int) -> None:
+def test_trim_keeps_the_nodes_down_to_a_depth(tree, max_depth):
     nodes = [i for i in range(len(tree)) if len(path_to(tree, i)) <= max_depth]
     trimmed = tree.trim(max_depth, 1 << 31)
     assert_same_nodes(trimmed, tree, nodes)
@@ -101,11 +99,11 @@ def test_trim_keeps_the_nodes_down_to_a_depth(tree: DraftTree, max_depth: int) -
 
 
 @given(trees(), st.integers(0, 6))
-def test_the_first_nodes_are_a_tree(tree: DraftTree, count: int) -> None:
+def test_the_first_nodes_are_a_tree(tree, count):
     assert_same_nodes(tree.first(count), tree, list(range(len(tree)))[:count])
 
 
-def test_merged_trees_keep_the_origins_of_both() -> None:
+def test_merged_trees_keep_the_origins_of_both():
     model = DraftTree.chain([1, 2]).by(Origin.MODEL)
     text = DraftTree.from_branches([[1, 3], [4]], 8).by(Origin.TEXT)
     both = model.merged(text, 3)
@@ -115,7 +113,7 @@ def test_merged_trees_keep_the_origins_of_both() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=8), st.integers(0, 12))
-def test_from_branches_shares_prefixes_until_the_budget_is_used(branches: list[list[int]], budget: int) -> None:
+def test_from_branches_shares_prefixes_until_the_budget_is_used(branches, budget):
     prefixes = dict.fromkeys(tuple(b[:k]) for b in branches for k in range(1, len(b) + 1))
     expected = []
     for prefix in prefixes:  # a prefix whose own prefix found no room has none either, as the budget stays used up
@@ -126,13 +124,13 @@ def test_from_branches_shares_prefixes_until_the_budget_is_used(branches: list[l
     assert tree.q is None and tree.probability is None
 
 
-def test_from_branches_takes_a_generator_and_numpy_branches() -> None:
+def test_from_branches_takes_a_generator_and_numpy_branches():
     tree = DraftTree.from_branches((np.array([1, token]) for token in (2, 3)), 8)
     assert tree.tokens.tolist() == [1, 2, 3]
     assert tree.parents.tolist() == [ROOT, 0, 0]
 
 
-def test_an_empty_tree_is_plain_autoregression() -> None:
+def test_an_empty_tree_is_plain_autoregression():
     for tree in (DraftTree.empty(), DraftTree.chain([]), DraftTree.from_branches([[1]], 0)):
         assert len(tree) == 0
         assert tree.is_chain
@@ -140,7 +138,7 @@ def test_an_empty_tree_is_plain_autoregression() -> None:
         assert tree.trim(0, 1 << 31) is tree
 
 
-def test_a_chain_is_one_branch_and_carries_q() -> None:
+def test_a_chain_is_one_branch_and_carries_q():
     q = torch.ones(3, 5) / 5
     tree = DraftTree.chain(np.array([4, 0, 4], np.int32), q)
     assert tree.tokens.dtype == tree.parents.dtype == np.int64
@@ -148,22 +146,19 @@ def test_a_chain_is_one_branch_and_carries_q() -> None:
     assert tree.q is q
 
 
-def test_a_tree_cannot_be_changed() -> None:
+def test_a_tree_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        DraftTree.empty().tokens = np.zeros(1, np.int64)  # type: ignore[misc]
+        DraftTree.empty().tokens = np.zeros(1, np.int64)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "parents", "message"),
-    [
-        ([1, 2], [-1], r"tokens \(2,\) and parents \(1,\) must be equally long vectors"),
-        ([[1, 2]], [[-1, 0]], r"tokens \(1, 2\) and parents \(1, 2\) must be equally long vectors"),
-        ([1, 2], [-1, 1], r"parents must be ROOT \(-1\) or the index of an earlier node"),
-        ([1, 2], [1, -1], r"parents must be ROOT \(-1\) or the index of an earlier node"),
-        ([1, 2], [-2, 0], r"parents must be ROOT \(-1\) or the index of an earlier node"),
-    ],
-)
-def test_malformed_parents_are_refused(tokens: list[int], parents: list[int], message: str) -> None:
+@pytest.mark.parametrize(("tokens", "parents", "message"), [
+    ([1, 2], [-1], r"tokens \(2,\) and parents \(1,\) must be equally long vectors"),
+    ([[1, 2]], [[-1, 0]], r"tokens \(1, 2\) and parents \(1, 2\) must be equally long vectors"),
+    ([1, 2], [-1, 1], r"parents must be ROOT \(-1\) or the index of an earlier node"),
+    ([1, 2], [1, -1], r"parents must be ROOT \(-1\) or the index of an earlier node"),
+    ([1, 2], [-2, 0], r"parents must be ROOT \(-1\) or the index of an earlier node"),
+])  # fmt: skip
+def test_malformed_parents_are_refused(tokens, parents, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         DraftTree(np.array(tokens), np.array(parents))
 
@@ -172,25 +167,25 @@ KINDS = {"probability": np.float64, "origins": np.int8}
 
 
 @pytest.mark.parametrize("name", ["q", *KINDS])
-def test_per_node_values_must_match_the_nodes(name: str) -> None:
+def test_per_node_values_must_match_the_nodes(name):
     values = {"q": torch.ones(3, 5), "probability": np.zeros(3), "origins": np.zeros(3, np.int8)}
     with pytest.raises(ValueError, match=f"^{name} has 3 rows for 2 nodes$"):
         DraftTree(np.array([1, 2]), np.array([-1, 0]), **{name: values[name]})
 
 
-def test_trim_drops_tokens_that_the_vocabulary_lacks_with_all_under_them() -> None:
+def test_trim_drops_tokens_that_the_vocabulary_lacks_with_all_under_them():
     tree = DraftTree(np.array([3, 9, 2, -1, 4]), np.array([ROOT, 0, 1, ROOT, 0]))
     assert tree.trim(5, 9).tokens.tolist() == [3, 4]
     assert tree.trim(1, 10).tokens.tolist() == [3]
     assert tree.trim(5, 10).tokens.tolist() == [3, 9, 2, 4]
 
 
-def test_tokens_are_matched_from_the_root_down() -> None:
+def test_tokens_are_matched_from_the_root_down():
     tree = DraftTree.from_branches([[1, 2, 3], [1, 4]], 8)
     assert [tree.matches(tokens) for tokens in ([1, 4, 3], [1, 2, 3, 3], [2, 2], [])] == [2, 3, 0, 0]
     assert DraftTree.empty().matches([1]) == 0
 
 
-def test_nodes_are_expected_where_the_drafter_says() -> None:
+def test_nodes_are_expected_where_the_drafter_says():
     assert DraftTree.chain([1, 2]).expected == 0
     assert DraftTree(np.array([1, 2]), np.array([-1, 0]), probability=np.array([0.5, 0.25])).expected == 0.75

@@ -1,7 +1,5 @@
 """Verification changes nothing: the walk gives the slow generator's text, whatever the tree and wherever it ends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 from support.mocks import PROMPT, SAMPLERS, MockTarget, Silent, generate, oracle
 
 from forerun.core.request import Request
-from forerun.core.sampling import Processor, Sampler
+from forerun.core.sampling import Sampler
 from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Verdict, verify
 from forerun.decoding.row import Row
@@ -41,17 +39,12 @@ class Prophet(Source):
 
 @pytest.mark.parametrize("name", SAMPLERS)
 @pytest.mark.parametrize("limit", [1, 2, 5, 33])
-@pytest.mark.parametrize(
-    ("spoilt", "fastest"),
-    [
-        pytest.param(lambda position: False, 5, id="always accepted"),
-        pytest.param(lambda position: position % 7 % 3 == 0, 4, id="sometimes accepted"),
-        pytest.param(lambda position: True, 1, id="never accepted"),
-    ],
-)
-def test_the_text_is_the_oracles_when_drafts_are(
-    name: str, limit: int, spoilt: Callable[[int], bool], fastest: int
-) -> None:
+@pytest.mark.parametrize(("spoilt", "fastest"), [
+    pytest.param(lambda position: False, 5, id="always accepted"),
+    pytest.param(lambda position: position % 7 % 3 == 0, 4, id="sometimes accepted"),
+    pytest.param(lambda position: True, 1, id="never accepted"),
+])  # fmt: skip
+def test_the_text_is_the_oracles_when_drafts_are(name, limit, spoilt, fastest):
     target = MockTarget(peak=2, seed=1)
     text = oracle(target, PROMPT, limit, SAMPLERS[name])
     request = Request(PROMPT, limit, sampler=SAMPLERS[name])
@@ -63,7 +56,7 @@ def test_the_text_is_the_oracles_when_drafts_are(
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_the_text_is_the_oracles_without_drafts(name: str) -> None:
+def test_the_text_is_the_oracles_without_drafts(name):
     target = MockTarget()
     request = Request(PROMPT, 20, sampler=SAMPLERS[name])
     assert generate(target, Silent(), request) == oracle(target, PROMPT, 20, SAMPLERS[name])
@@ -72,7 +65,7 @@ def test_the_text_is_the_oracles_without_drafts(name: str) -> None:
 
 @pytest.mark.parametrize("name", SAMPLERS)
 @pytest.mark.parametrize("end", range(9))
-def test_an_end_of_sequence_inside_an_accepted_run_cuts_exactly_there(name: str, end: int) -> None:
+def test_an_end_of_sequence_inside_an_accepted_run_cuts_exactly_there(name, end):
     target = MockTarget(vocabulary=12, order=1, seed=3)
     prompt = (1, 2)
     text = oracle(target, prompt, 20, SAMPLERS[name])
@@ -86,7 +79,7 @@ def test_an_end_of_sequence_inside_an_accepted_run_cuts_exactly_there(name: str,
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_a_stopping_criterion_inside_an_accepted_run_cuts_exactly_there(name: str) -> None:
+def test_a_stopping_criterion_inside_an_accepted_run_cuts_exactly_there(name):
     target = MockTarget(seed=3)
     text = oracle(target, PROMPT, 20, SAMPLERS[name])
     for end in range(1, 9):
@@ -97,7 +90,7 @@ def test_a_stopping_criterion_inside_an_accepted_run_cuts_exactly_there(name: st
 
 @pytest.mark.parametrize("name", SAMPLERS)
 @given(data=st.data())
-def test_no_tree_whatsoever_changes_the_text(name: str, data: st.DataObject) -> None:
+def test_no_tree_whatsoever_changes_the_text(name, data):
     class Anything(Source):
         def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
             return [self._draft(row.request, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
@@ -117,9 +110,7 @@ def test_no_tree_whatsoever_changes_the_text(name: str, data: st.DataObject) -> 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("processor", [None, lambda ids, scores: scores])
-def test_greedy_breaks_ties_alike_on_every_path_and_in_every_dtype(
-    dtype: torch.dtype, processor: Processor | None
-) -> None:
+def test_greedy_breaks_ties_alike_on_every_path_and_in_every_dtype(dtype, processor):
     logits = torch.tensor([[0.0, 2.0, 2.0], [1.0, 1.0, 1.0]], dtype=dtype)
     if dtype == torch.float64:
         logits[0, 2] += 1e-12  # a tie in float32, in which transformers compares
@@ -127,7 +118,7 @@ def test_greedy_breaks_ties_alike_on_every_path_and_in_every_dtype(
     assert verify(DraftTree.chain([1]), logits, request) == Verdict([0], [1, 0])
 
 
-def test_of_equal_siblings_the_first_is_followed() -> None:
+def test_of_equal_siblings_the_first_is_followed():
     tree = DraftTree(np.array([1, 1, 2, 0]), np.array([ROOT, ROOT, 0, 1]))
     logits = torch.eye(3)[[1, 2, 0, 1, 1]]
     assert verify(tree, logits, Request([0], 4)) == Verdict([0, 2], [1, 2, 1])

@@ -1,7 +1,6 @@
 """A prompt that was read once is continued from its cache, and drafters choose what they read before they draft."""
 
-from __future__ import annotations
-
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +9,9 @@ from support.tiny import tiny
 
 from forerun.core.long_context import LongContextConfig
 from forerun.core.tree import DraftTree
+from forerun.decoding.recipes import sparse_cache
 from forerun.engine.engine import Engine
+from forerun.kv.full_cache import FullCache
 from forerun.kv.low_rank import LowRankCache
 from forerun.kv.retrieval import RetrievalCache
 
@@ -26,12 +27,10 @@ def engine() -> Engine:
     return Engine(tiny("llama"), "none", prefill_block=32)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 3}])
 @pytest.mark.parametrize("drafter", ["none", *DRAFTERS])
-def test_a_prompt_that_was_read_once_is_continued_again_and_again(
-    engine: Engine, drafter: str, sampling: dict[str, object]
-) -> None:
+def test_a_prompt_that_was_read_once_is_continued_again_and_again(engine, drafter, sampling):
     options = {"max_new_tokens": 12, **sampling}
     expected = engine.generate(PROMPT, **options).generated[0]
     cache = engine.prefill(PROMPT, room=4)
@@ -45,13 +44,13 @@ def test_a_prompt_that_was_read_once_is_continued_again_and_again(
         assert (sum(request.stats.drafted) > 0) == (drafter != "none")
 
 
-def test_a_cache_that_holds_the_whole_prompt_is_refused(engine: Engine) -> None:
+def test_a_cache_that_holds_the_whole_prompt_is_refused(engine):
     cache = engine.prefill([*PROMPT, 1])
     with pytest.raises(ValueError, match="holds 90 tokens; it may hold at most 89"):
         list(engine.run(engine.requests(PROMPT, max_new_tokens=2), caches=[cache]))
 
 
-def test_a_cache_reads_on_where_texts_part(engine: Engine) -> None:
+def test_a_cache_reads_on_where_texts_part(engine):
     options = {"max_new_tokens": 12, "do_sample": False}
     cache, other = engine.prefill(PROMPT, room=4), [*PROMPT[:50], *PROMPT[60:], 1, 2]
     cache.truncate(50)
@@ -65,7 +64,7 @@ def test_a_cache_reads_on_where_texts_part(engine: Engine) -> None:
         engine.prefill(PROMPT, cache=cache)
 
 
-def test_a_cut_cache_forgets_the_queries_of_what_is_gone(engine: Engine) -> None:
+def test_a_cut_cache_forgets_the_queries_of_what_is_gone(engine):
     cache = engine.prefill(PROMPT)
     assert cache.queries
     cache.truncate(cache.length)
@@ -76,9 +75,7 @@ def test_a_cut_cache_forgets_the_queries_of_what_is_gone(engine: Engine) -> None
 
 @pytest.mark.parametrize("held", [89, 40])
 @pytest.mark.parametrize("drafter", ["low-rank", "retrieval", "triforce-trie"])
-def test_a_first_choice_is_never_made_while_drafting(
-    engine: Engine, drafter: str, held: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_first_choice_is_never_made_while_drafting(engine, drafter, held, monkeypatch):
     """Not even where the cache that is continued has no queries left to choose by."""
     cache = engine.prefill([*PROMPT, 1])
     cache.truncate(held)
@@ -101,7 +98,7 @@ def test_a_first_choice_is_never_made_while_drafting(
     assert choices[0] is False and True in choices
 
 
-def test_keys_and_values_can_be_appended_for_every_layer_only(engine: Engine) -> None:
+def test_keys_and_values_can_be_appended_for_every_layer_only(engine):
     cache, other = engine.prefill(PROMPT), engine.prefill(PROMPT[:20])
     rows = {layer: tuple(t.clone() for t in cache.read(layer, 19, 89)) for layer in cache.layers}
     other.extend(rows)
@@ -109,3 +106,12 @@ def test_keys_and_values_can_be_appended_for_every_layer_only(engine: Engine) ->
     assert all(torch.equal(a, b) for a, b in zip(other.read(1, 0, 89), cache.read(1, 0, 89), strict=True))
     with pytest.raises(ValueError, match="every layer"):
         other.extend({0: rows[0]})
+
+
+@pytest.mark.parametrize(
+    ("device", "named", "kind"),
+    [("cuda", None, RetrievalCache), ("cpu", None, LowRankCache), ("cuda", "low-rank", LowRankCache)],
+)
+def test_retrieval_is_the_default_on_cuda(device, named, kind):
+    scorer: Any = SimpleNamespace(device=torch.device(device))
+    assert type(sparse_cache(LongContextConfig(sparse=named))(scorer, FullCache(8))) is kind

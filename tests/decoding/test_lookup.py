@@ -1,7 +1,5 @@
 """Lookup against a scan of the whole text, and in the loop against the slow generator."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,7 +19,7 @@ def committed(request: Request, tokens: Sequence[int]) -> Outcome:
     """A step that drafted nothing and committed ``tokens``."""
     for token in tokens:
         request.append(token)
-    return Outcome(DraftTree.empty(), Verdict([], list(tokens)), None)  # type: ignore[arg-type]
+    return Outcome(DraftTree.empty(), Verdict([], list(tokens)), None)
 
 
 def scan(text: list[int], config: LookupConfig, length: int) -> list[int]:
@@ -39,13 +37,9 @@ def scan(text: list[int], config: LookupConfig, length: int) -> list[int]:
 @given(
     st.lists(st.integers(0, 2), min_size=1, max_size=12),
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_size=8),
-    st.integers(1, 4),
-    st.integers(1, 6),
-    st.integers(0, 8),
-)
-def test_the_longest_suffix_is_continued_as_it_was_most_recently(
-    prompt: list[int], steps: list[list[int]], max_ngram: int, branch_length: int, budget: int
-) -> None:
+    st.integers(1, 4), st.integers(1, 6), st.integers(0, 8),
+)  # fmt: skip
+def test_the_longest_suffix_is_continued_as_it_was_most_recently(prompt, steps, max_ngram, branch_length, budget):
     config = LookupConfig(max_ngram, branch_length)
     drafter, request = Lookup(config), Request(prompt, 44)
     row = opened(drafter, request)
@@ -57,25 +51,22 @@ def test_the_longest_suffix_is_continued_as_it_was_most_recently(
         assert tree.tokens.tolist() == scan(request.tokens.tolist(), config, length)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        pytest.param([1, 2, 3], [], id="nothing when the last token is new"),
-        pytest.param([5], [], id="nothing after a prompt of one token"),
-        pytest.param([1, 2, 3, 4, 9, 2, 3], [4, 9, 2, 3], id="what followed"),
-        pytest.param([2, 3, 7, 8, 2, 3, 4, 2, 3], [4, 2, 3, 4], id="the most recent of two occurrences"),
-        pytest.param([1, 2, 3, 7, 8, 2, 3, 4, 1, 2, 3], [7, 8, 2, 3], id="a longer match before a more recent one"),
-        pytest.param([1, 6, 6], [6, 6, 6, 6], id="a token repeated for ever"),
-        pytest.param([0, 1, 2, 1, 2], [1, 2, 1, 2], id="a cycle of two"),
-    ],
-)
-def test_it_drafts(text: list[int], expected: list[int]) -> None:
+@pytest.mark.parametrize(("text", "expected"), [
+    pytest.param([1, 2, 3], [], id="nothing when the last token is new"),
+    pytest.param([5], [], id="nothing after a prompt of one token"),
+    pytest.param([1, 2, 3, 4, 9, 2, 3], [4, 9, 2, 3], id="what followed"),
+    pytest.param([2, 3, 7, 8, 2, 3, 4, 2, 3], [4, 2, 3, 4], id="the most recent of two occurrences"),
+    pytest.param([1, 2, 3, 7, 8, 2, 3, 4, 1, 2, 3], [7, 8, 2, 3], id="a longer match before a more recent one"),
+    pytest.param([1, 6, 6], [6, 6, 6, 6], id="a token repeated for ever"),
+    pytest.param([0, 1, 2, 1, 2], [1, 2, 1, 2], id="a cycle of two"),
+])  # fmt: skip
+def test_it_drafts(text, expected):
     drafter, request = Lookup(LookupConfig(branch_length=4)), Request(text, 9)
     row = opened(drafter, request)
     assert draft(drafter, row, 8).tokens.tolist() == expected
 
 
-def test_a_draft_is_a_copy_of_the_text_not_a_view_of_it() -> None:
+def test_a_draft_is_a_copy_of_the_text_not_a_view_of_it():
     drafter, request = Lookup(), Request([1, 2, 3, 1, 2], 5)
     row = opened(drafter, request)
     draft(drafter, row, 3).tokens[:] = 9
@@ -85,7 +76,7 @@ def test_a_draft_is_a_copy_of_the_text_not_a_view_of_it() -> None:
 @pytest.mark.parametrize("name", SAMPLERS)
 @pytest.mark.parametrize("budget", [0, 1, 3, 20])
 @pytest.mark.parametrize("eos", [frozenset[int](), frozenset({3})])
-def test_the_text_is_the_oracles(name: str, budget: int, eos: frozenset[int]) -> None:
+def test_the_text_is_the_oracles(name, budget, eos):
     for seed in range(4):
         target = MockTarget(peak=3, seed=seed)
         prompt = [1, 4, 2, 0, 2, 1, 4]
@@ -94,21 +85,21 @@ def test_the_text_is_the_oracles(name: str, budget: int, eos: frozenset[int]) ->
         assert text == oracle(target, prompt, 25, SAMPLERS[name], eos)
 
 
-def test_what_was_committed_while_no_draft_was_asked_for_is_known() -> None:
+def test_what_was_committed_while_no_draft_was_asked_for_is_known():
     drafter, request = Lookup(LookupConfig(branch_length=4)), Request([1, 2], 99)
     row = opened(drafter, request)
     committed(request, [3, 4, 5, 6, 7, 3, 4])  # and nobody observes it
     assert draft(drafter, row, 8).tokens.tolist() == [5, 6, 7, 3]
 
 
-def test_a_repetitive_text_takes_few_steps() -> None:
+def test_a_repetitive_text_takes_few_steps():
     request = Request([1, 4, 2], 100)
     generate(MockTarget(seed=1), Lookup(LookupConfig(branch_length=9)), request, budget=9)
     assert request.stats.tokens_per_step > 5
     assert max(request.stats.emitted) == 10
 
 
-def test_requests_do_not_see_each_other_and_are_forgotten() -> None:
+def test_requests_do_not_see_each_other_and_are_forgotten():
     target, drafter = MockTarget(seed=1), Lookup()
     one, other = Request([1, 2, 3, 1], 20), Request([4, 0, 0, 3], 20)
     first, second = opened(drafter, one), opened(drafter, other)
@@ -143,10 +134,10 @@ class Read(np.ndarray):
         return super().__array_function__(function, types, args, kwargs)
 
 
-def test_a_step_does_not_scan_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_does_not_scan_a_long_text(monkeypatch):
     prompt = np.random.default_rng(0).integers(0, 32_000, 120_000)
     drafter, request = Lookup(), Request(prompt.tolist(), 300)
-    tokens = Request.tokens.fget  # type: ignore[attr-defined]
+    tokens = Request.tokens.fget
     monkeypatch.setattr(Request, "tokens", property(lambda self: tokens(self).view(Read)))
     row = opened(drafter, request)
     assert Read.count > 120_000
@@ -160,6 +151,6 @@ def test_a_step_does_not_scan_a_long_text(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("name", ["max_ngram", "branch_length"])
 @pytest.mark.parametrize("value", [0, -1])
-def test_a_configuration_out_of_range_is_refused(name: str, value: int) -> None:
+def test_a_configuration_out_of_range_is_refused(name, value):
     with pytest.raises(ValueError, match=rf"^{name} is {value}; it must be at least 1$"):
         LookupConfig(**{name: value})

@@ -1,7 +1,5 @@
 """The trie drafter through the engine's eyes: begin, propose and observe in turn, finish."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -55,14 +53,10 @@ def generate(drafter: TrieSource, prompt: list[int], answer: list[int], new: int
 
 
 @given(
-    st.lists(st.integers(0, 3), min_size=1, max_size=20),
-    st.lists(st.integers(0, 3), min_size=1, max_size=6),
-    st.integers(1, 20),
-    st.integers(0, 12),
-)
-def test_drafts_stay_within_budget_and_within_what_may_still_be_generated(
-    prompt: list[int], answer: list[int], new: int, budget: int
-) -> None:
+    st.lists(st.integers(0, 3), min_size=1, max_size=20), st.lists(st.integers(0, 3), min_size=1, max_size=6),
+    st.integers(1, 20), st.integers(0, 12),
+)  # fmt: skip
+def test_drafts_stay_within_budget_and_within_what_may_still_be_generated(prompt, answer, new, budget):
     drafter = TrieSource(TrieConfig(capacity=1 << 16))
     request = Request(prompt, new)
     row = opened(drafter, request)
@@ -76,7 +70,7 @@ def test_drafts_stay_within_budget_and_within_what_may_still_be_generated(
     assert request.generated.tolist() == [answer[i % len(answer)] for i in range(new)]
 
 
-def test_a_prompt_that_the_model_still_reads_is_not_indexed_for_others() -> None:
+def test_a_prompt_that_the_model_still_reads_is_not_indexed_for_others():
     drafter, live, waiting = TrieSource(), Request([1, 2, 3], 99), Request(list(range(20_000)), 9)
     row, other = opened(drafter, live), opened(drafter, waiting)
     unread = len(drafter.trie._live[waiting.id].unread[0][1])
@@ -85,12 +79,12 @@ def test_a_prompt_that_the_model_still_reads_is_not_indexed_for_others() -> None
     drafter.promise([row])
     assert drafter.trie.length(live.id) == len(live)
     assert len(drafter.trie._live[waiting.id].unread[0][1]) == unread
-    drafter.trie.catch_up = lambda *given: pytest.fail("it was indexed")  # type: ignore[method-assign]
+    drafter.trie.catch_up = lambda *given: pytest.fail("it was indexed")
     other.close()
 
 
 @pytest.mark.parametrize(("temperature", "known"), [(1.0, True), (float("inf"), False)])
-def test_noise_that_would_hide_everything_is_not_told(temperature: float, known: bool) -> None:
+def test_noise_that_would_hide_everything_is_not_told(temperature, known):
     drafter, request = (
         TrieSource(),
         Request([1, 2, 3, 1, 2], 9, sampler=Sampler("coupled", 3, temperature=temperature)),
@@ -103,16 +97,16 @@ def test_noise_that_would_hide_everything_is_not_told(temperature: float, known:
     assert np.isfinite(drafter.trie.snapshot("default")[1]).all()
 
 
-def test_a_repetitive_answer_takes_few_steps() -> None:
+def test_a_repetitive_answer_takes_few_steps():
     assert generate(TrieSource(), [9, 9], [1, 2, 3, 4, 5], 100) < 25
 
 
-def test_an_answer_copied_from_the_prompt_takes_few_steps() -> None:
+def test_an_answer_copied_from_the_prompt_takes_few_steps():
     answer = list(range(1, 31))
     assert generate(TrieSource(), [0, *answer, 0], answer, 30) < 7
 
 
-def test_an_answer_given_before_takes_few_steps_again_and_other_namespaces_learn_nothing() -> None:
+def test_an_answer_given_before_takes_few_steps_again_and_other_namespaces_learn_nothing():
     answer = list(range(1, 31))
     drafter = TrieSource()
     assert generate(drafter, [0], answer, 30) > 20
@@ -122,7 +116,7 @@ def test_an_answer_given_before_takes_few_steps_again_and_other_namespaces_learn
     assert not set(answer) - {1} & set(draft(drafter, row, 8).tokens.tolist())
 
 
-def test_finish_forgets_the_prompt_and_may_come_unannounced() -> None:
+def test_finish_forgets_the_prompt_and_may_come_unannounced():
     drafter = TrieSource()
     row = opened(drafter, Request([1, 2, 1], 5))
     assert len(draft(drafter, row, 4))
@@ -132,9 +126,7 @@ def test_finish_forgets_the_prompt_and_may_come_unannounced() -> None:
     assert drafter.trie.kept < 4096
 
 
-def test_a_text_is_written_whole_and_learned_from_only_where_drafts_were_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_text_is_written_whole_and_learned_from_only_where_drafts_were_asked_for(monkeypatch):
     """Where nobody asks it is written in pieces, and the rest at its end; later texts find it all the same."""
     answer = [5, 9, 2, 7, 11, 3, 8]
     asked, unasked, kept = TrieSource(), TrieSource(), []
@@ -167,7 +159,7 @@ def test_a_text_is_written_whole_and_learned_from_only_where_drafts_were_asked_f
         assert len(path) > 4
 
 
-def test_texts_of_all_rows_are_written_together() -> None:
+def test_texts_of_all_rows_are_written_together():
     drafter, requests = TrieSource(), [Request([1, 2, n], 40) for n in range(4)]
     rows = [opened(drafter, request) for request in requests]
     for n, request in enumerate(requests):
@@ -179,7 +171,7 @@ def test_texts_of_all_rows_are_written_together() -> None:
     assert [drafter.trie.length(request.id) for request in requests] == [3 + LEARN_TOKENS - n for n in range(4)]
 
 
-def test_drafts_on_trial_are_not_learned() -> None:
+def test_drafts_on_trial_are_not_learned():
     drafter, request = TrieSource(), Request([1, 2, 3], 20)
     row = opened(drafter, request)
     draft(drafter, row.followed_by([7, 7, 7]), 4)
@@ -187,7 +179,7 @@ def test_drafts_on_trial_are_not_learned() -> None:
     row.close()
 
 
-def test_a_nodes_runners_up_are_kept_under_the_two_tokens_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nodes_runners_up_are_kept_under_the_two_tokens_before_them(monkeypatch):
     drafter, request, kept = TrieSource(), Request([4, 5], 20), []
     row = opened(drafter, request)
     draft(drafter, row, 4)
@@ -202,7 +194,7 @@ def test_a_nodes_runners_up_are_kept_under_the_two_tokens_before_them(monkeypatc
     assert list(zip(rows.before, rows.last, strict=True)) == [(4, 5), (5, 7), (7, 8), (8, 9), (7, 3)]
 
 
-def test_warming_teaches_one_namespace_an_answer() -> None:
+def test_warming_teaches_one_namespace_an_answer():
     answer = list(range(1, 31))
     drafter = TrieSource()
     drafter.warm("default", [answer])
@@ -212,37 +204,37 @@ def test_warming_teaches_one_namespace_an_answer() -> None:
     assert drafter.trie.tokens("other") == 2
 
 
-def test_no_draft_is_made_for_the_last_token() -> None:
+def test_no_draft_is_made_for_the_last_token():
     drafter = TrieSource()
     request = Request([1, 2, 1], 1)
     row = opened(drafter, request)
     assert not len(draft(drafter, row, 4))
 
 
-def test_after_warm_up_nothing_is_compiled_and_nothing_is_indexed() -> None:
+def test_after_warm_up_nothing_is_compiled_and_nothing_is_indexed():
     drafter = TrieSource(TrieConfig(capacity=1 << 16, learning_rate=0))
     drafter.warm_up()
     assert drafter.trie.nbytes == 0
     functions = [entry_points.step, arrays.valid, arrays.tight]
     functions += [text_cursor.ingest, text_cursor.publish, text_cursor.withdraw]
     functions += [entry_points.known_suffix, recycled.best_of_rows]
-    before = [len(function.signatures) for function in functions]  # type: ignore[attr-defined]
+    before = [len(function.signatures) for function in functions]
     for _ in range(60):
         generate(drafter, [1, 2, 3, 1], list(range(1, 30)), 40)
     drafter.warm("default", [range(200)] * 30)
     frozen = np.arange(9)
     frozen.flags.writeable = False
     drafter.trie.begin(-1, "default", frozen)
-    drafter.trie.retrieve(-1, np.int64(4), np.int64(4), frozen[::2])  # type: ignore[arg-type]
+    drafter.trie.retrieve(-1, np.int64(4), np.int64(4), frozen[::2])
     request = Request([1, 2, 3, 1], 8)
     row = opened(drafter, request)
     request.append(2)
     drafter.promise([row])
     best_of_rows(torch.randn(3, 50))
-    assert [len(function.signatures) for function in functions] == before  # type: ignore[attr-defined]
+    assert [len(function.signatures) for function in functions] == before
 
 
-def test_a_given_trie_is_used_with_its_own_configuration() -> None:
+def test_a_given_trie_is_used_with_its_own_configuration():
     trie = Trie(TrieConfig(capacity=1 << 17))
     assert TrieSource(trie=trie).trie is trie
     with pytest.raises(ValueError, match="config and trie are both given"):
@@ -257,9 +249,9 @@ def run(script: str, *path: Path) -> str:
 
 
 @pytest.mark.matrix
-def test_the_machine_code_of_the_index_is_kept() -> None:
+def test_the_machine_code_of_the_index_is_kept():
     TrieSource().warm_up()
-    stamp = entry_points.step._cache._cache_file._source_stamp  # type: ignore[attr-defined]
+    stamp = entry_points.step._cache._cache_file._source_stamp
     assert stamp == stamp_of(Path(forerun.__file__).parent, "trie")
     script = "from forerun.decoding.sources.trie_source import TrieSource; TrieSource().warm_up()"
     script += "; from forerun.trie import entry_points; print(sum(entry_points.step.stats.cache_hits.values()))"

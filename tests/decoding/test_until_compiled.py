@@ -1,7 +1,5 @@
 """Texts are generated without drafts until the trie's machine code is there; nothing of them is lost."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -55,7 +53,7 @@ def waiting_drafter() -> TrieSource:
     return drafter
 
 
-def test_a_text_has_drafts_from_when_the_code_is_there(compilation: SlowCompilation) -> None:
+def test_a_text_has_drafts_from_when_the_code_is_there(compilation):
     drafter, request = waiting_drafter(), Request([1, 2, 3], 60)
     row = opened(drafter, request)
     assert drafter.read(row, 100) and drafter.promise([row]) == [0]
@@ -67,7 +65,7 @@ def test_a_text_has_drafts_from_when_the_code_is_there(compilation: SlowCompilat
     row.close()
 
 
-def test_a_text_that_ended_before_is_drafted_from_afterwards(compilation: SlowCompilation) -> None:
+def test_a_text_that_ended_before_is_drafted_from_afterwards(compilation):
     drafter, early = waiting_drafter(), Request([1, 2, 3], 10)
     row = opened(drafter, early)
     while not early.finish_reason:
@@ -80,7 +78,7 @@ def test_a_text_that_ended_before_is_drafted_from_afterwards(compilation: SlowCo
     row.close()
 
 
-def test_an_engine_gives_the_same_text_before_and_after(compilation: SlowCompilation) -> None:
+def test_an_engine_gives_the_same_text_before_and_after(compilation):
     model = tiny("llama")
     expected = Engine(model, "none").generate(PROMPTS[1], max_new_tokens=24).generated
     engine = Engine(model, "trie", _runtime=replace(default_runtime(), waits_for_code=False))

@@ -6,8 +6,6 @@ another type, and every drafter every budget and choice. In a cell nothing goes 
 scored, and some of it has to be accepted.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools
@@ -104,13 +102,9 @@ def caches(drafter: str, budgets: Sequence[int], policies: Sequence[str] = POLIC
 
 
 def cells(
-    architectures: Sequence[str],
-    drafters: Sequence[str],
-    budgets: Sequence[int],
-    policies: Sequence[str] = POLICIES,
-    dtypes: Sequence[str] = DTYPES,
-    together: Sequence[str] = ("batch",),
-) -> list[Cell]:
+    architectures: Sequence[str], drafters: Sequence[str], budgets: Sequence[int], policies: Sequence[str] = POLICIES,
+    dtypes: Sequence[str] = DTYPES, together: Sequence[str] = ("batch",),
+) -> list[Cell]:  # fmt: skip
     """Architecture, type, sampling, alone or in a batch, drafter, budget, choice: without two that are the same."""
     return [
         (*where, drafter, *cache)
@@ -158,15 +152,9 @@ def name_of(cell: Cell) -> str:
 
 
 def check_cell(
-    architecture: str,
-    dtype: str,
-    sampling: str,
-    together: str,
-    drafter: str,
-    budget: int | None,
-    choice: str,
+    architecture: str, dtype: str, sampling: str, together: str, drafter: str, budget: int | None, choice: str,
     tokens: int = NEW_TOKENS,
-) -> None:
+) -> None:  # fmt: skip
     tokens = LONGER.get(drafter, tokens)
     expected = plain(architecture, dtype, sampling, tokens)
     chosen = replace(settings(budget or 10, choice or "low-rank"), draft_model=small(architecture, drafter, dtype))
@@ -187,17 +175,17 @@ def check_cell(
 
 
 @pytest.mark.parametrize("cell", FEW, ids=name_of)
-def test_output_equals_plain_generation(cell: Cell) -> None:
-    check_cell(*cell)  # type: ignore[arg-type]
+def test_output_equals_plain_generation(cell):
+    check_cell(*cell)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("cell", [cell for cell in EVERY if cell not in FEW], ids=name_of)
-def test_output_equals_plain_generation_in_every_cell(cell: Cell) -> None:
-    check_cell(*cell, tokens=MORE_TOKENS)  # type: ignore[arg-type, misc]
+def test_output_equals_plain_generation_in_every_cell(cell):
+    check_cell(*cell, tokens=MORE_TOKENS)
 
 
-def test_every_two_values_meet_in_a_few_cells_and_none_is_there_twice() -> None:
+def test_every_two_values_meet_in_a_few_cells_and_none_is_there_twice():
     meet = [set().union(*(pairs(cell, APART) for cell in some)) for some in (FEW, EVERY)]
     assert meet[0] >= meet[1]
     values = [set(column) for column in zip(*FEW, strict=True)]
@@ -228,7 +216,7 @@ FEW_PLAIN = [
     ("architecture", "sampling", "dtype"),
     [pytest.param(*cell, marks=[pytest.mark.matrix] * (cell not in FEW_PLAIN)) for cell in PLAIN],
 )
-def test_without_drafts_a_batch_equals_each_row_alone(architecture: str, sampling: str, dtype: str) -> None:
+def test_without_drafts_a_batch_equals_each_row_alone(architecture, sampling, dtype):
     """And alone, greedy and in float64, that is what ``transformers`` generates."""
     engine = forerun.Engine(target(architecture, dtype), "none", prefill_block=4)
     options = SAMPLING[sampling] | {"max_new_tokens": NEW_TOKENS, "eos_token_id": None}
@@ -238,15 +226,12 @@ def test_without_drafts_a_batch_equals_each_row_alone(architecture: str, samplin
     ]
 
 
-@pytest.mark.parametrize(
-    ("drafter", "sampling"),
-    [
-        pytest.param(drafter, sampling, marks=[pytest.mark.matrix] * ((i + j) % 2))
-        for i, drafter in enumerate(["none", *DRAFTERS])
-        for j, sampling in enumerate(SAMPLING)
-    ],
-)
-def test_a_text_ends_where_the_model_ends_it(drafter: str, sampling: str) -> None:
+@pytest.mark.parametrize(("drafter", "sampling"), [
+    pytest.param(drafter, sampling, marks=[pytest.mark.matrix] * ((i + j) % 2))
+    for i, drafter in enumerate(["none", *DRAFTERS])
+    for j, sampling in enumerate(SAMPLING)
+])  # fmt: skip
+def test_a_text_ends_where_the_model_ends_it(drafter, sampling):
     """At a token that was drafted, where one of these comes for the first time; a greedy text soon repeats itself."""
     text = plain("gpt2", "float64", sampling)[1]
     whole = text[len(PROMPTS[1]) :]
@@ -272,19 +257,6 @@ def test_a_text_ends_where_the_model_ends_it(drafter: str, sampling: str) -> Non
     assert bool(drafted) == (request.stats.emitted[-1] == request.stats.accepted[-1])
 
 
-@pytest.mark.one_in(5)
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_matrix_exercises_acceptance(architecture: str, sampling: str) -> None:
-    expected = plain(architecture, "float64", sampling)
-    engine = forerun.Engine(target(architecture, "float64"), OracleDrafter(expected))
-    options = SAMPLING[sampling] | {"max_new_tokens": NEW_TOKENS, "eos_token_id": None}
-    result = engine.generate(list(PROMPTS), **options)
-    steps = [step for stats in result.stats for step in zip(stats.drafted, stats.accepted, strict=True)]
-    assert max(accepted for _, accepted in steps) >= 2
-    assert any(accepted < drafted for drafted, accepted in steps)
-
-
 AXES = (("mistral", "qwen2", "gpt2"), tuple(SAMPLING), ("low-rank", "triforce", "triforce-trie"), (1, 16, 64, 130))
 QUERIES = list(itertools.product(*AXES))
 FEW_QUERIES = pairwise(QUERIES)
@@ -308,21 +280,22 @@ def check_where_queries_choose(architecture: str, sampling: str, drafter: str, b
     some_were_accepted(found.requests)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("cell", FEW_QUERIES, ids=name_of)
-def test_output_equals_plain_generation_where_queries_choose(cell: Cell) -> None:
+def test_output_equals_plain_generation_where_queries_choose(cell):
     """Texts of several chunks more than a query sees."""
-    check_where_queries_choose(*cell, tokens=NEW_TOKENS)  # type: ignore[arg-type, misc]
+    check_where_queries_choose(*cell, tokens=NEW_TOKENS)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("cell", MORE_QUERIES, ids=name_of)
-def test_output_equals_plain_generation_wherever_queries_choose(cell: Cell) -> None:
-    check_where_queries_choose(*cell, tokens=MORE_TOKENS)  # type: ignore[arg-type, misc]
+def test_output_equals_plain_generation_wherever_queries_choose(cell):
+    check_where_queries_choose(*cell, tokens=MORE_TOKENS)
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != ORACLE])
-def test_rejection_sampling_gives_texts_of_the_right_length(drafter: str) -> None:
+def test_rejection_sampling_gives_texts_of_the_right_length(drafter):
     """Their distribution is shown in test_distribution and test_hierarchy; here every drafter goes that way."""
     chosen = replace(settings(), draft_model=small("qwen2", drafter, "float64"))
     engine = forerun.Engine(target("qwen2", "float64"), drafter, settings=chosen, prune_drafts=False, prefill_block=4)
@@ -343,8 +316,9 @@ def test_rejection_sampling_gives_texts_of_the_right_length(drafter: str) -> Non
             assert found == text[: len(found)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("drafter", LEVELS)
-def test_a_level_that_holds_all_of_the_text_is_passed_by_until_it_does_not(drafter: str) -> None:
+def test_a_level_that_holds_all_of_the_text_is_passed_by_until_it_does_not(drafter):
     texts, middles = [], []
     for budget in (1000, 24, 8):
         chosen = replace(settings(budget), chunk=2, draft_model=small("mistral", drafter, "float64"))

@@ -4,8 +4,6 @@ In float64 a text is token for token that of ``transformers``; in other types it
 decoding. The heads' states are watched by the one that knows.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable
@@ -56,12 +54,8 @@ SHORT = ON | {"max_new_tokens": 12}
 HEADS: dict[str, Callable[[Path, PreTrainedModel], Path]] = {
     "eagle3": eagle3,
     "eagle3, speculators": lambda folder, model: eagle3(folder, model, "speculators"),
-    "eagle31": eagle31,
-    "peagle": peagle,
-    "dflash": dflash,
-    "dflash2": dflash2,
-    "dspark": dspark,
-}
+    "eagle31": eagle31, "peagle": peagle, "dflash": dflash, "dflash2": dflash2, "dspark": dspark,
+}  # fmt: skip
 
 
 @functools.cache
@@ -108,13 +102,13 @@ FEW = EVERY[::19]
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("cell", FEW, ids="-".join)
-def test_output_equals_plain_generation(cell: tuple[str, str, str, str], tmp_path: Path) -> None:
+def test_output_equals_plain_generation(cell, tmp_path):
     check_cell(*cell, tmp_path)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("cell", [cell for cell in EVERY if cell not in FEW], ids="-".join)
-def test_output_equals_plain_generation_in_every_cell(cell: tuple[str, str, str, str], tmp_path: Path) -> None:
+def test_output_equals_plain_generation_in_every_cell(cell, tmp_path):
     check_cell(*cell, tmp_path)
 
 
@@ -138,21 +132,22 @@ SHORTLISTED: dict[str, Callable[[Path, PreTrainedModel], Path]] = {
 """Heads that know all tokens; the logits of DFlash2 and DSpark depend on tokens of a whole vocabulary."""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("head", [pytest.param(h, marks=[pytest.mark.matrix] * (h != "eagle3")) for h in SHORTLISTED])
-def test_drafting_over_shortlists_changes_nothing(head: str, sampling: str, tmp_path: Path, short: None) -> None:
+def test_drafting_over_shortlists_changes_nothing(head, sampling, tmp_path, short):
     """Rows of a batch have shortlists of their own; only their tokens are drafted."""
     expected, model = plain("llama", "float64", sampling), tiny("llama")
     own = load_head(SHORTLISTED[head](tmp_path, model))
     engine = Engine(model, over_shortlists(own), prune_drafts=False, prefill_block=4)
-    assert own.output is not None and own.output.frequent is not None
+    assert own.output.frequent is not None
     found = engine.generate(list(PROMPTS), **SAMPLING[sampling] | ON).requests
     assert [request.tokens.tolist() for request in found] == expected
     assert all(sum(request.stats.drafted) > 0 for request in found)
 
 
 @torch.inference_mode()
-def test_under_rejection_sampling_q_is_what_a_shortlist_was_drawn_from(tmp_path: Path, short: None) -> None:
+def test_under_rejection_sampling_q_is_what_a_shortlist_was_drawn_from(tmp_path, short):
     """It is 0 for all other tokens, and the texts have the target's distribution: of 600 texts the tokens of the first
     step with drafts, by a chi-square test."""
     model, prompt, trees = tiny("llama", torch.float32), PROMPTS[1][:6], list[DraftTree]()
@@ -174,7 +169,7 @@ def test_under_rejection_sampling_q_is_what_a_shortlist_was_drawn_from(tmp_path:
     engine = Engine(model, lambda setup: Watched(own, setup.target, frequent=lambda: np.arange(8)), prune_drafts=False)
     logits = [model(torch.tensor([[*prompt, token]])).logits[0, -2:].double() for token in range(48)]
     first = logits[0][0].div(1.5).softmax(-1)
-    second = sum(p * own[1].div(1.5).softmax(-1) for p, own in zip(first, logits, strict=True)).numpy()  # type: ignore[attr-defined]
+    second = sum(p * own[1].div(1.5).softmax(-1) for p, own in zip(first, logits, strict=True)).numpy()
     counts = np.zeros(48)
     for seed in range(0, 600, 50):
         requests = [
@@ -205,7 +200,7 @@ def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
          ("glm4_moe", 1, "float64"), ("glm4_moe", 1, "bfloat16"), ("qwen3_5_moe", 1, "float64"),
          *((family, 1, dtype) for family in FAMILIES[:2] for dtype in ("float64", "float32", "bfloat16"))])],
 )  # fmt: skip
-def test_heads_of_a_checkpoint_change_nothing(kind: str, count: int, dtype: str, tmp_path: Path) -> None:
+def test_heads_of_a_checkpoint_change_nothing(kind, count, dtype, tmp_path):
     made = getattr(torch, dtype)
     model = qwen_target(tmp_path, kind, made) if kind in FAMILIES else mtp_target(tmp_path, count, made, kind)
     none, texts, before = Engine(model, "none", prune_drafts=False, prefill_block=4), {}, _tensors(model)
@@ -257,16 +252,15 @@ ASSISTED = list(itertools.product(GEMMA4, ("float64", "float32", "bfloat16"), SA
 FEW_ASSISTED = ASSISTED[::13]
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [pytest.param(cell, marks=[pytest.mark.matrix] * (cell not in FEW_ASSISTED)) for cell in ASSISTED],
-    ids="-".join,
-)
-def test_an_assistant_that_reads_the_targets_keys_changes_nothing(cell: tuple[str, str, str], tmp_path: Path) -> None:
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("cell", [
+    pytest.param(cell, marks=[pytest.mark.matrix] * (cell not in FEW_ASSISTED)) for cell in ASSISTED
+], ids="-".join)  # fmt: skip
+def test_an_assistant_that_reads_the_targets_keys_changes_nothing(cell, tmp_path):
     check_assistant(*cell, tmp_path, SHORT if cell in FEW_ASSISTED else ON)
 
 
-def test_an_assistant_reads_keys_off_the_device_and_those_of_a_conversation(tmp_path: Path) -> None:
+def test_an_assistant_reads_keys_off_the_device_and_those_of_a_conversation(tmp_path):
     model = gemma4_and_its_last_layers(tmp_path, torch.float32)
     settings, text = LongContextConfig(draft_model=tmp_path), list(PROMPTS[1]) * 30
     plain = Engine(model, "none", prune_drafts=False)
@@ -275,7 +269,7 @@ def test_an_assistant_reads_keys_off_the_device_and_those_of_a_conversation(tmp_
     away = Engine(model, "head", settings=settings, prune_drafts=False, kv_memory=memory)
     found = away.generate(text, **ON).requests[0]
     assert found.tokens.tolist() == expected and found.stats.tokens_per_step > 2
-    assert away.tiers is not None and away.tiers.copy_engine.fetched > 0
+    assert away.tiers.copy_engine.fetched > 0
     near = Engine(model, "head", settings=settings, prune_drafts=False)
     cache = near.prefill(text[:300], len(expected))
     (request,) = near.requests(text, **ON)
@@ -285,7 +279,7 @@ def test_an_assistant_reads_keys_off_the_device_and_those_of_a_conversation(tmp_
 
 
 @pytest.mark.matrix
-def test_auto_with_the_layers_of_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
+def test_auto_with_the_layers_of_a_checkpoint_changes_nothing(tmp_path):
     """Of a target with recurrent layers, with prompts that share a prefix, and chunks that end anywhere."""
     model = qwen_target(tmp_path, "qwen3_5", torch.float32)
     prompts = [*PROMPTS, [*PROMPTS[1], 3, 4]]
@@ -299,15 +293,12 @@ def test_auto_with_the_layers_of_a_checkpoint_changes_nothing(tmp_path: Path) ->
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("name", "head"),
-    [
-        (("lfm2", "qwen3_5", "bamba")[(number + turn) % 3], head)
-        for number, head in enumerate(HEADS)
-        for turn in range(2)
-    ],
-)
-def test_heads_of_a_target_with_recurrent_layers_change_nothing(name: str, head: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "head"), [
+    (("lfm2", "qwen3_5", "bamba")[(number + turn) % 3], head)
+    for number, head in enumerate(HEADS)
+    for turn in range(2)
+])  # fmt: skip
+def test_heads_of_a_target_with_recurrent_layers_change_nothing(name, head, tmp_path):
     model = build(*HYBRIDS[name], seed=3).to(torch.bfloat16 if name == "bamba" else torch.float32)
     none = Engine(model, "none").generate(list(PROMPTS), do_sample=False, **ON).requests
     expected = [request.tokens.tolist() for request in none]
@@ -325,7 +316,7 @@ def oracle_engine(**more: Any) -> tuple[Engine, list[list[int]]]:
     return Engine(tiny("llama"), with_head(OracleHead(expected, tiny("llama"))), prune_drafts=False, **more), expected
 
 
-def test_a_head_begins_where_the_target_begins_to_read() -> None:
+def test_a_head_begins_where_the_target_begins_to_read():
     """The beginning of the second prompt is not read again: the head knows less of it, and the text is the same."""
     engine, expected = oracle_engine(prefill_block=4, prefix_cache=1 << 24)
     for _ in range(2):
@@ -334,7 +325,7 @@ def test_a_head_begins_where_the_target_begins_to_read() -> None:
         assert found.stats.tokens_per_step > 4
 
 
-def test_a_conversation_goes_on_with_a_head() -> None:
+def test_a_conversation_goes_on_with_a_head():
     engine, expected = oracle_engine()
     text = expected[1]
     cache = engine.prefill(text[:20], 40)
@@ -342,16 +333,6 @@ def test_a_conversation_goes_on_with_a_head() -> None:
     for _ in engine.run([request], caches=[cache]):
         pass
     assert request.tokens.tolist() == text[:32]
-
-
-def test_a_text_ends_in_the_middle_of_a_draft() -> None:
-    engine, expected = oracle_engine()
-    for prompt, text in zip(PROMPTS, expected, strict=True):
-        new = text[len(prompt) :]
-        end = new[9]
-        found = engine.generate(prompt, do_sample=False, max_new_tokens=24, eos_token_id=end).requests[0]
-        assert found.generated.tolist() == new[: new.index(end) + 1]
-        assert found.finish_reason == "eos"
 
 
 class Sevens:
@@ -375,14 +356,14 @@ class Sevens:
     def complete(self, ids: torch.Tensor) -> bool:
         return False
 
-    def on_trial(self) -> Sevens:
+    def on_trial(self) -> "Sevens":
         return self
 
 
 @pytest.mark.parametrize(
     "head", [next(iter(HEADS)), *(pytest.param(h, marks=pytest.mark.matrix) for h in [*HEADS][1:])]
 )
-def test_a_head_walks_the_tokens_that_a_grammar_forces(head: str, tmp_path: Path) -> None:
+def test_a_head_walks_the_tokens_that_a_grammar_forces(head, tmp_path):
     model = tiny("llama")
     settings = LongContextConfig(draft_model=HEADS[head](tmp_path, model))
     texts = []
@@ -397,13 +378,7 @@ def test_a_head_walks_the_tokens_that_a_grammar_forces(head: str, tmp_path: Path
     assert drafted > 200
 
 
-def test_drafts_of_a_head_say_so() -> None:
-    engine, _ = oracle_engine()
-    origins = {origin for commit in engine.stream(PROMPTS[0], **ON) for origin in commit.origins}
-    assert origins == {Origin.TARGET, Origin.HEAD}
-
-
-def test_rejection_sampling_tests_a_chain_with_its_distribution(tmp_path: Path) -> None:
+def test_rejection_sampling_tests_a_chain_with_its_distribution(tmp_path):
     engine = Engine(
         tiny("llama"), "head", settings=LongContextConfig(draft_model=eagle3(tmp_path, tiny("llama"))),
         prune_drafts=False,
@@ -413,7 +388,7 @@ def test_rejection_sampling_tests_a_chain_with_its_distribution(tmp_path: Path) 
     assert sum(sum(request.stats.accepted) for request in found) > 0
 
 
-def test_what_takes_no_head_says_so(tmp_path: Path) -> None:
+def test_what_takes_no_head_says_so(tmp_path):
     settings = LongContextConfig(draft_model=eagle3(tmp_path, tiny("llama")))
     with pytest.raises(ValueError, match="a head; this drafter needs a small model"):
         Engine(tiny("llama"), "triforce", settings=settings)
@@ -422,7 +397,7 @@ def test_what_takes_no_head_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("head", [*(pytest.param(h, marks=pytest.mark.matrix) for h in ("eagle3", "dflash")), "oracle"])
-def test_auto_with_a_head_changes_nothing_and_keeps_its_trie(head: str, tmp_path: Path) -> None:
+def test_auto_with_a_head_changes_nothing_and_keeps_its_trie(head, tmp_path):
     expected, model = plain("llama", "float64", "greedy"), tiny("llama")
     given = OracleHead(expected, model) if head == "oracle" else HEADS[head](tmp_path, model)
     engine = Engine(model, "auto", settings=LongContextConfig(draft_model=given), prefill_block=4)
@@ -435,7 +410,7 @@ def test_auto_with_a_head_changes_nothing_and_keeps_its_trie(head: str, tmp_path
     assert head != "oracle" or Origin.HEAD in origins
 
 
-def test_trees_of_two_drafters_have_the_better_estimate_of_each_node() -> None:
+def test_trees_of_two_drafters_have_the_better_estimate_of_each_node():
     first = DraftTree(np.array([1, 2, 3]), np.array([-1, 0, -1]), probability=np.array([0.5, 0.4, 0.3])).by(Origin.HEAD)
     second = DraftTree(np.array([3, 4, 1, 5]), np.array([-1, 0, -1, 2]), probability=np.array([0.6, 0.54, 0.1, 0.09]))
     tree = merged_estimates(first, second.by(Origin.TEXT), 5)

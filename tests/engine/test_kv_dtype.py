@@ -1,11 +1,8 @@
 """Keys and values in bfloat16 for models in float32 and with stored weights: half of the memory, and equal bits in
 every pass, whatever was drafted."""
 
-from __future__ import annotations
-
 import copy
 import functools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,7 +66,7 @@ def plain(name: str, way: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_pass_has_the_same_bits_near_those_of_the_model(name: str) -> None:
+def test_every_pass_has_the_same_bits_near_those_of_the_model(name):
     model = kept(name, torch.float32)
     held, own = gate.admit(model, kv_dtype=torch.bfloat16), gate.admit(model)
     assert isinstance(held, CompiledScorer)
@@ -79,15 +76,13 @@ def test_every_pass_has_the_same_bits_near_those_of_the_model(name: str) -> None
     assert 1e-4 < (whole - right).norm() / right.norm() < gate.TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.parametrize(
-    ("drafter", "way", "name"),
-    [
-        pytest.param(drafter, way, list(MODELS)[(i + j) % len(MODELS)], marks=[pytest.mark.matrix] * ((i + j) % 2))
-        for i, drafter in enumerate(DRAFTERS)
-        for j, way in enumerate(WAYS)
-    ],
-)
-def test_drafts_change_no_bit(drafter: str, way: str, name: str) -> None:
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(("drafter", "way", "name"), [
+    pytest.param(drafter, way, list(MODELS)[(i + j) % len(MODELS)], marks=[pytest.mark.matrix] * ((i + j) % 2))
+    for i, drafter in enumerate(DRAFTERS)
+    for j, way in enumerate(WAYS)
+])  # fmt: skip
+def test_drafts_change_no_bit(drafter, way, name):
     one = engine(kept(name, torch.float32), drafter)
     if drafter in ("trie", "auto", "triforce-trie"):
         one.warm([[*PROMPTS[0], *plain(name, way)[0]]])
@@ -95,8 +90,9 @@ def test_drafts_change_no_bit(drafter: str, way: str, name: str) -> None:
     assert texts(one, PROMPTS, way) == plain(name, way)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "qwen3_next", "deepseek_v3"])
-def test_models_that_run_their_own_code_have_it_too(name: str) -> None:
+def test_models_that_run_their_own_code_have_it_too(name):
     """Heads of eight numbers, windows, soft caps, sinks, recurrent layers, and values narrower than keys."""
     model = build(*{**ARCHITECTURES, **FAMILIES, **HYBRIDS}[name], seed=3).float()
     wanted = texts(engine(model), PROMPTS[:2])
@@ -107,7 +103,7 @@ def test_models_that_run_their_own_code_have_it_too(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_it_takes_half_of_the_memory(name: str) -> None:
+def test_it_takes_half_of_the_memory(name):
     model = kept(name, torch.float32)
     half, whole = engine(model), engine(model, kv_dtype="auto")
     assert 2 * half.target.kv.nbytes == whole.target.kv.nbytes
@@ -120,17 +116,17 @@ def test_it_takes_half_of_the_memory(name: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["trie", "low-rank"])
-def test_offloaded_layers_have_the_same_bits(drafter: str, tmp_path: Path) -> None:
+def test_offloaded_layers_have_the_same_bits(drafter, tmp_path):
     model = kept("qwen2", torch.float32)
     asked, whole = [prompt(700)], engine(model)
     least = min_device_bytes(whole.target.kv, 700 + NEW + whole.budget)
     away = engine(model, drafter, kv_memory=KVMemory(least, host=100_000, folder=tmp_path))
     assert texts(away, asked) == texts(whole, asked)
-    assert away.tiers is not None and away.tiers.dtype == torch.bfloat16 and away.tiers.copy_engine.fetched > 0
+    assert away.tiers.dtype == torch.bfloat16 and away.tiers.copy_engine.fetched > 0
     away.close()
 
 
-def test_a_stored_prompt_is_found_again_and_only_with_this_type(tmp_path: Path) -> None:
+def test_a_stored_prompt_is_found_again_and_only_with_this_type(tmp_path):
     model, asked = kept("llama", torch.float32), [prompt(600), [*prompt(600)[:-1], 7]]
     wanted = texts(engine(model), asked)
     for kv_dtype, prefilled in (("bfloat16", True), ("bfloat16", False), ("auto", True)):
@@ -141,7 +137,7 @@ def test_a_stored_prompt_is_found_again_and_only_with_this_type(tmp_path: Path) 
         one.close()
 
 
-def test_prompts_that_share_a_beginning_have_the_same_bits() -> None:
+def test_prompts_that_share_a_beginning_have_the_same_bits():
     asked = [prompt(90), [*prompt(80), 7, 8, 9]]
     model = kept("qwen3", torch.float32)
     sharing = engine(model, "trie", prefix_cache=1 << 20)
@@ -149,7 +145,7 @@ def test_prompts_that_share_a_beginning_have_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("dim", [16, 64, 12])
-def test_attention_is_that_of_the_rounded_keys_in_double_precision(dim: int) -> None:
+def test_attention_is_that_of_the_rounded_keys_in_double_precision(dim):
     """Twelve numbers are no whole vector, and go by the slow kernel."""
     generator = torch.Generator().manual_seed(dim)
     q, k, v = (torch.randn(1, heads, 300, dim, generator=generator) for heads in (4, 2, 2))
@@ -163,7 +159,7 @@ def test_attention_is_that_of_the_rounded_keys_in_double_precision(dim: int) -> 
     assert (found - exact).norm() < ROUNDING * exact.norm()
 
 
-def test_a_cache_of_the_other_type_is_refused() -> None:
+def test_a_cache_of_the_other_type_is_refused():
     model = kept("llama", torch.float32)
     cache = engine(model, kv_dtype="auto").prefill(PROMPTS[0], NEW)
     one = engine(model)
@@ -172,13 +168,13 @@ def test_a_cache_of_the_other_type_is_refused() -> None:
         list(one.run([request], caches=[cache]))
 
 
-def test_an_audit_knows_the_rounding() -> None:
+def test_an_audit_knows_the_rounding():
     model = kept("llama", torch.float32)
     report = audit(model, PROMPTS, Plan(drafters=("lookup",), max_new_tokens=NEW, kv_dtype="bfloat16"))
     assert report.exactness.level == "bitwise" and not report.failures
 
 
-def test_it_is_an_option_of_the_functions() -> None:
+def test_it_is_an_option_of_the_functions():
     model = kept("llama", torch.float32)
     found = forerun.generate(
         model, PROMPTS[0], drafter="none", kv_dtype="bfloat16", max_new_tokens=NEW, eos_token_id=None, do_sample=False
@@ -186,7 +182,7 @@ def test_it_is_an_option_of_the_functions() -> None:
     assert len(found.generated[0]) == NEW
 
 
-def test_what_cannot_have_it_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_have_it_is_refused_with_the_reason(monkeypatch):
     model = kept("llama", torch.float32)
     for kind in (torch.float64, torch.float16):
         with pytest.raises(ValueError, match=r"and the model is in float(64|16); allowed are float32 and stored"):

@@ -1,7 +1,5 @@
 """A step beside rows that decode reads no more of prompts than its time allows, and the text is the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -29,17 +27,17 @@ def after(most: int, steps: int, seconds_a_token: float, plain: float = 1.0) -> 
     return read
 
 
-def test_alone_a_step_always_works() -> None:
+def test_alone_a_step_always_works():
     assert PrefillPacing().works(False) and not PrefillPacing().works(True)
 
 
-def test_the_first_step_beside_others_only_decodes_and_so_does_one_now_and_then() -> None:
+def test_the_first_step_beside_others_only_decodes_and_so_does_one_now_and_then():
     read = after(512, 3 * (RECENT_STEPS + 1), 0.001)
     assert [i for i, tokens in enumerate(read) if not tokens] == [0, RECENT_STEPS + 1, 2 * (RECENT_STEPS + 1)]
 
 
 @pytest.mark.parametrize("seconds", [1e-5, 0.004, 0.03, 10.0])
-def test_what_is_read_settles_where_its_time_is_allowed(seconds: float) -> None:
+def test_what_is_read_settles_where_its_time_is_allowed(seconds):
     read = [tokens for tokens in after(512, 60, seconds) if tokens][20:]
     allowed = (STEPS_BESIDE - 1) / seconds
     assert all(MIN_CHUNK_TOKENS <= tokens <= 512 for tokens in read)
@@ -47,11 +45,11 @@ def test_what_is_read_settles_where_its_time_is_allowed(seconds: float) -> None:
     assert min(read) >= min(512, allowed - 1)
 
 
-def test_a_small_limit_is_kept() -> None:
+def test_a_small_limit_is_kept():
     assert set(after(8, 40, 10.0)) == {0, 8}
 
 
-def test_a_short_chunk_says_nothing_of_longer_ones() -> None:
+def test_a_short_chunk_says_nothing_of_longer_ones():
     pace = PrefillPacing()
     pace.learn(1.0, False)
     assert pace.adjusted(64, 0.5, 512, used=0.1) == 64
@@ -67,7 +65,7 @@ class Clock:
 
     def __init__(self, engine: Engine, seconds: Callable[[Sequence[Block], Sequence[Cache]], float]) -> None:
         self.now, self.seconds, self.score_rows = 0.0, seconds, engine.target.score_rows
-        engine.target.score_rows = self.timed  # type: ignore[method-assign]
+        engine.target.score_rows = self.timed
 
     def __call__(self) -> float:
         return self.now
@@ -93,8 +91,9 @@ def decoding(batch: Batch) -> None:
     batch.step()
 
 
-@pytest.mark.parametrize("drafter", ["none", "trie", "retrieval"])
-def test_a_prompt_cut_by_its_time_gives_the_same_text(drafter: str) -> None:
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("drafter", ["trie", "none", "retrieval"])
+def test_a_prompt_cut_by_its_time_gives_the_same_text(drafter):
     generator = np.random.default_rng(0)
     prompts = [generator.integers(3, 48, count).tolist() for count in (5, 90, 70)]
 
@@ -123,7 +122,7 @@ def test_a_prompt_cut_by_its_time_gives_the_same_text(drafter: str) -> None:
     assert cut == whole and max(chunks) == 32 and MIN_CHUNK_TOKENS in smaller
 
 
-def test_a_short_prompt_beside_a_long_one_does_not_let_it_read_more() -> None:
+def test_a_short_prompt_beside_a_long_one_does_not_let_it_read_more():
     """Each has an amount of its own: short chunks are soon read, and a long prompt's would hold all others up."""
 
     def seconds(blocks: Sequence[Block], caches: Sequence[Cache]) -> float:
@@ -143,7 +142,7 @@ def test_a_short_prompt_beside_a_long_one_does_not_let_it_read_more() -> None:
     assert max(far) <= 1.5 * (1 + 0.001 * MIN_CHUNK_TOKENS * 2000)
 
 
-def test_short_prompts_one_after_the_other_are_paced_like_a_long_one() -> None:
+def test_short_prompts_one_after_the_other_are_paced_like_a_long_one():
     """A new one begins with what a step read of the last one, not with a whole chunk."""
     engine = long_engine()
     clock, took = Clock(engine, lambda blocks, caches: 1.0 + 0.1 * prompt_tokens(blocks)), []
@@ -156,7 +155,7 @@ def test_short_prompts_one_after_the_other_are_paced_like_a_long_one() -> None:
     assert max(took[6:]) <= STEPS_BESIDE + 1e-9
 
 
-def test_prompts_that_share_a_step_are_read_faster_if_they_took_less_time_than_allowed() -> None:
+def test_prompts_that_share_a_step_are_read_faster_if_they_took_less_time_than_allowed():
     """Neither used its own limit; together they used it all."""
     engine, read = long_engine(), list[int]()
 

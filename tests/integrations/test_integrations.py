@@ -1,7 +1,5 @@
 """Drafting for other engines: against their classes where they are installed, and against what their sources say."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import subprocess
@@ -67,7 +65,7 @@ def under_way(proposer: ForerunProposer) -> int:
 # --- without what the engines pin
 
 
-def test_it_drafts_where_torch_and_transformers_cannot_be_imported() -> None:
+def test_it_drafts_where_torch_and_transformers_cannot_be_imported():
     paths = [str(Path(forerun.__file__).parent.parent), str(Path(__file__).parents[1])]
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}\n{WITHOUT_TORCH}"], capture_output=True, text=True
@@ -79,13 +77,13 @@ def test_it_drafts_where_torch_and_transformers_cannot_be_imported() -> None:
 # --- the contract of vLLM
 
 
-def test_the_signature_is_the_one_that_vllm_calls() -> None:
+def test_the_signature_is_the_one_that_vllm_calls():
     inspect.signature(ForerunProposer).bind(vllm_config())
     call = inspect.signature(ForerunProposer.propose).bind(None, [[1]], np.ones(1), np.ones((1, 8)), slot_mappings=None)
     assert list(call.arguments) == ["self", "sampled_token_ids", "num_tokens_no_spec", "token_ids_cpu", "slot_mappings"]
 
 
-def test_vllm_makes_it_by_its_name() -> None:
+def test_vllm_makes_it_by_its_name():
     made = pytest.importorskip("vllm.v1.spec_decode.custom_class_proposer", reason="vLLM is not installed")
     config = vllm_config()
     config.speculative_config.model = "forerun.integrations.vllm.ForerunProposer"
@@ -94,14 +92,14 @@ def test_vllm_makes_it_by_its_name() -> None:
     assert request.accepted > 16
 
 
-def test_a_text_that_repeats_itself_is_drafted_and_accepted() -> None:
+def test_a_text_that_repeats_itself_is_drafted_and_accepted():
     request = Asked(words(1, 20), words(2, 12) * 10)
     served(ForerunProposer(vllm_config(most=8)), request)
     assert request.accepted >= 0.9 * request.drafted
     assert len(request.drafts) < len(request.answer) / 3
 
 
-def test_an_answer_that_came_before_is_drafted_and_accepted() -> None:
+def test_an_answer_that_came_before_is_drafted_and_accepted():
     proposer, answer = ForerunProposer(vllm_config(most=8)), words(3, 120)
     first, second = Asked(words(4, 9), answer), Asked(words(5, 9), answer)
     served(proposer, first)
@@ -111,7 +109,7 @@ def test_an_answer_that_came_before_is_drafted_and_accepted() -> None:
     assert len(second.drafts) < len(answer) / 3
 
 
-def test_a_prompt_is_drafted_to_its_own_request_alone() -> None:
+def test_a_prompt_is_drafted_to_its_own_request_alone():
     prompt = words(6, 60)
     proposer = ForerunProposer(vllm_config(settings={"least_probability": 0}))
     own, other = Asked(prompt, prompt[10:40]), Asked(words(7, 5) + prompt[5:9], prompt[9:40])
@@ -122,7 +120,7 @@ def test_a_prompt_is_drafted_to_its_own_request_alone() -> None:
     assert secret & {token for draft in own.drafts for token in draft}
 
 
-def test_nothing_is_drafted_beyond_the_limits() -> None:
+def test_nothing_is_drafted_beyond_the_limits():
     proposer, cycle = ForerunProposer(vllm_config(most=5, room=64)), [1, 2, 3, 4]
     request, runner = Asked(cycle * 3, cycle * 13), Runner(proposer, room=64)
     runner.add(request)
@@ -137,7 +135,7 @@ def test_nothing_is_drafted_beyond_the_limits() -> None:
 
 
 @pytest.mark.parametrize("length", [62, 63, 64])
-def test_at_the_end_of_the_room_there_is_at_most_what_fits(length: int) -> None:
+def test_at_the_end_of_the_room_there_is_at_most_what_fits(length):
     runner = Runner(ForerunProposer(vllm_config(most=5, room=64)), room=64)
     request = Asked([1, 2] * 40, [1, 2])
     request.prompt = request.prompt[: length - 1]
@@ -147,7 +145,7 @@ def test_at_the_end_of_the_room_there_is_at_most_what_fits(length: int) -> None:
     assert len(request.draft) == max(0, 63 - length)
 
 
-def test_a_prompt_that_is_still_being_read_waits() -> None:
+def test_a_prompt_that_is_still_being_read_waits():
     proposer = ForerunProposer(vllm_config())
     request, other, runner = Asked([1, 2] * 20, [1, 2] * 20), Asked(words(8, 9), words(9, 30)), Runner(proposer)
     runner.add(request)
@@ -160,7 +158,7 @@ def test_a_prompt_that_is_still_being_read_waits() -> None:
     assert request.accepted > 20
 
 
-def test_requests_that_move_between_rows_are_followed_and_never_mixed_up() -> None:
+def test_requests_that_move_between_rows_are_followed_and_never_mixed_up():
     rng = np.random.default_rng(10)
     proposer = ForerunProposer(vllm_config(settings={"share": False, "least_probability": 0}))
     runner = Runner(proposer)
@@ -185,7 +183,7 @@ def test_requests_that_move_between_rows_are_followed_and_never_mixed_up() -> No
     assert under_way(proposer) == 0
 
 
-def test_requests_of_one_text_are_followed_each_for_itself() -> None:
+def test_requests_of_one_text_are_followed_each_for_itself():
     proposer, answer = ForerunProposer(vllm_config()), words(11, 10) * 6
     twins = [Asked([1, 2, 3], list(answer)) for _ in range(3)]
     twins[2].answer = answer[:25] + words(12, 10) * 4
@@ -193,7 +191,7 @@ def test_requests_of_one_text_are_followed_each_for_itself() -> None:
     assert learned(proposer) == sorted(twin.answer for twin in twins)
 
 
-def test_what_is_shared_is_what_was_generated_and_no_prompt() -> None:
+def test_what_is_shared_is_what_was_generated_and_no_prompt():
     """Two prompts go on where the first request ended, as in a conversation. The one that says nothing new goes on with
     what was learned of it, since it cannot be told from it, and its prompt still is no output."""
     proposer = ForerunProposer(vllm_config())
@@ -205,7 +203,7 @@ def test_what_is_shared_is_what_was_generated_and_no_prompt() -> None:
     assert learned(proposer) == sorted([first.answer + third.answer, second.answer])
 
 
-def test_a_request_that_comes_back_after_a_pause_starts_anew() -> None:
+def test_a_request_that_comes_back_after_a_pause_starts_anew():
     """As one does that gave its memory to another; what was generated before is in its own text then."""
     proposer = ForerunProposer(vllm_config())
     runner, request = Runner(proposer), Asked(words(18, 5), words(19, 9) * 9)
@@ -222,7 +220,7 @@ def test_a_request_that_comes_back_after_a_pause_starts_anew() -> None:
     assert request.accepted > 50
 
 
-def test_another_contract_is_told_of() -> None:
+def test_another_contract_is_told_of():
     proposer = ForerunProposer(vllm_config())
     with pytest.raises(ValueError, match=r"row 1 does not end with the sampled tokens \[9\]"):
         proposer.propose([[3], [9]], np.array([3, 3]), np.array([[1, 2, 3], [1, 2, 3]], np.int32))
@@ -234,39 +232,34 @@ def test_another_contract_is_told_of() -> None:
 # --- settings
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"names": "x"}, "no setting 'names'; allowed: namespace, share, trie"),
-        (["x"], r"settings are \['x'\]; allowed: an object"),
-        ({"namespace": 3}, "namespace is 3; allowed: a string"),
-        ({"share": 1}, "share is 1; allowed: true or false"),
-        ({"capacity": 100}, r"capacity is 100; allowed: 2\*\*16"),
-        ({"capacity": 1e6}, "capacity is 1000000.0; allowed"),
-        ({"least_probability": 1.5}, "least_probability is 1.5; allowed: 0 to 1"),
-        ({"save_seconds": "60"}, "save_seconds is '60'; allowed: 0 to"),
-        ({"trie": 3}, "trie is 3; allowed: a path"),
-        ({"trie": "/no/such/folder/x.trie"}, "a file in a folder that exists and can be written"),
-        ({"trie": "/"}, "a file, and this is a folder"),
-        ({"trie": "nothing.trie", "save_seconds": 0}, "a file that exists"),
-        ({"trie": "x.trie", "share": False}, "share is False; allowed: true, where a trie file"),
-    ],
-)
-def test_wrong_settings_are_refused(settings: object, message: str) -> None:
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"names": "x"}, "no setting 'names'; allowed: namespace, share, trie"),
+    (["x"], r"settings are \['x'\]; allowed: an object"), ({"namespace": 3}, "namespace is 3; allowed: a string"),
+    ({"share": 1}, "share is 1; allowed: true or false"), ({"capacity": 100}, r"capacity is 100; allowed: 2\*\*16"),
+    ({"capacity": 1e6}, "capacity is 1000000.0; allowed"),
+    ({"least_probability": 1.5}, "least_probability is 1.5; allowed: 0 to 1"),
+    ({"save_seconds": "60"}, "save_seconds is '60'; allowed: 0 to"),
+    ({"trie": 3}, "trie is 3; allowed: a path"),
+    ({"trie": "/no/such/folder/x.trie"}, "a file in a folder that exists and can be written"),
+    ({"trie": "/"}, "a file, and this is a folder"),
+    ({"trie": "nothing.trie", "save_seconds": 0}, "a file that exists"),
+    ({"trie": "x.trie", "share": False}, "share is False; allowed: true, where a trie file"),
+])  # fmt: skip
+def test_wrong_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         ForerunProposer(vllm_config(settings=settings))
 
 
-def test_wrong_limits_and_prompts_without_tokens_are_refused() -> None:
+def test_wrong_limits_and_prompts_without_tokens_are_refused():
     with pytest.raises(ValueError, match="num_speculative_tokens is None; allowed: 1 to 1024"):
-        ForerunProposer(vllm_config(most=None))  # type: ignore[arg-type]
+        ForerunProposer(vllm_config(most=None))
     with pytest.raises(ValueError, match="enable_prompt_embeds is true"):
         ForerunProposer(vllm_config(enable_prompt_embeds=True))
     with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER is true; allowed: 0 or unset"):
         ForerunProposer(vllm_config(use_v2_model_runner=True))
 
 
-def test_a_trie_file_outlives_the_engine(tmp_path: Path) -> None:
+def test_a_trie_file_outlives_the_engine(tmp_path):
     settings, answer = {"trie": str(tmp_path / "x.trie"), "namespace": "shop", "save_seconds": 1000}, words(21, 60)
     first = ForerunProposer(vllm_config(settings=settings))
     served(first, Asked([1], answer))
@@ -281,7 +274,7 @@ def test_a_trie_file_outlives_the_engine(tmp_path: Path) -> None:
     ForerunProposer(vllm_config(settings=settings | {"vocabulary": ""}, tokenizer="c/d")).close()
 
 
-def test_one_process_of_an_engine_saves(tmp_path: Path) -> None:
+def test_one_process_of_an_engine_saves(tmp_path):
     file = tmp_path / "x.trie"
     parallel: dict[str, Any]
     for parallel in ({"rank": 1, "tensor_parallel_size": 2}, {"data_parallel_rank": 1}):
@@ -294,13 +287,13 @@ def test_one_process_of_an_engine_saves(tmp_path: Path) -> None:
     assert file.exists()
 
 
-def test_a_damaged_trie_file_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_trie_file_is_refused(tmp_path):
     (tmp_path / "x.trie").write_bytes(b"nothing")
     with pytest.raises(TrieFileError, match="is not a trie file"):
         ForerunProposer(vllm_config(settings={"trie": str(tmp_path / "x.trie")}))
 
 
-def test_tokens_that_the_model_does_not_have_are_not_drafted(tmp_path: Path) -> None:
+def test_tokens_that_the_model_does_not_have_are_not_drafted(tmp_path):
     settings = {"trie": str(tmp_path / "x.trie")}
     first = ForerunProposer(vllm_config(settings=settings))
     served(first, Asked([1], [10, 11, 12, 13, 60_000, 14, 15]))
@@ -314,7 +307,7 @@ def test_tokens_that_the_model_does_not_have_are_not_drafted(tmp_path: Path) -> 
 # --- the best branch
 
 
-def test_the_best_branch_is_the_one_of_which_most_is_expected() -> None:
+def test_the_best_branch_is_the_one_of_which_most_is_expected():
     draft = Draft(
         np.array([1, 2, 3, 4, 5]),
         np.array([-1, -1, 1, 2, 3]),
@@ -335,7 +328,7 @@ def llama(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module, over llama-cpp-python or over what its sources say."""
     if importlib.util.find_spec("llama_cpp") is None:
         package, module = ModuleType("llama_cpp"), ModuleType("llama_cpp.llama_speculative")
-        module.LlamaDraftModel = recorded_engines.LlamaDraftModel  # type: ignore[attr-defined]
+        module.LlamaDraftModel = recorded_engines.LlamaDraftModel
         monkeypatch.setitem(sys.modules, "llama_cpp", package)
         monkeypatch.setitem(sys.modules, "llama_cpp.llama_speculative", module)
     monkeypatch.delitem(sys.modules, "forerun.integrations.llama_cpp", raising=False)
@@ -343,14 +336,14 @@ def llama(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     sys.modules.pop("forerun.integrations.llama_cpp", None)
 
 
-def test_it_is_a_draft_model_of_llama_cpp(llama: Any) -> None:
-    theirs = sys.modules["llama_cpp.llama_speculative"].LlamaDraftModel  # type: ignore[attr-defined]
+def test_it_is_a_draft_model_of_llama_cpp(llama):
+    theirs = sys.modules["llama_cpp.llama_speculative"].LlamaDraftModel
     assert issubclass(llama.ForerunDraft, theirs)
     ours, asked = (inspect.signature(each.__call__).parameters.values() for each in (llama.ForerunDraft, theirs))
     assert [(each.name, each.kind) for each in ours] == [(each.name, each.kind) for each in asked]
 
 
-def test_llama_cpp_is_drafted_along_its_texts(llama: Any) -> None:
+def test_llama_cpp_is_drafted_along_its_texts(llama):
     draft = llama.ForerunDraft(draft_tokens=6)
     engine = Llama(draft)
     answer = words(23, 11) * 8
@@ -366,7 +359,7 @@ def test_llama_cpp_is_drafted_along_its_texts(llama: Any) -> None:
     assert len(draft(np.empty(0, np.intc))) == 0
 
 
-def test_the_next_prompt_of_a_conversation_stays_private(llama: Any) -> None:
+def test_the_next_prompt_of_a_conversation_stays_private(llama):
     draft, first, answer = llama.ForerunDraft(), words(26, 12), words(27, 20)
     list(Llama(draft).generate(first, answer))
     question = words(28, 12)
@@ -376,7 +369,7 @@ def test_the_next_prompt_of_a_conversation_stays_private(llama: Any) -> None:
     assert not shared & set(question)
 
 
-def test_settings_of_llama_cpp(llama: Any, tmp_path: Path) -> None:
+def test_settings_of_llama_cpp(llama, tmp_path):
     with pytest.raises(ValueError, match="draft_tokens is 0; allowed: 1 to 1024"):
         llama.ForerunDraft(0)
     with pytest.raises(ValueError, match="no setting 'tokens'"):
@@ -390,6 +383,6 @@ def test_settings_of_llama_cpp(llama: Any, tmp_path: Path) -> None:
     assert again.accepted > 30
 
 
-def test_settings_are_what_was_told_over_the_defaults() -> None:
+def test_settings_are_what_was_told_over_the_defaults():
     assert DraftSettings.from_values({"vocabulary": "x"}, vocabulary="y").vocabulary == "x"
     assert DraftSettings.from_values({}, vocabulary="y").vocabulary == "y"

@@ -1,7 +1,5 @@
 """Trees for SGLang, against what its sources say, and against the sources where they are."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json
@@ -71,7 +69,7 @@ def learned(worker: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_whole_trees_are_verified_and_the_text_is_the_models(make: Make, overlap: bool) -> None:
+def test_whole_trees_are_verified_and_the_text_is_the_models(make, overlap):
     worker, reqs = make(overlap=overlap), [asked("a", 5, 6, 7), asked("b", 9), asked("c", 5, 6, 8, most=30)]
     served(worker, *reqs)
     again = asked("d", 1, 7)
@@ -84,14 +82,14 @@ def test_whole_trees_are_verified_and_the_text_is_the_models(make: Make, overlap
 
 
 @pytest.mark.parametrize("settings", [{}, {"share": False}, {"least_probability": 0.3}])
-def test_settings_change_drafts_and_no_text(make: Make, settings: dict[str, object]) -> None:
+def test_settings_change_drafts_and_no_text(make, settings):
     worker, reqs = make(settings), [asked("a", 5, 6, 7), asked("b", 5, 6, 7)]
     served(worker, *reqs)
     assert [list(req.output_ids) for req in reqs] == [plain(req) for req in reqs]
     assert worker._drafter.settings.vocabulary == "a/b"
 
 
-def test_unlikely_nodes_are_left_out(make: Make) -> None:
+def test_unlikely_nodes_are_left_out(make):
     sizes: list[float] = []
     for settings in ({}, {"least_probability": 0.3}):
         req = asked("a", 5, 6, 7)
@@ -101,7 +99,7 @@ def test_unlikely_nodes_are_left_out(make: Make) -> None:
 
 
 @pytest.mark.parametrize(("overlap", "grammar"), [(False, False), (True, False), (True, True)])
-def test_outputs_are_learned_once_and_no_prompt_is_shared(make: Make, overlap: bool, grammar: bool) -> None:
+def test_outputs_are_learned_once_and_no_prompt_is_shared(make, overlap, grammar):
     """A request that ends at a step does not show its tokens any more, if they come at once."""
     worker, reqs = make(overlap=overlap), [asked("a", 5, 6, 7, most=40), asked("b", 11, most=25)]
     served(worker, *reqs, grammar=grammar)
@@ -112,7 +110,7 @@ def test_outputs_are_learned_once_and_no_prompt_is_shared(make: Make, overlap: b
         assert len(output) - len(text) <= (0 if overlap and not grammar else NODES)
 
 
-def test_a_request_that_comes_back_goes_on(make: Make) -> None:
+def test_a_request_that_comes_back_goes_on(make):
     worker, req = make(), asked("a", 5, 6, 7)
     scheduler = Scheduler(worker)
     scheduler.add(req)
@@ -125,7 +123,7 @@ def test_a_request_that_comes_back_goes_on(make: Make) -> None:
     assert list(req.output_ids) == plain(req)
 
 
-def test_logits_at_rejected_nodes_are_drafted_from(make: Make) -> None:
+def test_logits_at_rejected_nodes_are_drafted_from(make):
     """Many short answers: what follows most tokens was never generated, and was worked out behind some draft."""
     accepted = []
     for tp_size in (1, 2):
@@ -138,7 +136,7 @@ def test_logits_at_rejected_nodes_are_drafted_from(make: Make) -> None:
     assert accepted[0] > 1.2 * accepted[1]
 
 
-def test_what_does_not_fit_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_refused(make, monkeypatch):
     with pytest.raises(ValueError, match="pp_size is 2; allowed: 1"):
         make(pp_size=2)
     with pytest.raises(ValueError, match="no setting 'names'"):
@@ -148,7 +146,7 @@ def test_what_does_not_fit_is_refused(make: Make, monkeypatch: pytest.MonkeyPatc
         make()
 
 
-def test_a_mask_is_that_of_the_tree() -> None:
+def test_a_mask_is_that_of_the_tree():
     draft = Draft(np.array([1, 2, 3, TOKENS + 5]), np.array([-1, 0, 0, 1]), np.full(4, 0.5), np.zeros(4, np.int8))
     tree = VerifiedTree(np.array([4, 7]), draft, 7, TOKENS)
     assert tree.tokens.tolist() == [7, 1, 2, 3, 0, 0, 0]
@@ -165,24 +163,18 @@ def test_a_mask_is_that_of_the_tree() -> None:
 # --- the contract
 
 
-def test_sglang_finds_the_plug_in_by_its_entry_point() -> None:
+def test_sglang_finds_the_plug_in_by_its_entry_point():
     project = tomllib.loads((Path(forerun.__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["sglang.srt.plugins"] == {"forerun": "forerun.integrations.sglang:register"}
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "methods"),
-    [
-        ("speculative.spec_info", "SpeculativeAlgorithm", ["register"]),
-        ("speculative.spec_registry", "CustomSpecAlgo", ["__init__", "create_worker", "handle_server_args"]),
-        (
-            "speculative.ngram_worker",
-            "NGRAMWorker",
-            ["__init__", "_prepare_draft_tokens", "_update_ngram_corpus", "forward_batch_generation"],
-        ),
-    ],
-)
-def test_the_recorded_signatures_are_sglangs(module: str, name: str, methods: list[str]) -> None:
+@pytest.mark.parametrize(("module", "name", "methods"), [
+    ("speculative.spec_info", "SpeculativeAlgorithm", ["register"]),
+    ("speculative.spec_registry", "CustomSpecAlgo", ["__init__", "create_worker", "handle_server_args"]),
+    ("speculative.ngram_worker", "NGRAMWorker",
+        ["__init__", "_prepare_draft_tokens", "_update_ngram_corpus", "forward_batch_generation"]),
+])  # fmt: skip
+def test_the_recorded_signatures_are_sglangs(module, name, methods):
     theirs = getattr(pytest.importorskip(f"sglang.srt.{module}", reason="SGLang is not installed"), name)
     for method in methods:
         ours, asked = (inspect.signature(getattr(each, method)) for each in (getattr(recorded_sglang, name), theirs))
@@ -190,7 +182,7 @@ def test_the_recorded_signatures_are_sglangs(module: str, name: str, methods: li
         assert [each.kind for each in ours.parameters.values()] == [each.kind for each in asked.parameters.values()]
 
 
-def test_sglang_takes_the_algorithm() -> None:
+def test_sglang_takes_the_algorithm():
     info = pytest.importorskip("sglang.srt.speculative.spec_info", reason="SGLang is not installed")
     recorded_sglang.forget()
     importlib.import_module("forerun.integrations.sglang").register()

@@ -1,7 +1,5 @@
 """Tests of kernels may change the number of threads; each begins with the same."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

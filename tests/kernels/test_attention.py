@@ -1,7 +1,5 @@
 """Backends agree with the definition, merging is exact, and windows hide what they must."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -37,7 +35,7 @@ def by_definition(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_backends_agree_with_the_definition(backend: str, masked: bool, dtype: torch.dtype) -> None:
+def test_backends_agree_with_the_definition(backend, masked, dtype):
     if backend == "efficient" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     device = "cuda" if backend == "efficient" else "cpu"
@@ -55,7 +53,7 @@ def test_backends_agree_with_the_definition(backend: str, masked: bool, dtype: t
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_grouped_query_heads_read_their_own_keys(kv_heads: int) -> None:
+def test_grouped_query_heads_read_their_own_keys(kv_heads):
     q, k, v = qkv(5, 5, 4, kv_heads)
     seen = torch.ones(5, 5).tril() > 0
     bias = torch.zeros(5, 5, dtype=torch.float64).masked_fill(~seen, -torch.inf)
@@ -63,7 +61,7 @@ def test_grouped_query_heads_read_their_own_keys(kv_heads: int) -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 40), st.integers(1, 40))
-def test_merging_two_parts_equals_one_softmax(n: int, left: int, right: int) -> None:
+def test_merging_two_parts_equals_one_softmax(n, left, right):
     q, k, v = qkv(n, left + right)
     a = attend(q, k[:, :, :left], v[:, :, :left], SPEC)
     b = attend(q, k[:, :, left:], v[:, :, left:], SPEC)
@@ -71,7 +69,7 @@ def test_merging_two_parts_equals_one_softmax(n: int, left: int, right: int) -> 
     assert (merge(a, b) - whole.out).abs().max() < 1e-12
 
 
-def test_merging_survives_extreme_scores() -> None:
+def test_merging_survives_extreme_scores():
     out = torch.ones(1, 1, 1, 2)
     big, small = torch.full((1, 1, 1), 1e4), torch.full((1, 1, 1), -1e4)
     assert torch.equal(merge(AttentionState(out, big), AttentionState(out * 2, small)), out)
@@ -86,15 +84,10 @@ def trees(draw: st.DrawFn) -> DraftTree:
 
 
 @given(
-    trees(),
-    st.integers(0, 20),
-    st.integers(1, 9),
-    st.sampled_from([None, 1, 2, 4, 9, 50]),
+    trees(), st.integers(0, 20), st.integers(1, 9), st.sampled_from([None, 1, 2, 4, 9, 50]),
     st.sampled_from([None, 2.0]),
-)
-def test_full_cache_attends_to_prefix_and_ancestors_within_the_window(
-    tree: DraftTree, prefix: int, pending: int, window: int | None, softcap: float | None
-) -> None:
+)  # fmt: skip
+def test_full_cache_attends_to_prefix_and_ancestors_within_the_window(tree, prefix, pending, window, softcap):
     spec = AttentionSpec(0.3, window, softcap)
     cache = FullCache()
     _, all_k, all_v = qkv(1, prefix + pending + len(tree), 4, 2)
@@ -114,7 +107,7 @@ def test_full_cache_attends_to_prefix_and_ancestors_within_the_window(
 
 
 @given(trees(), st.integers(0, 2**20))
-def test_commit_keeps_exactly_the_accepted_path(tree: DraftTree, choice: int) -> None:
+def test_commit_keeps_exactly_the_accepted_path(tree, choice):
     path = tree.ancestors[choice % len(tree)].nonzero()[0].tolist() if len(tree) else []
     cache = FullCache()
     block = Block(np.arange(2), tree, 0)
@@ -128,7 +121,7 @@ def test_commit_keeps_exactly_the_accepted_path(tree: DraftTree, choice: int) ->
     assert torch.equal(values[:, :, : cache.length], v[:, :, kept])
 
 
-def test_cache_grows_without_losing_what_it_holds_and_truncates() -> None:
+def test_cache_grows_without_losing_what_it_holds_and_truncates():
     cache = FullCache(capacity=4)
     _, k, v = qkv(1, 9000)
     for start in range(0, 9000, 450):

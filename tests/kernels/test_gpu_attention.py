@@ -1,7 +1,5 @@
 """Attention for GPUs, in Triton's interpreter: right, and with the same bits whatever shares the pass."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
@@ -76,11 +74,8 @@ def reference(q: torch.Tensor, kv: torch.Tensor, position: int, spec: AttentionS
 
 
 SPECS = {
-    "plain": {},
-    "window": {"window": 40},
-    "softcap": {"softcap": 5.0},
-    "sinks": {"sinks": torch.linspace(-1, 3, 6)},
-}
+    "plain": {}, "window": {"window": 40}, "softcap": {"softcap": 5.0}, "sinks": {"sinks": torch.linspace(-1, 3, 6)},
+}  # fmt: skip
 
 
 CELLS = [
@@ -97,9 +92,7 @@ ERRORS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 @pytest.mark.parametrize("merging", [False, True])
 @pytest.mark.parametrize(("held", "dtype", "kind"), CELLS)
-def test_right_and_the_same_bits(
-    held: int, dtype: torch.dtype, kind: str, merging: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_right_and_the_same_bits(held, dtype, kind, merging, monkeypatch):
     """A branch has the bits of the text alone: token by token, as a chain, in a tree, and beside another row. So it has
     where one program does all splits of a tile (``merging``), while each split had its own for the text alone."""
     generator = torch.Generator().manual_seed(held)
@@ -144,7 +137,7 @@ def test_right_and_the_same_bits(
     assert torch.equal(row_by_row[:, :, own], right), "models without tables of addresses, such as hybrids"
 
 
-def test_another_order_has_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_order_has_other_bits(monkeypatch):
     """Blocks of another size sum in another order: the comparisons above can fail."""
     generator = torch.Generator().manual_seed(0)
     text = torch.randn(2, 2, 300, 32, generator=generator)
@@ -161,7 +154,7 @@ def test_another_order_has_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.equal(once(), before)
 
 
-def test_splits_of_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splits_of_a_long_text(monkeypatch):
     """Short splits, then long ones: right, and with the same bits from any number of programs and from one that
     merges."""
     for module in (gpu, pass_tables):
@@ -184,7 +177,7 @@ def test_splits_of_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 3, 8, 20])
-def test_groups_of_any_size(heads: int) -> None:
+def test_groups_of_any_size(heads):
     """Queries of a group are merged side by side, each as often as a tensor core's tile has room for it; groups of more
     than 16 go to two programs."""
     generator = torch.Generator().manual_seed(heads)
@@ -201,7 +194,7 @@ def test_groups_of_any_size(heads: int) -> None:
 
 
 @pytest.mark.parametrize("count", [16, 64])
-def test_one_long_row_among_many_short_ones(count: int) -> None:
+def test_one_long_row_among_many_short_ones(count):
     """The bits of each row alone, in a batch of 16 and of 64 rows, of which one has most of the splits."""
     generator = torch.Generator().manual_seed(count)
     spec = AttentionSpec(scaling=0.3)
@@ -224,7 +217,7 @@ def sizes(tiles: int, splits: int, programs: int) -> TableSizes:
 
 @pytest.mark.parametrize("programs", [1, 7, 33, 132, 1056])
 @pytest.mark.parametrize("splits", [[1], [132], [0, 2, 0], [1] * 15 + [132], [20] * 40, [3, 3, 64, 64]])
-def test_each_split_is_some_program_s_job(programs: int, splits: list[int]) -> None:
+def test_each_split_is_some_program_s_job(programs, splits):
     size = sizes(len(splits), max(splits), programs)
     room = np.zeros((size.jobs, 3), np.int64)
     jobs = room[: share_programs(np.array(splits), size.merging, room)]
@@ -235,7 +228,7 @@ def test_each_split_is_some_program_s_job(programs: int, splits: list[int]) -> N
         assert longest <= 2 * -(-sum(splits) // programs) + 1
 
 
-def test_one_row_s_tiles_are_those_that_it_needs() -> None:
+def test_one_row_s_tiles_are_those_that_it_needs():
     """A pass of 5 to 16 tokens of one row with four query heads a KV head: no program has an empty tile."""
     for tokens in range(5, 17):
         rounded = 1 << (tokens - 1).bit_length()
@@ -243,7 +236,7 @@ def test_one_row_s_tiles_are_those_that_it_needs() -> None:
         assert size.tiles == -(-rounded * 4 // 32) and size.jobs == 132
 
 
-def test_numbers_of_a_head_must_be_contiguous() -> None:
+def test_numbers_of_a_head_must_be_contiguous():
     q = torch.randn(1, 2, 16, 4).transpose(2, 3)
     with pytest.raises(ValueError, match="contiguous"):
         gpu.attend(0, q, 1, None, AttentionSpec(1.0))

@@ -1,7 +1,5 @@
 """Chunks that the GPU gathers itself, in Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ from forerun.kernels.gpu.gather import gather_chunks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunks_are_those_of_their_heads(dtype: torch.dtype) -> None:
+def test_chunks_are_those_of_their_heads(dtype):
     """Of rows with gaps between heads, and of a width that is no power of two; none at all is no launch."""
     rows = torch.randn(1, 3, 43, 24).to(dtype)[:, :, 3:]
     head, chunk = torch.tensor([2, 0, 1, 2]), torch.tensor([0, 4, 1, 3])

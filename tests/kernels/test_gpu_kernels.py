@@ -1,7 +1,5 @@
 """Products, means and scans for GPUs, in Triton's interpreter; and that all GPU kernels compile."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -45,7 +43,7 @@ def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("columns", [40, 1100])
-def test_a_product_is_right_and_its_bits_do_not_depend_on_others(dtype: torch.dtype, columns: int) -> None:
+def test_a_product_is_right_and_its_bits_do_not_depend_on_others(dtype, columns):
     generator = torch.Generator().manual_seed(columns)
     x = torch.randn(2, 40, columns, generator=generator).to(dtype)
     weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((70, columns), (70,)))
@@ -60,7 +58,7 @@ def test_a_product_is_right_and_its_bits_do_not_depend_on_others(dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_means(dtype: torch.dtype) -> None:
+def test_means(dtype):
     x = (1 + torch.randn(3, 4, 1500, generator=torch.Generator().manual_seed(0))).to(dtype)
     whole = linear.mean(x, True)
     right = x.double().mean(-1, keepdim=True).to(dtype)
@@ -68,7 +66,7 @@ def test_means(dtype: torch.dtype) -> None:
     assert torch.equal(linear.mean(x[1, 2], False), whole[1, 2, 0])
 
 
-def test_models_functions_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_functions_take_the_kernels(monkeypatch):
     """Each way to write a product or a mean, as models do."""
     monkeypatch.setattr(gpu, "runs_on", lambda device: True)
     monkeypatch.setattr("forerun.kernels.linear.ordered_modules.takes", lambda x, weight: False)
@@ -97,7 +95,7 @@ def test_models_functions_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("rank", "count"), [(24, 37), (8, 16)])
-def test_the_best_keys(monkeypatch: pytest.MonkeyPatch, rank: int, count: int) -> None:
+def test_the_best_keys(monkeypatch, rank, count):
     """The same numbers as on a CPU, to the bit."""
     generator = torch.Generator().manual_seed(rank)
     groups = -(-count // topk_rank.GROUP_CHUNKS)
@@ -116,7 +114,7 @@ def test_the_best_keys(monkeypatch: pytest.MonkeyPatch, rank: int, count: int) -
     assert torch.equal(topk_rank.by_definition(index, count, q), right)
 
 
-def test_padded_products_are_the_library_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padded_products_are_the_library_s(monkeypatch):
     """Every call has 64 rows, and zeros where there are no tokens."""
     calls: list[int] = []
     library = torch.nn.functional.linear
@@ -140,7 +138,7 @@ def pieces(at, count, size, THREADS: tl.constexpr):  # noqa: N803
 
 @pytest.mark.parametrize("threads", [128, 256])
 @pytest.mark.parametrize("size", [16, 4096 * 3 + 32, 1 << 19, (1 << 19) + 48])
-def test_threads_ask_for_all_of_the_weights_once(size: int, threads: int) -> None:
+def test_threads_ask_for_all_of_the_weights_once(size, threads):
     programs = triton.cdiv(size, PREFETCH_PROGRAM_BYTES.value)
     at, count = (torch.zeros(programs * threads, dtype=kind) for kind in (torch.int64, torch.int32))
     pieces[(programs,)](at, count, size, threads)
@@ -149,7 +147,7 @@ def test_threads_ask_for_all_of_the_weights_once(size: int, threads: int) -> Non
     assert asked[0][0] == 0 and asked[-1][1] == size
 
 
-def test_nothing_is_prefetched_without_the_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_prefetched_without_the_instruction(monkeypatch):
     weights = torch.zeros(64, 64)
     assert Ahead.of(weights) == Ahead(None, 0, 0) and Ahead.of(weights).start(weights) is weights
     there = SimpleNamespace(device=torch.device("cuda"), nbytes=100 << 20, data_ptr=lambda: 32)
@@ -162,7 +160,7 @@ KERNELS_OF_A_LAYER = {"_sums": 4, "_add_norm": 2, "_rotate_and_store": 1, "_scan
 
 
 @torch.inference_mode()
-def test_a_layer_has_ten_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_has_ten_kernels(monkeypatch):
     """Launches of a pass over one token, by what one more layer adds."""
     interpret_quickly(monkeypatch)
     launched: list[str] = []
@@ -222,7 +220,7 @@ def compiled(request: pytest.FixtureRequest) -> tuple[int, Any]:
     return request.param, json.loads(done.stdout)
 
 
-def test_products_and_loads_of_the_kernels(compiled: tuple[int, Any]) -> None:
+def test_products_and_loads_of_the_kernels(compiled):
     """For Ampere and Hopper, without a GPU: products of all sizes are one instruction, so that sums have one order;
     weights, keys and values come 16 bytes at a time, asynchronously; and the loads of 32 splits' states are under way
     before any is merged."""
@@ -244,7 +242,7 @@ def test_products_and_loads_of_the_kernels(compiled: tuple[int, Any]) -> None:
     assert prefetching == (between if capability >= 90 else set())
 
 
-def test_registers_and_programs_of_the_kernels(compiled: tuple[int, Any]) -> None:
+def test_registers_and_programs_of_the_kernels(compiled):
     """No kernel spills registers, and a processor has room for as many programs as the kernels were made for."""
     capability, found = compiled
     assert {name: code["spills"] for kind in found.values() for name, code in kind.items() if code["spills"]} == {}

@@ -1,7 +1,5 @@
 """Recurrences for GPUs, in Triton's interpreter: the numbers of the CPU's kernels, and the same bits in any pass."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -59,9 +57,7 @@ def run(shape: GatedShape, given: Any, parents: np.ndarray, first: int = 0) -> t
 @pytest.mark.parametrize("begins", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", SHAPES)
-def test_outputs_and_states_are_those_of_the_cpu(
-    name: str, dtype: torch.dtype, begins: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outputs_and_states_are_those_of_the_cpu(name, dtype, begins, monkeypatch):
     shape, limits = SHAPES[name], {"atol": 50 * torch.finfo(dtype).eps, "rtol": 50 * torch.finfo(dtype).eps}
     rows, q, state = inputs(shape, dtype, len(TREE))
     given = rows, q, state if begins else None
@@ -72,7 +68,7 @@ def test_outputs_and_states_are_those_of_the_cpu(
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_nodes_bits_are_those_of_its_path(on_gpu: None, name: str) -> None:
+def test_a_nodes_bits_are_those_of_its_path(on_gpu, name):
     shape = SHAPES[name]
     rows, q, state = inputs(shape, torch.float32, len(TREE))
     whole, _ = run(shape, (rows, q, state), TREE)
@@ -87,7 +83,7 @@ def test_a_nodes_bits_are_those_of_its_path(on_gpu: None, name: str) -> None:
 
 @pytest.mark.parametrize("taps", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_convolutions(dtype: torch.dtype, taps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convolutions(dtype, taps, monkeypatch):
     generator, first = torch.Generator().manual_seed(taps), taps - 1
     parents = torch.from_numpy(np.concatenate((np.arange(-1, first - 1), TREE + first)))
     x = torch.randn(len(parents), 300, generator=generator, dtype=dtype)
@@ -101,7 +97,7 @@ def test_convolutions(dtype: torch.dtype, taps: int, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", ["bamba", "lfm2", "qwen3_5"])
-def test_drafts_change_no_bit_of_a_hybrid(on_gpu: None, name: str) -> None:
+def test_drafts_change_no_bit_of_a_hybrid(on_gpu, name):
     """A model of each recurrence, alone and with another row; the gate compares it with its own forward pass."""
     kind, more = HYBRIDS[name]
     model = build(kind, more | {"max_position_embeddings": 48}, seed=1).float()  # so that the probe is short

@@ -1,7 +1,6 @@
 """Linear layers in one order of sums: right, and a token's outputs the same bits whatever shares the pass."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -64,7 +63,7 @@ def in_order(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tens
 
 @pytest.mark.parametrize("dtype", NUMBER_KINDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_near_the_sums_in_double_precision(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_near_the_sums_in_double_precision(shape, dtype):
     (outs, columns), w = shape, numbers(*shape, dtype=dtype)
     bias = numbers(outs, dtype=dtype, seed=1)
     for n in (1, 3, 16, 35):
@@ -76,7 +75,7 @@ def test_near_the_sums_in_double_precision(shape: tuple[int, int], dtype: torch.
 
 @pytest.mark.parametrize("dtype", NUMBER_KINDS, ids=str)
 @pytest.mark.parametrize("shape", [(50, 40), (33, 1536), (7, 12), (40, 4160)], ids=str)
-def test_the_same_bits_for_any_number_of_tokens_at_any_place(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_the_same_bits_for_any_number_of_tokens_at_any_place(shape, dtype):
     (outs, columns), w = shape, numbers(*shape, dtype=dtype)
     bias, x = numbers(outs, dtype=dtype, seed=1), numbers(70, columns, dtype=dtype, seed=2)
     whole = layer(x, [w], [bias])
@@ -87,7 +86,7 @@ def test_the_same_bits_for_any_number_of_tokens_at_any_place(shape: tuple[int, i
 
 @pytest.mark.parametrize("dtype", NUMBER_KINDS, ids=str)
 @pytest.mark.parametrize("n", [1, 7, 40])
-def test_threads_and_shares_change_nothing(n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_and_shares_change_nothing(n, dtype, monkeypatch):
     w, x = numbers(130, 200, dtype=dtype), numbers(n, 200, dtype=dtype, seed=2)
     torch.set_num_threads(1)
     alone = layer(x, [w], share=99)
@@ -102,19 +101,19 @@ def test_threads_and_shares_change_nothing(n: int, dtype: torch.dtype, monkeypat
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("n", [1, 5, 21])
-def test_sums_go_from_the_bias_on_column_by_column(n: int, dtype: torch.dtype) -> None:
+def test_sums_go_from_the_bias_on_column_by_column(n, dtype):
     w, bias, x = (numbers(*s, dtype=dtype, seed=i) for i, s in enumerate([(18, 70), (18,), (n, 70)]))
     assert torch.equal(layer(x, [w], [bias]), in_order(x, w, bias))
 
 
 @pytest.mark.skipif(multiplies_pairs(), reason="the processor adds products of pairs in its own way")
 @pytest.mark.parametrize("n", [1, 5, 21])
-def test_bfloat16_is_summed_as_floats_column_by_column(n: int) -> None:
+def test_bfloat16_is_summed_as_floats_column_by_column(n):
     w, bias, x = (numbers(*s, dtype=torch.bfloat16, seed=i) for i, s in enumerate([(18, 70), (18,), (n, 70)]))
     assert torch.equal(layer(x, [w], [bias], to=torch.float32), in_order(x, w, bias))
 
 
-def test_bfloat16_sums_are_rounded_once_to_the_nearest() -> None:
+def test_bfloat16_sums_are_rounded_once_to_the_nearest():
     w, bias, x = (numbers(*s, dtype=torch.bfloat16, seed=i) for i, s in enumerate([(50, 600), (50,), (9, 600)]))
     wide = layer(x, [w], [bias], to=torch.float32)
     assert error(wide, x.double() @ w.double().T + bias.double()) < EPS[torch.float32]
@@ -123,7 +122,7 @@ def test_bfloat16_sums_are_rounded_once_to_the_nearest() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("n", [1, 6, 40])
-def test_three_matrices_over_the_same_tokens(n: int, dtype: torch.dtype) -> None:
+def test_three_matrices_over_the_same_tokens(n, dtype):
     weights = [numbers(outs, 96, dtype=dtype, seed=outs) for outs in (40, 16, 9)]
     biases = [numbers(len(w), dtype=dtype, seed=9) for w in weights]
     x = numbers(n, 96, dtype=dtype, seed=2)
@@ -134,7 +133,7 @@ def test_three_matrices_over_the_same_tokens(n: int, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("outs", [48, 37])
 @pytest.mark.parametrize("n", [1, 6, 40])
-def test_sums_are_added_to_what_is_there(n: int, outs: int, dtype: torch.dtype) -> None:
+def test_sums_are_added_to_what_is_there(n, outs, dtype):
     w, x = numbers(outs, 96, dtype=dtype), numbers(n, 96, dtype=dtype, seed=2)
     before = numbers(n, outs, dtype=torch.float32, seed=3)
     after = layer(x, [w], mode=ADD, onto=before.clone())
@@ -144,7 +143,7 @@ def test_sums_are_added_to_what_is_there(n: int, outs: int, dtype: torch.dtype) 
 @pytest.mark.parametrize("activation", [SILU, GELU])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("outs", [48, 37])
-def test_gates_are_activated_and_multiplied(outs: int, dtype: torch.dtype, activation: int) -> None:
+def test_gates_are_activated_and_multiplied(outs, dtype, activation):
     pair = [numbers(outs, 96, dtype=dtype, seed=i) for i in range(2)]
     biases, x = [numbers(outs, dtype=dtype, seed=5)] * 2, numbers(40, 96, dtype=dtype, seed=2)
     gate, up = (x.double() @ w.double().T + b.double() for w, b in zip(pair, biases, strict=True))
@@ -156,7 +155,7 @@ def test_gates_are_activated_and_multiplied(outs: int, dtype: torch.dtype, activ
 
 
 @pytest.mark.parametrize("dtype", NUMBER_KINDS, ids=str)
-def test_what_is_not_a_number_stays_with_its_token_and_its_output(dtype: torch.dtype) -> None:
+def test_what_is_not_a_number_stays_with_its_token_and_its_output(dtype):
     w, x = numbers(20, 40, dtype=dtype), numbers(5, 40, dtype=dtype, seed=2)
     plain = layer(x, [w])
     x[2, 7] = torch.nan
@@ -167,7 +166,7 @@ def test_what_is_not_a_number_stays_with_its_token_and_its_output(dtype: torch.d
     assert torch.equal(found[keep, :19], plain[keep, :19])
 
 
-def test_a_function_has_the_code_of_its_own_kind_though_another_kind_was_compiled_after_the_first() -> None:
+def test_a_function_has_the_code_of_its_own_kind_though_another_kind_was_compiled_after_the_first():
     def columns(kind: int) -> np.ndarray:
         @compiled
         def columns_of(w: int, row: int, last: int, steps: int, to: int) -> None:
@@ -182,3 +181,19 @@ def test_a_function_has_the_code_of_its_own_kind_though_another_kind_was_compile
     assert np.array_equal(before[:16], panel.T)
     assert not np.array_equal(other, before)
     assert np.array_equal(after, before)
+
+
+@pytest.fixture
+def flushing() -> Iterator[None]:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("the processor keeps denormal numbers")
+    yield
+    torch.set_flush_denormal(False)
+
+
+def test_a_thread_that_flushes_denormal_numbers_changes_no_sum(flushing):
+    x, weight = torch.full((3, 64), 1e-20), torch.full((40, 64), 1e-20)
+    found = layer(x, [weight])
+    assert float(torch.tensor([1e-20]) * torch.tensor([1e-20])) == 0  # this thread flushes, before and after
+    torch.set_flush_denormal(False)
+    assert torch.equal(found, layer(x, [weight])) and bool((found > 0).all())

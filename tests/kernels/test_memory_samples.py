@@ -1,7 +1,5 @@
 """Checksums by samples: which changes of a tensor they see, and that no memory but the tensor's own is read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
@@ -42,9 +40,7 @@ def sees(t: torch.Tensor, change: Callable[[torch.Tensor], object]) -> bool:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_pieces_are_within_the_tensor_from_its_first_to_its_last_number(
-    shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_pieces_are_within_the_tensor_from_its_first_to_its_last_number(shape, dtype):
     t = tensor(shape, dtype)
     offset, size, step, count = sample_of(t)
     assert (offset, size) == (0, t.nbytes)
@@ -57,7 +53,7 @@ def test_pieces_are_within_the_tensor_from_its_first_to_its_last_number(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_change_of_all_numbers_is_seen(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_a_change_of_all_numbers_is_seen(shape, dtype):
     t = tensor(shape, dtype)
     assert sees(t, lambda t: t.mul_(2))
     assert sees(t, lambda t: t.neg_())
@@ -65,26 +61,26 @@ def test_a_change_of_all_numbers_is_seen(shape: tuple[int, ...], dtype: torch.dt
     assert not sees(t, lambda t: t.mul_(1))
 
 
-def test_of_a_small_tensor_every_number_is_seen() -> None:
+def test_of_a_small_tensor_every_number_is_seen():
     t = tensor((READ_WHOLE_BYTES // 8 - 3,), torch.float64)
     for number in (*range(0, len(t), 37), len(t) - 1):
         t[number] = -t[number]
-        assert sees(t, lambda t, at=number: t[at].neg_())  # type: ignore[misc]
+        assert sees(t, lambda t, at=number: t[at].neg_())
 
 
-def test_every_column_of_a_large_matrix_is_seen_and_many_rows_together() -> None:
+def test_every_column_of_a_large_matrix_is_seen_and_many_rows_together():
     t = tensor((4096, 576))
     for column in range(0, 576, 7):
-        assert sees(t, lambda t, at=column: t[:, at].mul_(2))  # type: ignore[misc]
+        assert sees(t, lambda t, at=column: t[:, at].mul_(2))
     for row in range(0, 4096 - 512, 301):
-        assert sees(t, lambda t, at=row: t[at : at + 512].mul_(2))  # type: ignore[misc]
-    assert not all(sees(t, lambda t, at=row: t[at].mul_(2)) for row in range(64))  # type: ignore[misc]
+        assert sees(t, lambda t, at=row: t[at : at + 512].mul_(2))
+    assert not all(sees(t, lambda t, at=row: t[at].mul_(2)) for row in range(64))
 
 
 @pytest.mark.parametrize(
     "view", [lambda t: t.t(), lambda t: t[10:200], lambda t: t[:, 64:128], lambda t: t[7:9, 5:9], lambda t: t[:, :0]]
 )
-def test_views_are_read_where_they_lie(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_views_are_read_where_they_lie(view):
     whole = tensor((300, 576))
     part = view(whole)
     before = both(part)
@@ -92,7 +88,7 @@ def test_views_are_read_where_they_lie(view: Callable[[torch.Tensor], torch.Tens
     assert (both(part) != before) == (part.numel() > 0)
 
 
-def test_tensors_are_told_apart_by_their_order() -> None:
+def test_tensors_are_told_apart_by_their_order():
     a, b = tensor((100,)), tensor((100,)) * 2
     for sums in (lambda *t: checksum((), address_table(t)), lambda *t: checksum(t)):
         assert sums(a, b) != sums(b, a)

@@ -1,7 +1,5 @@
 """Attention in one order: right, and a token's output the same bits wherever and beside whatever it is computed."""
 
-from __future__ import annotations
-
 import math
 import os
 import threading
@@ -47,18 +45,12 @@ class Case:
 
 
 CASES = [
-    Case(),
-    Case(2, 1, dtype=torch.bfloat16),
-    Case(3, 1, window=100),
-    Case(8, 2, 80, 80, dtype=torch.float16, softcap=3.0),
-    Case(8, 1, 16, 16, sinks=True, window=40),
+    Case(), Case(2, 1, dtype=torch.bfloat16), Case(3, 1, window=100),
+    Case(8, 2, 80, 80, dtype=torch.float16, softcap=3.0), Case(8, 1, 16, 16, sinks=True, window=40),
     Case(4, 2, 128, 128, dtype=torch.bfloat16, window=256, sinks=True, softcap=2.0),
-    Case(3, 3, 192, 128, scale=0.1),
-    Case(5, 1, 32, 48, window=1),
-    Case(8, 1, 16, 16, softcap=2.0),
-    Case(6, 1, 48, 80, dtype=torch.bfloat16, softcap=3.0),
-    Case(3, 3, 16, 32, dtype=torch.bfloat16),
-]
+    Case(3, 3, 192, 128, scale=0.1), Case(5, 1, 32, 48, window=1), Case(8, 1, 16, 16, softcap=2.0),
+    Case(6, 1, 48, 80, dtype=torch.bfloat16, softcap=3.0), Case(3, 3, 16, 32, dtype=torch.bfloat16),
+]  # fmt: skip
 
 
 class Text:
@@ -70,7 +62,7 @@ class Text:
         self.k = torch.randn(case.kv_heads, length, case.dim, generator=draw).to(case.dtype)
         self.v = torch.randn(case.kv_heads, length, case.out_dim, generator=draw).to(case.dtype)
 
-    def fed(self, block: Block, places: Sequence[int], wrong: Text) -> Fed:
+    def fed(self, block: Block, places: Sequence[int], wrong: "Text") -> "Fed":
         """A pass over a block behind the text's beginning; its token i is that of ``places[i]``, -1 for a wrong one."""
 
         def tokens(name: str, axis: int) -> torch.Tensor:
@@ -139,7 +131,6 @@ def by_definition(case: Case, row: Fed) -> torch.Tensor:
     scores = scores.masked_fill(~seen, -torch.inf)
     if case.sinks:
         sinks = sinks_of(case)
-        assert sinks is not None
         scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, n, 1)), 2)
     weights = scores.softmax(-1)[:, :, : start + n]
     return torch.einsum("hnm,hmd->nhd", weights, v)
@@ -191,7 +182,7 @@ def tolerance(case: Case, row: Fed) -> float:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_near_softmax_written_out(case: Case) -> None:
+def test_near_softmax_written_out(case):
     text, wrong = Text(case, 760), Text(case, 100, 1)
     for start in BORDERS:
         fed = [in_order(text, start, 1), in_order(text, start, 3, 40), in_order(text, start, 130)]
@@ -205,7 +196,7 @@ def test_near_softmax_written_out(case: Case) -> None:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_text_has_the_same_bits_however_it_is_cut(case: Case) -> None:
+def test_a_text_has_the_same_bits_however_it_is_cut(case):
     text, end = Text(case, 640), 640
     row = in_order(text, 0, end)
     whole = attend(case, [row])[0]
@@ -223,7 +214,7 @@ def test_a_text_has_the_same_bits_however_it_is_cut(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_token_of_a_tree_has_the_bits_of_the_text(case: Case) -> None:
+def test_a_token_of_a_tree_has_the_bits_of_the_text(case):
     text, wrong = Text(case, 760), Text(case, 200, 1)
     whole = attend(case, [in_order(text, 0, 760)])[0]
     for start in BORDERS:
@@ -233,7 +224,7 @@ def test_a_token_of_a_tree_has_the_bits_of_the_text(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES[1:6], ids=str)
-def test_a_tree_across_a_piece_has_the_bits_of_the_text(case: Case) -> None:
+def test_a_tree_across_a_piece_has_the_bits_of_the_text(case):
     text, wrong = Text(case, 900), Text(case, 1200, 1)
     whole = attend(case, [in_order(text, 0, 900)])[0]
     for start, depth in ((200, 400), (255, 258), (256, 257), (0, 300)):
@@ -244,14 +235,10 @@ def test_a_tree_across_a_piece_has_the_bits_of_the_text(case: Case) -> None:
 @given(
     case=st.sampled_from(CASES),
     rows=st.lists(
-        st.tuples(st.integers(0, 600), st.integers(1, 45), st.integers(0, 40), st.booleans()), min_size=1, max_size=4
-    ),
-    threads=st.integers(1, 5),
-    seed=st.integers(0, 9),
+        st.tuples(st.integers(0, 600), st.integers(1, 45), st.integers(0, 40), st.booleans()), min_size=1, max_size=4),
+    threads=st.integers(1, 5), seed=st.integers(0, 9),
 )  # fmt: skip
-def test_a_ragged_batch_has_the_bits_of_each_row_alone(
-    case: Case, rows: list[tuple[int, int, int, bool]], threads: int, seed: int
-) -> None:
+def test_a_ragged_batch_has_the_bits_of_each_row_alone(case, rows, threads, seed):
     text, wrong = Text(case, 700), Text(case, 200, 1)
     fed, right = [], []
     for start, pending, depth, branches in rows:
@@ -268,7 +255,7 @@ def test_a_ragged_batch_has_the_bits_of_each_row_alone(
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[4]], ids=str)
-def test_threads_change_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_change_nothing(case, monkeypatch):
     text, wrong = Text(case, 760), Text(case, 200, 1)
     fed = [in_order(text, 0, 700), bushy(text, wrong, 600, 1, 30)[0], in_order(text, 300, 1, 8)]
     torch.set_num_threads(1)
@@ -282,7 +269,7 @@ def test_threads_change_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
-def test_grouped_heads_have_the_bits_of_heads_of_their_own(group: int) -> None:
+def test_grouped_heads_have_the_bits_of_heads_of_their_own(group):
     case = Case(2 * group, 2)
     text, wrong = Text(case, 400), Text(case, 100, 1)
     for row in (in_order(text, 0, 300), in_order(text, 290, 1, 20), bushy(text, wrong, 290, 1, 20)[0]):
@@ -291,7 +278,7 @@ def test_grouped_heads_have_the_bits_of_heads_of_their_own(group: int) -> None:
         assert torch.equal(attend(case, [row])[0], own)
 
 
-def test_16_bits_are_read_exactly_and_written_to_the_nearest() -> None:
+def test_16_bits_are_read_exactly_and_written_to_the_nearest():
     case = Case(4, 2, dtype=torch.float16)
     row = in_order(Text(case, 400), 290, 3, 20)
     wide = Fed(row.block, row.q, row.k.float(), row.v.float())
@@ -302,7 +289,7 @@ def test_16_bits_are_read_exactly_and_written_to_the_nearest() -> None:
         assert torch.equal(attend(case, [row], torch.bfloat16)[0], attend(case, [row])[0].bfloat16())
 
 
-def test_bfloat16_is_rounded_as_in_a_fused_kernel_of_torch() -> None:
+def test_bfloat16_is_rounded_as_in_a_fused_kernel_of_torch():
     case = Case(9, 3, dtype=torch.bfloat16, scale=0.125)
     text = Text(case, 700)
     row = in_order(text, 300, 400)
@@ -316,7 +303,7 @@ def test_bfloat16_is_rounded_as_in_a_fused_kernel_of_torch() -> None:
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-30, 30.0, 3000.0])
-def test_extreme_scores(size: float) -> None:
+def test_extreme_scores(size):
     case = Case(scale=1.0)
     text, wrong = Text(case, 700), Text(case, 100, 1)
     text.q *= size
@@ -331,7 +318,7 @@ def test_extreme_scores(size: float) -> None:
     assert torch.equal(attend(case, [fed])[0][right], whole[600:641])
 
 
-def test_what_is_not_a_number_stays_visible() -> None:
+def test_what_is_not_a_number_stays_visible():
     text = Text(Case(), 300)
     text.q[290, 1, 3] = torch.nan
     found = attend(Case(), [in_order(text, 280, 20)])[0]
@@ -339,7 +326,7 @@ def test_what_is_not_a_number_stays_visible() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_number_of_16_bits_is_read_exactly(dtype: torch.dtype) -> None:
+def test_every_number_of_16_bits_is_read_exactly(dtype):
     v = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(1, 512, 1, 128)
     zeros = torch.zeros_like(v)
     out = attend_in_order(zeros, [(zeros, v)], [chain(0, 1)], AttentionSpec(0.3))
@@ -349,7 +336,7 @@ def test_every_number_of_16_bits_is_read_exactly(dtype: torch.dtype) -> None:
     assert torch.equal(out.nan_to_num(0, 1e4, -1e4), v.nan_to_num(0, 1e4, -1e4))
 
 
-def test_several_threads_may_call_at_once() -> None:
+def test_several_threads_may_call_at_once():
     torch.set_num_threads(2)
     cases = [torch.randn(1, 2, n, 64, generator=torch.Generator().manual_seed(n)) for n in range(1, 9)]
     rows = tuple(torch.randn(1, 2, 900, 64, generator=torch.Generator().manual_seed(i)) for i in range(2))
@@ -363,7 +350,7 @@ def test_several_threads_may_call_at_once() -> None:
             assert all(torch.equal(a, b) for a, b in zip(callers.map(attended, cases), expected, strict=True))
 
 
-def test_a_pool_that_is_busy_is_not_waited_for() -> None:
+def test_a_pool_that_is_busy_is_not_waited_for():
     busy, ran = threading.Event(), []
     for _ in range(2 * (os.cpu_count() or 1)):
         executor.pool().submit(busy.wait, 30)

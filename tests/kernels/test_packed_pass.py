@@ -1,7 +1,5 @@
 """The tables of a pass, beside their definition in Python."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -26,13 +24,10 @@ PASSES = {
     "one token": [Block(np.array([3]), EMPTY, 10)],
     "a chain": [Block(np.array([3]), DraftTree.chain(np.arange(5)), 300)],
     "a tree": [Block(np.arange(3), TREE, 0)],
-    "rows of all kinds": [
-        Block(np.arange(4), EMPTY, 0),
-        Block(np.array([1]), TREE, 600),
-        Block(np.array([1]), DraftTree.chain(np.arange(9)), 255),
-    ],
+    "rows of all kinds": [Block(np.arange(4), EMPTY, 0), Block(np.array([1]), TREE, 600),
+        Block(np.array([1]), DraftTree.chain(np.arange(9)), 255)],
     "a long prompt": [Block(np.arange(500), EMPTY, 40), Block(np.array([1]), EMPTY, 4000)],
-}
+}  # fmt: skip
 
 
 def units_of(
@@ -56,7 +51,7 @@ def units_of(
 @pytest.mark.parametrize("heads", [HeadShape(1, 1, 16, 16), HeadShape(9, 3, 64, 64), HeadShape(32, 2, 128, 64)])
 @pytest.mark.parametrize("name", PASSES)
 @pytest.mark.parametrize("moved", [0, 32])
-def test_tables_are_those_of_the_definition(name: str, heads: HeadShape, moved: int) -> None:
+def test_tables_are_those_of_the_definition(name, heads, moved):
     blocks, threads = PASSES[name], 2
     places, starts = [block.start + moved for block in blocks], [block.start for block in blocks]
     packed = PackedPass(blocks, heads, threads, places, starts)

@@ -1,7 +1,5 @@
 """A program's short convolution: the formula over several rows with trees, and the bits of a token alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -43,7 +41,7 @@ def run(blocks: Sequence[Block], x: torch.Tensor, histories: list[torch.Tensor],
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("taps", [3, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_outputs_are_the_formulas(dtype: torch.dtype, taps: int, bias: bool) -> None:
+def test_outputs_are_the_formulas(dtype, taps, bias):
     torch.manual_seed(taps)
     conv = torch.nn.Conv1d(CHANNELS, CHANNELS, taps, groups=CHANNELS, bias=bias).to(dtype).requires_grad_(False)
     x, before = torch.randn(sum(map(len, BLOCKS)), 3 * CHANNELS), taps - 1

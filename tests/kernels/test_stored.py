@@ -1,7 +1,5 @@
 """Weights as GGUF stores them: the very bits that float32 weights of the same numbers give, in any pass."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -31,7 +29,7 @@ SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 17, 24, 25, 31, 40)
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("shape", [(64, 256), (50, 512), (7, 256), (16, 1536), (257, 768)], ids=str)
-def test_the_bits_of_float32_weights_of_the_same_numbers(name: str, shape: tuple[int, int]) -> None:
+def test_the_bits_of_float32_weights_of_the_same_numbers(name, shape):
     rows, weights = blocks(name, *shape)
     bias, x = numbers(shape[0], seed=1), numbers(40, shape[1], seed=2)
     expected = layer(x, [weights], [bias])
@@ -45,14 +43,14 @@ def test_the_bits_of_float32_weights_of_the_same_numbers(name: str, shape: tuple
 
 @pytest.mark.parametrize("name", SMALL_BLOCKS)
 @pytest.mark.parametrize("columns", [32, 96, 288, 544])
-def test_rows_of_any_number_of_blocks(name: str, columns: int) -> None:
+def test_rows_of_any_number_of_blocks(name, columns):
     (rows, weights), x = blocks(name, 24, columns), numbers(14, columns, seed=2)
     for n in (1, 4, 14):
         assert torch.equal(run(x[:n], [(name, rows)]), layer(x[:n], [weights]))
 
 
 @pytest.mark.parametrize("n", [1, 4, 6, 30])
-def test_threads_and_shares_change_nothing(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_and_shares_change_nothing(n, monkeypatch):
     (rows, weights), x = blocks("Q4_1", 130, 256), numbers(n, 256, seed=2)
     expected = layer(x, [weights])
     for threads in (1, 2, 3, 5):
@@ -66,7 +64,7 @@ def test_threads_and_shares_change_nothing(n: int, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("n", [1, 3, 5, 6, 29])
 @pytest.mark.parametrize("names", [("Q4_1", "Q4_1", "Q4_1"), ("Q4_0", "Q8_0", "Q4_1")], ids="-".join)
-def test_matrices_of_several_formats_over_the_same_tokens(n: int, names: tuple[str, ...]) -> None:
+def test_matrices_of_several_formats_over_the_same_tokens(n, names):
     pairs = [blocks(name, outs, 256, seed=outs) for name, outs in zip(names, (40, 16, 9), strict=True)]
     biases, x = [numbers(len(rows), seed=9) for rows, _ in pairs], numbers(n, 256, seed=2)
     found = run(x, [(name, rows) for name, (rows, _) in zip(names, pairs, strict=True)], biases)
@@ -75,7 +73,7 @@ def test_matrices_of_several_formats_over_the_same_tokens(n: int, names: tuple[s
 
 @pytest.mark.parametrize("n", [1, 3, 5, 6, 29])
 @pytest.mark.parametrize("outs", [48, 37])
-def test_sums_are_added_to_what_is_there(n: int, outs: int) -> None:
+def test_sums_are_added_to_what_is_there(n, outs):
     (rows, weights), x, before = blocks("Q8_0", outs, 256), numbers(n, 256, seed=2), numbers(n, outs, seed=3)
     expected = layer(x, [weights], mode=ADD, onto=before.clone())
     assert torch.equal(run(x, [("Q8_0", rows)], mode=ADD, onto=before.clone()), expected)
@@ -84,7 +82,7 @@ def test_sums_are_added_to_what_is_there(n: int, outs: int) -> None:
 @pytest.mark.parametrize("names", [("Q4_1", "Q4_1"), ("Q4_0", "Q8_0")], ids="-".join)
 @pytest.mark.parametrize("activation", [SILU, GELU])
 @pytest.mark.parametrize("outs", [48, 37])
-def test_gates_are_activated_and_multiplied(outs: int, activation: int, names: tuple[str, ...]) -> None:
+def test_gates_are_activated_and_multiplied(outs, activation, names):
     pairs = [blocks(name, outs, 256, seed=i) for i, name in enumerate(names)]
     biases, x = [numbers(outs, seed=5), numbers(outs, seed=6)], numbers(40, 256, seed=2)
     how: Any = {"mode": GATE, "activation": activation}
@@ -107,7 +105,7 @@ def looked_up(name: str, rows: torch.Tensor, ids: torch.Tensor, columns: int, fa
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rows_of_an_embedding_are_those_of_gguf(name: str) -> None:
+def test_rows_of_an_embedding_are_those_of_gguf(name):
     rows, weights = blocks(name, 20, 512)
     ids = torch.tensor([3, 19, 0, 3])
     assert torch.equal(looked_up(name, rows, ids, 512, 1.5), weights[ids] * 1.5)
@@ -115,7 +113,7 @@ def test_rows_of_an_embedding_are_those_of_gguf(name: str) -> None:
         assert torch.equal(looked_up(name, rows, torch.arange(20), 512).view(torch.int32), weights.view(torch.int32))
 
 
-def test_scales_of_any_exponent_are_those_of_gguf() -> None:
+def test_scales_of_any_exponent_are_those_of_gguf():
     """Of MXFP4: from subnormal floats to where a number is too large for a float."""
     rows, _ = blocks("MXFP4", 256, 64)
     rows.view(256, 2, 17)[:, :, 0] = torch.arange(256, dtype=torch.uint8)[:, None]
@@ -124,8 +122,9 @@ def test_scales_of_any_exponent_are_those_of_gguf() -> None:
     assert torch.equal(looked_up("MXFP4", rows, torch.arange(256), 64), expected)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0", "IQ4_NL"])
-def test_scales_of_every_size_are_widened_rightly(name: str) -> None:
+def test_scales_of_every_size_are_widened_rightly(name):
     """All finite float16, the smallest ones too."""
     every = np.arange(1 << 16, dtype=np.uint16)
     every = every[(every & 0x7C00) != 0x7C00]

@@ -1,7 +1,5 @@
 """With ``NUMBA_DISABLE_JIT`` everything runs as Python: slowly, and with the same results to rounding."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -50,7 +48,7 @@ def run(script: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_the_trie_drafts_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_trie_drafts_the_same(capsys):
     with warnings.catch_warnings():
         exec(TRIE, {})
     compiled = capsys.readouterr().out
@@ -58,7 +56,7 @@ def test_the_trie_drafts_the_same(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.matrix
-def test_engines_generate_the_same() -> None:
+def test_engines_generate_the_same():
     options = {"max_new_tokens": 6, "do_sample": False}
     expected = forerun.Engine(tiny("llama"), "none").generate(PROMPTS[1], **options).generated
     path = os.pathsep.join(sys.path)

@@ -1,7 +1,5 @@
 """What another process needs to repeat a cache: what it is made of, and its operations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +32,7 @@ class Truncating(FullCache):
 
 
 @pytest.mark.parametrize("kind", CACHES)
-def test_a_cache_made_of_the_parts_of_another_has_the_same_parts(kind: str) -> None:
+def test_a_cache_made_of_the_parts_of_another_has_the_same_parts(kind):
     source, rotation = FullCache(), Rotation({})
     cache = CACHES[kind](source)
     parts = parts_of(cache)
@@ -42,14 +40,14 @@ def test_a_cache_made_of_the_parts_of_another_has_the_same_parts(kind: str) -> N
     assert parts.kind == kind and type(made) is type(cache) and parts_of(made) == parts and made.source is cache.source
 
 
-def test_what_has_no_parts_is_refused_by_name() -> None:
+def test_what_has_no_parts_is_refused_by_name():
     with pytest.raises(ValueError, match=r"a Truncating cannot be used in several processes; allowed are full, "):
         parts_of(Truncating())
     with pytest.raises(ValueError, match="which only rank 0 has"):
         made_of(parts_of(CACHES["streaming"](FullCache())), None)
 
 
-def test_operations_that_succeed_are_logged_once_with_their_arguments() -> None:
+def test_operations_that_succeed_are_logged_once_with_their_arguments():
     cache, logged = Truncating(), list[tuple[Any, ...]]()
     cache.log = lambda *entry: logged.append(entry)
     block = Block(np.zeros(4, np.int64), DraftTree.empty(), 0)

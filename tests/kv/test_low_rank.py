@@ -1,7 +1,5 @@
 """The low-rank cache: what its queries choose, against the definition, and that it finds what a head looks for."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -48,14 +46,10 @@ def scanned(index: torch.Tensor, count: int, q: torch.Tensor) -> torch.Tensor:
 
 
 @given(
-    count=st.integers(1, 90),
-    kv_heads=st.integers(1, 3),
-    group=st.integers(1, 3),
-    n=st.integers(1, 9),
-    quads=st.integers(1, 5),
-    seed=st.integers(0, 99),
-)
-def test_the_scan_is_its_definition(count: int, kv_heads: int, group: int, n: int, quads: int, seed: int) -> None:
+    count=st.integers(1, 90), kv_heads=st.integers(1, 3), group=st.integers(1, 3), n=st.integers(1, 9),
+    quads=st.integers(1, 5), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_the_scan_is_its_definition(count, kv_heads, group, n, quads, seed):
     generator = torch.Generator().manual_seed(seed)
     groups = -(-count // topk_rank.GROUP_CHUNKS) + 1
     shape = (kv_heads, groups, CHUNK_KEYS, quads, topk_rank.GROUP_CHUNKS, topk_rank.QUAD_NUMBERS)
@@ -68,7 +62,7 @@ def test_the_scan_is_its_definition(count: int, kv_heads: int, group: int, n: in
 
 
 @pytest.mark.skipif(not fused(), reason="the processor cannot run the kernel")
-def test_a_query_is_scored_alike_alone_and_among_others() -> None:
+def test_a_query_is_scored_alike_alone_and_among_others():
     generator = torch.Generator().manual_seed(1)
     shape = (2, 40, CHUNK_KEYS, 4, topk_rank.GROUP_CHUNKS, topk_rank.QUAD_NUMBERS)
     index = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
@@ -89,20 +83,15 @@ def tied(cache: LowRankCache, layer: int, q: torch.Tensor) -> bool:
 
 
 @given(
-    length=st.integers(20, 900),
-    budget=st.sampled_from([96, 2000]),
-    kv_heads=st.integers(1, 2),
+    length=st.integers(20, 900), budget=st.sampled_from([96, 2000]), kv_heads=st.integers(1, 2),
     group=st.sampled_from([1, 2, 5]),
     branches=st.sampled_from([[], [[1, 2, 3]], [[1, 2, 3], [1, 4], [5]]]),
-    softcap=st.sampled_from([None, 2.0]),
-    sinks=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    softcap=st.sampled_from([None, 2.0]), sinks=st.booleans(), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 99),
-)
+)  # fmt: skip
 def test_attention_by_kernels_is_that_by_torch_in_double_precision(
-    length: int, budget: int, kv_heads: int, group: int, branches: list[list[int]], softcap: float | None, sinks: bool,
-    dtype: torch.dtype, seed: int,
-) -> None:  # fmt: skip
+    length, budget, kv_heads, group, branches, softcap, sinks, dtype, seed
+):
     if dtype == torch.bfloat16:  # rounding decides between keys of nearly the same score, so all are read
         budget = 2000
     heads, generator = kv_heads * group, torch.Generator().manual_seed(seed)
@@ -123,7 +112,7 @@ def test_attention_by_kernels_is_that_by_torch_in_double_precision(
 
 
 @pytest.mark.parametrize("group", [1, 2])
-def test_a_query_finds_the_one_key_that_it_looks_for(group: int) -> None:
+def test_a_query_finds_the_one_key_that_it_looks_for(group):
     """Wherever it is, though the chunk's other keys point elsewhere; an index of chunk means would not show it."""
     full = text(4000, heads=2 * group)
     cache = LowRankCache(full, LowRankConfig(budget=256, window=16, rank=DIM))
@@ -141,7 +130,7 @@ def test_a_query_finds_the_one_key_that_it_looks_for(group: int) -> None:
         assert (out[0, :, 0, 0] > 0.99 * place).all()
 
 
-def test_the_index_follows_a_growing_text() -> None:
+def test_the_index_follows_a_growing_text():
     """As if it had been made of the longer text at once, with the same dimensions."""
     full = text(900)
     cache = LowRankCache(full, LowRankConfig(budget=200, window=16))
@@ -162,7 +151,7 @@ def test_the_index_follows_a_growing_text() -> None:
         assert torch.equal(index._short[:, :groups], short[:, :groups])
 
 
-def test_what_a_query_sees_does_not_depend_on_what_stands_beside_it() -> None:
+def test_what_a_query_sees_does_not_depend_on_what_stands_beside_it():
     full = text(3000)
     cache = LowRankCache(full, LowRankConfig(budget=512))
     cache.sync()
@@ -179,11 +168,11 @@ def test_what_a_query_sees_does_not_depend_on_what_stands_beside_it() -> None:
     ("budget", "length", "slots"),
     [(4096, 5000, 64), (4096, 120_000, 125), (4096, 300_000, 256), (16, 9000, 1), (1, 9, 1)],
 )
-def test_a_query_sees_more_of_a_longer_text_up_to_the_budget(budget: int, length: int, slots: int) -> None:
+def test_a_query_sees_more_of_a_longer_text_up_to_the_budget(budget, length, slots):
     assert LowRankConfig(budget).slots(length) == slots
 
 
-def test_short_keys_cost_a_twenty_first_of_the_full_cache() -> None:
+def test_short_keys_cost_a_twenty_first_of_the_full_cache():
     length = 20000
     full = text(300, dim=64)
     full.extend(
@@ -197,14 +186,12 @@ def test_short_keys_cost_a_twenty_first_of_the_full_cache() -> None:
 @pytest.mark.parametrize(
     ("group", "length", "slots"), [(1, 7500, 8), (3, 7500, 24), (8, 7500, 32), (3, 12000, 32), (3, 900, 24)]
 )
-def test_what_the_queries_of_a_group_bring_all_of_them_see_up_to_the_budget(
-    group: int, length: int, slots: int
-) -> None:
+def test_what_the_queries_of_a_group_bring_all_of_them_see_up_to_the_budget(group, length, slots):
     assert LowRankConfig(512).slots(length, group) == slots
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_the_queries_of_a_group_choose_together(n: int) -> None:
+def test_the_queries_of_a_group_choose_together(n):
     """The output is that of attention over the chunks that are nearest to being some query's best."""
     full = text(2000, heads=6)
     cache = LowRankCache(full, LowRankConfig(budget=128, window=16, rank=DIM))
@@ -234,7 +221,7 @@ def test_the_queries_of_a_group_choose_together(n: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["budget", "window", "rank"])
-def test_settings_are_checked(name: str) -> None:
+def test_settings_are_checked(name):
     with pytest.raises(ValueError, match=f"^{name} is 0; it must be at least 1$"):
         LowRankConfig(**{name: 0})
     with pytest.raises(ValueError, match=r"^rank is 6; it must be a multiple of 4$"):
@@ -257,7 +244,7 @@ for n in (1, 3, 6):
 
 @pytest.mark.matrix
 @pytest.mark.skipif(not topk_rank.DOTS, reason="the processor has no such instruction anyway")
-def test_processors_that_do_not_multiply_bytes_find_the_same() -> None:
+def test_processors_that_do_not_multiply_bytes_find_the_same():
     features = vector_ir.features().replace("+avx512vnni", "-avx512vnni")
     path = os.pathsep.join(sys.path)
     environment = os.environ | {"PYTHONPATH": path, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features}

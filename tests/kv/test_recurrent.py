@@ -1,7 +1,5 @@
 """States of recurrent layers have the bits of token-by-token reading, whatever was drafted, cut, forked or stored."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -66,14 +64,14 @@ def with_drafts(states: RecurrentStates, text: Sequence[int], rng: np.random.Gen
 
 
 @given(st.integers(0, 1000), st.integers(2, 90))
-def test_drafts_and_chunks_leave_the_bits_of_reading_one_by_one(seed: int, length: int) -> None:
+def test_drafts_and_chunks_leave_the_bits_of_reading_one_by_one(seed, length):
     rng, states = np.random.default_rng(seed), RecurrentStates()
     read(states, TEXT[: rng.integers(0, length)], int(rng.integers(1, 100)))
     assert torch.equal(with_drafts(states, TEXT[:length], rng), one_by_one(TEXT[:length]))
 
 
 @given(st.integers(0, 1000), st.integers(3, 160))
-def test_a_text_that_was_cut_goes_on_with_the_same_bits(seed: int, length: int) -> None:
+def test_a_text_that_was_cut_goes_on_with_the_same_bits(seed, length):
     rng, states = np.random.default_rng(seed), RecurrentStates()
     with_drafts(states, TEXT[:length] * 0 + 3 if seed % 3 == 0 else TEXT[:length], rng)
     goal = int(rng.integers(0, length + 1))
@@ -86,7 +84,7 @@ def test_a_text_that_was_cut_goes_on_with_the_same_bits(seed: int, length: int) 
 
 
 @pytest.mark.parametrize("cut", [1270, 1100])
-def test_a_long_text_that_was_cut_far_behind_a_snapshot_goes_on_with_the_same_bits(cut: int) -> None:
+def test_a_long_text_that_was_cut_far_behind_a_snapshot_goes_on_with_the_same_bits(cut):
     """More tokens have to be read into the state than inputs are kept as a rule."""
     text, states = np.resize(TEXT, 1501), RecurrentStates()
     read(states, text, 512)
@@ -95,7 +93,7 @@ def test_a_long_text_that_was_cut_far_behind_a_snapshot_goes_on_with_the_same_bi
     assert torch.equal(read(states, other, 104), one_by_one(other))
 
 
-def test_a_draft_that_is_longer_than_the_inputs_that_are_kept_goes_on_with_the_same_bits() -> None:
+def test_a_draft_that_is_longer_than_the_inputs_that_are_kept_goes_on_with_the_same_bits():
     states, drafted = RecurrentStates(), KEPT_INPUTS + 30
     read(states, TEXT[:10])
     block = Block(TEXT[10:11], DraftTree.chain(TEXT[11 : 11 + drafted]), 10)
@@ -104,7 +102,7 @@ def test_a_draft_that_is_longer_than_the_inputs_that_are_kept_goes_on_with_the_s
     assert torch.equal(read(states, TEXT[:700], MAX_INPUTS), one_by_one(TEXT[:700]))
 
 
-def test_a_fork_and_its_origin_go_on_independently() -> None:
+def test_a_fork_and_its_origin_go_on_independently():
     rng, states = np.random.default_rng(2), RecurrentStates()
     with_drafts(states, TEXT[:150], rng)
     fork = states.fork()
@@ -116,7 +114,7 @@ def test_a_fork_and_its_origin_go_on_independently() -> None:
         assert other.length == 150
 
 
-def test_stored_snapshots_go_on_with_the_same_bits() -> None:
+def test_stored_snapshots_go_on_with_the_same_bits():
     states = RecurrentStates()
     read(states, TEXT[:500], 120)
     stored = states.saved_state(400)
@@ -126,7 +124,7 @@ def test_stored_snapshots_go_on_with_the_same_bits() -> None:
     assert RecurrentStates().beginning({}, 390).length == 0
 
 
-def test_there_are_few_snapshots_of_a_long_text_and_the_last_ones_are_close() -> None:
+def test_there_are_few_snapshots_of_a_long_text_and_the_last_ones_are_close():
     states = RecurrentStates()
     read(states, np.resize(TEXT, 20 * SNAPSHOT_TOKENS), 100)
     positions = sorted({int(name.partition(".")[0]) for name in states.saved_state(10_000)})
@@ -135,7 +133,7 @@ def test_there_are_few_snapshots_of_a_long_text_and_the_last_ones_are_close() ->
     assert positions[0] <= 4 * SNAPSHOT_TOKENS
 
 
-def test_snapshots_stay_where_messages_begin_and_are_no_more_for_it() -> None:
+def test_snapshots_stay_where_messages_begin_and_are_no_more_for_it():
     text, turns = np.resize(TEXT, 40 * SNAPSHOT_TOKENS + 10), [0, 70, 700, 1000, 1100, 1300, 1500, 1990, 2100, 2500]
     states = RecurrentStates()
     states.keep_at(turns)
@@ -151,7 +149,7 @@ def test_snapshots_stay_where_messages_begin_and_are_no_more_for_it() -> None:
     assert {64, 640, 1472, 1984, 2048} <= kept and len(kept) <= MAX_SNAPSHOTS + 2
 
 
-def test_a_pass_without_commit_has_no_effect() -> None:
+def test_a_pass_without_commit_has_no_effect():
     states = RecurrentStates()
     read(states, TEXT[:70])
     for wrong in (TEXT[:200], TEXT[5:9]):
@@ -159,7 +157,7 @@ def test_a_pass_without_commit_has_no_effect() -> None:
     assert torch.equal(read(states, TEXT[:90]), one_by_one(TEXT[:90]))
 
 
-def test_a_model_that_was_cast_begins_anew() -> None:
+def test_a_model_that_was_cast_begins_anew():
     """States are float32 for models of several types, so they do not show it themselves."""
     states, rows = RecurrentStates(), torch.zeros(1, SHAPE.row_width)
     q = torch.zeros(1, 1, SHAPE.dim)
@@ -172,13 +170,13 @@ def test_a_model_that_was_cast_begins_anew() -> None:
         states.commit(block, [])
 
 
-def test_a_block_somewhere_else_is_refused() -> None:
+def test_a_block_somewhere_else_is_refused():
     with pytest.raises(ValueError, match="the block starts at 5, but the states have 0 tokens"):
         outputs(RecurrentStates(), Block(TEXT[:3], DraftTree.empty(), 5))
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=40))
-def test_no_state_is_overwritten_before_its_last_child_has_read_it(numbers: list[int]) -> None:
+def test_no_state_is_overwritten_before_its_last_child_has_read_it(numbers):
     parents = np.array([number % (i + 1) - 1 for i, number in enumerate(numbers)])
     order, held = TokenOrder.of(parents, {}, CPU), dict[int, int]()
     for token, (source, place, _) in enumerate(order.table.tolist()):

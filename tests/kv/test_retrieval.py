@@ -1,7 +1,5 @@
 """The retrieval cache against its definition: which chunks it holds, that it holds them whole, and for how long."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,7 +29,7 @@ class Row:
     generator: torch.Generator
 
     @classmethod
-    def of(cls, length: int, seed: int = 0) -> Row:
+    def of(cls, length: int, seed: int = 0) -> "Row":
         row = cls(FullCache(), torch.Generator().manual_seed(seed))
         row.read(length)
         return row
@@ -78,16 +76,10 @@ def view_of(row: Row, kind: str, budget: int = 1000) -> View:
 
 
 @given(
-    length=st.integers(1, 90),
-    chunk=st.integers(1, 6),
-    budget=st.integers(6, 60),
-    window=st.integers(1, 12),
-    growth=st.lists(st.integers(1, 7), max_size=8),
-    seed=st.integers(0, 99),
-)
-def test_it_holds_the_chunks_of_its_definition_whole(
-    length: int, chunk: int, budget: int, window: int, growth: list[int], seed: int
-) -> None:
+    length=st.integers(1, 90), chunk=st.integers(1, 6), budget=st.integers(6, 60), window=st.integers(1, 12),
+    growth=st.lists(st.integers(1, 7), max_size=8), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_it_holds_the_chunks_of_its_definition_whole(length, chunk, budget, window, growth, seed):
     """After every refresh, however the text grew, of every head; compared by the keys themselves."""
     config = RetrievalConfig(budget, chunk, window, stride=3)
     row = Row.of(length, seed)
@@ -105,7 +97,7 @@ def test_it_holds_the_chunks_of_its_definition_whole(
 
 
 @given(length=st.integers(1, 60), extra=st.integers(0, 5), seed=st.integers(0, 99))
-def test_a_budget_for_the_whole_text_attends_as_the_full_cache_does(length: int, extra: int, seed: int) -> None:
+def test_a_budget_for_the_whole_text_attends_as_the_full_cache_does(length, extra, seed):
     row = Row.of(length, seed)
     for kind in ("retrieval", "low-rank"):
         view = view_of(row, kind)
@@ -118,7 +110,7 @@ def test_a_budget_for_the_whole_text_attends_as_the_full_cache_does(length: int,
 
 @pytest.mark.parametrize("kind", ["retrieval", "low-rank"])
 @pytest.mark.parametrize("window", [None, 5, 17])
-def test_tokens_on_trial_are_seen_and_forgotten(kind: str, window: int | None) -> None:
+def test_tokens_on_trial_are_seen_and_forgotten(kind, window):
     """Accepting a branch on trial and reading on equals the full cache's doing so; ``sync`` takes it back."""
     spec = AttentionSpec(0.35, window)
     row = Row.of(23)
@@ -144,7 +136,7 @@ def test_tokens_on_trial_are_seen_and_forgotten(kind: str, window: int | None) -
 
 
 @pytest.mark.parametrize("kind", ["retrieval", "low-rank"])
-def test_a_layer_with_a_sliding_window_sees_its_window_whatever_the_budget(kind: str) -> None:
+def test_a_layer_with_a_sliding_window_sees_its_window_whatever_the_budget(kind):
     """And nothing is made to choose by."""
     spec = AttentionSpec(0.35, window=6)
     row = Row.of(80)
@@ -165,7 +157,7 @@ def read_on(row: Row, cache: RetrievalCache, drafted: int, accepted: int) -> Non
     cache.sync()
 
 
-def test_policies_refresh_when_they_should() -> None:
+def test_policies_refresh_when_they_should():
     counts = {}
     cases = {"stride": (4, 3), "verify": (4,), "acceptance": (4, 3, 1)}
     for policy, accepted in ((policy, each) for policy, own in cases.items() for each in own):
@@ -181,7 +173,7 @@ def test_policies_refresh_when_they_should() -> None:
     assert counts["acceptance", 1] > 8
 
 
-def test_verifying_queries_decide_what_is_chosen_next() -> None:
+def test_verifying_queries_decide_what_is_chosen_next():
     config = RetrievalConfig(64, 4, window=8, stride=8, refresh="verify")
     row = Row.of(300)
     cache = RetrievalCache(row.full, config)
@@ -193,7 +185,7 @@ def test_verifying_queries_decide_what_is_chosen_next() -> None:
 
 
 @pytest.mark.matrix
-def test_memory_stays_at_the_budget_however_long_the_text() -> None:
+def test_memory_stays_at_the_budget_however_long_the_text():
     config = RetrievalConfig(128, 8, window=16, stride=16)
     row = Row.of(400)
     cache = RetrievalCache(row.full, config)
@@ -213,23 +205,19 @@ def test_memory_stays_at_the_budget_however_long_the_text() -> None:
     assert means <= 1.3 * row.full.length / 8 * KV_HEADS * DIM * 2 * LAYERS  # half precision, a mean a chunk
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"budget": 7, "chunk": 8}, "budget is 7; it must be at least one chunk of 8 tokens"),
-        ({"chunk": 0}, "chunk is 0; it must be at least 1"),
-        ({"window": 0}, "window is 0; it must be at least 1"),
-        ({"stride": 0}, "stride is 0; it must be at least 1"),
-        ({"refresh": "never"}, "refresh is 'never'; allowed are 'stride', 'acceptance' and 'verify'"),
-        ({"threshold": 1.5}, "threshold is 1.5; it must be between 0 and 1"),
-    ],
-)
-def test_settings_are_checked(values: dict[str, object], message: str) -> None:
+@pytest.mark.parametrize(("values", "message"), [
+    ({"budget": 7, "chunk": 8}, "budget is 7; it must be at least one chunk of 8 tokens"),
+    ({"chunk": 0}, "chunk is 0; it must be at least 1"), ({"window": 0}, "window is 0; it must be at least 1"),
+    ({"stride": 0}, "stride is 0; it must be at least 1"),
+    ({"refresh": "never"}, "refresh is 'never'; allowed are 'stride', 'acceptance' and 'verify'"),
+    ({"threshold": 1.5}, "threshold is 1.5; it must be between 0 and 1"),
+])  # fmt: skip
+def test_settings_are_checked(values, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         RetrievalConfig(**values)
 
 
-def test_a_budget_of_a_token_at_a_time_works() -> None:
+def test_a_budget_of_a_token_at_a_time_works():
     row = Row.of(30)
     cache = RetrievalCache(row.full, RetrievalConfig(budget=1, chunk=1))
     cache.sync()

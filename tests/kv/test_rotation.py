@@ -1,7 +1,5 @@
 """How keys turn is found for every architecture as the model does it, and nothing is found where nothing turns."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np
@@ -38,10 +36,9 @@ def keys_at(scorer: Scorer, token: int, position: int) -> dict[int, torch.Tensor
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ROTARY)
-def test_turned_keys_are_the_models_own_keys_at_the_other_position(name: str) -> None:
+def test_turned_keys_are_the_models_own_keys_at_the_other_position(name):
     gate.admit(tiny(name))
     rotation, scorer = Scorer(tiny(name)).rotation(), Scorer(tiny(name))
-    assert rotation is not None
     for token, p, by in ((3, 0, 1), (4, 5, 37), (7, 60, -60), (9, 33, -8), (11, 12, 0), (20, 0, 127), (21, 127, -100)):
         before, after = keys_at(scorer, token, p), keys_at(scorer, token, p + by)
         assert before.keys() == rotation.layers.keys()
@@ -55,7 +52,7 @@ def test_turned_keys_are_the_models_own_keys_at_the_other_position(name: str) ->
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ROTARY)
-def test_the_same_is_found_in_lower_precision(name: str, dtype: torch.dtype) -> None:
+def test_the_same_is_found_in_lower_precision(name, dtype):
     exact, rounded = Scorer(tiny(name)).rotation(), Scorer(copy.deepcopy(tiny(name)).to(dtype)).rotation()
     assert exact is not None and rounded is not None
     for layer, turn in exact.layers.items():
@@ -69,34 +66,32 @@ def test_the_same_is_found_in_lower_precision(name: str, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LEARNED)
-def test_learned_positions_are_no_rotation(name: str, dtype: torch.dtype) -> None:
+def test_learned_positions_are_no_rotation(name, dtype):
     assert Scorer(copy.deepcopy(tiny(name)).to(dtype)).rotation() is None
 
 
-def test_frequencies_that_the_model_does_not_use_are_no_rotation() -> None:
+def test_frequencies_that_the_model_does_not_use_are_no_rotation():
     other = copy.deepcopy(tiny("llama"))
     forward = other.model.rotary_emb.forward
     other.model.rotary_emb.forward = lambda x, position_ids: forward(x, position_ids * position_ids)
     assert Scorer(other).rotation() is None
 
 
-def test_layers_without_positions_stay_as_they_are() -> None:
+def test_layers_without_positions_stay_as_they_are():
     rotation = Scorer(tiny("smollm3, without positions")).rotation()
-    assert rotation is not None
     assert [rotation.layers[layer] is None for layer in range(4)] == [False, True, False, True]
     keys = torch.randn(1, 2, 3, 8)
     assert rotation(1, keys, 9) is keys
 
 
-def test_two_frequencies_are_told_apart() -> None:
+def test_two_frequencies_are_told_apart():
     rotation = Scorer(tiny("gemma3, two frequencies")).rotation()
-    assert rotation is not None
     local, distant = (rotation.layers[layer] for layer in range(2))
     assert local is not None and distant is not None
     assert not torch.equal(local.frequencies, distant.frequencies)
 
 
-def test_turning_keeps_the_dtype_and_there_and_back_again_is_nothing() -> None:
+def test_turning_keeps_the_dtype_and_there_and_back_again_is_nothing():
     rotation = Rotation({0: LayerRotation(slice(2, 4), slice(4, 6), torch.tensor([1.0, 0.01], dtype=torch.float64))})
     for dtype, limit in ((torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 5e-2)):
         keys = torch.randn(1, 2, 5, 8, dtype=dtype)

@@ -1,7 +1,5 @@
 """Texts on disk: read once by whichever process, bit for bit as if read anew, and never another model's or tenant's."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import fcntl
@@ -69,7 +67,7 @@ def files(folder: Path) -> list[Path]:
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("drafter", ["none", "trie", "low-rank", "triforce-trie"])
-def test_a_text_is_read_once_and_says_the_same(tmp_path: Path, drafter: str, dtype: torch.dtype) -> None:
+def test_a_text_is_read_once_and_says_the_same(tmp_path, drafter, dtype):
     """By one engine, and by another one that knows only the folder."""
     alone = engine(None, "none", dtype)
     wanted = [alone.generate([question(n)], max_new_tokens=NEW).generated[0] for n in range(3)]
@@ -85,7 +83,7 @@ def test_a_text_is_read_once_and_says_the_same(tmp_path: Path, drafter: str, dty
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("architecture", ["gpt2", "mistral", "gemma2", "mixtral"])
-def test_texts_of_other_architectures(tmp_path: Path, architecture: str) -> None:
+def test_texts_of_other_architectures(tmp_path, architecture):
     model = tiny(architecture)
     wanted, _ = ask(engine(None, model=model, dtype=torch.float64), question(0))
     ask(engine(tmp_path, model=model, dtype=torch.float64), question(1))
@@ -104,7 +102,7 @@ print(json.dumps(ask(engine(sys.argv[1]), question(0))))
 
 
 @pytest.mark.matrix
-def test_another_process_finds_what_this_one_read(tmp_path: Path) -> None:
+def test_another_process_finds_what_this_one_read(tmp_path):
     one = engine(tmp_path)
     wanted, _ = ask(one, question(0))
     one.close()
@@ -119,7 +117,7 @@ def test_another_process_finds_what_this_one_read(tmp_path: Path) -> None:
     assert json.loads(found.stdout.splitlines()[-1]) == [wanted, HELD]
 
 
-def test_a_namespace_finds_its_own_texts_only_and_no_name_tells_it(tmp_path: Path) -> None:
+def test_a_namespace_finds_its_own_texts_only_and_no_name_tells_it(tmp_path):
     one = engine(tmp_path)
     ask(one, question(0), "tenant-secret")
     assert ask(one, question(0), "other")[1] == 0
@@ -146,7 +144,7 @@ def turned_faster(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [other_weight, other_config, turned_faster])
-def test_another_model_finds_nothing(tmp_path: Path, change: Any) -> None:
+def test_another_model_finds_nothing(tmp_path, change):
     ask(engine(tmp_path), question(0))
     model = copy.deepcopy(tiny("llama"))
     change(model)
@@ -159,14 +157,14 @@ class Adapted(torch.nn.Linear):
     active = "a"
 
 
-def test_a_model_with_modules_of_another_package_is_refused(tmp_path: Path) -> None:
+def test_a_model_with_modules_of_another_package_is_refused(tmp_path):
     model = copy.deepcopy(tiny("llama"))
     model.model.layers[0].self_attn.q_proj.__class__ = Adapted
     with pytest.raises(ValueError, match="Adapted, whose code and state are not checked"):
         engine(tmp_path, model=model)
 
 
-def test_another_type_or_other_sources_find_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_type_or_other_sources_find_nothing(tmp_path, monkeypatch):
     ask(engine(tmp_path), question(0))
     assert ask(engine(tmp_path, dtype=torch.bfloat16), question(0))[1] == 0
     assert ask(engine(tmp_path), question(0))[1] == HELD
@@ -186,18 +184,14 @@ def flip(path: Path, first: bool = False) -> None:
 
 
 DAMAGES = {
-    "data": flip,
-    "header": lambda path: flip(path, first=True),
+    "data": flip, "header": lambda path: flip(path, first=True),
     "cut": lambda path: os.truncate(path, path.stat().st_size - 4096),
-    "empty": lambda path: os.truncate(path, 0),
-    "noise": lambda path: path.write_bytes(b"\xff" * 5000),
-}
+    "empty": lambda path: os.truncate(path, 0), "noise": lambda path: path.write_bytes(b"\xff" * 5000),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_text_is_removed_and_read_again(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_text_is_removed_and_read_again(tmp_path, damage, caplog):
     wanted, _ = ask(engine(tmp_path), question(0))
     (path,) = files(tmp_path)
     DAMAGES[damage](path)
@@ -208,7 +202,7 @@ def test_a_damaged_text_is_removed_and_read_again(
     assert ask(engine(tmp_path), question(0)) == (wanted, HELD)
 
 
-def test_a_file_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_checked_once(tmp_path, monkeypatch):
     ask(engine(tmp_path), question(0))
     checked: list[Any] = []
     verify = KVFile.verify
@@ -219,7 +213,7 @@ def test_a_file_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(checked) == 1
 
 
-def test_the_limit_holds_and_what_was_used_least_recently_goes(tmp_path: Path) -> None:
+def test_the_limit_holds_and_what_was_used_least_recently_goes(tmp_path):
     texts = [prompt(BOOK, n) for n in range(3)]
     ask(engine(tmp_path), texts[0])
     taken = 2 * DiskLRU(tmp_path, 1 << 30).nbytes
@@ -230,19 +224,19 @@ def test_the_limit_holds_and_what_was_used_least_recently_goes(tmp_path: Path) -
         os.utime(path, (1, 1))
     assert ask(one, texts[0])[1] == HELD
     ask(one, texts[2])
-    assert one.store is not None and one.store.nbytes == taken
+    assert one.store.nbytes == taken
     assert [ask(engine(tmp_path), text)[1] for text in texts[::2]] == [HELD, HELD]
     assert ask(engine(tmp_path, kv_store_limit=taken), texts[1])[1] == 0
 
 
-def test_a_text_larger_than_the_limit_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_text_larger_than_the_limit_is_not_kept(tmp_path, caplog):
     one = engine(tmp_path, kv_store_limit=100)
     with caplog.at_level(logging.WARNING, "forerun"):
         ask(one, question(0))
     assert files(tmp_path) == [] and "is not stored" in caplog.text
 
 
-def test_a_text_takes_the_place_of_its_beginning_if_it_is_an_eighth_longer(tmp_path: Path) -> None:
+def test_a_text_takes_the_place_of_its_beginning_if_it_is_an_eighth_longer(tmp_path):
     one = engine(tmp_path)
     long = prompt(120)
     sizes = []
@@ -252,7 +246,7 @@ def test_a_text_takes_the_place_of_its_beginning_if_it_is_an_eighth_longer(tmp_p
     assert sizes == [["80"], ["80"], ["80"], ["112"]]
 
 
-def test_a_text_is_found_while_it_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_is_found_while_it_is_being_written(tmp_path, monkeypatch):
     wanted, _ = ask(engine(None), question(1))
     go, put = threading.Event(), DiskLRU.put
     monkeypatch.setattr(DiskLRU, "put", lambda self, *metadata: go.wait(60) and put(self, *metadata))
@@ -267,7 +261,7 @@ def test_a_text_is_found_while_it_is_being_written(tmp_path: Path, monkeypatch: 
     assert ask(engine(tmp_path), question(1))[1] == HELD
 
 
-def test_more_than_may_wait_is_not_kept_and_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_may_wait_is_not_kept_and_nobody_waits(tmp_path, monkeypatch):
     monkeypatch.setattr(kv_store, "MAX_PENDING_FILES", 1)
     go, put = threading.Event(), DiskLRU.put
     monkeypatch.setattr(DiskLRU, "put", lambda self, *metadata: go.wait(60) and put(self, *metadata))
@@ -281,9 +275,7 @@ def test_more_than_may_wait_is_not_kept_and_nobody_waits(tmp_path: Path, monkeyp
     assert len(files(tmp_path)) == 1
 
 
-def test_a_full_disk_costs_nothing_but_the_keeping(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_costs_nothing_but_the_keeping(tmp_path, monkeypatch, caplog):
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -297,7 +289,7 @@ def test_a_full_disk_costs_nothing_but_the_keeping(
     monkeypatch.undo()
 
 
-def test_the_index_of_a_text_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_of_a_text_is_made_once(tmp_path, monkeypatch):
     made: list[int] = []
     of = ShortKeys.of
     monkeypatch.setattr(ShortKeys, "of", lambda keys, *metadata: made.append(keys.shape[1]) or of(keys, *metadata))
@@ -314,7 +306,7 @@ def test_the_index_of_a_text_is_made_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(made) == 4
 
 
-def test_the_index_of_a_text_in_memory_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_of_a_text_in_memory_is_made_once(monkeypatch):
     made: list[int] = []
     of = ShortKeys.of
     monkeypatch.setattr(ShortKeys, "of", lambda keys, *metadata: made.append(keys.shape[1]) or of(keys, *metadata))
@@ -331,9 +323,7 @@ def test_the_index_of_a_text_in_memory_is_made_once(monkeypatch: pytest.MonkeyPa
     assert not len(one.prefixes)  # what goes beyond the limit with its index goes
 
 
-def test_a_folder_that_cannot_be_looked_into_harms_no_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_cannot_be_looked_into_harms_no_request(tmp_path, monkeypatch, caplog):
     wanted = [ask(engine(None), question(n))[0] for n in range(2)]
     one = engine(tmp_path)
 
@@ -354,10 +344,9 @@ def test_a_folder_that_cannot_be_looked_into_harms_no_request(
     assert "too many open files" in caplog.text
 
 
-def test_texts_may_come_and_go_while_one_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_may_come_and_go_while_one_looks(tmp_path, monkeypatch):
     one = engine(tmp_path)
     kept = one.store
-    assert kept is not None
     names = [f"space/{number}" for number in range(2000)]
     kept._texts.update({name: [b"key"] for name in names})
     monkeypatch.setattr(DiskLRU, "names", lambda files, within: names)
@@ -380,9 +369,7 @@ def test_texts_may_come_and_go_while_one_looks(tmp_path: Path, monkeypatch: pyte
         sys.setswitchinterval(before)
 
 
-def test_an_index_is_kept_beside_a_text_as_far_as_both_are_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_is_kept_beside_a_text_as_far_as_both_are_the_same(tmp_path, monkeypatch):
     made: list[int] = []
     of_text = LowRankCache.saved_state
     monkeypatch.setattr(LowRankCache, "saved_state", lambda view, length: made.append(length) or of_text(view, length))
@@ -394,7 +381,7 @@ def test_an_index_is_kept_beside_a_text_as_far_as_both_are_the_same(
     assert made == [shared]
 
 
-def test_texts_in_memory_are_no_more_than_half_of_the_files_that_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_in_memory_are_no_more_than_half_of_the_files_that_may_be_open(monkeypatch):
     monkeypatch.setattr(prefix_sharing, "_files", lambda: 2)
     one = engine(None, prefix_cache=1 << 24)
     texts = [[*prompt(BOOK, 50 + n), *prompt(QUESTION)] for n in range(4)]
@@ -404,7 +391,7 @@ def test_texts_in_memory_are_no_more_than_half_of_the_files_that_may_be_open(mon
     assert [ask(one, text)[1] for text in reversed(texts)] == [HELD, HELD, 0, 0]
 
 
-def test_an_index_that_was_kept_is_the_one_that_was_made() -> None:
+def test_an_index_that_was_kept_is_the_one_that_was_made():
     generator = torch.Generator().manual_seed(1)
     keys, queries = (torch.randn(2, 700, 16, generator=generator) for _ in range(2))
     index = ShortKeys.of(keys, queries[:, :5], 8)
@@ -429,7 +416,7 @@ def test_an_index_that_was_kept_is_the_one_that_was_made() -> None:
         assert all(torch.equal(t, before[name]) for name, t in kept.items())
 
 
-def test_safetensors_reads_a_text(tmp_path: Path) -> None:
+def test_safetensors_reads_a_text(tmp_path):
     cache = FullCache()
     rows = {i: (torch.randn(1, 2, 300, 8), torch.randn(1, 2, 300, 4)) for i in range(2)}
     cache.extend(rows)
@@ -450,7 +437,7 @@ def test_safetensors_reads_a_text(tmp_path: Path) -> None:
     KVFile(tmp_path / "text").verify()
 
 
-def test_a_header_that_was_made_up_is_refused(tmp_path: Path) -> None:
+def test_a_header_that_was_made_up_is_refused(tmp_path):
     with (tmp_path / "text").open("w+b") as file:
         kv_file.write(file.fileno(), kv_file.tensor_areas({"a": torch.arange(9)}), {"keys": "00"})
     assert torch.equal(KVFile(tmp_path / "text").tensors()["a"], torch.arange(9))
@@ -463,7 +450,7 @@ def test_a_header_that_was_made_up_is_refused(tmp_path: Path) -> None:
 FORK = multiprocessing.get_context("fork")
 
 
-def test_a_writer_that_is_killed_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_is_killed_leaves_nothing(tmp_path, monkeypatch):
     reading, writing = os.pipe()
     flock = fcntl.flock
 
@@ -493,7 +480,7 @@ def test_a_writer_that_is_killed_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     assert living.names("a") == [f"a/c{KV_FILE_SUFFIX}"]
 
 
-def test_processes_that_share_a_folder_never_see_half_a_file(tmp_path: Path) -> None:
+def test_processes_that_share_a_folder_never_see_half_a_file(tmp_path):
     """Each writes and reads the same few names, under a limit that lets some of them go."""
 
     def work(seed: int) -> None:
@@ -529,7 +516,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name.removesuffix(KV_FILE_SUFFIX) for path in files(folder))
 
 
-def test_what_was_used_last_stays_whatever_the_clock_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_used_last_stays_whatever_the_clock_says(tmp_path, monkeypatch):
     one = DiskLRU(tmp_path, 30_000)  # room for two: each takes 12 KiB
     put(one, "a/first")
     monkeypatch.setattr(kv_store.time, "time_ns", lambda: 1)  # the clock was set back
@@ -538,14 +525,14 @@ def test_what_was_used_last_stays_whatever_the_clock_says(tmp_path: Path, monkey
     assert names(tmp_path) == ["second", "third"]
 
 
-def test_one_tenants_texts_push_out_no_others(tmp_path: Path) -> None:
+def test_one_tenants_texts_push_out_no_others(tmp_path):
     one = DiskLRU(tmp_path, 60_000)
     for name in ("m/of-a/x/1", "m/of-b/x/2", "m/of-b/y/3", "m/of-b/z/4", "m/of-b/z/5"):
         put(one, name)
     assert names(tmp_path) == ["1", "3", "4", "5"]  # the oldest is a's, but b has the most
 
 
-def test_what_was_not_used_for_long_goes(tmp_path: Path) -> None:
+def test_what_was_not_used_for_long_goes(tmp_path):
     one = DiskLRU(tmp_path, 1 << 20, expiry=100)
     put(one, "a/old")
     put(one, "a/new")
@@ -555,7 +542,7 @@ def test_what_was_not_used_for_long_goes(tmp_path: Path) -> None:
         engine(tmp_path, kv_store_expiry=0.0)
 
 
-def test_with_a_key_nothing_is_used_that_was_written_without_it(tmp_path: Path) -> None:
+def test_with_a_key_nothing_is_used_that_was_written_without_it(tmp_path):
     one = engine(tmp_path, kv_store_key=b"secret")
     wanted, _ = ask(one, question(0))
     assert ask(engine(tmp_path, kv_store_key=b"secret"), question(0)) == (wanted, HELD)
@@ -577,9 +564,7 @@ def test_with_a_key_nothing_is_used_that_was_written_without_it(tmp_path: Path) 
         path.write_bytes(whole)
 
 
-def test_a_text_that_was_verified_before_is_not_verified_at_admission(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_that_was_verified_before_is_not_verified_at_admission(tmp_path, monkeypatch):
     ask(engine(tmp_path), question(0))
     one = engine(tmp_path)
     (request,) = one.requests([question(1)], max_new_tokens=NEW)
@@ -593,7 +578,7 @@ def test_a_text_that_was_verified_before_is_not_verified_at_admission(
     batch.close()
 
 
-def test_what_cannot_be_kept_is_refused_before_any_work(tmp_path: Path) -> None:
+def test_what_cannot_be_kept_is_refused_before_any_work(tmp_path):
     with pytest.raises(ValueError, match="limit is -1 bytes"):
         engine(tmp_path / "a", kv_store_limit=-1)
     with pytest.raises(ValueError, match="kv_store_limit is set, and there is no kv_store"):
@@ -608,7 +593,7 @@ def test_what_cannot_be_kept_is_refused_before_any_work(tmp_path: Path) -> None:
         engine(tmp_path / "file")
 
 
-def test_without_locks_on_files_there_is_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_on_files_there_is_no_store(tmp_path, monkeypatch):
     monkeypatch.setattr(kv_store, "fcntl", None)
     with pytest.raises(NotImplementedError, match="kv_store needs locks on files"):
         DiskLRU(tmp_path / "store", 1 << 20)

@@ -1,7 +1,5 @@
 """Heads that say several tokens in one pass, beside the same written out; and what their folders must hold."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,33 +164,34 @@ KINDS: dict[str, tuple[Make, Callable[..., torch.Tensor]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_computes_what_its_paper_says(kind: str, tmp_path: Path) -> None:
+def test_a_head_computes_what_its_paper_says(kind, tmp_path):
     model, (make, exact) = tiny("llama"), KINDS[kind]
     folder = make(tmp_path, model)
     check_tree(load_head(folder), model, lambda text, read: exact(folder, model, text, read))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["peagle", "dflash2", "dspark, rnn"])
-def test_a_head_computes_it_along_200_tokens(kind: str, tmp_path: Path) -> None:
+def test_a_head_computes_it_along_200_tokens(kind, tmp_path):
     model, (make, exact) = tiny("llama"), KINDS[kind]
     folder = make(tmp_path, model)
     check_long(load_head(folder), model, lambda text, read: exact(folder, model, text, read))
 
 
-def test_scales_of_a_dflash_head_are_applied(tmp_path: Path) -> None:
+def test_scales_of_a_dflash_head_are_applied(tmp_path):
     model, folder = tiny("llama"), dflash(tmp_path, tiny("llama"))
     change(folder, lambda c: c["dflash_config"].update(output_multiplier=0.5, final_logit_softcapping=3.0))
     check_tree(load_head(folder), model, lambda text, read: dflash_logits(folder, model, text, read))
 
 
-def test_a_copy_of_the_targets_matrices_is_not_kept(tmp_path: Path) -> None:
+def test_a_copy_of_the_targets_matrices_is_not_kept(tmp_path):
     model, folder = tiny("llama"), dspark(tmp_path, tiny("llama"))
     theirs = model.get_input_embeddings().weight.detach().clone()
     weights(folder, lambda w: w.update({"embed_tokens.weight": theirs}))
     head = load_head(folder)
     head.bind(Scorer(model))
-    assert "embed_tokens.weight" not in head._weights  # type: ignore[attr-defined]
-    own = head.matrix.take(np.arange(len(head.matrix))).rows  # type: ignore[attr-defined]
+    assert "embed_tokens.weight" not in head._weights
+    own = head.matrix.take(np.arange(len(head.matrix))).rows
     assert not torch.equal(own, model.get_output_embeddings().weight)
 
 
@@ -236,7 +235,7 @@ WRONG: dict[str, tuple[Make, Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_head_that_does_not_fit_is_refused_before_any_work(name: str, tmp_path: Path) -> None:
+def test_a_head_that_does_not_fit_is_refused_before_any_work(name, tmp_path):
     make, spoil, message = WRONG[name]
     folder = make(tmp_path, tiny("llama"))
     spoil(folder)

@@ -1,7 +1,5 @@
 """Recordings of passes and their tables: sizes are few whatever texts are like, and tables begin where Triton wants."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +51,7 @@ def graphs(done: list[str]) -> GraphCache[None]:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("group", [1, 4, 8])
-def test_one_row_has_few_recordings_over_all_lengths(recorded: list[str], group: int) -> None:
+def test_one_row_has_few_recordings_over_all_lengths(recorded, group):
     """Chains and trees of 1 to 64 tokens, at 139 lengths up to 200,000 tokens: seven sizes at each of three lengths.
     When one of each was there, nothing is recorded. Nothing runs at once."""
     cache = graphs(recorded)
@@ -71,7 +69,7 @@ def test_one_row_has_few_recordings_over_all_lengths(recorded: list[str], group:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("group", [1, 4, 8])
-def test_recordings_of_many_rows_are_bounded(recorded: list[str], group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recordings_of_many_rows_are_bounded(recorded, group, monkeypatch):
     """Rows, tokens and lengths at random; what is beyond the bound runs at once."""
     monkeypatch.setattr(cuda_graphs, "RECORDINGS_KEPT", 20)
     cache, random = graphs(recorded), np.random.default_rng(0)
@@ -84,7 +82,7 @@ def test_recordings_of_many_rows_are_bounded(recorded: list[str], group: int, mo
     assert "at once" in recorded[-100:]
 
 
-def test_want_of_memory_ends_no_recordings(recorded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_want_of_memory_ends_no_recordings(recorded, monkeypatch):
     """They are tried again; what has nothing to do with recordings is an error of the pass."""
     monkeypatch.setattr(cuda_graphs, "PASSES_UNTIL_RETRY", 3)
     monkeypatch.setattr(cuda_graphs, "synchronize", lambda device: None)
@@ -112,9 +110,7 @@ def test_want_of_memory_ends_no_recordings(recorded: list[str], monkeypatch: pyt
     assert recorded[5:] == ["at once"] * 2
 
 
-def test_a_clock_of_prices_stands_while_a_pass_is_recorded(
-    recorded: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clock_of_prices_stands_while_a_pass_is_recorded(recorded, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(work_clock.time, "perf_counter", lambda: now[0])
     good = cuda_graphs.Recorder.record
@@ -130,7 +126,7 @@ def test_a_clock_of_prices_stands_while_a_pass_is_recorded(
     assert work_clock.work_seconds() - began == 1.0
 
 
-def test_all_tables_begin_at_multiples_of_16_bytes() -> None:
+def test_all_tables_begin_at_multiples_of_16_bytes():
     """In passes of any size. Otherwise Triton would compile a kernel for the size anew."""
     for counts in (
         ([n] for n in range(1, 66)),

@@ -1,7 +1,5 @@
 """What ``exactness.probe`` finds out, and that it names what it found."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 
@@ -26,7 +24,7 @@ BITWISE = Exactness("bitwise")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_programs_are_bitwise_exact(name: str, dtype: torch.dtype) -> None:
+def test_programs_are_bitwise_exact(name, dtype):
     scorer = fastest_scorer(Scorer(kept(name, dtype)))
     assert isinstance(scorer, CompiledScorer)
     assert probe(scorer) == BITWISE
@@ -48,25 +46,16 @@ class Wrapped(Scorer):
         return found
 
 
-def test_passes_that_differ_are_named() -> None:
-    found = probe(Wrapped(above=20), 128)
-    assert found.level == "rounding"
-    assert found.reason == "a pass over 1 tokens rounds differently from one over 72"
+@pytest.mark.parametrize(("what", "reason"), [
+    ({"above": 20}, "a pass over 1 tokens rounds differently from one over 72"),
+    ({"trees": True}, "a branch of a tree rounds differently from the sequence alone"),
+    ({"batches": True}, "a sequence beside another row rounds differently from the sequence alone"),
+])  # fmt: skip
+def test_what_differs_is_named(what, reason):
+    assert probe(Wrapped(**what), 128) == Exactness("rounding", reason)
 
 
-def test_trees_that_differ_are_named() -> None:
-    found = probe(Wrapped(trees=True), 128)
-    assert found.level == "rounding"
-    assert found.reason == "a branch of a tree rounds differently from the sequence alone"
-
-
-def test_batches_that_differ_are_named() -> None:
-    found = probe(Wrapped(batches=True), 128)
-    assert found.level == "rounding"
-    assert found.reason == "a sequence beside another row rounds differently from the sequence alone"
-
-
-def test_one_layer_that_goes_through_torch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_layer_that_goes_through_torch_is_noticed(monkeypatch):
     model, takes = kept("llama", torch.float32), ordered_modules.takes
     odd = model.model.layers[1].mlp.down_proj.weight.data_ptr()
 
@@ -79,7 +68,7 @@ def test_one_layer_that_goes_through_torch_is_noticed(monkeypatch: pytest.Monkey
     assert "tokens rounds differently from one over" in str(found.reason)
 
 
-def test_a_sum_in_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sum_in_another_order_is_noticed(monkeypatch):
     model, product = kept("llama", torch.float32), ordered_modules.product
     odd = model.model.layers[0].self_attn.o_proj.weight
 
@@ -93,7 +82,7 @@ def test_a_sum_in_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     assert found.level == "rounding" and "a pass over 1 tokens" in str(found.reason)
 
 
-def test_without_fused_multiply_and_add_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_fused_multiply_and_add_the_reason_says_so(monkeypatch):
     monkeypatch.setattr(exactness, "unusable", lambda: "the processor has no fused multiply-add")
     assert probe(Scorer(tiny("llama")), 128) == Exactness("rounding", "the processor has no fused multiply-add")
 
@@ -108,7 +97,7 @@ class RoundsFar(Scorer):
         return found
 
 
-def test_what_rounds_only_behind_a_long_text_is_noticed() -> None:
+def test_what_rounds_only_behind_a_long_text_is_noticed():
     model = copy.deepcopy(tiny("mistral"))
     model.config.max_position_embeddings = 4096
     assert probe(RoundsFar(model), 600) == BITWISE

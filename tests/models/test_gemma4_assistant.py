@@ -1,7 +1,5 @@
 """Gemma 4's assistants by themselves: what they compute, beside transformers; and what a folder must hold."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -31,11 +29,9 @@ from forerun.models.heads.loading import is_head, load_head
 TEXT = np.random.default_rng(3).integers(6, 48, 200)
 BRANCHES = ((3, 4, 5), (3, 4, 6), (3, 9), (11,))
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "shared layers": ({}, {}),
-    "no shared layers": ({"shared": 0}, {}),
-    "centroids": ({}, {"centroids": 8}),
+    "shared layers": ({}, {}), "no shared layers": ({"shared": 0}, {}), "centroids": ({}, {"centroids": 8}),
     "unified": ({"unified": True}, {"unified": True}),
-}
+}  # fmt: skip
 """Of the target, and of the assistant."""
 
 
@@ -89,7 +85,7 @@ class Oracle:
         )
         out = self.model(self.ids[:, :read], use_cache=False, output_hidden_states=True, return_shared_kv_states=True)
         ids, _ = drafts.get_candidates(self.ids[:, : read + 1], {}, out, False, 0)
-        return ids[0, read + 1 :].tolist()  # type: ignore[no-any-return]
+        return ids[0, read + 1 :].tolist()
 
 
 def reading(
@@ -124,7 +120,7 @@ def check(growth: Growth, node: int, logits: torch.Tensor, expected: tuple[torch
     ("kind", "every"), [*((kind, 39) for kind in KINDS), pytest.param("shared layers", 1, marks=pytest.mark.matrix)]
 )
 @torch.inference_mode()
-def test_states_and_logits_are_those_of_transformers(kind: str, every: int, tmp_path: Path) -> None:
+def test_states_and_logits_are_those_of_transformers(kind, every, tmp_path):
     """In chains of its best tokens, as assisted generation drafts them, and in trees of two sequences side by side."""
     ours, theirs = KINDS[kind]
     model = gemma4(**ours)
@@ -163,7 +159,7 @@ def check_trees(
 
 
 @torch.inference_mode()
-def test_every_full_cache_gives_the_same_bits(tmp_path: Path) -> None:
+def test_every_full_cache_gives_the_same_bits(tmp_path):
     """One that begins with a shared prefix, one with layers off the device, and one that released what windows left."""
     scorer = Scorer(gemma4(torch.float32))
     head = Gemma4AssistantHead(gemma4_assistant(tmp_path, scorer.model))
@@ -191,7 +187,7 @@ def bits(head: Gemma4AssistantHead, cache: FullCache, states: torch.Tensor, toke
     return [first, head.extend(growths, [[0, 0]], [[3, 4]]), growths[0].hidden]
 
 
-def test_a_cache_without_the_target_s_own_keys_is_refused(tmp_path: Path) -> None:
+def test_a_cache_without_the_target_s_own_keys_is_refused(tmp_path):
     head = Gemma4AssistantHead(gemma4_assistant(tmp_path, gemma4()))
     with pytest.raises(ValueError, match="a StreamingCache does not hold them"):
         head.open(StreamingCache(8, 1, 8, None))
@@ -229,7 +225,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_an_assistant_that_does_not_fit_is_refused_before_any_work(name: str, tmp_path: Path) -> None:
+def test_an_assistant_that_does_not_fit_is_refused_before_any_work(name, tmp_path):
     folder = gemma4_assistant(tmp_path, gemma4(), centroids=8)
     assert is_head(folder)
     load_head(folder).bind(Scorer(gemma4()))
@@ -239,7 +235,7 @@ def test_an_assistant_that_does_not_fit_is_refused_before_any_work(name: str, tm
         Gemma4AssistantHead(folder).bind(Scorer(gemma4()))
 
 
-def test_an_assistant_for_a_target_without_such_layers_is_refused(tmp_path: Path) -> None:
+def test_an_assistant_for_a_target_without_such_layers_is_refused(tmp_path):
     folder = gemma4_assistant(tmp_path, gemma4())
     with pytest.raises(ValueError, match="the target's layers are of no named kind"):
         load_head(folder).bind(Scorer(tiny("llama")))

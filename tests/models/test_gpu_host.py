@@ -1,7 +1,5 @@
 """The host's part of a step on a GPU, counted on a CPU: replays and kernels do nothing."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -68,20 +66,20 @@ def steps_of(engine: Engine, rows: int = 1) -> tuple[Counter[str], int, dict[str
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-def test_a_plain_step_keeps_its_results_and_brings_the_tokens(rows: int) -> None:
+def test_a_plain_step_keeps_its_results_and_brings_the_tokens(rows):
     kernels, copies, waits = steps_of(engine_of(model(), "none"), rows)
     assert kernels == {"clone": 2}
     assert (copies, waits) == (1, {"transfers": 1})
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-def test_a_step_with_drafts_finds_the_best_tokens_of_all_rows_at_once(rows: int) -> None:
+def test_a_step_with_drafts_finds_the_best_tokens_of_all_rows_at_once(rows):
     kernels, copies, waits = steps_of(engine_of(model(), "trie", budget=64 // rows - 1), rows)
     assert kernels == {"clone": 2, "topk": 1, "to": 1, "cat": 1}
     assert (copies, waits) == (1, {"transfers": 1})
 
 
-def test_a_step_that_skips_drafting_is_a_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_skips_drafting_is_a_plain_one(monkeypatch):
     """Also if a draft was made, and none of it was worth its cost."""
     engine = engine_of(model(), "auto")
 
@@ -96,7 +94,7 @@ def test_a_step_that_skips_drafting_is_a_plain_one(monkeypatch: pytest.MonkeyPat
     assert (copies, waits) == (1, {"transfers": 1})
 
 
-def test_every_size_of_one_row_is_recorded_when_an_engine_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_size_of_one_row_is_recorded_when_an_engine_is_made(monkeypatch):
     """By the first engine of a model, for all of them. Texts of one row find all their sizes there."""
     asked, recording = [], GraphCache._recording
     own = model()
@@ -116,11 +114,11 @@ def test_every_size_of_one_row_is_recorded_when_an_engine_is_made(monkeypatch: p
         asked.clear()
         for text in TEXTS[:3]:
             engine.generate(text, max_new_tokens=12, eos_token_id=None)
-        assert asked and set(asked) <= recorded[0] and engine.target._program is plain.target._program  # type: ignore[attr-defined]
+        assert asked and set(asked) <= recorded[0] and engine.target._program is plain.target._program
     assert plain.target.recordings == 7
 
 
-def test_a_copy_of_a_model_has_recordings_of_its_own() -> None:
+def test_a_copy_of_a_model_has_recordings_of_its_own():
     own = model()
     first = GpuScorer(own)
     other = GpuScorer(copy.deepcopy(own))
@@ -128,14 +126,14 @@ def test_a_copy_of_a_model_has_recordings_of_its_own() -> None:
     assert GpuScorer(own)._program is first._program
 
 
-def test_an_inner_chain_is_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_inner_chain_is_one_transfer(monkeypatch):
     """TriForce: the small model's tokens stay on the device until the last of them."""
     settings = LongContextConfig(model(2), cache_budget=8, chunk=2, gamma1=3, gamma2=4, paced=False, sparse="retrieval")
     engine = engine_of(model(), "triforce", settings)
     passes, pieces, own_pass, own_draft = Counter[int](), list[int](), GpuScorer._pass, device_chain.draft
 
     def one_pass(self: GpuScorer, *given: Any) -> Any:
-        passes[len(self._program.layers.places)] += 1  # type: ignore[union-attr]
+        passes[len(self._program.layers.places)] += 1
         return own_pass(self, *given)
 
     def drafted(scorer: Any, rows: Any, count: int, chances: bool) -> Any:
@@ -153,7 +151,7 @@ def test_an_inner_chain_is_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None
     assert waits.counts["transfers"] == passes[4] + len(pieces)
 
 
-def test_the_measurement_runs() -> None:
+def test_the_measurement_runs():
     """Of each drafter; a plain step is as counted above."""
     rows = list(host_rows(HostTimeOptions(layers=2, tokens=3, rounds=1)))
     assert [row["drafter"] for row in rows[::2]] == list(HOST_DRAFTERS)

@@ -1,7 +1,5 @@
 """The scorer for GPUs, on a CPU: its kernels in Triton's interpreter, its graphs by running a pass again."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from contextlib import closing
@@ -64,21 +62,16 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "qwen2": ("Qwen2", {}),
-    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "llama": ("Llama", {}), "qwen2": ("Qwen2", {}), "qwen3": ("Qwen3", {"head_dim": 16}),
     "gemma2": ("Gemma2", {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}),
-    "phi3": ("Phi3", {"pad_token_id": 0}),
-    "olmo2": ("Olmo2", {}),
+    "phi3": ("Phi3", {"pad_token_id": 0}), "olmo2": ("Olmo2", {}),
     "granite": ("Granite", {"residual_multiplier": 0.5, "logits_scaling": 2.0, "embedding_multiplier": 3.0}),
-}
+}  # fmt: skip
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neox": ("GPTNeoX", {"rotary_pct": 0.5}),
-    "mla": (
-        "DeepseekV3",
+    "mla": ("DeepseekV3",
         {"num_key_value_heads": 2, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-         "v_head_dim": 8, "first_k_dense_replace": 1},
-    ),
+            "v_head_dim": 8, "first_k_dense_replace": 1}),
 }  # fmt: skip
 """Models whose own code runs; heads of keys and of values differ in ``mla``."""
 
@@ -106,7 +99,7 @@ CELLS = [(kind, torch.float32) for kind in FAMILIES | OTHERS] + [
 
 @pytest.mark.parametrize(("kind", "dtype"), CELLS)
 @torch.inference_mode()
-def test_logits_are_the_models(on_gpu: list[int], kind: str, dtype: torch.dtype) -> None:
+def test_logits_are_the_models(on_gpu, kind, dtype):
     own = model(kind, dtype)
     scorer = admit(own)
     assert type(scorer) is GpuScorer
@@ -127,17 +120,16 @@ def test_logits_are_the_models(on_gpu: list[int], kind: str, dtype: torch.dtype)
 
 @pytest.mark.parametrize("name", ["gemma4", "mimo_v2_flash", "gpt_oss", "phi3, longrope"])
 @torch.inference_mode()
-def test_layers_that_differ_have_tables(on_gpu: list[int], name: str) -> None:
+def test_layers_that_differ_have_tables(on_gpu, name):
     """Heads of several sizes, several numbers of KV heads, sinks, and angles from a table: right over a draft tree."""
     scorer = GpuScorer(tiny.build(*tiny.FAMILIES[name], seed=1).float())
     tables = scorer._program.layers
-    assert tables is not None
     assert tables.uniform == (name not in ("gemma4", "mimo_v2_flash"))
     assert gate._reason_in_numbers(scorer) is None
 
 
 @torch.inference_mode()
-def test_hidden_states(on_gpu: list[int]) -> None:
+def test_hidden_states(on_gpu):
     own, layers = model(), (0, 1)
     scorer = GpuScorer(own)
     [(_, found, _)] = scorer.score_rows([Block(TEXT[:9], DraftTree.empty(), 0)], [FullCache()], layers)
@@ -146,7 +138,7 @@ def test_hidden_states(on_gpu: list[int]) -> None:
 
 
 @torch.inference_mode()
-def test_each_kind_of_recordings_keeps_its_spare_memory(on_gpu: list[int]) -> None:
+def test_each_kind_of_recordings_keeps_its_spare_memory(on_gpu):
     """Recorded tables hold its address."""
     scorer = GpuScorer(model())
     for _ in range(2):
@@ -160,7 +152,7 @@ def test_each_kind_of_recordings_keeps_its_spare_memory(on_gpu: list[int]) -> No
             assert spare.unique().tolist() == sorted(t.data_ptr() for t in graphs._spare)
 
 
-def test_weights_that_are_joined_stay_where_they_are(on_gpu: list[int]) -> None:
+def test_weights_that_are_joined_stay_where_they_are(on_gpu):
     """A second scorer of a model moves nothing, so that the first one need not begin anew."""
     own = model()
     before = {name: weight.clone() for name, weight in own.state_dict().items()}
@@ -174,7 +166,7 @@ def test_weights_that_are_joined_stay_where_they_are(on_gpu: list[int]) -> None:
 
 
 def query(own: Any) -> torch.nn.Parameter:
-    return own.model.layers[0].self_attn.q_proj.weight  # type: ignore[no-any-return]
+    return own.model.layers[0].self_attn.q_proj.weight
 
 
 COPIES: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -189,7 +181,7 @@ COPIES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("copied", COPIES)
 @torch.inference_mode()
-def test_what_a_recorded_pass_has_of_a_model_follows(on_gpu: list[int], copied: str) -> None:
+def test_what_a_recorded_pass_has_of_a_model_follows(on_gpu, copied):
     kind, change = COPIES[copied]
     own = model(kind)
     for weight in own.parameters():
@@ -214,7 +206,7 @@ def test_what_a_recorded_pass_has_of_a_model_follows(on_gpu: list[int], copied: 
 
 
 @torch.inference_mode()
-def test_recordings_are_few_and_never_made_twice(on_gpu: list[int]) -> None:
+def test_recordings_are_few_and_never_made_twice(on_gpu):
     """Powers of two of tokens, whatever a tree looks like and wherever in the text it is."""
     scorer = GpuScorer(model())
     caches = [read(scorer, length) for length in (9, 8, 3)]
@@ -256,7 +248,7 @@ def _kind(value: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "olmo2", "gpt-neox"])
 @torch.inference_mode()
-def test_no_kernel_is_compiled_in_the_middle(kind: str, on_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_kernel_is_compiled_in_the_middle(kind, on_gpu, monkeypatch):
     """Passes of all sizes and rows, beyond those that were seen first, need no further variant of a kernel."""
     seen: set[Any] = set()
     for module, names in ((attend, ("_scan", "_combine", "_store")), (linear, ("_sums", "_total", "_mean")),
@@ -282,9 +274,7 @@ def test_no_kernel_is_compiled_in_the_middle(kind: str, on_gpu: list[int], monke
     assert seen == known
 
 
-def test_a_prompt_is_read_by_libraries_and_its_bits_do_not_depend_on_drafts(
-    on_gpu: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_is_read_by_libraries_and_its_bits_do_not_depend_on_drafts(on_gpu, monkeypatch):
     """Whole chunks are read alone; also where chunks of two prompts and a decoding row share a step."""
     monkeypatch.setattr(gpu_scorer, "PROMPT_CHUNK_TOKENS", 4)
     read: list[int] = []
@@ -305,7 +295,7 @@ def test_a_prompt_is_read_by_libraries_and_its_bits_do_not_depend_on_drafts(
 
 
 @torch.inference_mode()
-def test_recorded_passes_have_the_same_bits(on_gpu: list[int]) -> None:
+def test_recorded_passes_have_the_same_bits(on_gpu):
     """Sizes are rounded up: what fills them up changes nothing."""
     scorer = GpuScorer(model())
     caches = [read(scorer, 14), read(scorer, 9)]
@@ -328,9 +318,7 @@ def test_recorded_passes_have_the_same_bits(on_gpu: list[int]) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt-neox"])
 @torch.inference_mode()
-def test_rows_off_the_device_share_the_program_and_its_bits(
-    on_gpu: list[int], kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_off_the_device_share_the_program_and_its_bits(on_gpu, kind, monkeypatch):
     """Beside a row that is all on the device; what was accepted of a tree is where it belongs."""
     scorer = GpuScorer(model(kind, layers=3))
     kv = scorer.kv
@@ -352,7 +340,7 @@ def test_rows_off_the_device_share_the_program_and_its_bits(
 
 
 @torch.inference_mode()
-def test_an_offloaded_prompt_is_read_by_libraries(on_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_offloaded_prompt_is_read_by_libraries(on_gpu, monkeypatch):
     monkeypatch.setattr(gpu_scorer, "PROMPT_CHUNK_TOKENS", 4)
     scorer = GpuScorer(model(layers=3))
     with closing(Tiers(KVMemory(min_device_bytes(scorer.kv, ROOM)), CPU, scorer.kv, torch.float32)) as tiers:
@@ -367,7 +355,7 @@ def test_an_offloaded_prompt_is_read_by_libraries(on_gpu: list[int], monkeypatch
     assert torch.equal(*found)
 
 
-def test_a_model_whose_passes_cannot_be_recorded(on_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_passes_cannot_be_recorded(on_gpu, monkeypatch):
     class Refusing:
         def record(self, work: Callable[[], Any]) -> Any:
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -379,7 +367,7 @@ def test_a_model_whose_passes_cannot_be_recorded(on_gpu: list[int], monkeypatch:
     assert alone == Engine(model(), "none").generate(torch.tensor(TEXT[None, :6]), max_new_tokens=4).generated
 
 
-def test_drafts_change_no_bit(on_gpu: list[int]) -> None:
+def test_drafts_change_no_bit(on_gpu):
     """The probe finds it, and so do texts: greedy and sampled, alone and with other rows."""
     prompts = [torch.tensor(TEXT[None, :12]), torch.tensor(TEXT[None, [3, 4, 5] * 3])]
     engine = Engine(model(), "none")
@@ -412,7 +400,7 @@ class Waits(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("drafter", ["none", "trie", "retrieval", "triforce-trie"])
-def test_a_step_waits_for_one_transfer(drafter: str, on_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_waits_for_one_transfer(drafter, on_gpu, monkeypatch):
     """Whole texts, whose passes are recorded or not: a step waits once, and so does a drafting pass. Nothing else does,
     neither a pass, nor a choice of chunks."""
     for name in ("core.transfers", "core.verify", "decoding.sources.trie_source", "kv.retrieval"):

@@ -1,7 +1,5 @@
 """What a head's configuration says: an entry that is not known is refused by its name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,16 +26,16 @@ PUBLIC: dict[str, Any] = {  # of heads that were published, beside what their la
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_entries_of_published_heads_are_known(kind: str, tmp_path: Path) -> None:
+def test_entries_of_published_heads_are_known(kind, tmp_path):
     folder = HEADS[kind](tmp_path, tiny("llama"))
     change(folder, lambda config: config.update(PUBLIC))
     load_head(folder).bind(Scorer(tiny("llama")))
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])
-def test_a_layers_whole_configuration_is_known(kind: str, tmp_path: Path) -> None:
+def test_a_layers_whole_configuration_is_known(kind, tmp_path):
     """``speculators`` writes every entry of the layers' class."""
-    folder = HEADS[kind](tmp_path, tiny("llama"), form="speculators")  # type: ignore[call-arg]
+    folder = HEADS[kind](tmp_path, tiny("llama"), form="speculators")
     every = Qwen3Config().to_dict()
     change(folder, lambda c: c.update(transformer_layer_config=every | {"layer_types": None}
                                       | c["transformer_layer_config"]))  # fmt: skip
@@ -59,7 +57,7 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_an_entry_that_is_not_known_is_refused_by_its_name(kind: str, name: str, tmp_path: Path) -> None:
+def test_an_entry_that_is_not_known_is_refused_by_its_name(kind, name, tmp_path):
     folder, (entries, message) = HEADS[kind](tmp_path, tiny("llama")), UNKNOWN[name]
     change(folder, lambda config: config.update(entries))
     with pytest.raises(ValueError, match=message):
@@ -78,7 +76,7 @@ INSIDE: dict[str, tuple[str, str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", INSIDE)
-def test_entries_inside_are_known_too(name: str, tmp_path: Path) -> None:
+def test_entries_inside_are_known_too(name, tmp_path):
     kind, part, entries, message = INSIDE[name]
     folder = HEADS[kind](tmp_path, tiny("llama"))
     change(folder, lambda config: config[part].update(entries))
@@ -87,7 +85,7 @@ def test_entries_inside_are_known_too(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_each_kind_is_known_by_its_configuration(kind: str, tmp_path: Path) -> None:
+def test_each_kind_is_known_by_its_configuration(kind, tmp_path):
     folder = HEADS[kind](tmp_path, tiny("llama"))
     assert is_head(folder)
     assert type(load_head(folder)).__name__.lower() == f"{kind}head"

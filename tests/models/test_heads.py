@@ -1,7 +1,5 @@
 """Heads by themselves: what they compute, beside the same written out; and what a folder must hold."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ from forerun.models.heads.mtp import MtpHead
         ({"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}, (1, 5, 9)),
     ],
 )
-def test_the_default_layers_are_known_however_they_are_numbered(config: Any, layers: tuple[int, ...]) -> None:
+def test_the_default_layers_are_known_however_they_are_numbered(config, layers):
     assert _aux_layers(config, 32) == layers
 
 
@@ -80,14 +78,14 @@ EAGLES: dict[str, Callable[[Path, PreTrainedModel], Path]] = {
 
 
 @pytest.mark.parametrize("form", EAGLES)
-def test_eagle3_computes_what_its_papers_say(form: str, tmp_path: Path) -> None:
+def test_eagle3_computes_what_its_papers_say(form, tmp_path):
     model = tiny("llama")
     folder = EAGLES[form](tmp_path, model)
     check_tree(load_head(folder), model, lambda sequence, read: eagle3_outputs(folder, model, sequence, read)[1])
 
 
 @pytest.mark.parametrize("form", ["authors", "3.1"])
-def test_eagle3_computes_it_along_200_tokens(form: str, tmp_path: Path) -> None:
+def test_eagle3_computes_it_along_200_tokens(form, tmp_path):
     model = tiny("llama")
     folder = EAGLES[form](tmp_path, model)
     check_long(load_head(folder), model, lambda sequence, read: eagle3_outputs(folder, model, sequence, read)[1])
@@ -95,7 +93,7 @@ def test_eagle3_computes_it_along_200_tokens(form: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["authors", "3.1"])
 @torch.inference_mode()
-def test_eagle3_feeds_back_what_its_papers_say(form: str, tmp_path: Path) -> None:
+def test_eagle3_feeds_back_what_its_papers_say(form, tmp_path):
     model, tokens = tiny("llama"), np.arange(3, 15)
     head = load_head(EAGLES[form](tmp_path, model))
     head.bind(Scorer(model))
@@ -111,7 +109,7 @@ def test_eagle3_feeds_back_what_its_papers_say(form: str, tmp_path: Path) -> Non
 
 
 @torch.inference_mode()
-def test_a_head_that_missed_states_restarts_where_they_continue(tmp_path: Path) -> None:
+def test_a_head_that_missed_states_restarts_where_they_continue(tmp_path):
     model, tokens = tiny("llama"), np.arange(3, 43)
     head = load_head(eagle3(tmp_path, model))
     head.bind(Scorer(model))
@@ -148,14 +146,14 @@ def mtp_logits(heads: MtpModel, model: PreTrainedModel, sequence: list[int], rea
 
 
 @pytest.mark.parametrize(("kind", "count"), [("deepseek_v3", 1), ("deepseek_v3", 2), ("glm4_moe", 1)])
-def test_heads_of_a_checkpoint_compute_what_transformers_says(kind: str, count: int, tmp_path: Path) -> None:
+def test_heads_of_a_checkpoint_compute_what_transformers_says(kind, count, tmp_path):
     model = mtp_target(tmp_path, count, kind=kind)
     heads = MtpModel.from_pretrained(model).double().eval()
     with torch.inference_mode():
         check_tree(MtpHead(), model, lambda sequence, read: mtp_logits(heads, model, sequence, read))
 
 
-def test_a_target_without_heads_is_refused(tmp_path: Path) -> None:
+def test_a_target_without_heads_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no num_mtp_layers"):
         MtpHead().bind(Scorer(tiny("llama")))
     model = mtp_target(tmp_path, 1)
@@ -184,7 +182,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_head_that_does_not_fit_is_refused_before_any_work(name: str, tmp_path: Path) -> None:
+def test_a_head_that_does_not_fit_is_refused_before_any_work(name, tmp_path):
     folder, model = eagle3(tmp_path, tiny("llama")), tiny("llama")
     spoil, message = WRONG[name]
     spoil(folder)

@@ -1,7 +1,5 @@
 """Hidden states that a pass hands over: the model's own, of every layer, at every token, however the pass is made."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,26 +48,25 @@ def check(scorer: Scorer, caches: list[Any], near: float) -> None:
         for branch in ([0, 1], [0, 2, 3]):
             exact = own(model, [*text.tolist(), *TREE.tokens[branch].tolist()], layers)
             end = len(text) - start
-            assert row.states is not None
             found = row.states[[*range(end), *(end + node for node in branch)]]
             assert float((found - exact[start:]).norm() / exact[start:].norm()) < near
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mixtral"])
-def test_states_of_the_models_own_code(name: str) -> None:
+def test_states_of_the_models_own_code(name):
     check(Scorer(tiny(name)), [FullCache(), FullCache()], 1e-9 if name != "gemma2" else 1e-6)
 
 
 @pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "granite", "olmo2"])
-def test_states_of_the_program(name: str) -> None:
+def test_states_of_the_program(name):
     scorer = fastest_scorer(Scorer(kept(name, torch.float32)))
     assert isinstance(scorer, CompiledScorer)
     check(scorer, [FullCache(), FullCache()], 1e-5)
 
 
 @pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
-def test_states_of_an_offloaded_text() -> None:
+def test_states_of_an_offloaded_text():
     scorer = fastest_scorer(Scorer(kept("llama", torch.float32)))
     room = min_device_bytes(scorer.kv, 4096)
     tiers = [Tiers(room, scorer.device, scorer.kv, torch.float32) for _ in range(2)]
@@ -89,7 +86,6 @@ class Recorder(Source):
 
     def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
         for row, outcome in zip(rows, outcomes, strict=True):
-            assert outcome.states is not None
             parts = self.read_states.setdefault(row.request.prompt_length, [])
             parts.append((outcome.start, outcome.states.clone()))
 
@@ -103,7 +99,7 @@ class Recorder(Source):
         return trees
 
 
-def test_an_engine_hands_a_drafter_the_states_of_every_token_of_a_text_once() -> None:
+def test_an_engine_hands_a_drafter_the_states_of_every_token_of_a_text_once():
     model, layers = tiny("llama"), (1, 2)
     texts = Engine(model, "none").generate(list(PROMPTS), max_new_tokens=20, eos_token_id=None)
     expected = [request.tokens.tolist() for request in texts.requests]

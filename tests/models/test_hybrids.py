@@ -4,8 +4,6 @@ transformers computes their recurrences in float32 even in a float64 model. The 
 these casts, so a text is decided by float64 numbers on both sides.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect
@@ -13,7 +11,6 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -118,7 +115,7 @@ def cells() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "drafter", "tokens"), cells())
-def test_output_equals_transformers(name: str, drafter: str, tokens: int) -> None:
+def test_output_equals_transformers(name, drafter, tokens):
     texts = plain(name, tokens)
     drafting = engine(hybrid(name), OracleDrafter(texts) if drafter == ORACLE else drafter)
     if drafter in LEARNING:
@@ -143,13 +140,13 @@ def types() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "dtype"), types(), ids=str)
-def test_a_token_has_the_same_bits_whatever_shares_its_pass(name: str, dtype: torch.dtype) -> None:
+def test_a_token_has_the_same_bits_whatever_shares_its_pass(name, dtype):
     model = hybrid(name, dtype)
     assert probe(gate.admit(model), position_limit(model)) == Exactness("bitwise")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_text_of_a_program_does_not_depend_on_drafts(dtype: torch.dtype) -> None:
+def test_the_text_of_a_program_does_not_depend_on_drafts(dtype):
     """Greedy and sampled, alone and in a batch, over sparse caches and with drafts of which some are right."""
     model, prompts = hybrid(PROGRAM, dtype), [list(prompt) for prompt in PROMPTS]
     assert type(gate.admit(model)) is CompiledScorer
@@ -169,7 +166,7 @@ def test_the_text_of_a_program_does_not_depend_on_drafts(dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_a_siblings_state_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_siblings_state_is_noticed(name, monkeypatch):
     def of_the_token_before(block: Block, before: int) -> Any:
         return np.arange(-1, before + len(block) - 1)
 
@@ -179,7 +176,7 @@ def test_a_siblings_state_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_a_path_that_is_not_read_into_the_state_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_is_not_read_into_the_state_is_noticed(name, monkeypatch):
     own = recurrent.RecurrentStates.commit
 
     def without_moving(states: recurrent.RecurrentStates, block: Block, path: Any) -> None:
@@ -191,7 +188,7 @@ def test_a_path_that_is_not_read_into_the_state_is_noticed(name: str, monkeypatc
 
 
 @pytest.mark.parametrize("name", few_of(FEW))
-def test_a_stop_string_in_a_draft_ends_the_text(name: str) -> None:
+def test_a_stop_string_in_a_draft_ends_the_text(name):
     (prompt, text), tokenizer = (PROMPTS[0], plain(name, 24)[0]), letters()
     drafting = forerun.Engine(hybrid(name), OracleDrafter([text]), tokenizer=tokenizer)
     written = tokenizer.decode(text[len(prompt) :])
@@ -210,9 +207,7 @@ def answer(one: forerun.Engine, question: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.matrix)], ids=str)
 @pytest.mark.parametrize("name", few_of(dict.fromkeys((*FEW, *HYBRIDS))))
-def test_a_beginning_that_was_read_gives_the_bits_of_reading_it(
-    name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_beginning_that_was_read_gives_the_bits_of_reading_it(name, dtype, tmp_path, monkeypatch):
     """In memory, from another row of the batch, and from a folder that another engine has filled."""
     monkeypatch.setattr(kv_store, "MIN_STORED_TOKENS", SNAPSHOT_TOKENS)
     model, options = hybrid(name, dtype), {"prefill_block": SNAPSHOT_TOKENS, "prune_drafts": False}
@@ -232,7 +227,7 @@ def test_a_beginning_that_was_read_gives_the_bits_of_reading_it(
 
 
 @pytest.mark.parametrize("name", few_of(FEW))
-def test_a_cache_that_is_cut_goes_on_as_if_it_were_new(name: str) -> None:
+def test_a_cache_that_is_cut_goes_on_as_if_it_were_new(name):
     one = engine(hybrid(name), "trie")
     cache = one.prefill(BOOK)
     for question, cut in zip((*QUESTIONS, QUESTIONS[0]), (148, 90, 20), strict=True):
@@ -243,7 +238,7 @@ def test_a_cache_that_is_cut_goes_on_as_if_it_were_new(name: str) -> None:
         assert requests[0].generated.tolist() == alone.generated[0]
 
 
-def test_what_cannot_be_is_refused_with_the_reason() -> None:
+def test_what_cannot_be_is_refused_with_the_reason():
     with pytest.raises(ValueError, match="kv_memory cannot offload states of recurrent layers"):
         forerun.Engine(hybrid("lfm2"), "none", kv_memory=1 << 30)
     with pytest.raises(ValueError, match="draft_model has recurrent layers"):

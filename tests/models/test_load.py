@@ -1,7 +1,5 @@
 """Models are loaded whole, safely and quietly, or not at all."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -27,9 +25,7 @@ def copy(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "copy"))
 
 
-def test_a_model_is_loaded_in_evaluation_mode_with_its_tokenizer_and_nothing_is_printed(
-    saved: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_is_loaded_in_evaluation_mode_with_its_tokenizer_and_nothing_is_printed(saved, capfd):
     model, tokenizer = load(str(saved))
     assert not model.training
     assert tokenizer.decode(tokenizer("again and")["input_ids"]) == "again and"
@@ -39,17 +35,17 @@ def test_a_model_is_loaded_in_evaluation_mode_with_its_tokenizer_and_nothing_is_
 @pytest.mark.parametrize(
     ("dtype", "loaded"), [("auto", torch.bfloat16), ("float32", torch.float32), ("float64", torch.float64)]
 )
-def test_weights_have_the_dtype_that_was_asked_for(saved: Path, dtype: str, loaded: torch.dtype) -> None:
+def test_weights_have_the_dtype_that_was_asked_for(saved, dtype, loaded):
     assert load(str(saved), dtype, device="cpu")[0].dtype == loaded
 
 
-def test_a_small_model_is_loaded_in_the_type_of_its_target(saved: Path) -> None:
+def test_a_small_model_is_loaded_in_the_type_of_its_target(saved):
     for dtype in ("float16", "bfloat16", "float32", "float64"):
         target, tokenizer = load(str(saved), dtype, device="cpu")
         assert load_draft(str(saved), target, tokenizer).dtype == target.dtype == getattr(torch, dtype)
 
 
-def test_the_bundled_model_is_loaded_in_float32() -> None:
+def test_the_bundled_model_is_loaded_in_float32():
     try:
         bundled("target")
     except FileNotFoundError as error:
@@ -58,14 +54,14 @@ def test_the_bundled_model_is_loaded_in_float32() -> None:
     assert model.dtype == torch.float32
 
 
-def test_wrong_settings_are_named(saved: Path) -> None:
+def test_wrong_settings_are_named(saved):
     with pytest.raises(ValueError, match=r"dtype is 'int8'; allowed are auto, float32"):
         load(str(saved), "int8")
     with pytest.raises(ValueError, match="device is 'gpu'"):
         load(str(saved), device="gpu")
 
 
-def test_a_missing_folder_and_one_without_a_model_are_named(tmp_path: Path) -> None:
+def test_a_missing_folder_and_one_without_a_model_are_named(tmp_path):
     with pytest.raises(ValueError, match="nowhere' is neither a folder nor in the Hugging Face cache"):
         find("of/nowhere")
     for folder in (str(tmp_path / "nowhere"), "./nowhere", "~/nowhere"):
@@ -75,7 +71,7 @@ def test_a_missing_folder_and_one_without_a_model_are_named(tmp_path: Path) -> N
         load(str(tmp_path))
 
 
-def test_encoders_and_encoder_decoders_are_refused(tmp_path: Path) -> None:
+def test_encoders_and_encoder_decoders_are_refused(tmp_path):
     AutoConfig.for_model("bert", num_hidden_layers=1).save_pretrained(tmp_path / "bert")
     T5Config(num_layers=1).save_pretrained(tmp_path / "t5")
     AutoConfig.for_model("vit").save_pretrained(tmp_path / "vit")
@@ -87,7 +83,7 @@ def test_encoders_and_encoder_decoders_are_refused(tmp_path: Path) -> None:
         load(str(tmp_path / "vit"))
 
 
-def test_missing_and_pickled_weights_are_refused(copy: Path) -> None:
+def test_missing_and_pickled_weights_are_refused(copy):
     (copy / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="has no weights"):
         load(str(copy))
@@ -96,7 +92,7 @@ def test_missing_and_pickled_weights_are_refused(copy: Path) -> None:
         load(str(copy))
 
 
-def test_weights_that_would_be_random_or_are_damaged_are_refused(copy: Path, tmp_path: Path) -> None:
+def test_weights_that_would_be_random_or_are_damaged_are_refused(copy, tmp_path):
     headless = AutoModel.from_pretrained(copy)
     headless.save_pretrained(tmp_path / "headless")
     (tmp_path / "headless" / "tokenizer.json").write_bytes((copy / "tokenizer.json").read_bytes())
@@ -108,7 +104,7 @@ def test_weights_that_would_be_random_or_are_damaged_are_refused(copy: Path, tmp
         load(str(copy))
 
 
-def test_a_token_that_was_added_beyond_the_models_is_no_obstacle(copy: Path) -> None:
+def test_a_token_that_was_added_beyond_the_models_is_no_obstacle(copy):
     """As Gemma 3's for pictures, in its text models."""
     tokenizer = small_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<picture>"]})
@@ -125,7 +121,7 @@ def test_a_token_that_was_added_beyond_the_models_is_no_obstacle(copy: Path) -> 
         engine.generate("again <picture>", max_new_tokens=8)
 
 
-def test_a_missing_or_foreign_tokenizer_is_refused(copy: Path) -> None:
+def test_a_missing_or_foreign_tokenizer_is_refused(copy):
     words = {str(i): i for i in range(5000)}
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words))).save_pretrained(copy)
     with pytest.raises(ValueError, match=r"has \d+ tokens and the model \d+: not a pair"):
@@ -136,7 +132,7 @@ def test_a_missing_or_foreign_tokenizer_is_refused(copy: Path) -> None:
         load(str(copy))
 
 
-def test_code_that_comes_with_a_model_is_not_run(copy: Path) -> None:
+def test_code_that_comes_with_a_model_is_not_run(copy):
     config = json.loads((copy / "config.json").read_text())
     config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
     (copy / "config.json").write_text(json.dumps(config))

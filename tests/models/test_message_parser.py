@@ -1,8 +1,7 @@
 """Messages of each family are taken apart alike, however their text comes in pieces; grammars allow what is read."""
 
-from __future__ import annotations
-
 import json
+import random
 from typing import Any
 
 import pytest
@@ -13,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from forerun.models.text.call_formats import CALL_FORMATS, HERMES, THINKING_FORMATS
 from forerun.models.text.call_readers import read_braces, read_python, read_tags
-from forerun.models.text.conversations import with_known_roles, with_tools_as_text
+from forerun.models.text.conversations import with_known_roles
+from forerun.models.text.detokenize import Detokenizer
 from forerun.models.text.grammar import Grammars
 from forerun.models.text.message_formats import MessageFormat, message_format
 from forerun.models.text.message_parser import MessageParser
@@ -31,15 +31,9 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 def parsed(
-    tokenizer: PreTrainedTokenizerBase,
-    form: MessageFormat,
-    text: str,
-    step: int,
-    prompt: str = "",
-    tools: Any = TOOLS,
-    parallel: bool = True,
-    cut: bool = False,
-) -> tuple[str, str, Calls]:
+    tokenizer: PreTrainedTokenizerBase, form: MessageFormat, text: str, step: int, prompt: str = "", tools: Any = TOOLS,
+    parallel: bool = True, cut: bool = False,
+) -> tuple[str, str, Calls]:  # fmt: skip
     template = form.response_template(bool(tools))
     assert template is not None
     parser = MessageParser(tokenizer, form, template, prompt, tools, parallel)
@@ -68,287 +62,109 @@ HERMES_CALLS = (
     '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>\n'
     '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 )
-MESSAGES: dict[str, tuple[Any, Any, str, str, tuple[str, str, Calls]]] = {
-    "hermes": (HERMES, None, f"Sure.\n{HERMES_CALLS}", "", ("Sure.", "", [ROME, ADD])),
-    "reasoning, then calls": (
-        HERMES,
-        THINK,
-        f"<think>\nHm.\n</think>\n\n{HERMES_CALLS}",
-        "",
-        ("", "Hm.\n", [ROME, ADD]),
-    ),
-    "reasoning that the prompt began": (
-        HERMES,
-        THINK,
-        "Hm.\n</think>\n\nYes <b>\n",
-        "\n<think>\n",
-        ("Yes <b>\n", "Hm.\n", []),
-    ),
-    "no call in the marks": (
-        HERMES,
-        None,
-        "<tool_call>\nno\n</tool_call> x",
-        "",
-        ("<tool_call>\nno\n</tool_call> x", "", []),
-    ),
-    "arguments before the name": (
-        HERMES,
-        None,
-        '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>',
-        "",
-        ("", "", [ADD]),
-    ),
-    "arguments as text": (
-        HERMES,
-        None,
-        r'<tool_call>{"name": "add", "arguments": "{\"a\": 1}"}</tool_call>',
-        "",
-        ("", "", [ADD]),
-    ),
-    "no arguments": (HERMES, None, '<tool_call>{"name": "add"}</tool_call>', "", ("", "", [("add", {})])),
-    "braces in texts": (
-        HERMES,
-        None,
+MESSAGES: dict[str, Any] = {  # calls, text, its content, its calls; and where there is: thinking, reasoning, prompt
+    "hermes": (HERMES, f"Sure.\n{HERMES_CALLS}", "Sure.", [ROME, ADD]),
+    "reasoning, then calls": (HERMES, f"<think>\nHm.\n</think>\n\n{HERMES_CALLS}", "", [ROME, ADD], THINK, "Hm.\n"),
+    "reasoning that the prompt began": (HERMES, "Hm.\n</think>\n\nYes <b>\n",
+        "Yes <b>\n", [], THINK, "Hm.\n", "\n<think>\n"),
+    "no call in the marks": (HERMES, "<tool_call>\nno\n</tool_call> x", "<tool_call>\nno\n</tool_call> x", []),
+    "arguments before the name": (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>', "", [ADD]),
+    "arguments as text": (HERMES, r'<tool_call>{"name": "add", "arguments": "{\"a\": 1}"}</tool_call>', "", [ADD]),
+    "no arguments": (HERMES, '<tool_call>{"name": "add"}</tool_call>', "", [("add", {})]),
+    "braces in texts": (HERMES,
         r'<tool_call>{"name": "add", "arguments": {"a": "}\"{", "b": [1, {"x": []}]}}</tool_call>',
-        "",
-        ("", "", [("add", {"a": '}"{', "b": [1, {"x": []}]})]),
-    ),
-    "cut in the arguments": (
-        HERMES,
-        None,
-        '<tool_call>{"name": "add", "arguments": {"a": 1',
-        "",
-        ("", "", [("add", '{"a": 1')]),
-    ),
-    "cut before the name": (HERMES, None, 'So <tool_call>{"na', "", ('So <tool_call>{"na', "", [])),
-    "coder": (
-        CODER,
-        None,
+        "", [("add", {"a": '}"{', "b": [1, {"x": []}]})]),
+    "cut in the arguments": (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1', "", [("add", '{"a": 1')]),
+    "cut before the name": (HERMES, 'So <tool_call>{"na', 'So <tool_call>{"na', []),
+    "coder": (CODER,
         "ok\n<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
         "</function>\n</tool_call>\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
-        "",
-        ("ok", "", [ROME, ADD]),
-    ),
-    "deepseek": (
-        DEEPSEEK,
-        THINK,
+        "ok", [ROME, ADD]),
+    "deepseek": (DEEPSEEK,
         "<think>Hm.</think>So<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
         '{"city": "Rome", "days": 3}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n'
-        '{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-        "",
-        ("So", "Hm.", [ROME, ADD]),
-    ),
-    "deepseek 3.1": (
-        DEEPSEEK_31,
-        None,
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+        '{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>', "So", [ROME, ADD], THINK, "Hm."),
+    "deepseek 3.1": (DEEPSEEK_31, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
         '{"city": "Rome", "days": 3}<｜tool▁call▁end｜>'
-        '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-        "",
-        ("", "", [ROME, ADD]),
-    ),
-    "mistral": (
-        MISTRAL,
-        None,
+        '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>', "", [ROME, ADD]),
+    "mistral": (MISTRAL,
         '[TOOL_CALLS]get_weather[ARGS]{"city": "Rome", "days": 3}[TOOL_CALLS]add[CALL_ID]abc[ARGS]{"a": 1}',
-        "",
-        ("", "", [ROME, ADD]),
-    ),
-    "old mistral": (
-        OLD_MISTRAL,
-        None,
-        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Rome", "days": 3}}, '
-        '{"name": "add", "arguments": {"a": 1}}]',
-        "",
-        ("", "", [ROME, ADD]),
-    ),
-    "gpt-oss": (
-        GPT_OSS,
-        HARMONY,
+        "", [ROME, ADD]),
+    "old mistral": (OLD_MISTRAL, '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Rome", "days": 3}}, '
+        '{"name": "add", "arguments": {"a": 1}}]', "", [ROME, ADD]),
+    "gpt-oss": (GPT_OSS,
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather "
-        '<|constrain|>json<|message|>{"city": "Rome", "days": 3}<|call|>',
-        "",
-        ("", "Hm.", [ROME]),
-    ),
-    "gpt-oss, as its template writes calls": (
-        GPT_OSS,
-        HARMONY,
+        '<|constrain|>json<|message|>{"city": "Rome", "days": 3}<|call|>', "", [ROME], HARMONY, "Hm."),
+    "gpt-oss, as its template writes calls": (GPT_OSS,
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.get_weather<|channel|>commentary json"
-        '<|message|>{"city": "Rome", "days": 3}<|call|>',
-        "",
-        ("", "Hm.", [ROME]),
-    ),
-    "gpt-oss, a call at once": (
-        GPT_OSS,
-        HARMONY,
-        ' to=functions.add<|channel|>commentary <|constrain|>json<|message|>{"a": 1}<|call|>',
-        "",
-        ("", "", [ADD]),
-    ),
-    "gpt-oss, a text of functions": (
-        GPT_OSS,
-        HARMONY,
-        "<|channel|>final<|message|>Set to=functions.add and <|end|>",
-        "",
-        ("Set to=functions.add and ", "", []),
-    ),
-    "gpt-oss, an answer": (
-        GPT_OSS,
-        HARMONY,
+        '<|message|>{"city": "Rome", "days": 3}<|call|>', "", [ROME], HARMONY, "Hm."),
+    "gpt-oss, a call at once": (GPT_OSS,
+        ' to=functions.add<|channel|>commentary <|constrain|>json<|message|>{"a": 1}<|call|>', "", [ADD], HARMONY, ""),
+    "gpt-oss, a text of functions": (GPT_OSS, "<|channel|>final<|message|>Set to=functions.add and <|end|>",
+        "Set to=functions.add and ", [], HARMONY, ""),
+    "gpt-oss, an answer": (GPT_OSS,
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello",
-        "",
-        ("Hello", "Hm.", []),
-    ),
-    "coder, without marks around": (
-        CODER,
-        None,
-        "<function=add>\n<parameter=a>\n1\n</function>\nand so",
-        "",
-        ("and so", "", [ADD]),
-    ),
-    "coder, ends that are missing": (
-        CODER,
-        None,
+        "Hello", [], HARMONY, "Hm."),
+    "coder, without marks around": (CODER, "<function=add>\n<parameter=a>\n1\n</function>\nand so", "and so", [ADD]),
+    "coder, ends that are missing": (CODER,
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n<parameter=days>\n3\n</parameter>\n</tool_call>",
-        "",
-        ("", "", [ROME]),
-    ),
-    "coder, a call behind one without an end": (
-        CODER,
-        None,
+        "", [ROME]),
+    "coder, a call behind one without an end": (CODER,
         "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<tool_call>\n<function=add>\n<parameter=a>\n2\n"
-        "</parameter>\n</function>\n</tool_call>",
-        "",
-        ("", "", [ADD, ("add", {"a": 2})]),
-    ),
-    "bare": (HERMES, None, '{"name": "add", "arguments": {"a": 1}}', "", ("", "", [ADD])),
-    "bare, with spaces": (HERMES, None, '\n{\n "name": "add",\n "arguments": {"a": 1}\n}\n', "", ("", "", [ADD])),
-    "bare, in a fence": (HERMES, None, '```json\n{"name": "add", "arguments": {"a": 1}}\n```', "", ("", "", [ADD])),
-    "bare, two": (
-        HERMES,
-        None,
+        "</parameter>\n</function>\n</tool_call>", "", [ADD, ("add", {"a": 2})]),
+    "bare": (HERMES, '{"name": "add", "arguments": {"a": 1}}', "", [ADD]),
+    "bare, with spaces": (HERMES, '\n{\n "name": "add",\n "arguments": {"a": 1}\n}\n', "", [ADD]),
+    "bare, in a fence": (HERMES, '```json\n{"name": "add", "arguments": {"a": 1}}\n```', "", [ADD]),
+    "bare, two": (HERMES,
         '{"name": "get_weather", "arguments": {"city": "Rome", "days": 3}}\n{"name": "add", "arguments": {"a": 1}}',
-        "",
-        ("", "", [ROME, ADD]),
-    ),
-    "bare, after reasoning": (
-        HERMES,
-        THINK,
-        '<think>Hm.</think>\n\n{"name": "add", "arguments": {"a": 1}}',
-        "",
-        ("", "Hm.", [ADD]),
-    ),
-    "bare, of no tool": (
-        HERMES,
-        None,
-        '{"name": "Bob", "arguments": {"a": 1}}',
-        "",
-        ('{"name": "Bob", "arguments": {"a": 1}}', "", []),
-    ),
-    "bare, with more": (
-        HERMES,
-        None,
-        '{"name": "add", "arguments": {"a": 1}} is the call',
-        "",
-        ('{"name": "add", "arguments": {"a": 1}} is the call', "", []),
-    ),
-    "an object that is no call": (HERMES, None, '{"name": "add", "age": 3}', "", ('{"name": "add", "age": 3}', "", [])),
-    "an object behind a text": (
-        HERMES,
-        None,
-        'So: {"name": "add", "arguments": {}}',
-        "",
-        ('So: {"name": "add", "arguments": {}}', "", []),
-    ),
-    "lfm2": (
-        LFM2,
-        None,
-        '<|tool_call_start|>[get_weather(city="Rome", days=3), add(a=1)]<|tool_call_end|>Wait.',
-        "",
-        ("Wait.", "", [ROME, ADD]),
-    ),
-    "lfm2, python's and json's words": (
-        LFM2,
-        None,
+        "", [ROME, ADD]),
+    "bare, after reasoning": (HERMES, '<think>Hm.</think>\n\n{"name": "add", "arguments": {"a": 1}}',
+        "", [ADD], THINK, "Hm."),
+    "bare, of no tool": (HERMES, '{"name": "Bob", "arguments": {"a": 1}}',
+        '{"name": "Bob", "arguments": {"a": 1}}', []),
+    "bare, with more": (HERMES, '{"name": "add", "arguments": {"a": 1}} is the call',
+        '{"name": "add", "arguments": {"a": 1}} is the call', []),
+    "an object that is no call": (HERMES, '{"name": "add", "age": 3}', '{"name": "add", "age": 3}', []),
+    "an object behind a text": (HERMES, 'So: {"name": "add", "arguments": {}}',
+        'So: {"name": "add", "arguments": {}}', []),
+    "lfm2": (LFM2, '<|tool_call_start|>[get_weather(city="Rome", days=3), add(a=1)]<|tool_call_end|>Wait.',
+        "Wait.", [ROME, ADD]),
+    "lfm2, python's and json's words": (LFM2,
         "<|tool_call_start|>[f(a=None, b=true, c=[1, -2.5], d={'x': ('y',)})]<|tool_call_end|>",
-        "",
-        ("", "", [("f", {"a": None, "b": True, "c": [1, -2.5], "d": {"x": ["y"]}})]),
-    ),
-    "lfm2, no call": (
-        LFM2,
-        None,
-        "<|tool_call_start|>[__import__('os').system('x')]<|tool_call_end|>",
-        "",
-        ("<|tool_call_start|>[__import__('os').system('x')]<|tool_call_end|>", "", []),
-    ),
-    "gemma": (
-        GEMMA,
-        None,
+        "", [("f", {"a": None, "b": True, "c": [1, -2.5], "d": {"x": ["y"]}})]),
+    "lfm2, no call": (LFM2, "<|tool_call_start|>[__import__('os').system('x')]<|tool_call_end|>",
+        "<|tool_call_start|>[__import__('os').system('x')]<|tool_call_end|>", []),
+    "gemma": (GEMMA,
         'So<|tool_call>call:get_weather{city:<|"|>Rome<|"|>,days:3}<tool_call|><|tool_call>call:add{a:1}<tool_call|>',
-        "",
-        ("So", "", [ROME, ADD]),
-    ),
-    "gemma, nested": (
-        GEMMA,
-        None,
-        '<|tool_call>call:f{a:{b:[1,<|"|>x, }y<|"|>],c:null},d:true,e:{}}<tool_call|>',
-        "",
-        ("", "", [("f", {"a": {"b": [1, "x, }y"], "c": None}, "d": True, "e": {}})]),
-    ),
-    "functiongemma": (
-        FUNCTION_GEMMA,
-        None,
-        "<start_function_call>call:get_weather{city:<escape>Rome<escape>,days:3}<end_function_call>",
-        "",
-        ("", "", [ROME]),
-    ),
-    "mistral, a text behind the call": (MISTRAL, None, '[TOOL_CALLS]add[ARGS]{"a": 1} Wait.', "", ("Wait.", "", [ADD])),
-    "old mistral, a text behind the calls": (
-        OLD_MISTRAL,
-        None,
-        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}] Wait, [so].',
-        "",
-        ("Wait, [so].", "", [ADD]),
-    ),
-    "deepseek 3.1, arguments as a text of JSON": (
-        DEEPSEEK_31,
-        None,
-        '<｜tool▁call▁begin｜>add<｜tool▁sep｜>"{\\"a\\": 1}"<｜tool▁call▁end｜>',
-        "",
-        ("", "", [ADD]),
-    ),
-    "llama": (
-        LLAMA,
-        None,
+        "So", [ROME, ADD]),
+    "gemma, nested": (GEMMA, '<|tool_call>call:f{a:{b:[1,<|"|>x, }y<|"|>],c:null},d:true,e:{}}<tool_call|>',
+        "", [("f", {"a": {"b": [1, "x, }y"], "c": None}, "d": True, "e": {}})]),
+    "functiongemma": (FUNCTION_GEMMA,
+        "<start_function_call>call:get_weather{city:<escape>Rome<escape>,days:3}<end_function_call>", "", [ROME]),
+    "mistral, a text behind the call": (MISTRAL, '[TOOL_CALLS]add[ARGS]{"a": 1} Wait.', "Wait.", [ADD]),
+    "old mistral, a text behind the calls": (OLD_MISTRAL,
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}] Wait, [so].', "Wait, [so].", [ADD]),
+    "deepseek 3.1, arguments as a text of JSON": (DEEPSEEK_31,
+        '<｜tool▁call▁begin｜>add<｜tool▁sep｜>"{\\"a\\": 1}"<｜tool▁call▁end｜>', "", [ADD]),
+    "llama": (LLAMA,
         '{"name": "get_weather", "parameters": {"city": "Rome", "days": 3}}; {"name": "add", "parameters": {"a": 1}}',
-        "",
-        ("", "", [ROME, ADD]),
-    ),
-    "llama's tag": (LLAMA, None, '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', "", ("", "", [ADD])),
-    "llama, an object in a text": (LLAMA, None, 'Say {"name": "x"}.', "", ('Say {"name": "x"}.', "", [])),
-    "llama, an object that names no tool": (
-        LLAMA,
-        None,
-        '{"name": "Bob", "parameters": {"a": 1}}',
-        "",
-        ('{"name": "Bob", "parameters": {"a": 1}}', "", []),
-    ),
-    "llama, an object with a name": (
-        LLAMA,
-        None,
-        '{"age": 3, "name": "Bob"}',
-        "",
-        ('{"age": 3, "name": "Bob"}', "", []),
-    ),
-    "llama, another object": (LLAMA, None, '{"not": "a call"}', "", ('{"not": "a call"}', "", [])),
-}
+        "", [ROME, ADD]),
+    "llama's tag": (LLAMA, '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', "", [ADD]),
+    "llama, an object in a text": (LLAMA, 'Say {"name": "x"}.', 'Say {"name": "x"}.', []),
+    "llama, an object that names no tool": (LLAMA, '{"name": "Bob", "parameters": {"a": 1}}',
+        '{"name": "Bob", "parameters": {"a": 1}}', []),
+    "llama, an object with a name": (LLAMA, '{"age": 3, "name": "Bob"}', '{"age": 3, "name": "Bob"}', []),
+    "llama, another object": (LLAMA, '{"not": "a call"}', '{"not": "a call"}', []),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("step", [1, 3, 7, 10_000])
 @pytest.mark.parametrize("name", MESSAGES)
-def test_a_message_is_taken_apart(tokenizer: PreTrainedTokenizerBase, name: str, step: int) -> None:
-    calls, thinking, text, prompt, wanted = MESSAGES[name]
-    assert parsed(tokenizer, MessageFormat(calls, thinking, None, {}, {}), text, step, prompt) == wanted
+def test_a_message_is_taken_apart(tokenizer, name, step):
+    form, text, content, calls, *more = MESSAGES[name]
+    thinking, reasoning, prompt = [*more, None, "", ""][:3] if not more else [*more, ""][:3]
+    found = parsed(tokenizer, MessageFormat(form, thinking, None, {}, {}), text, step, prompt)
+    assert found == (content, reasoning, calls)
 
 
 CUT = {
@@ -366,16 +182,14 @@ CUT = {
 
 @pytest.mark.parametrize("step", [1, 5, 1000])
 @pytest.mark.parametrize("name", CUT)
-def test_a_call_that_is_cut_leaves_no_marks_in_the_content(
-    tokenizer: PreTrainedTokenizerBase, name: str, step: int
-) -> None:
+def test_a_call_that_is_cut_leaves_no_marks_in_the_content(tokenizer, name, step):
     calls, text, (content, wanted) = CUT[name]
     found = parsed(tokenizer, MessageFormat(calls, None, None, {}, {}), text, step, cut=True)
     assert found == (content, "", wanted)
 
 
 @pytest.mark.parametrize("step", [1, 5, 1000])
-def test_a_call_that_is_cut_leaves_nothing_of_an_own_template(tokenizer: PreTrainedTokenizerBase, step: int) -> None:
+def test_a_call_that_is_cut_leaves_nothing_of_an_own_template(tokenizer, step):
     calls = {"open": "<c>", "close": "</c>", "repeats": True, "content": "json"}
     own = {"start_anchor": "\0", "fields": {"content": {"content_args": {"strip": False}}, "tool_calls": calls}}
     form = MessageFormat(None, None, own, {}, {})
@@ -384,18 +198,14 @@ def test_a_call_that_is_cut_leaves_nothing_of_an_own_template(tokenizer: PreTrai
 
 TYPES: Any = {
     "properties": {
-        "when": {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]},
-        "count": {"type": "integer"},
-        "kind": {"enum": [1, 2, "x"]},
-        "words": {"type": "array"},
-        "note": {"type": "string"},
-        "flag": {"type": "boolean"},
-    },
+        "when": {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]}, "count": {"type": "integer"},
+        "kind": {"enum": [1, 2, "x"]}, "words": {"type": "array"}, "note": {"type": "string"},
+        "flag": {"type": "boolean"}},
     "required": ["when"],
-}
+}  # fmt: skip
 
 
-def test_values_between_tags_have_the_types_of_the_schema() -> None:
+def test_values_between_tags_have_the_types_of_the_schema():
     def read(**given: str) -> Any:
         body = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in given.items())
         return read_tags(body, TYPES["properties"], TYPES["required"])
@@ -413,7 +223,7 @@ def test_values_between_tags_have_the_types_of_the_schema() -> None:
 
 
 @pytest.mark.parametrize("text", ["f(" * 500, "[" * 5000, "f(a=1, b)", "f(**x)", "1", "f(a=g())", "f(a=b)"])
-def test_what_is_no_call_in_python_is_none(text: str) -> None:
+def test_what_is_no_call_in_python_is_none(text):
     with pytest.raises(ValueError, match="Python"):
         read_python(text)
 
@@ -421,7 +231,7 @@ def test_what_is_no_call_in_python_is_none(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["f", "call:f{a", "call:f{a:}", "call:f{a:1} x", 'call:f{a:<|"|>x}', "call:f{" + "a:{" * 5000]
 )
-def test_what_is_no_call_in_braces_is_none(text: str) -> None:
+def test_what_is_no_call_in_braces_is_none(text):
     if text == "f":
         assert read_braces(text) == [("f", {})]
         return
@@ -429,13 +239,12 @@ def test_what_is_no_call_in_braces_is_none(text: str) -> None:
         read_braces(text)
 
 
-def test_a_tool_without_properties_is_called_without_arguments(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_tool_without_properties_is_called_without_arguments(tokenizer):
     pytest.importorskip("llguidance")
     form = MessageFormat(HERMES, None, None, {}, {})
     for parameters in (None, {}, {"type": "object"}, {"type": "object", "properties": {}}):
         tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-        grammar = Grammars(tokenizer, len(tokenizer), []).of(form.grammar(None, tools, False, "closed"))  # type: ignore[arg-type]
-        assert grammar is not None
+        grammar = Grammars(tokenizer, len(tokenizer), []).of(form.grammar(None, tools, False, "closed"))
         for arguments, allowed in (("{}", True), ('{"a": 1}', False)):
             text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -443,7 +252,7 @@ def test_a_tool_without_properties_is_called_without_arguments(tokenizer: PreTra
             assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == allowed
 
 
-def test_arguments_come_while_they_are_written(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_arguments_come_while_they_are_written(tokenizer):
     form = MessageFormat(HERMES, None, None, {}, {})
     template = form.response_template(True)
     assert template is not None
@@ -454,20 +263,18 @@ def test_arguments_come_while_they_are_written(tokenizer: PreTrainedTokenizerBas
     assert [call.arguments for call in parser.feed("12, ").calls] == ["12, "]
 
 
-def test_without_parallel_calls_only_the_first_is_passed_on(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_without_parallel_calls_only_the_first_is_passed_on(tokenizer):
     form = MessageFormat(HERMES, None, None, {}, {})
     assert parsed(tokenizer, form, HERMES_CALLS, 5, parallel=False) == ("", "", [ROME])
 
 
-def test_a_tokenizers_own_response_template_is_used(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_tokenizers_own_response_template_is_used(tokenizer):
     own = {
         "start_anchor": "<bot>",
-        "fields": {
-            "thinking": {"open": "<t>", "close": "</t>"},
+        "fields": {"thinking": {"open": "<t>", "close": "</t>"},
             "tool_calls": {"open": "<c>", "close": "</c>", "repeats": True, "content": "json"},
-            "content": {"close": "<end>"},
-        },
-    }
+            "content": {"close": "<end>"}},
+    }  # fmt: skip
     form = MessageFormat(None, None, own, {}, {})
     text = 'Hm</t>Hi <c>{"function": {"name": "add", "arguments": {"a": 1}}}</c><end>'
     assert parsed(tokenizer, form, text, 4, "<t>old</t><bot><t>") == ("Hi", "Hm", [ADD])
@@ -476,14 +283,14 @@ def test_a_tokenizers_own_response_template_is_used(tokenizer: PreTrainedTokeniz
 
 
 @pytest.mark.parametrize("step", [1, 3, 7, 1000])
-def test_content_behind_a_call_keeps_its_spaces(tokenizer: PreTrainedTokenizerBase, step: int) -> None:
+def test_content_behind_a_call_keeps_its_spaces(tokenizer, step):
     form = MessageFormat(HERMES, None, None, {}, {})
     found = parsed(tokenizer, form, f"Sure.\n{HERMES_CALLS}\nNow I wait for  both.\n", step)
     assert found == ("Sure.\nNow I wait for  both.", "", [ROME, ADD])
 
 
 @pytest.mark.parametrize("step", [1, 3, 1000])
-def test_what_is_no_call_stays_in_the_content_of_an_own_template(tokenizer: PreTrainedTokenizerBase, step: int) -> None:
+def test_what_is_no_call_stays_in_the_content_of_an_own_template(tokenizer, step):
     function = {"type": "function", "function": "{content}"}
     calls = {"open": "<c>", "close": "</c>", "repeats": True, "content": "json", "transform": function}
     own = {"start_anchor": "\0", "fields": {"content": {"content_args": {"strip": False}}, "tool_calls": calls}}
@@ -498,24 +305,17 @@ def test_what_is_no_call_stays_in_the_content_of_an_own_template(tokenizer: PreT
 
 TAGGED: Any = {
     "$defs": {"Unit": {"enum": ["C", "F"], "type": "string"}, "Place": {"type": "object"}},
-    "properties": {
-        "city": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-        "note": {"type": ["string", "null"]},
-        "unit": {"$ref": "#/$defs/Unit"},
-        "kind": {"const": "short"},
-        "days": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
-        "place": {"$ref": "#/$defs/Place"},
-        "other": {"anyOf": [{"$ref": "#/$defs/Unit"}, {"type": "null"}]},
-    },
+    "properties": {"city": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "note": {"type": ["string", "null"]},
+        "unit": {"$ref": "#/$defs/Unit"}, "kind": {"const": "short"},
+        "days": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "place": {"$ref": "#/$defs/Place"},
+        "other": {"anyOf": [{"$ref": "#/$defs/Unit"}, {"type": "null"}]}},
     "required": ["city", "note", "unit", "kind", "days", "place", "other"],
     "type": "object",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("missing", [False, True])
-def test_values_between_tags_have_no_quotes_where_a_schema_allows_texts(
-    tokenizer: PreTrainedTokenizerBase, missing: bool
-) -> None:
+def test_values_between_tags_have_no_quotes_where_a_schema_allows_texts(tokenizer, missing):
     pytest.importorskip("llguidance")
     form = MessageFormat(CODER, None, None, {}, {})
     tools = [{"type": "function", "function": {"name": "f", "parameters": TAGGED}}]
@@ -527,8 +327,7 @@ def test_values_between_tags_have_no_quotes_where_a_schema_allows_texts(
         for key, value in values.items()
     )
     text = f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>"
-    grammar = Grammars(tokenizer, len(tokenizer), []).of(form.grammar(None, tools, True, "closed"))  # type: ignore[arg-type]
-    assert grammar is not None
+    grammar = Grammars(tokenizer, len(tokenizer), []).of(form.grammar(None, tools, True, "closed"))
     for said, allowed in ((text, True), (text.replace("\nF\n", '\n"F"\n'), False), (text.replace("short", "x"), False)):
         ids = tokenizer(said, add_special_tokens=False)["input_ids"]
         matcher = grammar.matcher.deep_copy()
@@ -537,7 +336,7 @@ def test_values_between_tags_have_no_quotes_where_a_schema_allows_texts(
 
 
 @pytest.mark.parametrize("step", [1, 3, 7, 40])
-def test_no_text_is_lost_where_the_parser_fails_at_a_call(tokenizer: PreTrainedTokenizerBase, step: int) -> None:
+def test_no_text_is_lost_where_the_parser_fails_at_a_call(tokenizer, step):
     call = {"open": "<call>", "close": "</call>", "repeats": True, "content": "json"}
     own = {"start_anchor": "\0", "fields": {"content": {"content_args": {"strip": False}}, "tool_calls": call}}
     form = MessageFormat(None, None, own, {}, {})
@@ -548,7 +347,7 @@ def test_no_text_is_lost_where_the_parser_fails_at_a_call(tokenizer: PreTrainedT
     assert parsed(tokenizer, form, '<call>{"name": "ad', step) == ('<call>{"name": "ad', "", [])
 
 
-def test_families_are_known_by_their_templates(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_families_are_known_by_their_templates(tokenizer):
     def of(template: str) -> MessageFormat:
         tokenizer.chat_template = template
         try:
@@ -575,15 +374,12 @@ WRITTEN = {
 
 @pytest.mark.parametrize("thinking", WRITTEN)
 @pytest.mark.parametrize("calls", CALL_FORMATS, ids=lambda each: each.before[:24])
-def test_a_grammar_allows_the_calls_that_are_read(
-    tokenizer: PreTrainedTokenizerBase, calls: Any, thinking: Any
-) -> None:
+def test_a_grammar_allows_the_calls_that_are_read(tokenizer, calls, thinking):
     pytest.importorskip("llguidance")
     form = MessageFormat(calls, THINK, None, {}, {})
     wanted, text = WRITTEN[thinking]
-    response_format = form.grammar(None, TOOLS, True, wanted)  # type: ignore[arg-type]
-    grammar = Grammars(tokenizer, len(tokenizer), []).of(response_format)  # type: ignore[arg-type]
-    assert grammar is not None
+    response_format = form.grammar(None, TOOLS, True, wanted)
+    grammar = Grammars(tokenizer, len(tokenizer), []).of(response_format)
     for count in (1, 2):
         text_of_calls = text.replace("{calls}", calls.begin + calls.between.join(_written(calls)[:count]) + calls.end)
         ids = tokenizer(text_of_calls, add_special_tokens=False)["input_ids"]
@@ -614,7 +410,7 @@ def _written(calls: Any) -> list[str]:
     return text_of_calls
 
 
-def test_an_answer_by_a_schema_comes_after_the_reasoning(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_an_answer_by_a_schema_comes_after_the_reasoning(tokenizer):
     pytest.importorskip("llguidance")
     form = MessageFormat(HERMES, THINK, None, {}, {})
     grammars = Grammars(tokenizer, len(tokenizer), [])
@@ -627,42 +423,22 @@ def test_an_answer_by_a_schema_comes_after_the_reasoning(tokenizer: PreTrainedTo
             ("free", answer),
             ("open", f"7</think>{answer}"),
         ):
-            grammar = grammars.of(form.grammar(response_format, [], True, thinking))  # type: ignore[arg-type]
-            assert grammar is not None
+            grammar = grammars.of(form.grammar(response_format, [], True, thinking))
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             matcher = grammar.matcher.deep_copy()
             assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting(), text
         assert form.grammar(response_format, [], True, "closed") == response_format
 
 
-def test_a_schema_keeps_what_it_forbids_alone(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_schema_keeps_what_it_forbids_alone(tokenizer):
     properties = {"title": {"type": "string", "description": "x" * 500}, "n": {"enum": ["description"], "default": 1}}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"title": "F", "properties": properties}}}
     response_format = MessageFormat(HERMES, None, None, {}, {}).grammar(None, [tool], True, "closed")
-    assert response_format is not None
     text = response_format["grammar"]
     assert "xxx" not in text and '"title": {"type": "string"}' in text and '"enum": ["description"]}' in text
 
 
-def test_tools_are_texts_for_a_template_that_knows_none(tokenizer: PreTrainedTokenizerBase) -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    messages = [
-        {"role": "system", "content": "Be short."},
-        {"role": "assistant", "content": "Yes.", "tool_calls": [call]},
-        {"role": "tool", "content": "2", "tool_call_id": "1"},
-    ]
-    system, said, result = with_tools_as_text(messages, TOOLS)
-    assert system["content"].startswith("Be short.\n\n# Tools") and '"name": "get_weather"' in system["content"]
-    form = MessageFormat(HERMES, None, None, {}, {})
-    assert parsed(tokenizer, form, said["content"], 3) == ("Yes.", "", [ADD]) and "tool_calls" not in said
-    assert result == {"role": "user", "content": "<tool_response>\n2\n</tool_response>"}
-    assert [each["role"] for each in with_tools_as_text([{"role": "user", "content": "x"}], TOOLS)] == [
-        "system",
-        "user",
-    ]
-
-
-def test_a_template_without_developers_gets_a_system() -> None:
+def test_a_template_without_developers_gets_a_system():
     tokenizer = bundled()[1]
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}{% endfor %}"
     roles = ("system", "developer", "user", "developer", "developer")
@@ -678,7 +454,7 @@ def test_a_template_without_developers_gets_a_system() -> None:
 
 
 @pytest.mark.parametrize("special", [True, False])
-def test_marks_that_are_tokens_are_written_by_their_numbers(special: bool) -> None:
+def test_marks_that_are_tokens_are_written_by_their_numbers(special):
     """llguidance would force such a token for the letters of a mark, and then not take it."""
     pytest.importorskip("llguidance")
     tokenizer = bundled()[1]
@@ -689,10 +465,32 @@ def test_marks_that_are_tokens_are_written_by_their_numbers(special: bool) -> No
     assert form.calls is HERMES and form.thinking is THINK and set(marks) <= set(form.added)
     assert form.kept_tokens(True) == (frozenset(tokenizer.convert_tokens_to_ids(marks)) if special else frozenset())
     for thinking, begin in (("free", "<think>so</think>"), ("open", "so</think>"), ("closed", "")):
-        grammar = Grammars(tokenizer, len(tokenizer), []).of(form.grammar(None, TOOLS, True, thinking))  # type: ignore[arg-type]
-        assert grammar is not None
+        grammar = Grammars(tokenizer, len(tokenizer), []).of(form.grammar(None, TOOLS, True, thinking))
         ids = tokenizer(begin + HERMES_CALLS, add_special_tokens=False)["input_ids"]
         matcher = grammar.matcher.deep_copy()
         assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
         first, *_ = tokenizer.convert_ids_to_tokens(grammar.matcher.deep_copy().compute_ff_tokens()) or ["free"]
         assert first == ("<tool_call>" if thinking == "closed" else "free")
+
+
+@pytest.mark.parametrize(
+    "text", ["\N{REPLACEMENT CHARACTER}" * 300, "\u4f60\u597d \N{REPLACEMENT CHARACTER} w\u00f6rld \U0001f642" * 20]
+)
+def test_a_run_of_replacement_characters_is_given_out_character_by_character(tokenizer, text):
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    detokenizer, pieces, silent = Detokenizer(tokenizer, [5, 6]), list[str](), [0]
+    for token in ids:
+        new = [piece.text for piece in detokenizer.add(int(token), False)]
+        pieces += new
+        silent.append(0 if new else silent[-1] + 1)
+    assert max(silent) <= 3  # a character has four bytes
+    assert "".join(pieces) == text
+
+
+def test_bytes_that_are_no_text_read_as_in_the_whole(tokenizer):
+    choose = random.Random(0)
+    ids = [choose.randrange(len(tokenizer)) for _ in range(2000)]
+    detokenizer = Detokenizer(tokenizer, [])
+    pieces = [piece.text for token in ids for piece in detokenizer.add(token, False)]
+    pieces += [piece.text for piece in detokenizer.flush()]
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -1,7 +1,5 @@
 """MTP layers of Qwen's families: what they compute, beside the layer computed anew; and what their files must hold."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,13 +96,14 @@ def check_sequence(model: PreTrainedModel, reference: Reference, near: float, st
             check_close(row, model.get_output_embeddings()(exact), near, path)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_layer_computes_what_its_tensors_say(family: str, tmp_path: Path) -> None:
+def test_the_layer_computes_what_its_tensors_say(family, tmp_path):
     model = qwen_target(tmp_path, family)
     check_sequence(model, Reference(model, mtp_tensors(model)), 1e-5)
 
 
-def test_a_pair_of_sequences_is_read_together(tmp_path: Path) -> None:
+def test_a_pair_of_sequences_is_read_together(tmp_path):
     """Each as if it were alone, bit for bit."""
     model = qwen_target(tmp_path, "qwen3_5_moe", torch.bfloat16)
     head = MtpHead()
@@ -122,14 +121,14 @@ def test_a_pair_of_sequences_is_read_together(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(read([9, 30]), [*read([9]), *read([30])], strict=True))
 
 
-def test_experts_may_lie_in_one_tensor_or_apart(tmp_path: Path) -> None:
+def test_experts_may_lie_in_one_tensor_or_apart(tmp_path):
     """Whichever form those of the decoder have."""
     model = qwen_target(tmp_path, "qwen3_5_moe")
     save_file(one_by_one(load_file(tmp_path / "mtp.safetensors")), tmp_path / "mtp.safetensors")
     check_sequence(reload(tmp_path, type(model), torch.float64), Reference(model, mtp_tensors(model)), 1e-5, 50)
 
 
-def test_the_files_of_a_model_of_texts_and_pictures_are_read(tmp_path: Path) -> None:
+def test_the_files_of_a_model_of_texts_and_pictures_are_read(tmp_path):
     """As Qwen3.5's are published: the decoder's tensors and configuration are inside of it, the layer's are not."""
     model = qwen_target(tmp_path, "qwen3_5")
     tensors = load_file(tmp_path / "model.safetensors")
@@ -141,10 +140,11 @@ def test_the_files_of_a_model_of_texts_and_pictures_are_read(tmp_path: Path) -> 
     check_sequence(reload(tmp_path, type(model), torch.float64), Reference(model, mtp_tensors(model)), 1e-5, 50)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("architecture", GGUF)
-def test_a_gguf_file_holds_the_layer(architecture: str, beside: bool, tmp_path: Path) -> None:
+def test_a_gguf_file_holds_the_layer(architecture, beside, tmp_path):
     """As the last block, or in a file beside the model's; dequantised, or as it is stored."""
     exact, file = built(architecture), tmp_path / "model-F32.gguf"
     mtp = mtp_tensors(exact)
@@ -158,7 +158,7 @@ def test_a_gguf_file_holds_the_layer(architecture: str, beside: bool, tmp_path: 
 
 
 @pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
-def test_a_stored_layer_is_what_is_dequantised(tmp_path: Path) -> None:
+def test_a_stored_layer_is_what_is_dequantised(tmp_path):
     file = tmp_path / "model.gguf"
     write(file, "qwen35moe", "Q8_0", mtp_tensors(built("qwen35moe")))
     found = []
@@ -190,29 +190,23 @@ EXPERT = "mtp.layers.0.mlp.experts"
 WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no fc": (lambda f: weights(f, lambda w: w.pop("mtp.fc.weight")), r"lacks mtp\.fc\.weight"),
     "no norm": (lambda f: weights(f, lambda w: w.pop("mtp.norm.weight")), r"lacks mtp\.norm\.weight"),
-    "no matrix of the layer": (
-        lambda f: weights(f, lambda w: w.pop("mtp.layers.0.self_attn.k_proj.weight")),
+    "no matrix of the layer": (lambda f: weights(f, lambda w: w.pop("mtp.layers.0.self_attn.k_proj.weight")),
         r"lacks mtp\.layers\.0\.self_attn\.k_proj"),
-    "another shape": (
-        lambda f: weights(f, lambda w: w.update({"mtp.fc.weight": torch.zeros(32, 32)})),
+    "another shape": (lambda f: weights(f, lambda w: w.update({"mtp.fc.weight": torch.zeros(32, 32)})),
         r"mtp\.fc\.weight of shape \[32, 32\]; the configuration says \[32, 64\]"),
     "another width of the layer": (
         lambda f: weights(f, lambda w: w.update({f"{EXPERT}.down_proj": torch.zeros(4, 32, 8)})),
         r"mtp\.layers\.0\.mlp\.experts\.down_proj of shape \[4, 32, 8\]; the configuration says \[4, 32, 16\]"),
-    "an expert less": (
-        lambda f: apart(f, lambda w: w.pop(f"{EXPERT}.2.down_proj.weight")),
+    "an expert less": (lambda f: apart(f, lambda w: w.pop(f"{EXPERT}.2.down_proj.weight")),
         r"experts\.down_proj of shape \[3, 32, 16\]; the configuration says \[4, 32, 16\]"),
-    "an expert without its gate": (
-        lambda f: apart(f, lambda w: w.pop(f"{EXPERT}.2.gate_proj.weight")),
+    "an expert without its gate": (lambda f: apart(f, lambda w: w.pop(f"{EXPERT}.2.gate_proj.weight")),
         r"experts\.gate_up_proj cannot be assembled"),
     "scales of a quantised layer": (
         lambda f: weights(f, lambda w: w.update({"mtp.layers.0.self_attn.k_proj.weight_scale_inv": torch.ones(1)})),
         r"unknown tensor, mtp\.layers\.0\.self_attn\.k_proj\.weight_scale_inv"),
-    "embeddings of its own": (
-        lambda f: weights(f, lambda w: w.update({"mtp.embed_tokens.weight": torch.ones(1)})),
+    "embeddings of its own": (lambda f: weights(f, lambda w: w.update({"mtp.embed_tokens.weight": torch.ones(1)})),
         r"has an unknown tensor: mtp\.embed_tokens"),
-    "a second layer": (
-        lambda f: weights(f, lambda w: w.update({"mtp.layers.1.input_layernorm.weight": torch.ones(1)})),
+    "a second layer": (lambda f: weights(f, lambda w: w.update({"mtp.layers.1.input_layernorm.weight": torch.ones(1)})),
         r"has an unknown tensor: mtp\.layers\.1\."),
     "no tensors": (lambda f: (f / "mtp.safetensors").unlink(), r"states an MTP layer, and .* has no tensors mtp\.\*"),
     "two layers": (lambda f: change(f, mtp_num_hidden_layers=2), "mtp_num_hidden_layers is 2"),
@@ -222,7 +216,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_layer_that_does_not_fit_is_refused_by_the_tensors_name(name: str, tmp_path: Path) -> None:
+def test_a_layer_that_does_not_fit_is_refused_by_the_tensors_name(name, tmp_path):
     spoil, message = WRONG[name]
     family = qwen_target(tmp_path, "qwen3_5_moe")
     spoil(tmp_path)
@@ -230,7 +224,7 @@ def test_a_layer_that_does_not_fit_is_refused_by_the_tensors_name(name: str, tmp
         MtpHead().bind(Scorer(reload(tmp_path, type(family), torch.float32)))
 
 
-def test_qwen3_next_without_the_layer_has_none(tmp_path: Path) -> None:
+def test_qwen3_next_without_the_layer_has_none(tmp_path):
     model = qwen_target(tmp_path, "qwen3_next")
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({name: t for name, t in tensors.items() if not name.startswith("mtp.")}, tmp_path / "model.safetensors",
@@ -242,7 +236,7 @@ def test_qwen3_next_without_the_layer_has_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "stored"])
-def test_a_gguf_layer_that_does_not_fit_is_refused(dtype: str, tmp_path: Path) -> None:
+def test_a_gguf_layer_that_does_not_fit_is_refused(dtype, tmp_path):
     file, mtp = tmp_path / "model.gguf", mtp_tensors(built("qwen35"))
 
     def refused(message: str, beside: str = "qwen35", **tensors: Any) -> None:

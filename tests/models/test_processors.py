@@ -1,7 +1,5 @@
 """Logits processors that remember their calls see each row's text once, in order; criteria of a user come first."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 
@@ -58,7 +56,7 @@ def engine_of(name: str, prompt: list[int], text: list[int]) -> forerun.Engine:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_processor_with_a_memory_is_called_once_a_token_in_order(drafter: str) -> None:
+def test_a_processor_with_a_memory_is_called_once_a_token_in_order(drafter):
     expected = by_transformers(MODEL, PROMPT, do_sample=False, logits_processor=processors(Counting()), **LENGTH)
     counting, engine = Counting(), engine_of(drafter, PROMPT, expected)
     result = engine.generate(PROMPT, do_sample=False, logits_processor=processors(counting), **LENGTH)
@@ -70,7 +68,7 @@ def test_a_processor_with_a_memory_is_called_once_a_token_in_order(drafter: str)
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
 @pytest.mark.parametrize("drafter", DRAFTERS[:-1])
-def test_so_it_is_where_tokens_are_sampled(drafter: str, verification: str) -> None:
+def test_so_it_is_where_tokens_are_sampled(drafter, verification):
     counting, engine = Counting(), engine_of(drafter, PROMPT, [])
     options = {"do_sample": True, "seed": 3, "temperature": 0.9, "verification": verification, **LENGTH}
     result = engine.generate(PROMPT, logits_processor=processors(counting), **options)
@@ -83,7 +81,7 @@ def test_so_it_is_where_tokens_are_sampled(drafter: str, verification: str) -> N
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("drafter", ["none", "lookup", "triforce"])
-def test_rows_have_copies_of_what_remembers(drafter: str) -> None:
+def test_rows_have_copies_of_what_remembers(drafter):
     engine = engine_of(drafter, PROMPT, [])
     counting = Counting()
     options = {"do_sample": False, **LENGTH}
@@ -103,7 +101,7 @@ class Uncopyable(Counting):
         self.lock = threading.Lock()
 
 
-def test_what_cannot_be_copied_serves_one_row_and_is_refused_for_several() -> None:
+def test_what_cannot_be_copied_serves_one_row_and_is_refused_for_several():
     engine, options = forerun.Engine(MODEL, "lookup"), {"do_sample": False, **LENGTH}
     one = engine.generate(PROMPT, logits_processor=processors(Uncopyable()), **options)
     assert one.generated == [by_transformers(MODEL, PROMPT, logits_processor=processors(Counting()), **options)]
@@ -117,12 +115,12 @@ def test_what_cannot_be_copied_serves_one_row_and_is_refused_for_several() -> No
     ):
         with pytest.raises(NotImplementedError, match=message):
             engine.generate([PROMPT, PROMPT], logits_processor=processors(processor), **options)
-    even.forerun_stateless = True  # type: ignore[attr-defined]
+    even.forerun_stateless = True
     rows = engine.generate([PROMPT, PROMPT], logits_processor=processors(even), **options)
     assert rows.generated == [by_transformers(MODEL, PROMPT, logits_processor=processors(even), **options)] * 2
 
 
-def test_a_declared_processor_acts_on_drafts_and_another_does_not() -> None:
+def test_a_declared_processor_acts_on_drafts_and_another_does_not():
     class Declared(Counting):
         forerun_stateless = True
 
@@ -144,7 +142,7 @@ def test_a_declared_processor_acts_on_drafts_and_another_does_not() -> None:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("drafter", ["lookup", "trie", "triforce"])
-def test_a_watermark_that_keeps_a_history_is_that_of_plain_generation(drafter: str) -> None:
+def test_a_watermark_that_keeps_a_history_is_that_of_plain_generation(drafter):
     def mark() -> LogitsProcessorList:
         return processors(SynthIDTextWatermarkLogitsProcessor(3, list(range(1, 9)), 64, 4, 8, "cpu"))
 
@@ -159,7 +157,7 @@ def test_a_watermark_that_keeps_a_history_is_that_of_plain_generation(drafter: s
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("drafter", ["none", "lookup", "triforce"])
-def test_guidance_by_a_second_pass_is_transformers_own(drafter: str) -> None:
+def test_guidance_by_a_second_pass_is_transformers_own(drafter):
     def guide() -> LogitsProcessorList:
         return processors(UnbatchedClassifierFreeGuidanceLogitsProcessor(1.7, MODEL))
 
@@ -175,7 +173,7 @@ def allow(row: int, ids: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("drafter", ["none", "lookup"])
-def test_allowed_tokens_are_asked_for_with_the_row_s_number(drafter: str) -> None:
+def test_allowed_tokens_are_asked_for_with_the_row_s_number(drafter):
     ids = torch.tensor([PROMPT, PROMPT[::-1], PROMPT])
     options = {"prefix_allowed_tokens_fn": allow, "do_sample": False, **LENGTH}
     expected = MODEL.generate(ids, **options)
@@ -195,7 +193,7 @@ def test_allowed_tokens_are_asked_for_with_the_row_s_number(drafter: str) -> Non
 @pytest.mark.parametrize(
     "option", [{"encoder_repetition_penalty": 1.5}, {"encoder_no_repeat_ngram_size": 2}, {"repetition_penalty": 1.3}]
 )
-def test_what_looks_at_prompts_looks_at_the_row_s_own(option: dict[str, Any]) -> None:
+def test_what_looks_at_prompts_looks_at_the_row_s_own(option):
     ids = torch.tensor([PROMPT, PROMPT[::-1]])
     options = {"do_sample": False, **LENGTH, **option}
     expected = MODEL.generate(ids, **options)
@@ -216,7 +214,7 @@ CRITERIA: dict[str, tuple[dict[str, Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize("name", CRITERIA)
-def test_criteria_of_a_user_take_the_place_of_those_from_the_options(name: str) -> None:
+def test_criteria_of_a_user_take_the_place_of_those_from_the_options(name):
     options, criteria = CRITERIA[name]
     options = {"do_sample": False, "stopping_criteria": StoppingCriteriaList(criteria), **options}
     expected = by_transformers(MODEL, PROMPT, **options)
@@ -229,7 +227,7 @@ def test_criteria_of_a_user_take_the_place_of_those_from_the_options(name: str) 
 
 @pytest.mark.parametrize("least", [1, 3])
 @pytest.mark.parametrize("p", [0.0, 0.05, 0.5, 0.9, 0.999])
-def test_top_p_keeps_what_transformers_keeps(p: float, least: int) -> None:
+def test_top_p_keeps_what_transformers_keeps(p, least):
     warper, generator = TopPLogitsWarper(p, min_tokens_to_keep=least), torch.Generator().manual_seed(1)
     for spread in (0.0, 1e-3, 0.5, 3.0, 30.0):
         scores = spread * torch.randn(1, 5000, generator=generator)
@@ -240,14 +238,14 @@ def test_top_p_keeps_what_transformers_keeps(p: float, least: int) -> None:
         assert abs(int(found.isfinite().sum()) - int(wanted.isfinite().sum())) <= 1
 
 
-def test_every_row_gets_the_quick_top_p_and_drafts_may_use_it() -> None:
+def test_every_row_gets_the_quick_top_p_and_drafts_may_use_it():
     processor = of_row([TopPLogitsWarper(0.5)], MODEL, row=1, rows=2)
     scores = torch.randn(1, 100)
     assert processor is not None and stateless(Nucleus(TopPLogitsWarper(0.5)))
     assert torch.equal(processor(torch.zeros(1, 1), scores), TopPLogitsWarper(0.5)(torch.zeros(1, 1), scores))
 
 
-def test_top_p_takes_scores_of_any_type() -> None:
+def test_top_p_takes_scores_of_any_type():
     """A processor before it may return other floats."""
     warper = TopPLogitsWarper(0.5)
     for dtype in (torch.float64, torch.bfloat16):
@@ -257,7 +255,7 @@ def test_top_p_takes_scores_of_any_type() -> None:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("drafter", ["retrieval", "streaming", "triforce"])
-def test_a_processor_that_fails_on_a_draft_fails_no_text(drafter: str) -> None:
+def test_a_processor_that_fails_on_a_draft_fails_no_text(drafter):
     options = {"do_sample": True, "temperature": 2.0, "seed": 5, **LENGTH}
     plain = forerun.Engine(MODEL, "none")
     expected, other = (plain.generate(each, **options).generated[0] for each in (PROMPT, PROMPTS[0]))
@@ -270,7 +268,7 @@ def test_a_processor_that_fails_on_a_draft_fails_no_text(drafter: str) -> None:
             raise ValueError("no token may follow")
         return scores
 
-    strict.forerun_stateless = True  # type: ignore[attr-defined]
+    strict.forerun_stateless = True
     engine = forerun.Engine(MODEL, drafter, settings=SETTINGS, prefill_block=4, prune_drafts=False)
     requests = [
         *engine.requests([PROMPT], logits_processor=processors(strict), **options),
@@ -283,22 +281,20 @@ def test_a_processor_that_fails_on_a_draft_fails_no_text(drafter: str) -> None:
 
 
 @pytest.mark.parametrize("ignored", [3, torch.tensor([3, 0])], ids=["all", "each"])
-def test_a_prompt_that_a_penalty_ignores_is_each_row_s_own(ignored: Any) -> None:
+def test_a_prompt_that_a_penalty_ignores_is_each_row_s_own(ignored):
     ids, scores = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]), torch.randn(2, 40)
     whole = RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=ignored)
     expected = whole(ids, scores.clone())
     for row in range(2):
         own = of_row([whole], MODEL, row=row, rows=2)
-        assert own is not None
         assert torch.equal(own(ids[row : row + 1], scores[row : row + 1].clone()), expected[row : row + 1])
 
 
 @pytest.mark.parametrize("kind", [EncoderRepetitionPenaltyLogitsProcessor, EncoderNoRepeatNGramLogitsProcessor])
-def test_several_rows_of_a_prompt_look_at_that_prompt(kind: Any) -> None:
+def test_several_rows_of_a_prompt_look_at_that_prompt(kind):
     prompts, setting = torch.tensor([[1, 2, 3, 1], [4, 5, 6, 4]]), 2.0 if "Penalty" in kind.__name__ else 2
     whole, scores = kind(setting, prompts), torch.randn(1, 40)
     for row in range(4):
         alone, own = kind(setting, prompts[row // 2][None]), of_row([whole], MODEL, row, 4)
-        assert own is not None
         ids = torch.cat((prompts[row // 2], torch.tensor([1 if row < 2 else 4])))[None]
         assert torch.equal(own(ids, scores.clone()), alone(ids, scores.clone()))

@@ -1,7 +1,5 @@
 """A folder's weights quantised once: the bits of gguf's quantiser, one file, the same text with and without drafts."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -43,7 +41,7 @@ def files(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("kind", QUANTISATIONS)
-def test_matrices_are_gguf_blocks_and_all_else_is_as_it_was(kind: str, folder: Path) -> None:
+def test_matrices_are_gguf_blocks_and_all_else_is_as_it_was(kind, folder):
     model, _ = load(str(folder), quantize=kind)
     assert dtype_name(model) == "stored" and model.generation_config.eos_token_id == 7
     plain = LlamaForCausalLM.from_pretrained(folder)
@@ -58,7 +56,7 @@ def test_matrices_are_gguf_blocks_and_all_else_is_as_it_was(kind: str, folder: P
     assert torch.equal(model.model.norm.weight, plain.model.norm.weight)
 
 
-def test_drafted_text_is_the_quantised_models_own(folder: Path) -> None:
+def test_drafted_text_is_the_quantised_models_own(folder):
     model, tokenizer = load(str(folder), quantize="q4_0")
     prompt = [3, 4, 5, 3, 4, 5, 3, 4]
     texts = [Engine(model, name, tokenizer=tokenizer).generate(prompt, max_new_tokens=40) for name in ("none", "trie")]
@@ -66,7 +64,7 @@ def test_drafted_text_is_the_quantised_models_own(folder: Path) -> None:
     assert Engine(model, "none").exactness.level == "bitwise"
 
 
-def test_it_is_quantised_once_and_anew_when_the_weights_change(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_is_quantised_once_and_anew_when_the_weights_change(folder, caplog):
     caplog.set_level(logging.INFO, "forerun")
     done = list[tuple[int, int]]()
     load(str(folder), quantize="q8_0", progress=lambda *each: done.append(each))
@@ -82,7 +80,7 @@ def test_it_is_quantised_once_and_anew_when_the_weights_change(folder: Path, cap
     assert len(files(folder)) == 2
 
 
-def test_nothing_is_left_where_quantising_fails(folder: Path) -> None:
+def test_nothing_is_left_where_quantising_fails(folder):
     def interrupt(done: int, total: int) -> None:
         if done == 3:
             raise KeyboardInterrupt
@@ -92,35 +90,30 @@ def test_nothing_is_left_where_quantising_fails(folder: Path) -> None:
     assert not files(folder) and not list((folder.parent / "cache").rglob("*.tmp"))
 
 
-def test_it_is_refused_where_the_disk_is_full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_refused_where_the_disk_is_full(folder, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: os.terminal_size((0, 0)) and type("Full", (), {"free": 5})())
     with pytest.raises(ValueError, match="bytes, and 5 are free; set XDG_CACHE_HOME"):
         load(str(folder), quantize="q8_0")
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"quantize": "q4_k"}, "allowed are q8_0, q5_1, q5_0, q4_1, q4_0; a file with K-quants"),
-        ({"quantize": "q8_0", "dtype": "bfloat16"}, "give only one of them"),
-        ({"quantize": "q8_0", "ranks": 2}, "for one process on the CPU"),
-    ],
-)
-def test_wrong_settings_are_refused_before_anything_is_loaded(
-    given: dict[str, object], said: str, folder: Path
-) -> None:
+@pytest.mark.parametrize(("given", "said"), [
+    ({"quantize": "q4_k"}, "allowed are q8_0, q5_1, q5_0, q4_1, q4_0; a file with K-quants"),
+    ({"quantize": "q8_0", "dtype": "bfloat16"}, "give only one of them"),
+    ({"quantize": "q8_0", "ranks": 2}, "for one process on the CPU"),
+])  # fmt: skip
+def test_wrong_settings_are_refused_before_anything_is_loaded(given, said, folder):
     with pytest.raises(ValueError, match=said):
-        load(str(folder), **given)  # type: ignore[arg-type]
+        load(str(folder), **given)
 
 
-def test_rows_that_are_no_whole_blocks_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_no_whole_blocks_are_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = save_model(tmp_path / "model")
     with pytest.raises(ValueError, match=r"down_proj.weight in .* have 48 numbers, and Q8_0 takes them 32 at a time"):
         load(str(folder), quantize="q8_0")
 
 
-def test_experts_are_quantised_too(folder: Path) -> None:
+def test_experts_are_quantised_too(folder):
     config = tiny("mixtral").config
     config.vocab_size, config.eos_token_id = len(small_tokenizer()), 7
     config.hidden_size, config.intermediate_size, config.head_dim = 64, 96, None
@@ -141,13 +134,13 @@ def stated(folder: Path, method: str, **more: object) -> None:
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "torchao", "compressed-tensors"])
-def test_other_quantised_checkpoints_are_refused_by_name(method: str, folder: Path) -> None:
+def test_other_quantised_checkpoints_are_refused_by_name(method, folder):
     stated(folder, method)
     with pytest.raises(ValueError, match=f"quantised by {method}, for which there is no exact kernel.* --quantize"):
         load(str(folder))
 
 
-def test_fp8_is_dequantised(folder: Path) -> None:
+def test_fp8_is_dequantised(folder):
     pytest.importorskip("accelerate")
     weights, block = load_file(folder / "model.safetensors"), 32
     expected = {}

@@ -1,7 +1,5 @@
 """Schemas in the words of llguidance: what pydantic writes can be kept to, and what cannot is refused by name."""
 
-from __future__ import annotations
-
 import enum
 import json
 from datetime import date
@@ -50,14 +48,13 @@ def grammars() -> Grammars:
 def allows(grammars: Grammars, schema: Any, text: str) -> bool:
     """Whether a text follows a schema."""
     grammar = grammars.of({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
-    assert grammar is not None
     tokenizer: Any = grammars.tokenizer
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     matcher = grammar.matcher.deep_copy()
     return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
 
-def test_a_model_of_pydantics_types_can_be_followed(grammars: Grammars) -> None:
+def test_a_model_of_pydantics_types_can_be_followed(grammars):
     value: Json = {"counts": {"red": 1}, "data": "x", "words": ["a"], "place": "/a", "secret": "s", "price": 1.5}
     value["day"] = "2026-11-29"
     assert allows(grammars, Everything.model_json_schema(), json.dumps(value))
@@ -66,21 +63,18 @@ def test_a_model_of_pydantics_types_can_be_followed(grammars: Grammars) -> None:
     assert not allows(grammars, Everything.model_json_schema(), json.dumps({**value, "day": "today"}))
 
 
-@pytest.mark.parametrize(
-    ("schema", "right", "wrong"),
-    [
-        ({"type": "string", "format": "no-such"}, '"x"', "1"),
-        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": False}, "[1, 1]", '["x"]'),
-        ({"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 5}]}, "7", '"7"'),
-        (TypeAdapter(dict[Color, int]).json_schema(), '{"blue": 2}', '{"green": 2}'),
-        ({"type": "object", "propertyNames": {"enum": ["a"]}}, '{"a": "x"}', '{"b": 1}'),
-        ({"type": "object", "propertyNames": {"pattern": "^x[0-9]$"}}, '{"x1": 2}', '{"y": 2}'),
-        ({"type": "object", "propertyNames": {"type": "string"}}, '{"y": 2}', "[]"),
-        ({"properties": {"if": {"type": "integer"}}, "required": ["if"]}, '{"if": 1}', '{"if": "x"}'),
-        ({"anyOf": [{"type": "number"}, {"type": "string", "pattern": "^(?!x)"}]}, "1", '"y"'),
-    ],
-)
-def test_what_says_the_same_can_be_followed(grammars: Grammars, schema: Any, right: str, wrong: str) -> None:
+@pytest.mark.parametrize(("schema", "right", "wrong"), [
+    ({"type": "string", "format": "no-such"}, '"x"', "1"),
+    ({"type": "array", "items": {"type": "integer"}, "uniqueItems": False}, "[1, 1]", '["x"]'),
+    ({"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 5}]}, "7", '"7"'),
+    (TypeAdapter(dict[Color, int]).json_schema(), '{"blue": 2}', '{"green": 2}'),
+    ({"type": "object", "propertyNames": {"enum": ["a"]}}, '{"a": "x"}', '{"b": 1}'),
+    ({"type": "object", "propertyNames": {"pattern": "^x[0-9]$"}}, '{"x1": 2}', '{"y": 2}'),
+    ({"type": "object", "propertyNames": {"type": "string"}}, '{"y": 2}', "[]"),
+    ({"properties": {"if": {"type": "integer"}}, "required": ["if"]}, '{"if": 1}', '{"if": "x"}'),
+    ({"anyOf": [{"type": "number"}, {"type": "string", "pattern": "^(?!x)"}]}, "1", '"y"'),
+])  # fmt: skip
+def test_what_says_the_same_can_be_followed(grammars, schema, right, wrong):
     assert allows(grammars, schema, right) and not allows(grammars, schema, wrong)
 
 
@@ -99,26 +93,26 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("schema", "said"), REFUSED)
-def test_what_cannot_be_kept_to_is_refused_with_its_place(schema: Any, said: str) -> None:
+def test_what_cannot_be_kept_to_is_refused_with_its_place(schema, said):
     with pytest.raises(SchemaError, match=f"schema.properties.x.*{said}"):
         usable_schema({"type": "object", "properties": {"x": schema}})
 
 
 @pytest.mark.parametrize("pattern", [r"\(?=a", r"a\\(?:b)", r"[0-9]{2}", r"\\1"])
-def test_what_only_looks_like_look_around_is_none(pattern: str) -> None:
+def test_what_only_looks_like_look_around_is_none(pattern):
     assert usable_schema({"pattern": pattern}) == {"pattern": pattern}
 
 
-def test_a_call_that_cannot_follow_its_schema_is_refused_where_it_must_be_made_and_else_is_free() -> None:
+def test_a_call_that_cannot_follow_its_schema_is_refused_where_it_must_be_made_and_else_is_free():
     form = MessageFormat(HERMES, None, None, {}, {})
     parameters = {"type": "object", "properties": {"x": {"type": "array", "contains": {"type": "integer"}}}}
     tools = [{"type": "function", "function": {"name": "find", "parameters": parameters}}]
     with pytest.raises(SchemaError, match=r"tool find.properties.x: the keyword contains cannot"):
         form.grammar(None, tools, True, "closed")
     beside = form.grammar({"type": "json_object"}, tools, True, "closed")
-    assert beside is not None and "forerun_call_0" in beside["grammar"] and "contains" not in beside["grammar"]
+    assert "forerun_call_0" in beside["grammar"] and "contains" not in beside["grammar"]
 
 
-def test_a_wrong_pattern_is_refused_with_the_reason(grammars: Grammars) -> None:
+def test_a_wrong_pattern_is_refused_with_the_reason(grammars):
     with pytest.raises(SchemaError, match=r"regex parse error: \w+"):
         allows(grammars, {"type": "string", "pattern": "(((("}, '"x"')

@@ -1,7 +1,5 @@
 """Shortlists: the logits of their tokens are those of the whole matrix, and they hold what was named last."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,7 +52,7 @@ def matrix_of(dtype: str, bias: bool = False) -> OutputMatrix:
 @pytest.mark.parametrize(
     ("dtype", "bias"), [("float32", True), ("bfloat16", False), ("float64", False), ("Q8_0", False)]
 )
-def test_logits_over_shortlists_are_those_of_the_whole_matrix(dtype: str, bias: bool) -> None:
+def test_logits_over_shortlists_are_those_of_the_whole_matrix(dtype, bias):
     """Bit for bit, of two sequences of which one has more tokens of its own."""
     matrix = matrix_of(dtype, bias)
     matrix.shorten(COMMON)
@@ -73,7 +71,7 @@ def test_logits_over_shortlists_are_those_of_the_whole_matrix(dtype: str, bias: 
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_shortlist_holds_the_tokens_that_were_named_last(seed: int) -> None:
+def test_a_shortlist_holds_the_tokens_that_were_named_last(seed):
     """Beside a list that drops the oldest."""
     rng, matrix = np.random.default_rng(seed), matrix_of("float32")
     matrix.shorten(COMMON)
@@ -92,13 +90,13 @@ def test_a_shortlist_holds_the_tokens_that_were_named_last(seed: int) -> None:
     assert nbytes - 4 * weight[0].nbytes - 4 * 8 <= matrix.needs()  # room doubles, here from 8 to 16
 
 
-def test_a_shortlist_that_saves_little_is_none() -> None:
+def test_a_shortlist_that_saves_little_is_none():
     matrix = matrix_of("float32")
     matrix.shorten(np.arange(12))
     assert matrix.frequent is None and matrix.needs() == 0
 
 
-def test_frequent_tokens_are_the_first_ones_and_those_of_the_static_lists() -> None:
+def test_frequent_tokens_are_the_first_ones_and_those_of_the_static_lists():
     named = NO_ROWS._replace(tokens=np.array([[9000, 5, -1, -1, -1, -1, -1, -1]], np.int32))
     found = frequent_tokens(named, 10_000)
     assert found.tolist() == [*range(2048), 9000]
@@ -115,11 +113,10 @@ HEADS: dict[str, Callable[[Path], tuple[Head, Any]]] = {
 
 @pytest.mark.parametrize("name", HEADS)
 @torch.inference_mode()
-def test_every_head_drafts_over_shortlists(name: str, tmp_path: Path) -> None:
+def test_every_head_drafts_over_shortlists(name, tmp_path):
     """Trees of two sequences, with a shortlist and without: its columns have the same bits."""
     head, model = HEADS[name](tmp_path)
     head.bind(Scorer(model))
-    assert head.output is not None
     head.output.shorten(COMMON)
     found = []
     for own in (None, [Shortlist(head.output), Shortlist(head.output)]):
@@ -136,7 +133,6 @@ def test_every_head_drafts_over_shortlists(name: str, tmp_path: Path) -> None:
         found.append((first, second))
     (whole, further), (short, shorter) = found
     for row, sequence in enumerate(sequences):
-        assert sequence.shortlist is not None
         columns = torch.from_numpy(sequence.shortlist.tokens)
         assert len(columns) < 48
         assert torch.equal(short[row, : len(columns)], whole[row, columns])
@@ -144,7 +140,7 @@ def test_every_head_drafts_over_shortlists(name: str, tmp_path: Path) -> None:
             assert torch.equal(shorter[node, : len(columns)], further[node, columns])
 
 
-def test_a_head_with_a_vocabulary_of_its_own_keeps_it(tmp_path: Path) -> None:
+def test_a_head_with_a_vocabulary_of_its_own_keeps_it(tmp_path):
     head = load_head(eagle3(tmp_path, tiny("llama")))
     head.bind(Scorer(tiny("llama")))
     assert head.tokens is not None and head.output is None and head.needs(10) == head.token_bytes * 266
@@ -152,9 +148,7 @@ def test_a_head_with_a_vocabulary_of_its_own_keeps_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", HEADS)
 @torch.inference_mode()
-def test_all_products_of_heads_are_those_of_our_kernels(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_products_of_heads_are_those_of_our_kernels(name, tmp_path, monkeypatch):
     """As the target's are: torch multiplies none."""
     head, model = HEADS[name](tmp_path)
     head.bind(Scorer(model.float()))
@@ -176,9 +170,7 @@ def test_all_products_of_heads_are_those_of_our_kernels(
 
 
 @torch.inference_mode()
-def test_beside_a_stored_target_a_heads_matrices_are_stored_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beside_a_stored_target_a_heads_matrices_are_stored_too(tmp_path, monkeypatch):
     """Its logits are those of float32 within eight bits' rounding."""
     pytest.importorskip("gguf")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -193,7 +185,7 @@ def test_beside_a_stored_target_a_heads_matrices_are_stored_too(
         sequence, states = head.open(FullCache()), torch.randn(19, 96, generator=torch.Generator().manual_seed(0))
         head.record(sequence, TEXT[:20], 0, states)
         found.append(head.start([sequence])[1][0])
-    parts = (head._weights, *head._layer_weights)  # type: ignore[attr-defined]
+    parts = (head._weights, *head._layer_weights)
     kinds = {name: weight.dtype for part in parts for name, weight in part.items()}
     assert kinds["fc"] == kinds["q"] == torch.uint8 and kinds["down"] == kinds["norm"] == torch.float32  # 40 columns
     assert torch.corrcoef(torch.stack(found))[0, 1] > 0.999

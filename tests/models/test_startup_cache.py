@@ -1,7 +1,5 @@
 """What an engine finds out at its start is kept for engines and processes after it, and never where it may be wrong."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -70,7 +68,7 @@ def content(folder: Path) -> tuple[Path, dict[str, Any]]:
     return file, json.loads(file.read_text())
 
 
-def test_results_are_kept_for_other_scorers_of_a_model_in_the_process(model: Any) -> None:
+def test_results_are_kept_for_other_scorers_of_a_model_in_the_process(model):
     cache, test = process(None), SelfTest()
     first, second = Counted(model), Counted(model)
     exactness, costs = cache.exactness(first, 64, False), cache.costs(first)
@@ -91,7 +89,7 @@ def no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_faster")
-def test_a_later_process_takes_them_from_the_folder_and_says_so(model: Any, tmp_path: Path) -> None:
+def test_a_later_process_takes_them_from_the_folder_and_says_so(model, tmp_path):
     test, scorer = SelfTest(), Counted(model)
     found, costs = process(tmp_path).exactness(scorer, 64, False), process(tmp_path).costs(scorer)
     process(tmp_path).self_test(scorer, test)
@@ -106,19 +104,13 @@ def test_a_later_process_takes_them_from_the_folder_and_says_so(model: Any, tmp_
     assert process(tmp_path).costs(scorer) == costs
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model: model.lm_head.weight.data.mul_(2),
-        lambda model: model.double(),
-        lambda model: setattr(model.config, "rms_norm_eps", 0.1),
-        lambda model: model.set_attn_implementation("eager"),
-        lambda model: torch.set_num_threads(2),
-        lambda model: model.lm_head.register_forward_hook(lambda *given: None),
-    ],
-    ids=["weights", "dtype", "configuration", "attention", "threads", "hook"],
-)
-def test_a_changed_model_or_machine_is_tested_anew(change: Callable[[Any], Any], model: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [
+    lambda model: model.lm_head.weight.data.mul_(2), lambda model: model.double(),
+    lambda model: setattr(model.config, "rms_norm_eps", 0.1), lambda model: model.set_attn_implementation("eager"),
+    lambda model: torch.set_num_threads(2),
+    lambda model: model.lm_head.register_forward_hook(lambda *given: None),
+], ids=["weights", "dtype", "configuration", "attention", "threads", "hook"])  # fmt: skip
+def test_a_changed_model_or_machine_is_tested_anew(change, model, tmp_path):
     cache, test = process(tmp_path), SelfTest()
     cache.self_test(Scorer(model), test)
     try:
@@ -129,16 +121,14 @@ def test_a_changed_model_or_machine_is_tested_anew(change: Callable[[Any], Any],
     assert test.runs == 2
 
 
-def test_a_failed_self_test_is_not_kept(model: Any, tmp_path: Path) -> None:
+def test_a_failed_self_test_is_not_kept(model, tmp_path):
     cache, test = process(tmp_path), SelfTest("it differs")
     assert cache.self_test(Scorer(model), test) == cache.self_test(Scorer(model), test) == "it differs"
     assert test.runs == 2
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_that_runs_other_code_is_kept_in_the_process_only(
-    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_runs_other_code_is_kept_in_the_process_only(model, tmp_path, monkeypatch):
     def rotate(*given: Any) -> Any:
         raise NotImplementedError
 
@@ -151,7 +141,7 @@ def test_a_model_that_runs_other_code_is_kept_in_the_process_only(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"self-test, Scorer": 1}', "[" * 100_000])
-def test_a_damaged_file_counts_as_missing(text: str, model: Any, tmp_path: Path) -> None:
+def test_a_damaged_file_counts_as_missing(text, model, tmp_path):
     test = SelfTest()
     process(tmp_path).self_test(Scorer(model), test)
     file, _ = content(tmp_path)
@@ -161,7 +151,7 @@ def test_a_damaged_file_counts_as_missing(text: str, model: Any, tmp_path: Path)
     assert content(tmp_path)[1] == {"self-test, Scorer": True}
 
 
-def test_wrong_values_in_a_file_are_measured_anew(model: Any, tmp_path: Path) -> None:
+def test_wrong_values_in_a_file_are_measured_anew(model, tmp_path):
     scorer = Scorer(model)
     found, costs = process(tmp_path).exactness(scorer, 64, False), process(tmp_path).costs(scorer)
     file, results = content(tmp_path)
@@ -171,7 +161,7 @@ def test_wrong_values_in_a_file_are_measured_anew(model: Any, tmp_path: Path) ->
     assert process(tmp_path).costs(scorer).sizes == costs.sizes
 
 
-def test_without_a_writable_folder_everything_is_measured(model: Any, tmp_path: Path) -> None:
+def test_without_a_writable_folder_everything_is_measured(model, tmp_path):
     (tmp_path / "file").write_text("")
     test = SelfTest()
     for _ in range(2):
@@ -182,9 +172,7 @@ def test_without_a_writable_folder_everything_is_measured(model: Any, tmp_path: 
 @pytest.mark.parametrize(
     ("name", "value"), [("measured", time.time() - COSTS_LAST_SECONDS - 1), ("unit", 1e6)], ids=["old", "disturbed"]
 )
-def test_costs_are_measured_anew_when_they_are_old_or_passes_are_faster_now(
-    name: str, value: float, model: Any, tmp_path: Path
-) -> None:
+def test_costs_are_measured_anew_when_they_are_old_or_passes_are_faster_now(name, value, model, tmp_path):
     process(tmp_path).costs(Scorer(model))
     file, results = content(tmp_path)
     results["costs, Scorer"][name] = value
@@ -194,9 +182,7 @@ def test_costs_are_measured_anew_when_they_are_old_or_passes_are_faster_now(
 
 
 @pytest.mark.usefixtures("no_faster")
-def test_costs_that_others_disturbed_are_measured_again_when_nothing_disturbs_passes(
-    model: Any, tmp_path: Path
-) -> None:
+def test_costs_that_others_disturbed_are_measured_again_when_nothing_disturbs_passes(model, tmp_path):
     share = [0.5]
     cache, scorer = process(tmp_path, lambda: share[0]), Counted(model)
     found = cache.costs(scorer)
@@ -212,7 +198,7 @@ def test_costs_that_others_disturbed_are_measured_again_when_nothing_disturbs_pa
     assert process(tmp_path).costs(scorer) == believed
 
 
-def test_a_second_engine_makes_no_passes(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_engine_makes_no_passes(model, monkeypatch):
     runtime = without_folder(Runtime())
     forerun.Engine(model, "auto", _runtime=replace(runtime, costs=default_runtime().costs))
 
@@ -223,7 +209,7 @@ def test_a_second_engine_makes_no_passes(model: Any, monkeypatch: pytest.MonkeyP
     forerun.Engine(model, "auto", _runtime=replace(runtime, costs=default_runtime().costs))
 
 
-def test_an_audit_takes_nothing_from_the_folder(model: Any, tmp_path: Path) -> None:
+def test_an_audit_takes_nothing_from_the_folder(model, tmp_path):
     cache = process(tmp_path)
     runtime = replace(default_runtime(), exactness=cache.exactness, self_test=cache.self_test)
     forerun.Engine(model, "none", _runtime=runtime)
@@ -239,14 +225,14 @@ def test_an_audit_takes_nothing_from_the_folder(model: Any, tmp_path: Path) -> N
     assert report.exactness == Exactness("bitwise")
 
 
-def test_a_default_runtime_ends_alone() -> None:
+def test_a_default_runtime_ends_alone():
     before = default_runtime()
     with runtime_as_default(Runtime()), runtime_as_default(first := Runtime()):
         assert default_runtime() is first
     assert default_runtime() is before
 
 
-def test_the_folder_is_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_folder_is_the_users_cache_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert user_folder() == tmp_path / "forerun" / "startup"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")

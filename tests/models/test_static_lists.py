@@ -1,11 +1,8 @@
 """Static lists: what the model says behind the beginning of a text and one token, kept for later processes."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,7 +44,7 @@ def equal(left: RecycledRows, right: RecycledRows) -> bool:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_each_list_has_the_models_best_tokens_behind_the_beginning_of_a_text_and_the_token(name: str) -> None:
+def test_each_list_has_the_models_best_tokens_behind_the_beginning_of_a_text_and_the_token(name):
     scorer = scorer_of(name)
     lists = extended(scorer, clock=still)
     assert lists.last.tolist() == list(range(VOCABULARY))
@@ -59,7 +56,7 @@ def test_each_list_has_the_models_best_tokens_behind_the_beginning_of_a_text_and
     assert np.allclose(lists.scores, best.values.numpy(), rtol=1e-5, atol=1e-6)
 
 
-def test_a_model_without_a_first_token_takes_one_that_ends_texts_and_without_both_there_are_no_lists() -> None:
+def test_a_model_without_a_first_token_takes_one_that_ends_texts_and_without_both_there_are_no_lists():
     scorer = scorer_of()
     config, expected = scorer.model.generation_config, extended(scorer, clock=still)
     config.bos_token_id, config.eos_token_id = None, [BOS, 4]
@@ -68,7 +65,7 @@ def test_a_model_without_a_first_token_takes_one_that_ends_texts_and_without_bot
     assert not len(extended(scorer, clock=still).last)
 
 
-def test_a_start_makes_what_fits_its_time_and_the_next_one_goes_on(tmp_path: Path) -> None:
+def test_a_start_makes_what_fits_its_time_and_the_next_one_goes_on(tmp_path):
     scorer, ticks = scorer_of(), itertools.count(0.0, 0.6)
     first = extended(scorer, clock=lambda: next(ticks))  # one pass: the second would start too late
     assert len(first.last) == PASS_TOKENS
@@ -78,18 +75,13 @@ def test_a_start_makes_what_fits_its_time_and_the_next_one_goes_on(tmp_path: Pat
     assert equal(extended(scorer, kept, clock=still), extended(scorer, clock=still))
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda table: table[:, :-1],
-        lambda table: table.astype(np.int64),
-        lambda table: np.where(np.arange(2 * LISTED) == 2, VOCABULARY, table).astype(np.int32),
-        lambda table: np.where(np.arange(2 * LISTED) == LISTED + 2, np.float32("nan").view(np.int32), table),
-        lambda table: table[:, ::-1].copy(),
-    ],
-    ids=["narrow", "type", "token", "nan", "order"],
-)
-def test_a_damaged_file_is_no_file(damage: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [
+    lambda table: table[:, :-1], lambda table: table.astype(np.int64),
+    lambda table: np.where(np.arange(2 * LISTED) == 2, VOCABULARY, table).astype(np.int32),
+    lambda table: np.where(np.arange(2 * LISTED) == LISTED + 2, np.float32("nan").view(np.int32), table),
+    lambda table: table[:, ::-1].copy(),
+], ids=["narrow", "type", "token", "nan", "order"])  # fmt: skip
+def test_a_damaged_file_is_no_file(damage, tmp_path):
     file = tmp_path / "lists.npy"
     file.write_bytes(content(extended(scorer_of(), clock=still)))
     assert len(read(file, VOCABULARY).last) == VOCABULARY
@@ -99,9 +91,7 @@ def test_a_damaged_file_is_no_file(damage: Any, tmp_path: Path) -> None:
     assert equal(read(file, VOCABULARY), NO_ROWS)
 
 
-def test_they_are_made_once_a_process_and_kept_beside_the_costs_for_later_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_they_are_made_once_a_process_and_kept_beside_the_costs_for_later_ones(tmp_path, monkeypatch):
     scorer, cache = scorer_of(), StartupCache(lambda: tmp_path)
     made = cache.static_lists(scorer)
     assert len(made.last) == VOCABULARY
@@ -120,7 +110,7 @@ def test_they_are_made_once_a_process_and_kept_beside_the_costs_for_later_ones(
 @pytest.mark.parametrize(
     "sampling", [{}, {"do_sample": True, "temperature": 0.8, "seed": 3}], ids=["greedy", "sampled"]
 )
-def test_texts_are_the_same_and_the_first_step_has_drafts_from_them(sampling: dict[str, Any]) -> None:
+def test_texts_are_the_same_and_the_first_step_has_drafts_from_them(sampling):
     model = begun("llama")
     lists = extended(admit(model), clock=still)
     runtime = replace(default_runtime(), static_lists=lambda scorer: lists)

@@ -1,10 +1,6 @@
 """Hybrids in GGUF files: read as they are stored they are the model that transformers dequantises, and drafts change
 nothing."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from support.gguf_hybrids import MODELS, built, write
@@ -26,7 +22,7 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("architecture", MODELS)
-def test_a_file_read_as_it_is_stored_is_what_transformers_dequantises(tmp_path: Path, architecture: str) -> None:
+def test_a_file_read_as_it_is_stored_is_what_transformers_dequantises(tmp_path, architecture):
     exact = built(architecture)
     file = write(tmp_path / "exact.gguf", architecture, "F32")
     found, _ = load(str(file), "stored")
@@ -42,7 +38,7 @@ def test_a_file_read_as_it_is_stored_is_what_transformers_dequantises(tmp_path: 
 
 
 @pytest.mark.parametrize("architecture", ["lfm2", "qwen35"])
-def test_drafts_change_nothing(tmp_path: Path, architecture: str) -> None:
+def test_drafts_change_nothing(tmp_path, architecture):
     mtp = mtp_tensors(built(architecture)) if architecture == "qwen35" else None
     file = write(tmp_path / "m.gguf", architecture, "Q4_1", mtp)
     texts, (model, _) = [], load(str(file), "stored")
@@ -55,7 +51,7 @@ def test_drafts_change_nothing(tmp_path: Path, architecture: str) -> None:
     assert all(text == texts[0] for text in texts)
 
 
-def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused(tmp_path):
     file = write(tmp_path / "m.gguf", "lfm2", "F32", **{"attention.causal": False})
     for dtype in ("stored", "float32"):
         with pytest.raises(ValueError, match="holds no decoder: its attention sees the tokens after each one"):

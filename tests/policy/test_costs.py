@@ -1,7 +1,5 @@
 """The cost curve, and its measurement on a clock that only passes move."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -33,11 +31,11 @@ from forerun.policy.time_model import AS_THE_CURVE_SAYS, LOADED_DOUBT, STEP_NOIS
 CURVE = CostCurve((1, 2, 10), (1.0, 1.2, 2.0), cached_sizes=(1, 2, 10), cached_costs=(0.001, 0.001, 0.003))
 
 
-def test_costs_lie_on_lines_between_the_sizes_and_beyond_the_last() -> None:
+def test_costs_lie_on_lines_between_the_sizes_and_beyond_the_last():
     assert CURVE.passes([1, 2, 6, 10, 20]) == pytest.approx([1, 1.2, 1.6, 2, 3])
 
 
-def test_a_pass_pays_for_its_tokens_for_reading_its_caches_and_for_scoring_every_token_against_them() -> None:
+def test_a_pass_pays_for_its_tokens_for_reading_its_caches_and_for_scoring_every_token_against_them():
     assert CURVE.of([1], [0]) == 1
     assert CURVE.of([2, 4], [1000, 0]) == pytest.approx(1.6 + 1)
     assert CURVE.of([1, 5], [1000, 0]) == pytest.approx(1.6 + 1)
@@ -46,33 +44,25 @@ def test_a_pass_pays_for_its_tokens_for_reading_its_caches_and_for_scoring_every
     assert CURVE.of([18], [1000]) == pytest.approx(2.8 + 5)
 
 
-def test_a_linear_curve_doubles_at_the_critical_length() -> None:
+def test_a_linear_curve_doubles_at_the_critical_length():
     assert CostCurve.linear(24).passes([1, 25, 49]) == pytest.approx([1, 2, 3])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (((1,), (1.0,)), "sizes are"),
-        (((2, 3), (1.0, 1.0)), "sizes are"),
-        (((1, 1), (1.0, 1.0)), "sizes are"),
-        (((1, 2), (1.0, 0.9)), "costs are"),
-        (((1, 2), (0.9, 1.0)), "costs are"),
-        (((1, 2), (1.0, math.nan)), "costs are"),
-        (((1, 2), (1.0,)), "costs are"),
-        (((1, 2), (1.0, 1.0), (2, 3)), "cached_sizes are"),
-        (((1, 2), (1.0, 1.0), (1, 2), (-1.0, 0.0)), "cached_costs are"),
-        (((1, 2), (1.0, 1.0), (1, 2), (1.0, math.inf)), "cached_costs are"),
-        (((1, 2), (1.0, 1.0), (1, 2), (1.0, 0.0)), "cached_costs are"),
-        (((1, 2), (1.0, 1.0), (1, 2), (0.0, 0.0), -0.1), "per_row is -0.1"),
-    ],
-)
-def test_impossible_costs_are_refused(arguments: Any, message: str) -> None:
+@pytest.mark.parametrize(("arguments", "message"), [
+    (((1,), (1.0,)), "sizes are"), (((2, 3), (1.0, 1.0)), "sizes are"), (((1, 1), (1.0, 1.0)), "sizes are"),
+    (((1, 2), (1.0, 0.9)), "costs are"), (((1, 2), (0.9, 1.0)), "costs are"), (((1, 2), (1.0, math.nan)), "costs are"),
+    (((1, 2), (1.0,)), "costs are"), (((1, 2), (1.0, 1.0), (2, 3)), "cached_sizes are"),
+    (((1, 2), (1.0, 1.0), (1, 2), (-1.0, 0.0)), "cached_costs are"),
+    (((1, 2), (1.0, 1.0), (1, 2), (1.0, math.inf)), "cached_costs are"),
+    (((1, 2), (1.0, 1.0), (1, 2), (1.0, 0.0)), "cached_costs are"),
+    (((1, 2), (1.0, 1.0), (1, 2), (0.0, 0.0), -0.1), "per_row is -0.1"),
+])  # fmt: skip
+def test_impossible_costs_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         CostCurve(*arguments)
 
 
-def test_rounding_hides_noise_and_is_done_once() -> None:
+def test_rounding_hides_noise_and_is_done_once():
     rng = np.random.default_rng(0)
     true = np.array([1, 1.225, 1.45, 1.74, 2.1, 2.9])
     rounded = []
@@ -108,30 +98,30 @@ class Machine:
         return [torch.zeros(len(block), 2) for block in blocks]
 
 
-def test_the_measured_curve_is_the_machine_s() -> None:
+def test_the_measured_curve_is_the_machine_s():
     machine = Machine(0.001)
-    curve = measure(machine, machine.clock, machine.clock)  # type: ignore[arg-type]
+    curve = measure(machine, machine.clock, machine.clock)
     assert curve.passes([1, 2, 16, 64]) == pytest.approx([1, 1.225, 1.575, 2.775], rel=0.15)
     assert curve.cached([1, 2, 8, 16, 32]) == pytest.approx([1e-4, 1e-4, 2.4e-4, 4.8e-4, 9.6e-4], rel=0.3)
     assert curve.per_row == pytest.approx(0.1, rel=0.3)
     assert machine.now < 2 * MEASURING_SECONDS
 
 
-def test_the_measurement_ends_for_a_fast_model() -> None:
+def test_the_measurement_ends_for_a_fast_model():
     machine = Machine(1e-9)
-    measure(machine, machine.clock, machine.clock)  # type: ignore[arg-type]
+    measure(machine, machine.clock, machine.clock)
     assert machine.passes <= (len(PASS_SIZES) + len(FAR_SIZES) + 2) * MAX_ROUNDS + BATCH_ROWS + 1
 
 
-def test_a_large_model_is_measured_with_few_passes() -> None:
+def test_a_large_model_is_measured_with_few_passes():
     machine = Machine(1.0)
-    curve = measure(machine, machine.clock, machine.clock)  # type: ignore[arg-type]
+    curve = measure(machine, machine.clock, machine.clock)
     assert machine.passes <= MIN_ROUNDS * MIN_KINDS + 1 + BATCH_ROWS + 1  # and those that lay the caches out
     assert curve.sizes == tuple(sorted(PASS_SIZES[:MIN_KINDS]))
 
 
 @pytest.mark.parametrize("slow", [1, 2])
-def test_passes_that_meet_cold_memory_or_a_busy_machine_do_not_count(slow: int) -> None:
+def test_passes_that_meet_cold_memory_or_a_busy_machine_do_not_count(slow):
     """Where a pass of 8 tokens seemed as dear as one of 16, all further ones were free, and `auto` drafted too many."""
 
     class Cold(Machine):
@@ -145,25 +135,25 @@ def test_passes_that_meet_cold_memory_or_a_busy_machine_do_not_count(slow: int) 
             return scored
 
     machine = Cold(1.0)
-    curve = measure(machine, machine.clock, machine.clock)  # type: ignore[arg-type]
+    curve = measure(machine, machine.clock, machine.clock)
     assert curve.passes([1, 8, 16, 32]) == pytest.approx([1, 2.4, 4, 7.2], rel=0.05)
 
 
 @pytest.mark.parametrize(("share", "doubtful"), [(0.5, True), (0.97, False)])
-def test_a_curve_is_doubtful_where_the_thread_had_its_core_for_a_part_of_the_time(share: float, doubtful: bool) -> None:
+def test_a_curve_is_doubtful_where_the_thread_had_its_core_for_a_part_of_the_time(share, doubtful):
     machine = Machine(0.01)
-    assert measure(machine, machine.clock, lambda: share * machine.now).doubtful == doubtful  # type: ignore[arg-type]
+    assert measure(machine, machine.clock, lambda: share * machine.now).doubtful == doubtful
 
 
-def test_a_model_with_few_positions_is_measured_within_them() -> None:
+def test_a_model_with_few_positions_is_measured_within_them():
     machine = Machine(0.001, positions=40)
-    curve = measure(machine, machine.clock, machine.clock)  # type: ignore[arg-type]
+    curve = measure(machine, machine.clock, machine.clock)
     assert curve.sizes == (1, 2, 8, 16, 32)
     assert curve.cached_costs == (0, 0)
     assert FAR_TOKENS > 40
 
 
-def test_positions_that_would_change_all_keys_are_not_measured() -> None:
+def test_positions_that_would_change_all_keys_are_not_measured():
     machine = Machine(0.001, positions=40)
     machine.model.config.rope_parameters = {"rope_type": "longrope", "original_max_position_embeddings": 40}
     limit, machine.model.config.max_position_embeddings = 40, 1 << 17
@@ -174,19 +164,19 @@ def test_positions_that_would_change_all_keys_are_not_measured() -> None:
         reached.extend(int(block.positions.max()) for block in blocks)
         return scored(blocks, caches)
 
-    machine.score = score  # type: ignore[method-assign]
-    measure(machine, machine.clock, machine.clock)  # type: ignore[arg-type]
+    machine.score = score
+    measure(machine, machine.clock, machine.clock)
     assert max(reached) < limit
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mistral"])
-def test_real_models_can_be_measured(architecture: str) -> None:
+def test_real_models_can_be_measured(architecture):
     curve = measure(Scorer(tiny(architecture)))
     assert curve.rounded() == curve
     assert curve.costs[-1] <= curve.sizes[-1]
 
 
-def test_passes_are_measured_where_drafts_are_cut() -> None:
+def test_passes_are_measured_where_drafts_are_cut():
     measured: list[Scorer] = []
 
     def fake(scorer: Scorer) -> CostCurve:
@@ -215,19 +205,19 @@ def passes(*taken: tuple[float, float, float], unit: float = 1.0) -> TimeModel:
     return model
 
 
-def test_drafts_that_add_nothing_to_passes_are_noticed() -> None:
+def test_drafts_that_add_nothing_to_passes_are_noticed():
     assert passes().shape == AS_THE_CURVE_SAYS
     found = passes(*[(1.0, added, 1.0) for added in (0.3, 0.9, 0.6, 0.9) * 8], unit=0.5)  # keys over a slow link
     assert found.shape.at(0.9) == pytest.approx(1.0, abs=0.08)
     assert found.scale == pytest.approx(0.5, rel=0.1)
 
 
-def test_a_few_short_drafts_do_not_make_long_ones_cheap() -> None:
+def test_a_few_short_drafts_do_not_make_long_ones_cheap():
     found = passes((1.0, 0.02, 1.1), (1.0, 0.04, 1.0), (1.0, 0.05, 0.95))  # noise, by which drafts shorten passes
     assert found.shape.at(4.0) > 4.5
 
 
-def test_passes_that_drafts_lengthen_as_a_whole_are_noticed() -> None:
+def test_passes_that_drafts_lengthen_as_a_whole_are_noticed():
     model = TimeModel(0.01, LOADED_DOUBT, noise=STEP_NOISE)
     for _ in range(20):
         model.record(0.01)
@@ -236,7 +226,7 @@ def test_passes_that_drafts_lengthen_as_a_whole_are_noticed() -> None:
     assert start + 0.2 * each == pytest.approx(1.4, abs=0.05)
 
 
-def test_noise_leaves_the_curves_slope() -> None:
+def test_noise_leaves_the_curves_slope():
     noise = np.random.default_rng(0)
     added = noise.choice([0.02, 0.03, 0.05], 15)
     found = passes(*[(1.0, float(each), 1.0 + each + abs(noise.normal(0, 0.05))) for each in added])
@@ -245,7 +235,7 @@ def test_noise_leaves_the_curves_slope() -> None:
 
 
 @pytest.mark.parametrize("slow", [2.0, 5.0])
-def test_a_machine_that_is_slower_for_a_while_does_not_make_drafts_dear(slow: float) -> None:
+def test_a_machine_that_is_slower_for_a_while_does_not_make_drafts_dear(slow):
     model, noise = TimeModel(0.01, LOADED_DOUBT, noise=STEP_NOISE), np.random.default_rng(1)
     for step in range(120):
         speed = 0.01 * (slow if step // 10 % 2 else 1.0) * (1 + abs(noise.normal(0, 0.03)))
@@ -257,7 +247,7 @@ def test_a_machine_that_is_slower_for_a_while_does_not_make_drafts_dear(slow: fl
             assert model.scale == pytest.approx(speed, rel=0.2)
 
 
-def test_one_slow_step_is_no_slow_machine() -> None:
+def test_one_slow_step_is_no_slow_machine():
     model = passes(*[(1.0, 0.5, 1.5)] * 6)
     before = model.shape.at(0.5)
     model.record(15.0, 0.5, sized=True)

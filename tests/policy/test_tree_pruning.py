@@ -1,7 +1,5 @@
 """What is scored of drafts is what pays: much when they hit, next to nothing when they never do."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,13 +32,9 @@ def shape(
 
 
 def prune(
-    pruner: TreePruner,
-    trees: Sequence[DraftTree],
-    curve: CostCurve = CURVE,
-    value: float = 1.0,
-    given: PassShape | None = None,
-    **costs: float,
-) -> PrunedTrees:
+    pruner: TreePruner, trees: Sequence[DraftTree], curve: CostCurve = CURVE, value: float = 1.0,
+    given: PassShape | None = None, **costs: float,
+) -> PrunedTrees:  # fmt: skip
     """Prune where a token of each row is worth ``value`` plain passes."""
     values = np.full(len(trees), value)
     return pruner.prune(given or shape(len(trees)), trees, values, CostTable(curve), **costs)
@@ -82,9 +76,7 @@ def trees(draw: st.DrawFn) -> DraftTree:
 
 
 @given(st.lists(trees(), min_size=1, max_size=4), st.floats(1, 300), st.integers(0, 2**16), st.integers(1, 5))
-def test_what_is_kept_is_a_tree_of_nodes_that_can_be_accepted(
-    rows: list[DraftTree], critical: float, seed: int, deepest: int
-) -> None:
+def test_what_is_kept_is_a_tree_of_nodes_that_can_be_accepted(rows, critical, seed, deepest):
     rng = np.random.default_rng(seed)
     curve = CostCurve((1, 2), (1.0, 1 + 1 / critical), (1, 3), (1e-4, 1e-3))
     pruner = TreePruner(15)
@@ -110,14 +102,14 @@ def branches(tree: DraftTree) -> set[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("chance", [None, 0.1, 0.5, 0.9, 0.999])
-def test_drafts_that_never_hit_cost_next_to_nothing(chance: float | None) -> None:
+def test_drafts_that_never_hit_cost_next_to_nothing(chance):
     sizes = np.array(run(right=0, tree=chain(chance=chance)))
     assert (CURVE.passes(1 + sizes) - 1).sum() < 5  # passes, in three hundred steps
     assert not sizes[30:].any()
 
 
 @pytest.mark.parametrize("chance", [None, 0.1, 0.5, 0.9])
-def test_drafts_are_scored_again_soon_after_they_begin_to_hit(chance: float | None) -> None:
+def test_drafts_are_scored_again_soon_after_they_begin_to_hit(chance):
     """What was proposed and not scored is learnt from, too."""
     pruner, tree = TreePruner(VOCABULARY), chain(chance=chance)
     assert not any(run(0, 1000, tree, pruner)[30:])
@@ -126,20 +118,20 @@ def test_drafts_are_scored_again_soon_after_they_begin_to_hit(chance: float | No
     assert all(size == CHAIN for size in sizes[60:])
 
 
-def test_drafts_that_always_hit_are_scored_in_full() -> None:
+def test_drafts_that_always_hit_are_scored_in_full():
     assert np.mean(run(right=CHAIN)[20:]) == CHAIN
 
 
-def test_a_chain_of_a_drafter_that_says_nothing_is_cut_where_its_hits_end() -> None:
+def test_a_chain_of_a_drafter_that_says_nothing_is_cut_where_its_hits_end():
     assert set(run(right=3)[150:]) <= {3, 4}
 
 
 @pytest.mark.parametrize("chance", [0.2, 0.5, 0.8])
-def test_a_drafter_that_is_too_modest_is_corrected(chance: float) -> None:
+def test_a_drafter_that_is_too_modest_is_corrected(chance):
     assert run(right=CHAIN, tree=chain(chance=chance))[-1] == CHAIN
 
 
-def test_likelier_branches_are_kept_first() -> None:
+def test_likelier_branches_are_kept_first():
     tree = DraftTree(
         np.arange(6), np.array([-1, 0, -1, 2, -1, 4]), probability=np.array([0.02, 0.01, 0.8, 0.7, 0.02, 0])
     )
@@ -147,26 +139,26 @@ def test_likelier_branches_are_kept_first() -> None:
     assert kept.tokens.tolist() == [2, 3]
 
 
-def test_a_cheap_pass_scores_more() -> None:
+def test_a_cheap_pass_scores_more():
     tree = chain(chance=0.8)
     kept = [prune(TreePruner(VOCABULARY), [tree], CostCurve.linear(critical)).nodes for critical in (2, 24, 300)]
     assert kept[0] < kept[1] < kept[2]
 
 
-def test_rows_of_a_batch_share_what_a_pass_costs() -> None:
+def test_rows_of_a_batch_share_what_a_pass_costs():
     sure, unsure = chain(chance=0.95), chain(chance=0.3)
     selection = prune(TreePruner(VOCABULARY), [sure, unsure], CostCurve.linear(8))
     assert len(selection.trees[0]) > 2 * len(selection.trees[1])
 
 
-def test_the_row_with_the_shorter_text_is_given_more() -> None:
+def test_the_row_with_the_shorter_text_is_given_more():
     curve = CostCurve((1, 2), (1.0, 1.02), (1, 2), (0.0, 1e-4))
     both = [chain(chance=0.9), chain(chance=0.9)]
     selection = prune(TreePruner(VOCABULARY), both, curve, given=shape(2, cached=[4000, 10]))
     assert len(selection.trees[0]) < len(selection.trees[1])
 
 
-def test_a_node_is_scored_where_its_token_is_worth_more_than_it_adds() -> None:
+def test_a_node_is_scored_where_its_token_is_worth_more_than_it_adds():
     """At a quarter of a plain pass for each node, and a token worth one, or half of one."""
     nodes = [prune(TreePruner(VOCABULARY), [chain(chance=0.8)], CostCurve.linear(4), value) for value in (1.0, 0.5)]
     assert [each.nodes for each in nodes] == [6, 3]  # 0.8 ** 6 > 1 / 4 > 0.8 ** 7, and 0.8 ** 3 > 1 / 2 > 0.8 ** 4
@@ -174,25 +166,25 @@ def test_a_node_is_scored_where_its_token_is_worth_more_than_it_adds() -> None:
     assert dearer.nodes == 3
 
 
-def test_nodes_that_do_not_pay_what_all_of_them_cost_are_not_scored() -> None:
+def test_nodes_that_do_not_pay_what_all_of_them_cost_are_not_scored():
     found = [prune(TreePruner(VOCABULARY), [chain(chance=0.8)], CostCurve.linear(4), fixed=cost) for cost in (0.5, 5.0)]
     assert [each.nodes for each in found] == [6, 0]
 
 
-def test_nodes_cost_no_more_than_the_slack() -> None:
+def test_nodes_cost_no_more_than_the_slack():
     for slack in (0.0, 0.1, 0.3, 0.8, 9.0):
         found = prune(TreePruner(VOCABULARY), [chain(chance=0.9)], CostCurve.linear(8), slack=slack)
         assert found.added <= slack
         assert found.nodes == min(int(8 * slack + 1e-9), CHAIN)  # an eighth of a plain pass each
 
 
-def test_a_drawn_token_s_own_probability_decides_nothing() -> None:
+def test_a_drawn_token_s_own_probability_decides_nothing():
     q = torch.full((3, 5), 0.2)
     low, high = (DraftTree(np.arange(3), np.arange(-1, 2), q=q, probability=np.full(3, p)) for p in (0.01, 0.99))
     assert prune(TreePruner(VOCABULARY), [low]).nodes == prune(TreePruner(VOCABULARY), [high]).nodes > 0
 
 
-def test_a_drawn_node_that_was_not_scored_teaches_nothing() -> None:
+def test_a_drawn_node_that_was_not_scored_teaches_nothing():
     """The first two of a chain were scored and accepted; that the next token is the third's shows nothing of it."""
     tree = DraftTree(np.arange(4), np.arange(-1, 3), q=torch.full((4, 5), 0.2))
     for drawn, shown in ((True, 2), (False, 3)):

@@ -1,7 +1,5 @@
 """Replicas: who is asked, what they learn from each other, and that one may die."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
@@ -52,7 +50,7 @@ def body(prompt: Any, **more: Any) -> bytes:
 # who is asked
 
 
-def test_requests_share_as_many_digests_as_they_share_blocks() -> None:
+def test_requests_share_as_many_digests_as_they_share_blocks():
     first, second = (
         digests("a", body(BOOK + "Who?")),
         digests("a", body(BOOK[: 3 * BLOCK_CHARACTERS] + "x" * 2 * BLOCK_CHARACTERS)),
@@ -63,22 +61,22 @@ def test_requests_share_as_many_digests_as_they_share_blocks() -> None:
 
 
 @pytest.mark.parametrize("other", [{"tenant": "b"}, {"namespace": "other"}])
-def test_nobody_shares_a_digest_with_another_tenant_or_namespace(other: dict[str, str]) -> None:
+def test_nobody_shares_a_digest_with_another_tenant_or_namespace(other):
     asked = body(BOOK, forerun={"namespace": other.get("namespace", "default")})
     assert not set(digests("a", body(BOOK))) & set(digests(other.get("tenant", "a"), asked))
 
 
 @pytest.mark.parametrize("wrong", [b"", b"{", b"[1]", b'"x"', b'{"forerun": 3}', b"[" * 100_000])
-def test_what_is_refused_later_has_no_beginnings(wrong: bytes) -> None:
+def test_what_is_refused_later_has_no_beginnings(wrong):
     assert digests("a", wrong) == []
 
 
-def test_half_a_character_is_no_obstacle() -> None:
+def test_half_a_character_is_no_obstacle():
     asked = b'{"prompt": "' + b"\\ud800" * BLOCK_CHARACTERS + b'", "forerun": {"namespace": "\\ud800"}}'
     assert len(digests("a", asked)) == 2
 
 
-def test_conversations_and_token_ids_have_beginnings_too() -> None:
+def test_conversations_and_token_ids_have_beginnings_too():
     turns = [{"role": "user", "content": BOOK}, {"role": "assistant", "content": "Yes."}]
     first = digests("a", json.dumps({"messages": turns[:1]}).encode())
     later = digests("a", json.dumps({"messages": [*turns, {"role": "user", "content": "Why?"}]}).encode())
@@ -92,7 +90,7 @@ def test_conversations_and_token_ids_have_beginnings_too() -> None:
     assert digests("a", body(ids))[:8] == digests("a", body([*ids, 5]))[:8]
 
 
-def test_the_longest_beginning_is_preferred_and_a_busy_replica_is_not() -> None:
+def test_the_longest_beginning_is_preferred_and_a_busy_replica_is_not():
     places: PrefixReaders[str] = PrefixReaders()
     long, short = digests("a", body(BOOK)), digests("a", body(BOOK[:BLOCK_CHARACTERS]))
     places.remember(long, "one")
@@ -105,14 +103,14 @@ def test_the_longest_beginning_is_preferred_and_a_busy_replica_is_not() -> None:
     assert preferred(long, everyone, places, lambda each: 0, 4) == ["two"]
 
 
-def test_a_namespace_alone_is_a_reason_for_an_idle_replica_only() -> None:
+def test_a_namespace_alone_is_a_reason_for_an_idle_replica_only():
     places: PrefixReaders[str] = PrefixReaders()
     places.remember(digests("a", body("Who?")), "one")
     assert preferred(digests("a", body("Why?")), ["one", "two"], places, lambda each: 0, 4) == ["one"]
     assert preferred(digests("a", body("Why?")), ["one", "two"], places, lambda each: 1, 4) == []
 
 
-def test_the_least_recently_used_beginnings_are_forgotten() -> None:
+def test_the_least_recently_used_beginnings_are_forgotten():
     places: PrefixReaders[str] = PrefixReaders(limit=3)
     places.remember([b"1", b"2"], "one")
     places.remember([b"1", b"3"], "two")
@@ -127,7 +125,7 @@ def text(*tokens: int, namespace: str = "a/default") -> LearnedText:
     return LearnedText.of(namespace, np.array(tokens))
 
 
-def test_each_gets_what_others_handed_in_once() -> None:
+def test_each_gets_what_others_handed_in_once():
     exchange = Exchange()
     assert exchange.trade("one", [text(1, 2)], 0, "m 1") == ExchangeUpdate([], 1)
     news = exchange.trade("two", [text(3)], 0, "m 2")
@@ -137,7 +135,7 @@ def test_each_gets_what_others_handed_in_once() -> None:
     assert exchange.metrics() == {"one": "m 4", "two": "m 3"}
 
 
-def test_a_replica_that_is_silent_for_long_is_no_longer_shown() -> None:
+def test_a_replica_that_is_silent_for_long_is_no_longer_shown():
     now = 0.0
     exchange = Exchange(clock=lambda: now)
     exchange.trade("one", [], 0, "m 1")
@@ -148,7 +146,7 @@ def test_a_replica_that_is_silent_for_long_is_no_longer_shown() -> None:
     assert set(exchange.metrics()) == {"two"}
 
 
-def test_the_exchange_keeps_so_many_bytes_and_a_new_one_begins_anew() -> None:
+def test_the_exchange_keeps_so_many_bytes_and_a_new_one_begins_anew():
     exchange = Exchange(limit=2 * text(1).nbytes)
     exchange.trade("one", [text(1), text(2), text(3)], 0, "")
     assert [each.ids for each in exchange.trade("new", [], 0, "").texts] == [[2], [3]]
@@ -157,7 +155,7 @@ def test_the_exchange_keeps_so_many_bytes_and_a_new_one_begins_anew() -> None:
     assert [each.ids for each in restarted.trade("two", [], 3, "").texts] == [[9]]
 
 
-def test_texts_are_learned_in_slices_for_which_streams_wait_only_shortly() -> None:
+def test_texts_are_learned_in_slices_for_which_streams_wait_only_shortly():
     exchange, learned = Exchange(), []
     one = ExchangeClient(
         lambda texts, since: exchange.trade("one", texts, since, ""), lambda *new: learned.append(new), 60
@@ -180,7 +178,7 @@ def ended(*tokens: int, **more: Any) -> Request:
     return request
 
 
-def test_a_trader_hands_in_what_ended_and_learns_what_is_new() -> None:
+def test_a_trader_hands_in_what_ended_and_learns_what_is_new():
     exchange, learned = Exchange(), []
     one = ExchangeClient(
         lambda texts, since: exchange.trade("one", texts, since, ""), lambda *new: learned.append(new), 60
@@ -195,7 +193,7 @@ def test_a_trader_hands_in_what_ended_and_learns_what_is_new() -> None:
     assert learned == [("a/default", [[3], [4]]), ("b/y", [[5]])]
 
 
-def test_texts_that_cannot_be_learned_do_not_end_the_trade(caplog: pytest.LogCaptureFixture) -> None:
+def test_texts_that_cannot_be_learned_do_not_end_the_trade(caplog):
     exchange, learned = Exchange(), []
 
     def learn(namespace: str, sequences: list[list[int]]) -> None:
@@ -211,9 +209,7 @@ def test_texts_that_cannot_be_learned_do_not_end_the_trade(caplog: pytest.LogCap
     assert "not indexed" in caplog.text
 
 
-def test_texts_wait_until_the_exchange_is_there_again_and_take_so_much_memory(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_texts_wait_until_the_exchange_is_there_again_and_take_so_much_memory(monkeypatch, caplog):
     monkeypatch.setattr("forerun.replicas.exchange.OUTBOX_BYTES", 2 * text(1).nbytes)
     exchange, there = Exchange(), False
 
@@ -298,25 +294,25 @@ def told(sent: list[Message]) -> bytes:
     return b"".join(message.get("body", b"") for message in sent[1:])
 
 
-def test_an_answer_is_handed_on() -> None:
+def test_an_answer_is_handed_on():
     replicas = Replicas([head(), b"a", b"b"])
     sent = ask(replicas)
     assert told(sent) == b"ab" and (b"x-forerun-replica", b"one") in sent[0]["headers"]
     assert replicas.asked[0].beginnings == digests("key-a", body(BOOK))
 
 
-def test_who_asks_does_not_notice_a_replica_that_dies_before_the_first_word() -> None:
+def test_who_asks_does_not_notice_a_replica_that_dies_before_the_first_word():
     replicas = Replicas([GoneError()], [head(), GoneError()], [head(), b"a"])
     assert told(ask(replicas)) == b"a" and len(replicas.asked) == 3
 
 
-def test_an_answer_that_began_ends_with_an_error() -> None:
+def test_an_answer_that_began_ends_with_an_error():
     sent = ask(Replicas([head(), b"data: 1\n\n", GoneError()], [head(), b"never"]))
     first, last = told(sent).split(b"\n\n")[:2]
     assert first == b"data: 1" and json.loads(last.removeprefix(b"data: "))["error"]["code"] == "replica_lost"
 
 
-def test_a_replica_that_comes_back_is_judged_anew() -> None:
+def test_a_replica_that_comes_back_is_judged_anew():
     suspects = Suspects()
     suspects.begin(b"first", "one")
     suspects.die(b"first", "one")
@@ -330,13 +326,13 @@ def test_a_replica_that_comes_back_is_judged_anew() -> None:
     assert suspects.blamed(b"first") and not any(map(suspects.blamed, crowd))
 
 
-def test_a_stream_of_anthropic_s_ends_with_an_error_that_its_clients_see() -> None:
+def test_a_stream_of_anthropic_s_ends_with_an_error_that_its_clients_see():
     sent = ask(Replicas([head(), b"data: 1\n\n", GoneError()]), path="/v1/messages")
     name, data = told(sent).split(b"\n\n")[1].split(b"\n")
     assert name == b"event: error" and json.loads(data.removeprefix(b"data: "))["error"]["type"] == "overloaded_error"
 
 
-def test_after_so_many_deaths_a_request_is_given_up() -> None:
+def test_after_so_many_deaths_a_request_is_given_up():
     replicas = Replicas(*[[GoneError()] for _ in range(MAX_REPLICAS_TRIED + 1)])
     sent = ask(replicas)
     assert sent[0]["status"] == 503 and json.loads(told(sent))["error"]["code"] == "replica_lost"
@@ -347,7 +343,7 @@ def test_after_so_many_deaths_a_request_is_given_up() -> None:
     assert kept() is None  # no error that is raised again holds its frames
 
 
-def test_a_request_that_took_a_replica_down_is_not_tried_again() -> None:
+def test_a_request_that_took_a_replica_down_is_not_tried_again():
     replicas = Replicas(["one", GoneError()], ["two", head(), b"never"])
     assert json.loads(told(ask(replicas)))["error"]["code"] == "replica_killed" and len(replicas.asked) == 1
     suspects = Suspects()
@@ -368,13 +364,13 @@ def test_a_request_that_took_a_replica_down_is_not_tried_again() -> None:
     assert not suspects.blamed(b"twice")
 
 
-def test_keys_do_not_travel_on() -> None:
+def test_keys_do_not_travel_on():
     replicas = Replicas([head(), b"a"])
     ask(replicas, headers=[(b"authorization", b"Bearer secret"), (b"x-other", b"1")])
     assert list(replicas.asked[0].headers) == [(b"x-other", b"1")] and replicas.asked[0].tenant == "key-a"
 
 
-def test_a_replica_takes_the_tenant_from_the_front() -> None:
+def test_a_replica_takes_the_tenant_from_the_front():
     seen: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -391,25 +387,25 @@ def test_a_replica_takes_the_tenant_from_the_front() -> None:
 
 
 @pytest.mark.alone
-def test_all_that_ray_calls_a_loss_is_one() -> None:
+def test_all_that_ray_calls_a_loss_is_one():
     ray_exceptions = pytest.importorskip("ray.exceptions")
     for name in ("ActorDiedError", "ActorUnavailableError", "WorkerCrashedError", "NodeDiedError", "OwnerDiedError"):
         assert issubclass(getattr(ray_exceptions, name), cluster.lost_errors())
     assert not issubclass(ray_exceptions.RayTaskError, cluster.lost_errors())  # the application's own
 
 
-def test_a_client_that_goes_ends_its_request() -> None:
+def test_a_client_that_goes_ends_its_request():
     replicas = Replicas([head(), b"a", None])
     ask(replicas, gone=True)
     assert replicas.closed == 1
 
 
-def test_metrics_of_all_replicas_have_their_names() -> None:
+def test_metrics_of_all_replicas_have_their_names():
     assert b'a_total{replica="two"} 2.0' in told(ask(Replicas(), "/metrics"))
     assert merged_metrics({}) == b""
 
 
-def test_an_application_hears_that_nobody_listens_any_more() -> None:
+def test_an_application_hears_that_nobody_listens_any_more():
     heard: list[Message] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -420,14 +416,14 @@ def test_an_application_hears_that_nobody_listens_any_more() -> None:
     async def run() -> None:
         messages = responses(app, ForwardedRequest("POST", "/", b"", [], b"body"))
         assert (await anext(messages))["status"] == 200
-        await messages.aclose()  # type: ignore[attr-defined]
+        await messages.aclose()
         await asyncio.sleep(0.01)
 
     asyncio.run(run())
     assert [message["type"] for message in heard] == ["http.request", "http.disconnect"]
 
 
-def test_an_applications_failure_is_raised() -> None:
+def test_an_applications_failure_is_raised():
     async def app(scope: Any, receive: Any, send: Any) -> None:
         raise LookupError("broken")
 
@@ -446,13 +442,11 @@ def test_an_applications_failure_is_raised() -> None:
     ("nodes", "replicas", "processors"),
     [([8], 2, 4), ([7], 2, 3), ([2], 4, 0.5), ([4, 4], 1, 4), ([4, 4, 4], 2, 4), ([8, 2], 3, 2), ([1], 3, 0.3333)],
 )
-def test_each_replica_gets_as_many_processors_as_all_find_room_for(
-    nodes: list[float], replicas: int, processors: float
-) -> None:
+def test_each_replica_gets_as_many_processors_as_all_find_room_for(nodes, replicas, processors):
     assert shared_resources([Resources(each, 0) for each in nodes], replicas, "auto") == Resources(processors, 0)
 
 
-def test_each_replica_gets_a_gpu_where_there_are_any() -> None:
+def test_each_replica_gets_a_gpu_where_there_are_any():
     nodes = [Resources(8, 2), Resources(32, 0)]
     assert shared_resources(nodes, 2, "auto") == shared_resources(nodes, 2, "cuda") == Resources(4, 1)
     assert shared_resources(nodes, 2, "cpu") == Resources(16, 0)
@@ -466,7 +460,7 @@ def test_each_replica_gets_a_gpu_where_there_are_any() -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"), [({"device": "cuda:1"}, "use cuda"), ({"port": 0}, "port is 0"), ({"index": "x"}, "index is")]
 )
-def test_settings_that_replicas_do_not_have_are_refused(wrong: dict[str, Any], says: str) -> None:
+def test_settings_that_replicas_do_not_have_are_refused(wrong, says):
     with pytest.raises(ValueError, match=says):
         cluster.check(ServerSettings(ray=True, **wrong))
 
@@ -543,7 +537,7 @@ def ending(stream: httpx.Response) -> str:
 
 
 @pytest.mark.alone
-def test_replicas_answer_alike_and_one_may_die(address: str) -> None:
+def test_replicas_answer_alike_and_one_may_die(address):
     prompts = [f"def number_{i}(a, b):\n    return" for i in range(6)]
     alone = {prompt: complete(address, prompt).json()["choices"][0]["text"] for prompt in prompts}
     with ThreadPoolExecutor(6) as pool:

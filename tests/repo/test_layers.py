@@ -1,7 +1,5 @@
 """Imports run downwards only, and transformers is imported where the layout says."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
@@ -18,12 +16,8 @@ LAYERS = [
 USES_TRANSFORMERS = {"models", "tensor_parallel", "engine", "audit", "bench", "api", "cli"}
 RANK = {name: rank for rank, name in enumerate(LAYERS)}
 FEW_NEED = {
-    "decoding.sources.head_source",
-    "engine.kv_store",
-    "kernels.linear.gguf_formats",
-    "models.heads",
-    "models.loading",
-}
+    "decoding.sources.head_source", "engine.kv_store", "kernels.linear.gguf_formats", "models.heads", "models.loading",
+}  # fmt: skip
 """What is imported once it is wanted: trained heads, stored weights, the loading of models, a store on disk."""
 
 
@@ -32,7 +26,7 @@ def imports(file: Path) -> set[str]:
     return names | {node.module or "" for node in nodes(file) if isinstance(node, ast.ImportFrom)}
 
 
-def test_every_module_imports_from_layers_below_it_only() -> None:
+def test_every_module_imports_from_layers_below_it_only():
     for file in SOURCE.rglob("*.py"):
         layer = file.relative_to(SOURCE).with_suffix("").parts[0]
         if layer == "__init__":
@@ -45,14 +39,14 @@ def test_every_module_imports_from_layers_below_it_only() -> None:
                 assert layer in USES_TRANSFORMERS, f"{file} imports {name}"
 
 
-def test_what_only_posix_has_is_imported_where_it_is_used() -> None:
+def test_what_only_posix_has_is_imported_where_it_is_used():
     for file in SOURCE.rglob("*.py"):
         for node in parsed(file).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             assert not {"fcntl", "resource", "termios", "pwd"} & set(names), f"{file} imports {names}"
 
 
-def test_sources_do_not_import_each_other() -> None:
+def test_sources_do_not_import_each_other():
     files = list((SOURCE / "decoding" / "sources").glob("*.py"))
     assert len(files) > 3
     for file in files:
@@ -60,7 +54,7 @@ def test_sources_do_not_import_each_other() -> None:
         assert others <= {"forerun.decoding.source", "forerun.decoding.row"}, f"{file} imports {others}"
 
 
-def test_an_engine_imports_only_what_all_of_its_users_need() -> None:
+def test_an_engine_imports_only_what_all_of_its_users_need():
     waiting, seen = {"forerun.engine.engine"}, set[str]()
     while waiting:
         name = waiting.pop()
@@ -76,7 +70,7 @@ def test_an_engine_imports_only_what_all_of_its_users_need() -> None:
     assert not {name for name in seen for few in FEW_NEED if f"{name}.".startswith(f"forerun.{few}.")}
 
 
-def test_no_module_outside_kv_asks_for_a_caches_class() -> None:
+def test_no_module_outside_kv_asks_for_a_caches_class():
     for file in SOURCE.rglob("*.py"):
         if file.relative_to(SOURCE).parts[0] == "kv":
             continue
@@ -92,7 +86,7 @@ def test_no_module_outside_kv_asks_for_a_caches_class() -> None:
             assert getattr(node, "attr", "") != "__class__", f"{file}:{node.lineno}"
 
 
-def test_what_several_tests_use_is_in_support() -> None:
+def test_what_several_tests_use_is_in_support():
     for file in Path(__file__).parents[1].rglob("test_*.py"):
         if not re.search(r"^\s*(from|import)\s+[\w.]*\btest_", file.read_text(), re.MULTILINE):
             continue  # quicker than to parse it

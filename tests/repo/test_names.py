@@ -1,7 +1,5 @@
 """One name, one meaning: what a reader searches for is defined in one place of the package."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
@@ -35,7 +33,7 @@ def constants(tree: ast.Module) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kind", [classes, constants])
-def test_no_class_and_no_constant_is_defined_in_two_modules(kind) -> None:
+def test_no_class_and_no_constant_is_defined_in_two_modules(kind):
     places = defaultdict(set)
     for path, tree in modules().items():
         for name in kind(tree):
@@ -43,14 +41,14 @@ def test_no_class_and_no_constant_is_defined_in_two_modules(kind) -> None:
     assert {name: sorted(where) for name, where in places.items() if len(where) > 1} == {}
 
 
-def test_a_file_name_occurs_twice_only_where_one_file_is_the_others_counterpart() -> None:
+def test_a_file_name_occurs_twice_only_where_one_file_is_the_others_counterpart():
     places = defaultdict(set)
     for path in modules():
         places[path.stem].add(str(path.relative_to(SOURCE)))
     assert {n: sorted(w) for n, w in places.items() if len(w) > 1 and n not in COUNTERPARTS} == {}
 
 
-def test_public_classes_and_functions_say_what_they_are_for() -> None:
+def test_public_classes_and_functions_say_what_they_are_for():
     """A method may leave it to the one that it overrides, in a class of the package or of another library."""
     own = {name for tree in modules().values() for name in classes(tree)}
     said = {f.name for t in modules().values() for c in ast.walk(t) if isinstance(c, ast.ClassDef) for f in c.body

@@ -5,8 +5,6 @@ Pages have none. ``words.txt`` says how many each folder of the package still ha
     python tests/repo/test_words.py    # list the phrases, and lower the counts
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re
@@ -23,25 +21,18 @@ PACKAGE = ROOT / "src" / "forerun"
 EXCEPTIONS = Path(__file__).with_name("words.txt")
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *PACKAGE.rglob("*.md")])
 PHRASES = {
-    r"\bbehind\b(?! (a proxy|\[?Ray Serve))": "after",
-    r"\b(takes?|took) (so|as) (long|much time)\b": "costs",
+    r"\bbehind\b(?! (a proxy|\[?Ray Serve))": "after", r"\b(takes?|took) (so|as) (long|much time)\b": "costs",
     r"\b(are|be|is|was|were) asked\b": "propose; name who does what",
-    r"\bg(ave|ives?) (\S+ )?tokens\b": "yields",
-    r"\brests\b(?! on)": "skips drafting",
-    r"\bbeg(an|ins?) (alike|like)\b": "shares a prefix",
-    r"\bof (its|their) own\b": "private, separate, per-request",
-    r"\bweights as stored\b": "quantised weights",
-    r"\b(reading|reads?) (a|the|their) prompts?\b": "prefill",
-    r"\bprompts? (are|is|was|were) read\b": "prefill",
-    r"\b(was|were) right\b": "accepted, rejected",
-    r"\bnobody\b": "name the subject",
-    r"\bdear(er|est)?\b": "expensive",
-    r"\bforeseen?\b|\bforesees\b": "predict, estimate",
-    r"\bwhat came of\b": "the result of",
+    r"\bg(ave|ives?) (\S+ )?tokens\b": "yields", r"\brests\b(?! on)": "skips drafting",
+    r"\bbeg(an|ins?) (alike|like)\b": "shares a prefix", r"\bof (its|their) own\b": "private, separate, per-request",
+    r"\bweights as stored\b": "quantised weights", r"\b(reading|reads?) (a|the|their) prompts?\b": "prefill",
+    r"\bprompts? (are|is|was|were) read\b": "prefill", r"\b(was|were) right\b": "accepted, rejected",
+    r"\bnobody\b": "name the subject", r"\bdear(er|est)?\b": "expensive",
+    r"\bforeseen?\b|\bforesees\b": "predict, estimate", r"\bwhat came of\b": "the result of",
     r"\b(texts?|prompts?|prefix(es)?) (that (are|is|was|were) )?read once\b": "prefilled once",
     r"\bhow long the end was seen\b": "the length of the known suffix",
     r"\bput the other way\b|\bas a rule,": "leave it out",
-}
+}  # fmt: skip
 """What must not come back, and what to say instead; see the field's words in docs/how-it-works.md."""
 OPENING = {r"^The same\b": "say what it does"}
 """What must not open a docstring."""
@@ -93,11 +84,11 @@ def allowed() -> Counter[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_pages_have_no_phrase_that_must_not_come_back(page: Path) -> None:
+def test_pages_have_no_phrase_that_must_not_come_back(page):
     assert in_page(page) == []
 
 
-def test_docstrings_and_comments_have_no_more_such_phrases_than_before() -> None:
+def test_docstrings_and_comments_have_no_more_such_phrases_than_before():
     limits = allowed()
     assert {name: found for name, found in places().items() if len(found) > limits[name]} == {}
 

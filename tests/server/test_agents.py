@@ -1,11 +1,8 @@
 """What agents need of a server: prompts that were read before they came, and what broke the prefix of one."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,9 +32,7 @@ def cached(server: LiveServer, body: Json, **more: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("keys", [(), ("key-of-a", "key-of-b")])
-def test_a_prompt_of_a_file_is_read_before_anybody_asks(
-    tmp_path: Path, keys: tuple[str, ...], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_prompt_of_a_file_is_read_before_anybody_asks(tmp_path, keys, caplog):
     file = tmp_path / "agent.jsonl"
     rows: list[Json] = [
         {"messages": [SYSTEM, {"role": "user", "content": "?"}], "tools": TOOLS, "temperature": 0.3},
@@ -48,8 +43,7 @@ def test_a_prompt_of_a_file_is_read_before_anybody_asks(
     file.write_text("\n".join(map(json.dumps, rows)))
     caplog.set_level(logging.INFO)
     engine = bundled_engine(prefix_cache=1 << 26)
-    server = LiveServer(engine, SchedulerLimits(1 << 30, tenants=max(1, len(keys))), warm=[file], api_keys=keys)
-    try:
+    with LiveServer(engine, SchedulerLimits(1 << 30, tenants=max(1, len(keys))), warm=[file], api_keys=keys) as server:
         until(lambda: sum("was prefilled:" in each.message for each in caplog.records) == 2 * max(1, len(keys)))
         for key in keys or ("none",):
             headers = {"Authorization": f"Bearer {key}"}
@@ -59,8 +53,6 @@ def test_a_prompt_of_a_file_is_read_before_anybody_asks(
             assert cached(server, chat(**other, forerun={"namespace": "other"}), headers=headers)[0] > 0
             assert cached(server, chat(forerun={"namespace": "third"}), headers=headers)[0] == 0
         until(lambda: any(f"{file}:4 was not prefilled: logit_bias has" in each.message for each in caplog.records))
-    finally:
-        server.close()
 
 
 def prompt_told(server: LiveServer, body: Json) -> Json:
@@ -71,7 +63,7 @@ def prompt_told(server: LiveServer, body: Json) -> Json:
     return dict(prompts[0])
 
 
-def test_a_trace_says_what_broke_the_prefix() -> None:
+def test_a_trace_says_what_broke_the_prefix():
     server = LiveServer(bundled_engine(prefix_cache=1 << 26), SchedulerLimits(1 << 30))
     traced = {"forerun": {"trace": True}}
     try:
@@ -92,7 +84,7 @@ def test_a_trace_says_what_broke_the_prefix() -> None:
         server.close()
 
 
-def test_a_hybrid_reads_the_end_alone_where_the_end_was_changed() -> None:
+def test_a_hybrid_reads_the_end_alone_where_the_end_was_changed():
     rng = np.random.default_rng(1)
     kind, config = HYBRIDS["qwen3_5"]
     text = rng.integers(6, 48, 1500)
@@ -118,7 +110,7 @@ def test_a_hybrid_reads_the_end_alone_where_the_end_was_changed() -> None:
     assert first == second
 
 
-def test_turns_are_where_a_template_s_marks_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns_are_where_a_template_s_marks_stand(monkeypatch):
     engine = bundled_engine("{% for m in messages %}<|endoftext|>{{ m.role }}: {{ m.content }}\n{% endfor %}")
     seen: list[Any] = []
     requests: Callable[..., Any] = engine.requests
@@ -129,11 +121,8 @@ def test_turns_are_where_a_template_s_marks_stand(monkeypatch: pytest.MonkeyPatc
         return made
 
     monkeypatch.setattr(engine, "requests", noted)
-    server = LiveServer(engine, SchedulerLimits(1 << 30))
-    try:
+    with LiveServer(engine, SchedulerLimits(1 << 30)) as server:
         cached(server, chat(tools=None))
-    finally:
-        server.close()
     (request,) = seen
     marks = [place for place, token in enumerate(request.prompt.tolist()) if token in engine.tokenizer.all_special_ids]
     assert len(marks) == 2 and request.turns == marks

@@ -1,7 +1,5 @@
 """What today's clients send: tools, reasoning, grammars, sampling, echo, tokens, and responses."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json
@@ -15,7 +13,7 @@ import pytest
 import torch
 from support.bundled import bundled
 from support.chat_models import QWEN, THINKING, TOOLS
-from support.live_server import Json, LiveServer, PausableEngine, bundled_engine, error_of, text_of, until
+from support.live_server import Json, LiveServer, PausableEngine, bundled_engine, error_of, serving, text_of, until
 
 from forerun.engine.engine import Engine
 from forerun.engine.result import Commit
@@ -50,11 +48,7 @@ def engine() -> Engine:
     return bundled_engine(QWEN)
 
 
-@pytest.fixture(scope="module")
-def server(engine: Engine) -> Iterator[LiveServer]:
-    built = LiveServer(engine, drafter="trie", max_tokens=256)
-    yield built
-    built.close()
+server = serving(drafter="trie", max_tokens=256)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +59,7 @@ def client(server: LiveServer) -> openai.OpenAI:
 # --- tools
 
 
-def test_a_required_call_follows_its_schema_and_costs_few_steps(client: openai.OpenAI) -> None:
+def test_a_required_call_follows_its_schema_and_costs_few_steps(client):
     answer = client.chat.completions.create(**CHAT, **ONE)
     (choice,) = answer.choices
     assert choice.finish_reason == "tool_calls" and choice.message.content is None
@@ -73,12 +67,11 @@ def test_a_required_call_follows_its_schema_and_costs_few_steps(client: openai.O
     assert call.type == "function" and call.id.startswith("call_")
     arguments = json.loads(call.function.arguments)
     assert call.function.name in ("get_weather", "add") and all(isinstance(key, str) for key in arguments)
-    assert answer.usage is not None
     assert answer.usage.model_dump()["forerun"]["steps"] * 2 < answer.usage.completion_tokens
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 1, "seed": 5}, {"temperature": 1, "seed": 6}])
-def test_calls_are_the_same_with_drafts_without_and_in_a_stream(client: openai.OpenAI, options: Json) -> None:
+def test_calls_are_the_same_with_drafts_without_and_in_a_stream(client, options):
     fields = {**CHAT, **ONE, "parallel_tool_calls": True, **options}
     whole = client.chat.completions.create(**fields).choices[0]
     plain = client.chat.completions.create(**fields, extra_body=PLAIN).choices[0]
@@ -92,35 +85,24 @@ def test_calls_are_the_same_with_drafts_without_and_in_a_stream(client: openai.O
             if call.id:
                 assert call.index == len(calls) and call.function and call.function.name
                 calls.append([call.function.name, ""])
-            assert call.function is not None
             calls[call.index][1] += call.function.arguments or ""
     assert [tuple(call) for call in calls] == wanted and finish == whole.finish_reason
 
 
-def test_a_named_tool_is_the_one_that_is_called(client: openai.OpenAI) -> None:
+def test_a_named_tool_is_the_one_that_is_called(client):
     choice = client.chat.completions.create(**CHAT, tools=TOOLS, tool_choice=ADD).choices[0]
     (call,) = choice.message.tool_calls or ()
     assert call.function.name == "add" and "a" in json.loads(call.function.arguments)
 
 
-def test_without_a_choice_a_model_answers_as_it_likes(client: openai.OpenAI) -> None:
+def test_without_a_choice_a_model_answers_as_it_likes(client):
     for choice in ({"tool_choice": "auto"}, {}, {"tool_choice": "none"}):
         answer = client.chat.completions.create(**{**CHAT, "max_tokens": 8}, tools=TOOLS, **choice)
         assert answer.choices[0].message.tool_calls is None and answer.choices[0].message.content
 
 
-def test_a_conversation_with_calls_goes_to_the_template(server: LiveServer, client: openai.OpenAI) -> None:
-    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    said = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": None}
-    messages = [*MESSAGES, said, {"role": "tool", "tool_call_id": "call_1", "content": "2"}]
-    tokens = server.http.post("/tokenize", json={"messages": messages}).json()["tokens"]
-    text = server.http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
-    assert '{"name": "add", "arguments": {"a": 1}}' in text  # an object, as the template writes it, not a text of one
-    assert client.chat.completions.create(**{**CHAT, "messages": messages, "max_tokens": 4}).choices
-
-
 @pytest.mark.parametrize("tools", [None, TOOLS])
-def test_calls_that_were_made_are_texts_for_a_template_that_knows_none(tools: Any) -> None:
+def test_calls_that_were_made_are_texts_for_a_template_that_knows_none(tools):
     """Also where the client offers no tools any more."""
     tokenizer = copy.deepcopy(bundled()[1])
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -133,26 +115,23 @@ def test_calls_that_were_made_are_texts_for_a_template_that_knows_none(tools: An
     assert ("# Tools" in text) == (tools is not None)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"tools": [{"type": "custom"}]}, "tool 0 must be"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "the name of tool 0"),
-        ({"tools": [TOOLS[0], TOOLS[0]]}, "two tools have the same name"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "parameters of tool 0"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "get_weather, add"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]}, "call 0 needs a function"),
-        ({"tool_choice": "required"}, "the available tools: none"),
-        ({"tools": TOOLS, "tool_choice": "maybe"}, "auto, none, required"),
-        ({"chat_template_kwargs": {"chat_template": "x"}}, "variables of the chat template"),
-        ({"chat_template_kwargs": {"x": [1]}}, "variables of the chat template"),
-    ],
-)
-def test_wrong_tools_are_refused_with_what_is_allowed(server: LiveServer, change: Json, said: str) -> None:
+@pytest.mark.parametrize(("change", "said"), [
+    ({"tools": [None]}, "tools.0"), ({"tools": [{"type": "custom"}]}, "tool 0 must be"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "the name of tool 0"),
+    ({"tools": [TOOLS[0], TOOLS[0]]}, "two tools have the same name"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "parameters of tool 0"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "get_weather, add"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]}, "call 0 needs a function"),
+    ({"tool_choice": "required"}, "the available tools: none"),
+    ({"tools": TOOLS, "tool_choice": "maybe"}, "auto, none, required"),
+    ({"chat_template_kwargs": {"chat_template": "x"}}, "variables of the chat template"),
+    ({"chat_template_kwargs": {"x": [1]}}, "variables of the chat template"),
+])  # fmt: skip
+def test_wrong_tools_are_refused_with_what_is_allowed(server, change, said):
     assert said in error_of(server.post({**CHAT, **change}, "chat/completions"))["message"]
 
 
-def test_a_tool_whose_schema_cannot_be_read_is_only_shown(server: LiveServer) -> None:
+def test_a_tool_whose_schema_cannot_be_read_is_only_shown(server):
     tools = [
         {"type": "function", "function": {"name": "f", "parameters": parameters}}
         for parameters in ({"properties": ["x"]}, {"$defs": 3}, {"properties": {"x": {"anyOf": {"a": 1}, "$ref": 4}}})
@@ -162,7 +141,7 @@ def test_a_tool_whose_schema_cannot_be_read_is_only_shown(server: LiveServer) ->
         assert answer.status_code == 200, answer.text
 
 
-def test_a_tool_with_a_wrong_schema_is_refused(server: LiveServer) -> None:
+def test_a_tool_with_a_wrong_schema_is_refused(server):
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "strin"}}}}}
     error = error_of(server.post({**CHAT, "tools": [tool], "tool_choice": "required"}, "chat/completions"))
     assert error["param"] == "tools" and "cannot be used" in error["message"]
@@ -175,12 +154,11 @@ def test_a_tool_with_a_wrong_schema_is_refused(server: LiveServer) -> None:
 def thinker(engine: Engine) -> Iterator[LiveServer]:
     tokenizer = bundled()[1]
     tokenizer.chat_template = THINKING
-    built = LiveServer(Engine(engine.target.model, "trie", tokenizer=tokenizer), drafter="trie")
-    yield built
-    built.close()
+    with LiveServer(Engine(engine.target.model, "trie", tokenizer=tokenizer), drafter="trie") as built:
+        yield built
 
 
-def test_reasoning_is_apart_from_the_content(thinker: LiveServer) -> None:
+def test_reasoning_is_apart_from_the_content(thinker):
     create = thinker.client().chat.completions.create
     fields = {**CHAT, "max_tokens": 24}
     message = create(**fields).choices[0].message
@@ -192,7 +170,7 @@ def test_reasoning_is_apart_from_the_content(thinker: LiveServer) -> None:
     assert text == message.model_dump()["reasoning_content"]
 
 
-def test_a_grammar_begins_after_the_reasoning(thinker: LiveServer) -> None:
+def test_a_grammar_begins_after_the_reasoning(thinker):
     """The bundled model ends its reasoning because nothing but the end's first byte is likely enough."""
     bias = {str(token): 100 for token in thinker.app.state.service.tokenizer("</think>")["input_ids"]}
     seen = 0
@@ -212,14 +190,11 @@ def test_a_grammar_begins_after_the_reasoning(thinker: LiveServer) -> None:
 # --- grammars
 
 
-@pytest.mark.parametrize(
-    ("response_format", "matches"),
-    [
-        ({"type": "regex", "regex": "(yes|no)/[0-9]{3}"}, "(yes|no)/[0-9]{3}"),
-        ({"type": "grammar", "grammar": 'start: "a" b b?\nb: "x" | "y" /[0-9]/'}, "a(x|y[0-9]){1,2}"),
-    ],
-)
-def test_a_regex_and_a_grammar_are_kept_to(client: openai.OpenAI, response_format: Any, matches: str) -> None:
+@pytest.mark.parametrize(("response_format", "matches"), [
+    ({"type": "regex", "regex": "(yes|no)/[0-9]{3}"}, "(yes|no)/[0-9]{3}"),
+    ({"type": "grammar", "grammar": 'start: "a" b b?\nb: "x" | "y" /[0-9]/'}, "a(x|y[0-9]){1,2}"),
+])  # fmt: skip
+def test_a_regex_and_a_grammar_are_kept_to(client, response_format, matches):
     for options in ({"temperature": 0}, {"temperature": 1, "seed": 1}, {"temperature": 1, "seed": 2}):
         fields: Json = {"model": "bundled", "prompt": "Say", "max_tokens": 30, **options}
         texts = [
@@ -229,24 +204,21 @@ def test_a_regex_and_a_grammar_are_kept_to(client: openai.OpenAI, response_forma
         assert texts[0] == texts[1] and re.fullmatch(matches, texts[0])
 
 
-@pytest.mark.parametrize(
-    ("response_format", "said"),
-    [
-        ({"type": "regex", "regex": "("}, "regex cannot be used"),
-        ({"type": "regex", "regex": "a{60000}"}, "2,000 are the most"),
-        ({"type": "grammar", "grammar": "start: x"}, "grammar cannot be used"),
-        ({"type": "grammar", "grammar": "start: %regex {}"}, "allowed are %json and %ignore"),
-        ({"type": "grammar", "grammar": DOUBLING}, "32,768 are the most"),
-        ({"type": "grammar", "grammar": "start: " + "(" * 3000 + '"a"' + ")" * 3000}, "nested too deeply"),
-        ({"type": "regex", "regex": ""}, "at least 1"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_a_grammar_is_refused(server: LiveServer, response_format: Json, said: str) -> None:
+@pytest.mark.parametrize(("response_format", "said"), [
+    ({"type": "regex", "regex": "("}, "regex cannot be used"),
+    ({"type": "regex", "regex": "a{60000}"}, "2,000 are the most"),
+    ({"type": "grammar", "grammar": "start: x"}, "grammar cannot be used"),
+    ({"type": "grammar", "grammar": "start: %regex {}"}, "allowed are %json and %ignore"),
+    ({"type": "grammar", "grammar": DOUBLING}, "32,768 are the most"),
+    ({"type": "grammar", "grammar": "start: " + "(" * 3000 + '"a"' + ")" * 3000}, "nested too deeply"),
+    ({"type": "regex", "regex": ""}, "at least 1"),
+])  # fmt: skip
+def test_what_cannot_be_a_grammar_is_refused(server, response_format, said):
     error = error_of(server.post({"model": "bundled", "prompt": "x", "response_format": response_format}))
     assert said in error["message"], error
 
 
-def test_a_schema_that_doubles_by_references_is_refused(server: LiveServer) -> None:
+def test_a_schema_that_doubles_by_references_is_refused(server):
     """30 definitions of two fields each would spell out a gigabyte without a choice."""
     schemas: Json = {"d0": {"const": "abcd"}}
     for i in range(1, 31):
@@ -261,11 +233,6 @@ def test_a_schema_that_doubles_by_references_is_refused(server: LiveServer) -> N
 
 
 # --- fields
-
-
-def test_an_unknown_field_is_told_the_nearest(server: LiveServer) -> None:
-    error = error_of(server.post({**CHAT, "tool_chioce": "auto"}, "chat/completions"))
-    assert error["message"] == "tool_chioce: there is no such field; did you mean tool_choice?"
 
 
 SAMPLING: list[Json] = [
@@ -289,7 +256,7 @@ def unchanged(server: LiveServer) -> list[str]:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("change", SAMPLING, ids=lambda each: "-".join(each))
-def test_sampling_is_exact_with_drafts(server: LiveServer, unchanged: list[str], change: Json) -> None:
+def test_sampling_is_exact_with_drafts(server, unchanged, change):
     changed = False
     for body, text in zip(SAMPLED, unchanged, strict=True):
         texts = [text_of(server.post({**body, **change, **more})) for more in ({}, {}, PLAIN)]
@@ -298,23 +265,11 @@ def test_sampling_is_exact_with_drafts(server: LiveServer, unchanged: list[str],
     assert changed or change == {"top_k": -1}
 
 
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"top_k": -2}, "top_k"), ({"min_p": 1.5}, "min_p"), ({"repetition_penalty": 0}, "repetition_penalty"),
-        ({"frequency_penalty": 3}, "frequency_penalty"), ({"logit_bias": {"x": 1}}, "logit_bias"),
-        ({"logit_bias": {"5": 200}}, "logit_bias"), ({"logit_bias": {"9999": 1}}, "logit_bias"),
-        ({"max_tokens": 0}, "max_tokens"), ({"echo": 3}, "echo"), ({"prediction": "x"}, "prediction"),
-    ],
-)  # fmt: skip
-def test_wrong_values_have_their_names(server: LiveServer, change: Json, param: str) -> None:
-    assert error_of(server.post({"model": "bundled", "prompt": "x", **change}))["param"] == param
-
-
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("drafter", ["lookup", "auto", "retrieval", "trie"])
-def test_penalties_and_biases_are_exact_with_every_drafter(engine: Engine, drafter: str) -> None:
+def test_penalties_and_biases_are_exact_with_every_drafter(engine, drafter):
     model, prompt = engine.target.model, "A list: a, b, a, b, a,"
-    start = len(engine.tokenizer(prompt)["input_ids"])  # type: ignore[misc]
+    start = len(engine.tokenizer(prompt)["input_ids"])
     one = Engine(model, drafter, tokenizer=engine.tokenizer)
     for seed in (None, 1):
         sampling: Json = {"do_sample": seed is not None, "seed": seed}
@@ -332,7 +287,7 @@ def test_penalties_and_biases_are_exact_with_every_drafter(engine: Engine, draft
         assert texts[0] == texts[1] == texts[2]
 
 
-def test_penalties_are_openais() -> None:
+def test_penalties_are_openais():
     scores, ids = torch.zeros(1, 5), torch.tensor([[4, 4, 1, 2, 2]])
     assert OccurrencePenalties(2, 0.5, 0.25)(ids, scores).tolist() == [[0, -0.75, -1.25, 0, 0]]
     assert scores.eq(0).all()
@@ -341,7 +296,7 @@ def test_penalties_are_openais() -> None:
 # --- echo, suffix, tokens
 
 
-def test_echo_scores_a_prompt_as_the_model_does(engine: Engine, client: openai.OpenAI) -> None:
+def test_echo_scores_a_prompt_as_the_model_does(engine, client):
     tokenizer: Any = engine.tokenizer
     prompt = "x = 1\n<|endoftext|>" + "def add(a, b):\n    return a + b\n\n" * 5
     ids = tokenizer(prompt)["input_ids"]
@@ -351,7 +306,7 @@ def test_echo_scores_a_prompt_as_the_model_does(engine: Engine, client: openai.O
     fields: Json = {"model": "bundled", "prompt": prompt, "temperature": 0, "logprobs": 2}
     answer = client.completions.create(**fields, max_tokens=4, echo=True)
     (choice,) = answer.choices
-    assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+    assert choice.logprobs.token_logprobs is not None
     assert choice.logprobs.token_logprobs[0] is None
     own = torch.tensor(choice.logprobs.token_logprobs[1 : len(ids)])
     torch.testing.assert_close(own.double(), wanted, atol=1e-4, rtol=1e-4)
@@ -361,22 +316,21 @@ def test_echo_scores_a_prompt_as_the_model_does(engine: Engine, client: openai.O
         assert choice.text[start : start + len(token)] == token
     plain = client.completions.create(**fields, max_tokens=4)
     assert choice.text == prompt + plain.choices[0].text
-    assert plain.choices[0].logprobs is not None
     assert choice.logprobs.token_logprobs[len(ids) :] == plain.choices[0].logprobs.token_logprobs
-    assert answer.usage is not None and (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), 4)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), 4)
 
 
-def test_echo_takes_no_answer_a_stream_and_token_ids(client: openai.OpenAI) -> None:
+def test_echo_takes_no_answer_a_stream_and_token_ids(client):
     none = client.completions.create(model="bundled", prompt=["def f", "x"], max_tokens=0, logprobs=0, echo=True)
     assert [choice.text for choice in none.choices] == ["def f", "x"]
-    assert none.usage is not None and none.usage.completion_tokens == 0
+    assert none.usage.completion_tokens == 0
     fields: Json = {"model": "bundled", "prompt": [260, 371, 79], "max_tokens": 5, "temperature": 0, "echo": True}
     whole = client.completions.create(**fields).choices[0].text
     assert whole.startswith("hello") and whole != "hello"
     assert "".join(chunk.choices[0].text for chunk in client.completions.create(**fields, stream=True)) == whole
 
 
-def test_a_suffix_is_put_between_the_tokenizers_own_marks(server: LiveServer) -> None:
+def test_a_suffix_is_put_between_the_tokenizers_own_marks(server):
     class Tokenizer:
         bos_token_id = 1
 
@@ -394,7 +348,7 @@ def test_a_suffix_is_put_between_the_tokenizers_own_marks(server: LiveServer) ->
         PromptEncoder(Tokenizer(), 4)(CompletionRequest(model="x", prompt="a", suffix="d" * 100))
 
 
-def test_tokens_and_text_go_both_ways(engine: Engine, server: LiveServer) -> None:
+def test_tokens_and_text_go_both_ways(engine, server):
     tokenizer: Any = engine.tokenizer
     reply = server.http.post("/tokenize", json={"prompt": "héllo wörld", "return_token_strs": True}).json()
     assert reply["tokens"] == tokenizer("héllo wörld")["input_ids"] and reply["count"] == len(reply["tokens"])
@@ -413,7 +367,7 @@ RESPONSE: Json = {"model": "bundled", "temperature": 0, "max_output_tokens": 100
 FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
 
 
-def test_a_response_is_the_chats_answer(client: openai.OpenAI) -> None:
+def test_a_response_is_the_chats_answer(client):
     chat = client.chat.completions.create(**{**CHAT, "max_tokens": 12}).choices[0].message.content
     short = {**RESPONSE, "max_output_tokens": 12}
     response = client.responses.create(**short, input="Weather in Rome?", store=False, metadata={"a": "b"})
@@ -424,10 +378,10 @@ def test_a_response_is_the_chats_answer(client: openai.OpenAI) -> None:
     )
     parts: Any = [{"role": "user", "content": [{"type": "input_text", "text": "Weather in Rome?"}]}]
     assert client.responses.create(**short, input=parts).output_text == chat
-    assert response.usage is not None and response.usage.output_tokens == 12
+    assert response.usage.output_tokens == 12
 
 
-def test_a_response_streams_text_and_calls(client: openai.OpenAI) -> None:
+def test_a_response_streams_text_and_calls(client):
     whole: Any = client.responses.create(
         **RESPONSE, input=MESSAGES, tools=FLAT, tool_choice="required", parallel_tool_calls=False
     )
@@ -454,7 +408,7 @@ def test_a_response_streams_text_and_calls(client: openai.OpenAI) -> None:
     )
 
 
-def test_a_response_takes_the_items_of_an_earlier_one(client: openai.OpenAI) -> None:
+def test_a_response_takes_the_items_of_an_earlier_one(client):
     items: Any = [
         {"role": "developer", "content": "Be short."},
         {"type": "message", "role": "user", "content": "Add."},
@@ -463,16 +417,13 @@ def test_a_response_takes_the_items_of_an_earlier_one(client: openai.OpenAI) -> 
         {"type": "function_call_output", "call_id": "c1", "output": "2"},
     ]
     schema = {
-        "type": "json_schema",
-        "name": "n",
-        "schema": {"type": "integer", "maximum": 9, "minimum": 0},
-        "strict": True,
-    }
-    response = client.responses.create(**RESPONSE, input=items, text={"format": schema}, instructions="Count.")  # type: ignore[arg-type]
+        "type": "json_schema", "name": "n", "schema": {"type": "integer", "maximum": 9, "minimum": 0}, "strict": True,
+    }  # fmt: skip
+    response = client.responses.create(**RESPONSE, input=items, text={"format": schema}, instructions="Count.")
     assert int(response.output_text) in range(10)
 
 
-def test_a_chunk_has_one_piece_of_each_call() -> None:
+def test_a_chunk_has_one_piece_of_each_call():
     """Clients take a second one for a call of its own."""
     form = ChatFormat(ChatRequest.model_validate({**CHAT, "stream": True}), "1")
     pieces = [CallDelta(0, "", "c0", "f"), CallDelta(0, '{"a": '), CallDelta(0, "1}"), CallDelta(1, "", "c1", "g")]
@@ -485,7 +436,7 @@ def test_a_chunk_has_one_piece_of_each_call() -> None:
     assert (begun["finish_reason"], rest["finish_reason"]) == (None, "tool_calls")
 
 
-def test_a_schema_beside_tools_may_be_as_large_as_one_without(server: LiveServer) -> None:
+def test_a_schema_beside_tools_may_be_as_large_as_one_without(server):
     schema = {"properties": {f"p{i}": {"type": "integer"} for i in range(5000)}}
     response_format = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
     answer = server.post({**CHAT, "tools": TOOLS, "response_format": response_format}, "chat/completions")
@@ -494,7 +445,7 @@ def test_a_schema_beside_tools_may_be_as_large_as_one_without(server: LiveServer
 
 @pytest.mark.parametrize("depth", [200, 400, 900, 3000, 20_000])
 @pytest.mark.parametrize("place", ["response_format", "tools"])
-def test_a_schema_that_is_nested_too_deeply_is_refused(server: LiveServer, place: str, depth: int) -> None:
+def test_a_schema_that_is_nested_too_deeply_is_refused(server, place, depth):
     nested = '{"type": "array", "items": ' * depth + "{}" + "}" * depth
     tools = json.dumps(TOOLS)
     if place == "tools":
@@ -508,7 +459,7 @@ def test_a_schema_that_is_nested_too_deeply_is_refused(server: LiveServer, place
     error_of(answer)
 
 
-def test_reasoning_and_the_answer_behind_it_are_one_turn() -> None:
+def test_reasoning_and_the_answer_behind_it_are_one_turn():
     def text(kind: str, said: str) -> Json:
         return {"type": kind, "text": said}
 
@@ -534,46 +485,35 @@ def test_reasoning_and_the_answer_behind_it_are_one_turn() -> None:
         ({"max_output_tokens": 0}, "max_output_tokens"), ({"input": []}, "input: "),
     ],
 )  # fmt: skip
-def test_what_a_response_cannot_be_is_refused(server: LiveServer, change: Json, said: str) -> None:
+def test_what_a_response_cannot_be_is_refused(server, change, said):
     assert said in error_of(server.post({**RESPONSE, "input": "x", **change}, "responses"))["message"]
-
-
-def test_a_tool_of_a_chat_that_is_null_is_refused(server: LiveServer) -> None:
-    answer = server.post({**CHAT, "tools": [None]}, "chat/completions")
-    assert answer.status_code == 400 and "tools.0" in error_of(answer)["message"]
 
 
 # --- streams and figures
 
 
-def test_a_silent_stream_gets_pings(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_stream_gets_pings(engine, monkeypatch):
     monkeypatch.setattr(calls, "PING_SECONDS", 0.05)
-    engine_with_gate: Any = PausableEngine(engine)
-    one = LiveServer(engine_with_gate)
-    try:
-        engine_with_gate.gate.clear()
-        body = {"model": "bundled", "prompt": "x", "max_tokens": 2, "stream": True}
-        with one.http.stream("POST", "/v1/completions", json=body) as answer:
-            lines = answer.iter_lines()
-            pings = 0
-            for line in lines:
-                pings += line == ": ping"
-                if pings == 3:
-                    engine_with_gate.gate.set()
-                if line == "data: [DONE]":
-                    break
-        assert pings >= 3
-    finally:
-        engine_with_gate.gate.set()
-        one.close()
+    held: Any = PausableEngine(engine)
+    held.gate.clear()
+    body = {"model": "bundled", "prompt": "x", "max_tokens": 2, "stream": True}
+    with LiveServer(held) as one, one.http.stream("POST", "/v1/completions", json=body) as answer:
+        pings = 0
+        for line in answer.iter_lines():
+            pings += line == ": ping"
+            if pings == 3:
+                held.gate.set()
+            if line == "data: [DONE]":
+                break
+    assert pings >= 3
 
 
-def test_a_stream_is_not_silent_while_the_model_writes_what_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_is_not_silent_while_the_model_writes_what_is_held_back(monkeypatch):
     monkeypatch.setattr(calls, "PING_SECONDS", 0.05)
     held: Any = SimpleNamespace(answer=SimpleNamespace(add=lambda tokens: ["x"] * len(tokens)), step=lambda *given: [])
 
     async def pings() -> int:
-        found, call = 0, calls.Call(None, [held], "1", calls.LoopDispatcher(asyncio.get_running_loop()))  # type: ignore[arg-type]
+        found, call = 0, calls.Call(None, [held], "1", calls.LoopDispatcher(asyncio.get_running_loop()))
 
         async def write() -> None:
             for _ in range(60):
@@ -592,13 +532,12 @@ def test_a_stream_is_not_silent_while_the_model_writes_what_is_held_back(monkeyp
     assert asyncio.run(pings()) >= 3
 
 
-def test_a_prediction_saves_steps_and_changes_nothing(client: openai.OpenAI) -> None:
+def test_a_prediction_saves_steps_and_changes_nothing(client):
     fields: Json = {"model": "bundled", "messages": MESSAGES, "max_tokens": 40, "temperature": 1}
 
     def steps(seed: int, **more: Any) -> tuple[str | None, int]:
         extra = {"forerun": {"namespace": f"p{seed}-{len(more)}"}}
         answer = client.chat.completions.create(**fields, seed=seed, extra_body=extra, **more)
-        assert answer.usage is not None
         return answer.choices[0].message.content, answer.usage.model_dump()["forerun"]["steps"]
 
     saved = 0
@@ -611,11 +550,14 @@ def test_a_prediction_saves_steps_and_changes_nothing(client: openai.OpenAI) -> 
     assert saved > 0
 
 
-def test_drafts_are_told_in_vllms_words(server: LiveServer) -> None:
+def test_drafts_are_told_in_vllms_words(server):
     body = {"model": "bundled", "prompt": "a, b, a, b, a, b, a,", "max_tokens": 40, "temperature": 0}
     reply = [server.post(body).json() for _ in range(2)][1]
     figures, own = reply["metrics"]["speculative_decoding"], reply["usage"]["forerun"]
     assert figures["num_draft_tokens"] == own["drafted"] and figures["num_accepted_draft_tokens"] == own["accepted"] > 0
+    details = reply["usage"]["completion_tokens_details"]  # and in OpenAI's
+    assert details["accepted_prediction_tokens"] == own["accepted"]
+    assert details["rejected_prediction_tokens"] == own["drafted"] - own["accepted"]
     histogram = figures["acceptance_histogram"]
     assert sum(histogram) == figures["num_spec_steps"] <= own["steps"]
     assert sum(place * count for place, count in enumerate(histogram)) == own["accepted"]
@@ -630,19 +572,15 @@ def test_drafts_are_told_in_vllms_words(server: LiveServer) -> None:
 
 def messages(**more: Any) -> Json:
     return {
-        "model": "bundled",
-        "messages": [{"role": "user", "content": "Hi"}],
-        "max_tokens": 24,
-        "temperature": 0,
-        **more,
-    }
+        "model": "bundled", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 24, "temperature": 0, **more,
+    }  # fmt: skip
 
 
 def events_of(text: str) -> list[Json]:
     return [json.loads(each.partition("data: ")[2]) for each in text.split("\n\n") if each]
 
 
-def test_a_message_is_the_chats_answer(server: LiveServer) -> None:
+def test_a_message_is_the_chats_answer(server):
     chat = server.post(messages(), "chat/completions").json()
     whole = server.post(messages(), "messages").json()
     assert [(block["type"], block["text"]) for block in whole["content"]] == [
@@ -659,7 +597,7 @@ def test_a_message_is_the_chats_answer(server: LiveServer) -> None:
     assert "".join(texts) == whole["content"][0]["text"]
 
 
-def test_a_message_says_which_stop_string_ended_it_and_how_many_tokens_a_request_has(server: LiveServer) -> None:
+def test_a_message_says_which_stop_string_ended_it_and_how_many_tokens_a_request_has(server):
     text = server.post(messages(), "messages").json()["content"][0]["text"]
     stop = text[len(text) // 2 :][:3]
     asked = messages(stop_sequences=["\u2603", stop])
@@ -679,7 +617,7 @@ def test_a_message_says_which_stop_string_ended_it_and_how_many_tokens_a_request
     assert server.post({**asked, "model": "another"}, "messages/count_tokens").status_code == 404
 
 
-def test_a_message_calls_a_tool_and_takes_its_result(server: LiveServer) -> None:
+def test_a_message_calls_a_tool_and_takes_its_result(server):
     tool = {
         "name": "weather",
         "description": "Of a city.",
@@ -700,26 +638,20 @@ def test_a_message_calls_a_tool_and_takes_its_result(server: LiveServer) -> None
     assert server.post(messages(messages=turns, tools=[tool]), "messages").status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"messages": [{"role": "user", "content": [{"type": "smell"}]}]}, "messages.0.content.0: must be text"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "role user, assistant or system"),
-        ({"max_tokens": None}, "max_tokens"),
-    ],
-)
-def test_what_a_message_cannot_be_is_refused(server: LiveServer, change: Json, said: str) -> None:
+@pytest.mark.parametrize(("change", "said"), [
+    ({"messages": [{"role": "user", "content": [{"type": "smell"}]}]}, "messages.0.content.0: must be text"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "role user, assistant or system"),
+    ({"max_tokens": None}, "max_tokens"),
+])  # fmt: skip
+def test_what_a_message_cannot_be_is_refused(server, change, said):
     assert said in server.post(messages(**change), "messages").json()["error"]["message"]
 
 
-def test_a_step_that_ends_a_call_and_goes_on_with_text_keeps_them_apart() -> None:
+def test_a_step_that_ends_a_call_and_goes_on_with_text_keeps_them_apart():
     usage = {
-        "prompt_tokens": 1,
-        "completion_tokens": 2,
-        "total_tokens": 3,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3, "prompt_tokens_details": {"cached_tokens": 0},
         "completion_tokens_details": {"reasoning_tokens": 0},
-    }
+    }  # fmt: skip
     response = ResponsesFormat(ResponsesRequest(model="m", input="x"), "1")
     message = MessagesFormat(MessagesRequest(**messages()), "1")
     for form in (response, message):
@@ -732,7 +664,7 @@ def test_a_step_that_ends_a_call_and_goes_on_with_text_keeps_them_apart() -> Non
 
 
 @pytest.mark.parametrize("size", [7, 1000])
-def test_blocks_come_in_the_models_order_however_steps_end(size: int) -> None:
+def test_blocks_come_in_the_models_order_however_steps_end(size):
     tokenizer = bundled()[1]
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     text = f"First. {call}\nNow I wait. {call} Done."
@@ -740,7 +672,7 @@ def test_blocks_come_in_the_models_order_however_steps_end(size: int) -> None:
     found = []
     for tokens in (1, size):
         parser = MessageParser(tokenizer, FORM, FORM.response_template(True) or {}, "", TOOLS, True)
-        row: Any = AnswerRow(*[None] * 3, parser=parser)  # type: ignore[arg-type]
+        row: Any = AnswerRow(*[None] * 3, parser=parser)
         form = MessagesFormat(MessagesRequest(**messages()), "1")
         for first in range(0, len(text), tokens):
             for delta in row.step(0, list(text[first : first + tokens])):
@@ -751,7 +683,7 @@ def test_blocks_come_in_the_models_order_however_steps_end(size: int) -> None:
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_new_text_of_a_padded_response_has_one_of_a_few_sizes(padded: bool) -> None:
+def test_new_text_of_a_padded_response_has_one_of_a_few_sizes(padded):
     options = {"stream_options": {"include_obfuscation": padded}}
     form = ResponsesFormat(ResponsesRequest.model_validate({"model": "m", "input": "x", **options}), "1")
     events = [form.chunk(Delta(0, text)) for text in ("a", "four", "and more")]

@@ -1,7 +1,5 @@
 """What a server withstands: nonsense, costly requests, slow clients, too many of them. Each test shows one bound."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
@@ -10,7 +8,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -19,7 +16,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from support.live_server import PATIENCE, TEMPLATE, Json, LiveServer, PausableEngine, bundled_engine, tasks, until
+from support.live_server import (
+    PATIENCE,
+    TEMPLATE,
+    Json,
+    LiveServer,
+    PausableEngine,
+    bundled_engine,
+    serving,
+    tasks,
+    until,
+)
 from support.malformed_requests import RawRequest, RequestFuzzer
 from support.response_checks import ask_all, wrong
 
@@ -46,21 +53,14 @@ def engine() -> Engine:
     return bundled_engine(prefix_cache=1 << 24)
 
 
-@pytest.fixture(scope="module")
-def server(engine: Engine) -> Iterator[LiveServer]:
-    """For tests that break nothing, and change no setting."""
-    built = LiveServer(engine)
-    yield built
-    built.close()
+server = serving()
 
 
 def head(length: int, *more: str) -> bytes:
     lines = [
-        "POST /v1/completions HTTP/1.1",
-        "Host: localhost",
-        "Content-Type: application/json",
+        "POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json",
         f"Content-Length: {length}",
-    ]
+    ]  # fmt: skip
     return "\r\n".join([*lines, *more, "", ""]).encode()
 
 
@@ -113,7 +113,7 @@ def error_in(said: bytes) -> Json:
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.matrix)])
-def test_nonsense_is_refused_and_leaves_nothing_behind(engine: Engine, servers: list[LiveServer], count: int) -> None:
+def test_nonsense_is_refused_and_leaves_nothing_behind(engine, servers, count):
     servers.append(LiveServer(engine, max_tokens=8, request_bytes=100_000, namespaces=8))
     one = servers[0]
     wanted = one.post(ASKED).json()["choices"][0]["text"]
@@ -136,27 +136,22 @@ def test_nonsense_is_refused_and_leaves_nothing_behind(engine: Engine, servers: 
 # --- costly requests
 
 
-@pytest.mark.parametrize(
-    ("kind", "body"),
-    [
-        (CompletionRequest, {"prompt": ["a"] * 20_000}),
-        (CompletionRequest, {"prompt": [None] * 20_000}),
-        (CompletionRequest, {"prompt": "Hi", "stop": [1] * 20_000}),
-        (CompletionRequest, {"prompt": "Hi", **{f"x{i}": 1 for i in range(20_000)}}),
-        (ChatRequest, {"messages": [1] * 20_000}),
-        (ChatRequest, {"messages": [{}] * 20_000}),
-        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * 20_000}]}),
-        (ChatRequest, {"messages": [{"role": "user", "content": "Hi"}], "tools": [1] * 20_000}),
-    ],
-)
-def test_a_body_with_a_thousand_mistakes_has_one_error(kind: type, body: Json) -> None:
+@pytest.mark.parametrize(("kind", "body"), [
+    (CompletionRequest, {"prompt": ["a"] * 20_000}), (CompletionRequest, {"prompt": [None] * 20_000}),
+    (CompletionRequest, {"prompt": "Hi", "stop": [1] * 20_000}),
+    (CompletionRequest, {"prompt": "Hi", **{f"x{i}": 1 for i in range(20_000)}}),
+    (ChatRequest, {"messages": [1] * 20_000}), (ChatRequest, {"messages": [{}] * 20_000}),
+    (ChatRequest, {"messages": [{"role": "user", "content": [{}] * 20_000}]}),
+    (ChatRequest, {"messages": [{"role": "user", "content": "Hi"}], "tools": [1] * 20_000}),
+])  # fmt: skip
+def test_a_body_with_a_thousand_mistakes_has_one_error(kind, body):
     """Four million errors took 37 seconds and 6 GiB, and nobody else was answered meanwhile."""
     with pytest.raises((ValidationError, ApiError)) as refused:
         kind(model="bundled", **body)
     assert isinstance(refused.value, ApiError) or refused.value.error_count() == 1
 
 
-def test_a_text_far_too_long_is_refused_by_its_beginning(engine: Engine) -> None:
+def test_a_text_far_too_long_is_refused_by_its_beginning(engine):
     seen: list[int] = []
 
     class Counting:
@@ -164,14 +159,14 @@ def test_a_text_far_too_long_is_refused_by_its_beginning(engine: Engine) -> None
 
         def __call__(self, text: str, **more: Any) -> Any:
             seen.append(len(text))
-            return engine.tokenizer(text, **more)  # type: ignore[misc]
+            return engine.tokenizer(text, **more)
 
         def __getattr__(self, name: str) -> Any:
             return getattr(engine.tokenizer, name)
 
         def apply_chat_template(self, *given: Any, tokenize: bool, **more: Any) -> Any:
             assert not tokenize
-            return engine.tokenizer.apply_chat_template(*given, chat_template=TEMPLATE, tokenize=False, **more)  # type: ignore[union-attr]
+            return engine.tokenizer.apply_chat_template(*given, chat_template=TEMPLATE, tokenize=False, **more)
 
     encoder = PromptEncoder(Counting(), 100)
     for text in ("a" * 100_000, "hello world " * 10_000):
@@ -186,17 +181,17 @@ def test_a_text_far_too_long_is_refused_by_its_beginning(engine: Engine) -> None
             encoder(ChatRequest(model="bundled", **asked))
     assert max(seen) <= 1600
     text = "one two three " * 20  # longer than the first look, and not too long
-    assert encoder(CompletionRequest(model="bundled", prompt=text))[0].ids == engine.tokenizer(text)["input_ids"]  # type: ignore[misc]
+    assert encoder(CompletionRequest(model="bundled", prompt=text))[0].ids == engine.tokenizer(text)["input_ids"]
 
 
-def test_more_texts_than_there_are_places_for_are_not_encoded(engine: Engine, servers: list[LiveServer]) -> None:
+def test_more_texts_than_there_are_places_for_are_not_encoded(engine, servers):
     servers.append(LiveServer(engine, SchedulerLimits(1 << 30, rows=2, waiting=2)))
     answer = servers[0].post({**ASKED, "prompt": ["Hi", "Ho"], "n": 3})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_many_texts")
 
 
 @pytest.mark.parametrize("divisor", [9_999_991, 1e6, 49_999.5])
-def test_a_divisor_that_would_take_minutes_to_compile_is_refused(engine: Engine, divisor: float) -> None:
+def test_a_divisor_that_would_take_minutes_to_compile_is_refused(engine, divisor):
     schema = {"type": "object", "properties": {"a": [{"type": "number", "multipleOf": divisor}]}}
     with pytest.raises(SchemaError, match=r"multipleOf has [0-9,]+ remainders in all; 50,000 are the most"):
         engine.grammars.of({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
@@ -207,7 +202,7 @@ def test_a_divisor_that_would_take_minutes_to_compile_is_refused(engine: Engine,
 # --- one request's failure
 
 
-def test_a_schema_too_hard_to_follow_is_the_clients_error(engine: Engine, servers: list[LiveServer]) -> None:
+def test_a_schema_too_hard_to_follow_is_the_clients_error(engine, servers):
     """It compiles, and the matcher gives up at its first tokens."""
     servers.append(LiveServer(engine))
     one = servers[0]
@@ -245,9 +240,7 @@ def has_no_memory(request: Request, patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("spoil", [fails, has_no_memory])
-def test_a_request_that_fails_harms_nobody_beside_it(
-    engine: Engine, servers: list[LiveServer], spoil: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_fails_harms_nobody_beside_it(engine, servers, spoil, monkeypatch):
     servers.append(LiveServer(engine))
     one = servers[0]
     asked = {**ASKED, "max_tokens": 40}
@@ -259,7 +252,7 @@ def test_a_request_that_fails_harms_nobody_beside_it(
             spoil(request, monkeypatch)
         return submit(request, *given)
 
-    one.scheduler.submit = spoilt  # type: ignore[method-assign, assignment]
+    one.scheduler.submit = spoilt
     beside = one.client().completions.create(**asked, stream=True)
     text = next(beside).choices[0].text
     answer = one.post({**ASKED, "max_tokens": 7})
@@ -273,7 +266,7 @@ def test_a_request_that_fails_harms_nobody_beside_it(
 # --- connections
 
 
-def test_connections_beyond_the_limit_are_told_so(engine: Engine, servers: list[LiveServer]) -> None:
+def test_connections_beyond_the_limit_are_told_so(engine, servers):
     servers.append(LiveServer(engine, connections=2))
     one = servers[0]
     first, second = connected(one), connected(one)
@@ -297,9 +290,7 @@ def test_connections_beyond_the_limit_are_told_so(engine: Engine, servers: list[
     assert one.post(ASKED).status_code == 200
 
 
-def test_a_server_tells_its_health_whatever_sends_bodies_that_do_not_come(
-    engine: Engine, servers: list[LiveServer]
-) -> None:
+def test_a_server_tells_its_health_whatever_sends_bodies_that_do_not_come(engine, servers):
     servers.append(LiveServer(engine, connections=16))
     one = servers[0]
     flood = [connected(one) for _ in range(16 + 2 * RESERVED_CONNECTIONS)]
@@ -314,7 +305,7 @@ def test_a_server_tells_its_health_whatever_sends_bodies_that_do_not_come(
         each.close()
 
 
-def test_one_address_leaves_connections_to_others(engine: Engine, servers: list[LiveServer]) -> None:
+def test_one_address_leaves_connections_to_others(engine, servers):
     servers.append(LiveServer(engine, connections=16))
     one = servers[0]
     held = [connected(one) for _ in range(14)]
@@ -333,7 +324,7 @@ def test_one_address_leaves_connections_to_others(engine: Engine, servers: list[
 # --- bodies
 
 
-def test_the_parts_of_json_are_counted_without_making_them() -> None:
+def test_the_parts_of_json_are_counted_without_making_them():
     assert count_json(b'{"a": [1, -2.5e3, true, "x,[{:\\"\\\\"], "b": {}}') == JsonCounts(3, 3, 3)
     assert count_json(b"") == JsonCounts(0, 0, 0)
     assert count_json(b'"\\u0022[1,2]"') == JsonCounts(1, 0, 0)
@@ -383,13 +374,11 @@ def test_the_largest_body_is_parsed_without_collecting_all_objects(server: LiveS
 
 
 @given(
-    value=st.recursive(
-        st.none() | st.booleans() | st.integers() | st.text(),
-        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    ),
+    value=st.recursive(st.none() | st.booleans() | st.integers() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20),
     spaced=st.booleans(),
-)
-def test_the_counts_are_those_of_what_is_made(value: Any, spaced: bool) -> None:
+)  # fmt: skip
+def test_the_counts_are_those_of_what_is_made(value, spaced):
     strings = containers = others = 0
     waiting = [value]
     while waiting:
@@ -402,20 +391,13 @@ def test_the_counts_are_those_of_what_is_made(value: Any, spaced: bool) -> None:
     assert count_json(text.encode(errors="surrogatepass")) == (strings, containers, others)
 
 
-@pytest.mark.parametrize(
-    ("address", "field", "entry"),
-    [
-        ("/detokenize", "tokens", "5"),
-        ("/v1/chat/completions", "messages", '{"role":"user","content":""}'),
-        ("/v1/messages", "messages", '{"role":"user","content":""}'),
-        ("/v1/chat/completions", "tools", "{}"),
-        ("/v1/completions", "prompt", "[1]"),
-        ("/v1/completions", "prompt", '"a"'),
-    ],
-)
-def test_a_body_of_too_many_parts_is_refused_before_they_are_made(
-    server: LiveServer, monkeypatch: pytest.MonkeyPatch, address: str, field: str, entry: str
-) -> None:
+@pytest.mark.parametrize(("address", "field", "entry"), [
+    ("/detokenize", "tokens", "5"),
+    ("/v1/chat/completions", "messages", '{"role":"user","content":""}'),
+    ("/v1/messages", "messages", '{"role":"user","content":""}'),
+    ("/v1/chat/completions", "tools", "{}"), ("/v1/completions", "prompt", "[1]"), ("/v1/completions", "prompt", '"a"'),
+])  # fmt: skip
+def test_a_body_of_too_many_parts_is_refused_before_they_are_made(server, monkeypatch, address, field, entry):
     made: list[int] = []
     monkeypatch.setattr(bodies, "parsed", lambda body, *given: made.append(len(body)))
     body = f'{{"{field}": [{",".join([entry] * (6_000_000 // (len(entry) + 1)))}]}}'
@@ -424,7 +406,7 @@ def test_a_body_of_too_many_parts_is_refused_before_they_are_made(
     assert not made
 
 
-def test_a_large_body_is_read_beside_the_event_loop(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_body_is_read_beside_the_event_loop(server, monkeypatch):
     """While one is read, the server answers others."""
     reading, go_on, read = threading.Event(), threading.Event(), bodies.parsed
 
@@ -446,9 +428,7 @@ def test_a_large_body_is_read_beside_the_event_loop(server: LiveServer, monkeypa
         assert large.result().status_code == 200
 
 
-def test_a_head_that_does_not_come_ends_the_connection(
-    engine: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_that_does_not_come_ends_the_connection(engine, servers, monkeypatch):
     monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.05)
     servers.append(LiveServer(engine))
     with connected(servers[0]) as silent, connected(servers[0]) as second:
@@ -460,9 +440,7 @@ def test_a_head_that_does_not_come_ends_the_connection(
     assert answer.json()["usage"]["completion_tokens"] == 200
 
 
-def test_a_body_that_does_not_come_is_told_so(
-    engine: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_body_that_does_not_come_is_told_so(engine, servers, monkeypatch):
     monkeypatch.setattr(middleware, "BODY_SECONDS", 0.05)
     servers.append(LiveServer(engine))
     with connected(servers[0]) as slow:
@@ -471,7 +449,7 @@ def test_a_body_that_does_not_come_is_told_so(
     assert said.startswith(b"HTTP/1.1 408") and error_in(said)["code"] == "request_timeout"
 
 
-def test_who_still_sends_a_body_that_is_refused_hears_why(engine: Engine, servers: list[LiveServer]) -> None:
+def test_who_still_sends_a_body_that_is_refused_hears_why(engine, servers):
     servers.append(LiveServer(engine, request_bytes=1000))
     with connected(servers[0]) as one:
         one.sendall(head(3_000_000) + b" " * 100)
@@ -480,9 +458,7 @@ def test_who_still_sends_a_body_that_is_refused_hears_why(engine: Engine, server
         assert heard(one).endswith(b'{"status":"ok"}')
 
 
-def test_a_refused_body_without_end_is_cut_off(
-    engine: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_body_without_end_is_cut_off(engine, servers, monkeypatch):
     monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.2)
     servers.append(LiveServer(engine, request_bytes=1000))
     with connected(servers[0]) as endless, pytest.raises(ConnectionError):
@@ -491,9 +467,7 @@ def test_a_refused_body_without_end_is_cut_off(
             endless.sendall(b" " * 65_536)
 
 
-def test_all_bodies_together_are_bounded(
-    engine: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_bodies_together_are_bounded(engine, servers, monkeypatch):
     monkeypatch.setattr(middleware, "BODIES_IN_MEMORY", 2)
     monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.2)
     servers.append(LiveServer(engine, request_bytes=1000))
@@ -508,9 +482,7 @@ def test_all_bodies_together_are_bounded(
     assert servers[0].post({**ASKED, "user": "x" * 800}).status_code == 200
 
 
-def test_who_does_not_read_is_dropped(
-    engine: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_does_not_read_is_dropped(engine, servers, monkeypatch):
     narrow(monkeypatch, 4096)
     monkeypatch.setattr(http_server, "READING_SECONDS", 0.05)
     servers.append(LiveServer(engine))
@@ -528,14 +500,14 @@ def test_who_does_not_read_is_dropped(
 @pytest.mark.parametrize(
     "said", [b"\0\1\2\r\n\r\n", b"GET /\r\n\r\n", b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n"]
 )
-def test_what_is_no_http_is_told_so_in_openais_shape(server: LiveServer, said: bytes) -> None:
+def test_what_is_no_http_is_told_so_in_openais_shape(server, said):
     with connected(server) as strange:
         strange.sendall(said)
         answer = heard(strange)
     assert answer.startswith(b"HTTP/1.1 400") and error_in(answer)["code"] == "invalid_http"
 
 
-def test_nonsense_in_the_midst_of_a_body_ends_the_connection_alone(server: LiveServer) -> None:
+def test_nonsense_in_the_midst_of_a_body_ends_the_connection_alone(server):
     with connected(server) as strange:
         strange.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
         answer = heard(strange)
@@ -543,7 +515,7 @@ def test_nonsense_in_the_midst_of_a_body_ends_the_connection_alone(server: LiveS
     until(lambda: not server.uvicorn.server_state.tasks)
 
 
-def test_shots_are_the_same_for_a_seed(server: LiveServer) -> None:
+def test_shots_are_the_same_for_a_seed(server):
     description = server.http.get("/openapi.json").json()
 
     def shots(seed: int) -> list[RawRequest]:
@@ -553,14 +525,14 @@ def test_shots_are_the_same_for_a_seed(server: LiveServer) -> None:
     assert shots(1) == shots(1) != shots(2)
 
 
-def test_texts_of_many_are_encoded_in_turn(engine: Engine) -> None:
+def test_texts_of_many_are_encoded_in_turn(engine):
     order: list[str] = []
 
     class Slow:
         def __call__(self, text: str) -> Any:
             order.append(text)
             time.sleep(0.005)
-            return engine.tokenizer(text)  # type: ignore[misc]
+            return engine.tokenizer(text)
 
     encoder = PromptEncoder(Slow(), None)
     many = threading.Thread(target=encoder, args=[CompletionRequest(model="bundled", prompt=["many"] * 100)])
@@ -571,7 +543,7 @@ def test_texts_of_many_are_encoded_in_turn(engine: Engine) -> None:
     assert order.index("one") < 20
 
 
-def test_who_sends_many_texts_holds_up_nobody_else() -> None:
+def test_who_sends_many_texts_holds_up_nobody_else():
     """They wait in a queue of their own, also where all threads are busy."""
     order, executor = list[str](), FairExecutor(1, "test")
 
@@ -590,7 +562,7 @@ def test_who_sends_many_texts_holds_up_nobody_else() -> None:
     assert executor.submit("one", lambda: 2).result() == 2
 
 
-def test_long_texts_of_one_tenant_leave_others_their_turn(engine: Engine, servers: list[LiveServer]) -> None:
+def test_long_texts_of_one_tenant_leave_others_their_turn(engine, servers):
     servers.append(LiveServer(engine, api_keys=("a", "b")))
     server, service, gate = servers[0], servers[0].app.state.service, threading.Event()
     encode = service.encode
@@ -613,9 +585,7 @@ def test_long_texts_of_one_tenant_leave_others_their_turn(engine: Engine, server
             gate.set()
 
 
-def test_who_reads_slowly_gets_the_whole_answer(
-    engine: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_reads_slowly_gets_the_whole_answer(engine, servers, monkeypatch):
     narrow(monkeypatch)
     monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.1)
     monkeypatch.setattr(http_server, "READING_SECONDS", 0.1)
@@ -634,9 +604,7 @@ def test_who_reads_slowly_gets_the_whole_answer(
 
 
 @pytest.mark.parametrize("address", ["/health", "/v1/completions"])
-def test_who_has_no_key_takes_none_of_the_room_for_bodies(
-    engine: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch, address: str
-) -> None:
+def test_who_has_no_key_takes_none_of_the_room_for_bodies(engine, servers, monkeypatch, address):
     monkeypatch.setattr(middleware, "BODIES_IN_MEMORY", 2)
     servers.append(LiveServer(engine, request_bytes=1000, api_keys=("key-of-a",)))
     strangers = [connected(servers[0]) for _ in range(4)]
@@ -654,9 +622,7 @@ def test_who_has_no_key_takes_none_of_the_room_for_bodies(
         each.close()
 
 
-def test_a_body_that_is_parsed_is_dropped(
-    engine: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_body_that_is_parsed_is_dropped(engine, servers, monkeypatch):
     monkeypatch.setattr(middleware, "BODIES_IN_MEMORY", 2)
     held = PausableEngine(engine)
     servers.append(LiveServer(held, request_bytes=3000))
@@ -667,7 +633,7 @@ def test_a_body_that_is_parsed_is_dropped(
     for number, client in enumerate(clients, 1):  # five bodies where there is room for two
         client.sendall(head(len(body)))
         client.sendall(body)
-        until(lambda number=number: one.scheduler.running + one.scheduler.waiting == number)  # type: ignore[misc]
+        until(lambda number=number: one.scheduler.running + one.scheduler.waiting == number)
     gc.unfreeze()  # what was imported may keep one, too
     found = gc.get_referents(*gc.get_objects())
     gc.freeze()
@@ -680,9 +646,7 @@ def test_a_body_that_is_parsed_is_dropped(
     assert not kept
 
 
-def test_one_tenant_takes_no_more_than_half_of_the_room_for_bodies(
-    engine: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_tenant_takes_no_more_than_half_of_the_room_for_bodies(engine, servers, monkeypatch):
     monkeypatch.setattr(middleware, "BODIES_IN_MEMORY", 4)
     monkeypatch.setattr(middleware, "KEPT_BODIES", 2)
     servers.append(LiveServer(engine, request_bytes=1000, api_keys=("key-of-a", "key-of-b")))
@@ -697,7 +661,7 @@ def test_one_tenant_takes_no_more_than_half_of_the_room_for_bodies(
         each.close()
 
 
-def test_log_probabilities_are_bounded_before_any_work(engine: Engine, servers: list[LiveServer]) -> None:
+def test_log_probabilities_are_bounded_before_any_work(engine, servers):
     servers.append(LiveServer(engine, request_bytes=1 << 16))  # 2 MiB for all
     asked = {"model": "bundled", "messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 20}
     answer = servers[0].post({**asked, "n": 64, "max_tokens": 64}, "chat/completions")

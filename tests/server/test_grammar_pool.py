@@ -1,7 +1,5 @@
 """Schemas that are dear to compile, and texts that a schema spells out, cost nobody else anything."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -27,7 +25,7 @@ Json = dict[str, Any]
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
     folder = Path(forerun.reference.__file__).parent / "weights" / "target"
-    return AutoTokenizer.from_pretrained(folder)  # type: ignore[no-any-return]
+    return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture
@@ -51,9 +49,7 @@ def dear(patterns: int) -> Json:
     return asked({"type": "string", "allOf": [{"pattern": f"[a-z]{{{i}}}.*x"} for i in range(1, patterns + 1)]})
 
 
-def test_a_schema_that_compiles_for_minutes_is_refused_in_seconds_and_its_process_killed(
-    pool: GrammarPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_schema_that_compiles_for_minutes_is_refused_in_seconds_and_its_process_killed(pool, monkeypatch):
     monkeypatch.setattr(grammar_pool, "COMPILE_SECONDS", 1)
     monkeypatch.setattr(grammar_pool, "COMPILE_WALL_SECONDS", 600.0)
     workers: list[Any] = []
@@ -79,7 +75,7 @@ def test_a_schema_that_compiles_for_minutes_is_refused_in_seconds_and_its_proces
     assert workers[0]._process.returncode == -signal.SIGXCPU  # its time, not its memory
 
 
-def test_the_end_does_not_wait_for_a_schema(grammars: Grammars) -> None:
+def test_the_end_does_not_wait_for_a_schema(grammars):
     pool = GrammarPool(grammars)
 
     async def ask() -> int | None:
@@ -95,9 +91,7 @@ def test_the_end_does_not_wait_for_a_schema(grammars: Grammars) -> None:
     assert asyncio.run(ask()) == -signal.SIGKILL  # and not by the end of its time
 
 
-def test_a_tenant_has_few_places_and_equal_schemas_share_one(
-    pool: GrammarPool, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tenant_has_few_places_and_equal_schemas_share_one(pool, grammars, monkeypatch):
     monkeypatch.setattr(grammar_pool, "TENANT_SCHEMAS", 2)
     compiled: list[str] = []
     of = grammars.of
@@ -119,7 +113,7 @@ def test_a_tenant_has_few_places_and_equal_schemas_share_one(
     assert told[3].status == 429 and sorted(compiled) == ["a/x", "a/x", "b/x"]
 
 
-def test_a_process_that_cannot_be_started_leaves_its_place(pool: GrammarPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_started_leaves_its_place(pool, monkeypatch):
     def fail(*given: Any, **options: Any) -> Any:
         raise OSError("no more processes")
 
@@ -132,36 +126,33 @@ def test_a_process_that_cannot_be_started_leaves_its_place(pool: GrammarPool, mo
     asyncio.run(asyncio.wait_for(pool.prepare(schema, "a", "a/x"), 60))
 
 
-def test_a_wrong_schema_has_its_own_reason(pool: GrammarPool) -> None:
+def test_a_wrong_schema_has_its_own_reason(pool):
     with pytest.raises(SchemaError, match="cannot be used"):
         asyncio.run(pool.prepare(asked({"type": "string", "pattern": "["}), "a", "a/x"))
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"const": "x" * 3_000}, {"enum": ["a", "x" * 3_000]}, {"type": "string", "pattern": "^a{60000}$"},
-        {"type": "string", "pattern": "^(a{100}){100}$"}, {"type": "array", "items": {"const": 7}, "minItems": 20_000},
-        {"type": "object", "properties": {"x" * 3_000: {"type": "null"}}},
-    ],
-)  # fmt: skip
-def test_a_long_text_that_a_schema_spells_out_is_refused(grammars: Grammars, schema: Json) -> None:
+@pytest.mark.parametrize("schema", [
+    {"const": "x" * 3_000}, {"enum": ["a", "x" * 3_000]}, {"type": "string", "pattern": "^a{60000}$"},
+    {"type": "string", "pattern": "^(a{100}){100}$"},
+    {"type": "array", "items": {"const": 7}, "minItems": 20_000},
+    {"type": "object", "properties": {"x" * 3_000: {"type": "null"}}},
+])  # fmt: skip
+def test_a_long_text_that_a_schema_spells_out_is_refused(grammars, schema):
     nested = {"type": "object", "properties": {"a": {"type": "integer"}, "b": schema}, "required": ["a", "b"]}
     for each in (schema, nested):
         with pytest.raises(SchemaError, match=r"the schema has a text of .* characters; 2,000 are the most"):
             grammars.of(asked(each))
 
 
-def test_a_property_may_be_called_like_a_keyword(grammars: Grammars) -> None:
+def test_a_property_may_be_called_like_a_keyword(grammars):
     long = {"type": "object", "properties": {f"field_{n}": {"type": "string"} for n in range(99)}}
     schema = {"type": "object", "properties": {"const": long, "enum": {"type": "null"}, "pattern": {"const": 1}}}
     assert grammars.of(asked(schema)) is not None
 
 
-def test_a_run_that_turns_out_long_ends_the_text(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_turns_out_long_ends_the_text(grammars, monkeypatch):
     monkeypatch.setattr(grammar, "MAX_FORCED_TOKENS", 50)
     made = grammars.of(asked({"const": "x" * 300}))
-    assert made is not None
     walker = made.follow(0)
     ids, scores = torch.empty(0, dtype=torch.int64), torch.zeros(4096)
     with pytest.raises(GrammarError, match="forces more than 50 tokens in a row"):
@@ -169,7 +160,7 @@ def test_a_run_that_turns_out_long_ends_the_text(grammars: Grammars, monkeypatch
     assert torch.equal(walker.on_trial().mask(ids, scores), scores)
 
 
-def test_a_forced_token_needs_no_mask(grammars: Grammars) -> None:
+def test_a_forced_token_needs_no_mask(grammars):
     """The masks of a run are those of a matcher that works each one out."""
 
     class Counting:
@@ -189,9 +180,8 @@ def test_a_forced_token_needs_no_mask(grammars: Grammars) -> None:
         "required": ["it's a", "n"],
     }
     made = grammars.of(asked(schema))
-    assert made is not None
     counting = Counting(made.matcher.deep_copy())
-    walker = grammar.Grammar(counting).follow(0)  # type: ignore[arg-type]
+    walker = grammar.Grammar(counting).follow(0)
     ids, scores = torch.empty(0, dtype=torch.int64), torch.arange(4096.0)
     run = walker.forced(ids, 1000)
     assert len(run) > 60
@@ -204,11 +194,8 @@ def test_a_forced_token_needs_no_mask(grammars: Grammars) -> None:
     assert torch.isfinite(walker.mask(ids, scores)).sum() > 1  # the number is free
 
 
-def test_drafts_do_without_masks_when_the_time_of_their_step_is_over(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_do_without_masks_when_the_time_of_their_step_is_over(grammars, monkeypatch):
     made = grammars.of(asked({"type": "string"}))
-    assert made is not None
     walker = made.follow(0)
     trial, ids, scores = walker.on_trial(), torch.empty(0, dtype=torch.int64), torch.zeros(4096)
     monkeypatch.setattr(grammar, "MAX_TRIAL_SECONDS", -1.0)
@@ -218,7 +205,7 @@ def test_drafts_do_without_masks_when_the_time_of_their_step_is_over(
 
 
 @pytest.mark.skipif(os.name != "posix", reason="limits of memory are POSIX's")
-def test_a_schema_that_takes_too_much_memory_is_refused(pool: GrammarPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schema_that_takes_too_much_memory_is_refused(pool, monkeypatch):
     monkeypatch.setattr(grammar_pool, "COMPILE_BYTES", 1 << 20)
     with pytest.raises(SchemaError, match="compiling it needs more than"):
         asyncio.run(pool.prepare(dear(16), "a", "a/x"))

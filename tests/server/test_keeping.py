@@ -1,7 +1,5 @@
 """The index of a server: what it starts with, what it may take, who shares it, and that it outlives the server."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import json
@@ -12,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +56,7 @@ def within(trie: Trie, limit: int) -> bool:
     return trie.kept <= sum(lengths) <= limit and trie._shared.granted <= limit
 
 
-def test_all_namespaces_stay_under_the_limit_and_those_used_longest_ago_go() -> None:
+def test_all_namespaces_stay_under_the_limit_and_those_used_longest_ago_go():
     limit, trie = 10 * MIN_GROWTH_BYTES, Trie()
     trie.bound(limit, 1000)
     for number in range(60):
@@ -75,7 +73,7 @@ def test_all_namespaces_stay_under_the_limit_and_those_used_longest_ago_go() -> 
     assert kept[-1] == text(99, 100) and 20 < len(kept) < 100  # the oldest outputs went, whole
 
 
-def test_live_namespaces_stay_and_keep_to_the_limit_together() -> None:
+def test_live_namespaces_stay_and_keep_to_the_limit_together():
     limit, trie = 4 * MIN_GROWTH_BYTES, Trie()
     trie.bound(limit, 1000)
     trie.warm("idle", [text(0)])
@@ -92,7 +90,7 @@ def test_live_namespaces_stay_and_keep_to_the_limit_together() -> None:
     assert within(trie, limit) and texts(trie, "new") == [text(1)]
 
 
-def test_an_index_that_grows_drafts_as_one_that_was_large_at_once() -> None:
+def test_an_index_that_grows_drafts_as_one_that_was_large_at_once():
     large, growing = Trie(), Trie()
     growing.bound(1 << 26, 100)
     for trie in (large, growing):
@@ -107,7 +105,7 @@ def test_an_index_that_grows_drafts_as_one_that_was_large_at_once() -> None:
         assert len(one) and one.tolist() == other.tolist()
 
 
-def test_a_limit_without_room_is_refused() -> None:
+def test_a_limit_without_room_is_refused():
     with pytest.raises(ValueError, match=f"the limit is 5 bytes for 1 namespaces; allowed: {MIN_GROWTH_BYTES}"):
         Trie().bound(5, 1)
 
@@ -139,7 +137,7 @@ def stamps(folder: Folder) -> dict[str, tuple[int, int]]:
     return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in found.items()}
 
 
-def test_only_what_changed_is_written_and_what_is_gone_is_removed(folder: Folder) -> None:
+def test_only_what_changed_is_written_and_what_is_gone_is_removed(folder):
     trie = Trie(TrieConfig(namespaces=3))
     trie.warm("a", [text(1), text(2)])
     trie.warm("b", [text(3)])
@@ -158,7 +156,7 @@ def test_only_what_changed_is_written_and_what_is_gone_is_removed(folder: Folder
     assert {path.stat().st_mode & 0o777 for path in folder.path.glob("*.trie")} == {0o600}
 
 
-def test_what_was_read_is_written_again_only_after_a_change(folder: Folder) -> None:
+def test_what_was_read_is_written_again_only_after_a_change(folder):
     before = Trie()
     before.warm("a", [text(1)])
     before.warm("b", [text(2)])
@@ -176,9 +174,7 @@ def test_what_was_read_is_written_again_only_after_a_change(folder: Folder) -> N
 
 
 @pytest.mark.parametrize("harm", [lambda data: data[:-1], lambda data: data[:-9] + b"?" + data[-8:], lambda data: b""])
-def test_a_damaged_file_is_set_aside_and_the_others_load(
-    folder: Folder, harm: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_file_is_set_aside_and_the_others_load(folder, harm, caplog):
     trie = Trie()
     trie.warm("a", [text(1)])
     trie.warm("b", [text(2)])
@@ -193,7 +189,7 @@ def test_a_damaged_file_is_set_aside_and_the_others_load(
     assert contents(folder) == {"b": [text(2)]} and not caplog.text
 
 
-def test_a_file_under_anothers_name_is_set_aside(folder: Folder) -> None:
+def test_a_file_under_anothers_name_is_set_aside(folder):
     trie = Trie()
     trie.warm("a", [text(1)])
     folder.save(trie)
@@ -201,7 +197,7 @@ def test_a_file_under_anothers_name_is_set_aside(folder: Folder) -> None:
     assert contents(folder) == {}
 
 
-def test_a_folder_is_one_vocabularys_and_one_processs(folder: Folder) -> None:
+def test_a_folder_is_one_vocabularys_and_one_processs(folder):
     trie = Trie()
     trie.warm("a", [text(1)])
     folder.save(trie)
@@ -214,7 +210,7 @@ def test_a_folder_is_one_vocabularys_and_one_processs(folder: Folder) -> None:
     assert contents(folder) == {"a": [text(1)]}
 
 
-def test_a_trie_file_is_one_vocabularys(tmp_path: Path) -> None:
+def test_a_trie_file_is_one_vocabularys(tmp_path):
     trie = Trie()
     trie.warm("a", [text(1)])
     trie.save(tmp_path / "trie", "v")
@@ -227,9 +223,7 @@ def test_a_trie_file_is_one_vocabularys(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("moment", ["write", "fsync", "replace", "sync_folder"])
-def test_a_process_killed_while_it_saves_leaves_a_whole_file(
-    folder: Folder, moment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_killed_while_it_saves_leaves_a_whole_file(folder, moment, monkeypatch):
     trie = Trie()
     trie.warm("a", [text(1)])
     folder.save(trie)
@@ -276,7 +270,7 @@ class Watched(Folder):
         return super().save(store)
 
 
-def test_a_keeper_saves_after_a_change_and_sleeps_while_there_is_none(tmp_path: Path) -> None:
+def test_a_keeper_saves_after_a_change_and_sleeps_while_there_is_none(tmp_path):
     trie, folder = Trie(), Watched(tmp_path)
     keeper = AutoSaver(trie, folder, 0.01)
     keeper.start()
@@ -295,7 +289,7 @@ def test_a_keeper_saves_after_a_change_and_sleeps_while_there_is_none(tmp_path: 
     assert contents(folder) == {"a": [text(2), text(3), text(4), text(5)]}
 
 
-def test_a_save_that_fails_is_told_of_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_that_fails_is_told_of_and_tried_again(tmp_path, caplog):
     trie, folder = Trie(), Watched(tmp_path)
     folder.broken = True
     keeper = AutoSaver(trie, folder, 0.01)
@@ -312,7 +306,7 @@ def test_a_save_that_fails_is_told_of_and_tried_again(tmp_path: Path, caplog: py
 # --- files to learn from
 
 
-def test_a_text_is_learned_in_whole_lines_and_json_line_by_line(tmp_path: Path) -> None:
+def test_a_text_is_learned_in_whole_lines_and_json_line_by_line(tmp_path):
     plain, rows = tmp_path / "plain.txt", tmp_path / "rows.jsonl"
     lines = [f"line {number} of a long text\n" for number in range(2000)]
     plain.write_text("".join(lines))
@@ -331,27 +325,19 @@ def test_a_text_is_learned_in_whole_lines_and_json_line_by_line(tmp_path: Path) 
     check_files([plain, rows], 2)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "told"),
-    [
-        ("a.txt", b"good\nbad \xff\n", r"a\.txt:2 is not UTF-8 text \(byte 4 of the line\)"),
-        ("a.txt", b"", r"a\.txt has no text to index"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": }', r"a\.jsonl:2 is no JSON"),
-        ("a.jsonl", b"[1]", r"a\.jsonl:1 .*: it is a list"),
-        ("a.jsonl", b'\n{"prompt": "x"}', r"a\.jsonl:2 .*: the text is missing, empty, or no string"),
-        ("a.jsonl", b'{"text": 1}', r"a\.jsonl:1 .*: the text is missing, empty, or no string"),
-        ("a.jsonl", b'{"text": "\\ud800"}', r"a\.jsonl:1 .*surrogates not allowed"),
-        ("a.jsonl", b'{"text": "x", "namespace": "a/b"}', r"a\.jsonl:1 .*: the namespace does not match"),
-        (
-            "a.jsonl",
-            b'{"text": "x", "namespace": "a"}\n{"text": "x", "namespace": "b"}',
-            r"a\.jsonl:2 has namespace 'b': a tenant may have 1 namespaces",
-        ),
-    ],
-)
-def test_a_wrong_file_is_told_of_with_its_line_before_any_work(
-    tmp_path: Path, name: str, content: bytes, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("name", "content", "told"), [
+    ("a.txt", b"good\nbad \xff\n", r"a\.txt:2 is not UTF-8 text \(byte 4 of the line\)"),
+    ("a.txt", b"", r"a\.txt has no text to index"),
+    ("a.jsonl", b'{"text": "x"}\n{"text": }', r"a\.jsonl:2 is no JSON"),
+    ("a.jsonl", b"[1]", r"a\.jsonl:1 .*: it is a list"),
+    ("a.jsonl", b'\n{"prompt": "x"}', r"a\.jsonl:2 .*: the text is missing, empty, or no string"),
+    ("a.jsonl", b'{"text": 1}', r"a\.jsonl:1 .*: the text is missing, empty, or no string"),
+    ("a.jsonl", b'{"text": "\\ud800"}', r"a\.jsonl:1 .*surrogates not allowed"),
+    ("a.jsonl", b'{"text": "x", "namespace": "a/b"}', r"a\.jsonl:1 .*: the namespace does not match"),
+    ("a.jsonl", b'{"text": "x", "namespace": "a"}\n{"text": "x", "namespace": "b"}',
+        r"a\.jsonl:2 has namespace 'b': a tenant may have 1 namespaces"),
+])  # fmt: skip
+def test_a_wrong_file_is_told_of_with_its_line_before_any_work(tmp_path, name, content, told, monkeypatch):
     (tmp_path / name).write_bytes(content)
     monkeypatch.setattr(serve, "build_engine", lambda *_, **__: pytest.fail("the model was loaded"))
     monkeypatch.setenv("FORERUN_NAMESPACES", "1")
@@ -361,7 +347,7 @@ def test_a_wrong_file_is_told_of_with_its_line_before_any_work(
         serve.run(ServeOptions(warm=[tmp_path / "nothing"]))
 
 
-def test_the_environment_has_files_with_commas_between(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_has_files_with_commas_between(monkeypatch):
     monkeypatch.setenv("FORERUN_WARM", "a.txt, b.jsonl")
     assert read_settings({}).warm == (Path("a.txt"), Path("b.jsonl"))
 
@@ -383,9 +369,7 @@ def accepted(answer: httpx.Response) -> int:
     return int(answer.json()["usage"]["forerun"]["accepted"])
 
 
-def test_files_are_learned_by_every_tenant_and_not_again_after_a_restart(
-    model: tuple[Any, Any], engine: Engine, tmp_path: Path, servers: list[LiveServer]
-) -> None:
+def test_files_are_learned_by_every_tenant_and_not_again_after_a_restart(model, engine, tmp_path, servers):
     answer = engine.generate(ASKED["prompt"], max_new_tokens=24, namespace="alone").texts[0]
     (tmp_path / "a.jsonl").write_text(
         f"{json.dumps({'text': answer})}\n{json.dumps({'text': 'x y', 'namespace': 'b'})}"
@@ -410,9 +394,7 @@ def test_files_are_learned_by_every_tenant_and_not_again_after_a_restart(
     assert kept[1].pop(asker)[:1] == kept[0].pop(asker) == learned and kept[1] == kept[0]
 
 
-def test_files_are_left_off_when_their_time_is_over(
-    engine: Engine, tmp_path: Path, servers: list[LiveServer], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_are_left_off_when_their_time_is_over(engine, tmp_path, servers, caplog):
     (tmp_path / "a.txt").write_text("a word " * 20_000)
     servers.append(LiveServer(engine, warm=[tmp_path / "a.txt"], warm_seconds=1e-6))
     said = f"{tmp_path / 'a.txt'}:1 and everything after it was not indexed: warm_seconds, 1e-06, are over"
@@ -421,9 +403,7 @@ def test_files_are_left_off_when_their_time_is_over(
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_a_tenant_is_proposed_anothers_text_only_where_that_is_switched_on(
-    engine: Engine, share: bool, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tenant_is_proposed_anothers_text_only_where_that_is_switched_on(engine, share, servers, monkeypatch):
     long = ASKED | {"prompt": "one two three four five six seven\n" * 60}  # longer than a chunk
     servers.append(LiveServer(engine, api_keys=("key-of-a", "key-of-b"), share=share))
     trie, origins = trie_of(engine.level), []
@@ -456,7 +436,7 @@ def test_a_tenant_is_proposed_anothers_text_only_where_that_is_switched_on(
     assert (names == {"shared/default"}) == share and (len(names) == 2) == (not share)
 
 
-def test_a_server_refuses_what_it_cannot_keep(model: tuple[Any, Any], engine: Engine, tmp_path: Path) -> None:
+def test_a_server_refuses_what_it_cannot_keep(model, engine, tmp_path):
     trie = Trie()
     trie.warm("a", [text(1)])
     folder = Folder(tmp_path, "other")
@@ -472,7 +452,7 @@ def test_a_server_refuses_what_it_cannot_keep(model: tuple[Any, Any], engine: En
             LiveServer(plain, drafter="lookup", **told)
 
 
-def test_the_fingerprint_is_of_tokens_and_their_ids(model: tuple[Any, Any]) -> None:
+def test_the_fingerprint_is_of_tokens_and_their_ids(model):
     changed = copy.deepcopy(model[1])
     assert vocabulary_of(changed) == vocabulary_of(model[1])
     changed.add_tokens(["never seen"])
@@ -480,14 +460,12 @@ def test_the_fingerprint_is_of_tokens_and_their_ids(model: tuple[Any, Any]) -> N
 
 
 @pytest.mark.parametrize("name", ["trie", "auto", "triforce-trie"])
-def test_drafters_with_a_trie_show_it(name: str, model: tuple[Any, Any]) -> None:
+def test_drafters_with_a_trie_show_it(name, model):
     assert isinstance(trie_of(Engine(model[0], name).level), Trie)
 
 
 @pytest.mark.matrix
-def test_a_server_goes_on_with_what_it_learned_and_keeps_it_when_it_is_killed(
-    engine: Engine, tmp_path: Path, servers: list[LiveServer]
-) -> None:
+def test_a_server_goes_on_with_what_it_learned_and_keeps_it_when_it_is_killed(engine, tmp_path, servers):
     first = LiveServer(engine, index=tmp_path)
     cold = first.post(ASKED)
     first.close()
@@ -522,7 +500,7 @@ def lengths(folder: Path, engine: Engine) -> list[int]:
     return [len(each) for each in content.namespaces["default/default"]]
 
 
-def test_who_fills_the_index_pushes_out_nothing_of_others() -> None:
+def test_who_fills_the_index_pushes_out_nothing_of_others():
     trie = Trie()
     trie.bound(1 << 26, 4, 2)
     for name in ("a/one", "b/one", "b/two", "b/three"):
@@ -536,7 +514,7 @@ def test_who_fills_the_index_pushes_out_nothing_of_others() -> None:
     assert {"a/one", "c/one", "d/one"} > set(trie.changes()) - {"two", "three"}
 
 
-def test_a_file_that_cannot_be_written_keeps_no_other_from_it(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_written_keeps_no_other_from_it(folder, monkeypatch):
     trie, write, tried = Trie(), trie_file.write, []
     for name in ("large", "small"):
         trie.warm(name, [text(1)])

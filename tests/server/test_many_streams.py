@@ -1,7 +1,5 @@
 """Many streams of every kind at once, some of whose clients go: each text is its request's alone, without drafts."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -51,7 +49,7 @@ async def together(server: LiveServer, asked: list[MixedRequest], pieces: list[i
 
 
 @pytest.mark.matrix
-def test_each_of_many_streams_is_its_text_alone_and_nothing_is_left(servers: dict[str, LiveServer]) -> None:
+def test_each_of_many_streams_is_its_text_alone_and_nothing_is_left(servers):
     asked = mixed(STREAMS, seed=3, longest=12)
     pieces = [3 if place % 4 == 3 else None for place in range(STREAMS)]
     many = servers["trie"]

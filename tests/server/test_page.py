@@ -3,31 +3,28 @@
 A browser is found by what Debian's ``chromium`` and ``chromium-driver`` install.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support.live_server import PATIENCE, LiveServer, PausableEngine, bundled_engine, until
 
-import forerun
 from forerun.server import calls
 from forerun.server.admission import SchedulerLimits
-from forerun.server.app import PAGE_FILES
 
 MISSING = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
 MISSING += [] if importlib.util.find_spec("selenium") else ["selenium"]
-browsing = pytest.mark.skipif(bool(MISSING), reason=f"there is no {', '.join(MISSING)} to open the page with")
+pytestmark = [
+    pytest.mark.matrix,  # a browser's start costs as much as twenty tests
+    pytest.mark.skipif(bool(MISSING), reason=f"there is no {', '.join(MISSING)} to open the page with"),
+]
 
 PROMPT = "one two three four five six\n" * 4
 LENGTH = 40
-FILES_OF_PAGE = Path(forerun.__file__).parent / "server" / "static"
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +130,7 @@ def alone(held: PausableEngine, prompt: str, **options: Any) -> str:
     return str(held.generate(prompt, namespace="alone", **{"max_new_tokens": LENGTH, **options}).texts[0])
 
 
-@browsing
-def test_both_columns_fill_with_the_engines_text(held: PausableEngine, page: Page) -> None:
+def test_both_columns_fill_with_the_engines_text(held, page):
     page.fill(PROMPT)
     page["start"].click()
     assert page.ended() == "Both texts are equal, token for token."
@@ -147,8 +143,7 @@ def test_both_columns_fill_with_the_engines_text(held: PausableEngine, page: Pag
     assert page.figure("plain", "summary").startswith(f"{LENGTH} tokens in {LENGTH} steps · prompt of ")
 
 
-@browsing
-def test_drafted_tokens_are_tinted_by_their_source_and_the_legend_counts_them(page: Page) -> None:
+def test_drafted_tokens_are_tinted_by_their_source_and_the_legend_counts_them(page):
     script = "[...document.querySelectorAll('#{} .answer span')].map((e) => [e.className, getComputedStyle(e).{}])"
     page.fill(PROMPT)
     for source in ("text", "earlier"):  # run again, all of it is known from the first text
@@ -163,10 +158,7 @@ def test_drafted_tokens_are_tinted_by_their_source_and_the_legend_counts_them(pa
         assert page.run(f"document.querySelector('#legend [data-source={source}] b').textContent")
 
 
-@browsing
-def test_counters_move_while_a_text_grows_and_escape_frees_the_server(
-    held: PausableEngine, server: LiveServer, page: Page
-) -> None:
+def test_counters_move_while_a_text_grows_and_escape_frees_the_server(held, server, page):
     from selenium.webdriver import Keys
 
     page.fill("Once upon a time", length=4000, temperature=1)
@@ -187,8 +179,7 @@ def test_counters_move_while_a_text_grows_and_escape_frees_the_server(
     assert "equal" in page.ended()
 
 
-@browsing
-def test_a_fast_server_is_drawn_once_a_frame(page: Page) -> None:
+def test_a_fast_server_is_drawn_once_a_frame(page):
     """To lay the text out for every token held the page up for twenty seconds at a stretch."""
     page.greeted()
     page.tell("Performance.enable")
@@ -214,8 +205,7 @@ def layouts(page: Page) -> int:
     return int(next(each["value"] for each in told if each["name"] == "LayoutCount"))
 
 
-@browsing
-def test_a_keyboard_is_enough(driver: Any, server: LiveServer, page: Page) -> None:
+def test_a_keyboard_is_enough(driver, server, page):
     from selenium.webdriver import Keys
 
     page.greeted()
@@ -242,8 +232,7 @@ def test_a_keyboard_is_enough(driver: Any, server: LiveServer, page: Page) -> No
     assert page.run("document.activeElement.id") == "length"
 
 
-@browsing
-def test_wide_and_narrow_light_and_dark_all_can_be_read(driver: Any, server: LiveServer, page: Page) -> None:
+def test_wide_and_narrow_light_and_dark_all_can_be_read(driver, server, page):
     grounds = set()
     for scheme in ("dark", "light"):
         page.tell("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
@@ -283,8 +272,7 @@ CONTRASTS = """() => {
 """The least contrast between a text and what it stands on, as WCAG defines it."""
 
 
-@browsing
-def test_a_chat_goes_on_from_its_turns(held: PausableEngine, page: Page) -> None:
+def test_a_chat_goes_on_from_its_turns(held, page):
     page.fill("Hi", chat=True, length=8)
     page["start"].click()
     page.ended()
@@ -302,8 +290,7 @@ def test_a_chat_goes_on_from_its_turns(held: PausableEngine, page: Page) -> None
     assert not page["conversation"].is_displayed()
 
 
-@browsing
-def test_a_silent_server_is_waited_for(held: PausableEngine, page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_server_is_waited_for(held, page, monkeypatch):
     monkeypatch.setattr(calls, "PING_SECONDS", 0.05)
     page.fill(PROMPT)
     held.gate.clear()
@@ -313,8 +300,7 @@ def test_a_silent_server_is_waited_for(held: PausableEngine, page: Page, monkeyp
     assert "equal" in page.ended()
 
 
-@browsing
-def test_what_is_changed_while_a_text_grows_is_for_the_next_one(held: PausableEngine, page: Page) -> None:
+def test_what_is_changed_while_a_text_grows_is_for_the_next_one(held, page):
     page.fill("Hi", length=8)
     held.gate.clear()
     page["start"].click()
@@ -336,10 +322,8 @@ def test_what_is_changed_while_a_text_grows_is_for_the_next_one(held: PausableEn
     assert "equal" in page.ended() and page.run(turns) == []
 
 
-@browsing
-def test_two_starts_before_the_server_answered_are_one(held: PausableEngine, driver: Any) -> None:
-    one = LiveServer(held, SchedulerLimits(1 << 30), drafter="trie", api_keys=("key-of-a",))
-    try:
+def test_two_starts_before_the_server_answered_are_one(held, driver):
+    with LiveServer(held, SchedulerLimits(1 << 30), drafter="trie", api_keys=("key-of-a",)) as one:
         page = Page(driver, one)
         until(lambda: page["key"].is_displayed())
         page.run("document.getElementById('key').value = 'key-of-a'")
@@ -349,26 +333,19 @@ def test_two_starts_before_the_server_answered_are_one(held: PausableEngine, dri
         assert "equal" in page.ended()
         assert page.text("plain") == page.text("fast") == alone(held, "Hi", max_new_tokens=160)
         assert page.run("parseFloat(document.getElementById('time-plain').textContent)") > 0
-    finally:
-        one.close()
 
 
-@browsing
-def test_who_drafted_is_not_told_where_tenants_share(held: PausableEngine, driver: Any) -> None:
-    one = LiveServer(held, SchedulerLimits(1 << 30), drafter="trie", share=True)
-    try:
+def test_who_drafted_is_not_told_where_tenants_share(held, driver):
+    with LiveServer(held, SchedulerLimits(1 << 30), drafter="trie", share=True) as one:
         page = Page(driver, one)
         page.fill(PROMPT)
         page["start"].click()
         assert "equal" in page.ended() and page.text("plain") == page.text("fast")
         assert page.run("document.querySelector('#legend [data-source=untold] b').textContent") == f"{LENGTH} tokens"
         assert page.run("document.querySelectorAll('#fast .answer span').length") == 1
-    finally:
-        one.close()
 
 
-@browsing
-def test_a_seed_names_the_text_and_no_drafts_means_none(held: PausableEngine, page: Page) -> None:
+def test_a_seed_names_the_text_and_no_drafts_means_none(held, page):
     page.fill(PROMPT, temperature=0.9, seed=7, drafter="none")
     page["start"].click()
     assert "equal" in page.ended()
@@ -376,8 +353,7 @@ def test_a_seed_names_the_text_and_no_drafts_means_none(held: PausableEngine, pa
     assert page.text("fast") == wanted and page.figure("fast", "stride") == "1.00"
 
 
-@browsing
-def test_what_came_from_earlier_runs_is_said_and_can_be_left_out(held: PausableEngine, page: Page) -> None:
+def test_what_came_from_earlier_runs_is_said_and_can_be_left_out(held, page):
     page.fill("The river was named after the man who")
     for _ in range(2):
         page["start"].click()
@@ -385,7 +361,7 @@ def test_what_came_from_earlier_runs_is_said_and_can_be_left_out(held: PausableE
     told = re.fullmatch(
         rf"(\d+) of its {LENGTH} tokens came from answers of earlier runs\.", page["earlier-count"].text
     )
-    assert told is not None and int(told[1]) > LENGTH // 2
+    assert int(told[1]) > LENGTH // 2
     assert told[0] in page["status"].get_attribute("textContent")
     page["without"].click()
     until(lambda: not page["earlier"].is_selected() and not page.running)
@@ -394,8 +370,7 @@ def test_what_came_from_earlier_runs_is_said_and_can_be_left_out(held: PausableE
     assert page.text("fast") == page.text("plain") == alone(held, "The river was named after the man who")
 
 
-@browsing
-def test_a_chat_is_run_again_from_where_it_was(page: Page) -> None:
+def test_a_chat_is_run_again_from_where_it_was(page):
     for _ in range(2):
         page.fill("Hi", chat=True, length=16)
         page.run("document.getElementById('fresh').click()")
@@ -408,8 +383,7 @@ def test_a_chat_is_run_again_from_where_it_was(page: Page) -> None:
     assert page.text("fast") == said and page["turns"].get_attribute("textContent") == turns
 
 
-@browsing
-def test_a_slowdown_is_neither_green_nor_called_fast(page: Page) -> None:
+def test_a_slowdown_is_neither_green_nor_called_fast(page):
     page.greeted()
     found = [page.run(f"({CONCLUSION})({ratio}, 3)") for ratio in (0.73, 0.999, 2.5, 3.5)]
     said = ["27 % slower", "1.00 times as fast", "2.50 times as fast", "The plain run was disturbed"]
@@ -427,8 +401,7 @@ CONCLUSION = """async (ratio, passes) => {
 """What is said of two equal texts by the ratios of speeds and passes, and the colour of its frame."""
 
 
-@browsing
-def test_both_texts_stand_in_the_first_screen_and_no_line_is_cut(page: Page) -> None:
+def test_both_texts_stand_in_the_first_screen_and_no_line_is_cut(page):
     page.tell("Emulation.setDeviceMetricsOverride", width=1280, height=720, deviceScaleFactor=1, mobile=False)
     page.greeted()
     assert "appears here" in page.run("getComputedStyle(document.querySelector('#plain .answer'), '::before').content")
@@ -449,8 +422,7 @@ BOX = """(column) => {
 }"""
 
 
-@browsing
-def test_an_error_leaves_the_last_result_and_says_where_a_folded_setting_is_wrong(page: Page) -> None:
+def test_an_error_leaves_the_last_result_and_says_where_a_folded_setting_is_wrong(page):
     page.fill(PROMPT, length=8)
     page["start"].click()
     page.ended()
@@ -466,8 +438,7 @@ def test_an_error_leaves_the_last_result_and_says_where_a_folded_setting_is_wron
     assert ["400" in line["message"] for line in page.driver.get_log("browser")] == [True]
 
 
-@browsing
-def test_a_phone_is_shown_the_verdict(driver: Any, server: LiveServer, page: Page) -> None:
+def test_a_phone_is_shown_the_verdict(driver, server, page):
     phone = Page(driver, server, width=390)
     phone.fill(PROMPT, length=8)
     phone["start"].click()
@@ -475,8 +446,7 @@ def test_a_phone_is_shown_the_verdict(driver: Any, server: LiveServer, page: Pag
     until(lambda: 0 <= phone.run("document.getElementById('verdict').getBoundingClientRect().top") < 100)
 
 
-@browsing
-def test_a_wrong_key_is_told_in_words_and_no_key_is_kept(held: PausableEngine, driver: Any) -> None:
+def test_a_wrong_key_is_told_in_words_and_no_key_is_kept(held, driver):
     one = LiveServer(held, SchedulerLimits(1 << 30), api_keys=("key-of-a",), request_bytes=5000)
     try:
         page = Page(driver, one)
@@ -508,30 +478,3 @@ def test_a_wrong_key_is_told_in_words_and_no_key_is_kept(held: PausableEngine, d
         one.close()
     page.ctrl_enter()
     assert page.complaint() == "The server cannot be reached."
-
-
-def test_the_page_needs_no_key_and_lets_nothing_in(held: PausableEngine) -> None:
-    closed = LiveServer(held, SchedulerLimits(1 << 30), api_keys=("key-of-a",))
-    without = LiveServer(held, SchedulerLimits(1 << 30), page=False)
-    try:
-        for address in PAGE_FILES:
-            answer = closed.http.get(address)
-            assert answer.status_code == 200 and closed.http.head(address).status_code == 200
-            policy = answer.headers["content-security-policy"]
-            assert "default-src 'none'" in policy and "unsafe" not in policy
-            assert answer.headers["x-content-type-options"] == "nosniff"
-            assert without.http.get(address).status_code == 404
-        assert closed.http.get("/page/../v1/models").status_code == closed.http.get("/v1/models").status_code == 401
-        assert closed.http.get("/page/none.js").status_code == 401
-    finally:
-        closed.close()
-        without.close()
-
-
-def test_the_page_has_no_script_or_style_of_its_own_and_asks_nobody_else() -> None:
-    assert {each.name for each in FILES_OF_PAGE.iterdir()} <= {each.name for each in PAGE_FILES.values()}
-    html = (FILES_OF_PAGE / "index.html").read_text()
-    assert re.findall(r"<script(?![^>]* src=)|<style|\son\w+=|\sstyle=", html) == []
-    for file in FILES_OF_PAGE.iterdir():
-        assert set(re.findall(r"https?://[\w./]+", file.read_text())) <= {"http://www.w3.org/2000/svg"}
-        assert len(file.read_text().splitlines()) <= 300

@@ -1,14 +1,12 @@
 """Clients that nobody here wrote go through the table of docs/results/clients.md; missing clients are skipped."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 
 import pytest
 from support.chat_models import QWEN
 from support.live_server import LiveServer, bundled_engine
-from support.real_clients import ROWS, Row
+from support.real_clients import ROWS
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +18,7 @@ def server() -> Iterator[LiveServer]:
 
 
 @pytest.mark.parametrize(("client", "function"), [(client, function) for client, _, function in ROWS])
-def test_a_row_of_the_table(server: LiveServer, client: str, function: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_of_the_table(server, client, function, monkeypatch):
     if importlib.util.find_spec(client) is None:
         pytest.skip(f"{client} is not installed; pip install '.[clients]' has it")
     monkeypatch.setenv("OPENAI_API_KEY", "none")

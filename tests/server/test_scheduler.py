@@ -1,7 +1,5 @@
 """The scheduler: many clients, one thread, places by bytes, fair shares, and ends of every kind."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading
@@ -13,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from support.batches import engine, fails_after, prompt
+from support.batches import engine, prompt
 from support.live_server import PATIENCE, until
 from support.mocks import Silent
 
@@ -85,8 +83,9 @@ def server(servers: list[SchedulerSetup], **limits: Any) -> SchedulerSetup:
     return servers[-1]
 
 
-@pytest.mark.parametrize("drafter", ["none", "trie", "triforce-trie"])
-def test_each_client_gets_the_text_it_would_get_alone(drafter: str, servers: list[SchedulerSetup]) -> None:
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("drafter", ["trie", "none", "triforce-trie"])
+def test_each_client_gets_the_text_it_would_get_alone(drafter, servers):
     one, alone = server(servers, one=engine(drafter), rows=3, places=3), engine("none")
     prompts = [prompt(5 + 3 * n, n) for n in range(10)]
     wanted = [alone.generate([p], max_new_tokens=12).generated[0] for p in prompts]
@@ -102,7 +101,7 @@ def test_each_client_gets_the_text_it_would_get_alone(drafter: str, servers: lis
     assert (one.scheduler.running, one.scheduler.waiting, one.scheduler.usage) == (0, 0, 0)
 
 
-def test_no_more_runs_than_there_is_room_for(servers: list[SchedulerSetup]) -> None:
+def test_no_more_runs_than_there_is_room_for(servers):
     one = server(servers, places=2, rows=5)
     first, second, third = Client(held=True), Client(), Client()
     tickets = [one.submit(client) for client in (first, second, third)]
@@ -114,7 +113,7 @@ def test_no_more_runs_than_there_is_room_for(servers: list[SchedulerSetup]) -> N
     assert tickets[2].admitted is not None and tickets[2].ending == "finished"
 
 
-def test_what_can_never_run_is_refused(servers: list[SchedulerSetup]) -> None:
+def test_what_can_never_run_is_refused(servers):
     one = server(servers, places=1)
     with pytest.raises(ValueError, match=r"needs .* bytes for keys and values"):
         one.submit(Client(), one.request(prompt(60), 40))
@@ -123,35 +122,7 @@ def test_what_can_never_run_is_refused(servers: list[SchedulerSetup]) -> None:
             SchedulerLimits(**{"memory": 1, name: 0})
 
 
-def test_a_full_queue_says_when_to_come_again(servers: list[SchedulerSetup]) -> None:
-    one = server(servers, places=1, waiting=1)
-    first, second = Client(held=True), Client()
-    one.submit(first)
-    assert first.began.wait(PATIENCE)
-    one.submit(second)
-    with pytest.raises(QueueFullError, match="1 requests are waiting") as refused:
-        one.submit(Client())
-    assert refused.value.retry_after >= 1
-    first.gate.set()
-    assert second.wait() == "finished"
-
-
-def test_who_goes_frees_the_place_at_once(servers: list[SchedulerSetup]) -> None:
-    one = server(servers, places=1)
-    first, second, third = Client(held=True), Client(), Client()
-    running, waiting = one.submit(first), one.submit(second)
-    one.submit(third)
-    assert first.began.wait(PATIENCE)
-    one.scheduler.cancel(waiting)
-    one.scheduler.cancel(running)
-    first.gate.set()
-    assert (first.wait(), second.wait(), third.wait()) == ("cancelled", "cancelled", "finished")
-    one.scheduler.cancel(running)  # gone already
-    assert 0 < len(first.tokens) < 12 and not second.tokens
-    assert first.tokens == third.tokens[: len(first.tokens)]
-
-
-def test_a_deadline_ends_a_request_with_what_it_has(servers: list[SchedulerSetup]) -> None:
+def test_a_deadline_ends_a_request_with_what_it_has(servers):
     one = server(servers, places=1)
     first, late = Client(held=True), Client()
     ticket = one.submit(first)
@@ -163,9 +134,7 @@ def test_a_deadline_ends_a_request_with_what_it_has(servers: list[SchedulerSetup
     assert first.tokens and not late.tokens
 
 
-def test_a_client_is_told_although_its_row_cannot_be_let_go_of(
-    servers: list[SchedulerSetup], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_is_told_although_its_row_cannot_be_let_go_of(servers, monkeypatch):
     one = server(servers)
     first, second = Client(held=True), Client()
     running, leave = one.submit(first), PrefixSharing.leave
@@ -187,7 +156,7 @@ def ticket(tenant: str, needs: int = 1) -> ScheduledRequest:
     return ScheduledRequest(Request([1], 1), tenant, lambda commit: None, lambda how: None, needs=needs)
 
 
-def test_tenants_get_equal_shares() -> None:
+def test_tenants_get_equal_shares():
     waiting, order = Admission(SchedulerLimits(1, rows=1)), []
     for tenant in "aaaaabbc":
         assert waiting.add(ticket(tenant)) is None
@@ -203,7 +172,7 @@ def test_tenants_get_equal_shares() -> None:
     assert not waiting.waiting
 
 
-def test_a_share_is_equal_lent_and_partly_kept() -> None:
+def test_a_share_is_equal_lent_and_partly_kept():
     one = FairShare(8, tenants=3, kept=1)
     while one.allows("a", 1):
         one.take("a", 1)
@@ -218,7 +187,7 @@ def test_a_share_is_equal_lent_and_partly_kept() -> None:
     assert alone.allows("a", 1) and alone.debtor("a") is None
 
 
-def test_who_floods_the_queue_leaves_others_their_share() -> None:
+def test_who_floods_the_queue_leaves_others_their_share():
     one = Admission(SchedulerLimits(100, rows=4, waiting=8, tenants=2))
     for _ in range(11):
         one.add(ticket("flood"))
@@ -230,7 +199,7 @@ def test_who_floods_the_queue_leaves_others_their_share() -> None:
     one.check_places("other", 4)
     assert one.add(ticket("other")) is not None  # the newest of the flood makes room
     first = one.next()
-    assert first is not None and first.tenant == "other"
+    assert first.tenant == "other"
     displaced = [one.add(ticket("other")) for _ in range(4)]
     assert [each.tenant for each in displaced if each is not None] == ["flood"] * 3 and one.waiting == 8
     with pytest.raises(QueueFullError):
@@ -238,7 +207,7 @@ def test_who_floods_the_queue_leaves_others_their_share() -> None:
 
 
 @pytest.mark.parametrize("waiting", [0, 2])
-def test_rows_that_are_free_take_no_place_to_wait(waiting: int) -> None:
+def test_rows_that_are_free_take_no_place_to_wait(waiting):
     """Also if several texts come before the next one starts."""
     one, texts = Admission(SchedulerLimits(100, rows=3, waiting=waiting)), 3 + waiting
     one.check_places("a", texts)
@@ -261,7 +230,7 @@ def test_rows_that_are_free_take_no_place_to_wait(waiting: int) -> None:
     one.check_places("a", 3)
 
 
-def test_who_fills_the_memory_leaves_others_a_row_of_it() -> None:
+def test_who_fills_the_memory_leaves_others_a_row_of_it():
     one = Admission(SchedulerLimits(160, rows=16, tenants=2))
     for _ in range(6):
         one.add(ticket("large", needs=30))
@@ -273,7 +242,7 @@ def test_who_fills_the_memory_leaves_others_a_row_of_it() -> None:
     assert [getattr(one.next(), "tenant", None) for _ in range(2)] == ["other", None]
 
 
-def test_the_time_to_come_again_is_that_of_what_runs() -> None:
+def test_the_time_to_come_again_is_that_of_what_runs():
     one = Admission(SchedulerLimits(100, rows=2, waiting=8))
     assert one.retry_after("a") == 1
     for left in (10, 100):
@@ -292,7 +261,7 @@ def test_the_time_to_come_again_is_that_of_what_runs() -> None:
 @pytest.mark.parametrize(
     ("fixed", "rows", "draft"), [(0, 1, MIN_SHARED_DRAFT), (24, 5, MIN_SHARED_DRAFT), (149, 15, 9), (10**6, 15, 64)]
 )
-def test_a_tenants_step_waits_no_longer_for_others_than_it_takes(fixed: int, rows: int, draft: int) -> None:
+def test_a_tenants_step_waits_no_longer_for_others_than_it_takes(fixed, rows, draft):
     """Where a token costs as much as the first, one row of the others steps along; where it costs nothing, all do."""
     shares, running = StepShares(), [ticket("flood") for _ in range(15)] + [ticket("other")]
     for count in range(8):
@@ -308,7 +277,7 @@ def test_a_tenants_step_waits_no_longer_for_others_than_it_takes(fixed: int, row
     assert shares.plan(running[:15]) == (set(), {})
 
 
-def test_no_text_changes_where_rows_sit_steps_out(servers: list[SchedulerSetup]) -> None:
+def test_no_text_changes_where_rows_sit_steps_out(servers):
     one = server(servers, one=engine("trie"), tenants=2)
     alone = engine("none").generate([prompt(9, n) for n in range(4)], max_new_tokens=40).generated
     clients = [Client() for _ in range(4)]
@@ -318,7 +287,7 @@ def test_no_text_changes_where_rows_sit_steps_out(servers: list[SchedulerSetup])
     assert [client.tokens for client in clients] == alone
 
 
-def test_who_loses_a_place_hears_of_it(servers: list[SchedulerSetup]) -> None:
+def test_who_loses_a_place_hears_of_it(servers):
     one = server(servers, places=1, waiting=1, tenants=2)
     first, second, other = Client(held=True), Client(), Client()
     one.submit(first, tenant="flood")
@@ -330,7 +299,7 @@ def test_who_loses_a_place_hears_of_it(servers: list[SchedulerSetup]) -> None:
     assert (first.wait(), other.wait()) == ("finished", "finished")
 
 
-def test_the_lock_is_free_while_a_prompt_is_admitted(servers: list[SchedulerSetup]) -> None:
+def test_the_lock_is_free_while_a_prompt_is_admitted(servers):
     one, client, free = server(servers), Client(), list[bool]()
     admit = one.scheduler._batch.admit
 
@@ -344,12 +313,12 @@ def test_the_lock_is_free_while_a_prompt_is_admitted(servers: list[SchedulerSetu
         other.join()
         admit(request, reserve=reserve)
 
-    one.scheduler._batch.admit = seen  # type: ignore[method-assign, assignment]
+    one.scheduler._batch.admit = seen
     one.submit(client)
     assert client.wait() == "finished" and free == [True]
 
 
-def test_what_cannot_be_handed_on_ends_nobody(servers: list[SchedulerSetup]) -> None:
+def test_what_cannot_be_handed_on_ends_nobody(servers):
     def fail(request: Request) -> None:
         raise LookupError("broken in the test")
 
@@ -361,7 +330,7 @@ def test_what_cannot_be_handed_on_ends_nobody(servers: list[SchedulerSetup]) -> 
         assert client.wait() == "finished"
 
 
-def test_the_end_does_not_wait_for_a_step_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_does_not_wait_for_a_step_without_end(monkeypatch):
     monkeypatch.setattr(scheduler, "LAST_STEP_SECONDS", 0.05)
     one, client = SchedulerSetup(), Client(held=True)
     one.submit(client)
@@ -372,17 +341,7 @@ def test_the_end_does_not_wait_for_a_step_without_end(monkeypatch: pytest.Monkey
     client.wait()
 
 
-def test_an_error_ends_its_own_request_only(servers: list[SchedulerSetup]) -> None:
-    one = server(servers)
-    bad, good = Client(), Client()
-    broken = one.request(prompt(20), logits_processor=[fails_after(3)])
-    one.submit(bad, broken)
-    one.submit(good)
-    assert (bad.wait(), good.wait()) == ("error", "finished")
-    assert "processor failed" in str(broken.error) and len(bad.tokens) == len(broken.generated)
-
-
-def test_a_client_that_cannot_take_its_tokens_stops_nobody(servers: list[SchedulerSetup]) -> None:
+def test_a_client_that_cannot_take_its_tokens_stops_nobody(servers):
     one, good, ended = server(servers), Client(), Client()
 
     def broken(commit: Commit) -> None:
@@ -393,9 +352,7 @@ def test_a_client_that_cannot_take_its_tokens_stops_nobody(servers: list[Schedul
     assert (ended.wait(), good.wait()) == ("cancelled", "finished")
 
 
-def test_free_memory_goes_back_once_when_nobody_has_come_for_a_while(
-    servers: list[SchedulerSetup], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_free_memory_goes_back_once_when_nobody_has_come_for_a_while(servers, monkeypatch):
     times, gone = list[bool](), threading.Event()
 
     def give_back() -> None:
@@ -415,7 +372,7 @@ def test_free_memory_goes_back_once_when_nobody_has_come_for_a_while(
         assert times == [False] * round_
 
 
-def test_nothing_is_kept_of_requests_that_have_ended(servers: list[SchedulerSetup]) -> None:
+def test_nothing_is_kept_of_requests_that_have_ended(servers):
     one = server(servers, rows=3, places=3)
 
     def ask(number: int) -> list[weakref.ref[Any]]:
@@ -434,7 +391,7 @@ def test_nothing_is_kept_of_requests_that_have_ended(servers: list[SchedulerSetu
     assert [each() for each in told if each() is not None] == []
 
 
-def test_a_client_that_cannot_be_told_of_its_end_stops_nobody(servers: list[SchedulerSetup]) -> None:
+def test_a_client_that_cannot_be_told_of_its_end_stops_nobody(servers):
     one, good = server(servers, rows=1), Client()
 
     def broken(how: Ending) -> None:
@@ -446,7 +403,7 @@ def test_a_client_that_cannot_be_told_of_its_end_stops_nobody(servers: list[Sche
     assert one.scheduler.ready
 
 
-def test_a_step_that_fails_ends_what_ran_and_nothing_else(servers: list[SchedulerSetup]) -> None:
+def test_a_step_that_fails_ends_what_ran_and_nothing_else(servers):
     one = server(servers, one=Engine(engine().target.model, Silent()))
     planner = one.engine.level.planner
     learn = planner.learn
@@ -454,16 +411,16 @@ def test_a_step_that_fails_ends_what_ran_and_nothing_else(servers: list[Schedule
     def broken(*given: Any) -> None:
         raise LookupError("the planner failed")
 
-    planner.learn = broken  # type: ignore[method-assign]
+    planner.learn = broken
     bad, good = Client(), Client()
     ticket = one.submit(bad)
     assert bad.wait() == "error" and isinstance(ticket.request.error, LookupError)
-    planner.learn = learn  # type: ignore[method-assign]
+    planner.learn = learn
     one.submit(good)
     assert good.wait() == "finished"
 
 
-def test_closing_waits_for_those_that_run_and_takes_no_more() -> None:
+def test_closing_waits_for_those_that_run_and_takes_no_more():
     one = SchedulerSetup(places=1)
     first, second = Client(), Client()
     one.submit(first)
@@ -474,7 +431,7 @@ def test_closing_waits_for_those_that_run_and_takes_no_more() -> None:
         one.submit(Client())
 
 
-def test_closing_at_once_ends_all() -> None:
+def test_closing_at_once_ends_all():
     one = SchedulerSetup(places=1)
     first, second = Client(held=True), Client()
     one.submit(first)
@@ -488,7 +445,7 @@ def test_closing_at_once_ends_all() -> None:
     assert second.wait() == "cancelled" and first.wait() in ("cancelled", "finished")
 
 
-def test_a_loop_is_woken_once_for_all_that_gathers_and_takes_it_in_order() -> None:
+def test_a_loop_is_woken_once_for_all_that_gathers_and_takes_it_in_order():
     class Asleep(asyncio.SelectorEventLoop):
         woken = 0
 
@@ -515,7 +472,7 @@ def test_a_loop_is_woken_once_for_all_that_gathers_and_takes_it_in_order() -> No
     post.put(partial(found.append, 5))  # nobody listens any more, and that is no error
 
 
-def test_a_thread_that_cannot_go_on_ends_everybody_and_says_so() -> None:
+def test_a_thread_that_cannot_go_on_ends_everybody_and_says_so():
     one = SchedulerSetup(places=1)
     first, second, late = Client(held=True), Client(), Client()
     one.submit(first)
@@ -525,7 +482,7 @@ def test_a_thread_that_cannot_go_on_ends_everybody_and_says_so() -> None:
     def fail(*given: Any) -> Any:
         raise KeyError("a mistake of ours")
 
-    one.scheduler._admit = fail  # type: ignore[method-assign]
+    one.scheduler._admit = fail
     first.gate.set()
     assert (first.wait(), second.wait()) == ("error", "error")
     until(lambda: one.scheduler.failed)
@@ -535,7 +492,7 @@ def test_a_thread_that_cannot_go_on_ends_everybody_and_says_so() -> None:
     one.scheduler.close()
 
 
-def test_processes_that_are_out_of_step_end_the_server() -> None:
+def test_processes_that_are_out_of_step_end_the_server():
     class Broken(Silent):
         def propose(self, rows: Any, limits: Any) -> Any:
             raise ParallelError("rank 1 is gone")

@@ -1,16 +1,14 @@
 """Each example with OpenAI's client runs against a real server."""
 
-from __future__ import annotations
-
 import re
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.live_server import LiveServer, bundled_engine
+from support.live_server import bundled_engine, serving
 
 import forerun
+from forerun.engine.engine import Engine
 
 EXAMPLES = Path(forerun.__file__).parents[2] / "examples" / "server"
 SAYS = {
@@ -22,21 +20,20 @@ SAYS = {
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    built = LiveServer(bundled_engine())
-    yield built
-    built.close()
+def engine() -> Engine:
+    return bundled_engine()
 
 
-def test_all_examples_are_known() -> None:
+server = serving()
+
+
+def test_all_examples_are_known():
     assert {example.stem for example in EXAMPLES.glob("*.py")} == set(SAYS)
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", SAYS)
-def test_the_example_runs(
-    server: LiveServer, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_example_runs(server, name, monkeypatch, capsys):
     monkeypatch.setenv("FORERUN_URL", f"http://127.0.0.1:{server.port}/v1")
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     said = capsys.readouterr().out

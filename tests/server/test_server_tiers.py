@@ -1,7 +1,5 @@
 """The server with keys and values off the device: the same texts, one budget for all, and what fits nowhere is said."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import os
@@ -9,7 +7,6 @@ import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,7 +88,7 @@ def watched(server: LiveServer) -> list[dict[str, int]]:
         seen.append({**tiers_of(server).taken, "n": server.scheduler.running})
         step()
 
-    server.scheduler._step = watching  # type: ignore[method-assign]
+    server.scheduler._step = watching
     return seen
 
 
@@ -105,9 +102,7 @@ def drafting_bytes(one: Engine, longest: int) -> int:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("drafter", ["trie", "auto", "low-rank"])
-def test_texts_at_once_are_those_of_a_server_without_tiers(
-    drafter: str, model: Any, plain: Engine, servers: list[LiveServer], tmp_path: Path
-) -> None:
+def test_texts_at_once_are_those_of_a_server_without_tiers(drafter, model, plain, servers, tmp_path):
     texts = [prompt(words, seed) for seed, words in enumerate((5, 260, 1000, 9, 350, 150))]
     expected = [wanted(plain, text, seed) for seed, text in enumerate(texts)]
     kv = plain.target.kv
@@ -131,7 +126,7 @@ def test_texts_at_once_are_those_of_a_server_without_tiers(
             until(lambda: server.scheduler.running + server.scheduler.waiting == 6)
             held.gate.set()
             assert [each.result(PATIENCE) for each in answers] == expected
-    assert one.tiers is not None and one.tiers.copy_engine.written > kv.nbytes * longest // 4
+    assert one.tiers.copy_engine.written > kv.nbytes * longest // 4
     assert max(each["n"] for each in seen) > 1
     assert 0 < max(each["device"] for each in seen) <= device
     assert 0 < max(each["host"] for each in seen) <= min_device_bytes(kv, longest) // 2
@@ -142,9 +137,7 @@ def test_texts_at_once_are_those_of_a_server_without_tiers(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_texts_on_the_device_as_a_whole_still_share_what_they_begin_with(
-    model: Any, plain: Engine, servers: list[LiveServer]
-) -> None:
+def test_texts_on_the_device_as_a_whole_still_share_what_they_begin_with(model, plain, servers):
     text = prompt(200)
     servers.append(LiveServer(engine(model, "trie", 1 << 26, 0), SchedulerLimits(1, rows=1)))
     assert text_of(servers[0].post(asked(text))) == text_of(servers[0].post(asked(text))) == wanted(plain, text)
@@ -164,7 +157,7 @@ def narrow(model: Any, servers: list[LiveServer], text: str, **told: Any) -> tup
     return held, servers[-1]
 
 
-def test_what_fits_in_no_tier_is_refused_with_the_numbers(model: Any, plain: Engine, servers: list[LiveServer]) -> None:
+def test_what_fits_in_no_tier_is_refused_with_the_numbers(model, plain, servers):
     kv, text = plain.target.kv, prompt(300)
     size = tokens(plain, text)
     short = engine(model, "none", min_device_bytes(kv, size) - 1, 1 << 30)
@@ -180,7 +173,7 @@ def test_what_fits_in_no_tier_is_refused_with_the_numbers(model: Any, plain: Eng
         assert text_of(servers[-1].post(asked("Hi", new=1)))
 
 
-def test_who_has_to_wait_waits_and_a_full_queue_is_said(model: Any, plain: Engine, servers: list[LiveServer]) -> None:
+def test_who_has_to_wait_waits_and_a_full_queue_is_said(model, plain, servers):
     text = prompt(200)
     held, server = narrow(model, servers, text, waiting=1)
     held.gate.clear()
@@ -196,7 +189,7 @@ def test_who_has_to_wait_waits_and_a_full_queue_is_said(model: Any, plain: Engin
     nothing_taken(server)
 
 
-def test_a_client_that_goes_frees_all_tiers_for_who_waits(model: Any, plain: Engine, servers: list[LiveServer]) -> None:
+def test_a_client_that_goes_frees_all_tiers_for_who_waits(model, plain, servers):
     text = prompt(200)
     held, server = narrow(model, servers, text)
     with ThreadPoolExecutor(1) as pool:
@@ -212,9 +205,7 @@ def test_a_client_that_goes_frees_all_tiers_for_who_waits(model: Any, plain: Eng
     nothing_taken(server)
 
 
-def test_a_text_leaves_others_their_buffers_while_there_are_free_places(
-    model: Any, plain: Engine, servers: list[LiveServer]
-) -> None:
+def test_a_text_leaves_others_their_buffers_while_there_are_free_places(model, plain, servers):
     text, kv = prompt(300), plain.target.kv
     size = tokens(plain, text)
     device = int(2.3 * kv.nbytes * size)
@@ -237,9 +228,7 @@ def test_a_text_leaves_others_their_buffers_while_there_are_free_places(
         assert (max(each["host"] for each in seen) > 0) == away
 
 
-def test_a_long_prompt_off_the_device_is_read_in_pieces_while_others_go_on(
-    model: Any, plain: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_prompt_off_the_device_is_read_in_pieces_while_others_go_on(model, plain, servers, monkeypatch):
     long, short = prompt(700), prompt(5)
     one = engine(model, "none", 2 * min_device_bytes(plain.target.kv, tokens(plain, long)), None)
     servers.append(LiveServer(one, SchedulerLimits(1, rows=2, step=16), max_tokens=200))
@@ -247,7 +236,7 @@ def test_a_long_prompt_off_the_device_is_read_in_pieces_while_others_go_on(
     assert one.tiers is not None
     monkeypatch.setattr(Admission, "_wanted", lambda *_: 1 << 40)  # no layer stays on the device
     step = scheduler._step
-    scheduler._step = lambda: (unread.append(scheduler._batch.unread), step())  # type: ignore
+    scheduler._step = lambda: (unread.append(scheduler._batch.unread), step())
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(servers[0].post, asked(short, 0, 200))
         until(lambda: len(unread) > 1)
@@ -262,9 +251,7 @@ def test_a_long_prompt_off_the_device_is_read_in_pieces_while_others_go_on(
 # --- failures
 
 
-def test_a_full_disk_ends_one_request_and_frees_everything(
-    model: Any, plain: Engine, servers: list[LiveServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_ends_one_request_and_frees_everything(model, plain, servers, tmp_path, monkeypatch):
     long, short = prompt(300), prompt(9)
     kv, size = plain.target.kv, tokens(plain, long)
     servers.append(
@@ -292,9 +279,7 @@ def test_a_full_disk_ends_one_request_and_frees_everything(
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("drafter", ["none", "low-rank", "retrieval"])
-def test_copies_that_fail_end_one_request_and_no_other(
-    drafter: str, model: Any, plain: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_that_fail_end_one_request_and_no_other(drafter, model, plain, servers, monkeypatch):
     texts = [prompt(words, seed) for seed, words in enumerate((600, 500, 700))]
     expected = [wanted(plain, text) for text in texts]
     kv, size = plain.target.kv, max(tokens(plain, text) for text in texts)
@@ -337,9 +322,7 @@ def test_copies_that_fail_end_one_request_and_no_other(
     assert text_of(server.post(asked(texts[0]))) == expected[0]
 
 
-def test_a_draft_whose_keys_cannot_be_fetched_ends_no_request(
-    model: Any, plain: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_whose_keys_cannot_be_fetched_ends_no_request(model, plain, servers, monkeypatch):
     texts = [prompt(words, seed) for seed, words in enumerate((600, 500, 700))]
     expected = [wanted(plain, text) for text in texts]
     one = engine(model, "low-rank", 1 << 26, None)
@@ -385,9 +368,8 @@ def test_a_draft_whose_keys_cannot_be_fetched_ends_no_request(
 # --- the budget
 
 
-def test_what_is_freed_is_free_whoever_still_has_the_cache(model: Any, plain: Engine) -> None:
+def test_what_is_freed_is_free_whoever_still_has_the_cache(model, plain):
     one = engine(model, "none", min_device_bytes(plain.target.kv, 300), None)
-    assert one.tiers is not None
     for size in (20, 300):
         cache = one.tiers.cache(size)
         assert cache.offloaded == (size == 300) and one.tiers.taken["device"] > 0
@@ -395,7 +377,7 @@ def test_what_is_freed_is_free_whoever_still_has_the_cache(model: Any, plain: En
         assert one.tiers.taken == dict.fromkeys(TIERS, 0) and not cache.layers
 
 
-def test_threads_share_one_budget_and_nothing_of_it_is_lost(model: Any, plain: Engine) -> None:
+def test_threads_share_one_budget_and_nothing_of_it_is_lost(model, plain):
     kv = plain.target.kv
     one = engine(model, "none", 8 * min_device_bytes(kv, 64), 12 * min_device_bytes(kv, 64))
     assert one.tiers is not None
@@ -423,7 +405,7 @@ def test_threads_share_one_budget_and_nothing_of_it_is_lost(model: Any, plain: E
     assert 0 < worst["device"] <= 8 * min_device_bytes(kv, 64) and worst["host"] <= 12 * min_device_bytes(kv, 64)
 
 
-def test_a_file_has_its_limit(plain: Engine, tmp_path: Path) -> None:
+def test_a_file_has_its_limit(plain, tmp_path):
     kv: KVShape = plain.target.kv
     layer = min_device_bytes(kv, 64) // 2
     memory = KVMemory(2 * layer, layer, tmp_path, file=3 * layer)
@@ -435,21 +417,10 @@ def test_a_file_has_its_limit(plain: Engine, tmp_path: Path) -> None:
         KVMemory(1, file=-1)
 
 
-def test_a_failed_copy_is_an_error_of_its_own() -> None:
-    copy_engine = CopyEngine(torch.device("cpu"))
-
-    def fail() -> None:
-        raise RuntimeError("in the test")
-
-    with pytest.raises(OffloadError, match="could not be copied: in the test"):
-        copy_engine.run_in_order(fail).wait()
-    copy_engine.close()
-
-
 # --- settings
 
 
-def test_settings_say_where_keys_and_values_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_say_where_keys_and_values_go(tmp_path, monkeypatch):
     cpu = torch.device("cpu")
     assert ServerSettings(kv_memory="4GiB").tiers(cpu) is None  # as before: how much is admitted
     assert ServerSettings().tiers(cpu) is None
@@ -467,10 +438,10 @@ def test_settings_say_where_keys_and_values_go(tmp_path: Path, monkeypatch: pyte
     monkeypatch.delenv("FORERUN_KV_HOST_MEMORY")
     monkeypatch.setenv("FORERUN_KV_FOLDER", str(folder))
     found = read_settings({}).tiers(cpu)
-    assert found is not None and found.host == 4 << 30  # half of what the device leaves
+    assert found.host == 4 << 30  # half of what the device leaves
     replicas = read_settings({"ray": True, "replicas": 2})
     both = replicas.tiers(cpu)
-    assert both is not None and both.host == 2 << 30
+    assert both.host == 2 << 30
     monkeypatch.delenv("FORERUN_KV_FOLDER")
     monkeypatch.delenv("FORERUN_KV_MEMORY")
     assert read_settings({}).limits(cpu).memory == 2 * read_settings({"ray": True, "replicas": 2}).limits(cpu).memory
@@ -484,24 +455,19 @@ def test_settings_say_where_keys_and_values_go(tmp_path: Path, monkeypatch: pyte
     assert [read_settings({"prefix_cache": size}).prefix_limit(cpu) for size in (0, "1MiB")] == [0, 1 << 20]
 
 
-@pytest.mark.parametrize(
-    ("told", "why"),
-    [
-        ({"kv_host_memory": "1GiB"}, r"kv_host_memory: .*does not fit on the device; set kv_memory, too"),
-        ({"kv_folder": "x"}, r"kv_folder: .*set kv_memory, too"),
-        ({"kv_memory": "1GiB", "kv_folder_limit": "1GiB"}, r"kv_folder_limit: .*set kv_folder, too"),
-        ({"kv_memory": "1GiB", "kv_host_memory": "much"}, r"kv_host_memory: .*number of bytes.*4GiB"),
-    ],
-)
-def test_wrong_settings_are_named(told: Json, why: str) -> None:
+@pytest.mark.parametrize(("told", "why"), [
+    ({"kv_host_memory": "1GiB"}, r"kv_host_memory: .*does not fit on the device; set kv_memory, too"),
+    ({"kv_folder": "x"}, r"kv_folder: .*set kv_memory, too"),
+    ({"kv_memory": "1GiB", "kv_folder_limit": "1GiB"}, r"kv_folder_limit: .*set kv_folder, too"),
+    ({"kv_memory": "1GiB", "kv_host_memory": "much"}, r"kv_host_memory: .*number of bytes.*4GiB"),
+])  # fmt: skip
+def test_wrong_settings_are_named(told, why):
     with pytest.raises(ValueError, match=why) as wrong:
         read_settings(told)
     assert str(wrong.value).count(";") == str(wrong.value).count("; set")  # one is wrong, and no other
 
 
-def test_the_command_builds_it_and_says_what_is_not_shared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_command_builds_it_and_says_what_is_not_shared(tmp_path, monkeypatch, caplog):
     built: list[Engine] = []
 
     class Served:
@@ -518,7 +484,6 @@ def test_the_command_builds_it_and_says_what_is_not_shared(
     )
     with caplog.at_level("INFO"):
         serve.run(options)
-    assert built[0].tiers is not None
     assert built[0].tiers.memory == KVMemory(3_000_000, 1_000_000, tmp_path, file=5_000_000)
     assert f"2.9 MiB on the device, 1.0 MiB in the host's memory, 4.8 MiB in files in {tmp_path}" in caplog.text
     assert "share no prefixes" in caplog.text

@@ -1,13 +1,10 @@
 """Forerun's own fields of a request: who drafts, how much, and a stream that says so."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.live_server import Json, LiveServer, bundled_engine
+from support.live_server import Json, LiveServer, bundled_engine, serving
 
 from forerun.engine.engine import Engine
 from forerun.server.admission import SchedulerLimits
@@ -22,11 +19,7 @@ def engine() -> Engine:
     return bundled_engine(None, budget=16, prefix_cache=1 << 24, **every)
 
 
-@pytest.fixture(scope="module")
-def server(engine: Engine) -> Iterator[LiveServer]:
-    built = LiveServer(engine, SchedulerLimits(1 << 30), drafter="trie")
-    yield built
-    built.close()
+server = serving(SchedulerLimits(1 << 30), drafter="trie")
 
 
 def asked(**forerun: Any) -> Json:
@@ -40,7 +33,7 @@ def streamed(server: LiveServer, body: Json) -> list[Json]:
 
 
 @pytest.mark.parametrize("stop", [None, " five six\n"])
-def test_a_traced_stream_says_who_drafted_each_token_of_its_text(engine: Engine, server: LiveServer, stop: Any) -> None:
+def test_a_traced_stream_says_who_drafted_each_token_of_its_text(engine, server, stop):
     body = {**asked(trace=True, namespace="traced"), "prompt": PROMPT + "one €", "stop": stop}
     whole = server.post({**body, "forerun": {}}).json()
     steps = [chunk for chunk in streamed(server, body) if "forerun" in chunk]
@@ -60,7 +53,7 @@ def test_a_traced_stream_says_who_drafted_each_token_of_its_text(engine: Engine,
     assert request.prompt_length == whole["usage"]["prompt_tokens"]
 
 
-def test_where_answers_are_shared_nothing_is_told_of_drafts(engine: Engine, servers: list[LiveServer]) -> None:
+def test_where_answers_are_shared_nothing_is_told_of_drafts(engine, servers):
     servers.append(LiveServer(engine, SchedulerLimits(1 << 30), drafter="trie", share=True))
     body = {**asked(trace=True), "stream_options": {"include_usage": True}}
     chunks = streamed(servers[0], body)
@@ -72,7 +65,7 @@ def test_where_answers_are_shared_nothing_is_told_of_drafts(engine: Engine, serv
     assert streamed(servers[0], body)[-1]["usage"]["forerun"]["drafted"] == 0
 
 
-def test_padded_chunks_have_one_of_a_few_sizes(server: LiveServer) -> None:
+def test_padded_chunks_have_one_of_a_few_sizes(server):
     plain = {**asked(), "stream": True}
     padded = {**plain, "stream_options": {"include_obfuscation": True}}
     texts = [server.post(body).text.split("\n\n")[:-2] for body in (plain, padded)]
@@ -82,56 +75,51 @@ def test_padded_chunks_have_one_of_a_few_sizes(server: LiveServer) -> None:
     assert "".join(each[0]["text"] for each in pieces[0]) == "".join(each[0]["text"] for each in pieces[1])
 
 
-def test_a_prompt_that_was_read_before_counts_as_cached(server: LiveServer) -> None:
+def test_a_prompt_that_was_read_before_counts_as_cached(server):
     usages = [server.post({**asked(drafter="none"), "prompt": PROMPT * 8}).json()["usage"] for _ in range(2)]
     assert usages[0]["completion_tokens_details"]["reasoning_tokens"] == 0
     cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
     assert cached[0] == 0 < cached[1] < usages[1]["prompt_tokens"]
 
 
-def test_without_a_trace_there_is_none(server: LiveServer) -> None:
+def test_without_a_trace_there_is_none(server):
     assert not any("forerun" in chunk for chunk in streamed(server, asked()))
 
 
 @pytest.mark.parametrize("chosen", [{"drafter": "none"}, {"budget": 0}, {"drafter": "none", "budget": 9}])
-def test_without_drafts_each_step_gives_one_token_of_the_same_text(server: LiveServer, chosen: Json) -> None:
+def test_without_drafts_each_step_gives_one_token_of_the_same_text(server, chosen):
     told = server.post(asked(**chosen)).json()
     assert told["usage"]["forerun"]["drafted"] == 0 and told["usage"]["forerun"]["steps"] == NEW
     assert told["choices"] == server.post(asked()).json()["choices"]
 
 
-def test_a_budget_bounds_drafts_and_changes_no_text(server: LiveServer) -> None:
+def test_a_budget_bounds_drafts_and_changes_no_text(server):
     steps = [chunk["forerun"] for chunk in streamed(server, asked(trace=True, budget=2)) if "forerun" in chunk]
     assert max(step["drafted"] for step in steps) == 2
     served = server.post(asked(drafter="trie", budget=2)).json()
     assert served["choices"] == server.post(asked()).json()["choices"]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "param", "told"),
-    [
-        ({"drafter": "auto"}, "forerun.drafter", "this server has trie, none"),
-        ({"budget": 17}, "forerun.budget", "16"),
-        ({"budget": -1}, "forerun.budget", "0"), ({"budget": 1.5}, "forerun.budget", "integer"),
-        ({"trace": True}, "trace", "for streams"), ({"trac": True}, "forerun.trac", "no such field"),
-    ],
-)  # fmt: skip
-def test_what_this_server_does_not_offer_is_refused(
-    server: LiveServer, wrong: Json, param: str | None, told: str
-) -> None:
+@pytest.mark.parametrize(("wrong", "param", "told"), [
+    ({"drafter": "auto"}, "forerun.drafter", "this server has trie, none"),
+    ({"budget": 17}, "forerun.budget", "16"), ({"budget": -1}, "forerun.budget", "0"),
+    ({"budget": 1.5}, "forerun.budget", "integer"), ({"trace": True}, "trace", "for streams"),
+    ({"trac": True}, "forerun.trac", "no such field"),
+])  # fmt: skip
+def test_what_this_server_does_not_offer_is_refused(server, wrong, param, told):
     answer = server.post(asked(**wrong))
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param and told in answer.json()["error"]["message"]
 
 
-def test_the_model_says_what_a_client_may_ask_for(server: LiveServer) -> None:
+def test_the_model_says_what_a_client_may_ask_for(server):
     (model,) = server.http.get("/v1/models").json()["data"]
     assert model["forerun"] == {
         "drafters": ["trie", "none"], "budget": 16, "max_tokens": 4096, "chat": False, "exactness": "bitwise"
     }  # fmt: skip
 
 
-def test_a_traced_stream_of_a_request_that_fails_ends_with_the_error(engine: Engine, servers: list[LiveServer]) -> None:
+def test_a_traced_stream_of_a_request_that_fails_ends_with_the_error(engine, servers):
     servers.append(LiveServer(engine, SchedulerLimits(1 << 30), drafter="trie"))
     submit = servers[0].scheduler.submit
 
@@ -144,6 +132,6 @@ def test_a_traced_stream_of_a_request_that_fails_ends_with_the_error(engine: Eng
         request.stopping = stopping
         return submit(request, *given)
 
-    servers[0].scheduler.submit = failing  # type: ignore[method-assign, assignment]
+    servers[0].scheduler.submit = failing
     lines = servers[0].post({**asked(trace=True), "stream": True}).text.split("\n\n")
     assert lines[-1] == "" and json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "failed"

@@ -1,7 +1,5 @@
 """A device that is none: tensors that say they lie on it, and a count of what is read back from there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

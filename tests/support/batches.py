@@ -1,7 +1,5 @@
 """Engines of the tiny Llama whose batches are small, prompts for them, and what they read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,7 +42,7 @@ class Reads:
     def __init__(self, scorer: Scorer) -> None:
         self.passes: list[list[int]] = []
         self._score = scorer.score_rows
-        scorer.score_rows = self  # type: ignore[method-assign, assignment]
+        scorer.score_rows = self
 
     def __call__(self, blocks: Any, caches: Any, states_of: Any = ()) -> list[RowScores]:
         self.passes.append([len(block.pending) for block in blocks])

@@ -1,7 +1,5 @@
 """The bundled model, loaded once, and tested once by the engines of it."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

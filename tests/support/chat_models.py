@@ -1,7 +1,5 @@
 """Chat templates of families of models, shortened, for a model that has none."""
 
-from __future__ import annotations
-
 QWEN = (
     "{% if tools %}<|im_start|>system\n# Tools\n<tools>{{ tools | tojson }}</tools>\n"
     'Call as <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call><|im_end|>\n{% endif %}'
@@ -15,28 +13,15 @@ QWEN = (
 THINKING = QWEN.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}{# </think> #}")
 """One that begins each answer with reasoning."""
 TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "get_weather",
-            "description": "The weather of a city.",
-            "parameters": {
-                "type": "object",
+    {"type": "function",
+        "function": {"name": "get_weather", "description": "The weather of a city.",
+            "parameters": {"type": "object",
                 "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "maximum": 9}},
-                "required": ["city", "days"],
-            },
-        },
-    },
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "parameters": {
-                "type": "object",
+                "required": ["city", "days"]}}},
+    {"type": "function",
+        "function": {"name": "add",
+            "parameters": {"type": "object",
                 "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"type": "integer", "maximum": 99}},
-                "required": ["a"],
-            },
-        },
-    },
-]
+                "required": ["a"]}}},
+]  # fmt: skip
 """Tools whose calls are short, whatever a model writes."""

@@ -1,8 +1,6 @@
 """Compile all GPU kernels for a processor that need not be there, as passes of several sizes launch them; prints what
 their code has and needs: ``python tests/support/compile_gpu_kernels.py 90``."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -75,13 +73,10 @@ def code(
         "products": sorted(set(re.findall(r"(?:wgmma|mma\.sync)[.\w]*", ptx))),
         "loads": sorted(set(re.findall(r"ld\.global[.\w:]*", ptx))),
         "copies": sorted({int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\.[^;]*?0x(\d+)", ptx)}),
-        "spills": spills,
-        "registers": registers,
-        "shared": shared,
+        "spills": spills, "registers": registers, "shared": shared,
         "programs": _programs(capability, 32 * warps, registers, shared),
-        "prefetches": "cp.async.bulk.prefetch.L2" in ptx,
-        "loads_ahead": _loads_ahead(compiled["cubin"]),
-    }
+        "prefetches": "cp.async.bulk.prefetch.L2" in ptx, "loads_ahead": _loads_ahead(compiled["cubin"]),
+    }  # fmt: skip
 
 
 def _loads_ahead(cubin: bytes) -> int:

@@ -1,7 +1,5 @@
 """Distributions of texts: enumerated over every random decision, or compared by a chi-square test."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections import defaultdict
@@ -54,7 +52,7 @@ class UniformVariable:
     decide: Decide
     scale: float = 1.0
 
-    def __mul__(self, factor: torch.Tensor | float) -> UniformVariable:
+    def __mul__(self, factor: torch.Tensor | float) -> "UniformVariable":
         return UniformVariable(self.decide, self.scale * float(factor))
 
     def __ge__(self, bound: torch.Tensor | float) -> bool:

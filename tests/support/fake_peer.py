@@ -1,7 +1,5 @@
 """A peer without a library: it counts on from the last token, and remembers what it was asked."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

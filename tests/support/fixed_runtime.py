@@ -1,7 +1,5 @@
 """Nothing that depends on a clock decides what engines draft."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows of random blocks in every format of GGUF that there is a kernel for."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """A tiny Llama and the GGUF files that hold it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hybrids in GGUF files, written as llama.cpp's converter writes them, with an MTP layer or without."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -78,14 +76,9 @@ def as_llama_cpp(ours: str, array: np.ndarray) -> np.ndarray:
 
 
 def write(
-    file: Path,
-    architecture: str,
-    kind: str,
-    mtp: Mapping[str, torch.Tensor] | None = None,
-    *,
-    decoder: bool = True,
+    file: Path, architecture: str, kind: str, mtp: Mapping[str, torch.Tensor] | None = None, *, decoder: bool = True,
     **more: Any,
-) -> Path:
+) -> Path:  # fmt: skip
     """A file of the model of that architecture, with matrices of that kind.
 
     Args:
@@ -124,11 +117,9 @@ def write(
 
 
 NEXTN = {
-    "fc": "nextn.eh_proj",
-    "pre_fc_norm_embedding": "nextn.enorm",
-    "pre_fc_norm_hidden": "nextn.hnorm",
+    "fc": "nextn.eh_proj", "pre_fc_norm_embedding": "nextn.enorm", "pre_fc_norm_hidden": "nextn.hnorm",
     "norm": "nextn.shared_head_norm",
-}
+}  # fmt: skip
 """llama.cpp's names of what surrounds an MTP layer."""
 
 

@@ -1,7 +1,5 @@
 """What a head must compute, written out without a cache and without trees, and how a head is compared with it."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Random heads in folders, as other programs write them, and a head that knows what comes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,16 +30,11 @@ def _layer_shapes(size: int, wide: int) -> dict[str, tuple[int, ...]]:
     """Shapes of a decoder layer with four heads on two, whose projections read ``wide`` numbers."""
     narrow = size // 4 * 2
     return {
-        "input_layernorm.weight": (size,),
-        "post_attention_layernorm.weight": (size,),
-        "self_attn.q_proj.weight": (size, wide),
-        "self_attn.k_proj.weight": (narrow, wide),
-        "self_attn.v_proj.weight": (narrow, wide),
-        "self_attn.o_proj.weight": (size, size),
-        "mlp.gate_proj.weight": (40, size),
-        "mlp.up_proj.weight": (40, size),
-        "mlp.down_proj.weight": (size, 40),
-    }
+        "input_layernorm.weight": (size,), "post_attention_layernorm.weight": (size,),
+        "self_attn.q_proj.weight": (size, wide), "self_attn.k_proj.weight": (narrow, wide),
+        "self_attn.v_proj.weight": (narrow, wide), "self_attn.o_proj.weight": (size, size),
+        "mlp.gate_proj.weight": (40, size), "mlp.up_proj.weight": (40, size), "mlp.down_proj.weight": (size, 40),
+    }  # fmt: skip
 
 
 def eagle3_shapes(target: PreTrainedModel, known: int, states: int = 3) -> dict[str, tuple[int, ...]]:
@@ -77,13 +70,9 @@ def _token_maps(known: int, vocabulary: int, seed: int) -> dict[str, torch.Tenso
 
 
 def eagle3(
-    folder: Path,
-    target: PreTrainedModel,
-    form: str = "authors",
-    known: int | None = None,
-    seed: int = 0,
+    folder: Path, target: PreTrainedModel, form: str = "authors", known: int | None = None, seed: int = 0,
     **entries: Any,
-) -> Path:
+) -> Path:  # fmt: skip
     """A random EAGLE-3 head: the authors' form, with a part of the vocabulary; or that of ``speculators``, with all.
 
     Further entries of its configuration bring the tensors that they need.
@@ -151,10 +140,8 @@ def _dflash_parts(target: PreTrainedModel, sliding: bool) -> tuple[dict[str, Any
     if sliding:
         layer |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (size, 2 * size),
-        "hidden_norm.weight": (size,),
-        "norm.weight": (size,),
-    }
+        "fc.weight": (size, 2 * size), "hidden_norm.weight": (size,), "norm.weight": (size,),
+    }  # fmt: skip
     for number in range(2):
         at = f"layers.{number}."
         shapes |= {f"{at}{name}": shape for name, shape in _layer_shapes(size, size).items()}
@@ -175,14 +162,9 @@ def _dflash_config(
 
 
 def dflash(
-    folder: Path,
-    target: PreTrainedModel,
-    block: int = 5,
-    sliding: bool = False,
-    seed: int = 0,
-    form: str = "authors",
+    folder: Path, target: PreTrainedModel, block: int = 5, sliding: bool = False, seed: int = 0, form: str = "authors",
     **entries: Any,
-) -> Path:
+) -> Path:  # fmt: skip
     """A random DFlash head of two layers; in the form of ``speculators``, one that knows a part of the vocabulary."""
     layer, shapes = _dflash_parts(target, sliding)
     authors = form == "authors"
@@ -245,11 +227,9 @@ def gemma4_assistant(
     kinds = ["sliding_attention", "sliding_attention", "full_attention"]
     config = _assistant_config(target, kinds, unified, hidden_size=size, intermediate_size=40)
     shapes: dict[str, tuple[int, ...]] = {
-        "pre_projection.weight": (size, 2 * wide),
-        "post_projection.weight": (wide, size),
-        "model.embed_tokens.weight": (vocabulary, size),
-        "model.norm.weight": (size,),
-    }
+        "pre_projection.weight": (size, 2 * wide), "post_projection.weight": (wide, size),
+        "model.embed_tokens.weight": (vocabulary, size), "model.norm.weight": (size,),
+    }  # fmt: skip
     for layer, kind in enumerate(kinds):
         at, dim = f"model.layers.{layer}.", 8 if kind == "sliding_attention" else 16
         norms = "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
@@ -294,14 +274,9 @@ def gemma4_and_its_last_layers(folder: Path, dtype: torch.dtype = torch.float64)
 
 
 def dspark(
-    folder: Path,
-    target: PreTrainedModel,
-    markov: str = "vanilla",
-    sliding: bool = False,
-    seed: int = 0,
-    form: str = "authors",
-    **entries: Any,
-) -> Path:
+    folder: Path, target: PreTrainedModel, markov: str = "vanilla", sliding: bool = False, seed: int = 0,
+    form: str = "authors", **entries: Any,
+) -> Path:  # fmt: skip
     """A random DSpark head of two layers, with a Markov head of rank 4."""
     layer, shapes = _dflash_parts(target, sliding)
     size, vocabulary, authors = layer["hidden_size"], layer["vocab_size"], form == "authors"

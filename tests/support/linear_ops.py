@@ -1,7 +1,5 @@
 """One linear operation as a program of its own, over plain or stored weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any

@@ -1,18 +1,17 @@
 """A real server in a thread, on a free port of this computer: what tests of the server share."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
 import openai
+import pytest
 import uvicorn
 
 from forerun.engine.engine import Engine
@@ -128,11 +127,28 @@ class LiveServer:
             for name in names
         }
 
+    def __enter__(self) -> "LiveServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         self.http.close()
         self.uvicorn.should_exit = True
         self.thread.join(PATIENCE)
         assert not self.thread.is_alive()
+
+
+def serving(limits: SchedulerLimits | None = None, **told: Any) -> Any:
+    """A module's fixture ``server``, of its fixture ``engine``, for tests that break nothing and change no setting."""
+
+    @pytest.fixture(scope="module", name="server")
+    def served(engine: Any) -> Iterator[LiveServer]:
+        with LiveServer(engine, limits, **told) as server:
+            yield server
+
+    return served
 
 
 def free_socket() -> socket.socket:
@@ -161,15 +177,8 @@ def tasks() -> int:
 
 
 PROMPTS = [
-    "def add(a, b):",
-    "Once upon a time",
-    '{"name": "',
-    "2 + 2 =",
-    "The sun",
-    "import os\n",
-    "She said",
-    "A, B, C,",
-]
+    "def add(a, b):", "Once upon a time", '{"name": "', "2 + 2 =", "The sun", "import os\n", "She said", "A, B, C,",
+]  # fmt: skip
 Json = dict[str, Any]
 
 

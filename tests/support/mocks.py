@@ -1,7 +1,5 @@
 """A mock target, the slow oracle, and the engine's loop over them: what tests of verification and drafters share."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -50,7 +48,7 @@ class TokenCache(Cache):
         self.tokens: list[int] = []
 
     @property
-    def length(self) -> int:  # type: ignore[override]
+    def length(self) -> int:
         return len(self.tokens)
 
     def attend(self, *_: object) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """A few cells of a large matrix in which every two values that can meet do meet."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Hashable, Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """For tests that start processes."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

@@ -1,7 +1,5 @@
 """Files of prompts, and a word tokenizer with a chat template for them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

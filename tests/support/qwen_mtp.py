@@ -1,7 +1,5 @@
 """Random models of Qwen's families with an MTP layer, in files with the tensors' real names."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from copy import deepcopy

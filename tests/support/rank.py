@@ -5,8 +5,6 @@ The imports take seconds, so one process does them, and forks the ranks of each 
     python rank.py FOLDER CASE...
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -63,12 +61,9 @@ def recipe(model: PreTrainedModel, name: str, **options: Any) -> dict[str, Any]:
 def told(result: forerun.GenerationResult) -> dict[str, Any]:
     """What is compared: the texts, and what became of each draft."""
     return {
-        "generated": result.generated,
-        "reasons": result.finish_reasons,
-        "seeds": result.seeds,
-        "drafted": [stats.drafted for stats in result.stats],
-        "accepted": [stats.accepted for stats in result.stats],
-    }
+        "generated": result.generated, "reasons": result.finish_reasons, "seeds": result.seeds,
+        "drafted": [stats.drafted for stats in result.stats], "accepted": [stats.accepted for stats in result.stats],
+    }  # fmt: skip
 
 
 class Wary(Source):
@@ -94,7 +89,7 @@ def jittery(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return scores * 0.9
 
 
-jittery.forerun_stateless = True  # type: ignore[attr-defined]
+jittery.forerun_stateless = True
 
 
 def decided(model: PreTrainedModel) -> dict[str, Any]:
@@ -177,7 +172,7 @@ def heads(model: PreTrainedModel) -> dict[str, Any]:
         seen.add(k.shape[1])
         return append(self, layer, k, v)
 
-    FullCache.append = look  # type: ignore[method-assign]
+    FullCache.append = look
     engine = Engine(model, "none")
     engine.generate(PROMPTS, max_new_tokens=2)
     return {"heads": sorted(seen), "vocabulary": engine.target.vocabulary}
@@ -197,7 +192,7 @@ def lost(model: PreTrainedModel, rank: int, how: Callable[[], None]) -> dict[str
                 how()
         return append(self, layer, k, v)
 
-    FullCache.append = later  # type: ignore[method-assign]
+    FullCache.append = later
     try:
         engine.generate(PROMPTS, max_new_tokens=80, eos_token_id=47)
     except (KeyboardInterrupt, forerun.ParallelError) as error:
@@ -237,20 +232,12 @@ def fail() -> None:
 
 
 CASES: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
-    "decided": decided,
-    "beginnings": beginnings,
-    "sharded logits": sharded_logits,
-    "measured": measured,
-    "unsayable": unsayable,
-    "refused": refused,
-    "heads": heads,
-    "interrupted": interrupted,
-    "rank 0 dies": lambda model: lost(model, 0, die),
-    "rank 1 dies": lambda model: lost(model, 1, die),
-    "rank 1 hangs": lambda model: lost(model, 1, hang),
-    "rank 1 fails": lambda model: lost(model, 1, fail),
+    "decided": decided, "beginnings": beginnings, "sharded logits": sharded_logits, "measured": measured,
+    "unsayable": unsayable, "refused": refused, "heads": heads, "interrupted": interrupted,
+    "rank 0 dies": lambda model: lost(model, 0, die), "rank 1 dies": lambda model: lost(model, 1, die),
+    "rank 1 hangs": lambda model: lost(model, 1, hang), "rank 1 fails": lambda model: lost(model, 1, fail),
     "rank 0 fails": lambda model: lost(model, 0, fail),
-}
+}  # fmt: skip
 FOLDER = Path()
 
 

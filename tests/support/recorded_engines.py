@@ -5,8 +5,6 @@ vLLM 0.33.0: ``v1/worker/gpu_input_batch.py`` (``add_request``, ``swap_states``,
 llama-cpp-python 0.3.36: ``llama_speculative.py`` and ``Llama.generate``.
 """
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Iterator
 from dataclasses import dataclass, field

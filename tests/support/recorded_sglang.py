@@ -5,8 +5,6 @@
 with overlapped scheduling, a request gets a step's tokens one step later. The model is a table: token, next tokens.
 """
 
-from __future__ import annotations
-
 import sys
 from array import array
 from dataclasses import dataclass, field
@@ -78,13 +76,9 @@ class SpeculativeAlgorithm:
 
     @classmethod
     def register(
-        cls,
-        name: str,
-        *,
-        supports_overlap: bool = False,
-        validate_server_args: Any = None,
+        cls, name: str, *, supports_overlap: bool = False, validate_server_args: Any = None,
         spec_class: type[CustomSpecAlgo] = CustomSpecAlgo,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         def decorator(factory: Any) -> Any:
             cls.registered[name.upper()] = spec_class(
                 name=name.upper(),
@@ -102,9 +96,9 @@ class Req:
     """A request, and the tokens that its answer has at the most."""
 
     rid: str
-    origin_input_ids_unpadded: array[int]
+    origin_input_ids_unpadded: "array[int]"
     most: int
-    output_ids: array[int] = field(default_factory=lambda: array("q"))
+    output_ids: "array[int]" = field(default_factory=lambda: array("q"))
     accepted: int = 0
     trees: list[tuple[list[int], list[int]]] = field(default_factory=list)
     """Tokens and parents of each tree, padding included."""
@@ -261,16 +255,13 @@ class Scheduler:
 def modules(tp_size: int = 1, pp_size: int = 1) -> dict[str, ModuleType]:
     """What an adapter imports, by name."""
     content: dict[str, dict[str, Any]] = {
-        "sglang": {},
-        "sglang.srt": {},
-        "sglang.srt.speculative": {},
+        "sglang": {}, "sglang.srt": {}, "sglang.srt.speculative": {},
         "sglang.srt.speculative.spec_info": {"SpeculativeAlgorithm": SpeculativeAlgorithm},
         "sglang.srt.speculative.spec_registry": {"CustomSpecAlgo": CustomSpecAlgo},
         "sglang.srt.speculative.ngram_worker": {"NGRAMWorker": NGRAMWorker},
         "sglang.srt.runtime_context": {
-            "get_parallel": lambda: SimpleNamespace(tp_size=tp_size, tp_rank=0, pp_size=pp_size)
-        },
-    }
+            "get_parallel": lambda: SimpleNamespace(tp_size=tp_size, tp_rank=0, pp_size=pp_size)},
+    }  # fmt: skip
     found = {}
     for name, values in content.items():
         found[name] = ModuleType(name)

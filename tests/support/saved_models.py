@@ -1,7 +1,5 @@
 """A tiny tokenizer and models for it: with a chat template, or saved in a folder as users have them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

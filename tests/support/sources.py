@@ -1,7 +1,5 @@
 """Python files as their syntax trees, each parsed once."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from pathlib import Path

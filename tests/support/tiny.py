@@ -1,7 +1,5 @@
 """Tiny random models of every supported architecture, in float64, and a drafter that knows what comes."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Sequence
@@ -30,19 +28,15 @@ _SHAPE: dict[str, Any] = {
 _GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "eos_token_id": EOS}
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", {}),
-    "mistral": ("MistralForCausalLM", {"sliding_window": 7}),
+    "llama": ("LlamaForCausalLM", {}), "mistral": ("MistralForCausalLM", {"sliding_window": 7}),
     "qwen2": ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
-    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 8}),
-    "phi3": ("Phi3ForCausalLM", {"sliding_window": 9}),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 8}), "phi3": ("Phi3ForCausalLM", {"sliding_window": 9}),
     "gemma2": ("Gemma2ForCausalLM", {"head_dim": 8, "sliding_window": 7}),
-    "gpt_neox": ("GPTNeoXForCausalLM", {}),
-    "gpt2": ("GPT2LMHeadModel", {}),
+    "gpt_neox": ("GPTNeoXForCausalLM", {}), "gpt2": ("GPT2LMHeadModel", {}),
     "opt": ("OPTForCausalLM", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "mixtral": ("MixtralForCausalLM", {"experts_implementation": "eager", "num_local_experts": 4}),
-    "granite": ("GraniteForCausalLM", {}),
-    "olmo2": ("Olmo2ForCausalLM", {}),
-}
+    "granite": ("GraniteForCausalLM", {}), "olmo2": ("Olmo2ForCausalLM", {}),
+}  # fmt: skip
 _LATENT: dict[str, Any] = {  # DeepSeek's attention: the rotary dimensions are the last ones of a key
     "num_key_value_heads": 4,
     "first_k_dense_replace": 1,
@@ -60,18 +54,15 @@ _LATENT: dict[str, Any] = {  # DeepSeek's attention: the rotary dimensions are t
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "cohere": ("CohereForCausalLM", {}),
-    "phi, partial": ("PhiForCausalLM", {}),
+    "cohere": ("CohereForCausalLM", {}), "phi, partial": ("PhiForCausalLM", {}),
     "glm, partial and interleaved": ("GlmForCausalLM", {"head_dim": 8}),
     "smollm3, without positions": ("SmolLM3ForCausalLM", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
     "deepseek_v3": ("DeepseekV3ForCausalLM", _LATENT),
     "deepseek_v2": ("DeepseekV2ForCausalLM", {**_LATENT, "n_group": 1}),
-    "gemma3, two frequencies": (
-        "Gemma3ForCausalLM",
-        {"head_dim": 8, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
+    "gemma3, two frequencies": ("Gemma3ForCausalLM",
+        {"head_dim": 8, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}),
     "llama, yarn": ("LlamaForCausalLM", {"rope_parameters": _YARN}),
-}
+}  # fmt: skip
 """Further ways to lay out what turns with position, for what depends on it."""
 
 
@@ -84,115 +75,70 @@ _LIKE_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 _SLIDING: dict[str, Any] = {"head_dim": 8, "sliding_window": 7}
 _MIXED: dict[str, Any] = {**_SLIDING, "layer_types": ["sliding_attention", "full_attention"]}
 _SHARED: dict[str, Any] = {
-    **_SLIDING,
-    "num_hidden_layers": 4,
-    "num_kv_shared_layers": 2,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "vocab_size_per_layer_input": VOCABULARY,
+    **_SLIDING, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size_per_layer_input": 8,
-}
+}  # fmt: skip
 _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 _LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOssForCausalLM", {**_EXPERTS, **_SLIDING}),
     "deepseek_v3": ("DeepseekV3ForCausalLM", _LATENT_ROUTED),
     "deepseek_v2": ("DeepseekV2ForCausalLM", {**_LATENT_ROUTED, "n_group": 1}),
-    "afmoe": ("AfmoeForCausalLM", {**_EXPERTS, **_SLIDING}),
-    "apertus": ("ApertusForCausalLM", {}),
-    "arcee": ("ArceeForCausalLM", {}),
-    "biogpt": ("BioGptForCausalLM", {}),
-    "bitnet": ("BitNetForCausalLM", {}),
+    "afmoe": ("AfmoeForCausalLM", {**_EXPERTS, **_SLIDING}), "apertus": ("ApertusForCausalLM", {}),
+    "arcee": ("ArceeForCausalLM", {}), "biogpt": ("BioGptForCausalLM", {}), "bitnet": ("BitNetForCausalLM", {}),
     "cohere, head norms": ("CohereForCausalLM", {"use_qk_norm": True}),
-    "cohere2": ("Cohere2ForCausalLM", _SLIDING),
-    "cwm": ("CwmForCausalLM", _SLIDING),
-    "dbrx": (
-        "DbrxForCausalLM",
-        {
-            "d_model": 32,
-            "n_heads": 4,
-            "n_layers": 2,
-            "max_seq_len": 128,
+    "cohere2": ("Cohere2ForCausalLM", _SLIDING), "cwm": ("CwmForCausalLM", _SLIDING),
+    "dbrx": ("DbrxForCausalLM",
+        {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128,
             "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
-            "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
-        },
-    ),
+            "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32}}),
     "dots1": ("Dots1ForCausalLM", {**_GROUPED, "n_shared_experts": 1, "first_k_dense_replace": 1, "sliding_window": 7}),
     "ernie4_5": ("Ernie4_5ForCausalLM", {"head_dim": 8}),
     "ernie4_5_moe": ("Ernie4_5_MoeForCausalLM", {**_EXPERTS, "moe_num_experts": 4, "moe_k": 2}),
-    "exaone4": ("Exaone4ForCausalLM", _SLIDING),
-    "flex_olmo": ("FlexOlmoForCausalLM", _EXPERTS),
-    "gemma": ("GemmaForCausalLM", {"head_dim": 8}),
-    "gemma3": ("Gemma3ForCausalLM", _MIXED),
-    "gemma3n": (
-        "Gemma3nForCausalLM",
-        {**_SHARED, "laurel_rank": 4, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
-    ),
+    "exaone4": ("Exaone4ForCausalLM", _SLIDING), "flex_olmo": ("FlexOlmoForCausalLM", _EXPERTS),
+    "gemma": ("GemmaForCausalLM", {"head_dim": 8}), "gemma3": ("Gemma3ForCausalLM", _MIXED),
+    "gemma3n": ("Gemma3nForCausalLM",
+        {**_SHARED, "laurel_rank": 4, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]}),
     "gemma4": ("Gemma4ForCausalLM", {**_SHARED, "global_head_dim": 16}),
-    "glm": ("GlmForCausalLM", {"head_dim": 8}),
-    "glm4": ("Glm4ForCausalLM", {"head_dim": 8}),
-    "glm4_moe": ("Glm4MoeForCausalLM", _GROUPED),
-    "gpt_bigcode": ("GPTBigCodeForCausalLM", _LIKE_GPT2),
+    "glm": ("GlmForCausalLM", {"head_dim": 8}), "glm4": ("Glm4ForCausalLM", {"head_dim": 8}),
+    "glm4_moe": ("Glm4MoeForCausalLM", _GROUPED), "gpt_bigcode": ("GPTBigCodeForCausalLM", _LIKE_GPT2),
     "granitemoe": ("GraniteMoeForCausalLM", _EXPERTS),
-    "granitemoehybrid, attention only": (
-        "GraniteMoeHybridForCausalLM",
-        {
-            **_EXPERTS,
-            "layer_types": ["attention", "attention"],
-            "shared_intermediate_size": 16,
-            "mamba_n_heads": 2,
-            "mamba_expand": 1,
-            "mamba_d_head": 16,
-        },
-    ),
+    "granitemoehybrid, attention only": ("GraniteMoeHybridForCausalLM",
+        {**_EXPERTS, "layer_types": ["attention", "attention"], "shared_intermediate_size": 16, "mamba_n_heads": 2,
+            "mamba_expand": 1, "mamba_d_head": 16}),
     "helium": ("HeliumForCausalLM", {"head_dim": 8}),
-    "hunyuan": (
-        "HunYuanDenseV1ForCausalLM",
-        {"head_dim": 8, "rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "rope_theta": 1e4, "factor": 1.0}},
-    ),
+    "hunyuan": ("HunYuanDenseV1ForCausalLM",
+        {"head_dim": 8,
+            "rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "rope_theta": 1e4, "factor": 1.0}}),
     "jetmoe": ("JetMoeForCausalLM", {**_EXPERTS, "kv_channels": 8}),
     "llama, dynamic": (
-        "LlamaForCausalLM",
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-    ),
+        "LlamaForCausalLM", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
     "llama, llama3": ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **_LLAMA3}}),
-    "longcat": (
-        "LongcatFlashForCausalLM",
-        {
-            **_LATENT_ROUTED, "head_dim": 4, "num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16,
-            "moe_topk": 2, "zero_expert_num": 2,
-        },
-    ),
+    "longcat": ("LongcatFlashForCausalLM",
+        {**_LATENT_ROUTED, "head_dim": 4, "num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16,
+            "moe_topk": 2, "zero_expert_num": 2}),
     "minicpm3": ("MiniCPM3ForCausalLM", _LATENT_ROUTED),
     "mimo_v2_flash": ("MiMoV2FlashForCausalLM", {**_GROUPED, "v_head_dim": 8, "sliding_window": 7}),
     "minimax_m2": ("MiniMaxM2ForCausalLM", {**_EXPERTS, "head_dim": 8}),
-    "ministral": ("MinistralForCausalLM", _SLIDING),
-    "mistral4": ("Mistral4ForCausalLM", _LATENT_ROUTED),
-    "mixtral": ("MixtralForCausalLM", _EXPERTS),
-    "nanochat": ("NanoChatForCausalLM", {}),
-    "nemotron": ("NemotronForCausalLM", {}),
-    "olmo": ("OlmoForCausalLM", {"clip_qkv": 8.0}),
-    "olmo3": ("Olmo3ForCausalLM", {"sliding_window": 7}),
-    "olmoe": ("OlmoeForCausalLM", _EXPERTS),
+    "ministral": ("MinistralForCausalLM", _SLIDING), "mistral4": ("Mistral4ForCausalLM", _LATENT_ROUTED),
+    "mixtral": ("MixtralForCausalLM", _EXPERTS), "nanochat": ("NanoChatForCausalLM", {}),
+    "nemotron": ("NemotronForCausalLM", {}), "olmo": ("OlmoForCausalLM", {"clip_qkv": 8.0}),
+    "olmo3": ("Olmo3ForCausalLM", {"sliding_window": 7}), "olmoe": ("OlmoeForCausalLM", _EXPERTS),
     "persimmon": ("PersimmonForCausalLM", {}),
     "phi, head norms": ("PhiForCausalLM", {"partial_rotary_factor": 0.5, "qk_layernorm": True}),
-    "phi3, longrope": (
-        "Phi3ForCausalLM",
-        {
-            "original_max_position_embeddings": 64,
-            "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **_LONG},
-        },
-    ),
+    "phi3, longrope": ("Phi3ForCausalLM",
+        {"original_max_position_embeddings": 64,
+            "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **_LONG}}),
     "phimoe": ("PhimoeForCausalLM", _EXPERTS),
     "qwen2_moe": ("Qwen2MoeForCausalLM", {**_EXPERTS, "shared_expert_intermediate_size": 16}),
     "qwen3_moe": ("Qwen3MoeForCausalLM", {**_EXPERTS, "head_dim": 8}),
     "seed_oss": ("SeedOssForCausalLM", {"head_dim": 8}),
     "smollm3": ("SmolLM3ForCausalLM", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
-    "solar_open": ("SolarOpenForCausalLM", _GROUPED),
-    "stablelm": ("StableLmForCausalLM", {}),
+    "solar_open": ("SolarOpenForCausalLM", _GROUPED), "stablelm": ("StableLmForCausalLM", {}),
     "stablelm, head norms": ("StableLmForCausalLM", {"qk_layernorm": True, "use_parallel_residual": True}),
     "starcoder2": ("Starcoder2ForCausalLM", {"sliding_window": 7}),
-    "vaultgemma": ("VaultGemmaForCausalLM", _MIXED),
-    "youtu": ("YoutuForCausalLM", _LATENT_ROUTED),
+    "vaultgemma": ("VaultGemmaForCausalLM", _MIXED), "youtu": ("YoutuForCausalLM", _LATENT_ROUTED),
 }  # fmt: skip
 """What else people run: each with a few drafters, in ``test_families``. Experts are as transformers sets them."""
 
@@ -201,12 +147,9 @@ _RECURRENT: dict[str, Any] = {"num_hidden_layers": 4, "max_position_embeddings":
 _LINEAR: dict[str, Any] = {
     **_RECURRENT,
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
-}
+}  # fmt: skip
 _LFM2: dict[str, Any] = {**_RECURRENT, "layer_types": ["conv", "conv", "full_attention", "conv"], "conv_L_cache": 3}
 _MAMBA2: dict[str, Any] = {
     **_RECURRENT, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_d_conv": 4,
@@ -217,70 +160,32 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3NextForCausalLM", {**_LINEAR, **_SHARED_EXPERT}),
     "qwen3_5": ("Qwen3_5ForCausalLM", _LINEAR),
     "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", {**_LINEAR, **_SHARED_EXPERT}),
-    "kimi_linear": (
-        "KimiLinearForCausalLM",
-        {
-            **_LINEAR, **_LATENT_ROUTED, "num_hidden_layers": 4, "num_local_experts": 4, "linear_num_heads": 4,
-            "linear_head_dim": 8, "q_lora_rank": None, "n_shared_experts": 1, "n_group": 1,
-        },
-    ),
+    "kimi_linear": ("KimiLinearForCausalLM",
+        {**_LINEAR, **_LATENT_ROUTED, "num_hidden_layers": 4, "num_local_experts": 4, "linear_num_heads": 4,
+            "linear_head_dim": 8, "q_lora_rank": None, "n_shared_experts": 1, "n_group": 1}),
     "olmo_hybrid": ("OlmoHybridForCausalLM", {**_LINEAR, "linear_num_key_heads": 4}),
     "lfm2": (
-        "Lfm2ForCausalLM",
-        {**_LFM2, "hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "conv_bias": True},
-    ),
+        "Lfm2ForCausalLM", {**_LFM2, "hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "conv_bias": True}),
     "lfm2, odd sizes": ("Lfm2ForCausalLM", _LFM2),
     "lfm2_moe": ("Lfm2MoeForCausalLM", {**_LFM2, **_EXPERTS, "num_dense_layers": 1}),
     "lfm3": ("Lfm3ForCausalLM", _LFM2),
     "bamba": ("BambaForCausalLM", {**_MAMBA2, "attn_layer_indices": [1, 3]}),
     "falcon_h1": ("FalconH1ForCausalLM", {**_MAMBA2, "mamba_d_ssm": 64}),
-    "granitemoehybrid": (
-        "GraniteMoeHybridForCausalLM",
-        {
-            **_MAMBA2,
-            **_EXPERTS,
-            "layer_types": ["mamba", "attention", "mamba", "attention"],
-            "shared_intermediate_size": 16,
-        },
-    ),
-    "nemotron_h": (
-        "NemotronHForCausalLM",
-        {
-            **_GROUPED,
-            "max_position_embeddings": 256,
+    "granitemoehybrid": ("GraniteMoeHybridForCausalLM",
+        {**_MAMBA2, **_EXPERTS, "layer_types": ["mamba", "attention", "mamba", "attention"],
+            "shared_intermediate_size": 16}),
+    "nemotron_h": ("NemotronHForCausalLM",
+        {**_GROUPED, "max_position_embeddings": 256,
             "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention"],
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 16,
-            "ssm_state_size": 8,
-            "n_groups": 2,
-            "conv_kernel": 4,
-            "chunk_size": 8,
-            "moe_shared_expert_intermediate_size": 16,
-        },
-    ),
-    "zamba2": (
-        "Zamba2ForCausalLM",
-        {
-            **_MAMBA2,
-            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
-            "mamba_ngroups": 2,
-            "n_mamba_heads": 4,
-            "chunk_size": 8,
-            "num_mem_blocks": 1,
-            "num_key_value_heads": 4,
-            "attention_head_dim": 16,
-            "attention_hidden_size": 64,
-            "use_mem_rope": True,
-            "adapter_rank": 4,
-        },
-    ),
-    "mamba2": (
-        "Mamba2ForCausalLM",
-        {
-            **_RECURRENT, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "conv_kernel": 4, "expand": 2,
-            "chunk_size": 8,
-        },
-    ),
+            "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "conv_kernel": 4,
+            "chunk_size": 8, "moe_shared_expert_intermediate_size": 16}),
+    "zamba2": ("Zamba2ForCausalLM",
+        {**_MAMBA2, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_ngroups": 2,
+            "n_mamba_heads": 4, "chunk_size": 8, "num_mem_blocks": 1, "num_key_value_heads": 4,
+            "attention_head_dim": 16, "attention_hidden_size": 64, "use_mem_rope": True, "adapter_rank": 4}),
+    "mamba2": ("Mamba2ForCausalLM",
+        {**_RECURRENT, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "conv_kernel": 4, "expand": 2,
+            "chunk_size": 8}),
 }  # fmt: skip
 """Models with recurrent layers, in ``test_hybrids``."""
 
@@ -288,36 +193,27 @@ _LIKE_GPTJ: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_d
 _INDEXED: dict[str, Any] = {**_LATENT_ROUTED, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 16}
 _MAMBA1: dict[str, Any] = {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1}
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "bert": ("BertLMHeadModel", {"is_decoder": False}),
-    "bloom": ("BloomForCausalLM", {"n_layer": 2, "n_head": 4}),
-    "codegen": ("CodeGenForCausalLM", _LIKE_GPTJ),
-    "deepseek_v32": ("DeepseekV32ForCausalLM", _INDEXED),
-    "deepseek_v4": ("DeepseekV4ForCausalLM", {}),
-    "diffllama": ("DiffLlamaForCausalLM", {}),
-    "doge": ("DogeForCausalLM", {}),
-    "falcon": ("FalconForCausalLM", {}),
-    "falcon, ALiBi": ("FalconForCausalLM", {"alibi": True}),
-    "falcon_mamba": ("FalconMambaForCausalLM", {}),
+    "bert": ("BertLMHeadModel", {"is_decoder": False}), "bloom": ("BloomForCausalLM", {"n_layer": 2, "n_head": 4}),
+    "codegen": ("CodeGenForCausalLM", _LIKE_GPTJ), "deepseek_v32": ("DeepseekV32ForCausalLM", _INDEXED),
+    "deepseek_v4": ("DeepseekV4ForCausalLM", {}), "diffllama": ("DiffLlamaForCausalLM", {}),
+    "doge": ("DogeForCausalLM", {}), "falcon": ("FalconForCausalLM", {}),
+    "falcon, ALiBi": ("FalconForCausalLM", {"alibi": True}), "falcon_mamba": ("FalconMambaForCausalLM", {}),
     "glm_moe_dsa": ("GlmMoeDsaForCausalLM", _INDEXED),
     "gpt_neo": ("GPTNeoForCausalLM", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}),
     "gptj": ("GPTJForCausalLM", _LIKE_GPTJ),
     "jamba": ("JambaForCausalLM", {**_MAMBA1, "num_experts": 4, "expert_layer_period": 2}),
     "llama4": (
-        "Llama4ForCausalLM",
-        {**_EXPERTS, "head_dim": 8, "intermediate_size_mlp": 48, "attention_chunk_size": 16},
-    ),
+        "Llama4ForCausalLM", {**_EXPERTS, "head_dim": 8, "intermediate_size_mlp": 48, "attention_chunk_size": 16}),
     "mamba": ("MambaForCausalLM", {}),
     "minimax": (
-        "MiniMaxForCausalLM",
-        {**_EXPERTS, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
-    ),
+        "MiniMaxForCausalLM", {**_EXPERTS, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}),
     "mpt": ("MptForCausalLM", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128}),
     "recurrent_gemma": ("RecurrentGemmaForCausalLM", {"num_hidden_layers": 3, "lru_width": 32}),
     "rwkv": ("RwkvForCausalLM", {"attention_hidden_size": 32, "context_length": 128}),
     "t5": ("T5ForConditionalGeneration", {"d_model": 32, "num_layers": 2, "num_heads": 4, "d_ff": 48}),
     "xglm": ("XGLMForCausalLM", {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}),
     "xlstm": ("xLSTMForCausalLM", {"num_blocks": 2}),
-}
+}  # fmt: skip
 """Models that the gate refuses, with the reasons on the page of models."""
 
 
@@ -342,13 +238,13 @@ def by_transformers(model: PreTrainedModel, prompt: Sequence[int], **options: An
     """The tokens that transformers generates after a prompt."""
     ids = torch.tensor([prompt])
     text = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)[0]
-    return text[len(prompt) :].tolist()  # type: ignore[no-any-return]
+    return text[len(prompt) :].tolist()
 
 
 def small_caches(draft_model: PreTrainedModel | None = None, **more: Any) -> LongContextConfig:
     """Settings with which caches evict, choose anew and grow within a short text, and all that is drafted is scored."""
     how = {"gamma1": 2, "gamma2": 5, "cache_budget": 10, "chunk": 2, "sinks": 1, "window": 4, "paced": False}
-    return LongContextConfig(draft_model, **how | more)  # type: ignore[arg-type]
+    return LongContextConfig(draft_model, **how | more)
 
 
 def letters() -> PreTrainedTokenizerFast:

@@ -1,7 +1,5 @@
 """One layer without a model: each token has its query, key and value, which turn with position; for tests of caches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -2,8 +2,6 @@
 an order of sums that does not depend on the tile, as on a GPU. That of numpy's own products does on some processors.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

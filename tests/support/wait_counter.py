@@ -1,7 +1,5 @@
 """Counts of what a step waits for."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -40,7 +38,7 @@ class WaitCounter(TorchFunctionMode):
 
         return call
 
-    def __enter__(self) -> WaitCounter:
+    def __enter__(self) -> "WaitCounter":
         for owner, name in WAITS:
             self._stack.enter_context(mock.patch.object(owner, name, self._counted(getattr(owner, name))))
         if self._device.type == "cuda":

@@ -1,7 +1,5 @@
 """A model in two processes gives the texts, and the drafts, of one process; and no process outlives another."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -65,7 +63,7 @@ def both(results: Results, case: str, name: str = "llama") -> list[dict[str, Any
 
 
 @pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in RECIPE_CASES.items() for case in cases])
-def test_every_recipe_gives_the_text_and_the_drafts_of_one_process(two: Results, name: str, case: str) -> None:
+def test_every_recipe_gives_the_text_and_the_drafts_of_one_process(two, name, case):
     """Both ranks have what one process has: the texts, and of drafts by a model which were made and accepted."""
     first, second = both(two, case, name)
     assert first == second
@@ -76,13 +74,13 @@ def test_every_recipe_gives_the_text_and_the_drafts_of_one_process(two: Results,
     assert {each: first[each] for each in same} == {each: one[each] for each in same}
 
 
-def test_logits_that_a_plan_leaves_on_their_ranks_are_gathered(two: Results) -> None:
+def test_logits_that_a_plan_leaves_on_their_ranks_are_gathered(two):
     first, second = both(two, "sharded logits")
     assert first == second
     assert first["generated"] == ranks.recipe(tiny("llama"), "retrieval")["generated"]
 
 
-def test_rank_0_alone_drafts_samples_and_decides(two: Results) -> None:
+def test_rank_0_alone_drafts_samples_and_decides(two):
     first, second = both(two, "decided")
     assert first == second
     one = ranks.decided(tiny("llama"))
@@ -92,31 +90,31 @@ def test_rank_0_alone_drafts_samples_and_decides(two: Results) -> None:
         assert kept == pytest.approx(expected)
 
 
-def test_beginnings_are_shared_on_every_rank(two: Results) -> None:
+def test_beginnings_are_shared_on_every_rank(two):
     first, second = both(two, "beginnings")
     assert first["generated"] == second["generated"] == ranks.beginnings(tiny("llama"))["generated"]
     assert first["hits"] > 0
 
 
-def test_rank_0_measures_what_passes_cost(two: Results) -> None:
+def test_rank_0_measures_what_passes_cost(two):
     first, second = both(two, "measured")
     assert first["generated"] == second["generated"] == [ranks.recipe(tiny("llama"), "none")["generated"]] * 2
     assert first["measured"] > 0 == second["measured"]
 
 
-def test_what_rank_0_cannot_tell_leaves_nobody_waiting(two: Results) -> None:
+def test_what_rank_0_cannot_tell_leaves_nobody_waiting(two):
     first, second = both(two, "unsayable")
     assert (first["error"], second["error"]) == ("TypeError", "LeaderError")
     assert first["generated"] == second["generated"]
 
 
-def test_each_rank_keeps_its_own_heads_and_knows_the_whole_vocabulary(two: Results) -> None:
+def test_each_rank_keeps_its_own_heads_and_knows_the_whole_vocabulary(two):
     model = tiny("llama")
     assert model.config.num_key_value_heads == 2
     assert both(two, "heads") == [{"heads": [1], "vocabulary": model.config.vocab_size}] * 2
 
 
-def test_an_interruption_ends_all_ranks_with_the_text_so_far(two: Results) -> None:
+def test_an_interruption_ends_all_ranks_with_the_text_so_far(two):
     first, second = both(two, "interrupted")
     whole = Engine(tiny("llama"), "none").generate(PROMPTS, max_new_tokens=80).generated
     for got, text in zip(first["generated"], whole, strict=True):
@@ -124,7 +122,7 @@ def test_an_interruption_ends_all_ranks_with_the_text_so_far(two: Results) -> No
     assert first == second
 
 
-def test_what_needs_one_process_is_refused_with_the_reason(two: Results) -> None:
+def test_what_needs_one_process_is_refused_with_the_reason(two):
     first, second = both(two, "refused")
     assert first["errors"] == second["errors"][:3]
     for error, part in zip(first["errors"], ("kv_store", "kv_memory", "draft_model"), strict=True):
@@ -133,7 +131,7 @@ def test_what_needs_one_process_is_refused_with_the_reason(two: Results) -> None
 
 
 @pytest.mark.parametrize("event", EVENTS)
-def test_a_rank_that_dies_hangs_or_fails_ends_the_other(two: Results, event: str) -> None:
+def test_a_rank_that_dies_hangs_or_fails_ends_the_other(two, event):
     """Whoever is left says within ten seconds what happened."""
     left = 1 - int(event.split()[1])
     got = two.get(("llama", event), [{}, {}])[left]
@@ -142,7 +140,7 @@ def test_a_rank_that_dies_hangs_or_fails_ends_the_other(two: Results, event: str
     assert "rank" in got["says"]
 
 
-def test_generate_under_torchrun_prints_the_text_of_one_process_once() -> None:
+def test_generate_under_torchrun_prints_the_text_of_one_process_once():
     ask = ["-m", "forerun.cli", "generate", "--prompt", "The old man said to the boy", "-n", "20"]
     own = os.environ | {"PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -154,7 +152,7 @@ def test_generate_under_torchrun_prints_the_text_of_one_process_once() -> None:
     assert one.stdout == two.stdout != ""
 
 
-def test_other_commands_under_torchrun_are_refused() -> None:
+def test_other_commands_under_torchrun_are_refused():
     done = CliRunner().invoke(app, ["audit"], env={"RANK": "0", "WORLD_SIZE": "2"})
     assert done.exit_code == 2
     assert "audit runs in one process, and there are 2" in done.stderr

@@ -1,7 +1,5 @@
 """The trie is compiled by other processes, all of it, and once."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -39,7 +37,7 @@ def run(script: str, cache: Path) -> str:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
 
-def test_nothing_is_left_to_compile(tmp_path: Path) -> None:
+def test_nothing_is_left_to_compile(tmp_path):
     run(COMPILING, tmp_path)
     assert run(AFTERWARDS, tmp_path) == "0\n"
     files = [file.name.rpartition(".nbc")[0] for file in tmp_path.rglob("*.nbc")]

@@ -1,7 +1,5 @@
 """Gapped matches: outputs that say their prompt, or themselves, again in another form."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np
@@ -47,7 +45,7 @@ def start_at(matches: RecordArray, position: int) -> None:
     start_match(matches, position, 3)
 
 
-def test_a_match_moves_on_with_a_predicted_token_and_waits_otherwise() -> None:
+def test_a_match_moves_on_with_a_predicted_token_and_waits_otherwise():
     index, matches, first = prompt_of([10, 11, COMMA, 12, 13, LINE, 14])
     start_at(matches, first)
     for token, at, gap in ((10, 1, 0), (11, 2, 0), (OPEN, 2, 1), (COLON, 2, 2), (12, 4, 0), (13, 5, 0), (14, 7, 0)):
@@ -57,7 +55,7 @@ def test_a_match_moves_on_with_a_predicted_token_and_waits_otherwise() -> None:
     assert matches[0, OUTPUT_MATCH].position == 0
 
 
-def test_a_single_predicted_token_counts_against_a_match() -> None:
+def test_a_single_predicted_token_counts_against_a_match():
     index, matches, first = prompt_of([10, 11, 12, 13, 14])
     start_at(matches, first)
     matches[0, PROMPT_MATCH].resumed = 2
@@ -66,7 +64,7 @@ def test_a_single_predicted_token_counts_against_a_match() -> None:
     assert matches[0, PROMPT_MATCH].resumed == 0
 
 
-def test_a_match_counts_resumptions_up_to_a_limit_and_is_given_up_behind_a_long_gap() -> None:
+def test_a_match_counts_resumptions_up_to_a_limit_and_is_given_up_behind_a_long_gap():
     values = list(range(10, 40))
     index, matches, first = prompt_of(values)
     start_at(matches, first)
@@ -80,7 +78,7 @@ def test_a_match_counts_resumptions_up_to_a_limit_and_is_given_up_behind_a_long_
     assert matches[0, PROMPT_MATCH].position == 0
 
 
-def test_a_prompts_match_does_not_leave_the_prompt() -> None:
+def test_a_prompts_match_does_not_leave_the_prompt():
     index, matches, first = prompt_of([10, 11])
     start_at(matches, first + 1)
     assert matches[0, PROMPT_MATCH].prompt_end == first + 1
@@ -91,7 +89,7 @@ def test_a_prompts_match_does_not_leave_the_prompt() -> None:
     assert matches[0, PROMPT_MATCH].gap == 3
 
 
-def test_a_match_that_is_being_followed_is_not_started_again() -> None:
+def test_a_match_that_is_being_followed_is_not_started_again():
     index, matches, first = prompt_of([10, 11, 12, 13, 14, 15])
     start_at(matches, first)
     start_match(matches, first + 3, 32)
@@ -105,7 +103,7 @@ def test_a_match_that_is_being_followed_is_not_started_again() -> None:
     assert matches[0, PROMPT_MATCH].position == first + 3
 
 
-def test_a_node_inherits_active_matches() -> None:
+def test_a_node_inherits_active_matches():
     _, matches, first = prompt_of([10, 11, 12])
     start_at(matches, first)
     nodes = np.concatenate([matches, matches])
@@ -116,7 +114,7 @@ def test_a_node_inherits_active_matches() -> None:
     assert nodes[1, PROMPT_MATCH] == nodes[0, PROMPT_MATCH]
 
 
-def test_a_node_inherits_nothing_from_an_earlier_draft() -> None:
+def test_a_node_inherits_nothing_from_an_earlier_draft():
     index, matches, _ = prompt_of([10, 11, 12])
     nodes = np.concatenate([matches, matches])
     nodes[1, PROMPT_MATCH].spelled, nodes[1, PROMPT_MATCH].resumed, nodes[1, PROMPT_MATCH].prompt_end = (
@@ -148,7 +146,7 @@ def steps_of(trie: Trie, request: int, prompt: list[int], answer: list[int]) -> 
 
 
 @pytest.mark.parametrize("separators", [1, PROMPT_LOOKAHEAD - 1])
-def test_a_table_written_as_records_is_drafted_across_cells(separators: int) -> None:
+def test_a_table_written_as_records_is_drafted_across_cells(separators):
     """Where n-grams know none of the values: without matches, no draft could hold the next cell's first token."""
     rng = random.Random(separators)
     trie = Trie()
@@ -171,7 +169,7 @@ def spelled_prompt(tokens: list[int]) -> tuple[Index, RecordArray, int]:
     return index._replace(spelling=table), matches, first
 
 
-def test_a_match_goes_through_the_spelling_of_a_word() -> None:
+def test_a_match_goes_through_the_spelling_of_a_word():
     index, matches, first = spelled_prompt([10, COMMA, 90, 11, COMMA, 93, 12])
     start_at(matches, first)
     for token, at, inside in ((10, 1, 0), (OPEN, 1, 0), (91, 2, 1), (92, 3, 0), (11, 4, 0), (OPEN, 4, 0), (94, 6, 0)):
@@ -180,7 +178,7 @@ def test_a_match_goes_through_the_spelling_of_a_word() -> None:
     assert matches[0, PROMPT_MATCH].resumed == 1
 
 
-def test_a_word_with_another_spelling_is_passed_over() -> None:
+def test_a_word_with_another_spelling_is_passed_over():
     index, matches, first = spelled_prompt([90, 11, 12])
     start_at(matches, first)
     for token, at, gap in ((91, 0, 0), (OPEN, 1, 1), (11, 2, 0)):
@@ -189,14 +187,14 @@ def test_a_word_with_another_spelling_is_passed_over() -> None:
         assert matches[0, PROMPT_MATCH].spelled == (1 if token == 91 else 0)
 
 
-def test_a_skip_leads_to_a_token_ahead_or_to_its_spelling() -> None:
+def test_a_skip_leads_to_a_token_ahead_or_to_its_spelling():
     index, matches, first = spelled_prompt([COMMA, 90, 11])
     start_at(matches, first)
     skips = {COMMA: 0, 90: 1, 91: PROMPT_LOOKAHEAD + 1, 11: 2, 92: SKIPS, OPEN: SKIPS}
     assert {token: skip_to(index, matches[0, PROMPT_MATCH], PROMPT_MATCH, token) for token in skips} == skips
 
 
-def test_skips_are_counted_where_the_prompts_match_waits_and_the_outputs_is_followed() -> None:
+def test_skips_are_counted_where_the_prompts_match_waits_and_the_outputs_is_followed():
     _, matches, first = prompt_of([10, 11, 12])
     hashed = np.uint64(12345)
     assert (
@@ -230,11 +228,11 @@ def steps_through_cells(spelled: bool) -> float:
     return taken / steps
 
 
-def test_cells_are_drafted_in_other_tokens_where_their_spelling_is_known() -> None:
+def test_cells_are_drafted_in_other_tokens_where_their_spelling_is_known():
     assert steps_through_cells(spelled=True) > 1.5 * steps_through_cells(spelled=False)
 
 
-def test_spellings_are_those_behind_a_quote() -> None:
+def test_spellings_are_those_behind_a_quote():
     tokenizer = AutoTokenizer.from_pretrained(bundled("target")).backend_tokenizer
     table = spellings(tokenizer)
     assert table.shape[0] == tokenizer.get_vocab_size()
@@ -249,7 +247,7 @@ def test_spellings_are_those_behind_a_quote() -> None:
     assert known > 1000
 
 
-def test_a_context_with_the_hash_of_a_skip_is_no_skip() -> None:
+def test_a_context_with_the_hash_of_a_skip_is_no_skip():
     """Contexts are known by 31 bits, so another one's followers may lie there: tokens, which are no skips."""
     index, matches, first = prompt_of([10, 11, 12])
     hashed, evidence = np.uint64(12345), PositionEvidence.allocate()
@@ -265,7 +263,7 @@ def test_a_context_with_the_hash_of_a_skip_is_no_skip() -> None:
         assert known == (set() if token == 5000 else {1})
 
 
-def test_a_tokenizer_that_cannot_write_a_quote_has_no_spellings() -> None:
+def test_a_tokenizer_that_cannot_write_a_quote_has_no_spellings():
     tokenizer = Tokenizer(models.WordLevel({"▁do": 0, "▁re": 1, "mi": 2}))
     assert (spellings(tokenizer) == UNWRITTEN).all()
     trie = Trie()

@@ -1,9 +1,6 @@
 """Recycled logits and known noise: which lists are kept, who is drafted from them, and that no answer leaks in."""
 
-from __future__ import annotations
-
 import hashlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -46,7 +43,7 @@ def drafted(trie: Trie, request: int, budget: int = 4) -> list[int]:
 
 
 @pytest.mark.parametrize("size", [3, LISTED, 1000, 4099])
-def test_the_best_tokens_of_rows_are_those_of_a_sort(size: int) -> None:
+def test_the_best_tokens_of_rows_are_those_of_a_sort(size):
     logits = torch.randn(5, size, generator=torch.Generator().manual_seed(size)).half().float()
     tokens, scores = best_of_rows(logits)
     best = logits.sort(dim=-1, descending=True, stable=True)
@@ -56,7 +53,7 @@ def test_the_best_tokens_of_rows_are_those_of_a_sort(size: int) -> None:
     assert (tokens[:, count:] == -1).all()
 
 
-def test_what_the_model_nearly_said_is_drafted_where_the_same_two_tokens_come_again() -> None:
+def test_what_the_model_nearly_said_is_drafted_where_the_same_two_tokens_come_again():
     trie = Trie()
     trie.begin(0, "n", [1, 2, 3, 4])
     assert 77 not in drafted(trie, 0)
@@ -67,7 +64,7 @@ def test_what_the_model_nearly_said_is_drafted_where_the_same_two_tokens_come_ag
     assert Origin(draft.origins[first]) is Origin.RECYCLED
 
 
-def test_rows_without_their_lists_are_refused_and_texts_replayed_without_logits_leave_none() -> None:
+def test_rows_without_their_lists_are_refused_and_texts_replayed_without_logits_leave_none():
     drafter, request = TrieSource(), Request([1, 2], 8)
     row = opened(drafter, request)
     uneven = RecycledRows(np.array([1, 2]), np.array([2, 3]), *rows(1, 2, [5])[2:])
@@ -80,7 +77,7 @@ def test_rows_without_their_lists_are_refused_and_texts_replayed_without_logits_
         assert drafter.trie.retrieve(request.id, 16, 8).tokens.max(initial=0) <= token
 
 
-def test_a_list_of_two_tokens_speaks_louder_than_one_of_the_last_alone() -> None:
+def test_a_list_of_two_tokens_speaks_louder_than_one_of_the_last_alone():
     trie = Trie()
     trie.begin(0, "n", [1, 2, 3, 4])
     trie.recycle(0, rows(9, 4, [50]))
@@ -89,7 +86,7 @@ def test_a_list_of_two_tokens_speaks_louder_than_one_of_the_last_alone() -> None
     assert drafted(trie, 0)[:2] == [60, 70]
 
 
-def test_a_newer_list_takes_the_place_of_an_older_one_and_the_tables_do_not_grow() -> None:
+def test_a_newer_list_takes_the_place_of_an_older_one_and_the_tables_do_not_grow():
     trie = Trie(TrieConfig(capacity=1 << 16))
     trie.begin(0, "n", [1, 2, 3, 4])
     trie.recycle(0, rows(3, 4, [50]))
@@ -105,7 +102,7 @@ def test_a_newer_list_takes_the_place_of_an_older_one_and_the_tables_do_not_grow
     assert trie.nbytes == kept  # the request's own lists go with it
 
 
-def test_requests_of_one_namespace_do_not_overwrite_each_others_lists() -> None:
+def test_requests_of_one_namespace_do_not_overwrite_each_others_lists():
     trie = Trie()
     for number, token in ((0, 50), (1, 60)):
         trie.begin(number, "n", [1, 2, 3, 4])
@@ -115,7 +112,7 @@ def test_requests_of_one_namespace_do_not_overwrite_each_others_lists() -> None:
     assert drafted(trie, 2)[0] == 60  # the latest of its namespace
 
 
-def test_static_lists_are_drafted_where_there_is_no_other_list_and_are_evidence_of_their_own() -> None:
+def test_static_lists_are_drafted_where_there_is_no_other_list_and_are_evidence_of_their_own():
     trie = Trie()
     trie.set_static_lists(rows(-1, 4, [70, 71]))
     trie.begin(0, "n", [1, 2, 3, 4])
@@ -131,7 +128,7 @@ def test_static_lists_are_drafted_where_there_is_no_other_list_and_are_evidence_
     assert [(cell - RECYCLED_CELLS) // ((LISTED + 1) * CHANCE_CLASSES) for cell in cells] == [STATIC_GROUP, OWN, SHARED]
 
 
-def test_no_request_changes_static_lists_and_the_first_of_two_in_one_place_stays() -> None:
+def test_no_request_changes_static_lists_and_the_first_of_two_in_one_place_stays():
     count = 2 * OWN_LISTS
     best = np.full((count, LISTED), -1, np.int32)
     best[:, 0] = np.arange(count) + 5
@@ -151,7 +148,7 @@ def test_no_request_changes_static_lists_and_the_first_of_two_in_one_place_stays
     assert trie._static.tobytes() == before
 
 
-def test_no_other_namespace_is_drafted_from_a_list_or_learns_what_one_was_worth() -> None:
+def test_no_other_namespace_is_drafted_from_a_list_or_learns_what_one_was_worth():
     used, fresh = Trie(), Trie()
     for trie in (used, fresh):
         trie.set_static_lists(rows(-1, 4, [70, 71]))
@@ -163,7 +160,7 @@ def test_no_other_namespace_is_drafted_from_a_list_or_learns_what_one_was_worth(
     assert [part.tolist() for part in used.retrieve(1, 16, 8)] == [part.tolist() for part in fresh.retrieve(1, 16, 8)]
 
 
-def test_a_steps_lists_are_kept_after_its_tokens_were_learned() -> None:
+def test_a_steps_lists_are_kept_after_its_tokens_were_learned():
     at_once, after, before = tries = Trie(), Trie(), Trie()
     for trie in tries:
         trie.begin(0, "n", [1, 2, 3, 4])
@@ -179,7 +176,7 @@ def test_a_steps_lists_are_kept_after_its_tokens_were_learned() -> None:
     assert drafted(at_once, 0) == drafted(after, 0)
 
 
-def test_a_step_is_learned_when_a_draft_is_wanted() -> None:
+def test_a_step_is_learned_when_a_draft_is_wanted():
     drafter, request = TrieSource(), Request([1, 2, 3, 4], 8)
     row = opened(drafter, request)
     for _ in range(2):
@@ -190,7 +187,7 @@ def test_a_step_is_learned_when_a_draft_is_wanted() -> None:
     assert drafter.trie.length(request.id) == 6
 
 
-def test_rows_of_a_tree_are_kept_by_the_tokens_on_the_path_to_them() -> None:
+def test_rows_of_a_tree_are_kept_by_the_tokens_on_the_path_to_them():
     drafter, request = TrieSource(), Request([1, 2, 3, 4], 8)
     row = opened(drafter, request)
     draft(drafter, row, 4)
@@ -206,14 +203,14 @@ def test_rows_of_a_tree_are_kept_by_the_tokens_on_the_path_to_them() -> None:
         drafter.trie.finish(1000)
 
 
-def test_known_noise_is_the_samplers_own() -> None:
+def test_known_noise_is_the_samplers_own():
     place = np.zeros(1, NOISE)
     place[0] = (mixed(123), 40, 0.7)
     expected = 0.7 * (gumbel(123, 43, 50, Salt.TARGET).numpy() - EULER)
     assert np.allclose([noise_of(place, 3, token) for token in range(50)], expected, rtol=0, atol=1e-12)
 
 
-def test_of_two_equal_candidates_the_one_with_more_noise_is_drafted_first() -> None:
+def test_of_two_equal_candidates_the_one_with_more_noise_is_drafted_first():
     for seed in range(6):
         trie = Trie()
         trie.begin(0, "n", [1, 2, 3, 4], noise=SamplingNoise(mixed(seed), 1.0))
@@ -223,18 +220,16 @@ def test_of_two_equal_candidates_the_one_with_more_noise_is_drafted_first() -> N
 
 
 @pytest.mark.parametrize(("method", "known"), [("greedy", False), ("coupled", True), ("rejection", False)])
-def test_only_coupled_noise_is_known(method: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_coupled_noise_is_known(method, known, monkeypatch):
     given: list[SamplingNoise | None] = []
     begin = Trie.begin
     monkeypatch.setattr(Trie, "begin", lambda *call: (given.append(call[-1]), begin(*call))[1])
-    opened(TrieSource(), Request([1, 2], 4, sampler=Sampler(method, 5)))  # type: ignore[arg-type]
+    opened(TrieSource(), Request([1, 2], 4, sampler=Sampler(method, 5)))
     assert [each is not None for each in given] == [known]
 
 
 @pytest.mark.parametrize("version", trie_file.TEXTS_VERSIONS)
-def test_texts_of_older_versions_are_read_and_what_was_learned_starts_anew(
-    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_of_older_versions_are_read_and_what_was_learned_starts_anew(version, tmp_path, monkeypatch):
     monkeypatch.setattr(trie_file, "TRIE_FILE_VERSION", version)
     trie_file.write(tmp_path / "trie", {"n": [np.array([5, 6, 7])]}, {"n": np.ones(154)}, "words")
     monkeypatch.undo()
