@@ -68,11 +68,16 @@ class Choice:
 
     # deciding
 
-    def begin(self, shape: PassShape, gains: Sequence[float]) -> Decision:
-        """Start a step; ``gains``: recent tokens per step of each row that may have drafts."""
+    def begin(self, shape: PassShape, gains: Sequence[float], fresh: bool = False) -> Decision:
+        """Start a step; ``gains``: recent tokens per step of each row that may have drafts, ``fresh``: whether it is
+        the first of a batch, whose steps count as plain ones until some were drafted for."""
+        if fresh:
+            self._stretch = 1.0
         every = [*gains, *[1.0] * len(shape.undrafted_left)]
         left, cached = shape.left + shape.undrafted_left, shape.cached + shape.undrafted_cached
         values, cost_to_go = self._values.of(left, every, cached, self.costs.table, self._stretch, shape.closed)
+        if fresh:
+            self.ledger.open(cost_to_go)
         plain = shape.plain(self.costs.table)
         alone = plain if shape.decodes else shape.alone(self.costs.table)
         step = Decision(shape, values[: len(shape)], cost_to_go, plain, alone)
@@ -109,7 +114,12 @@ class Choice:
             rows = [row for row, net in enumerate(worth) if net > 0 and step.shape.budgets[row] > 0]
             pays = bool(rows) and sum(worth[row] for row in rows) > line.start + fixed
             if pays:
-                lacks = self.ledger.lacks(line.at(len(rows)) + kept, doubt > 0)
+                nodes = sum(
+                    self._gains.nodes(kinds[row], slopes[row] / float(step.values[row]), doubt) * slopes[row]
+                    for row in rows
+                )
+                scored = max(fixed, 0.0) + min(nodes, RESERVE)  # without slack for nodes, a proposal is wasted
+                lacks = self.ledger.lacks(line.at(len(rows)) + kept + scored, doubt > 0)
                 if lacks <= 0:
                     break
                 step.lacks = min(step.lacks, lacks)
