@@ -114,12 +114,8 @@ class Choice:
             rows = [row for row, net in enumerate(worth) if net > 0 and step.shape.budgets[row] > 0]
             pays = bool(rows) and sum(worth[row] for row in rows) > line.start + fixed
             if pays:
-                nodes = sum(
-                    self._gains.nodes(kinds[row], slopes[row] / float(step.values[row]), doubt) * slopes[row]
-                    for row in rows
-                )
-                scored = max(fixed, 0.0) + min(nodes, RESERVE)  # without slack for nodes, a proposal is wasted
-                lacks = self.ledger.lacks(line.at(len(rows)) + kept + scored, doubt > 0)
+                scored = max(fixed, 0.0) + self._least_scored(step, rows, slopes, doubt)
+                lacks = self.ledger.lacks(line.at(len(rows)) + scored + kept, doubt > 0)
                 if lacks <= 0:
                     break
                 step.lacks = min(step.lacks, lacks)
@@ -134,6 +130,13 @@ class Choice:
                 return []
         step.asked, step.trial = {row: kinds[row] for row in rows}, not pays or doubt > 0
         return rows
+
+    def _least_scored(self, step: Decision, rows: Sequence[int], slopes: Sequence[float], doubt: float) -> float:
+        """Return the slack that a proposal leaves for its nodes: what those that pay cost, but at most ``RESERVE``.
+        With none left, the proposal itself would be lost, again and again."""
+        prices = [slopes[row] / float(step.values[row]) for row in rows]
+        counts = [self._gains.nodes(step.kinds[row], price, doubt) for row, price in zip(rows, prices, strict=True)]
+        return min(sum(count * slopes[row] for row, count in zip(rows, counts, strict=True)), RESERVE)
 
     def kinds(self, promises: Sequence[int | None]) -> list[int]:
         """Return the classes of the rows' promises."""

@@ -101,27 +101,21 @@ class RecurrentHead(Head):
     def extend(
         self, growths: Sequence[Growth], parents: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        turns = [growth.add(above) % self.depth_layers for growth, above in zip(growths, parents, strict=True)]
+        levels = list(zip(growths, parents, tokens, strict=True))
+        turns = [growth.add(above) % self.depth_layers for growth, above, _ in levels]
         with Ordered():
             for layer in sorted(set(turns)):
-                chosen = [number for number, turn in enumerate(turns) if turn == layer]
-                self._extend_layer(layer, *([each[number] for number in chosen] for each in (growths, parents, tokens)))
-            new = [growth.hidden[-len(above) :] for growth, above in zip(growths, parents, strict=True)]
-            return self._logits(growths, new)
+                self._extend_layer(layer, [level for level, turn in zip(levels, turns, strict=True) if turn == layer])
+            return self._logits(growths, [growth.hidden[-len(above) :] for growth, above, _ in levels])
 
-    def _extend_layer(
-        self,
-        layer: int,
-        growths: Sequence[Growth],
-        parents: Sequence[Sequence[int]],
-        tokens: Sequence[Sequence[int]],
-    ) -> None:
-        """Run a layer over the trees' new nodes, and add its output to the trees."""
-        counts = list(map(len, parents))
-        hidden = torch.cat([growth.hidden[list(above)] for growth, above in zip(growths, parents, strict=True)])
+    def _extend_layer(self, layer: int, levels: Sequence[tuple[Growth, Sequence[int], Sequence[int]]]) -> None:
+        """Run a layer over trees' new nodes, given by their parents and tokens, and add its output to the trees."""
+        growths, counts = [growth for growth, _, _ in levels], [len(tokens) for _, _, tokens in levels]
+        hidden = torch.cat([growth.hidden[list(parents)] for growth, parents, _ in levels])
         places = [(growth.sequence.next or 0) + growth.depth + self.shift for growth in growths]
         with attending(Growing(growths, counts)):
-            out = self._forward(layer, np.concatenate(tokens), hidden, np.repeat(places, counts))
+            tokens = np.concatenate([tokens for _, _, tokens in levels])
+            out = self._forward(layer, tokens, hidden, np.repeat(places, counts))
         for growth, part in zip(growths, torch.split(out, counts), strict=True):
             growth.hidden = torch.cat([growth.hidden, part])
 
