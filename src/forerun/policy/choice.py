@@ -132,11 +132,11 @@ class Choice:
         return rows
 
     def _least_scored(self, step: Decision, rows: Sequence[int], slopes: Sequence[float], doubt: float) -> float:
-        """Return the slack that a proposal leaves for its nodes: what those that pay cost, but at most ``RESERVE``.
-        With none left, the proposal itself would be lost, again and again."""
+        """Return the slack that a proposal leaves for its nodes: the cost of one per row that is expected to have some
+        that pay. With none left, the proposal itself would be lost, again and again."""
         prices = [slopes[row] / float(step.values[row]) for row in rows]
         counts = [self._gains.nodes(step.kinds[row], price, doubt) for row, price in zip(rows, prices, strict=True)]
-        return min(sum(count * slopes[row] for row, count in zip(rows, counts, strict=True)), RESERVE)
+        return sum(min(count, 1) * slopes[row] for row, count in zip(rows, counts, strict=True))
 
     def kinds(self, promises: Sequence[int | None]) -> list[int]:
         """Return the classes of the rows' promises."""

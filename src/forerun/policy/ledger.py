@@ -41,8 +41,8 @@ size."""
 SHARE = 0.01
 """Share of the progress that drafting may lose in the long run."""
 RESERVE = TRIAL_SLACK / 2
-"""Slack that costly sources and hopeless trials leave for actions that promise more, and the most that a proposal must
-leave to score its nodes. Outputs change: a source that never hit may start to."""
+"""Slack that costly sources and hopeless trials leave for actions that promise more. Outputs change: a source that
+never hit may start to."""
 COSTLY_SHARE = 0.5
 """Share of a small slack's income that is for costly sources: as much as for cheap ones."""
 SAVED = 16.0
