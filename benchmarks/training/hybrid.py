@@ -51,7 +51,7 @@ def hybrid_of(target: PreTrainedModel, tokens: torch.Tensor) -> PreTrainedModel:
     torch.manual_seed(0)
     made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     wanted, sizes = made.state_dict(), _sizes(target, tokens)
-    taken = {_renamed(name): weight for name, weight in target.state_dict().items()}
+    taken = {renamed(name): weight for name, weight in target.state_dict().items()}
     for name in wanted:
         if name in taken:
             wanted[name] = taken[name]
@@ -61,7 +61,8 @@ def hybrid_of(target: PreTrainedModel, tokens: torch.Tensor) -> PreTrainedModel:
     return made
 
 
-def _renamed(name: str) -> str:
+def renamed(name: str) -> str:
+    """Return LFM2's name of one of Llama's parameters."""
     for llama, lfm2 in RENAMED.items():
         name = name.replace(f"{llama}.", f"{lfm2}.")
     return name

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from benchmarks.training.hybrid import renamed
 from forerun.models.heads.qwen_mtp import PREFIX, STATED
 
 DECAY = 0.8
@@ -37,14 +38,21 @@ class Kind(enum.StrEnum):
 
 
 class TrainableLayer(nn.Module):
-    """A decoder layer, named as in Llama. ``wide``: size of the attention's input."""
+    """A decoder layer, named as in Llama.
 
-    def __init__(self, config: LlamaConfig, wide: int) -> None:
+    Args:
+        wide: size of the attention's input.
+        normed: whether queries and keys have norms, named as in LFM2.
+    """
+
+    def __init__(self, config: LlamaConfig, wide: int, normed: bool = False) -> None:
         super().__init__()
         size, self.dim = config.hidden_size, config.head_dim
         heads, kv_heads = config.num_attention_heads * self.dim, config.num_key_value_heads * self.dim
         shapes = {"q": (wide, heads), "k": (wide, kv_heads), "v": (wide, kv_heads), "o": (heads, size)}
         self.self_attn = nn.ModuleDict({f"{part}_proj": nn.Linear(*each, bias=False) for part, each in shapes.items()})
+        for part in "qk" if normed else "":
+            self.self_attn[f"{part}_layernorm"] = LlamaRMSNorm(self.dim, config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
         self.input_layernorm, self.post_attention_layernorm = (
             LlamaRMSNorm(size, config.rms_norm_eps) for _ in range(2)
@@ -53,7 +61,7 @@ class TrainableLayer(nn.Module):
     def forward(self, x: torch.Tensor, residual: torch.Tensor, angles: Any, earlier: Earlier) -> torch.Tensor:
         """Run a step over all entries, ``[B, n, wide]`` to ``[B, n, hidden]``; its keys and values are added to
         ``earlier``. An entry attends to the first step's entries up to itself, and to itself in later steps."""
-        q, k, v = (self.self_attn[f"{part}_proj"](x).unflatten(-1, (-1, self.dim)).transpose(1, 2) for part in "qkv")
+        q, k, v = (self._projected(part, x).transpose(1, 2) for part in "qkv")
         q, k = apply_rotary_pos_emb(q, k, *angles)
         k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
         earlier.append((k, v))
@@ -69,6 +77,12 @@ class TrainableLayer(nn.Module):
         left: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return left
 
+    def _projected(self, part: str, x: torch.Tensor) -> torch.Tensor:
+        """Return queries, keys or values, ``[B, n, H, d]``."""
+        own: torch.Tensor = self.self_attn[f"{part}_proj"](x).unflatten(-1, (-1, self.dim))
+        norm = f"{part}_layernorm"
+        return self.self_attn[norm](own) if norm in self.self_attn else own
+
 
 class TrainableHead(nn.Module):
     """What both kinds share. Parameters have their names in files.
@@ -78,7 +92,8 @@ class TrainableHead(nn.Module):
         known: the target's ids of the tokens to train on, ascending.
         layers: of the target that are read, as ``Scorer.score_rows`` numbers them.
         frozen: whether the output matrix stays the target's.
-        eps: of the norms; ``rope``: configuration entries of rotary positions.
+        eps: of the norms.
+        more: configuration entries beyond the target's, or in place of them, among them those of rotary positions.
     """
 
     feeds_normed: bool
@@ -91,7 +106,7 @@ class TrainableHead(nn.Module):
         layers: Sequence[int],
         frozen: bool,
         eps: float,
-        rope: dict[str, Any],
+        more: dict[str, Any],
     ) -> None:
         super().__init__()
         base = target.config.get_text_config(decoder=True)
@@ -101,7 +116,7 @@ class TrainableHead(nn.Module):
             "head_dim": int(getattr(base, "head_dim", None) or size // heads), "rms_norm_eps": eps,
             "intermediate_size": int(base.intermediate_size), "hidden_act": "silu", "num_hidden_layers": 1,
             "vocab_size": int(target.get_input_embeddings().weight.shape[0]),
-            "max_position_embeddings": int(base.max_position_embeddings), **rope,
+            "max_position_embeddings": int(base.max_position_embeddings), **more,
         }  # fmt: skip
         self.layers, self.known = tuple(layers), known
         self.llama = LlamaConfig(**self.settings)
@@ -224,7 +239,7 @@ class TrainableEagle3(TrainableHead):
 
 
 class TrainableMtp(TrainableHead):
-    """An MTP layer for a target of Llama's layers, written into a copy of the target's folder, named as Qwen's.
+    """An MTP layer for a Llama or an LFM2, written into a copy of the target's folder, named as Qwen's.
 
     Raises:
         ValueError: for a target of another architecture, or that is not a folder.
@@ -234,17 +249,20 @@ class TrainableMtp(TrainableHead):
 
     def __init__(self, target: PreTrainedModel, known: torch.Tensor) -> None:
         config = target.config
-        if config.model_type != "llama" or not Path(target.name_or_path).is_dir():
+        if config.model_type not in ("llama", "lfm2") or not Path(target.name_or_path).is_dir():
             raise ValueError(
-                f"an MTP layer is trained for a Llama in a folder; this is a {config.model_type} in "
+                f"an MTP layer is trained for a Llama or an LFM2 in a folder; this is a {config.model_type} in "
                 f"{target.name_or_path}"
             )
-        layers = (int(config.num_hidden_layers),)
-        super().__init__(target, known, layers, True, config.rms_norm_eps, {"rope_parameters": config.rope_parameters})
+        self.is_lfm2 = config.model_type == "lfm2"
+        layers, more = (int(config.num_hidden_layers),), {"rope_parameters": config.rope_parameters}
+        if self.is_lfm2:  # which may round its configuration's size
+            more["intermediate_size"] = target.get_decoder().layers[-1].feed_forward.w1.out_features
+        super().__init__(target, known, layers, True, config.norm_eps if self.is_lfm2 else config.rms_norm_eps, more)
         size = self.llama.hidden_size
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = self.new_norm(), self.new_norm()
         self.fc = nn.Linear(2 * size, size, bias=False)
-        self.layer = TrainableLayer(self.llama, size)
+        self.layer = TrainableLayer(self.llama, size, normed=self.is_lfm2)
         start(self.layer)
         self.fc.weight.data = torch.cat([torch.zeros(size, size), torch.eye(size)], -1)
 
@@ -261,9 +279,11 @@ class TrainableMtp(TrainableHead):
         for file in Path(target.name_or_path).iterdir():
             if file.is_file():
                 shutil.copyfile(file, out / file.name)
-        names = {name: PREFIX + name.replace("layer.", "layers.0.", 1) for name in self.learned()}
-        tensors = {names[name]: each.to(target.dtype) for name, each in self.learned().items()}
-        save_file(tensors, out / "mtp.safetensors")
+        learned = {
+            name.replace("layer.", "layers.0.", 1): each.to(target.dtype) for name, each in self.learned().items()
+        }
+        named = {renamed(name) if self.is_lfm2 else name: each for name, each in learned.items()}
+        save_file({f"{PREFIX}{name}": each for name, each in named.items()}, out / "mtp.safetensors")
         config = json.loads((out / "config.json").read_text())
         (out / "config.json").write_text(json.dumps({**config, STATED: 1}, indent=2))
 

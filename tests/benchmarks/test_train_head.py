@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.tiny import tiny
-from transformers import LlamaForCausalLM, PreTrainedModel
+from support.tiny import HYBRIDS, build, tiny
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.training import training_loop
 from benchmarks.training.train_head import HeadOptions, frequent, run
@@ -60,12 +60,13 @@ def mtp_of(target: PreTrainedModel, folder: Path) -> TrainableHead:
     return TrainableMtp(target, frequent([], 48, 48))
 
 
-@pytest.mark.parametrize("made", [eagle3_of, eagle31_of, mtp_of])
+@pytest.mark.parametrize(("made", "hybrid"), [(eagle3_of, False), (eagle31_of, False), (mtp_of, False), (mtp_of, True)])
 def test_the_head_that_is_written_computes_what_was_trained(
-    made: Callable[[PreTrainedModel, Path], TrainableHead], tmp_path: Path
+    made: Callable[[PreTrainedModel, Path], TrainableHead], hybrid: bool, tmp_path: Path
 ) -> None:
     """One step after the target's states, and one after its own."""
-    target, tokens = tiny("llama", torch.float32), np.random.default_rng(0).integers(0, 48, 14)
+    target = build(*HYBRIDS["lfm2"], seed=3).float() if hybrid else tiny("llama", torch.float32)
+    tokens = np.random.default_rng(0).integers(0, 48, 14)
     model = made(target, tmp_path)
     for weight in model.parameters():
         if weight.requires_grad:
@@ -74,7 +75,7 @@ def test_the_head_that_is_written_computes_what_was_trained(
     out.mkdir()
     model.export(target, out)
     if isinstance(model, TrainableMtp):
-        target = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+        target = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
         folder = MTP
     else:
         assert load_file(out / "model.safetensors")["d2t"].tolist() == [0] * 20

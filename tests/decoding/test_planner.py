@@ -166,7 +166,27 @@ def test_a_decision_to_draft_nothing_ends_where_a_row_promises_more(rows):
     assert seconds < 0.9 * plain_seconds(world, Outline(rows, 400, sources="t"))
 
 
-def test_a_source_that_cannot_tell_is_tried_however_expensive_it_is():
+@pytest.mark.parametrize("asking", [0.3, 0.7])
+def test_a_proposal_leaves_slack_for_its_nodes(asking: float) -> None:
+    """Of a fast model. Drafts that are always wrong use the slack up; then proposals that leave nothing to score their
+    nodes with would use up what comes in, and nothing would be drafted any more."""
+    unit = 2e-4 / asking
+    world = World(CostCurve((1, 2), (1.0, 1.06), unit=unit), plain=unit, asking=2e-4, known=lambda row, place: 40)
+    world.hits, world.stated = lambda row, place: place >= 60, lambda row, place: 0.95
+    seconds, _ = simulate(world, Outline(1, 600, sources="t"))
+    assert seconds / unit < 360
+
+
+def test_a_batch_starts_with_tokens_worth_a_plain_step() -> None:
+    """However long the steps of the batch before were."""
+    world = World(LOADED, known=lambda row, place: 40, hits=lambda row, place: True)
+    _, planner = simulate(world, Outline(1, 200, sources="t"))
+    choice, shape = planner.choice, PassShape([100], [0], [1], [64], [99])
+    later, first = (float(choice.begin(shape, [1.0], fresh).values[0]) for fresh in (False, True))
+    assert later > 1.1 and first == pytest.approx(1.0)
+
+
+def test_a_source_that_cannot_tell_is_tried_however_expensive_it_is() -> None:
     unit = 2e-4 / 0.9
     world = World(replace(LOADED, unit=unit), plain=unit, asking=2e-4, hits=lambda row, place: True)
     seconds, _ = simulate(world, Outline(1, 900, sources="t"))

@@ -318,10 +318,8 @@ class AdaptivePlanner(Planner):
     def _decide(self, rows: Sequence[Row], shape: PassShape) -> list[DraftTree] | None:
         states = [row.states[self] for row in rows]
         chosen = self.choice
-        decision = chosen.begin(shape, [state.gain for state in states])
-        if self._fresh:
-            chosen.ledger.open(decision.cost_to_go)
-            self._fresh = False
+        decision = chosen.begin(shape, [state.gain for state in states], self._fresh)
+        self._fresh = False
         self._under_way = _PlannedStep(decision, rows, states)
         if self.costly is not None:
             self.states = self.wants.states if decision.costly else ()

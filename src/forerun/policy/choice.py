@@ -68,11 +68,16 @@ class Choice:
 
     # deciding
 
-    def begin(self, shape: PassShape, gains: Sequence[float]) -> Decision:
-        """Start a step; ``gains``: recent tokens per step of each row that may have drafts."""
+    def begin(self, shape: PassShape, gains: Sequence[float], fresh: bool = False) -> Decision:
+        """Start a step; ``gains``: recent tokens per step of each row that may have drafts, ``fresh``: whether it is
+        the first of a batch, whose steps count as plain ones until some were drafted for."""
+        if fresh:
+            self._stretch = 1.0
         every = [*gains, *[1.0] * len(shape.undrafted_left)]
         left, cached = shape.left + shape.undrafted_left, shape.cached + shape.undrafted_cached
         values, cost_to_go = self._values.of(left, every, cached, self.costs.table, self._stretch, shape.closed)
+        if fresh:
+            self.ledger.open(cost_to_go)
         plain = shape.plain(self.costs.table)
         alone = plain if shape.decodes else shape.alone(self.costs.table)
         step = Decision(shape, values[: len(shape)], cost_to_go, plain, alone)
@@ -109,7 +114,8 @@ class Choice:
             rows = [row for row, net in enumerate(worth) if net > 0 and step.shape.budgets[row] > 0]
             pays = bool(rows) and sum(worth[row] for row in rows) > line.start + fixed
             if pays:
-                lacks = self.ledger.lacks(line.at(len(rows)) + kept, doubt > 0)
+                scored = max(fixed, 0.0) + self._least_scored(step, rows, slopes, doubt)
+                lacks = self.ledger.lacks(line.at(len(rows)) + scored + kept, doubt > 0)
                 if lacks <= 0:
                     break
                 step.lacks = min(step.lacks, lacks)
@@ -124,6 +130,13 @@ class Choice:
                 return []
         step.asked, step.trial = {row: kinds[row] for row in rows}, not pays or doubt > 0
         return rows
+
+    def _least_scored(self, step: Decision, rows: Sequence[int], slopes: Sequence[float], doubt: float) -> float:
+        """Return the slack that a proposal leaves for its nodes: the cost of one per row that is expected to have some
+        that pay. With none left, the proposal itself would be lost, again and again."""
+        prices = [slopes[row] / float(step.values[row]) for row in rows]
+        counts = [self._gains.nodes(step.kinds[row], price, doubt) for row, price in zip(rows, prices, strict=True)]
+        return sum(min(count, 1) * slopes[row] for row, count in zip(rows, counts, strict=True))
 
     def kinds(self, promises: Sequence[int | None]) -> list[int]:
         """Return the classes of the rows' promises."""

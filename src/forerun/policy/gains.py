@@ -52,15 +52,19 @@ class Gains:
     def expected(self, kind: int, price: float = 0.0, doubt: float = 0.0) -> float:
         """Return the expected gain of a draft of this class in tokens, minus the cost of its nodes: ``price`` tokens
         each. ``doubt`` standard deviations are added to the mean."""
-        mean = self._gains[kind]
-        gain = mean + doubt * max(TREE_SPREAD * mean, self._spread) / math.sqrt(self._counts[kind])
-        if price <= 0.0:
-            return gain
+        gain, nodes = self._mean(kind, doubt), self.nodes(kind, price, doubt)
+        return gain if price <= 0.0 else gain * (1.0 - (gain / (1.0 + gain)) ** nodes) - nodes * price
+
+    def nodes(self, kind: int, price: float, doubt: float = 0.0) -> int:
+        """Return how many nodes of a draft of this class are worth more than ``price`` tokens each; 0 if they cost
+        nothing."""
+        gain = self._mean(kind, doubt)
         rate = gain / (1.0 + gain)
-        if rate <= price:
-            return 0.0
-        nodes = int(math.log(price) / math.log(rate))
-        return gain * (1.0 - rate**nodes) - nodes * price
+        return int(math.log(price) / math.log(rate)) if 0.0 < price < rate else 0
+
+    def _mean(self, kind: int, doubt: float) -> float:
+        mean = self._gains[kind]
+        return mean + doubt * max(TREE_SPREAD * mean, self._spread) / math.sqrt(self._counts[kind])
 
     def record(self, kind: int, tokens: float) -> None:
         """Record that a draft of this class gained ``tokens``."""

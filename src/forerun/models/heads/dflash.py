@@ -26,22 +26,13 @@ from forerun.kv.cache import Cache
 from forerun.models.forward.architecture import text_config
 from forerun.models.forward.scorer import Scorer
 from forerun.models.heads.block_head import BlockHead
-from forerun.models.heads.entries import check_entries, windows
-from forerun.models.heads.head import (
-    ROTARY_FIELDS,
-    Growth,
-    HeadFile,
-    HeadSequence,
-    check_layers,
-    config_of,
-    count_in,
-    input_embeddings,
-    rms_norm,
-    rotated,
-)
+from forerun.models.heads.entries import ROTARY_FIELDS, check_entries, check_layers, config_of, count_in, windows
+from forerun.models.heads.head import Growth, HeadSequence
+from forerun.models.heads.head_file import HeadFile
 from forerun.models.heads.matrices import linear, placed, weight_beside
+from forerun.models.heads.norms_and_rotary import rms_norm, rotated
 from forerun.models.heads.shortlist import OutputMatrix, drafting
-from forerun.models.heads.vocabulary import known_tokens, own_matrix
+from forerun.models.heads.vocabulary import input_embeddings, known_tokens, own_matrix
 
 MASKED_BLOCK_TOKENS = 16
 """Default block size, in tokens."""

@@ -20,8 +20,11 @@ from torch.nn.functional import pad
 from forerun.kernels.linear.ordered_modules import Ordered
 from forerun.models.forward.scorer import Scorer
 from forerun.models.heads.dflash import DFLASH_ENTRIES, DFlashHead
-from forerun.models.heads.head import Growth, HeadFile, HeadSequence, count_in, rms_norm
+from forerun.models.heads.entries import count_in
+from forerun.models.heads.head import Growth, HeadSequence
+from forerun.models.heads.head_file import HeadFile
 from forerun.models.heads.matrices import linear, placed
+from forerun.models.heads.norms_and_rotary import rms_norm
 
 SELECTOR_NUMBERS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 CODEBOOKS = ("predecessor_codebook", "successor_codebook")

@@ -19,7 +19,9 @@ import torch
 from forerun.kernels.linear.ordered_modules import Ordered
 from forerun.models.forward.scorer import Scorer
 from forerun.models.heads.dflash import DFLASH_ENTRIES, DFlashHead
-from forerun.models.heads.head import Growth, HeadFile, HeadSequence, count_in
+from forerun.models.heads.entries import count_in
+from forerun.models.heads.head import Growth, HeadSequence
+from forerun.models.heads.head_file import HeadFile
 from forerun.models.heads.matrices import linear
 
 MARKOV_KINDS = ("vanilla", "gated", "rnn")

@@ -26,22 +26,14 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from forerun.kernels.attention.attention import AttentionSpec
 from forerun.models.forward.architecture import text_config
 from forerun.models.forward.scorer import Scorer, running_pass
-from forerun.models.heads.entries import check_entries, windows
-from forerun.models.heads.head import (
-    ROTARY_FIELDS,
-    Head,
-    HeadFile,
-    RecurrentHead,
-    check_layers,
-    config_of,
-    count_in,
-    input_embeddings,
-    rms_norm,
-    rotated,
-)
+from forerun.models.heads.entries import ROTARY_FIELDS, check_entries, check_layers, config_of, count_in, windows
+from forerun.models.heads.head import Head
+from forerun.models.heads.head_file import HeadFile
 from forerun.models.heads.matrices import linear, placed, weight_beside
+from forerun.models.heads.norms_and_rotary import rms_norm, rotated
+from forerun.models.heads.recurrent_head import RecurrentHead
 from forerun.models.heads.shortlist import OutputMatrix
-from forerun.models.heads.vocabulary import known_tokens, own_matrix
+from forerun.models.heads.vocabulary import input_embeddings, known_tokens, own_matrix
 
 EAGLE_ENTRIES = frozenset(
     {"eagle_aux_hidden_state_layer_ids", "eagle_config", "fc_norm", "norm_before_fc", "norm_before_residual",

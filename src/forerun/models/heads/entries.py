@@ -1,4 +1,4 @@
-"""Check a head's ``config.json``: an entry that could change what the head computes is supported, or is refused.
+"""Read and check a head's ``config.json``: an entry that could change what it computes is supported, or is refused.
 
 With an ignored entry, a head would load and draft badly, and only the speed would tell; and public formats gain entries
 quickly. So each kind of head names the entries that it reads, and those that it supports with one value only; all
@@ -7,7 +7,8 @@ others must be in ``IDLE_ENTRIES``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import json
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,10 @@ SINGLE_VALUED: Mapping[str, Any] = {
     "use_gemma_norm": False,
 }  # fmt: skip
 """Entries that every head supports with one value only."""
+ROTARY_FIELDS = (
+    "hidden_size", "num_attention_heads", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters",
+)  # fmt: skip
+"""Configuration entries that determine rotary positions."""
 ROTARY_ENTRIES = frozenset(
     """
     attention_factor beta_fast beta_slow factor high_freq_factor long_factor low_freq_factor mrope_interleaved
@@ -54,6 +59,25 @@ ROTARY_ENTRIES = frozenset(
     """.split()  # noqa: SIM905  # as a list they would fill a page
 )
 """Entries of ``rope_parameters`` and ``rope_scaling``; for text, the sections of image positions are equal."""
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """Read a folder's ``config.json``. Raises ``ValueError`` if that fails."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder} holds no head: its config.json cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{folder} holds no head: its config.json is not an object")
+    return config
+
+
+def count_in(config: Mapping[str, Any], name: str, folder: Path) -> int:
+    """Return a positive integer of a configuration. Raises ``ValueError`` if it is missing or something else."""
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is {value!r} in {folder / 'config.json'}; it must be an integer of at least 1")
+    return value
 
 
 def check_entries(
@@ -96,3 +120,11 @@ def windows(config: Mapping[str, Any], count: int, folder: Path) -> list[int | N
     if any(sliding) and (not used or not isinstance(window, int) or window < 1):
         raise ValueError(f"sliding_window is {window!r} in {file}, and use_sliding_window {used!r}; layers need one")
     return [window if each else None for each in sliding]
+
+
+def check_layers(layers: Sequence[Any], count: int, name: str, folder: Path) -> tuple[int, ...]:
+    """Return the target's layers that a head reads, as ``Scorer.score_rows`` takes them. Raises ``ValueError``
+    for one that a target of ``count`` layers lacks."""
+    if not layers or not all(isinstance(layer, int) and 0 <= layer <= count for layer in layers):
+        raise ValueError(f"{name} is {list(layers)!r} in {folder / 'config.json'}, and the target has {count} layers")
+    return tuple(layers)

@@ -29,7 +29,10 @@ from forerun.kernels.linear.ordered_modules import Ordered
 from forerun.kv.cache import Cache
 from forerun.models.forward.architecture import text_config
 from forerun.models.forward.scorer import Scorer
-from forerun.models.heads.head import Growth, Head, HeadFile, HeadSequence, config_of, rms_norm, rotated
+from forerun.models.heads.entries import config_of
+from forerun.models.heads.head import Growth, Head, HeadSequence
+from forerun.models.heads.head_file import HeadFile
+from forerun.models.heads.norms_and_rotary import rms_norm, rotated
 
 MODEL_TYPES = frozenset({"gemma4_assistant", "gemma4_unified_assistant"})
 SLIDING = "sliding_attention"

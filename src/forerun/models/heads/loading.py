@@ -11,8 +11,9 @@ from forerun.models.heads.dflash import DFlashHead, is_dflash
 from forerun.models.heads.dflash2 import DFlash2Head, is_dflash2
 from forerun.models.heads.dspark import DSparkHead, is_dspark
 from forerun.models.heads.eagle3 import Eagle3Head, is_eagle3
+from forerun.models.heads.entries import config_of
 from forerun.models.heads.gemma4_assistant import Gemma4AssistantHead, is_gemma4_assistant
-from forerun.models.heads.head import Head, config_of
+from forerun.models.heads.head import Head
 from forerun.models.heads.mtp import MtpHead
 from forerun.models.heads.peagle import PEagleHead, is_peagle
 

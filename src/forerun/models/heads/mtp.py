@@ -14,8 +14,8 @@ from transformers.modeling_layers import MtpModel
 
 from forerun.models.forward.architecture import text_config
 from forerun.models.forward.scorer import ATTENTION_NAME, Scorer, experts, use_implementations
-from forerun.models.heads.head import RecurrentHead
 from forerun.models.heads.qwen_mtp import STATED, load_qwen_mtp
+from forerun.models.heads.recurrent_head import RecurrentHead
 from forerun.models.heads.shortlist import OutputMatrix
 from forerun.models.loading.load import quiet
 

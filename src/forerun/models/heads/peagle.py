@@ -20,7 +20,9 @@ from forerun.kv.cache import Cache
 from forerun.models.forward.scorer import Scorer, attending
 from forerun.models.heads.block_head import BlockHead
 from forerun.models.heads.eagle3 import EAGLE_ENTRIES, EAGLE_SINGLE_VALUED, Eagle3Layers
-from forerun.models.heads.head import Growth, HeadFile, HeadSequence, Reading
+from forerun.models.heads.head import Growth, HeadSequence
+from forerun.models.heads.head_file import HeadFile
+from forerun.models.heads.recurrent_head import Reading
 from forerun.models.heads.shortlist import drafting
 
 PARALLEL_DEPTHS = 8

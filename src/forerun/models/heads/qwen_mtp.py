@@ -89,6 +89,7 @@ def _without_weights(model: PreTrainedModel, dtype: torch.dtype) -> MtpModel:
     if not layers:
         raise ValueError(f"{type(model).__name__} has an MTP layer, but no layer with full attention to model it on")
     text.num_mtp_layers, text.mtp_layer_types = 1, [FULL_ATTENTION]
+    text.rms_norm_eps = getattr(text, "norm_eps", None) or text.rms_norm_eps  # MtpModel does not know LFM2's name
     target = SimpleNamespace(
         config=config,
         lm_head=nn.Identity(),

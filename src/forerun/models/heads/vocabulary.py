@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional
 
-from forerun.models.heads.head import HeadFile
+from forerun.models.forward.scorer import Scorer
+from forerun.models.heads.head_file import HeadFile
 
 
 def known_tokens(file: HeadFile, known: int, vocabulary: int, folder: Path) -> torch.Tensor | None:
@@ -42,3 +44,11 @@ def own_matrix(
     if own is None or weight is None or own.shape != weight.shape or not weight.is_floating_point():
         return own
     return None if torch.equal(own.to(weight.device, weight.dtype), weight) else own
+
+
+def input_embeddings(target: Scorer, tokens: torch.Tensor) -> torch.Tensor:
+    """Embed tokens with the target's matrix, without the factor that its module may apply."""
+    module: Any = target.model.get_input_embeddings()
+    weight = module.weight
+    embedded: torch.Tensor = functional.embedding(tokens, weight) if weight.is_floating_point() else module(tokens)
+    return embedded
