@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 RETRY_STEPS = 256
 """Steps before a pass over all rows is tried again after one failed."""
 UNLIMITED = 1 << 30
-NO_DRAFT = DraftTree.empty()
+EMPTY_TREE = DraftTree.empty()
 
 CacheFactory = Callable[[Scorer, FullCache], Cache]
 """Makes a row's cache from the level's model and the target's cache of the row."""
@@ -168,7 +168,7 @@ class Level(Source):
     ) -> tuple[list[DraftTree], bool]:
         """Return the trees to score (forced tokens, then the planner's draft), and whether the planner drafts
         nothing."""
-        trees = [NO_DRAFT] * len(rows)
+        trees = [EMPTY_TREE] * len(rows)
         if not any(forced) and self.planner.rests(rows, not reading):
             return trees, True
         texts = [row.followed_by(chain) if chain else row for row, chain in zip(rows, forced, strict=True)]

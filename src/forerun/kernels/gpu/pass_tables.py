@@ -38,7 +38,7 @@ leaves little idle; many more would repeat reading queries and tables. To be tri
 (``python -m benchmarks gpu``, part ``choices``)."""
 RECORDED_OWN_KEYS = 128
 """Maximum keys that only one token of a recorded pass sees: a block's, and a draft's of 64 tokens."""
-CUT_INTEGERS = 7
+ROW_CUT_INTEGERS = 7
 """Integers per row in ``PassDescription.cuts``: pending tokens, tokens, place, position, end of the longest scan,
 tiles, and splits of a scan."""
 WRITTEN = ("ids", "positions", "wanted", "tokens", "own", "rows", "tiles", "jobs", "splits")
@@ -195,7 +195,7 @@ class PassDescription:
     ) -> None:  # fmt: skip
         self.addresses, self.strides, self.group = addresses, strides, group
         self.aligned = are_aligned(addresses, strides) if aligned is None else aligned
-        tokens, parents, cuts = list[IntArray](), list[IntArray](), np.empty((len(blocks), CUT_INTEGERS), np.int64)
+        tokens, parents, cuts = list[IntArray](), list[IntArray](), np.empty((len(blocks), ROW_CUT_INTEGERS), np.int64)
         for row, block in enumerate(blocks):
             place = block.start if places is None else places[row]
             cuts[row, :4] = len(block.pending), block.count, place, place if positions is None else positions[row]
