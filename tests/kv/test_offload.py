@@ -1,8 +1,10 @@
 """Keys and values that are not on the device: the same bits, the least bytes, and clear errors where none fit."""
 
+import errno
 import functools
 import gc
 import json
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -214,6 +216,22 @@ def test_a_text_that_was_read_once_goes_on_again():
                 pass
             mine.append(request.generated.tolist())
     assert found[0] == found[1]
+
+
+@NATIVE
+def test_a_full_disk_ends_the_request_and_frees_everything(tmp_path, monkeypatch):
+    _, away = engines(model(), lengths=(500,), host=0, folder=tmp_path)
+
+    def full(*told: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"bytes of keys and values cannot be kept in .*: No space left"):
+        away.generate(prompt(500), max_new_tokens=4)
+    assert away.tiers is not None and not any(away.tiers.taken.values())
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    assert len(away.generate(prompt(500), max_new_tokens=4, do_sample=False).requests[0].generated) == 4
 
 
 @NATIVE

@@ -134,6 +134,21 @@ def test_a_deadline_ends_a_request_with_what_it_has(servers):
     assert first.tokens and not late.tokens
 
 
+def test_who_goes_frees_the_place_at_once(servers):
+    one = server(servers, places=1)
+    first, second, third = Client(held=True), Client(), Client()
+    running, waiting = one.submit(first), one.submit(second)
+    one.submit(third)
+    assert first.began.wait(PATIENCE)
+    one.scheduler.cancel(waiting)
+    one.scheduler.cancel(running)
+    first.gate.set()
+    assert (first.wait(), second.wait(), third.wait()) == ("cancelled", "cancelled", "finished")
+    one.scheduler.cancel(running)  # gone already
+    assert 0 < len(first.tokens) < 12 and not second.tokens
+    assert first.tokens == third.tokens[: len(first.tokens)]
+
+
 def test_a_client_is_told_although_its_row_cannot_be_let_go_of(servers, monkeypatch):
     one = server(servers)
     first, second = Client(held=True), Client()
