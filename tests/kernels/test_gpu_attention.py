@@ -220,7 +220,7 @@ def sizes(tiles: int, splits: int, programs: int) -> TableSizes:
 def test_each_split_is_some_program_s_job(programs, splits):
     size = sizes(len(splits), max(splits), programs)
     room = np.zeros((size.jobs, 3), np.int64)
-    jobs = room[: share_programs(np.array(splits), size.merging, room)]
+    jobs = room[: share_programs(np.ones(len(splits), np.int64), np.array(splits), size.merging, room)]
     done = [(tile, split) for tile, part, parts in jobs.tolist() for split in range(part, splits[tile], parts)]
     assert sorted(done) == [(tile, split) for tile, count in enumerate(splits) for split in range(count)]
     if not size.merging and sum(splits) > programs > 4 * len(splits):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -98,6 +99,34 @@ class Block:
             return None
         bias = torch.zeros(seen.shape, dtype=like.dtype)
         return bias.masked_fill_(torch.from_numpy(~seen), -torch.inf).to(like.device)
+
+
+class JoinedBlocks(NamedTuple):
+    """The blocks of a pass side by side.
+
+    Attributes:
+        cuts: by row, its pending tokens, all its tokens, the index of the first one in the row's memory, and that one's
+            position for the model; int64 ``[rows, >= 4]``, with room for what is computed of a row.
+        tokens: of all rows, int64 ``[n]``.
+        parents: of all trees' nodes, int64; indices within each tree.
+    """
+
+    cuts: IntArray
+    tokens: IntArray
+    parents: IntArray
+
+    @classmethod
+    def of(
+        cls, blocks: Sequence[Block], columns: int, places: Sequence[int] | None, positions: Sequence[int] | None
+    ) -> JoinedBlocks:
+        """Join blocks; ``places`` are the blocks' starts by default, and ``positions`` the places."""
+        tokens, parents, cuts = list[IntArray](), list[IntArray](), np.empty((len(blocks), columns), np.int64)
+        for row, block in enumerate(blocks):
+            place = block.start if places is None else places[row]
+            cuts[row, :4] = len(block.pending), block.count, place, place if positions is None else positions[row]
+            tokens += block.pending, block.tree.tokens
+            parents.append(block.tree.parents)
+        return cls(cuts, np.concatenate(tokens), np.concatenate(parents))
 
 
 class RowScores(NamedTuple):

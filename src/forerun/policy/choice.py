@@ -134,9 +134,8 @@ class Choice:
     def _least_scored(self, step: Decision, rows: Sequence[int], slopes: Sequence[float], doubt: float) -> float:
         """Return the slack that a proposal leaves for its nodes: the cost of one per row that is expected to have some
         that pay. With none left, the proposal itself would be lost, again and again."""
-        prices = [slopes[row] / float(step.values[row]) for row in rows]
-        counts = [self._gains.nodes(step.kinds[row], price, doubt) for row, price in zip(rows, prices, strict=True)]
-        return sum(min(count, 1) * slopes[row] for row, count in zip(rows, counts, strict=True))
+        prices = {row: slopes[row] / float(step.values[row]) for row in rows}
+        return sum(slopes[row] for row, price in prices.items() if self._gains.nodes(step.kinds[row], price, doubt))
 
     def kinds(self, promises: Sequence[int | None]) -> list[int]:
         """Return the classes of the rows' promises."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from forerun.core.block import Block
+from forerun.core.block import Block, JoinedBlocks
 from forerun.core.compiling import compiled
 from forerun.core.tree import IntArray
 from forerun.kernels.attention import float64_attention, ordered_attention, topk_attention, topk_rank
@@ -34,7 +34,7 @@ UNIT_TILES = 32
 UNITS_PER_THREAD = 4
 """Units per thread of a shorter row, so that threads finish at about the same time."""
 CUT_INTEGERS = 9
-"""Integers per row in the table of ``_cut`` and ``_fill``."""
+"""Integers per row in the table of ``_cut`` and ``_fill``, of which ``JoinedBlocks`` has four."""
 TABLES = ("rows", "units", "token_rows", "cache_positions", "parents", "ids", "positions", "output_indices")
 """A pass's tables in the order of their memory, as ``PassFields`` names them."""
 ROW_INTEGERS, UNIT_INTEGERS = ROW_BYTES // 8, UNIT_BYTES // 8
@@ -82,21 +82,15 @@ class PackedPass:
         self.places = [block.start for block in blocks] if places is None else places
         self.counts = [block.count for block in blocks]
         self.n, rows = sum(self.counts), len(blocks)
-        tokens, parents, cuts = list[IntArray](), list[IntArray](), np.empty((rows, CUT_INTEGERS), np.int64)
-        for row, (block, place, first) in enumerate(zip(blocks, self.places, positions or self.places, strict=True)):
-            pending, tree = block.pending, block.tree
-            tokens += pending, tree.tokens
-            parents.append(tree.parents)
-            cuts[row, :4] = len(pending), block.count, place, first
-        above = parents[0] if rows == 1 else np.concatenate(parents)
+        cuts, tokens, parents = JoinedBlocks.of(blocks, CUT_INTEGERS, places, positions)
         self.unit_count, self.most_tiles, self.states_bytes = _cut(
-            cuts, above, heads.group, heads.kv_heads, threads, heads.out_dim
+            cuts, parents, heads.group, heads.kv_heads, threads, heads.out_dim
         )
-        self.outputs = rows + len(above)
+        self.outputs = rows + len(parents)
         sizes = (rows * ROW_INTEGERS, self.unit_count * UNIT_INTEGERS, *[self.n] * 5, self.outputs)
         self._ends = list(accumulate(sizes, initial=0))
         self._memory = np.zeros(self._ends[-1], np.int64)
-        self.bounds = _fill(cuts, above, np.concatenate(tokens), self._memory, self.unit_count)
+        self.bounds = _fill(cuts, parents, tokens, self._memory, self.unit_count)
         self.longest = max(map(add, self.places, self.counts))
 
     @property
@@ -130,9 +124,8 @@ class PackedPass:
 @compiled
 def _cut(cuts: IntArray, parents: IntArray, group: int, kv_heads: int, threads: int, dim: int) -> tuple[int, int, int]:
     """Cut rows into units, and place their states; return the number of units, most tiles in one, and bytes of all
-    states. ``cuts`` has each row's pending tokens, tokens, place and first position. Its tiles, its splits, tiles per
-    unit, the offset of its states and its tokens in sequence order are written. ``dim`` is that of
-    values."""
+    states. After the columns of ``JoinedBlocks``, ``cuts`` receives each row's tiles, its splits, tiles per unit, the
+    offset of its states and its tokens in sequence order. ``dim`` is that of values."""
     tile = size_of_tile(dim)
     units, most, states, node = 0, 0, 0, 0
     for row in range(len(cuts)):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from forerun.core.block import Block
+from forerun.core.block import Block, JoinedBlocks
 from forerun.core.compiling import compiled
 from forerun.core.tree import IntArray
 
@@ -39,9 +39,9 @@ leaves little idle; many more would repeat reading queries and tables. To be tri
 RECORDED_OWN_KEYS = 128
 """Maximum keys that only one token of a recorded pass sees: a block's, and a draft's of 64 tokens."""
 ROW_CUT_INTEGERS = 7
-"""Integers per row in ``PassDescription.cuts``: pending tokens, tokens, place, position, end of the longest scan,
-tiles, and splits of a scan."""
-WRITTEN = ("ids", "positions", "wanted", "tokens", "own", "rows", "tiles", "jobs", "splits")
+"""Integers per row in ``PassDescription.cuts``: after the four of ``JoinedBlocks``, the end of the longest scan, tiles,
+and splits of a scan."""
+WRITTEN = ("ids", "positions", "wanted", "tokens", "own", "rows", "tiles", "jobs")
 """Tables that ``_write`` fills."""
 TABLE_ALIGNMENT = 16
 """Alignment of tables and rows in bytes: Triton compiles another kernel for unaligned pointers."""
@@ -109,7 +109,6 @@ class PassTables:
         rows: first token, number of tokens, and first tile, ``[R, 3]``.
         tiles: row, and number within the row, ``[T, 2]``.
         jobs: tile, first split, and step between splits (0 for none), ``[P, 3]``.
-        splits: of each tile's scan, ``[T]``.
         aligned: whether all addresses and strides are multiples of 16.
     """
 
@@ -119,7 +118,7 @@ class PassTables:
             "ids": (sizes.tokens,), "positions": (sizes.tokens,), "wanted": (sizes.wanted,),
             "addresses": (sizes.layers, sizes.rows, 2), "strides": (sizes.layers, sizes.rows, 4),
             "tokens": (sizes.tokens, 4), "own": (sizes.tokens, sizes.own), "rows": (sizes.rows, 3),
-            "tiles": (sizes.tiles, 2), "jobs": (sizes.jobs, 3), "splits": (sizes.tiles,),
+            "tiles": (sizes.tiles, 2), "jobs": (sizes.jobs, 3),
         }  # fmt: skip
         total = sum(_padded(shape) for shape in shapes.values())
         self._host = torch.zeros(total, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -143,7 +142,6 @@ class PassTables:
     rows: torch.Tensor
     tiles: torch.Tensor
     jobs: torch.Tensor
-    splits: torch.Tensor
 
     def fill(self, batch: PassDescription, spare: torch.Tensor | None = None, ids: torch.Tensor | None = None) -> None:
         """Describe a pass.
@@ -195,18 +193,12 @@ class PassDescription:
     ) -> None:  # fmt: skip
         self.addresses, self.strides, self.group = addresses, strides, group
         self.aligned = are_aligned(addresses, strides) if aligned is None else aligned
-        tokens, parents, cuts = list[IntArray](), list[IntArray](), np.empty((len(blocks), ROW_CUT_INTEGERS), np.int64)
-        for row, block in enumerate(blocks):
-            place = block.start if places is None else places[row]
-            cuts[row, :4] = len(block.pending), block.count, place, place if positions is None else positions[row]
-            tokens += block.pending, block.tree.tokens
-            parents.append(block.tree.parents)
-        self.cuts, self.ids, self.parents = cuts, np.concatenate(tokens), np.concatenate(parents)
-        longest, own, furthest = _measure(cuts, self.parents)
+        self.cuts, self.ids, self.parents = JoinedBlocks.of(blocks, ROW_CUT_INTEGERS, places, positions)
+        longest, own, furthest = _measure(self.cuts, self.parents)
         small = _next_power(longest, 2) * group <= GPU_COMBINE_QUERIES  # rounded: one tile per recorded size
         tile = GPU_COMBINE_QUERIES if small else GPU_TILE_QUERIES
         tiles = 0
-        for cut in cuts:
+        for cut in self.cuts:
             cut[5:7] = -(-int(cut[1]) * group // tile), splits_of(int(cut[4]))
             tiles += int(cut[5])
         self.sizes = TableSizes(
@@ -241,17 +233,19 @@ def scan_programs(device: torch.device, kv_heads: int) -> int:
 
 
 @compiled
-def share_programs(splits: IntArray, merging: bool, jobs: IntArray) -> int:
-    """Write the table ``jobs``, given each tile's splits, ``[T]``; return how many jobs there are. Tiles share the
-    programs in proportion to their splits, so that one long row does not keep short ones waiting."""
-    spare, total, job = max(0, len(jobs) - len(splits)), 0, 0
-    for tile in range(len(splits)):
-        total += splits[tile]
-    for tile in range(len(splits)):
-        share = 1 if merging else min(1 + spare * splits[tile] // max(1, total), max(splits[tile], 1))
-        for part in range(share):
-            jobs[job, 0], jobs[job, 1], jobs[job, 2] = tile, part, share
+def share_programs(tiles: IntArray, splits: IntArray, merging: bool, jobs: IntArray) -> int:
+    """Write the table ``jobs``, given each row's tiles and the splits of their scans; return how many jobs there are.
+    Tiles share the programs in proportion to their splits, so that one long row does not keep short ones waiting."""
+    spare, total, tile, job = len(jobs), 0, 0, 0
+    for row in range(len(tiles)):
+        spare, total = spare - tiles[row], total + tiles[row] * splits[row]
+    for row in range(len(tiles)):
+        most = max(splits[row], 1)
+        share = 1 if merging else min(1 + max(0, spare) * splits[row] // max(1, total), most)
+        for i in range(tiles[row] * share):
+            jobs[job, 0], jobs[job, 1], jobs[job, 2] = tile + i // share, i % share, share
             job += 1
+        tile += tiles[row]
     return job
 
 
@@ -277,9 +271,8 @@ def _measure(cuts: IntArray, parents: IntArray) -> tuple[int, int, int]:
 def _write(
     cuts: IntArray, parents: IntArray, given: IntArray, tile: int, merging: bool, ids: IntArray, positions: IntArray,
     wanted: IntArray, tokens: IntArray, own: IntArray, rows: IntArray, tiles: IntArray, jobs: IntArray,
-    splits: IntArray,
 ) -> None:  # fmt: skip
-    """Write the tables of ``PassTables``; ``splits`` is memory for those of each tile."""
+    """Write the tables of ``PassTables``."""
     token, node, output, first = 0, 0, 0, 0
     for i in range(len(given)):
         ids[i] = given[i]
@@ -296,20 +289,25 @@ def _write(
             tokens[at, 3] = place + 1 if in_order else base
             positions[at] = place + shift
             if not in_order:
-                for key in range(base, end):
-                    own[at, key - base] = key
-                above, column = i - pending, end - base + depth - 1
-                while above >= 0:
-                    own[at, column] = end + above
-                    above, column = parents[node + above], column - 1
+                _write_own(parents[node : node + nodes], i - pending, base, end, own[at, : end - base + depth])
         for i in range(nodes + 1):
             wanted[output + i] = token + pending - 1 + i
         rows[row, 0], rows[row, 1], rows[row, 2] = token, count, first
         for number in range(cuts[row, 5]):
             tiles[first + number, 0], tiles[first + number, 1] = row, number
-            splits[first + number] = cuts[row, 6]
         token, node, output, first = token + count, node + nodes, output + nodes + 1, first + cuts[row, 5]
-    share_programs(splits[:first], merging, jobs)
+    share_programs(cuts[:, 5], cuts[:, 6], merging, jobs)
+
+
+@compiled
+def _write_own(parents: IntArray, node: int, base: int, end: int, own: IntArray) -> None:
+    """Write the slots from ``base`` to ``end`` that a node sees, and those of its ancestors and itself, in order."""
+    for key in range(base, end):
+        own[key - base] = key
+    column = len(own) - 1
+    while node >= 0:
+        own[column] = end + node
+        node, column = parents[node], column - 1
 
 
 @compiled
