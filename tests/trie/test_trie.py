@@ -329,6 +329,17 @@ def test_drafts_are_trees_within_budget_and_depth_of_tokens_that_were_seen(
     assert ((draft.probability > 0) & (draft.probability <= above)).all()
 
 
+@given(prompts, text, st.integers(1, 40), st.floats(0, 1))
+def test_a_least_probability_cuts_a_draft_and_changes_nothing_else(prompt, output, budget, least):
+    trie = Trie(SMALL)
+    trie.begin(0, "a", prompt)
+    trie.extend(0, output)
+    whole = trie.retrieve(0, budget, 9)
+    (cut,) = trie.step([TextUpdate(0, budget=budget, max_depth=9, least=least)])
+    likely = int((whole.probability >= least).sum())
+    assert [part.tolist() for part in cut] == [part[:likely].tolist() for part in whole]
+
+
 @given(prompts, text, text, st.integers(1, 30))
 def test_pending_tokens_change_nothing(prompt, output, pending, budget):
     trie, oracle = Trie(SMALL), Oracle()

@@ -221,19 +221,19 @@ def _learn(
 
 
 @compiled
-def learn(table_address: int, calibration_address: int, outcomes: IntArray, tokens: IntArray) -> int:
-    """Update from the outcomes of a step's trees, and return the number of correct nodes. ``outcomes`` are first node,
-    end, number of committed tokens, and whether only scored nodes count, ``[rows, 4]``; ``tokens`` the committed ones
-    of all rows."""
+def learn(table_address: int, calibration_address: int, outcomes: IntArray, tokens: IntArray) -> None:
+    """Update from the outcomes of a step's trees: row, first node, end, number of committed tokens, whether only scored
+    nodes count, and the number of correct nodes, filled in; ``[rows, 6]``. ``tokens`` are the committed ones of all
+    rows."""
     table, calibration = table_at(table_address), calibration_at(calibration_address)
-    right, at = 0, 0
+    at, judged = 0, 0
     for row in range(len(outcomes)):
-        begin, end, length, scored = outcomes[row, 0], outcomes[row, 1], outcomes[row, 2], outcomes[row, 3] != 0
-        right += _learn(table, calibration, begin, end, tokens[at : at + length], scored)
-        at += length
-    fit_odds(calibration)
-    forget(calibration)
-    return right
+        begin, end, length, scored = outcomes[row, 1], outcomes[row, 2], outcomes[row, 3], outcomes[row, 4] != 0
+        outcomes[row, 5] = _learn(table, calibration, begin, end, tokens[at : at + length], scored)
+        at, judged = at + length, judged + end - begin
+    if judged:
+        fit_odds(calibration)
+        forget(calibration)
 
 
 def warm_up() -> None:
@@ -243,4 +243,4 @@ def warm_up() -> None:
     tree, by_row = (ones.copy(), np.full(1, ROOT, np.int64), np.ones(1)), np.ones((5, 1), np.int64)
     curve, looks = np.arange(3.0), np.arange(3.0)
     prune(table, groups, *tree, np.arange(2), by_row, 1, curve, looks, 1, 0.0, 1.0, np.ones(1), 1.0)
-    learn(table, groups, np.zeros((1, 4), np.int64), ones)
+    learn(table, groups, np.zeros((1, 6), np.int64), ones)

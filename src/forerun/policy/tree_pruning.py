@@ -44,7 +44,7 @@ class TreePruner:
         self._calibration, self._nodes = CalibrationTable.empty(), NodeTable.allocate(64)
         self._handles: tuple[ArrayHandles[NodeTable], ArrayHandles[CalibrationTable]] = ArrayHandles(), ArrayHandles()
         self._begins = [0]  # first node of each row's tree in the table, and the end of the last
-        self._outcomes: list[int] = []  # four numbers each; see ``node_table.learn``
+        self._outcomes: list[tuple[int, ...]] = []  # row, and a row of ``node_table.learn``
         self._committed: list[int] = []  # their tokens
 
     def prune(
@@ -110,17 +110,16 @@ class TreePruner:
         """Note which nodes of a row's tree were correct; ``learn`` counts them. ``row`` is its index in the last
         ``prune``; of a tree that was ``drawn`` (with ``q``), only accepted and rejected nodes count."""
         begin, end = self._begins[row : row + 2]
-        if begin == end:
-            return
         tokens, accepted = outcome.verdict.tokens, len(outcome.verdict.path)
-        self._outcomes += begin, end, len(tokens), drawn
+        self._outcomes.append((row, begin, end, len(tokens), drawn, 0))
         self._committed += [*tokens[:accepted], *[ROOT] * (len(tokens) - accepted)] if drawn else tokens
 
-    def learn(self) -> None:
-        """Update the calibration from the noted outcomes."""
-        if self._outcomes:
-            outcomes = np.array(self._outcomes, np.int64).reshape(-1, 4)
-            nodes, calibration = self._handles
-            addresses = nodes.at(self._nodes), calibration.at(self._calibration)
-            node_table.learn(*addresses, outcomes, np.array(self._committed, np.int64))
-            self._outcomes, self._committed = [], []
+    def learn(self) -> list[tuple[int, int]]:
+        """Update the calibration from the noted outcomes. Returns each row with its number of correct nodes."""
+        if not self._outcomes:
+            return []
+        outcomes, (nodes, calibration) = np.array(self._outcomes), self._handles
+        addresses = nodes.at(self._nodes), calibration.at(self._calibration)
+        node_table.learn(*addresses, outcomes, np.array(self._committed, np.int64))
+        self._outcomes, self._committed = [], []
+        return list(zip(outcomes[:, 0].tolist(), outcomes[:, -1].tolist(), strict=True))

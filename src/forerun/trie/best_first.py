@@ -108,16 +108,23 @@ def _enter(own: Index, shared: Index, workspace: DraftWorkspace, node: int, entr
 
 @compiled
 def grow(
-    own: Index, shared: Index, cursor: TextCursor, mixer: Mixer, workspace: DraftWorkspace, draft: Draft, max_depth: int
+    own: Index,
+    shared: Index,
+    cursor: TextCursor,
+    mixer: Mixer,
+    workspace: DraftWorkspace,
+    draft: Draft,
+    max_depth: int,
+    lowest: float,
 ) -> int:
-    """Fill a draft; return its number of nodes."""
+    """Fill a draft, likeliest nodes first, until they are less likely than ``lowest``; return their number."""
     budget, frontier, span = len(draft.tokens), workspace.frontier, workspace.frontier.span[0]
     _rank_recent(own, shared, mixer, workspace.recent)
     set_root(own, shared, cursor, workspace)
     span.head, span.tail = 0, 0
     _expand(own, shared, mixer, workspace, 0, budget, 1.0, 0.0)
     size = 0
-    while span.head < span.tail and size < budget:
+    while span.head < span.tail and size < budget and frontier.chances[span.head] >= lowest:
         chance, entry = frontier.chances[span.head], frontier.entries[span.head]
         span.head += 1
         above = above_of(entry)

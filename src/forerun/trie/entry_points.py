@@ -115,7 +115,7 @@ def _draft(text: np.record, tokens: IntArray, workspace: DraftWorkspace, scratch
         peek(own, shared, cursor, scratch, tokens[text.new_end : text.pending_end])
         cursor = scratch
     _set_noise(workspace, text, text.pending_end - text.new_end)
-    return grow(own, shared, cursor, mixer_at(text.mixer), workspace, draft, text.max_depth)
+    return grow(own, shared, cursor, mixer_at(text.mixer), workspace, draft, text.max_depth, text.least)
 
 
 @partial(compiled, nogil=True)

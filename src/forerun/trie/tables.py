@@ -162,12 +162,14 @@ TEXT_STEP = _records(
     "own shared cursor mixer",
     ("seed", np.uint64),
     ("temperature", np.float64),
+    ("least", np.float64),
     "position room at taught_end new_end pending_end list_at list_end budget max_depth piece nodes",
 )
 """What one compiled call does for one sequence: index new tokens, keep recycled logits, then draft.
 
 - ``own``, ``shared``, ``cursor``, ``mixer``: addresses; see ``array_handles``.
 - ``seed``, ``temperature``, ``position``: of ``NOISE``.
+- ``least``: minimum probability of the draft's nodes.
 - ``room``: tokens that fit the request's index.
 - ``at``: next token to index, in the vector of all tokens. New ones end before ``new_end``, tentative ones before
   ``pending_end``. The mixer trains on those before ``taught_end``.

@@ -67,6 +67,7 @@ class TextUpdate(NamedTuple):
         pending: tentative tokens after ``new``, which are not indexed.
         budget, max_depth: of the draft, in nodes and tokens; see ``Trie.retrieve``.
         untaught: how many of the last new tokens are indexed without training the mixer.
+        least: minimum estimated probability of the draft's nodes.
     """
 
     request_id: int
@@ -76,6 +77,7 @@ class TextUpdate(NamedTuple):
     budget: int = 0
     max_depth: int = 0
     untaught: int = 0
+    least: float = 0.0
 
 
 @dataclass
@@ -270,7 +272,7 @@ class Trie(TrieStore):
             noise = live.noise or NO_NOISE
             text, lists = (live.length, live.room, token, new - update.untaught, new, pending), (row, end)
             limits = max(update.budget, 0), update.max_depth
-            rows.append((*self._addresses(live), *noise, *text, *lists, *limits, 0, 0))
+            rows.append((*self._addresses(live), *noise, update.least, *text, *lists, *limits, 0, 0))
             token, row = pending, end
         return np.array(rows, TEXT_STEP)
 

@@ -33,6 +33,7 @@ LEARN_TOKENS = 32
 """Index lazily: at the next draft, or when a request lacks 32 tokens at a look-up of its suffix, for all requests in
 one call. So a step without drafts seldom pays for indexing."""
 
+NOTHING = Limit(0)
 NOTHING_BEFORE = np.array([-1])
 """Stands before a request's first token; see ``RecycledRows``."""
 
@@ -150,7 +151,7 @@ class TrieSource(Source):
         for row, limit in zip(rows, limits, strict=True):
             text: _Text = row.states[self]
             text.asked = True
-            updates.append(self._update(text, row.request, limit.nodes))
+            updates.append(self._update(text, row.request, limit))
         return [DraftTree.unchecked(*draft) for draft in self.trie.step(updates)]
 
     def promise(self, rows: Sequence[Row]) -> list[int]:
@@ -164,13 +165,13 @@ class TrieSource(Source):
     def _missing(self, text: _Text) -> int:
         return len(text.request) - self.trie.length(text.request.id)
 
-    def _update(self, text: _Text, request: Request, budget: int = 0) -> TextUpdate:
+    def _update(self, text: _Text, request: Request, limit: Limit = NOTHING) -> TextUpdate:
         """Return what is to be indexed of a request. Tokens that a fork has beyond it are drafts."""
         number, tokens = request.id, request.tokens
         known, end = self.trie.length(number), len(text.request)
         lists, text.rows = [(length - known, rows) for length, rows in text.rows], []
         untaught, depth = end - max(known, text.taught), request.max_draft_depth
-        return TextUpdate(number, tokens[known:end], lists, tokens[end:], budget, depth, untaught)
+        return TextUpdate(number, tokens[known:end], lists, tokens[end:], limit.nodes, depth, untaught, limit.least)
 
     def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
         for row, outcome in zip(rows, outcomes, strict=True):
