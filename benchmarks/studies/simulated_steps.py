@@ -266,8 +266,8 @@ def _step(world: World, outline: Outline, planner: AdaptivePlanner, live: list[R
     )  # fmt: skip
     began = world.now
     rests = planner.rests(live, shape.decodes and not outline.undrafted)
-    trees = (None if rests else planner.plan(live, shape)) or [DraftTree.empty()] * count
-    trees = [tree.trim(row.wants - 1, 48) for tree, row in zip(trees, live, strict=True)]
+    trees = (None if rests else planner.plan(live, shape.budgets, lambda: shape)) or [DraftTree.empty()] * count
+    trees = [tree.cut(64, row.wants - 1, 48) for tree, row in zip(trees, live, strict=True)]
     planned = world.now
     world.take_pass([*(1 + len(tree) for tree in trees), *[1] * outline.undrafted], outline.cached, beside)
     passed = world.now

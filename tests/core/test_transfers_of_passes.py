@@ -150,7 +150,7 @@ def rows_of(samplers: list[Sampler], **options: Any) -> list[BatchRow]:
 class Guess(Source):
     def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
         branches = [[a, b] for a in range(6) for b in range(6)]
-        return [DraftTree.from_branches(branches, 42).trim(row.request.max_draft_depth, 6) for row in rows]
+        return [DraftTree.from_branches(branches, 42).cut(42, row.request.max_draft_depth, 6) for row in rows]
 
 
 def step_of(scorer: MockScorer, source: Source | None, budget: int, clock: Any = time.perf_counter) -> DecodingStep:

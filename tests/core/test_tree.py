@@ -90,17 +90,12 @@ def test_select_refuses_to_orphan_a_node(tree, data):
             tree.select(keep)
 
 
-@given(trees(), st.integers(0, 6))
-def test_trim_keeps_the_nodes_down_to_a_depth(tree, max_depth):
-    nodes = [i for i in range(len(tree)) if len(path_to(tree, i)) <= max_depth]
-    trimmed = tree.trim(max_depth, 1 << 31)
-    assert_same_nodes(trimmed, tree, nodes)
-    assert (trimmed is tree) == (len(nodes) == len(tree))
-
-
-@given(trees(), st.integers(0, 6))
-def test_the_first_nodes_are_a_tree(tree, count):
-    assert_same_nodes(tree.first(count), tree, list(range(len(tree)))[:count])
+@given(trees(), st.integers(0, 9), st.integers(0, 6))
+def test_cut_keeps_the_first_nodes_down_to_a_depth(tree, count, max_depth):
+    nodes = [i for i in range(len(tree))[:count] if len(path_to(tree, i)) <= max_depth]
+    left = tree.cut(count, max_depth, 1 << 31)
+    assert_same_nodes(left, tree, nodes)
+    assert (left is tree) == (len(nodes) == len(tree))
 
 
 def test_merged_trees_keep_the_origins_of_both():
@@ -135,7 +130,7 @@ def test_an_empty_tree_is_plain_autoregression():
         assert len(tree) == 0
         assert tree.is_chain
         assert tree.depths.shape == (0,) and tree.ancestors.shape == (0, 0) and not tree.children
-        assert tree.trim(0, 1 << 31) is tree
+        assert tree.cut(0, 0, 1 << 31) is tree
 
 
 def test_a_chain_is_one_branch_and_carries_q():
@@ -173,11 +168,11 @@ def test_per_node_values_must_match_the_nodes(name):
         DraftTree(np.array([1, 2]), np.array([-1, 0]), **{name: values[name]})
 
 
-def test_trim_drops_tokens_that_the_vocabulary_lacks_with_all_under_them():
+def test_cut_drops_tokens_that_the_vocabulary_lacks_with_all_under_them():
     tree = DraftTree(np.array([3, 9, 2, -1, 4]), np.array([ROOT, 0, 1, ROOT, 0]))
-    assert tree.trim(5, 9).tokens.tolist() == [3, 4]
-    assert tree.trim(1, 10).tokens.tolist() == [3]
-    assert tree.trim(5, 10).tokens.tolist() == [3, 9, 2, 4]
+    assert tree.cut(5, 5, 9).tokens.tolist() == [3, 4]
+    assert tree.cut(5, 1, 10).tokens.tolist() == [3]
+    assert tree.cut(5, 5, 10).tokens.tolist() == [3, 9, 2, 4]
 
 
 def test_tokens_are_matched_from_the_root_down():

@@ -100,7 +100,7 @@ def test_no_tree_whatsoever_changes_the_text(name, data):
             parents = [data.draw(st.integers(ROOT, i - 1)) for i in range(n)]
             tokens = data.draw(st.lists(st.integers(0, 2), min_size=n, max_size=n))
             tree = DraftTree(np.array(tokens), np.array(parents))
-            return tree.trim(request.max_draft_depth, 1 << 31)
+            return tree.cut(len(tree), request.max_draft_depth, 1 << 31)
 
     target = MockTarget(vocabulary=3, seed=4)
     request = Request((1, 2), 6, sampler=SAMPLERS[name], eos_token_ids=frozenset({0}))

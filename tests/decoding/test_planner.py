@@ -474,7 +474,7 @@ def test_a_short_prompt_is_read_by_a_small_model_that_is_measured_to_pay(small, 
     row = admitted(planner, range(prompt), 200)
     for _ in range(3):
         shape = PassShape([row.wants], [len(row.request) - 1], [1], [64], [row.wants - 1])
-        planner.plan([row], shape)
+        planner.plan([row], [64], lambda shape=shape: shape)
         row.request.append(RIGHT)
     assert bool(chains.prepared) == bool(read)
 
@@ -506,7 +506,7 @@ def test_a_batch_of_another_size_begins_with_what_was_learned():
     rows = [admitted(planner, [1, 2, 3], 100) for _ in range(4)]
     for row in rows:
         row.states[planner].ready = True
-    trees = planner.plan(rows, PassShape([100] * 4, [3] * 4, [1] * 4, [64] * 4, [99] * 4))
+    trees = planner.plan(rows, [64] * 4, lambda: PassShape([100] * 4, [3] * 4, [1] * 4, [64] * 4, [99] * 4))
     assert all(len(tree) >= 1 for tree in trees)
 
 

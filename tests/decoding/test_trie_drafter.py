@@ -147,7 +147,7 @@ def test_a_text_is_written_whole_and_learned_from_only_where_drafts_were_asked_f
     for updates, taught in zip(kept, (40, 0), strict=True):
         assert sum(len(update.new) for update in updates) == 40
         assert sum(len(update.new) - update.untaught for update in updates) == taught
-        assert sum(len(update.lists) for update in updates) == taught
+        assert sum(len(update.lists.at) for update in updates) == taught
     for drafter in (asked, unasked):
         request = Request([4, 6], 20)
         row = opened(drafter, request)
@@ -190,7 +190,7 @@ def test_a_nodes_runners_up_are_kept_under_the_two_tokens_before_them(monkeypatc
     learn = drafter.trie.step
     monkeypatch.setattr(drafter.trie, "step", lambda updates: kept.extend(updates) or learn(updates))
     draft(drafter, row, 4)
-    [(_, rows)] = kept[0].lists
+    rows = kept[0].lists.rows
     assert list(zip(rows.before, rows.last, strict=True)) == [(4, 5), (5, 7), (7, 8), (8, 9), (7, 3)]
 
 

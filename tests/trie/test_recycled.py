@@ -17,7 +17,7 @@ from forerun.trie import logistic_mixer, trie_file
 from forerun.trie.arrays import OWN_LISTS, RECYCLED_SHARE
 from forerun.trie.candidates import RECYCLED, RECYCLED_CELLS, STATIC_GROUP
 from forerun.trie.evidence import EULER, noise_of
-from forerun.trie.recycled import RecycledRows
+from forerun.trie.recycled import RecycledRows, RowsToKeep, joined
 from forerun.trie.tables import CHANCE_CLASSES, LISTED, NOISE, OWN, RECYCLED_LIST, SHARED
 from forerun.trie.trie import SamplingNoise, TextUpdate, Trie, TrieConfig
 
@@ -68,7 +68,7 @@ def test_rows_without_their_lists_are_refused_and_texts_replayed_without_logits_
     drafter, request = TrieSource(), Request([1, 2], 8)
     row = opened(drafter, request)
     uneven = RecycledRows(np.array([1, 2]), np.array([2, 3]), *rows(1, 2, [5])[2:])
-    with pytest.raises(ValueError, match=r"\[2, 2, 1, 1\]"):
+    with pytest.raises(ValueError, match=r"\[2, 2, 2, 1, 1\]"):
         drafter.trie.recycle(request.id, uneven)
     for token in range(3, 8):
         request.append(token)
@@ -165,7 +165,7 @@ def test_a_steps_lists_are_kept_after_its_tokens_were_learned():
     for trie in tries:
         trie.begin(0, "n", [1, 2, 3, 4])
     steps = [(5, rows(3, 4, [5, 6])), (6, rows(4, 5, [6, 7]))]
-    at_once.step([TextUpdate(0, [5, 6], [(1, steps[0][1]), (2, steps[1][1])])])
+    at_once.step([TextUpdate(0, [5, 6], joined([RowsToKeep(np.array([n]), each) for n, each in steps]))])
     for token, lists in steps:
         after.extend(0, [token])
         after.recycle(0, lists)

@@ -302,7 +302,9 @@ def test_a_step_of_several_texts_is_what_its_parts_are_even_where_they_outgrow_t
         generated += sum(map(len, new))
         pending = [dice.integers(0, 40, dice.integers(0, 3)) for _ in range(3)]
         updates = zip(range(3), new, pending, (0, 6, 20), strict=True)
-        drafts = together.step([TextUpdate(n, tokens, (), trial, size, 5) for n, tokens, trial, size in updates])
+        drafts = together.step(
+            [TextUpdate(n, tokens, pending=trial, budget=size, max_depth=5) for n, tokens, trial, size in updates]
+        )
         for request in range(3):
             apart.extend(request, new[request])
         for request, size, draft in zip(range(3), (0, 6, 20), drafts, strict=True):

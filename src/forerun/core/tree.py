@@ -204,19 +204,24 @@ class DraftTree:
         known: list[Any] = [self.q, self.probability, self.origins]
         return DraftTree(self.tokens[nodes], parents, *(None if each is None else each[nodes] for each in known))
 
-    def first(self, count: int) -> DraftTree:
-        """Return the tree of the first ``count`` nodes."""
-        return self if len(self) <= count else self.select(np.arange(len(self)) < count)
-
-    def trim(self, max_depth: int, vocabulary: int) -> DraftTree:
-        """Drop nodes deeper than ``max_depth``, tokens outside 0..vocabulary-1, and nodes below these."""
-        if not len(self):
+    def cut(self, count: int, max_depth: int, vocabulary: int) -> DraftTree:
+        """Drop nodes after the first ``count``, nodes deeper than ``max_depth``, tokens outside 0..vocabulary-1, and
+        nodes below these."""
+        if _fits(self.tokens, self.depths, count, max_depth, vocabulary):
             return self
-        keep = self.depths <= max_depth
+        keep = (np.arange(len(self)) < count) & (self.depths <= max_depth)
         unknown = (self.tokens < 0) | (self.tokens >= vocabulary)
         if unknown.any():
             keep &= ~(self.ancestors & unknown).any(1)
-        return self if keep.all() else self.select(keep)
+        return self.select(keep)
+
+
+@compiled
+def _fits(tokens: IntArray, depths: IntArray, count: int, max_depth: int, vocabulary: int) -> bool:
+    for node in range(len(tokens)):
+        if node >= count or depths[node] > max_depth or not 0 <= tokens[node] < vocabulary:
+            return False
+    return True
 
 
 @compiled

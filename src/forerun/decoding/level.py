@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -136,8 +137,7 @@ class Level(Source):
             Each decoding row's outcome, None if it failed; and the seconds of the step's parts.
         """
         began = self._clock()
-        forced = list(map(self._forced, rows, budgets))
-        trees, rests = self._plan(rows, budgets, forced, reading, closed)
+        trees, forced, rests = self._plan(rows, budgets, reading, closed)
         blocks, every = [row.block(tree) for row, tree in zip(rows, trees, strict=True)], list(rows)
         for row, block in reading:
             every.append(row)
@@ -159,33 +159,29 @@ class Level(Source):
         return row.request.forced(min(budget, row.wants - 1)) if self.planner.own else []
 
     def _plan(
-        self,
-        rows: Sequence[Row],
-        budgets: Sequence[int],
-        forced: Sequence[list[int]],
-        reading: Sequence[tuple[Row, Block]],
-        closed: bool,
-    ) -> tuple[list[DraftTree], bool]:
-        """Return the trees to score (forced tokens, then the planner's draft), and whether the planner drafts
+        self, rows: Sequence[Row], budgets: Sequence[int], reading: Sequence[tuple[Row, Block]], closed: bool
+    ) -> tuple[Sequence[DraftTree], Sequence[list[int]], bool]:
+        """Return the trees to score, the chains of forced tokens that they begin with, and whether the planner drafts
         nothing."""
-        trees = [EMPTY_TREE] * len(rows)
-        if not any(forced) and self.planner.rests(rows, not reading):
-            return trees, True
-        texts = [row.followed_by(chain) if chain else row for row, chain in zip(rows, forced, strict=True)]
+        forced, trees = list(map(self._forced, rows, budgets)), [EMPTY_TREE] * len(rows)
+        constrained = any(forced)
+        if not constrained and self.planner.rests(rows, not reading):
+            return trees, forced, True
+        texts = list(map(Row.followed_by, rows, forced)) if constrained else rows
         drafted = [n for n, row in enumerate(texts) if row.request.drafts and row.request.finish_reason is None]
-        found = None
-        if drafted:
-            shape = self._shape(texts, drafted, budgets, forced, sum(len(block) for _, block in reading), closed)
-            found = self.planner.plan([texts[n] for n in drafted], shape)
-        if found is None and not any(forced):
-            return trees, True
-        for n, tree in zip(drafted, found or (), strict=False):
-            trees[n] = tree.first(budgets[n])
+        shape = partial(self._shape, texts, drafted, budgets, forced, reading, closed)
+        found = (
+            self.planner.plan([texts[n] for n in drafted], [budgets[n] for n in drafted], shape) if drafted else None
+        )
         known = self.model.vocabulary
-        whole = [
-            tree.under(chain).trim(row.wants - 1, known) for row, chain, tree in zip(rows, forced, trees, strict=True)
-        ]
-        return whole, found is None
+        for n, tree in zip(drafted, found or (), strict=False):
+            trees[n] = tree.cut(budgets[n], rows[n].wants - 1 - len(forced[n]), known)
+        if constrained:
+            trees = [
+                tree.under(chain).cut(UNLIMITED, row.wants - 1, known)
+                for row, chain, tree in zip(rows, forced, trees, strict=True)
+            ]
+        return trees, forced, found is None
 
     def _shape(
         self,
@@ -193,7 +189,7 @@ class Level(Source):
         drafted: Sequence[int],
         budgets: Sequence[int],
         forced: Sequence[list[int]],
-        beside: int,
+        reading: Sequence[tuple[Row, Block]],
         closed: bool,
     ) -> PassShape:
         pending = [len(row.request) - row.cache.length for row in texts]
@@ -206,7 +202,7 @@ class Level(Source):
             [pending[n] for n in drafted],
             [budgets[n] for n in drafted],
             [left[n] - 1 for n in drafted],
-            beside + sum(pending[n] - 1 for n in others),
+            sum(len(block) for _, block in reading) + sum(pending[n] - 1 for n in others),
             [left[n] for n in others],
             [cached[n] for n in others],
             closed,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -90,9 +90,11 @@ class Planner:
         """Return whether it is known without planning that nothing is drafted; ``decodes``: the step only decodes."""
         return not self.own
 
-    def plan(self, rows: Sequence[Row], shape: PassShape) -> list[DraftTree] | None:
-        """Return each row's draft; None for none."""
-        return self.draft(rows, [Limit(nodes) for nodes in shape.budgets])
+    def plan(
+        self, rows: Sequence[Row], budgets: Sequence[int], shape: Callable[[], PassShape]
+    ) -> list[DraftTree] | None:
+        """Return each row's draft, of up to ``budgets`` nodes; None for none. ``shape`` describes the pass."""
+        return self.draft(rows, list(map(Limit, budgets)))
 
     def draft(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
         """Draft with the cheap source, helped by the costly one where needed; without a cheap one, draft chains."""
@@ -298,11 +300,13 @@ class AdaptivePlanner(Planner):
             rest.deciding += self._clock() - began
         return self._resting
 
-    def plan(self, rows: Sequence[Row], shape: PassShape) -> list[DraftTree] | None:
+    def plan(
+        self, rows: Sequence[Row], budgets: Sequence[int], shape: Callable[[], PassShape]
+    ) -> list[DraftTree] | None:
         """Return the best part of each tree, or chains, or None, whichever is worth most."""
         began = self._clock()
         self.end_rest()
-        trees = self._decide(rows, shape)
+        trees = self._decide(rows, shape())
         if self._under_way is not None:
             self._under_way.decision.planning = self._clock() - began
         return trees

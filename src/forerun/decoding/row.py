@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, field
@@ -66,8 +66,10 @@ class Row:
                 if isinstance(state, RowState):
                     every.callback(state.close)
 
-    def followed_by(self, tokens: Iterable[int]) -> Row:
+    def followed_by(self, tokens: Sequence[int]) -> Row:
         """Return this row as if ``tokens`` were already committed. States are shared."""
+        if not tokens:
+            return self
         row = copy(self)
         row.request = self.request.fork()
         row.request.stats = self.request.stats

@@ -81,7 +81,7 @@ def _extend(
 
 @compiled
 def _learn(
-    text: np.record, tokens: IntArray, behind: IntArray, lists: RecycledRows, workspace: DraftWorkspace, rate: float
+    text: np.record, tokens: IntArray, kept_at: IntArray, lists: RecycledRows, workspace: DraftWorkspace, rate: float
 ) -> int:
     """Index a sequence's new tokens piece by piece, and keep its recycled lists; return what it needs to go on, or
     0."""
@@ -89,14 +89,14 @@ def _learn(
     if own.state[0].tokens + text.new_end - text.at > text.room:
         return OWN_ROOM
     while True:
-        while text.list_at < text.list_end and behind[text.list_at] <= text.at:
+        while text.list_at < text.list_end and kept_at[text.list_at] <= text.position:
             keep(own, shared, lists, text.list_at)
             text.list_at += 1
         if text.at == text.new_end:
             return 0
         first, end = text.at, min(text.at + PIECE_TOKENS, text.new_end)
         if text.list_at < text.list_end:
-            end = min(end, behind[text.list_at])
+            end = min(end, first + kept_at[text.list_at] - text.position)
         taught = first < text.taught_end
         end = min(end, text.taught_end) if taught else end
         _set_noise(workspace, text, 0)
@@ -122,7 +122,7 @@ def _draft(text: np.record, tokens: IntArray, workspace: DraftWorkspace, scratch
 def step(
     steps: RecordArray,
     tokens: IntArray,
-    behind: IntArray,
+    kept_at: IntArray,
     before: IntArray,
     last: IntArray,
     best: Int32Array,
@@ -141,7 +141,7 @@ def step(
     Args:
         steps: one per sequence; ``TEXT_STEP`` ``[n]``; records the progress of the call.
         tokens: of all sequences, concatenated, new tokens before tentative ones.
-        behind: the place in ``tokens`` after which each list is kept, ascending per sequence.
+        kept_at: by list, the length of its sequence at which it is kept, ascending per sequence.
         before, last, best, scores: lists of all sequences, concatenated; see ``RecycledRows``.
         workspace, scratch: addresses.
         drafted, parents, probability, origins: filled with nodes, sequence by sequence; see ``Draft``.
@@ -151,7 +151,7 @@ def step(
     """
     memory, lists = workspace_at(workspace), RecycledRows(before, last, best, scores)
     for number in range(len(steps)):
-        needs = _learn(steps[number], tokens, behind, lists, memory, rate)
+        needs = _learn(steps[number], tokens, kept_at, lists, memory, rate)
         if needs:
             return number, needs
     begin = 0

@@ -10,6 +10,7 @@ A newer list overwrites an older one with the same slot, so the table has a fixe
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -51,6 +52,32 @@ class RecycledRows(NamedTuple):
 NO_ROWS = RecycledRows(
     np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, LISTED), np.int32), np.empty((0, LISTED), np.float32)
 )
+
+
+class RowsToKeep(NamedTuple):
+    """Rows that are stored once their sequence has ``at`` tokens, int64 ``[n]``: the mixer must not judge a list that
+    was made from the answer."""
+
+    at: IntArray
+    rows: RecycledRows
+
+
+NOTHING_TO_KEEP = RowsToKeep(np.empty(0, np.int64), NO_ROWS)
+
+
+def joined(parts: Sequence[RowsToKeep]) -> RowsToKeep:
+    """Concatenate rows. Raises ValueError if the lengths of their arrays differ."""
+    if not parts:
+        return NOTHING_TO_KEEP
+    both = parts[0]
+    if len(parts) > 1:
+        rows = RecycledRows(*map(np.concatenate, zip(*(part.rows for part in parts), strict=True)))
+        both = RowsToKeep(np.concatenate([part.at for part in parts]), rows)
+    lengths = [len(each) for each in (both.at, *both.rows)]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"rows have {lengths} entries; all arrays must be equally long")
+    return both
+
 
 BLOCK_LOGITS = 64
 """Logits compared with the current worst at a time."""

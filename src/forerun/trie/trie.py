@@ -13,6 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ from forerun.trie import entry_points, text_cursor
 from forerun.trie.arrays import Index
 from forerun.trie.draft_workspace import Draft, DraftWorkspace
 from forerun.trie.logistic_mixer import Mixer
-from forerun.trie.recycled import NO_ROWS, RecycledRows
+from forerun.trie.recycled import NOTHING_TO_KEEP, RecycledRows, RowsToKeep, joined
 from forerun.trie.spelling import spellings
 from forerun.trie.tables import CHUNK_TOKENS, TEXT_STEP, RecordArray
 from forerun.trie.text_cursor import TextCursor
@@ -54,7 +55,6 @@ NO_NOISE = SamplingNoise(0, 0.0)
 """For greedy requests, and those whose noise drafts may not know."""
 
 NO_TOKENS = np.empty(0, np.int64)
-NO_LISTS = NO_TOKENS, NO_ROWS
 
 
 class TextUpdate(NamedTuple):
@@ -63,7 +63,7 @@ class TextUpdate(NamedTuple):
     Attributes:
         request_id: a live request.
         new: generated tokens to index.
-        lists: top tokens of rows of logits, each with the number of new tokens before it.
+        lists: top tokens of rows of logits.
         pending: tentative tokens after ``new``, which are not indexed.
         budget, max_depth: of the draft, in nodes and tokens; see ``Trie.retrieve``.
         untaught: how many of the last new tokens are indexed without training the mixer.
@@ -72,7 +72,7 @@ class TextUpdate(NamedTuple):
 
     request_id: int
     new: Tokens = ()
-    lists: Sequence[tuple[int, RecycledRows]] = ()
+    lists: RowsToKeep = NOTHING_TO_KEEP
     pending: Tokens = ()
     budget: int = 0
     max_depth: int = 0
@@ -221,30 +221,21 @@ class Trie(TrieStore):
             self._read_prompt(update.request_id)
         parts = [part for update in updates for part in (update.new, update.pending) if len(part)]
         tokens = NO_TOKENS if not parts else checked(parts[0] if len(parts) == 1 else np.concatenate(parts))
-        behind, lists = _gathered(updates)
+        lists = joined([update.lists for update in updates if len(update.lists.at)])
         draft = Draft.allocate(sum(max(update.budget, 0) for update in updates))
         with self.lock:
-            steps = self._step(updates, tokens, behind, lists, draft)
-        drafts, begin = [], 0
-        for nodes in steps["nodes"].tolist():
-            drafts.append(draft.cut(begin + nodes, begin))
-            begin += nodes
-        return drafts
+            nodes = self._step(updates, tokens, lists, draft)
+        return [draft.cut(end, end - count) for count, end in zip(nodes, accumulate(nodes), strict=True)]
 
-    def _step(
-        self, updates: Sequence[TextUpdate], tokens: IntArray, behind: IntArray, lists: RecycledRows, draft: Draft
-    ) -> RecordArray:
-        """Repeat the compiled call, making room in between, until it is done."""
+    def _step(self, updates: Sequence[TextUpdate], tokens: IntArray, lists: RowsToKeep, draft: Draft) -> list[int]:
+        """Repeat the compiled call, making room in between, until it is done. Returns the nodes of each draft."""
         lives = [self._of(update.request_id) for update in updates]
         if not self._workspace.holds(most := max((update.budget for update in updates), default=0)):
             self._workspace = DraftWorkspace.allocate(most)
-        for live, update in zip(lives, updates, strict=True):
-            if len(update.new):
-                self._shared.open(live.namespace)
         steps = self._table(lives, updates)
         workspace, scratch = self._handles
         memory = workspace.at(self._workspace), scratch.at(self._scratch)
-        given = steps, tokens, behind, *lists, *memory, float(self.config.learning_rate), *draft
+        given = steps, tokens, lists.at, *lists.rows, *memory, float(self.config.learning_rate), *draft
         while True:
             number, needs = entry_points.step(*given)
             if not needs:
@@ -253,26 +244,27 @@ class Trie(TrieStore):
             for live, text in zip(lives, steps, strict=True):
                 text.own, text.shared, text.cursor, text.mixer = self._addresses(live)
         for live, update in zip(lives, updates, strict=True):
-            if not len(update.new):
-                continue
-            if not live.cut and live.cursor.cut:
-                live.cut = True
-                log.warning(
-                    "namespace %r is full of live requests: the rest of an output is not indexed", live.namespace
-                )
-            live.length += len(update.new)
-            self._shared.note_change(self._shared[live.namespace])
-        return steps
+            if len(update.new):
+                live.length += len(update.new)
+                self._shared.note_change(self._shared[live.namespace])
+                self._warn_if_cut(live)
+        return steps["nodes"].tolist()  # type: ignore[no-any-return]
+
+    def _warn_if_cut(self, live: _Live) -> None:
+        if live.cursor.cut and not live.cut:
+            live.cut = True
+            log.warning("namespace %r is full of live requests: the rest of an output is not indexed", live.namespace)
 
     def _table(self, lives: Sequence[_Live], updates: Sequence[TextUpdate]) -> RecordArray:
         rows, token, row = [], 0, 0
         for live, update in zip(lives, updates, strict=True):
+            if len(update.new):
+                self._shared.open(live.namespace)
             new = token + len(update.new)
-            pending, end = new + len(update.pending), row + sum(len(rows.last) for _, rows in update.lists)
-            noise = live.noise or NO_NOISE
-            text, lists = (live.length, live.room, token, new - update.untaught, new, pending), (row, end)
-            limits = max(update.budget, 0), update.max_depth
-            rows.append((*self._addresses(live), *noise, update.least, *text, *lists, *limits, 0, 0))
+            pending, end = new + len(update.pending), row + len(update.lists.at)
+            text = live.length, live.room, token, new - update.untaught, new, pending
+            limits = row, end, max(update.budget, 0), update.max_depth, 0, 0
+            rows.append((*self._addresses(live), *(live.noise or NO_NOISE), update.least, *text, *limits))
             token, row = pending, end
         return np.array(rows, TEXT_STEP)
 
@@ -294,7 +286,7 @@ class Trie(TrieStore):
     def recycle(self, request_id: int, rows: RecycledRows) -> None:
         """Store the top tokens of rows of logits, for drafts in the namespace; raise ValueError if array lengths
         differ."""
-        self.step([TextUpdate(request_id, lists=[(0, rows)])])
+        self.step([TextUpdate(request_id, lists=RowsToKeep(np.zeros(len(rows.last), np.int64), rows))])
 
     def retrieve(self, request_id: int, budget: int, max_depth: int, pending: Tokens = ()) -> Draft:
         """Draft what may follow the request's sequence and ``pending`` tokens, which ``extend`` has not received.
@@ -352,23 +344,3 @@ class Trie(TrieStore):
         if live is None:
             raise ValueError(f"request {request_id} is not live; begin it first")
         return live
-
-
-def _gathered(updates: Sequence[TextUpdate]) -> tuple[IntArray, RecycledRows]:
-    """Return all recycled lists, and the place in the vector of all tokens after which each is kept."""
-    behind, counts, parts, begin = list[int](), list[int](), list[RecycledRows](), 0
-    for update in updates:
-        for at, rows in update.lists:
-            lengths = [len(each) for each in rows]
-            if len(set(lengths)) > 1:
-                raise ValueError(f"rows have {lengths} entries; all arrays must be equally long")
-            behind.append(begin + at)
-            counts.append(lengths[0])
-            parts.append(rows)
-        begin += len(update.new) + len(update.pending)
-    if not parts:
-        return NO_LISTS
-    if len(parts) == 1:
-        return np.array(behind * counts[0]), parts[0]
-    lists = RecycledRows(*map(np.concatenate, zip(*parts, strict=True)))
-    return np.repeat(behind, counts), lists

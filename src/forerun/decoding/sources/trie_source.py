@@ -20,7 +20,7 @@ from forerun.trie import recycled
 from forerun.trie.arrays import Int32Array
 from forerun.trie.compilation import Compilation, compiled_before
 from forerun.trie.logistic_mixer import STEEPEST
-from forerun.trie.recycled import Float32Array, RecycledRows
+from forerun.trie.recycled import Float32Array, RecycledRows, RowsToKeep, joined
 from forerun.trie.tables import LISTED
 from forerun.trie.trie import SamplingNoise, TextUpdate, Trie, TrieConfig
 
@@ -46,7 +46,7 @@ class _Text(RowState):
         begun: whether the trie has the request; false while code is being compiled.
         taught: length of the request at the last step with a draft.
         asked: whether the step under way proposes.
-        rows: for each proposing step since ``learn``, the length after it, and its rows' best tokens.
+        lists: by proposing step since the last draft, the best tokens of its rows.
     """
 
     source: TrieSource
@@ -55,7 +55,7 @@ class _Text(RowState):
     ended: bool = False
     taught: int = 0
     asked: bool = False
-    rows: list[tuple[int, RecycledRows]] = field(default_factory=list)
+    lists: list[RowsToKeep] = field(default_factory=list)
 
     def close(self) -> None:
         self.source.close(self)
@@ -169,7 +169,7 @@ class TrieSource(Source):
         """Return what is to be indexed of a request. Tokens that a fork has beyond it are drafts."""
         number, tokens = request.id, request.tokens
         known, end = self.trie.length(number), len(text.request)
-        lists, text.rows = [(length - known, rows) for length, rows in text.rows], []
+        lists, text.lists = joined(text.lists), []
         untaught, depth = end - max(known, text.taught), request.max_draft_depth
         return TextUpdate(number, tokens[known:end], lists, tokens[end:], limit.nodes, depth, untaught, limit.least)
 
@@ -193,7 +193,8 @@ class TrieSource(Source):
             last = np.concatenate((last, tree.tokens))
             before = np.concatenate((before, last[tree.parents + 1]))
         best = outcome.best or best_of_rows(outcome.logits)
-        noted.rows.append((len(request), RecycledRows(before, last, *best)))
+        rows = RecycledRows(before, last, *best)
+        noted.lists.append(RowsToKeep(np.full(len(last), len(request)), rows))
 
     def close(self, text: _Text) -> None:
         """Free a request's index once the step under way has ended."""
