@@ -1,7 +1,7 @@
 """``python -m benchmarks step-trace``: how much Python a step runs, on the bundled model.
 
-A tracer counts what runs in at least half of the steps of an answer: files of the package, functions and lines; and how
-often execution moves from one file to another, at the median step. These numbers do not depend on the machine.
+A tracer counts what runs in at least half of the steps of four answers: files of the package, functions and lines; and
+how often execution moves from one file to another, at the median step. These numbers do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STEPS = {
 class TraceOptions(DebugOptions):
     """How much Python a step runs, on the bundled model."""
 
-    tokens: Annotated[int, typer.Option(help="New tokens of the traced answer.", min=24)] = 40
+    tokens: Annotated[int, typer.Option(help="New tokens of each traced answer.", min=24)] = 40
 
 
 @dataclass
@@ -92,13 +92,16 @@ def usual(found: list[set[Any]]) -> set[Any]:
     return {each for each, count in counts.items() if 2 * count >= len(found)}
 
 
-def traced(engine: forerun.Engine, prompt: str, tokens: int) -> dict[str, object]:
-    """Return a row of the table, by the second answer to a prompt: caches are warm, and costs known."""
-    engine.generate(prompt, max_new_tokens=tokens)
-    tracer = Tracer()
-    with tracer.tracing():
-        engine.generate(prompt, max_new_tokens=tokens)
-    steps = tracer.steps[1:]  # the first one reads the prompt
+def traced(engine: forerun.Engine, prompts: list[str], tokens: int) -> dict[str, object]:
+    """Return a row of the table, by the answers to all prompts but the first, which warms caches
+    and measures costs. An answer given before would be drafted in one or two steps."""
+    steps, (first, *others) = list[StepTrace](), prompts
+    engine.generate(first, max_new_tokens=tokens)
+    for prompt in others:
+        tracer = Tracer()
+        with tracer.tracing():
+            engine.generate(prompt, max_new_tokens=tokens)
+        steps += tracer.steps[1:]  # the first one reads the prompt
     lines = usual([step.lines for step in steps])
     return {
         "files": len({name for name, _ in lines}),
@@ -111,12 +114,12 @@ def traced(engine: forerun.Engine, prompt: str, tokens: int) -> dict[str, object
 def run(options: TraceOptions) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path, prompt = bundled("target"), demo_prompts()[0]["prompt"]
+    path, prompts = bundled("target"), [each["prompt"] for each in demo_prompts()]
     model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
     tokenizer, rows = AutoTokenizer.from_pretrained(path), []
     for name, (drafter, engine_options) in STEPS.items():
         settings = LongContextConfig(cache_budget=64) if drafter.startswith("triforce") else None
         engine = forerun.Engine(model, drafter, tokenizer=tokenizer, settings=settings, **engine_options)
-        rows.append({"step": name} | traced(engine, prompt, options.tokens))
+        rows.append({"step": name} | traced(engine, prompts, options.tokens))
     columns = {name: name for name in ("step", "files", "functions", "lines")} | {"moves": "moves between files"}
     print(listing(rows, columns), end="")
