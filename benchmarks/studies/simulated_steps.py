@@ -273,7 +273,9 @@ def _step(world: World, outline: Outline, planner: AdaptivePlanner, live: list[R
     passed = world.now
     states = torch.empty(1, 0) if planner.states else None
     outcomes = [_verified(world, row, tree, states) for row, tree in zip(live, trees, strict=True)]
-    planner.learn(live, outcomes, StepTimes(planned - began, passed - planned, world.now - passed))
+    times = StepTimes(planned - began, passed - planned, world.now - passed)
+    if planner.learns_from(times):
+        planner.learn(live, outcomes, times)
     for row in live:
         if row.request.finish_reason is not None:
             row.close()

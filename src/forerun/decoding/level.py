@@ -149,7 +149,7 @@ class Level(Source):
         outcomes, end = list(map(self._verify, rows, blocks, scored, choices)), len(rows)
         read = list(map(self._take_in, every[end:], blocks[end:], scored[end:]))
         times = StepTimes(planned - began, passed - planned, self._clock() - passed)
-        if not self.planner.sources:
+        if not self.planner.learns_from(times):
             return outcomes, times
         self._learn(every, [*outcomes, *read], forced, times)
         return outcomes, StepTimes(times.planning, times.scoring, self._clock() - passed)

@@ -105,6 +105,10 @@ class Planner:
             trees = asking.merge(trees, self.costly, rows, wide, self.confident)
         return trees
 
+    def learns_from(self, seconds: StepTimes) -> bool:
+        """Return whether any source learns from the step that took ``seconds``."""
+        return bool(self.sources)
+
     def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome | None], seconds: StepTimes) -> None:
         """Update the sources. Tokens of a lower level are tentative and teach nothing."""
         known = [(row, outcome) for row, outcome in zip(rows, outcomes, strict=True) if outcome and not row.tentative]
@@ -195,6 +199,9 @@ class AdaptivePlanner(Planner):
             stops_early,
         )
         self._draft = draft or DraftPasses()
+        others = [each for source in (trees, costly) if source is not None for each in source.walk()]
+        self._levels = [each for each in self.sources if each not in others]
+        """What only learns once a row is prepared for chains."""
         self._measured: list[CostCurve] = []
         self._under_way: _PlannedStep | None = None
         self._rest: _Rest | None = None
@@ -389,13 +396,18 @@ class AdaptivePlanner(Planner):
         decision.drafting = self._clock() - began
         return trees
 
+    def learns_from(self, seconds: StepTimes) -> bool:
+        if self._resting and self._rest is not None:
+            self._rest.passed += seconds.scoring + seconds.verifying
+            chaining = not all(state.unread for state in self._rest.plan.states)
+            return any(source.follows and (chaining or source not in self._levels) for source in self.sources)
+        return True
+
     def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome | None], seconds: StepTimes) -> None:
         began = self._clock()
         super().learn(rows, outcomes, seconds)
         plan, self._under_way = self._under_way, None
         if plan is None:
-            if self._resting and self._rest is not None:
-                self._rest.passed += seconds.scoring + seconds.verifying
             return
         taught = self._clock() - began
         by_row = {id(row.states): outcome for row, outcome in zip(rows, outcomes, strict=True)}

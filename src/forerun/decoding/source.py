@@ -49,6 +49,8 @@ class Source(ABC):
     """
 
     wants: Wants = Wants()
+    follows = True
+    """Whether it learns from steps in which no source proposed anything."""
     seconds: float | None = None
     """Measured seconds of a costly source's draft for one row, before the first; None if unknown."""
     trusted = True

@@ -40,6 +40,8 @@ class Lookup(Source):
     copy runs into itself, as in LZ77, so a cycle of any period is drafted to full length.
     """
 
+    follows = False
+
     def __init__(self, config: LookupConfig | None = None) -> None:
         self.config = config or LookupConfig()
 

@@ -77,6 +77,7 @@ class TrieSource(Source):
     """
 
     wants = Wants(best=LISTED)
+    follows = False
 
     def __init__(
         self, config: TrieConfig | None = None, trie: Trie | None = None, waits: bool = True,
