@@ -1,4 +1,4 @@
-"""Where a token comes from."""
+"""Which source drafted a token."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from enum import IntEnum
 
 
 class Origin(IntEnum):
-    """The source of a token, stored in trees as int8. For information only; it decides nothing."""
+    """The source of a token, stored in trees as int8. It informs, and never decides."""
 
     TARGET = 0
-    """Not drafted: chosen by the target."""
+    """Chosen by the target, not drafted."""
     TEXT = 1
     """Found in the request's prompt or output."""
     EARLIER = 2
@@ -19,7 +19,7 @@ class Origin(IntEnum):
     SELF = 4
     """Drafted by the target over a sparse cache."""
     DRAFTER = 5
-    """Drafted by a source that does not say how."""
+    """Drafted by a source of unknown kind."""
     FORCED = 6
     """The only token that a grammar allows."""
     RECYCLED = 7
