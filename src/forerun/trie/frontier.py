@@ -21,7 +21,7 @@ context."""
 
 ABOVE_START = 2 * ORDER_BITS
 TOKEN_START = ABOVE_START + NODE_BITS
-"""First bits of the parent and of the token, above the orders."""
+"""First bits of parent and token."""
 
 RECYCLED_ORDER = 7
 """Replaces the request context's order if only recycled logits predict the token."""
@@ -30,13 +30,8 @@ FROM_TEXT, FROM_EARLIER, FROM_LOGITS = int(Origin.TEXT), int(Origin.EARLIER), in
 
 
 class Frontier(NamedTuple):
-    """Candidates not drafted yet.
-
-    Attributes:
-        chances: estimated probabilities, descending; float64 ``[2 n + 1]``.
-        entries: see ``packed``, int64 ``[2 n + 1]``.
-        span: ``SPAN`` ``[1]``.
-    """
+    """Candidates: estimated probabilities, descending, float64 ``[2 n + 1]``; entries (``packed``), int64 ``[2 n +
+    1]``; and their ``SPAN`` ``[1]``."""
 
     chances: FloatArray
     entries: IntArray

@@ -1,4 +1,4 @@
-"""The outputs of one namespace, in arrays of fixed size. When they are full, the oldest outputs are removed.
+"""The outputs of one namespace, in arrays of fixed size; when full, the oldest outputs are removed.
 
 An output is removed entirely, but piece by piece, so that no step waits for a long one.
 """
@@ -30,8 +30,8 @@ MIN_GROWTH_BYTES = 1 << 16
 
 
 class Texts(NamedTuple):
-    """A raw copy of a namespace's outputs, fast to make and decoded later: rows of ``Index.text``, and the first chunk
-    of each output, oldest first, int64 ``[n]``."""
+    """A raw copy of a namespace's outputs, decoded later: rows of ``Index.text``, and the first chunk of each output,
+    oldest first, int64 ``[n]``."""
 
     rows: RecordArray
     firsts: IntArray
@@ -51,8 +51,8 @@ class Namespace:
 
     Args:
         capacity: maximum bytes of its arrays, at least 2**16.
-        allow: called with the namespace and the bytes it requests; returns those granted. The namespace starts with
-            none. Without ``allow`` it has its full capacity at once.
+        allow: called with the namespace and the bytes it requests; returns those granted. Without it, the namespace has
+            its full capacity at once.
 
     Attributes:
         granted: bytes it may use, at most ``capacity``.
@@ -77,7 +77,6 @@ class Namespace:
         self._leaving: TextCursor | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Point the index of a copy at the copy's arrays."""
         self.__dict__.update(state)
         self._resize()
 
@@ -97,7 +96,7 @@ class Namespace:
         return True
 
     def close(self, request_id: int) -> None:
-        """Mark a request's output as finished; from now on it may be removed."""
+        """Mark a request's output as finished: it may now be removed."""
         self._finish(self.writers.pop(request_id))
 
     def _finish(self, cursor: TextCursor) -> None:
@@ -105,7 +104,7 @@ class Namespace:
             self.outputs.append(cursor.first_chunk)
 
     def make_room(self, tokens: int) -> None:
-        """Grow if little room is left. If growth is denied, remove old outputs, up to ``WITHDRAWN_PER_TOKEN`` tokens
+        """Grow if little room is left; if growth is denied, remove old outputs, up to ``WITHDRAWN_PER_TOKEN`` tokens
         per new one."""
         if self._allow is not None and self.granted < self.capacity and arrays.tight(self.index):
             self._grow(self._allow)
@@ -132,7 +131,7 @@ class Namespace:
                 pass
 
     def _withdraw(self) -> bool:
-        """Remove a piece of the oldest output; return True if it was the last piece."""
+        """Remove a piece of the oldest output; return whether it was the last piece."""
         if self._leaving is None:
             self._leaving = _front(self.outputs.popleft())
         done = text_cursor.withdraw(self.index, self._leaving, PIECE_TOKENS)
@@ -149,7 +148,6 @@ class Namespace:
 
 
 def _front(first_chunk: int) -> TextCursor:
-    """Return a cursor at the start of an output, to remove it from there."""
     cursor = TextCursor.start()
     cursor.ends[SHARED].position = first_chunk * CHUNK_TOKENS
     return cursor

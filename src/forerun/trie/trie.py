@@ -51,17 +51,16 @@ class SamplingNoise(NamedTuple):
 
 
 NO_NOISE = SamplingNoise(0, 0.0)
-"""For greedy requests, and those whose noise drafts may not know."""
+"""For greedy requests, and those whose noise is hidden from drafts."""
 
 NO_TOKENS = np.empty(0, np.int64)
 NO_LISTS = NO_TOKENS, NO_ROWS
 
 
 class TextUpdate(NamedTuple):
-    """The result of a step for one request, and the draft it wants next.
+    """A request's part of a step, and the draft it wants next.
 
     Attributes:
-        request_id: a live request.
         new: generated tokens to index.
         lists: top tokens of rows of logits, each with the number of new tokens before it.
         pending: tentative tokens after ``new``, which are not indexed.
@@ -89,7 +88,7 @@ class _Live:
         room: tokens that fit its index.
         unread: what is left to index of prediction and prompt, each with its cursor.
         predicted: whether its index starts with a predicted output.
-        noise: that it samples with, if drafts may know it.
+        noise: that it samples with, if drafts may use it.
         cut: whether a warning said that the rest of its output is not indexed.
         handles: of its index and its cursor.
     """
@@ -120,9 +119,9 @@ class _Live:
 
 
 class Trie(TrieStore):
-    """Index over namespaces and live requests, with a bundled mixer by default.
+    """An index over namespaces and live requests.
 
-    Methods raise ValueError for a request that is not live, or a token that is not in [0, 2**31); nothing changes then.
+    Methods raise ValueError for a request that is not live, or a token that is not in [0, 2**31), and change nothing.
     """
 
     def __init__(self, config: TrieConfig | None = None, mixer: Mixer | None = None) -> None:
@@ -135,7 +134,7 @@ class Trie(TrieStore):
         self._spelling, self._static = blank.spelling, blank.static
 
     def warm_up(self) -> None:
-        """Compile or load everything that drafting runs, so that no request waits for it. Changes nothing."""
+        """Compile or load everything that drafting runs, so that no request waits for it."""
         trie = Trie(self.config)
         trie.begin(0, "", [1, 2, 1])
         trie.extend(0, [2, 1, 2])
@@ -148,12 +147,12 @@ class Trie(TrieStore):
 
     @locked
     def spell(self, tokenizer: Tokenizer) -> None:
-        """Let matches follow words spelled without their space, in requests from now on."""
+        """Let matches follow words spelled without their space, in later requests."""
         self._spelling = spellings(tokenizer)
 
     def set_static_lists(self, rows: RecycledRows) -> None:
-        """Draft from lists computed by the model alone, in requests from now on, where neither request nor namespace
-        has a list. They contain no user data, so all namespaces may read them. On collisions, the first rows win."""
+        """Draft from lists that the model computed without context, in later requests, where request and namespace have
+        none. They contain no user data, so all namespaces may read them. On collisions, the first rows win."""
         maker, last_first = Trie(self.config), np.arange(len(rows.last))[::-1]
         maker.begin(0, "", [0])
         before, last, tokens, scores = rows
@@ -171,17 +170,18 @@ class Trie(TrieStore):
         prediction: Tokens = (),
         noise: SamplingNoise | None = None,
     ) -> None:
-        """Start a request and index the first piece of its prompt; ``catch_up`` indexes the rest. Raise ValueError if
-        it is already live.
+        """Start a request and index the first piece of its prompt; ``catch_up`` indexes the rest.
 
         Args:
             request_id: any number that is not live.
             namespace: whose outputs it drafts from and joins.
-            prompt: token ids.
             expected: tokens that may be generated, to allocate room for.
-            prediction: expected output. It is indexed like the prompt, and the output is assumed to copy it from its
-                first token until it does not.
-            noise: that it samples with, if drafts may know it.
+            prediction: expected output, indexed like the prompt; the output is assumed to copy it from its first token
+                until it diverges.
+            noise: that it samples with, if drafts may use it.
+
+        Raises:
+            ValueError: if the request is already live.
         """
         if request_id in self._live:
             raise ValueError(f"request {request_id} is already live")
@@ -203,7 +203,7 @@ class Trie(TrieStore):
     @locked
     def catch_up(self, request_id: int, tokens: int) -> bool:
         """Index about ``tokens`` more tokens of the prompt, up to ``PROMPT_PIECE_TOKENS``; return whether it is
-        complete. ``step`` indexes the rest first, piece by piece."""
+        complete. ``step`` indexes the rest first."""
         live = self._of(request_id)
         live.index_unread(max(1, min(tokens, PROMPT_PIECE_TOKENS)))
         return not live.unread
@@ -214,7 +214,7 @@ class Trie(TrieStore):
             self.catch_up(request_id, PROMPT_PIECE_TOKENS)
 
     def step(self, updates: Sequence[TextUpdate]) -> list[Draft]:
-        """Index the new tokens of several requests, then draft for each, in one compiled call; see ``retrieve``."""
+        """Index new tokens of several requests, then draft for each, in one compiled call; see ``retrieve``."""
         for update in updates:
             self._read_prompt(update.request_id)
         parts = [part for update in updates for part in (update.new, update.pending) if len(part)]
@@ -232,7 +232,7 @@ class Trie(TrieStore):
     def _step(
         self, updates: Sequence[TextUpdate], tokens: IntArray, behind: IntArray, lists: RecycledRows, draft: Draft
     ) -> RecordArray:
-        """Repeat the compiled call, making room in between, until it is done."""
+        """Repeat the compiled call until it is done, and make room in between."""
         lives = [self._of(update.request_id) for update in updates]
         if not self._workspace.holds(most := max((update.budget for update in updates), default=0)):
             self._workspace = DraftWorkspace.allocate(most)
@@ -290,17 +290,13 @@ class Trie(TrieStore):
         self.step([TextUpdate(request_id, tokens)])
 
     def recycle(self, request_id: int, rows: RecycledRows) -> None:
-        """Store the top tokens of rows of logits, for drafts in the namespace; raise ValueError if array lengths
+        """Store the top tokens of rows of logits for drafts in the namespace; raise ValueError if array lengths
         differ."""
         self.step([TextUpdate(request_id, lists=[(0, rows)])])
 
     def retrieve(self, request_id: int, budget: int, max_depth: int, pending: Tokens = ()) -> Draft:
-        """Draft what may follow the request's sequence and ``pending`` tokens, which ``extend`` has not received.
-
-        Returns:
-            Up to ``budget`` nodes, at most ``max_depth`` deep, parents first: tokens int64 ``[n]``, parents int64
-                ``[n]``, estimated probability of acceptance float64 ``[n]``, and ``Origin`` int8 ``[n]``.
-        """
+        """Draft what may follow the request's sequence and ``pending`` tokens, which ``extend`` has not received: up to
+        ``budget`` nodes, at most ``max_depth`` deep."""
         return self.step([TextUpdate(request_id, pending=pending, budget=budget, max_depth=max_depth)])[0]
 
     def known_suffixes(self, texts: Sequence[tuple[int, IntArray]]) -> list[int]:
@@ -342,18 +338,18 @@ class Trie(TrieStore):
         return self._shared.nbytes + sum(live.own.nbytes for live in self._live.values())
 
     def length(self, request_id: int) -> int:
-        """Return the tokens of a live request, its prompt included."""
+        """Return the number of tokens of a live request, prompt included."""
         return self._of(request_id).length
 
     def _of(self, request_id: int) -> _Live:
         live = self._live.get(request_id)
         if live is None:
-            raise ValueError(f"request {request_id} is not live; begin it first")
+            raise ValueError(f"request {request_id} is not live; call begin first")
         return live
 
 
 def _gathered(updates: Sequence[TextUpdate]) -> tuple[IntArray, RecycledRows]:
-    """Return all recycled lists, and the place in the vector of all tokens after which each is kept."""
+    """Concatenate all recycled lists; return where each belongs among the new tokens, and the lists."""
     behind, counts, parts, begin = list[int](), list[int](), list[RecycledRows](), 0
     for update in updates:
         for at, rows in update.lists:
