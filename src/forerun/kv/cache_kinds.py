@@ -14,7 +14,7 @@ from forerun.kv.streaming import Rotation, StreamingCache
 
 
 class CacheParts(NamedTuple):
-    """The kind of a cache (a name in ``_KINDS``), and its parts: plain values, and a view's source."""
+    """A cache's kind (a name in ``_KINDS``), and its parts: plain values, and a view's source."""
 
     kind: str
     values: Sequence[Any]
@@ -35,8 +35,6 @@ def made_of(parts: CacheParts, rotation: Rotation | None) -> Cache:
 
 
 class _CacheKind(NamedTuple):
-    """How a kind of cache is described and made."""
-
     cache: type[Cache]
     values: Callable[[Any], list[Any]]
     make: Callable[[Sequence[Any], Rotation | None], Cache]

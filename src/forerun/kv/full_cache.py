@@ -56,8 +56,8 @@ class FullCache(Cache):
         self._layers: dict[int, Rows] = {}
         self._store: torch.Tensor | None = None  # if all layers have one shape: [layers, 2, Hkv, capacity, d]
         self.queries: dict[int, torch.Tensor] = {}
-        """Queries of the last pass by layer, ``[1, H, n, d]``: up to ``SAMPLED_QUERIES`` of the pending tokens, evenly
-        spaced up to the last, and those of all tree nodes. Sparse caches select keys by them. Empty after
+        """Queries of the last pass by layer, ``[1, H, n, d]``: up to ``SAMPLED_QUERIES`` of the pending tokens,
+        evenly spaced up to the last, and those of all tree nodes. Sparse caches select keys by them. Empty after
         truncation."""
         self.sample: dict[int, torch.Tensor] = {}
         """Up to ``SAMPLED_QUERIES`` queries of the last pass that had as many, or else of the longest pass. Truncation
@@ -88,7 +88,7 @@ class FullCache(Cache):
         self.specs, self.queries = specs, {}
 
     def record_queries(self, layer: int, q: torch.Tensor, block: Block, spec: AttentionSpec | None = None) -> None:
-        """Copy a pass's queries ``[1, H, n, d]`` of a layer, and its attention parameters if they are new."""
+        """Copy a layer's queries ``[1, H, n, d]`` of a pass, and its attention parameters if they are new."""
         pending = len(block.pending)
         apart = max(1, pending // SAMPLED_QUERIES)
         first = max(0, pending - 1 - (SAMPLED_QUERIES - 1) * apart)
@@ -101,8 +101,8 @@ class FullCache(Cache):
             self.sample[layer] = kept[:, :, :count]
 
     def wants_queries(self, block: Block) -> bool:
-        """Whether to record the queries of a pass over this block, at some cost: in a prefill, if no pass had more, or
-        if a view selects by them."""
+        """Return whether to record the queries of a pass: in a prefill, if no pass had more, or if a view selects by
+        them."""
         known = next(iter(self.sample.values()), None)
         more = known is None or len(block) >= known.shape[2]
         return len(block.pending) > 1 or more or any(view.uses_queries for view in self.views)
@@ -119,7 +119,7 @@ class FullCache(Cache):
         return keys, values
 
     def _check_type(self, like: torch.Tensor) -> None:
-        """Refuse rows of another type than the cached ones, as after a cast of the model."""
+        """Raise ValueError for rows of another type than the cached ones, as after a cast of the model."""
         held = next(iter(self._layers.values()), None)
         if held is not None:
             check_type(held[0].dtype, like.dtype)
@@ -148,8 +148,7 @@ class FullCache(Cache):
         return store
 
     def reserve_layers(self, likes: Mapping[int, Rows], count: int) -> Mapping[int, Rows]:
-        """Make room for ``count`` tokens after the committed ones, in layers that differ; ``likes`` are rows of each
-        layer."""
+        """Make room for ``count`` tokens after the committed ones, in layers that differ, with rows like ``likes``."""
         end = self.length + count
         self._grow(end)
         for layer, like in likes.items():
@@ -173,7 +172,6 @@ class FullCache(Cache):
         """Copy the ``count`` new rows after the committed ones to where they are stored."""
 
     def _memory(self, layers: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """Allocate all layers, ``[layers, 2, Hkv, >= capacity, d]``."""
         self._shared, (_, heads, _, width) = None, like.shape
         if self._shareable and like.device.type == "cpu":
             layout = Layout.of(dict.fromkeys(layers, (like, like)), self._capacity)
@@ -235,7 +233,7 @@ class FullCache(Cache):
         self.length = length
 
     def _keeps_all_from(self, least: int) -> None:
-        """Record that nothing is released yet that a sequence of ``least`` tokens sees."""
+        """Record that no row is released yet that a sequence of ``least`` tokens sees."""
         self._released, self._full_at, self.least = {}, 0, least
 
     def clear(self) -> None:
@@ -281,8 +279,8 @@ class FullCache(Cache):
         return self._prefix
 
     def grow_prefix(self) -> SharedPrefix | None:
-        """Append the tokens that follow the prefix that this cache started from to the prefix's memory, and return the
-        longer prefix; None if that would need a copy of the prefix."""
+        """Append the tokens after the prefix that this cache started from to the prefix's memory, and return the longer
+        prefix; None if that would need a copy of the prefix."""
         prefix = self._prefix
         if prefix is None or self._prefix_length < prefix.length:
             return None
@@ -295,7 +293,7 @@ class FullCache(Cache):
 
     @property
     def shared_length(self) -> int:
-        """Return how many of this cache's first tokens are those of the prefix that it started from or shared."""
+        """Number of first tokens in the prefix that this cache started from or shared."""
         return self._prefix_length
 
     def _described(self, whole: SharedPrefix) -> SharedPrefix:
@@ -305,7 +303,7 @@ class FullCache(Cache):
 
     def begin_with(self, prefix: SharedPrefix, length: int) -> None:
         """Replace the content by the first ``length`` tokens of a shared prefix; with recurrent layers, up to their
-        last snapshot. Does nothing if that is no more than the cache holds, or less than the prefix's ``least``."""
+        last snapshot. Do nothing if that is no more than the cache holds, or less than the prefix's ``least``."""
         states = None
         if self.stateful:
             states = self._recurrent.beginning(prefix.state(RECURRENT_STATES) or {}, length)
@@ -330,8 +328,8 @@ class FullCache(Cache):
             self._hold(list(self._layers), first.as_strided(shape, strides, first.storage_offset()))
 
     def saved_state(self, name: str) -> tuple[Tensors, int]:
-        """Return the state saved with the shared prefix by the view of this name, and how many of its tokens this cache
-        holds. Empty if there is none."""
+        """Return the state saved with the shared prefix by the view of this name, or an empty one, and how many of the
+        prefix's tokens this cache holds."""
         found = self._prefix.state(name) if self._prefix is not None and self._prefix_length else None
         return (found, self._prefix_length) if found else ({}, 0)
 
@@ -370,8 +368,8 @@ class FullCache(Cache):
         return self._layers[layer][0][:, :, : self.length : step]
 
     def chunks(self, layer: int, head: torch.Tensor, chunk: torch.Tensor, size: int) -> Rows:
-        """Return keys and values of chunks of ``size`` tokens, given their KV heads and numbers ``[n]``;
-        ``[n, size, d]`` each."""
+        """Return keys and values of chunks of ``size`` tokens, given their KV heads and numbers ``[n]``; ``[n, size,
+        d]`` each."""
         places = chunk[:, None] * size + torch.arange(size, device=chunk.device)
         return tuple(t[0][head[:, None], places] for t in self._layers[layer])
 

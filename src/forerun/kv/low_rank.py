@@ -2,7 +2,7 @@
 
 TriForce's retrieval cache selects chunks for coming tokens by earlier queries. That is too late for a sequence that
 jumps between distant places. Here every query scans all keys, in 24 dimensions of one byte each (1/21 of a key and its
-value in float32), and attends to the chunks with the best keys, in place in the target's cache. Keys lie close to a
+value in float32), and attends to the chunks with the best keys, in place in the target's cache. Keys are close to a
 low-dimensional space (Loki, Singhania et al. 2024, arXiv 2406.02542); the one chosen here best preserves the products
 of queries and keys, not the keys. A chunk scores as high as its best key. Means, and bounds by the extremes of each
 dimension (Quest, Tang et al. 2024, arXiv 2406.10774), miss the single key that a head copies from.
@@ -55,7 +55,7 @@ NEAR_GROWTH_TOKENS = 64
 MIN_GROWTH_GROUPS = 8
 """Minimum growth of an index, in groups of chunks."""
 SAMPLED_KEYS = 2048
-"""Maximum keys, from all over the sequence, to find the dimensions from."""
+"""Maximum keys, evenly spread, to find the dimensions from."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class LowRankConfig:
     """What a query sees.
 
     Attributes:
-        budget: maximum tokens that a query sees; a sequence up to this length is seen whole. Beyond it, each query of a
+        budget: maximum tokens that a query sees; it sees all of a shorter sequence. In a longer one, each query of a
             group (the query heads of one KV head) adds 1/4 of the budget, or 1/60 of the sequence if that is more. The
             group selects its chunks of 16 tokens together, never more than the budget. The first chunk is always seen.
         window: most recent tokens, always seen; at most 1/8 of the budget.
@@ -96,7 +96,7 @@ class LowRankConfig:
 
 
 class LowRankCache(ChunkedView):
-    """Low-rank selection over one row's full cache, which is read, never changed."""
+    """Low-rank selection over one row's full cache, which it never changes."""
 
     def __init__(self, source: FullCache, config: LowRankConfig) -> None:
         super().__init__(source, config.budget, CHUNK_KEYS, config.recent)
@@ -104,7 +104,7 @@ class LowRankCache(ChunkedView):
         self.state_name = f"low-rank-{config.rank}"
         self._indexes = self._kept()
         self._near: dict[int, Rows] = {}  # recent and speculative tokens
-        self._fetched: dict[int, RecentChunks] = {}  # what the last query saw of an offloaded source
+        self._fetched: dict[int, RecentChunks] = {}  # the chunks that the last query selected from an offloaded source
         self._table: tuple[IntArray, IntArray] | None = None  # for the source's addresses: see _topk_table
 
     @property
@@ -168,7 +168,6 @@ class LowRankCache(ChunkedView):
         return merge(self._attend_gathered(layer, q, spec), *states, sinks=spec.sinks)
 
     def _in_place(self, q: torch.Tensor, near: Rows) -> bool:
-        """Whether a kernel can read the selected chunks in place."""
         return not self.source.offloaded and takes_topk(q, *near)
 
     def addressed(self, layers: Sequence[int], like: torch.Tensor, count: int) -> Addresses | None:
@@ -201,8 +200,8 @@ class LowRankCache(ChunkedView):
     def _attend_fetched(
         self, layer: int, q: torch.Tensor, near: Rows, block: Block, spec: AttentionSpec
     ) -> torch.Tensor:
-        """Attend to each query's chunks and its recent tokens, query by query. The source is offloaded, so only missing
-        chunks that could have some weight are copied."""
+        """Attend to each query's chunks and its recent tokens, query by query, copying only missing chunks that could
+        have some weight from the offloaded source."""
         worth, held = self.worth(layer, q), self.near
         beside = worth[:: self._indexes[layer].group]
         beside[..., 0] = torch.inf  # the first chunk is always seen
@@ -218,7 +217,7 @@ class LowRankCache(ChunkedView):
         return torch.cat(outs, 2)
 
     def _attend_gathered(self, layer: int, q: torch.Tensor, spec: AttentionSpec) -> AttentionState:
-        """Attend to each query's chunks by torch, from copies of all of them."""
+        """Attend to copies of each query's chunks, with torch."""
         worth, heads, n = self.worth(layer, q), q.shape[1], q.shape[2]
         worth[..., 0] = -torch.inf
         best, chunks = worth.topk(self.slots(layer), -1)
@@ -241,13 +240,15 @@ class LowRankCache(ChunkedView):
         return self.config.slots(self._tail, self._indexes[layer].group)
 
     def choosing(self, layer: int) -> bool:
-        """Whether queries of a layer select chunks; otherwise they see all tokens."""
+        """Return whether queries of a layer select chunks; otherwise they see all tokens."""
         return not self.whole and layer in self._indexes and self._tail // CHUNK_KEYS > self.slots(layer)
 
     def worth(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """Score each chunk for each of the queries ``[1, H, n, d]``, float32 ``[H, n, chunks]``. The queries of a group
-        select together, because what one reads costs the others nothing. A chunk's score for a query is relative to
-        that query's best chunk; for the group, it is the largest of these."""
+        """Score each chunk for each of the queries ``[1, H, n, d]``, float32 ``[H, n, chunks]``.
+
+        The queries of a group select together, because what one reads costs the others nothing. A chunk's score for a
+        query is relative to that query's best chunk; for the group, it is the largest of these.
+        """
         found, group = self._indexes[layer].worth(q[0]), self._indexes[layer].group
         if group == 1:
             return found
@@ -319,9 +320,11 @@ class ShortKeys:
 
     @classmethod
     def of(cls, keys: torch.Tensor, queries: torch.Tensor, rank: int) -> ShortKeys:
-        """Return an index, from some keys ``[Hkv, m, d]`` and queries ``[H, n, d]`` of a sequence. The rank-r keys
-        whose products with the queries are closest to the true products come from the r largest eigenvectors of
-        ``R^T K R``, where Q = R R^T and K are the second moments of queries and keys."""
+        """Return an index, from some keys ``[Hkv, m, d]`` and queries ``[H, n, d]`` of a sequence.
+
+        The rank-r keys whose products with the queries are closest to the true products come from the r largest
+        eigenvectors of ``R^T K R``, where Q = R R^T and K are the second moments of queries and keys.
+        """
         heads, _, d = keys.shape
         some = keys.float()
         mean = some.mean(1, keepdim=True)
@@ -338,8 +341,8 @@ class ShortKeys:
         return cls((of_keys / scale).to(keys.dtype), of_queries, mean.to(keys.dtype), len(queries) // heads)
 
     def tensors(self, length: int) -> Tensors:
-        """Return the complete groups in a sequence's first ``length`` tokens, for ``of_tensors``; they are final, so
-        not copied."""
+        """Return the complete groups in the first ``length`` tokens, for ``of_tensors``; they are final, so not
+        copied."""
         groups = min(self._known, length // CHUNK_KEYS) // GROUP_CHUNKS
         self._kept = max(self._kept, groups)
         return {
@@ -388,7 +391,7 @@ class ShortKeys:
 
     @property
     def addresses(self) -> tuple[int, int, int, int]:
-        """As in ``TopkFields``: ``rank``, ``short``, ``short_head`` and ``turn``."""
+        """``rank``, ``short``, ``short_head`` and ``turn`` of ``TopkFields``."""
         return self._of_queries.shape[2], self._short.data_ptr(), self._short.stride(0), self._of_queries.data_ptr()
 
     @property
@@ -407,7 +410,6 @@ class ShortKeys:
 
 
 def _moments(rows: torch.Tensor) -> torch.Tensor:
-    """Return second moments: ``[H, n, d]`` to ``[H, d, d]``."""
     return rows.mT @ rows / rows.shape[1]
 
 

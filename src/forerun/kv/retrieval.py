@@ -70,7 +70,7 @@ class RetrievalConfig:
 
     @property
     def slots(self) -> int:
-        """Chunks held, besides the recent tokens."""
+        """Number of chunks held."""
         return max(1, (self.budget - self.recent - self.growth) // self.chunk)
 
 
@@ -82,7 +82,7 @@ ACCEPTANCE_DECAY = 0.7
 
 
 class RetrievalCache(ChunkedView):
-    """A view of one row's full cache, which it never changes."""
+    """The selected chunks of one row's full cache, which it never changes."""
 
     uses_queries = True
 
@@ -90,7 +90,6 @@ class RetrievalCache(ChunkedView):
         super().__init__(source, config.budget, config.chunk, config.recent)
         self.config = config
         self.refreshes = 0
-        """Selections so far."""
         self._layers: dict[int, ChosenChunks] = {}
         self._chunks = 0  # selected, per layer
         self._rows: Mapping[int, Rows] = {}  # selected chunks in slots, recent tokens, and the block being scored
@@ -101,7 +100,7 @@ class RetrievalCache(ChunkedView):
 
     @property
     def ready(self) -> bool:
-        """The first selection needs a pass's queries."""
+        """Whether the first selection has a pass's queries."""
         return bool(self._layers or self.source.queries)
 
     def sync(self) -> None:
@@ -154,7 +153,7 @@ class RetrievalCache(ChunkedView):
                 mine[:, :, place:end] = new
 
     def _reserve(self, end: int) -> None:
-        """Make room for ``end`` tokens per layer. Memory only moves when it has to grow."""
+        """Make room for ``end`` tokens per layer. Memory moves only to grow."""
         if end <= self._room:
             return
         before, kept, self._room, self._where = self._rows, self._room, _grown(end), None
@@ -274,7 +273,6 @@ class ChosenChunks:
 
     @property
     def mean_bytes(self) -> int:
-        """Bytes reserved for means."""
         return self._means.nbytes
 
     def _in_chunks(self, rows: torch.Tensor) -> torch.Tensor:
@@ -294,8 +292,8 @@ class ChosenChunks:
         return some.gather(1, scores.topk(count, -1).indices)
 
     def _replace(self, best: torch.Tensor, source: FullCache, layer: int, rows: Rows) -> None:
-        """Copy the chunks of ``best`` that are not held into slots of unwanted chunks. On a GPU all are copied, as
-        finding out how many changed would cost more."""
+        """Copy the missing chunks of ``best`` into slots of unwanted ones; all on a GPU, as counting changes would cost
+        more."""
         heads, count = best.shape
         if elsewhere(best) and not source.offloaded:
             head = torch.arange(heads, device=best.device).repeat_interleave(count)
@@ -314,5 +312,4 @@ class ChosenChunks:
 
 
 def _grown(end: int) -> int:
-    """Return the capacity of a buffer that must hold ``end`` tokens."""
     return end + max(BUFFER_GROWTH_TOKENS, end // 32)

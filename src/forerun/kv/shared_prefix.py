@@ -26,7 +26,6 @@ space; memory or disk is used only where something is written."""
 Kind = tuple[int, int, torch.dtype]
 """Heads, row size of a head, and type."""
 Tensors = Mapping[str, torch.Tensor]
-"""Tensors by name."""
 
 
 def aligned(tokens: int) -> int:
@@ -55,7 +54,6 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Bytes of the full capacity."""
         return self.token_bytes * self.capacity
 
     def cut(self, memory: torch.Tensor) -> dict[int, Rows]:
@@ -76,7 +74,6 @@ class SharedPrefix:
 
     Args:
         layout: of the rows.
-        length: tokens.
         file: descriptor of the file that holds them, closed with this object.
         offset: where they start there, on a page.
         read_state: reads the saved state of a view by its name (``View.state_name``); None if there is none.
@@ -103,7 +100,7 @@ class SharedPrefix:
 
     @classmethod
     def of(cls, layers: Mapping[int, Rows], length: int, capacity: int) -> SharedPrefix:
-        """Copy rows, keys ``[1, Hkv, >= length, d]`` and values ``[1, Hkv, >= length, dv]``, into memory for caches of
+        """Copy keys ``[1, Hkv, >= length, d]`` and values ``[1, Hkv, >= length, dv]`` into memory for caches of
         ``capacity`` tokens."""
         layout = Layout.of(layers, capacity)
         on_cpu = all(t.device.type == "cpu" for rows in layers.values() for t in rows)
@@ -119,10 +116,8 @@ class SharedPrefix:
 
     def grown(self, layers: Mapping[int, Rows], length: int) -> SharedPrefix | None:
         """Return this prefix with the rows up to ``length`` of a cache that continues it, written to the same file.
-
         None if the file has no room or another continuation. Caches that started from the prefix do not see the new
-        rows: they write their own before they read any there.
-        """
+        rows: they write their own before they read any there."""
         if self._written != [self.length] or length > self.layout.capacity:
             return None
         assert self._file is not None
@@ -153,7 +148,6 @@ class SharedPrefix:
             self._states[name] = tensors
 
     def state(self, name: str) -> Tensors | None:
-        """Return the saved state of the view of this name, or None."""
         return self._states.get(name) or self._read_state(name)
 
     @property
@@ -175,11 +169,10 @@ class SharedMemory:
         self.memory = torch.frombuffer(mapped, dtype=torch.uint8)
         """All of it, uint8; writes are visible to others."""
         self.rows = layout.cut(self.memory)
-        """By layer."""
 
     @classmethod
     def of(cls, layout: Layout) -> SharedMemory | None:
-        """Allocate memory with this layout; None on systems without ``memfd``."""
+        """Allocate memory with this layout; return None on systems without ``memfd``."""
         return cls(layout, os.memfd_create("forerun", os.MFD_CLOEXEC)) if hasattr(os, "memfd_create") else None
 
     def prefix(self, length: int) -> SharedPrefix:
