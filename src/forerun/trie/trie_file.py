@@ -78,7 +78,7 @@ def write(
     try:
         sync_folder(path.parent)
     except OSError as error:
-        message = f"the trie was saved, but a power cut may lose it ({error.strerror or error})"
+        message = f"the trie was saved, but may be lost in a power cut ({error.strerror or error})"
         raise OSError(error.errno, message, str(path)) from error
 
 

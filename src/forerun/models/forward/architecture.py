@@ -52,12 +52,10 @@ class MatrixRows:
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weights, ``[count, K]``."""
         return self.module.weight.detach()[self.first : self.first + self.count]  # type: ignore[no-any-return]
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """The biases, ``[count]``."""
         bias = self.module.bias
         return None if bias is None else bias.detach()[self.first : self.first + self.count]
 
@@ -91,7 +89,6 @@ class AttentionPart:
 
     @property
     def matrices(self) -> tuple[MatrixRows, ...]:
-        """All of its matrices."""
         return (*self.qkv, self.output)
 
 
@@ -115,8 +112,6 @@ class DecoderLayer:
     """One decoder layer.
 
     Attributes:
-        mixer: attention or a short convolution.
-        gate_up, down: matrices of the gated linear unit.
         before_mixer, before_mlp: norms of a part's input, or None.
         after_mixer, after_mlp: norms of what a part adds to the residual stream, or None.
         residual_multiplier: factor on what a part adds to the residual stream.
@@ -138,13 +133,13 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class DecoderDescription:
-    """All that a pass over a known model computes: the source of programs for a CPU and passes on a GPU.
+    """All that a pass computes: the source of programs for a CPU and passes on a GPU.
 
     Attributes:
-        embedding, embedding_factor: module of the tokens' embeddings, and the factor on these.
+        embedding, embedding_factor: module of the tokens' embeddings, and their factor.
         norm, head: after the last layer; linear layer of the logits.
         activation: of the gates, by the kernels' number.
-        rotary, limit: module of the rotary angles, and the number of positions up to which they hold, or None for all.
+        rotary, limit: module of the rotary angles, and the number of positions for which they hold, or None for all.
         logits_scaling, logits_softcap: divides the logits; their soft cap, or None.
     """
 
@@ -162,17 +157,15 @@ class DecoderDescription:
 
     @property
     def attention(self) -> dict[int, AttentionPart]:
-        """The layers with attention, by index."""
         return {number: each.mixer for number, each in enumerate(self.layers) if isinstance(each.mixer, AttentionPart)}
 
     @property
     def convolutions(self) -> dict[int, ConvolutionPart]:
-        """The layers with a short convolution, by index."""
         return {n: each.mixer for n, each in enumerate(self.layers) if isinstance(each.mixer, ConvolutionPart)}
 
 
 def describe(model: PreTrainedModel) -> DecoderDescription:
-    """Describe a known model."""
+    """Describe a supported model."""
     decoder, config, embedding = decoder_of(model), text_config(model), model.get_input_embeddings()
     return DecoderDescription(
         layers=layers(model), embedding=embedding, embedding_factor=embedding_factor(decoder, embedding),
@@ -186,7 +179,7 @@ def describe(model: PreTrainedModel) -> DecoderDescription:
 
 
 def known(model: PreTrainedModel) -> bool:
-    """Return whether a program can be written for this model in its current state."""
+    """Return whether a program can run this model in its current state."""
     return fused() and model.dtype in PROGRAM_DTYPES and _described(model, "cpu") and _fits(model)
 
 
@@ -204,7 +197,7 @@ def known_on_gpu(model: PreTrainedModel) -> bool:
 
 
 def _described(model: PreTrainedModel, device: str) -> bool:
-    """Return whether the layers are of a known kind, unchanged, and on one kind of device."""
+    """Return whether the layers are of a supported kind, unchanged, and on one kind of device."""
     config, decoder = text_config(model), decoder_of(model)
     if config.model_type not in FAMILIES or activation(config) not in ACTIVATIONS:
         return False
@@ -233,8 +226,8 @@ def layers(model: PreTrainedModel) -> list[DecoderLayer]:
 
 
 def angles(rotary: Any, kind: str | None, count: int, limit: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines of the first ``count`` positions, ``[count, half]`` each. ``rotary`` and ``kind`` are as
-    in ``angles_at``. Positions do not exceed ``limit``, from which on all angles would change."""
+    """Return cosines and sines of the first ``count`` positions, ``[count, half]`` each, for arguments as in
+    ``angles_at``. Positions do not exceed ``limit``, from which on all angles would change."""
     like, chunks = torch.empty(0, dtype=torch.float32), []
     for first in range(0, count, ANGLES_CHUNK):
         last = first + ANGLES_CHUNK if limit is None or count > limit else min(first + ANGLES_CHUNK, limit)
@@ -246,8 +239,8 @@ def angles(rotary: Any, kind: str | None, count: int, limit: int | None) -> tupl
 def angles_at(
     rotary: Any, like: torch.Tensor, positions: torch.Tensor, kind: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines at int64 positions ``[n]``, float32 ``[n, half]``; ``like`` is a tensor of the type and
-    device for which the model's module computes, and ``kind`` is as in ``AttentionPart.rotary``."""
+    """Return cosines and sines at int64 positions ``[n]``, float32 ``[n, half]``. ``like`` has the type and device for
+    which the model's module computes; ``kind`` is as in ``AttentionPart.rotary``."""
     both = rotary(like, positions[None]) if kind is None else rotary(like, positions[None], kind)
     half = both[0].shape[-1] // 2
     cos, sin = (each[0, :, :half].float().contiguous() for each in both)
@@ -261,7 +254,7 @@ def scalings(rotary: Any) -> set[str]:
 
 def activation(config: Any) -> str:
     """Return the name of the gates' activation."""
-    if config.model_type == "lfm2":  # which has it in its code
+    if config.model_type == "lfm2":  # where the activation is in the code
         return "silu"
     return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None))
 
@@ -290,7 +283,7 @@ def as_stored(module: nn.Module) -> bool:
 
 
 def is_stored(model: nn.Module) -> bool:
-    """Return whether a model has such modules."""
+    """Return whether a model has modules with quantised weights."""
     return any(as_stored(module) for module in model.modules())
 
 
@@ -307,7 +300,8 @@ def quantises(model: nn.Module) -> bool:
 
 
 def _plain(model: PreTrainedModel, device: str) -> bool:
-    """Return whether all modules are of unchanged, known classes, and all weights of one type and on such a device."""
+    """Return whether all modules are of unchanged, supported classes, and all weights of one type and on such a
+    device."""
     if any(added_code(module) or not type(module).__module__.startswith(SOURCES) for module in model.modules()):
         return False
     blocks = {module.weight for module in model.modules() if as_stored(module)}
@@ -320,8 +314,8 @@ def _plain(model: PreTrainedModel, device: str) -> bool:
 
 
 def _fits(model: PreTrainedModel) -> bool:
-    """Return whether rows are whole vectors, layers of a kind have one shape, some have attention, and all matrices are
-    plain linear layers or all quantised."""
+    """Return whether rows divide into vectors, layers of a kind have one shape, some have attention, and all matrices
+    are plain linear layers or all quantised."""
     head: Any = model.lm_head
     described = layers(model)
     linears = [*(part.module for layer in described for part in layer.matrices), head]
@@ -367,7 +361,7 @@ def _attention(part: Any, config: Any, kind: str | None) -> AttentionPart:
         qkv = _split(part.qkv_proj, heads, kv_heads, kv_heads)
     else:
         qkv = tuple(_whole(each) for each in (part.q_proj, part.k_proj, part.v_proj))
-    every = config.sliding_window if config.model_type in ("mistral", "phi3") else None  # their window is every layer's
+    every = config.sliding_window if config.model_type in ("mistral", "phi3") else None  # the window of every layer
     softcap = part.attn_logit_softcapping if config.model_type == "gemma2" else None  # Gemma 3 has one and ignores it
     q_norm, k_norm = ("q_layernorm", "k_layernorm") if lfm2 else ("q_norm", "k_norm")
     return AttentionPart(

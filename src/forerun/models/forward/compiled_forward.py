@@ -53,7 +53,7 @@ from forerun.models.forward.architecture import (
 )
 
 LEAST_CAPACITY = 16
-"""Tokens and rows of the smallest program. Making one costs as much as a pass over one token at most (0.9 ms for the
+"""Tokens and rows of the smallest program. Making one costs at most as much as a pass over one token (0.9 ms for the
 bundled model, 5 for SmolLM2), so it should be rare. Unused memory is some hundred kilobytes."""
 ANGLES_GROWTH = 4096
 """Minimum growth of the table of angles, in positions."""
@@ -62,7 +62,7 @@ Op = tuple[Operation, Any]
 
 
 class PassKind(NamedTuple):
-    """What sets one program apart from another, besides its size.
+    """What distinguishes programs, besides their size.
 
     Attributes:
         threads: number of threads for which the work is cut.
@@ -107,9 +107,7 @@ class Decoder:
         self.parts = parts = describe(model)
         self.layers, self.attention, self.convolutions = parts.layers, parts.attention, parts.convolutions
         self.attending = list(self.attention)
-        """Layers with keys and values."""
         self.specs = {number: part.spec for number, part in self.attention.items()}
-        """Their attention parameters."""
         self.head = MatrixRows(parts.head, 0, parts.head.out_features)
         self.kind, self.width = PROGRAM_DTYPES[parts.dtype], int(parts.dtype.itemsize)
         self.hidden = int(parts.embedding.embedding_dim)
@@ -154,7 +152,7 @@ class CompiledForward:
     """The program and its buffers.
 
     Attributes:
-        size: the largest pass that there is memory for; ``slot_size``: its scratch bytes per thread.
+        size: the largest pass that fits its memory; ``slot_size``: its scratch bytes per thread.
         kv: addresses of keys and values in each row's cache, per layer with attention, int64 ``[layers, rows, 2]``.
         topk: ``TopkFields`` per such layer and row, int64 ``[layers, rows, ...]``.
         qkv: queries, keys and values side by side, ``[layers or 1, tokens, width]``.
@@ -194,7 +192,6 @@ class CompiledForward:
 
     @cached_property
     def program(self) -> Program:
-        """The whole pass."""
         return Program([op for stage in self._stages for op in stage])
 
     @cached_property
@@ -314,7 +311,7 @@ class CompiledForward:
     ) -> Op:
         decoder, columns = self._decoder, matrices[0].module.in_features
         table = linear.table_of([each.weights for each in matrices])
-        self._tables.append(table)  # keeps alive what the program has the address of
+        self._tables.append(table)  # keeps alive what the program addresses
         words = columns if as_stored(matrices[0].module) else columns * decoder.width // 4
         to_kind, threads = decoder.kind if mode == GATE else 0, self._kind.threads
         options = {"mode": mode, "to_kind": to_kind, "which": which, "activation": decoder.parts.activation}

@@ -1,7 +1,7 @@
 """Run the forward pass of common decoders as one program, without Python between operations.
 
 On a CPU, a pass over a few tokens should cost one read of the weights. For small models, Python between operations
-costs as much again. So the target's passes run as a program if its structure is known (``architecture.py``) and its
+costs as much again. So the target's passes run as a program if its structure is supported (``architecture.py``) and its
 logits match the model's own forward pass (``gate.py``). ``refresh`` detects changes of the model; if no program fits
 any more, the model runs its own code. Kernels sum in a fixed order, so a token's logits have the same bits whatever
 shares its pass.
@@ -34,7 +34,7 @@ SPARE_SCRATCH_BYTES = 4096
 
 
 class CompiledScorer(Scorer):
-    """A scorer that runs a program of kernels over the weights of a known model; see ``fastest_scorer``."""
+    """A scorer that runs a program of kernels over a supported model's weights; see ``fastest_scorer``."""
 
     def __init__(self, model: PreTrainedModel, kv_dtype: torch.dtype | None = None) -> None:
         super().__init__(model, kv_dtype)
@@ -44,7 +44,7 @@ class CompiledScorer(Scorer):
     def _read_model(self) -> None:
         super()._read_model()
         self._held = [weight.detach() for weight in self.model.parameters()]
-        """Kept alive because programs have their addresses: weights moved while a request runs must not be freed."""
+        """Kept alive because programs have their addresses: weights moved during a request must not be freed."""
         self._decoder = Decoder(self.model, self.kv_dtype) if known(self.model) else None
         self._compiled: dict[PassKind, CompiledForward] = {}
         self._embedded = self.vocabulary
@@ -149,8 +149,8 @@ class CompiledScorer(Scorer):
     def _prepare(
         self, decoder: Decoder, packed: PackedPass, kind: PassKind, topk: TopkTables | None = None
     ) -> tuple[CompiledForward, dict[str, int]]:
-        """Return a program for this pass and the ``PassFields`` of its memory, making larger ones if need be. Raises
-        ``IndexError`` if the embedding does not have a token of the pass."""
+        """Return a program for this pass and the ``PassFields`` of its memory, made larger if necessary; raise
+        ``IndexError`` if the embedding lacks a token of the pass."""
         (least, most, last), work = packed.bounds, packed if topk is None else topk
         if least < 0 or most >= self._embedded:
             wrong = least if least < 0 else most
@@ -272,8 +272,7 @@ def _queries(decoder: Decoder, qkv: torch.Tensor, counts: Sequence[int]) -> Sequ
 
 
 def fastest_scorer(scorer: Scorer) -> Scorer:
-    """Return a ``CompiledScorer`` for a known structure, a ``GpuScorer`` on a GPU, else ``scorer``; the gate checks
-    logits."""
+    """Return a ``CompiledScorer`` for a supported structure, a ``GpuScorer`` on a GPU, else ``scorer``."""
     whole = type(scorer) is Scorer and not is_sharded(scorer.model)
     if whole and gpu.runs_on(scorer.device):
         from forerun.models.forward.gpu_scorer import GpuScorer  # needs Triton

@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Makes CUDA graphs that share a memory pool: each overwrites what the previous one left there. All are recorded on
-    one stream, as torch keeps memory per stream."""
+    """Makes CUDA graphs in one memory pool, where each overwrites the previous one's results, on one stream, as torch
+    keeps memory per stream."""
 
     @cached_property
     def _pool(self) -> Any:
@@ -44,8 +44,8 @@ class Recorder:
         return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def record(self, work: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
-        """Run a function. Returns how to run it again, and its result, which that overwrites. ``torch.cuda.graph``
-        would first wait for the device and empty the allocator's cache; here other work goes on."""
+        """Run a function; return how to run it again, and its result, which that overwrites. Unlike
+        ``torch.cuda.graph``, neither wait for the device nor empty the allocator's cache."""
         present, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
         self._beside.wait_stream(present)
         with torch.cuda.stream(self._beside):

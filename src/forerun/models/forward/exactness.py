@@ -1,4 +1,4 @@
-"""Test whether a token's logits have the same bits whatever shares its pass, by measurement.
+"""Measure whether a token's logits have the same bits whatever shares its pass.
 
 A sequence is scored in one pass, in passes of 1 to 64 tokens, and as a branch of a tree with wrong branches, alone and
 packed with another row. A second one is scored likewise after a long prefix, made of the first one's repeated keys and
@@ -23,9 +23,7 @@ from forerun.kv.full_cache import FullCache
 from forerun.models.forward.scorer import Scorer, is_sharded
 
 PROBED_PASS_TOKENS = (1, 2, 3, 5, 8, 13, 16, 24, 64)
-"""Sizes of the passes over the sequence, in tokens."""
 FAR_PASS_TOKENS = (1, 2, 5, 16)
-"""Sizes of the passes after the long prefix."""
 LONG_TEXT_TOKENS = 1100
 """Minimum length of the long prefix, in tokens: two splits of attention on a GPU, four on a CPU."""
 PROBED_BRANCH_TOKENS = 9
@@ -41,16 +39,17 @@ LEVELS = get_args(Level)
 @dataclass(frozen=True)
 class Exactness:
     """How exact passes are: ``bitwise`` if drafts cannot change a bit of the logits, else ``rounding``. ``reason`` says
-    why it is only ``rounding``, and where the result comes from if it was not measured now."""
+    why only ``rounding``, and which earlier measurement was used, if any."""
 
     level: Level
     reason: str | None = None
 
 
 def probe(scorer: Scorer, limit: int | None = None, offloads: bool = False) -> Exactness:
-    """Measure a model's exactness by comparing bits, with one result on all ranks of a model in several processes.
-    ``limit`` is the model's positions, which test sequences do not exceed; ``offloads`` says whether keys and values
-    may lie off the device."""
+    """Measure a model's exactness by comparing bits, with one result on all ranks.
+
+    Test sequences do not exceed ``limit``, the model's positions. ``offloads``: keys and values may be off the device.
+    """
     if offloads and scorer.device.type != "cpu" and not scorer.by_tables:
         return Exactness("rounding", "keys and values off the device are attended to row by row")
     return Exactness(*scorer.led(lambda: astuple(_probe(scorer, limit))))

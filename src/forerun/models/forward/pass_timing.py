@@ -27,9 +27,9 @@ from forerun.policy.cost_curve import CostCurve
 PASS_SIZES = (1, 8, 16, 32, 64, 2)
 """Pass sizes in tokens, most informative first. The cost of Forerun's kernels bends at multiples of 8."""
 MIN_KINDS = 3
-"""Number of sizes that are always measured, however long that takes."""
+"""Number of sizes that are always measured, at any cost."""
 MAX_ROUNDS = 9
-"""Maximum number of passes of each kind."""
+"""Maximum passes of each kind."""
 MIN_ROUNDS, MOST_DISTURBED = 2, 5
 """Minimum rounds, and maximum rounds while larger passes seem faster than smaller ones."""
 DISTURBED = 1.05
@@ -38,9 +38,9 @@ OWN_TIME = 0.9
 """Minimum CPU share of an undisturbed thread. Measured on two cores, both models: 1.00 alone, 0.58 to 0.71 beside one
 busy process, 0.43 to 0.49 beside two."""
 SLICES_SECONDS = 0.02
-"""Time in which a busy machine shows: its scheduler takes the core away every few milliseconds. Of 30 tries beside one
-busy process, 5 to 7 seemed undisturbed in 20 or 40 ms, 6 to 10 in 10 and 11 in 5 (both models); beside two, none. A
-curve measured by such a mistake is marked as doubtful again."""
+"""Time in which a busy machine shows: its scheduler preempts every few milliseconds. Of 30 tries beside one busy
+process, 5 to 7 seemed undisturbed in 20 or 40 ms, 6 to 10 in 10 and 11 in 5 (both models); beside two, none. A curve
+measured by such a mistake is marked as doubtful again."""
 MEASURING_SECONDS = 1.0
 """Time after which no further round starts. A round on a model of 135 M parameters lasts 0.4 s; small models finish far
 earlier."""
@@ -62,7 +62,7 @@ def measure(
     clock: Callable[[], float] = work_seconds,
     thread_clock: Callable[[], float] = time.thread_time,
 ) -> CostCurve:
-    """Measure a model's cost curve, rounded to seldom differ between measurements. ``clock`` returns seconds,
+    """Measure a model's cost curve, rounded so that repeated measurements seldom differ. ``clock`` returns seconds,
     ``thread_clock`` this thread's CPU seconds."""
     reach = _positions(scorer)
     near = NEAR_TOKENS if reach >= NEAR_TOKENS + max(PASS_SIZES) else 0
@@ -143,7 +143,6 @@ def _positions(scorer: Scorer) -> int:
 
 
 def _blank(scorer: Scorer, cached: int) -> FullCache:
-    """Make a cache that holds ``cached`` tokens of zeros."""
     cache = FullCache(cached + max(PASS_SIZES))
     _pass(scorer, [cache], 1)
     cache.blank(cached)

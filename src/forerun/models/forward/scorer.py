@@ -205,7 +205,7 @@ def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 class PassResult(NamedTuple):
     """Logits of the wanted tokens ``[m, V]``; states of all tokens, if requested; and the best token of each row of
-    logits, int64 ``[m]``, if the pass finds it itself."""
+    logits, int64 ``[m]``, if the pass computes it."""
 
     logits: torch.Tensor
     states: torch.Tensor | None
@@ -213,11 +213,8 @@ class PassResult(NamedTuple):
 
 
 class Scorer:
-    """A model that ``forerun.models.forward.gate`` admits, scoring blocks of tokens; the caches come with each call.
-
-    Args:
-        kv_dtype: type of cached keys and values, from ``gate.kv_type``; None for the model's.
-    """
+    """A model that ``forerun.models.forward.gate`` admits, scoring blocks of tokens over caches that come with each
+    call; ``kv_dtype`` from ``gate.kv_type``."""
 
     def __init__(self, model: PreTrainedModel, kv_dtype: torch.dtype | None = None) -> None:
         self.model, self.kv_dtype = model, kv_dtype
@@ -231,16 +228,16 @@ class Scorer:
         """Whether some layers keep a state instead of keys and values."""
         self._keeps_logits = model._supports_logits_to_keep()
         self.prompt_chunk: int | None = None
-        """Tokens of a prompt's chunk that has a separate, faster order of sums. Prompts are then cut into chunks of
+        """Tokens of a prompt chunk that has a separate, faster order of sums. Prompts are then cut into chunks of
         exactly this size, except for the last. None if all passes sum in one order."""
         self.queries_from: int | None = None
-        """Full caches of sequences that may reach this length keep queries; None for no cache."""
+        """Length up to which full caches keep no queries; None if they never do."""
 
     def refresh(self) -> int:
-        """Check whether the model has changed; if so, later passes use it as it is now. Returns a number that changes
+        """Check whether the model has changed, so that later passes use it as it is now; return a number that changes
         with what passes compute.
 
-        Call it when a request begins, and before keys and values are shared or kept. Passes do not check: the model
+        Call it when a request begins, and before keys and values are shared or stored. Passes do not check: the model
         must not be changed while a request runs.
         """
         with self._lock:
@@ -270,9 +267,11 @@ class Scorer:
 
     def keep_queries(self, beyond: int) -> None:
         """Let full caches keep queries from now on, for sparse caches that select by them beyond ``beyond`` tokens.
+
         Keeping all queries of a prompt, rather than up to ``SAMPLED_QUERIES`` per chunk, added 5 % to prefill. A
         sequence with room to grow longer keeps them from its start: those of a few generated tokens are too few to
-        select by."""
+        select by.
+        """
         self.queries_from = beyond if self.queries_from is None else min(beyond, self.queries_from)
 
     def keeps_queries(self, block: Block, cache: Cache) -> bool:
@@ -297,8 +296,8 @@ class Scorer:
         return bool(getattr(self.model.config.get_text_config(decoder=True), "sliding_window", None))
 
     def reads_whole(self, cache: Cache) -> bool:
-        """Return whether a prompt is prefilled into this cache in one pass, layer by layer, so that offloaded layers
-        are written once."""
+        """Return whether a prompt is prefilled into this cache in one pass, so that offloaded layers are written
+        once."""
         return False
 
     @property
@@ -309,7 +308,7 @@ class Scorer:
 
     def warm_up(self, states_of: tuple[int, ...] = ()) -> None:
         """Prepare what passes need once, so that no request waits for it. ``states_of``: layers whose states passes
-        will return."""
+        return."""
 
     @property
     def device(self) -> torch.device:
@@ -333,7 +332,7 @@ class Scorer:
         return work()
 
     def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
-        """Run ``score_rows``, and return only the logits."""
+        """Return only the logits of ``score_rows``."""
         return [row.logits for row in self.score_rows(blocks, caches)]
 
     def score_rows(
@@ -341,9 +340,8 @@ class Scorer:
     ) -> list[RowScores]:
         """Run one forward pass over all rows. Each row's cache holds its block as a speculative tail until ``commit``.
 
-        Args:
-            states_of: layers whose hidden states are returned, as indices of transformers' ``hidden_states``: 0 for the
-                embeddings, i for the output of layer i; the last one is after the final norm.
+        ``states_of``: layers whose hidden states are returned, as indices of transformers' ``hidden_states``: 0 for the
+        embeddings, i for the output of layer i; the last one is after the final norm.
         """
         logits, states, best = self._pass(blocks, caches, tuple(states_of))
         if len(blocks) == 1:
@@ -406,7 +404,7 @@ def tested(scorer: Scorer, test: Callable[[], str | None]) -> str | None:
 
 
 def running_pass() -> AttentionPass:
-    """Return this thread's running pass. Raises ``RuntimeError`` if there is none."""
+    """Return this thread's running pass; raise ``RuntimeError`` if there is none."""
     rows = running.get()
     if rows is None:
         raise RuntimeError("the 'forerun' attention works only inside a Forerun pass")
@@ -438,7 +436,7 @@ def group_of(model: PreTrainedModel) -> dist.ProcessGroup:
 
 
 def gather_logits(model: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
-    """Gather logits ``[..., V]`` over the whole vocabulary, if each process has only its tokens'."""
+    """Gather logits ``[..., V]`` over the full vocabulary, if each process has only its tokens'."""
     if isinstance(logits, DTensor):
         return logits.full_tensor()
     size = getattr(model.get_output_embeddings(), "out_features", logits.shape[-1])

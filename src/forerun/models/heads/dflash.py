@@ -45,8 +45,7 @@ DFLASH_ENTRIES = frozenset(
 
 
 class DFlashHead(BlockHead):
-    """A DFlash head in a folder with ``config.json`` and safetensors files. Raises ``ValueError`` saying which part is
-    not such a head's."""
+    """A DFlash head in a folder with ``config.json`` and safetensors files; raises ValueError for what does not fit."""
 
     kind = "DFlash"
     architectures = frozenset({"DFlashDraftModel", "DFlashSpeculator"})
@@ -55,7 +54,6 @@ class DFlashHead(BlockHead):
     looked_up: frozenset[str] = frozenset()
     """Matrices that are only looked up, never multiplied with."""
     takes_shortlists = True
-    """Whether it can compute logits over a shortlist."""
     from_anchor = False
     """Default of whether the block's first row predicts the next token."""
     non_causal_windows = False
@@ -174,7 +172,6 @@ class DFlashHead(BlockHead):
                 sequence.pending.clear()
 
     def _read(self, sequence: HeadSequence, states: torch.Tensor, first: int) -> None:
-        """Store each layer's keys and values of the target's states ``[n, layers * hidden]``."""
         w, places = self._weights, torch.arange(first, first + len(states), device=states.device)
         features = rms_norm(
             linear(states.to(w["norm.weight"].dtype), w["fc.weight"]), w["hidden_norm.weight"], self._eps

@@ -51,8 +51,8 @@ NO_PRODUCTS = frozenset({"embed", "fc_norm"})
 
 
 class Eagle3Layers(Head):
-    """The decoder layers of EAGLE-3 and P-EAGLE, from a folder with ``config.json`` and safetensors files. Raises
-    ``ValueError`` saying which part is not such a head's."""
+    """The decoder layers of EAGLE-3 and P-EAGLE, from a folder with ``config.json`` and safetensors files; raises
+    ValueError for what does not fit."""
 
     kind = "EAGLE-3"
     read_entries = EAGLE_ENTRIES
@@ -194,7 +194,6 @@ class Eagle3Layers(Head):
         return linear(out.transpose(1, 2).reshape(n, -1), w["o"], w.get("o_bias"))
 
     def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Normalise the last layer's output for the output matrix."""
         return rms_norm(hidden, self._weights["norm"], self._eps)
 
 

@@ -39,7 +39,7 @@ def weights_of(matrix: torch.Tensor, bias: torch.Tensor | None = None) -> Weight
 
 
 def multiply(x: torch.Tensor, weights: Weights) -> torch.Tensor:
-    """Compute ``x @ weights.T + bias``, ``[n, K]`` to ``[n, O]``. Floats use the target's kernels inside ``Ordered()``,
+    """Compute ``x @ weights.T + bias``, ``[n, K]`` to ``[n, O]``: floats by the target's kernels inside ``Ordered()``,
     quantised weights always."""
     if weights.rows.is_floating_point():
         return functional.linear(x, weights.rows, weights.bias)

@@ -70,8 +70,8 @@ class PEagleHead(BlockHead, Eagle3Layers):
         return [Growth(sequence, own) for sequence, own in zip(sequences, logits, strict=True)], logits[:, 0]
 
     def _pass(self, sequences: Sequence[HeadSequence], masks: int) -> list[torch.Tensor]:
-        """Process all pending entries, followed by temporary masks. Returns each sequence's output at its last entry
-        and the masks, ``[1 + masks, hidden]``."""
+        """Process all pending entries, followed by temporary masks; return each sequence's output at its last entry and
+        the masks, ``[1 + masks, hidden]``."""
         if not sequences:
             return []
         entries = [

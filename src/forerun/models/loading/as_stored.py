@@ -34,8 +34,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def check_formats(file: Path, header: Header) -> None:
-    """Raise ``ValueError`` with the tensor, its format and supported formats if a quantised matrix has no kernel,
-    reading only the header."""
+    """Raise ValueError if a quantised matrix has no kernel; read only the header."""
     if (reason := unusable()) is not None:
         raise ValueError(f"there is no kernel for stored weights here: {reason}; {INSTEAD}")
     for name, tensor in header.tensors.items():
@@ -44,13 +43,13 @@ def check_formats(file: Path, header: Header) -> None:
             continue
         if kind not in BLOCK_COLUMNS:
             raise ValueError(
-                f"{file}: there is no kernel for {kind}, as tensor {name} is stored; there are kernels for "
+                f"{file}: there is no kernel for {kind}, the format of tensor {name}; there are kernels for "
                 f"{', '.join(BLOCK_COLUMNS)}; {INSTEAD}"
             )
         if columns % BLOCK_COLUMNS[kind]:
             raise ValueError(
-                f"{file}: rows of tensor {name} have {columns} numbers, and the kernel for {kind} takes them "
-                f"{BLOCK_COLUMNS[kind]} at a time; {INSTEAD}"
+                f"{file}: rows of tensor {name} have {columns} numbers, and the kernel for {kind} needs a multiple of "
+                f"{BLOCK_COLUMNS[kind]}; {INSTEAD}"
             )
 
 
@@ -92,8 +91,8 @@ def fill(
     *,
     quantised: bool,
 ) -> None:
-    """Put a file's tensors into a model built without weights; see ``load_as_stored``. Raises ``ValueError`` for a
-    tensor without a place or of another shape, and for weights that the file lacks."""
+    """Put a file's tensors into a model built without weights; see ``load_as_stored``. Raise ValueError for a tensor
+    without a place or of another shape, and for weights that the file lacks."""
     _Filler(file, header, model, quantised, layout).fill(progress)
 
 
@@ -151,7 +150,6 @@ class _Filler:
         self._orders: dict[str, torch.Tensor] = {}  # of the inputs of linear layers, by their names
 
     def fill(self, progress: Progress) -> None:
-        """Place all tensors, then replace the modules with stored weights."""
         for name, tensor in counted([*self.header.tensors.items()], progress):
             if (ours := self.layout.name(name)) is not None:
                 self._take(name, ours, tensor)

@@ -60,8 +60,8 @@ class InputOrder(nn.Module):
 
 
 class StoredEmbedding(nn.Module):
-    """An embedding over quantised rows, bytes ``[V, row]`` in blocks of ``kind``, with float32 rows, times
-    ``embed_scale``."""
+    """An embedding over quantised rows, bytes ``[V, row]`` in blocks of ``kind``, times ``embed_scale``; float32
+    out."""
 
     def __init__(
         self,

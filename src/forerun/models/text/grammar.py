@@ -48,7 +48,7 @@ KEPT_GRAMMARS = 64
 MAX_FORCED_TOKENS = 2_000
 """Maximum tokens of a run without a choice."""
 MAX_TRIAL_SECONDS = 0.02
-"""Processor time for masks of a row's drafts per step. Later drafts of the step are made without masks."""
+"""CPU time for masks of a row's drafts per step. Later drafts of the step are made without masks."""
 
 
 class GrammarError(RuntimeError):
@@ -76,9 +76,9 @@ class Grammar:
 class Grammars:
     """A compiler of response formats for one fast tokenizer; threads may share it.
 
-    llguidance's tokenizer is made at first use. That took 0.8 seconds for 49,152 tokens, half of it with the GIL held,
-    so a server makes it before it serves (``prepare``). ``vocabulary`` is the number of tokens with logits, and
-    ``ends`` has end-of-sequence tokens in addition to the tokenizer's own.
+    llguidance's tokenizer is made at first use, in 0.8 seconds for 49,152 tokens, half of it with the GIL held, so a
+    server makes it before it serves (``prepare``). ``vocabulary`` is the number of tokens with logits, and ``ends`` has
+    end-of-sequence tokens beyond the tokenizer's.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int, ends: Sequence[int]) -> None:
@@ -114,7 +114,6 @@ class Grammars:
         return grammar
 
     def has(self, source: GrammarSource, namespace: str = "default") -> bool:
-        """Return whether a source's grammar is kept."""
         with self._keeping:
             return (namespace, source) in self._known
 
@@ -154,15 +153,15 @@ class Grammars:
 
 
 class _Walker:
-    """A matcher that can be moved to any ids. llguidance's matcher never leaves an error state, so a new one replaces
-    it, and an error on trial does not affect the output."""
+    """A matcher that can be moved to any ids. llguidance's never leaves an error state, so a new one replaces it, and
+    an error on trial does not affect the output."""
 
     def __init__(self, matcher: LLMatcher, start: int) -> None:
         self._origin, self._start = matcher, start
         self._run_begin, self._run_is_long = 0, False
         self._run_text: IntArray = np.empty(0, np.int64)
         self.trial_seconds = 0.0
-        """Processor time of drafts' masks since the last token."""
+        """CPU time of drafts' masks since the last token."""
         self._begin()
 
     def mask(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -282,8 +281,8 @@ class _SpeculativeGrammar:
 
 
 def grammar_source(response_format: Any) -> GrammarSource | None:
-    """Return what llguidance compiles for a response format, with the order of properties kept; None for plain text.
-    Raises ``SchemaError``; see ``Grammars.of``."""
+    """Return what llguidance compiles for a response format, with properties in order; None for plain text. Raise
+    SchemaError as ``Grammars.of`` does."""
     if not isinstance(response_format, Mapping) or response_format.get("type") not in FORMAT_TYPES:
         kind = response_format.get("type") if isinstance(response_format, Mapping) else response_format
         raise SchemaError(f"response_format has the type {kind!r}; allowed are {', '.join(FORMAT_TYPES)}")
@@ -308,7 +307,7 @@ def grammar_source(response_format: Any) -> GrammarSource | None:
 
 
 def _compile(tokenizer: LLTokenizer, source: GrammarSource) -> LLMatcher:
-    """Compile a matcher, including its first mask, so that no step waits for that."""
+    """Compile a matcher with its first mask, so that no step waits for that."""
     from llguidance import LLMatcher
 
     what = {"json": "schema", "regex": "regex", "lark": "grammar"}[source.kind]

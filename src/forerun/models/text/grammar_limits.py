@@ -17,22 +17,22 @@ from typing import Any
 from forerun.models.text.schemas import SCHEMAS_BY_NAME, SchemaError, usable_schema
 
 MAX_REMAINDERS = 50_000
-"""Remainders of all divisors in a schema. Each becomes a state: 50,000 took up to 1.3 seconds to compile, and 9,999,991
+"""Remainders of all divisors in a schema. Each becomes a state: 50,000 compiled in up to 1.3 seconds, and 9,999,991 in
 more than a minute."""
 MAX_SCHEMA_CHARACTERS = 1 << 16
-"""A schema of 5,000 optional properties, in twice as many characters, took 3.7 seconds to compile."""
+"""A schema of 5,000 optional properties, in twice as many characters, compiled in 3.7 seconds."""
 MAX_FORCED_CHARACTERS = 2_000
-"""Characters of a text that a schema spells out, repetitions included. All are computed at once: 60,000 took 0.6
-seconds, with the GIL held."""
+"""Characters of a text that a schema spells out, with repetitions, all computed at once: 60,000 cost 0.6 s with the GIL
+held."""
 MAX_SHORTEST_CHARACTERS = 1 << 15
-"""Characters of the shortest text of a grammar or of a part. 52,299 tokens without a choice took 0.27 seconds."""
+"""Characters of the shortest text of a grammar or of a part. 52,299 tokens without a choice cost 0.27 seconds."""
 MAX_RULE_PASSES = 64
 """Passes over a grammar's rules to find their shortest texts."""
 
 
 def checked_schema(schema: Mapping[str, Any]) -> str:
-    """Check and rewrite a JSON schema for llguidance, as text; see ``usable_schema``. Raises ``SchemaError`` if it is
-    not JSON, exceeds a limit, or has a keyword that cannot be enforced."""
+    """Check and rewrite a JSON schema for llguidance, as text; see ``usable_schema``. Raise SchemaError if it is not
+    JSON, exceeds a limit, or has a keyword that cannot be enforced."""
     try:
         text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

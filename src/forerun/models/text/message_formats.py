@@ -92,13 +92,10 @@ class MessageFormat:
     def grammar(
         self, response_format: Json | None, tools: Sequence[Json], parallel: bool, thinking: Thinking
     ) -> Json | None:
-        """Return a response format for a whole message: optional reasoning, and then an answer or calls.
+        """Return a response format for a complete message: optional reasoning, and then an answer or calls.
 
         Without ``response_format``, the answer must be calls, or any text if there are no tools. Calls that are
-        optional may have any arguments if the tool's schema cannot be enforced.
-
-        Raises:
-            SchemaError: if a tool must be called whose schema cannot be enforced.
+        optional may have any arguments if the tool's schema cannot be enforced; raise SchemaError for a required one.
         """
         free = response_format is None or response_format["type"] == "text"
         if free and not tools:
@@ -223,7 +220,6 @@ def message_format(tokenizer: PreTrainedTokenizerBase) -> MessageFormat:
 
 
 def _keepable(tool: Json) -> Json:
-    """Allow any arguments of a tool if its schema cannot be enforced."""
     try:
         usable_schema(tool["function"].get("parameters"))
         return tool
@@ -291,8 +287,8 @@ BARE_FORMATS = {
 
 
 def _bare(schema: Any, shared: Json, mark: str = "") -> list[str] | None:
-    """Return what may stand between tags, in Lark: listed strings, without quotes or between marks, else JSON. None if
-    any text may."""
+    """Return what may be between tags, in Lark: listed strings, without quotes or between marks, else JSON. None if any
+    text may."""
     found: list[str] = []
     for each in _alternatives(schema, shared):
         own = each if isinstance(each, Mapping) else {}

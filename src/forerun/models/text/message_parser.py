@@ -1,8 +1,8 @@
 """Split a message into content, reasoning and tool calls while it is generated.
 
-transformers' response parser finds the parts. JSON arguments of a call are passed on as they arrive. A call that cannot
-be read stays part of the content, unless the answer ended inside it. If transformers' parser fails at one, all that
-follows is content.
+transformers' response parser finds the parts. JSON arguments of a call are passed on as they arrive. An unreadable call
+stays part of the content, unless the answer ended inside it. If transformers' parser fails at one, all that follows is
+content.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ObjectScanner:
         """Text between and after the objects."""
 
     def feed(self, text: str) -> None:
-        """Read more text. Raises ``ValueError`` if an object ends that is not a call."""
+        """Read more text; raise ValueError if an object ends that is not a call."""
         arguments = ""
         for character in text:
             if self._depth or character == "{":
@@ -202,7 +202,6 @@ class MessageParser:
             tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in with_types(tools)
         }
         self.calls = 0
-        """Number of calls so far."""
         self._fields: dict[str, Any] = template["fields"]
         self._delta, self._cut = MessageDelta(), False
         self._text, self._end, self._body_end = "", 0, 0  # end of what was passed on, and of a call's body
@@ -223,7 +222,7 @@ class MessageParser:
         for event in self._events(lambda: self._parser.feed(text)):
             self._take(event)
         if last:
-            self._cut = cut  # applies to what has not ended by now
+            self._cut = cut  # applies to what has not ended yet
             for event in self._events(lambda: self._parser.finalize()[1]):
                 self._take(event)
         if not self._readable:
@@ -391,7 +390,7 @@ class MessageParser:
 
 
 def _listed(value: Any) -> list[Any]:
-    """Return the calls of a region; where a template makes one call of what was read, there may be several."""
+    """Return the calls of a region; a template may make one call of several."""
     inner = value.get("function") if isinstance(value, dict) else None
     return inner if isinstance(inner, list) else value if isinstance(value, list) else [value]
 

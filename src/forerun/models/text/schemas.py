@@ -1,8 +1,8 @@
 """Rewrite JSON schemas for llguidance, and reject those that it cannot enforce.
 
 Validators differ in what they enforce. Here an unknown ``format`` is an annotation, as in JSON Schema; entries of an
-array may repeat despite ``uniqueItems``; and ``oneOf`` is ``anyOf`` where its choices overlap. Of several alternatives,
-those that cannot be enforced are dropped, because what the others allow is valid, too.
+array may repeat despite ``uniqueItems``; and ``oneOf`` is ``anyOf`` where its choices overlap. Alternatives that cannot
+be enforced are dropped, because what the others allow is valid, too.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ LOOK_AROUND = re.compile(r"(?<!\\)(?:\\\\)*\(\?(?:[=!]|<[=!])|(?<!\\)(?:\\\\)*\\
 
 
 class SchemaError(ValueError):
-    """A response format that cannot be met: it or its schema is malformed."""
+    """A response format that cannot be met, or is malformed."""
 
 
 def usable_schema(schema: Any, where: str = "schema") -> Any:
-    """Rewrite a JSON schema for llguidance; anything but an object is returned unchanged. ``where`` names its place in
-    errors. Raises ``SchemaError`` for a keyword that cannot be enforced, with place and keyword."""
+    """Rewrite a JSON schema for llguidance; return anything but an object unchanged. Raise SchemaError with place
+    (``where``) and keyword if one cannot be enforced."""
     try:
         return _Usable(schema if isinstance(schema, Mapping) else {}).of(schema, where)
     except RecursionError:
