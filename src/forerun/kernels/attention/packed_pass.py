@@ -106,11 +106,11 @@ class PackedPass:
     def fields(
         self, strides: Sequence[tuple[int, int, int, int]] = (), work: TopkTables | None = None
     ) -> dict[str, int]:
-        """Return the ``PassFields`` of the tokens and of attention, without memory. They are valid until the next call.
+        """Return the ``PassFields`` of the tokens and of attention, without memory, valid until the next call.
 
         Args:
-            strides: each cache's byte strides: heads and rows of keys, heads and rows of values; none for operations
-                without attention.
+            strides: each cache's byte strides: heads and rows of keys, heads and rows of values; none without
+                attention.
             work: replaces the units.
         """
         if strides:
@@ -123,9 +123,11 @@ class PackedPass:
 
 @compiled
 def _cut(cuts: IntArray, parents: IntArray, group: int, kv_heads: int, threads: int, dim: int) -> tuple[int, int, int]:
-    """Cut rows into units, and place their states; return the number of units, most tiles in one, and bytes of all
-    states. After the columns of ``JoinedBlocks``, ``cuts`` receives each row's tiles, its splits, tiles per unit, the
-    offset of its states and its tokens in sequence order. ``dim`` is that of values."""
+    """Cut rows into units, and place their states; return the number of units, most tiles in one, and bytes of states.
+
+    After the columns of ``JoinedBlocks``, ``cuts`` receives each row's tiles, its splits, tiles per unit, the offset of
+    its states and its tokens in sequence order. ``dim`` is that of values.
+    """
     tile = size_of_tile(dim)
     units, most, states, node = 0, 0, 0, 0
     for row in range(len(cuts)):
@@ -153,7 +155,6 @@ def _cut(cuts: IntArray, parents: IntArray, group: int, kv_heads: int, threads: 
 def _fill(
     cuts: IntArray, parents: IntArray, tokens: IntArray, memory: IntArray, unit_count: int
 ) -> tuple[int, int, int]:
-    """Write ``TABLES`` into ``memory``; return ``PackedPass.bounds``."""
     first, n = len(cuts) * ROW_INTEGERS, len(tokens)
     last = first + unit_count * UNIT_INTEGERS
     rows = memory[:first].reshape((len(cuts), ROW_INTEGERS))
@@ -233,9 +234,6 @@ class TopkTables:
 
 
 class _TopkSizes(NamedTuple):
-    """Sizes for one row: a KV head's padded queries; bytes of all rounded queries and their units, and of all chunks'
-    worth to one query."""
-
     queries: int
     rounded_bytes: int
     unit_bytes: int

@@ -33,8 +33,8 @@ GPU_LINEAR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class LinearTile(NamedTuple):
-    """Tokens per tile of a product, and warps per program. Tiles of 64 tokens have two warps: with four, a Hopper would
-    use another instruction."""
+    """Tokens per tile of a product, and warps per program: two for 64, as with four a Hopper would use another
+    instruction."""
 
     tokens: int
     warps: int
@@ -80,8 +80,8 @@ def parts_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def padded(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Compute ``x @ weight.T`` by torch's library, in x's type, ``[1, n, O]``. Every call is padded to 64 rows, so that
-    the library uses one algorithm per matrix. A token's bits then do not depend on the pass, provided that they do not
-    depend on its row, which the exactness probe tests."""
+    the library uses one algorithm per matrix. A token's bits then do not depend on the pass, if they do not depend on
+    its row, which the exactness probe tests."""
     n, rows = len(x), LINEAR_TILES[-1].tokens
     whole = torch.nn.functional.pad(x, (0, 0, 0, -n % rows))
     return torch.cat([torch.nn.functional.linear(part, weight) for part in whole.split(rows)])[None, :n]

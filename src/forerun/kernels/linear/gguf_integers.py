@@ -64,8 +64,8 @@ class StridedRows(Sequence[ir.Value]):
 
 
 class IntegerFormat:
-    """The integers of a format's blocks, which are read in ``parts`` equal parts, each a multiple of 32 columns.
-    ``most`` is the largest byte; ``sums`` turns sums into floats."""
+    """The integers of a format's blocks, read in ``parts`` equal parts, each a multiple of 32 columns. ``most`` is the
+    largest byte; ``sums`` turns sums into floats."""
 
     parts = 1
 
@@ -139,8 +139,8 @@ class _SuperNibbleCodes(IntegerFormat):
 
     @property
     def high_at(self) -> int:
-        """First bit of the high halves' codes: they stay in place where bytes may be so large, which saves a shift, and
-        their scales are divided. Products are equal unless inputs exceed 1e33 and overflow."""
+        """First bit of the high halves' codes, in place where bytes may be so large: that saves a shift, and scales are
+        divided. Products are equal unless inputs exceed 1e33 and overflow."""
         return 4 if self.most > 31 else 0
 
     def scales(self, e: Emitter, rows: StridedRows) -> Any:

@@ -77,7 +77,6 @@ def convolve(
     Args:
         x: inputs, contiguous ``[n, C]``.
         weights: contiguous ``[K, C]``, the farthest tap first.
-        bias: ``[C]``, or None.
         parents: each token's parent index, int64 ``[n]``; the first ``first`` tokens are a chain, at least K - 1.
     """
     if gpu.runs_on(x.device):

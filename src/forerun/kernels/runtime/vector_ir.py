@@ -49,7 +49,7 @@ def features() -> str:
 
 
 def wide() -> bool:
-    """Return whether 32 registers hold a whole vector each."""
+    """Return whether 32 registers hold a vector each."""
     return "+avx512f" in features()
 
 
@@ -63,7 +63,7 @@ def unusable() -> str | None:
     if config.DISABLE_JIT:
         return "numba's compiler is switched off (NUMBA_DISABLE_JIT)"
     if sys.platform == "win32":
-        return "on Windows threads cannot yield their cores as kernels do it (sched_yield)"
+        return "kernels yield cores by sched_yield, which Windows lacks"
     if "+fma" in features() or platform.machine().lower() in ("aarch64", "arm64"):
         return None
     return "the processor has no fused multiply-add"
@@ -75,9 +75,11 @@ def intrinsic(function: Callable[..., Code]) -> Any:
 
 
 def llvm_function(result: Any = types.void, constants: int = 0) -> Callable[[Callable[..., ir.Value | None]], Any]:
-    """Let compiled functions call a function that writes LLVM code, given an ``Emitter`` and integers. The first
-    ``constants`` integers are compile-time constants, because the code depends on them. They are part of the signature,
-    by which numba caches code. ``result`` is the type of the value."""
+    """Let compiled functions call a function that writes LLVM code, given an ``Emitter`` and integers.
+
+    The first ``constants`` integers are compile-time constants, because the code depends on them; numba caches code by
+    them. ``result`` is the type of the value.
+    """
 
     def mark(emit: Callable[..., ir.Value | None]) -> Any:
         @functools.wraps(emit)  # numba reads its parameters; the first one stands for numba's own
