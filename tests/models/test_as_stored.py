@@ -363,7 +363,7 @@ def refused(how: Callable[[], Any]) -> str:
 def test_what_is_no_gguf_file_is_refused(tmp_path):
     assert "dtype is 'stored', which is for GGUF files, and" in refused(lambda: load("bundled", "stored"))
     kept("llama", torch.float32).save_pretrained(tmp_path / "folder")
-    assert f"{tmp_path / 'folder'} is none" in refused(lambda: load(str(tmp_path / "folder"), "stored"))
+    assert f"{tmp_path / 'folder'} is not one" in refused(lambda: load(str(tmp_path / "folder"), "stored"))
 
 
 def test_cuda_is_refused_and_not_chosen(tmp_path, monkeypatch):

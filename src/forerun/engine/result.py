@@ -22,7 +22,6 @@ class Commit:
     """The tokens that one step added to a request.
 
     Attributes:
-        request: the request.
         tokens: none if the request failed.
         drafted: how many of them, from the first on, were accepted drafts.
         proposed: nodes of the draft that the step verified.
@@ -43,8 +42,7 @@ class Commit:
 
 @dataclass(frozen=True, repr=False)
 class GenerationResult:
-    """Continued prompts, in order (``num_return_sequences`` in a row for each); ``pad_token_id`` fills ``sequences``
-    after an end."""
+    """Continued prompts, in order (``num_return_sequences`` in a row for each); ``pad_token_id`` pads ``sequences``."""
 
     requests: Sequence[Request]
     pad_token_id: int = 0
@@ -124,14 +122,14 @@ def feed(
     commits: Iterable[Commit],
     prompt: torch.Tensor | None,
 ) -> None:
-    """Run to the end, passing tokens to a streamer as transformers does: first the prompt, ``[1, t]``, unless it is
-    None because the streamer has it. Raise ValueError for a streamer with more than one request."""
+    """Run to the end, passing tokens to a streamer as transformers does: first the prompt, ``[1, t]``, unless the
+    streamer has it (None). Raise ValueError for a streamer with more than one request."""
     if streamer is None:
         for _ in commits:
             pass
         return
     if len(requests) != 1:
-        raise ValueError(f"a streamer takes one sequence; there are {len(requests)}")
+        raise ValueError(f"a streamer supports one sequence; there are {len(requests)}")
     if prompt is not None:
         streamer.put(prompt.cpu())
     for commit in commits:
