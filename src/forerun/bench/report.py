@@ -23,10 +23,8 @@ SURE_ROUNDS = 5
 
 
 def summarise(series: Sequence[Series], baseline: str = BASELINE, decode: Decode = str) -> list[Row]:
-    """Make a row per task and contestant, with ratios to the baseline and shares of equal outputs.
-
-    ``decode`` turns tokens into characters, for contestants that return only those.
-    """
+    """Make a row per task and contestant, with ratios to the baseline and shares of equal outputs. ``decode`` turns
+    tokens into characters, for contestants that return only those."""
     by_name = {(one.task, one.contestant): one for one in series}
     return [_row(one, by_name[one.task, baseline], by_name.get((one.task, PLAIN)), decode) for one in series]
 
@@ -160,7 +158,6 @@ class BenchResult:
 
     @property
     def json(self) -> Row:
-        """Return the result as plain values."""
         return {
             "machine": machine(),
             "settings": self.settings,
@@ -171,7 +168,6 @@ class BenchResult:
 
     @property
     def markdown(self) -> str:
-        """Return all tables, notes, machine and settings."""
         notes = [f"{note}\n" for note in warnings(self.rows)]
         return "\n".join([speed_table(self.rows), equality_table(self.rows), *notes, footer(self.settings)])
 
@@ -194,8 +190,8 @@ def warnings(rows: Sequence[Row]) -> list[str]:
         )
     if any(row["same_output"] < 1 for row in rows):
         notes.append(
-            "Rounding can part texts from those of transformers where two tokens are nearly as good; "
-            "`forerun audit` tells whether it was that."
+            "Rounding can change outputs from those of transformers where two tokens are nearly tied; "
+            "`forerun audit` tells whether rounding explains them."
         )
     return notes
 

@@ -1,7 +1,5 @@
-"""``forerun demo``: compare plain decoding and ``auto``, prompt by prompt, by output and time.
-
-It shows two panels, side by side if they fit, and then a summary.
-"""
+"""``forerun demo``: compare plain decoding and ``auto``, prompt by prompt, by output and time, in two panels and a
+summary."""
 
 from __future__ import annotations
 
@@ -56,7 +54,6 @@ class Timed:
 
     @property
     def speed(self) -> str:
-        """Describe the run's figures."""
         return f"{self.tokens_per_second:.1f} tok/s · {self.tokens_per_step:.2f} tokens per step · {self.seconds:.2f} s"
 
 
@@ -71,7 +68,6 @@ class Pair:
 
     @property
     def speed_up(self) -> float:
-        """Return the speed of ``auto`` relative to plain decoding."""
         return self.plain.seconds / self.auto.seconds
 
 
@@ -94,7 +90,6 @@ class Stage:
         self.auto.set_drafter(AUTO)
 
     def decode(self, prompt: DemoPrompt) -> Pair:
-        """Decode a prompt both ways, alternating."""
         plain: list[Run] = []
         auto: list[Run] = []
         with progress_bar(stderr(), f"{prompt['kind']}, plain and {AUTO}") as progress:

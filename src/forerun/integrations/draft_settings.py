@@ -56,10 +56,8 @@ class DraftSettings:
 
     @classmethod
     def from_values(cls, values: object, **defaults: Any) -> DraftSettings:
-        """Make settings from a user's values, such as a JSON object.
-
-        Raises ValueError for anything but an object, an unknown name, or a value that is not allowed.
-        """
+        """Make settings from a user's values, such as a JSON object; raise ValueError for anything but an object, an
+        unknown name, or a value that is not allowed."""
         if not isinstance(values, Mapping):
             raise ValueError(f"Forerun's settings are {values!r}; allowed: an object of names and values")
         known = [field.name for field in fields(cls)]
@@ -70,7 +68,7 @@ class DraftSettings:
 
 
 def checked_length(name: str, length: object) -> int:
-    """Return the draft length in tokens; raise a ValueError if it is not 1 to 1024."""
+    """Return the draft length in tokens; raise ValueError unless it is 1 to 1024."""
     if not isinstance(length, int) or not 1 <= length <= 1024:
         raise ValueError(f"{name} is {length!r}; allowed: 1 to 1024")
     return length

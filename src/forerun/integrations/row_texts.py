@@ -59,10 +59,8 @@ class _FollowedRequest:
 
 
 class FollowedTexts:
-    """An engine's rows, indexed in a trie. A request that is missing at a step has ended.
-
-    Requests ``share`` the namespace, or have private ones, dropped some time after their end.
-    """
+    """An engine's rows, indexed in a trie. A request that is missing at a step has ended. Requests ``share`` the
+    namespace, or have private ones, dropped some time after their end."""
 
     def __init__(self, trie: Trie, namespace: str, share: bool = True) -> None:
         self._trie, self._namespace, self._share = trie, namespace, share
@@ -73,11 +71,8 @@ class FollowedTexts:
         return sum(request is not None for request in self._requests)
 
     def follow(self, rows: Sequence[RowText]) -> list[int | None]:
-        """Index the new tokens of all rows of a step; return each row's request in the trie.
-
-        That is None for a row without a new token whose request is unknown. Raises ValueError, and indexes nothing, if
-        a token is not in [0, 2**31).
-        """
+        """Index the new tokens of all rows of a step; return each row's request in the trie, or None for a row without
+        a new token whose request is unknown. Raise ValueError, and index nothing, if a token is not in [0, 2**31)."""
         requests = self._continued(rows)
         for request, row in zip(requests, rows, strict=True):
             checked(row.added if request or not row.new else row.text.astype(np.int64))

@@ -29,7 +29,7 @@ MAX_REPLICAS_TRIED = 3
 """Replicas that one request may lose before it fails."""
 REMEMBERED_SUSPECTS = 1024
 PROVEN = 2
-"""Deaths of replicas that prove a request guilty. One death counts fully if the request was the only one there."""
+"""Deaths of replicas that prove a request guilty. One death counts fully if the request was alone there."""
 METRICS_SECONDS = 10.0
 """Time limit for collecting the replicas' metrics."""
 

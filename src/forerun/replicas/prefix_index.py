@@ -25,10 +25,8 @@ ReplicaT = TypeVar("ReplicaT", bound=Hashable)
 
 
 def digests(tenant: str, body: bytes) -> list[bytes]:
-    """Return digests of a request's prefixes, shortest first; the first covers only its namespace.
-
-    A body that the server will refuse has none.
-    """
+    """Return digests of a request's prefixes, shortest first; the first covers only its namespace. A body that the
+    server will refuse has none."""
     try:
         fields = json.loads(body)
         namespace = (fields.get("forerun") or {}).get("namespace") or "default"

@@ -56,7 +56,7 @@ class Replica:
                 yield bytes(message["body"])
 
     def check_health(self) -> None:
-        """Raise a RuntimeError, so that Ray replaces this replica, if its scheduler has ended."""
+        """Raise RuntimeError if the scheduler has ended, so that Ray replaces this replica."""
         if not self._service.scheduler.ready:
             raise RuntimeError("the scheduler has ended")
 

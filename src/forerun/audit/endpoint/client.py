@@ -1,7 +1,5 @@
-"""A client of OpenAI-compatible servers; it reads a whole answer as a stream of one chunk.
-
-It uses Python's HTTP client, so an audit needs no further package.
-"""
+"""A client of OpenAI-compatible servers, over Python's HTTP client; it reads a complete answer as a stream of one
+chunk."""
 
 from __future__ import annotations
 
@@ -33,10 +31,8 @@ class TokenScore:
 
 @dataclass(frozen=True)
 class EndpointAnswer:
-    """A server's answer, or an ``error``.
-
-    ``scores`` are log-probabilities, if requested. ``drafted`` and ``accepted`` are the server's count, or None.
-    """
+    """A server's answer, or an ``error``. ``scores`` are log-probabilities, if requested. ``drafted`` and ``accepted``
+    are the server's count, or None."""
 
     text: str = ""
     reasoning: str = ""
@@ -49,7 +45,7 @@ class EndpointAnswer:
 
     @property
     def parts(self) -> dict[str, str]:
-        """Return what must be equal, by name; ids and times are left out."""
+        """What must be equal, by name; ids and times are left out."""
         calls = {f"call {i} {word}": call[n] for i, call in enumerate(self.calls) for n, word in enumerate(CALL_PARTS)}
         return {"reasoning": self.reasoning, "text": self.text, **calls, "finish_reason": self.finish}
 
@@ -79,7 +75,7 @@ class Endpoint:
         except (OSError, HTTPException) as error:
             raise OSError(f"{self.url} cannot be reached: {error}") from None
         except (ValueError, KeyError, TypeError) as error:
-            message = f"{self.url}/v1/models is no list of models ({error!r}); name the model with --name"
+            message = f"{self.url}/v1/models is not a list of models ({error!r}); name the model with --name"
             raise ValueError(message) from None
         return [each for each in listed if isinstance(each, dict) and "id" in each]
 
@@ -101,10 +97,8 @@ class Endpoint:
 
 
 def fold(chunks: Iterable[Json]) -> EndpointAnswer:
-    """Fold chunks, or one whole answer, into an answer.
-
-    Raises ValueError for an error within a stream, with its message, and for an answer that broke off.
-    """
+    """Fold chunks, or one complete answer, into an answer. Raise ValueError with the message of an error within a
+    stream, and for an answer that broke off."""
     text, reasoning, finish = "", "", ""
     calls: dict[int, list[str]] = {}
     scores: list[TokenScore] = []

@@ -93,7 +93,7 @@ def _comparison(one: CaseComparison) -> Json:
 def _drafts(report: EndpointReport) -> str:
     told = [each for each in report.comparisons if each.drafted is not None]
     if not told:
-        return "the server does not tell how many tokens it drafted, so equal answers may have had no draft"
+        return "the server does not report how many tokens it drafted, so equal answers may have had no draft"
     drafted, accepted = (sum(getattr(each, name) or 0 for each in told) for name in ("drafted", "accepted"))
     with_drafts = sum(bool(each.drafted) for each in told)
     return f"{accepted:,} of {drafted:,} drafted tokens accepted, in {with_drafts} of {len(told)} answers"
